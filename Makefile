@@ -1,0 +1,68 @@
+# Two commands: `make train` trains a model, `make test` proves the code. Each builds its own environment first.
+
+VENV ?= .venv
+RECIPE ?= lm-tiny
+WORKDIR ?= runs/$(RECIPE)
+# More words for the command: make train ARGS="--steps 100"
+ARGS ?=
+# Test processes at once; each one has eight virtual CPU devices.
+JOBS ?= 2
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INTERPRETERS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11)
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+LOCK := $(BIN)/uv pip compile pyproject.toml --quiet --universal --generate-hashes --python-version 3.11 \
+	--fork-strategy requires-python --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock"
+
+.PHONY: help train test check core lock clean
+.DEFAULT_GOAL := help
+
+help: ## What can be made
+	@grep -E '^[a-z]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):.*## (.*)/  make \1 : \2/' | column -t -s: \
+		|| true
+	@echo "Variables: VENV=$(VENV) PYTHON=(first of: $(INTERPRETERS)) RECIPE=$(RECIPE) WORKDIR=$(WORKDIR) JOBS=$(JOBS) ARGS=$(ARGS)"
+
+train: $(VENV)/.locked ## Install, then train RECIPE; an interrupted run continues
+	$(BIN)/python -m train $(RECIPE) --workdir $(WORKDIR) --resume $(ARGS)
+
+test: check ## Install, then check format, lint and types and run every test
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not alone"
+	$(BIN)/python -m pytest -m alone
+
+check: $(VENV)/.locked-dev ## Format, lint and types only
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+core: $(VENV)/.locked-dev ## The quick tests that other Python and JAX versions must pass too
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "core and not alone"
+
+lock: $(BIN)/python ## Write the requirement files again (ARGS=--upgrade for newer versions)
+	$(PIP) install --quiet "uv>=0.6,<0.14"
+	$(LOCK) $(ARGS) --group build -o requirements.txt
+	$(LOCK) $(ARGS) --group build --extra dev --constraint requirements.txt -o requirements-dev.txt
+
+clean: ## Remove the environment and caches; runs/ stays
+	rm -rf $(VENV) .pytest_cache .ruff_cache build dist
+	find presets zoo train tests scripts -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+$(BIN)/python:
+	@for python in $(INTERPRETERS); do \
+		if $$python -c '$(SUPPORTED)' 2>/dev/null; then echo "making $(VENV) with $$python"; exec $$python -m venv $(VENV); fi; \
+	done; \
+	echo "No Python 3.11, 3.12 or 3.13 among: $(INTERPRETERS)" >&2; \
+	echo "Install one, or say where it is: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; \
+	exit 2
+
+$(VENV)/.locked: requirements.txt pyproject.toml | $(BIN)/python
+	@echo "installing the locked packages into $(VENV), once"
+	$(PIP) install --quiet --require-hashes -r requirements.txt
+	$(PIP) install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.locked-dev: requirements-dev.txt pyproject.toml | $(BIN)/python
+	@echo "installing the locked packages and tools into $(VENV), once"
+	$(PIP) install --quiet --require-hashes -r requirements-dev.txt
+	$(PIP) install --quiet --no-deps --no-build-isolation -e .
+	@touch $(VENV)/.locked $@

@@ -1,0 +1,23 @@
+"""Every test runs on eight virtual CPU devices, so that sharding is tested wherever the tests are."""
+
+from __future__ import annotations
+
+import os
+
+DEVICES = 8
+
+# Read once, when JAX or a BLAS is first imported; the tests' own threads are enough for the cores.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}".strip()
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["MPLBACKEND"] = "agg"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest  # noqa: E402
+
+
+@pytest.fixture(scope="session", autouse=True)
+def eight_devices() -> None:
+    """Fails every test where the devices are missing; a skip would hide it."""
+    import jax
+
+    assert jax.device_count() == DEVICES
