@@ -1,0 +1,86 @@
+"""Parameterization presets: how initialization, multipliers and rates scale with a transformer's sizes. Pure Python.
+
+    preset = presets.get("mup", base={"head_dim": 32, "heads": 4, "embed": 128, "mlp": 512, "layers": 4})
+    preset.scales(spec, sizes, optimizer="adam")    # multiplier, init_std, lr, eps, weight_decay of one parameter
+    preset.logit_scale(sizes)                       # what attention logits are multiplied by
+    preset.residual_scale(sizes, layer, "mlp")      # (skip, branch)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+
+from presets.infinite_limits import depth_mup, mup, mup_half
+from presets.preset import Decay, Form, Preset, Rule, Scales
+from presets.roles import AXES, EMBEDDINGS, VECTORS, ParamSpec, PresetError, Role
+from presets.scaling import Power
+from presets.standard import sp
+
+PRESETS: dict[str, Callable[..., Preset]] = {
+    "sp": sp,
+    "mup": mup,
+    "mup-half": mup_half,
+    "depth-mup": depth_mup,
+}
+"""Name to the function that makes the preset from its constants."""
+
+
+def get(
+    name: str,
+    *,
+    base: Mapping[str, int] | None = None,
+    form: Form | None = None,
+    zero_readout: bool = False,
+    **constants: float,
+) -> Preset:
+    """The named preset, relative to a base.
+
+    Args:
+        name: one of `PRESETS`.
+        base: size of each axis at which every factor is 1 (`config.base_sizes()`); None is the absolute form.
+        form: where the readout's scale sits; the preset's native form unless given.
+        zero_readout: start the readout at zero.
+        **constants: the preset's own, such as `alpha_l=0.5`.
+
+    Raises:
+        PresetError: no such preset, constant, axis or form.
+    """
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else ""
+        raise PresetError(f"no preset is named {name!r}; {hint} the presets are {', '.join(PRESETS)}".replace(";  ", "; "))
+    known = list(inspect.signature(PRESETS[name]).parameters)
+    for constant in constants:
+        if constant not in known:
+            others = [n for n, make in PRESETS.items() if constant in inspect.signature(make).parameters]
+            hint = f"; {constant} is a constant of {', '.join(others)}" if others else ""
+            raise PresetError(f"{name} takes {', '.join(known) or 'no constants'}, not {constant}{hint}")
+    for axis, size in (base or {}).items():
+        if axis not in AXES or size < 1:
+            raise PresetError(f"base {axis}={size}: write a logical axis ({', '.join(AXES)}) and a size of at least 1")
+    preset = PRESETS[name](**constants)
+    if form not in (None, "readout-multiplier", "plain"):
+        raise PresetError(f"no form is named {form!r}; write 'readout-multiplier' or 'plain'")
+    base = dict(base) if base is not None else None
+    return dataclasses.replace(preset, base=base, form=form or preset.form, zero_readout=zero_readout)
+
+
+__all__ = [
+    "AXES",
+    "EMBEDDINGS",
+    "PRESETS",
+    "VECTORS",
+    "Decay",
+    "Form",
+    "ParamSpec",
+    "Power",
+    "Preset",
+    "PresetError",
+    "Role",
+    "Rule",
+    "Scales",
+    "get",
+]

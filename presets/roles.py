@@ -1,0 +1,110 @@
+"""What a parameter is: its role, its logical axes, and which of them are its fan-in. Declared once, where it is created."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+
+
+class PresetError(ValueError):
+    """A parameterization, role or size that cannot be used. The text says what to write instead."""
+
+
+class Role(enum.Enum):
+    """What a parameter does in the network. A preset's table has one row per role."""
+
+    TOKEN_EMBEDDING = "token_embedding"
+    """Looked up by an index, and any learned vector that joins the sequence (a CLS token)."""
+    PATCH_EMBEDDING = "patch_embedding"
+    """Read-in matrix from an input of fixed size."""
+    POSITION = "position"
+    NORM_GAIN = "norm_gain"
+    BIAS = "bias"
+    QUERY = "query"
+    KEY = "key"
+    VALUE = "value"
+    ATTENTION_OUT = "attention_out"
+    MLP_IN = "mlp_in"
+    """Gate and up projections, each with fan-in embed."""
+    MLP_OUT = "mlp_out"
+    READOUT = "readout"
+    HIDDEN = "hidden"
+    """Any other matrix between activations of growing size, for models of a user's own."""
+
+
+VECTORS = frozenset({Role.NORM_GAIN, Role.BIAS})
+"""Roles that say in `of` which matrix or norm they belong to, and that never decay."""
+
+EMBEDDINGS = frozenset({Role.TOKEN_EMBEDDING, Role.PATCH_EMBEDDING, Role.POSITION})
+
+AXES = {
+    "layers": "stacked residual blocks",
+    "embed": "residual stream",
+    "heads": "query heads",
+    "kv_heads": "key and value heads",
+    "head_dim": "one head",
+    "mlp": "MLP hidden",
+    "vocab": "tokens",
+    "classes": "image classes",
+    "patch": "one flattened input patch",
+    "position": "sequence positions",
+    "input": "features of any other input",
+    "output": "features of any other output",
+}
+"""Logical axis names and what each counts. Sharding rules and base sizes use the same names."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParamSpec:
+    """One parameter's declaration. Everything else about it (std, rates, sharding, counts) is computed from this.
+
+    Attributes:
+        role: the row of a preset's table.
+        axes: logical name of every dimension, in order.
+        fan_in: names of the axes that a matrix product sums over; empty for embeddings looked up, gains and biases.
+        in_block: whether the parameter sits in a residual branch, where depth rules apply.
+        of: for a gain or bias, the role of the matrix it belongs to (None for a norm of the residual stream).
+        tied: for a readout that reuses the token embedding; such a spec has a multiplier but no array of its own.
+
+    Raises:
+        PresetError: an axis that is not in `AXES`, a fan-in that is not an axis, or `of` on a matrix.
+    """
+
+    role: Role
+    axes: tuple[str, ...]
+    fan_in: tuple[str, ...] = ()
+    in_block: bool = False
+    of: Role | None = None
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        for axis in self.axes:
+            if axis not in AXES:
+                near = difflib.get_close_matches(axis, AXES, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"the axes are {', '.join(AXES)}"
+                raise PresetError(f"{self.role.value}: no logical axis is named {axis!r}; {hint}")
+        if len(set(self.axes)) != len(self.axes):
+            raise PresetError(f"{self.role.value}: an axis is named twice in {self.axes}")
+        for axis in self.fan_in:
+            if axis not in self.axes:
+                raise PresetError(f"{self.role.value}: fan_in {axis!r} is not one of the axes {self.axes}")
+        if self.of is not None and self.role not in VECTORS:
+            raise PresetError(f"{self.role.value}: only gains and biases say which role they belong to (of={self.of})")
+        if self.tied and self.role is not Role.READOUT:
+            raise PresetError(f"{self.role.value}: only a readout can be tied")
+        matrix = self.role not in VECTORS | EMBEDDINGS
+        if matrix and not self.fan_in:
+            raise PresetError(f"{self.role.value}: a matrix needs fan_in, the names of the axes it sums over")
+
+    @property
+    def fan_out(self) -> tuple[str, ...]:
+        """Axes of the output: those that are neither summed over nor stacked layers."""
+        return tuple(axis for axis in self.axes if axis not in self.fan_in and axis != "layers")
+
+    @property
+    def group(self) -> str:
+        """Name of the preset row, such as `block.query`, `block.query.bias` or `readout`."""
+        parts = ["block"] if self.in_block else []
+        parts += [self.of.value] if self.of else []
+        return ".".join([*parts, self.role.value])

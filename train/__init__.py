@@ -1,0 +1,1 @@
+"""Everything that runs: data, mesh, optimizer, step, loop, checkpoints."""

@@ -1,0 +1,267 @@
+"""What a run is: frozen configs, nested by owner. Imports no JAX, so `--help` and a wrong flag answer at once.
+
+Every config checks itself when it is made, so a `Config` that exists can be run as far as the configs can know.
+`train/record.py` carries one to disk and back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro import conf
+
+import presets
+from zoo.configs import CONFIGS, ConfigError, ModelConfig
+from zoo.configs import get as get_model
+
+
+def _at_least(owner: str, config: object, smallest: float, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not smallest <= value < math.inf:
+            raise ConfigError(f"{owner}{name} is {value}; write a number of at least {smallest}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PresetConfig:
+    """Which parameterization, and its constants. A constant left out takes the preset's default."""
+
+    name: Annotated[str, conf.arg(aliases=("--preset",))] = "mup"
+    """Preset name; `python -m presets` lists them."""
+    base: str | None = None
+    """Model whose sizes the factors are relative to; None is the absolute form (base 1)."""
+    form: Literal["readout-multiplier", "plain"] | None = None
+    """Where the readout's scale sits. Changes numbers, never training."""
+    alpha_a: float | None = None
+    """Attention logits scale as head_dim^-alpha_a, in [1/2, 1]."""
+    alpha_l: float | None = None
+    """Residual branches scale as depth^-alpha_l, in [1/2, 1] (depth-mup)."""
+    gamma0: float | None = None
+    """Amount of feature learning: the readout is divided by it."""
+    beta0: float | None = None
+    """Constant on every residual branch."""
+    zero_readout: bool = False
+    """Start the readout at zero."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The optimizer and its schedule. Every rate, decay and eps is multiplied by the preset's scale per parameter."""
+
+    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    """adam is adamw without decay; sgd has heavy-ball momentum."""
+    peak_lr: float = 1e-3
+    """Learning rate at the end of warm-up, at base size."""
+    weight_decay: float = 0.0
+    """Pull of weights towards zero; the presets never decay gains and biases. adam has none."""
+    decay: Literal["coupled", "independent"] = "coupled"
+    """coupled: w -= lr*wd*w. independent: w -= wd*(lr/peak_lr)*w."""
+    b1: float = 0.9
+    """Decay of Adam's mean of gradients."""
+    b2: float = 0.95
+    """Decay of Adam's mean of squared gradients."""
+    eps: float = 1e-8
+    """Added to the root of Adam's second moment, at base size."""
+    momentum: float = 0.9
+    """sgd only: decay of the heavy-ball sum of gradients."""
+    clip_norm: float | None = None
+    """Clip gradients to this global norm over all parameters; None does not clip."""
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
+    """Shape of the learning rate after warm-up; wsd is constant and then linear to the end."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up from 0. A run of fewer steps ends inside it."""
+    decay_steps: int | None = None
+    """wsd only: steps of the final linear decay; a fifth of the run unless given."""
+    final_lr_fraction: float = 0.0
+    """Learning rate at the last step as a fraction of the peak (cosine, linear, wsd)."""
+
+    def __post_init__(self) -> None:
+        _at_least("optimizer.", self, 0, "peak_lr", "weight_decay", "eps", "warmup_steps", "final_lr_fraction")
+        _at_least("optimizer.", self, 1, "decay_steps")
+        for name in ("b1", "b2", "momentum"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"optimizer.{name} is {getattr(self, name)}; write a number in [0, 1)")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ConfigError(f"optimizer.clip_norm is {self.clip_norm}; write a number above 0, or None not to clip")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where batches come from. Batch k is a function of (seed, k, batch_size) alone."""
+
+    name: str
+    """python_corpus, digits, text:PATH (a file or folder), images:PATH (a folder per class), cifar5m, or any TFDS name."""
+    batch_size: int
+    """Sequences or images per optimizer step, over all devices."""
+    eval_batch_size: int | None = None
+    """batch_size unless given."""
+    eval_examples: int | None = None
+    """Use the first so many evaluation examples; all unless given."""
+    data_dir: str | None = None
+    """Where prepared datasets lie; the user cache folder unless given."""
+    tokenizer: str = "bytes"
+    """bytes, bpe:SIZE (trained on the training text), or the path of a tokenizer.json."""
+    augment: bool = True
+    """Light augmentation of training images."""
+    split: Literal["random", "writer"] = "random"
+    """digits only: a stratified random split, or test writers never seen in training."""
+
+    def __post_init__(self) -> None:
+        _at_least("data.", self, 1, "batch_size", "eval_batch_size", "eval_examples")
+
+    @property
+    def family(self) -> str | None:
+        """Family of the models that read this data, vit or decoder; None where only the dataset itself can tell."""
+        source = self.name.partition(":")[0].partition("/")[0]
+        return _FAMILY_OF_DATA.get(source)
+
+
+_FAMILY_OF_DATA = {
+    "python_corpus": "decoder", "text": "decoder", "c4": "decoder", "lm1b": "decoder", "wiki40b": "decoder",
+    "digits": "vit", "images": "vit", "cifar5m": "vit", "mnist": "vit", "cifar10": "vit", "cifar100": "vit",
+    "imagenet2012": "vit",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Devices per named mesh axis. -1 at most once: whatever is left."""
+
+    data: int = -1
+    """Batch split, parameters replicated."""
+    fsdp: int = 1
+    """Batch split, parameters and optimizer state split too."""
+    sequence: int = 1
+    """Positions split."""
+    tensor: int = 1
+    """Heads, MLP and vocabulary split."""
+    sweep: int = 1
+    """Runs of a sweep side by side."""
+
+    def __post_init__(self) -> None:
+        sizes = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        for name, size in sizes.items():
+            if size < 1 and size != -1:
+                raise ConfigError(f"mesh.{name} is {size}; write a number of devices, or -1 for whatever is left")
+        if list(sizes.values()).count(-1) > 1:
+            left = [name for name, size in sizes.items() if size == -1]
+            raise ConfigError(f"mesh.{' and mesh.'.join(left)} are -1; only one can be whatever is left, write a number for the others")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When the run is saved, beside at its end."""
+
+    every_steps: int = 500
+    """Optimizer steps between checkpoints."""
+    keep: int = 2
+    """Newest checkpoints kept."""
+
+    def __post_init__(self) -> None:
+        _at_least("checkpoint.", self, 1, "every_steps", "keep")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """What a run reports, and where."""
+
+    eval_every_steps: int | None = None
+    """Evaluate every so many steps and at the end; only at the end when None."""
+    tensorboard: bool = True
+    """Write TensorBoard events beside metrics.jsonl."""
+    wandb: str | None = None
+    """Weights & Biases project to log to (extra `wandb`)."""
+    progress: bool = True
+    """The live progress bar; plain lines when the terminal cannot draw one."""
+    samples: bool = True
+    """Generated text (language models) or a picture of predictions (ViT) at the end."""
+
+    def __post_init__(self) -> None:
+        _at_least("log.", self, 1, "eval_every_steps")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """A complete run."""
+
+    recipe: conf.Suppress[conf.Fixed[str]]
+    """Name of the recipe this run started from."""
+    model: ModelConfig
+    data: DataConfig
+    preset: PresetConfig = PresetConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    mesh: MeshConfig = MeshConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    steps: int
+    """Optimizer steps."""
+    seed: int = 0
+    """Seeds initialization, data order and augmentation."""
+    accumulation_steps: int = 1
+    """Microbatches per optimizer step; the batch is split, the loss stays the mean over its tokens."""
+    workdir: str | None = None
+    """Folder of checkpoints, metrics and pictures; runs/RECIPE unless given."""
+    resume: bool = False
+    """Continue from the newest checkpoint in workdir; start the run where there is none."""
+
+    def __post_init__(self) -> None:
+        _at_least("", self, 1, "steps", "accumulation_steps")
+        _at_least("", self, 0, "seed")
+        batch, parts = self.data.batch_size, self.accumulation_steps
+        if batch % parts:
+            near = max(n for n in range(1, min(parts, batch) + 1) if batch % n == 0)
+            raise ConfigError(
+                f"data.batch_size {batch} is not divisible by accumulation_steps {parts}; write accumulation_steps {near}"
+            )
+        opt = self.optimizer
+        if opt.schedule == "wsd" and opt.decay_steps and opt.warmup_steps + opt.decay_steps > self.steps:
+            raise ConfigError(
+                f"optimizer.warmup_steps {opt.warmup_steps} and optimizer.decay_steps {opt.decay_steps} are more than "
+                f"the {self.steps} steps of the run; write decay_steps {max(1, self.steps - opt.warmup_steps)} or fewer"
+            )
+        wanted = self.data.family
+        if wanted not in (None, self.model.family):
+            raise ConfigError(
+                f"the data {self.data.name} needs a {wanted} and model is a {self.model.family}; "
+                f"write another data.name, or one of these models: {', '.join(_named(wanted))}"
+            )
+
+    def resolved(self) -> Config:
+        """The same run with the defaults that depend on other fields written out."""
+        return dataclasses.replace(
+            self,
+            workdir=self.workdir or str(Path("runs") / self.recipe),
+            data=dataclasses.replace(self.data, eval_batch_size=self.data.eval_batch_size or self.data.batch_size),
+        )
+
+
+def _named(family: str) -> list[str]:
+    return [name for name, model in CONFIGS.items() if model.family == family]
+
+
+def preset_of(config: Config) -> presets.Preset:
+    """The run's parameterization, relative to the sizes of `config.preset.base`.
+
+    Raises:
+        PresetError: no such preset, or a constant it does not take or that is out of range.
+        ConfigError: the base is not a model's name, or a model of another family.
+    """
+    given = config.preset
+    base = None
+    if given.base is not None:
+        base = get_model(given.base)
+        if base.family != config.model.family:
+            raise ConfigError(
+                f"preset.base {given.base} is a {base.family} and the model a {config.model.family}; "
+                f"write one of {', '.join(_named(config.model.family))}, or None for the absolute form"
+            )
+    constants = {name: getattr(given, name) for name in ("form", "alpha_a", "alpha_l", "gamma0", "beta0")}
+    return presets.get(
+        given.name,
+        base=base.base_sizes() if base else None,
+        zero_readout=given.zero_readout,
+        **{name: value for name, value in constants.items() if value is not None},
+    )

@@ -1,0 +1,82 @@
+"""All factors of a run, as data: preset x specs x sizes, computed on the host and passed to the jitted step.
+
+Factors are arguments, never constants of the program and never in a checkpoint: one compiled step serves every preset.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from presets import Decay, ParamSpec, Preset, Scales
+from zoo.definition import Definition
+
+Numbers = dict[str, np.ndarray]
+"""Name to float32 [] or, for a parameter stacked over layers, [layers]."""
+
+
+class Factors(NamedTuple):
+    """What a preset gives a model and its optimizer, one entry per parameter (`forward`: per `zoo.param.Factor`)."""
+
+    multiplier: Numbers
+    lr: Numbers
+    eps: Numbers
+    weight_decay: Numbers
+    forward: Numbers
+
+
+def resolve(preset: Preset, definition: Definition, optimizer: str = "adam", decay: Decay = "coupled") -> Factors:
+    """Every number the step needs.
+
+    Args:
+        preset: from `presets.get`.
+        definition: the model, from `zoo.build.definition` or `zoo.definition.define`.
+        optimizer: adam, adamw, sgd or momentum.
+        decay: how weight decay enters the update.
+
+    Raises:
+        presets.PresetError: a role or optimizer without a rule, or a size that a rule needs.
+    """
+    scales = {name: preset.scales(spec, definition.sizes, optimizer, decay) for name, spec in definition.specs.items()}
+
+    def column(field: str) -> Numbers:
+        return {name: _number(getattr(s, field), definition.specs[name], definition) for name, s in scales.items()}
+
+    return Factors(
+        multiplier=column("multiplier"),
+        lr=column("lr"),
+        eps=column("eps"),
+        weight_decay=column("weight_decay"),
+        forward={name: _forward(preset, definition, declared) for name, declared in definition.factors.items()},
+    )
+
+
+def init_stds(preset: Preset, definition: Definition) -> Numbers:
+    """Initial standard deviation (for gains: value) of every parameter."""
+
+    def one(spec: ParamSpec) -> np.ndarray:
+        scales: Scales = preset.scales(spec, definition.sizes)
+        return _number(scales.init_std, spec, definition)
+
+    return {name: one(spec) for name, spec in definition.specs.items()}
+
+
+def _number(value: float, spec: ParamSpec, definition: Definition) -> np.ndarray:
+    shape = (definition.sizes["layers"],) if spec.axes[:1] == ("layers",) else ()
+    return np.full(shape, value, np.float32)
+
+
+def _forward(preset: Preset, definition: Definition, declared: dict) -> np.ndarray:
+    sizes, shape = definition.sizes, declared["shape"]
+    match declared["kind"]:
+        case "logits":
+            value = preset.logit_scale(sizes)
+        case "readout":
+            value = preset.scales(declared["spec"], sizes).multiplier
+        case "branch":
+            layers = range(shape[0])
+            value = [[preset.residual_scale(sizes, i, branch) for branch in ("attention", "mlp")] for i in layers]
+        case kind:
+            raise ValueError(f"no factor is of kind {kind!r}; write logits, branch or readout")
+    return np.broadcast_to(np.asarray(value, np.float32), shape)

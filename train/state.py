@@ -1,0 +1,63 @@
+"""The training state: step, parameters, optimizer state. Every array is born on the devices it will live on."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from train import mesh as meshes
+from zoo.definition import Arrays, Definition
+
+
+class TrainState(NamedTuple):
+    """What a step reads and writes, and what a checkpoint holds."""
+
+    step: jax.Array
+    """Optimizer steps done, int32 []."""
+    params: Arrays
+    opt_state: optax.OptState
+
+
+def abstract_state(definition: Definition, tx: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """Shapes, dtypes and shardings of the state; an optimizer moment lies where its parameter does."""
+    whole, shardings = meshes.replicated(mesh), meshes.param_shardings(mesh, definition)
+    params = {n: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[n]) for n, leaf in definition.abstract.items()}
+    opt_state = optax.tree.map_params(
+        tx,
+        lambda leaf, like: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=like.sharding),
+        jax.eval_shape(tx.init, params),
+        params,
+        transform_non_params=lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole),
+    )
+    return TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=whole), params, opt_state)
+
+
+def shardings_of(abstract: TrainState) -> TrainState:
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract)
+
+
+def initial_state(
+    definition: Definition,
+    tx: optax.GradientTransformation,
+    abstract: TrainState,
+    seed: int,
+    stds: dict[str, np.ndarray],
+) -> TrainState:
+    """A fresh state, initialized under jit with its final shardings: the same bits on every mesh."""
+
+    def init(seed: jax.Array, stds: Arrays) -> TrainState:
+        params = definition.initialize(seed, stds)
+        return TrainState(jnp.zeros([], jnp.int32), params, tx.init(params))
+
+    return jax.jit(init, out_shardings=shardings_of(abstract))(np.uint32(seed), stds)
+
+
+def initial_params(definition: Definition, abstract: TrainState, seed: int, stds: dict[str, np.ndarray]) -> Arrays:
+    """The parameters of `initial_state` alone: the frozen reference of a centred output."""
+    init = jax.jit(definition.initialize, out_shardings=shardings_of(abstract).params)
+    return init(np.uint32(seed), stds)

@@ -1,0 +1,153 @@
+"""The training and evaluation steps: pure functions over plain dicts, compiled once by `jax.jit` with shardings.
+
+Shapes: B batch, then what the task has (T positions for tokens). A batch is a dict of
+    inputs  [B, T] int32 tokens or [B, H, W, C] float32 images
+    targets [B, T] or [B] int32
+    weights [B, T] or [B] float32, 0 where a target does not count
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from train import mesh as meshes
+from train.factors import Factors
+from train.optimizer import Hyper
+from train.state import TrainState, shardings_of
+from zoo.definition import Arrays, Definition
+
+Batch = dict[str, jax.Array]
+
+
+class Run(NamedTuple):
+    """What a step is given besides state and batch: numbers that are data, not program."""
+
+    factors: Factors
+    hyper: Hyper
+    reference: Arrays | None = None
+    """Initial parameters where the output is centred, else None."""
+
+
+class Sums(NamedTuple):
+    """Totals over the targets that count, float32 []."""
+
+    loss: jax.Array
+    correct: jax.Array
+    weight: jax.Array
+
+
+def logits_of(definition: Definition, params: Arrays, run: Run, inputs: jax.Array) -> jax.Array:
+    """float32 logits; f - f at initialization where there is a reference, without gradient through the latter."""
+    factors = run.factors
+    logits = definition.apply(params, factors.multiplier, factors.forward, inputs)
+    if run.reference is not None:
+        start = definition.apply(run.reference, factors.multiplier, factors.forward, inputs)
+        logits = logits - jax.lax.stop_gradient(start)
+    return logits
+
+
+def batch_sums(definition: Definition, params: Arrays, run: Run, batch: Batch) -> Sums:
+    """Summed cross-entropy (nats), number correct and number of targets of one (micro)batch."""
+    logits = logits_of(definition, params, run, batch["inputs"])
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+    hits = jnp.argmax(logits, axis=-1) == batch["targets"]
+    w = batch["weights"]
+    return Sums(jnp.sum(nll * w), jnp.sum(hits * w), jnp.sum(w))
+
+
+def gradients(definition: Definition, params: Arrays, run: Run, batch: Batch, accumulation_steps: int) -> tuple[Arrays, Sums]:
+    """Gradient of the mean loss over all targets of the batch, whatever the number of microbatches."""
+
+    def summed(params: Arrays, micro: Batch) -> tuple[jax.Array, Sums]:
+        sums = batch_sums(definition, params, run, micro)
+        return sums.loss, sums
+
+    grad = jax.grad(summed, has_aux=True)
+    if accumulation_steps == 1:
+        grads, sums = grad(params, batch)
+    else:
+        # Microbatch i takes every accumulation_steps-th row, so that each device splits the rows it already holds.
+        micros = jax.tree.map(lambda x: x.reshape(-1, accumulation_steps, *x.shape[1:]).swapaxes(0, 1), batch)
+
+        def add(total: tuple[Arrays, Sums], micro: Batch) -> tuple[tuple[Arrays, Sums], None]:
+            return jax.tree.map(jnp.add, total, grad(params, micro)), None
+
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(grad, params, _first(micros)))
+        (grads, sums), _ = jax.lax.scan(add, zeros, micros)
+    return jax.tree.map(lambda g: (g / sums.weight).astype(g.dtype), grads), sums
+
+
+def _first(micros: Batch) -> Batch:
+    return jax.tree.map(lambda x: x[0], micros)
+
+
+def make_train_step(
+    definition: Definition, tx: optax.GradientTransformationExtraArgs, accumulation_steps: int = 1
+) -> Callable[[TrainState, Run, Batch], tuple[TrainState, dict[str, jax.Array]]]:
+    """The training step as a plain function: (state, run, batch) -> (state, metrics).
+
+    metrics: loss (mean nats per target, before the update), accuracy, grad_norm (global, before clipping), lr (peak x
+    schedule), weight (targets counted); all float32 [].
+    """
+
+    def step(state: TrainState, run: Run, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        grads, sums = gradients(definition, state.params, run, batch, accumulation_steps)
+        hyper = run.hyper.at(state.step)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params, factors=run.factors, hyper=hyper)
+        params = optax.apply_updates(state.params, updates)
+        metrics = {
+            "loss": sums.loss / sums.weight,
+            "accuracy": sums.correct / sums.weight,
+            "grad_norm": optax.tree.norm(grads),
+            "lr": hyper.peak_lr * hyper.schedule,
+            "weight": sums.weight,
+        }
+        return TrainState(state.step + 1, params, opt_state), metrics
+
+    return step
+
+
+def compile_train_step(
+    definition: Definition,
+    tx: optax.GradientTransformationExtraArgs,
+    abstract: TrainState,
+    mesh: Mesh,
+    run: Run,
+    batch: Batch,
+    accumulation_steps: int = 1,
+) -> jax.stages.Compiled:
+    """The step as one executable: state donated, batch split over data and fsdp, numbers replicated.
+
+    A compiled executable cannot retrace: a shape that changed during a run is an error, never a second compilation.
+
+    Args:
+        run: the numbers, or their shapes.
+        batch: the global batch, or its shapes.
+    """
+    whole, shardings = meshes.replicated(mesh), shardings_of(abstract)
+    run_shardings = Run(whole, whole, None if run.reference is None else shardings.params)  # type: ignore[arg-type]
+    jitted = jax.jit(
+        make_train_step(definition, tx, accumulation_steps),
+        in_shardings=(shardings, run_shardings, meshes.batch_sharding(mesh)),
+        out_shardings=(shardings, whole),
+        donate_argnums=0,
+    )
+    return jitted.lower(abstract, run, batch).compile()
+
+
+def compile_eval_step(definition: Definition, abstract: TrainState, mesh: Mesh, run: Run, batch: Batch) -> jax.stages.Compiled:
+    """(params, run, batch) -> `Sums` of the batch."""
+    whole, shardings = meshes.replicated(mesh), shardings_of(abstract)
+    run_shardings = Run(whole, whole, None if run.reference is None else shardings.params)  # type: ignore[arg-type]
+    jitted = jax.jit(
+        lambda params, run, batch: batch_sums(definition, params, run, batch),
+        in_shardings=(shardings.params, run_shardings, meshes.batch_sharding(mesh)),
+        out_shardings=whole,
+    )
+    return jitted.lower(abstract.params, run, batch).compile()

@@ -1,0 +1,122 @@
+"""Named models: `python -m zoo` lists them, `python -m zoo describe NAME` prints the parameter tree of one.
+
+`--json` prints either as JSON. Exit codes: 0 done, 2 bad input (one message on stderr).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+USAGE = """usage: python -m zoo [list] [--json]             names, sizes, parameters, FLOPs of one forward pass
+       python -m zoo describe NAME [--json]     every parameter: path, role, shape, axes, count"""
+
+WIDTH = 120
+"""Columns of a table that goes to a file or a pipe, so that no cell is cut there."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit code.
+
+    Args:
+        argv: the words after `python -m zoo`; those of the process unless given.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if "-h" in argv or "--help" in argv:
+        print(USAGE)
+        return 0
+    as_json = "--json" in argv
+    words = [word for word in argv if word != "--json"]
+    match words:
+        case [flag, *_] | [_, flag, *_] | [_, _, flag, *_] if flag.startswith("-"):
+            return _wrong(f"no flag is named {flag}; the only one is --json")
+        case [] | ["list"]:
+            return _list(as_json)
+        case ["describe", name]:
+            return _describe(name, as_json)
+        case ["describe", *names]:
+            return _wrong(f"describe takes one model name, not {len(names)}; `python -m zoo` lists them")
+        case ["list", word, *_]:
+            return _wrong(f"list takes no words, not {word!r}; write `python -m zoo describe {word}` for one model")
+        case [word, *_]:
+            from zoo.configs import CONFIGS
+
+            if word in CONFIGS:
+                return _wrong(f"{word} is a model, not a command; write `python -m zoo describe {word}`")
+            near = difflib.get_close_matches(word, ["list", "describe"], n=1)
+            return _wrong(f"no command is named {word!r}; " + (f"did you mean {near[0]}?" if near else "write list or describe NAME"))
+    return 2
+
+
+def _wrong(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 2
+
+
+def _list(as_json: bool) -> int:
+    from zoo.configs import CONFIGS
+    from zoo.describe import input_of, si, summaries
+
+    if as_json:
+        print(json.dumps(summaries(), indent=2))
+        return 0
+    table = _table("model", "family", "width", "depth", "heads", "head_dim", "mlp", "input", "parameters", "forward FLOPs")
+    for name, row in zip(CONFIGS, summaries(), strict=True):
+        model = CONFIGS[name]
+        sizes = [str(n) for n in (model.width, model.depth, model.num_heads, model.heads_dim, model.mlp_dim)]
+        counted = [si(row["parameters"]), f"{si(row['forward_flops'])} / {model.unit}"]
+        table.add_row(name, model.family, *sizes, input_of(model), *counted)
+    _print(table)
+    return 0
+
+
+def _describe(name: str, as_json: bool) -> int:
+    from zoo import configs
+    from zoo.describe import si, summary, tree
+
+    try:
+        model = configs.get(name)
+    except configs.ConfigError as error:
+        return _wrong(str(error))
+    row, rows = summary(name, model), tree(model)
+    if as_json:
+        print(json.dumps({**row, "tree": rows}, indent=2))
+        return 0
+    table = _table("path", "role", "shape", "axes", "parameters")
+    for leaf in rows:
+        fan_in = set(leaf["fan_in"])
+        axes = " ".join(f"{axis}*" if axis in fan_in else axis for axis in leaf["axes"])
+        table.add_row(leaf["path"], leaf["role"], " ".join(map(str, leaf["shape"])), axes, f"{leaf['count']:,}")
+    table.add_section()
+    table.add_row("total", "", "", "* fan-in", f"{sum(leaf['count'] for leaf in rows):,}")
+    _print(f"{name}: {model.family}, " + ", ".join(f"{axis} {size}" for axis, size in row["sizes"].items()), table)
+    _print(f"{si(row['forward_flops'])}FLOPs per {model.unit}, one forward pass")
+    return 0
+
+
+def _table(*columns: str) -> Any:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    words = {"model", "family", "input", "path", "role", "shape", "axes"}
+    for column in columns:
+        table.add_column(column, justify="left" if column in words else "right", overflow="fold", no_wrap=column == "input")
+    return table
+
+
+def _print(*things: Any) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=WIDTH)
+    for thing in things:
+        console.print(thing)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""Multi-head self-attention with grouped queries. B batch, T query and S key positions, H heads, K key heads, N head dimension."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from presets.roles import Role
+from zoo.configs import StackConfig
+from zoo.layers import Norm, project, rotary
+from zoo.param import Init
+
+
+class Attention(nnx.Module):
+    """softmax(logit_scale * q.k) v, projected out. The preset's logit scale is applied here and nowhere else."""
+
+    def __init__(self, config: StackConfig, init: Init, *, causal: bool, rope_theta: float | None = None) -> None:
+        self.causal, self.rope_theta = causal, rope_theta
+        self.implementation = config.compute.attention
+        self.query = init.param(Role.QUERY, ("embed", "heads", "head_dim"), fan_in=("embed",))
+        self.key = init.param(Role.KEY, ("embed", "kv_heads", "head_dim"), fan_in=("embed",))
+        self.value = init.param(Role.VALUE, ("embed", "kv_heads", "head_dim"), fan_in=("embed",))
+        self.out = init.param(Role.ATTENTION_OUT, ("heads", "head_dim", "embed"), fan_in=("heads", "head_dim"))
+        # Softmax ignores a shift common to all keys: without rotary or QK-norm a key bias has exactly zero gradient.
+        key_bias = config.bias and (rope_theta is not None or config.qk_norm)
+        self.query_bias = init.param(Role.BIAS, ("heads", "head_dim"), of=Role.QUERY) if config.bias else None
+        self.key_bias = init.param(Role.BIAS, ("kv_heads", "head_dim"), of=Role.KEY) if key_bias else None
+        self.value_bias = init.param(Role.BIAS, ("kv_heads", "head_dim"), of=Role.VALUE) if config.bias else None
+        self.out_bias = init.param(Role.BIAS, ("embed",), of=Role.ATTENTION_OUT) if config.bias else None
+        self.query_norm = self.key_norm = None
+        if config.qk_norm:
+            self.query_norm = Norm("rmsnorm", init, axis="head_dim", gain=config.norm_gain, bias=False, of=Role.QUERY)
+            self.key_norm = Norm("rmsnorm", init, axis="head_dim", gain=config.norm_gain, bias=False, of=Role.KEY)
+        self.logit_scale = init.logit_factor()
+
+    def heads(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries [B, T, H, N] (logit scale applied), keys and values [B, S, K, N]."""
+        q_BTHN = _biased(project(x_BTD, self.query[...]), self.query_bias)
+        k_BSKN = _biased(project(x_BTD, self.key[...]), self.key_bias)
+        v_BSKN = _biased(project(x_BTD, self.value[...]), self.value_bias)
+        if self.query_norm is not None and self.key_norm is not None:
+            q_BTHN, k_BSKN = self.query_norm(q_BTHN), self.key_norm(k_BSKN)
+        if self.rope_theta is not None:
+            q_BTHN, k_BSKN = rotary(q_BTHN, self.rope_theta), rotary(k_BSKN, self.rope_theta)
+        return q_BTHN * self.logit_scale[...].astype(q_BTHN.dtype), k_BSKN, v_BSKN
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        q_BTHN, k_BSKN, v_BSKN = self.heads(x_BTD)
+        y_BTHN = attend(q_BTHN, k_BSKN, v_BSKN, causal=self.causal, implementation=self.implementation)
+        return _biased(project(y_BTHN, self.out[...], inputs=2), self.out_bias)
+
+
+def _biased(x: jax.Array, bias: nnx.Param | None) -> jax.Array:
+    return x if bias is None else x + bias[...].astype(x.dtype)
+
+
+def attend(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *, causal: bool, implementation: str) -> jax.Array:
+    """softmax(q.k) v with logits taken as they are (any scale is already in q); softmax in float32.
+
+    auto is `merged` on CPU and `jax.nn.dot_product_attention`'s own choice elsewhere.
+    """
+    if implementation == "auto" and jax.default_backend() == "cpu":
+        return merged_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal)
+    chosen = None if implementation == "auto" else implementation
+    return jax.nn.dot_product_attention(q_BTHN, k_BSKN, v_BSKN, scale=1.0, is_causal=causal, implementation=chosen)
+
+
+def merged_attention(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *, causal: bool) -> jax.Array:
+    """The same with batch and heads merged into one batch dimension, the layout that XLA's CPU products like best."""
+    batch, length, heads, size = q_BTHN.shape
+    source, groups = k_BSKN.shape[1], heads // k_BSKN.shape[2]
+
+    def rows(x: jax.Array, repeat: int) -> jax.Array:
+        x = jnp.repeat(x, repeat, axis=2) if repeat > 1 else x
+        return x.swapaxes(1, 2).reshape(batch * heads, x.shape[1], size)
+
+    q, k, v = rows(q_BTHN, 1), rows(k_BSKN, groups), rows(v_BSKN, groups)
+    logits = jnp.einsum("btn,bsn->bts", q, k, preferred_element_type=jnp.float32)
+    if causal:
+        logits = jnp.where(jnp.tri(length, source, dtype=bool), logits, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
+    y = jnp.einsum("bts,bsn->btn", weights, v)
+    return y.reshape(batch, heads, length, size).swapaxes(1, 2)

@@ -1,0 +1,56 @@
+"""The residual stack: one pre-norm block, stored stacked over depth, run as a scan or unrolled.
+
+Storage does not depend on how the stack runs, so checkpoints serve both.
+"""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+
+from zoo.attention import Attention
+from zoo.configs import ComputeConfig, StackConfig
+from zoo.layers import residual_norm
+from zoo.mlp import MLP
+from zoo.param import Init
+
+REMAT = {
+    "none": None,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "block": jax.checkpoint_policies.nothing_saveable,
+}
+"""What the backward pass may keep of a block; everything else it recomputes."""
+
+
+class Block(nnx.Module):
+    """h <- skip*h + branch*attention(norm(h)), then the same with the MLP. Branch scales are applied here only."""
+
+    def __init__(self, config: StackConfig, init: Init, *, causal: bool, rope_theta: float | None = None) -> None:
+        self.attention_norm = residual_norm(config, init)
+        self.attention = Attention(config, init, causal=causal, rope_theta=rope_theta)
+        self.mlp_norm = residual_norm(config, init)
+        self.mlp = MLP(config, init)
+        self.branch = init.branch_factor()
+
+    def __call__(self, h_BTD: jax.Array) -> jax.Array:
+        scale = self.branch[...].astype(h_BTD.dtype)
+        h_BTD = scale[0, 0] * h_BTD + scale[0, 1] * self.attention(self.attention_norm(h_BTD))
+        return scale[1, 0] * h_BTD + scale[1, 1] * self.mlp(self.mlp_norm(h_BTD))
+
+
+def residual_stack(block: Block, h_BTD: jax.Array, depth: int, compute: ComputeConfig) -> jax.Array:
+    """Apply `depth` blocks, given as one `Block` whose parameters are stacked along a leading "layers" axis."""
+    graph, stacked = nnx.split(block)
+    scan = compute.layers == "scan"
+
+    def layer(h: jax.Array, state: nnx.State) -> tuple[jax.Array, None]:
+        return nnx.merge(graph, state)(h), None
+
+    if (policy := REMAT[compute.remat]) is not None:
+        # Inside a scan the loop already keeps XLA from merging the recomputation with the forward pass.
+        layer = jax.checkpoint(layer, policy=policy, prevent_cse=not scan)
+    if scan:
+        return jax.lax.scan(layer, h_BTD, stacked)[0]
+    for index in range(depth):
+        h_BTD, _ = layer(h_BTD, jax.tree.map(lambda array, i=index: array[i], stacked))
+    return h_BTD

@@ -1,0 +1,43 @@
+"""Causal decoder language model, pre-norm. B batch, T positions, D width, V vocabulary."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from presets.roles import Role
+from zoo.block import Block, residual_stack
+from zoo.configs import DecoderConfig
+from zoo.layers import project, residual_norm
+from zoo.param import Init
+
+
+class Decoder(nnx.Module):
+    """Tokens int32 [B, T] to float32 logits [B, T, V]; position t sees tokens 0..t. T is at most config.seq_len."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
+        self.config = config
+        init = Init(rngs, config.sizes(), jnp.dtype(config.compute.param_dtype))
+        rope_theta = config.rope_theta if config.positions == "rotary" else None
+        self.token = init.param(Role.TOKEN_EMBEDDING, ("vocab", "embed"))
+        self.position = init.param(Role.POSITION, ("position", "embed")) if config.positions == "learned" else None
+        self.block = Block(config, init.stacked(), causal=True, rope_theta=rope_theta)
+        self.norm = residual_norm(config, init)
+        self.readout = None if config.tied else init.param(Role.READOUT, ("embed", "vocab"), fan_in=("embed",))
+        self.tied_readout = init.tied_readout_factor(("vocab", "embed"), ("embed",)) if config.tied else None
+
+    def embed(self, tokens_BT: jax.Array) -> jax.Array:
+        """Tokens to the residual stream's first layer, [B, T, D]."""
+        h_BTD = self.token[...].astype(self.config.compute.dtype)[tokens_BT]
+        if self.position is not None:
+            h_BTD = h_BTD + self.position[...][: tokens_BT.shape[1]].astype(h_BTD.dtype)
+        return h_BTD
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        h_BTD = residual_stack(self.block, self.embed(tokens_BT), self.config.depth, self.config.compute)
+        h_BTD = self.norm(h_BTD)
+        if self.readout is not None:
+            return project(h_BTD, self.readout[...], out_dtype=jnp.float32)
+        assert self.tied_readout is not None
+        return self.tied_readout[...] * project(h_BTD, self.token[...].T, out_dtype=jnp.float32)

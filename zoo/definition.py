@@ -1,0 +1,101 @@
+"""`Definition`: an NNX model taken apart into a graph, plain dicts of arrays, and their specs.
+
+Works for any NNX model whose every `nnx.Param` carries a `spec`; names are paths joined by dots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from presets.roles import ParamSpec, PresetError
+from zoo.param import Factor, initial_value, multiplied
+
+Arrays = dict[str, jax.Array]
+"""Parameter (or factor) name to array: what the step, the optimizer and checkpoints see."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Definition:
+    """A model without its numbers.
+
+    Attributes:
+        graph: NNX graph definition.
+        specs: name to declaration, one per parameter.
+        abstract: name to shape and dtype.
+        factors: name to `Factor` metadata ("kind", "shape", "spec") of every forward multiplier.
+        sizes: size of every logical axis.
+    """
+
+    graph: nnx.GraphDef
+    specs: dict[str, ParamSpec]
+    abstract: dict[str, jax.ShapeDtypeStruct]
+    factors: dict[str, dict[str, Any]]
+    sizes: dict[str, int]
+
+    def bind(self, params: Mapping[str, jax.Array], factors: Mapping[str, jax.Array]) -> nnx.Module:
+        """The model with these numbers; multipliers must already be in `params` (see `apply`)."""
+        paths = {**{n: nnx.Param(a) for n, a in params.items()}, **{n: Factor(a) for n, a in factors.items()}}
+        state = nnx.State.from_flat_path({_path(name): variable for name, variable in paths.items()})
+        return nnx.merge(self.graph, state)
+
+    def apply(self, params: Mapping[str, jax.Array], multipliers: Arrays, factors: Arrays, *inputs: jax.Array) -> Any:
+        """model(*inputs) with every parameter taken as multiplier * w."""
+        return self.bind(multiplied(dict(params), multipliers), factors)(*inputs)
+
+    def initialize(self, seed: jax.Array | int, stds: Mapping[str, jax.Array | float]) -> Arrays:
+        """Fresh parameters, each from its own key (seed, name): the same bits on every mesh. Call under `jax.jit`."""
+        key = jax.random.key(seed)
+        return {
+            name: initial_value(jax.random.fold_in(key, zlib.crc32(name.encode())), spec, leaf.shape, stds[name], leaf.dtype)
+            for (name, spec), leaf in zip(self.specs.items(), self.abstract.values(), strict=True)
+        }
+
+    def count(self) -> int:
+        """Trainable numbers."""
+        return sum(leaf.size for leaf in self.abstract.values())
+
+
+def define(make: Callable[[], nnx.Module], *, sizes: Mapping[str, int] | None = None) -> Definition:
+    """Take a model apart without allocating it.
+
+    Args:
+        make: builds the model, e.g. `lambda: MyModel(rngs=nnx.Rngs(0))`.
+        sizes: logical sizes that no parameter shows, such as "layers" of a stack kept as separate modules.
+
+    Raises:
+        PresetError: a parameter without a spec, a spec that does not fit its array, an axis with two sizes, or
+            state that is neither `nnx.Param` nor `Factor`.
+    """
+    graph, state = nnx.split(nnx.eval_shape(make))
+    specs, abstract, factors = {}, {}, {}
+    found: dict[str, tuple[int, str]] = {axis: (size, "the sizes given") for axis, size in (sizes or {}).items()}
+    for path, variable in nnx.to_flat_state(state):
+        name = ".".join(map(str, path))
+        leaf = variable.get_value()
+        if isinstance(variable, Factor):
+            metadata = variable.get_metadata()
+            factors[name] = {"kind": metadata["kind"], "shape": leaf.shape, "spec": metadata.get("spec")}
+            continue
+        if not isinstance(variable, nnx.Param):
+            raise PresetError(f"{name} is {type(variable).__name__}; only nnx.Param and Factor state can be trained here")
+        spec = variable.get_metadata().get("spec")
+        if not isinstance(spec, ParamSpec):
+            raise PresetError(f"parameter {name} {leaf.shape} has no spec; write nnx.Param(value, spec=ParamSpec(role=..., axes=...))")
+        if len(spec.axes) != len(leaf.shape):
+            raise PresetError(f"parameter {name} has shape {leaf.shape} but axes {spec.axes}; name one axis per dimension")
+        for axis, size in zip(spec.axes, leaf.shape, strict=True):
+            if found.setdefault(axis, (size, name))[0] != size:
+                raise PresetError(f"axis {axis!r} is {size} in {name} but {found[axis][0]} in {found[axis][1]}")
+        specs[name], abstract[name] = spec, jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
+    return Definition(graph, specs, abstract, factors, {axis: size for axis, (size, _) in found.items()})
+
+
+def _path(name: str) -> tuple[str | int, ...]:
+    return tuple(int(part) if part.isdigit() else part for part in name.split("."))

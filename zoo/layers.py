@@ -1,0 +1,62 @@
+"""Matrix products, norms and rotary positions. Shapes: B batch, T positions, D width, N head dimension, H heads."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from presets.roles import Role
+from zoo.configs import StackConfig
+from zoo.param import Init
+
+
+def project(x: jax.Array, w: jax.Array, *, inputs: int = 1, out_dtype: jnp.dtype | None = None) -> jax.Array:
+    """Contract the last `inputs` dimensions of x with the first of w, in x's dtype.
+
+    Leading dimensions are merged into one before the product: two to three times faster on CPU, nothing lost elsewhere.
+    """
+    lead, summed, out = x.shape[: x.ndim - inputs], w.shape[:inputs], w.shape[inputs:]
+    rows = x.reshape(math.prod(lead), math.prod(summed))
+    matrix = w.astype(x.dtype).reshape(math.prod(summed), math.prod(out))
+    return jnp.matmul(rows, matrix, preferred_element_type=out_dtype or x.dtype).reshape(*lead, *out)
+
+
+class Norm(nnx.Module):
+    """LayerNorm or RMSNorm over the last axis in float32, with gain and bias only where asked.
+
+    A norm of the residual stream has axis "embed"; QK-norm has axis "head_dim" and says whose rows it normalizes (`of`).
+    """
+
+    def __init__(self, kind: str, init: Init, *, axis: str = "embed", gain: bool, bias: bool, of: Role | None = None) -> None:
+        self.kind = kind
+        self.gain = init.param(Role.NORM_GAIN, (axis,), of=of) if gain else None
+        self.bias = init.param(Role.BIAS, (axis,), of=of or Role.NORM_GAIN) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x.astype(jnp.float32)
+        if self.kind == "layernorm":
+            y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + 1e-5)
+        if self.gain is not None:
+            y = y * self.gain[...]
+        if self.bias is not None:
+            y = y + self.bias[...]
+        return y.astype(x.dtype)
+
+
+def residual_norm(config: StackConfig, init: Init) -> Norm:
+    """The norm of the residual stream that the config asks for."""
+    return Norm(config.norm, init, gain=config.norm_gain, bias=config.bias and config.norm == "layernorm")
+
+
+def rotary(x_BTHN: jax.Array, theta: float) -> jax.Array:
+    """Rotate pairs (i, i + N/2) by position * theta^(-2i/N) (Su et al. 2021, in the half-split layout of Llama)."""
+    length, half = x_BTHN.shape[1], x_BTHN.shape[-1] // 2
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle_TN = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency
+    cos, sin = jnp.cos(angle_TN)[None, :, None], jnp.sin(angle_TN)[None, :, None]
+    a, b = jnp.split(x_BTHN.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHN.dtype)

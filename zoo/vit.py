@@ -1,0 +1,50 @@
+"""Vision transformer (Dosovitskiy et al. 2021), pre-norm. B batch, P patches, T positions, D width, C classes."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from presets.roles import Role
+from zoo.block import Block, residual_stack
+from zoo.configs import ViTConfig
+from zoo.layers import project, residual_norm
+from zoo.param import Init
+
+
+class ViT(nnx.Module):
+    """Images [B, image_size, image_size, channels] to float32 logits [B, num_classes]."""
+
+    def __init__(self, config: ViTConfig, rngs: nnx.Rngs) -> None:
+        self.config = config
+        init = Init(rngs, config.sizes(), jnp.dtype(config.compute.param_dtype))
+        self.patch = init.param(Role.PATCH_EMBEDDING, ("patch", "embed"), fan_in=("patch",))
+        self.patch_bias = init.param(Role.BIAS, ("embed",), of=Role.PATCH_EMBEDDING) if config.bias else None
+        self.cls = init.param(Role.TOKEN_EMBEDDING, ("embed",)) if config.pool == "cls" else None
+        self.position = init.param(Role.POSITION, ("position", "embed"))
+        self.block = Block(config, init.stacked(), causal=False)
+        self.norm = residual_norm(config, init)
+        self.readout = init.param(Role.READOUT, ("embed", "classes"), fan_in=("embed",))
+        self.readout_bias = init.param(Role.BIAS, ("classes",), of=Role.READOUT) if config.bias else None
+
+    def embed(self, images_BHWC: jax.Array) -> jax.Array:
+        """Images to the residual stream's first layer, [B, T, D]."""
+        batch, size, _, channels = images_BHWC.shape
+        grid, patch = size // self.config.patch_size, self.config.patch_size
+        x = images_BHWC.reshape(batch, grid, patch, grid, patch, channels).swapaxes(2, 3)
+        x_BPI = x.reshape(batch, grid * grid, patch * patch * channels).astype(self.config.compute.dtype)
+        h_BTD = project(x_BPI, self.patch[...])
+        if self.patch_bias is not None:
+            h_BTD = h_BTD + self.patch_bias[...].astype(h_BTD.dtype)
+        if self.cls is not None:
+            cls = jnp.broadcast_to(self.cls[...].astype(h_BTD.dtype), (batch, 1, h_BTD.shape[-1]))
+            h_BTD = jnp.concatenate([cls, h_BTD], axis=1)
+        return h_BTD + self.position[...].astype(h_BTD.dtype)
+
+    def __call__(self, images_BHWC: jax.Array) -> jax.Array:
+        h_BTD = residual_stack(self.block, self.embed(images_BHWC), self.config.depth, self.config.compute)
+        h_BTD = self.norm(h_BTD)
+        pooled_BD = h_BTD[:, 0] if self.config.pool == "cls" else jnp.mean(h_BTD, axis=1)
+        logits_BC = project(pooled_BD, self.readout[...], out_dtype=jnp.float32)
+        return logits_BC if self.readout_bias is None else logits_BC + self.readout_bias[...]
