@@ -33,7 +33,7 @@ test: check ## Install, then check format, lint and types and run every test
 check: $(VENV)/.locked-dev ## Format, lint and types only
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright --pythonpath $(BIN)/python
+	PYRIGHT_PYTHON_GLOBAL_NODE=0 $(BIN)/pyright --pythonpath $(BIN)/python
 
 core: $(VENV)/.locked-dev ## The quick tests that other Python and JAX versions must pass too
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "core and not alone"
