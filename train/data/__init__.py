@@ -1,0 +1,49 @@
+"""Data: batches by index from text and images. `load` is the way in; importing this package imports nothing heavy.
+
+Text goes text.py → tokenizer.py, packing.py → tokens.py; images go digits.py, folders.py → images.py, augment.py; data
+sets known to TFDS go published.py → either. All of them come out behind interface.Data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from train.data.interface import Data, DataError, Reference
+
+if TYPE_CHECKING:
+    from train.config import DataConfig
+    from zoo.configs import ModelConfig
+
+__all__ = ["Data", "DataError", "Reference", "load"]
+
+
+def load(config: DataConfig, model: ModelConfig, *, seed: int, note: Callable[[str], None] = print) -> Data:
+    """The data a config names, prepared if it is not, and checked against the model.
+
+    One process prepares while others wait for it. Call it before building the model: it answers at once when something
+    is missing or does not fit.
+
+    Args:
+        config: which data, in what batches.
+        model: whose vocabulary, sequence length, image size, channels and classes the data must fit.
+        seed: seed of the order and of augmentation.
+        note: told, in a line, what takes time.
+
+    Raises:
+        DataError: the data is missing, damaged or does not fit; the text says what to write or which command to run.
+    """
+    if seed < 0:
+        raise DataError(f"seed is {seed}; write a whole number of at least 0")
+    if config.eval_examples is not None and config.eval_examples < 1:
+        raise DataError(f"data.eval_examples is {config.eval_examples}; write at least 1, or leave it out for all")
+    name = config.name
+    if name == "python_corpus" or name.startswith("text:"):
+        from train.data import text
+
+        opened = text.python_corpus if name == "python_corpus" else text.own_text
+    elif name == "digits":
+        from train.data.digits import digits as opened
+    else:
+        raise DataError(f"unknown data {name!r}")
+    return opened(config, model, seed, note)

@@ -1,0 +1,127 @@
+"""Views of images: what a model is shown of an image, for training (random) and for evaluation (fixed).
+
+A view takes raw uint8 images and, per image, uniform random numbers in [0, 1), and returns float32 images of the
+model's size in the raw range. It draws nothing itself, so a row's augmentation is a function of (seed, batch, row).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+
+View = Callable[[Sequence["np.ndarray"], "np.ndarray"], "np.ndarray"]
+"""(B images uint8 [h, w, C], numbers float64 [B, NUMBERS]) -> float32 [B, H, W, C]."""
+
+NUMBERS = 5
+_MAX_ROTATION = math.radians(12)
+_MAX_LOG_SCALE = 0.12
+_MAX_SHIFT = 0.1  # of the image's size
+_CROP_AREA = (0.08, 1.0)
+_CROP_RATIO = (3 / 4, 4 / 3)
+_PAD = 0.125  # of the image's size
+_EVAL_CROP = 224 / 256
+
+
+def as_is(images: Sequence[np.ndarray], numbers: np.ndarray) -> np.ndarray:
+    """Images that have the model's size already, unchanged."""
+    import numpy as np
+
+    return np.stack(images).astype(np.float32)
+
+
+def jitter(images: Sequence[np.ndarray], numbers: np.ndarray) -> np.ndarray:
+    """A small rotation, scale and shift about the centre, bilinear, black outside: for small drawings like digits."""
+    import numpy as np
+
+    x_BHWC = np.stack(images).astype(np.float32)
+    _, H, W, _ = x_BHWC.shape
+    angle, log_scale, down, right = (2 * numbers[:, :4].T - 1) * np.array(
+        [_MAX_ROTATION, _MAX_LOG_SCALE, _MAX_SHIFT * H, _MAX_SHIFT * W]
+    )[:, None]
+    scale = np.exp(log_scale)
+    y, x = np.arange(H) - (H - 1) / 2, np.arange(W) - (W - 1) / 2
+    cos, sin = (np.cos(angle) / scale)[:, None, None], (np.sin(angle) / scale)[:, None, None]
+    y_BHW, x_BHW = y[None, :, None] - down[:, None, None], x[None, None, :] - right[:, None, None]
+    return _bilinear(x_BHWC, cos * y_BHW - sin * x_BHW + (H - 1) / 2, sin * y_BHW + cos * x_BHW + (W - 1) / 2)
+
+
+def _bilinear(images: np.ndarray, y: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """images [B, H, W, C] at the points (y, x) [B, h, w], zero outside."""
+    import numpy as np
+
+    B, H, W, _ = images.shape
+    padded = np.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)))
+    y, x = np.clip(y + 1, 0, H + 1 - 1e-6), np.clip(x + 1, 0, W + 1 - 1e-6)
+    top, left = np.floor(y).astype(int), np.floor(x).astype(int)
+    dy, dx = (y - top)[..., None], (x - left)[..., None]
+    row = np.arange(B)[:, None, None]
+    upper = padded[row, top, left] * (1 - dx) + padded[row, top, left + 1] * dx
+    lower = padded[row, top + 1, left] * (1 - dx) + padded[row, top + 1, left + 1] * dx
+    return (upper * (1 - dy) + lower * dy).astype(np.float32)
+
+
+def shift_and_flip(images: Sequence[np.ndarray], numbers: np.ndarray) -> np.ndarray:
+    """A crop of the mirror-padded image at a random place, and a mirror image half of the time: CIFAR's usual view."""
+    import numpy as np
+
+    out = np.empty((len(images), *images[0].shape), np.float32)
+    for row, image, (u, v, mirror, *_) in zip(out, images, numbers, strict=True):
+        H, W, _ = image.shape
+        p, q = round(_PAD * H), round(_PAD * W)
+        top, left = int(u * (2 * p + 1)), int(v * (2 * q + 1))
+        padded = np.pad(image, ((p, p), (q, q), (0, 0)), mode="reflect")
+        found = padded[top : top + H, left : left + W]
+        row[:] = found[:, ::-1] if mirror < 0.5 else found
+    return out
+
+
+def random_crop(size: int) -> View:
+    """Random-resized crop (Szegedy et al. 2015) of size x size, mirrored half of the time."""
+
+    def view(images: Sequence[np.ndarray], numbers: np.ndarray) -> np.ndarray:
+        import numpy as np
+
+        return np.stack([one(image, *row) for image, row in zip(images, numbers, strict=True)])
+
+    def one(image: np.ndarray, u: float, v: float, mirror: float, a: float, r: float) -> np.ndarray:
+        H, W, _ = image.shape
+        area = H * W * (_CROP_AREA[0] + a * (_CROP_AREA[1] - _CROP_AREA[0]))
+        ratio = math.exp(math.log(_CROP_RATIO[0]) + r * math.log(_CROP_RATIO[1] / _CROP_RATIO[0]))
+        h, w = min(H, round(math.sqrt(area / ratio))), min(W, round(math.sqrt(area * ratio)))
+        h, w = max(1, h), max(1, w)
+        top, left = int(u * (H - h + 1)), int(v * (W - w + 1))
+        found = _resized(image, (left, top, left + w, top + h), size)
+        return found[:, ::-1] if mirror < 0.5 else found
+
+    return view
+
+
+def centre_crop(size: int) -> View:
+    """The central 7/8 of the shorter side, as a square of size x size."""
+
+    def view(images: Sequence[np.ndarray], numbers: np.ndarray) -> np.ndarray:
+        import numpy as np
+
+        return np.stack([one(image) for image in images])
+
+    def one(image: np.ndarray) -> np.ndarray:
+        H, W, _ = image.shape
+        side = max(1, round(_EVAL_CROP * min(H, W)))
+        top, left = (H - side) // 2, (W - side) // 2
+        return _resized(image, (left, top, left + side, top + side), size)
+
+    return view
+
+
+def _resized(image: np.ndarray, box: tuple[int, int, int, int], size: int) -> np.ndarray:
+    """The box (left, top, right, bottom) of image [H, W, C] as float32 [size, size, C]."""
+    import numpy as np
+    from PIL import Image
+
+    flat = image[..., 0] if image.shape[-1] == 1 else image
+    found = Image.fromarray(flat).resize((size, size), Image.Resampling.BILINEAR, box=box)
+    return np.asarray(found, np.float32).reshape(size, size, image.shape[-1])

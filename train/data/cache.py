@@ -1,0 +1,107 @@
+"""The folder of prepared data, and how several processes share it.
+
+`MUPAX_DATA` names it; otherwise it is the user's cache folder. Everything in it can be deleted: it is made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from train.data.interface import DataError
+
+Note = Callable[[str], None]
+
+
+def root() -> Path:
+    """MUPAX_DATA, or the user's cache folder for mupax."""
+    if given := os.environ.get("MUPAX_DATA"):
+        return Path(given).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "mupax"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mupax"
+
+
+def folder(*parts: str, base: Path | None = None) -> Path:
+    """The folder root/parts (or base/parts), made if it is not there.
+
+    Raises:
+        DataError: it cannot be made or written.
+    """
+    path = (base or root()).joinpath(*parts)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        writable = os.access(path, os.W_OK | os.X_OK)
+    except OSError as error:
+        raise DataError(_not_writable(path, error.strerror or str(error))) from error
+    if not writable:
+        raise DataError(_not_writable(path, "no permission"))
+    return path
+
+
+def _not_writable(path: Path, why: str) -> str:
+    return f"cannot write prepared data to {path}: {why}. Set MUPAX_DATA to a folder you can write to"
+
+
+@contextlib.contextmanager
+def lock(path: Path, note: Note) -> Iterator[None]:
+    """Holds the lock file `path`; a second process waits for the first one, and a killed one frees it.
+
+    This is how one process prepares while others wait, whether they belong to one run or to several. Hosts that share
+    no file system share no lock, and each prepares its own copy.
+    """
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            note(f"waiting for another process to prepare {path.with_suffix('').name}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes JSON so that readers see the old file or the new one, never a part."""
+    part = path.with_name(path.name + ".part")
+    with part.open("w") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None when there is no file, or no whole object in it."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def remembered(name: str, compute: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """The numbers kept under this name in the cache, or computed now and kept, if the cache can be written."""
+    path = root() / "references" / f"{name}.json"
+    found = read_json(path)
+    if found is not None and all(isinstance(value, float) for value in found.values()):
+        return found
+    found = compute()
+    with contextlib.suppress(DataError):  # one that others prepared and we may only read
+        write_json(folder("references") / path.name, found)
+    return found
+
+
+def digest(*parts: str | bytes) -> str:
+    """16 hexadecimal digits that name these parts: SHA-256 over each part's length and content."""
+    total = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        total.update(len(data).to_bytes(8, "little"))
+        total.update(data)
+    return total.hexdigest()[:16]

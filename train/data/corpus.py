@@ -1,0 +1,152 @@
+"""Which files are a text corpus, and which side of the split each is on. Reads no text but to find split points.
+
+`python_corpus` is the standard library of the running Python: its modules with their docstrings, and the pydoc topics.
+A file is for evaluation when the hash of its relative path says so, so the same file is on the same side everywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import os
+import sysconfig
+from pathlib import Path
+from typing import Literal
+
+from train.data import cache
+from train.data.interface import DataError
+
+Split = Literal["train", "eval"]
+EVAL_SHARE = 0.08
+_NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib-dynload", "__pycache__"}
+_MADE_BY_INSTALLATION = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
+_PIECE_BYTES = 1 << 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Bytes [start, stop) of a file, all on one side of the split.
+
+    `ends` says that the document ends here; only a large file has more than one piece to a side.
+    """
+
+    path: Path
+    start: int
+    stop: int
+    ends: bool = True
+
+    def read(self) -> bytes:
+        """The piece's bytes.
+
+        Raises:
+            DataError: the file is gone, is shorter than it was, or is no text (it has a NUL byte).
+        """
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.start)
+                data = file.read(self.stop - self.start)
+        except OSError as error:
+            raise DataError(f"cannot read {self.path}: {error.strerror}") from error
+        if len(data) != self.stop - self.start:
+            raise DataError(f"{self.path} became shorter while it was read; start again when nothing writes to it")
+        if b"\0" in data:
+            raise DataError(f"{self.path} is not text: it has a NUL byte. Take it out of the folder")
+        return data
+
+
+def side(relative_path: str) -> Split:
+    """The side of the split that a file is on: 8 % of paths, by BLAKE2 hash, are for evaluation."""
+    return "eval" if _hash(relative_path) < EVAL_SHARE else "train"
+
+
+def _hash(relative_path: str) -> float:
+    return int.from_bytes(hashlib.blake2b(relative_path.encode(), digest_size=8).digest(), "big") / 2**64
+
+
+def python_files(library: Path | None = None) -> list[tuple[str, Path]]:
+    """(relative path, file) of every module of the standard library, sorted by relative path.
+
+    Tests, installed packages and files that an installation writes for itself (they hold its build paths) are left out.
+
+    Raises:
+        DataError: the standard library has no sources here.
+    """
+    library = library or Path(sysconfig.get_path("stdlib"))
+    found = []
+    for folder, subfolders, names in os.walk(library):
+        subfolders[:] = [name for name in subfolders if name not in _NOT_LIBRARY and not name.startswith("config-")]
+        for name in names:
+            if name.endswith(".py") and not name.startswith(_MADE_BY_INSTALLATION):
+                path = Path(folder, name)
+                found.append((path.relative_to(library).as_posix(), path))
+    if not found:
+        raise DataError(f"no sources of the Python standard library in {library}; use a Python installed with them")
+    return sorted(found)
+
+
+def text_files(path: Path) -> list[tuple[str, Path]]:
+    """(relative path, file) of a text file, or of every file in a folder (hidden ones left out), sorted.
+
+    Raises:
+        DataError: there is no such path, or no text in it.
+    """
+    if path.is_file():
+        found = [(path.name, path)]
+    elif path.is_dir():
+        files = ((file.relative_to(path), file) for file in path.rglob("*") if file.is_file())
+        found = sorted((r.as_posix(), file) for r, file in files if not any(p.startswith(".") for p in r.parts))
+    else:
+        raise DataError(f"no file or folder {path}; write data.name as text:PATH, with the path of your text")
+    if not any(file.stat().st_size for _, file in found):
+        raise DataError(f"{path} has no text in it; text:PATH takes a text file or a folder of text files")
+    return found
+
+
+def text_pieces(files: list[tuple[str, Path]]) -> dict[str, list[Piece]]:
+    """The two sides of a user's text.
+
+    Files go by the hash of their path; where that leaves a side empty, the file with the nearest hash fills it. A
+    single file is cut at a line end, and its last tenth is for evaluation.
+    """
+    files = [(name, path) for name, path in files if path.stat().st_size]
+    if len(files) == 1:
+        path, size = files[0][1], files[0][1].stat().st_size
+        cut = _after_line(path, size - size // 10, size)
+        return {"train": _pieces(path, 0, cut), "eval": _pieces(path, cut, size)}
+    ranked = sorted(files, key=lambda item: _hash(item[0]))
+    for_eval = {name for name, _ in files if side(name) == "eval"} or {ranked[0][0]}
+    if len(for_eval) == len(files):
+        for_eval.remove(ranked[-1][0])
+    sides: dict[str, list[Piece]] = {"train": [], "eval": []}
+    for name, path in files:
+        sides["eval" if name in for_eval else "train"] += _pieces(path, 0, path.stat().st_size)
+    return sides
+
+
+def _pieces(path: Path, start: int, stop: int) -> list[Piece]:
+    """[start, stop) of a file, cut at line ends into parts small enough to hold in memory."""
+    cuts = [start]
+    while stop - cuts[-1] > _PIECE_BYTES:
+        cuts.append(_after_line(path, cuts[-1] + _PIECE_BYTES, stop))
+    cuts = [*cuts, stop] if cuts[-1] < stop else cuts
+    return [Piece(path, a, b, ends=b == stop) for a, b in itertools.pairwise(cuts)]
+
+
+def _after_line(path: Path, near: int, stop: int) -> int:
+    """The first line start after `near`; `near` itself where no line ends in the next piece."""
+    with path.open("rb") as file:
+        file.seek(near)
+        offset = file.read(min(_PIECE_BYTES, stop - near)).find(b"\n")
+    return near if offset < 0 or near + offset + 1 >= stop else near + offset + 1
+
+
+def content_digest(files: list[tuple[str, Path]]) -> str:
+    """Digest of names and contents: small corpora."""
+    return cache.digest(*(part for name, path in files for part in (name, path.read_bytes())))
+
+
+def stat_digest(files: list[tuple[str, Path]]) -> str:
+    """Digest of paths, sizes and modification times: tells at once whether a large corpus changed."""
+    stats = ((path.absolute(), path.stat()) for _, path in files)
+    return cache.digest(*(f"{path}:{stat.st_size}:{stat.st_mtime_ns}" for path, stat in stats))

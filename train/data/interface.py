@@ -1,0 +1,124 @@
+"""What the loop sees of data: `Data`, its batches and their order. Any source that can fetch example i fits behind it.
+
+Batch k is a function of (seed, k, batch_size): the only state of the input pipeline is the integer k, so a run resumes
+anywhere and on any number of processes, each of which takes its own rows of the global batch.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Batch = dict[str, "np.ndarray"]
+ALL_ROWS = slice(None)
+_THREADS, _BATCHES_AHEAD = 2, 4
+_FOREVER = 2**40
+
+
+class DataError(ValueError):
+    """Data that is missing, damaged or does not fit the model. The text says which file or command is needed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """What a simple model reaches on the same evaluation examples, to print beside a trained one."""
+
+    name: str
+    value: float
+    unit: Literal["nats/byte", "accuracy"]
+
+
+class Data(abc.ABC):
+    """Training and evaluation batches of one data set, in an order fixed by the seed.
+
+    A batch is a dict of arrays for B examples:
+
+    * tokens: `inputs` int32 [B, T], `targets` int32 [B, T] (the next token), `weights` float32 [B, T].
+    * images: `inputs` float32 [B, H, W, C] in [-1, 1], `targets` int32 [B], `weights` float32 [B].
+
+    Attributes:
+        kind: what an example is.
+        facts: name, `digest` and sizes, ready for JSON. A run resumes only on data of the same digest.
+        train_size: training examples per epoch (sequences or images).
+        eval_size: evaluation examples.
+        batch_size: examples per training batch, over all processes.
+        eval_batch_size: examples per evaluation batch, over all processes.
+        class_names: a name per label; None for tokens.
+        bytes_per_token: bytes of text per token of the evaluation text; nats per byte = nats per token / this.
+    """
+
+    kind: Literal["tokens", "images"]
+
+    def __init__(
+        self,
+        *,
+        facts: dict[str, str | int | float],
+        train_size: int,
+        eval_size: int,
+        batch_size: int,
+        eval_batch_size: int | None,
+        class_names: list[str] | None = None,
+        bytes_per_token: float = 1.0,
+    ) -> None:
+        self.facts = facts
+        self.train_size = train_size
+        self.eval_size = eval_size
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size or batch_size
+        self.class_names = class_names
+        self.bytes_per_token = bytes_per_token
+        for field in ("batch_size", "eval_batch_size"):
+            if getattr(self, field) < 1:
+                raise DataError(f"data.{field} is {getattr(self, field)}; write a whole number of at least 1")
+
+    @abc.abstractmethod
+    def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
+        """Training batch k (from 0), or the given rows of it: a pure function of (seed, k, batch_size)."""
+
+    @abc.abstractmethod
+    def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
+        """Evaluation batch j, or the given rows of it. Rows past the last example have weight 0."""
+
+    def train_batches(self, start: int, rows: slice = ALL_ROWS) -> Iterator[Batch]:
+        """Batches start, start + 1, … without end, made ahead of time by threads; `close()` stops those."""
+        return _ahead(lambda k: self.train_batch(k, rows), start, _FOREVER)
+
+    def eval_batches(self, rows: slice = ALL_ROWS) -> Iterator[Batch]:
+        """Every evaluation example once, in whole batches; what the last one lacks has weight 0."""
+        return _ahead(lambda j: self.eval_batch(j, rows), 0, -(-self.eval_size // self.eval_batch_size))
+
+    @abc.abstractmethod
+    def references(self) -> list[Reference]:
+        """Simple models trained on this training data, measured on these evaluation examples; cached on disk."""
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids of a text, int32 [length].
+
+        Raises:
+            DataError: this data has no tokens.
+        """
+        raise DataError(f"data {self.facts['name']!r} has {self.kind}, not tokens: there is no text to encode")
+
+    def decode(self, ids: Any) -> str:
+        """Text of token ids (any sequence of integers); bytes that are no UTF-8 come out as U+FFFD.
+
+        Raises:
+            DataError: this data has no tokens.
+        """
+        raise DataError(f"data {self.facts['name']!r} has {self.kind}, not tokens: there is no text to decode")
+
+
+def _ahead(batch: Callable[[int], Batch], start: int, stop: int) -> Iterator[Batch]:
+    """batch(start), …, batch(stop - 1) in order, prefetched by grain threads; the threads end with the iterator."""
+    import grain
+
+    options = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_BATCHES_AHEAD)
+    iterator = iter(grain.MapDataset.range(start, stop).map(batch).to_iter_dataset(options))
+    with contextlib.closing(iterator):
+        yield from iterator
