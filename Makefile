@@ -44,7 +44,7 @@ lock: $(BIN)/python ## Write the requirement files again (ARGS=--upgrade for new
 	$(LOCK) $(ARGS) --group build --extra dev --constraint requirements.txt -o requirements-dev.txt
 
 clean: ## Remove the environment and caches; runs/ stays
-	rm -rf $(VENV) .pytest_cache .ruff_cache build dist
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache build dist
 	find presets zoo train tests scripts -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(BIN)/python:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 DEVICES = 8
+ROOT = Path(__file__).resolve().parent.parent
 
 # Read once, when JAX or a BLAS is first imported; the tests' own threads are enough for the cores.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}".strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["MPLBACKEND"] = "agg"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Prepared data stays in the checkout: away from what its owner uses, and there for the next run and the next worker.
+os.environ["MUPAX_DATA"] = str(ROOT / ".cache" / "data")
 
 import pytest  # noqa: E402
 
