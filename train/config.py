@@ -135,20 +135,11 @@ class MeshConfig:
     fsdp: int = 1
     """Batch split, parameters and optimizer state split too."""
     sequence: int = 1
-    """Positions split."""
+    """Positions split; only 1 in this version."""
     tensor: int = 1
     """Heads, MLP and vocabulary split."""
     sweep: int = 1
-    """Runs of a sweep side by side."""
-
-    def __post_init__(self) -> None:
-        sizes = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        for name, size in sizes.items():
-            if size < 1 and size != -1:
-                raise ConfigError(f"mesh.{name} is {size}; write a number of devices, or -1 for whatever is left")
-        if list(sizes.values()).count(-1) > 1:
-            left = [name for name, size in sizes.items() if size == -1]
-            raise ConfigError(f"mesh.{' and mesh.'.join(left)} are -1; only one can be whatever is left, write a number for the others")
+    """Runs of a sweep side by side; only 1 in this version."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

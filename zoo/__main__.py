@@ -14,6 +14,11 @@ from typing import Any
 USAGE = """usage: python -m zoo [list] [--json]             names, sizes, parameters, FLOPs of one forward pass
        python -m zoo describe NAME [--json]     every parameter: path, role, shape, axes, count"""
 
+COLUMNS = ("model", "family", "width", "depth", "heads", "head_dim", "mlp", "input", "parameters", "forward FLOPs")
+
+LEFT = ("model", "family", "input", "path", "role", "shape", "axes")
+"""Columns of words; the others hold numbers and align right."""
+
 WIDTH = 120
 """Columns of a table that goes to a file or a pipe, so that no cell is cut there."""
 
@@ -30,9 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     as_json = "--json" in argv
     words = [word for word in argv if word != "--json"]
+    if flags := [word for word in words if word.startswith("-")]:
+        return _wrong(f"no flag is named {flags[0]}; the only one is --json")
     match words:
-        case [flag, *_] | [_, flag, *_] | [_, _, flag, *_] if flag.startswith("-"):
-            return _wrong(f"no flag is named {flag}; the only one is --json")
         case [] | ["list"]:
             return _list(as_json)
         case ["describe", name]:
@@ -47,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if word in CONFIGS:
                 return _wrong(f"{word} is a model, not a command; write `python -m zoo describe {word}`")
             near = difflib.get_close_matches(word, ["list", "describe"], n=1)
-            return _wrong(f"no command is named {word!r}; " + (f"did you mean {near[0]}?" if near else "write list or describe NAME"))
+            hint = f"did you mean {near[0]}?" if near else "write list or describe NAME"
+            return _wrong(f"no command is named {word!r}; {hint}")
     return 2
 
 
@@ -63,7 +69,7 @@ def _list(as_json: bool) -> int:
     if as_json:
         print(json.dumps(summaries(), indent=2))
         return 0
-    table = _table("model", "family", "width", "depth", "heads", "head_dim", "mlp", "input", "parameters", "forward FLOPs")
+    table = _table(*COLUMNS)
     for name, row in zip(CONFIGS, summaries(), strict=True):
         model = CONFIGS[name]
         sizes = [str(n) for n in (model.width, model.depth, model.num_heads, model.heads_dim, model.mlp_dim)]
@@ -102,9 +108,9 @@ def _table(*columns: str) -> Any:
     from rich.table import Table
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    words = {"model", "family", "input", "path", "role", "shape", "axes"}
     for column in columns:
-        table.add_column(column, justify="left" if column in words else "right", overflow="fold", no_wrap=column == "input")
+        justify = "left" if column in LEFT else "right"
+        table.add_column(column, justify=justify, overflow="fold", no_wrap=column == "input")
     return table
 
 

@@ -186,7 +186,9 @@ class DecoderConfig(StackConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.positions == "rotary" and self.heads_dim % 2:
-            raise ConfigError(f"rotary positions need an even head dimension, not {self.heads_dim}; write head_dim {self.heads_dim + 1}")
+            raise ConfigError(
+                f"rotary positions need an even head dimension, not {self.heads_dim}; write head_dim {self.heads_dim + 1}"
+            )
 
     def sizes(self) -> dict[str, int]:
         """Every logical axis of this model and its size."""

@@ -48,8 +48,10 @@ def forward_flops(model: ModelConfig) -> float:
 
 
 def train_flops(model: ModelConfig) -> float:
-    """FLOPs of one training step per token or image: forward, a backward pass of twice that, and for a centred model the
-    frozen initial network's forward pass."""
+    """FLOPs of one training step per token or image.
+
+    The forward pass, a backward pass of twice that, and for a centred model the frozen initial network's forward pass.
+    """
     return (4 if model.centered else 3) * forward_flops(model)
 
 

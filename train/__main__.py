@@ -1,0 +1,129 @@
+"""Train a recipe: `python -m train RECIPE [--FLAG VALUE ...]`.
+
+The first word is a recipe; `python -m train RECIPE --help` lists its flags, which are the fields of its config.
+
+Exit codes: 0 done, 1 the run failed, 2 bad input (one message on stderr), 130 and 143 stopped by a signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import inspect
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+
+MESSAGE_LINES = 10
+"""Longest message for bad input."""
+
+OWN = ("presets", "zoo", "train")
+
+
+class _Stopped(BaseException):
+    """SIGTERM arrived. Not an Exception, so that nothing below takes it for a failure of its own."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit code.
+
+    Args:
+        argv: the words after `python -m train`; those of the process unless given.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        with _terminable():
+            return _command(argv)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except _Stopped:
+        return 128 + signal.SIGTERM
+    except BrokenPipeError:  # `| head` has read enough; the flush at exit would complain again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except Exception as error:
+        if _bad_input(error):
+            lines = f"error: {error}".splitlines()
+            print("\n".join(lines[:MESSAGE_LINES]), file=sys.stderr)
+            return 2
+        traceback.print_exc()
+        return 1
+
+
+def _bad_input(error: Exception) -> bool:
+    """A subclass of ValueError that this project defines: every such error's text says what to write instead."""
+    return isinstance(error, ValueError) and type(error).__module__.partition(".")[0] in OWN
+
+
+def _command(argv: list[str]) -> int:
+    from train.recipes import RECIPES
+
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_overview(), file=sys.stdout if argv else sys.stderr)
+        return 0 if argv else 2
+    name = argv[0]
+    if name not in RECIPES:
+        near = difflib.get_close_matches(name, RECIPES, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        kind = "the first word is a recipe, not a flag" if name.startswith("-") else f"no recipe is named {name!r}"
+        print(f"error: {kind}; {hint}the recipes are {', '.join(RECIPES)}", file=sys.stderr)
+        return 2
+
+    from train import cli
+
+    command = cli.parse(name, RECIPES[name], argv[1:])
+    if command.print_config:
+        from train.record import to_json
+
+        print(json.dumps(to_json(command.config), indent=2))
+        return 0
+    if command.dry_run:
+        from train import dryrun
+
+        return dryrun.run(command.config)
+
+    steps, warmup = command.config.steps, command.config.optimizer.warmup_steps
+    if steps < warmup:
+        print(f"note: the run's {steps} steps end inside its warm-up of {warmup}", file=sys.stderr)
+
+    from train import loop
+
+    return loop.run(command.config)
+
+
+def _overview() -> str:
+    from train.recipes import RECIPES
+
+    width = max(map(len, RECIPES))
+    lines = ["usage: python -m train RECIPE [--FLAG VALUE ...]", "", "recipes:"]
+    for name, recipe in RECIPES.items():
+        lines.append(f"  {name:<{width}}  {(inspect.getdoc(recipe) or '').splitlines()[0]}")
+    lines += ["", "`python -m train RECIPE --help` lists the flags of one, `--dry-run` shows what it would do."]
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM unwinds the run, so that files and the terminal are left in order."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise _Stopped
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""Runs as functions: a recipe returns a complete config. Its docstring says what it is, what it costs, what to expect.
+
+`python -m train RECIPE` runs one; any field can be changed by a flag of its name. A recipe of your own is a function
+here and a line in `RECIPES`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from train.config import CheckpointConfig, Config, DataConfig, LogConfig, OptimizerConfig, PresetConfig
+from zoo import configs
+from zoo.configs import ComputeConfig, ModelConfig
+
+
+def lm_tiny() -> Config:
+    """A byte-level decoder on the sources of Python's standard library, under mup.
+
+    Cost: a few minutes on two CPU cores. Needs no download: every machine with Python has the text.
+    Expect a validation loss of at most 1.6 nats per byte; count models reach about 1.84 (trigram) and 1.46 (4-gram).
+    """
+    return Config(
+        recipe="lm-tiny",
+        model=configs.get("lm-tiny"),
+        data=DataConfig(name="python_corpus", batch_size=16),
+        preset=PresetConfig(name="mup", base="lm-proxy"),
+        optimizer=OptimizerConfig(peak_lr=4e-3, warmup_steps=50, weight_decay=0.1, decay="independent", clip_norm=1.0),
+        log=LogConfig(eval_every_steps=200),
+        checkpoint=CheckpointConfig(every_steps=200),
+        steps=600,
+    )
+
+
+def vit_digits() -> Config:
+    """A vision transformer on scikit-learn's real handwritten digits, under mup.
+
+    Cost: under two minutes on two CPU cores. Needs no download: the images come with scikit-learn.
+    Expect a test accuracy of at least 98 % on the random split (logistic regression: 97 to 98 %);
+    `--data.split writer` tests on writers never seen in training and is harder.
+    """
+    return Config(
+        recipe="vit-digits",
+        model=configs.get("vit-tiny"),
+        data=DataConfig(name="digits", batch_size=64),
+        preset=PresetConfig(name="mup", base="vit-proxy"),
+        optimizer=OptimizerConfig(peak_lr=3e-3, warmup_steps=50, weight_decay=0.1, decay="independent", clip_norm=1.0),
+        log=LogConfig(eval_every_steps=200),
+        checkpoint=CheckpointConfig(every_steps=500),
+        steps=1000,
+    )
+
+
+def vit_tiny() -> Config:
+    """The run of vit-digits, under the name of its model.
+
+    Cost and expected result: those of vit-digits.
+    """
+    return dataclasses.replace(vit_digits(), recipe="vit-tiny")
+
+
+def bordelon_vit() -> Config:
+    """Bordelon et al. 2024, figures 6, 8-10: a vision transformer on CIFAR-5M in one pass, SGD, absolute form.
+
+    Cost: about 4e15 FLOPs, 4.8 M images. Needs CIFAR-5M's `part0.npz` to `part5.npz` in `--data.data-dir`.
+    Expect loss curves nearly equal as `--model.head-dim` or `--model.num-heads` (with `--model.width`) grows, slower
+    early at large depth. The authors' code also gives the embeddings, positions and readout beta0 times the rule and
+    divides queries and keys by a further root of two; those constants are not set here.
+    """
+    return Config(
+        recipe="bordelon-vit",
+        model=configs.get("bordelon-vit"),
+        data=DataConfig(name="cifar5m", batch_size=64, eval_batch_size=250, eval_examples=10_000, augment=False),
+        preset=PresetConfig(name="depth-mup", base=None, alpha_a=1.0, alpha_l=1.0, gamma0=0.1, beta0=4.0),
+        optimizer=OptimizerConfig(name="sgd", peak_lr=0.2, momentum=0.9, schedule="constant"),
+        log=LogConfig(eval_every_steps=2500),
+        checkpoint=CheckpointConfig(every_steps=2500),
+        steps=75_000,
+    )
+
+
+def bordelon_lm() -> Config:
+    """Bordelon et al. 2024, figures 7 and 12: a decoder on C4, Adam without decay, absolute form.
+
+    Cost: about 9e15 FLOPs, 330 M tokens, nearly all of it in the vocabulary. Needs C4 prepared by TFDS in
+    `--data.data-dir`.
+    Expect lower loss at equal steps as heads, head dimension or depth grow. The paper states neither rate nor batch
+    (its code: rates of 0.005 to 0.05, batches of 128 to 256) and uses GPT-2's tokens: give that tokenizer.json as
+    `--data.tokenizer` to compare losses.
+    """
+    return Config(
+        recipe="bordelon-lm",
+        model=configs.get("bordelon-lm"),
+        data=DataConfig(name="c4", batch_size=128, eval_examples=4096, tokenizer="bpe:50257"),
+        preset=PresetConfig(name="depth-mup", base=None, alpha_a=1.0, alpha_l=1.0, gamma0=0.25, beta0=4.0),
+        optimizer=OptimizerConfig(name="adam", peak_lr=0.01, b2=0.999, eps=1e-20, warmup_steps=100),
+        log=LogConfig(eval_every_steps=1000),
+        checkpoint=CheckpointConfig(every_steps=1000),
+        steps=10_000,
+    )
+
+
+def _imagenet(name: str, model: str) -> Config:
+    return Config(
+        recipe=name,
+        model=_fast(configs.get(model)),
+        data=DataConfig(name="imagenet2012", batch_size=1024),
+        preset=PresetConfig(name="mup", base="vit-s16"),
+        optimizer=OptimizerConfig(
+            peak_lr=1e-3, b2=0.999, weight_decay=1e-4, decay="independent", warmup_steps=10_000, clip_norm=1.0
+        ),
+        log=LogConfig(eval_every_steps=6_255),
+        checkpoint=CheckpointConfig(every_steps=2_500),
+        steps=112_590,
+    )
+
+
+def vit_s16_imagenet() -> Config:
+    """ViT-S/16 on ImageNet-1k for 90 epochs, at the base size of its preset.
+
+    Cost: about 3e18 FLOPs. Needs imagenet2012 prepared by TFDS in `--data.data-dir`.
+    Rate, decay, batch and schedule of Beyer et al. 2022 (arXiv 2205.01580), who reach 76.5 % with RandAugment and mixup;
+    with the light augmentation here expect less.
+    """
+    return _imagenet("vit-s16-imagenet", "vit-s16")
+
+
+def vit_b16_imagenet() -> Config:
+    """ViT-B/16 on ImageNet-1k for 90 epochs, with the rates of ViT-S/16 carried over by mup.
+
+    Cost: about four times vit-s16-imagenet. Needs imagenet2012 prepared by TFDS in `--data.data-dir`.
+    Expect more than vit-s16-imagenet with the same flags; tune on S/16 and keep them.
+    """
+    return _imagenet("vit-b16-imagenet", "vit-b16")
+
+
+def gpt2_c4() -> Config:
+    """GPT-2 (124 M) on 10 B tokens of C4, at the base size of its preset.
+
+    Cost: about 8e18 FLOPs. Needs C4 prepared by TFDS in `--data.data-dir`; give GPT-2's tokenizer.json as
+    `--data.tokenizer` to compare losses. Peak rate, decay and batch as in nanoGPT's reproduction of GPT-2.
+    Expect larger models to do better with the same flags: `--model gpt2-medium` keeps the rates through the preset.
+    """
+    return Config(
+        recipe="gpt2-c4",
+        model=_fast(configs.get("gpt2")),
+        data=DataConfig(name="c4", batch_size=512, eval_examples=8192, tokenizer="bpe:50257"),
+        preset=PresetConfig(name="mup", base="gpt2"),
+        optimizer=OptimizerConfig(
+            peak_lr=6e-4, weight_decay=0.1, warmup_steps=700, final_lr_fraction=0.1, clip_norm=1.0
+        ),
+        log=LogConfig(eval_every_steps=1000),
+        checkpoint=CheckpointConfig(every_steps=1000),
+        steps=20_000,
+    )
+
+
+def _fast(model: ModelConfig) -> ModelConfig:
+    return dataclasses.replace(model, compute=ComputeConfig(dtype="bfloat16", remat="dots"))
+
+
+RECIPES: dict[str, Callable[[], Config]] = {
+    "lm-tiny": lm_tiny,
+    "vit-tiny": vit_tiny,
+    "vit-digits": vit_digits,
+    "bordelon-vit": bordelon_vit,
+    "bordelon-lm": bordelon_lm,
+    "vit-s16-imagenet": vit_s16_imagenet,
+    "vit-b16-imagenet": vit_b16_imagenet,
+    "gpt2-c4": gpt2_c4,
+}
+"""Name to recipe. The name is the first word after `python -m train`."""
