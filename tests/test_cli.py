@@ -131,7 +131,7 @@ def test_another_model_by_name(capsys: Capture) -> None:
 
 def test_a_short_run_inside_its_warm_up_is_said(capsys: Capture, started: list[Config]) -> None:
     assert main(["lm-tiny", "--steps", "3"]) == 0
-    assert "3 steps end inside its warm-up of 50" in capsys.readouterr().err
+    assert "all 3 steps are warm-up, which has 50" in capsys.readouterr().err
     assert main(["lm-tiny", "--steps", "100"]) == 0
     assert not capsys.readouterr().err
     assert [config.steps for config in started] == [3, 100]

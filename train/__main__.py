@@ -90,7 +90,10 @@ def _command(argv: list[str]) -> int:
 
     steps, warmup = command.config.steps, command.config.optimizer.warmup_steps
     if steps < warmup:
-        print(f"note: the run's {steps} steps end inside its warm-up of {warmup}", file=sys.stderr)
+        print(
+            f"note: all {steps} steps are warm-up, which has {warmup} in this config; see --optimizer.warmup-steps",
+            file=sys.stderr,
+        )
 
     from train import loop
 

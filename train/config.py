@@ -72,7 +72,7 @@ class OptimizerConfig:
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
     """Shape of the learning rate after warm-up; wsd is constant and then linear to the end."""
     warmup_steps: int = 0
-    """Steps of linear warm-up from 0. A run of fewer steps ends inside it."""
+    """Steps of linear warm-up; a run of fewer steps warms up over all of them."""
     decay_steps: int | None = None
     """wsd only: steps of the final linear decay; a fifth of the run unless given."""
     final_lr_fraction: float = 0.0
