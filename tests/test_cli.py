@@ -118,9 +118,9 @@ def test_preset_constants(capsys: Capture) -> None:
 
 
 def test_model_fields_are_checked_again(capsys: Capture) -> None:
-    model = printed(capsys, "lm-tiny", "--model.width", "256").model
+    model = printed(capsys, "lm-tiny", "--model.width", "256", "--model.num-heads", "8").model
     assert isinstance(model, DecoderConfig)
-    assert model.sizes()["head_dim"] == 64
+    assert model.sizes()["head_dim"] == 32
 
 
 def test_another_model_by_name(capsys: Capture) -> None:
@@ -130,9 +130,10 @@ def test_another_model_by_name(capsys: Capture) -> None:
 
 
 def test_a_short_run_inside_its_warm_up_is_said(capsys: Capture, started: list[Config]) -> None:
-    assert main(["lm-tiny", "--steps", "3"]) == 0
+    warmup = ["--optimizer.warmup-steps", "50"]
+    assert main(["lm-tiny", "--steps", "3", *warmup]) == 0
     assert "all 3 steps are warm-up, which has 50" in capsys.readouterr().err
-    assert main(["lm-tiny", "--steps", "100"]) == 0
+    assert main(["lm-tiny", "--steps", "100", *warmup]) == 0
     assert not capsys.readouterr().err
     assert [config.steps for config in started] == [3, 100]
 
@@ -210,17 +211,20 @@ def test_a_wrong_flag(words: str, said: str, capsys: Capture) -> None:
     [
         ("--steps 0", "steps is 0; write a number of at least 1"),
         ("--seed -1", "seed is -1"),
-        ("--accumulation-steps 5", "write accumulation_steps 4"),
+        ("--data.batch-size 16 --accumulation-steps 5", "write accumulation_steps 4"),
         ("--data.batch-size 0", "data.batch_size is 0"),
         ("--checkpoint.every-steps 0", "checkpoint.every_steps is 0"),
         ("--optimizer.peak-lr -1", "optimizer.peak_lr is -1.0"),
         ("--optimizer.peak-lr nan", "optimizer.peak_lr is nan"),
         ("--optimizer.b2 1", "optimizer.b2 is 1.0; write a number in [0, 1)"),
         ("--optimizer.clip-norm 0", "optimizer.clip_norm is 0.0"),
-        ("--optimizer.schedule wsd --optimizer.decay-steps 590", "write decay_steps 550 or fewer"),
-        ("--model.width 102", "write num_heads 3"),
+        (
+            "--steps 70 --optimizer.warmup-steps 11 --optimizer.schedule wsd --optimizer.decay-steps 60",
+            "write decay_steps 59 or fewer",
+        ),
+        ("--model.width 102 --model.num-heads 4", "write num_heads 3"),
         ("--model.num-kv-heads 0", "model.num_kv_heads is 0"),
-        ("--model.num-kv-heads 3", "write num_kv_heads 2"),
+        ("--model.num-heads 4 --model.num-kv-heads 3", "write num_kv_heads 2"),
         ("--model.mlp-ratio 0", "model.mlp_ratio is 0.0"),
         ("--model.head-dim 7", "write head_dim 8"),
         ("--model gpt3", "did you mean gpt2"),
@@ -256,7 +260,8 @@ def test_control_the_same_flags_pass_where_they_are_read(capsys: Capture) -> Non
     printed(capsys, "lm-tiny", "--optimizer.name", "sgd", "--optimizer.momentum", "0.8")
     printed(capsys, "lm-tiny", "--optimizer.name", "adam")
     printed(capsys, "vit-digits", "--data.split", "writer", "--data.no-augment")
-    printed(capsys, "lm-tiny", "--optimizer.schedule", "wsd", "--optimizer.decay-steps", "550")
+    wsd = "--steps 70 --optimizer.warmup-steps 11 --optimizer.schedule wsd --optimizer.decay-steps 59"
+    printed(capsys, "lm-tiny", *wsd.split())
     printed(capsys, "lm-tiny", "--model", "vit-tiny", "--data.name", "digits", "--preset.base", "vit-proxy")
 
 
