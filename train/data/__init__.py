@@ -44,6 +44,10 @@ def load(config: DataConfig, model: ModelConfig, *, seed: int, note: Callable[[s
         opened = text.python_corpus if name == "python_corpus" else text.own_text
     elif name == "digits":
         from train.data.digits import digits as opened
+    elif name.startswith("images:"):
+        from train.data.folders import own_images as opened
     else:
-        raise DataError(f"unknown data {name!r}")
+        from train.data import published
+
+        opened = published.cifar5m if name == "cifar5m" else published.tfds_data
     return opened(config, model, seed, note)

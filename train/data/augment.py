@@ -68,15 +68,15 @@ def shift_and_flip(images: Sequence[np.ndarray], numbers: np.ndarray) -> np.ndar
     """A crop of the mirror-padded image at a random place, and a mirror image half of the time: CIFAR's usual view."""
     import numpy as np
 
-    out = np.empty((len(images), *images[0].shape), np.float32)
-    for row, image, (u, v, mirror, *_) in zip(out, images, numbers, strict=True):
-        H, W, _ = image.shape
-        p, q = round(_PAD * H), round(_PAD * W)
-        top, left = int(u * (2 * p + 1)), int(v * (2 * q + 1))
-        padded = np.pad(image, ((p, p), (q, q), (0, 0)), mode="reflect")
-        found = padded[top : top + H, left : left + W]
-        row[:] = found[:, ::-1] if mirror < 0.5 else found
-    return out
+    x_BHWC = np.stack(images)
+    B, H, W, _ = x_BHWC.shape
+    p, q = round(_PAD * H), round(_PAD * W)
+    padded = np.pad(x_BHWC, ((0, 0), (p, p), (q, q), (0, 0)), mode="reflect")
+    u, v, mirror, *_ = numbers.T
+    columns = np.where(mirror[:, None] < 0.5, np.arange(W)[::-1], np.arange(W))
+    y = (u * (2 * p + 1)).astype(int)[:, None] + np.arange(H)
+    x = (v * (2 * q + 1)).astype(int)[:, None] + columns
+    return padded[np.arange(B)[:, None, None], y[:, :, None], x[:, None, :]].astype(np.float32)
 
 
 def random_crop(size: int) -> View:

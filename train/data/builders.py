@@ -9,20 +9,21 @@ import contextlib
 import io
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import importlib_resources  # noqa: F401  tensorflow_datasets uses it and does not ask for it
 import numpy as np
 import tensorflow_datasets as tfds
+from absl import logging
 
-from train.data import corpus
+from train.data import corpus, npz
 
 
 class PythonCorpus(tfds.core.GeneratorBasedBuilder):
     """The Python standard library's sources, a document per module; the builder config is the content's digest."""
 
     VERSION = tfds.core.Version("1.0.0")
-    pkg_dir_path = Path(__file__).parent
+    pkg_dir_path: Any = Path(__file__).parent
 
     def _info(self) -> tfds.core.DatasetInfo:
         features = tfds.features.FeaturesDict({"path": tfds.features.Text(), "text": tfds.features.Text()})
@@ -45,7 +46,7 @@ class Digits(tfds.core.GeneratorBasedBuilder):
     """
 
     VERSION = tfds.core.Version("1.0.0")
-    pkg_dir_path = Path(__file__).parent
+    pkg_dir_path: Any = Path(__file__).parent
 
     def _info(self) -> tfds.core.DatasetInfo:
         features = {
@@ -64,21 +65,64 @@ class Digits(tfds.core.GeneratorBasedBuilder):
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
 
-        digits = load_digits()
+        digits: Any = load_digits()
         indices = np.arange(len(digits.target))
         _, test = train_test_split(indices, test_size=0.2, stratify=digits.target, random_state=0)
-        for i in indices:
+        for i in map(int, indices):
             image = digits.images[i][..., None].astype(np.uint8)
-            yield int(i), {"image": image, "label": int(digits.target[i]), "held_out": bool(np.isin(i, test))}
+            yield i, {"image": image, "label": int(digits.target[i]), "held_out": bool(np.isin(i, test))}
 
 
-def config(name: str | None) -> tfds.core.BuilderConfig | None:
-    """The builder config of this name; None for a builder without configs."""
-    return tfds.core.BuilderConfig(name=name) if name else None
+class Cifar5m(tfds.core.GeneratorBasedBuilder):
+    """One part of CIFAR-5M (Nakkiran et al. 2021), 32 x 32 colour images of CIFAR-10's classes made by a diffusion model.
+
+    A builder config per part: TFDS prepares a config in full or not at all, so a preparation that was stopped goes on
+    with the part it was at.
+
+    Args:
+        source: the part's npz; only preparing needs it.
+        **kwargs: of a TFDS builder.
+    """
+
+    VERSION = tfds.core.Version("1.0.0")
+    pkg_dir_path: Any = Path(__file__).parent
+    BUILDER_CONFIGS: ClassVar = [tfds.core.BuilderConfig(name=name) for name in npz.PARTS]
+
+    def __init__(self, *, source: Path | None = None, **kwargs: Any) -> None:
+        self._source = source
+        super().__init__(**kwargs)
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        features = {
+            "image": tfds.features.Tensor(shape=npz.IMAGE_SHAPE, dtype=np.uint8),
+            "label": tfds.features.ClassLabel(names=npz.CLASSES),
+        }
+        return tfds.core.DatasetInfo(
+            builder=self, features=tfds.features.FeaturesDict(features), disable_shuffling=True
+        )
+
+    def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
+        return {"train": self._generate_examples()}
+
+    def _generate_examples(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        assert self._source is not None
+        for i, (image, label) in enumerate(npz.examples(self._source)):
+            yield i, {"image": image, "label": label}
 
 
-def prepare(builder: tfds.core.DatasetBuilder) -> None:
-    """Writes the builder's array_record files, in full or not at all; does nothing when they are there."""
+def content_config(digest: str) -> tfds.core.BuilderConfig:
+    """The builder config of a corpus of this digest."""
+    return tfds.core.BuilderConfig(name=digest)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps TFDS from telling the user about its own workings."""
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)
     tfds.disable_progress_bar()
-    with contextlib.redirect_stdout(io.StringIO()):
-        builder.download_and_prepare(file_format="array_record")
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logging.set_verbosity(before)

@@ -57,10 +57,11 @@ class Piece:
 
 def side(relative_path: str) -> Split:
     """The side of the split that a file is on: 8 % of paths, by BLAKE2 hash, are for evaluation."""
-    return "eval" if _hash(relative_path) < EVAL_SHARE else "train"
+    return "eval" if rank(relative_path) < EVAL_SHARE else "train"
 
 
-def _hash(relative_path: str) -> float:
+def rank(relative_path: str) -> float:
+    """The hash of a path, in [0, 1)."""
     return int.from_bytes(hashlib.blake2b(relative_path.encode(), digest_size=8).digest(), "big") / 2**64
 
 
@@ -114,7 +115,7 @@ def text_pieces(files: list[tuple[str, Path]]) -> dict[str, list[Piece]]:
         path, size = files[0][1], files[0][1].stat().st_size
         cut = _after_line(path, size - size // 10, size)
         return {"train": _pieces(path, 0, cut), "eval": _pieces(path, cut, size)}
-    ranked = sorted(files, key=lambda item: _hash(item[0]))
+    ranked = sorted(files, key=lambda item: rank(item[0]))
     for_eval = {name for name, _ in files if side(name) == "eval"} or {ranked[0][0]}
     if len(for_eval) == len(files):
         for_eval.remove(ranked[-1][0])

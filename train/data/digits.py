@@ -75,7 +75,7 @@ def digits(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) 
     images.check_size("digits", images.vision_model("digits", model, CLASSES), _SIZE, channels=1)
     from train.data import prepared
 
-    source = prepared.builder("Digits", config.data_dir, None, note).as_data_source(split="train")
+    source = prepared.embedded("Digits", config.data_dir, note).as_data_source(split="train")
     x, y, held_out = _read(source)
     test = by_writer(y) if config.split == "writer" else held_out
     digest = cache.digest(x.tobytes(), y.tobytes(), test.tobytes())

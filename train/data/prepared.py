@@ -1,14 +1,25 @@
-"""Finds, opens and prepares TFDS data sets in array_record. Whatever is missing is said at once."""
+"""Finds, opens and prepares TFDS data sets in array_record. Whatever is missing is said at once.
+
+A prepared data set is looked for as a folder, DATA_DIR/NAME[/CONFIG]/VERSION; no registry and no network is asked.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from train.data import cache
+from train.data.interface import DataError
 
-if TYPE_CHECKING:
-    import tensorflow_datasets as tfds
+OWN_NAMES = ("python_corpus", "digits", "cifar5m", "text:PATH", "images:PATH")
+CONFIGS = {"c4": "c4/en"}
+"""The configuration meant where a data set has several and none is named."""
+_NOT_LISTED = ("c4",)  # TFDS has it, in a module that its list leaves out
+_VERSION = re.compile(r"\d+\.\d+\.\d+")
 
 
 def data_dir(given: str | None) -> Path:
@@ -16,26 +27,149 @@ def data_dir(given: str | None) -> Path:
     return Path(given).expanduser() if given else cache.root() / "tfds"
 
 
-def builder(name: str, given: str | None, version: str | None, note: cache.Note) -> tfds.core.DatasetBuilder:
-    """An embedded data set, prepared if it is not.
+def embedded(name: str, given: str | None, note: cache.Note, **arguments: Any) -> Any:
+    """The TFDS builder of a data set in builders.py, prepared if it is not.
 
     Args:
-        name: class in builders.py.
+        name: the builder's class.
         given: data.data_dir.
-        version: name of the builder config: what its content depends on.
         note: told what takes time.
+        **arguments: of the builder.
 
     Raises:
         DataError: the folder cannot be written.
     """
-    base = cache.folder(base=data_dir(given))
+    base = data_dir(given)
     from train.data import builders
 
-    kind = {"PythonCorpus": builders.PythonCorpus, "Digits": builders.Digits}[name]
-    made: Any = kind(data_dir=base, config=builders.config(version), file_format="array_record")
-    if not made.is_prepared():
+    kind: Any = {"PythonCorpus": builders.PythonCorpus, "Digits": builders.Digits, "Cifar5m": builders.Cifar5m}[name]
+    if isinstance(config := arguments.get("config"), str) and name == "PythonCorpus":
+        arguments["config"] = builders.content_config(config)
+    arguments = {"data_dir": base, "file_format": "array_record", **arguments}
+    with builders.quiet():
+        builder = kind(**arguments)
+        ready = builder.is_prepared()
+    if not ready:
+        cache.folder(base=base)
         with cache.lock(base / f"{name}.lock", note):
-            if not made.is_prepared():
-                note(f"preparing {made.name} in {made.data_path}")
-            builders.prepare(made)
-    return made
+            note(f"preparing {builder.name} in {builder.data_path}")
+            with builders.quiet():
+                # Another process may have prepared it while this one waited: then it does nothing.
+                builder = kind(**arguments)
+                builder.download_and_prepare(file_format="array_record")
+    return builder
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A prepared data set.
+
+    Attributes:
+        folder: of its files.
+        digest: of its description.
+        train: name of the training split.
+        eval: name of the evaluation split, or a slice of the training split that `train` leaves out.
+    """
+
+    folder: Path
+    digest: str
+    train: str
+    eval: str
+
+    def builder(self) -> Any:
+        """Opens it, as a TFDS builder.
+
+        Raises:
+            DataError: a file of it is missing.
+        """
+        import importlib_resources  # noqa: F401  tensorflow_datasets uses it and does not ask for it
+        import tensorflow_datasets as tfds
+
+        builder = tfds.builder_from_directory(self.folder)
+        for split in {name.split("[")[0] for name in (self.train, self.eval)}:
+            for path in builder.info.splits[split].filepaths:
+                if not path.exists():
+                    raise DataError(f"{path} is missing; {_prepare_again(self.folder)}")
+        return builder
+
+
+def find(name: str, given: str | None) -> Found:
+    """The prepared TFDS data set `name` ("c4", "c4/en", "mnist:3.0.1") in `given` or the cache.
+
+    Raises:
+        DataError: it is not there, or not in array_record; the text has the command that prepares it.
+    """
+    base = data_dir(given)
+    dataset, _, version = name.partition(":")
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.+-]*)?", dataset):
+        raise DataError(unknown(name, base))
+    folder = base / dataset
+    if not _versions(folder) and dataset in CONFIGS:
+        folder = base / CONFIGS[dataset]
+    versions = _versions(folder)
+    if not versions:
+        configs = sorted(sub.name for sub in folder.iterdir() if _versions(sub)) if folder.is_dir() else []
+        if configs:
+            raise DataError(f"{folder} has several configurations; write data.name as {dataset}/{configs[0]}")
+        raise DataError(_missing(name, dataset, base, given))
+    if version and version not in versions:
+        raise DataError(f"{folder} has no version {version}, only {', '.join(versions)}")
+    return _described(folder / (version or versions[-1]))
+
+
+def _described(folder: Path) -> Found:
+    content = cache.read_json(folder / "dataset_info.json")
+    splits = [split.get("name") for split in (content or {}).get("splits", [])]
+    if content is None or not (folder / "features.json").exists():
+        raise DataError(f"{folder} has no whole dataset_info.json and features.json; {_prepare_again(folder)}")
+    formats = [content.get("fileFormat"), *content.get("alternativeFileFormats", [])]
+    if "array_record" not in formats:
+        raise DataError(
+            f"{folder} is in {formats[0] or 'tfrecord'}, which only TensorFlow reads; prepare it with "
+            "file_format='array_record', or convert it: "
+            f"python -m tensorflow_datasets.scripts.convert_format --dataset_dir={folder} --out_file_format=array_record"
+        )
+    if "train" not in splits:
+        raise DataError(f"{folder} has no split train, only {', '.join(map(str, splits))}")
+    digest = cache.digest((folder / "dataset_info.json").read_bytes(), (folder / "features.json").read_bytes())
+    held_out = next((split for split in ("validation", "test") if split in splits), None)
+    train, eval_ = ("train", held_out) if held_out else ("train[:95%]", "train[95%:]")
+    return Found(folder, digest, train, eval_)
+
+
+def _versions(folder: Path) -> list[str]:
+    """Versions prepared in a folder, oldest first."""
+    if not folder.is_dir():
+        return []
+    found = [
+        sub.name for sub in folder.iterdir() if _VERSION.fullmatch(sub.name) and (sub / "dataset_info.json").exists()
+    ]
+    return sorted(found, key=lambda version: tuple(map(int, version.split("."))))
+
+
+def _missing(name: str, dataset: str, base: Path, given: str | None) -> str:
+    """Why there is no such data: a known one that is not prepared, or an unknown name."""
+    if dataset.split("/")[0] not in known():
+        return unknown(name, base)
+    where = f" --data-dir {given}" if given else ""
+    return f"{name} is not prepared in {base}; run `python -m train.data prepare {name}{where}`, or set data.data_dir"
+
+
+def unknown(name: str, base: Path) -> str:
+    """What to say of a name that is no data set's."""
+    names: Sequence[str] = [*OWN_NAMES, *known(), *(sub.name for sub in base.glob("*") if sub.is_dir())]
+    near = difflib.get_close_matches(name, names, n=3)
+    hint = f"did you mean {', '.join(near)}?" if near else f"write one of {', '.join(OWN_NAMES)} or a TFDS name"
+    return f"no data is named {name!r}; {hint}"
+
+
+def known() -> list[str]:
+    """Names of the data sets that TFDS can prepare."""
+    import importlib_resources  # noqa: F401
+    import tensorflow_datasets as tfds
+
+    return [*tfds.list_builders(with_community_datasets=False), *_NOT_LISTED]
+
+
+def _prepare_again(folder: Path) -> str:
+    return f"delete {folder} and prepare it again (`python -m train.data prepare`)"

@@ -56,7 +56,7 @@ def python_corpus(config: DataConfig, model: ModelConfig, seed: int, note: cache
     def documents() -> Documents:
         from train.data import prepared
 
-        builder = prepared.builder("PythonCorpus", config.data_dir, content, note)
+        builder = prepared.embedded("PythonCorpus", config.data_dir, note, config=content)
         return {side: Records(builder.as_data_source(split=side), "text") for side in packing.SIDES}
 
     facts = {"python": platform.python_version(), "files": len(files), "text_digest": content}

@@ -1,0 +1,83 @@
+"""Prepares data sets before a run: `python -m train.data prepare NAME [--data-dir DIR]`.
+
+The embedded ones prepare themselves when a run asks for them; large ones are better prepared once, by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from train.data import DataError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0 done, 1 it could not be prepared, 2 bad input."""
+    parser = argparse.ArgumentParser(prog="python -m train.data", description=(__doc__ or "").split("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    prepare = commands.add_parser("prepare", help="write a data set as array_record")
+    prepare.add_argument("name", help="python_corpus, digits, cifar5m, c4, imagenet2012 or any other TFDS name")
+    prepare.add_argument("--data-dir", help="folder of prepared data sets (the user's cache unless given)")
+    arguments = parser.parse_args(argv)
+    try:
+        return _prepare(arguments.name, arguments.data_dir)
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _prepare(name: str, data_dir: str | None) -> int:
+    from train.data import corpus, prepared, published
+
+    if name == "python_corpus":
+        config = corpus.content_digest(corpus.python_files())
+        prepared.embedded("PythonCorpus", data_dir, print, config=config)
+    elif name == "digits":
+        prepared.embedded("Digits", data_dir, print)
+    elif name == "cifar5m":
+        published.cifar5m_parts(data_dir, print)
+    else:
+        return _prepare_published(name, data_dir)
+    print(f"{name} is prepared in {prepared.data_dir(data_dir)}")
+    return 0
+
+
+def _prepare_published(name: str, data_dir: str | None) -> int:
+    """Lets TFDS download and write one of its own data sets."""
+    from train.data import cache, prepared
+
+    dataset = name.partition(":")[0].partition("/")[0]
+    if dataset not in prepared.known():
+        raise DataError(prepared.unknown(name, prepared.data_dir(data_dir)))
+    base = cache.folder(base=prepared.data_dir(data_dir))
+    import tensorflow_datasets as tfds
+
+    if dataset == "c4":
+        import tensorflow_datasets.text.c4  # registers it: TFDS does not by itself
+    try:
+        full: Any = prepared.CONFIGS.get(name, name)
+        builder = tfds.builder(full, data_dir=base, file_format="array_record", try_gcs=False)
+        builder.download_and_prepare(file_format="array_record")
+    except (Exception, SystemExit) as error:  # whatever a data set's own code, network or licence raises
+        lines = [line for line in str(error).splitlines() if line.strip()][:5]
+        print(f"error: TFDS could not prepare {name}: {type(error).__name__}", *lines, sep="\n  ", file=sys.stderr)
+        print(_advice(error), file=sys.stderr)
+        return 1
+    print(f"{name} is prepared in {builder.data_path}")
+    return 0
+
+
+def _advice(error: BaseException) -> str:
+    text = f"{type(error).__name__} {error}".lower()
+    if "tensorflow" in text and isinstance(error, ImportError):
+        return "This data set is made with TensorFlow: install tensorflow-cpu to prepare it; training needs none."
+    if "beam" in text:
+        return "This data set is made with Apache Beam: install apache-beam to prepare it; training needs none."
+    if "manual" in text:
+        return "Put the files it names where it says, and run this again."
+    return f"See https://www.tensorflow.org/datasets/catalog for what it needs; the error was {type(error).__name__}."
+
+
+if __name__ == "__main__":
+    sys.exit(main())
