@@ -28,10 +28,8 @@ class Attention(nnx.Module):
         self.key_bias = init.param(Role.BIAS, ("kv_heads", "head_dim"), of=Role.KEY) if key_bias else None
         self.value_bias = init.param(Role.BIAS, ("kv_heads", "head_dim"), of=Role.VALUE) if config.bias else None
         self.out_bias = init.param(Role.BIAS, ("embed",), of=Role.ATTENTION_OUT) if config.bias else None
-        self.query_norm = self.key_norm = None
-        if config.qk_norm:
-            self.query_norm = Norm("rmsnorm", init, axis="head_dim", gain=config.norm_gain, bias=False, of=Role.QUERY)
-            self.key_norm = Norm("rmsnorm", init, axis="head_dim", gain=config.norm_gain, bias=False, of=Role.KEY)
+        self.query_norm = _head_norm(config, init, Role.QUERY)
+        self.key_norm = _head_norm(config, init, Role.KEY)
         self.logit_scale = init.logit_factor()
 
     def heads(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -49,6 +47,10 @@ class Attention(nnx.Module):
         q_BTHN, k_BSKN, v_BSKN = self.heads(x_BTD)
         y_BTHN = attend(q_BTHN, k_BSKN, v_BSKN, causal=self.causal, implementation=self.implementation)
         return _biased(project(y_BTHN, self.out[...], inputs=2), self.out_bias)
+
+
+def _head_norm(config: StackConfig, init: Init, of: Role) -> Norm | None:
+    return Norm("rmsnorm", init, axis="head_dim", gain=config.norm_gain, bias=False, of=of) if config.qk_norm else None
 
 
 def _biased(x: jax.Array, bias: nnx.Param | None) -> jax.Array:

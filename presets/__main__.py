@@ -1,0 +1,92 @@
+"""Look at presets: `python -m presets` lists them, `python -m presets table PRESET --model NAME` shows one at work."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import presets
+from presets import Preset, PresetError, table
+
+CONSTANTS = ("alpha_a", "alpha_l", "gamma0", "beta0")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit code (0 done, 2 bad input with one message on stderr)."""
+    parser = argparse.ArgumentParser(prog="python -m presets", description="Parameterization presets and their tables.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands.add_parser("list", help="name and one line of every preset (what no command does)")
+    shown = commands.add_parser("table", help="every parameter's factors under a preset", description=_table.__doc__)
+    shown.add_argument("preset", metavar="PRESET", help=", ".join(presets.PRESETS))
+    shown.add_argument("--model", required=True, metavar="NAME", help="a model of `python -m zoo`")
+    shown.add_argument("--base", metavar="NAME", help="the model factors are relative to; without it the absolute form, base 1")
+    shown.add_argument("--optimizer", default="adam", metavar="NAME", help="adam (default), adamw, sgd or momentum")
+    shown.add_argument("--decay", default="coupled", choices=["coupled", "independent"], help="how weight decay enters")
+    shown.add_argument("--form", choices=["readout-multiplier", "plain"], help="where the readout's scale sits")
+    for name in CONSTANTS:
+        flag = name.replace("_", "-")
+        shown.add_argument(f"--{flag}", f"--preset.{flag}", dest=name, type=float, metavar="X", help="a constant of the preset")
+    shown.add_argument("--absolute", action="store_true", help="values (base constant x factor), not factors")
+    shown.add_argument("--rules", action="store_true", help="the power laws in m = size / base size, not their values")
+    shown.add_argument("--json", action="store_true", help="print a JSON list of objects")
+    try:
+        args = parser.parse_args(argv)
+        return _table(args) if args.command == "table" else _list()
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 2
+    except ValueError as error:
+        if not type(error).__module__.startswith(("presets", "zoo")):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _list() -> int:
+    width = max(map(len, presets.PRESETS))
+    for name, make in presets.PRESETS.items():
+        print(f"{name:<{width}}  {(inspect.getdoc(make) or '').splitlines()[0]}")
+    return 0
+
+
+def _table(args: argparse.Namespace) -> int:
+    """One row per parameter group: its forward multiplier, initial std, learning rate, eps and weight decay.
+
+    Factors are relative to the base (1 where the model is the base); --absolute shows values instead.
+    """
+    from zoo import build, configs
+
+    model = configs.get(args.model)
+    preset = _preset(args, configs.get(args.base).base_sizes() if args.base else None)
+    definition = build.definition(model)
+    specs = {**definition.specs, **{n: f["spec"] for n, f in definition.factors.items() if f["spec"] is not None}}
+    if args.rules:
+        found: list[dict[str, Any]] = [dict(row) for row in table.rule_rows(preset, specs, args.optimizer)]
+    else:
+        found = table.rows(preset, specs, definition.sizes, args.optimizer, args.decay, absolute=args.absolute)
+    if args.json:
+        print(json.dumps(found, indent=2))
+        return 0
+    print(f"{args.model} under {preset.describe()}, {args.optimizer}, {args.decay} decay")
+    print()
+    print(table.text(found))
+    print()
+    forward = table.forward_rows(preset, definition.sizes)
+    print(f"attention logits x {forward['logits']:.4g}, every residual branch x {forward['branch']:.4g}")
+    for caution in preset.cautions(definition.sizes):
+        print(f"caution: {caution}")
+    return 0
+
+
+def _preset(args: argparse.Namespace, base: dict[str, int] | None) -> Preset:
+    if ":" in args.preset:
+        raise PresetError(f"{args.preset!r}: no tuned presets exist yet; write {args.preset.partition(':')[0]!r}")
+    given = {name: getattr(args, name) for name in CONSTANTS if getattr(args, name) is not None}
+    return presets.get(args.preset, base=base, form=args.form, **given)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

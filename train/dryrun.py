@@ -1,0 +1,94 @@
+"""`--dry-run`: what a run would do, from shapes alone. Nothing is allocated, downloaded or written."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from train.config import Config
+from train.program import Program, assemble
+from zoo import flops
+from zoo.configs import DecoderConfig
+
+
+def run(config: Config) -> int:
+    """Print the run's shapes, its preset's table, its cost and its memory; returns the exit code 0.
+
+    Raises:
+        ConfigError, PresetError, MeshError: what does not fit, as the run itself would say.
+    """
+    program = assemble(config)
+    console = Console()
+    if config.recipe:
+        console.print(f"[bold]{config.recipe}[/bold]: {program.preset.describe()}", highlight=False)
+    console.print(_parameters(program))
+    for caution in program.preset.cautions(program.definition.sizes):
+        console.print(f"caution: {caution}", style="yellow")
+    console.print(_costs(program))
+    return 0
+
+
+def _parameters(program: Program) -> Table:
+    table = Table(title="parameters", title_justify="left", box=None, padding=(0, 1))
+    for column in ("name", "shape", "sharding", "multiplier", "init std", "peak lr", "eps", "weight decay"):
+        table.add_column(column, justify="left" if column in ("name", "shape", "sharding") else "right")
+    optimizer, factors = program.config.optimizer, program.run.factors
+    decay = program.run.hyper.weight_decay
+    for name, leaf in program.abstract.params.items():
+        numbers = (
+            factors.multiplier[name],
+            program.stds[name],
+            factors.lr[name] * optimizer.peak_lr,
+            factors.eps[name] * optimizer.eps,
+            factors.weight_decay[name] * decay,
+        )
+        spec = leaf.sharding.spec
+        table.add_row(
+            name,
+            "x".join(map(str, leaf.shape)),
+            " ".join(str(axis or ".") for axis in spec) if any(spec) else "whole",
+            *(f"{float(number.flat[0] if number.ndim else number):.3g}" for number in numbers),
+        )
+    return table
+
+
+def _costs(program: Program) -> Table:
+    config, model = program.config, program.config.model
+    unit, per_step = ("token", config.data.batch_size * model.seq_len) if isinstance(model, DecoderConfig) else (
+        "image", config.data.batch_size)  # fmt: skip
+    train_flops = flops.train_flops(model)
+    mesh = " x ".join(f"{axis} {size}" for axis, size in program.mesh.shape.items() if size > 1) or "one device"
+    table = Table(show_header=False, box=None, padding=(0, 1), title="cost", title_justify="left")
+    rows = {
+        "parameters": f"{program.definition.count():,}",
+        "batch": f"{config.data.batch_size} x {model.seq_len} tokens" if unit == "token" else f"{config.data.batch_size} images",
+        "steps": f"{config.steps:,}, {config.steps * per_step:,} {unit}s",
+        "FLOPs": f"{train_flops:.3g} per {unit}, {train_flops * per_step * config.steps:.3g} in all",
+        "mesh": f"{mesh} ({program.mesh.devices.flat[0].device_kind})",
+        "state per device": _bytes(_per_device(program.abstract)),
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    memory = program.compile_train().memory_analysis()
+    if memory is not None:
+        table.add_row("step needs", f"{_bytes(memory.temp_size_in_bytes)} for activations and gradients, compiled for this mesh")
+        total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+        table.add_row("peak per device", f"about {_bytes(total)}")
+    return table
+
+
+def _per_device(abstract: object) -> int:
+    """Bytes of the state on one device."""
+    leaves = jax.tree.leaves(abstract)
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} GiB"

@@ -1,0 +1,106 @@
+"""How a chart of this project looks: colours, axes that suit loss curves, and names beside the lines they name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# From Okabe and Ito's palette: told apart by colour-blind readers.
+BLUE, ORANGE = "#0072B2", "#D55E00"
+GREY, INK = "#6E6E6E", "#222222"
+LOG_STEPS = 100
+"""Runs of at least so many steps are drawn over log(step); on a linear axis the first drop is all there is to see."""
+
+
+def smoothed(values: np.ndarray) -> np.ndarray:
+    """Centred means of values [N], nan where a value is not finite.
+
+    The window grows with the step up to a 25th of the run: there is no lag, and a steep start stays steep.
+    """
+    index = np.arange(len(values))
+    half = np.minimum(index // 10, len(values) // 50)
+    start, stop = index - half, np.minimum(index + half + 1, len(values))
+    known = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(known)])
+    means = (sums[stop] - sums[start]) / np.maximum(counts[stop] - counts[start], 1)
+    return np.where(known, means, math.nan)
+
+
+def style(axes: Axes, first: int, last: int) -> None:
+    """Quiet axes for steps `first` to `last` on x."""
+    if last >= LOG_STEPS:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
+        axes.set_xlim(max(first, 1) * 0.9, last * 1.1)
+    else:
+        axes.set_xlim(first - 0.02 * (last - first) - 0.5, last + 0.02 * (last - first) + 0.5)
+    axes.grid(color="#E6E6E6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#999999")
+    axes.tick_params(which="both", colors="#444444", labelsize=9)
+
+
+def limits(axes: Axes, values: np.ndarray, *, log: bool) -> None:
+    """Fit y to the finite values, on a log axis to the positive ones, with round numbers as its ticks."""
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    values = values[np.isfinite(values) & ((values > 0) | (not log))]
+    low, high = (values.min(), values.max()) if values.size else (1.0, 2.0)
+    if not log:
+        pad = 0.05 * (high - low) or 0.05 * abs(high) or 0.5
+        axes.set_ylim(low - pad, high + pad)
+        return
+    pad = max((high / low) ** 0.05, 1.02)
+    axes.set_yscale("log")
+    axes.set_ylim(low / pad, high * pad)
+    # Round numbers, few enough to read: the coarsest list that has five of them in sight.
+    powers = range(math.floor(math.log10(low / pad)), math.ceil(math.log10(high * pad)) + 1)
+    for leads in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7), np.arange(10, 100) / 10):
+        ticks = [lead * 10.0**power for power in powers for lead in leads]
+        if sum(low / pad <= tick <= high * pad for tick in ticks) >= 5:
+            break
+    axes.yaxis.set_major_locator(FixedLocator(ticks))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(lambda tick, _: f"{tick:g}")
+
+
+def margin_labels(axes: Axes, labels: Sequence[tuple[float, str, str]], gap: float) -> None:
+    """Name values in the right margin of the panel, each tied to its value by a line.
+
+    Args:
+        axes: panel whose limits are set.
+        labels: y, text and colour of each. One that the axis cannot show (0 on a log axis) is left out.
+        gap: least distance of two names, as a fraction of the panel's height.
+    """
+    placed = []
+    for value, text, color in sorted(labels):
+        height = axes.transAxes.inverted().transform(axes.transData.transform((1, value)))[1]
+        if math.isfinite(height):
+            placed.append((float(height), text, color))
+    # Nearest heights (least squares) that keep the gaps: pool neighbours that would overlap, and centre each pool.
+    pools: list[list[float]] = []
+    for rank, (height, _, _) in enumerate(placed):
+        pools.append([height - rank * gap])
+        while len(pools) > 1 and np.mean(pools[-2]) > np.mean(pools[-1]):
+            pools[-2:] = [pools[-2] + pools[-1]]
+    heights = [float(np.mean(pool)) for pool in pools for _ in pool]
+    for rank, (height, text, color) in enumerate(placed):
+        axes.annotate(
+            text,
+            xy=(1.0, height),
+            xytext=(1.035, heights[rank] + rank * gap),
+            xycoords="axes fraction",
+            textcoords="axes fraction",
+            va="center",
+            fontsize=9,
+            color=color,
+            arrowprops={"arrowstyle": "-", "color": color, "lw": 0.8, "shrinkA": 0, "shrinkB": 0, "relpos": (0, 0.5)},
+        )

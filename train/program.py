@@ -1,0 +1,104 @@
+"""A config turned into everything a run needs but its data: model, preset, mesh, optimizer, numbers, compiled steps."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+import presets
+from presets import Preset
+from train import mesh as meshes
+from train import optimizer, state
+from train.config import Config, PresetConfig
+from train.factors import Numbers, init_stds, resolve
+from train.step import Batch, Run, compile_eval_step, compile_train_step
+from zoo import configs
+from zoo.build import definition
+from zoo.configs import DecoderConfig, ModelConfig
+from zoo.definition import Definition
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What `assemble` makes of a config. Nothing in it is allocated on a device yet."""
+
+    config: Config
+    definition: Definition
+    preset: Preset
+    mesh: Mesh
+    tx: optax.GradientTransformationExtraArgs
+    abstract: state.TrainState
+    stds: Numbers
+    run: Run
+
+    def initial_state(self) -> state.TrainState:
+        """A fresh state on the mesh."""
+        return state.initial_state(self.definition, self.tx, self.abstract, self.config.seed, self.stds)
+
+    def with_reference(self) -> Run:
+        """The run's numbers, with the initial parameters where the model's output is centred."""
+        if not self.config.model.centered:
+            return self.run
+        reference = state.initial_params(self.definition, self.abstract, self.config.seed, self.stds)
+        return self.run._replace(reference=reference)
+
+    def abstract_run(self) -> Run:
+        return self.run._replace(reference=self.abstract.params) if self.config.model.centered else self.run
+
+    def compile_train(self) -> jax.stages.Compiled:
+        """The training step: (state, run, batch) -> (state, metrics)."""
+        batch = abstract_batch(self.config.model, self.config.data.batch_size)
+        accumulation = self.config.accumulation_steps
+        return compile_train_step(self.definition, self.tx, self.abstract, self.mesh, self.abstract_run(), batch, accumulation)
+
+    def compile_eval(self) -> jax.stages.Compiled:
+        """The evaluation step: (params, run, batch) -> Sums."""
+        batch = abstract_batch(self.config.model, self.config.data.eval_batch_size or self.config.data.batch_size)
+        return compile_eval_step(self.definition, self.abstract, self.mesh, self.abstract_run(), batch)
+
+
+def make_preset(config: PresetConfig) -> Preset:
+    """The preset a config asks for, with only the constants it gives.
+
+    Raises:
+        presets.PresetError: no such preset or constant. ConfigError: no such base model.
+    """
+    named = {name: getattr(config, name) for name in ("alpha_a", "alpha_l", "gamma0", "beta0")}
+    constants = {name: value for name, value in named.items() if value is not None}
+    base = configs.get(config.base).base_sizes() if config.base is not None else None
+    return presets.get(config.name, base=base, form=config.form, zero_readout=config.zero_readout, **constants)
+
+
+def assemble(config: Config, devices: list[jax.Device] | None = None) -> Program:
+    """Resolve a config on the devices there are; every error of input comes from here, before anything is allocated.
+
+    Raises:
+        ConfigError, PresetError, MeshError: what does not fit, and what to write instead.
+    """
+    preset = make_preset(config.preset)
+    mesh = meshes.make_mesh(config.mesh, devices)
+    meshes.check_batch(mesh, config.data.batch_size, config.accumulation_steps)
+    meshes.check_batch(mesh, config.data.eval_batch_size or config.data.batch_size, 1, "data.eval_batch_size")
+    model = definition(config.model)
+    tx = optimizer.build(config.optimizer)
+    numbers = Run(
+        resolve(preset, model, config.optimizer.name, config.optimizer.decay), optimizer.hyper(config.optimizer, config.steps)
+    )
+    return Program(config, model, preset, mesh, tx, state.abstract_state(model, tx, mesh), init_stds(preset, model), numbers)
+
+
+def abstract_batch(model: ModelConfig, batch_size: int) -> Batch:
+    """Shapes of a batch of the model's task."""
+
+    def leaf(shape: tuple[int, ...], dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((batch_size, *shape), dtype)
+
+    if isinstance(model, DecoderConfig):
+        target, inputs = (model.seq_len,), leaf((model.seq_len,), jnp.int32)
+    else:
+        target, inputs = (), leaf((model.image_size, model.image_size, model.channels), jnp.float32)
+    return {"inputs": inputs, "targets": leaf(target, jnp.int32), "weights": leaf(target, jnp.float32)}  # pyright: ignore

@@ -1,0 +1,215 @@
+"""What a person sees while a run goes on: a live bar in a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.text import Text
+
+_SMOOTHING_S = 10.0
+"""Time constant of the rate shown, in seconds of training."""
+_PLAIN_LINE_S = 10.0
+_PLAIN_LINES = 20
+"""A short run prints this many plain lines at even steps; a long one a line every `_PLAIN_LINE_S`."""
+_BAR_WIDTH = (8, 40)
+
+
+class Progress:
+    """Progress of one run, as a context manager around its loop.
+
+    The rate and the time left leave out the first step of the session, which compiles. Text printed by others while
+    the bar is live appears above it.
+
+    Args:
+        total_steps: step at which the run is done.
+        start_step: last step done before this session; 0 for a new run.
+        unit: what `units` counts.
+        peak_flops: FLOPs per second of all devices together, None where unknown: then no utilization is shown.
+        flops_per_unit: FLOPs that training takes per unit, forward and backward.
+        console: where to draw; standard output unless given. Processes but the first pass `Console(quiet=True)`.
+        enabled: draw the bar or its plain lines. Without, only evaluations and notes are printed.
+        clock: seconds, for tests.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        start_step: int,
+        unit: Literal["tokens", "images"],
+        peak_flops: float | None,
+        flops_per_unit: float,
+        console: Console | None = None,
+        enabled: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.console = console or Console()
+        self.total_steps = total_steps
+        self.step = start_step
+        self._unit = unit
+        self._peak_flops = peak_flops
+        self._flops_per_unit = flops_per_unit
+        self._clock = clock
+        self._began = clock()
+        self._compiled: float | None = None
+        """When the first step of the session was done."""
+        self._updated = self._began
+        self._train_seconds = 0.0
+        self._recent_units = self._recent_steps = self._recent_seconds = 0.0
+        self._loss = self._lr = math.nan
+        # Live takes over standard output, so a quiet console must not have one: it would swallow what others print.
+        can_draw = self.console.is_terminal and not self.console.is_dumb_terminal and not self.console.quiet
+        live = enabled and can_draw
+        self._live = Live(self, console=self.console, refresh_per_second=4) if live else None
+        self._plain = enabled and not live
+        self._plain_every = max(1, total_steps // _PLAIN_LINES)
+        self._plain_last = (start_step, -math.inf)
+
+    def __enter__(self) -> Progress:
+        if self._live:
+            self._live.start(refresh=True)
+        elif self._plain and self.step < self.total_steps:
+            self.note("compiling the first step ...")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._live:
+            self._live.stop()
+        elif self._plain and self._compiled and self._plain_last[0] != self.step:
+            self._print_line()
+
+    def update(self, *, step: int, loss: float, lr: float, units: int, seconds: float) -> None:
+        """Show a finished optimizer step.
+
+        Args:
+            step: steps done, counting this one.
+            loss: mean loss of the step's batch, in nats.
+            lr: learning rate of the step, at base size.
+            units: tokens or images of this step.
+            seconds: duration of this step.
+        """
+        now = self._updated = self._clock()
+        if self._compiled is None:
+            self._compiled = now
+        else:
+            keep = math.exp(-seconds / _SMOOTHING_S)
+            self._recent_units = keep * self._recent_units + units
+            self._recent_steps = keep * self._recent_steps + step - self.step
+            self._recent_seconds = keep * self._recent_seconds + seconds
+            self._train_seconds += seconds
+        self.step, self._loss, self._lr = step, loss, lr
+        if self._plain:
+            waited = now - self._plain_last[1] >= _PLAIN_LINE_S
+            even = step % self._plain_every == 0 and self._plain_every * self._per_step < _PLAIN_LINE_S
+            if waited or even or step == self.total_steps:
+                self._print_line()
+
+    def evaluated(self, row: Mapping[str, Any]) -> None:
+        """Print an evaluation above the bar: `step`, `eval_loss` in nats, and `eval_accuracy` where it has one."""
+        width = len(str(self.total_steps))
+        text = Text.assemble(("eval", "bold cyan"), f"  step {row['step']:>{width}}")
+        text.append(f"  loss {row['eval_loss']:.4f}", "bold")
+        if row.get("eval_accuracy") is not None:
+            text.append(f"  accuracy {100 * row['eval_accuracy']:.2f} %")
+        text.append(f"  after {duration(self._clock() - self._began)}", "dim")
+        self.note(text)
+
+    def note(self, text: str | Text) -> None:
+        """Print a line above the bar, exactly as given."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    @property
+    def rate(self) -> float | None:
+        """Units per second over the last seconds of training, None before the second step of the session."""
+        return self._recent_units / self._recent_seconds if self._recent_seconds > 0 else None
+
+    @property
+    def utilization(self) -> float | None:
+        """Model FLOPs utilization in [0, 1], None where the peak is unknown."""
+        rate = self.rate
+        return rate * self._flops_per_unit / self._peak_flops if rate and self._peak_flops else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Time to the last step at the recent rate, evaluations included; None before the second step of the session."""
+        if self._compiled is None or self._train_seconds <= 0:
+            return None
+        other_work = max(1.0, (self._updated - self._compiled) / self._train_seconds)
+        left = (self.total_steps - self.step) * self._per_step * other_work
+        return max(0.0, left - (self._clock() - self._updated))
+
+    @property
+    def _per_step(self) -> float:
+        return self._recent_seconds / self._recent_steps if self._recent_steps else 0.0
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        count = Text(self._count(), "bold")
+        fields = self._fields()
+        # What a narrow terminal has no room for goes, the least needed first.
+        for name in ("lr", "MFU", "bar", "rate", "eta"):
+            bar = _BAR_WIDTH[0] + 2 if name in ("lr", "MFU", "bar") else 0
+            room = options.max_width - count.cell_len - bar - sum(text.cell_len + 2 for text in fields.values())
+            if room >= 0:
+                break
+            fields.pop(name, None)
+        else:
+            bar, room = 0, 0
+        yield Text.assemble(count, "  " if bar else "", end="")
+        if bar:
+            width = min(_BAR_WIDTH[1], _BAR_WIDTH[0] + room)
+            yield ProgressBar(total=self.total_steps, completed=self.step, width=width)
+        line = Text("  ") + Text("  ").join(fields.values())
+        line.truncate(max(0, options.max_width - count.cell_len - (width + 2 if bar else 0)))
+        yield line
+
+    def _count(self) -> str:
+        return f"{self.step:>{len(str(self.total_steps))}}/{self.total_steps}"
+
+    def _fields(self) -> dict[str, Text]:
+        """What is known by now, in the order shown."""
+        if self._compiled is None:
+            if self.step >= self.total_steps:
+                return {"state": Text("nothing left to do")}
+            return {"state": Text(f"compiling the first step, {duration(self._clock() - self._began)}", "dim")}
+        fields = {
+            "loss": Text(f"loss {self._loss:.4f}", "bold" if math.isfinite(self._loss) else "bold red"),
+            "lr": Text(f"lr {self._lr:.2e}"),
+        }
+        if self.rate is not None:
+            fields["rate"] = Text(f"{quantity(self.rate):>5} {self._unit}/s")
+        if self.utilization is not None:
+            fields["MFU"] = Text(f"MFU {100 * self.utilization:.0f}%")
+        if self.seconds_left is not None and self.step < self.total_steps:
+            fields["eta"] = Text(f"eta {duration(self.seconds_left)}", "cyan")
+        elif self.step >= self.total_steps:
+            fields["eta"] = Text(f"took {duration(self._updated - self._began)}", "green")
+        return fields
+
+    def _print_line(self) -> None:
+        self._plain_last = (self.step, self._updated)
+        self.note("  ".join(["step " + self._count(), *(text.plain for text in self._fields().values())]))
+
+
+def quantity(value: float) -> str:
+    """A positive number in three digits and a letter: 0.123, 45.2, 45.2k, 1.23M, 12.3G, 4.56T."""
+    for suffix in ("", "k", "M", "G", "T"):
+        if value < 999.5:
+            digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2 if value >= 0.9995 else 3
+            return f"{value:.{digits}f}{suffix}"
+        value /= 1000
+    return f"{value:.0f}P"
+
+
+def duration(seconds: float) -> str:
+    """A time as people write it: 0:42, 3:12, 1:02:03, 2d 03:14."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour:02}:{minute:02}"
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -1,0 +1,111 @@
+"""The folder of a run: whether it may be used, and what it records about how the run was made."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from train.config import Config
+from train.record import to_json
+
+RECORD = "config.json"
+CHECKPOINTS = "checkpoints"
+_PACKAGES = ("mupax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+class WorkdirError(ValueError):
+    """A folder this run must not write into, or a run it cannot continue. The text says what to write instead."""
+
+
+def path_of(config: Config) -> Path:
+    """The run's folder, absolute."""
+    return Path(config.workdir if config.workdir is not None else f"runs/{config.recipe}").absolute()
+
+
+def claim(config: Config) -> tuple[Path, bool]:
+    """The run's folder, made if missing, and whether an earlier part of the run lies in it.
+
+    Raises:
+        WorkdirError: the folder holds something and `resume` was not asked for, holds no run, or cannot be written.
+    """
+    path = path_of(config)
+    if path.exists() and not path.is_dir():
+        raise WorkdirError(f"{_shown(path)} is a file; write --workdir with the name of a folder")
+    held = path.is_dir() and any(path.iterdir())
+    if held and not config.resume:
+        raise WorkdirError(
+            f"the workdir {_shown(path)} is not empty; add --resume to continue the run in it, "
+            "or give --workdir another folder for a new one"
+        )
+    if held and not (path / RECORD).is_file():
+        raise WorkdirError(f"the workdir {_shown(path)} holds files but no run ({RECORD} is missing); give --workdir another folder")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise WorkdirError(f"cannot write into the workdir {_shown(path)}: {error.strerror}; give --workdir another folder") from error
+    if held:
+        _check_same_run(config, json.loads((path / RECORD).read_text()).get("config", {}), path)
+    return path, held
+
+
+def _check_same_run(config: Config, before: dict[str, Any], path: Path) -> None:
+    """Refuse to continue a run whose arrays or batches would no longer mean the same."""
+    now = json.loads(json.dumps(to_json(config)))
+    fixed = {"model": set(), "optimizer": {"name"}, "data": {"name", "batch_size", "tokenizer", "split"}, "preset": {"form", "base", "name"}}
+    for owner, fields in fixed.items():
+        old, new = before.get(owner, {}), now[owner]
+        for field in sorted(fields or new.keys() - {"compute"}):
+            if field in old and old[field] != new[field]:
+                raise WorkdirError(
+                    f"the run in {_shown(path)} has {owner}.{field} {old[field]}, not {new[field]}; "
+                    f"continue it with --{owner}.{field.replace('_', '-')} {old[field]}, or start another with --workdir"
+                )
+    if before.get("seed", config.seed) != config.seed:
+        raise WorkdirError(f"the run in {_shown(path)} has seed {before['seed']}; continue it with --seed {before['seed']}")
+
+
+def record(path: Path, config: Config, data_facts: dict[str, Any], preset: str) -> None:
+    """Write config.json: the resolved config, the data's facts, versions and the git commit."""
+    value = {
+        "config": to_json(config),
+        "data": data_facts,
+        "preset": preset,
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "platform": f"{platform.system()} {platform.machine()}",
+        "git": _git_commit(),
+    }
+    temporary = path / f".{RECORD}.partial"
+    temporary.write_text(json.dumps(value, indent=2) + "\n")
+    temporary.replace(path / RECORD)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str | None:
+    """Commit of the project's checkout, with -dirty where files differ from it; None outside a checkout."""
+    here = Path(__file__).resolve().parent
+    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _shown(path: Path) -> str:
+    """The path as short as it can be said from here."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
