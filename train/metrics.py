@@ -195,8 +195,10 @@ def _scalars(row: Mapping[str, Any]) -> dict[str, float]:
 class _TensorBoard:
     def __init__(self, logdir: Path, resume_step: int | None) -> None:
         from tensorboardX import FileWriter
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
-        from tensorboardX.proto.summary_pb2 import Summary
+
+        # Protocol buffers make their classes when they are imported, which a type checker cannot see.
+        from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
         self._summary = Summary
         self._writer = FileWriter(str(logdir), flush_secs=1)
@@ -217,7 +219,7 @@ class _TensorBoard:
 class _Wandb:
     def __init__(self, project: str, workdir: Path, config: Mapping[str, Any] | None, *, new: bool) -> None:
         try:
-            import wandb
+            import wandb  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise MetricsError(
                 f"log.wandb is given, but wandb cannot be imported ({error}); "

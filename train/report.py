@@ -75,7 +75,8 @@ def loss_plot(
     extremes = np.nanquantile(losses, [0.002, 0.998]) if np.isfinite(losses).any() else []
     around = np.array([*smooth, *extremes])
     _evaluations(upper, evaluations, lines, "{:.3f}", gap=0.06 * panels**0.5, log=True, around=around)
-    upper.legend(loc="upper right" if panels == 1 else "lower left", frameon=False, labelcolor=plotting.INK, fontsize=9)
+    corner = "upper right" if panels == 1 else "lower left"
+    upper.legend(loc=corner, facecolor="white", edgecolor="none", framealpha=1, labelcolor=plotting.INK, fontsize=9)
     for axes in lower:
         axes.set_ylabel("accuracy (%)", color=plotting.INK)
         lines = [(100 * r.value, f"{r.name} {100 * r.value:.2f}") for r in references if r.unit == "accuracy"]
@@ -133,15 +134,16 @@ def prediction_picture(
         extent = (left + 0.06, left + 0.94, top + 0.94, top + 0.06)
         picture = pixels[index] if images.shape[-1] == 3 else pixels[index, ..., 0]
         axes.imshow(picture, extent=extent, cmap="gray", vmin=0, vmax=1, interpolation="nearest", aspect="equal")
-        label, look = _class_name(class_names, predictions[index]), {"color": plotting.INK}
+        label, color = _class_name(class_names, int(predictions[index])), plotting.INK
         if not right[index]:
-            truth = _class_name(class_names, targets[index])
+            truth = _class_name(class_names, int(targets[index]))
             label = f"{label}, is {truth}" if len(label + truth) <= 8 else f"{label},\nis {truth}"
-            look = {"color": plotting.ORANGE, "fontweight": "bold"}
+            color = plotting.ORANGE
             axes.add_patch(
                 Rectangle((left + 0.06, top + 0.06), 0.88, 0.88, fill=False, edgecolor=plotting.ORANGE, linewidth=2.5)
             )
-        axes.text(left + 0.5, top + 1.0, label, ha="center", va="top", fontsize=7.5, linespacing=1.0, **look)
+        weight = "normal" if right[index] else "bold"
+        axes.text(left + 0.5, top + 1.0, label, ha="center", va="top", fontsize=7.5, color=color, fontweight=weight)
     axes.set(xlim=(0, width), ylim=(height - 0.4, -0.4))  # After imshow, which moves them.
     marked = "; framed: wrong, with the true class" if len(wrong_first) else ""
     heading = f"{right.sum():,} of {len(right):,} right ({100 * right.mean():.1f} %){marked}"
@@ -159,6 +161,7 @@ def summary(
     seconds: float,
     references: Sequence[Reference] = (),
     bytes_per_token: float = 1.0,
+    facts: Mapping[str, str] | None = None,
     files: Sequence[Path | str] = (),
 ) -> None:
     """Print how a run ended: its results beside the reference models, its cost, and where its files are.
@@ -172,28 +175,26 @@ def summary(
         seconds: wall-clock time of the session.
         references: compared with the last evaluation where it has their unit.
         bytes_per_token: mean bytes of text per token; divides a language model's losses.
+        facts: more lines, by their label.
         files: what was written, shown relative to the current folder.
     """
     rows = _rows(metrics_path)
     unit = _unit(rows)
     scale, per = (bytes_per_token, "nats/byte") if unit == "tokens" else (1.0, "nats/image")
-    final: dict[str, Any] = next((row for row in reversed(rows) if "eval_loss" in row), {})
     table = Table.grid(padding=(0, 3, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
 
-    accuracy = final.get("eval_accuracy")
-    headline = ["accuracy", "loss"] if unit == "images" else ["loss", "accuracy"]
-    for quality in headline if final else []:
-        ours = accuracy if quality == "accuracy" else _scaled(final["eval_loss"], scale)
-        if quality == "accuracy" and accuracy is None:
+    loss = ("evaluation loss", "nats/byte", _last(rows, "eval_loss", scale), per)
+    accuracy = ("evaluation accuracy", "accuracy", _last(rows, "eval_accuracy"), "")
+    for label, reference_unit, ours, remark in (accuracy, loss) if unit == "images" else (loss, accuracy):
+        if ours is None:
             continue
-        value, remark = (_percent(ours), "") if quality == "accuracy" else (f"{ours:.4f}", per)
-        table.add_row(Text(f"evaluation {quality}", "bold"), Text(value, "bold"), remark)
+        table.add_row(Text(label, "bold"), Text(_quality(ours, reference_unit), "bold"), remark)
         for reference in references:
-            if (reference.unit == "accuracy") == (quality == "accuracy") and (unit, quality) != ("images", "loss"):
-                value = _percent(reference.value) if quality == "accuracy" else f"{reference.value:.4f}"
+            if reference.unit == reference_unit and (unit == "tokens" or reference_unit == "accuracy"):
+                value = _quality(reference.value, reference_unit)
                 table.add_row(f"  {reference.name}", value, _compared(console, ours, reference))
     steps, losses = _series(rows, "loss")
     if len(steps):
@@ -203,16 +204,21 @@ def summary(
 
     rates = [row[unit] / row["seconds"] for row in rows if row.get("seconds") and unit in row]
     rate = f", {quantity(float(np.median(rates)))} {unit}/s while training" if rates else ""
-    facts = Table.grid(padding=(0, 3, 0, 0))
-    facts.add_column(no_wrap=True)
-    facts.add_column(overflow="fold")
-    facts.add_row("time", f"{duration(seconds)}{rate}")
-    facts.add_row("model", f"{parameters:,} parameters")
-    facts.add_row("preset", preset)
+    lines = {
+        "time": f"{duration(seconds)}{rate}",
+        "model": f"{parameters:,} parameters",
+        "preset": preset,
+        **(facts or {}),
+    }
     if files:
-        facts.add_row("files", "\n".join(_relative(file) for file in files))
+        lines["files"] = "\n".join(_relative(file) for file in files)
+    below = Table.grid(padding=(0, 3, 0, 0))
+    below.add_column(no_wrap=True)
+    below.add_column(overflow="fold")
+    for label, line in lines.items():
+        below.add_row(label, Text(line))
     heading = Text(f"{name}: {rows[-1]['step']:,} steps done", "bold")
-    console.print(Panel(Group(table, "", facts), title=heading, title_align="left", padding=(1, 2), expand=False))
+    console.print(Panel(Group(table, "", below), title=heading, title_align="left", padding=(1, 2), expand=False))
 
 
 def _rows(path: Path | str) -> list[dict[str, Any]]:
@@ -228,7 +234,9 @@ def _unit(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _series(rows: Sequence[Mapping[str, Any]], key: str, scale: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
     """Steps and values / scale of one column; what was not finite is nan."""
-    points = [(row["step"], math.nan if row[key] is None else row[key] / scale) for row in rows if key in row]
+    points = [(row["step"], row[key] / scale) for row in rows if row.get(key) is not None]
+    points += [(row["step"], math.nan) for row in rows if key in row.get("nonfinite", ())]
+    points.sort(key=lambda point: point[0])
     return np.array([step for step, _ in points]), np.array([value for _, value in points], np.float64)
 
 
@@ -257,16 +265,18 @@ def _evaluations(
 
 def _class_name(names: Sequence[str] | None, index: int) -> str:
     # ImageNet's names are lists of synonyms.
-    name = str(index) if names is None else names[int(index)].split(",")[0]
+    name = str(index) if names is None else names[index].split(",")[0]
     return name if len(name) <= 12 else f"{name[:11]}…"
 
 
-def _scaled(loss: float | None, scale: float) -> float:
-    return math.nan if loss is None else loss / scale
+def _last(rows: Sequence[Mapping[str, Any]], key: str, scale: float = 1.0) -> float | None:
+    """The last value / scale of a column; nan where it was not finite, None where it has no value."""
+    values = _series(rows, key, scale)[1]
+    return float(values[-1]) if values.size else None
 
 
-def _percent(fraction: float) -> str:
-    return f"{100 * fraction:.2f} %"
+def _quality(value: float, unit: str) -> str:
+    return f"{100 * value:.2f} %" if unit == "accuracy" else f"{value:.4f}"
 
 
 def _compared(console: Console, ours: float, reference: Reference) -> Text:
