@@ -13,8 +13,11 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["MPLBACKEND"] = "agg"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Prepared data stays in the checkout: away from what its owner uses, and there for the next run and the next worker.
+# Prepared data and compiled programs stay in the checkout: away from what its owner uses, and there for the next run,
+# the other worker and every process that a test starts.
 os.environ["MUPAX_DATA"] = str(ROOT / ".cache" / "data")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".cache" / "jax")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
 
 import pytest  # noqa: E402
 
