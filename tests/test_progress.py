@@ -42,11 +42,11 @@ class Run:
         return self.console.export_text().rstrip("\n")
 
 
-def test_the_first_step_says_that_it_compiles():
+def test_before_the_first_step_it_says_what_it_waits_for():
     run = Run()
     run.clock.now += 12
     assert "   0/2000" in run.drawn()
-    assert run.drawn().endswith("compiling the first step, 0:12")
+    assert run.drawn().endswith("waiting for the first step, 0:12")
 
 
 def test_the_line_of_a_run():
@@ -157,12 +157,19 @@ def test_live_display_ends_with_the_last_step_below_what_was_printed(capsys):
         run.progress.evaluated({"step": 2, "eval_loss": 1.6})
         print("printed by other code")
         run.steps(1)
+        run.clock.now += 60
     screen = run.console.export_text(clear=False)
     assert "eval  step 2  loss 1.6000" in screen
     assert "printed by other code" in screen
     assert "3/3  ━" in screen.splitlines()[-1]
-    assert screen.rstrip().endswith("took 0:00")
+    assert screen.rstrip().endswith("took 1:00")
     assert capsys.readouterr().out == ""
+
+
+def test_after_the_last_step_the_run_goes_on():
+    run = Run(total=3)
+    run.steps(3)
+    assert run.drawn().endswith("tokens/s")  # The last evaluation is still to come.
 
 
 def test_live_display_is_put_away_when_the_loop_fails():
@@ -189,7 +196,6 @@ def test_plain_lines_of_a_slow_run_are_ten_seconds_apart():
         run.steps(95, seconds=1.0)
     text = run.console.export_text(clear=False)
     assert plain_steps(run) == [1, 11, 21, 31, 41, 51, 61, 71, 81, 91, 95]
-    assert text.splitlines()[0] == "compiling the first step ..."
     # Longer than the console is wide, and still one line each; no codes for a terminal.
     assert text.splitlines()[-1] == "step     95/100000  loss 1.5000  lr 1.25e-03  8.19k tokens/s  eta 1d 03:45"
     assert "\x1b" not in run.console.file.getvalue()

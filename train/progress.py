@@ -23,7 +23,7 @@ _BAR_WIDTH = (8, 40)
 class Progress:
     """Progress of one run, as a context manager around its loop.
 
-    The rate and the time left leave out the first step of the session, which compiles. Text printed by others while
+    The rate and the time left leave out the first step of the session, which may compile. Text printed by others while
     the bar is live appears above it.
 
     Args:
@@ -59,6 +59,7 @@ class Progress:
         self._compiled: float | None = None
         """When the first step of the session was done."""
         self._updated = self._began
+        self._ended: float | None = None
         self._train_seconds = 0.0
         self._recent_units = self._recent_steps = self._recent_seconds = 0.0
         self._loss = self._lr = math.nan
@@ -73,11 +74,10 @@ class Progress:
     def __enter__(self) -> Progress:
         if self._live:
             self._live.start(refresh=True)
-        elif self._plain and self.step < self.total_steps:
-            self.note("compiling the first step ...")
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._ended = self._clock()
         if self._live:
             self._live.stop()
         elif self._plain and self._compiled and self._plain_last[0] != self.step:
@@ -175,7 +175,7 @@ class Progress:
         if self._compiled is None:
             if self.step >= self.total_steps:
                 return {"state": Text("nothing left to do")}
-            return {"state": Text(f"compiling the first step, {duration(self._clock() - self._began)}", "dim")}
+            return {"state": Text(f"waiting for the first step, {duration(self._clock() - self._began)}", "dim")}
         fields = {
             "loss": Text(f"loss {self._loss:.4f}", "bold" if math.isfinite(self._loss) else "bold red"),
             "lr": Text(f"lr {self._lr:.2e}"),
@@ -186,8 +186,8 @@ class Progress:
             fields["MFU"] = Text(f"MFU {100 * self.utilization:.0f}%")
         if self.seconds_left is not None and self.step < self.total_steps:
             fields["eta"] = Text(f"eta {duration(self.seconds_left)}", "cyan")
-        elif self.step >= self.total_steps:
-            fields["eta"] = Text(f"took {duration(self._updated - self._began)}", "green")
+        elif self._ended is not None and self.step >= self.total_steps:
+            fields["eta"] = Text(f"took {duration(self._ended - self._began)}", "green")
         return fields
 
     def _print_line(self) -> None:

@@ -69,14 +69,16 @@ def loss_plot(
     upper.plot(steps, losses, color=plotting.BLUE, alpha=0.25, linewidth=0.8)
     upper.plot(steps, smooth, color=plotting.BLUE, linewidth=1.8, label="training (smoothed)")
     upper.set_ylabel("loss (nats per byte)" if unit == "tokens" else "loss (nats per image)", color=plotting.INK)
-    upper.set_title(title, loc="left", fontsize=12, fontweight="bold", color=plotting.INK, pad=10)
+    upper.set_title(title, loc="left", fontsize=12, fontweight="bold", color=plotting.INK, pad=26)
     lines = [(r.value, f"{r.name} {r.value:.3f}") for r in references if r.unit == "nats/byte" and unit == "tokens"]
     evaluations = _series(rows, "eval_loss", scale)
     extremes = np.nanquantile(losses, [0.002, 0.998]) if np.isfinite(losses).any() else []
     around = np.array([*smooth, *extremes])
     _evaluations(upper, evaluations, lines, "{:.3f}", gap=0.06 * panels**0.5, log=True, around=around)
-    corner = "upper right" if panels == 1 else "lower left"
-    upper.legend(loc=corner, facecolor="white", edgecolor="none", framealpha=1, labelcolor=plotting.INK, fontsize=9)
+    # Above the panel, where no line runs.
+    upper.legend(
+        loc="lower left", bbox_to_anchor=(-0.01, 1), ncols=2, frameon=False, labelcolor=plotting.INK, fontsize=9
+    )
     for axes in lower:
         axes.set_ylabel("accuracy (%)", color=plotting.INK)
         lines = [(100 * r.value, f"{r.name} {100 * r.value:.2f}") for r in references if r.unit == "accuracy"]
