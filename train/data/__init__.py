@@ -35,8 +35,6 @@ def load(config: DataConfig, model: ModelConfig, *, seed: int, note: Callable[[s
     """
     if seed < 0:
         raise DataError(f"seed is {seed}; write a whole number of at least 0")
-    if config.eval_examples is not None and config.eval_examples < 1:
-        raise DataError(f"data.eval_examples is {config.eval_examples}; write at least 1, or leave it out for all")
     name = config.name
     if name == "python_corpus" or name.startswith("text:"):
         from train.data import text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from train.data import augment, order
 from train.data.interface import ALL_ROWS, Batch, Data, DataError, Reference
@@ -55,7 +55,7 @@ class ImageData(Data):
         eval_batch_size: int | None = None,
         eval_examples: int | None = None,
         class_names: list[str],
-        facts: dict[str, str | int | float],
+        facts: dict[str, Any],
     ) -> None:
         super().__init__(
             facts={**facts, "train_images": len(train), "eval_images": len(eval_), "classes": len(class_names)},

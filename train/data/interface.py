@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Data(abc.ABC):
     def __init__(
         self,
         *,
-        facts: dict[str, str | int | float],
+        facts: dict[str, Any],
         train_size: int,
         eval_size: int,
         batch_size: int,
@@ -73,9 +73,6 @@ class Data(abc.ABC):
         self.eval_batch_size = eval_batch_size or batch_size
         self.class_names = class_names
         self.bytes_per_token = bytes_per_token
-        for field in ("batch_size", "eval_batch_size"):
-            if getattr(self, field) < 1:
-                raise DataError(f"data.{field} is {getattr(self, field)}; write a whole number of at least 1")
 
     @abc.abstractmethod
     def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
@@ -85,11 +82,11 @@ class Data(abc.ABC):
     def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
         """Evaluation batch j, or the given rows of it. Rows past the last example have weight 0."""
 
-    def train_batches(self, start: int, rows: slice = ALL_ROWS) -> Iterator[Batch]:
+    def train_batches(self, start: int, rows: slice = ALL_ROWS) -> Generator[Batch, None, None]:
         """Batches start, start + 1, … without end, made ahead of time by threads; `close()` stops those."""
         return _ahead(lambda k: self.train_batch(k, rows), start, _FOREVER)
 
-    def eval_batches(self, rows: slice = ALL_ROWS) -> Iterator[Batch]:
+    def eval_batches(self, rows: slice = ALL_ROWS) -> Generator[Batch, None, None]:
         """Every evaluation example once, in whole batches; what the last one lacks has weight 0."""
         return _ahead(lambda j: self.eval_batch(j, rows), 0, -(-self.eval_size // self.eval_batch_size))
 
@@ -114,7 +111,7 @@ class Data(abc.ABC):
         raise DataError(f"data {self.facts['name']!r} has {self.kind}, not tokens: there is no text to decode")
 
 
-def _ahead(batch: Callable[[int], Batch], start: int, stop: int) -> Iterator[Batch]:
+def _ahead(batch: Callable[[int], Batch], start: int, stop: int) -> Generator[Batch, None, None]:
     """batch(start), …, batch(stop - 1) in order, prefetched by grain threads; the threads end with the iterator."""
     import grain
 

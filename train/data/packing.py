@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 from train.data import cache
 from train.data.interface import DataError
@@ -29,6 +29,8 @@ _FORMAT = 1
 _STEP_TOKENS = 1 << 22
 _CHECKED_BYTES = 1 << 26
 _NOTE_SECONDS = 10.0
+_DTYPES = {"<u1": 8, "<u2": 16, "<u4": 32}
+_NOTHING = {"dtype": "", "documents": 0, "tokens": 0, "text_bytes": 0, "steps": [], "digest": ""}
 
 
 class Document(Protocol):
@@ -67,7 +69,7 @@ def pack(documents: Mapping[str, Sequence[Document]], tokenizer: Tokenizer, fold
     manifest = {"format": _FORMAT, "tokenizer": tokenizer.key, "vocab_size": tokenizer.vocab_size, "sides": sides}
     cache.write_json(folder / "manifest.json", manifest)
     for side in SIDES:
-        (folder / f"{side}.json").unlink()
+        (folder / f"{side}.json").unlink(missing_ok=True)
 
 
 def _pack_side(
@@ -76,7 +78,7 @@ def _pack_side(
     import numpy as np
 
     dtype, path, state = _dtype(tokenizer.vocab_size), folder / f"{side}.bin", folder / f"{side}.json"
-    start = {"dtype": dtype, "documents": 0, "tokens": 0, "text_bytes": 0, "steps": [], "digest": ""}
+    start = {**_NOTHING, "dtype": dtype}
     done = _vouched(cache.read_json(state), path, start)
     noted = time.monotonic()
     with path.open("ab") as file:
@@ -112,9 +114,18 @@ def _vouched(state: dict[str, Any] | None, path: Path, start: dict[str, Any]) ->
     """The progress to go on from: the saved one if the file holds all it says, else the start."""
     import numpy as np
 
-    if state is None or state.keys() != start.keys() or state["dtype"] != start["dtype"] or not path.exists():
+    if not _whole(state) or state["dtype"] != start["dtype"] or not path.exists():
         return start
     return state if path.stat().st_size >= state["tokens"] * np.dtype(start["dtype"]).itemsize else start
+
+
+def _whole(state: Any) -> TypeGuard[dict[str, Any]]:
+    """Whether this is a side's progress with every field in its place."""
+    return (
+        isinstance(state, dict)
+        and {k: type(v) for k, v in state.items()} == {k: type(v) for k, v in _NOTHING.items()}
+        and state["dtype"] in _DTYPES
+    )
 
 
 def _next_digest(previous: str, block: np.ndarray) -> str:
@@ -122,7 +133,7 @@ def _next_digest(previous: str, block: np.ndarray) -> str:
 
 
 def _dtype(vocab_size: int) -> str:
-    return "<u1" if vocab_size <= 1 << 8 else "<u2" if vocab_size <= 1 << 16 else "<u4"
+    return next(dtype for dtype, bits in _DTYPES.items() if vocab_size <= 1 << bits)
 
 
 def open_packed(folder: Path, tokenizer: Tokenizer) -> tuple[dict[str, Packed] | None, str]:
@@ -136,11 +147,14 @@ def open_packed(folder: Path, tokenizer: Tokenizer) -> tuple[dict[str, Packed] |
     if not path.exists():
         return None, ""
     manifest = cache.read_json(path)
+    sides = (manifest or {}).get("sides")
     if manifest is None or manifest.get("format") != _FORMAT or manifest.get("tokenizer") != tokenizer.key:
         return None, f"{path} is not a manifest of this version"
+    if not isinstance(sides, dict) or not all(_whole(sides.get(side)) for side in SIDES):
+        return None, f"{path} is damaged"
     opened = {}
     for side in SIDES:
-        facts, file = manifest["sides"][side], folder / f"{side}.bin"
+        facts, file = sides[side], folder / f"{side}.bin"
         size = facts["tokens"] * np.dtype(facts["dtype"]).itemsize
         if not file.exists() or file.stat().st_size != size:
             return None, f"{file} does not have its {size:,} bytes"

@@ -6,7 +6,7 @@ import dataclasses
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from train.data import cache, corpus, packing, tokenizer
 from train.data.interface import DataError
@@ -50,6 +50,7 @@ def python_corpus(config: DataConfig, model: ModelConfig, seed: int, note: cache
     Raises:
         DataError: no sources here, a cache that cannot be written, or a model that does not fit.
     """
+    language_model(config.name, model)
     files = corpus.python_files()
     content = corpus.content_digest(files)
 
@@ -69,11 +70,19 @@ def own_text(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note
     Raises:
         DataError: no text there, a cache that cannot be written, or a model that does not fit.
     """
+    language_model(config.name, model)
     files = corpus.text_files(Path(config.name.removeprefix("text:")).expanduser())
     content = corpus.stat_digest(files)
     return open_text(
         config, model, seed, note, f"text-{content}", lambda: corpus.text_pieces(files), {"files": len(files)}
     )
+
+
+def language_model(name: str, model: ModelConfig) -> DecoderConfig:
+    """The model, if it reads text; DataError otherwise."""
+    if not isinstance(model, DecoderConfig):
+        raise DataError(f"data {name!r} is text, and the model reads images; write a decoder such as lm-tiny")
+    return model
 
 
 def open_text(
@@ -83,7 +92,7 @@ def open_text(
     note: cache.Note,
     key: str,
     documents: Callable[[], Documents],
-    facts: dict[str, str | int | float],
+    facts: dict[str, Any],
 ) -> TokenData:
     """Text data from documents by side of the split, prepared if it is not in the cache.
 
@@ -99,8 +108,7 @@ def open_text(
     Raises:
         DataError: the tokenizer, the text or the model does not fit.
     """
-    if not isinstance(model, DecoderConfig):
-        raise DataError(f"data {config.name!r} is text, and the model reads images; write a decoder such as lm-tiny")
+    model = language_model(config.name, model)
     encoder = _tokenizer(config.tokenizer, key, model.vocab_size, documents, note)
     if encoder.vocab_size > model.vocab_size:
         raise DataError(

@@ -52,7 +52,7 @@ class TokenData(Data):
         batch_size: int,
         eval_batch_size: int | None = None,
         eval_examples: int | None = None,
-        facts: dict[str, str | int | float],
+        facts: dict[str, Any],
     ) -> None:
         for side, packed, least in (("training", train, 2 * seq_len), ("evaluation", eval_, 2)):
             if len(packed.tokens) < least:
