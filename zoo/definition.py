@@ -42,7 +42,7 @@ class Definition:
     def bind(self, params: Mapping[str, jax.Array], factors: Mapping[str, jax.Array]) -> nnx.Module:
         """The model with these numbers; multipliers must already be in `params` (see `apply`)."""
         paths = {**{n: nnx.Param(a) for n, a in params.items()}, **{n: Factor(a) for n, a in factors.items()}}
-        state = nnx.State.from_flat_path({_path(name): variable for name, variable in paths.items()})
+        state = nnx.from_flat_state({_path(name): variable for name, variable in paths.items()})
         return nnx.merge(self.graph, state)
 
     def apply(self, params: Mapping[str, jax.Array], multipliers: Arrays, factors: Arrays, *inputs: jax.Array) -> Any:
