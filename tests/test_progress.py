@@ -183,11 +183,12 @@ def plain_steps(run):
     return [int(line.split()[1].split("/")[0]) for line in run.console.export_text().splitlines() if line[:4] == "step"]
 
 
-def test_plain_lines_of_a_quick_run_are_at_even_steps():
-    run = Run(total=200, terminal=False)
+@pytest.mark.parametrize(("total", "every"), [(3, 1), (60, 5), (150, 10), (200, 10), (201, 20)])
+def test_plain_lines_of_a_quick_run_are_at_round_steps(total, every):
+    run = Run(total=total, terminal=False)
     with run.progress:
-        run.steps(200)
-    assert plain_steps(run) == [1, *range(10, 201, 10)]
+        run.steps(total, seconds=0.01)
+    assert plain_steps(run) == sorted({1, *range(every, total + 1, every), total})
 
 
 def test_plain_lines_of_a_slow_run_are_ten_seconds_apart():

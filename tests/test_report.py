@@ -58,7 +58,7 @@ def lm_rows(steps, every=20):
 def vit_rows(steps, every=20):
     for step in range(1, steps + 1):
         loss = 2.3 * np.exp(-step / 50)
-        yield {"step": step, "loss": loss, "lr": 1e-3, "grad_norm": 1.0, "images": 64, "seconds": 0.1}
+        yield {"step": step, "loss": loss, "accuracy": 0.5, "lr": 1e-3, "images": 64, "seconds": 0.1}
         if step % every == 0:
             yield {"step": step, "eval_loss": loss, "eval_accuracy": 1 - 0.9 * np.exp(-step / 30)}
 
@@ -105,6 +105,8 @@ def test_loss_plot_of_an_image_model_has_its_accuracy(tmp_path, figures):
     assert "trigram" not in "".join(texts(upper))
     assert lower.get_ylabel() == "accuracy (%)"
     assert sorted(texts(lower)) == ["evaluation 99.89", "logistic regression 97.20"]
+    np.testing.assert_array_equal(lower.lines[0].get_ydata(), np.full(200, 50.0))
+    assert lower.get_ylim()[0] < 50
     assert lower.get_xlabel() == "optimizer step (64 images each)"
 
 

@@ -16,7 +16,7 @@ _SMOOTHING_S = 10.0
 """Time constant of the rate shown, in seconds of training."""
 _PLAIN_LINE_S = 10.0
 _PLAIN_LINES = 20
-"""A short run prints this many plain lines at even steps; a long one a line every `_PLAIN_LINE_S`."""
+"""A short run prints at most this many plain lines, at round steps; a long one a line every `_PLAIN_LINE_S`."""
 _BAR_WIDTH = (8, 40)
 
 
@@ -68,7 +68,8 @@ class Progress:
         live = enabled and can_draw
         self._live = Live(self, console=self.console, refresh_per_second=4) if live else None
         self._plain = enabled and not live
-        self._plain_every = max(1, total_steps // _PLAIN_LINES)
+        round_steps = (lead * 10**power for power in range(18) for lead in (1, 2, 5))
+        self._plain_every = next(steps for steps in round_steps if steps * _PLAIN_LINES >= total_steps)
         self._plain_last = (start_step, -math.inf)
 
     def __enter__(self) -> Progress:
@@ -105,8 +106,8 @@ class Progress:
         self.step, self._loss, self._lr = step, loss, lr
         if self._plain:
             waited = now - self._plain_last[1] >= _PLAIN_LINE_S
-            even = step % self._plain_every == 0 and self._plain_every * self._per_step < _PLAIN_LINE_S
-            if waited or even or step == self.total_steps:
+            at_round = step % self._plain_every == 0 and self._plain_every * self._per_step < _PLAIN_LINE_S
+            if waited or at_round or step == self.total_steps:
                 self._print_line()
 
     def evaluated(self, row: Mapping[str, Any]) -> None:

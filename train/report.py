@@ -39,7 +39,7 @@ def loss_plot(
     """Draw the training loss, the evaluations and the reference models over steps.
 
     A language model's loss is drawn in nats per byte, so that tokenizers compare. An image model gets a second panel
-    with its accuracy.
+    with its accuracy, where rows have `eval_accuracy` (and `accuracy`, of training batches).
 
     Args:
         metrics_path: a metrics.jsonl with at least one row.
@@ -65,9 +65,7 @@ def loss_plot(
     for axes in (upper, *lower):
         plotting.style(axes, min(row["step"] for row in rows), max(row["step"] for row in rows))
 
-    smooth = plotting.smoothed(losses)
-    upper.plot(steps, losses, color=plotting.BLUE, alpha=0.25, linewidth=0.8)
-    upper.plot(steps, smooth, color=plotting.BLUE, linewidth=1.8, label="training (smoothed)")
+    smooth = _training(upper, steps, losses)
     upper.set_ylabel("loss (nats per byte)" if unit == "tokens" else "loss (nats per image)", color=plotting.INK)
     upper.set_title(title, loc="left", fontsize=12, fontweight="bold", color=plotting.INK, pad=26)
     lines = [(r.value, f"{r.name} {r.value:.3f}") for r in references if r.unit == "nats/byte" and unit == "tokens"]
@@ -81,8 +79,9 @@ def loss_plot(
     )
     for axes in lower:
         axes.set_ylabel("accuracy (%)", color=plotting.INK)
+        smooth = _training(axes, *_series(rows, "accuracy", 0.01))
         lines = [(100 * r.value, f"{r.name} {100 * r.value:.2f}") for r in references if r.unit == "accuracy"]
-        _evaluations(axes, accuracies, lines, "{:.2f}", gap=0.085, log=False)
+        _evaluations(axes, accuracies, lines, "{:.2f}", gap=0.085, log=False, around=smooth)
     per_step = {row[unit] for row in rows if unit in row}
     each = f" ({per_step.pop():,} {unit} each)" if len(per_step) == 1 else ""
     (upper, *lower)[-1].set_xlabel(f"optimizer step{each}", color=plotting.INK)
@@ -242,6 +241,14 @@ def _series(rows: Sequence[Mapping[str, Any]], key: str, scale: float = 1.0) -> 
     return np.array([step for step, _ in points]), np.array([value for _, value in points], np.float64)
 
 
+def _training(axes: Axes, steps: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Every step in a light line and their smoothed course, which is returned."""
+    smooth = plotting.smoothed(values)
+    axes.plot(steps, values, color=plotting.BLUE, alpha=0.25, linewidth=0.8)
+    axes.plot(steps, smooth, color=plotting.BLUE, linewidth=1.8, label="training (smoothed)")
+    return smooth
+
+
 def _evaluations(
     axes: Axes,
     points: tuple[np.ndarray, np.ndarray],
@@ -250,11 +257,11 @@ def _evaluations(
     *,
     gap: float,
     log: bool,
-    around: np.ndarray | None = None,
+    around: np.ndarray,
 ) -> None:
     """Evaluations and reference lines, named in the right margin. Sets the limits of y to hold them and `around`."""
     steps, values = points
-    inside = [values, [value for value, _ in lines], around if around is not None else []]
+    inside = [values, [value for value, _ in lines], around]
     axes.plot(steps, values, color=plotting.ORANGE, marker="o", markersize=3.5, linewidth=1.2, label="evaluation")
     for value, _ in lines:
         axes.axhline(value, color=plotting.GREY, linestyle=(0, (5, 3)), linewidth=1.0, zorder=1)
