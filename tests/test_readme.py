@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import shlex
 import subprocess
@@ -51,6 +52,9 @@ def folders_of_the_reader(path: Path) -> Iterator[None]:
 def run(line: str) -> int:
     """Exit code of one command of the documents."""
     words = shlex.split(line)
+    while "=" in words[0]:
+        variable, value = words.pop(0).split("=", 1)
+        assert value in os.environ[variable], f"the tests run without {variable}={value}"
     if words[0] == "make":
         assert len(words) > 1
         return subprocess.run(["make", "--dry-run", *words[1:]], cwd=ROOT, capture_output=True, check=False).returncode
