@@ -39,7 +39,7 @@ class Documents(Sequence):
 @pytest.fixture(autouse=True)
 def small_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MUPAX_DATA", str(tmp_path))
-    monkeypatch.setattr(packing, "_STEP_TOKENS", 40)
+    monkeypatch.setattr(packing, "_STEP_BYTES", 40)
     return tmp_path
 
 
@@ -149,8 +149,8 @@ def test_one_prepares_and_the_others_wait() -> None:
 
 def test_large_vocabularies_take_two_or_four_bytes(small_steps: Path) -> None:
     class Wide(tokenizer.Bytes):
-        def encode(self, text: bytes) -> np.ndarray:
-            return super().encode(text) + (self.vocab_size - 256)
+        def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+            return [ids + (self.vocab_size - 256) for ids in super().encode(texts)]
 
     for size, width in ((256, 1), (257, 2), (1 << 16, 2), ((1 << 16) + 1, 4)):
         encoder = Wide(key=f"wide{size}", vocab_size=size)

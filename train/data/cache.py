@@ -56,13 +56,21 @@ def lock(path: Path, note: Note) -> Iterator[None]:
 
     This is how one process prepares while others wait, whether they belong to one run or to several. Hosts that share
     no file system share no lock, and each prepares its own copy.
+
+    Raises:
+        DataError: the file system has no locks.
     """
     with path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             note(f"waiting for another process to prepare {path.with_suffix('').name}")
             fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            raise DataError(
+                f"the file system of {path.parent} has no locks ({error.strerror}), so processes could prepare the "
+                "same data at once. Set MUPAX_DATA to a folder on a disk of this machine"
+            ) from error
         yield
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 SIDES = ("train", "eval")
 _FORMAT = 1
-_STEP_TOKENS = 1 << 22
+_STEP_BYTES = 1 << 22
 _CHECKED_BYTES = 1 << 26
 _NOTE_SECONDS = 10.0
 _DTYPES = {"<u1": 8, "<u2": 16, "<u4": 32}
@@ -84,14 +84,15 @@ def _pack_side(
     with path.open("ab") as file:
         file.truncate(done["tokens"] * np.dtype(dtype).itemsize)
         while done["documents"] < len(documents):
-            ids, text_bytes, first = [], 0, done["documents"]
-            while first < len(documents) and sum(map(len, ids)) < _STEP_TOKENS:
+            texts, ends, first = [], [], done["documents"]
+            while first < len(documents) and sum(map(len, texts)) < _STEP_BYTES:
                 document = documents[first]
-                text = document.read()
-                ids += [tokenizer.encode(text), [tokenizer.separator] if document.ends else []]
-                text_bytes += len(text) + document.ends
+                texts.append(document.read())
+                ends.append(document.ends)
                 first += 1
-            block = np.concatenate(ids).astype(dtype)
+            separator = np.array([tokenizer.separator])
+            encoded = zip(tokenizer.encode(texts), ends, strict=True)
+            block = np.concatenate([part for ids, end in encoded for part in (ids, separator[:end])]).astype(dtype)
             file.write(block.tobytes())
             file.flush()
             os.fsync(file.fileno())
@@ -99,7 +100,7 @@ def _pack_side(
                 "dtype": dtype,
                 "documents": first,
                 "tokens": done["tokens"] + len(block),
-                "text_bytes": done["text_bytes"] + text_bytes,
+                "text_bytes": done["text_bytes"] + sum(map(len, texts)) + sum(ends),
                 "steps": [*done["steps"], len(block)],
                 "digest": _next_digest(done["digest"], block),
             }

@@ -126,7 +126,7 @@ class TokenData(Data):
         return ngrams.references(self._train, self._eval, self.eval_targets(), str(self.facts["digest"]))
 
     def encode(self, text: str) -> np.ndarray:
-        return self._tokenizer.encode(text.encode())
+        return self._tokenizer.encode([text.encode()])[0]
 
     def decode(self, ids: Any) -> str:
         return self._tokenizer.decode([int(i) for i in ids])
