@@ -30,10 +30,10 @@ class Numbers(Data):
             eval_batch_size=eval_batch_size,
         )
         self._shuffle = order.Shuffle(size, seed)
-        self.threads: set[str] = set()
+        self.made_by: set[str] = set()
 
     def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
-        self.threads.add(threading.current_thread().name)
+        self.made_by.add(threading.current_thread().name)
         return {"inputs": self._shuffle(order.batch_indices(k, self.batch_size, rows))[1]}
 
     def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
@@ -94,10 +94,10 @@ def test_batches_are_made_by_threads_that_end() -> None:
     before = threading.active_count()
     iterator = data.train_batches(0)
     next(iterator)
-    assert threading.current_thread().name not in data.threads
+    assert threading.current_thread().name not in data.made_by
     iterator.close()
     for thread in threading.enumerate():
-        if thread.name in data.threads:
+        if thread.name in data.made_by:
             thread.join(timeout=10)
     assert threading.active_count() <= before
 

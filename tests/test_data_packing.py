@@ -165,7 +165,9 @@ def test_large_vocabularies_take_two_or_four_bytes(small_steps: Path) -> None:
 def test_cache_that_cannot_be_written(small_steps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (small_steps / "file").write_text("")
     monkeypatch.setenv("MUPAX_DATA", str(small_steps / "file" / "cache"))
-    with pytest.raises(data.DataError, match=r"cannot write prepared data to .*Set MUPAX_DATA to a folder"):
+    with pytest.raises(
+        data.DataError, match=r"cannot write prepared data to .*Set MUPAX_DATA \(or data\.data_dir\) to a folder"
+    ):
         prepare()
 
 
@@ -180,6 +182,24 @@ def test_cache_prepared_by_others_is_read(small_steps: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert prepare()["train"].digest == digest
     assert cache.remembered("none", lambda: {"a": 1.0}) == {"a": 1.0}
+
+
+def test_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(data.DataError, match=r"cannot write .*No space left on device\. Make room"):
+        prepare()
+
+
+def test_file_system_without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(file: object, operation: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(cache.fcntl, "flock", unsupported)
+    with pytest.raises(data.DataError, match=r"has no locks \(Operation not supported\).*Set MUPAX_DATA"):
+        prepare()
 
 
 def test_cache_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -347,7 +347,7 @@ def test_damaged_data_sets_are_named(tmp_path: Path) -> None:
     whole = info.read_text()
     shard = next(folder.glob("*train*array_record*"))
     shard.rename(tmp_path / "moved")
-    with pytest.raises(data.DataError, match=r"tiny-train\.array_record.* is missing; delete"):
+    with pytest.raises(data.DataError, match=r"is damaged: .*tiny-train\.array_record.*Delete that folder"):
         load("tiny", tmp_path, SHORT)
     info.write_text(json.dumps({**json.loads(whole), "fileFormat": "tfrecord"}))
     with pytest.raises(data.DataError, match=r"is in tfrecord, which only TensorFlow reads.*convert_format"):
@@ -377,6 +377,22 @@ def test_missing_data_is_said_at_once(tmp_path: Path, name: str, message: str) -
         load(name, tmp_path, SHORT)
     assert time.perf_counter() - start < 5
     assert len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "removed"])
+def test_damaged_records_are_noticed(tmp_path: Path, damage: str) -> None:
+    main(["prepare", "digits", "--data-dir", str(tmp_path)])
+    (shard,) = tmp_path.glob("digits/*/*array_record*")
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 3] ^= 1
+    if damage == "removed":
+        shard.unlink()
+    else:
+        shard.write_bytes(content if damage == "flipped" else content[:-5000])
+    with pytest.raises(
+        data.DataError, match=rf"{tmp_path}/digits/1\.0\.0 is damaged: .*Delete that folder and prepare"
+    ):
+        load("digits", tmp_path, configs.get("vit-tiny"))
 
 
 # The command

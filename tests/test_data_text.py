@@ -172,6 +172,14 @@ def test_large_file_is_one_document_in_pieces(tmp_path: Path, monkeypatch: pytes
     assert all(piece.read().endswith(b"\n") for piece in pieces)
 
 
+def test_a_file_without_lines_is_cut_between_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "_PIECE_BYTES", 10)
+    (tmp_path / "a.txt").write_text("∂é" * 20 + "x")
+    pieces = corpus._pieces(tmp_path / "a.txt", 0, (tmp_path / "a.txt").stat().st_size)
+    assert len(pieces) > 5
+    assert "".join(piece.read().decode() for piece in pieces) == "∂é" * 20 + "x"
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [

@@ -47,7 +47,9 @@ def folder(*parts: str, base: Path | None = None) -> Path:
 
 
 def _not_writable(path: Path, why: str) -> str:
-    return f"cannot write prepared data to {path}: {why}. Set MUPAX_DATA to a folder you can write to"
+    return (
+        f"cannot write prepared data to {path}: {why}. Set MUPAX_DATA (or data.data_dir) to a folder you can write to"
+    )
 
 
 @contextlib.contextmanager
@@ -76,7 +78,7 @@ def lock(path: Path, note: Note) -> Iterator[None]:
 
 def write_json(path: Path, value: Any) -> None:
     """Writes JSON so that readers see the old file or the new one, never a part."""
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     with part.open("w") as file:
         json.dump(value, file, indent=1)
         file.flush()

@@ -135,11 +135,15 @@ def _pieces(path: Path, start: int, stop: int) -> list[Piece]:
 
 
 def _after_line(path: Path, near: int, stop: int) -> int:
-    """The first line start after `near`; `near` itself where no line ends in the next piece."""
+    """The first line start after `near`; the next character where no line ends in the next piece."""
     with path.open("rb") as file:
         file.seek(near)
-        offset = file.read(min(_PIECE_BYTES, stop - near)).find(b"\n")
-    return near if offset < 0 or near + offset + 1 >= stop else near + offset + 1
+        after = file.read(min(_PIECE_BYTES, stop - near))
+    line = after.find(b"\n") + 1
+    if line and near + line < stop:
+        return near + line
+    # No line ends here: cut between two UTF-8 characters at least (bytes 10xxxxxx continue one).
+    return near + next((i for i, byte in enumerate(after[:4]) if byte & 0xC0 != 0x80), 0)
 
 
 def content_digest(files: list[tuple[str, Path]]) -> str:

@@ -75,8 +75,7 @@ def digits(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) 
     images.check_size("digits", images.vision_model("digits", model, CLASSES), _SIZE, channels=1)
     from train.data import prepared
 
-    source = prepared.embedded("Digits", config.data_dir, note).as_data_source(split="train")
-    x, y, held_out = _read(source)
+    x, y, held_out = _read(prepared.Source(prepared.embedded("Digits", config.data_dir, note), "train"))
     test = by_writer(y) if config.split == "writer" else held_out
     digest = cache.digest(x.tobytes(), y.tobytes(), test.tobytes())
     return DigitData(

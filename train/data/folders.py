@@ -7,6 +7,7 @@ or PATH/train/CLASS/… and PATH/val/CLASS/… (also validation, eval or test), 
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,6 +63,11 @@ def decoded(content: bytes, channels: int) -> np.ndarray:
     return pixels.reshape(*pixels.shape[:2], channels)
 
 
+def decoding_threads() -> int:
+    """Threads that decode images: the cores, up to 16 (each holds a batch)."""
+    return min(os.cpu_count() or 2, 16)
+
+
 def own_images(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> images.ImageData:
     """A user's images, cropped and scaled to the model's size.
 
@@ -84,6 +90,7 @@ def own_images(config: DataConfig, model: ModelConfig, seed: int, note: cache.No
         batch_size=config.batch_size,
         eval_batch_size=config.eval_batch_size,
         eval_examples=config.eval_examples,
+        threads=decoding_threads(),
         class_names=classes,
         facts={"name": config.name, "digest": _digest(every)},
     )

@@ -36,6 +36,7 @@ class ImageData(Data):
         batch_size: images per batch.
         eval_batch_size: images per evaluation batch; batch_size unless given.
         eval_examples: use the first so many evaluation images of a fixed shuffled order.
+        threads: how many make batches; decoding image files keeps many busy.
         class_names: a name per label.
         facts: what to record.
     """
@@ -54,6 +55,7 @@ class ImageData(Data):
         batch_size: int,
         eval_batch_size: int | None = None,
         eval_examples: int | None = None,
+        threads: int = 2,
         class_names: list[str],
         facts: dict[str, Any],
     ) -> None:
@@ -63,6 +65,7 @@ class ImageData(Data):
             eval_size=min(len(eval_), eval_examples or len(eval_)),
             batch_size=batch_size,
             eval_batch_size=eval_batch_size,
+            threads=threads,
             class_names=class_names,
         )
         self.train, self.eval = train, eval_

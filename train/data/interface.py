@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Batch = dict[str, "np.ndarray"]
 ALL_ROWS = slice(None)
-_THREADS, _BATCHES_AHEAD = 2, 4
+_BATCHES_AHEAD = 4
 _FOREVER = 2**40
 
 
@@ -49,6 +49,7 @@ class Data(abc.ABC):
         eval_size: evaluation examples.
         batch_size: examples per training batch, over all processes.
         eval_batch_size: examples per evaluation batch, over all processes.
+        threads: how many make batches ahead of time, each a batch.
         class_names: a name per label; None for tokens.
         bytes_per_token: bytes of text per token of the evaluation text; nats per byte = nats per token / this.
     """
@@ -63,6 +64,7 @@ class Data(abc.ABC):
         eval_size: int,
         batch_size: int,
         eval_batch_size: int | None,
+        threads: int = 2,
         class_names: list[str] | None = None,
         bytes_per_token: float = 1.0,
     ) -> None:
@@ -71,6 +73,7 @@ class Data(abc.ABC):
         self.eval_size = eval_size
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size or batch_size
+        self.threads = threads
         self.class_names = class_names
         self.bytes_per_token = bytes_per_token
 
@@ -84,11 +87,11 @@ class Data(abc.ABC):
 
     def train_batches(self, start: int, rows: slice = ALL_ROWS) -> Generator[Batch, None, None]:
         """Batches start, start + 1, … without end, made ahead of time by threads; `close()` stops those."""
-        return _ahead(lambda k: self.train_batch(k, rows), start, _FOREVER)
+        return _ahead(lambda k: self.train_batch(k, rows), start, _FOREVER, self.threads)
 
     def eval_batches(self, rows: slice = ALL_ROWS) -> Generator[Batch, None, None]:
         """Every evaluation example once, in whole batches; what the last one lacks has weight 0."""
-        return _ahead(lambda j: self.eval_batch(j, rows), 0, -(-self.eval_size // self.eval_batch_size))
+        return _ahead(lambda j: self.eval_batch(j, rows), 0, -(-self.eval_size // self.eval_batch_size), self.threads)
 
     @abc.abstractmethod
     def references(self) -> list[Reference]:
@@ -111,11 +114,11 @@ class Data(abc.ABC):
         raise DataError(f"data {self.facts['name']!r} has {self.kind}, not tokens: there is no text to decode")
 
 
-def _ahead(batch: Callable[[int], Batch], start: int, stop: int) -> Generator[Batch, None, None]:
+def _ahead(batch: Callable[[int], Batch], start: int, stop: int, threads: int) -> Generator[Batch, None, None]:
     """batch(start), …, batch(stop - 1) in order, prefetched by grain threads; the threads end with the iterator."""
     import grain
 
-    options = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_BATCHES_AHEAD)
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(threads, _BATCHES_AHEAD))
     iterator = iter(grain.MapDataset.range(start, stop).map(batch).to_iter_dataset(options))
     with contextlib.closing(iterator):
         yield from iterator

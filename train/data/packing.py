@@ -205,7 +205,12 @@ def prepared(
                 note(f"{wrong}; preparing it again")
                 (folder / "manifest.json").unlink()
             note(f"tokenizing and packing {key} in {folder}")
-            pack(documents(), tokenizer, cache.folder("packed", name), note)
+            try:
+                pack(documents(), tokenizer, cache.folder("packed", name), note)
+            except OSError as error:
+                raise DataError(
+                    f"cannot write {folder}: {error.strerror}. Make room (what is done is kept), or set MUPAX_DATA"
+                ) from error
             opened, wrong = open_packed(folder, tokenizer)
     if opened is None:
         raise DataError(f"{wrong} just after it was prepared; is the disk full or shared by hosts that see it late?")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +49,51 @@ def embedded(name: str, given: str | None, note: cache.Note, **arguments: Any) -
     with builders.quiet():
         builder = kind(**arguments)
         ready = builder.is_prepared()
-    if not ready:
-        cache.folder(base=base)
-        with cache.lock(base / f"{name}.lock", note):
+    if ready:
+        return builder
+    cache.folder(base=base)
+    with cache.lock(base / f"{name}.lock", note):
+        with builders.quiet():
+            builder = kind(**arguments)  # another process may have prepared it while this one waited
+            ready = builder.is_prepared()
+        if not ready:
             note(f"preparing {builder.name} in {builder.data_path}")
             with builders.quiet():
-                # Another process may have prepared it while this one waited: then it does nothing.
-                builder = kind(**arguments)
                 builder.download_and_prepare(file_format="array_record")
     return builder
+
+
+class Source(Sequence[dict[str, Any]]):
+    """The records of one split, read at random; array_record has checksums, so what is read is what was written.
+
+    Args:
+        builder: of a prepared data set.
+        split: name of the split, or a slice of it.
+        decoders: how to decode features, if not as they are.
+    """
+
+    def __init__(self, builder: Any, split: str, decoders: Any = None) -> None:
+        self._folder = Path(builder.data_path)
+        self._records = self._checked(lambda: builder.as_data_source(split=split, decoders=decoders))
+        self._length = self._checked(lambda: len(self._records))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, i: int) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self._checked(lambda: self._records[i])
+
+    def _checked(self, read: Callable[[], Any]) -> Any:
+        """What `read` returns.
+
+        Raises:
+            DataError: a file is missing or damaged.
+        """
+        try:
+            return read()
+        except (OSError, RuntimeError, ValueError) as error:  # what array_record and protobuf raise
+            reason = str(error).splitlines()[0][:200]
+            raise DataError(f"{self._folder} is damaged: {reason}. {_prepare_again(self._folder)}") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,20 +113,11 @@ class Found:
     eval: str
 
     def builder(self) -> Any:
-        """Opens it, as a TFDS builder.
-
-        Raises:
-            DataError: a file of it is missing.
-        """
+        """Opens it, as a TFDS builder."""
         import importlib_resources  # noqa: F401  tensorflow_datasets uses it and does not ask for it
         import tensorflow_datasets as tfds
 
-        builder = tfds.builder_from_directory(self.folder)
-        for split in {name.split("[")[0] for name in (self.train, self.eval)}:
-            for path in builder.info.splits[split].filepaths:
-                if not path.exists():
-                    raise DataError(f"{path} is missing; {_prepare_again(self.folder)}")
-        return builder
+        return tfds.builder_from_directory(self.folder)
 
 
 def find(name: str, given: str | None) -> Found:
@@ -121,7 +148,7 @@ def _described(folder: Path) -> Found:
     content = cache.read_json(folder / "dataset_info.json")
     splits = [split.get("name") for split in (content or {}).get("splits", [])]
     if content is None or not (folder / "features.json").exists():
-        raise DataError(f"{folder} has no whole dataset_info.json and features.json; {_prepare_again(folder)}")
+        raise DataError(f"{folder} has no whole dataset_info.json and features.json. {_prepare_again(folder)}")
     formats = [content.get("fileFormat"), *content.get("alternativeFileFormats", [])]
     if "array_record" not in formats:
         raise DataError(
@@ -172,4 +199,4 @@ def known() -> list[str]:
 
 
 def _prepare_again(folder: Path) -> str:
-    return f"delete {folder} and prepare it again (`python -m train.data prepare`)"
+    return f"Delete that folder and prepare it again (python -m train.data prepare {folder.parent.name})"

@@ -37,8 +37,13 @@ class Records:
     def __getitem__(self, i: int) -> tuple[np.ndarray, int]:
         which = bisect.bisect_right(self._ends, i)
         record = self._sources[which][i - (self._ends[which - 1] if which else 0)]
-        image = record[self._image]
-        return folders.decoded(image, self._channels) if isinstance(image, bytes) else image, int(record[self._label])
+        image, label = record[self._image], int(record[self._label])
+        if not isinstance(image, bytes):
+            return image, label
+        try:
+            return folders.decoded(image, self._channels), label
+        except (OSError, ValueError) as error:
+            raise DataError(f"image {i} of the data set cannot be decoded: {error}") from error
 
 
 def cifar5m(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> images.ImageData:
@@ -51,7 +56,7 @@ def cifar5m(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note)
     """
     vision = images.vision_model(config.name, model, npz.CLASSES)
     images.check_size(config.name, vision, npz.IMAGE_SHAPE[0], npz.IMAGE_SHAPE[-1])
-    sources = {part: builder.as_data_source(split="train") for part, builder in cifar5m_parts(config.data_dir, note)}
+    sources = {part: prepared.Source(builder, "train") for part, builder in cifar5m_parts(config.data_dir, note)}
     return _image_data(
         config,
         Records([sources[part] for part in npz.PARTS if part != npz.TEST_PART], "image", "label", vision.channels),
@@ -107,7 +112,7 @@ def _text(found: prepared.Found, config: DataConfig, model: DecoderConfig, seed:
         builder = found.builder()
         feature = _feature(builder, found, (tfds.features.Text,), "text")
         splits = {"train": found.train, "eval": found.eval}
-        return {side: text.Records(builder.as_data_source(split=split), feature) for side, split in splits.items()}
+        return {side: text.Records(prepared.Source(builder, split), feature) for side, split in splits.items()}
 
     key = f"{config.name.replace('/', '-').replace(':', '-')}-{found.digest}"
     return text.open_text(config, model, seed, note, key, documents, {"version": found.folder.name})
@@ -135,7 +140,7 @@ def _images(found: prepared.Found, config: DataConfig, model: ViTConfig, seed: i
         views = (augment.random_crop(size), augment.centre_crop(size))
     # Image files stay bytes, for PIL to decode: TFDS would want OpenCV or TensorFlow.
     skip: Any = {image: tfds.decode.SkipDecoding()} if isinstance(features[image], tfds.features.Image) else None
-    sources = [builder.as_data_source(split=split, decoders=skip) for split in (found.train, found.eval)]
+    sources = [prepared.Source(builder, split, skip) for split in (found.train, found.eval)]
     return _image_data(
         config,
         Records(sources[:1], image, label, vision.channels),
@@ -158,7 +163,7 @@ def _feature(builder: Any, found: prepared.Found, kinds: tuple[type, ...], usual
     if len(matching) == 1:
         return matching[0]
     raise DataError(
-        f"{found.folder} has no feature {usual!r}, only {', '.join(features)}; is it the right kind of data?"
+        f"{found.folder} has no feature {usual!r}, only {', '.join(sorted(features))}; is it the right kind of data?"
     )
 
 
@@ -181,6 +186,7 @@ def _image_data(
         batch_size=config.batch_size,
         eval_batch_size=config.eval_batch_size,
         eval_examples=config.eval_examples,
+        threads=folders.decoding_threads(),
         class_names=class_names,
         facts={"name": config.name, "digest": digest},
     )

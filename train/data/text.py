@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -33,7 +34,7 @@ class Text:
 class Records(Sequence[Text]):
     """The documents of a TFDS data source, read one by one."""
 
-    def __init__(self, source: Sequence, feature: str) -> None:
+    def __init__(self, source: Sequence[dict[str, Any]], feature: str) -> None:
         self._source, self._feature = source, feature
 
     def __len__(self) -> int:
@@ -58,7 +59,7 @@ def python_corpus(config: DataConfig, model: ModelConfig, seed: int, note: cache
         from train.data import prepared
 
         builder = prepared.embedded("PythonCorpus", config.data_dir, note, config=content)
-        return {side: Records(builder.as_data_source(split=side), "text") for side in packing.SIDES}
+        return {side: Records(prepared.Source(builder, side), "text") for side in packing.SIDES}
 
     facts = {"python": platform.python_version(), "files": len(files), "text_digest": content}
     return open_text(config, model, seed, note, f"python_corpus-{content}", documents, facts)
@@ -153,7 +154,7 @@ def _tokenizer(
 
 
 def _train(documents: Sequence[packing.Document], size: int, path: Path) -> None:
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     texts: Iterable[bytes] = (documents[i].read() for i in range(len(documents)))
     tokenizer.train_bpe(texts, size).save(str(part))
     part.replace(path)

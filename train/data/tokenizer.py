@@ -87,7 +87,7 @@ class Subwords:
             self._library = Library.from_buffer(content)
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"{path} is no tokenizer.json of the `tokenizers` library: {error}") from error
-        self.key = f"{path.stem}-{hashlib.sha256(content).hexdigest()[:16]}"
+        self.key = f"tokenizer-{hashlib.sha256(content).hexdigest()[:16]}"
         self.vocab_size = 1 + max(self._library.get_vocab(with_added_tokens=True).values())
         found = [i for i in map(self._library.token_to_id, _SEPARATORS) if i is not None]
         if not found:
