@@ -9,14 +9,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-import presets
 from presets import Preset
 from train import mesh as meshes
 from train import optimizer, state
-from train.config import Config, PresetConfig
+from train.config import Config, preset_of
 from train.factors import Numbers, init_stds, resolve
 from train.step import Batch, Run, compile_eval_step, compile_train_step
-from zoo import configs
 from zoo.build import definition
 from zoo.configs import DecoderConfig, ModelConfig
 from zoo.definition import Definition
@@ -61,30 +59,18 @@ class Program:
         return compile_eval_step(self.definition, self.abstract, self.mesh, self.abstract_run(), batch)
 
 
-def make_preset(config: PresetConfig) -> Preset:
-    """The preset a config asks for, with only the constants it gives.
-
-    Raises:
-        presets.PresetError: no such preset or constant. ConfigError: no such base model.
-    """
-    named = {name: getattr(config, name) for name in ("alpha_a", "alpha_l", "gamma0", "beta0")}
-    constants = {name: value for name, value in named.items() if value is not None}
-    base = configs.get(config.base).base_sizes() if config.base is not None else None
-    return presets.get(config.name, base=base, form=config.form, zero_readout=config.zero_readout, **constants)
-
-
 def assemble(config: Config, devices: list[jax.Device] | None = None) -> Program:
     """Resolve a config on the devices there are; every error of input comes from here, before anything is allocated.
 
     Raises:
         ConfigError, PresetError, MeshError: what does not fit, and what to write instead.
     """
-    preset = make_preset(config.preset)
+    preset = preset_of(config)
     mesh = meshes.make_mesh(config.mesh, devices)
     meshes.check_batch(mesh, config.data.batch_size, config.accumulation_steps)
     meshes.check_batch(mesh, config.data.eval_batch_size or config.data.batch_size, 1, "data.eval_batch_size")
     model = definition(config.model)
-    tx = optimizer.build(config.optimizer)
+    tx = optimizer.build(config.optimizer, model.specs)
     numbers = Run(
         resolve(preset, model, config.optimizer.name, config.optimizer.decay), optimizer.hyper(config.optimizer, config.steps)
     )

@@ -23,12 +23,12 @@ def lm_tiny() -> Config:
     return Config(
         recipe="lm-tiny",
         model=configs.get("lm-tiny"),
-        data=DataConfig(name="python_corpus", batch_size=16),
+        data=DataConfig(name="python_corpus", batch_size=16, eval_batch_size=64, eval_examples=1024),
         preset=PresetConfig(name="mup", base="lm-proxy"),
-        optimizer=OptimizerConfig(peak_lr=4e-3, warmup_steps=50, weight_decay=3e-4, decay="independent", clip_norm=1.0),
+        optimizer=OptimizerConfig(peak_lr=8e-3, warmup_steps=50, weight_decay=3e-4, decay="independent", clip_norm=1.0),
         log=LogConfig(eval_every_steps=200),
         checkpoint=CheckpointConfig(every_steps=200),
-        steps=600,
+        steps=800,
     )
 
 
@@ -45,9 +45,9 @@ def vit_digits() -> Config:
         data=DataConfig(name="digits", batch_size=64),
         preset=PresetConfig(name="mup", base="vit-proxy"),
         optimizer=OptimizerConfig(peak_lr=3e-3, warmup_steps=50, weight_decay=3e-4, decay="independent", clip_norm=1.0),
-        log=LogConfig(eval_every_steps=200),
+        log=LogConfig(eval_every_steps=500),
         checkpoint=CheckpointConfig(every_steps=500),
-        steps=1000,
+        steps=2000,
     )
 
 

@@ -207,7 +207,7 @@ def _gpt2(width: int, depth: int, num_heads: int) -> DecoderConfig:
 
 
 _BYTE_LM = DecoderConfig(
-    width=128, depth=4, num_heads=4, vocab_size=256, seq_len=256,
+    width=128, depth=4, num_heads=4, vocab_size=256, seq_len=128,
     positions="rotary", norm="rmsnorm", activation="swiglu", bias=False, mlp_ratio=2.5,
 )  # fmt: skip
 _DIGITS = ViTConfig(width=64, depth=4, num_heads=4, image_size=8, patch_size=2, channels=1, num_classes=10)
