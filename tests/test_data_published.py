@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 import zipfile
 from pathlib import Path
 
@@ -434,6 +436,20 @@ def test_command_reports_what_tfds_says(
     error = capsys.readouterr().err
     assert "Put ILSVRC2012_img_train.tar there." in error
     assert len(error.splitlines()) <= 10
+
+
+def test_command_without_a_network(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*arguments, **keywords):
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(socket, "create_connection", unreachable)
+    monkeypatch.setattr(urllib.request, "getproxies", dict)
+    assert main(["prepare", "mnist", "--data-dir", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert "storage.googleapis.com cannot be reached: Name or service not known" in error
+    assert "Run this where there is a network" in error
 
 
 def test_names_of_tfds_are_known() -> None:

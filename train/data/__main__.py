@@ -6,8 +6,12 @@ The embedded ones prepare themselves when a run asks for them; large ones are be
 from __future__ import annotations
 
 import argparse
+import socket
 import sys
+import urllib.request
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from train.data import DataError
 
@@ -58,6 +62,7 @@ def _prepare_published(name: str, data_dir: str | None) -> int:
     try:
         full: Any = prepared.CONFIGS.get(name, name)
         builder = tfds.builder(full, data_dir=base, file_format="array_record", try_gcs=False)
+        _reach(builder, base)
         builder.download_and_prepare(file_format="array_record")
     except (Exception, SystemExit) as error:  # whatever a data set's own code, network or licence raises
         lines = [line for line in str(error).splitlines() if line.strip()][:5]
@@ -68,12 +73,26 @@ def _prepare_published(name: str, data_dir: str | None) -> int:
     return 0
 
 
+def _reach(builder: Any, base: Path) -> None:
+    """Raises OSError if the data must be downloaded and a host of it cannot be reached: TFDS would try for minutes."""
+    downloaded = any(path.is_file() for path in (base / "downloads").rglob("*"))
+    if downloaded or builder.is_prepared() or urllib.request.getproxies():
+        return
+    for host in sorted({urlsplit(url).hostname for url in builder.url_infos} - {None}):
+        try:
+            socket.create_connection((host, 443), timeout=10).close()
+        except OSError as error:
+            raise OSError(f"{host} cannot be reached: {error}") from error
+
+
 def _advice(error: BaseException) -> str:
     text = f"{type(error).__name__} {error}".lower()
     if "tensorflow" in text and isinstance(error, ImportError):
         return "This data set is made with TensorFlow: install tensorflow-cpu to prepare it; training needs none."
     if "beam" in text:
         return "This data set is made with Apache Beam: install apache-beam to prepare it; training needs none."
+    if "cannot be reached" in text:
+        return "Run this where there is a network and copy the prepared folder, or set --data-dir to one that has it."
     if "manual" in text:
         return "Put the files it names where it says, and run this again."
     return f"See https://www.tensorflow.org/datasets/catalog for what it needs; the error was {type(error).__name__}."
