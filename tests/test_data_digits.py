@@ -120,7 +120,7 @@ def test_augmentation_changes_images_lightly() -> None:
     assert np.array_equal(plain["targets"], augmented["targets"])
     changed = np.abs(plain["inputs"] - augmented["inputs"]).mean()
     shuffled = np.abs(plain["inputs"] - plain["inputs"][::-1]).mean()
-    assert 0.02 < changed < 0.75 * shuffled
+    assert 0.02 < changed < 0.5 * shuffled
 
 
 def test_jitter_without_jitter_changes_nothing() -> None:
@@ -142,11 +142,11 @@ def test_jitter_moves_turns_and_scales() -> None:
         return np.array([(out * y).sum(), (out * x).sum()]) / out.sum()
 
     assert np.allclose(spot(), (10, 15), atol=1e-3)
-    assert np.allclose(spot(down=1.0), (10 + 0.1 * 21, 15), atol=0.1)
-    assert np.allclose(spot(right=0.0), (10, 15 - 0.1 * 21), atol=0.1)
-    assert spot(scale=1.0)[1] == pytest.approx(10 + 5 * np.exp(0.12), abs=0.1)
+    assert np.allclose(spot(down=1.0), (10 + 0.05 * 21, 15), atol=0.1)
+    assert np.allclose(spot(right=0.0), (10, 15 - 0.05 * 21), atol=0.1)
+    assert spot(scale=1.0)[1] == pytest.approx(10 + 5 * np.exp(0.06), abs=0.1)
     turned = spot(angle=1.0) - 10
-    assert abs(np.degrees(np.arctan2(turned[0], turned[1]))) == pytest.approx(12, abs=1.5)
+    assert abs(np.degrees(np.arctan2(turned[0], turned[1]))) == pytest.approx(6, abs=1)
 
 
 def test_logistic_regression_beside_it() -> None:

@@ -17,9 +17,9 @@ View = Callable[[Sequence["np.ndarray"], "np.ndarray"], "np.ndarray"]
 """(B images uint8 [h, w, C], numbers float64 [B, NUMBERS]) -> float32 [B, H, W, C]."""
 
 NUMBERS = 5
-_MAX_ROTATION = math.radians(12)
-_MAX_LOG_SCALE = 0.12
-_MAX_SHIFT = 0.1  # of the image's size
+_MAX_ROTATION = math.radians(6)
+_MAX_LOG_SCALE = 0.06
+_MAX_SHIFT = 0.05  # of the image's size
 _CROP_AREA = (0.08, 1.0)
 _CROP_RATIO = (3 / 4, 4 / 3)
 _PAD = 0.125  # of the image's size
