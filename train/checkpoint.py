@@ -26,7 +26,8 @@ class Checkpoints:
         logging.getLogger("absl").setLevel(logging.ERROR)  # orbax narrates every save
         policy = ocp.training.preservation_policies.LatestN(keep)
         self.folder = workdir / CHECKPOINTS
-        self._orbax = ocp.training.Checkpointer(self.folder, preservation_policy=policy, cleanup_tmp_directories=True)
+        options: dict[str, Any] = {"preservation_policy": policy, "cleanup_tmp_directories": True}
+        self._orbax = ocp.training.Checkpointer(str(self.folder), **options)
         self._saved: int | None = None
 
     @property
@@ -40,6 +41,7 @@ class Checkpoints:
 
         Args:
             step: optimizer steps done; also the data position.
+            state: what to save.
             facts: the data's facts, which `restore` compares.
         """
         if step != self._saved and step != self.latest:
@@ -52,7 +54,7 @@ class Checkpoints:
         Raises:
             WorkdirError: the checkpoint was trained on other data.
         """
-        metadata = self._orbax.metadata().custom_metadata or {}
+        metadata: Any = self._orbax.metadata().custom_metadata or {}
         before = metadata.get("data", {})
         if before.get("digest") != facts.get("digest"):
             raise WorkdirError(
@@ -64,7 +66,9 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         # A failure of the run is the news, not one of the save it interrupted.
         with contextlib.suppress(Exception) if error is not None else contextlib.nullcontext():
             self._orbax.close()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import collections
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Literal
 
 import jax
 import numpy as np
@@ -23,7 +24,7 @@ from train.program import Program, assemble
 from train.progress import Progress
 from train.signals import StopRequest
 from train.state import TrainState
-from train.step import Batch, Run, Sums
+from train.step import Batch, Sums
 from zoo import flops
 
 _IN_FLIGHT = 2
@@ -55,7 +56,11 @@ def run(config: Config) -> int:
         if restored is None:
             _announce(console, program, data)
             if config.resume:
-                console.print(f"nothing to resume in {folder.name}: " + ("no checkpoint yet, " if held else "") + "starting at step 0")
+                console.print(
+                    f"nothing to resume in {folder.name}: "
+                    + ("no checkpoint yet, " if held else "")
+                    + "starting at step 0"
+                )
             state = program.initial_state()
         else:
             state = checkpoints.restore(program.abstract, data.facts)
@@ -82,10 +87,8 @@ class _Session:
     ) -> None:
         self.program, self.config, self.data = program, program.config, data
         self.folder, self.checkpoints, self.console, self.stop, self.leader = folder, checkpoints, console, stop, leader
-        self.unit = data.kind
-        self.numbers: Run = jax.device_put(program.with_reference(), meshes.replicated(program.mesh)) if not (
-            program.config.model.centered
-        ) else program.with_reference()
+        self.unit: Literal["tokens", "images"] = data.kind
+        self.numbers = program.numbers()
         self.pending: collections.deque[tuple[int, dict[str, jax.Array]]] = collections.deque()
 
     def train(self, state: TrainState, restored: int | None) -> int:
@@ -95,10 +98,21 @@ class _Session:
         log = config.log
         batches = self._on_device(self.data.train_batches(start, self._rows(config.data.batch_size)))
         with (
-            MetricsWriter(self.folder, tensorboard=log.tensorboard, wandb=log.wandb, resume_step=restored) if self.leader else _Silent()
-        ) as writer, Progress(
-            config.steps, start, self.unit, self._peak_flops(), flops.train_flops(config.model), self.console, log.progress
-        ) as progress:
+            (
+                MetricsWriter(self.folder, tensorboard=log.tensorboard, wandb=log.wandb, resume_step=restored)
+                if self.leader
+                else _Silent()
+            ) as writer,
+            Progress(
+                config.steps,
+                start,
+                self.unit,
+                self._peak_flops(),
+                flops.train_flops(config.model),
+                self.console,
+                log.progress,
+            ) as progress,
+        ):
             self.writer, self.progress, self.clock = writer, progress, time.monotonic()
             step = start
             while step < config.steps and not self.stop.received:
@@ -116,7 +130,9 @@ class _Session:
             self._report(0)
             if self.stop.received:
                 self.checkpoints.save(step, state, self.data.facts)
-                self.progress.note(f"stopped by {self.stop.received.name} at step {step} of {config.steps}, saved; add --resume to go on")
+                self.progress.note(
+                    f"stopped by {self.stop.received.name} at step {step} of {config.steps}, saved; add --resume to go on"
+                )
         batches.close()
         if self.stop.received:
             return self.stop.exit_code
@@ -161,7 +177,7 @@ class _Session:
         self.progress.evaluated(row)
         self.clock = time.monotonic()
 
-    def _on_device(self, batches: Iterator[dict[str, np.ndarray]]) -> Iterator[Batch]:
+    def _on_device(self, batches: Iterator[dict[str, np.ndarray]]) -> Generator[Batch, None, None]:
         """Batches on the mesh, the next one already on its way while this one is used."""
         sharding = meshes.batch_sharding(self.program.mesh)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -34,7 +36,7 @@ class MeshError(ValueError):
     """A mesh that these devices, this model or this batch do not fit. The text says what divides."""
 
 
-def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """The named mesh of a config over all devices.
 
     Raises:
@@ -54,10 +56,16 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
     known = math.prod(size for size in sizes.values() if size != -1)
     if unknown:
         if len(devices) % known:
-            raise MeshError(f"{_named(sizes)} asks for a multiple of {known} devices; there are {len(devices)}")
+            raise MeshError(
+                f"the mesh needs a multiple of {known} devices ({_named(sizes)}); there are {len(devices)}. "
+                "Write smaller axes, or --mesh.data -1 alone to use what there is"
+            )
         sizes[unknown[0]] = len(devices) // known
     elif known != len(devices):
-        raise MeshError(f"{_named(sizes)} asks for {known} devices; there are {len(devices)}. Write mesh.data -1 to use what is left")
+        raise MeshError(
+            f"the mesh needs {known} devices ({_named(sizes)}); there are {len(devices)}. "
+            "Write axes whose product is that, or --mesh.data -1 to use what is left"
+        )
     shape = tuple(sizes.values())
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
@@ -87,7 +95,10 @@ def param_sharding(mesh: Mesh, spec: ParamSpec, shape: tuple[int, ...], name: st
 
 def param_shardings(mesh: Mesh, definition: Definition) -> dict[str, NamedSharding]:
     """Name to sharding of every parameter."""
-    return {name: param_sharding(mesh, spec, definition.abstract[name].shape, name) for name, spec in definition.specs.items()}
+    return {
+        name: param_sharding(mesh, spec, definition.abstract[name].shape, name)
+        for name, spec in definition.specs.items()
+    }
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -96,13 +107,15 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
+    """Whole on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def check_batch(mesh: Mesh, batch_size: int, accumulation_steps: int, name: str = "data.batch_size") -> None:
-    """
+    """Refuse a batch that does not split evenly.
+
     Raises:
-        MeshError: the batch does not split evenly over devices and microbatches.
+        MeshError: the batch is not a multiple of devices x microbatches; the text says which multiple.
     """
     ways = math.prod(mesh.shape[axis] for axis in BATCH)
     if batch_size % (ways * accumulation_steps):
@@ -114,4 +127,4 @@ def check_batch(mesh: Mesh, batch_size: int, accumulation_steps: int, name: str 
 
 
 def _named(sizes: dict[str, int]) -> str:
-    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != 1) or "a mesh of one device"
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size not in (1, -1)) or "a mesh of one device"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,12 +39,13 @@ class Program:
         """A fresh state on the mesh."""
         return state.initial_state(self.definition, self.tx, self.abstract, self.config.seed, self.stds)
 
-    def with_reference(self) -> Run:
-        """The run's numbers, with the initial parameters where the model's output is centred."""
+    def numbers(self) -> Run:
+        """The run's numbers on the mesh, with the initial parameters where the model's output is centred."""
+        run = jax.device_put(self.run, meshes.replicated(self.mesh))
         if not self.config.model.centered:
-            return self.run
+            return run
         reference = state.initial_params(self.definition, self.abstract, self.config.seed, self.stds)
-        return self.run._replace(reference=reference)
+        return run._replace(reference=reference)
 
     def abstract_run(self) -> Run:
         return self.run._replace(reference=self.abstract.params) if self.config.model.centered else self.run
@@ -51,7 +54,9 @@ class Program:
         """The training step: (state, run, batch) -> (state, metrics)."""
         batch = abstract_batch(self.config.model, self.config.data.batch_size)
         accumulation = self.config.accumulation_steps
-        return compile_train_step(self.definition, self.tx, self.abstract, self.mesh, self.abstract_run(), batch, accumulation)
+        return compile_train_step(
+            self.definition, self.tx, self.abstract, self.mesh, self.abstract_run(), batch, accumulation
+        )
 
     def compile_eval(self) -> jax.stages.Compiled:
         """The evaluation step: (params, run, batch) -> Sums."""
@@ -59,7 +64,7 @@ class Program:
         return compile_eval_step(self.definition, self.abstract, self.mesh, self.abstract_run(), batch)
 
 
-def assemble(config: Config, devices: list[jax.Device] | None = None) -> Program:
+def assemble(config: Config, devices: Sequence[Any] | None = None) -> Program:
     """Resolve a config on the devices there are; every error of input comes from here, before anything is allocated.
 
     Raises:
@@ -72,9 +77,12 @@ def assemble(config: Config, devices: list[jax.Device] | None = None) -> Program
     model = definition(config.model)
     tx = optimizer.build(config.optimizer, model.specs)
     numbers = Run(
-        resolve(preset, model, config.optimizer.name, config.optimizer.decay), optimizer.hyper(config.optimizer, config.steps)
+        resolve(preset, model, config.optimizer.name, config.optimizer.decay),
+        optimizer.hyper(config.optimizer, config.steps),
     )
-    return Program(config, model, preset, mesh, tx, state.abstract_state(model, tx, mesh), init_stds(preset, model), numbers)
+    return Program(
+        config, model, preset, mesh, tx, state.abstract_state(model, tx, mesh), init_stds(preset, model), numbers
+    )
 
 
 def abstract_batch(model: ModelConfig, batch_size: int) -> Batch:

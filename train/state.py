@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,27 +17,38 @@ from zoo.definition import Arrays, Definition
 class TrainState(NamedTuple):
     """What a step reads and writes, and what a checkpoint holds."""
 
-    step: jax.Array
+    step: Any
     """Optimizer steps done, int32 []."""
     params: Arrays
-    opt_state: optax.OptState
+    opt_state: Any
 
 
 def abstract_state(definition: Definition, tx: optax.GradientTransformation, mesh: Mesh) -> TrainState:
     """Shapes, dtypes and shardings of the state; an optimizer moment lies where its parameter does."""
     whole, shardings = meshes.replicated(mesh), meshes.param_shardings(mesh, definition)
-    params = {n: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[n]) for n, leaf in definition.abstract.items()}
+    params = {
+        n: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[n])
+        for n, leaf in definition.abstract.items()
+    }
+
+    def beside(leaf: jax.ShapeDtypeStruct | optax.MaskedNode, like: jax.ShapeDtypeStruct) -> Any:
+        if isinstance(leaf, optax.MaskedNode):
+            return leaf  # a moment that this parameter does not have
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=like.sharding)
+
     opt_state = optax.tree.map_params(
         tx,
-        lambda leaf, like: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=like.sharding),
+        beside,
         jax.eval_shape(tx.init, params),
         params,
         transform_non_params=lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole),
+        is_leaf=lambda node: isinstance(node, optax.MaskedNode),
     )
     return TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=whole), params, opt_state)
 
 
 def shardings_of(abstract: TrainState) -> TrainState:
+    """The sharding of every leaf, in the shape of the state."""
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 

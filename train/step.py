@@ -9,7 +9,7 @@ Shapes: B batch, then what the task has (T positions for tokens). A batch is a d
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,9 @@ def batch_sums(definition: Definition, params: Arrays, run: Run, batch: Batch) -
     return Sums(jnp.sum(nll * w), jnp.sum(hits * w), jnp.sum(w))
 
 
-def gradients(definition: Definition, params: Arrays, run: Run, batch: Batch, accumulation_steps: int) -> tuple[Arrays, Sums]:
+def gradients(
+    definition: Definition, params: Arrays, run: Run, batch: Batch, accumulation_steps: int
+) -> tuple[Arrays, Sums]:
     """Gradient of the mean loss over all targets of the batch, whatever the number of microbatches."""
 
     def summed(params: Arrays, micro: Batch) -> tuple[jax.Array, Sums]:
@@ -78,7 +80,9 @@ def gradients(definition: Definition, params: Arrays, run: Run, batch: Batch, ac
         def add(total: tuple[Arrays, Sums], micro: Batch) -> tuple[tuple[Arrays, Sums], None]:
             return jax.tree.map(jnp.add, total, grad(params, micro)), None
 
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(grad, params, _first(micros)))
+        zeros = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(grad, params, _first(micros))
+        )
         (grads, sums), _ = jax.lax.scan(add, zeros, micros)
     return jax.tree.map(lambda g: (g / sums.weight).astype(g.dtype), grads), sums
 
@@ -100,7 +104,7 @@ def make_train_step(
         grads, sums = gradients(definition, state.params, run, batch, accumulation_steps)
         hyper = run.hyper.at(state.step)
         updates, opt_state = tx.update(grads, state.opt_state, state.params, factors=run.factors, hyper=hyper)
-        params = optax.apply_updates(state.params, updates)
+        params: Any = optax.apply_updates(state.params, updates)
         metrics = {
             "loss": sums.loss / sums.weight,
             "accuracy": sums.correct / sums.weight,
@@ -125,10 +129,7 @@ def compile_train_step(
     """The step as one executable: state donated, batch split over data and fsdp, numbers replicated.
 
     A compiled executable cannot retrace: a shape that changed during a run is an error, never a second compilation.
-
-    Args:
-        run: the numbers, or their shapes.
-        batch: the global batch, or its shapes.
+    `run` and `batch` (the global one) may be arrays or their shapes.
     """
     whole, shardings = meshes.replicated(mesh), shardings_of(abstract)
     run_shardings = Run(whole, whole, None if run.reference is None else shardings.params)  # type: ignore[arg-type]
@@ -141,7 +142,9 @@ def compile_train_step(
     return jitted.lower(abstract, run, batch).compile()
 
 
-def compile_eval_step(definition: Definition, abstract: TrainState, mesh: Mesh, run: Run, batch: Batch) -> jax.stages.Compiled:
+def compile_eval_step(
+    definition: Definition, abstract: TrainState, mesh: Mesh, run: Run, batch: Batch
+) -> jax.stages.Compiled:
     """(params, run, batch) -> `Sums` of the batch."""
     whole, shardings = meshes.replicated(mesh), shardings_of(abstract)
     run_shardings = Run(whole, whole, None if run.reference is None else shardings.params)  # type: ignore[arg-type]

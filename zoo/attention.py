@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -11,13 +13,15 @@ from zoo.configs import StackConfig
 from zoo.layers import Norm, project, rotary
 from zoo.param import Init
 
+Attend = Literal["auto", "xla", "cudnn"]
+
 
 class Attention(nnx.Module):
     """softmax(logit_scale * q.k) v, projected out. The preset's logit scale is applied here and nowhere else."""
 
     def __init__(self, config: StackConfig, init: Init, *, causal: bool, rope_theta: float | None = None) -> None:
         self.causal, self.rope_theta = causal, rope_theta
-        self.implementation = config.compute.attention
+        self.implementation: Attend = config.compute.attention
         self.query = init.param(Role.QUERY, ("embed", "heads", "head_dim"), fan_in=("embed",))
         self.key = init.param(Role.KEY, ("embed", "kv_heads", "head_dim"), fan_in=("embed",))
         self.value = init.param(Role.VALUE, ("embed", "kv_heads", "head_dim"), fan_in=("embed",))
@@ -57,7 +61,9 @@ def _biased(x: jax.Array, bias: nnx.Param | None) -> jax.Array:
     return x if bias is None else x + bias[...].astype(x.dtype)
 
 
-def attend(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *, causal: bool, implementation: str) -> jax.Array:
+def attend(
+    q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *, causal: bool, implementation: Attend
+) -> jax.Array:
     """softmax(q.k) v with logits taken as they are (any scale is already in q); softmax in float32.
 
     auto is `merged` on CPU and `jax.nn.dot_product_attention`'s own choice elsewhere.

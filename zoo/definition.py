@@ -17,8 +17,8 @@ from flax import nnx
 from presets.roles import ParamSpec, PresetError
 from zoo.param import Factor, initial_value, multiplied
 
-Arrays = dict[str, jax.Array]
-"""Parameter (or factor) name to array: what the step, the optimizer and checkpoints see."""
+Arrays = dict[str, Any]
+"""Parameter (or factor) name to array, or to its shape: what the step, the optimizer and checkpoints see."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,9 @@ class Definition:
         """Fresh parameters, each from its own key (seed, name): the same bits on every mesh. Call under `jax.jit`."""
         key = jax.random.key(seed)
         return {
-            name: initial_value(jax.random.fold_in(key, zlib.crc32(name.encode())), spec, leaf.shape, stds[name], leaf.dtype)
+            name: initial_value(
+                jax.random.fold_in(key, zlib.crc32(name.encode())), spec, leaf.shape, stds[name], leaf.dtype
+            )
             for (name, spec), leaf in zip(self.specs.items(), self.abstract.values(), strict=True)
         }
 
@@ -84,12 +86,18 @@ def define(make: Callable[[], nnx.Module], *, sizes: Mapping[str, int] | None = 
             factors[name] = {"kind": metadata["kind"], "shape": leaf.shape, "spec": metadata.get("spec")}
             continue
         if not isinstance(variable, nnx.Param):
-            raise PresetError(f"{name} is {type(variable).__name__}; only nnx.Param and Factor state can be trained here")
+            raise PresetError(
+                f"{name} is {type(variable).__name__}; only nnx.Param and Factor state can be trained here"
+            )
         spec = variable.get_metadata().get("spec")
         if not isinstance(spec, ParamSpec):
-            raise PresetError(f"parameter {name} {leaf.shape} has no spec; write nnx.Param(value, spec=ParamSpec(role=..., axes=...))")
+            raise PresetError(
+                f"parameter {name} {leaf.shape} has no spec; write nnx.Param(value, spec=ParamSpec(role=..., axes=...))"
+            )
         if len(spec.axes) != len(leaf.shape):
-            raise PresetError(f"parameter {name} has shape {leaf.shape} but axes {spec.axes}; name one axis per dimension")
+            raise PresetError(
+                f"parameter {name} has shape {leaf.shape} but axes {spec.axes}; name one axis per dimension"
+            )
         for axis, size in zip(spec.axes, leaf.shape, strict=True):
             if found.setdefault(axis, (size, name))[0] != size:
                 raise PresetError(f"axis {axis!r} is {size} in {name} but {found[axis][0]} in {found[axis][1]}")

@@ -30,7 +30,9 @@ class Norm(nnx.Module):
     A norm of the residual stream has axis "embed"; QK-norm has axis "head_dim" and says whose rows it normalizes (`of`).
     """
 
-    def __init__(self, kind: str, init: Init, *, axis: str = "embed", gain: bool, bias: bool, of: Role | None = None) -> None:
+    def __init__(
+        self, kind: str, init: Init, *, axis: str = "embed", gain: bool, bias: bool, of: Role | None = None
+    ) -> None:
         self.kind = kind
         self.gain = init.param(Role.NORM_GAIN, (axis,), of=of) if gain else None
         self.bias = init.param(Role.BIAS, (axis,), of=of or Role.NORM_GAIN) if bias else None

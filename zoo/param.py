@@ -30,14 +30,20 @@ class Factor(nnx.Variable):
     """
 
 
-def initial_value(key: jax.Array, spec: ParamSpec, shape: tuple[int, ...], std: jax.Array | float, dtype: jnp.dtype) -> jax.Array:
+def initial_value(
+    key: jax.Array, spec: ParamSpec, shape: tuple[int, ...], std: jax.Array | float, dtype: jnp.dtype
+) -> jax.Array:
     """std * Normal(0, 1), biases 0, gains exactly std.
 
     With a leading "layers" axis every layer draws from its own key, folded from `key` by its index, and std may be
     per layer: a stacked parameter starts as the separate layers would, on any mesh.
     """
     if spec.role in (Role.NORM_GAIN, Role.BIAS):
-        std = jnp.broadcast_to(jnp.asarray(std, dtype), shape[:1]) if spec.axes[:1] == ("layers",) else jnp.asarray(std, dtype)
+        std = (
+            jnp.broadcast_to(jnp.asarray(std, dtype), shape[:1])
+            if spec.axes[:1] == ("layers",)
+            else jnp.asarray(std, dtype)
+        )
         return jnp.broadcast_to(std.reshape(std.shape + (1,) * (len(shape) - std.ndim)), shape)
     if spec.axes[:1] != ("layers",):
         return (std * jax.random.normal(key, shape)).astype(dtype)
@@ -72,12 +78,16 @@ class Init:
         """For modules of the residual stack: every parameter gets a leading "layers" axis."""
         return dataclasses.replace(self, in_block=True)
 
-    def param(self, role: Role, axes: tuple[str, ...], *, fan_in: tuple[str, ...] = (), of: Role | None = None) -> nnx.Param:
+    def param(
+        self, role: Role, axes: tuple[str, ...], *, fan_in: tuple[str, ...] = (), of: Role | None = None
+    ) -> nnx.Param:
         """A parameter of shape [sizes[a] for a in axes], with its spec, at `fan_in_std`."""
         axes = ("layers", *axes) if self.in_block else axes
         spec = ParamSpec(role=role, axes=axes, fan_in=fan_in, in_block=self.in_block, of=of)
         shape = tuple(self.sizes[axis] for axis in axes)
-        return nnx.Param(initial_value(self.rngs.params(), spec, shape, fan_in_std(spec, self.sizes), self.dtype), spec=spec)
+        return nnx.Param(
+            initial_value(self.rngs.params(), spec, shape, fan_in_std(spec, self.sizes), self.dtype), spec=spec
+        )
 
     def logit_factor(self) -> Factor:
         """Scale of attention logits, head_dim^-1/2 until a preset sets it."""
