@@ -1,9 +1,9 @@
 """Parameterization presets: how initialization, multipliers and rates scale with a transformer's sizes. Pure Python.
 
-    preset = presets.get("mup", base={"head_dim": 32, "heads": 4, "embed": 128, "mlp": 512, "layers": 4})
-    preset.scales(spec, sizes, optimizer="adam")    # multiplier, init_std, lr, eps, weight_decay of one parameter
-    preset.logit_scale(sizes)                       # what attention logits are multiplied by
-    preset.residual_scale(sizes, layer, "mlp")      # (skip, branch)
+preset = presets.get("mup", base={"head_dim": 32, "heads": 4, "embed": 128, "mlp": 512, "layers": 4})
+preset.scales(spec, sizes, optimizer="adam")    # multiplier, init_std, lr, eps, weight_decay of one parameter
+preset.logit_scale(sizes)                       # what attention logits are multiplied by
+preset.residual_scale(sizes, layer, "mlp")      # (skip, branch)
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping
 
+from presets import forms
+from presets.forms import FORMS, Form
 from presets.infinite_limits import depth_mup, mup, mup_half
-from presets.preset import Decay, Form, Preset, Rule, Scales
+from presets.preset import Preset
 from presets.roles import AXES, EMBEDDINGS, VECTORS, ParamSpec, PresetError, Role
+from presets.rule import Decay, Rule, Scales
 from presets.scaling import Power
 from presets.standard import sp
 
@@ -34,14 +37,14 @@ def get(
     base: Mapping[str, int] | None = None,
     form: Form | None = None,
     zero_readout: bool = False,
-    **constants: float,
+    **constants: float | str,
 ) -> Preset:
     """The named preset, relative to a base.
 
     Args:
         name: one of `PRESETS`.
         base: size of each axis at which every factor is 1 (`config.base_sizes()`); None is the absolute form.
-        form: where the readout's scale sits; the preset's native form unless given.
+        form: where multipliers sit (`forms`); the preset's native form unless given.
         zero_readout: start the readout at zero.
         **constants: the preset's own, such as `alpha_l=0.5`.
 
@@ -51,7 +54,9 @@ def get(
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else ""
-        raise PresetError(f"no preset is named {name!r}; {hint} the presets are {', '.join(PRESETS)}".replace(";  ", "; "))
+        raise PresetError(
+            f"no preset is named {name!r}; {hint} the presets are {', '.join(PRESETS)}".replace(";  ", "; ")
+        )
     known = list(inspect.signature(PRESETS[name]).parameters)
     for constant in constants:
         if constant not in known:
@@ -62,8 +67,10 @@ def get(
         if axis not in AXES or size < 1:
             raise PresetError(f"base {axis}={size}: write a logical axis ({', '.join(AXES)}) and a size of at least 1")
     preset = PRESETS[name](**constants)
-    if form not in (None, "readout-multiplier", "plain"):
-        raise PresetError(f"no form is named {form!r}; write 'readout-multiplier' or 'plain'")
+    if form is not None:
+        forms.check(form)
+    if preset.baseless and base is not None:
+        raise PresetError(f"{name} has no base: its numbers are absolute; leave the base out")
     base = dict(base) if base is not None else None
     return dataclasses.replace(preset, base=base, form=form or preset.form, zero_readout=zero_readout)
 
@@ -71,6 +78,7 @@ def get(
 __all__ = [
     "AXES",
     "EMBEDDINGS",
+    "FORMS",
     "PRESETS",
     "VECTORS",
     "Decay",

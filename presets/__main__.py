@@ -11,6 +11,7 @@ from typing import Any
 
 import presets
 from presets import Preset, PresetError, table
+from presets.rule import FAMILIES
 
 CONSTANTS = ("alpha_a", "alpha_l", "gamma0", "beta0")
 
@@ -23,13 +24,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     shown = commands.add_parser("table", help="every parameter's factors under a preset", description=_table.__doc__)
     shown.add_argument("preset", metavar="PRESET", help=", ".join(presets.PRESETS))
     shown.add_argument("--model", required=True, metavar="NAME", help="a model of `python -m zoo`")
-    shown.add_argument("--base", metavar="NAME", help="the model factors are relative to; without it the absolute form, base 1")
-    shown.add_argument("--optimizer", default="adam", metavar="NAME", help="adam (default), adamw, sgd or momentum")
+    shown.add_argument(
+        "--base", metavar="NAME", help="the model factors are relative to; without it the absolute form, base 1"
+    )
+    shown.add_argument("--optimizer", default="adam", metavar="NAME", help=f"{', '.join(FAMILIES)} (default adam)")
     shown.add_argument("--decay", default="coupled", choices=["coupled", "independent"], help="how weight decay enters")
-    shown.add_argument("--form", choices=["readout-multiplier", "plain"], help="where the readout's scale sits")
+    shown.add_argument("--form", choices=presets.FORMS, help="where multipliers sit")
     for name in CONSTANTS:
         flag = name.replace("_", "-")
-        shown.add_argument(f"--{flag}", f"--preset.{flag}", dest=name, type=float, metavar="X", help="a constant of the preset")
+        shown.add_argument(
+            f"--{flag}", f"--preset.{flag}", dest=name, type=float, metavar="X", help="a constant of the preset"
+        )
     shown.add_argument("--absolute", action="store_true", help="values (base constant x factor), not factors")
     shown.add_argument("--rules", action="store_true", help="the power laws in m = size / base size, not their values")
     shown.add_argument("--json", action="store_true", help="print a JSON list of objects")

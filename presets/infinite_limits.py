@@ -16,27 +16,115 @@ m_X is size / base size: D width, N head dimension, F MLP, L depth, in = fan-in.
 | readout, plain form (TP-V Table 3)     | 1        | D^-1     | D^-1                      | D^-1                    | 1                    |
 | readout bias                           | 1        | 0        | 1                         | 1                       | 1                    |
 
+Muon: every block matrix (out/in)^1/2 L^(al-1), query and key also N^(aa-1); the rest stays on Adam. Lion as Adam. (Derived.)
 attention logits * N^-aa, every residual branch * beta0 L^-al; `mup` and `mup-half` have no depth rule (no L anywhere).
 Coupled weight decay is 1/lr on every matrix and embedding, so that lr*wd stays fixed; 0 on gains and biases.
 Sources: the global rates of the paper's section 2.1 and appendix E.1, as rates per parameter.
 
-Beyond the paper: where F/D, N*H/D or H/H_kv grows too, the gradients change size and eps follows them
-(MLP in (F/D)^-1/2; q, k, v (N H/D)^-1/2; key and value, with G = H/H_kv, SGD G^-1 and eps G^1/2).
+Beyond the paper: where F/D, N*H/D or H/H_kv grows too, the gradients change size and eps follows them, biases as their
+matrices (MLP in (F/D)^-1/2; q, k, v (N H/D)^-1/2; key and value, with G = H/H_kv, SGD G^-1 and eps G^1/2).
+Forms: plain (TP-V Table 3), readout-multiplier (Table 8, native), table-9, mean-field (the paper's section 2.1).
 """
 
 from __future__ import annotations
 
-from presets.preset import Preset, Rule
-from presets.roles import ParamSpec, PresetError, Role
+import dataclasses
+
+from presets.preset import Preset
+from presets.roles import EMBEDDINGS, VECTORS, ParamSpec, PresetError, Role
+from presets.rule import Rule
 from presets.scaling import ONE, Power, axis, product
 
-D, N, F, L, D_IN = axis("embed"), axis("head_dim"), axis("mlp"), axis("layers"), axis("patch")
+D, N, F, L = axis("embed"), axis("head_dim"), axis("mlp"), axis("layers")
 HEADS_OVER_WIDTH = axis("head_dim") * axis("heads") / axis("embed")
 QUERIES_PER_KEY = axis("heads") / axis("kv_heads")
 
 
+def rows(name: str, spec: ParamSpec, alpha_a: float, alpha_l: float | None) -> Rule:
+    """The module's table at gamma0 = 1.
+
+    Args:
+        name: whose table, for the error.
+        spec: the parameter.
+        alpha_a: attention logits scale as N^-alpha_a.
+        alpha_l: branches scale as L^-alpha_l; None is no depth rule, an L nowhere.
+
+    Raises:
+        PresetError: the role has no row.
+    """
+    if spec.role in VECTORS and spec.of is not Role.READOUT:
+        return _vector(spec, alpha_a, alpha_l)
+    if spec.role not in VECTORS | EMBEDDINGS | {Role.READOUT}:
+        return _matrix(spec, alpha_a, alpha_l)
+    match spec.role:
+        case Role.TOKEN_EMBEDDING | Role.POSITION:
+            return Rule(sgd=D, eps=D**-1)
+        case Role.PATCH_EMBEDDING:
+            root = product(spec.fan_in) ** -0.5
+            return Rule(multiplier=root, sgd=D, eps=root * D**-1)
+        case Role.READOUT:
+            return Rule(multiplier=D**-1, sgd=D, eps=D**-1)
+        case Role.BIAS:
+            return Rule(decays=False)
+    raise PresetError(f"{name} has no rule for the role {spec.role.value}")
+
+
+def _matrix(spec: ParamSpec, alpha_a: float, alpha_l: float | None) -> Rule:
+    m_in, m_out = product(spec.fan_in), product(spec.fan_out)
+    sgd, adam, eps = _depth(spec, alpha_l)
+    muon = (m_out / m_in) ** 0.5 * adam
+    row = Rule(init_std=m_in**-0.5, sgd=D / m_in * sgd, adam=m_in**-1 * adam, muon=muon, eps=D**-1 * eps)
+    return _branch_of(spec.role, row, alpha_a)
+
+
+def _vector(spec: ParamSpec, alpha_a: float, alpha_l: float | None) -> Rule:
+    sgd, adam, eps = _depth(spec, alpha_l)
+    row = Rule(sgd=D * sgd, adam=adam, eps=D**-1 * eps, decays=False)
+    if spec.role is Role.NORM_GAIN and spec.of in (Role.QUERY, Role.KEY):
+        # A gain after the head's norm: one per head as a bias; shared by heads it sums their gradients.
+        row = _attention(row, alpha_a)
+        return row if {"heads", "kv_heads"} & set(spec.axes) else row.times(sgd=N / D, eps=D / N)
+    return _branch_of(spec.of, row, alpha_a)
+
+
+def _branch_of(role: Role | None, row: Rule, alpha_a: float) -> Rule:
+    """What the place in the block adds to a matrix' row, and to its bias'."""
+    match role:
+        case Role.MLP_IN:
+            return row.times(eps=(F / D) ** -0.5)
+        case Role.VALUE:
+            return row.times(sgd=QUERIES_PER_KEY**-1, eps=HEADS_OVER_WIDTH**-0.5 * QUERIES_PER_KEY**0.5)
+        case Role.QUERY:
+            return _attention(row, alpha_a).times(eps=HEADS_OVER_WIDTH**-0.5)
+        case Role.KEY:
+            row = _attention(row, alpha_a)
+            return row.times(sgd=QUERIES_PER_KEY**-1, eps=HEADS_OVER_WIDTH**-0.5 * QUERIES_PER_KEY**0.5)
+    return row
+
+
+def _attention(row: Rule, alpha_a: float) -> Rule:
+    """The extra N factors of everything that makes queries and keys."""
+    slowed = N ** (alpha_a - 1)
+    row = row.times(sgd=slowed**2, adam=slowed, eps=slowed**-1)
+    return dataclasses.replace(row, mean_field=slowed)
+
+
+def _depth(spec: ParamSpec, alpha_l: float | None) -> tuple[Power, Power, Power]:
+    """Depth factors of (SGD lr, Adam lr, eps) of what sits in a block."""
+    if not spec.in_block or alpha_l is None:
+        return ONE, ONE, ONE
+    return L ** (2 * alpha_l - 1), L ** (alpha_l - 1), L**-alpha_l
+
+
 def infinite_limits(
-    name: str, *, alpha_a: float, alpha_l: float | None, gamma0: float = 1.0, beta0: float = 1.0, c_a: float = 1.0
+    name: str,
+    *,
+    alpha_a: float,
+    alpha_l: float | None,
+    gamma0: float = 1.0,
+    beta0: float = 1.0,
+    c_a: float = 1.0,
+    decay_width: float = 0.0,
 ) -> Preset:
     """The family of the module's table.
 
@@ -47,85 +135,47 @@ def infinite_limits(
         gamma0: amount of feature learning (gamma0 -> 0 is lazy); divides the readout.
         beta0: constant on every branch, the effective depth.
         c_a: constant on attention logits.
+        decay_width: lr*wd of block matrices goes as D^decay_width. 0 is this family's; a study of Muon wants -1.
 
     Raises:
         PresetError: an exponent outside [1/2, 1] or a constant that is not positive.
     """
     for label, value in (("alpha_a", alpha_a), ("alpha_l", alpha_l)):
         if value is not None and not 0.5 <= value <= 1.0:
-            raise PresetError(f"{name}: {label}={value:g} is outside [0.5, 1], where the limit exists; write a value from 0.5 to 1")
+            raise PresetError(
+                f"{name}: {label}={value:g} is outside [0.5, 1], where the limit exists; write a value from 0.5 to 1"
+            )
     for label, value in (("gamma0", gamma0), ("beta0", beta0), ("c_a", c_a)):
         if not value > 0:
-            raise PresetError(f"{name}: {label}={value:g} must be positive")
-
-    readout_multiplier = D**-1 / gamma0
-
-    def depth(spec: ParamSpec, exponent: float) -> Power:
-        return L**exponent if spec.in_block and alpha_l is not None else ONE
+            raise PresetError(f"{name}: {label}={value:g} must be positive; write a number above 0")
 
     def rule(spec: ParamSpec) -> Rule:
-        al = alpha_l if alpha_l is not None else 1.0  # without a depth rule `depth` is ONE whatever this is
-        sgd_depth, adam_depth, eps_depth = depth(spec, 2 * al - 1), depth(spec, al - 1), depth(spec, -al)
-        m_in = product(spec.fan_in)
-        vector = Rule(sgd=D * sgd_depth, adam=adam_depth, eps=D**-1 * eps_depth, decays=False)
-        matrix = Rule(init_std=m_in**-0.5, sgd=D / m_in * sgd_depth, adam=m_in**-1 * adam_depth, eps=D**-1 * eps_depth)
-        match spec.role:
-            case Role.TOKEN_EMBEDDING | Role.POSITION:
-                return Rule(sgd=D, eps=D**-1)
-            case Role.PATCH_EMBEDDING:
-                return Rule(multiplier=D_IN**-0.5, sgd=D, eps=D_IN**-0.5 * D**-1)
-            case Role.ATTENTION_OUT | Role.MLP_OUT | Role.HIDDEN:
-                return matrix
-            case Role.MLP_IN:
-                return _scaled(matrix, eps=(F / D) ** -0.5)
-            case Role.VALUE:
-                return _scaled(matrix, sgd=QUERIES_PER_KEY**-1, eps=HEADS_OVER_WIDTH**-0.5 * QUERIES_PER_KEY**0.5)
-            case Role.QUERY | Role.KEY:
-                rows = _attention(matrix, alpha_a)
-                kv = QUERIES_PER_KEY if spec.role is Role.KEY else ONE
-                return _scaled(rows, sgd=kv**-1, eps=HEADS_OVER_WIDTH**-0.5 * kv**0.5)
-            case Role.NORM_GAIN | Role.BIAS if spec.of in (Role.QUERY, Role.KEY):
-                rows = _attention(vector, alpha_a)
-                shared = spec.role is Role.NORM_GAIN and not {"heads", "kv_heads"} & set(spec.axes)
-                return _scaled(rows, sgd=N / D, eps=D / N) if shared else rows
-            case Role.BIAS if spec.of is Role.READOUT:
-                return Rule(multiplier=ONE / gamma0, decays=False)
-            case Role.NORM_GAIN | Role.BIAS:
-                return vector
-            case Role.READOUT:
-                return Rule(multiplier=readout_multiplier, sgd=D, eps=D**-1)
-        raise PresetError(f"{name} has no rule for the role {spec.role.value}")
-
-    def rich_or_lazy(spec: ParamSpec) -> Rule:
+        row = rows(name, spec, alpha_a, alpha_l)
         # Gradients go as 1/gamma0 through the readout: SGD rates * gamma0^2 (paper), eps / gamma0 (derived).
-        return _scaled(rule(spec), sgd=ONE * gamma0**2, eps=ONE / gamma0)
+        row = row.times(sgd=gamma0**2, eps=1 / gamma0)
+        if Role.READOUT in (spec.role, spec.of):
+            row = dataclasses.replace(row, multiplier=row.multiplier / gamma0)
+        if decay_width and row.muon is not None:
+            row = dataclasses.replace(row, decay=D**decay_width)
+        return row
 
-    given = {"alpha_a": alpha_a, "alpha_l": alpha_l, "gamma0": gamma0, "beta0": beta0, "c_a": c_a}
+    given = {
+        "alpha_a": alpha_a,
+        "alpha_l": alpha_l,
+        "gamma0": gamma0,
+        "beta0": beta0,
+        "c_a": c_a,
+        "decay_width": decay_width,
+    }
+    defaults = {"gamma0": 1.0, "beta0": 1.0, "c_a": 1.0, "decay_width": 0.0}
     return Preset(
         name=name,
-        rule=rich_or_lazy,
+        rule=rule,
         native_form="readout-multiplier",
         form="readout-multiplier",
-        readout_multiplier=readout_multiplier,
         logits=c_a * N**-alpha_a,
         branch=beta0 * (L**-alpha_l if alpha_l is not None else ONE),
-        given={k: v for k, v in given.items() if v is not None and (k.startswith("alpha") or v != 1.0)},
-    )
-
-
-def _attention(rule: Rule, alpha_a: float) -> Rule:
-    """The extra N factors of everything that makes queries and keys."""
-    return _scaled(rule, sgd=N ** (2 * alpha_a - 2), adam=N ** (alpha_a - 1), eps=N ** (1 - alpha_a))
-
-
-def _scaled(rule: Rule, *, sgd: Power = ONE, adam: Power = ONE, eps: Power = ONE) -> Rule:
-    return Rule(
-        multiplier=rule.multiplier,
-        init_std=rule.init_std,
-        sgd=rule.sgd * sgd,
-        adam=rule.adam * adam,
-        eps=rule.eps * eps,
-        decays=rule.decays,
+        given={key: value for key, value in given.items() if value is not None and value != defaults.get(key)},
     )
 
 

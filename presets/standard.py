@@ -14,8 +14,9 @@ attention logits * N^-1/2, branches * 1. One learning rate for all, so the best 
 
 from __future__ import annotations
 
-from presets.preset import Preset, Rule
+from presets.preset import Preset
 from presets.roles import VECTORS, ParamSpec, Role
+from presets.rule import Rule
 from presets.scaling import ONE, axis, product
 
 
@@ -35,7 +36,6 @@ def sp() -> Preset:
         rule=rule,
         native_form="plain",
         form="plain",
-        readout_multiplier=axis("embed") ** -1,
         logits=axis("head_dim") ** -0.5,
         branch=ONE,
     )

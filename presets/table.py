@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from presets.preset import Decay, Preset
+from presets.preset import Preset
 from presets.roles import ParamSpec
+from presets.rule import Decay
 
 COLUMNS = ("multiplier", "init_std", "lr", "eps", "weight_decay")
 
@@ -50,8 +51,7 @@ def forward_rows(preset: Preset, sizes: Mapping[str, int]) -> dict[str, float]:
 
 def rule_rows(preset: Preset, specs: Mapping[str, ParamSpec], optimizer: str = "adam") -> list[dict[str, str]]:
     """The rules behind the numbers, as power laws in m = size / base size, one row per distinct parameter group."""
-    from presets.preset import FAMILIES
-
+    family = preset.family(optimizer)
     found: dict[str, dict[str, str]] = {}
     for spec in specs.values():
         rule = preset.row(spec)
@@ -60,11 +60,40 @@ def rule_rows(preset: Preset, specs: Mapping[str, ParamSpec], optimizer: str = "
             "fan_in": "*".join(spec.fan_in),
             "multiplier": str(rule.multiplier),
             "init_std": str(rule.init_std),
-            "lr": str(rule.lr(FAMILIES[optimizer])),
-            "eps": str(rule.eps),
+            "lr": str(rule.lr(family)),
+            "eps": str(rule.eps_of(family)),
             "decays": "yes" if rule.decays else "no",
         }
     return list(found.values())
+
+
+def golden(preset: Preset, specs: Mapping[str, ParamSpec], sizes: Iterable[Mapping[str, int]], optimizer: str) -> str:
+    """A compact text that says all a preset does to a model: forward scales, then rules and values per group.
+
+    Args:
+        preset: relative to a base, or absolute.
+        specs: name to declaration.
+        sizes: each is one `|` column of shape, multiplier, init_std, lr, eps, weight_decay.
+        optimizer: whose columns.
+    """
+    sizes = list(sizes)
+    lines = [f"{preset.describe()}; {optimizer}"]
+    for branch in ("attention", "mlp"):
+        scales = [preset.residual_scale(at, layer, branch) for at in sizes for layer in (0, at["layers"] - 1)]
+        lines.append(
+            f"{branch} branch {preset.branch} | " + " ".join(f"{skip:.5g}/{scale:.5g}" for skip, scale in scales)
+        )
+    lines.append(f"logits {preset.logits} | " + " ".join(f"{preset.logit_scale(at):.5g}" for at in sizes))
+    by_group = {spec.group: spec for spec in specs.values()}
+    for group, rule in sorted((row["group"], row) for row in rule_rows(preset, specs, optimizer)):
+        laws = "; ".join(rule[column] for column in ("multiplier", "init_std", "lr", "eps"))
+        values = [
+            [_cell([at[axis] for axis in by_group[group].axes])]
+            + [f"{x:.5g}" for x in dataclasses.astuple(preset.scales(by_group[group], at, optimizer))]
+            for at in sizes
+        ]
+        lines.append(f"{group}: {laws} | " + " | ".join(" ".join(column) for column in values))
+    return "\n".join(lines) + "\n"
 
 
 def text(table: list[dict[str, Any]]) -> str:
@@ -75,7 +104,9 @@ def text(table: list[dict[str, Any]]) -> str:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     left = {i for i, name in enumerate(table[0]) if name in ("name", "role", "shape", "group", "fan_in")}
     return "\n".join(
-        "  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))).rstrip()
+        "  ".join(
+            c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
         for row in cells
     )
 

@@ -33,8 +33,8 @@ class PresetConfig:
     """Preset name; `python -m presets` lists them."""
     base: str | None = None
     """Model whose sizes the factors are relative to; None is the absolute form (base 1)."""
-    form: Literal["readout-multiplier", "plain"] | None = None
-    """Where the readout's scale sits. Changes numbers, never training."""
+    form: Literal["plain", "readout-multiplier", "mean-field", "table-9"] | None = None
+    """Where multipliers sit. Changes numbers, never training."""
     alpha_a: float | None = None
     """Attention logits scale as head_dim^-alpha_a, in [1/2, 1]."""
     alpha_l: float | None = None
@@ -51,8 +51,8 @@ class PresetConfig:
 class OptimizerConfig:
     """The optimizer and its schedule. Every rate, decay and eps is multiplied by the preset's scale per parameter."""
 
-    name: Literal["adamw", "adam", "sgd"] = "adamw"
-    """adam is adamw without decay; sgd has heavy-ball momentum."""
+    name: Literal["adamw", "adam", "sgd", "muon", "lion"] = "adamw"
+    """adam is adamw without decay; sgd has heavy-ball momentum; muon moves block matrices, and Adam the rest."""
     peak_lr: float = 1e-3
     """Learning rate at the end of warm-up, at base size."""
     weight_decay: float = 0.0
@@ -66,7 +66,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     """Added to the root of Adam's second moment, at base size."""
     momentum: float = 0.9
-    """sgd only: decay of the heavy-ball sum of gradients."""
+    """sgd and muon: decay of the sum (muon: mean) of gradients."""
     clip_norm: float | None = None
     """Clip gradients to this global norm over all parameters; None does not clip."""
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"

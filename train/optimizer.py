@@ -7,6 +7,7 @@ Factors and hyperparameters reach the chain as extra arguments of `update`, so t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from presets import ParamSpec
+from train.adam import rows, scale_by_adam
 from train.config import OptimizerConfig
+from train.muon import scale_by_muon
+from zoo.configs import ConfigError
 
 
 class Hyper(NamedTuple):
@@ -63,12 +68,35 @@ def schedule_table(config: OptimizerConfig, steps: int) -> np.ndarray:
     return np.concatenate([ramp, np.broadcast_to(body, (steps - warmup,))]).astype(np.float32)
 
 
-def build(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
-    """The chain of a config. Clipping is global over raw gradients; everything after it is per parameter."""
+def build(
+    config: OptimizerConfig, specs: Mapping[str, ParamSpec] | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """The chain of a config. Clipping is global over raw gradients; everything after it is per parameter.
+
+    Args:
+        config: names the optimizer and its constants.
+        specs: name to declaration of every parameter; only Muon needs it, to see which are matrices, and how.
+
+    Raises:
+        ConfigError: muon without specs.
+    """
+    match config.name:
+        case "sgd":
+            direction = optax.trace(config.momentum)
+        case "muon":
+            if specs is None:
+                raise ConfigError(
+                    "muon must be told which parameters are matrices; write build(config, definition.specs)"
+                )
+            direction = scale_by_muon(specs, config.momentum, config.b1, config.b2)
+        case "lion":
+            direction = optax.scale_by_lion(config.b1, config.b2)
+        case _:
+            direction = scale_by_adam(config.b1, config.b2)
     coupled = config.decay == "coupled"
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm) if config.clip_norm is not None else optax.identity(),
-        optax.trace(config.momentum) if config.name == "sgd" else scale_by_adam(config.b1, config.b2),
+        direction,
         add_coupled_decay() if coupled else optax.identity(),
         scale_by_preset(),
         scale_by_schedule(),
@@ -76,33 +104,14 @@ def build(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
     )
 
 
-def scale_by_adam(b1: float, b2: float) -> optax.GradientTransformationExtraArgs:
-    """`optax.scale_by_adam` with eps * factors.eps per parameter: m_hat / (sqrt(v_hat) + eps)."""
-
-    def init(params: optax.Params) -> optax.ScaleByAdamState:
-        return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params), optax.tree.zeros_like(params))
-
-    def update(updates, state, params=None, *, factors, hyper, **_):
-        del params
-        mu = optax.tree.update_moment(updates, state.mu, b1, 1)
-        nu = optax.tree.update_moment_per_elem_norm(updates, state.nu, b2, 2)
-        count = optax.safe_increment(state.count)
-        mu_hat, nu_hat = optax.tree.bias_correction(mu, b1, count), optax.tree.bias_correction(nu, b2, count)
-        eps = jax.tree.map(lambda factor: hyper.eps * factor, factors.eps)
-        scaled = jax.tree.map(lambda m, v, e: m / (jnp.sqrt(v) + _rows(e, v)), mu_hat, nu_hat, eps)
-        return scaled, optax.ScaleByAdamState(count, mu, nu)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
 def add_coupled_decay() -> optax.GradientTransformationExtraArgs:
     """u + wd * factors.weight_decay * w, to be scaled by the learning rate."""
-    return _stateless(lambda u, w, f, h: u + _rows(h.weight_decay * f["weight_decay"], w) * w)
+    return _stateless(lambda u, w, f, h: u + rows(h.weight_decay * f["weight_decay"], w) * w)
 
 
 def scale_by_preset() -> optax.GradientTransformationExtraArgs:
     """u * factors.lr: each parameter's own rate relative to the one peak rate."""
-    return _stateless(lambda u, w, f, h: u * _rows(f["lr"], w))
+    return _stateless(lambda u, w, f, h: u * rows(f["lr"], w))
 
 
 def scale_by_schedule() -> optax.GradientTransformationExtraArgs:
@@ -112,7 +121,7 @@ def scale_by_schedule() -> optax.GradientTransformationExtraArgs:
 
 def add_independent_decay() -> optax.GradientTransformationExtraArgs:
     """u - wd * schedule * factors.weight_decay * w: decay that follows the schedule but not the rates."""
-    return _stateless(lambda u, w, f, h: u - _rows(h.weight_decay * h.schedule * f["weight_decay"], w) * w)
+    return _stateless(lambda u, w, f, h: u - rows(h.weight_decay * h.schedule * f["weight_decay"], w) * w)
 
 
 def _stateless(rule) -> optax.GradientTransformationExtraArgs:
@@ -123,10 +132,4 @@ def _stateless(rule) -> optax.GradientTransformationExtraArgs:
         like = updates if params is None else params
         return {name: rule(u, like[name], columns[name], hyper) for name, u in updates.items()}, state
 
-    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
-
-
-def _rows(number: jax.Array, like: jax.Array) -> jax.Array:
-    """A scalar or per-layer number shaped to broadcast against a parameter."""
-    number = jnp.asarray(number)
-    return number.reshape(number.shape + (1,) * (like.ndim - number.ndim)).astype(like.dtype)
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,111 @@
+"""`Rule`: one row of a preset's table as power laws, and `Scales`: the numbers it gives one parameter.
+
+The algebra is abc-parametrization (Yang & Hu, Tensor Programs IV): a parameter acts as multiplier * w, starts with
+std init_std, and trains at lr. `Rule.moved` is its symmetry.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+from presets.scaling import ONE, Power
+
+Decay = Literal["coupled", "independent"]
+
+FAMILIES = {"adam": "adam", "adamw": "adam", "sgd": "sgd", "momentum": "sgd", "muon": "muon", "lion": "lion"}
+"""Optimizer name to the column of rules it follows. Heavy-ball momentum without dampening scales as SGD."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scales:
+    """Numbers for one parameter. `lr`, `eps`, `weight_decay` multiply the optimizer's; `init_std` is absolute."""
+
+    multiplier: float
+    init_std: float
+    lr: float
+    eps: float
+    weight_decay: float
+
+    def times(self, other: Scales) -> Scales:
+        """Columnwise product."""
+        return Scales(**{f.name: getattr(self, f.name) * getattr(other, f.name) for f in dataclasses.fields(self)})
+
+    def over(self, other: Scales) -> Scales:
+        """Columnwise ratio; where both are 0 (a bias' std, a decay that is off) the ratio is 1."""
+        pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self)}
+        return Scales(**{name: 1.0 if a == b == 0 else a / b for name, (a, b) in pairs.items()})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One row of a preset's table: how each column scales, as power laws.
+
+    Attributes:
+        multiplier: forward multiplier.
+        init_std: initial standard deviation (of a gain: its value).
+        sgd: learning rate under SGD and momentum.
+        adam: learning rate under Adam, AdamW and Lion.
+        muon: learning rate under Muon; None where the parameter stays on Adam.
+        eps: Adam's eps.
+        decays: whether weight decay applies at all.
+        decay: independent weight decay; the coupled one is this over the learning rate, so that lr*wd is `decay`.
+        init_constant: a source's own constant on the initial std at base size.
+        mean_field: what the mean-field form has in the multiplier beyond multiplier * init_std.
+    """
+
+    multiplier: Power = ONE
+    init_std: Power = ONE
+    sgd: Power = ONE
+    adam: Power = ONE
+    muon: Power | None = None
+    eps: Power = ONE
+    decays: bool = True
+    decay: Power = ONE
+    init_constant: float = 1.0
+    mean_field: Power = ONE
+
+    def lr(self, family: str) -> Power:
+        """The learning rate's column of an optimizer family (a value of `FAMILIES`)."""
+        muon = self.adam if self.muon is None else self.muon
+        return {"sgd": self.sgd, "adam": self.adam, "lion": self.adam, "muon": muon}[family]
+
+    def eps_of(self, family: str) -> Power:
+        """Adam's eps scales; Muon's orthogonalization, SGD and Lion have none that matters."""
+        on_adam = family == "adam" or (family == "muon" and self.muon is None)
+        return self.eps if on_adam else ONE
+
+    def moved(self, theta: Power) -> Rule:
+        """The same training with multiplier theta times larger: std/theta, SGD lr/theta^2, other lr/theta, eps*theta."""
+        return dataclasses.replace(
+            self,
+            multiplier=self.multiplier * theta,
+            init_std=self.init_std / theta,
+            sgd=self.sgd / theta**2,
+            adam=self.adam / theta,
+            muon=None if self.muon is None else self.muon / theta,
+            eps=self.eps * theta,
+        )
+
+    def times(self, *, sgd: Power | float = 1.0, adam: Power | float = 1.0, eps: Power | float = 1.0) -> Rule:
+        """The rule with factors on some columns; `adam` goes on Muon's rate too."""
+        return dataclasses.replace(
+            self,
+            sgd=self.sgd * sgd,
+            adam=self.adam * adam,
+            muon=None if self.muon is None else self.muon * adam,
+            eps=self.eps * eps,
+        )
+
+    def factors(self, ratios: Mapping[str, float], base: Mapping[str, float], family: str, decay: Decay) -> Scales:
+        """Every column at these ratios of size to base size."""
+        lr = self.lr(family)(ratios, base)
+        wd = self.decay(ratios, base) / (lr if decay == "coupled" else 1.0) if self.decays else 0.0
+        return Scales(
+            multiplier=self.multiplier(ratios, base),
+            init_std=self.init_std(ratios, base),
+            lr=lr,
+            eps=self.eps_of(family)(ratios, base),
+            weight_decay=wd,
+        )

@@ -1,0 +1,83 @@
+"""Write tests/goldens: every preset's table for both model families and each optimizer, the only way they change.
+
+    python -m scripts.goldens
+
+One line per parameter group: its power laws in m = size / base size, then its values at two sizes, so that a changed
+exponent is a changed line. `tests/test_presets_goldens.py` compares.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import presets
+from presets import Preset, table
+from zoo.build import definition
+from zoo.configs import DecoderConfig, ModelConfig, ViTConfig
+
+FOLDER = Path(__file__).resolve().parent.parent / "tests" / "goldens"
+OPTIMIZERS = ("adam", "sgd", "muon", "lion")
+"""One per column of the rules: adamw reads adam's, momentum sgd's."""
+EXPONENTS = (0.5, 0.75, 1.0)
+
+_VIT = {"image_size": 6, "patch_size": 3, "channels": 1, "num_classes": 7, "pool": "cls", "qk_norm": True}
+_LM = {"vocab_size": 11, "seq_len": 5, "positions": "rotary", "activation": "swiglu"}
+MODELS: dict[str, tuple[ModelConfig, ModelConfig, ModelConfig]] = {
+    "vit": (
+        ViTConfig(width=8, num_heads=2, depth=2, **_VIT),
+        ViTConfig(width=32, num_heads=2, depth=8, **_VIT),
+        ViTConfig(width=24, num_heads=6, depth=2, **_VIT),
+    ),
+    "decoder": (
+        DecoderConfig(width=8, num_heads=4, num_kv_heads=2, depth=2, **_LM),
+        DecoderConfig(width=32, num_heads=4, num_kv_heads=2, depth=8, **_LM),
+        DecoderConfig(width=24, num_heads=12, num_kv_heads=6, mlp_ratio=8, depth=2, **_LM),
+    ),
+}  # fmt: skip
+"""Base and two sizes of each family: head_dim and depth grown; heads grown (decoder: the MLP further)."""
+
+
+def goldens() -> Iterator[tuple[str, str]]:
+    """(file name, text) of every golden file."""
+    for family, (base, *grown) in MODELS.items():
+        specs = definition(base).specs
+        sizes = [model.sizes() for model in grown]
+        for optimizer in OPTIMIZERS:
+            for name in presets.PRESETS:
+                preset = _relative(name, base)
+                if optimizer in preset.optimizers:
+                    yield f"{name}-{family}-{optimizer}.txt", table.golden(preset, specs, sizes, optimizer)
+        for optimizer in ("adam", "sgd"):
+            pairs = [
+                table.golden(_relative("depth-mup", base, alpha_a=alpha_a, alpha_l=alpha_l), specs, sizes, optimizer)
+                for alpha_a, alpha_l in itertools.product(EXPONENTS, EXPONENTS)
+            ]
+            yield f"pairs-depth-mup-{family}-{optimizer}.txt", "\n".join(pairs)
+
+
+def _relative(name: str, base: ModelConfig, **constants: Any) -> Preset:
+    baseless = presets.get(name).baseless
+    return presets.get(name, base=None if baseless else base.base_sizes(), **constants)
+
+
+def main() -> int:
+    """Write every file and remove those no longer made; returns the exit code."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    made = dict(goldens())
+    for path in FOLDER.glob("*.txt"):
+        if path.name not in made:
+            path.unlink()
+    for name, text in made.items():
+        (FOLDER / name).write_text(text)
+    print(
+        f"{len(made)} files in {FOLDER.relative_to(Path.cwd()) if FOLDER.is_relative_to(Path.cwd()) else FOLDER.name}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,293 @@
+"""Forms and conversions: numbers change, training does not. Sizes are powers of four, so that every theta is a power of
+two and float32 multiplies by it without rounding: equal means equal to the bit, but for Muon's own eps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import presets
+from presets import FORMS, ParamSpec, Power, PresetError, Role, Rule
+from presets.scaling import axis
+from train import optimizer
+from train.config import OptimizerConfig
+from train.convert import convert, theta
+from train.factors import init_stds, resolve
+from train.state import TrainState
+from train.step import Run, make_train_step
+from zoo.build import definition
+from zoo.configs import DecoderConfig, ViTConfig
+
+LM = DecoderConfig(width=16, num_heads=4, depth=4, mlp_ratio=4, vocab_size=11, seq_len=5, qk_norm=True)
+VIT = ViTConfig(
+    width=16, num_heads=4, depth=4, mlp_ratio=4, image_size=4, patch_size=2, channels=1, num_classes=5, pool="cls"
+)
+MODELS = {"decoder": LM, "vit": VIT}
+BASE = dataclasses.replace(LM, width=4, num_heads=1, depth=1).base_sizes()
+STEPS = 20
+CONFIGS = {
+    "adamw": OptimizerConfig(name="adamw", peak_lr=2e-2, weight_decay=0.1, eps=1e-2, schedule="constant"),
+    "adamw-independent": OptimizerConfig(
+        name="adamw", peak_lr=2e-2, weight_decay=0.02, decay="independent", schedule="cosine"
+    ),
+    "sgd": OptimizerConfig(name="sgd", peak_lr=1e-2, weight_decay=0.1, schedule="linear"),
+    "lion": OptimizerConfig(name="lion", peak_lr=1e-2, weight_decay=0.1, schedule="constant"),
+    "muon": OptimizerConfig(name="muon", peak_lr=1e-2, weight_decay=0.1, eps=1e-2, schedule="constant"),
+}
+
+
+@functools.cache
+def built(family: str):
+    return definition(MODELS[family])
+
+
+@functools.cache
+def trainer(family: str, name: str):
+    """(state, run, batch) -> state and losses after STEPS steps; one program for every preset and form."""
+    model = built(family)
+    tx = optimizer.build(CONFIGS[name], model.specs)
+    step = make_train_step(model, tx)
+
+    def train(state, run, batch):
+        def one(state, _):
+            state, metrics = step(state, run, batch)
+            return state, metrics["loss"]
+
+        return jax.lax.scan(one, state, None, length=STEPS)
+
+    return jax.jit(train), tx
+
+
+@functools.cache
+def batch(family: str):
+    rng = np.random.default_rng(0)
+    if family == "decoder":
+        inputs, targets = rng.integers(0, 11, (3, 5)), rng.integers(0, 11, (3, 5))
+        return {
+            "inputs": inputs.astype(np.int32),
+            "targets": targets.astype(np.int32),
+            "weights": np.ones((3, 5), np.float32),
+        }
+    images, labels = rng.normal(size=(3, 4, 4, 1)).astype(np.float32), rng.integers(0, 5, 3).astype(np.int32)
+    return {"inputs": images, "targets": labels, "weights": np.ones(3, np.float32)}
+
+
+@functools.cache
+def normals(family: str):
+    """Initial parameters at std 1, as `initialize` draws them; gains 1, biases 0."""
+    model = built(family)
+    stds = {name: np.float32(spec.role is not Role.BIAS) for name, spec in model.specs.items()}
+    return jax.jit(model.initialize)(0, stds)
+
+
+def start(family: str, name: str, preset: presets.Preset) -> tuple[TrainState, Run]:
+    model, config = built(family), CONFIGS[name]
+    stds = init_stds(preset, model)
+    params = {
+        n: w * stds[n].reshape(stds[n].shape + (1,) * (w.ndim - stds[n].ndim)) for n, w in normals(family).items()
+    }
+    run = Run(resolve(preset, model, config.name, config.decay), optimizer.hyper(config, STEPS))
+    return TrainState(jnp.zeros([], jnp.int32), params, trainer(family, name)[1].init(params)), run
+
+
+def effective(state: TrainState, run: Run) -> dict[str, np.ndarray]:
+    """multiplier * w: what the model computes with."""
+    a = run.factors.multiplier
+    return {n: np.asarray(w) * a[n].reshape(a[n].shape + (1,) * (w.ndim - a[n].ndim)) for n, w in state.params.items()}
+
+
+def made(name: str, form: presets.Form | None = None, **constants) -> presets.Preset:
+    baseless = presets.get(name, **constants).baseless
+    return presets.get(name, base=None if baseless else BASE, form=form, **constants)
+
+
+SAME = {("sp", "table-9")}
+"""Forms whose numbers are the native ones: sp has one SGD rate already."""
+
+CASES = [
+    (name, optimizer_name)
+    for name in presets.PRESETS
+    for optimizer_name in CONFIGS
+    if optimizer_name.split("-")[0] in presets.get(name).optimizers
+]
+
+
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(("name", "optimizer_name"), CASES)
+def test_forms_train_identically(name: str, optimizer_name: str, family: str):
+    preset = made(name)
+    train, _ = trainer(family, optimizer_name)
+    ends = {}
+    for form in FORMS:
+        if form == "table-9" and "sgd" not in preset.optimizers:
+            continue
+        state, run = start(family, optimizer_name, preset.with_form(form))
+        state, losses = train(state, run, batch(family))
+        ends[form] = (np.asarray(losses), effective(state, run), run)
+    native, forms = ends[preset.native_form], [form for form in ends if form != preset.native_form]
+    assert forms
+    assert native[0][0] != native[0][-1]
+    for form in forms:
+        losses, params, run = ends[form]
+        differ = any((run.factors.multiplier[n] != native[2].factors.multiplier[n]).any() for n in params)
+        assert differ or (name, form) in SAME, form
+        if optimizer_name == "muon":  # its 1e-8 beside the gradient's norm does not move with theta
+            np.testing.assert_allclose(losses, native[0], rtol=2e-4)
+        else:
+            np.testing.assert_array_equal(losses, native[0], err_msg=form)
+            for n, w in params.items():
+                np.testing.assert_array_equal(w, native[1][n], err_msg=f"{form} {n}")
+
+
+@pytest.mark.parametrize("column", ["eps", "lr", "weight_decay", "multiplier"])
+def test_control_a_column_that_does_not_move_is_seen(column: str):
+    preset = made("depth-mup")
+    train, _ = trainer("decoder", "adamw")
+    losses = {}
+    for form in ("readout-multiplier", "plain", "broken"):
+        state, run = start("decoder", "adamw", preset.with_form("plain" if form == "broken" else form))
+        if form == "broken":
+            kept = start("decoder", "adamw", preset)[1].factors
+            run = run._replace(factors=run.factors._replace(**{column: getattr(kept, column)}))
+        losses[form] = np.asarray(train(state, run, batch("decoder"))[1])
+    np.testing.assert_array_equal(losses["plain"], losses["readout-multiplier"])
+    assert np.abs(losses["broken"] - losses["plain"]).max() > 1e-5
+
+
+@pytest.mark.parametrize("constants", [{"alpha_a": 0.75, "alpha_l": 0.75}, {"gamma0": 0.3, "beta0": 1.7}])
+@pytest.mark.parametrize("optimizer_name", ["adamw", "sgd"])
+def test_forms_agree_to_rounding_where_theta_is_no_power_of_two(optimizer_name: str, constants: dict):
+    train, _ = trainer("decoder", optimizer_name)
+    losses = []
+    for form in FORMS:
+        preset = presets.get("depth-mup", base=BASE | {"embed": 5, "head_dim": 3, "layers": 3}, form=form, **constants)
+        losses.append(np.asarray(train(*start("decoder", optimizer_name, preset), batch("decoder"))[1]))
+    for other in losses[1:]:
+        np.testing.assert_allclose(other, losses[0], rtol=1e-4)
+
+
+# Conversion of checkpoints
+
+
+@pytest.mark.parametrize("optimizer_name", CONFIGS)
+def test_a_checkpoint_goes_on_in_another_form(optimizer_name: str):
+    """20 steps plain, converted, 20 steps in the other form: as 40 steps plain."""
+    model, (train, _) = built("decoder"), trainer("decoder", optimizer_name)
+    config = CONFIGS[optimizer_name]
+    plain = made("depth-mup", "plain")
+    state, run = start("decoder", optimizer_name, plain)
+    middle, _ = train(state, run, batch("decoder"))
+    straight, wanted = train(middle, run, batch("decoder"))
+    for form in ("readout-multiplier", "mean-field", "table-9"):
+        after = plain.with_form(form)
+        moved = convert(middle, model, plain, after, config.name)
+        moved_run = start("decoder", optimizer_name, after)[1]
+        end, losses = train(moved, moved_run, batch("decoder"))
+        np.testing.assert_allclose(losses, wanted, rtol=2e-4 if optimizer_name == "muon" else 0)
+        back = convert(end, model, after, plain, config.name)
+        exact = optimizer_name != "muon"
+        for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(straight), strict=True):
+            np.testing.assert_allclose(a, b, rtol=0 if exact else 1e-2, atol=0 if exact else 1e-4)
+
+
+def test_control_moments_left_behind_are_seen():
+    model, (train, _) = built("decoder"), trainer("decoder", "adamw")
+    plain = made("depth-mup", "plain")
+    after = plain.with_form("mean-field")
+    state, run = start("decoder", "adamw", plain)
+    middle, _ = train(state, run, batch("decoder"))
+    wanted = np.asarray(train(middle, run, batch("decoder"))[1])
+    moved = convert(middle, model, plain, after, "adamw")._replace(opt_state=middle.opt_state)
+    losses = np.asarray(train(moved, start("decoder", "adamw", after)[1], batch("decoder"))[1])
+    assert np.abs(losses - wanted).max() > 1e-3
+
+
+def test_conversion_refuses_another_parameterization():
+    with pytest.raises(
+        PresetError, match=r"lr is not what the multiplier's change asks for, so mup .* is another parameterization"
+    ):
+        theta(built("decoder"), made("depth-mup"), made("mup"))
+
+
+# The algebra itself
+
+
+@pytest.mark.core
+def test_moved_is_the_table_of_section_1():
+    rule = Rule(
+        multiplier=axis("embed"), init_std=axis("mlp"), sgd=axis("heads"), adam=axis("layers"), eps=axis("patch")
+    )
+    rule = dataclasses.replace(rule, muon=axis("head_dim"))
+    theta_ = Power(3.0, (("vocab", 1.0),))
+    moved = rule.moved(theta_)
+    wanted = {"multiplier": 1, "init_std": -1, "sgd": -2, "adam": -1, "muon": -1, "eps": 1}
+    for column, power in wanted.items():
+        change = getattr(moved, column) / getattr(rule, column)
+        assert change.exponents == (("vocab", float(power)),), column
+        assert change.coefficient == pytest.approx(3.0**power), column
+    ratios = {"vocab": 2.0, "embed": 5.0, "mlp": 7.0, "heads": 11.0, "layers": 13.0, "patch": 17.0, "head_dim": 19.0}
+    for family in ("adam", "sgd", "muon", "lion"):
+        one, other = rule.factors(ratios, {}, family, "coupled"), moved.factors(ratios, {}, family, "coupled")
+        assert one.lr * one.weight_decay == pytest.approx(other.lr * other.weight_decay)
+        one, other = rule.factors(ratios, {}, family, "independent"), moved.factors(ratios, {}, family, "independent")
+        assert one.weight_decay == other.weight_decay == 1
+
+
+@pytest.mark.core
+def test_tables_3_8_and_9_of_tensor_programs_5():
+    """(multiplier, std, SGD, Adam) as exponents of width; Table 9 has multiplier sqrt(fan_out) on input and biases."""
+    token = ParamSpec(role=Role.TOKEN_EMBEDDING, axes=("vocab", "embed"))
+    hidden = ParamSpec(role=Role.HIDDEN, axes=("embed", "mlp"), fan_in=("embed",))
+    readout = ParamSpec(role=Role.READOUT, axes=("embed", "vocab"), fan_in=("embed",))
+    bias = ParamSpec(role=Role.BIAS, axes=("mlp",), of=Role.HIDDEN)
+    tables: dict[presets.Form, dict[ParamSpec, tuple]] = {
+        "plain": {token: (0, 0, 1, 0), bias: (0, 0, 1, 0), readout: (0, -1, -1, -1), hidden: (0, -0.5, 0, -1)},
+        "readout-multiplier": {
+            token: (0, 0, 1, 0),
+            bias: (0, 0, 1, 0),
+            readout: (-1, 0, 1, 0),
+            hidden: (0, -0.5, 0, -1),
+        },
+        "table-9": {token: (0.5, -0.5, 0, -0.5), readout: (-0.5, -0.5, 0, -0.5), hidden: (0, -0.5, 0, -1)},
+    }
+    tables["table-9"][bias] = (0.5, -0.5, 0, -0.5)
+    for (form, rows), width in itertools.product(tables.items(), (3, 7)):
+        preset = presets.get("mup", base={"embed": 1, "mlp": 1, "heads": 1, "kv_heads": 1, "head_dim": 1}, form=form)
+        sizes = {"embed": width, "mlp": width, "heads": 1, "kv_heads": 1, "head_dim": width, "vocab": 5}
+        for spec, exponents in rows.items():
+            sgd, adam = (preset.factors(spec, sizes, name) for name in ("sgd", "adam"))
+            found = (sgd.multiplier, sgd.init_std, sgd.lr, adam.lr)
+            assert found == pytest.approx(tuple(width**e for e in exponents)), (form, spec.role)
+
+
+@pytest.mark.core
+def test_mean_field_form_is_the_papers_model_block():
+    """Section 2: v (NH)^-1/2, k and q N^-(3/2-aa) H^-1/2 with std N^(1-aa), f 1/(gamma0 N H), one rate for the blocks."""
+    model = dataclasses.replace(LM, width=15, num_heads=3, mlp_ratio=1.0, depth=7, qk_norm=False)
+    n, h, depth, sizes, specs = 5, 3, 7, model.sizes(), definition(model).specs
+    for aa, al, gamma0 in itertools.product((0.5, 0.75, 1.0), (0.5, 1.0), (1.0, 0.25)):
+        preset = presets.get("depth-mup", alpha_a=aa, alpha_l=al, gamma0=gamma0, form="mean-field")
+        adam = {name: preset.scales(spec, sizes, "adam") for name, spec in specs.items() if spec.role is not Role.BIAS}
+        sgd = {name: preset.scales(spec, sizes, "sgd") for name, spec in specs.items() if spec.role is not Role.BIAS}
+        wanted = {
+            "value": (n * h) ** -0.5,
+            "out": (n * h) ** -0.5,
+            "query": n ** (aa - 1.5) * h**-0.5,
+            "key": n ** (aa - 1.5) * h**-0.5,
+        }
+        for name, multiplier in wanted.items():
+            found = adam[f"block.attention.{name}"]
+            std = n ** (1 - aa) if name in ("query", "key") else 1
+            assert (found.multiplier, found.init_std) == pytest.approx((multiplier, std))
+        assert adam["readout"].multiplier == pytest.approx(1 / (gamma0 * n * h))
+        for name, spec in specs.items():
+            if spec.in_block and spec.fan_in:
+                assert adam[name].lr == pytest.approx((n * h) ** -0.5 * depth ** (al - 1)), name
+                assert sgd[name].lr == pytest.approx(gamma0**2 * n * h * depth ** (2 * al - 1)), name
