@@ -79,7 +79,7 @@ def test_a_users_own_model_comes_apart_and_together() -> None:
     for layer in range(2):
         h = h + jnp.tanh(h @ (3 * params[f"layers.{layer}"]))
     multipliers = {name: jnp.float32(3.0 if name.startswith("layers") else 1.0) for name in params}
-    np.testing.assert_allclose(found.apply(params, multipliers, {}, x), h @ params["readout"], rtol=1e-5)
+    np.testing.assert_allclose(found.apply(params, multipliers, {}, jnp.asarray(x)), h @ params["readout"], rtol=1e-5)
 
 
 def test_a_users_own_model_trains() -> None:

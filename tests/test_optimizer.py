@@ -166,7 +166,7 @@ def table_forward(name: str, kind: str, shape: tuple[int, ...], c: Constants) ->
     if kind == "logits":
         return np.full(shape, BASE["head_dim"] ** -0.5 * M["head_dim"] ** -c.alpha_a, np.float32)
     if kind == "readout":
-        return np.float32(BASE["embed"] ** -0.5 / M["embed"] / c.gamma0)
+        return np.array(BASE["embed"] ** -0.5 / M["embed"] / c.gamma0, np.float32)
     assert kind == "branch", name
     return np.broadcast_to(np.array([1.0, c.beta0 * depth], np.float32), shape)
 
@@ -175,7 +175,7 @@ def table_forward(name: str, kind: str, shape: tuple[int, ...], c: Constants) ->
 
 
 @functools.cache
-def example(name: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+def example(name: str) -> tuple[dict[str, np.ndarray], Any]:
     """Random parameters, none at zero, and a batch with targets that do not count."""
     found, random = model_of(name), np.random.default_rng(0)
     params = {}
@@ -351,8 +351,8 @@ def test_sp_has_one_rate() -> None:
 
 def rows_of_ones(specs: dict[str, bool]) -> Factors:
     """Factors of one; decay only where the specs say so."""
-    ones = dict.fromkeys(specs, np.float32(1))
-    return Factors(ones, ones, ones, {n: np.float32(decays) for n, decays in specs.items()}, {})
+    ones = dict.fromkeys(specs, np.array(1, np.float32))
+    return Factors(ones, ones, ones, {n: np.array(decays, np.float32) for n, decays in specs.items()}, {})
 
 
 @pytest.mark.parametrize(
@@ -380,7 +380,8 @@ def test_at_base_size_the_chain_is_optax(config: OptimizerConfig, known: Callabl
     )
     numbers, factors = optimizer.hyper(config, 5), rows_of_ones(mask)
     params = {n: random.standard_normal((3, 5)).astype(np.float32) for n in mask}
-    states, at = [ours.init(params), theirs.init(params)], [params, params]
+    states: list[Any] = [ours.init(params), theirs.init(params)]
+    at: list[Any] = [params, params]
     for step in range(5):
         grads = {n: random.standard_normal((3, 5)).astype(np.float32) for n in mask}
         updates, states[0] = ours.update(grads, states[0], at[0], factors=factors, hyper=numbers.at(jnp.int32(step)))
@@ -394,7 +395,10 @@ def test_at_base_size_the_chain_is_optax(config: OptimizerConfig, known: Callabl
 def test_clipping_is_global_and_before_every_factor() -> None:
     config = OptimizerConfig(name="sgd", peak_lr=1.0, schedule="constant", clip_norm=2.0)
     tx, numbers = optimizer.build(config), optimizer.hyper(config, 3).at(jnp.int32(0))
-    factors = rows_of_ones({"a": True, "b": True})._replace(lr={"a": np.float32(100), "b": np.float32(1)})
+    updates: Any
+    factors = rows_of_ones({"a": True, "b": True})._replace(
+        lr={"a": np.array(100, np.float32), "b": np.array(1, np.float32)}
+    )
     grads = {"a": jnp.full((3,), 4.0), "b": jnp.full((4,), 6.0)}
     params = jax.tree.map(jnp.zeros_like, grads)
     updates, _ = tx.update(grads, tx.init(params), params, factors=factors, hyper=numbers)
