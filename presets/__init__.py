@@ -14,19 +14,32 @@ import inspect
 from collections.abc import Callable, Mapping
 
 from presets import forms
+from presets.completep import completep
+from presets.effective_theory import hybrid, maximal_update, ntk
 from presets.forms import FORMS, Form
 from presets.infinite_limits import depth_mup, mup, mup_half
+from presets.layerwise import sp_layerwise
 from presets.preset import Preset
 from presets.roles import AXES, EMBEDDINGS, VECTORS, ParamSpec, PresetError, Role
 from presets.rule import Decay, Rule, Scales
 from presets.scaling import Power
-from presets.standard import sp
+from presets.spectral import spectral
+from presets.standard import sp, standard
+from presets.unit import u_mup
 
 PRESETS: dict[str, Callable[..., Preset]] = {
     "sp": sp,
     "mup": mup,
     "mup-half": mup_half,
     "depth-mup": depth_mup,
+    "completep": completep,
+    "ntk": ntk,
+    "hybrid": hybrid,
+    "maximal-update": maximal_update,
+    "standard": standard,
+    "u-mup": u_mup,
+    "spectral": spectral,
+    "sp-layerwise": sp_layerwise,
 }
 """Name to the function that makes the preset from its constants."""
 

@@ -179,18 +179,32 @@ def infinite_limits(
     )
 
 
-def mup(*, alpha_a: float = 1.0, gamma0: float = 1.0, beta0: float = 1.0, c_a: float = 1.0) -> Preset:
+def mup(
+    *, alpha_a: float = 1.0, gamma0: float = 1.0, beta0: float = 1.0, c_a: float = 1.0, decay_width: float = 0.0
+) -> Preset:
     """muP: attention logits 1/N, feature learning at every width, no depth rule (heads collapse as N grows)."""
-    return infinite_limits("mup", alpha_a=alpha_a, alpha_l=None, gamma0=gamma0, beta0=beta0, c_a=c_a)
+    return infinite_limits(
+        "mup", alpha_a=alpha_a, alpha_l=None, gamma0=gamma0, beta0=beta0, c_a=c_a, decay_width=decay_width
+    )
 
 
-def mup_half(*, gamma0: float = 1.0, beta0: float = 1.0, c_a: float = 1.0) -> Preset:
+def mup_half(*, gamma0: float = 1.0, beta0: float = 1.0, c_a: float = 1.0, decay_width: float = 0.0) -> Preset:
     """muP with attention logits 1/sqrt(N): heads stay diverse as N grows, no depth rule."""
-    return infinite_limits("mup-half", alpha_a=0.5, alpha_l=None, gamma0=gamma0, beta0=beta0, c_a=c_a)
+    return infinite_limits(
+        "mup-half", alpha_a=0.5, alpha_l=None, gamma0=gamma0, beta0=beta0, c_a=c_a, decay_width=decay_width
+    )
 
 
 def depth_mup(
-    *, alpha_l: float = 0.5, alpha_a: float = 1.0, gamma0: float = 1.0, beta0: float = 1.0, c_a: float = 1.0
+    *,
+    alpha_l: float = 0.5,
+    alpha_a: float = 1.0,
+    gamma0: float = 1.0,
+    beta0: float = 1.0,
+    c_a: float = 1.0,
+    decay_width: float = 0.0,
 ) -> Preset:
     """muP with branches L^-alpha_l for depth transfer; alpha_l and alpha_a anywhere in [1/2, 1]."""
-    return infinite_limits("depth-mup", alpha_a=alpha_a, alpha_l=alpha_l, gamma0=gamma0, beta0=beta0, c_a=c_a)
+    return infinite_limits(
+        "depth-mup", alpha_a=alpha_a, alpha_l=alpha_l, gamma0=gamma0, beta0=beta0, c_a=c_a, decay_width=decay_width
+    )

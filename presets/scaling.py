@@ -83,7 +83,7 @@ class Power:
         return value
 
     def __str__(self) -> str:
-        parts = [f"min(1, {_text(inner)})^{power:g}" for inner, power in self.clips]
+        parts = [f"min(1, {_text(inner)})" + (f"^{power:g}" if power != 1 else "") for inner, power in self.clips]
         if self.exponents:
             parts.insert(0, _text(self.exponents))
         if self.coefficient != 1 or not parts:

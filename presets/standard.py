@@ -22,6 +22,15 @@ from presets.scaling import ONE, axis, product
 
 def sp() -> Preset:
     """Standard parameterization: fan-in init, one learning rate, logits 1/sqrt(N); the best rate drifts with size."""
+    return _standard("sp")
+
+
+def standard() -> Preset:
+    """The effective theory's name for `sp`: the same numbers."""
+    return _standard("standard")
+
+
+def _standard(name: str) -> Preset:
 
     def rule(spec: ParamSpec) -> Rule:
         root = product(spec.fan_in) ** -0.5
@@ -32,7 +41,7 @@ def sp() -> Preset:
         return Rule(init_std=root)
 
     return Preset(
-        name="sp",
+        name=name,
         rule=rule,
         native_form="plain",
         form="plain",
