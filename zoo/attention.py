@@ -37,7 +37,7 @@ class Attention(nnx.Module):
         self.logit_scale = init.logit_factor()
 
     def heads(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries [B, T, H, N] (logit scale applied), keys and values [B, S, K, N]."""
+        """Queries [B, T, H, N] (without the logit scale), keys and values [B, S, K, N]."""
         q_BTHN = _biased(project(x_BTD, self.query[...]), self.query_bias)
         k_BSKN = _biased(project(x_BTD, self.key[...]), self.key_bias)
         v_BSKN = _biased(project(x_BTD, self.value[...]), self.value_bias)
@@ -45,10 +45,11 @@ class Attention(nnx.Module):
             q_BTHN, k_BSKN = self.query_norm(q_BTHN), self.key_norm(k_BSKN)
         if self.rope_theta is not None:
             q_BTHN, k_BSKN = rotary(q_BTHN, self.rope_theta), rotary(k_BSKN, self.rope_theta)
-        return q_BTHN * self.logit_scale[...].astype(q_BTHN.dtype), k_BSKN, v_BSKN
+        return q_BTHN, k_BSKN, v_BSKN
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         q_BTHN, k_BSKN, v_BSKN = self.heads(x_BTD)
+        q_BTHN = q_BTHN * self.logit_scale[...].astype(q_BTHN.dtype)
         y_BTHN = attend(q_BTHN, k_BSKN, v_BSKN, causal=self.causal, implementation=self.implementation)
         return _biased(project(y_BTHN, self.out[...], inputs=2), self.out_bias)
 

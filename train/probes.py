@@ -1,0 +1,117 @@
+"""What to measure inside a model while it takes its first steps: one compiled program per size, all seeds in it.
+
+Every observable is a positive number per (seed, step): a root mean square over entries, layers and batch. Names are
+`what` or `what/group`, group being a `ParamSpec.group` such as `block.query`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from train.adam import rows
+from train.factors import Factors
+from train.optimizer import Hyper
+from train.state import TrainState
+from train.step import Run, gradients
+from zoo.definition import Arrays, Definition
+from zoo.internals import internals
+from zoo.param import multiplied
+
+Batch = dict[str, jax.Array]
+Observed = dict[str, jax.Array]
+"""Observable to float32 [steps + 1]: before the first step, then after each."""
+
+
+def record(
+    definition: Definition,
+    tx: optax.GradientTransformationExtraArgs,
+    run: Run,
+    stds: dict[str, np.ndarray],
+    batch: Batch,
+    seeds: np.ndarray,
+    steps: int,
+) -> dict[str, np.ndarray]:
+    """Train from each seed on one batch, measuring before the first step and after every one.
+
+    Args:
+        definition: the model.
+        tx: the optimizer chain.
+        run: factors and hyperparameters; `run.reference` is not used.
+        stds: initial standard deviations.
+        batch: the batch of every step.
+        seeds: of the initialization, uint32 [S].
+        steps: optimizer steps.
+
+    Returns:
+        Observable to float32 [S, steps + 1].
+    """
+
+    def one(seed: jax.Array, run: Run, stds: Arrays, batch: Batch) -> Observed:
+        params = definition.initialize(seed, stds)
+        start = _inside(definition, params, run.factors, batch)
+        first = TrainState(jnp.zeros([], jnp.int32), params, tx.init(params))
+
+        def step(state: TrainState, _: None) -> tuple[TrainState, Observed]:
+            grads, _ = gradients(definition, state.params, run, batch, 1)
+            seen = observe(definition, state.params, params, grads, start, run.factors, batch)
+            hyper: Hyper = run.hyper.at(state.step)
+            updates, opt_state = tx.update(grads, state.opt_state, state.params, factors=run.factors, hyper=hyper)
+            new: Any = optax.apply_updates(state.params, updates)
+            return TrainState(state.step + 1, new, opt_state), seen
+
+        return jax.lax.scan(step, first, None, length=steps + 1)[1]
+
+    program = jax.jit(lambda seeds, *given: jax.lax.map(lambda seed: one(seed, *given), seeds))
+    return jax.device_get(program(seeds, run, stds, batch))
+
+
+def observe(
+    definition: Definition,
+    params: Arrays,
+    initial: Arrays,
+    grads: Arrays,
+    start: dict[str, jax.Array],
+    factors: Factors,
+    batch: Batch,
+) -> Observed:
+    """Every observable of one moment.
+
+    Activations `X` and their change since initialization `change X`; the variance of attention logits over heads;
+    per parameter group the weight (as it acts, multiplier included), its movement since initialization, and the
+    gradient over the group's eps factor.
+    """
+    now = _inside(definition, params, factors, batch)
+    seen = {name: rms(x) for name, x in now.items()}
+    seen |= {f"change {name}": rms(x - start[name]) for name, x in now.items()}
+    if "attention" in now and now["attention"].shape[2] > 1:
+        seen["variance over heads"] = jnp.mean(jnp.var(now["attention"], axis=2))
+    acting = multiplied(params, factors.multiplier)
+    began = multiplied(initial, factors.multiplier)
+    columns: dict[str, Callable[[str], jax.Array]] = {
+        "weight": lambda name: acting[name],
+        "movement": lambda name: acting[name] - began[name],
+        "gradient": lambda name: grads[name] / rows(factors.eps[name], grads[name]),
+    }
+    for what, array in columns.items():
+        groups: dict[str, list[jax.Array]] = {}
+        for name, spec in definition.specs.items():
+            groups.setdefault(spec.group, []).append(rms(array(name)))
+        seen |= {f"{what}/{group}": rms(jnp.stack(values)) for group, values in groups.items()}
+    return seen
+
+
+def rms(x: jax.Array) -> jax.Array:
+    """Root mean square over all entries, float32 []."""
+    return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))
+
+
+def _inside(definition: Definition, params: Arrays, factors: Factors, batch: Batch) -> dict[str, jax.Array]:
+    acting = multiplied(params, factors.multiplier)
+    return internals(definition.bind(acting, factors.forward), batch["inputs"])
+
