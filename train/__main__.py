@@ -23,6 +23,9 @@ MESSAGE_LINES = 10
 
 OWN = ("presets", "zoo", "train")
 
+COMMANDS = {"check": "measure what a preset does as one size grows, and hold it against theory"}
+"""First words that are not recipes."""
+
 
 class _Stopped(BaseException):
     """SIGTERM arrived. Not an Exception, so that nothing below takes it for a failure of its own."""
@@ -68,11 +71,18 @@ def _command(argv: list[str]) -> int:
         print(_overview(), file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
     name = argv[0]
+    if name == "check":
+        from train import check_command
+
+        return check_command.main(argv[1:])
     if name not in RECIPES:
-        near = difflib.get_close_matches(name, RECIPES, n=1)
+        near = difflib.get_close_matches(name, [*RECIPES, *COMMANDS], n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         kind = "the first word is a recipe, not a flag" if name.startswith("-") else f"no recipe is named {name!r}"
-        print(f"error: {kind}; {hint}the recipes are {', '.join(RECIPES)}", file=sys.stderr)
+        print(
+            f"error: {kind}; {hint}the recipes are {', '.join(RECIPES)}, the commands {', '.join(COMMANDS)}",
+            file=sys.stderr,
+        )
         return 2
 
     from train import cli
@@ -107,6 +117,7 @@ def _overview() -> str:
     lines = ["usage: python -m train RECIPE [--FLAG VALUE ...]", "", "recipes:"]
     for name, recipe in RECIPES.items():
         lines.append(f"  {name:<{width}}  {(inspect.getdoc(recipe) or '').splitlines()[0]}")
+    lines += ["", "commands:", *(f"  {name:<{width}}  {line}" for name, line in COMMANDS.items())]
     lines += ["", "`python -m train RECIPE --help` lists the flags of one, `--dry-run` shows what it would do."]
     return "\n".join(lines)
 

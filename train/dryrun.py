@@ -64,7 +64,9 @@ def _costs(program: Program) -> Table:
     table = Table(show_header=False, box=None, padding=(0, 1), title="cost", title_justify="left")
     rows = {
         "parameters": f"{program.definition.count():,}",
-        "batch": f"{config.data.batch_size} x {model.seq_len} tokens" if unit == "token" else f"{config.data.batch_size} images",
+        "batch": f"{config.data.batch_size} x {model.seq_len} tokens"
+        if unit == "token"
+        else f"{config.data.batch_size} images",
         "steps": f"{config.steps:,}, {config.steps * per_step:,} {unit}s",
         "FLOPs": f"{train_flops:.3g} per {unit}, {train_flops * per_step * config.steps:.3g} in all",
         "mesh": f"{mesh} ({program.mesh.devices.flat[0].device_kind})",
@@ -74,7 +76,9 @@ def _costs(program: Program) -> Table:
         table.add_row(name, value)
     memory = program.compile_train().memory_analysis()
     if memory is not None:
-        table.add_row("step needs", f"{_bytes(memory.temp_size_in_bytes)} for activations and gradients, compiled for this mesh")
+        table.add_row(
+            "step needs", f"{_bytes(memory.temp_size_in_bytes)} for activations and gradients, compiled for this mesh"
+        )
         total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
         table.add_row("peak per device", f"about {_bytes(total)}")
     return table

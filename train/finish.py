@@ -21,16 +21,25 @@ _SAMPLE_TOKENS = 400
 _PICTURE_IMAGES = 512
 
 
-def leave(program: Program, data: Data, params: Arrays, numbers: Run, folder: Path, console: Console, seconds: float) -> None:
+def leave(
+    program: Program, data: Data, params: Arrays, numbers: Run, folder: Path, console: Console, seconds: float
+) -> None:
     """Write loss.png, sample.txt or predictions.png into the run's folder, and print the summary."""
     config = program.config
+    given = " ".join(f"{name}={value:g}" for name, value in program.preset.given.items())
+    relative = f"relative to {config.preset.base}" if config.preset.base else "in absolute form"
+    preset = f"{program.preset.name} {given}".strip() + f", {relative}"
     logits = jax.jit(
         lambda params, numbers, inputs: logits_of(program.definition, params, numbers, inputs),
         out_shardings=meshes.replicated(program.mesh),
     )
     files = [folder / metrics.FILE_NAME]
     if config.log.samples and isinstance(config.model, DecoderConfig):
-        files.append(_sample(data, config.model.seq_len, lambda window: logits(params, numbers, window), folder, console, config.seed))
+        files.append(
+            _sample(
+                data, config.model.seq_len, lambda window: logits(params, numbers, window), folder, console, config.seed
+            )
+        )
     elif config.log.samples:
         files.append(_picture(data, lambda images: logits(params, numbers, images), folder))
     references = data.references()
@@ -41,7 +50,7 @@ def leave(program: Program, data: Data, params: Arrays, numbers: Run, folder: Pa
         console,
         files[0],
         name=config.recipe,
-        preset=program.preset.describe(),
+        preset=preset,
         parameters=program.definition.count(),
         seconds=seconds,
         references=references,

@@ -18,7 +18,7 @@ def lm_tiny() -> Config:
     """A byte-level decoder on the sources of Python's standard library, under mup.
 
     Cost: a few minutes on two CPU cores. Needs no download: every machine with Python has the text.
-    Expect a validation loss of at most 1.6 nats per byte; count models reach about 1.84 (trigram) and 1.46 (4-gram).
+    Expect a validation loss of about 1.30 nats per byte; on the same text count models reach 1.79 (trigram) and 1.39 (4-gram).
     """
     return Config(
         recipe="lm-tiny",
@@ -36,8 +36,8 @@ def vit_digits() -> Config:
     """A vision transformer on scikit-learn's real handwritten digits, under mup.
 
     Cost: under two minutes on two CPU cores. Needs no download: the images come with scikit-learn.
-    Expect a test accuracy of at least 98 % on the random split (logistic regression: 97 to 98 %);
-    `--data.split writer` tests on writers never seen in training and is harder.
+    Expect a test accuracy of 98.5 to 99 % on the random split (logistic regression: 96.9 %), and about 96 % with
+    `--data.split writer`, which tests on writers never seen in training (logistic regression: 90.8 %).
     """
     return Config(
         recipe="vit-digits",

@@ -26,7 +26,9 @@ class StopRequest:
             self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
 

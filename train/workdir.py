@@ -42,14 +42,18 @@ def claim(config: Config) -> tuple[Path, bool]:
             "or give --workdir another folder for a new one"
         )
     if held and not (path / RECORD).is_file():
-        raise WorkdirError(f"the workdir {_shown(path)} holds files but no run ({RECORD} is missing); give --workdir another folder")
+        raise WorkdirError(
+            f"the workdir {_shown(path)} holds files but no run ({RECORD} is missing); give --workdir another folder"
+        )
     try:
         path.mkdir(parents=True, exist_ok=True)
         probe = path / ".writable"
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise WorkdirError(f"cannot write into the workdir {_shown(path)}: {error.strerror}; give --workdir another folder") from error
+        raise WorkdirError(
+            f"cannot write into the workdir {_shown(path)}: {error.strerror}; give --workdir another folder"
+        ) from error
     if held:
         _check_same_run(config, json.loads((path / RECORD).read_text()).get("config", {}), path)
     return path, held
@@ -58,7 +62,12 @@ def claim(config: Config) -> tuple[Path, bool]:
 def _check_same_run(config: Config, before: dict[str, Any], path: Path) -> None:
     """Refuse to continue a run whose arrays or batches would no longer mean the same."""
     now = json.loads(json.dumps(to_json(config)))
-    fixed = {"model": set(), "optimizer": {"name"}, "data": {"name", "batch_size", "tokenizer", "split"}, "preset": {"form", "base", "name"}}
+    fixed = {
+        "model": set(),
+        "optimizer": {"name"},
+        "data": {"name", "batch_size", "tokenizer", "split"},
+        "preset": {"form", "base", "name"},
+    }
     for owner, fields in fixed.items():
         old, new = before.get(owner, {}), now[owner]
         for field in sorted(fields or new.keys() - {"compute"}):
@@ -68,7 +77,9 @@ def _check_same_run(config: Config, before: dict[str, Any], path: Path) -> None:
                     f"continue it with --{owner}.{field.replace('_', '-')} {old[field]}, or start another with --workdir"
                 )
     if before.get("seed", config.seed) != config.seed:
-        raise WorkdirError(f"the run in {_shown(path)} has seed {before['seed']}; continue it with --seed {before['seed']}")
+        raise WorkdirError(
+            f"the run in {_shown(path)} has seed {before['seed']}; continue it with --seed {before['seed']}"
+        )
 
 
 def record(path: Path, config: Config, data_facts: dict[str, Any], preset: str) -> None:

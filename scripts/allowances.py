@@ -1,0 +1,68 @@
+"""Measure how far finite sizes stray from theory on rules known to be right, and write train/allowances.json.
+
+    python -m scripts.allowances [adam sgd]
+
+Takes the family of presets whose exponents are proved (mup, mup-half, depth-mup at both ends), every way to grow and both
+optimizers on the smallest decoder and ViT, and keeps per observable the farthest slope below and above theory.
+Run it again only when an observable, a size or a theory changes; the result is data with the command that made it.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+
+import jax
+
+import presets
+from train import check, check_models, expectation
+from train.check_command import AXES, RATES
+from train.config import OptimizerConfig
+from zoo import build, configs
+
+PROVED = {
+    "head_dim": [("mup", {}), ("mup-half", {})],
+    "heads": [("mup", {}), ("mup-half", {})],
+    "width": [("mup", {}), ("mup-half", {})],
+    "depth": [("depth-mup", {"alpha_l": 0.5}), ("depth-mup", {"alpha_l": 1.0})],
+}
+MODELS = ("lm-proxy", "vit-proxy")
+
+
+def main(optimizers: list[str]) -> None:
+    """Measure for the named optimizers (all unless given) and write the file."""
+    path = expectation.ALLOWANCES
+    known = json.loads(path.read_text()) if path.exists() else {"allowances": {}}
+    for optimizer in optimizers or ["adam", "sgd"]:
+        for axis in AXES:
+            allowed: dict[str, list[float]] = {}
+            for model in MODELS:
+                for name, constants in PROVED[axis]:
+                    _stray(model, name, constants, axis, optimizer, allowed)
+                    print(optimizer, axis, model, name, constants, flush=True)
+            known["allowances"][f"{optimizer} {axis}"] = dict(sorted(allowed.items()))
+            known["command"] = "python -m scripts.allowances"
+            known["versions"] = {"python": platform.python_version(), "jax": jax.__version__}
+            path.write_text(json.dumps(known, indent=1) + "\n")
+
+
+def _stray(
+    model: str, name: str, constants: dict[str, float], axis: str, optimizer: str, allowed: dict[str, list[float]]
+) -> None:
+    """Widen `allowed` by one study: per observable and step, how far below and above theory the mean slope lies."""
+    grown = check_models.series(configs.get(model), axis, 4)
+    preset = presets.get(name, base=grown[0].base_sizes(), **constants)
+    config = OptimizerConfig(name=optimizer, peak_lr=RATES[optimizer], schedule="constant", eps=1e-12)  # pyright: ignore
+    definitions = [build.definition(one) for one in grown]
+    measured = check.measure(definitions, preset, config, check_models.batch(grown[0]))
+    expected = expectation.of(preset, definitions[0], definitions[-1], optimizer, strict=True)
+    for finding in check.judge(check.fit(measured, [1, 2, 4, 8]), expected):
+        assert finding.expected is not None
+        stray = round(finding.slope - finding.expected.slope, 2)
+        band = allowed.setdefault(f"{finding.observable} @{finding.step}", [0.0, 0.0])
+        band[0], band[1] = max(band[0], -stray), max(band[1], stray)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,162 @@
+"""The coordinate check: grow one size, measure, fit log-log slopes, and hold them against the theory of the preset.
+
+measure -> fit -> judge; `train/check_report.py` shows the result, `train/check_command.py` is its command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from scipy import stats
+
+from presets import Decay, Preset, PresetError
+from train import factors, optimizer, probes
+from train.config import OptimizerConfig
+from train.step import Run
+from zoo.definition import Definition
+
+STEPS = (0, 1, 3, 10)
+"""Optimizer steps after which observables are read."""
+
+_FLOOR = 1e-30
+"""Stands for an exact zero in a logarithm; an observable that is zero everywhere is left out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """What theory says of one observable: its exponent, how far finite sizes may stray, and whether that is healthy.
+
+    Attributes:
+        slope: exponent in the grown size.
+        below: how much less a measured slope may be.
+        above: how much more.
+        trouble: what a practitioner should hear where the exponent itself is bad, such as "explodes"; None where it is fine.
+    """
+
+    slope: float
+    below: float = 0.15
+    above: float = 0.15
+    trouble: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One observable at one step, measured and judged.
+
+    Attributes:
+        observable: name as `train.probes` gives it.
+        step: optimizer steps taken.
+        slope: mean over seeds of the log-log slope; `low` and `high` its 95 % interval.
+        values: geometric mean over seeds at every size.
+        expected: the theory's word, None where it has none.
+    """
+
+    observable: str
+    step: int
+    slope: float
+    low: float
+    high: float
+    values: tuple[float, ...]
+    expected: Expected | None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the interval meets the band that theory allows."""
+        if self.expected is None:
+            return True
+        floor, ceiling = self.expected.slope - self.expected.below, self.expected.slope + self.expected.above
+        return self.low <= ceiling and self.high >= floor
+
+    @property
+    def ok(self) -> bool:
+        """Agrees with theory, and theory calls it healthy."""
+        return self.agrees and (self.expected is None or self.expected.trouble is None)
+
+    @property
+    def verdict(self) -> str:
+        """A word for a person."""
+        if not self.agrees:
+            return "contradicts theory"
+        if self.expected is not None and self.expected.trouble:
+            return self.expected.trouble
+        return "as predicted" if self.expected is not None else "measured"
+
+
+def measure(
+    definitions: Sequence[Definition],
+    preset: Preset,
+    config: OptimizerConfig,
+    batch: Mapping[str, np.ndarray],
+    *,
+    seeds: int = 4,
+    steps: int = STEPS[-1],
+) -> dict[str, np.ndarray]:
+    """Every observable at every size.
+
+    Args:
+        definitions: the model at growing sizes.
+        preset: relative to the smallest size.
+        config: optimizer; its schedule should be constant.
+        batch: one batch that every size takes.
+        seeds: initializations per size.
+        steps: optimizer steps.
+
+    Returns:
+        Observable to float64 [sizes, seeds, steps + 1].
+
+    Raises:
+        PresetError: the sizes show different observables, so no slope can be fitted.
+    """
+    decay: Decay = config.decay
+    found: list[dict[str, np.ndarray]] = []
+    for definition in definitions:
+        tx = optimizer.build(config, definition.specs)
+        run = Run(factors.resolve(preset, definition, config.name, decay), optimizer.hyper(config, steps + 1))
+        stds = factors.init_stds(preset, definition)
+        found.append(probes.record(definition, tx, run, stds, dict(batch), np.arange(seeds, dtype=np.uint32), steps))
+    if any(one.keys() != found[0].keys() for one in found):
+        raise PresetError("the models to compare have different parameters; grow sizes only, not structure")
+    return {name: np.stack([np.asarray(one[name], np.float64) for one in found]) for name in found[0]}
+
+
+def fit(measured: Mapping[str, np.ndarray], sizes: Sequence[float], steps: Sequence[int] = STEPS) -> list[Finding]:
+    """Log-log slopes of every observable at the given steps, with 95 % intervals over seeds.
+
+    Args:
+        measured: from `measure`.
+        sizes: the grown size (or its ratio to the smallest), one per definition.
+        steps: which steps to read; changes have none at step 0.
+    """
+    x = np.log2(np.asarray(sizes, np.float64))
+    x = x - x.mean()
+    findings = []
+    for name, values in measured.items():
+        for step in steps:
+            at = values[:, :, step]
+            if not np.any(at > 0):
+                continue
+            y = np.log2(np.maximum(at, _FLOOR))
+            slopes = x @ y / (x @ x)
+            mean, seeds = float(slopes.mean()), len(slopes)
+            spread = float(slopes.std(ddof=1)) / math.sqrt(seeds) if seeds > 1 else 0.0
+            half = spread * float(stats.t.ppf(0.975, seeds - 1)) if seeds > 1 else 0.0
+            typical = tuple(float(v) for v in 2.0 ** y.mean(axis=1))
+            findings.append(Finding(name, step, mean, mean - half, mean + half, typical, None))
+    return findings
+
+
+def judge(findings: Sequence[Finding], expected: Mapping[tuple[str, int], Expected]) -> list[Finding]:
+    """The findings that theory speaks of, each with what it says; not-a-number counts as a contradiction."""
+    return [
+        dataclasses.replace(finding, expected=expected[finding.observable, finding.step])
+        for finding in findings
+        if (finding.observable, finding.step) in expected
+    ]
+
+
+def passes(findings: Sequence[Finding]) -> bool:
+    """Whether every judged observable is as predicted and healthy."""
+    return bool(findings) and all(finding.ok for finding in findings)

@@ -1,0 +1,60 @@
+"""Small models for the coordinate check: a named model's structure at sizes that grow by doubling, and one batch for all."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from zoo.configs import ConfigError, DecoderConfig, ModelConfig, ViTConfig
+
+_WIDTH, _HEADS, _DEPTH, _POSITIONS, _VOCAB, _EXAMPLES = 64, 4, 2, 16, 64, 8
+
+
+def smallest(model: ModelConfig) -> ModelConfig:
+    """The model's structure at the check's smallest size: width 64, 4 heads, depth 2, 16 positions."""
+    kv = None if model.num_kv_heads is None else max(1, _HEADS * model.kv_heads // model.num_heads)
+    mlp_ratio = round(model.mlp_ratio * _WIDTH) / _WIDTH
+    shared = {
+        "width": _WIDTH,
+        "num_heads": _HEADS,
+        "head_dim": None,
+        "num_kv_heads": kv,
+        "depth": _DEPTH,
+        "mlp_ratio": mlp_ratio,
+    }
+    if isinstance(model, DecoderConfig):
+        return dataclasses.replace(model, **shared, vocab_size=_VOCAB, seq_len=_POSITIONS, centered=False)
+    return dataclasses.replace(model, **shared, image_size=8, patch_size=2, centered=False)
+
+
+def series(model: ModelConfig, axis: str, count: int) -> list[ModelConfig]:
+    """`count` models from the smallest on, `axis` doubling: head_dim, heads, depth, or width (heads and head_dim in turn)."""
+    return [_grown(smallest(model), axis, doublings) for doublings in range(count)]
+
+
+def _grown(model: ModelConfig, axis: str, doublings: int) -> ModelConfig:
+    by = 2**doublings
+    heads = {"head_dim": 1, "heads": by, "width": 2 ** (doublings // 2), "depth": 1}
+    if axis not in heads:
+        raise ConfigError(f"no size is named {axis!r}; write {', '.join(heads)}")
+    if axis == "depth":
+        return dataclasses.replace(model, depth=model.depth * by)
+    kv = None if model.num_kv_heads is None else model.kv_heads * heads[axis]
+    return dataclasses.replace(model, width=model.width * by, num_heads=model.num_heads * heads[axis], num_kv_heads=kv)
+
+
+def batch(model: ModelConfig) -> dict[str, np.ndarray]:
+    """Random inputs with random labels, from a fixed seed: what every size trains on."""
+    rng = np.random.default_rng(0)
+    if isinstance(model, ViTConfig):
+        shape = (2 * _EXAMPLES, model.image_size, model.image_size, model.channels)
+        targets = rng.integers(0, model.num_classes, shape[0]).astype(np.int32)
+        return {
+            "inputs": rng.standard_normal(shape).astype(np.float32),
+            "targets": targets,
+            "weights": np.ones(shape[0], np.float32),
+        }
+    tokens = rng.integers(0, model.vocab_size, (_EXAMPLES, model.seq_len + 1)).astype(np.int32)
+    weights = np.ones((_EXAMPLES, model.seq_len), np.float32)
+    return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
