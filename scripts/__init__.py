@@ -1,0 +1,1 @@
+"""Thin commands: figures, benchmarks, measured data. `python -m scripts.NAME`."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import platform
 import sys
+from typing import Any
 
 import jax
 
@@ -33,35 +34,34 @@ MODELS = ("lm-proxy", "vit-proxy")
 def main(optimizers: list[str]) -> None:
     """Measure for the named optimizers (all unless given) and write the file."""
     path = expectation.ALLOWANCES
-    known = json.loads(path.read_text()) if path.exists() else {"allowances": {}}
+    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"allowances": {}}
     for optimizer in optimizers or ["adam", "sgd"]:
         for axis in AXES:
             allowed: dict[str, list[float]] = {}
             for model in MODELS:
-                for name, constants in PROVED[axis]:
-                    _stray(model, name, constants, axis, optimizer, allowed)
-                    print(optimizer, axis, model, name, constants, flush=True)
+                _stray(model, axis, optimizer, allowed)
             known["allowances"][f"{optimizer} {axis}"] = dict(sorted(allowed.items()))
             known["command"] = "python -m scripts.allowances"
             known["versions"] = {"python": platform.python_version(), "jax": jax.__version__}
             path.write_text(json.dumps(known, indent=1) + "\n")
 
 
-def _stray(
-    model: str, name: str, constants: dict[str, float], axis: str, optimizer: str, allowed: dict[str, list[float]]
-) -> None:
+def _stray(model: str, axis: str, optimizer: str, allowed: dict[str, list[float]]) -> None:
     """Widen `allowed` by one study: per observable and step, how far below and above theory the mean slope lies."""
     grown = check_models.series(configs.get(model), axis, 4)
-    preset = presets.get(name, base=grown[0].base_sizes(), **constants)
     config = OptimizerConfig(name=optimizer, peak_lr=RATES[optimizer], schedule="constant", eps=1e-12)  # pyright: ignore
     definitions = [build.definition(one) for one in grown]
-    measured = check.measure(definitions, preset, config, check_models.batch(grown[0]))
-    expected = expectation.of(preset, definitions[0], definitions[-1], optimizer, strict=True)
-    for finding in check.judge(check.fit(measured, [1, 2, 4, 8]), expected):
-        assert finding.expected is not None
-        stray = round(finding.slope - finding.expected.slope, 2)
-        band = allowed.setdefault(f"{finding.observable} @{finding.step}", [0.0, 0.0])
-        band[0], band[1] = max(band[0], -stray), max(band[1], stray)
+    series = check.Series(definitions, config)
+    for name, constants in PROVED[axis]:
+        preset = presets.get(name, base=grown[0].base_sizes(), **constants)  # pyright: ignore[reportArgumentType]
+        measured = series.measure(preset, check_models.batch(grown[0]))
+        expected = expectation.of(preset, definitions[0], definitions[-1], optimizer, strict=True)
+        for finding in check.judge(check.fit(measured, [1, 2, 4, 8]), expected):
+            assert finding.expected is not None
+            stray = round(finding.slope - finding.expected.slope, 2)
+            band = allowed.setdefault(f"{finding.observable} @{finding.step}", [0.0, 0.0])
+            band[0], band[1] = max(band[0], -stray), max(band[1], stray)
+        print(optimizer, axis, model, name, constants, flush=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from scipy import stats
 
-from presets import Decay, Preset, PresetError
+from presets import Preset, PresetError
 from train import factors, optimizer, probes
 from train.config import OptimizerConfig
 from train.step import Run
@@ -85,48 +85,49 @@ class Finding:
         return "as predicted" if self.expected is not None else "measured"
 
 
-def measure(
-    definitions: Sequence[Definition],
-    preset: Preset,
-    config: OptimizerConfig,
-    batch: Mapping[str, np.ndarray],
-    *,
-    seeds: int = 4,
-    steps: int = STEPS[-1],
-) -> dict[str, np.ndarray]:
-    """Every observable at every size.
+class Series:
+    """A model at growing sizes, ready to be measured under any preset: each size compiles once.
 
     Args:
         definitions: the model at growing sizes.
-        preset: relative to the smallest size.
         config: optimizer; its schedule should be constant.
-        batch: one batch that every size takes.
-        seeds: initializations per size.
         steps: optimizer steps.
-
-    Returns:
-        Observable to float64 [sizes, seeds, steps + 1].
-
-    Raises:
-        PresetError: the sizes show different observables, so no slope can be fitted.
     """
-    decay: Decay = config.decay
-    found: list[dict[str, np.ndarray]] = []
-    for definition in definitions:
-        tx = optimizer.build(config, definition.specs)
-        run = Run(factors.resolve(preset, definition, config.name, decay), optimizer.hyper(config, steps + 1))
-        stds = factors.init_stds(preset, definition)
-        found.append(probes.record(definition, tx, run, stds, dict(batch), np.arange(seeds, dtype=np.uint32), steps))
-    if any(one.keys() != found[0].keys() for one in found):
-        raise PresetError("the models to compare have different parameters; grow sizes only, not structure")
-    return {name: np.stack([np.asarray(one[name], np.float64) for one in found]) for name in found[0]}
+
+    def __init__(self, definitions: Sequence[Definition], config: OptimizerConfig, steps: int = STEPS[-1]) -> None:
+        self.definitions, self.config, self.steps = list(definitions), config, steps
+        self._probes = [probes.Probe(one, optimizer.build(config, one.specs), steps) for one in definitions]
+
+    def measure(self, preset: Preset, batch: Mapping[str, np.ndarray], seeds: int = 4) -> dict[str, np.ndarray]:
+        """Every observable at every size.
+
+        Args:
+            preset: relative to the smallest size.
+            batch: one batch that every size takes.
+            seeds: initializations per size.
+
+        Returns:
+            Observable to float64 [sizes, seeds, steps + 1].
+
+        Raises:
+            PresetError: the sizes show different observables, so no slope can be fitted.
+        """
+        numbers = optimizer.hyper(self.config, self.steps + 1)
+        found: list[dict[str, np.ndarray]] = []
+        for probe in self._probes:
+            run = Run(factors.resolve(preset, probe.definition, self.config.name, self.config.decay), numbers)
+            stds = factors.init_stds(preset, probe.definition)
+            found.append(probe.record(run, stds, batch, np.arange(seeds, dtype=np.uint32)))
+        if any(one.keys() != found[0].keys() for one in found):
+            raise PresetError("the models to compare have different parameters; grow sizes only, not structure")
+        return {name: np.stack([np.asarray(one[name], np.float64) for one in found]) for name in found[0]}
 
 
 def fit(measured: Mapping[str, np.ndarray], sizes: Sequence[float], steps: Sequence[int] = STEPS) -> list[Finding]:
     """Log-log slopes of every observable at the given steps, with 95 % intervals over seeds.
 
     Args:
-        measured: from `measure`.
+        measured: from `Series.measure`.
         sizes: the grown size (or its ratio to the smallest), one per definition.
         steps: which steps to read; changes have none at step 0.
     """

@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         name=args.optimizer, peak_lr=args.peak_lr or RATES[args.optimizer], schedule="constant", eps=1e-12
     )
     definitions = [build.definition(config) for config in grown]
-    measured = check.measure(definitions, preset, optimizer, check_models.batch(grown[0]), seeds=args.seeds)
+    measured = check.Series(definitions, optimizer).measure(preset, check_models.batch(grown[0]), args.seeds)
     ratios = [2.0**i for i in range(args.sizes)]
     expected = expectation.of(preset, definitions[0], definitions[-1], args.optimizer)
     findings = check.judge(check.fit(measured, ratios), expected)

@@ -1,4 +1,4 @@
-"""What to measure inside a model while it takes its first steps: one compiled program per size, all seeds in it.
+"""What to measure inside a model while it takes its first steps: one compiled program per size, all presets and seeds in it.
 
 Every observable is a positive number per (seed, step): a root mean square over entries, layers and batch. Names are
 `what` or `what/group`, group being a `ParamSpec.group` such as `block.query`.
@@ -6,7 +6,7 @@ Every observable is a positive number per (seed, step): a root mean square over 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -23,52 +23,53 @@ from zoo.definition import Arrays, Definition
 from zoo.internals import internals
 from zoo.param import multiplied
 
-Batch = dict[str, jax.Array]
+Batch = Mapping[str, Any]
 Observed = dict[str, jax.Array]
 """Observable to float32 [steps + 1]: before the first step, then after each."""
 
 
-def record(
-    definition: Definition,
-    tx: optax.GradientTransformationExtraArgs,
-    run: Run,
-    stds: dict[str, np.ndarray],
-    batch: Batch,
-    seeds: np.ndarray,
-    steps: int,
-) -> dict[str, np.ndarray]:
-    """Train from each seed on one batch, measuring before the first step and after every one.
+class Probe:
+    """One model's measuring program, compiled at its first use. Presets, rates and seeds are data to it.
 
     Args:
         definition: the model.
         tx: the optimizer chain.
-        run: factors and hyperparameters; `run.reference` is not used.
-        stds: initial standard deviations.
-        batch: the batch of every step.
-        seeds: of the initialization, uint32 [S].
         steps: optimizer steps.
-
-    Returns:
-        Observable to float32 [S, steps + 1].
     """
 
-    def one(seed: jax.Array, run: Run, stds: Arrays, batch: Batch) -> Observed:
+    def __init__(self, definition: Definition, tx: optax.GradientTransformationExtraArgs, steps: int) -> None:
+        self.definition, self.tx, self.steps = definition, tx, steps
+        self._program = jax.jit(lambda seeds, *given: jax.lax.map(lambda seed: self._one(seed, *given), seeds))
+
+    def record(self, run: Run, stds: dict[str, np.ndarray], batch: Batch, seeds: np.ndarray) -> dict[str, np.ndarray]:
+        """Train from each seed on one batch, measuring before the first step and after every one.
+
+        Args:
+            run: factors and hyperparameters; `run.reference` is not used.
+            stds: initial standard deviations.
+            batch: the batch of every step.
+            seeds: of the initialization, uint32 [S].
+
+        Returns:
+            Observable to float32 [S, steps + 1].
+        """
+        return jax.device_get(self._program(seeds, run, stds, dict(batch)))
+
+    def _one(self, seed: jax.Array, run: Run, stds: Arrays, batch: Batch) -> Observed:
+        definition, tx = self.definition, self.tx
         params = definition.initialize(seed, stds)
         start = _inside(definition, params, run.factors, batch)
         first = TrainState(jnp.zeros([], jnp.int32), params, tx.init(params))
 
         def step(state: TrainState, _: None) -> tuple[TrainState, Observed]:
-            grads, _ = gradients(definition, state.params, run, batch, 1)
+            grads, _sums = gradients(definition, state.params, run, dict(batch), 1)
             seen = observe(definition, state.params, params, grads, start, run.factors, batch)
             hyper: Hyper = run.hyper.at(state.step)
             updates, opt_state = tx.update(grads, state.opt_state, state.params, factors=run.factors, hyper=hyper)
             new: Any = optax.apply_updates(state.params, updates)
             return TrainState(state.step + 1, new, opt_state), seen
 
-        return jax.lax.scan(step, first, None, length=steps + 1)[1]
-
-    program = jax.jit(lambda seeds, *given: jax.lax.map(lambda seed: one(seed, *given), seeds))
-    return jax.device_get(program(seeds, run, stds, batch))
+        return jax.lax.scan(step, first, None, length=self.steps + 1)[1]
 
 
 def observe(
@@ -114,4 +115,3 @@ def rms(x: jax.Array) -> jax.Array:
 def _inside(definition: Definition, params: Arrays, factors: Factors, batch: Batch) -> dict[str, jax.Array]:
     acting = multiplied(params, factors.multiplier)
     return internals(definition.bind(acting, factors.forward), batch["inputs"])
-

@@ -39,7 +39,7 @@ class Definition:
     factors: dict[str, dict[str, Any]]
     sizes: dict[str, int]
 
-    def bind(self, params: Mapping[str, jax.Array], factors: Mapping[str, jax.Array]) -> nnx.Module:
+    def bind(self, params: Mapping[str, Any], factors: Mapping[str, Any]) -> nnx.Module:
         """The model with these numbers; multipliers must already be in `params` (see `apply`)."""
         paths = {**{n: nnx.Param(a) for n, a in params.items()}, **{n: Factor(a) for n, a in factors.items()}}
         state = nnx.from_flat_state({_path(name): variable for name, variable in paths.items()})

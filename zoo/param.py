@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +103,7 @@ class Init:
         return Factor(jnp.float32(fan_in_std(spec, self.sizes)), kind="readout", spec=spec)
 
 
-def multiplied(params: dict[str, jax.Array], multipliers: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def multiplied(params: Mapping[str, Any], multipliers: Mapping[str, Any]) -> dict[str, jax.Array]:
     """a * w for every parameter; a multiplier is a scalar or one number per layer of a stacked parameter."""
 
     def one(w: jax.Array, a: jax.Array) -> jax.Array:
