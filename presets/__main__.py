@@ -1,8 +1,13 @@
-"""Look at presets: `python -m presets` lists them, `python -m presets table PRESET --model NAME` shows one at work."""
+"""Look at presets. `python -m presets` lists them; with a word it does more.
+
+`table PRESET --model NAME` shows a preset at work, `limits PRESET` says what each size does on its way to infinity,
+`compare A B ...` puts such verdicts side by side.
+"""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import inspect
 import json
 import sys
@@ -10,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import presets
-from presets import Preset, PresetError, table
+from presets import Preset, PresetError, table, verdicts
 from presets.rule import FAMILIES
 
 CONSTANTS = ("alpha_a", "alpha_l", "gamma0", "beta0")
@@ -18,29 +23,9 @@ CONSTANTS = ("alpha_a", "alpha_l", "gamma0", "beta0")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code (0 done, 2 bad input with one message on stderr)."""
-    parser = argparse.ArgumentParser(prog="python -m presets", description="Parameterization presets and their tables.")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    commands.add_parser("list", help="name and one line of every preset (what no command does)")
-    shown = commands.add_parser("table", help="every parameter's factors under a preset", description=_table.__doc__)
-    shown.add_argument("preset", metavar="PRESET", help=", ".join(presets.PRESETS))
-    shown.add_argument("--model", required=True, metavar="NAME", help="a model of `python -m zoo`")
-    shown.add_argument(
-        "--base", metavar="NAME", help="the model factors are relative to; without it the absolute form, base 1"
-    )
-    shown.add_argument("--optimizer", default="adam", metavar="NAME", help=f"{', '.join(FAMILIES)} (default adam)")
-    shown.add_argument("--decay", default="coupled", choices=["coupled", "independent"], help="how weight decay enters")
-    shown.add_argument("--form", choices=presets.FORMS, help="where multipliers sit")
-    for name in CONSTANTS:
-        flag = name.replace("_", "-")
-        shown.add_argument(
-            f"--{flag}", f"--preset.{flag}", dest=name, type=float, metavar="X", help="a constant of the preset"
-        )
-    shown.add_argument("--absolute", action="store_true", help="values (base constant x factor), not factors")
-    shown.add_argument("--rules", action="store_true", help="the power laws in m = size / base size, not their values")
-    shown.add_argument("--json", action="store_true", help="print a JSON list of objects")
     try:
-        args = parser.parse_args(argv)
-        return _table(args) if args.command == "table" else _list()
+        args = _parser().parse_args(argv)
+        return {"table": _table, "limits": _limits, "compare": _compare}.get(args.command, _list)(args)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 2
     except ValueError as error:
@@ -50,7 +35,57 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _list() -> int:
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m presets", description="Parameterization presets and their tables.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands.add_parser("list", help="name and one line of every preset (what no command does)")
+
+    shown = commands.add_parser("table", help="every parameter's factors under a preset", description=_table.__doc__)
+    shown.add_argument("preset", metavar="PRESET", help=", ".join(presets.PRESETS))
+    shown.add_argument("--model", required=True, metavar="NAME", help="a model of `python -m zoo`")
+    shown.add_argument(
+        "--base", metavar="NAME", help="the model factors are relative to; without it the absolute form, base 1"
+    )
+    shown.add_argument("--decay", default="coupled", choices=["coupled", "independent"], help="how weight decay enters")
+    shown.add_argument("--form", choices=presets.FORMS, help="where multipliers sit")
+    shown.add_argument("--absolute", action="store_true", help="values (base constant x factor), not factors")
+    shown.add_argument("--rules", action="store_true", help="the power laws in m = size / base size, not their values")
+
+    limit = commands.add_parser(
+        "limits", help="what each size does on its way to infinity", description=_limits.__doc__
+    )
+    limit.add_argument("preset", metavar="PRESET", help=", ".join(presets.PRESETS))
+    several = commands.add_parser(
+        "compare", help="verdicts of several presets side by side", description=_compare.__doc__
+    )
+    several.add_argument(
+        "presets", metavar="PRESET", nargs="+", help="names of presets, each with its default constants"
+    )
+    several.add_argument("--markdown", action="store_true", help="a Markdown table")
+
+    for command in (shown, limit, several):
+        command.add_argument(
+            "--optimizer", default="adam", metavar="NAME", help=f"{', '.join(FAMILIES)} (default adam)"
+        )
+        command.add_argument("--json", action="store_true", help="print JSON")
+    for command in (shown, limit):
+        for name in CONSTANTS:
+            flag = name.replace("_", "-")
+            command.add_argument(
+                f"--{flag}", f"--preset.{flag}", dest=name, type=float, metavar="X", help="a constant of the preset"
+            )
+        command.add_argument(
+            "--constant",
+            action="append",
+            default=[],
+            metavar="NAME=VALUE",
+            help="any other constant, such as s=0.5 or eps_scope=everywhere",
+        )
+    return parser
+
+
+def _list(args: argparse.Namespace) -> int:
+    del args
     width = max(map(len, presets.PRESETS))
     for name, make in presets.PRESETS.items():
         print(f"{name:<{width}}  {(inspect.getdoc(make) or '').splitlines()[0]}")
@@ -86,11 +121,51 @@ def _table(args: argparse.Namespace) -> int:
     return 0
 
 
+def _limits(args: argparse.Namespace) -> int:
+    """What activations, logits, updates, gradients and decay do as head_dim, heads or depth grow: exponent and verdict.
+
+    Computed from the preset's rules alone, for a pre-norm transformer.
+    """
+    preset = _preset(args, None)
+    if args.json:
+        found = verdicts.verdicts(preset, args.optimizer)
+        print(
+            json.dumps(
+                {row: {limit: dataclasses.asdict(e) for limit, e in at.items()} for row, at in found.items()}, indent=2
+            )
+        )
+        return 0
+    print(
+        f"{preset.describe()}, {args.optimizer}: size^exponent of each observable as one size grows, the ratios of widths fixed"
+    )
+    print()
+    print(verdicts.text(verdicts.limits_rows(preset, args.optimizer)))
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    """What is not stable in some of the presets, side by side: a row per growing size and observable."""
+    rows = verdicts.compare_rows([presets.get(name) for name in args.presets], args.optimizer)
+    if args.json:
+        print(json.dumps([dict(zip(rows[0], row, strict=True)) for row in rows[1:]], indent=2))
+        return 0
+    print(verdicts.markdown(rows) if args.markdown else verdicts.text(rows))
+    return 0
+
+
 def _preset(args: argparse.Namespace, base: dict[str, int] | None) -> Preset:
     if ":" in args.preset:
         raise PresetError(f"{args.preset!r}: no tuned presets exist yet; write {args.preset.partition(':')[0]!r}")
-    given = {name: getattr(args, name) for name in CONSTANTS if getattr(args, name) is not None}
-    return presets.get(args.preset, base=base, form=args.form, **given)
+    given: dict[str, Any] = {name: getattr(args, name) for name in CONSTANTS if getattr(args, name) is not None}
+    for pair in args.constant:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise PresetError(f"--constant {pair}: write NAME=VALUE, such as s=0.5")
+        try:
+            given[name] = float(value)
+        except ValueError:
+            given[name] = value
+    return presets.get(args.preset, base=base, form=getattr(args, "form", None), **given)
 
 
 if __name__ == "__main__":

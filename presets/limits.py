@@ -1,4 +1,4 @@
-"""What each size does on its way to infinity, computed from a preset's rules alone: exponents, and what they mean.
+"""What each size does on its way to infinity, computed from a preset's rules alone: exponents (`verdicts` says what they mean).
 
 The model is a pre-norm transformer with finitely many positions, inputs and outputs, everything else read from the table.
 Exponents are of root-mean-square entries. At initialization weights are independent of what they multiply (a sum of n terms
@@ -8,7 +8,6 @@ Heads, logits and depth after Bordelon et al. 2024 (2405.15712) and Tensor Progr
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 
 from presets.preset import Preset
@@ -38,30 +37,6 @@ SPECS = {
     "readout": ParamSpec(role=Role.READOUT, axes=("embed", "vocab"), fan_in=("embed",)),
 }
 """The matrices of the model, by the names of the report."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """One observable in one limit: size^exponent, and the word for it."""
-
-    exponent: float
-    verdict: str
-
-
-def limits(preset: Preset, optimizer: str = "adam") -> dict[str, dict[str, Entry]]:
-    """Observable to limit to exponent and verdict.
-
-    Args:
-        preset: any; form and base do not matter.
-        optimizer: whose updates.
-
-    Raises:
-        PresetError: the preset has no rule for the optimizer.
-    """
-    family = preset.family(optimizer)
-    columns = {limit: Limit(preset, family, growth).observables() for limit, growth in LIMITS.items()}
-    rows = list(next(iter(columns.values())))
-    return {row: {limit: _entry(row, limit, columns[limit], family) for limit in LIMITS} for row in rows}
 
 
 class Limit:
@@ -202,9 +177,9 @@ class Limit:
             "all blocks' share of the stream": self.contribution + self.layers / 2,
             "attention logits": self.attention,
             "output": self.random("readout"),
-            "change of q, k entries": max(self.dq, self.dk),
+            "change of q, k entries": _farthest(self.dq, self.dk),
             "change of attention logits": self.d_attention,
-            "change of v, MLP entries": max(self.dv - self.v, self.d_hidden - self.hidden),
+            "change of v, MLP entries": _farthest(self.dv - self.v, self.d_hidden - self.hidden),
             "change of the stream": self.features,
             "change of the output": self.d_output,
             "q, k backward signal, at first": self.logits + self.k + self.n / 2,
@@ -212,7 +187,7 @@ class Limit:
         }
         groups = {"q, k": ("query", "key"), "block": ("value", "attention out", "MLP in", "MLP out")}
         for name, members in {"embedding": ("embedding",), **groups, "readout": ("readout",)}.items():
-            found[f"weight movement, {name}"] = max(self.movement(member) for member in members)
+            found[f"weight movement, {name}"] = _farthest(*(self.movement(member) for member in members))
         if self.family in ("adam", "muon"):
             for name, members in {"embedding": ("embedding",), **groups, "readout": ("readout",)}.items():
                 over = [
@@ -222,58 +197,10 @@ class Limit:
                 ]
                 if over:
                     found[f"gradient over eps, {name}"] = min(over)
-        decays = [self.x(row.decay) for row in self.rows.values()]
-        found["lr * weight decay"] = max(decays, key=abs)
+        found["lr * weight decay"] = _farthest(*(self.x(row.decay) for row in self.rows.values()))
         return found
 
 
-def _entry(row: str, limit: str, column: Mapping[str, float], family: str) -> Entry:
-    exponent = round(column[row], 10) + 0.0
-    return Entry(exponent, _verdict(row, limit, exponent, column, family))
-
-
-def _verdict(row: str, limit: str, exponent: float, column: Mapping[str, float], family: str) -> str:
-    if row == "one block's share of the stream":
-        return "stable" if column["all blocks' share of the stream"] <= 0 else "explodes"
-    if row.startswith("gradient over eps"):
-        return "vanishes" if exponent < 0 else "stable"
-    if row.startswith("q, k backward signal"):
-        # Adam divides by it; SGD's rate is set for one of the two and training goes from the first to the second.
-        return "explodes" if exponent > 0 and family == "sgd" else "stable"
-    if exponent > 0:
-        return "explodes"
-    if exponent == 0:
-        return "stable"
-    if row == "attention logits" and limit == "head_dim":
-        return "heads collapse"
-    if row == "weight movement, q, k" and column["change of attention logits"] >= 0:
-        return "vanishes"  # and the logits, a sum over many entries, move all the same
-    if row.startswith(("weight movement", "change of attention")):
-        return "frozen"
-    if row in ("change of v, MLP entries", "change of the stream"):
-        return "frozen" if limit == "depth" else "lazy"
-    return "vanishes"
-
-
-def summary(preset: Preset, optimizer: str = "adam") -> dict[str, list[str]]:
-    """Limit to what goes wrong in it, worst first, each as "verdict: observable size^exponent"; empty where all is stable.
-
-    What only describes the start (the output at initialization, shares of the stream) is not counted as wrong.
-    """
-    harmless = [
-        "output",
-        "one block's share of the stream",
-        "all blocks' share of the stream",
-        "change of q, k entries",
-    ]
-    harmless += ["q, k backward signal, at first", "weight movement, q, k"]
-    order = ("explodes", "lazy", "frozen", "heads collapse", "vanishes")
-    symbol = {"head_dim": "N", "heads": "H", "depth": "L"}
-    found: dict[str, list[str]] = {}
-    for limit in LIMITS:
-        entries = {row: at[limit] for row, at in limits(preset, optimizer).items() if at[limit].verdict != "stable"}
-        wrong = [(order.index(e.verdict), row, e) for row, e in entries.items() if row not in harmless]
-        found[limit] = [
-            f"{e.verdict}: {row} {symbol[limit]}^{e.exponent:g}" for _, row, e in sorted(wrong, key=lambda w: w[0])
-        ]
-    return found
+def _farthest(*exponents: float) -> float:
+    """The exponent farthest from 0, the growing one of two: what moves too much and what does not move are both seen."""
+    return max(exponents, key=lambda x: (abs(x), x))

@@ -100,3 +100,44 @@ def test_a_real_process():
         [sys.executable, "-m", "presets", "table", "nope", "--model", "x"], capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_limits_prints_exponents_and_verdicts(capsys: pytest.CaptureFixture[str]):
+    assert main(["limits", "mup"]) == 0
+    out = capsys.readouterr().out
+    assert "attention logits                 heads collapse N^-0.5  stable" in out
+    assert main(["limits", "depth-mup", "--preset.alpha-l", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["residual stream"]["depth"] == {"exponent": 0.0, "verdict": "stable"}
+    assert main(["limits", "ntk", "--constant", "s=0.5", "--optimizer", "sgd"]) == 0
+    assert "lazy N^-0.25" in capsys.readouterr().out
+
+
+def test_compare_puts_presets_side_by_side(capsys: pytest.CaptureFixture[str]):
+    assert main(["compare", "mup", "mup-half", "depth-mup"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].split() == ["growing", "observable", "mup", "mup-half", "depth-mup"]
+    assert main(["compare", "mup", "mup-half", "--markdown"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["| growing | observable | mup | mup-half |", "|---|---|---|---|"]
+    assert "| head_dim | attention logits | heads collapse N^-0.5 | stable |" in lines
+    assert main(["compare", "mup", "sp", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["growing"] == "head_dim"
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["limits", "muup"], "did you mean 'mup'?"),
+        (
+            ["limits", "ntk", "--optimizer", "muon"],
+            "ntk has no rule for the optimizer 'muon' (the paper has SGD and AdamW)",
+        ),
+        (["limits", "completep", "--constant", "eps_scope=all"], "write blocks or everywhere"),
+        (["limits", "ntk", "--constant", "s"], "--constant s: write NAME=VALUE, such as s=0.5"),
+        (["compare", "mup", "sq"], "no preset is named 'sq'"),
+        (["compare"], "the following arguments are required: PRESET"),
+    ],
+)
+def test_wrong_words_of_limits_and_compare(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]):
+    assert main(argv) == 2
+    assert text in capsys.readouterr().err

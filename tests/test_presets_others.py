@@ -309,7 +309,7 @@ def test_a_tied_array_has_one_rate_and_one_eps(name: str):
     for optimizer in set(preset.optimizers) & {"adam", "sgd"}:
         family = preset.family(optimizer)
         token, readout = preset.rule(TOKEN), preset.with_form("readout-multiplier").row(READOUT)
-        finite = {axis: 0.0 for axis in ("classes", "vocab")}
+        finite = dict.fromkeys(("classes", "vocab"), 0.0)
         for axis in ("embed", "head_dim", "layers"):
             growth = {axis: 1.0, **finite}
             assert token.lr(family).growth(growth) == readout.lr(family).growth(growth), (optimizer, axis)

@@ -1,0 +1,128 @@
+"""What the exponents of `presets.limits` mean to who trains: a word for each, tables of them, presets side by side.
+
+stable: does not depend on the size. explodes, vanishes: does. frozen: weights or logits stop moving. lazy: features stop
+moving while the output learns. heads collapse: all heads start with the same (no) logits and get the same dynamics.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from presets.limits import LIMITS, Limit
+from presets.preset import Preset
+
+SYMBOLS = {"head_dim": "N", "heads": "H", "depth": "L"}
+
+ORDER = ("explodes", "lazy", "frozen", "heads collapse", "vanishes", "stable")
+"""Verdicts, worst first."""
+
+DESCRIPTIVE = (
+    "output",
+    "one block's share of the stream",
+    "all blocks' share of the stream",
+    "change of q, k entries",
+    "q, k backward signal, at first",
+    "weight movement, q, k",
+)
+"""Observables that describe a rule without speaking for or against it; the others judge it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One observable in one limit: size^exponent, and the word for it."""
+
+    exponent: float
+    verdict: str
+
+
+def verdicts(preset: Preset, optimizer: str = "adam") -> dict[str, dict[str, Entry]]:
+    """Observable to limit to exponent and verdict.
+
+    Args:
+        preset: any; form and base do not matter.
+        optimizer: whose updates.
+
+    Raises:
+        PresetError: the preset has no rule for the optimizer.
+    """
+    family = preset.family(optimizer)
+    columns = {limit: Limit(preset, family, growth).observables() for limit, growth in LIMITS.items()}
+    rows = list(next(iter(columns.values())))
+    return {row: {limit: _entry(row, limit, columns[limit], family) for limit in LIMITS} for row in rows}
+
+
+def _entry(row: str, limit: str, column: Mapping[str, float], family: str) -> Entry:
+    exponent = round(column[row], 10) + 0.0
+    return Entry(exponent, _verdict(row, limit, exponent, column, family))
+
+
+def _verdict(row: str, limit: str, exponent: float, column: Mapping[str, float], family: str) -> str:
+    if row == "one block's share of the stream":
+        return "stable" if column["all blocks' share of the stream"] <= 0 else "explodes"
+    if row.startswith("gradient over eps"):
+        return "vanishes" if exponent < 0 else "stable"
+    if row.startswith("q, k backward signal"):
+        # Adam divides by it; SGD's rate is set for one of the two and training goes from the first to the second.
+        return "explodes" if exponent > 0 and family == "sgd" else "stable"
+    if exponent > 0:
+        return "explodes"
+    if exponent == 0:
+        return "stable"
+    if row == "attention logits" and limit == "head_dim":
+        return "heads collapse"
+    if row == "weight movement, q, k" and column["change of attention logits"] >= 0:
+        return "vanishes"  # and the logits, a sum over many entries, move all the same
+    if row.startswith(("weight movement", "change of attention")):
+        return "frozen"
+    if row in ("change of v, MLP entries", "change of the stream"):
+        return "frozen" if limit == "depth" else "lazy"
+    return "vanishes"
+
+
+def wrong(preset: Preset, optimizer: str = "adam") -> dict[str, list[tuple[str, Entry]]]:
+    """Limit to the judging observables that are not stable in it, worst first."""
+    found: dict[str, list[tuple[str, Entry]]] = {limit: [] for limit in LIMITS}
+    for row, at in verdicts(preset, optimizer).items():
+        for limit, entry in at.items():
+            if entry.verdict != "stable" and row not in DESCRIPTIVE:
+                found[limit].append((row, entry))
+    return {limit: sorted(rows, key=lambda row: ORDER.index(row[1].verdict)) for limit, rows in found.items()}
+
+
+def limits_rows(preset: Preset, optimizer: str = "adam") -> list[list[str]]:
+    """Every observable and its cell per limit, with a header row."""
+    rows = [["observable", *(f"{limit} ({SYMBOLS[limit]})" for limit in LIMITS)]]
+    for row, at in verdicts(preset, optimizer).items():
+        rows.append([row, *(_cell(entry, limit) for limit, entry in at.items())])
+    return rows
+
+
+def compare_rows(presets: Sequence[Preset], optimizer: str = "adam") -> list[list[str]]:
+    """Presets side by side: a row per limit and judging observable that some preset does not keep stable, with a header row."""
+    tables = [verdicts(preset, optimizer) for preset in presets]
+    rows = [["growing", "observable", *(preset.name for preset in presets)]]
+    for limit in LIMITS:
+        for row in tables[0]:
+            entries = [table[row][limit] for table in tables]
+            if row not in DESCRIPTIVE and any(entry.verdict != "stable" for entry in entries):
+                rows.append([limit, row, *(_cell(entry, limit) for entry in entries)])
+    return rows
+
+
+def _cell(entry: Entry, limit: str) -> str:
+    if entry.exponent == 0:
+        return entry.verdict
+    return f"{entry.verdict} {SYMBOLS[limit]}^{entry.exponent:g}"
+
+
+def text(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as a Markdown table."""
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
