@@ -21,6 +21,9 @@ from zoo.definition import Definition
 STEPS = (0, 1, 3, 10)
 """Optimizer steps after which observables are read."""
 
+_MOVES = 0.1
+"""A slope above this is seen to grow."""
+
 _FLOOR = 1e-30
 """Stands for an exact zero in a logarithm; an observable that is zero everywhere is left out."""
 
@@ -71,17 +74,21 @@ class Finding:
         return self.low <= ceiling and self.high >= floor
 
     @property
+    def _troubled(self) -> bool:
+        return self.expected is not None and self.expected.trouble is not None and self.slope > _MOVES
+
+    @property
     def ok(self) -> bool:
-        """Agrees with theory, and theory calls it healthy."""
-        return self.agrees and (self.expected is None or self.expected.trouble is None)
+        """Agrees with theory, and is not trouble that theory foretold and the measurement shows."""
+        return self.agrees and not self._troubled
 
     @property
     def verdict(self) -> str:
         """A word for a person."""
         if not self.agrees:
             return "contradicts theory"
-        if self.expected is not None and self.expected.trouble:
-            return self.expected.trouble
+        if self._troubled and self.expected is not None:
+            return str(self.expected.trouble)
         return "as predicted" if self.expected is not None else "measured"
 
 

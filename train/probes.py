@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
 from train.adam import rows
 from train.factors import Factors
@@ -20,12 +21,14 @@ from train.optimizer import Hyper
 from train.state import TrainState
 from train.step import Run, gradients
 from zoo.definition import Arrays, Definition
-from zoo.internals import internals
+from zoo.internals import attention_of, internals
 from zoo.param import multiplied
 
 Batch = Mapping[str, Any]
 Observed = dict[str, jax.Array]
 """Observable to float32 [steps + 1]: before the first step, then after each."""
+
+_BY_OWN_WEIGHTS = ("query", "key", "attention")
 
 
 class Probe:
@@ -83,13 +86,18 @@ def observe(
 ) -> Observed:
     """Every observable of one moment.
 
-    Activations `X` and their change since initialization `change X`; the variance of attention logits over heads;
+    Activations `X` and their change since initialization `change X`, for queries, keys and attention logits `update X`,
+    the change through their own weights alone; the variance of attention logits over heads;
     per parameter group the weight (as it acts, multiplier included), its movement since initialization, and the
     gradient over the group's eps factor.
     """
     now = _inside(definition, params, factors, batch)
     seen = {name: rms(x) for name, x in now.items()}
-    seen |= {f"change {name}": rms(x - start[name]) for name, x in now.items()}
+    seen |= {f"change {name}": rms(x - start[name]) for name, x in now.items() if name not in _BY_OWN_WEIGHTS}
+    if "query" in now:
+        # What they owe to their own weights, at the inputs they had: the stream below moves too, and would hide it.
+        moved = attention_of(_bound(definition, params, factors), start["attended"])
+        seen |= {f"update {name}": rms(moved[name] - start[name]) for name in _BY_OWN_WEIGHTS}
     if "attention" in now and now["attention"].shape[2] > 1:
         seen["variance over heads"] = jnp.mean(jnp.var(now["attention"], axis=2))
     acting = multiplied(params, factors.multiplier)
@@ -113,5 +121,8 @@ def rms(x: jax.Array) -> jax.Array:
 
 
 def _inside(definition: Definition, params: Arrays, factors: Factors, batch: Batch) -> dict[str, jax.Array]:
-    acting = multiplied(params, factors.multiplier)
-    return internals(definition.bind(acting, factors.forward), batch["inputs"])
+    return internals(_bound(definition, params, factors), batch["inputs"])
+
+
+def _bound(definition: Definition, params: Arrays, factors: Factors) -> nnx.Module:
+    return definition.bind(multiplied(params, factors.multiplier), factors.forward)

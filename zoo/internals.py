@@ -11,9 +11,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-LAYERED = ("residual", "contribution", "query", "key", "attention")
-"""Activations with a leading layer axis in what `internals` returns."""
-
 
 def internals(model: Any, inputs: jax.Array) -> dict[str, jax.Array]:
     """Activations of one forward pass.
@@ -23,9 +20,10 @@ def internals(model: Any, inputs: jax.Array) -> dict[str, jax.Array]:
         inputs: what the model is called with.
 
     Returns:
-        For a zoo model `embedding` [B, T, D], and per layer `residual` [L, B, T, D] (after the block), `contribution`
-        (what the block added), `query` [L, B, T, H, N], `key` [L, B, S, K, N], `attention` [L, B, H, T, S] (logits as
-        they enter the softmax, before any mask); for every model `logits`, its output.
+        For a zoo model `embedding` [B, T, D], and per layer `attended` [L, B, T, D] (input of q, k, v), `residual`
+        [L, B, T, D] (after the block), `contribution` (what the block added), `query` [L, B, T, H, N], `key`
+        [L, B, S, K, N], `attention` [L, B, H, T, S] (logits as they enter the softmax, before any mask); for every model
+        `logits`, its output.
     """
     if hasattr(model, "internals"):
         return {"logits": model(inputs), **model.internals(inputs)}
@@ -35,18 +33,28 @@ def internals(model: Any, inputs: jax.Array) -> dict[str, jax.Array]:
 
     def layer(h_BTD: jax.Array, state: nnx.State) -> tuple[jax.Array, dict[str, jax.Array]]:
         block = nnx.merge(graph, state)
-        q_BTHN, k_BSKN, _ = block.attention.heads(block.attention_norm(h_BTD))
-        groups = q_BTHN.shape[2] // k_BSKN.shape[2]
-        logits_BHTS = jnp.einsum("bthn,bshn->bhts", q_BTHN, jnp.repeat(k_BSKN, groups, axis=2))
+        attended = block.attention_norm(h_BTD)
         out_BTD = block(h_BTD)
-        return out_BTD, {
-            "residual": out_BTD,
-            "contribution": out_BTD - h_BTD,
-            "query": q_BTHN,
-            "key": k_BSKN,
-            "attention": block.attention.logit_scale[...] * logits_BHTS,
-        }
+        here = {"attended": attended, "residual": out_BTD, "contribution": out_BTD - h_BTD}
+        return out_BTD, {**here, **_attention(block, attended)}
 
     embedding = model.embed(inputs)
     _, found = jax.lax.scan(layer, embedding, stacked)
     return {"embedding": embedding, **found, "logits": model(inputs)}
+
+
+def attention_of(model: Any, attended_LBTD: jax.Array) -> dict[str, jax.Array]:
+    """Queries, keys and attention logits of every layer for given inputs of the attention matrices (`attended`)."""
+    graph, stacked = nnx.split(model.block)
+
+    def layer(_: None, given: tuple[nnx.State, jax.Array]) -> tuple[None, dict[str, jax.Array]]:
+        return None, _attention(nnx.merge(graph, given[0]), given[1])
+
+    return jax.lax.scan(layer, None, (stacked, attended_LBTD))[1]
+
+
+def _attention(block: Any, attended_BTD: jax.Array) -> dict[str, jax.Array]:
+    q_BTHN, k_BSKN, _ = block.attention.heads(attended_BTD)
+    groups = q_BTHN.shape[2] // k_BSKN.shape[2]
+    logits_BHTS = jnp.einsum("bthn,bshn->bhts", q_BTHN, jnp.repeat(k_BSKN, groups, axis=2))
+    return {"query": q_BTHN, "key": k_BSKN, "attention": block.attention.logit_scale[...] * logits_BHTS}
