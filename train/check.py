@@ -13,36 +13,17 @@ import numpy as np
 from scipy import stats
 
 from presets import Preset, PresetError
-from train import factors, optimizer, probes
+from train import expectation, factors, optimizer, probes
 from train.config import OptimizerConfig
+from train.expectation import STEPS, Expected
 from train.step import Run
 from zoo.definition import Definition
-
-STEPS = (0, 1, 3, 10)
-"""Optimizer steps after which observables are read."""
 
 _MOVES = 0.1
 """A slope above this is seen to grow."""
 
 _FLOOR = 1e-30
 """Stands for an exact zero in a logarithm; an observable that is zero everywhere is left out."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Expected:
-    """What theory says of one observable: its exponent, how far finite sizes may stray, and whether that is healthy.
-
-    Attributes:
-        slope: exponent in the grown size.
-        below: how much less a measured slope may be.
-        above: how much more.
-        trouble: what a practitioner should hear where the exponent itself is bad, such as "explodes"; None where it is fine.
-    """
-
-    slope: float
-    below: float = 0.15
-    above: float = 0.15
-    trouble: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,3 +149,25 @@ def judge(findings: Sequence[Finding], expected: Mapping[tuple[str, int], Expect
 def passes(findings: Sequence[Finding]) -> bool:
     """Whether every judged observable is as predicted and healthy."""
     return bool(findings) and all(finding.ok for finding in findings)
+
+
+def study(
+    definitions: Sequence[Definition],
+    preset: Preset,
+    config: OptimizerConfig,
+    batch: Mapping[str, np.ndarray],
+    seeds: int = 4,
+) -> list[Finding]:
+    """The whole check of one preset on any model: measure at every size, fit, and hold against theory.
+
+    Args:
+        definitions: the model at sizes that grow evenly, from `zoo.definition.define`.
+        preset: relative to the smallest size.
+        config: optimizer; its schedule should be constant.
+        batch: `inputs`, `targets`, `weights` for every size (see `train.step`).
+        seeds: initializations per size.
+    """
+    _, factor = expectation.growth(definitions[0].sizes, definitions[-1].sizes)
+    ratios = [factor ** (i / (len(definitions) - 1)) for i in range(len(definitions))]
+    expected = expectation.of(preset, definitions[0], definitions[-1], config.name)
+    return judge(fit(Series(definitions, config).measure(preset, batch, seeds), ratios), expected)

@@ -54,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seeds", type=int, default=4, metavar="N", help="initializations per size (4)")
     made.add_argument("--json", metavar="PATH", help="write verdict and slopes as JSON")
     made.add_argument("--figure", metavar="PATH", help="draw every observable against size (PNG)")
+    made.add_argument("--dry-run", action="store_true", help="print the sizes and what theory expects; measure nothing")
     return made
 
 
@@ -85,10 +86,15 @@ def run(args: argparse.Namespace) -> int:
         name=args.optimizer, peak_lr=args.peak_lr or RATES[args.optimizer], schedule="constant", eps=1e-12
     )
     definitions = [build.definition(config) for config in grown]
-    measured = check.Series(definitions, optimizer).measure(preset, check_models.batch(grown[0]), args.seeds)
-    ratios = [2.0**i for i in range(args.sizes)]
-    expected = expectation.of(preset, definitions[0], definitions[-1], args.optimizer)
-    findings = check.judge(check.fit(measured, ratios), expected)
+    if args.dry_run:
+        for config in grown:
+            print(f"width {config.width}, {config.num_heads} heads of {config.heads_dim}, depth {config.depth}")
+        for (name, step), slope in expectation.of(preset, definitions[0], definitions[-1], args.optimizer).items():
+            print(
+                f"{name} after {step}: theory says {slope.slope:+.2f}" + (f", {slope.trouble}" if slope.trouble else "")
+            )
+        return 0
+    findings = check.study(definitions, preset, optimizer, check_models.batch(grown[0]), args.seeds)
     seconds = time.monotonic() - started
 
     title = f"{args.model} under {preset.name}, {args.optimizer}, growing {args.grow} {args.sizes - 1} times twofold ({seconds:.0f} s)"
@@ -106,5 +112,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         check_report.write_json(args.json, findings, about)
     if args.figure:
-        check_report.figure(args.figure, findings, ratios, f"{args.grow} / smallest", title)
+        check_report.figure(
+            args.figure, findings, [2.0**i for i in range(args.sizes)], f"{args.grow} / smallest", title
+        )
     return 0 if check.passes(findings) else 1

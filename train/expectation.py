@@ -13,11 +13,13 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from presets import ParamSpec, Preset, PresetError, Role
+from presets import VECTORS, ParamSpec, Preset, PresetError, Role
 from presets.limits import SPECS, Limit
 from presets.scaling import axis
-from train.check import STEPS, Expected
 from zoo.definition import Definition
+
+STEPS = (0, 1, 3, 10)
+"""Optimizer steps after which observables are read."""
 
 ALLOWANCES = Path(__file__).with_name("allowances.json")
 MARGIN = {"weight": 0.04, "movement": 0.08, "gradient": 0.12}
@@ -27,6 +29,23 @@ CHANGE_MARGIN = 0.12
 
 _ROLES = {spec.role: name for name, spec in SPECS.items() if spec.role is not Role.TOKEN_EMBEDDING}
 _EMBEDDINGS = (Role.TOKEN_EMBEDDING, Role.PATCH_EMBEDDING, Role.POSITION)
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """What theory says of one observable: its exponent, how far finite sizes may stray, and whether that is healthy.
+
+    Attributes:
+        slope: exponent in the grown size.
+        below: how much less a measured slope may be.
+        above: how much more.
+        trouble: what a practitioner should hear where the exponent itself is bad, such as "explodes"; None where it is fine.
+    """
+
+    slope: float
+    below: float = 0.15
+    above: float = 0.15
+    trouble: str | None = None
 
 
 def growth(first: Mapping[str, int], last: Mapping[str, int]) -> tuple[dict[str, float], float]:
@@ -141,6 +160,8 @@ def _weights(preset: Preset, spec: ParamSpec, limit: Limit, family: str) -> dict
 def _vector_gradient(spec: ParamSpec, limit: Limit) -> float | None:
     """Exponent of a gain's or bias' gradient: that of the matrix beside it, whose input has entries Theta(1)."""
     beside = {name: limit.gradient[name] - limit.x(limit.rows[name].multiplier) for name in SPECS}
+    if spec.role not in VECTORS:
+        return None
     if spec.role is Role.NORM_GAIN and spec.of in (Role.QUERY, Role.KEY):
         return None  # summed over heads, more or less aligned: theory gives a band, not an exponent
     if not spec.in_block:

@@ -1,0 +1,64 @@
+"""A model from outside the zoo, an MLP-Mixer, under muP, and its coordinate check: `python docs/mixer.py`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import presets
+from presets import ParamSpec, Role
+from train import check
+from train.config import OptimizerConfig
+from zoo.definition import define
+
+POSITIONS, PATCH, CLASSES, DEPTH = 16, 12, 10, 2
+
+
+def weight(role, sizes, *axes, block=True):
+    spec = ParamSpec(role=role, axes=axes, fan_in=axes[:1], in_block=block)
+    return nnx.Param(jnp.zeros([sizes[axis] for axis in axes]), spec=spec)
+
+
+def normed(x):
+    return (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5)
+
+
+class Mixer(nnx.Module):
+    def __init__(self, width):
+        sizes = {
+            "embed": width,
+            "mlp": 2 * width,
+            "position": POSITIONS,
+            "output": POSITIONS,
+            "patch": PATCH,
+            "classes": CLASSES,
+        }
+        self.read = weight(Role.PATCH_EMBEDDING, sizes, "patch", "embed", block=False)
+        self.mix = nnx.List([weight(Role.HIDDEN, sizes, "position", "output") for _ in range(DEPTH)])
+        self.up = nnx.List([weight(Role.MLP_IN, sizes, "embed", "mlp") for _ in range(DEPTH)])
+        self.down = nnx.List([weight(Role.MLP_OUT, sizes, "mlp", "embed") for _ in range(DEPTH)])
+        self.out = weight(Role.READOUT, sizes, "embed", "classes", block=False)
+
+    def __call__(self, x):
+        h = x @ self.read[...]
+        for mix, up, down in zip(self.mix, self.up, self.down, strict=True):
+            h = h + jnp.einsum("bpd,pq->bqd", normed(h), mix[...])
+            h = h + jax.nn.relu(normed(h) @ up[...]) @ down[...]
+        return normed(h).mean(axis=1) @ self.out[...]
+
+
+def main() -> bool:
+    rng = np.random.default_rng(0)
+    images, labels = rng.standard_normal((32, POSITIONS, PATCH)).astype(np.float32), rng.integers(0, CLASSES, 32)
+    batch = {"inputs": images, "targets": labels.astype(np.int32), "weights": np.ones(32, np.float32)}
+    models = [define(lambda width=width: Mixer(width)) for width in (64, 128, 256, 512)]
+    mup = presets.get("mup", base={"embed": 64, "mlp": 128})
+    adam = OptimizerConfig(name="adam", peak_lr=2e-3, schedule="constant", eps=1e-12)
+    findings = check.study(models, mup, adam, batch)
+    for finding in findings:
+        print(f"{finding.observable:28} after {finding.step:2} {finding.slope:+.2f}  {finding.verdict}")
+    return check.passes(findings)
+
+
+if __name__ == "__main__":
+    raise SystemExit(0 if main() else 1)
