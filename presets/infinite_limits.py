@@ -63,7 +63,8 @@ def rows(name: str, spec: ParamSpec, alpha_a: float, alpha_l: float | None) -> R
             root = product(spec.fan_in) ** -0.5
             return Rule(multiplier=root, sgd=D, eps=root * D**-1)
         case Role.READOUT:
-            return Rule(multiplier=D**-1, sgd=D, eps=D**-1)
+            m_in = product(spec.fan_in)  # the width, in every model whose readout reads the residual stream
+            return Rule(multiplier=m_in**-1, sgd=m_in, eps=m_in**-1)
         case Role.BIAS:
             return Rule(decays=False)
     raise PresetError(f"{name} has no rule for the role {spec.role.value}")
