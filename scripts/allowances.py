@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import sys
 from typing import Any
 
@@ -43,7 +44,12 @@ def main(optimizers: list[str]) -> None:
             known["allowances"][f"{optimizer} {axis}"] = dict(sorted(allowed.items()))
             known["command"] = "python -m scripts.allowances"
             known["versions"] = {"python": platform.python_version(), "jax": jax.__version__}
-            path.write_text(json.dumps(known, indent=1) + "\n")
+            path.write_text(_compact(known) + "\n")
+
+
+def _compact(known: dict[str, Any]) -> str:
+    """JSON with a line per observable, so that a changed allowance is a one-line diff."""
+    return re.sub(r"\[\s+([-\d.]+),\s+([-\d.]+)\s+\]", r"[\1, \2]", json.dumps(known, indent=1))
 
 
 def _stray(model: str, axis: str, optimizer: str, allowed: dict[str, list[float]]) -> None:
@@ -58,9 +64,10 @@ def _stray(model: str, axis: str, optimizer: str, allowed: dict[str, list[float]
         expected = expectation.of(preset, definitions[0], definitions[-1], optimizer, strict=True)
         for finding in check.judge(check.fit(measured, [1, 2, 4, 8]), expected):
             assert finding.expected is not None
-            stray = round(finding.slope - finding.expected.slope, 2)
+            above = finding.slope - finding.expected.slope
             band = allowed.setdefault(f"{finding.observable} @{finding.step}", [0.0, 0.0])
-            band[0], band[1] = max(band[0], -stray), max(band[1], stray)
+            band[0] = max(band[0], round(-above - finding.expected.below, 2))
+            band[1] = max(band[1], round(above - finding.expected.above, 2))
         print(optimizer, axis, model, name, constants, flush=True)
 
 

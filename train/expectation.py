@@ -80,7 +80,7 @@ def of(
         first: the smallest model of the series.
         last: the largest.
         optimizer: whose updates.
-        strict: without allowances, to measure them.
+        strict: without margins and allowances, to measure the latter.
     """
     exponents, _ = growth(first.sizes, last.sizes)
     family = preset.family(optimizer)
@@ -92,7 +92,7 @@ def of(
     allowed = {} if strict else _allowances().get(f"{family} {label(exponents)}", {})
     found = {}
     for (name, step), slope in late.items():
-        margin = MARGIN.get(name.partition("/")[0], CHANGE_MARGIN)
+        margin = 0.0 if strict else MARGIN.get(name.partition("/")[0], CHANGE_MARGIN)
         below, above = allowed.get(f"{name} @{step}", (0.0, 0.0))
         if step > 0 or name.startswith("gradient"):
             slow = early[name, step] if _feels_alignment(name, family) else slope
