@@ -49,4 +49,6 @@ def completep(
     chosen = {"alpha_a": alpha_a, "alpha_l": alpha_l, "eps_scope": eps_scope, "decay": decay, "beta0": beta0}
     defaults = {"alpha_a": 1.0, "alpha_l": 1.0, "eps_scope": "blocks", "decay": "table", "beta0": 1.0}
     given = {key: value for key, value in chosen.items() if value != defaults[key]}
-    return dataclasses.replace(family, rule=rule, given=given)
+    drifts = decay == "table" and alpha_l < 1
+    drift = f"lr*wd of block matrices goes as layers^{alpha_l - 1:g} (completep's own table); decay=rate keeps it fixed"
+    return dataclasses.replace(family, rule=rule, given=given, warnings=(drift,) if drifts else ())

@@ -34,6 +34,7 @@ class Preset:
         constants: per `ParamSpec.group`, what multiplies the default base values (tuned, or an absolute form's).
         zero_readout: start the readout at zero.
         given: the constants this preset was made with, for printing.
+        warnings: what its source chose that a user should know, one sentence each.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Preset:
     constants: Mapping[str, Scales] = dataclasses.field(default_factory=dict)
     zero_readout: bool = False
     given: Mapping[str, float | str] = dataclasses.field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
     def row(self, spec: ParamSpec) -> Rule:
         """The spec's rule in this preset's form.
@@ -195,9 +197,9 @@ class Preset:
         return dataclasses.replace(relative, constants=constants)
 
     def cautions(self, sizes: Mapping[str, int], optimizer: str = "adam") -> list[str]:
-        """Growth the table was not derived for, one sentence each."""
+        """What to know before trusting the table at these sizes: growth it was not derived for, one sentence each."""
         m = self.ratios(sizes)
-        found = []
+        found = list(self.warnings)
         if self.base is None or not {"embed", "mlp", "heads", "kv_heads"} <= m.keys():
             return found
         if abs(m["mlp"] / m["embed"] - 1) > 0.01:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from presets import Decay, ParamSpec, Preset, Scales
+from presets import Decay, ParamSpec, Preset, PresetError, Scales
 from zoo.definition import Definition
 
 Numbers = dict[str, np.ndarray]
@@ -17,7 +17,10 @@ Numbers = dict[str, np.ndarray]
 
 
 class Factors(NamedTuple):
-    """What a preset gives a model and its optimizer, one entry per parameter (`forward`: per `zoo.param.Factor`)."""
+    """What a preset gives a model and its optimizer, one entry per parameter.
+
+    `forward` has one per `zoo.param.Factor`, but for a skip that is 1 everywhere: the program is then made without it.
+    """
 
     multiplier: Numbers
     lr: Numbers
@@ -32,13 +35,23 @@ def resolve(preset: Preset, definition: Definition, optimizer: str = "adam", dec
     Args:
         preset: from `presets.get`.
         definition: the model, from `zoo.build.definition` or `zoo.definition.define`.
-        optimizer: adam, adamw, sgd or momentum.
+        optimizer: a name the preset has a rule for.
         decay: how weight decay enters the update.
 
     Raises:
         presets.PresetError: a role or optimizer without a rule, or a size that a rule needs.
     """
-    scales = {name: preset.scales(spec, definition.sizes, optimizer, decay) for name, spec in definition.specs.items()}
+    preset.family(optimizer)
+
+    def one(name: str, spec: ParamSpec) -> Scales:
+        try:
+            return preset.scales(spec, definition.sizes, optimizer, decay)
+        except PresetError as error:
+            raise PresetError(f"{name}: {error}") from error
+
+    scales = {name: one(name, spec) for name, spec in definition.specs.items()}
+
+    forward = {name: _forward(preset, definition, declared) for name, declared in definition.factors.items()}
 
     def column(field: str) -> Numbers:
         return {name: _number(getattr(s, field), definition.specs[name], definition) for name, s in scales.items()}
@@ -48,7 +61,7 @@ def resolve(preset: Preset, definition: Definition, optimizer: str = "adam", dec
         lr=column("lr"),
         eps=column("eps"),
         weight_decay=column("weight_decay"),
-        forward={name: _forward(preset, definition, declared) for name, declared in definition.factors.items()},
+        forward={n: v for n, v in forward.items() if not (definition.factors[n]["kind"] == "skip" and (v == 1).all())},
     )
 
 
@@ -74,9 +87,12 @@ def _forward(preset: Preset, definition: Definition, declared: dict) -> np.ndarr
             value = preset.logit_scale(sizes)
         case "readout":
             value = preset.scales(declared["spec"], sizes).multiplier
-        case "branch":
+        case "skip" | "branch" as kind:
             layers = range(shape[0])
-            value = [[preset.residual_scale(sizes, i, branch) for branch in ("attention", "mlp")] for i in layers]
+            which = ("skip", "branch").index(kind)
+            value = [
+                [preset.residual_scale(sizes, i, branch)[which] for branch in ("attention", "mlp")] for i in layers
+            ]
         case kind:
-            raise ValueError(f"no factor is of kind {kind!r}; write logits, branch or readout")
+            raise ValueError(f"no factor is of kind {kind!r}; write logits, skip, branch or readout")
     return np.broadcast_to(np.asarray(value, np.float32), shape)
