@@ -18,15 +18,19 @@ FAMILIES = {"adam": "adam", "adamw": "adam", "sgd": "sgd", "momentum": "sgd", "m
 """Optimizer name to the column of rules it follows. Heavy-ball momentum without dampening scales as SGD."""
 
 
+Number = float | tuple[float, ...]
+"""One number, or one per layer of a stacked parameter (only measured tables have the latter)."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scales:
     """Numbers for one parameter. `lr`, `eps`, `weight_decay` multiply the optimizer's; `init_std` is absolute."""
 
-    multiplier: float
-    init_std: float
-    lr: float
-    eps: float
-    weight_decay: float
+    multiplier: Number
+    init_std: Number
+    lr: Number
+    eps: Number
+    weight_decay: Number
 
     def times(self, other: Scales) -> Scales:
         """Columnwise product."""

@@ -7,10 +7,12 @@ moving while the output learns. heads collapse: all heads start with the same (n
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 from presets.limits import LIMITS, Limit
 from presets.preset import Preset
+from presets.roles import PresetError
 
 SYMBOLS = {"head_dim": "N", "heads": "H", "depth": "L"}
 
@@ -126,3 +128,36 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     """Rows as a Markdown table."""
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+
+
+def refuse_uneven(preset: Preset, sizes: Mapping[str, int], optimizer: str = "adam") -> None:
+    """Whether widths may grow from the base to these sizes in these proportions.
+
+    The limits of `LIMITS` keep F/D, N*H/D and H/H_kv fixed. Along any other line the same calculation says what moves; depth is
+    left as it is.
+
+    Args:
+        preset: relative to a base.
+        sizes: of the model.
+        optimizer: whose updates: some growth is safe under SGD and not under Adam.
+
+    Raises:
+        PresetError: something explodes that is stable where all widths grow together; the text names the axes.
+    """
+    ratios = preset.ratios(sizes)
+    widths = {axis: ratios[axis] for axis in ("embed", "mlp", "heads", "kv_heads", "head_dim") if axis in ratios}
+    largest = max(widths.values(), default=1.0)
+    if preset.base is None or largest <= 1.0:
+        return
+    growth = {axis: math.log(ratio) / math.log(largest) for axis, ratio in widths.items()}
+    family = preset.family(optimizer)
+    found = Limit(preset, family, growth).observables()
+    together = [Limit(preset, family, LIMITS[limit]).observables() for limit in ("head_dim", "heads")]
+    for row in ("change of attention logits", "change of the stream", "change of the output"):
+        if found[row] > 0.01 + max(max(at[row] for at in together), 0.0):
+            grown = ", ".join(f"{axis} x{ratio:.3g}" for axis, ratio in widths.items())
+            fastest = max(widths, key=widths.__getitem__)
+            raise PresetError(
+                f"{preset.name} under {optimizer} does not allow growing {grown}: {row} explodes as {fastest}^{found[row]:.2g}; "
+                f"grow the widths together (head_dim or heads with embed and mlp)"
+            )

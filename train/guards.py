@@ -48,6 +48,7 @@ def check_chain(
     grads = {n: jnp.asarray(rng.normal(size=w.shape), w.dtype) for n, w in params.items()}
     ones, still = jax.tree.map(jnp.ones_like, params), jax.tree.map(jnp.zeros_like, params)
 
+    @jax.jit
     def update(grads: Arrays, params: Arrays) -> Arrays:
         return tx.update(grads, tx.init(params), params)[0]  # pyright: ignore[reportReturnType]
 
@@ -75,6 +76,7 @@ def reference(definition: Definition, preset: Preset, optimizer: str) -> Update:
     tx = chains.build(config, definition.specs)
     factors, hyper = resolve(preset, definition, optimizer), chains.hyper(config, 1).at(jnp.int32(0))
 
+    @jax.jit
     def update(grads: Arrays, params: Arrays) -> Arrays:
         return tx.update(grads, tx.init(params), params, factors=factors, hyper=hyper)[0]  # pyright: ignore
 
