@@ -61,6 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     several.add_argument(
         "presets", metavar="PRESET", nargs="+", help="names of presets, each with its default constants"
     )
+    several.add_argument(
+        "--summary", action="store_true", help="one row per preset: each verdict with what shows it most"
+    )
     several.add_argument("--markdown", action="store_true", help="a Markdown table")
 
     for command in (shown, limit, several):
@@ -145,7 +148,8 @@ def _limits(args: argparse.Namespace) -> int:
 
 def _compare(args: argparse.Namespace) -> int:
     """What is not stable in some of the presets, side by side: a row per growing size and observable."""
-    rows = verdicts.compare_rows([presets.get(name) for name in args.presets], args.optimizer)
+    named = [presets.get(name) for name in args.presets]
+    rows = (verdicts.summary_rows if args.summary else verdicts.compare_rows)(named, args.optimizer)
     if args.json:
         print(json.dumps([dict(zip(rows[0], row, strict=True)) for row in rows[1:]], indent=2))
         return 0

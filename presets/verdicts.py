@@ -112,6 +112,22 @@ def compare_rows(presets: Sequence[Preset], optimizer: str = "adam") -> list[lis
     return rows
 
 
+def summary_rows(presets: Sequence[Preset], optimizer: str = "adam") -> list[list[str]]:
+    """A row per preset, a column per limit: each verdict but stable once, with the observable that shows it most."""
+    rows = [["preset", *(f"{limit} ({SYMBOLS[limit]}) grows" for limit in LIMITS)]]
+    for preset in presets:
+        cells = []
+        for limit, entries in wrong(preset, optimizer).items():
+            words = {}
+            for row, entry in entries:
+                if entry.verdict not in words or abs(entry.exponent) > abs(words[entry.verdict][1].exponent):
+                    words[entry.verdict] = (row, entry)
+            said = [f"{word} ({row} {SYMBOLS[limit]}^{entry.exponent:g})" for word, (row, entry) in words.items()]
+            cells.append("; ".join(said) or "stable")
+        rows.append([preset.name, *cells])
+    return rows
+
+
 def _cell(entry: Entry, limit: str) -> str:
     if entry.exponent == 0:
         return entry.verdict

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -141,3 +143,11 @@ def test_compare_puts_presets_side_by_side(capsys: pytest.CaptureFixture[str]):
 def test_wrong_words_of_limits_and_compare(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]):
     assert main(argv) == 2
     assert text in capsys.readouterr().err
+
+
+def test_the_table_of_the_readme_is_the_printed_one(capsys: pytest.CaptureFixture[str]):
+    text = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+    argv = re.search(r"`presets (compare .* --summary --markdown)` prints this table", text)
+    assert argv is not None
+    assert main(argv[1].split()) == 0
+    assert capsys.readouterr().out in text
