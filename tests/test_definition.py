@@ -164,7 +164,7 @@ def test_a_stack_without_its_layer_axis_is_refused() -> None:
 
 def test_a_factor_of_an_unknown_kind_is_refused() -> None:
     found = define(lambda: Owner(scale=Factor(jnp.ones(()), kind="tempreature")))
-    with pytest.raises(ValueError, match="no factor is of kind 'tempreature'; write logits, branch or readout"):
+    with pytest.raises(ValueError, match="no factor is of kind 'tempreature'; write logits, skip, branch or readout"):
         resolve(presets.get("sp"), found)
 
 
@@ -264,7 +264,7 @@ def test_factors_have_a_number_per_layer_of_what_is_stacked() -> None:
             assert number.dtype == np.float32
             assert number.shape == ((3,) if name.startswith("block.") else ())
     assert {name: number.shape for name, number in factors.forward.items()} == {
-        "block.attention.logit_scale": (3,), "block.branch": (3, 2, 2), "tied_readout": (),
+        "block.attention.logit_scale": (3,), "block.branch": (3, 2), "tied_readout": (),
     }  # fmt: skip
 
 
@@ -274,6 +274,20 @@ def test_forward_factors_are_the_presets() -> None:
     forward = resolve(preset, definition(tied)).forward
     # Base: head_dim 2, layers 2, embed 11; here 4, 3, 22.
     np.testing.assert_allclose(forward["block.attention.logit_scale"], 2**-0.5 * 2**-0.75, rtol=1e-6)
-    np.testing.assert_allclose(forward["block.branch"][..., 0], 1.0)
-    np.testing.assert_allclose(forward["block.branch"][..., 1], 3.0 * 1.5**-0.6, rtol=1e-6)
+    np.testing.assert_allclose(forward["block.branch"], 3.0 * 1.5**-0.6, rtol=1e-6)
     np.testing.assert_allclose(forward["tied_readout"], 11**-0.5 / 2 / 0.5, rtol=1e-6)
+
+
+def test_a_skip_is_a_factor_only_where_a_preset_moves_it() -> None:
+    found, preset = definition(DECODER), presets.get("mup", base=BASE)
+    assert "block.skip" in found.factors
+    assert "block.skip" not in resolve(preset, found).forward
+
+    class Damped(Preset):
+        def residual_scale(self, sizes: Any, layer: int, branch: Any) -> tuple[float, float]:
+            return 1 - 0.1 * layer, {"attention": 2.0, "mlp": 3.0}[branch]
+
+    damped = Damped(**{field.name: getattr(preset, field.name) for field in dataclasses.fields(preset)})
+    forward = resolve(damped, found).forward
+    np.testing.assert_allclose(forward["block.skip"], [[1, 1], [0.9, 0.9], [0.8, 0.8]], rtol=1e-6)
+    np.testing.assert_allclose(forward["block.branch"], [[2, 3]] * 3)

@@ -428,32 +428,40 @@ def test_qk_norm_forgets_the_length_of_queries_and_keys(normed: bool) -> None:
 
 @pytest.mark.core
 @pytest.mark.parametrize("layers", ["scan", "unrolled"])
-def test_branch_factors_multiply_skip_and_branch_of_each_block(layers: str) -> None:
+def test_factors_multiply_skip_and_branch_of_each_block(layers: str) -> None:
     model = with_compute(DECODER, layers=layers)
     found = definition(model)
     params, factors = numbers(found)
     h = jnp.asarray(np.random.default_rng(8).standard_normal((2, 7, model.width)), jnp.float32)
 
     @jax.jit
-    def stack(branch: jax.Array) -> jax.Array:
-        bound: Any = found.bind(params, {**factors, "block.branch": branch})
+    def stack(skip: jax.Array, branch: jax.Array) -> jax.Array:
+        bound: Any = found.bind(params, {**factors, "block.skip": skip, "block.branch": branch})
         return residual_stack(bound.block, h, model.depth, model.compute)
 
-    def through(branch: np.ndarray) -> np.ndarray:
-        return np.asarray(stack(jnp.asarray(branch, jnp.float32)))
+    def through(skip: np.ndarray, branch: np.ndarray) -> np.ndarray:
+        return np.asarray(stack(skip.astype(np.float32), branch.astype(np.float32)))
 
     skips = np.array([[2.0, 3.0], [5.0, 7.0]])
-    np.testing.assert_allclose(through(np.stack([skips, np.zeros((2, 2))], axis=-1)), np.prod(skips) * h, rtol=1e-5)
-    # A branch opened in the last block alone adds that branch, linear in its factor.
-    opened = np.stack([np.ones((2, 2)), np.zeros((2, 2))], axis=-1)
+    np.testing.assert_allclose(through(skips, np.zeros((2, 2))), np.prod(skips) * h, rtol=1e-5)
+    # A branch opened in the last block alone adds that branch, linear in its factor, biases too.
     for branch in range(2):
-        steps = []
-        for size in (0.5, 1.0):
-            opened[1, :, 1] = 0.0
-            opened[1, branch, 1] = size
-            steps.append(through(opened) - h)
-        assert np.abs(steps[0]).max() > 1e-2
-        assert_close(2 * steps[0], steps[1], 1e-4)
+        opened = np.zeros((2, 2))
+        opened[1, branch] = 1.0
+        half, whole = (through(np.ones((2, 2)), size * opened) - h for size in (0.5, 1.0))
+        assert np.abs(whole).max() > 1e-2
+        assert_close(2 * half, whole, 1e-4)
+
+
+@pytest.mark.parametrize("layers", ["scan", "unrolled"])
+def test_a_skip_that_is_not_given_is_one(layers: str) -> None:
+    found = definition(with_compute(DECODER, layers=layers))
+    params, factors = numbers(found)
+    ones = {**factors, "block.skip": jnp.ones((2, 2))}
+    left_out = {name: value for name, value in factors.items() if name != "block.skip"}
+    tokens = inputs_of(DECODER)
+    assert_close(logits_of(found, params, left_out, tokens), logits_of(found, params, ones, tokens), FORWARD)
+    assert np.abs(logits_of(found, params, factors, tokens) - logits_of(found, params, ones, tokens)).max() > 1e-2
 
 
 def test_a_logit_factor_of_zero_is_uniform_attention() -> None:

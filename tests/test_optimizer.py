@@ -167,8 +167,8 @@ def table_forward(name: str, kind: str, shape: tuple[int, ...], c: Constants) ->
         return np.full(shape, BASE["head_dim"] ** -0.5 * M["head_dim"] ** -c.alpha_a, np.float32)
     if kind == "readout":
         return np.array(BASE["embed"] ** -0.5 / M["embed"] / c.gamma0, np.float32)
-    assert kind == "branch", name
-    return np.broadcast_to(np.array([1.0, c.beta0 * depth], np.float32), shape)
+    assert kind in ("skip", "branch"), name
+    return np.full(shape, c.beta0 * depth if kind == "branch" else 1.0, np.float32)
 
 
 # One step, and what it should have done

@@ -30,12 +30,13 @@ class Block(nnx.Module):
         self.attention = Attention(config, init, causal=causal, rope_theta=rope_theta)
         self.mlp_norm = residual_norm(config, init)
         self.mlp = MLP(config, init)
+        self.skip = init.skip_factor()
         self.branch = init.branch_factor()
 
     def __call__(self, h_BTD: jax.Array) -> jax.Array:
-        scale = self.branch[...].astype(h_BTD.dtype)
-        h_BTD = scale[0, 0] * h_BTD + scale[0, 1] * self.attention(self.attention_norm(h_BTD))
-        return scale[1, 0] * h_BTD + scale[1, 1] * self.mlp(self.mlp_norm(h_BTD))
+        skip, branch = self.skip[...].astype(h_BTD.dtype), self.branch[...].astype(h_BTD.dtype)
+        h_BTD = skip[0] * h_BTD + branch[0] * self.attention(self.attention_norm(h_BTD))
+        return skip[1] * h_BTD + branch[1] * self.mlp(self.mlp_norm(h_BTD))
 
 
 def residual_stack(block: Block, h_BTD: jax.Array, depth: int, compute: ComputeConfig) -> jax.Array:

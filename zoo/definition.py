@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from presets.roles import ParamSpec, PresetError
@@ -40,9 +41,17 @@ class Definition:
     sizes: dict[str, int]
 
     def bind(self, params: Mapping[str, Any], factors: Mapping[str, Any]) -> nnx.Module:
-        """The model with these numbers; multipliers must already be in `params` (see `apply`)."""
-        paths = {**{n: nnx.Param(a) for n, a in params.items()}, **{n: Factor(a) for n, a in factors.items()}}
-        state = nnx.from_flat_state({_path(name): variable for name, variable in paths.items()})
+        """The model with these numbers; multipliers must already be in `params` (see `apply`).
+
+        A skip factor that is not given is the constant 1, which the compiler removes. As data it would cost a twentieth of
+        the step's memory traffic: a sum with a scaled stream is no longer written by the product that ends the branch.
+        """
+        ones = {n: np.ones(f["shape"], np.float32) for n, f in self.factors.items() if f["kind"] == "skip"}
+        numbers = {
+            **{n: Factor(a) for n, a in {**ones, **factors}.items()},
+            **{n: nnx.Param(a) for n, a in params.items()},
+        }
+        state = nnx.from_flat_state({_path(name): variable for name, variable in numbers.items()})
         return nnx.merge(self.graph, state)
 
     def apply(self, params: Mapping[str, jax.Array], multipliers: Arrays, factors: Arrays, *inputs: jax.Array) -> Any:

@@ -19,13 +19,13 @@ from flax import nnx
 
 from presets.roles import EMBEDDINGS, ParamSpec, Role
 
-Kind = Literal["logits", "branch", "readout"]
+Kind = Literal["logits", "skip", "branch", "readout"]
 
 
 class Factor(nnx.Variable):
     """A forward multiplier, with metadata `kind` (and `spec` for a tied readout).
 
-    kind "logits": attention logits, float32 [layers]. "branch": residual stack, float32 [layers, 2 (attention, mlp), 2 (skip, branch)].
+    kind "logits": attention logits, float32 [layers]. "skip" and "branch": residual stack, float32 [layers, 2 (attention, mlp)].
     "readout": a readout that shares the embedding's table, float32 [].
     """
 
@@ -94,8 +94,12 @@ class Init:
         return Factor(jnp.full((self.sizes["layers"],), self.sizes["head_dim"] ** -0.5), kind="logits")
 
     def branch_factor(self) -> Factor:
-        """Skip and branch scales of both residual additions of every block, 1 until a preset sets them."""
-        return Factor(jnp.ones((self.sizes["layers"], 2, 2)), kind="branch")
+        """Scales of what both residual additions of every block add, 1 until a preset sets them."""
+        return Factor(jnp.ones((self.sizes["layers"], 2)), kind="branch")
+
+    def skip_factor(self) -> Factor:
+        """Scales of what they add to; a preset that leaves it at 1 pays nothing (see `Definition.bind`)."""
+        return Factor(jnp.ones((self.sizes["layers"], 2)), kind="skip")
 
     def tied_readout_factor(self, axes: tuple[str, ...], fan_in: tuple[str, ...]) -> Factor:
         """Multiplier of a readout through the token embedding."""
