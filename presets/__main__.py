@@ -117,9 +117,8 @@ def _table(args: argparse.Namespace) -> int:
     print()
     print(table.text(found))
     print()
-    forward = table.forward_rows(preset, definition.sizes)
-    print(f"attention logits x {forward['logits']:.4g}, every residual branch x {forward['branch']:.4g}")
-    for caution in preset.cautions(definition.sizes):
+    print(table.forward_text(preset, definition.sizes))
+    for caution in preset.cautions(definition.sizes, args.optimizer):
         print(f"caution: {caution}")
     return 0
 

@@ -203,9 +203,7 @@ class Preset:
         if self.base is None or not {"embed", "mlp", "heads", "kv_heads"} <= m.keys():
             return found
         if abs(m["mlp"] / m["embed"] - 1) > 0.01:
-            found.append(
-                f"mlp/embed is {m['mlp'] / m['embed']:.3g} times the base's; rates hold, transfer is not proved"
-            )
+            found.append(f"mlp/embed is {m['mlp'] / m['embed']:.3g} times the base's; transfer is not proved")
         if abs(m["heads"] / m["kv_heads"] - 1) > 0.01:
             found.append(f"heads/kv_heads is {m['heads'] / m['kv_heads']:.3g} times the base's; transfer is not proved")
         alpha_a = self.given.get("alpha_a", 1.0)
@@ -213,6 +211,8 @@ class Preset:
             found.append(
                 f"SGD has no stable limit in head_dim at alpha_a={alpha_a:g}: q, k gradients grow once they align"
             )
+        if optimizer == "lion":
+            found.append("Lion follows Adam's rule here, and a study found that it does not transfer (2404.05728)")
         return found
 
     def describe(self) -> str:

@@ -44,9 +44,17 @@ def rows(
     ]
 
 
-def forward_rows(preset: Preset, sizes: Mapping[str, int]) -> dict[str, float]:
-    """What multiplies activations: attention logits and residual branches."""
-    return {"logits": preset.logit_scale(sizes), "branch": preset.residual_scale(sizes, 0, "attention")[1]}
+def forward_text(preset: Preset, sizes: Mapping[str, int]) -> str:
+    """What multiplies activations, in a sentence: attention logits, and residual branches and skips of first and last block."""
+    logits = f"attention logits x {preset.logit_scale(sizes):.4g}"
+    if preset.residual is None:
+        return f"{logits}, every residual branch x {preset.residual_scale(sizes, 0, 'mlp')[1]:.4g}"
+    ends = [preset.residual_scale(sizes, 0, "attention"), preset.residual_scale(sizes, sizes["layers"] - 1, "mlp")]
+    (skip, branch), (last_skip, last_branch) = ends
+    return (
+        f"{logits}, residual branches x {branch:.4g} (first attention) to {last_branch:.4g} (last MLP), "
+        f"skips x {skip:.4g} to {last_skip:.4g}"
+    )
 
 
 def rule_rows(preset: Preset, specs: Mapping[str, ParamSpec], optimizer: str = "adam") -> list[dict[str, str]]:

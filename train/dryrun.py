@@ -25,7 +25,7 @@ def run(config: Config) -> int:
     if config.recipe:
         console.print(f"[bold]{config.recipe}[/bold]: {program.preset.describe()}", highlight=False)
     console.print(_parameters(program))
-    for caution in program.preset.cautions(program.definition.sizes):
+    for caution in program.preset.cautions(program.definition.sizes, program.config.optimizer.name):
         console.print(f"caution: {caution}", style="yellow")
     console.print(_costs(program))
     return 0

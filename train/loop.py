@@ -233,5 +233,5 @@ def _announce(console: Console, program: Program, data: Data) -> None:
         f"{'sequences' if data.kind == 'tokens' else 'images'}; {mesh} ({kind})",
         highlight=False,
     )
-    for caution in program.preset.cautions(program.definition.sizes):
+    for caution in program.preset.cautions(program.definition.sizes, program.config.optimizer.name):
         console.print(f"caution: {caution}", style="yellow", highlight=False)
