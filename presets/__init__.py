@@ -83,7 +83,9 @@ def get(
     if form is not None:
         forms.check(form)
     if preset.baseless and base is not None:
-        raise PresetError(f"{name} has no base: its numbers are absolute; leave the base out")
+        raise PresetError(
+            f"{name} has no base: its numbers are absolute; leave the base out (base=None, --preset.base None)"
+        )
     base = dict(base) if base is not None else None
     return dataclasses.replace(preset, base=base, form=form or preset.form, zero_readout=zero_readout)
 
