@@ -49,8 +49,13 @@ def run(config: Config) -> int:
     folder, held = workdir.claim(config)
     program = assemble(config)
     data = data_sources.load(config.data, config.model, seed=config.seed, note=console.print)
-    if leader:
-        workdir.record(folder, config, data.facts, program.preset.describe())
+
+    def record() -> None:
+        if leader:
+            workdir.record(folder, config, data.facts, program.preset.describe())
+
+    if not held:
+        record()
     with StopRequest() as stop, Checkpoints(folder, config.checkpoint.keep) as checkpoints:
         restored = checkpoints.latest
         if restored is None:
@@ -65,6 +70,8 @@ def run(config: Config) -> int:
         else:
             state = checkpoints.restore(program.abstract, data.facts)
             console.print(f"resuming {config.recipe} at step {restored} of {config.steps}")
+        if held:  # Not before it is known that this is the run's data.
+            record()
         try:
             return _Session(program, data, folder, checkpoints, console, stop, leader).train(state, restored)
         except Diverged as failure:
@@ -157,9 +164,11 @@ class _Session:
             seconds, self.clock = now - self.clock, now
             count = int(values.pop("weight"))
             self.writer.write({"step": step, **values, self.unit: count, "seconds": round(seconds, 6)})
-            if not math.isfinite(values["loss"]):
+            # A gradient that is not a number has already spoiled the parameters, one step before the loss shows it.
+            if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
                 raise Diverged(
-                    f"the loss is {values['loss']} at step {step}; nothing after the last checkpoint is kept. "
+                    f"the loss is {values['loss']:g} and the gradient norm {values['grad_norm']:g} at step {step}; "
+                    "nothing after the last checkpoint is kept. "
                     "Lower --optimizer.peak-lr, lengthen --optimizer.warmup-steps, or set --optimizer.clip-norm 1"
                 )
             self.progress.update(step=step, loss=values["loss"], lr=values["lr"], units=count, seconds=seconds)

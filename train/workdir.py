@@ -62,11 +62,12 @@ def claim(config: Config) -> tuple[Path, bool]:
 def _check_same_run(config: Config, before: dict[str, Any], path: Path) -> None:
     """Refuse to continue a run whose arrays or batches would no longer mean the same."""
     now = json.loads(json.dumps(to_json(config)))
+    # Owner to fields; all of them where none are named. Every constant of a preset multiplies something in the forward pass.
     fixed = {
         "model": set(),
         "optimizer": {"name"},
         "data": {"name", "batch_size", "tokenizer", "split"},
-        "preset": {"form", "base", "name"},
+        "preset": set(),
     }
     for owner, fields in fixed.items():
         old, new = before.get(owner, {}), now[owner]
