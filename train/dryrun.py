@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import jax
@@ -32,9 +33,11 @@ def run(config: Config) -> int:
 
 
 def _parameters(program: Program) -> Table:
-    table = Table(title="parameters", title_justify="left", box=None, padding=(0, 1))
-    for column in ("name", "shape", "sharding", "multiplier", "init std", "peak lr", "eps", "weight decay"):
-        table.add_column(column, justify="left" if column in ("name", "shape", "sharding") else "right")
+    # Short heads and no column for the sharding: 80 columns must show whole names.
+    title = "parameters" + (" (a/b in a shape: split b ways)" if program.mesh.size > 1 else "")
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for column in ("name", "shape", "mult.", "std", "lr", "eps", "decay"):
+        table.add_column(column, justify="left" if column in ("name", "shape") else "right", no_wrap=True)
     optimizer, factors = program.config.optimizer, program.run.factors
     decay = program.run.hyper.weight_decay
     for name, leaf in program.abstract.params.items():
@@ -45,11 +48,11 @@ def _parameters(program: Program) -> Table:
             factors.eps[name] * optimizer.eps,
             factors.weight_decay[name] * decay,
         )
-        spec = leaf.sharding.spec
+        axes = itertools.zip_longest(leaf.shape, leaf.sharding.spec)
+        shape = "x".join(f"{size}/{program.mesh.shape[axis]}" if axis else str(size) for size, axis in axes)
         table.add_row(
             name,
-            "x".join(map(str, leaf.shape)),
-            " ".join(str(axis or ".") for axis in spec) if any(spec) else "whole",
+            shape,
             *(f"{float(number.flat[0] if number.ndim else number):.3g}" for number in numbers),
         )
     return table
