@@ -1,0 +1,277 @@
+"""Runs as a person starts them, through the command line: what they write, print and return. Tiny models, a small text."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from train import metrics
+from train.__main__ import main
+from train.record import from_json
+from zoo import configs
+from zoo.build import definition
+
+ROOT = Path(__file__).resolve().parent.parent
+STEPS = 6
+TINY = (
+    "--model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 16 --data.batch-size 16 --data.eval-batch-size 64 "
+    f"--data.eval-examples 100 --optimizer.warmup-steps 2 --log.eval-every-steps 4 --checkpoint.every-steps 2 --steps {STEPS}"
+)
+"""A decoder of 11 thousand parameters; 100 evaluation windows do not fill two batches of 64."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """An empty folder with a text of short lines; prepared data lies in it too."""
+    path = tmp_path_factory.mktemp("run")
+    words, choose = (
+        ("def", "return", "import", "class", "self", "value", "lambda", "yield", "while", "None"),
+        random.Random(0),
+    )
+    (path / "text.txt").write_text("\n".join(" ".join(choose.choice(words) for _ in range(9)) for _ in range(600)))
+    with pytest.MonkeyPatch.context() as patch, contextlib.chdir(path):
+        patch.setenv("MUPAX_DATA", str(path / "cache"))
+        yield path
+
+
+def train(*words: str, recipe: str = "lm-tiny", tiny: str = TINY) -> Done:
+    """A run in this process, on its eight devices."""
+    source = ["--data.name", "text:text.txt"] if recipe == "lm-tiny" else []
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main([recipe, *source, *tiny.split(), *words])
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+def elsewhere(words: Sequence[str], *, devices: int) -> Done:
+    """The same in a process of its own, with so many devices."""
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "PYTHONPATH": str(ROOT),
+    }
+    command = [sys.executable, "-m", "train", "lm-tiny", "--data.name", "text:text.txt", *TINY.split(), *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> Done:
+    """The run that the others are compared with."""
+    return train("--workdir", "plain")
+
+
+def rows(workdir: str) -> list[dict[str, Any]]:
+    return [row for row in metrics.read(Path(workdir) / "metrics.jsonl") if "loss" in row]
+
+
+def evaluations(workdir: str) -> list[dict[str, Any]]:
+    return [row for row in metrics.read(Path(workdir) / "metrics.jsonl") if "eval_loss" in row]
+
+
+# What a run leaves
+
+
+@pytest.mark.core
+def test_a_run_ends_well(plain: Done) -> None:
+    assert plain.code == 0
+    assert not plain.err
+    assert f"{STEPS} steps done" in plain.out
+    assert "parameters under mup relative to lm-proxy" in plain.out
+
+
+@pytest.mark.core
+def test_metrics_have_a_row_per_step_and_per_evaluation(plain: Done) -> None:
+    steps = rows("plain")
+    assert [row["step"] for row in steps] == list(range(1, STEPS + 1))
+    for row in steps:
+        assert row.keys() == {"step", "loss", "accuracy", "lr", "grad_norm", "tokens", "seconds"}
+        assert row["tokens"] == 16 * 16
+        assert row["loss"] > 0 < row["grad_norm"]
+    assert steps[0]["lr"] == pytest.approx(steps[1]["lr"] / 2)
+    assert steps[-1]["loss"] < steps[0]["loss"] - 1
+    found = evaluations("plain")
+    assert [row["step"] for row in found] == [4, STEPS]
+    for row in found:
+        assert row.keys() == {"step", "eval_loss", "eval_accuracy"}
+        assert 0 < row["eval_accuracy"] < 1
+    assert found[1]["eval_loss"] < found[0]["eval_loss"] < steps[0]["loss"]
+
+
+@pytest.mark.core
+def test_the_files_of_a_run(plain: Done) -> None:
+    left = {path.name for path in Path("plain").iterdir()}
+    assert left == {"config.json", "metrics.jsonl", "tensorboard", "checkpoints", "loss.png", "sample.txt"}
+    assert Path("plain/loss.png").read_bytes().startswith(b"\x89PNG")
+    assert Path("plain/sample.txt").read_text().startswith("def ")
+    assert len(Path("plain/sample.txt").read_text()) > 100
+    assert list(Path("plain/tensorboard").glob("events.*"))
+
+
+@pytest.mark.core
+def test_the_record_says_how_the_run_was_made(plain: Done) -> None:
+    record = json.loads(Path("plain/config.json").read_text())
+    config = from_json(record["config"])
+    assert (config.recipe, config.steps, config.model.width, config.data.name) == (
+        "lm-tiny",
+        STEPS,
+        16,
+        "text:text.txt",
+    )
+    assert record["versions"].keys() >= {"python", "jax", "flax", "optax", "mupax"}
+    assert all(record["versions"].values())
+    assert record["data"]["digest"]
+    assert "mup" in record["preset"]
+    assert record["git"] is None or len(record["git"].removesuffix("-dirty")) == 40
+
+
+@pytest.mark.core
+def test_the_summary_has_the_references_and_the_files(plain: Done) -> None:
+    for words in (
+        "evaluation loss",
+        "nats/byte",
+        "byte trigram",
+        "byte 4-gram",
+        "loss.png",
+        "sample.txt",
+        "metrics.jsonl",
+    ):
+        assert words in plain.out
+
+
+def test_a_vision_run_leaves_a_picture(folder: Path) -> None:
+    tiny = (
+        "--model.width 16 --model.depth 1 --model.num-heads 2 --data.batch-size 16 --steps 4 --optimizer.warmup-steps 2 "
+        "--optimizer.name sgd --optimizer.peak-lr 0.1 --checkpoint.every-steps 4 --model.pool cls --model.centered"
+    )
+    done = train("--workdir", "images", recipe="vit-digits", tiny=tiny)
+    assert done.code == 0, done.err
+    steps = rows("images")
+    assert [row["images"] for row in steps] == [16] * 4
+    assert steps[0]["loss"] == pytest.approx(2.302585, rel=1e-5)  # centred: uniform over ten digits
+    assert steps[0]["loss"] != steps[3]["loss"]
+    assert Path("images/predictions.png").read_bytes().startswith(b"\x89PNG")
+    assert "logistic regression" in done.out.lower()
+
+
+# The same run otherwise
+
+
+def losses(workdir: str) -> list[float]:
+    return [row["loss"] for row in rows(workdir)]
+
+
+@pytest.mark.core
+def test_accumulation_from_the_command_line(plain: Done) -> None:
+    done = train("--workdir", "accumulated", "--accumulation-steps", "2", "--log.no-samples")
+    assert done.code == 0, done.err
+    # float32 sums in another order, five Adam steps long.
+    assert losses("accumulated") == pytest.approx(losses("plain"), rel=1e-3)
+    assert losses("accumulated")[0] == pytest.approx(losses("plain")[0], rel=1e-6)
+    assert [row["tokens"] for row in rows("accumulated")] == [256] * STEPS
+    assert not Path("accumulated/sample.txt").exists()
+
+
+def test_two_devices_from_the_command_line(plain: Done) -> None:
+    done = elsewhere(["--workdir", "two", "--mesh.data", "1", "--mesh.fsdp", "2"], devices=2)
+    assert done.code == 0, done.err
+    assert not done.err
+    assert "fsdp 2" in done.out
+    assert losses("two") == pytest.approx(losses("plain"), rel=1e-3)
+    assert losses("two")[0] == pytest.approx(losses("plain")[0], rel=1e-6)
+
+
+def test_the_same_words_give_the_same_numbers(plain: Done) -> None:
+    assert train("--workdir", "again", "--log.no-samples", "--log.no-tensorboard").code == 0
+    assert losses("again") == losses("plain")
+    assert evaluations("again") == evaluations("plain")
+    assert not Path("again/tensorboard").exists()
+
+
+def test_a_seed_changes_the_run(plain: Done) -> None:
+    assert train("--workdir", "seeded", "--seed", "1", "--log.no-samples", "--steps", "2").code == 0
+    assert losses("seeded")[0] != pytest.approx(losses("plain")[0], rel=1e-4)
+
+
+def test_preset_changes_the_run_and_nothing_else(plain: Done) -> None:
+    assert train("--workdir", "standard", "--preset", "sp", "--log.no-samples", "--steps", "2").code == 0
+    assert losses("standard")[0] != pytest.approx(losses("plain")[0], rel=1e-4)
+
+
+# What goes wrong
+
+
+@pytest.mark.core
+def test_a_run_that_diverges_fails_and_says_what_to_try(folder: Path) -> None:
+    done = train("--workdir", "diverged", "--optimizer.peak-lr", "1e30", "--optimizer.clip-norm", "None")
+    assert done.code == 1
+    assert "Lower --optimizer.peak-lr" in done.err
+    assert "Traceback" not in done.err
+    assert len(done.err.splitlines()) <= 10
+    last = metrics.read(Path("diverged/metrics.jsonl"))[-1]
+    assert {"loss", "grad_norm"} & last["nonfinite"].keys()
+    assert last["step"] < STEPS
+    kept = [int(path.name) for path in Path("diverged/checkpoints").iterdir()]
+    assert all(step < last["step"] for step in kept)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--data.name text:nowhere.txt", "nowhere.txt"),
+        (
+            "--data.name cifar5m --model vit-tiny --preset.base vit-proxy --model.image-size 32 --model.channels 3 "
+            "--optimizer.warmup-steps 1",
+            "part0.npz",
+        ),
+        ("--mesh.data 3", "the mesh needs 3 devices"),
+        ("--mesh.fsdp 3", "a multiple of 3 devices"),
+        ("--mesh.tensor 4", "mesh.tensor 4 does not divide axis 'heads' of size 2"),
+        ("--data.batch-size 12", "write a multiple of 8"),
+        ("--data.eval-batch-size 12", "data.eval_batch_size 12 does not split over 8 devices"),
+        ("--mesh.sequence 2", "write 1"),
+        ("--no-such-flag 3", "no flag is named --no-such-flag"),
+        ("--preset depth-mup --preset.alpha-l 0.3", "write a value from 0.5 to 1"),
+        ("--preset mop", "did you mean 'mup'?"),
+        ("--model.vocab-size 7", "vocab"),
+    ],
+)
+def test_bad_input_is_answered_shortly_and_leaves_nothing(words: str, said: str, folder: Path, tmp_path: Path) -> None:
+    workdir = tmp_path / "new"
+    tiny = TINY if "vit" not in words else "--steps 2"
+    done = train("--workdir", str(workdir), *words.split(), tiny=tiny)
+    assert done.code == 2
+    assert said in done.err
+    assert "Traceback" not in done.err
+    assert len(done.err.splitlines()) <= 10
+    assert not workdir.exists() or not list(workdir.iterdir()), "a second try would be refused"
+
+
+@pytest.mark.core
+def test_dry_run_writes_nothing(folder: Path) -> None:
+    done = train("--workdir", "dry", "--dry-run", "--mesh.fsdp", "2")
+    assert done.code == 0, done.err
+    for words in ("parameters", "FLOPs", "state per device", "data 4 x fsdp 2", "1x16/2x2x8"):
+        assert words in done.out
+    for name in definition(configs.get("lm-tiny")).specs:
+        assert f"{name} " in done.out, "a name is cut at 80 columns"
+    assert not Path("dry").exists()
