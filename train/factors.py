@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from presets import Decay, ParamSpec, Preset, PresetError, Scales
+from presets.rule import Number
 from zoo.definition import Definition
 
 Numbers = dict[str, np.ndarray]
@@ -69,15 +70,18 @@ def init_stds(preset: Preset, definition: Definition) -> Numbers:
     """Initial standard deviation (for gains: value) of every parameter."""
 
     def one(spec: ParamSpec) -> np.ndarray:
-        scales: Scales = preset.scales(spec, definition.sizes)
+        # The same whatever the optimizer; a measured table knows only its own.
+        scales: Scales = preset.scales(spec, definition.sizes, preset.optimizers[0])
         return _number(scales.init_std, spec, definition)
 
     return {name: one(spec) for name, spec in definition.specs.items()}
 
 
-def _number(value: float, spec: ParamSpec, definition: Definition) -> np.ndarray:
+def _number(value: Number, spec: ParamSpec, definition: Definition) -> np.ndarray:
     shape = (definition.sizes["layers"],) if spec.axes[:1] == ("layers",) else ()
-    return np.full(shape, value, np.float32)
+    if np.shape(value) not in ((), shape):
+        raise PresetError(f"{spec.group}: {np.size(value)} numbers for a parameter of {shape or 'no'} layers")
+    return np.broadcast_to(np.asarray(value, np.float32), shape).copy()
 
 
 def _forward(preset: Preset, definition: Definition, declared: dict) -> np.ndarray:
@@ -86,7 +90,7 @@ def _forward(preset: Preset, definition: Definition, declared: dict) -> np.ndarr
         case "logits":
             value = preset.logit_scale(sizes)
         case "readout":
-            value = preset.scales(declared["spec"], sizes).multiplier
+            value = preset.scales(declared["spec"], sizes, preset.optimizers[0]).multiplier
         case "skip" | "branch" as kind:
             layers = range(shape[0])
             which = ("skip", "branch").index(kind)

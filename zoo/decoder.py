@@ -35,7 +35,10 @@ class Decoder(nnx.Module):
         return h_BTD
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        h_BTD = residual_stack(self.block, self.embed(tokens_BT), self.config.depth, self.config.compute)
+        return self.read(residual_stack(self.block, self.embed(tokens_BT), self.config.depth, self.config.compute))
+
+    def read(self, h_BTD: jax.Array) -> jax.Array:
+        """The residual stream's last layer, [B, T, D], to float32 logits [B, T, V]."""
         h_BTD = self.norm(h_BTD)
         if self.readout is not None:
             return project(h_BTD, self.readout[...], out_dtype=jnp.float32)

@@ -39,8 +39,8 @@ def internals(model: Any, inputs: jax.Array) -> dict[str, jax.Array]:
         return out_BTD, {**here, **_attention(block, attended)}
 
     embedding = model.embed(inputs)
-    _, found = jax.lax.scan(layer, embedding, stacked)
-    return {"embedding": embedding, **found, "logits": model(inputs)}
+    out_BTD, found = jax.lax.scan(layer, embedding, stacked)
+    return {"embedding": embedding, **found, "logits": model.read(out_BTD)}
 
 
 def attention_of(model: Any, attended_LBTD: jax.Array) -> dict[str, jax.Array]:

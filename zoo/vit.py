@@ -43,7 +43,10 @@ class ViT(nnx.Module):
         return h_BTD + self.position[...].astype(h_BTD.dtype)
 
     def __call__(self, images_BHWC: jax.Array) -> jax.Array:
-        h_BTD = residual_stack(self.block, self.embed(images_BHWC), self.config.depth, self.config.compute)
+        return self.read(residual_stack(self.block, self.embed(images_BHWC), self.config.depth, self.config.compute))
+
+    def read(self, h_BTD: jax.Array) -> jax.Array:
+        """The residual stream's last layer, [B, T, D], to float32 logits [B, C]."""
         h_BTD = self.norm(h_BTD)
         pooled_BD = h_BTD[:, 0] if self.config.pool == "cls" else jnp.mean(h_BTD, axis=1)
         logits_BC = project(pooled_BD, self.readout[...], out_dtype=jnp.float32)
