@@ -31,6 +31,9 @@ MODELS: dict[str, ModelConfig] = {
     "vit": ViTConfig(width=20, num_heads=4, depth=3, image_size=6, patch_size=3, channels=1, num_classes=7, pool="cls", qk_norm=True),
 }  # fmt: skip
 BASE = {"embed": 6, "heads": 2, "kv_heads": 1, "head_dim": 3, "mlp": 24, "layers": 2}
+QUICKLY: Any = {"xla_backend_optimization_level": 0}
+"""Compiler options: these programs run for milliseconds and would compile for seconds."""
+
 WEIGHT_DECAY, PEAK, EPS = 0.3, 0.01, 1e-3
 OPTIMIZERS = ("adamw", "sgd", "muon", "lion")
 CASES = [
@@ -61,19 +64,31 @@ def batch_of(family: str) -> dict[str, np.ndarray]:
 
 
 @functools.cache
+def initializer(family: str):
+    return jax.jit(built(family).initialize)
+
+
+def first_step(family: str, name: str, preset: Preset) -> Any:
+    """Parameters before, gradients, parameters after and loss of one step from a fresh start."""
+    model = built(family)
+    run = Run(resolve(preset, model, name), optimizer.hyper(config_of(name), 3))
+    before = initializer(family)(3, init_stds(preset, model))
+    return jax.device_get((before, *stepper(family, name)(before, run, batch_of(family))))
+
+
+@functools.cache
 def stepper(family: str, name: str):
-    """(seed, stds, run, batch) -> parameters before, gradients, parameters after, loss; one program for every preset."""
+    """(params, run, batch) -> gradients, parameters after, loss; one program for every preset."""
     model, config = built(family), config_of(name)
     tx = optimizer.build(config, model.specs)
     step = make_train_step(model, tx)
 
-    def run_once(seed, stds, run, batch):
-        params = model.initialize(seed, stds)
+    def run_once(params, run, batch):
         grads, _ = gradients(model, params, run, batch, 1)
         after, metrics = step(TrainState(jnp.zeros([], jnp.int32), params, tx.init(params)), run, batch)
-        return params, grads, after.params, metrics["loss"]
+        return grads, after.params, metrics["loss"]
 
-    return jax.jit(run_once)
+    return jax.jit(run_once, compiler_options=QUICKLY)
 
 
 def config_of(name: str) -> OptimizerConfig:
@@ -111,13 +126,10 @@ def orthogonal(spec: presets.ParamSpec, g: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(("name", "optimizer_name"), CASES)
 def test_initialization_and_first_update_are_the_declared_ones(name: str, optimizer_name: str, family: str):
     model, preset = built(family), made(name)
-    config = config_of(optimizer_name)
-    stds = init_stds(preset, model)
-    run = Run(resolve(preset, model, optimizer_name), optimizer.hyper(config, 3))
-    before, grads, after, loss = jax.device_get(stepper(family, optimizer_name)(3, stds, run, batch_of(family)))
+    before, grads, after, loss = first_step(family, optimizer_name, preset)
     assert np.isfinite(loss)
     for key, spec in model.specs.items():
-        scales = preset.scales(spec, model.sizes, optimizer_name)
+        scales: Any = preset.scales(spec, model.sizes, optimizer_name)
         w, g, size = before[key], grads[key], before[key].size
         # Initialization: n normal entries have a std within 5/sqrt(2n) of the true one; gains and biases are exact.
         if spec.role in VECTORS:
@@ -128,12 +140,11 @@ def test_initialization_and_first_update_are_the_declared_ones(name: str, optimi
         wanted = -PEAK * scales.lr * (direction + WEIGHT_DECAY * scales.weight_decay * w)
         found = after[key] - w
         # float32: w + update keeps the update to half a unit in the last place of w.
-        tolerance = (
-            2e-7 * np.abs(w)
-            + 2e-6 * np.abs(wanted).max()
-            + (2e-3 * np.abs(wanted).max() if optimizer_name == "muon" else 0)
-        )
-        assert (np.abs(found - wanted) <= tolerance).all(), (key, np.abs(found - wanted).max(), np.abs(wanted).max())
+        tolerance = 2e-7 * np.abs(w) + (2e-3 if optimizer_name == "muon" else 2e-6) * np.abs(wanted).max()
+        agree = np.abs(found - wanted) <= tolerance
+        if optimizer_name == "lion":  # a gradient that is 0 but for rounding has no sign
+            agree |= np.abs(g) < 1e-5 * np.abs(g).max()
+        assert agree.all(), (key, np.abs(found - wanted).max(), np.abs(wanted).max())
         assert spec.role is Role.NORM_GAIN or np.abs(wanted).max() > 0, key
 
 
@@ -145,12 +156,9 @@ def test_control_a_rate_five_percent_off_is_seen():
         return row.times(adam=1.05) if spec.role is Role.MLP_OUT else row
 
     model = built("decoder")
-    run = Run(resolve(dataclasses.replace(preset, rule=off), model, "adamw"), optimizer.hyper(config_of("adamw"), 3))
-    before, grads, after, _ = jax.device_get(
-        stepper("decoder", "adamw")(3, init_stds(preset, model), run, batch_of("decoder"))
-    )
+    before, grads, after, _ = first_step("decoder", "adamw", dataclasses.replace(preset, rule=off))
     key = "block.mlp.down"
-    scales = preset.scales(model.specs[key], model.sizes, "adamw")
+    scales: Any = preset.scales(model.specs[key], model.sizes, "adamw")
     direction = first_direction("adamw", model.specs[key], grads[key], scales.eps * EPS)
     wanted = -PEAK * scales.lr * (direction + WEIGHT_DECAY * scales.weight_decay * before[key])
     assert np.abs(after[key] - before[key] - wanted).max() > 1e-2 * np.abs(wanted).max()

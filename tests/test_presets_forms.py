@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,9 @@ VIT = ViTConfig(
 MODELS = {"decoder": LM, "vit": VIT}
 BASE = dataclasses.replace(LM, width=4, num_heads=1, depth=1).base_sizes()
 STEPS = 20
+QUICKLY: Any = {"xla_backend_optimization_level": 0}
+"""Compiler options: these programs run for milliseconds and would compile for seconds."""
+
 CONFIGS = {
     "adamw": OptimizerConfig(name="adamw", peak_lr=2e-2, weight_decay=0.1, eps=1e-2, schedule="constant"),
     "adamw-independent": OptimizerConfig(
@@ -62,7 +66,7 @@ def trainer(family: str, name: str):
 
         return jax.lax.scan(one, state, None, length=STEPS)
 
-    return jax.jit(train), tx
+    return jax.jit(train, compiler_options=QUICKLY), tx
 
 
 @functools.cache
@@ -119,8 +123,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("family", MODELS)
-@pytest.mark.parametrize(("name", "optimizer_name"), CASES)
+@pytest.mark.parametrize(
+    ("name", "optimizer_name", "family"),
+    [(*case, "decoder") for case in CASES] + [(*case, "vit") for case in CASES if case[1] in ("adamw", "sgd")],
+)
 def test_forms_train_identically(name: str, optimizer_name: str, family: str):
     preset = made(name)
     train, _ = trainer(family, optimizer_name)
@@ -237,6 +243,8 @@ def test_moved_is_the_table_of_section_1():
         assert change.coefficient == pytest.approx(3.0**power), column
     ratios = {"vocab": 2.0, "embed": 5.0, "mlp": 7.0, "heads": 11.0, "layers": 13.0, "patch": 17.0, "head_dim": 19.0}
     for family in ("adam", "sgd", "muon", "lion"):
+        one: Any
+        other: Any
         one, other = rule.factors(ratios, {}, family, "coupled"), moved.factors(ratios, {}, family, "coupled")
         assert one.lr * one.weight_decay == pytest.approx(other.lr * other.weight_decay)
         one, other = rule.factors(ratios, {}, family, "independent"), moved.factors(ratios, {}, family, "independent")

@@ -91,7 +91,7 @@ def test_effective_theory_in_absolute_numbers():
         for key, lr in lrs.items():
             assert preset.scales(specs[key], BIG, optimizer).lr == pytest.approx(lr), (optimizer, key)
     for optimizer, lr, power in (("adam", 1 / (n_patch * n**0.5), 1), ("sgd", 1 / n_patch, 2)):
-        patch = preset.scales(PATCH, BIG, optimizer)
+        patch: Any = preset.scales(PATCH, BIG, optimizer)
         assert patch.lr * patch.multiplier**power == pytest.approx(lr)
     stds = {"query": 0.5, "key": 0.5, "value": 0.5, "attention_out": 1 / 3, "mlp_in": 0.4, "mlp_out": 1.6}
     for key, variance in stds.items():
@@ -140,6 +140,8 @@ def test_completep_below_alpha_l_1_keeps_its_decay_or_its_lr_wd():
     table = presets.get("completep", base=BASE, alpha_l=0.5)
     rate = presets.get("completep", base=BASE, alpha_l=0.5, decay="rate")
     for key, spec in MATRICES.items():
+        one: Any
+        other: Any
         one, other = table.factors(spec, BIG), rate.factors(spec, BIG)
         assert one.weight_decay == pytest.approx(FANS[key]), key
         assert one.lr * one.weight_decay == pytest.approx(L**-0.5), key

@@ -6,6 +6,7 @@ import dataclasses
 import subprocess
 import sys
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -87,7 +88,9 @@ def test_tied_readouts():
     product = {}
     for form in ("readout-multiplier", "mean-field", "table-9"):
         moved = mup.with_form(form)
-        product[form] = moved.scales(tied, sizes).multiplier * moved.scales(embedding, sizes).init_std
+        table: Any = moved.scales(embedding, sizes)
+        readout: Any = moved.scales(tied, sizes)
+        product[form] = readout.multiplier * table.init_std
     assert product["mean-field"] == pytest.approx(product["readout-multiplier"])
     assert product["table-9"] == pytest.approx(product["readout-multiplier"])
 
