@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -194,7 +194,8 @@ def _check(what: str, value: Any, layers: int | None, *, zero: bool = False) -> 
     if isinstance(value, tuple) and len(value) != layers:
         _bad(f"{what} has {len(value)} numbers for {layers} layers; write one number, or one per layer")
     for number in numbers:
-        if type(number) not in (int, float) or not math.isfinite(number) or number < 0 or (number == 0 and not zero):
+        known = type(number) in (int, float) and 0 <= number <= sys.float_info.max
+        if not known or (number == 0 and not zero):
             _bad(f"{what} is {number!r}; write a finite number {'of at least' if zero else 'above'} 0")
 
 
