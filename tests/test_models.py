@@ -267,7 +267,7 @@ def test_the_order_of_patches_is_known_by_their_positions_alone(model: ViTConfig
     params, factors = numbers(found)
     images = inputs_of(model)
     grid, size, first = model.image_size // model.patch_size, model.patch_size, int(model.pool == "cls")
-    order = np.random.default_rng(4).permutation(model.num_patches)
+    order = (4 * np.arange(model.num_patches) + 2) % model.num_patches  # every patch moves
     cells = (
         images.reshape(-1, grid, size, grid, size, model.channels)
         .swapaxes(2, 3)
