@@ -27,7 +27,7 @@ train: $(VENV)/.locked ## Install, then train RECIPE; an interrupted run continu
 	$(BIN)/python -m train $(RECIPE) --workdir $(WORKDIR) --resume $(ARGS)
 
 test: check ## Install, then check format, lint and types and run every test
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not alone"
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not alone"
 	$(BIN)/python -m pytest -m alone
 
 check: $(VENV)/.locked-dev ## Format, lint and types only
@@ -36,7 +36,7 @@ check: $(VENV)/.locked-dev ## Format, lint and types only
 	PYRIGHT_PYTHON_GLOBAL_NODE=0 $(BIN)/pyright --pythonpath $(BIN)/python
 
 core: $(VENV)/.locked-dev ## The quick tests that other Python and JAX versions must pass too
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "core and not alone"
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "core and not alone"
 
 lock: $(BIN)/python ## Write the requirement files again (ARGS=--upgrade for newer versions)
 	$(PIP) install --quiet "uv>=0.6,<0.14"

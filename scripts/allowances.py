@@ -19,7 +19,7 @@ import jax
 
 import presets
 from train import check, check_models, expectation
-from train.check_command import AXES, RATES
+from train.check_command import RATES
 from train.config import OptimizerConfig
 from zoo import build, configs
 
@@ -37,7 +37,7 @@ def main(optimizers: list[str]) -> None:
     path = expectation.ALLOWANCES
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"allowances": {}}
     for optimizer in optimizers or ["adam", "sgd"]:
-        for axis in AXES:
+        for axis in PROVED:
             allowed: dict[str, list[float]] = {}
             for model in MODELS:
                 _stray(model, axis, optimizer, allowed)

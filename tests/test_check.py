@@ -25,6 +25,9 @@ from zoo import build, configs
 
 SIZES, SEEDS = 4, 3
 
+# One process compiles each series once.
+pytestmark = pytest.mark.xdist_group("check")
+
 
 @functools.cache
 def series(grow: str, optimizer: str = "adam", model: str = "lm-proxy") -> check.Series:
@@ -199,6 +202,8 @@ def test_the_command_writes_json_and_a_figure_and_says_what_failed(tmp_path, cap
         (["check", "--preset", "mupp"], "mup"),
         (["check", "--grow", "deepness"], "depth"),
         (["check", "--sizes", "1"], "--sizes"),
+        (["check", "--grow", "mlp"], "mlp x8"),
+        (["check", "--grow", "kv_heads", "--optimizer", "sgd"], "kv_heads x8"),
     ],
 )
 def test_bad_words_get_one_message(words, said, capsys):

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-AXES = ("head_dim", "heads", "depth", "width")
+AXES = ("head_dim", "heads", "depth", "width", "mlp", "kv_heads")
 RATES = {"adam": 2e-3, "adamw": 2e-3, "sgd": 0.2, "momentum": 0.05, "muon": 2e-3, "lion": 1e-3}
 """Peak rates at which ten steps move the small base model visibly and stay in its linear regime."""
 
@@ -39,7 +39,10 @@ def parser() -> argparse.ArgumentParser:
             f"--preset.{name.replace('_', '-')}", dest=name, type=float, metavar="X", help="a constant of the preset"
         )
     made.add_argument(
-        "--grow", choices=AXES, default="head_dim", help="which size grows; width doubles heads and head_dim in turn"
+        "--grow",
+        choices=AXES,
+        default="head_dim",
+        help="which size grows (head_dim); width doubles heads and head_dim in turn",
     )
     made.add_argument("--optimizer", "--optimizer.name", default="adam", choices=list(RATES), help="whose rates (adam)")
     made.add_argument(
@@ -72,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     import presets
+    from presets.verdicts import refuse_uneven
     from train import check, check_models, check_report, expectation
     from train.config import OptimizerConfig
     from zoo import build, configs
@@ -86,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
         name=args.optimizer, peak_lr=args.peak_lr or RATES[args.optimizer], schedule="constant", eps=1e-12
     )
     definitions = [build.definition(config) for config in grown]
+    refuse_uneven(preset, definitions[-1].sizes, args.optimizer)
     if args.dry_run:
         for config in grown:
             print(f"width {config.width}, {config.num_heads} heads of {config.heads_dim}, depth {config.depth}")

@@ -29,17 +29,32 @@ def smallest(model: ModelConfig) -> ModelConfig:
 
 
 def series(model: ModelConfig, axis: str, count: int) -> list[ModelConfig]:
-    """`count` models from the smallest on, `axis` doubling: head_dim, heads, depth, or width (heads and head_dim in turn)."""
+    """`count` models from the smallest on, one size doubling.
+
+    Args:
+        model: whose structure.
+        axis: head_dim, heads, depth, width (heads and head_dim in turn), mlp alone, or kv_heads alone (of 8 query heads).
+        count: how many.
+    """
     return [_grown(smallest(model), axis, doublings) for doublings in range(count)]
 
 
 def _grown(model: ModelConfig, axis: str, doublings: int) -> ModelConfig:
     by = 2**doublings
-    heads = {"head_dim": 1, "heads": by, "width": 2 ** (doublings // 2), "depth": 1}
+    match axis:
+        case "depth":
+            return dataclasses.replace(model, depth=model.depth * by)
+        case "mlp":
+            return dataclasses.replace(model, mlp_ratio=model.mlp_ratio * by)
+        case "kv_heads":
+            if by > 2 * _HEADS:
+                raise ConfigError(
+                    f"key heads grow from 1 to {2 * _HEADS}; write --sizes {(2 * _HEADS).bit_length()} or fewer"
+                )
+            return dataclasses.replace(model, num_heads=2 * _HEADS, num_kv_heads=by)
+    heads = {"head_dim": 1, "heads": by, "width": 2 ** (doublings // 2)}
     if axis not in heads:
-        raise ConfigError(f"no size is named {axis!r}; write {', '.join(heads)}")
-    if axis == "depth":
-        return dataclasses.replace(model, depth=model.depth * by)
+        raise ConfigError(f"no size is named {axis!r}; write {', '.join(heads)}, depth, mlp or kv_heads")
     kv = None if model.num_kv_heads is None else model.kv_heads * heads[axis]
     return dataclasses.replace(model, width=model.width * by, num_heads=model.num_heads * heads[axis], num_kv_heads=kv)
 
