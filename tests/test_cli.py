@@ -91,7 +91,7 @@ def test_flags_change_fields(capsys: Capture) -> None:
         seed=7,
         workdir="w",
         resume=True,
-        data=dataclasses.replace(base.data, batch_size=4, eval_batch_size=4),
+        data=dataclasses.replace(base.data, batch_size=4),
         checkpoint=dataclasses.replace(base.checkpoint, every_steps=5),
         log=dataclasses.replace(base.log, tensorboard=False, eval_every_steps=None),
         model=dataclasses.replace(base.model, compute=dataclasses.replace(base.model.compute, layers="unrolled")),
@@ -196,8 +196,8 @@ def test_a_wrong_first_word(words: str, said: str, capsys: Capture) -> None:
         ("--steps 1.5", "--steps needs a whole number, not '1.5'"),
         ("--optimizer.peak-lr high", "--optimizer.peak-lr needs a number, not 'high'"),
         ("--optimizer.clip-norm off", "--optimizer.clip-norm needs a number or None, not 'off'"),
-        ("--optimizer.name sdg", "--optimizer.name needs one of 'adamw', 'adam', 'sgd', not 'sdg'"),
-        ("--preset.form mean", "'readout-multiplier', 'plain'"),
+        ("--optimizer.name sdg", "--optimizer.name needs one of 'adam', 'adamw', 'lion', 'muon', 'sgd', not 'sdg'"),
+        ("--preset.form mean", "'mean-field', 'plain', 'readout-multiplier', 'table-9'"),
     ],
 )
 def test_a_wrong_flag(words: str, said: str, capsys: Capture) -> None:
@@ -271,7 +271,7 @@ def test_messages_hold_on_a_terminal_with_colours(capsys: Capture, monkeypatch: 
     assert main(["lm-tiny", "--optimizer.name", "sdg"]) == 2
     err = capsys.readouterr().err
     assert "\x1b" not in err
-    assert "--optimizer.name needs one of 'adamw', 'adam', 'sgd', not 'sdg'" in err
+    assert "--optimizer.name needs one of 'adam', 'adamw', 'lion', 'muon', 'sgd', not 'sdg'" in err
 
 
 # Exit codes
@@ -403,8 +403,8 @@ def test_a_signal_ends_the_run_with_its_code(number: signal.Signals, code: int) 
     program = """
 import sys, time, types, train
 def run(config):
-    print("running", flush=True)
     try:
+        print("running", flush=True)
         time.sleep(60)
     finally:
         print("left in order", flush=True)

@@ -27,12 +27,19 @@ BOX = "│╭╮╰╯─ "
 
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
+
+def _choices(said: re.Match[str]) -> str:
+    # tyro holds the choices in a set, whose order differs from one process to the next.
+    names = sorted(set(re.findall(r"'([^']*)'", said[3])) - {"None"})
+    return f"{said[2]} needs one of {', '.join(map(repr, names))}, not {said[1]}"
+
+
 PLAIN = (
     (r"Error parsing (\S+): invalid literal for int\(\) with base 10: ('.*')", r"\1 needs a whole number, not \2"),
     (r"Error parsing (\S+): could not convert string to float: ('.*')", r"\1 needs a number, not \2"),
     (r"Error parsing (\S+): no type matching \{None\}\|INT .* \[(.*)\]\.", r"\1 needs a whole number or None, not \2"),
     (r"Error parsing (\S+): no type matching \{None\}\|FLOAT .* \[(.*)\]\.", r"\1 needs a number or None, not \2"),
-    (r"invalid choice ('.*') for argument '(\S+)'\. Expected one of \((.*)\)\.", r"\2 needs one of \3, not \1"),
+    (r"invalid choice ('.*') for argument '(\S+)'\. Expected one of \((.*)\)\.", _choices),
     (r"Missing value for argument '(\S+)'\..*", r"\1 needs a value after it"),
 )
 """tyro's message, and ours that says what to write. A message not listed is shown as tyro has it."""
@@ -152,8 +159,10 @@ def _unboxed(text: str) -> str:
     paragraph = []
     for line in COLOUR.sub("", text).splitlines()[1:]:
         words = line.strip(BOX)
-        if not words:
-            break
+        if not words.strip("-+|"):  # a rule; of ASCII where the terminal cannot draw
+            if paragraph:
+                break
+            continue
         paragraph.append(words)
     message = " ".join(paragraph) or COLOUR.sub("", text).strip()
     for said, plain in PLAIN:
