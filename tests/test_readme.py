@@ -106,7 +106,9 @@ def test_presets_need_neither_our_models_nor_our_loop():
     examples = [block for block in blocks("README.md", "python") if "presets" in block]
     assert examples
     for block in examples:
-        assert len(block.splitlines()) <= longest_lines
+        assert (
+            len([line for line in block.splitlines() if line.strip()]) <= longest_lines
+        )  # the formatter adds blank ones
         assert "nnx" in block
         assert not re.search(r"^\s*(from|import) (zoo|train)\b", block, re.MULTILINE)
 
