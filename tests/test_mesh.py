@@ -32,15 +32,18 @@ MESHES = {
     "2x2x2": MeshConfig(data=2, fsdp=2, tensor=2),
 }
 
-# Each size divides by the mesh axis that splits it, and is otherwise odd; 17 tokens and 7 classes stay whole.
+# Each size divides by the mesh axis that splits it; 17 tokens and 7 classes stay whole. The last axis of every shard is a
+# multiple of 16: with jax 0.12 on CPU the numbers left over by vector instructions may be off in the last bits, since XLA
+# fuses products and sums otherwise there, and how many are left over depends on the mesh.
 DECODER = DecoderConfig(
-    width=20, depth=3, num_heads=6, num_kv_heads=2, head_dim=4, mlp_ratio=1.1, vocab_size=17, seq_len=7,
+    width=64, depth=3, num_heads=6, num_kv_heads=2, head_dim=16, mlp_ratio=1.5, vocab_size=17, seq_len=7,
     positions="rotary", norm="rmsnorm", activation="swiglu", qk_norm=True,
 )  # fmt: skip
 VIT = ViTConfig(
-    width=20, depth=3, num_heads=2, head_dim=5, mlp_ratio=1.1, image_size=9, patch_size=3, channels=2, num_classes=7,
+    width=64, depth=3, num_heads=2, head_dim=16, mlp_ratio=1.5, image_size=9, patch_size=3, channels=2, num_classes=7,
     pool="cls", centered=True,
 )  # fmt: skip
+ODD = dataclasses.replace(DECODER, width=20, head_dim=4, mlp_ratio=1.1)
 PRESET = PresetConfig(name="depth-mup", base="lm-proxy", alpha_l=0.75)
 # Adam divides by |g| + eps: with an eps far below the gradients it would enlarge the rounding of those near zero.
 ADAM = OptimizerConfig(peak_lr=0.01, eps=1e-2, warmup_steps=2, weight_decay=0.1, clip_norm=1.0)
@@ -163,8 +166,8 @@ def test_parameters_are_split_as_the_rules_say() -> None:
         wanted = jax.sharding.NamedSharding(params[name].sharding.mesh, spec)
         assert params[name].sharding.is_equivalent_to(wanted, params[name].ndim), (name, params[name].sharding)
     up = params["block.mlp.up"]
-    assert up.shape == (3, 20, 22)
-    assert {shard.data.shape for shard in up.addressable_shards} == {(3, 10, 11)}
+    assert up.shape == (3, 64, 96)
+    assert {shard.data.shape for shard in up.addressable_shards} == {(3, 32, 48)}
     assert len(up.addressable_shards) == 8
 
 
@@ -199,7 +202,7 @@ def test_bfloat16_products_run_on_a_mesh() -> None:
 # Meshes that cannot be
 
 
-def refused(said: str, *, model: Any = DECODER, batch_size: int = 16, accumulation: int = 1, **mesh: int) -> None:
+def refused(said: str, *, model: Any = ODD, batch_size: int = 16, accumulation: int = 1, **mesh: int) -> None:
     config = dataclasses.replace(
         RUNS["decoder"], model=model, mesh=MeshConfig(**mesh), data=DataConfig(name="text:x", batch_size=batch_size),
         accumulation_steps=accumulation,
