@@ -49,7 +49,8 @@ def hyper(config: OptimizerConfig, steps: int) -> Hyper:
 def schedule_table(config: OptimizerConfig, steps: int) -> np.ndarray:
     """Learning rate over peak at every step, float32 [steps]: linear warm-up, then the named shape.
 
-    Warm-up reaches the peak at step `warmup_steps` (0-based); step 0 of a warm-up already moves (1/warmup of the peak).
+    Warm-up rises by 1/warmup_steps of the peak each step, from the first, and reaches it at its last; a decay reaches
+    `final_lr_fraction` at the step after the run's last.
     """
     warmup = min(config.warmup_steps, steps)
     rest, final = max(steps - warmup, 1), config.final_lr_fraction
