@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from presets.roles import EMBEDDINGS, ParamSpec, Role
+from presets.roles import ParamSpec, Role
 
 Kind = Literal["logits", "skip", "branch", "readout"]
 
@@ -116,6 +116,3 @@ def multiplied(params: Mapping[str, Any], multipliers: Mapping[str, Any]) -> dic
         return (w * a).astype(w.dtype)
 
     return {name: one(w, multipliers[name]) for name, w in params.items()}
-
-
-__all__ = ["EMBEDDINGS", "Factor", "Init", "Kind", "fan_in_std", "initial_value", "multiplied"]
