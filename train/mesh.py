@@ -15,7 +15,12 @@ from zoo.definition import Definition
 
 AXES = ("data", "fsdp", "sequence", "tensor", "sweep")
 
-RULES: dict[str, str | None] = {
+BATCH = ("data", "fsdp")
+"""Mesh axes that split the batch."""
+
+RULES: dict[str, str | tuple[str, ...]] = {
+    "batch": BATCH,
+    "sequence": "sequence",
     "embed": "fsdp",
     "heads": "tensor",
     "kv_heads": "tensor",
@@ -23,13 +28,10 @@ RULES: dict[str, str | None] = {
     "vocab": "tensor",
     "classes": "tensor",
 }
-"""Mesh axis that splits each logical axis of a parameter; an axis not named is whole on every device."""
+"""Mesh axis or axes that split each logical axis of a parameter or activation; one not named is whole on every device."""
 
 MAY_STAY_WHOLE = {"vocab", "classes", "kv_heads"}
 """Logical axes kept whole where the mesh axis does not divide them: rarely round, and not worth refusing a run."""
-
-BATCH = ("data", "fsdp")
-"""Mesh axes that split the batch."""
 
 
 class MeshError(ValueError):
@@ -79,6 +81,7 @@ def param_sharding(mesh: Mesh, spec: ParamSpec, shape: tuple[int, ...], name: st
     parts: list[str | None] = []
     for axis, size in zip(spec.axes, shape, strict=True):
         target = RULES.get(axis)
+        assert not isinstance(target, tuple), f"{axis} is an axis of activations"
         ways = mesh.shape[target] if target else 1
         if ways > 1 and size % ways:
             if axis not in MAY_STAY_WHOLE:

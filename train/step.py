@@ -18,8 +18,10 @@ from jax.sharding import Mesh
 
 from train import mesh as meshes
 from train.factors import Factors
+from train.layout import MeshLayout
 from train.optimizer import Hyper
 from train.state import TrainState, shardings_of
+from zoo import partition
 from zoo.definition import Arrays, Definition
 
 Batch = dict[str, jax.Array]
@@ -92,7 +94,10 @@ def _first(micros: Batch) -> Batch:
 
 
 def make_train_step(
-    definition: Definition, tx: optax.GradientTransformationExtraArgs, accumulation_steps: int = 1
+    definition: Definition,
+    tx: optax.GradientTransformationExtraArgs,
+    accumulation_steps: int = 1,
+    layout: partition.Layout | None = None,
 ) -> Callable[[TrainState, Run, Batch], tuple[TrainState, dict[str, jax.Array]]]:
     """The training step as a plain function: (state, run, batch) -> (state, metrics).
 
@@ -101,7 +106,8 @@ def make_train_step(
     """
 
     def step(state: TrainState, run: Run, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        grads, sums = gradients(definition, state.params, run, batch, accumulation_steps)
+        with partition.using(layout):
+            grads, sums = gradients(definition, state.params, run, batch, accumulation_steps)
         hyper = run.hyper.at(state.step)
         updates, opt_state = tx.update(grads, state.opt_state, state.params, factors=run.factors, hyper=hyper)
         params: Any = optax.apply_updates(state.params, updates)
@@ -134,7 +140,7 @@ def compile_train_step(
     whole, shardings = meshes.replicated(mesh), shardings_of(abstract)
     run_shardings = Run(whole, whole, None if run.reference is None else shardings.params)  # type: ignore[arg-type]
     jitted = jax.jit(
-        make_train_step(definition, tx, accumulation_steps),
+        make_train_step(definition, tx, accumulation_steps, MeshLayout(mesh)),
         in_shardings=(shardings, run_shardings, meshes.batch_sharding(mesh)),
         out_shardings=(shardings, whole),
         donate_argnums=0,
@@ -148,8 +154,14 @@ def compile_eval_step(
     """(params, run, batch) -> `Sums` of the batch."""
     whole, shardings = meshes.replicated(mesh), shardings_of(abstract)
     run_shardings = Run(whole, whole, None if run.reference is None else shardings.params)  # type: ignore[arg-type]
+    layout = MeshLayout(mesh)
+
+    def evaluate(params: Arrays, run: Run, batch: Batch) -> Sums:
+        with partition.using(layout):
+            return batch_sums(definition, params, run, batch)
+
     jitted = jax.jit(
-        lambda params, run, batch: batch_sums(definition, params, run, batch),
+        evaluate,
         in_shardings=(shardings.params, run_shardings, meshes.batch_sharding(mesh)),
         out_shardings=whole,
     )

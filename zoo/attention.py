@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from presets.roles import Role
+from zoo import partition
 from zoo.configs import StackConfig
 from zoo.layers import Norm, project, rotary
 from zoo.param import Init
@@ -45,12 +46,18 @@ class Attention(nnx.Module):
             q_BTHN, k_BSKN = self.query_norm(q_BTHN), self.key_norm(k_BSKN)
         if self.rope_theta is not None:
             q_BTHN, k_BSKN = rotary(q_BTHN, self.rope_theta), rotary(k_BSKN, self.rope_theta)
-        return q_BTHN, k_BSKN, v_BSKN
+        # Where positions are split, every device keeps its queries and gathers all keys and values.
+        return (
+            partition.constrain(q_BTHN, "batch", "sequence", "heads", None),
+            partition.constrain(k_BSKN, "batch", None, "kv_heads", None),
+            partition.constrain(v_BSKN, "batch", None, "kv_heads", None),
+        )
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         q_BTHN, k_BSKN, v_BSKN = self.heads(x_BTD)
         q_BTHN = q_BTHN * self.logit_scale[...].astype(q_BTHN.dtype)
         y_BTHN = attend(q_BTHN, k_BSKN, v_BSKN, causal=self.causal, implementation=self.implementation)
+        y_BTHN = partition.constrain(y_BTHN, "batch", "sequence", "heads", None)
         return _biased(project(y_BTHN, self.out[...], inputs=2), self.out_bias)
 
 
@@ -69,7 +76,7 @@ def attend(
 
     auto is `merged` on CPU and `jax.nn.dot_product_attention`'s own choice elsewhere.
     """
-    if implementation == "auto" and jax.default_backend() == "cpu":
+    if implementation == "auto" and partition.platform() == "cpu":
         return merged_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal)
     chosen = None if implementation == "auto" else implementation
     return jax.nn.dot_product_attention(q_BTHN, k_BSKN, v_BSKN, scale=1.0, is_causal=causal, implementation=chosen)

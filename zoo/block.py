@@ -8,6 +8,7 @@ from __future__ import annotations
 import jax
 from flax import nnx
 
+from zoo import partition
 from zoo.attention import Attention
 from zoo.configs import ComputeConfig, StackConfig
 from zoo.layers import residual_norm
@@ -36,7 +37,8 @@ class Block(nnx.Module):
     def __call__(self, h_BTD: jax.Array) -> jax.Array:
         skip, branch = self.skip[...].astype(h_BTD.dtype), self.branch[...].astype(h_BTD.dtype)
         h_BTD = skip[0] * h_BTD + branch[0] * self.attention(self.attention_norm(h_BTD))
-        return skip[1] * h_BTD + branch[1] * self.mlp(self.mlp_norm(h_BTD))
+        h_BTD = skip[1] * h_BTD + branch[1] * self.mlp(self.mlp_norm(h_BTD))
+        return partition.constrain(h_BTD, "batch", "sequence", None)
 
 
 def residual_stack(block: Block, h_BTD: jax.Array, depth: int, compute: ComputeConfig) -> jax.Array:

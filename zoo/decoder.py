@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from presets.roles import Role
+from zoo import partition
 from zoo.block import Block, residual_stack
 from zoo.configs import DecoderConfig
 from zoo.layers import project, residual_norm
@@ -32,7 +33,7 @@ class Decoder(nnx.Module):
         h_BTD = self.token[...].astype(self.config.compute.dtype)[tokens_BT]
         if self.position is not None:
             h_BTD = h_BTD + self.position[...][: tokens_BT.shape[1]].astype(h_BTD.dtype)
-        return h_BTD
+        return partition.constrain(h_BTD, "batch", "sequence", None)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         return self.read(residual_stack(self.block, self.embed(tokens_BT), self.config.depth, self.config.compute))

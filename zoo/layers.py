@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from presets.roles import Role
+from zoo import partition
 from zoo.configs import StackConfig
 from zoo.param import Init
 
@@ -16,9 +17,15 @@ from zoo.param import Init
 def project(x: jax.Array, w: jax.Array, *, inputs: int = 1, out_dtype: jnp.dtype | None = None) -> jax.Array:
     """Contract the last `inputs` dimensions of x with the first of w, in x's dtype.
 
-    Leading dimensions are merged into one before the product: two to three times faster on CPU, nothing lost elsewhere.
+    On CPU leading dimensions are merged into one before the product: two to three times faster. Elsewhere they stay, and
+    where positions are split over devices, which a merged dimension could not be.
     """
     lead, summed, out = x.shape[: x.ndim - inputs], w.shape[:inputs], w.shape[inputs:]
+    if partition.platform() != "cpu" or partition.splits("sequence"):
+        contract = (tuple(range(x.ndim - inputs, x.ndim)), tuple(range(inputs)))
+        return jax.lax.dot_general(
+            x, w.astype(x.dtype), (contract, ((), ())), preferred_element_type=out_dtype or x.dtype
+        )
     rows = x.reshape(math.prod(lead), math.prod(summed))
     matrix = w.astype(x.dtype).reshape(math.prod(summed), math.prod(out))
     return jnp.matmul(rows, matrix, preferred_element_type=out_dtype or x.dtype).reshape(*lead, *out)

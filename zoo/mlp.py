@@ -6,6 +6,7 @@ import jax
 from flax import nnx
 
 from presets.roles import Role
+from zoo import partition
 from zoo.configs import StackConfig
 from zoo.layers import project
 from zoo.param import Init
@@ -35,5 +36,6 @@ class MLP(nnx.Module):
         else:
             # The tanh form of GELU: what GPT-2 uses, and 1e-3 from the exact one.
             h_BTF = jax.nn.relu(h_BTF) if self.activation == "relu" else jax.nn.gelu(h_BTF, approximate=True)
+        h_BTF = partition.constrain(h_BTF, "batch", "sequence", "mlp")
         y_BTD = project(h_BTF, self.down[...])
         return y_BTD if self.down_bias is None else y_BTD + self.down_bias[...].astype(y_BTD.dtype)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from presets.roles import Role
+from zoo import partition
 from zoo.block import Block, residual_stack
 from zoo.configs import ViTConfig
 from zoo.layers import project, residual_norm
@@ -40,7 +41,7 @@ class ViT(nnx.Module):
         if self.cls is not None:
             cls = jnp.broadcast_to(self.cls[...].astype(h_BTD.dtype), (batch, 1, h_BTD.shape[-1]))
             h_BTD = jnp.concatenate([cls, h_BTD], axis=1)
-        return h_BTD + self.position[...].astype(h_BTD.dtype)
+        return partition.constrain(h_BTD + self.position[...].astype(h_BTD.dtype), "batch", "sequence", None)
 
     def __call__(self, images_BHWC: jax.Array) -> jax.Array:
         return self.read(residual_stack(self.block, self.embed(images_BHWC), self.config.depth, self.config.compute))
