@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import inspect
 from collections.abc import Callable, Mapping
 
-from presets import forms
+from presets import constants as constants_of
 from presets.completep import completep
 from presets.effective_theory import hybrid, maximal_update, ntk
 from presets.forms import FORMS, Form
@@ -55,39 +54,49 @@ def get(
     """The named preset, relative to a base.
 
     Args:
-        name: one of `PRESETS`.
+        name: one of `PRESETS`, or a file of measured scales: `measured:PATH`, or a path that ends in .json.
         base: size of each axis at which every factor is 1 (`config.base_sizes()`); None is the absolute form.
         form: where multipliers sit (`forms`); the preset's native form unless given.
         zero_readout: start the readout at zero.
-        **constants: the preset's own, such as `alpha_l=0.5`.
+        **constants: the preset's own, such as `alpha_l=0.5`; a text of a number will do.
 
     Raises:
-        PresetError: no such preset, constant, axis or form.
+        PresetError: no such preset, constant, axis, form or file.
     """
-    if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else ""
-        raise PresetError(
-            f"no preset is named {name!r}; {hint} the presets are {', '.join(PRESETS)}".replace(";  ", "; ")
-        )
-    known = list(inspect.signature(PRESETS[name]).parameters)
-    for constant in constants:
-        if constant not in known:
-            others = [n for n, make in PRESETS.items() if constant in inspect.signature(make).parameters]
-            hint = f"; {constant} is a constant of {', '.join(others)}" if others else ""
-            raise PresetError(f"{name} takes {', '.join(known) or 'no constants'}, not {constant}{hint}")
+    if name.startswith("measured:") or name.endswith(".json"):
+        preset = _measured(name.removeprefix("measured:"), zero_readout, constants)
+    elif name in PRESETS:
+        preset = PRESETS[name](**constants_of.check(name, constants, PRESETS))
+    else:
+        raise PresetError(_unknown(name))
     for axis, size in (base or {}).items():
         if axis not in AXES or size < 1:
             raise PresetError(f"base {axis}={size}: write a logical axis ({', '.join(AXES)}) and a size of at least 1")
-    preset = PRESETS[name](**constants)
     if form is not None:
-        forms.check(form)
+        preset = preset.with_form(form)
     if preset.baseless and base is not None:
         raise PresetError(
-            f"{name} has no base: its numbers are absolute; leave the base out (base=None, --preset.base None)"
+            f"{preset.name} has no base: its numbers are absolute; leave the base out (base=None, --preset.base None)"
         )
-    base = dict(base) if base is not None else None
-    return dataclasses.replace(preset, base=base, form=form or preset.form, zero_readout=zero_readout)
+    return dataclasses.replace(preset, base=dict(base) if base is not None else None, zero_readout=zero_readout)
+
+
+def _measured(path: str, zero_readout: bool, constants: Mapping[str, float | str]) -> Preset:
+    from presets import measured
+
+    if constants or zero_readout:
+        what = next(iter(constants), "zero_readout")
+        raise PresetError(f"measured scales take no constants, not {what}; they are all in {path}")
+    return measured.measured(measured.load(path))
+
+
+def _unknown(name: str) -> str:
+    known, colon, tuned = name.partition(":")
+    if colon and known in PRESETS:
+        return f"the preset {known} has no tuned constants named {tuned!r}; write {known}"
+    near = difflib.get_close_matches(name, PRESETS, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"no preset is named {name!r}; {hint}the presets are {', '.join(PRESETS)}, or measured:PATH of a file"
 
 
 __all__ = [

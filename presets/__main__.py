@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import presets
-from presets import Preset, PresetError, table, verdicts
+from presets import Preset, constants, table, verdicts
 from presets.rule import FAMILIES
 
 CONSTANTS = ("alpha_a", "alpha_l", "gamma0", "beta0")
@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("list", help="name and one line of every preset (what no command does)")
 
     shown = commands.add_parser("table", help="every parameter's factors under a preset", description=_table.__doc__)
-    shown.add_argument("preset", metavar="PRESET", help=", ".join(presets.PRESETS))
+    shown.add_argument("preset", metavar="PRESET", help=f"{', '.join(presets.PRESETS)}, or measured:PATH")
     shown.add_argument("--model", required=True, metavar="NAME", help="a model of `python -m zoo`")
     shown.add_argument(
         "--base", metavar="NAME", help="the model factors are relative to; without it the absolute form, base 1"
@@ -78,8 +78,11 @@ def _parser() -> argparse.ArgumentParser:
                 f"--{flag}", f"--preset.{flag}", dest=name, type=float, metavar="X", help="a constant of the preset"
             )
         command.add_argument(
+            "--constants",
+            "--preset.constants",
             "--constant",
-            action="append",
+            action="extend",
+            nargs="+",
             default=[],
             metavar="NAME=VALUE",
             help="any other constant, such as s=0.5 or eps_scope=everywhere",
@@ -157,17 +160,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _preset(args: argparse.Namespace, base: dict[str, int] | None) -> Preset:
-    if ":" in args.preset:
-        raise PresetError(f"{args.preset!r}: no tuned presets exist yet; write {args.preset.partition(':')[0]!r}")
-    given: dict[str, Any] = {name: getattr(args, name) for name in CONSTANTS if getattr(args, name) is not None}
-    for pair in args.constant:
-        name, equals, value = pair.partition("=")
-        if not equals:
-            raise PresetError(f"--constant {pair}: write NAME=VALUE, such as s=0.5")
-        try:
-            given[name] = float(value)
-        except ValueError:
-            given[name] = value
+    given: dict[str, Any] = constants.read(args.constants, {name: getattr(args, name) for name in CONSTANTS})
     return presets.get(args.preset, base=base, form=getattr(args, "form", None), **given)
 
 

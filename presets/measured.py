@@ -88,13 +88,13 @@ class Measured(Preset):
             if sizes.get(axis) != size:
                 raise PresetError(
                     f"measured: the table is for {axis}={size} and the model has {sizes.get(axis)}; "
-                    "measured numbers hold at one size, so measure this model (train.balance)"
+                    "measured numbers hold at one size, so measure this model (python -m train balance)"
                 )
         if spec.group not in self.table.scales:
             near = difflib.get_close_matches(spec.group, self.table.scales, n=1)
             hint = f" (the nearest is {near[0]!r})" if near else ""
             raise PresetError(
-                f"measured: the table has no row {spec.group!r}{hint}; measure this model (train.balance)"
+                f"measured: the table has no row {spec.group!r}{hint}; measure this model (python -m train balance)"
             )
         scales = self.table.scales[spec.group]
         return scales if decay == "independent" else dataclasses.replace(scales, weight_decay=_per_rate(scales))
@@ -119,7 +119,7 @@ class Measured(Preset):
 
     def with_form(self, form: Form) -> NoReturn:
         """Refused: moving multipliers needs the rules behind the numbers."""
-        raise PresetError(f"measured: a table of numbers has no form {form!r}; measure with a reference in that form")
+        raise PresetError(f"measured: a table of numbers has no form {form!r}; measure a preset that is in that form")
 
 
 def measured(table: Table) -> Measured:
@@ -208,7 +208,10 @@ def _per_rate(scales: Scales) -> Number:
 
 
 def _no_rule(spec: ParamSpec) -> Rule:
-    raise PresetError(f"measured: {spec.group} has numbers at one size and no power law behind them")
+    raise PresetError(
+        f"measured: {spec.group} has numbers at one size and no power law behind them, so nothing can be said of another "
+        "size; measure that one too (python -m train balance)"
+    )
 
 
 def _bad(why: str) -> NoReturn:

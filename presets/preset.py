@@ -215,13 +215,18 @@ class Preset:
             found.append("Lion follows Adam's rule here, and a study found that it does not transfer (2404.05728)")
         return found
 
-    def describe(self) -> str:
-        """One line: name, constants, form and base."""
-        constants = " ".join(
+    @property
+    def label(self) -> str:
+        """Name and the constants that are not its defaults."""
+        shown = (
             f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in self.given.items()
         )
+        return " ".join([self.name, *shown])
+
+    def describe(self) -> str:
+        """One line: name, constants, form and base."""
         base = "absolute" if self.base is None else "base " + " ".join(f"{k}={v}" for k, v in self.base.items())
-        return ", ".join(part for part in (f"{self.name} {constants}".strip(), self.form, base) if part)
+        return f"{self.label}, {self.form}, {base}"
 
 
 def _size(name: str, sizes: Mapping[str, int]) -> int:

@@ -47,10 +47,10 @@ def rows(
 def forward_text(preset: Preset, sizes: Mapping[str, int]) -> str:
     """What multiplies activations, in a sentence: attention logits, and residual branches and skips of first and last block."""
     logits = f"attention logits x {preset.logit_scale(sizes):.4g}"
-    if preset.residual is None:
-        return f"{logits}, every residual branch x {preset.residual_scale(sizes, 0, 'mlp')[1]:.4g}"
-    ends = [preset.residual_scale(sizes, 0, "attention"), preset.residual_scale(sizes, sizes["layers"] - 1, "mlp")]
-    (skip, branch), (last_skip, last_branch) = ends
+    scales = [preset.residual_scale(sizes, layer, b) for layer in range(sizes["layers"]) for b in ("attention", "mlp")]
+    (skip, branch), (last_skip, last_branch) = scales[0], scales[-1]
+    if set(scales) == {(1.0, branch)}:
+        return f"{logits}, every residual branch x {branch:.4g}"
     return (
         f"{logits}, residual branches x {branch:.4g} (first attention) to {last_branch:.4g} (last MLP), "
         f"skips x {skip:.4g} to {last_skip:.4g}"
@@ -122,4 +122,6 @@ def text(table: list[dict[str, Any]]) -> str:
 def _cell(value: Any) -> str:
     if isinstance(value, list):
         return "x".join(map(str, value)) or "scalar"
+    if isinstance(value, tuple):  # one number per layer: first and last
+        return f"{value[0]:.4g}..{value[-1]:.4g}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

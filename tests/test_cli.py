@@ -14,7 +14,7 @@ import types
 import pytest
 
 import train
-from presets import PresetError
+from presets import PRESETS, PresetError
 from train import cli
 from train.__main__ import main
 from train.config import CheckpointConfig, Config, DataConfig, OptimizerConfig, preset_of
@@ -117,6 +117,30 @@ def test_preset_constants(capsys: Capture) -> None:
     assert (preset.alpha_a, preset.alpha_l, preset.gamma0, preset.beta0) == (0.75, 0.5, 0.2, 3.0)
 
 
+def test_every_other_constant_of_a_preset_has_a_way(capsys: Capture) -> None:
+    """By name, through config.json and back, to the preset."""
+    for name, make in PRESETS.items():
+        for constant, parameter in inspect.signature(make).parameters.items():
+            value = parameter.default if parameter.default is not None else "table"
+            config = printed(
+                capsys,
+                "lm-tiny",
+                "--preset",
+                name,
+                "--preset.base",
+                "None",
+                "--preset.constants",
+                f"{constant}={value}",
+            )
+            assert config.preset.constants == (f"{constant}={value}",)
+            assert preset_of(config).name == name
+    config = printed(
+        capsys, "lm-tiny", "--preset", "completep", "--preset.constants", "eps-scope=everywhere", "alpha_l=0.75"
+    )
+    assert preset_of(config).given == {"eps_scope": "everywhere", "alpha_l": 0.75}
+    assert preset_of(from_json(json.loads(json.dumps(to_json(config))))).given == preset_of(config).given
+
+
 def test_model_fields_are_checked_again(capsys: Capture) -> None:
     model = printed(capsys, "lm-tiny", "--model.width", "256", "--model.num-heads", "8").model
     assert isinstance(model, DecoderConfig)
@@ -196,7 +220,10 @@ def test_a_wrong_first_word(words: str, said: str, capsys: Capture) -> None:
         ("--steps 1.5", "--steps needs a whole number, not '1.5'"),
         ("--optimizer.peak-lr high", "--optimizer.peak-lr needs a number, not 'high'"),
         ("--optimizer.clip-norm off", "--optimizer.clip-norm needs a number or None, not 'off'"),
-        ("--optimizer.name sdg", "--optimizer.name needs one of 'adam', 'adamw', 'lion', 'muon', 'sgd', not 'sdg'"),
+        (
+            "--optimizer.name sdg",
+            "--optimizer.name needs one of 'adam', 'adamw', 'lion', 'momentum', 'muon', 'sgd', not 'sdg'",
+        ),
         ("--preset.form mean", "'mean-field', 'plain', 'readout-multiplier', 'table-9'"),
     ],
 )
@@ -231,8 +258,27 @@ def test_a_wrong_flag(words: str, said: str, capsys: Capture) -> None:
         ("--model vit-s16", "the data python_corpus needs a decoder and model is a vit"),
         ("--data.name digits", "the data digits needs a vit and model is a decoder"),
         ("--preset mop", "did you mean 'mup'?"),
-        ("--preset mup:mine", "the preset mup has no tuned constants named 'mine'; write --preset mup"),
-        ("--preset.name=mup:mine", "write --preset.name mup"),
+        ("--preset mup:mine", "the preset mup has no tuned constants named 'mine'; write mup"),
+        ("--preset.name=mup:mine", "no tuned constants named 'mine'"),
+        ("--preset measured:none.json --preset.base None", "none.json: no table of measured scales"),
+        ("--preset ntk --preset.constants s=2", "ntk: s=2 is outside [0, 1]"),
+        ("--preset ntk --preset.constants s=high", "ntk: s=high is not a finite number; write one, such as s=0"),
+        ("--preset ntk --preset.constants s", "the constant 's': write NAME=VALUE, such as s=0.5"),
+        (
+            "--preset mup --preset.constants s=1",
+            "mup takes alpha_a, gamma0, beta0, c_a, decay_width, not s; s is a constant of ntk",
+        ),
+        (
+            "--preset mup --preset.alpha-a 1 --preset.constants alpha-a=0.5",
+            "the constant alpha_a is given twice, as 1.0 and 0.5",
+        ),
+        (
+            "--preset completep --preset.constants eps_scope=all",
+            "eps_scope=all is not a choice; write blocks or everywhere",
+        ),
+        ("--optimizer.name momentum --optimizer.momentum 0", "is plain SGD; write optimizer.name sgd"),
+        ("--optimizer.name lion --optimizer.momentum 0.5", "--optimizer.momentum is not read by lion"),
+        ("--optimizer.name momentum --optimizer.eps 1e-6", "--optimizer.eps is not read by momentum"),
         ("--preset depth-mup --preset.alpha-l 0.3", "alpha_l=0.3"),
         ("--preset sp --preset.beta0 2", "beta0"),
         ("--preset.base vit-s16", "preset.base vit-s16 is a vit and the model a decoder"),
@@ -259,6 +305,8 @@ def test_values_that_do_not_fit(words: str, said: str, capsys: Capture, started:
 def test_control_the_same_flags_pass_where_they_are_read(capsys: Capture) -> None:
     printed(capsys, "lm-tiny", "--optimizer.name", "sgd", "--optimizer.momentum", "0.8")
     printed(capsys, "lm-tiny", "--optimizer.name", "adam")
+    printed(capsys, "lm-tiny", "--optimizer.name", "muon", "--optimizer.momentum", "0.95", "--optimizer.eps", "1e-6")
+    printed(capsys, "lm-tiny", "--optimizer.name", "lion", "--optimizer.b2", "0.99")
     printed(capsys, "vit-digits", "--data.split", "writer", "--data.no-augment")
     wsd = "--steps 70 --optimizer.warmup-steps 11 --optimizer.schedule wsd --optimizer.decay-steps 59"
     printed(capsys, "lm-tiny", *wsd.split())
@@ -271,7 +319,7 @@ def test_messages_hold_on_a_terminal_with_colours(capsys: Capture, monkeypatch: 
     assert main(["lm-tiny", "--optimizer.name", "sdg"]) == 2
     err = capsys.readouterr().err
     assert "\x1b" not in err
-    assert "--optimizer.name needs one of 'adam', 'adamw', 'lion', 'muon', 'sgd', not 'sdg'" in err
+    assert "--optimizer.name needs one of 'adam', 'adamw', 'lion', 'momentum', 'muon', 'sgd', not 'sdg'" in err
 
 
 # Exit codes

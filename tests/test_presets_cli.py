@@ -135,7 +135,7 @@ def test_compare_puts_presets_side_by_side(capsys: pytest.CaptureFixture[str]):
             "ntk has no rule for the optimizer 'muon' (the paper has SGD and AdamW)",
         ),
         (["limits", "completep", "--constant", "eps_scope=all"], "write blocks or everywhere"),
-        (["limits", "ntk", "--constant", "s"], "--constant s: write NAME=VALUE, such as s=0.5"),
+        (["limits", "ntk", "--constant", "s"], "the constant 's': write NAME=VALUE, such as s=0.5"),
         (["compare", "mup", "sq"], "no preset is named 'sq'"),
         (["compare"], "the following arguments are required: PRESET"),
     ],

@@ -39,6 +39,15 @@ def parser() -> argparse.ArgumentParser:
             f"--preset.{name.replace('_', '-')}", dest=name, type=float, metavar="X", help="a constant of the preset"
         )
     made.add_argument(
+        "--constants",
+        "--preset.constants",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="any other constant of the preset, such as s=0.5",
+    )
+    made.add_argument(
         "--grow",
         choices=AXES,
         default="head_dim",
@@ -75,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     import presets
+    from presets import constants
     from presets.verdicts import refuse_uneven
     from train import check, check_models, check_report, expectation
     from train.config import OptimizerConfig
@@ -83,9 +93,11 @@ def run(args: argparse.Namespace) -> int:
     if args.sizes < 2 or args.seeds < 1:
         raise configs.ConfigError("a slope needs --sizes of at least 2 and --seeds of at least 1")
     started = time.monotonic()
-    given = {name: getattr(args, name) for name in CONSTANTS if getattr(args, name) is not None}
+    given = constants.read(args.constants, {name: getattr(args, name) for name in CONSTANTS})
     grown = check_models.series(configs.get(args.model), args.grow, args.sizes)
-    preset = presets.get(args.preset, base=grown[0].base_sizes(), **given)
+    preset = presets.get(args.preset, **given)
+    if not preset.baseless:
+        preset = presets.get(args.preset, base=grown[0].base_sizes(), **given)
     optimizer = OptimizerConfig(
         name=args.optimizer, peak_lr=args.peak_lr or RATES[args.optimizer], schedule="constant", eps=1e-12
     )

@@ -17,7 +17,6 @@ from typing import Annotated
 import tyro
 from tyro import conf
 
-from presets import PresetError
 from train.config import Config, preset_of
 from zoo import configs
 from zoo.configs import ConfigError
@@ -77,7 +76,7 @@ def parse(name: str, recipe: Callable[[], Config], argv: Sequence[str]) -> Comma
         PresetError: no such preset, or a constant out of its range.
     """
     prog = f"python -m train {name}"
-    argv = _split_tuned(argv)
+    argv = list(argv)
     default = _with_model(recipe(), argv)
     said = io.StringIO()
     try:
@@ -138,14 +137,6 @@ def _with_model(config: Config, argv: Sequence[str]) -> Config:
     return dataclasses.replace(config, model=model, data=data)
 
 
-def _split_tuned(argv: Sequence[str]) -> list[str]:
-    for flag in ("--preset", "--preset.name"):
-        name, colon, tuned = (_value_of(flag, argv) or "").partition(":")
-        if colon:
-            raise PresetError(f"the preset {name} has no tuned constants named {tuned!r}; write {flag} {name}")
-    return list(argv)
-
-
 def _own_error(stop: BaseException) -> ValueError | None:
     """The error of a config that tyro caught and turned into `stop`: its text is complete, tyro's box cuts it up."""
     error = stop.__cause__ or stop.__context__
@@ -194,13 +185,13 @@ def _check_read(config: Config, argv: Sequence[str]) -> None:
     """A flag that the run would silently ignore is an error; a recipe's own value of it is not."""
     given = {word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")}
     opt, data = config.optimizer, config.data
-    adam, sgd = opt.name in ("adam", "adamw"), opt.name == "sgd"
+    adam, heavy_ball = opt.name in ("adam", "adamw", "muon"), opt.name in ("sgd", "momentum", "muon")
     tokens = data.family == "decoder"
     unread = {
-        "b1": (not adam, "--optimizer.name adamw"),
-        "b2": (not adam, "--optimizer.name adamw"),
+        "b1": (not adam and opt.name != "lion", "--optimizer.name adamw"),
+        "b2": (not adam and opt.name != "lion", "--optimizer.name adamw"),
         "eps": (not adam, "--optimizer.name adamw"),
-        "momentum": (not sgd, "--optimizer.name sgd"),
+        "momentum": (not heavy_ball, "--optimizer.name sgd"),
         "weight-decay": (opt.name == "adam", "--optimizer.name adamw"),
         "decay": (opt.name == "adam", "--optimizer.name adamw"),
         "decay-steps": (opt.schedule != "wsd", "--optimizer.schedule wsd"),

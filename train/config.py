@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from tyro import conf
 
 import presets
+from presets import constants
 from zoo.configs import CONFIGS, ConfigError, ModelConfig
 from zoo.configs import get as get_model
 
@@ -30,7 +31,7 @@ class PresetConfig:
     """Which parameterization, and its constants. A constant left out takes the preset's default."""
 
     name: Annotated[str, conf.arg(aliases=("--preset",))] = "mup"
-    """Preset name; `python -m presets` lists them."""
+    """Preset name (`python -m presets` lists them), or measured:PATH, a file of `python -m train balance`."""
     base: str | None = None
     """Model whose sizes the factors are relative to; None is the absolute form (base 1)."""
     form: Literal["plain", "readout-multiplier", "mean-field", "table-9"] | None = None
@@ -43,16 +44,25 @@ class PresetConfig:
     """Amount of feature learning: the readout is divided by it."""
     beta0: float | None = None
     """Constant on every residual branch."""
+    constants: Annotated[tuple[str, ...], conf.arg(metavar="NAME=VALUE ...")] = ()
+    """Any other constants, such as s=0.5 (ntk), eps_scope=everywhere (completep), c_a=0.5 (mup)."""
     zero_readout: bool = False
     """Start the readout at zero."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "constants", tuple(self.constants))  # JSON brings a list
+
+
+Optimizer = Literal["adamw", "adam", "sgd", "momentum", "muon", "lion"]
+OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The optimizer and its schedule. Every rate, decay and eps is multiplied by the preset's scale per parameter."""
 
-    name: Literal["adamw", "adam", "sgd", "muon", "lion"] = "adamw"
-    """adam is adamw without decay; sgd has heavy-ball momentum; muon moves block matrices, and Adam the rest."""
+    name: Optimizer = "adamw"
+    """adam is adamw without decay; momentum and sgd are one, plain where momentum is 0; muon leaves vectors and ends to Adam."""
     peak_lr: float = 1e-3
     """Learning rate at the end of warm-up, at base size."""
     weight_decay: float = 0.0
@@ -66,7 +76,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     """Added to the root of Adam's second moment, at base size."""
     momentum: float = 0.9
-    """sgd and muon: decay of the sum (muon: mean) of gradients."""
+    """sgd, momentum and muon: decay of the heavy-ball sum (muon: mean) of gradients."""
     clip_norm: float | None = None
     """Clip gradients to this global norm over all parameters; None does not clip."""
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
@@ -79,6 +89,12 @@ class OptimizerConfig:
     """Learning rate at the last step as a fraction of the peak (cosine, linear, wsd)."""
 
     def __post_init__(self) -> None:
+        if self.name not in OPTIMIZERS:
+            raise ConfigError(f"no optimizer is named {self.name!r}; write {', '.join(OPTIMIZERS)}")
+        if self.name == "momentum" and self.momentum == 0:
+            raise ConfigError(
+                "optimizer.momentum is 0, which is plain SGD; write optimizer.name sgd, or a momentum above 0"
+            )
         _at_least("optimizer.", self, 0, "peak_lr", "weight_decay", "eps", "warmup_steps", "final_lr_fraction")
         _at_least("optimizer.", self, 1, "decay_steps")
         for name in ("b1", "b2", "momentum"):
@@ -249,10 +265,11 @@ def preset_of(config: Config) -> presets.Preset:
                 f"preset.base {given.base} is a {base.family} and the model a {config.model.family}; "
                 f"write one of {', '.join(_named(config.model.family))}, or None for the absolute form"
             )
-    constants = {name: getattr(given, name) for name in ("form", "alpha_a", "alpha_l", "gamma0", "beta0")}
+    flags = {name: getattr(given, name) for name in ("alpha_a", "alpha_l", "gamma0", "beta0")}
     return presets.get(
         given.name,
         base=base.base_sizes() if base else None,
+        form=given.form,
         zero_readout=given.zero_readout,
-        **{name: value for name, value in constants.items() if value is not None},
+        **constants.read(given.constants, flags),
     )

@@ -26,9 +26,8 @@ def leave(
 ) -> None:
     """Write loss.png, sample.txt or predictions.png into the run's folder, and print the summary."""
     config = program.config
-    given = " ".join(f"{name}={value:g}" for name, value in program.preset.given.items())
     relative = f"relative to {config.preset.base}" if config.preset.base else "in absolute form"
-    preset = f"{program.preset.name} {given}".strip() + f", {relative}"
+    preset = f"{program.preset.label}, {relative}"
     logits = jax.jit(
         lambda params, numbers, inputs: logits_of(program.definition, params, numbers, inputs),
         out_shardings=meshes.replicated(program.mesh),

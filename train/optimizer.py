@@ -82,8 +82,8 @@ def build(
         ConfigError: muon without specs.
     """
     match config.name:
-        case "sgd":
-            direction = optax.trace(config.momentum)
+        case "sgd" | "momentum":
+            direction = optax.trace(config.momentum) if config.momentum else optax.identity()
         case "muon":
             if specs is None:
                 raise ConfigError(
