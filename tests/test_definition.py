@@ -19,6 +19,7 @@ from train import optimizer, state
 from train import step as steps
 from train.config import MeshConfig, OptimizerConfig
 from train.factors import init_stds, resolve
+from train.layout import MeshLayout
 from train.mesh import make_mesh
 from train.step import Run
 from zoo.build import build, definition
@@ -86,9 +87,9 @@ def test_a_users_own_model_trains() -> None:
     found = define(Classifier, sizes={"layers": 2})
     preset = presets.get("depth-mup", base={"embed": 5, "mlp": 5, "layers": 1})
     config = OptimizerConfig(peak_lr=0.02, schedule="constant")
-    mesh = make_mesh(MeshConfig(data=1), jax.devices()[:1])
+    layout = MeshLayout(make_mesh(MeshConfig(data=1), jax.devices()[:1]))
     tx = optimizer.build(config)
-    abstract = state.abstract_state(found, tx, mesh)
+    abstract = state.abstract_state(found, tx, layout)
     run = Run(resolve(preset, found, config.name), optimizer.hyper(config, 30))
     random = np.random.default_rng(1)
     inputs = random.standard_normal((32, 3)).astype(np.float32)
@@ -97,7 +98,7 @@ def test_a_users_own_model_trains() -> None:
         "targets": np.argmax(inputs, axis=1).astype(np.int32),
         "weights": np.ones(32, np.float32),
     }
-    train = steps.compile_train_step(found, tx, abstract, mesh, run, batch)
+    train = steps.compile_train_step(found, tx, abstract, layout, run, batch)
     now = state.initial_state(found, tx, abstract, 0, init_stds(preset, found))
     losses = []
     for _ in range(30):

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from train import mesh as meshes
 from train.config import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
 from train.mesh import MeshError, make_mesh
 from train.program import Program, assemble
@@ -85,7 +84,7 @@ def trained(run: str, mesh: str) -> tuple[Any, Any, list[dict[str, float]]]:
     state, rows = made.initial_state(), []
     first = jax.tree.map(jnp.copy, state)
     for index in range(STEPS):
-        on_mesh = jax.device_put(batch(run, index), meshes.batch_sharding(made.mesh))
+        on_mesh = made.train_feed().put(batch(run, index))
         state, metrics = step(state, numbers, on_mesh)
         rows.append({name: float(value) for name, value in metrics.items()})
     return first, state, rows
@@ -173,7 +172,7 @@ def test_parameters_are_split_as_the_rules_say() -> None:
 
 def test_the_batch_is_split_over_data_and_fsdp() -> None:
     made = program("decoder", "2x2x2")
-    on_mesh = jax.device_put(batch("decoder", 0), meshes.batch_sharding(made.mesh))
+    on_mesh = made.train_feed().put(batch("decoder", 0))
     assert {shard.data.shape for shard in on_mesh["inputs"].addressable_shards} == {(4, 7)}
 
 
@@ -190,9 +189,7 @@ def test_bfloat16_products_run_on_a_mesh() -> None:
     run, config = "decoder", RUNS["decoder"]
     model = dataclasses.replace(config.model, compute=ComputeConfig(dtype="bfloat16", remat="dots"))
     made = assemble(dataclasses.replace(config, model=model, mesh=MESHES["2x2x2"]))
-    state, metrics = made.compile_train()(
-        made.initial_state(), made.numbers(), jax.device_put(batch(run, 0), meshes.batch_sharding(made.mesh))
-    )
+    state, metrics = made.compile_train()(made.initial_state(), made.numbers(), made.train_feed().put(batch(run, 0)))
     assert {leaf.dtype for leaf in state.params.values()} == {jnp.dtype(jnp.float32)}
     # Three blocks of rounding to 8 bits, in a loss near ln 17.
     assert float(metrics["loss"]) == pytest.approx(trained(run, "one")[2][0]["loss"], rel=0.02)
@@ -220,7 +217,11 @@ def refused(said: str, *, model: Any = ODD, batch_size: int = 16, accumulation: 
         ({"data": -1, "tensor": 3}, "needs a multiple of 3 devices (tensor 3); there are 8. Write smaller axes"),
         ({"data": -1, "fsdp": -1}, "mesh.data and mesh.fsdp are both -1; leave at most one to be inferred"),
         ({"data": 0}, "mesh.data is 0; write a number of devices, or -1"),
-        ({"data": 4, "sequence": 2}, "mesh.sequence is 2; this version splits only data, fsdp and tensor, write 1"),
+        (
+            {"data": 4, "sequence": 2},
+            "mesh.sequence 2 does not divide the 7 positions; write mesh.sequence 1, or --model.seq",
+        ),
+        ({"data": 4, "sweep": 2}, "mesh.sweep is 2; this version splits no sweeps, write 1"),
         ({"data": 1, "fsdp": 8}, "mesh.fsdp 8 does not divide axis 'embed' of size 20"),
         ({"data": 2, "tensor": 4}, "mesh.tensor 4 does not divide axis 'heads' of size 6"),
     ],

@@ -25,6 +25,7 @@ from train import optimizer, state
 from train import step as steps
 from train.config import MeshConfig, OptimizerConfig
 from train.factors import Factors, resolve
+from train.layout import MeshLayout
 from train.mesh import make_mesh
 from train.step import Run
 from zoo.build import definition
@@ -212,10 +213,10 @@ def gradient_function(name: str) -> Callable[..., Any]:
 def compiled(name: str, config: OptimizerConfig) -> tuple[Any, Any]:
     """The step that a run compiles, and the state it starts from."""
     found, tx = model_of(name), optimizer.build(config)
-    mesh = make_mesh(MeshConfig(data=1), jax.devices()[:1])
-    abstract = state.abstract_state(found, tx, mesh)
+    layout = MeshLayout(make_mesh(MeshConfig(data=1), jax.devices()[:1]))
+    abstract = state.abstract_state(found, tx, layout)
     run = Run(resolve(presets.get("sp"), found, config.name, config.decay), optimizer.hyper(config, 20))
-    train = steps.compile_train_step(found, tx, abstract, mesh, run, example(name)[1])
+    train = steps.compile_train_step(found, tx, abstract, layout, run, example(name)[1])
     return train, jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract)
 
 

@@ -15,6 +15,7 @@ from tyro import conf
 
 import presets
 from presets import constants
+from train import rules
 from zoo.configs import CONFIGS, ConfigError, ModelConfig
 from zoo.configs import get as get_model
 
@@ -151,11 +152,21 @@ class MeshConfig:
     fsdp: int = 1
     """Batch split, parameters and optimizer state split too."""
     sequence: int = 1
-    """Positions split; only 1 in this version."""
+    """Positions split (context parallel)."""
     tensor: int = 1
     """Heads, MLP and vocabulary split."""
     sweep: int = 1
     """Runs of a sweep side by side; only 1 in this version."""
+    rules: Annotated[tuple[str, ...], conf.arg(metavar="LOGICAL=MESH ...")] = ()
+    """Changes of the table from logical to mesh axes: mlp=fsdp, vocab=none, batch=data,fsdp."""
+    slices: Annotated[tuple[str, ...], conf.arg(metavar="AXIS=N ...")] = ()
+    """Slices or hosts along each axis that crosses the slow network: data=2 fsdp=4. As many as fit over data, then fsdp."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rules", tuple(self.rules))  # JSON brings a list
+        object.__setattr__(self, "slices", tuple(self.slices))
+        rules.parse(self.rules)
+        rules.parse_slices(self.slices)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

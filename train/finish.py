@@ -9,7 +9,6 @@ import numpy as np
 from rich.console import Console
 
 from train import generate, metrics, report
-from train import mesh as meshes
 from train.data import Data
 from train.program import Program
 from train.step import Run, logits_of
@@ -30,7 +29,7 @@ def leave(
     preset = f"{program.preset.label}, {relative}"
     logits = jax.jit(
         lambda params, numbers, inputs: logits_of(program.definition, params, numbers, inputs),
-        out_shardings=meshes.replicated(program.mesh),
+        out_shardings=program.layout.whole,
     )
     files = [folder / metrics.FILE_NAME]
     if config.log.samples and isinstance(config.model, DecoderConfig):

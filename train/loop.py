@@ -15,10 +15,10 @@ from rich.console import Console
 
 from train import data as data_sources
 from train import devices, finish, workdir
-from train import mesh as meshes
 from train.checkpoint import Checkpoints
 from train.config import Config
 from train.data import Data
+from train.feed import Feed
 from train.metrics import MetricsWriter
 from train.program import Program, assemble
 from train.progress import Progress
@@ -103,7 +103,8 @@ class _Session:
         start = restored or 0
         step_fn, eval_fn = self._compiled(start)
         log = config.log
-        batches = self._on_device(self.data.train_batches(start, self._rows(config.data.batch_size)))
+        feed = self.program.train_feed()
+        batches = self._on_device(self.data.train_batches(start, *feed.rows), feed)
         with (
             (
                 MetricsWriter(self.folder, tensorboard=log.tensorboard, wandb=log.wandb, resume_step=restored)
@@ -174,9 +175,9 @@ class _Session:
             self.progress.update(step=step, loss=values["loss"], lr=values["lr"], units=count, seconds=seconds)
 
     def _evaluate(self, eval_fn: jax.stages.Compiled, state: TrainState, step: int) -> None:
-        size = self.config.data.eval_batch_size or self.config.data.batch_size
         total: Sums | None = None
-        for batch in self._on_device(self.data.eval_batches(self._rows(size))):
+        feed = self.program.eval_feed()
+        for batch in self._on_device(self.data.eval_batches(*feed.rows), feed):
             sums = eval_fn(state.params, self.numbers, batch)
             total = sums if total is None else jax.tree.map(np.add, total, jax.device_get(sums))
         assert total is not None, "data without evaluation examples"
@@ -186,28 +187,18 @@ class _Session:
         self.progress.evaluated(row)
         self.clock = time.monotonic()
 
-    def _on_device(self, batches: Iterator[dict[str, np.ndarray]]) -> Generator[Batch, None, None]:
+    def _on_device(self, batches: Iterator[dict[str, np.ndarray]], feed: Feed) -> Generator[Batch, None, None]:
         """Batches on the mesh, the next one already on its way while this one is used."""
-        sharding = meshes.batch_sharding(self.program.mesh)
-
-        def put(batch: dict[str, np.ndarray]) -> Batch:
-            return {name: jax.make_array_from_process_local_data(sharding, array) for name, array in batch.items()}
-
         ahead: Batch | None = None
         try:
             for batch in batches:
-                ready, ahead = ahead, put(batch)
+                ready, ahead = ahead, feed.put(batch)
                 if ready is not None:
                     yield ready
             if ahead is not None:
                 yield ahead
         finally:
             batches.close()  # pyright: ignore[reportAttributeAccessIssue]
-
-    def _rows(self, batch_size: int) -> slice:
-        """This process' part of a global batch."""
-        part = batch_size // jax.process_count()
-        return slice(jax.process_index() * part, (jax.process_index() + 1) * part)
 
     def _peak_flops(self) -> float | None:
         peak = devices.peak_flops(jax.devices()[0].device_kind, self.config.model.compute.dtype)

@@ -1,37 +1,18 @@
-"""The device mesh, and the one table from logical axes to mesh axes."""
+"""The device mesh of a run: named axes over all devices, the slow network outside and the fast one inside."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
 
-from presets import ParamSpec
 from train.config import MeshConfig
-from zoo.definition import Definition
-
-AXES = ("data", "fsdp", "sequence", "tensor", "sweep")
-
-BATCH = ("data", "fsdp")
-"""Mesh axes that split the batch."""
-
-RULES: dict[str, str | tuple[str, ...]] = {
-    "batch": BATCH,
-    "sequence": "sequence",
-    "embed": "fsdp",
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "mlp": "tensor",
-    "vocab": "tensor",
-    "classes": "tensor",
-}
-"""Mesh axis or axes that split each logical axis of a parameter or activation; one not named is whole on every device."""
-
-MAY_STAY_WHOLE = {"vocab", "classes", "kv_heads"}
-"""Logical axes kept whole where the mesh axis does not divide them: rarely round, and not worth refusing a run."""
+from train.rules import MESH_AXES, parse_slices
 
 
 class MeshError(ValueError):
@@ -41,92 +22,97 @@ class MeshError(ValueError):
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """The named mesh of a config over all devices.
 
+    Devices joined by a fast network (one TPU slice, one host of GPUs) stay together: the slow network between such
+    islands is crossed by the outermost axes only, data and then fsdp, unless `config.slices` says which.
+
     Raises:
-        MeshError: sizes whose product is not the number of devices, more than one -1, or an axis not built yet.
+        MeshError: sizes whose product is not the number of devices, more than one -1, an axis not built yet, or axes
+            that cannot be laid over the islands.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = {axis: getattr(config, axis) for axis in AXES}
-    for axis in ("sequence", "sweep"):
-        if sizes[axis] != 1:
-            raise MeshError(f"mesh.{axis} is {sizes[axis]}; this version splits only data, fsdp and tensor, write 1")
-    unknown = [axis for axis, size in sizes.items() if size == -1]
+    sizes = _sizes(config, len(devices))
+    shape = tuple(sizes.values())
+    types = (AxisType.Auto,) * len(MESH_AXES)
+    attribute, islands = _islands(devices)
+    across = _across(config, sizes, islands)
+    if len(islands) == 1:
+        return jax.make_mesh(shape, MESH_AXES, axis_types=types, devices=devices)
+    if len(set(islands.values())) > 1:
+        counts = ", ".join(f"{count} in {island}" for island, count in sorted(islands.items()))
+        raise MeshError(f"every {_ISLANDS[attribute]} must have as many devices as the others; there are {counts}")
+    inside = tuple(size // across[axis] for axis, size in sizes.items())
+    grid = mesh_utils.create_hybrid_device_mesh(
+        inside,
+        tuple(across.values()),
+        devices,
+        process_is_granule=attribute == "process_index",
+        # As jax.make_mesh does on the chips whose slices are small two-dimensional tori.
+        allow_split_physical_axes=devices[0].device_kind in ("TPU v5 lite", "TPU v5e"),
+    )
+    return Mesh(grid, MESH_AXES, axis_types=types)
+
+
+_ISLANDS = {"slice_index": "slice", "process_index": "process"}
+
+
+def _islands(devices: Sequence[Any]) -> tuple[str, Counter[int]]:
+    """What tells islands of devices apart, and how many devices each has."""
+    # TPU and GPU devices know their slice, which may hold many processes (TPU) or be one host (GPU).
+    attribute = "slice_index" if getattr(devices[0], "slice_index", None) is not None else "process_index"
+    return attribute, Counter(getattr(device, attribute) for device in devices)
+
+
+def _across(config: MeshConfig, sizes: dict[str, int], islands: Counter[int]) -> dict[str, int]:
+    """Islands along every mesh axis; their product is the number of islands."""
+    count = len(islands)
+    given = parse_slices(config.slices)
+    across = {axis: given.get(axis, 1) for axis in MESH_AXES}
+    if given:
+        for axis, number in given.items():
+            if sizes[axis] % number:
+                raise MeshError(f"mesh.slices has {axis}={number}, which does not divide mesh.{axis} {sizes[axis]}")
+        if math.prod(given.values()) != count:
+            raise MeshError(
+                f"mesh.slices {' '.join(config.slices)} means {math.prod(given.values())} slices; there are {count}"
+            )
+        return across
+    left = count
+    for axis in ("data", "fsdp"):
+        across[axis] = math.gcd(left, sizes[axis])
+        left //= across[axis]
+    if left > 1:
+        raise MeshError(
+            f"mesh.data {sizes['data']} and mesh.fsdp {sizes['fsdp']} do not spread over {count} slices or hosts, and other "
+            f"axes cross the slow network only where you say so; write --mesh.data {count}, or --mesh.slices tensor={count}"
+        )
+    return across
+
+
+def _sizes(config: MeshConfig, devices: int) -> dict[str, int]:
+    """Devices along every mesh axis, the one left open filled in."""
+    sizes = {axis: getattr(config, axis) for axis in MESH_AXES}
+    if sizes["sweep"] != 1:
+        raise MeshError(f"mesh.sweep is {sizes['sweep']}; this version splits no sweeps, write 1")
     for axis, size in sizes.items():
         if size < 1 and size != -1:
             raise MeshError(f"mesh.{axis} is {size}; write a number of devices, or -1 for what is left")
+    unknown = [axis for axis, size in sizes.items() if size == -1]
     if len(unknown) > 1:
         raise MeshError(f"mesh.{' and mesh.'.join(unknown)} are both -1; leave at most one to be inferred")
     known = math.prod(size for size in sizes.values() if size != -1)
     if unknown:
-        if len(devices) % known:
+        if devices % known:
             raise MeshError(
-                f"the mesh needs a multiple of {known} devices ({_named(sizes)}); there are {len(devices)}. "
+                f"the mesh needs a multiple of {known} devices ({_named(sizes)}); there are {devices}. "
                 "Write smaller axes, or --mesh.data -1 alone to use what there is"
             )
-        sizes[unknown[0]] = len(devices) // known
-    elif known != len(devices):
+        sizes[unknown[0]] = devices // known
+    elif known != devices:
         raise MeshError(
-            f"the mesh needs {known} devices ({_named(sizes)}); there are {len(devices)}. "
+            f"the mesh needs {known} devices ({_named(sizes)}); there are {devices}. "
             "Write axes whose product is that, or --mesh.data -1 to use what is left"
         )
-    shape = tuple(sizes.values())
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
-
-
-def param_sharding(mesh: Mesh, spec: ParamSpec, shape: tuple[int, ...], name: str) -> NamedSharding:
-    """How one parameter lies on the mesh.
-
-    Raises:
-        MeshError: an axis that must be split and is not divisible.
-    """
-    parts: list[str | None] = []
-    for axis, size in zip(spec.axes, shape, strict=True):
-        target = RULES.get(axis)
-        assert not isinstance(target, tuple), f"{axis} is an axis of activations"
-        ways = mesh.shape[target] if target else 1
-        if ways > 1 and size % ways:
-            if axis not in MAY_STAY_WHOLE:
-                fits = [n for n in range(1, ways + 1) if size % n == 0]
-                raise MeshError(
-                    f"mesh.{target} {ways} does not divide axis {axis!r} of size {size} ({name}); "
-                    f"write mesh.{target} {fits[-1]}, or a model whose {axis} is a multiple of {ways}"
-                )
-            ways = 1
-        # Two axes of one array may share a mesh axis (an MLP of a user's own); the first one takes it.
-        parts.append(target if ways > 1 and target not in parts else None)
-    return NamedSharding(mesh, PartitionSpec(*parts))
-
-
-def param_shardings(mesh: Mesh, definition: Definition) -> dict[str, NamedSharding]:
-    """Name to sharding of every parameter."""
-    return {
-        name: param_sharding(mesh, spec, definition.abstract[name].shape, name)
-        for name, spec in definition.specs.items()
-    }
-
-
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """The leading axis of every batch array, split over data and fsdp."""
-    return NamedSharding(mesh, PartitionSpec(BATCH))
-
-
-def replicated(mesh: Mesh) -> NamedSharding:
-    """Whole on every device."""
-    return NamedSharding(mesh, PartitionSpec())
-
-
-def check_batch(mesh: Mesh, batch_size: int, accumulation_steps: int, name: str = "data.batch_size") -> None:
-    """Refuse a batch that does not split evenly.
-
-    Raises:
-        MeshError: the batch is not a multiple of devices x microbatches; the text says which multiple.
-    """
-    ways = math.prod(mesh.shape[axis] for axis in BATCH)
-    if batch_size % (ways * accumulation_steps):
-        needed = ways * accumulation_steps
-        raise MeshError(
-            f"{name} {batch_size} does not split over {ways} devices (data {mesh.shape['data']} x fsdp {mesh.shape['fsdp']}) "
-            f"and {accumulation_steps} microbatches; write a multiple of {needed}, such as {max(needed, batch_size // needed * needed)}"
-        )
+    return sizes
 
 
 def _named(sizes: dict[str, int]) -> str:

@@ -13,10 +13,12 @@ from jax.sharding import Mesh
 
 from presets import Preset
 from train import mesh as meshes
-from train import optimizer, state
+from train import optimizer, rules, state
 from train.config import Config, preset_of
 from train.factors import Numbers, init_stds, resolve
-from train.step import Batch, Run, compile_eval_step, compile_train_step
+from train.feed import Feed
+from train.layout import MeshLayout
+from train.step import Batch, Run, compile_eval_step, trace_train_step
 from zoo.build import definition
 from zoo.configs import DecoderConfig, ModelConfig
 from zoo.definition import Definition
@@ -29,11 +31,16 @@ class Program:
     config: Config
     definition: Definition
     preset: Preset
-    mesh: Mesh
+    layout: MeshLayout
     tx: optax.GradientTransformationExtraArgs
     abstract: state.TrainState
     stds: Numbers
     run: Run
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices."""
+        return self.layout.mesh
 
     def initial_state(self) -> state.TrainState:
         """A fresh state on the mesh."""
@@ -41,7 +48,7 @@ class Program:
 
     def numbers(self) -> Run:
         """The run's numbers on the mesh, with the initial parameters where the model's output is centred."""
-        run = jax.device_put(self.run, meshes.replicated(self.mesh))
+        run = jax.device_put(self.run, self.layout.whole)
         if not self.config.model.centered:
             return run
         reference = state.initial_params(self.definition, self.abstract, self.config.seed, self.stds)
@@ -50,18 +57,36 @@ class Program:
     def abstract_run(self) -> Run:
         return self.run._replace(reference=self.abstract.params) if self.config.model.centered else self.run
 
+    def trace_train(self) -> jax.stages.Traced:
+        """The training step, (state, run, batch) -> (state, metrics), not compiled yet."""
+        batch = self._abstract_batch()
+        accumulation = self.config.accumulation_steps
+        return trace_train_step(
+            self.definition, self.tx, self.abstract, self.layout, self.abstract_run(), batch, accumulation
+        )
+
     def compile_train(self) -> jax.stages.Compiled:
         """The training step: (state, run, batch) -> (state, metrics)."""
-        batch = abstract_batch(self.config.model, self.config.data.batch_size)
-        accumulation = self.config.accumulation_steps
-        return compile_train_step(
-            self.definition, self.tx, self.abstract, self.mesh, self.abstract_run(), batch, accumulation
-        )
+        return self.trace_train().lower().compile()
 
     def compile_eval(self) -> jax.stages.Compiled:
         """The evaluation step: (params, run, batch) -> Sums."""
-        batch = abstract_batch(self.config.model, self.config.data.eval_batch_size or self.config.data.batch_size)
-        return compile_eval_step(self.definition, self.abstract, self.mesh, self.abstract_run(), batch)
+        batch = self._abstract_eval_batch()
+        return compile_eval_step(self.definition, self.abstract, self.layout, self.abstract_run(), batch)
+
+    def train_feed(self) -> Feed:
+        """This process' way of training batches to the mesh."""
+        return Feed(self._abstract_batch(), self.layout)
+
+    def eval_feed(self) -> Feed:
+        """This process' way of evaluation batches to the mesh."""
+        return Feed(self._abstract_eval_batch(), self.layout)
+
+    def _abstract_batch(self) -> Batch:
+        return abstract_batch(self.config.model, self.config.data.batch_size)
+
+    def _abstract_eval_batch(self) -> Batch:
+        return abstract_batch(self.config.model, self.config.data.eval_batch_size or self.config.data.batch_size)
 
 
 def assemble(config: Config, devices: Sequence[Any] | None = None) -> Program:
@@ -71,9 +96,10 @@ def assemble(config: Config, devices: Sequence[Any] | None = None) -> Program:
         ConfigError, PresetError, MeshError: what does not fit, and what to write instead.
     """
     preset = preset_of(config)
-    mesh = meshes.make_mesh(config.mesh, devices)
-    meshes.check_batch(mesh, config.data.batch_size, config.accumulation_steps)
-    meshes.check_batch(mesh, config.data.eval_batch_size or config.data.batch_size, 1, "data.eval_batch_size")
+    layout = MeshLayout(meshes.make_mesh(config.mesh, devices), rules.parse(config.mesh.rules))
+    layout.check_batch(config.data.batch_size, config.accumulation_steps)
+    layout.check_batch(config.data.eval_batch_size or config.data.batch_size, 1, "data.eval_batch_size")
+    layout.check_positions(config.model)
     model = definition(config.model)
     tx = optimizer.build(config.optimizer, model.specs)
     numbers = Run(
@@ -81,7 +107,7 @@ def assemble(config: Config, devices: Sequence[Any] | None = None) -> Program:
         optimizer.hyper(config.optimizer, config.steps),
     )
     return Program(
-        config, model, preset, mesh, tx, state.abstract_state(model, tx, mesh), init_stds(preset, model), numbers
+        config, model, preset, layout, tx, state.abstract_state(model, tx, layout), init_stds(preset, model), numbers
     )
 
 

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
 
-from train import mesh as meshes
+from train.layout import MeshLayout
 from zoo.definition import Arrays, Definition
 
 
@@ -23,9 +22,9 @@ class TrainState(NamedTuple):
     opt_state: Any
 
 
-def abstract_state(definition: Definition, tx: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+def abstract_state(definition: Definition, tx: optax.GradientTransformation, layout: MeshLayout) -> TrainState:
     """Shapes, dtypes and shardings of the state; an optimizer moment lies where its parameter does."""
-    whole, shardings = meshes.replicated(mesh), meshes.param_shardings(mesh, definition)
+    whole, shardings = layout.whole, layout.parameters(definition)
     params = {
         n: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[n])
         for n, leaf in definition.abstract.items()

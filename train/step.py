@@ -14,9 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
 
-from train import mesh as meshes
 from train.factors import Factors
 from train.layout import MeshLayout
 from train.optimizer import Hyper
@@ -123,38 +121,52 @@ def make_train_step(
     return step
 
 
+def trace_train_step(
+    definition: Definition,
+    tx: optax.GradientTransformationExtraArgs,
+    abstract: TrainState,
+    layout: MeshLayout,
+    run: Run,
+    batch: Batch,
+    accumulation_steps: int = 1,
+) -> jax.stages.Traced:
+    """The step traced for a mesh: state donated, batch split by the layout, numbers replicated.
+
+    `run` and `batch` (the global one) may be arrays or their shapes.
+    """
+    whole, shardings = layout.whole, shardings_of(abstract)
+    run_shardings = Run(whole, whole, None if run.reference is None else shardings.params)  # type: ignore[arg-type]
+    jitted = jax.jit(
+        make_train_step(definition, tx, accumulation_steps, layout),
+        in_shardings=(shardings, run_shardings, layout.batch(batch)),
+        out_shardings=(shardings, whole),
+        donate_argnums=0,
+    )
+    return jitted.trace(abstract, run, batch)
+
+
 def compile_train_step(
     definition: Definition,
     tx: optax.GradientTransformationExtraArgs,
     abstract: TrainState,
-    mesh: Mesh,
+    layout: MeshLayout,
     run: Run,
     batch: Batch,
     accumulation_steps: int = 1,
 ) -> jax.stages.Compiled:
-    """The step as one executable: state donated, batch split over data and fsdp, numbers replicated.
+    """The step of `trace_train_step` as one executable.
 
     A compiled executable cannot retrace: a shape that changed during a run is an error, never a second compilation.
-    `run` and `batch` (the global one) may be arrays or their shapes.
     """
-    whole, shardings = meshes.replicated(mesh), shardings_of(abstract)
-    run_shardings = Run(whole, whole, None if run.reference is None else shardings.params)  # type: ignore[arg-type]
-    jitted = jax.jit(
-        make_train_step(definition, tx, accumulation_steps, MeshLayout(mesh)),
-        in_shardings=(shardings, run_shardings, meshes.batch_sharding(mesh)),
-        out_shardings=(shardings, whole),
-        donate_argnums=0,
-    )
-    return jitted.lower(abstract, run, batch).compile()
+    return trace_train_step(definition, tx, abstract, layout, run, batch, accumulation_steps).lower().compile()
 
 
 def compile_eval_step(
-    definition: Definition, abstract: TrainState, mesh: Mesh, run: Run, batch: Batch
+    definition: Definition, abstract: TrainState, layout: MeshLayout, run: Run, batch: Batch
 ) -> jax.stages.Compiled:
     """(params, run, batch) -> `Sums` of the batch."""
-    whole, shardings = meshes.replicated(mesh), shardings_of(abstract)
+    whole, shardings = layout.whole, shardings_of(abstract)
     run_shardings = Run(whole, whole, None if run.reference is None else shardings.params)  # type: ignore[arg-type]
-    layout = MeshLayout(mesh)
 
     def evaluate(params: Arrays, run: Run, batch: Batch) -> Sums:
         with partition.using(layout):
@@ -162,7 +174,7 @@ def compile_eval_step(
 
     jitted = jax.jit(
         evaluate,
-        in_shardings=(shardings.params, run_shardings, meshes.batch_sharding(mesh)),
+        in_shardings=(shardings.params, run_shardings, layout.batch(batch)),
         out_shardings=whole,
     )
     return jitted.lower(abstract.params, run, batch).compile()

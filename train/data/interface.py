@@ -85,13 +85,19 @@ class Data(abc.ABC):
     def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
         """Evaluation batch j, or the given rows of it. Rows past the last example have weight 0."""
 
-    def train_batches(self, start: int, rows: slice = ALL_ROWS) -> Generator[Batch, None, None]:
-        """Batches start, start + 1, … without end, made ahead of time by threads; `close()` stops those."""
-        return _ahead(lambda k: self.train_batch(k, rows), start, _FOREVER, self.threads)
+    def train_batches(self, start: int, *rows: slice) -> Generator[Batch, None, None]:
+        """Batches start, start + 1, … without end, made ahead of time by threads; `close()` stops those.
 
-    def eval_batches(self, rows: slice = ALL_ROWS) -> Generator[Batch, None, None]:
-        """Every evaluation example once, in whole batches; what the last one lacks has weight 0."""
-        return _ahead(lambda j: self.eval_batch(j, rows), 0, -(-self.eval_size // self.eval_batch_size), self.threads)
+        Args:
+            start: number of the first.
+            *rows: parts of each batch, joined in this order; the whole unless given.
+        """
+        return _ahead(lambda k: _joined(self.train_batch, k, rows), start, _FOREVER, self.threads)
+
+    def eval_batches(self, *rows: slice) -> Generator[Batch, None, None]:
+        """Every evaluation example once, in whole batches or these parts of them; what the last one lacks has weight 0."""
+        count = -(-self.eval_size // self.eval_batch_size)
+        return _ahead(lambda j: _joined(self.eval_batch, j, rows), 0, count, self.threads)
 
     @abc.abstractmethod
     def references(self) -> list[Reference]:
@@ -112,6 +118,12 @@ class Data(abc.ABC):
             DataError: this data has no tokens.
         """
         raise DataError(f"data {self.facts['name']!r} has {self.kind}, not tokens: there is no text to decode")
+
+
+def _joined(batch: Callable[[int, slice], Batch], k: int, rows: tuple[slice, ...]) -> Batch:
+    """The given parts of batch k as one."""
+    parts = [batch(k, part) for part in rows or (ALL_ROWS,)]
+    return parts[0] if len(parts) == 1 else {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def _ahead(batch: Callable[[int], Batch], start: int, stop: int, threads: int) -> Generator[Batch, None, None]:
