@@ -36,3 +36,20 @@ def test_a_name_that_only_contains_a_known_one_is_unknown(kind):
 def test_other_types_are_unknown():
     assert devices.peak_flops("TPU v4", "float32") is None
     assert devices.peak_flops("TPU v4", "bfloat16") is not None
+
+
+class Device:
+    def __init__(self, stats):
+        self.stats = stats
+
+    def memory_stats(self):
+        return self.stats
+
+
+def test_memory_peak_is_that_of_the_fullest_device():
+    devices_ = [Device({"peak_bytes_in_use": 3, "bytes_in_use": 2}), Device({"peak_bytes_in_use": 7}), Device(None)]
+    assert devices.memory_peak(devices_) == 7
+
+
+def test_memory_is_unknown_where_no_device_counts_it():
+    assert devices.memory_peak([Device(None), Device({})]) is None

@@ -182,8 +182,15 @@ def test_tensorboard_gets_every_row(tmp_path):
     with metrics.MetricsWriter(tmp_path, tensorboard=True) as writer:
         writer.write({"step": 7, "loss": 2.5, "lr": 0.5, "note": "not a number", "done": True})
         writer.write({"step": 7, "eval_loss": 1.5, "eval_accuracy": 0.25})
+        writer.write({"step": 7, "perf_mfu": 0.5})
     scalars, starts = events(tmp_path / "tensorboard")
-    assert scalars == [("train/loss", 7, 2.5), ("train/lr", 7, 0.5), ("eval/loss", 7, 1.5), ("eval/accuracy", 7, 0.25)]
+    assert scalars == [
+        ("train/loss", 7, 2.5),
+        ("train/lr", 7, 0.5),
+        ("eval/loss", 7, 1.5),
+        ("eval/accuracy", 7, 0.25),
+        ("perf/mfu", 7, 0.5),
+    ]
     assert starts == []
 
 

@@ -29,12 +29,13 @@ class Run:
         self.console = Console(file=io.StringIO(), record=True, width=width, force_terminal=terminal)
         self.progress = Progress(total, start, unit, peak, 3e6, console=self.console, clock=self.clock, **options)
 
-    def steps(self, count, seconds=0.1, loss=1.5, units=8192, first=None):
+    def steps(self, count, seconds=0.1, loss=1.5, units=8192, first=None, waited=0.0):
         for _ in range(count):
             took = seconds if first is None else first
             first = None
             self.clock.now += took
-            self.progress.update(step=self.progress.step + 1, loss=loss, lr=1.25e-3, units=units, seconds=took)
+            step = self.progress.step + 1
+            self.progress.update(step=step, loss=loss, lr=1.25e-3, units=units, seconds=took, waited=waited)
 
     def drawn(self):
         """The live line as it is now."""
@@ -88,6 +89,15 @@ def test_no_utilization_without_a_known_peak():
     assert "MFU" not in run.drawn()
 
 
+def test_waiting_for_data_is_shown_where_it_matters():
+    run = Run(width=160)
+    run.steps(100, first=20.0, waited=0.004)
+    assert run.progress.data_wait == pytest.approx(0.04)
+    assert "data wait" not in run.drawn()
+    run.steps(600, waited=0.03)
+    assert "tokens/s  data wait 30%  eta" in run.drawn()
+
+
 def test_a_resumed_run_starts_where_it_stopped():
     run = Run(total=2000, start=1000)
     assert "1000/2000" in run.drawn()
@@ -103,7 +113,7 @@ def test_the_line_never_wraps(width, loss):
     texts = [run.drawn()]
     run.steps(1, loss=loss)
     texts.append(run.drawn())
-    run.steps(30, loss=loss)
+    run.steps(30, loss=loss, waited=0.05)
     texts.append(run.drawn())
     for text in texts:
         assert "\n" not in text

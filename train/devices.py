@@ -1,6 +1,9 @@
-"""Peak arithmetic rates of accelerators, for the model FLOPs utilization (MFU)."""
+"""What devices can do and what they hold: peak arithmetic rates, for the model FLOPs utilization (MFU), and memory."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
 
 _TERA = 1e12
 
@@ -55,3 +58,12 @@ def peak_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
         The rate, or None where it is not known, and then no utilization should be shown.
     """
     return _BFLOAT16.get(device_kind) if dtype == "bfloat16" else None
+
+
+def memory_peak(devices: Iterable[Any]) -> int | None:
+    """The most bytes that any of these `jax.Device`s had in use since the process began, None where none counts them.
+
+    CPU devices do not.
+    """
+    stats = [device.memory_stats() or {} for device in devices]
+    return max((found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found), default=None)

@@ -1,9 +1,24 @@
 """The numbers of a run: metrics.jsonl, mirrored to TensorBoard and Weights & Biases.
 
-metrics.jsonl holds one JSON object per optimizer step and one per evaluation, in the order they were written:
+metrics.jsonl holds one JSON object per optimizer step and one per evaluation, in the order they were written, and every
+ten seconds and at the end one about speed, which covers the steps since the one before it:
 
     {"step": 12, "loss": 2.31, "lr": 0.001, "grad_norm": 0.84, "tokens": 8192, "seconds": 0.21}
     {"step": 500, "eval_loss": 1.62, "eval_accuracy": 0.51}
+    {"step": 512, "perf_step_seconds_p50": 0.21, "perf_data_wait": 0.001, "perf_flops_per_second": 3.1e+11}
+
+* loss, accuracy: means over the targets of the step's batch, before its update; the loss in nats. eval_loss and
+  eval_accuracy: those over the evaluation examples.
+* lr: learning rate of the step, at base size. grad_norm: of the whole gradient, before clipping.
+* tokens or images: targets of the step that count. seconds: from the end of the step before to the end of this one.
+* perf_step_seconds_p50, _p90, _p99: percentiles of `seconds`: so many percent of the steps took no longer.
+* perf_data_wait: share of the time in which the devices had nothing to do because the next batch was not there.
+* perf_flops_per_second: model FLOPs (`zoo.flops`: no norms, nothing that remat computes again) of all devices together.
+* perf_mfu: that over the peak of the devices (`train.devices`); only where the peak is known.
+* perf_memory_peak_bytes: the most that the fullest device had in use since the start; only where the devices count it.
+* perf_compile_seconds: what compiling the steps took; in the first such row of a session.
+
+The first step of a session, which warms up, evaluations and checkpoints are in no perf_ number.
 
 It is strict JSON: a number that is not finite is null, and `nonfinite` names it, as in
 `{"step": 13, "loss": null, "nonfinite": {"loss": "nan"}}`.
@@ -181,7 +196,8 @@ def _number(key: str, value: Any) -> Any:
 
 
 def _tag(key: str) -> str:
-    return f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}"
+    group, _, name = key.partition("_")
+    return f"{group}/{name}" if group in ("eval", "perf") else f"train/{key}"
 
 
 def _scalars(row: Mapping[str, Any]) -> dict[str, float]:

@@ -18,6 +18,8 @@ _PLAIN_LINE_S = 10.0
 _PLAIN_LINES = 20
 """A short run prints at most this many plain lines, at round steps; a long one a line every `_PLAIN_LINE_S`."""
 _BAR_WIDTH = (8, 40)
+_WORTH_SAYING = 0.05
+"""Waiting for data is shown from this share of the time on."""
 
 
 class Progress:
@@ -61,7 +63,7 @@ class Progress:
         self._updated = self._began
         self._ended: float | None = None
         self._train_seconds = 0.0
-        self._recent_units = self._recent_steps = self._recent_seconds = 0.0
+        self._recent_units = self._recent_steps = self._recent_seconds = self._recent_waited = 0.0
         self._loss = self._lr = math.nan
         # Live takes over standard output, so a quiet console must not have one: it would swallow what others print.
         can_draw = self.console.is_terminal and not self.console.is_dumb_terminal and not self.console.quiet
@@ -84,7 +86,7 @@ class Progress:
         elif self._plain and self._compiled and self._plain_last[0] != self.step:
             self._print_line()
 
-    def update(self, *, step: int, loss: float, lr: float, units: int, seconds: float) -> None:
+    def update(self, *, step: int, loss: float, lr: float, units: int, seconds: float, waited: float = 0.0) -> None:
         """Show a finished optimizer step.
 
         Args:
@@ -93,6 +95,7 @@ class Progress:
             lr: learning rate of the step, at base size.
             units: tokens or images of this step.
             seconds: duration of this step.
+            waited: how long of it the devices had nothing to do, because no batch was there.
         """
         now = self._updated = self._clock()
         if self._compiled is None:
@@ -102,6 +105,7 @@ class Progress:
             self._recent_units = keep * self._recent_units + units
             self._recent_steps = keep * self._recent_steps + step - self.step
             self._recent_seconds = keep * self._recent_seconds + seconds
+            self._recent_waited = keep * self._recent_waited + min(waited, seconds)
             self._train_seconds += seconds
         self.step, self._loss, self._lr = step, loss, lr
         if self._plain:
@@ -136,6 +140,11 @@ class Progress:
         return rate * self._flops_per_unit / self._peak_flops if rate and self._peak_flops else None
 
     @property
+    def data_wait(self) -> float:
+        """Share of the recent time in which the devices waited for data, in [0, 1]."""
+        return self._recent_waited / self._recent_seconds if self._recent_seconds > 0 else 0.0
+
+    @property
     def seconds_left(self) -> float | None:
         """Time to the last step at the recent rate, evaluations included; None before the second step of the session."""
         if self._compiled is None or self._train_seconds <= 0:
@@ -152,7 +161,7 @@ class Progress:
         count = Text(self._count(), "bold")
         fields = self._fields()
         # What a narrow terminal has no room for goes, the least needed first.
-        for name in ("lr", "MFU", "bar", "rate", "eta"):
+        for name in ("lr", "MFU", "bar", "rate", "wait", "eta"):
             bar = _BAR_WIDTH[0] + 2 if name in ("lr", "MFU", "bar") else 0
             room = options.max_width - count.cell_len - bar - sum(text.cell_len + 2 for text in fields.values())
             if room >= 0:
@@ -185,6 +194,8 @@ class Progress:
             fields["rate"] = Text(f"{quantity(self.rate):>5} {self._unit}/s")
         if self.utilization is not None:
             fields["MFU"] = Text(f"MFU {100 * self.utilization:.0f}%")
+        if self.data_wait >= _WORTH_SAYING:
+            fields["wait"] = Text(f"data wait {100 * self.data_wait:.0f}%", "yellow")
         if self.seconds_left is not None and self.step < self.total_steps:
             fields["eta"] = Text(f"eta {duration(self.seconds_left)}", "cyan")
         elif self._ended is not None and self.step >= self.total_steps:
