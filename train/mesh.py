@@ -59,6 +59,8 @@ def _islands(devices: Sequence[Any]) -> tuple[str, Counter[int]]:
     """What tells islands of devices apart, and how many devices each has."""
     # TPU and GPU devices know their slice, which may hold many processes (TPU) or be one host (GPU).
     attribute = "slice_index" if getattr(devices[0], "slice_index", None) is not None else "process_index"
+    if attribute == "process_index" and devices[0].platform == "tpu":
+        return "slice_index", Counter({0: len(devices)})  # a topology of one slice, compiled for from outside
     return attribute, Counter(getattr(device, attribute) for device in devices)
 
 
