@@ -38,6 +38,10 @@ class MeshLayout:
         """Whether a logical axis is split over more than one device."""
         return self.ways(axis) > 1
 
+    def names(self, axis: str | None) -> tuple[str, ...]:
+        """The mesh axes that split a logical axis, for collectives inside `local`; empty where nothing does."""
+        return tuple(name for name in self._names(axis) if self.mesh.shape[name] > 1)
+
     def ways(self, axis: str | None) -> int:
         """Parts that a logical axis is split into."""
         return math.prod(self.mesh.shape[name] for name in self._names(axis))
@@ -141,7 +145,7 @@ class MeshLayout:
         parts: list[str | tuple[str, ...] | None] = []
         taken: set[str] = set()
         for index, axis in enumerate(axes):
-            names = tuple(name for name in self._names(axis) if self.mesh.shape[name] > 1 and name not in taken)
+            names = tuple(name for name in self.names(axis) if name not in taken)
             if shape is not None and shape[index] % math.prod(self.mesh.shape[name] for name in names):
                 names = ()
             taken.update(names)

@@ -26,6 +26,14 @@ class Layout(Protocol):
         """Whether a logical axis is split over more than one device."""
         ...
 
+    def names(self, axis: str | None) -> tuple[str, ...]:
+        """The mesh axes that split a logical axis, for collectives inside `local`; empty where nothing does."""
+        ...
+
+    def ways(self, axis: str | None) -> int:
+        """Parts that a logical axis is split into."""
+        ...
+
     def constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
         """The same array, laid out by the logical axes of its dimensions."""
         ...
