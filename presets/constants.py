@@ -12,7 +12,7 @@ from presets.roles import PresetError
 Constants = dict[str, float | str]
 
 
-def read(pairs: Iterable[str], given: Mapping[str, float | str | None] | None = None) -> Constants:
+def read(pairs: Iterable[str], given: Mapping[str, float | str | None] | None = None) -> dict[str, Any]:
     """NAME=VALUE texts as a dictionary, beside constants that have flags of their own; alpha-l is alpha_l.
 
     Args:
@@ -22,7 +22,7 @@ def read(pairs: Iterable[str], given: Mapping[str, float | str | None] | None = 
     Raises:
         PresetError: a text without "=", or a constant given twice.
     """
-    found: Constants = {name: value for name, value in (given or {}).items() if value is not None}
+    found: dict[str, Any] = {name: value for name, value in (given or {}).items() if value is not None}
     for pair in pairs:
         name, equals, value = (part.strip() for part in pair.partition("="))
         name = name.replace("-", "_")

@@ -23,7 +23,10 @@ MESSAGE_LINES = 10
 
 OWN = ("presets", "zoo", "train")
 
-COMMANDS = {"check": "measure what a preset does as one size grows, and hold it against theory"}
+COMMANDS = {
+    "check": "measure what a preset does as one size grows, and hold it against theory",
+    "balance": "derive rates per layer from one batch, as a preset, for where none has a rule",
+}
 """First words that are not recipes."""
 
 
@@ -75,6 +78,10 @@ def _command(argv: list[str]) -> int:
         from train import check_command
 
         return check_command.main(argv[1:])
+    if name == "balance":
+        from train import balance_command
+
+        return balance_command.main(argv[1:])
     if name not in RECIPES:
         near = difflib.get_close_matches(name, [*RECIPES, *COMMANDS], n=1)
         hint = f"did you mean {near[0]}? " if near else ""

@@ -30,7 +30,7 @@ from train import optimizer as chains
 from train.adam import rows
 from train.config import OptimizerConfig
 from train.factors import Factors, Numbers, init_stds, resolve
-from train.speed import Flow, Speeds, layer_names, of_model
+from train.speed import Flow, Speeds, layer_names, of_model, refuse_tied
 from zoo.definition import Arrays, Definition
 
 _CLOSE = 0.01
@@ -80,12 +80,14 @@ def balance(
         PresetError: a tied readout, a parameter without gradient at this initialization (such as all below a readout of
             zero), or two of one group that the reference gives different numbers.
     """
+    refuse_tied(definition)
     reference = reference or presets.get("sp")
     factors = resolve(reference, definition, config.name, "independent")
     params = jax.jit(definition.initialize)(np.uint32(seed), init_stds(reference, definition))
     # Compiled once: the output scale is data.
     program = jax.jit(lambda p, f, b: moment(definition, p, f, b, config, centered=centered))
-    found, scale = factors, 1.0
+    # Secant steps in logarithms: speed goes as scale^-1 while logits are small, and more steeply beyond.
+    found, scale, power, last = factors, 1.0, -1.0, None
     for _ in range(_ROUNDS):
         found = _with_output(definition, factors, scale)
         speeds, parts = program(params, found, dict(batch))
@@ -93,7 +95,10 @@ def balance(
         _check_gradients(parts)
         if abs(speed - 1) < _CLOSE:
             break
-        scale *= speed
+        if last is not None:
+            power = min(max(math.log(speed / last[1]) / math.log(scale / last[0]), -4.0), -0.25)
+        last = (scale, speed)
+        scale *= speed ** (-1 / power)
     else:
         raise PresetError(f"no output scale makes the last feature move at speed 1 (at {scale:.3g} it is {speed:.3g})")
     rates = balanced(definition, parts)

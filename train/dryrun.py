@@ -6,6 +6,7 @@ import itertools
 import math
 
 import jax
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -53,9 +54,15 @@ def _parameters(program: Program) -> Table:
         table.add_row(
             name,
             shape,
-            *(f"{float(number.flat[0] if number.ndim else number):.3g}" for number in numbers),
+            *map(_number, numbers),
         )
     return table
+
+
+def _number(number: np.ndarray) -> str:
+    """One number, or those of the first and the last layer where they differ."""
+    first, last = float(number.flat[0]), float(number.flat[-1])
+    return f"{first:.3g}" if first == last else f"{first:.2g}..{last:.2g}"
 
 
 def _costs(program: Program) -> Table:

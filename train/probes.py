@@ -2,6 +2,8 @@
 
 Every observable is a positive number per (seed, step): a root mean square over entries, layers and batch. Names are
 `what` or `what/group`, group being a `ParamSpec.group` such as `block.query`.
+
+At initialization `desiderata` measures those of the feature speed formula, and `balance` derives rates that satisfy them.
 """
 
 from __future__ import annotations
@@ -15,14 +17,20 @@ import numpy as np
 import optax
 from flax import nnx
 
+from presets import Preset
 from train.adam import rows
-from train.factors import Factors
+from train.balance import balance, descent
+from train.config import OptimizerConfig
+from train.factors import Factors, init_stds, resolve
 from train.optimizer import Hyper
+from train.speed import Speeds, of_model
 from train.state import TrainState
 from train.step import Run, gradients
 from zoo.definition import Arrays, Definition
 from zoo.internals import attention_of, internals
 from zoo.param import multiplied
+
+__all__ = ["Batch", "Observed", "Probe", "balance", "desiderata", "observe", "rms"]
 
 Batch = Mapping[str, Any]
 Observed = dict[str, jax.Array]
@@ -113,6 +121,40 @@ def observe(
             groups.setdefault(spec.group, []).append(rms(array(name)))
         seen |= {f"{what}/{group}": rms(jnp.stack(values)) for group, values in groups.items()}
     return seen
+
+
+def desiderata(
+    definition: Definition,
+    batch: Batch,
+    config: OptimizerConfig,
+    *presets: Preset,
+    seed: int = 0,
+    centered: bool = False,
+) -> list[Speeds]:
+    """cos θ and the four desiderata of every layer at each preset's initialization, under its rates at peak_lr 1.
+
+    Args:
+        definition: as for `balance`.
+        batch: `inputs`, `targets`, `weights`.
+        config: the optimizer; its rate, schedule, decay and clipping play no part.
+        *presets: whose initialization, multipliers and rates; one compiled program serves them all.
+        seed: of the initialization.
+        centered: the output is f - f at initialization.
+
+    Raises:
+        PresetError: a tied readout, or a model that cannot be taken apart (see `train.speed.of_model`).
+    """
+
+    @jax.jit
+    def measure(stds: Arrays, factors: Factors, batch: Batch) -> Speeds:
+        params = definition.initialize(jnp.uint32(seed), stds)
+        return of_model(definition, params, factors, batch, descent(definition, factors, config), centered=centered)[0]
+
+    found = []
+    for preset in presets:
+        factors = resolve(preset, definition, config.name, "independent")
+        found.append(measure(init_stds(preset, definition), factors, dict(batch)))
+    return found
 
 
 def rms(x: jax.Array) -> jax.Array:

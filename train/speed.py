@@ -172,6 +172,19 @@ def of_model(
     return speeds, join(definition, grads)
 
 
+def refuse_tied(definition: Definition) -> None:
+    """Whether the formula holds for the readout.
+
+    Raises:
+        PresetError: it shares the token embedding's table.
+    """
+    if any(declared["kind"] == "readout" for declared in definition.factors.values()):
+        raise PresetError(
+            "the readout is tied to the token embedding, which then acts both before every block and after the last: "
+            "no feature carries its whole effect and the formula does not hold; write tied=False (--model.no-tied) to measure"
+        )
+
+
 def layer_names(definition: Definition) -> tuple[list[str], list[str], list[str]]:
     """Names of the parameters of the embedding, of the blocks (each stacked over layers), and of norm and readout."""
     embed, block, read = [], [], []
@@ -196,11 +209,7 @@ def join(definition: Definition, parts: Sequence[Arrays]) -> Arrays:
 
 
 def _chain(definition: Definition, params: Arrays, factors: Factors, batch: Mapping[str, Any], centered: bool) -> Chain:
-    if any(declared["kind"] == "readout" for declared in definition.factors.values()):
-        raise PresetError(
-            "the readout is tied to the token embedding, which then acts both before every block and after the last: "
-            "no feature carries its whole effect and the formula does not hold; write tied=False to measure"
-        )
+    refuse_tied(definition)
 
     def bound(own: Arrays, index: int | None = None) -> Any:
         multipliers, forward = dict(factors.multiplier), dict(factors.forward)
