@@ -25,6 +25,7 @@ OWN = ("presets", "zoo", "train")
 
 COMMANDS = {
     "check": "measure what a preset does as one size grows, and hold it against theory",
+    "compile": "compile a recipe for a TPU pod, without a TPU: memory, collectives, least step time",
     "balance": "derive rates per layer from one batch, as a preset, for where none has a rule",
 }
 """First words that are not recipes."""
@@ -82,6 +83,10 @@ def _command(argv: list[str]) -> int:
         from train import balance_command
 
         return balance_command.main(argv[1:])
+    if name == "compile":
+        from train import compile_command
+
+        return compile_command.main(argv[1:])
     if name not in RECIPES:
         near = difflib.get_close_matches(name, [*RECIPES, *COMMANDS], n=1)
         hint = f"did you mean {near[0]}? " if near else ""

@@ -1,0 +1,118 @@
+"""What lies in a compiled program's temporary memory when it is fullest, by name: from the compiler's own buffer assignment."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+from train import hlo
+
+_ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(?:, color (\d+))?, (.*):")
+_VALUE = re.compile(r"^ value: <\d+ ([^@]*?)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)$")
+_RANGE = re.compile(r"^    ([^:]+):(\d+)-(\d+)$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """One array in temporary memory at the moment of the peak."""
+
+    name: str
+    """HLO instruction."""
+    bytes: int
+    """As allocated, with the padding of its layout."""
+    shape: str
+    op_name: str
+    """What it was in the traced program."""
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Temporaries:
+    """The temporary allocation in main memory."""
+
+    bytes: int
+    live: tuple[Buffer, ...]
+    """What is alive when most of it is, largest first."""
+
+
+def dump_options(folder: Path) -> dict[str, str | bool]:
+    """Compiler options that make it write its buffer assignment into a folder."""
+    return {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
+
+
+def read(folder: Path, module: hlo.Module) -> Temporaries | None:
+    """The temporaries of the largest program dumped into `folder`; None where the compiler wrote nothing to read."""
+    files = [file for file in folder.glob("*buffer-assignment.txt") if "before" not in file.name]
+    if not files:
+        return None
+    assignment = max(files, key=lambda file: file.stat().st_size)
+    ranges = assignment.with_name(assignment.name.replace("buffer-assignment", "live-range"))
+    return of(assignment.read_text(), ranges.read_text() if ranges.exists() else "", module)
+
+
+def of(assignment: str, live_ranges: str, module: hlo.Module) -> Temporaries | None:
+    """The same from the two files' texts."""
+    size, values = _values(assignment)
+    if not values:
+        return None
+    ranges = {}
+    for line in live_ranges.splitlines():
+        if line.startswith("  Live ranges at"):
+            break
+        if found := _RANGE.match(line):
+            ranges[found[1].removesuffix("{}")] = (int(found[2]), int(found[3]))
+    timed = [(value, *ranges[value[0]]) for value in values if value[0] in ranges]
+    moments = sorted({start for _, start, _ in timed})
+    best = max(moments, key=lambda t: sum(_distinct(_alive(timed, t)).values()), default=0)
+    instructions = {name: i for c in module.computations.values() for name, i in c.items()}
+    named: dict[tuple[int, int], tuple[str, str]] = {}
+    for name, bytes_, offset, shape in _alive(timed, best):
+        known = named.get((offset, bytes_))
+        # Of several names of one place, that of what made it says most: not a loop's tuple nor its parameter.
+        if known is None or _dull(known[0], instructions):
+            named[offset, bytes_] = (name, shape)
+    live = [_buffer(name, bytes_, shape, instructions, module) for (_, bytes_), (name, shape) in named.items()]
+    return Temporaries(size, tuple(sorted(live, key=lambda buffer: -buffer.bytes)))
+
+
+Value = tuple[str, int, int, str]
+
+
+def _values(assignment: str) -> tuple[int, list[Value]]:
+    """Size of the temporary allocation in main memory (color 0), and name, bytes, offset and type of its values."""
+    size, values, inside = 0, [], False
+    for line in assignment.splitlines():
+        if found := _ALLOCATION.match(line):
+            inside = found[2] in (None, "0") and "preallocated-temp" in found[3]
+            size += int(found[1]) if inside else 0
+        elif inside and (found := _VALUE.match(line)):
+            values.append((found[1].removesuffix("{}"), int(found[2]), int(found[3]), found[4]))
+    return size, values
+
+
+def _alive(timed: list[tuple[Value, int, int]], moment: int) -> list[Value]:
+    return [value for value, start, stop in timed if start <= moment <= stop]
+
+
+def _distinct(values: list[Value]) -> dict[int, int]:
+    """Offset to bytes: values that share a place are counted once."""
+    places: dict[int, int] = {}
+    for _, bytes_, offset, _ in values:
+        places[offset] = max(bytes_, places.get(offset, 0))
+    return places
+
+
+def _instruction(name: str, instructions: dict[str, hlo.Instruction]) -> hlo.Instruction | None:
+    return instructions.get(name.partition("{")[0])
+
+
+def _dull(name: str, instructions: dict[str, hlo.Instruction]) -> bool:
+    found = _instruction(name, instructions)
+    return found is None or not found.op_name or found.opcode in ("while", "parameter", "tuple", "get-tuple-element")
+
+
+def _buffer(name: str, bytes_: int, shape: str, instructions: dict[str, hlo.Instruction], module: hlo.Module) -> Buffer:
+    found = _instruction(name, instructions)
+    op_name, source = (found.op_name, module.source(found)) if found is not None else ("", "")
+    return Buffer(name, bytes_, re.sub(r"\{[^}]*\}", "", shape), op_name, source)
