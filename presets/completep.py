@@ -12,6 +12,7 @@ attention logits * N^-1 (its code), branches * L^-al. (CompleteP writes m_N for 
 Where its sources disagree, a constant chooses:
 * `eps_scope`: "blocks" is its table above; "everywhere" its code, D^-1 L^-al on every parameter.
 * `decay`: "table" has wd = in at every alpha_l, so that lr*wd drifts as L^(al-1) below alpha_l = 1; "rate" keeps lr*wd fixed.
+  Without it the table holds, but a run whose lr*wd would drift is refused until one of the two is named (`train.guards`).
 SGD, Muon and Lion follow the infinite-limits rule.
 """
 
@@ -30,10 +31,15 @@ DECAYS = ("table", "rate")
 
 
 def completep(
-    *, alpha_l: float = 1.0, alpha_a: float = 1.0, eps_scope: str = "blocks", decay: str = "table", beta0: float = 1.0
+    *,
+    alpha_l: float = 1.0,
+    alpha_a: float = 1.0,
+    eps_scope: str = "blocks",
+    decay: str | None = None,
+    beta0: float = 1.0,
 ) -> Preset:
     """CompleteP: muP with branches 1/L and every block learning at every depth; its own weight decay and eps."""
-    for label, value, choices in (("eps_scope", eps_scope, EPS_SCOPES), ("decay", decay, DECAYS)):
+    for label, value, choices in (("eps_scope", eps_scope, EPS_SCOPES), ("decay", decay or "table", DECAYS)):
         if value not in choices:
             raise PresetError(f"completep: {label}={value} is not a choice; write {' or '.join(choices)}")
     family = infinite_limits("completep", alpha_a=alpha_a, alpha_l=alpha_l, beta0=beta0)
@@ -42,13 +48,13 @@ def completep(
         row = family.rule(spec)
         scaled = spec.in_block or eps_scope == "everywhere"
         row = dataclasses.replace(row, eps=D**-1 * L**-alpha_l if scaled else ONE)
-        if decay == "table" and row.muon is not None:
+        if decay != "rate" and row.muon is not None:
             row = dataclasses.replace(row, decay=row.adam * product(spec.fan_in))
         return row
 
     chosen = {"alpha_a": alpha_a, "alpha_l": alpha_l, "eps_scope": eps_scope, "decay": decay, "beta0": beta0}
-    defaults = {"alpha_a": 1.0, "alpha_l": 1.0, "eps_scope": "blocks", "decay": "table", "beta0": 1.0}
+    defaults = {"alpha_a": 1.0, "alpha_l": 1.0, "eps_scope": "blocks", "decay": None, "beta0": 1.0}
     given = {key: value for key, value in chosen.items() if value != defaults[key]}
-    drifts = decay == "table" and alpha_l < 1
+    drifts = decay != "rate" and alpha_l < 1
     drift = f"lr*wd of block matrices goes as layers^{alpha_l - 1:g} (completep's own table); decay=rate keeps it fixed"
     return dataclasses.replace(family, rule=rule, given=given, warnings=(drift,) if drifts else ())

@@ -1,8 +1,11 @@
-"""Is a chain of one's own the preset's? Probe it with one gradient and one parameter, and refuse by name what is not.
+"""What would undo a preset is refused by name: a run's growth and decay, and an optax chain of one's own.
 
-For an optax chain written by hand around `presets.Preset.scales` (the loop's own chain is tested, not probed): catches rates
-applied twice, not at all, or over an optimizer that scales by shape itself (`optax.contrib.muon`), and lr*wd that
-differs between parameters, which would drift as they grow.
+`check_run`: what a run refuses before anything is allocated. By then `zoo.definition.define` has refused a parameter
+without spec and `train.factors.resolve` a role without rule. A schedule is one number a step and touches no ratio of rates.
+
+`check_chain`: for an optax chain written by hand around `presets.Preset.scales`; probes it with one gradient and one
+parameter. Catches rates applied twice, not at all, or over an optimizer that scales by shape itself
+(`optax.contrib.muon`), and lr*wd that differs between parameters, which would drift as they grow.
 """
 
 from __future__ import annotations
@@ -16,9 +19,11 @@ import numpy as np
 import optax
 
 from presets import VECTORS, Preset, PresetError
+from presets.measured import Measured
+from presets.verdicts import refuse_uneven
 from train import optimizer as chains
 from train.config import OptimizerConfig
-from train.factors import resolve
+from train.factors import Factors, resolve
 from train.muon import dimension_numbers
 from zoo.definition import Arrays, Definition
 
@@ -27,6 +32,36 @@ TOLERANCE = 0.02
 
 Update = Callable[[Arrays, Arrays], Arrays]
 """(gradients, parameters) -> updates of the first step."""
+
+
+def check_run(preset: Preset, definition: Definition, factors: Factors, config: OptimizerConfig) -> None:
+    """Whether the model has grown from the base in a way that the preset's rules cover.
+
+    Args:
+        preset: the run's.
+        definition: its model.
+        factors: `resolve` of the two.
+        config: its optimizer.
+
+    Raises:
+        PresetError: widths have not grown together and something explodes for it, or the pull lr*wd of a parameter is not
+            what it is at the base, unless a constant of the preset was named that asks for it.
+    """
+    refuse_uneven(preset, definition.sizes, config.name)
+    chosen = {"decay", "decay_width"} & set(preset.given)
+    if config.weight_decay == 0 or config.name == "adam" or chosen or isinstance(preset, Measured):
+        return
+    for name, decay in factors.weight_decay.items():
+        pull = decay * factors.lr[name] if config.decay == "coupled" else decay
+        worst = float(pull.flat[np.argmax(np.abs(pull - 1))])
+        if decay.any() and abs(worst - 1) > TOLERANCE:
+            how = "give its rule a decay that keeps it"
+            if preset.name == "completep":
+                how = "write the constant decay=rate to keep it, or decay=table to accept it"
+            raise PresetError(
+                f"{name}: lr*wd is {worst:.3g} times its value at the base under {preset.label}, and drifts as the model grows; "
+                f"{how} (or train without weight decay)"
+            )
 
 
 def check_chain(

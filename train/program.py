@@ -12,8 +12,8 @@ import optax
 from jax.sharding import Mesh
 
 from presets import Preset
+from train import guards, optimizer, rules, state
 from train import mesh as meshes
-from train import optimizer, rules, state
 from train.config import Config, preset_of
 from train.factors import Numbers, init_stds, resolve
 from train.feed import Feed
@@ -106,6 +106,7 @@ def assemble(config: Config, devices: Sequence[Any] | None = None) -> Program:
         resolve(preset, model, config.optimizer.name, config.optimizer.decay),
         optimizer.hyper(config.optimizer, config.steps),
     )
+    guards.check_run(preset, model, numbers.factors, config.optimizer)
     return Program(
         config, model, preset, layout, tx, state.abstract_state(model, tx, layout), init_stds(preset, model), numbers
     )
