@@ -17,6 +17,7 @@ import optax
 
 from train.factors import Factors
 from train.layout import MeshLayout
+from train.loss import Sums, cross_entropy, of_logits
 from train.optimizer import Hyper
 from train.state import TrainState, shardings_of
 from zoo import partition
@@ -34,14 +35,6 @@ class Run(NamedTuple):
     """Initial parameters where the output is centred, else None."""
 
 
-class Sums(NamedTuple):
-    """Totals over the targets that count, float32 []."""
-
-    loss: jax.Array
-    correct: jax.Array
-    weight: jax.Array
-
-
 def logits_of(definition: Definition, params: Arrays, run: Run, inputs: jax.Array) -> jax.Array:
     """float32 logits; f - f at initialization where there is a reference, without gradient through the latter."""
     factors = run.factors
@@ -54,11 +47,15 @@ def logits_of(definition: Definition, params: Arrays, run: Run, inputs: jax.Arra
 
 def batch_sums(definition: Definition, params: Arrays, run: Run, batch: Batch) -> Sums:
     """Summed cross-entropy (nats), number correct and number of targets of one (micro)batch."""
-    logits = logits_of(definition, params, run, batch["inputs"])
-    nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-    hits = jnp.argmax(logits, axis=-1) == batch["targets"]
-    w = batch["weights"]
-    return Sums(jnp.sum(nll * w), jnp.sum(hits * w), jnp.sum(w))
+    inputs, targets, weights = batch["inputs"], batch["targets"], batch["weights"]
+    model = definition.model(params, run.factors.multiplier, run.factors.forward)
+    if not hasattr(model, "reading"):  # not one of the zoo's
+        return of_logits(logits_of(definition, params, run, inputs), targets, weights)
+    reference = None
+    if run.reference is not None:
+        reference = definition.model(run.reference, run.factors.multiplier, run.factors.forward).reading(inputs)
+    how = model.config.compute.cross_entropy
+    return cross_entropy(model.reading(inputs), targets, weights, how=how, reference=reference)
 
 
 def gradients(

@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 
 Norm = Literal["layernorm", "rmsnorm"]
 Activation = Literal["gelu", "relu", "swiglu"]
+CrossEntropy = Literal["auto", "plain", "chunked"]
 
 
 class ConfigError(ValueError):
@@ -29,6 +30,8 @@ class ComputeConfig:
     """What the backward pass recomputes: nothing, all but matrix products, or whole blocks."""
     attention: Literal["auto", "xla", "cudnn"] = "auto"
     """Implementation given to `jax.nn.dot_product_attention`; auto lets JAX choose."""
+    cross_entropy: CrossEntropy = "auto"
+    """All logits at once, or those of a few tokens at a time; auto takes chunks where logits would be large."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Storage of parameters and optimizer state."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -210,6 +213,10 @@ _BYTE_LM = DecoderConfig(
     width=128, depth=4, num_heads=4, vocab_size=256, seq_len=128,
     positions="rotary", norm="rmsnorm", activation="swiglu", bias=False, mlp_ratio=2.5,
 )  # fmt: skip
+_LLAMA = DecoderConfig(
+    width=4096, depth=32, num_heads=32, num_kv_heads=8, vocab_size=128256, seq_len=8192, mlp_ratio=3.5,
+    positions="rotary", rope_theta=500_000.0, norm="rmsnorm", activation="swiglu", bias=False,
+)  # fmt: skip
 _DIGITS = ViTConfig(width=64, depth=4, num_heads=4, image_size=8, patch_size=2, channels=1, num_classes=10)
 _BARE = {"norm_gain": False, "bias": False, "mlp_ratio": 1.0, "centered": True}
 
@@ -232,6 +239,11 @@ CONFIGS: dict[str, ModelConfig] = {
     "gpt2-medium": _gpt2(1024, 24, 16),
     "gpt2-large": _gpt2(1280, 36, 20),
     "gpt2-xl": _gpt2(1600, 48, 25),
+    # For pods: the shape of Llama 3 8B (Dubey et al. 2024, table 3), and a smaller model with the same head dimension.
+    "lm-1b": dataclasses.replace(
+        _LLAMA, width=2048, depth=16, num_heads=16, num_kv_heads=8, seq_len=2048, mlp_ratio=4.0, tied=True
+    ),
+    "lm-8b": _LLAMA,
     # The smallest models of Bordelon et al. 2024: figures 6, 8-10 (CIFAR-5M) and 7, 12 (C4); (N, H, L) = (16, 16, 4), (8, 8, 4).
     "bordelon-vit": ViTConfig(
         width=256, depth=4, num_heads=16, image_size=32, patch_size=4, num_classes=10, **_BARE

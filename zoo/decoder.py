@@ -10,8 +10,9 @@ from presets.roles import Role
 from zoo import partition
 from zoo.block import Block, residual_stack
 from zoo.configs import DecoderConfig
-from zoo.layers import project, residual_norm
+from zoo.layers import residual_norm
 from zoo.param import Init
+from zoo.readout import Reading
 
 
 class Decoder(nnx.Module):
@@ -36,12 +37,18 @@ class Decoder(nnx.Module):
         return partition.constrain(h_BTD, "batch", "sequence", None)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        return self.read(residual_stack(self.block, self.embed(tokens_BT), self.config.depth, self.config.compute))
+        return self.reading(tokens_BT).logits()
+
+    def reading(self, tokens_BT: jax.Array) -> Reading:
+        """What the logits are made of."""
+        return self._reading(residual_stack(self.block, self.embed(tokens_BT), self.config.depth, self.config.compute))
 
     def read(self, h_BTD: jax.Array) -> jax.Array:
         """The residual stream's last layer, [B, T, D], to float32 logits [B, T, V]."""
-        h_BTD = self.norm(h_BTD)
+        return self._reading(h_BTD).logits()
+
+    def _reading(self, h_BTD: jax.Array) -> Reading:
         if self.readout is not None:
-            return project(h_BTD, self.readout[...], out_dtype=jnp.float32)
+            return Reading(self.norm(h_BTD), self.readout[...])
         assert self.tied_readout is not None
-        return self.tied_readout[...] * project(h_BTD, self.token[...].T, out_dtype=jnp.float32)
+        return Reading(self.norm(h_BTD), self.token[...].T, scale=self.tied_readout[...])

@@ -54,9 +54,13 @@ class Definition:
         state = nnx.from_flat_state({_path(name): variable for name, variable in numbers.items()})
         return nnx.merge(self.graph, state)
 
+    def model(self, params: Mapping[str, jax.Array], multipliers: Arrays, factors: Arrays) -> Any:
+        """The model with every parameter taken as multiplier * w."""
+        return self.bind(multiplied(dict(params), multipliers), factors)
+
     def apply(self, params: Mapping[str, jax.Array], multipliers: Arrays, factors: Arrays, *inputs: jax.Array) -> Any:
         """model(*inputs) with every parameter taken as multiplier * w."""
-        return self.bind(multiplied(dict(params), multipliers), factors)(*inputs)
+        return self.model(params, multipliers, factors)(*inputs)
 
     def initialize(self, seed: jax.Array | int, stds: Mapping[str, jax.Array | float]) -> Arrays:
         """Fresh parameters, each from its own key (seed, name): the same bits on every mesh. Call under `jax.jit`."""

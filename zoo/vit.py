@@ -12,6 +12,7 @@ from zoo.block import Block, residual_stack
 from zoo.configs import ViTConfig
 from zoo.layers import project, residual_norm
 from zoo.param import Init
+from zoo.readout import Reading
 
 
 class ViT(nnx.Module):
@@ -44,11 +45,20 @@ class ViT(nnx.Module):
         return partition.constrain(h_BTD + self.position[...].astype(h_BTD.dtype), "batch", "sequence", None)
 
     def __call__(self, images_BHWC: jax.Array) -> jax.Array:
-        return self.read(residual_stack(self.block, self.embed(images_BHWC), self.config.depth, self.config.compute))
+        return self.reading(images_BHWC).logits()
+
+    def reading(self, images_BHWC: jax.Array) -> Reading:
+        """What the logits are made of."""
+        return self._reading(
+            residual_stack(self.block, self.embed(images_BHWC), self.config.depth, self.config.compute)
+        )
 
     def read(self, h_BTD: jax.Array) -> jax.Array:
         """The residual stream's last layer, [B, T, D], to float32 logits [B, C]."""
+        return self._reading(h_BTD).logits()
+
+    def _reading(self, h_BTD: jax.Array) -> Reading:
         h_BTD = self.norm(h_BTD)
         pooled_BD = h_BTD[:, 0] if self.config.pool == "cls" else jnp.mean(h_BTD, axis=1)
-        logits_BC = project(pooled_BD, self.readout[...], out_dtype=jnp.float32)
-        return logits_BC if self.readout_bias is None else logits_BC + self.readout_bias[...]
+        bias = None if self.readout_bias is None else self.readout_bias[...]
+        return Reading(pooled_BD, self.readout[...], bias=bias)
