@@ -1,0 +1,79 @@
+"""Times two or more things in turns, so that whatever else the machine does falls on all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+Seconds = dict[str, list[float]]
+"""Name to one time per round."""
+
+
+def in_turns(steps: Mapping[str, Callable[[], Any]], rounds: int, steps_per_turn: int = 3) -> Seconds:
+    """Seconds of one step, per round the median of a turn.
+
+    Args:
+        steps: name to a function that does one step and returns when it is done.
+        rounds: how often each has its turn; every round goes through them the other way round.
+        steps_per_turn: timed steps of a turn, after one that is not: it finds caches and threads as another left them.
+    """
+    found: Seconds = {name: [] for name in steps}
+    for step in steps.values():
+        step()
+    for turn in range(rounds):
+        for name in list(steps) if turn % 2 == 0 else list(steps)[::-1]:
+            steps[name]()
+            times = []
+            for _ in range(steps_per_turn):
+                began = time.perf_counter()
+                steps[name]()
+                times.append(time.perf_counter() - began)
+            found[name].append(statistics.median(times))
+    return found
+
+
+def compared(seconds: Seconds, ours: str) -> dict[str, Any]:
+    """Median milliseconds of each, and of every other the median over rounds of the ratio `ours` / other with quartiles."""
+    ratios = {
+        other: sorted(a / b for a, b in zip(seconds[ours], times, strict=True))
+        for other, times in seconds.items()
+        if other != ours
+    }
+    return {
+        "ms": {name: round(1e3 * statistics.median(times), 3) for name, times in seconds.items()},
+        "ratio": {other: round(statistics.median(found), 4) for other, found in ratios.items()},
+        "quartiles": {
+            other: [round(found[len(found) // 4], 4), round(found[-1 - len(found) // 4], 4)]
+            for other, found in ratios.items()
+        },
+        "rounds": len(seconds[ours]),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    device = jax.devices()[0]
+    return {
+        "device": device.device_kind,
+        "devices": jax.device_count(),
+        "cpu": platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+    }
+
+
+def write(result: Mapping[str, Any], path: Path | None) -> None:
+    """Print the JSON object in one line, and write it indented where a path is given."""
+    print(json.dumps(result))
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")

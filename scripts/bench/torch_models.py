@@ -1,0 +1,159 @@
+"""The same decoder and vision transformer in plain PyTorch, from the same weights, for comparisons of speed.
+
+Written as PyTorch users write them: one product for queries, keys and values, `scaled_dot_product_attention`, fused AdamW.
+Gate and up share a product too. B batch, T positions, H heads, N head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from zoo.configs import DecoderConfig, ModelConfig, ViTConfig
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP, both added to the residual stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        width, bias = config.width, config.bias
+        self.heads, self.kv_heads, self.size = config.num_heads, config.kv_heads, config.heads_dim
+        self.causal, self.gated = isinstance(config, DecoderConfig), config.gated
+        self.rotary = isinstance(config, DecoderConfig) and config.positions == "rotary"
+        self.attention_norm, self.mlp_norm = norm(config), norm(config)
+        self.qkv = nn.Linear(width, (self.heads + 2 * self.kv_heads) * self.size, bias=bias)
+        self.out = nn.Linear(self.heads * self.size, width, bias=bias)
+        self.up = nn.Linear(width, (2 if self.gated else 1) * config.mlp_dim, bias=bias)
+        self.down = nn.Linear(config.mlp_dim, width, bias=bias)
+
+    def forward(self, h: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None) -> torch.Tensor:
+        batch, length, _ = h.shape
+        sizes = [self.heads * self.size, self.kv_heads * self.size, self.kv_heads * self.size]
+        parts = self.qkv(self.attention_norm(h)).split(sizes, dim=-1)
+        q, k, v = (x.view(batch, length, -1, self.size).transpose(1, 2) for x in parts)
+        if cos is not None and sin is not None:
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=self.heads != self.kv_heads)
+        h = h + self.out(y.transpose(1, 2).reshape(batch, length, -1))
+        x = self.up(self.mlp_norm(h))
+        if self.gated:
+            gate, up = x.chunk(2, dim=-1)
+            x = F.silu(gate) * up
+        else:
+            x = F.gelu(x, approximate="tanh")
+        return h + self.down(x)
+
+
+class Transformer(nn.Module):
+    """Tokens [B, T] or images [B, H, W, C] to logits."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
+        self.norm = norm(config)
+        if isinstance(config, DecoderConfig):
+            self.token = nn.Embedding(config.vocab_size, config.width)
+            learned = config.positions == "learned"
+            self.readout = nn.Linear(config.width, config.vocab_size, bias=False)
+            if config.tied:
+                self.readout.weight = self.token.weight
+        else:
+            self.patch = nn.Linear(config.sizes()["patch"], config.width, bias=config.bias)
+            learned = True
+            self.readout = nn.Linear(config.width, config.num_classes, bias=config.bias)
+        self.position = nn.Parameter(torch.zeros(config.seq_len, config.width)) if learned else None
+        # Constants of the model: the patch multiplier, and rotary angles.
+        self.patch_scale, self.readout_scale = 1.0, 1.0
+        if not learned:
+            assert isinstance(config, DecoderConfig)
+            half = config.heads_dim // 2
+            angle = np.arange(config.seq_len)[:, None] * config.rope_theta ** (-np.arange(half) / half)
+            self.register_buffer("cos", torch.tensor(np.cos(angle), dtype=torch.float32), persistent=False)
+            self.register_buffer("sin", torch.tensor(np.sin(angle), dtype=torch.float32), persistent=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.config, DecoderConfig):
+            h = self.token(inputs)
+        else:
+            batch, grid, patch = len(inputs), self.config.image_size // self.config.patch_size, self.config.patch_size
+            cells = inputs.view(batch, grid, patch, grid, patch, -1).transpose(2, 3).reshape(batch, grid * grid, -1)
+            h = self.patch(self.patch_scale * cells)
+        if self.position is not None:
+            h = h + self.position[: h.shape[1]]
+        cos, sin = getattr(self, "cos", None), getattr(self, "sin", None)
+        for block in self.blocks:
+            h = block(h, cos, sin)
+        h = self.norm(h)
+        if isinstance(self.config, ViTConfig):
+            h = h.mean(dim=1)
+        return self.readout_scale * self.readout(h)
+
+
+def norm(config: ModelConfig) -> nn.Module:
+    """LayerNorm or RMSNorm of the residual stream."""
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.width, eps=1e-5)
+    return nn.LayerNorm(config.width, eps=1e-5, bias=config.bias)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary positions in the half-split layout of Llama."""
+    a, b = x.chunk(2, dim=-1)
+    cos, sin = cos[: x.shape[-2]].to(x.dtype), sin[: x.shape[-2]].to(x.dtype)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def load(model: Transformer, arrays: Mapping[str, Any]) -> None:
+    """Copy the weights of the JAX model, named as in its definition, into the PyTorch one."""
+    config, w = model.config, {name: np.asarray(value) for name, value in arrays.items()}
+
+    def columns(*names: str) -> np.ndarray:
+        """Matrices [L, embed, ...] side by side as PyTorch has them, [L, outputs, embed]."""
+        return np.concatenate([w[n].reshape(config.depth, config.width, -1) for n in names], axis=2).swapaxes(1, 2)
+
+    def put(target: nn.Parameter | torch.Tensor | None, value: np.ndarray) -> None:
+        assert target is not None
+        assert tuple(target.shape) == value.shape, (target.shape, value.shape)
+        target.data.copy_(torch.tensor(value))
+
+    ups = ("block.mlp.gate", "block.mlp.up") if config.gated else ("block.mlp.up",)
+    qkv = columns(*(f"block.attention.{n}" for n in ("query", "key", "value")))
+    up = columns(*ups)
+    for i, block in enumerate(model.blocks):
+        assert isinstance(block, Block)
+        put(block.qkv.weight, qkv[i])
+        put(block.out.weight, w["block.attention.out"][i].reshape(-1, config.width).T)
+        put(block.up.weight, up[i])
+        put(block.down.weight, w["block.mlp.down"][i].T)
+        for ours, theirs in (("attention_norm", block.attention_norm), ("mlp_norm", block.mlp_norm)):
+            put(theirs.weight, w[f"block.{ours}.gain"][i])  # pyright: ignore[reportArgumentType]
+        if config.bias:
+            for linear in (block.qkv, block.out, block.up, block.down):
+                linear.bias.data.zero_()
+    put(model.norm.weight, w["norm.gain"])  # pyright: ignore[reportArgumentType]
+    if isinstance(config, DecoderConfig):
+        put(model.token.weight, w["token"])
+    else:
+        put(model.patch.weight, w["patch"].T)
+    if model.position is not None:
+        put(model.position, w["position"])
+    if "readout" in w:
+        put(model.readout.weight, w["readout"].T)
+    for linear in (model.readout, getattr(model, "patch", None)):
+        if linear is not None and linear.bias is not None:
+            linear.bias.data.zero_()
+
+
+def adamw(model: nn.Module, lr: float, weight_decay: float, b1: float, b2: float, eps: float) -> torch.optim.AdamW:
+    """Fused AdamW; gains and biases do not decay."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=(b1, b2), eps=eps, fused=True)
