@@ -170,6 +170,26 @@ class MeshConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DistributedConfig:
+    """How the processes of a run find each other. By hand; a TPU pod, SLURM and MPI say it in the environment."""
+
+    coordinator: Annotated[str | None, conf.arg(metavar="HOST:PORT")] = None
+    """Where process 0 answers the others (or JAX_COORDINATOR_ADDRESS)."""
+    processes: int | None = None
+    """How many there are (or JAX_NUM_PROCESSES); 1 joins nobody, whatever the environment says."""
+    process: int | None = None
+    """Number of this one, from 0 (or JAX_PROCESS_ID)."""
+    timeout_seconds: int = 300
+    """How long to wait for the others at the start."""
+    heartbeat_seconds: int = 30
+    """How long a process may be silent before the run ends."""
+
+    def __post_init__(self) -> None:
+        _at_least("distributed.", self, 1, "processes", "timeout_seconds", "heartbeat_seconds")
+        _at_least("distributed.", self, 0, "process")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When the run is saved, beside at its end."""
 
@@ -212,6 +232,7 @@ class Config:
     preset: PresetConfig = PresetConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     mesh: MeshConfig = MeshConfig()
+    distributed: DistributedConfig = DistributedConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     steps: int

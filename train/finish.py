@@ -21,9 +21,29 @@ _PICTURE_IMAGES = 512
 
 
 def leave(
-    program: Program, data: Data, params: Arrays, numbers: Run, folder: Path, console: Console, seconds: float
+    program: Program,
+    data: Data,
+    params: Arrays,
+    numbers: Run,
+    folder: Path,
+    console: Console,
+    seconds: float,
+    leader: bool = True,
 ) -> None:
-    """Write loss.png, sample.txt or predictions.png into the run's folder, and print the summary."""
+    """Write loss.png, sample.txt or predictions.png into the run's folder, and print the summary.
+
+    Every process of the run calls this, since each holds a part of the parameters; one of them writes.
+
+    Args:
+        program: of the run.
+        data: of the run.
+        params: the trained parameters.
+        numbers: given to the model beside them.
+        folder: of the run.
+        console: where to print.
+        seconds: wall-clock time of the session.
+        leader: whether this process writes.
+    """
     config = program.config
     relative = f"relative to {config.preset.base}" if config.preset.base else "in absolute form"
     preset = f"{program.preset.label}, {relative}"
@@ -33,13 +53,17 @@ def leave(
     )
     files = [folder / metrics.FILE_NAME]
     if config.log.samples and isinstance(config.model, DecoderConfig):
-        files.append(
-            _sample(
-                data, config.model.seq_len, lambda window: logits(params, numbers, window), folder, console, config.seed
-            )
-        )
+        files.append(folder / "sample.txt")
+        text = _sample(data, config.model.seq_len, lambda window: logits(params, numbers, window), config.seed)
+        if leader:
+            _show(text, files[-1], console)
     elif config.log.samples:
-        files.append(_picture(data, lambda images: logits(params, numbers, images), folder))
+        files.append(folder / "predictions.png")
+        seen = _guessed(data, lambda images: logits(params, numbers, images))
+        if leader:
+            report.prediction_picture(seen["inputs"], seen["targets"], seen["guess"], data.class_names, files[-1])
+    if not leader:
+        return
     references = data.references()
     title = f"{config.recipe}: {program.definition.count():,} parameters, {program.preset.name}"
     curve = folder / "loss.png"
@@ -57,19 +81,19 @@ def leave(
     )
 
 
-def _sample(data: Data, seq_len: int, logits_fn, folder: Path, console: Console, seed: int) -> Path:
-    """Continue a short prompt and show the text."""
-    ids = generate.sample(logits_fn, data.encode(_PROMPT), _SAMPLE_TOKENS, seq_len=seq_len, seed=seed)
-    text = data.decode(ids)
-    out = folder / "sample.txt"
+def _sample(data: Data, seq_len: int, logits_fn, seed: int) -> str:
+    """A short prompt, continued."""
+    return data.decode(generate.sample(logits_fn, data.encode(_PROMPT), _SAMPLE_TOKENS, seq_len=seq_len, seed=seed))
+
+
+def _show(text: str, out: Path, console: Console) -> None:
     out.write_text(text, encoding="utf-8")
     console.rule("sample", style="dim")
     console.print(text, markup=False, highlight=False, style="dim")
-    return out
 
 
-def _picture(data: Data, logits_fn, folder: Path) -> Path:
-    """Test images with what the model takes them for."""
+def _guessed(data: Data, logits_fn) -> dict[str, np.ndarray]:
+    """Test images, their classes and what the model takes them for."""
     batches = data.eval_batches()
     shown: dict[str, list[np.ndarray]] = {"inputs": [], "targets": [], "guess": []}
     count = 0
@@ -81,7 +105,4 @@ def _picture(data: Data, logits_fn, folder: Path) -> Path:
         count += int(real.sum())
         if count >= _PICTURE_IMAGES:
             break
-    out = folder / "predictions.png"
-    columns = {name: np.concatenate(parts) for name, parts in shown.items()}
-    report.prediction_picture(columns["inputs"], columns["targets"], columns["guess"], data.class_names, out)
-    return out
+    return {name: np.concatenate(parts) for name, parts in shown.items()}

@@ -13,13 +13,14 @@ import jax
 import numpy as np
 from rich.console import Console
 
+from train import agreement, devices, distributed, finish, workdir
 from train import data as data_sources
-from train import devices, finish, workdir
 from train.checkpoint import Checkpoints
 from train.config import Config
 from train.data import Data
 from train.feed import Feed
 from train.metrics import MetricsWriter
+from train.processes import Processes
 from train.program import Program, assemble
 from train.progress import Progress
 from train.signals import StopRequest
@@ -44,11 +45,19 @@ def run(config: Config) -> int:
     Raises:
         ConfigError, PresetError, MeshError, DataError, WorkdirError: bad input, before the first step.
     """
-    leader = jax.process_index() == 0
+    with distributed.joined(config.distributed) as processes:
+        return _run(config, processes)
+
+
+def _run(config: Config, processes: Processes) -> int:
+    leader = processes.leader
     console = Console(quiet=not leader)
-    folder, held = workdir.claim(config)
+    agreement.check_config(config, processes)
+    folder, held = workdir.claim_together(config, processes)
     program = assemble(config)
-    data = data_sources.load(config.data, config.model, seed=config.seed, note=console.print)
+    with processes.leader_first("data"):
+        data = data_sources.load(config.data, config.model, seed=config.seed, note=console.print)
+    agreement.check_data(data, processes)
 
     def record() -> None:
         if leader:
@@ -56,7 +65,7 @@ def run(config: Config) -> int:
 
     if not held:
         record()
-    with StopRequest() as stop, Checkpoints(folder, config.checkpoint.keep) as checkpoints:
+    with StopRequest(processes.count > 1) as stop, Checkpoints(folder, config.checkpoint.keep) as checkpoints:
         restored = checkpoints.latest
         if restored is None:
             _announce(console, program, data)
@@ -123,7 +132,7 @@ class _Session:
         ):
             self.writer, self.progress, self.clock = writer, progress, time.monotonic()
             step = start
-            while step < config.steps and not self.stop.received:
+            while step < config.steps and not self.stop.at(step):
                 state, metrics = step_fn(state, self.numbers, next(batches))
                 step += 1
                 self.pending.append((step, metrics))
@@ -144,9 +153,8 @@ class _Session:
         batches.close()
         if self.stop.received:
             return self.stop.exit_code
-        if self.leader:
-            seconds = time.monotonic() - began
-            finish.leave(self.program, self.data, state.params, self.numbers, self.folder, self.console, seconds)
+        seconds, params = time.monotonic() - began, state.params
+        finish.leave(self.program, self.data, params, self.numbers, self.folder, self.console, seconds, self.leader)
         return 0
 
     def _compiled(self, start: int) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:

@@ -7,7 +7,16 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from train.config import CheckpointConfig, Config, DataConfig, LogConfig, MeshConfig, OptimizerConfig, PresetConfig
+from train.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    DistributedConfig,
+    LogConfig,
+    MeshConfig,
+    OptimizerConfig,
+    PresetConfig,
+)
 from zoo.configs import ComputeConfig, ConfigError, DecoderConfig, ViTConfig
 
 FAMILIES = {"vit": ViTConfig, "decoder": DecoderConfig}
@@ -16,6 +25,7 @@ OWNERS = {
     "preset": PresetConfig,
     "optimizer": OptimizerConfig,
     "mesh": MeshConfig,
+    "distributed": DistributedConfig,
     "checkpoint": CheckpointConfig,
     "log": LogConfig,
 }

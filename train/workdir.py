@@ -6,13 +6,16 @@ import importlib.metadata
 import json
 import platform
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 from train.config import Config
+from train.processes import Processes
 from train.record import to_json
 
 RECORD = "config.json"
+_SHARED = ".shared"
 CHECKPOINTS = "checkpoints"
 _PACKAGES = ("mupax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -35,7 +38,7 @@ def claim(config: Config) -> tuple[Path, bool]:
     path = path_of(config)
     if path.exists() and not path.is_dir():
         raise WorkdirError(f"{_shown(path)} is a file; write --workdir with the name of a folder")
-    held = path.is_dir() and any(path.iterdir())
+    held = path.is_dir() and any(child.name != _SHARED for child in path.iterdir())
     if held and not config.resume:
         raise WorkdirError(
             f"the workdir {_shown(path)} is not empty; add --resume to continue the run in it, "
@@ -56,6 +59,37 @@ def claim(config: Config) -> tuple[Path, bool]:
         ) from error
     if held:
         _check_same_run(config, json.loads((path / RECORD).read_text()).get("config", {}), path)
+    return path, held
+
+
+def claim_together(config: Config, processes: Processes) -> tuple[Path, bool]:
+    """`claim` by process 0 for all processes of the run.
+
+    Raises:
+        WorkdirError: as for `claim`, or this process does not see the folder that process 0 has.
+    """
+
+    def claimed() -> tuple[str, bool]:
+        path, held = claim(config)
+        (path / _SHARED).touch()
+        return str(path), held
+
+    if processes.count == 1:
+        return claim(config)
+    where, held = processes.told("workdir", claimed)
+    path = Path(where)
+    for _ in range(20):  # a network file system may remember for some seconds that a file was missing
+        if seen := (path / _SHARED).exists():
+            break
+        time.sleep(0.5)
+    if not seen:
+        raise WorkdirError(
+            f"process {processes.index} does not see the workdir {path} of process 0, where all processes save their part "
+            "of a checkpoint; give --workdir a folder that all hosts share (NFS, Lustre, a mounted bucket)"
+        )
+    processes.meet("workdir")
+    if processes.leader:
+        (path / _SHARED).unlink()
     return path, held
 
 

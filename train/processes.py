@@ -1,0 +1,152 @@
+"""The processes of one run: what they tell each other, and how a failure of one ends all.
+
+They talk through the key-value store of JAX's coordination service, which process 0 keeps. A process alone talks to nobody.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_POLL_S = 1.0
+"""How often a process says that it is alive and looks whether another has failed."""
+_FOREVER_MS = 7 * 24 * 3600 * 1000
+"""Another process may prepare data for hours; its failure ends the wait."""
+_ALIVE, _FAILED, _TOLD = "mupax/alive", "mupax/failed", "mupax/told"
+
+
+class Processes:
+    """The processes of a run, seen from one of them.
+
+    Args:
+        index: number of this process; 0 leads.
+        count: how many there are.
+        client: of JAX's coordination service, where there are several.
+        heartbeat_seconds: how long a process may be silent before it counts as dead.
+    """
+
+    def __init__(self, index: int = 0, count: int = 1, client: Any = None, heartbeat_seconds: float = 30) -> None:
+        self.index, self.count, self._client = index, count, client
+        self._silence = heartbeat_seconds
+        self._done, self._failing = threading.Event(), False
+        if client is not None:
+            threading.Thread(target=self._watch, name="processes", daemon=True).start()
+
+    @property
+    def leader(self) -> bool:
+        """Whether this is the process that prints and writes."""
+        return self.index == 0
+
+    def told(self, name: str, value: Callable[[], Any]) -> Any:
+        """What `value` returns on process 0, on every process; the others wait for it.
+
+        Args:
+            name: of what is told, used once in a run.
+            value: called by process 0 alone; its result must survive JSON.
+        """
+        if self._client is None:
+            return value()
+        if not self.leader:
+            return json.loads(self._client.blocking_key_value_get(f"{_TOLD}/{name}", _FOREVER_MS))
+        said = value()
+        self._client.key_value_set(f"{_TOLD}/{name}", json.dumps(said))
+        return said
+
+    @contextlib.contextmanager
+    def leader_first(self, name: str) -> Iterator[None]:
+        """Process 0 does what is inside; then the others do, and find what it has left for them."""
+        if not self.leader:
+            self.told(name, lambda: None)
+        yield
+        if self.leader:
+            self.told(name, lambda: None)
+
+    def meet(self, name: str) -> None:
+        """Wait until every process is here."""
+        if self._client is not None:
+            self._client.wait_at_barrier(f"mupax/{name}", _FOREVER_MS)
+
+    def close(self) -> None:
+        """The end of a run that went well, for all at once."""
+        self.meet("end")
+        self._done.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others why this process ends, unless another one's end is the reason: then it ends as they do.
+
+        The exit code of every process is then 1.
+        """
+        if self._client is None:
+            return
+        if _may_follow_from_another(error):
+            time.sleep(self._silence + 3 * _POLL_S)  # the watch ends this process if another is found to have failed
+        self._failing = True
+        # What JAX does at the end of a process would wait for the others, until it gives up with a stack trace.
+        atexit.register(_exit)
+        self._publish(self.index, socket.gethostname(), f"{type(error).__name__}: {error}")
+        if self.leader:
+            time.sleep(3 * _POLL_S)  # until the others have read it: process 0 takes the store with it
+
+    def _publish(self, index: int, host: str, reason: str) -> None:
+        with contextlib.suppress(Exception):  # another failure was first, or nobody is left to be told
+            self._client.key_value_set(f"{_FAILED}/first", json.dumps([index, host, reason]))
+
+    def _watch(self) -> None:
+        beat, heard = 0, time.monotonic()
+        seen: dict[str, tuple[str, float]] = {}
+        while not self._done.wait(_POLL_S):
+            beat += 1
+            try:
+                self._client.key_value_set(f"{_ALIVE}/{self.index}", f"{beat} {socket.gethostname()}", True)
+                if self.leader:
+                    self._look_for_silence(seen)
+                failures = self._client.key_value_dir_get(_FAILED)
+                heard = time.monotonic()
+            except Exception:  # any error of the network; the store may answer again
+                failures = []
+                if time.monotonic() - heard > self._silence:
+                    failures = [("", json.dumps([0, "the coordinator", f"no answer for {self._silence} s"]))]
+            if failures and not self._failing and not self._done.is_set():
+                index, host, reason = json.loads(failures[0][1])
+                self._leave(f"process {index} ({host}) failed: {reason}")
+
+    def _look_for_silence(self, seen: dict[str, tuple[str, float]]) -> None:
+        """Process 0: a process whose beat has stood still is declared dead."""
+        now, beats = time.monotonic(), dict(self._client.key_value_dir_get(_ALIVE))
+        for index in range(1, self.count):
+            key = f"{_ALIVE}/{index}"
+            beat = beats.get(key, "")
+            if seen.setdefault(key, (beat, now))[0] != beat:
+                seen[key] = (beat, now)
+            elif now - seen[key][1] > self._silence:
+                host = beat.partition(" ")[2] or "host unknown"
+                self._publish(index, host, f"killed or cut off, not heard of for {self._silence} s")
+
+    def _leave(self, why: str) -> None:
+        # The main thread may hang in a collective operation that will never end: nothing but this ends the process.
+        print("\n".join(f"error: {why}".splitlines()[:10]), file=sys.stderr, flush=True)
+        if self.leader:
+            time.sleep(3 * _POLL_S)
+        _exit()
+
+
+def _exit() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _may_follow_from_another(error: BaseException) -> bool:
+    """Whether the error may only say that another process went away in the middle of a collective operation."""
+    import jax
+
+    text = str(error)
+    return (isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in text) or "Gloo" in text
