@@ -19,7 +19,7 @@ import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
-from zoo.attention import attend, merged_attention
+from zoo.attend import attend, merged_attention
 from zoo.block import REMAT, residual_stack
 from zoo.build import build, definition
 from zoo.configs import ComputeConfig, DecoderConfig, ModelConfig, ViTConfig

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from presets.roles import Role
 from zoo import partition
+from zoo.attend import attend
 from zoo.configs import StackConfig
 from zoo.layers import Norm, project, rotary
 from zoo.param import Init
-
-Attend = Literal["auto", "xla", "cudnn"]
 
 
 class Attention(nnx.Module):
@@ -22,7 +18,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: StackConfig, init: Init, *, causal: bool, rope_theta: float | None = None) -> None:
         self.causal, self.rope_theta = causal, rope_theta
-        self.implementation: Attend = config.compute.attention
+        self.implementation = config.compute.attention
         self.query = init.param(Role.QUERY, ("embed", "heads", "head_dim"), fan_in=("embed",))
         self.key = init.param(Role.KEY, ("embed", "kv_heads", "head_dim"), fan_in=("embed",))
         self.value = init.param(Role.VALUE, ("embed", "kv_heads", "head_dim"), fan_in=("embed",))
@@ -67,34 +63,3 @@ def _head_norm(config: StackConfig, init: Init, of: Role) -> Norm | None:
 
 def _biased(x: jax.Array, bias: nnx.Param | None) -> jax.Array:
     return x if bias is None else x + bias[...].astype(x.dtype)
-
-
-def attend(
-    q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *, causal: bool, implementation: Attend
-) -> jax.Array:
-    """softmax(q.k) v with logits taken as they are (any scale is already in q); softmax in float32.
-
-    auto is `merged` on CPU and `jax.nn.dot_product_attention`'s own choice elsewhere.
-    """
-    if implementation == "auto" and partition.platform() == "cpu":
-        return merged_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal)
-    chosen = None if implementation == "auto" else implementation
-    return jax.nn.dot_product_attention(q_BTHN, k_BSKN, v_BSKN, scale=1.0, is_causal=causal, implementation=chosen)
-
-
-def merged_attention(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *, causal: bool) -> jax.Array:
-    """The same with batch and heads merged into one batch dimension, the layout that XLA's CPU products like best."""
-    batch, length, heads, size = q_BTHN.shape
-    source, groups = k_BSKN.shape[1], heads // k_BSKN.shape[2]
-
-    def rows(x: jax.Array, repeat: int) -> jax.Array:
-        x = jnp.repeat(x, repeat, axis=2) if repeat > 1 else x
-        return x.swapaxes(1, 2).reshape(batch * heads, x.shape[1], size)
-
-    q, k, v = rows(q_BTHN, 1), rows(k_BSKN, groups), rows(v_BSKN, groups)
-    logits = jnp.einsum("btn,bsn->bts", q, k, preferred_element_type=jnp.float32)
-    if causal:
-        logits = jnp.where(jnp.tri(length, source, dtype=bool), logits, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
-    y = jnp.einsum("bts,bsn->btn", weights, v)
-    return y.reshape(batch, heads, length, size).swapaxes(1, 2)

@@ -7,20 +7,36 @@ from __future__ import annotations
 
 import jax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
-from zoo import partition
+from zoo import attend, partition
 from zoo.attention import Attention
 from zoo.configs import ComputeConfig, StackConfig
 from zoo.layers import residual_norm
 from zoo.mlp import MLP
 from zoo.param import Init
 
+BLOCK_INPUT = "block_input"
+
+_policies = jax.checkpoint_policies
 REMAT = {
     "none": None,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "block": jax.checkpoint_policies.nothing_saveable,
+    "dots": _policies.save_from_both_policies(
+        _policies.dots_with_no_batch_dims_saveable, _policies.save_only_these_names(attend.SAVED)
+    ),
+    "block": _policies.nothing_saveable,
+    "offload": _policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[BLOCK_INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
 }
-"""What the backward pass may keep of a block; everything else it recomputes."""
+"""What the backward pass may keep of a block; everything else it recomputes.
+
+none: everything. dots: matrix products, and what a flash kernel's gradient needs. block: nothing but its input, which lies in
+the host's memory with offload.
+"""
 
 
 class Block(nnx.Module):
@@ -47,7 +63,7 @@ def residual_stack(block: Block, h_BTD: jax.Array, depth: int, compute: ComputeC
     scan = compute.layers == "scan"
 
     def layer(h: jax.Array, state: nnx.State) -> tuple[jax.Array, None]:
-        return nnx.merge(graph, state)(h), None
+        return nnx.merge(graph, state)(checkpoint_name(h, BLOCK_INPUT)), None
 
     if (policy := REMAT[compute.remat]) is not None:
         # Inside a scan the loop already keeps XLA from merging the recomputation with the forward pass.

@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 
 Norm = Literal["layernorm", "rmsnorm"]
 Activation = Literal["gelu", "relu", "swiglu"]
+AttentionName = Literal["auto", "xla", "cudnn", "splash"]
 CrossEntropy = Literal["auto", "plain", "chunked"]
 
 
@@ -26,10 +27,10 @@ class ComputeConfig:
 
     layers: Literal["scan", "unrolled"] = "scan"
     """One compiled block looped over depth (compile time constant in depth), or every block compiled."""
-    remat: Literal["none", "dots", "block"] = "none"
-    """What the backward pass recomputes: nothing, all but matrix products, or whole blocks."""
-    attention: Literal["auto", "xla", "cudnn"] = "auto"
-    """Implementation given to `jax.nn.dot_product_attention`; auto lets JAX choose."""
+    remat: Literal["none", "dots", "block", "offload"] = "none"
+    """What the backward pass recomputes: nothing, all but matrix products, or whole blocks, whose inputs offload keeps in the host's memory."""
+    attention: AttentionName = "auto"
+    """auto takes a flash kernel where there is one that can: splash on TPU, cudnn on GPU."""
     cross_entropy: CrossEntropy = "auto"
     """All logits at once, or those of a few tokens at a time; auto takes chunks where logits would be large."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"

@@ -79,6 +79,12 @@ def splits(axis: str) -> bool:
     return layout is not None and layout.splits(axis)
 
 
+def ways(axis: str) -> int:
+    """Parts that a logical axis is split into."""
+    layout = _CURRENT.get()
+    return 1 if layout is None else layout.ways(axis)
+
+
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """x, laid out by the logical axes of its dimensions."""
     layout = _CURRENT.get()
