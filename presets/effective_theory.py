@@ -8,6 +8,7 @@ One family in s: 0 neural tangent, 1/2 hybrid, 1 maximal update; the paper's `st
 | q, k, v, attention out, MLP in, MLP out    | in^-1/2    | in^-1 D^s | in^-1 out^-1/2 D^(s/2)    | D^-(1+s)/2    |
 | readout                                    | D^-(1+s)/2 | D^-1      | D^-1 n_out^-1/2           | 1             |
 | readout bias                               | 0          | 1         | n_out^-1/2                | 1             |
+| QK-norm gain shared by heads (derived)     | 1          | N D^(s-1) | D^(s/2-1/2)               | N^-1 D^(1-s)/2|
 
 attention logits * N^-1/2, branches * 1, no rule for depth; lr*wd fixed per group, 0 on gains and biases (which the theory
 keeps at 1 and 0). n_out and the patch are finite: they count in the absolute form alone. The patch embedding has the
@@ -18,7 +19,7 @@ s = 1 is `mup` in plain form but for the logits: with N its logit updates grow, 
 
 from __future__ import annotations
 
-from presets.infinite_limits import D, N
+from presets.infinite_limits import D, N, heads_summed
 from presets.preset import Preset
 from presets.roles import VECTORS, ParamSpec, PresetError, Role
 from presets.rule import Rule
@@ -64,7 +65,8 @@ def effective_theory(name: str, s: float, *, alpha_a: float = 0.5, init: str = "
         if Role.READOUT in (spec.role, spec.of):
             return _readout(spec, s, constant)
         if spec.role in VECTORS:
-            return Rule(sgd=D**s, adam=D ** (s / 2 - 0.5), eps=gradient, decays=False)
+            summed = heads_summed(spec)
+            return Rule(sgd=D**s / summed, adam=D ** (s / 2 - 0.5), eps=gradient * summed, decays=False)
         if spec.role is Role.PATCH_EMBEDDING:
             root = m_in**-0.5
             adam = root * D ** (s / 2 - 0.5)

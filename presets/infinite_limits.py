@@ -82,10 +82,15 @@ def _vector(spec: ParamSpec, alpha_a: float, alpha_l: float | None) -> Rule:
     sgd, adam, eps = _depth(spec, alpha_l)
     row = Rule(sgd=D * sgd, adam=adam, eps=D**-1 * eps, decays=False)
     if spec.role is Role.NORM_GAIN and spec.of in (Role.QUERY, Role.KEY):
-        # A gain after the head's norm: one per head as a bias; shared by heads it sums their gradients.
-        row = _attention(row, alpha_a)
-        return row if {"heads", "kv_heads"} & set(spec.axes) else row.times(sgd=N / D, eps=D / N)
+        summed = heads_summed(spec)
+        return _attention(row, alpha_a).times(sgd=summed**-1, eps=summed)
     return _branch_of(spec.of, row, alpha_a)
+
+
+def heads_summed(spec: ParamSpec) -> Power:
+    """How many heads' gradients a parameter adds up: all of them in a QK-norm gain that heads share, else one (derived)."""
+    of_head = spec.role is Role.NORM_GAIN and spec.of in (Role.QUERY, Role.KEY)
+    return D / N if of_head and not {"heads", "kv_heads"} & set(spec.axes) else ONE
 
 
 def _branch_of(role: Role | None, row: Rule, alpha_a: float) -> Rule:

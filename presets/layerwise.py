@@ -7,12 +7,13 @@
 | readout                           | D^-1/2   | D^-1    | D^-1          | 1        |
 
 attention logits * N^-1/2, branches * 1, no depth rule. The paper's n is the width; in is a matrix' own fan-in.
+A QK-norm gain that heads share sums their gradients: SGD lr * N/D, eps * D/N (derived).
 The output at initialization stays Theta(1), so that gradients shrink as D^-1/2 and not as D^-1.
 """
 
 from __future__ import annotations
 
-from presets.infinite_limits import D, N
+from presets.infinite_limits import D, N, heads_summed
 from presets.preset import Preset
 from presets.roles import VECTORS, ParamSpec, PresetError, Role
 from presets.rule import Rule
@@ -34,7 +35,8 @@ def sp_layerwise() -> Preset:
             case Role.BIAS if spec.of is Role.READOUT:
                 return Rule(decays=False)
             case role if role in VECTORS:
-                return Rule(sgd=D**0.5, eps=gradient, decays=False)
+                summed = heads_summed(spec)
+                return Rule(sgd=D**0.5 / summed, eps=gradient * summed, decays=False)
             case Role.PATCH_EMBEDDING:
                 return Rule(multiplier=m_in**-0.5, sgd=D**0.5, eps=m_in**-0.5 * gradient)
             case Role.TOKEN_EMBEDDING | Role.POSITION:

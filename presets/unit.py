@@ -5,7 +5,7 @@
 | token, position, CLS embedding   | 1       | 1    | D^-1/2             | D^-1                               |
 | patch embedding                  | Din^-1/2| 1    | D^-1/2             | Din^-1/2 D^-1                      |
 | every block matrix               | in^-1/2 | 1    | in^-1/2 L^-1/2     | in^-1/2 D^-1 L^-1/2                |
-| gains and biases, in a block     | 1       | 1; 0 | L^-1/2             | D^-1 L^-1/2                        |
+| gains and biases, in a block     | 1       | 1; 0 | L^-1/2             | D^-1 L^-1/2; a shared QK-norm gain * D/N |
 | final norm, biases outside       | 1       | 1; 0 | 1                  | D^-1                               |
 | readout                          | D^-1    | 1    | 1                  | D^-1                               |
 | readout bias                     | 1       | 0    | 1                  | 1                                  |
@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from presets.infinite_limits import D, L, N
+from presets.infinite_limits import D, L, N, heads_summed
 from presets.preset import Branch, Preset
 from presets.roles import VECTORS, ParamSpec, PresetError, Role
 from presets.rule import Rule
@@ -51,7 +51,7 @@ def u_mup(*, alpha_res: float = 1.0, alpha_ratio: float = 1.0, embedding_exponen
             case Role.BIAS if spec.of is Role.READOUT:
                 return Rule(decays=False)
             case role if role in VECTORS:
-                return Rule(adam=depth, eps=D**-1 * depth, decays=False)
+                return Rule(adam=depth, eps=D**-1 * depth * heads_summed(spec), decays=False)
             case Role.PATCH_EMBEDDING:
                 return Rule(multiplier=m_in**-0.5, adam=D**embedding_exponent, eps=m_in**-0.5 * D**-1)
             case Role.TOKEN_EMBEDDING | Role.POSITION:

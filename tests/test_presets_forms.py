@@ -31,7 +31,7 @@ VIT = ViTConfig(
     width=16, num_heads=4, depth=4, mlp_ratio=4, image_size=4, patch_size=2, channels=1, num_classes=5, pool="cls"
 )
 MODELS = {"decoder": LM, "vit": VIT}
-BASE = dataclasses.replace(LM, width=4, num_heads=1, depth=1).base_sizes()
+BASE = dataclasses.replace(LM, width=1, num_heads=1, depth=1).base_sizes()
 STEPS = 20
 QUICKLY: Any = {"xla_backend_optimization_level": 0}
 """Compiler options: these programs run for milliseconds and would compile for seconds."""
@@ -41,10 +41,15 @@ CONFIGS = {
     "adamw-independent": OptimizerConfig(
         name="adamw", peak_lr=2e-2, weight_decay=0.02, decay="independent", schedule="cosine"
     ),
-    "sgd": OptimizerConfig(name="sgd", peak_lr=1e-2, weight_decay=0.1, schedule="linear"),
+    "adam": OptimizerConfig(name="adam", peak_lr=2e-2, eps=1e-2, schedule="constant"),
+    "sgd": OptimizerConfig(name="sgd", peak_lr=2e-2, momentum=0.0, weight_decay=0.1, schedule="constant"),
+    "momentum": OptimizerConfig(name="momentum", peak_lr=1e-2, weight_decay=0.1, schedule="linear"),
     "lion": OptimizerConfig(name="lion", peak_lr=1e-2, weight_decay=0.1, schedule="constant"),
     "muon": OptimizerConfig(name="muon", peak_lr=1e-2, weight_decay=0.1, eps=1e-2, schedule="constant"),
 }
+
+PROGRAMS = {"adam": "adamw"}
+"""Whose compiled program another takes: decay, eps and schedule are data."""
 
 
 @functools.cache
@@ -125,11 +130,11 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("name", "optimizer_name", "family"),
-    [(*case, "decoder") for case in CASES] + [(*case, "vit") for case in CASES if case[1] in ("adamw", "sgd")],
+    [(*case, family) for family in MODELS for case in CASES],
 )
 def test_forms_train_identically(name: str, optimizer_name: str, family: str):
     preset = made(name)
-    train, _ = trainer(family, optimizer_name)
+    train, _ = trainer(family, PROGRAMS.get(optimizer_name, optimizer_name))
     ends = {}
     for form in FORMS:
         if form == "table-9" and "sgd" not in preset.optimizers:
@@ -182,10 +187,62 @@ def test_forms_agree_to_rounding_where_theta_is_no_power_of_two(optimizer_name: 
         np.testing.assert_allclose(other, losses[0], rtol=1e-4)
 
 
+# Equivalences between presets: one trajectory, to the bit, and a control that has another
+
+
+def end(preset: presets.Preset, optimizer_name: str, family: str = "decoder", **columns) -> tuple[np.ndarray, dict]:
+    """Losses and effective weights of a run, some columns of its factors replaced."""
+    state, run = start(family, optimizer_name, preset)
+    run = run._replace(factors=run.factors._replace(**columns))
+    state, losses = trainer(family, optimizer_name)[0](state, run, batch(family))
+    return np.asarray(losses), effective(state, run)
+
+
+def assert_same(one: tuple[np.ndarray, dict], other: tuple[np.ndarray, dict]) -> None:
+    np.testing.assert_array_equal(one[0], other[0])
+    for name, w in one[1].items():
+        np.testing.assert_array_equal(w, other[1][name], err_msg=name)
+
+
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("optimizer_name", ["adamw", "momentum"])
+def test_maximal_update_is_mup_in_plain_form_but_for_the_logits(optimizer_name: str, family: str):
+    wanted = end(made("mup", "plain"), optimizer_name, family)
+    assert_same(end(made("maximal-update", alpha_a=1.0, init="fan-in"), optimizer_name, family), wanted)
+    control = end(made("maximal-update", init="fan-in"), optimizer_name, family)
+    assert np.abs(control[0] - wanted[0]).max() > 1e-5
+
+
+def test_completep_is_depth_mup_with_its_decay_and_eps():
+    preset = made("depth-mup", alpha_a=1.0, alpha_l=1.0)
+    wanted = end(made("completep"), "adamw")  # m_D is 16, m_L 4
+    theirs = {n: np.float32(1 / (16 * 4) if spec.in_block else 1) for n, spec in built("decoder").specs.items()}
+    eps = {n: np.broadcast_to(theirs[n], x.shape) for n, x in start("decoder", "adamw", preset)[1].factors.eps.items()}
+    assert_same(end(preset, "adamw", eps=eps), wanted)
+    assert np.abs(end(preset, "adamw")[0] - wanted[0]).max() > 1e-5
+
+
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("optimizer_name", ["adamw", "momentum", "muon"])
+def test_spectral_is_mup_where_matrices_keep_their_proportions(optimizer_name: str, family: str):
+    wanted = end(made("mup", "plain"), optimizer_name, family)
+    assert_same(end(made("spectral"), optimizer_name, family), wanted)
+    control = end(made("mup-half", "plain"), optimizer_name, family)
+    assert np.abs(control[0] - wanted[0]).max() > 1e-5
+
+
+def test_tables_3_8_and_9_have_one_trajectory():
+    """Tensor Programs V: a table is a form of mup. Adam's columns; SGD's are in the test of forms."""
+    for family in MODELS:
+        plain = end(made("mup", "plain"), "adamw", family)
+        for form in ("readout-multiplier", "table-9"):
+            assert_same(end(made("mup", form), "adamw", family), plain)
+
+
 # Conversion of checkpoints
 
 
-@pytest.mark.parametrize("optimizer_name", CONFIGS)
+@pytest.mark.parametrize("optimizer_name", [name for name in CONFIGS if name not in PROGRAMS])
 def test_a_checkpoint_goes_on_in_another_form(optimizer_name: str):
     """20 steps plain, converted, 20 steps in the other form: as 40 steps plain."""
     model, (train, _) = built("decoder"), trainer("decoder", optimizer_name)

@@ -44,6 +44,8 @@ FANS = {name: (NH if name == "attention_out" else F if name == "mlp_out" else D)
 OUTS = {"query": NH, "key": NH, "value": NH, "attention_out": D, "mlp_in": F, "mlp_out": D}
 ALL = {**MATRICES, "token": TOKEN, "position": POSITION, "patch": PATCH, "gain": GAIN, "final_gain": FINAL_GAIN}
 ALL |= {"value_bias": VALUE_BIAS, "readout": READOUT, "readout_bias": READOUT_BIAS}
+ALL |= {"shared_gain": block(Role.NORM_GAIN, ("head_dim",), of=Role.QUERY)}
+ALL |= {"gain_per_head": block(Role.NORM_GAIN, ("heads", "head_dim"), of=Role.QUERY)}
 
 
 def columns(preset: Preset, spec: ParamSpec, optimizer: str = "adam") -> tuple[float, ...]:
