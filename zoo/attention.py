@@ -58,7 +58,9 @@ class Attention(nnx.Module):
 
 
 def _head_norm(config: StackConfig, init: Init, of: Role) -> Norm | None:
-    return Norm("rmsnorm", init, axis="head_dim", gain=config.norm_gain, bias=False, of=of) if config.qk_norm else None
+    if not config.qk_norm:
+        return None
+    return Norm("rmsnorm", init, axis="head_dim", gain=config.norm_gain, bias=False, of=of, eps=config.norm_eps)
 
 
 def _biased(x: jax.Array, bias: nnx.Param | None) -> jax.Array:

@@ -12,7 +12,7 @@ import math
 from typing import ClassVar, Literal
 
 Norm = Literal["layernorm", "rmsnorm"]
-Activation = Literal["gelu", "relu", "swiglu"]
+Activation = Literal["gelu", "gelu_exact", "relu", "swiglu"]
 AttentionName = Literal["auto", "xla", "cudnn", "splash"]
 CrossEntropy = Literal["auto", "plain", "chunked"]
 
@@ -61,7 +61,10 @@ class StackConfig:
     mlp_ratio: float = 4.0
     """MLP hidden size F = mlp_ratio * width, which must be a whole number."""
     activation: Activation = "gelu"
+    """gelu is the tanh form, as in GPT-2; gelu_exact the one with erf, 1e-3 away."""
     norm: Norm = "layernorm"
+    norm_eps: float = 1e-5
+    """Added to the variance (rmsnorm: the mean square) that a norm divides by."""
     norm_gain: bool = True
     """Trainable norm gains."""
     bias: bool = True
@@ -91,6 +94,8 @@ class StackConfig:
             )
         if not (0 < self.mlp_ratio < math.inf):
             raise ConfigError(f"model.mlp_ratio is {self.mlp_ratio}; write a number above 0")
+        if not (0 < self.norm_eps < math.inf):
+            raise ConfigError(f"model.norm_eps is {self.norm_eps}; write a number above 0, such as 1e-5")
         if self.mlp_dim < 1 or not math.isclose(self.mlp_dim, self.mlp_ratio * self.width, rel_tol=1e-6):
             near = max(1, self.mlp_dim) / self.width
             raise ConfigError(

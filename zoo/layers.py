@@ -38,9 +38,17 @@ class Norm(nnx.Module):
     """
 
     def __init__(
-        self, kind: str, init: Init, *, axis: str = "embed", gain: bool, bias: bool, of: Role | None = None
+        self,
+        kind: str,
+        init: Init,
+        *,
+        axis: str = "embed",
+        gain: bool,
+        bias: bool,
+        of: Role | None = None,
+        eps: float = 1e-5,
     ) -> None:
-        self.kind = kind
+        self.kind, self.eps = kind, eps
         self.gain = init.param(Role.NORM_GAIN, (axis,), of=of) if gain else None
         self.bias = init.param(Role.BIAS, (axis,), of=of or Role.NORM_GAIN) if bias else None
 
@@ -48,7 +56,7 @@ class Norm(nnx.Module):
         y = x.astype(jnp.float32)
         if self.kind == "layernorm":
             y = y - jnp.mean(y, axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + 1e-5)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
         if self.gain is not None:
             y = y * self.gain[...]
         if self.bias is not None:
@@ -58,7 +66,8 @@ class Norm(nnx.Module):
 
 def residual_norm(config: StackConfig, init: Init) -> Norm:
     """The norm of the residual stream that the config asks for."""
-    return Norm(config.norm, init, gain=config.norm_gain, bias=config.bias and config.norm == "layernorm")
+    bias = config.bias and config.norm == "layernorm"
+    return Norm(config.norm, init, gain=config.norm_gain, bias=bias, eps=config.norm_eps)
 
 
 def rotary(x_BTHN: jax.Array, theta: float) -> jax.Array:

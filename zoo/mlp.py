@@ -34,8 +34,8 @@ class MLP(nnx.Module):
                 g_BTF = g_BTF + self.gate_bias[...].astype(g_BTF.dtype)
             h_BTF = jax.nn.silu(g_BTF) * h_BTF
         else:
-            # The tanh form of GELU: what GPT-2 uses, and 1e-3 from the exact one.
-            h_BTF = jax.nn.relu(h_BTF) if self.activation == "relu" else jax.nn.gelu(h_BTF, approximate=True)
+            exact = self.activation == "gelu_exact"
+            h_BTF = jax.nn.relu(h_BTF) if self.activation == "relu" else jax.nn.gelu(h_BTF, approximate=not exact)
         h_BTF = partition.constrain(h_BTF, "batch", "sequence", "mlp")
         y_BTD = project(h_BTF, self.down[...])
         return y_BTD if self.down_bias is None else y_BTD + self.down_bias[...].astype(y_BTD.dtype)
