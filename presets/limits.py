@@ -170,12 +170,22 @@ class Limit:
             return self.step(name) + wide / 2 - norm
         return self.step(name) + (self.fan_in[name] + self.fan_out[name]) / 2 - norm
 
+    def kernel_error(self) -> float:
+        """Square of what the residual kernel h.h'/D differs by between initializations, relative to it."""
+        # Averages over D entries, and over the heads, whose random attention each block adds once.
+        heads = 2 * min(0.0, self.attention) - self.growth.get("heads", 0.0)
+        blocks = self.layers + 4 * (self.contribution - self.stream)
+        return max(-self.growth.get("embed", 0.0), heads + blocks)
+
     def observables(self) -> dict[str, float]:
         found = {
             "residual stream": self.stream,
             "one block's share of the stream": self.contribution,
             "all blocks' share of the stream": self.contribution + self.layers / 2,
+            "entries of q, k, v, MLP": _farthest(self.q, self.k, self.v, self.hidden),
             "attention logits": self.attention,
+            "variance of attention over heads": 2 * self.attention,
+            "squared error of the kernel": self.kernel_error(),
             "output": self.random("readout"),
             "change of q, k entries": _farthest(self.dq, self.dk),
             "change of attention logits": self.d_attention,

@@ -2,6 +2,7 @@
 
 stable: does not depend on the size. explodes, vanishes: does. frozen: weights or logits stop moving. lazy: features stop
 moving while the output learns. heads collapse: all heads start with the same (no) logits and get the same dynamics.
+converges: a random quantity becomes the same for every initialization.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ ORDER = ("explodes", "lazy", "frozen", "heads collapse", "vanishes", "stable")
 """Verdicts, worst first."""
 
 DESCRIPTIVE = (
+    "variance of attention over heads",
+    "squared error of the kernel",
     "output",
     "one block's share of the stream",
     "all blocks' share of the stream",
@@ -65,6 +68,8 @@ def _entry(row: str, limit: str, column: Mapping[str, float], family: str) -> En
 def _verdict(row: str, limit: str, exponent: float, column: Mapping[str, float], family: str) -> str:
     if row == "one block's share of the stream":
         return "stable" if column["all blocks' share of the stream"] <= 0 else "explodes"
+    if row == "squared error of the kernel":
+        return "converges" if exponent < 0 else "stable"
     if row.startswith("gradient over eps"):
         return "vanishes" if exponent < 0 else "stable"
     if row.startswith("q, k backward signal"):

@@ -41,7 +41,7 @@ def test_alpha_a_half_starts_with_logits_and_moves_them_by_small_q_and_k(optimiz
 @pytest.mark.parametrize("alpha_a", [0.5, 0.75, 1.0])
 def test_initial_variance_of_logits_over_heads(alpha_a: float):
     """N^(1-2aa): slopes 0, -1/2, -1."""
-    assert 2 * at(presets.get("mup", alpha_a=alpha_a), "attention logits", N)[0] == 1 - 2 * alpha_a
+    assert at(presets.get("mup", alpha_a=alpha_a), "variance of attention over heads", N)[0] == 1 - 2 * alpha_a
 
 
 @pytest.mark.parametrize(("alpha_a", "first", "aligned"), [(1.0, -1, 0), (0.5, 0, 1), (0.75, -0.5, 0.5)])
@@ -61,6 +61,23 @@ def test_heads_to_infinity_is_stable_and_heads_stay_different(alpha_a: float, op
     assert wrong(preset, optimizer)[H] == []
     assert at(preset, "attention logits", H, optimizer) == (0, "stable")
     assert at(preset, "change of the output", H, optimizer) == (0, "stable")
+
+
+@pytest.mark.parametrize("alpha_l", [0.5, 1.0])
+@pytest.mark.parametrize(("alpha_a", "in_head_dim"), [(1.0, (-1, "converges")), (0.5, (0, "stable"))])
+def test_the_residual_kernel_converges_with_squared_error_1_over_heads(alpha_a, in_head_dim, alpha_l: float):
+    """In N it does so at aa = 1 alone: at 1/2 each of finitely many heads keeps its own random attention."""
+    preset = presets.get("depth-mup", alpha_a=alpha_a, alpha_l=alpha_l)
+    assert at(preset, "squared error of the kernel", H) == (-1, "converges")
+    assert at(preset, "squared error of the kernel", N) == in_head_dim
+    assert at(preset, "squared error of the kernel", L) == (0, "stable")
+
+
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_activations_start_at_one_scale_in_every_size(name: str):
+    preset = presets.get(name)
+    for limit in LIMITS:
+        assert at(preset, "entries of q, k, v, MLP", limit, preset.optimizers[0]) == (0, "stable")
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon", "lion"])
