@@ -22,6 +22,8 @@ _OUTSIDE = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
     "TF_CPP_MIN_LOG_LEVEL": "2",
+    # Several processes may compile at once where none of them holds a TPU.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     # The compiler needs no TPU, and must not look for one.
     "JAX_PLATFORMS": "cpu",
 }
