@@ -126,6 +126,31 @@ def test_a_rule_of_ones_own_whose_decay_drifts(monkeypatch: pytest.MonkeyPatch, 
 # Rules and specs
 
 
+def test_an_optimizer_without_a_rule_stops_a_run_with_the_reason(capsys: pytest.CaptureFixture[str]):
+    err = refused(capsys, "--preset", "ntk", "--optimizer.name", "lion")
+    assert "ntk has no rule for the optimizer 'lion' (the paper has SGD and AdamW); it has one for adam" in err
+    for name in ("sgd", "momentum", "lion", "muon"):
+        assert made("--optimizer.name", name).preset.family(name)
+
+
+def test_sgd_and_momentum_are_two_chains():
+    plain, heavy = (optimizer.build(OptimizerConfig(name="sgd", momentum=momentum)) for momentum in (0.0, 0.5))
+    ball = optimizer.build(OptimizerConfig(name="momentum", momentum=0.5))
+    ones: Any = {"w": jnp.ones(3)}
+    model = resolve(
+        presets.get("sp"), definition(DecoderConfig(width=4, num_heads=1, depth=1, vocab_size=3, seq_len=2))
+    )
+    number = {"w": np.float32(1)}
+    factors, hyper = model._replace(lr=number, weight_decay=number), optimizer.hyper(OptimizerConfig(peak_lr=1.0), 9)
+    moved = {}
+    for name, tx in (("plain", plain), ("heavy", heavy), ("ball", ball)):
+        state = tx.init(ones)
+        for _ in range(2):
+            updates, state = tx.update(ones, state, ones, factors=factors, hyper=hyper.at(jnp.int32(0)))
+        moved[name] = float(updates["w"][0])  # pyright: ignore
+    assert moved == {"plain": -1.0, "heavy": -1.5, "ball": -1.5}
+
+
 def test_a_role_without_a_rule_stops_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     def partial(spec: Any) -> Any:
         if spec.role is Role.MLP_OUT:

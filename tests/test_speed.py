@@ -109,6 +109,29 @@ def test_a_chain_by_hand():
     np.testing.assert_allclose(speeds.loss_decay, 112.5 + 25 + 72)
 
 
+def test_normalized_gradients_are_balanced_by_the_inverse_of_their_norm():
+    """Another optimizer: u_l = ∇_l / ‖∇_l‖ and η_l = 1 / (L ‖∇_l‖), for which no preset of the sources has a rule."""
+    keys = jax.random.split(jax.random.key(2), 5)
+    w = [jax.random.normal(key, (7, 7)) for key in keys[:3]] + [jax.random.normal(keys[3], (7,))]
+    chain = speed.Chain([lambda w, x: jnp.tanh(x @ w)] * 3, lambda w, x: jnp.mean((x @ w - 1) ** 2))
+
+    @jax.jit
+    def measured(power: float) -> speed.Speeds:
+        def velocity(g: jax.Array) -> jax.Array:
+            rate, u = (len(w) * speed.norm(g)) ** power, g / speed.norm(g)
+            return -rate * u
+
+        inputs = jax.random.normal(keys[4], (3, 7))
+        return speed.measure(chain, w, inputs, lambda grads: [velocity(g) for g in grads])[0]
+
+    speeds = measured(-1.0)
+    np.testing.assert_allclose(speeds.contribution, np.full(4, 1 / 4), rtol=1e-5)
+    np.testing.assert_allclose(speeds.loss_decay, 1, rtol=1e-5)
+    np.testing.assert_allclose(speeds.formula, speeds.speed, rtol=1e-5)
+    even = measured(0.0)  # the control: one rate for all
+    assert even.contribution.max() > 1.5 * even.contribution.min()
+
+
 def test_a_tied_readout_is_refused():
     tied = dataclasses.replace(MODELS["decoder"], tied=True)
     definition, batch = build.definition(tied), check_models.batch(tied)
