@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
@@ -31,25 +32,30 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """
     devices = jax.devices() if devices is None else devices
     sizes = _sizes(config, len(devices))
-    shape = tuple(sizes.values())
-    types = (AxisType.Auto,) * len(MESH_AXES)
     attribute, islands = _islands(devices)
     across = _across(config, sizes, islands)
-    if len(islands) == 1:
-        return jax.make_mesh(shape, MESH_AXES, axis_types=types, devices=devices)
     if len(set(islands.values())) > 1:
         counts = ", ".join(f"{count} in {island}" for island, count in sorted(islands.items()))
         raise MeshError(f"every {_ISLANDS[attribute]} must have as many devices as the others; there are {counts}")
     inside = tuple(size // across[axis] for axis, size in sizes.items())
-    grid = mesh_utils.create_hybrid_device_mesh(
-        inside,
-        tuple(across.values()),
-        devices,
-        process_is_granule=attribute == "process_index",
-        # As jax.make_mesh does on the chips whose slices are small two-dimensional tori.
-        allow_split_physical_axes=devices[0].device_kind in ("TPU v5 lite", "TPU v5e"),
-    )
-    return Mesh(grid, MESH_AXES, axis_types=types)
+
+    def arranged(split: bool) -> np.ndarray:
+        """Neighbours in the mesh are neighbours in the network; `split`: also along a part of a torus' dimension."""
+        if len(islands) == 1:
+            return mesh_utils.create_device_mesh(inside, devices, allow_split_physical_axes=split)
+        return mesh_utils.create_hybrid_device_mesh(
+            inside,
+            tuple(across.values()),
+            devices,
+            process_is_granule=attribute == "process_index",
+            allow_split_physical_axes=split,
+        )
+
+    try:
+        grid = arranged(split=devices[0].device_kind in ("TPU v5 lite", "TPU v5e"))  # as jax.make_mesh does
+    except NotImplementedError:  # no whole dimensions have these sizes
+        grid = arranged(split=True)
+    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 _ISLANDS = {"slice_index": "slice", "process_index": "process"}
