@@ -43,6 +43,8 @@ class Collective:
     """Executions in one run of the program."""
     trips: tuple[int, ...]
     """Trip counts of the loops around it, outermost first; empty outside every loop."""
+    results: tuple[tuple[int, ...], ...]
+    """Dimensions of what it makes on a device."""
     name: str
     op_name: str
     source: str
@@ -89,6 +91,7 @@ def collectives(module: hlo.Module, mesh: Mapping[str, int]) -> list[Collective]
                     group_size=size,
                     times=executed.times,
                     trips=executed.trips,
+                    results=tuple(hlo.array_dims(instruction.shape)),
                     name=instruction.name,
                     op_name=instruction.op_name or carrier.op_name,
                     source=module.source(instruction) or module.source(carrier),

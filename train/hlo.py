@@ -216,6 +216,11 @@ def array_bytes(shape: str, *, hbm_only: bool = False) -> list[int]:
     return found
 
 
+def array_dims(shape: str) -> list[tuple[int, ...]]:
+    """Dimensions of every array in a type's text."""
+    return [tuple(int(d) for d in dims.split(",") if d) for _, dims, _ in _ARRAY.findall(shape)]
+
+
 def _bits(dtype: str) -> int:
     digits = re.search(r"\d+", dtype)
     return int(digits[0]) if digits else 8  # pred is a byte

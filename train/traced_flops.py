@@ -1,4 +1,4 @@
-"""FLOPs of the matrix products in a traced program, over all devices: loops times their length, kernels by their estimate."""
+"""FLOPs of the matrix products in a traced program, over all devices: loops times their length, kernels times their grid."""
 
 from __future__ import annotations
 
@@ -7,19 +7,26 @@ from collections.abc import Iterator
 from typing import Any
 
 
-def matmul_flops(jaxpr: Any) -> float:
+def matmul_flops(jaxpr: Any, visited: float = 1.0) -> float:
     """FLOPs (two per multiply-add) of one run of a jaxpr, with whatever it computes again and without what is elementwise.
 
     Args:
         jaxpr: from `jax.stages.Traced.jaxpr` or `jax.make_jaxpr`.
+        visited: share of a kernel's grid that it does not skip; of attention with a mask less than 1 (see `causal_share`).
 
     Raises:
-        ValueError: a loop of unknown length, or a kernel that does not say what it costs.
+        ValueError: a loop of unknown length.
     """
-    return sum(_flops(equation) for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns)
+    return sum(_flops(equation, visited) for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns)
 
 
-def _flops(equation: Any) -> float:
+def causal_share(length: int, block: int) -> float:
+    """Share of the blocks of a causal mask that have anything to compute."""
+    blocks = max(1, length // block)
+    return (1 + 1 / blocks) / 2
+
+
+def _flops(equation: Any, visited: float) -> float:
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
@@ -30,16 +37,15 @@ def _flops(equation: Any) -> float:
         features = kernel[params["dimension_numbers"].rhs_spec[0]]
         return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) / features
     if name == "pallas_call":
-        estimate = params.get("cost_estimate")
-        if estimate is None:
-            raise ValueError(f"the kernel {params.get('name', '')} says no cost_estimate, so its FLOPs are not known")
-        return float(estimate.flops)
-    inner = sum(map(matmul_flops, _inner(params)))
+        if (estimate := params.get("cost_estimate")) is not None:
+            return float(estimate.flops)
+        return visited * math.prod(params["grid_mapping"].grid) * matmul_flops(params["jaxpr"], visited)
+    inner = sum(matmul_flops(one, visited) for one in _inner(params))
     match name:
         case "scan":
             return params["length"] * inner
         case "cond":
-            return max(map(matmul_flops, params["branches"]))
+            return max(matmul_flops(branch, visited) for branch in params["branches"])
         case "while":
             if inner:
                 raise ValueError("a while loop of unknown length holds matrix products; write it as a scan")
