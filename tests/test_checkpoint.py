@@ -87,7 +87,8 @@ def checkpoints(workdir: Path | str) -> list[int]:
 
 def rows(workdir: Path | str) -> list[dict[str, Any]]:
     """The metrics without what a clock says."""
-    return [{k: v for k, v in row.items() if k != "seconds"} for row in metrics.read(Path(workdir) / "metrics.jsonl")]
+    found = metrics.read(Path(workdir) / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in found if "perf_data_wait" not in row]
 
 
 def interrupted(source: str, name: str, step: int) -> Path:

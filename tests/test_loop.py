@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jax.profiler import ProfileData
 
 from train import metrics
 from train.__main__ import main
 from train.record import from_json
-from zoo import configs
+from zoo import configs, flops
 from zoo.build import definition
+from zoo.configs import ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 6
@@ -79,6 +81,10 @@ def plain(folder: Path) -> Done:
     return train("--workdir", "plain")
 
 
+def tiny_model(workdir: str) -> ModelConfig:
+    return from_json(json.loads(Path(workdir, "config.json").read_text())["config"]).model
+
+
 def rows(workdir: str) -> list[dict[str, Any]]:
     return [row for row in metrics.read(Path(workdir) / "metrics.jsonl") if "loss" in row]
 
@@ -117,6 +123,49 @@ def test_metrics_have_a_row_per_step_and_per_evaluation(plain: Done) -> None:
 
 
 @pytest.mark.core
+def test_a_run_says_how_fast_it_went(plain: Done) -> None:
+    speeds = [row for row in metrics.read(Path("plain/metrics.jsonl")) if "perf_data_wait" in row]
+    before = 1  # The first step, which warms up, is left out.
+    for row in speeds:  # One, or on a slow machine one every ten seconds.
+        seconds = sorted(each["seconds"] for each in rows("plain") if before < each["step"] <= row["step"])
+        assert row["perf_step_seconds_p50"] == pytest.approx(seconds[(len(seconds) - 1) // 2], rel=1e-3)
+        assert row["perf_step_seconds_p99"] == pytest.approx(seconds[-1], rel=1e-3)
+        flops_per_second = len(seconds) * 256 * flops.train_flops(tiny_model("plain")) / sum(seconds)
+        assert row["perf_flops_per_second"] == pytest.approx(flops_per_second, rel=1e-2)
+        assert 0 <= row["perf_data_wait"] < 1
+        # No peak is known of this machine, and it does not count memory.
+        assert not {"perf_mfu", "perf_memory_peak_bytes"} & row.keys()
+        before = row["step"]
+    assert before == STEPS
+    assert ["perf_compile_seconds" in row for row in speeds] == [True, *[False] * (len(speeds) - 1)]
+    for words in ("FLOP/s", "median, p90", "waiting for data", "compile"):
+        assert words in plain.out
+
+
+@pytest.mark.core
+def test_a_profile_of_the_steps_asked_for(folder: Path) -> None:
+    done = train(
+        "--workdir", "profiled", "--profile", "2:4", "--steps", "4", "--log.no-samples", "--log.no-tensorboard"
+    )
+    assert done.code == 0, done.err
+    (trace,) = Path("profiled/profile").rglob("*.xplane.pb")
+    found = ProfileData.from_file(str(trace))
+    steps = {
+        stat[1]
+        for plane in found.planes
+        for line in plane.lines
+        for event in line.events
+        if event.name == "train"
+        for stat in event.stats
+        if stat[0] == "step_num"
+    }
+    assert steps == {2, 3}
+    said = " ".join(done.out.split())
+    assert "profile from step 2 in" in said
+    assert "xprof --port" in said
+
+
+@pytest.mark.core
 def test_the_files_of_a_run(plain: Done) -> None:
     left = {path.name for path in Path("plain").iterdir()}
     assert left == {"config.json", "metrics.jsonl", "tensorboard", "checkpoints", "loss.png", "sample.txt"}
@@ -141,6 +190,7 @@ def test_the_record_says_how_the_run_was_made(plain: Done) -> None:
         version for name, version in record["versions"].items() if name != "mupax"
     )  # not installed in a checkout
     assert record["data"]["digest"]
+    assert record["xla"] == {"options": {}, "XLA_FLAGS": os.environ["XLA_FLAGS"], "LIBTPU_INIT_ARGS": ""}
     assert "mup" in record["preset"]
     assert record["git"] is None or len(record["git"].removesuffix("-dirty")) == 40
 
@@ -255,6 +305,8 @@ def test_a_run_that_diverges_fails_and_says_what_to_try(folder: Path) -> None:
         ("--preset depth-mup --preset.alpha-l 0.3", "write a value from 0.5 to 1"),
         ("--preset mop", "did you mean 'mup'?"),
         ("--model.vocab-size 7", "vocab"),
+        ("--profile 5:5", "write START:STOP with 1 <= START < STOP"),
+        ("--profile 5:9", "log.profile 5:9 ends after the last step, which is 6; write a STOP of at most 7"),
     ],
 )
 def test_bad_input_is_answered_shortly_and_leaves_nothing(words: str, said: str, folder: Path, tmp_path: Path) -> None:

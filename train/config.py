@@ -216,9 +216,26 @@ class LogConfig:
     """The live progress bar; plain lines when the terminal cannot draw one."""
     samples: bool = True
     """Generated text (language models) or a picture of predictions (ViT) at the end."""
+    profile: Annotated[str | None, conf.arg(aliases=("--profile",), metavar="START:STOP")] = None
+    """Write an XProf trace of steps START to STOP - 1, counted from 1, into workdir/profile."""
 
     def __post_init__(self) -> None:
         _at_least("log.", self, 1, "eval_every_steps")
+        if self.profile is not None and not self.profile_steps:
+            raise ConfigError(
+                f"log.profile is {self.profile!r}; write START:STOP with 1 <= START < STOP, "
+                "as 10:13 for the steps 10, 11 and 12"
+            )
+
+    @property
+    def profile_steps(self) -> range | None:
+        """Steps to trace; None traces nothing, and what is no range is empty."""
+        if self.profile is None:
+            return None
+        start, stop = (
+            int(part) if part.isascii() and part.isdigit() else 0 for part in self.profile.partition(":")[::2]
+        )
+        return range(start, stop) if start else range(0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -245,6 +262,8 @@ class Config:
     """Folder of checkpoints, metrics and pictures; runs/RECIPE unless given."""
     resume: bool = False
     """Continue from the newest checkpoint in workdir; start the run where there is none."""
+    xla_flags: Literal["auto", "none"] = "auto"
+    """Compiler flags of train/xla_flags.py for the devices at hand, or none; those in XLA_FLAGS and LIBTPU_INIT_ARGS stay."""
 
     def __post_init__(self) -> None:
         _at_least("", self, 1, "steps", "accumulation_steps")
@@ -254,6 +273,12 @@ class Config:
             near = max(n for n in range(1, min(parts, batch) + 1) if batch % n == 0)
             raise ConfigError(
                 f"data.batch_size {batch} is not divisible by accumulation_steps {parts}; write accumulation_steps {near}"
+            )
+        profiled = self.log.profile_steps
+        if profiled and profiled[-1] > self.steps:
+            raise ConfigError(
+                f"log.profile {self.log.profile} ends after the last step, which is {self.steps}; "
+                f"write a STOP of at most {self.steps + 1}"
             )
         opt = self.optimizer
         if opt.schedule == "wsd" and opt.decay_steps and opt.warmup_steps + opt.decay_steps > self.steps:

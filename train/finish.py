@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -28,6 +29,7 @@ def leave(
     folder: Path,
     console: Console,
     seconds: float,
+    speed: Mapping[str, str],
     leader: bool = True,
 ) -> None:
     """Write loss.png, sample.txt or predictions.png into the run's folder, and print the summary.
@@ -42,6 +44,7 @@ def leave(
         folder: of the run.
         console: where to print.
         seconds: wall-clock time of the session.
+        speed: lines of the summary about how fast it went, by their label.
         leader: whether this process writes.
     """
     config = program.config
@@ -77,6 +80,7 @@ def leave(
         seconds=seconds,
         references=references,
         bytes_per_token=data.bytes_per_token,
+        facts=speed,
         files=[*files, curve, folder / "config.json"],
     )
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import collections
-import math
 import time
-from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Literal
 
 import jax
 import numpy as np
@@ -18,22 +14,21 @@ from train import data as data_sources
 from train.checkpoint import Checkpoints
 from train.config import Config
 from train.data import Data
-from train.feed import Feed
 from train.metrics import MetricsWriter
+from train.prefetch import Prefetch
 from train.processes import Processes
+from train.profile import Profile
 from train.program import Program, assemble
 from train.progress import Progress
+from train.results import Diverged, NoWriter, Results
 from train.signals import StopRequest
 from train.state import TrainState
 from train.step import Batch, Sums
+from train.timing import Timing
 from zoo import flops
 
 _IN_FLIGHT = 2
 """Steps queued on the device before the host waits for the oldest: enough to hide the host's work."""
-
-
-class Diverged(Exception):
-    """The loss is not a number. Carries the text for a person."""
 
 
 def run(config: Config) -> int:
@@ -61,7 +56,8 @@ def _run(config: Config, processes: Processes) -> int:
 
     def record() -> None:
         if leader:
-            workdir.record(folder, config, data.facts, program.preset.describe())
+            flags = program.compiler_options()
+            workdir.record(folder, config, data.facts, program.preset.describe(), flags)
 
     if not held:
         record()
@@ -103,58 +99,51 @@ class _Session:
     ) -> None:
         self.program, self.config, self.data = program, program.config, data
         self.folder, self.checkpoints, self.console, self.stop, self.leader = folder, checkpoints, console, stop, leader
-        self.unit: Literal["tokens", "images"] = data.kind
         self.numbers = program.numbers()
-        self.pending: collections.deque[tuple[int, dict[str, jax.Array]]] = collections.deque()
 
     def train(self, state: TrainState, restored: int | None) -> int:
         config, began = self.config, time.monotonic()
-        start = restored or 0
+        start = step = restored or 0
         step_fn, eval_fn = self._compiled(start)
-        log = config.log
+        timing = self._timing(time.monotonic() - began)
         feed = self.program.train_feed()
-        batches = self._on_device(self.data.train_batches(start, *feed.rows), feed)
         with (
-            (
-                MetricsWriter(self.folder, tensorboard=log.tensorboard, wandb=log.wandb, resume_step=restored)
-                if self.leader
-                else _Silent()
-            ) as writer,
-            Progress(
-                config.steps,
-                start,
-                self.unit,
-                self._peak_flops(),
-                flops.train_flops(config.model),
-                self.console,
-                log.progress,
-            ) as progress,
+            self._writer(restored) as writer,
+            self._progress(start) as progress,
+            Prefetch(self.data.train_batches(start, *feed.rows), feed.put) as batches,
         ):
-            self.writer, self.progress, self.clock = writer, progress, time.monotonic()
-            step = start
-            while step < config.steps and not self.stop.at(step):
-                state, metrics = step_fn(state, self.numbers, next(batches))
-                step += 1
-                self.pending.append((step, metrics))
-                self._report(_IN_FLIGHT)
-                last = step == config.steps
-                if last or (log.eval_every_steps and step % log.eval_every_steps == 0):
-                    self._report(0)
-                    self._evaluate(eval_fn, state, step)
-                if last or step % config.checkpoint.every_steps == 0:
-                    self._report(0)
-                    self.checkpoints.save(step, state, self.data.facts)
-            self._report(0)
+            self.writer, self.progress = writer, progress
+            results = Results(self.data.kind, writer, progress, timing)
+            with self._profile(results) as profile:
+                while step < config.steps and not self.stop.at(step):
+                    batch = _next(batches, results)
+                    with profile.step(step + 1):
+                        state, metrics = step_fn(state, self.numbers, batch)
+                    step += 1
+                    results.add(step, metrics)
+                    results.report(_IN_FLIGHT)
+                    self._evaluate_and_save(results, eval_fn, state, step)
+                results.report()
+            results.report_speed(step)
             if self.stop.received:
                 self.checkpoints.save(step, state, self.data.facts)
                 self.progress.note(
                     f"stopped by {self.stop.received.name} at step {step} of {config.steps}, saved; add --resume to go on"
                 )
-        batches.close()
         if self.stop.received:
             return self.stop.exit_code
         seconds, params = time.monotonic() - began, state.params
-        finish.leave(self.program, self.data, params, self.numbers, self.folder, self.console, seconds, self.leader)
+        finish.leave(
+            self.program,
+            self.data,
+            params,
+            self.numbers,
+            self.folder,
+            self.console,
+            seconds,
+            timing.facts(),
+            self.leader,
+        )
         return 0
 
     def _compiled(self, start: int) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
@@ -164,66 +153,70 @@ class _Session:
             self.console.print(f"compiled in {time.monotonic() - began:.1f} s")
         return compiled
 
-    def _report(self, keep: int) -> None:
-        """Write the rows of finished steps, waiting until at most `keep` are still on the device."""
-        while len(self.pending) > keep:
-            step, metrics = self.pending.popleft()
-            values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-            now = time.monotonic()
-            seconds, self.clock = now - self.clock, now
-            count = int(values.pop("weight"))
-            self.writer.write({"step": step, **values, self.unit: count, "seconds": round(seconds, 6)})
-            # A gradient that is not a number has already spoiled the parameters, one step before the loss shows it.
-            if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
-                raise Diverged(
-                    f"the loss is {values['loss']:g} and the gradient norm {values['grad_norm']:g} at step {step}; "
-                    "nothing after the last checkpoint is kept. "
-                    "Lower --optimizer.peak-lr, lengthen --optimizer.warmup-steps, or set --optimizer.clip-norm 1"
-                )
-            self.progress.update(step=step, loss=values["loss"], lr=values["lr"], units=count, seconds=seconds)
+    def _evaluate_and_save(self, results: Results, eval_fn: jax.stages.Compiled, state: TrainState, step: int) -> None:
+        """What is due after a step."""
+        last, every = step == self.config.steps, self.config.log.eval_every_steps
+        evaluate = last or (every is not None and step % every == 0)
+        save = last or step % self.config.checkpoint.every_steps == 0
+        if not (evaluate or save):
+            return
+        with results.paused():
+            if evaluate:
+                self._evaluate(eval_fn, state, step)
+            if save:
+                self.checkpoints.save(step, state, self.data.facts)
 
     def _evaluate(self, eval_fn: jax.stages.Compiled, state: TrainState, step: int) -> None:
         total: Sums | None = None
         feed = self.program.eval_feed()
-        for batch in self._on_device(self.data.eval_batches(*feed.rows), feed):
-            sums = eval_fn(state.params, self.numbers, batch)
-            total = sums if total is None else jax.tree.map(np.add, total, jax.device_get(sums))
+        with Prefetch(self.data.eval_batches(*feed.rows), feed.put) as batches:
+            for batch in batches:
+                sums = eval_fn(state.params, self.numbers, batch)
+                total = sums if total is None else jax.tree.map(np.add, total, jax.device_get(sums))
         assert total is not None, "data without evaluation examples"
         loss, correct, weight = (float(x) for x in jax.device_get(total))
         row = {"step": step, "eval_loss": loss / weight, "eval_accuracy": correct / weight}
         self.writer.write(row)
         self.progress.evaluated(row)
-        self.clock = time.monotonic()
 
-    def _on_device(self, batches: Iterator[dict[str, np.ndarray]], feed: Feed) -> Generator[Batch, None, None]:
-        """Batches on the mesh, the next one already on its way while this one is used."""
-        ahead: Batch | None = None
-        try:
-            for batch in batches:
-                ready, ahead = ahead, feed.put(batch)
-                if ready is not None:
-                    yield ready
-            if ahead is not None:
-                yield ahead
-        finally:
-            batches.close()  # pyright: ignore[reportAttributeAccessIssue]
+    def _writer(self, restored: int | None) -> MetricsWriter | NoWriter:
+        log = self.config.log
+        if not self.leader:
+            return NoWriter()
+        return MetricsWriter(self.folder, tensorboard=log.tensorboard, wandb=log.wandb, resume_step=restored)
+
+    def _progress(self, start: int) -> Progress:
+        config, per_unit = self.config, flops.train_flops(self.config.model)
+        return Progress(
+            config.steps, start, self.data.kind, self._peak_flops(), per_unit, self.console, config.log.progress
+        )
+
+    def _timing(self, compile_seconds: float) -> Timing:
+        per_unit = flops.train_flops(self.config.model)
+        return Timing(self.data.kind, per_unit, self._peak_flops(), compile_seconds, _memory_peak)
+
+    def _profile(self, results: Results) -> Profile:
+        steps = self.config.log.profile_steps if self.leader else None
+        return Profile(steps, self.folder / "profile", results.paused, self.progress.note)
 
     def _peak_flops(self) -> float | None:
         peak = devices.peak_flops(jax.devices()[0].device_kind, self.config.model.compute.dtype)
         return None if peak is None else peak * self.program.mesh.size
 
 
-class _Silent:
-    """The metrics of a process that is not the first: nowhere."""
+def _next(batches: Prefetch[dict[str, np.ndarray], Batch], results: Results) -> Batch:
+    """The next batch. Where it is not there yet, the time from the end of the last step counts as waiting for data."""
+    if not batches.ready:
+        results.report()
+        began = time.monotonic()
+        batch = next(batches)
+        results.waited(time.monotonic() - began)
+        return batch
+    return next(batches)
 
-    def write(self, row: dict) -> None:
-        pass
 
-    def __enter__(self) -> _Silent:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        pass
+def _memory_peak() -> int | None:
+    return devices.memory_peak(jax.local_devices())
 
 
 def _announce(console: Console, program: Program, data: Data) -> None:

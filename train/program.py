@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Mesh
 
 from presets import Preset
-from train import guards, optimizer, rules, state
+from train import guards, optimizer, rules, state, xla_flags
 from train import mesh as meshes
 from train.config import Config, preset_of
 from train.factors import Numbers, init_stds, resolve
@@ -67,7 +67,11 @@ class Program:
 
     def compile_train(self) -> jax.stages.Compiled:
         """The training step: (state, run, batch) -> (state, metrics)."""
-        return self.trace_train().lower().compile()
+        return self.trace_train().lower().compile(compiler_options=self.compiler_options())
+
+    def compiler_options(self) -> dict[str, Any]:
+        """Flags that the training step is compiled with."""
+        return xla_flags.compiler_options(self.mesh.devices.flat[0].platform, self.config.xla_flags)
 
     def compile_eval(self) -> jax.stages.Compiled:
         """The evaluation step: (params, run, batch) -> Sums."""

@@ -25,6 +25,19 @@ class Writer(Protocol):
     def write(self, row: Mapping[str, Any], /) -> None: ...
 
 
+class NoWriter:
+    """The metrics of a process that is not the first: nowhere."""
+
+    def write(self, row: Mapping[str, Any], /) -> None:
+        pass
+
+    def __enter__(self) -> NoWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+
 class Results:
     """Metrics of the steps that are still on the devices, oldest first.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 import time
@@ -13,6 +14,7 @@ from typing import Any
 from train.config import Config
 from train.processes import Processes
 from train.record import to_json
+from train.xla_flags import VARIABLES
 
 RECORD = "config.json"
 _SHARED = ".shared"
@@ -117,12 +119,13 @@ def _check_same_run(config: Config, before: dict[str, Any], path: Path) -> None:
         )
 
 
-def record(path: Path, config: Config, data_facts: dict[str, Any], preset: str) -> None:
-    """Write config.json: the resolved config, the data's facts, versions and the git commit."""
+def record(path: Path, config: Config, data_facts: dict[str, Any], preset: str, flags: dict[str, Any]) -> None:
+    """Write config.json: the resolved config, the data's facts, versions, compiler flags and the git commit."""
     value = {
         "config": to_json(config),
         "data": data_facts,
         "preset": preset,
+        "xla": {"options": flags, **{name: os.environ.get(name, "") for name in VARIABLES}},
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
         "platform": f"{platform.system()} {platform.machine()}",
         "git": _git_commit(),
