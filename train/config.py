@@ -313,14 +313,18 @@ def preset_of(config: Config) -> presets.Preset:
         PresetError: no such preset, or a constant it does not take or that is out of range.
         ConfigError: the base is not a model's name, or a model of another family.
     """
-    given = config.preset
+    return preset_for(config.preset, config.model)
+
+
+def preset_for(given: PresetConfig, model: ModelConfig) -> presets.Preset:
+    """A parameterization for a model of this family; raises as `preset_of`."""
     base = None
     if given.base is not None:
         base = get_model(given.base)
-        if base.family != config.model.family:
+        if base.family != model.family:
             raise ConfigError(
-                f"preset.base {given.base} is a {base.family} and the model a {config.model.family}; "
-                f"write one of {', '.join(_named(config.model.family))}, or None for the absolute form"
+                f"preset.base {given.base} is a {base.family} and the model a {model.family}; "
+                f"write one of {', '.join(_named(model.family))}, or None for the absolute form"
             )
     flags = {name: getattr(given, name) for name in ("alpha_a", "alpha_l", "gamma0", "beta0")}
     return presets.get(
