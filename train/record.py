@@ -54,7 +54,7 @@ def model_from_json(fields: Mapping[str, Any]) -> ModelConfig:
     """The model that `model_to_json` wrote; raises as `from_json`."""
     fields = _object("model", fields)
     family = fields.pop("family", None)
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise ConfigError(f"model.family is {family!r}; write one of {', '.join(FAMILIES)}")
     fields["compute"] = _made(ComputeConfig, "model.compute.", fields.get("compute", {}))
     return _made(FAMILIES[family], "model.", fields)
