@@ -27,6 +27,7 @@ COMMANDS = {
     "check": "measure what a preset does as one size grows, and hold it against theory",
     "compile": "compile a recipe for a TPU pod, without a TPU: memory, collectives, least step time",
     "balance": "derive rates per layer from one batch, as a preset, for where none has a rule",
+    "convert": "carry a run's checkpoint into another form of its preset",
 }
 """First words that are not recipes."""
 
@@ -83,6 +84,10 @@ def _command(argv: list[str]) -> int:
         from train import balance_command
 
         return balance_command.main(argv[1:])
+    if name == "convert":
+        from train import convert_command
+
+        return convert_command.main(argv[1:])
     if name == "compile":
         from train import compile_command
 
