@@ -8,6 +8,7 @@ Heads, logits and depth after Bordelon et al. 2024 (2405.15712) and Tensor Progr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from presets.preset import Preset
@@ -138,20 +139,31 @@ class Limit:
 
     def _update(self) -> None:
         self.dq, self.dk = self.acts("query"), self.acts("key")
-        self.d_attention = self.logits + self.n + max(self.dq + self.k, self.q + self.dk)
+        attention = {"query": self.dq + self.k, "key": self.q + self.dk}
+        attention = {name: self.logits + self.n + change for name, change in attention.items()}
+        self.d_attention = max(attention.values())
         self.dv, self.d_hidden = self.acts("value"), self.acts("MLP in")
-        self.d_block = max(
-            self.carried("attention out", self.dv),
-            self.acts("attention out", self.v),
-            self.carried("MLP out", self.d_hidden),
-            self.acts("MLP out", self.hidden),
+        block = {
+            "value": self.carried("attention out", self.dv),
+            "attention out": self.acts("attention out", self.v),
+            "MLP in": self.carried("MLP out", self.d_hidden),
+            "MLP out": self.acts("MLP out", self.hidden),
             # A softmax cannot move by more than its whole.
-            min(0.0, self.d_attention) + self.random("attention out", self.v),
-        )
+            **{name: min(0.0, x) + self.random("attention out", self.v) for name, x in attention.items()},
+        }
+        self.d_block = max(block.values())
         # Blocks move in concert: their changes add up as L, not as L^1/2.
-        d_stream = max(self.step("embedding"), self.branch + self.d_block + self.layers)
-        self.features = d_stream - self.stream
-        self.d_output = max(self.first_order(name) for name in SPECS)
+        stream = {name: self.branch + x + self.layers for name, x in block.items()}
+        stream["embedding"] = self.step("embedding")
+        self.features = max(stream.values()) - self.stream
+        output = {name: self.first_order(name) for name in SPECS}
+        self.d_output = max(output.values())
+        self._parts = {"attention logits": attention, "stream": stream, "output": output}
+
+    def moved_by(self, what: str) -> tuple[str, ...]:
+        """The weights, by their names in `SPECS`, whose steps change "attention logits", "stream" or "output" the fastest."""
+        parts = self._parts[what]
+        return tuple(name for name in SPECS if parts.get(name, -math.inf) > max(parts.values()) - 1e-9)
 
     def first_order(self, name: str) -> float:
         """The output's change through one kind of weight: gradient times step, all of one sign, over entries and blocks."""

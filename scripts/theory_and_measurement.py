@@ -68,8 +68,12 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "",
         "Exponents of observables as one size grows eightfold from width 64, 4 heads, depth 2, under Adam: theory from the preset's",
         "rules alone (`python -m presets limits`), then the measured slope and its 95 % interval over four seeds. Small sizes stray",
-        "from exponents even where the rule is exact; how far was measured once (`train/allowances.json`). The last column says",
-        "what `python -m train check` makes of all observables. Made by `python -m scripts.theory_and_measurement`.",
+        "from exponents even where the rule is exact; how far was measured once (`train/allowances.json`). What explodes soon leaves",
+        "the regime of its power law, so that only its sign is held against theory from above; and without a rule for depth the",
+        "tokens of a deep stream grow alike, for which allowances in depth are wide. The last column says what",
+        "`python -m train check` makes of all observables. Made by `python -m scripts.theory_and_measurement`.",
+        "",
+        _agreement(rows),
     ]
     for axis, symbol in GROWN.items():
         lines += ["", f"## Growing {axis} ({symbol})", ""]
@@ -80,6 +84,16 @@ def markdown(rows: list[dict[str, Any]]) -> str:
             shown = [_cell(cells.get(key)) for key in SHOWN]
             lines.append("| " + " | ".join([f"`{row['preset']}`", *shown, _verdict(row)]) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _agreement(rows: list[dict[str, Any]]) -> str:
+    every = [o for row in rows for o in row["observables"]]
+    against = [o for o in every if o["verdict"] not in ("as predicted", "explodes")]
+    healthy = sum(o["verdict"] == "as predicted" for o in every)
+    return (
+        f"Of {len(every)} slopes {healthy} are as predicted, {len(every) - healthy - len(against)} explode as predicted, "
+        f"and {len(against)} contradict theory."
+    )
 
 
 def _cell(found: dict[str, Any] | None) -> str:

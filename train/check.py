@@ -23,7 +23,7 @@ _MOVES = 0.1
 """A slope above this is seen to grow."""
 
 _FLOOR = 1e-30
-"""Stands for an exact zero in a logarithm; an observable that is zero everywhere is left out."""
+"""Stands for an exact zero in a logarithm."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Finding:
     Attributes:
         observable: name as `train.probes` gives it.
         step: optimizer steps taken.
-        slope: mean over seeds of the log-log slope; `low` and `high` its 95 % interval.
+        slope: mean over seeds of the log-log slope; `low` and `high` its 95 % interval. Not a number where all is zero.
         values: geometric mean over seeds at every size.
         expected: the theory's word, None where it has none.
     """
@@ -64,9 +64,16 @@ class Finding:
         return self.agrees and not self._troubled
 
     @property
+    def roles(self) -> tuple[str, ...]:
+        """Whose steps theory blames, where the trouble it foretold is measured."""
+        return self.expected.roles if self._troubled and self.expected is not None else ()
+
+    @property
     def verdict(self) -> str:
         """A word for a person."""
         if not self.agrees:
+            if not any(self.values):
+                return "frozen" if self.step else "zero"
             return "contradicts theory"
         if self._troubled and self.expected is not None:
             return str(self.expected.trouble)
@@ -125,7 +132,8 @@ def fit(measured: Mapping[str, np.ndarray], sizes: Sequence[float], steps: Seque
     for name, values in measured.items():
         for step in steps:
             at = values[:, :, step]
-            if not np.any(at > 0):
+            if not np.any(at):
+                findings.append(Finding(name, step, math.nan, math.nan, math.nan, (0.0,) * len(x), None))
                 continue
             y = np.log2(np.maximum(at, _FLOOR))
             slopes = x @ y / (x @ x)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from presets import VECTORS, ParamSpec, Preset, PresetError, Role
+from presets import VECTORS, ParamSpec, Preset, PresetError, Role, Rule
 from presets.limits import SPECS, Limit
 from presets.scaling import axis
 from zoo.definition import Definition
@@ -22,6 +22,9 @@ STEPS = (0, 1, 3, 10)
 """Optimizer steps after which observables are read."""
 
 ALLOWANCES = Path(__file__).with_name("allowances.json")
+NO_LIMIT = " without a limit"
+"""Marks the allowances of rules under which something explodes as this size grows."""
+
 MARGIN = {"weight": 0.04, "movement": 0.08, "gradient": 0.12}
 """Room around theory and the measured allowance, by kind of observable; `CHANGE_MARGIN` for activations."""
 
@@ -40,12 +43,14 @@ class Expected:
         below: how much less a measured slope may be.
         above: how much more.
         trouble: what a practitioner should hear where the exponent itself is bad, such as "explodes"; None where it is fine.
+        roles: the weights whose steps theory blames for the trouble.
     """
 
     slope: float
     below: float = 0.15
     above: float = 0.15
     trouble: str | None = None
+    roles: tuple[str, ...] = ()
 
 
 def growth(first: Mapping[str, int], last: Mapping[str, int]) -> tuple[dict[str, float], float]:
@@ -84,36 +89,80 @@ def of(
     """
     exponents, _ = growth(first.sizes, last.sizes)
     family = preset.family(optimizer)
-    late = _slopes(preset, first, exponents, family)
-    # At first the backward signal of q and k is not aligned with the values: N^1/2 less, lost slowly. The same rules with
-    # logits that much smaller say what follows from it.
-    unaligned = dataclasses.replace(preset, logits=preset.logits * axis("head_dim") ** -0.5)
-    early = _slopes(unaligned, first, exponents, family)
-    allowed = {} if strict else _allowances().get(f"{family} {label(exponents)}", {})
+    limit = Limit(preset, family, exponents)
+    late = _slopes(preset, first, limit)
+    # At initialization the backward signal of q and k is not aligned with the values, up to N^1/2 less: logits that much smaller
+    # say what follows from it. It aligns slowly, and what reaches the stream through attention starts small: changes may
+    # be anywhere from a whole N^1/2 less to what theory says in the end.
+    lost = (limit.aligned - limit.n / 2) / limit.n if limit.n else 0.0
+    first_gradient, early = (
+        _slopes(slower, first, Limit(slower, family, exponents))
+        for slower in (dataclasses.replace(preset, logits=preset.logits * axis("head_dim") ** -x) for x in (lost, 0.5))
+    )
+    worst = max((slope for key, slope in late.items() if _grows(key, slope)), default=0.0)
+    allowed = {} if strict else _allowed(f"{family} {label(exponents)}", worst > 0)
     found = {}
     for (name, step), slope in late.items():
         margin = 0.0 if strict else MARGIN.get(name.partition("/")[0], CHANGE_MARGIN)
         below, above = allowed.get(f"{name} @{step}", (0.0, 0.0))
-        if step > 0 or name.startswith("gradient"):
+        if _of_first_gradient(name, step):
+            slope = first_gradient[name, step]
+        elif step > 0:
             slow = early[name, step] if _feels_alignment(name, family) else slope
             below, above = below + max(0.0, slope - slow), above + max(0.0, slow - slope)
-        grows = step > 0 and slope > 0.01
-        if grows and step > 1:
-            below += slope  # what explodes soon leaves the regime in which it grows by a power law
-        found[name, step] = Expected(slope, margin + below, margin + above, "explodes" if grows else None)
+        grows = _grows((name, step), slope)
+        if grows or step > 1:
+            # What explodes soon leaves the regime in which it grows by a power law, and so does what trains beside it.
+            below += slope if grows else worst
+        trouble, roles = ("explodes", _blamed(name, limit)) if grows else (None, ())
+        found[name, step] = Expected(slope, margin + below, margin + above, trouble, roles)
+    if preset.zero_readout:
+        found = {key: said for key, said in found.items() if not _waits_for_readout(*key)}
     return found
 
 
+def _waits_for_readout(name: str, step: int) -> bool:
+    """Whether a readout that starts at zero leaves this at zero: nothing else has a gradient before its first step."""
+    kind, _, group = name.partition("/")
+    if step == 0:
+        return name in ("logits", "weight/readout") or (kind == "gradient" and not group.startswith("readout"))
+    return step == 1 and name != "change logits" and not group.startswith("readout")
+
+
+def _blamed(name: str, limit: Limit) -> tuple[str, ...]:
+    """The weights behind an observable that grows."""
+    if (what := name.partition(" ")[2]) in ("query", "key", "embedding"):
+        return (what,)
+    moved = {"update attention": "attention logits", "change residual": "stream", "change logits": "output"}
+    return limit.moved_by(moved[name]) if name in moved else ()
+
+
+def _grows(observed: tuple[str, int], slope: float) -> bool:
+    return observed[1] > 0 and slope > 0.01
+
+
+def eps_dominates(preset: Preset) -> Preset:
+    """What Adam does where eps is far above every gradient: an update is gradient / eps, SGD at the rate lr / eps."""
+
+    def rule(spec: ParamSpec) -> Rule:
+        row = preset.rule(spec)
+        return dataclasses.replace(row, sgd=row.adam / row.eps)
+
+    return dataclasses.replace(preset, rule=rule)
+
+
+def _of_first_gradient(name: str, step: int) -> bool:
+    """Whether the observable is made of the gradient at initialization and nothing later: then nothing is aligned yet."""
+    return (step, name.partition("/")[0]) in ((0, "gradient"), (1, "movement"), (1, "update query"), (1, "update key"))
+
+
 def _feels_alignment(name: str, family: str) -> bool:
-    if name.startswith(("gradient", "change logits", "change residual")):
+    if name.startswith(("change logits", "change residual")):
         return True
     return family == "sgd"
 
 
-def _slopes(
-    preset: Preset, definition: Definition, exponents: Mapping[str, float], family: str
-) -> dict[tuple[str, int], float]:
-    limit = Limit(preset, family, exponents)
+def _slopes(preset: Preset, definition: Definition, limit: Limit) -> dict[tuple[str, int], float]:
     start = {
         "embedding": limit.embedded,
         "query": limit.q,
@@ -134,13 +183,13 @@ def _slopes(
     found = {(name, 0): slope for name, slope in start.items()}
     found |= {(name, step): slope for name, slope in change.items() for step in STEPS[1:]}
     for spec in definition.specs.values():
-        found |= _weights(preset, spec, limit, family)
+        found |= _weights(preset, spec, limit)
     return found
 
 
-def _weights(preset: Preset, spec: ParamSpec, limit: Limit, family: str) -> dict[tuple[str, int], float]:
+def _weights(preset: Preset, spec: ParamSpec, limit: Limit) -> dict[tuple[str, int], float]:
     """Initial size, movement and gradient of one parameter group; what theory has no word for is left out."""
-    row = preset.row(spec)
+    row, family = preset.row(spec), limit.family
     found: dict[tuple[str, int], float] = {}
     if spec.role is not Role.BIAS:
         found[f"weight/{spec.group}", 0] = limit.x(row.multiplier * row.init_std)
@@ -173,6 +222,11 @@ def _vector_gradient(spec: ParamSpec, limit: Limit) -> float | None:
     if spec.role is Role.BIAS and spec.of in _ROLES:
         return beside[_ROLES[spec.of]]
     return max(beside["value"], beside["MLP in"])
+
+
+def _allowed(study: str, explodes: bool) -> dict[str, tuple[float, float]]:
+    known = _allowances()
+    return known.get(study + NO_LIMIT if explodes else study, known.get(study, {}))
 
 
 @functools.cache
