@@ -16,7 +16,7 @@ import presets
 from presets import PresetError
 from presets.measured import load, save
 from train import check_models, factors, optimizer, speed, step
-from train.balance import balance, descent, direction, parts_of
+from train.balance import balance, descent, direction, next_scale, parts_of
 from train.config import OptimizerConfig
 from train.state import TrainState
 from zoo import build, configs
@@ -203,6 +203,21 @@ def slope_of_cosine(branch: float | None, depths=(8, 16, 32), width: int = 256) 
 def test_the_cosine_falls_with_depth_unless_branches_shrink(branch, low, high):
     slopes = slope_of_cosine(branch)
     assert low < slopes.mean() < high, slopes
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("power", [-1.0, -1.5, -1.95, -2.1])
+def test_the_output_scale_is_found_however_steeply_speed_falls(power: float):
+    """A ViT of width 8 under SGD fell as -1.87, and steps that assume -1 were at 0.975 after twenty."""
+    tried = [(1.0, 2.6)]
+    while abs(tried[-1][1] - 1) > 0.01:
+        scale = next_scale(tried)
+        tried.append((scale, 2.6 * scale**power))
+        assert len(tried) <= 4
+    plain = 1.0
+    for _ in range(20):
+        plain *= 2.6 * plain**power
+    assert (abs(2.6 * plain**power - 1) < 0.01) == (power > -1.6)
 
 
 @functools.cache

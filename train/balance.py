@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -86,8 +86,7 @@ def balance(
     params = jax.jit(definition.initialize)(np.uint32(seed), init_stds(reference, definition))
     # Compiled once: the output scale is data.
     program = jax.jit(lambda p, f, b: moment(definition, p, f, b, config, centered=centered))
-    # Secant steps in logarithms: speed goes as scale^-1 while logits are small, and more steeply beyond.
-    found, scale, power, last = factors, 1.0, -1.0, None
+    found, scale, tried = factors, 1.0, []
     for _ in range(_ROUNDS):
         found = _with_output(definition, factors, scale)
         speeds, parts = program(params, found, dict(batch))
@@ -95,14 +94,25 @@ def balance(
         _check_gradients(parts)
         if abs(speed - 1) < _CLOSE:
             break
-        if last is not None:
-            power = min(max(math.log(speed / last[1]) / math.log(scale / last[0]), -4.0), -0.25)
-        last = (scale, speed)
-        scale *= speed ** (-1 / power)
+        tried.append((scale, speed))
+        scale = next_scale(tried)
     else:
         raise PresetError(f"no output scale makes the last feature move at speed 1 (at {scale:.3g} it is {speed:.3g})")
     rates = balanced(definition, parts)
     return measured(_table(definition, found, init_stds(reference, definition), reference, rates, config.name))
+
+
+def next_scale(tried: Sequence[tuple[float, float]]) -> float:
+    """The output scale to try next, from pairs of (scale, speed of the last feature) in order, for a speed of 1.
+
+    Speed goes as scale^-1 while logits are small and more steeply beyond, where steps that trust the -1 swing from side to
+    side: two pairs tell the power.
+    """
+    (scale, speed), power = tried[-1], -1.0
+    if len(tried) > 1:
+        before, was = tried[-2]
+        power = min(max(math.log(speed / was) / math.log(scale / before), -4.0), -0.25)
+    return scale * speed ** (-1 / power)
 
 
 def moment(
