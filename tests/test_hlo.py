@@ -157,3 +157,14 @@ def test_ring_bytes_and_the_table() -> None:
 def test_text_that_is_no_program_is_refused() -> None:
     with pytest.raises(ValueError, match="ENTRY"):
         hlo.parse("nothing\n")
+
+
+def test_a_line_break_in_a_kernels_attributes_ends_nothing() -> None:
+    kernel = (
+        '  %k = f32[2]{0} custom-call(%p), frontend_attributes={kernel_metadata={\n"a":"b"\n}}, metadata={op_name="k"}'
+    )
+    text = f"ENTRY %main (p: f32[2]) -> f32[2] {{\n  %p = f32[2]{{0}} parameter(0)\n{kernel}\n  ROOT %n = f32[2]{{0}} negate(%k)\n}}\n"
+    found = hlo.parse(text).computations["main"]
+    assert list(found) == ["p", "k", "n"]
+    assert found["k"].op_name == "k"
+    assert found["n"].root

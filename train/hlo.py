@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import cached_property
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_END = re.compile(r"^\}(, \w+=\S*)?$")
 _NAME = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r"([\w\-]+)\(")
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](\{[^}]*\})?")
@@ -233,22 +234,28 @@ def parse(text: str) -> Module:
         ValueError: text without an entry computation.
     """
     computations: dict[str, dict[str, Instruction]] = {}
-    entry, current = "", None
+    entry, current, lines = "", "", []
     for line in text.splitlines():
-        if current is None:
+        if not current:
             if line.endswith("{") and (head := _COMPUTATION.match(line)):
-                current = computations.setdefault(head[2], {})
-                entry = head[2] if head[1] else entry
-        elif line.startswith("}"):
-            current = None
-        elif head := _NAME.match(line):
-            current[head[2]] = _instruction(line, head)
+                current, lines = head[2], []
+                entry = current if head[1] else entry
+        elif _END.match(line):
+            computations[current] = {i.name: i for i in map(_instruction, lines)}
+            current = ""
+        elif _NAME.match(line):
+            lines.append(line)
+        else:
+            # The attributes of a kernel hold line breaks.
+            lines[-1] += line
     if not entry:
         raise ValueError("the text is not an optimized HLO module: it has no ENTRY computation")
     return Module(computations, entry, _sources(text))
 
 
-def _instruction(line: str, head: re.Match[str]) -> Instruction:
+def _instruction(line: str) -> Instruction:
+    head = _NAME.match(line)
+    assert head is not None, line[:200]
     start = head.end()
     end = _closing(line, start) + 1 if line[start] == "(" else line.index(" ", start)
     opcode = _OPCODE.match(line, end + 1)
