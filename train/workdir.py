@@ -109,9 +109,10 @@ def _check_same_run(config: Config, before: dict[str, Any], path: Path) -> None:
         old, new = before.get(owner, {}), now[owner]
         for field in sorted(fields or new.keys() - {"compute"}):
             if field in old and old[field] != new[field]:
+                was, now_is = (" ".join(x) if isinstance(x, list) else x for x in (old[field], new[field]))
                 raise WorkdirError(
-                    f"the run in {_shown(path)} has {owner}.{field} {old[field]}, not {new[field]}; "
-                    f"continue it with --{owner}.{field.replace('_', '-')} {old[field]}, or start another with --workdir"
+                    f"the run in {_shown(path)} has {owner}.{field} {was}, not {now_is}; "
+                    f"continue it with --{owner}.{field.replace('_', '-')} {was}, or start another with --workdir"
                 )
     if before.get("seed", config.seed) != config.seed:
         raise WorkdirError(
