@@ -1,6 +1,7 @@
 """Named models: `python -m zoo` lists them, `python -m zoo describe NAME` prints the parameter tree of one.
 
-`--json` prints either as JSON. Exit codes: 0 done, 2 bad input (one message on stderr).
+`import` and `export` carry weights from and to the files of Hugging Face's `transformers`.
+`--json` prints a list or tree as JSON. Exit codes: 0 done, 2 bad input (one message on stderr).
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 USAGE = """usage: python -m zoo [list] [--json]             names, sizes, parameters, FLOPs of one forward pass
-       python -m zoo describe NAME [--json]     every parameter: path, role, shape, axes, count"""
+       python -m zoo describe NAME [--json]     every parameter: path, role, shape, axes, count
+       python -m zoo import PATH --out FOLDER   weights of Hugging Face in a preset's form (import --help)
+       python -m zoo export PATH --out FOLDER   a run as transformers reads it (export --help)"""
 
 COLUMNS = ("model", "family", "width", "depth", "heads", "head_dim", "mlp", "input", "parameters", "forward FLOPs")
 
@@ -30,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after `python -m zoo`; those of the process unless given.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] in (["import"], ["export"]):
+        return _carry(argv)
     if "-h" in argv or "--help" in argv:
         print(USAGE)
         return 0
@@ -51,10 +56,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             if word in CONFIGS:
                 return _wrong(f"{word} is a model, not a command; write `python -m zoo describe {word}`")
-            near = difflib.get_close_matches(word, ["list", "describe"], n=1)
-            hint = f"did you mean {near[0]}?" if near else "write list or describe NAME"
+            near = difflib.get_close_matches(word, ["list", "describe", "import", "export"], n=1)
+            hint = f"did you mean {near[0]}?" if near else "write list, describe NAME, import PATH or export PATH"
             return _wrong(f"no command is named {word!r}; {hint}")
     return 2
+
+
+def _carry(argv: list[str]) -> int:
+    from train import pretrained_command
+
+    try:
+        return pretrained_command.main(argv)
+    except ValueError as error:
+        if type(error).__module__.partition(".")[0] not in ("presets", "zoo", "train"):
+            raise
+        return _wrong(str(error))
 
 
 def _wrong(message: str) -> int:

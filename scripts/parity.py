@@ -1,0 +1,200 @@
+"""`python -m scripts.parity`: logits of the same weights here and in `transformers`, both ways, for every family.
+
+Models have random weights: every matrix, gain and bias its own numbers. `in` reads a file that transformers wrote, `out`
+lets transformers read a file written from a model under a preset, at a size other than the preset's base. `--write` puts
+the table into docs/huggingface.md. Needs torch and transformers (`make parity` installs them).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from presets import VECTORS
+from train import fold, pretrained, pretrained_files
+from train.config import PresetConfig, preset_for
+from train.factors import init_stds, resolve
+from zoo import huggingface
+from zoo.build import definition
+from zoo.configs import DecoderConfig, ModelConfig, ViTConfig
+from zoo.definition import Definition
+
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "huggingface.md"
+BEGIN, END = "<!-- parity: begin -->", "<!-- parity: end -->"
+
+GPT2 = DecoderConfig(width=48, depth=3, num_heads=6, vocab_size=97, seq_len=29, tied=True)
+LLAMA = DecoderConfig(
+    width=48, depth=3, num_heads=6, head_dim=10, vocab_size=97, seq_len=29, mlp_ratio=2.5, norm_eps=1e-6,
+    positions="rotary", rope_theta=500_000.0, norm="rmsnorm", activation="swiglu", bias=False,
+)  # fmt: skip
+VIT = ViTConfig(
+    width=48, depth=3, num_heads=6, image_size=12, patch_size=4, num_classes=11, pool="cls", activation="gelu_exact",
+    norm_eps=1e-12,
+)  # fmt: skip
+
+MODELS: dict[str, ModelConfig] = {
+    "GPT-2, tied": GPT2,
+    "GPT-2, untied": dataclasses.replace(GPT2, tied=False, activation="relu", mlp_ratio=3.0),
+    "Llama, untied": LLAMA,
+    "Llama, tied": dataclasses.replace(LLAMA, tied=True, norm_eps=1e-5),
+    "Llama, grouped queries": dataclasses.replace(LLAMA, num_kv_heads=2, head_dim=None),
+    "Llama, biases": dataclasses.replace(LLAMA, bias=True, num_kv_heads=3),
+    "ViT": VIT,
+}
+"""Sizes at which no two axes are equal that could be mistaken for each other."""
+
+PRESETS: dict[str, PresetConfig] = {
+    "sp": PresetConfig(name="sp"),
+    "mup": PresetConfig(name="mup"),
+    "depth-mup": PresetConfig(name="depth-mup", gamma0=0.25, beta0=2.0),
+    "mup, mean-field form": PresetConfig(name="mup", form="mean-field"),
+    "u-mup": PresetConfig(name="u-mup"),
+}
+"""mup and depth-mup are taken relative to the family's proxy; u-mup has absolute numbers."""
+
+BASES = {"gpt2": "lm-proxy", "llama": "lm-proxy", "vit": "vit-proxy"}
+
+
+class Row(NamedTuple):
+    """One comparison."""
+
+    model: str
+    way: str
+    preset: str
+    largest: float
+    """Largest |logit|."""
+    difference: float
+    """Largest |difference| of a logit, float32."""
+
+
+def cases() -> list[tuple[str, str, str]]:
+    """Model, way and preset of every comparison; a preset that has no rule for the model is left out."""
+    found = []
+    for model, config in MODELS.items():
+        for name in PRESETS:
+            if name == "u-mup" and isinstance(config, DecoderConfig) and config.tied:
+                continue
+            found += [(model, way, name) for way in ("in", "out")]
+    return found
+
+
+def measure(model: str, way: str, preset: str, folder: Path) -> Row:
+    """One comparison, in an empty folder."""
+    config = MODELS[model]
+    given = PRESETS[preset]
+    if given.name in ("mup", "depth-mup"):
+        given = dataclasses.replace(given, base=BASES[huggingface.family_of(config)])
+    built, made = definition(config), preset_for(given, config)
+    factors = resolve(made, built, made.optimizers[0])
+    theirs_at, ours_at = folder / "theirs", folder / "ours"
+    if way == "in":
+        random_transformers(config, theirs_at)
+        source = pretrained.read(theirs_at)
+        assert source.model == config, (source.model, config)
+        pretrained_files.write_imported(source, given, ours_at, "random")
+        params: Any = pretrained.load_weights(ours_at, built, factors)
+    else:
+        params = random_params(built, init_stds(made, built))
+        plain = fold.fold(params, fold.scales(built, factors))
+        record = pretrained.preset_record(given, made, built, factors)
+        pretrained_files.write_huggingface(pretrained.Source(config, plain, record, []), theirs_at, "float32")
+    inputs = inputs_of(config)
+    ours = np.asarray(jax.jit(built.apply)(params, factors.multiplier, factors.forward, jnp.asarray(inputs)))
+    theirs = transformers_logits(theirs_at, inputs)
+    return Row(model, way, preset, float(np.abs(theirs).max()), float(np.abs(ours - theirs).max()))
+
+
+def inputs_of(config: ModelConfig, batch: int = 3) -> np.ndarray:
+    """Random tokens [B, T], or images [B, size, size, channels]."""
+    random = np.random.default_rng(1)
+    if isinstance(config, DecoderConfig):
+        return random.integers(config.vocab_size, size=(batch, config.seq_len), dtype=np.int32)
+    return random.standard_normal((batch, config.image_size, config.image_size, config.channels)).astype(np.float32)
+
+
+def random_params(built: Definition, stds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Parameters of initial size; gains and biases are random too."""
+    random = np.random.default_rng(0)
+
+    def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        std, normal = stds[name].reshape(-1, *[1] * (len(shape) - 1)), random.standard_normal(shape, np.float32)
+        return std + 0.2 * normal if built.specs[name].role in VECTORS else std * normal
+
+    return {name: draw(name, leaf.shape).astype(np.float32) for name, leaf in built.abstract.items()}
+
+
+def random_transformers(config: ModelConfig, folder: Path) -> None:
+    """A model of transformers with random weights, saved as it saves them."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
+
+    fields = huggingface.to_huggingface(config)
+    settings = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    kind = AutoModelForImageClassification if isinstance(config, ViTConfig) else AutoModelForCausalLM
+    model, random = kind.from_config(settings), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            noise = torch.randn(value.shape, generator=random)
+            gain = name.endswith("weight") and value.ndim == 1
+            value.copy_(1 + 0.2 * noise if gain else noise * (0.2 if value.ndim == 1 else value.shape[-1] ** -0.5))
+    model.save_pretrained(folder)
+
+
+def transformers_logits(folder: Path, inputs: np.ndarray) -> np.ndarray:
+    """Logits of a folder's model by transformers, float32; images are turned to its channels-first order."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForImageClassification
+
+    with torch.no_grad():
+        if inputs.ndim == 2:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            return model(torch.from_numpy(inputs.astype(np.int64))).logits.numpy()
+        model = AutoModelForImageClassification.from_pretrained(folder, dtype=torch.float32).eval()
+        return model(torch.from_numpy(inputs.transpose(0, 3, 1, 2).copy())).logits.numpy()
+
+
+def table(rows: list[Row]) -> str:
+    """Markdown: one line per model and preset, both ways side by side."""
+    versions = ", ".join(
+        f"{name} {importlib.metadata.version(name).split('+')[0]}" for name in ("transformers", "torch", "jax")
+    )
+    lines = [
+        "| model | preset | in: largest difference | out: largest difference | largest logit (in, out) |",
+        "|---|---|---|---|---|",
+    ]
+    found = {(row.model, row.preset, row.way): row for row in rows}
+    for model, preset in dict.fromkeys((row.model, row.preset) for row in rows):
+        into, out = found[model, preset, "in"], found[model, preset, "out"]
+        lines.append(
+            f"| {model} | {preset} | {into.difference:.1e} | {out.difference:.1e} | {into.largest:.1f}, {out.largest:.1f} |"
+        )
+    return "\n".join([f"By `python -m scripts.parity --write`, {versions}, CPU, float32.", "", *lines])
+
+
+def main() -> None:
+    """Measure every case and print the table."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.parity", description=__doc__)
+    parser.add_argument("--write", action="store_true", help=f"put the table into docs/{DOCUMENT.name}")
+    args = parser.parse_args()
+    rows = []
+    for case in cases():
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append(measure(*case, Path(folder)))
+    text = table(rows)
+    print(text)
+    if args.write:
+        before, _, rest = DOCUMENT.read_text().partition(BEGIN)
+        after = rest.partition(END)[2]
+        DOCUMENT.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()

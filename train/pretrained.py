@@ -1,0 +1,222 @@
+"""Weights from elsewhere: of a run, of Hugging Face, or imported before; and into any preset's form.
+
+Everything read becomes a `Source`: the weights of the plain network (`train/fold.py`), which every preset's weights can
+be made from. Nothing that is read is executed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from presets import Preset
+from train import fold
+from train.config import Config, PresetConfig, preset_for
+from train.factors import Factors, resolve
+from train.record import from_json, model_from_json
+from train.workdir import CHECKPOINTS, RECORD
+from zoo import huggingface, weights
+from zoo.build import definition
+from zoo.configs import ModelConfig
+from zoo.definition import Definition
+from zoo.tensorfile import Tensors, read_json
+from zoo.weights import Params
+
+MODEL = "model.json"
+"""Beside imported weights: the model, the preset whose form they are in, and what folds them."""
+
+FORMAT = "mupax-weights-1"
+
+CONFIG = "config.json"
+
+
+class WeightsError(ValueError):
+    """Weights that are not there, or that do not fit. The text says which and what to write instead."""
+
+
+class Source(NamedTuple):
+    """Weights of the plain network, and the model they are of."""
+
+    model: ModelConfig
+    params: Params
+    """float32, multipliers folded."""
+    preset: dict[str, Any]
+    """What is known of the preset they come from: `fields`, `described` and what was folded, `scales`. Empty for others'."""
+    notes: list[str]
+    """What was left out or added in reading, one sentence each."""
+    run: tuple[Config, dict[str, Any]] | None = None
+    """The run they come from, and what it recorded of its data."""
+
+
+def read(path: Path, step: int | None = None) -> Source:
+    """Weights from a path.
+
+    Args:
+        path: a run's workdir, one of its steps (workdir/checkpoints/STEP), a folder that `python -m zoo import` wrote, or a
+            folder of Hugging Face (config.json and safetensors, whole or in parts).
+        step: of a workdir, which checkpoint; the newest unless given.
+
+    Raises:
+        WeightsError, TensorFileError, ConfigError: nothing of this kind there, or files that do not fit together.
+    """
+    folder = path if path.is_dir() else path.parent
+    if (folder.parent / RECORD).is_file() and folder.name == CHECKPOINTS:
+        return read(folder.parent, step)
+    if folder.name.isdigit() and folder.parent.name == CHECKPOINTS:
+        return read(folder.parent.parent, int(folder.name))
+    if (folder / MODEL).is_file():
+        return _imported(path, read_json(folder / MODEL))
+    if not (folder / CONFIG).is_file():
+        raise WeightsError(
+            f"{path}: no run and no weights there ({CONFIG} is missing); give a workdir, workdir/{CHECKPOINTS}/STEP, "
+            "a folder of `python -m zoo import`, or one of Hugging Face with config.json and safetensors"
+        )
+    fields = read_json(folder / CONFIG)
+    if "model_type" not in fields and "config" in fields:
+        return _run(folder, fields, step)
+    published = huggingface.from_huggingface(fields)
+    loaded = weights.from_huggingface(Tensors(path), published)
+    notes = [f"not read, and read by no model here: {_some(loaded.dropped)}"] if loaded.dropped else []
+    notes += [f"not in the file, so zero: {_some(loaded.zeros)}"] if loaded.zeros else []
+    return Source(published.model, loaded.params, {}, notes)
+
+
+def load_weights(path: Path, definition: Definition, factors: Factors) -> dict[str, np.ndarray]:
+    """Parameters for a model under a preset, from weights in any form.
+
+    Args:
+        path: as for `read`.
+        definition: the model; its activation, eps and positions are the caller's to match (`read(path).model`).
+        factors: of the preset the parameters are for.
+
+    Returns:
+        One array per parameter of the definition, in its type.
+
+    Raises:
+        WeightsError: the file is of another model; the text names what differs.
+    """
+    return place(read(path), definition, factors)
+
+
+def place(source: Source, definition: Definition, factors: Factors) -> dict[str, np.ndarray]:
+    """`load_weights` of weights already read."""
+    by, params = fold.scales(definition, factors), dict(source.params)
+    if (
+        fold.GAIN in params
+        and fold.GAIN not in definition.abstract
+        and (params[fold.GAIN] == np.float32(by.get(fold.GAIN, 1))).all()
+    ):
+        del params[fold.GAIN]  # the readout's multiplier alone, which this model has as such
+    wanted = {name: leaf.shape for name, leaf in definition.abstract.items()}
+    found = {name: value.shape for name, value in params.items()}
+    differing = [
+        f"{name} is {found.get(name, 'missing')} and the model's {wanted.get(name, 'has none')}"
+        for name in sorted(wanted.keys() | found.keys())
+        if wanted.get(name) != found.get(name)
+    ]
+    if differing:
+        raise WeightsError(f"the weights are of another model: {_some(differing, '; ')}")
+    placed = fold.unfold(params, by)
+    return {name: np.asarray(placed[name], leaf.dtype) for name, leaf in definition.abstract.items()}
+
+
+def _imported(path: Path, record: Mapping[str, Any]) -> Source:
+    if record.get("format") != FORMAT:
+        raise WeightsError(f"{path}: {MODEL} has format {record.get('format')!r:.40}; this version reads {FORMAT}")
+    model, preset = model_from_json(record.get("model", {})), record.get("preset")
+    files = Tensors(path)
+    by = _scales(preset, files)
+    params = {name: fold.times(files.read(name), by[name]) for name in files.shapes}
+    return Source(model, _with_tied_gain(params, by), dict(preset), [])  # pyright: ignore
+
+
+def _run(workdir: Path, recorded: Mapping[str, Any], step: int | None) -> Source:
+    config, facts = from_json(recorded["config"]), recorded.get("data")
+    if step is None:
+        steps = [int(p.name) for p in (workdir / CHECKPOINTS).glob("*") if p.name.isdigit() and p.is_dir()]
+        if not steps:
+            raise WeightsError(f"{workdir}: the run has no checkpoint yet")
+        step = max(steps)
+    if not (workdir / CHECKPOINTS / str(step)).is_dir():
+        raise WeightsError(f"{workdir}: the run has no checkpoint of step {step}")
+    preset, model = preset_for(config.preset, config.model), definition(config.model)
+    factors = resolve(preset, model, preset.optimizers[0])
+    params = _checkpoint(workdir / CHECKPOINTS / str(step), model)
+    folded = fold.fold(params, fold.scales(model, factors))
+    record = preset_record(config.preset, preset, model, factors)
+    return Source(
+        config.model, folded, {**record, "step": step}, [], (config, facts if isinstance(facts, dict) else {})
+    )
+
+
+def _checkpoint(folder: Path, model: Definition) -> dict[str, np.ndarray]:
+    """The parameters of a training state, without the rest of it."""
+    import jax
+    from orbax.checkpoint import v1 as ocp
+
+    try:
+        stored: Any = ocp.metadata(str(folder.absolute())).metadata
+        shapes = {name: leaf.shape for name, leaf in stored["params"].items()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise WeightsError(f"{folder}: not a whole checkpoint: {error}") from error
+    if wrong := [name for name, leaf in model.abstract.items() if shapes.get(name) != leaf.shape]:
+        raise WeightsError(f"{folder}: the checkpoint is of another model than {RECORD}: {_some(wrong)}")
+
+    def wanted(leaf: Any) -> np.ndarray:
+        return np.empty(leaf.shape, leaf.dtype)
+
+    abstract = {
+        part: jax.tree.map(wanted if part == "params" else lambda _: ocp.PLACEHOLDER, tree)
+        for part, tree in stored.items()
+    }
+    return dict(ocp.load(str(folder.absolute()), abstract)["params"])
+
+
+def preset_record(given: PresetConfig, preset: Preset, model: Definition, factors: Factors) -> dict[str, Any]:
+    """What is written beside weights: the preset, its forward factors, and what each weight is taken times to be plain."""
+    return {
+        "described": preset.describe(),
+        "fields": {name: value for name, value in dataclasses.asdict(given).items() if value not in (None, (), False)},
+        "base": dict(preset.base) if preset.base else None,
+        "factors": {kind: _plain(factors.forward[name]) for name, kind in _forward(model, factors).items()},
+        "scales": fold.to_json(fold.scales(model, factors)),
+    }
+
+
+def _forward(model: Definition, factors: Factors) -> dict[str, str]:
+    return {name: declared["kind"] for name, declared in model.factors.items() if name in factors.forward}
+
+
+def _plain(numbers: np.ndarray) -> Any:
+    return float(numbers.flat[0]) if np.ptp(numbers) == 0 else np.asarray(numbers).tolist()
+
+
+def _scales(preset: Any, files: Tensors) -> fold.Scales:
+    """The record's scales, checked: a finite number per tensor, or one for each of its first axis."""
+    given = preset.get("scales") if isinstance(preset, Mapping) else None
+    if not isinstance(given, Mapping):
+        raise WeightsError(f"{files.path}: {MODEL} has no preset.scales")
+    found: fold.Scales = {}
+    for name in [*files.shapes, fold.GAIN]:
+        value = given.get(name, 1.0 if name == fold.GAIN else None)
+        numbers = value if isinstance(value, list) else [value]
+        fits = not isinstance(value, list) or (name in files.shapes and [len(value)] == list(files.shapes[name][:1]))
+        if not fits or not all(type(n) in (int, float) and 0 < abs(n) < 1e30 for n in numbers):
+            raise WeightsError(f"{files.path}: {MODEL} has no usable scale for {name[:60]!a}")
+        found[name] = np.asarray(value, np.float64)
+    return found
+
+
+def _with_tied_gain(params: Params, by: fold.Scales) -> Params:
+    if fold.GAIN in params or by[fold.GAIN] == 1:
+        return params
+    return fold.fold(params, {**dict.fromkeys(params, np.ones(())), fold.GAIN: by[fold.GAIN]})
+
+
+def _some(names: list[str], between: str = ", ") -> str:
+    more = f"{between}and {len(names) - 3} more" if len(names) > 3 else ""
+    return between.join(names[:3]) + more

@@ -1,0 +1,92 @@
+"""Weights as files: in a preset's form with our names, or as `transformers` reads them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from presets import Preset
+from train.config import PresetConfig, preset_for
+from train.factors import resolve
+from train.pretrained import CONFIG, FORMAT, MODEL, Source, WeightsError, place, preset_record
+from train.record import model_to_json
+from zoo import huggingface, weights
+from zoo.build import definition
+from zoo.tensorfile import DType, write_tensors
+
+
+def write_imported(source: Source, given: PresetConfig, out: Path, origin: str) -> Preset:
+    """Write weights in a preset's form: our names in safetensors, and `model.json`.
+
+    Args:
+        source: what `read` found.
+        given: the preset.
+        out: folder, made here.
+        origin: where they came from, for the record.
+
+    Raises:
+        WeightsError: the folder holds something, or the weights do not fit their own model.
+        PresetError, FoldError: the preset cannot be used on this model.
+    """
+    preset, model = preset_for(given, source.model), definition(source.model)
+    factors = resolve(preset, model, preset.optimizers[0])
+    params = place(source, model, factors)
+    record = {
+        "format": FORMAT,
+        "model": model_to_json(source.model),
+        "preset": preset_record(given, preset, model, factors),
+        "from": origin,
+    }
+    _new_folder(out)
+    write_tensors(out, sorted(params.items()), dtype=source.model.compute.param_dtype)
+    (out / MODEL).write_text(json.dumps(record, indent=2) + "\n")
+    return preset
+
+
+def write_huggingface(source: Source, out: Path, dtype: DType, separator: int | None = None) -> dict[str, Any]:
+    """Write weights as `transformers` reads them: config.json and safetensors.
+
+    config.json has a key `mupax` that says which preset the weights come from and what was folded into each.
+
+    Args:
+        source: what `read` found.
+        out: folder, made here.
+        dtype: type of the stored weights.
+        separator: token that ends a text.
+
+    Raises:
+        WeightsError: the folder holds something.
+        ConfigError: no family of theirs computes this model.
+        TensorFileError: the type cannot hold the weights.
+
+    Returns:
+        config.json.
+    """
+    fields = huggingface.to_huggingface(source.model, dtype=dtype, separator=separator)
+    if source.preset:
+        fields["mupax"] = source.preset
+    _new_folder(out)
+    write_tensors(out, weights.to_huggingface(source.model, source.params), dtype=dtype, metadata={"format": "pt"})
+    (out / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
+    return fields
+
+
+def copy_tokenizer(tokenizer: Path, separator: int, out: Path) -> None:
+    """Add a run's tokenizer.json, and what makes `AutoTokenizer` take it; the separator both ends and begins a text."""
+    from tokenizers import Tokenizer
+
+    token = Tokenizer.from_file(str(tokenizer)).id_to_token(separator)
+    shutil.copyfile(tokenizer, out / "tokenizer.json")
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": token, "bos_token": token}
+    (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _new_folder(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise WeightsError(f"--out {out} is not an empty folder; give another one")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WeightsError(f"--out {out}: {error.strerror}; give a folder that can be written") from error

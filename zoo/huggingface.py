@@ -1,0 +1,331 @@
+"""Model configs in the form of Hugging Face's `transformers`: GPT-2, Llama and ViT, both ways.
+
+A decoder with learned positions is a GPT-2, one with rotary positions a Llama. What a family's code cannot compute is
+refused with its reason, in both directions: no weight is taken or given for a model that would be another function.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from zoo.configs import ConfigError, DecoderConfig, ModelConfig, ViTConfig
+
+Family = Literal["gpt2", "llama", "vit"]
+
+ACTIVATIONS = {
+    "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_fast": "gelu",
+    "gelu": "gelu_exact",
+    "gelu_python": "gelu_exact",
+    "relu": "relu",
+}
+"""Their names of activations to ours; gelu_new, gelu_pytorch_tanh and gelu_fast are one function."""
+
+ARCHITECTURES: dict[Family, str] = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "vit": "ViTForImageClassification",
+}
+
+_LARGEST = 2**31 - 1
+_QKV = tuple(f"block.attention.{name}_bias" for name in ("query", "key", "value"))
+_ATTENTION = (*_QKV, "block.attention.out_bias")
+_MLP = tuple(f"block.mlp.{name}_bias" for name in ("up", "gate", "down"))
+
+
+class Published(NamedTuple):
+    """A model as its config.json describes it."""
+
+    family: Family
+    model: ModelConfig
+    zeros: frozenset[str]
+    """Parameters that our model has, the file does not, and that are zero there."""
+
+
+def family_of(model: ModelConfig) -> Family:
+    """The architecture whose files can hold such a model."""
+    if isinstance(model, ViTConfig):
+        return "vit"
+    return "llama" if model.positions == "rotary" else "gpt2"
+
+
+def to_huggingface(model: ModelConfig, *, dtype: str = "float32", separator: int | None = None) -> dict[str, Any]:
+    """config.json of a model.
+
+    Args:
+        model: the model.
+        dtype: type of the stored weights.
+        separator: token that ends a text, where generation stops; None where there is none.
+
+    Raises:
+        ConfigError: the family's code cannot compute this model; the text has every reason.
+    """
+    family = family_of(model)
+    if reasons := _reasons(model, family):
+        raise ConfigError(f"transformers' {family} cannot hold this model: {'; '.join(reasons)}")
+    shared = {"model_type": family, "architectures": [ARCHITECTURES[family]], "dtype": dtype}
+    theirs = next(name for name, ours in ACTIVATIONS.items() if ours == model.activation) if not model.gated else "silu"
+    if isinstance(model, ViTConfig):
+        labels = {str(i): f"LABEL_{i}" for i in range(model.num_classes)}
+        return {
+            **shared,
+            **_sizes(model),
+            "hidden_act": theirs,
+            "layer_norm_eps": model.norm_eps,
+            "image_size": model.image_size,
+            "patch_size": model.patch_size,
+            "num_channels": model.channels,
+            "qkv_bias": True,
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+            "id2label": labels,
+            "label2id": {label: int(i) for i, label in labels.items()},
+        }
+    text = {
+        **shared,
+        "vocab_size": model.vocab_size,
+        "tie_word_embeddings": model.tied,
+        "bos_token_id": separator,
+        "eos_token_id": separator,
+        "pad_token_id": None,
+    }
+    if family == "llama":
+        return {
+            **text,
+            **_sizes(model),
+            "head_dim": model.heads_dim,
+            "num_key_value_heads": model.kv_heads,
+            "hidden_act": theirs,
+            "rms_norm_eps": model.norm_eps,
+            "max_position_embeddings": model.seq_len,
+            "attention_bias": model.bias,
+            "mlp_bias": model.bias,
+            "attention_dropout": 0.0,
+            # The first is read by transformers 5, the second by those before.
+            "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+            "rope_theta": model.rope_theta,
+        }
+    return {
+        **text,
+        "n_embd": model.width,
+        "n_layer": model.depth,
+        "n_head": model.num_heads,
+        "n_inner": model.mlp_dim,
+        "n_positions": model.seq_len,
+        "activation_function": theirs,
+        "layer_norm_epsilon": model.norm_eps,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    }
+
+
+def from_huggingface(fields: Mapping[str, Any]) -> Published:
+    """The model that a config.json describes. Fields left out have the defaults of `transformers`.
+
+    Raises:
+        ConfigError: another architecture, a feature that our models lack, or a value of the wrong kind.
+    """
+    kind = fields.get("model_type")
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
+        raise ConfigError(f"config.json: model_type is {_shown(kind)}; only {', '.join(ARCHITECTURES)} are read")
+    read = _Fields(fields)
+    match kind:
+        case "gpt2":
+            published = _gpt2(read)
+        case "llama":
+            published = _llama(read)
+        case _:
+            published = _vit(read)
+    if reasons := _reasons(published.model, kind):
+        raise ConfigError(f"config.json: {'; '.join(reasons)}")
+    return published
+
+
+def _reasons(model: ModelConfig, family: Family) -> list[str]:
+    """Why the family's code would compute another function; empty where it would not."""
+    found = []
+    if model.centered:
+        found.append("model.centered trains the difference of two networks, and a file holds one")
+    if model.qk_norm:
+        found.append("model.qk_norm normalizes queries and keys, which it does not")
+    if family == "llama":
+        if model.norm != "rmsnorm" or not model.gated:
+            found.append(f"with rotary positions it needs rmsnorm and swiglu, not {model.norm} and {model.activation}")
+        if model.width % model.num_heads:
+            found.append(f"it needs model.width {model.width} to be a multiple of model.num_heads {model.num_heads}")
+        return found
+    if model.norm != "layernorm":
+        found.append("it has LayerNorm, which subtracts the mean, and model.norm is rmsnorm")
+    if model.gated:
+        found.append("its MLP has no gate, and model.activation is swiglu")
+    if model.kv_heads != model.num_heads:
+        found.append(
+            f"it has no grouped queries, and model.num_kv_heads is {model.kv_heads} of {model.num_heads} heads"
+        )
+    if model.num_heads * model.heads_dim != model.width:
+        found.append(
+            f"its heads fill the width, and {model.num_heads} heads of {model.heads_dim} are not {model.width}"
+        )
+    if isinstance(model, ViTConfig) and model.pool != "cls":
+        found.append("it classifies by the CLS token, and model.pool is mean; train with --model.pool cls to export")
+    return found
+
+
+def _sizes(model: ModelConfig) -> dict[str, int]:
+    return {
+        "hidden_size": model.width,
+        "num_hidden_layers": model.depth,
+        "num_attention_heads": model.num_heads,
+        "intermediate_size": model.mlp_dim,
+    }
+
+
+def _gpt2(read: _Fields) -> Published:
+    read.refuse("scale_attn_weights", True, "attention logits without head_dim^-1/2")
+    read.refuse("scale_attn_by_inverse_layer_idx", False, "attention logits divided by the layer's number")
+    read.refuse("add_cross_attention", False, "attention to an encoder")
+    width = read.whole("n_embd", 768)
+    model = DecoderConfig(
+        width=width,
+        depth=read.whole("n_layer", 12),
+        num_heads=read.whole("n_head", 12),
+        mlp_ratio=read.whole("n_inner", 4 * width) / width,
+        activation=read.activation("activation_function", "gelu_new"),
+        norm_eps=read.number("layer_norm_epsilon", 1e-5),
+        vocab_size=read.whole("vocab_size", 50257),
+        seq_len=read.whole("n_positions", 1024),
+        tied=read.flag("tie_word_embeddings", True),
+    )
+    return Published("gpt2", model, frozenset())
+
+
+def _llama(read: _Fields) -> Published:
+    if read.text("hidden_act", "silu") not in ("silu", "swish"):
+        raise ConfigError(f"config.json: hidden_act is {_shown(read.fields['hidden_act'])}, and our gated MLP has silu")
+    width, heads = read.whole("hidden_size", 4096), read.whole("num_attention_heads", 32)
+    head_dim, kv_heads = read.whole("head_dim", max(1, width // heads)), read.whole("num_key_value_heads", heads)
+    attention, mlp = read.flag("attention_bias", False), read.flag("mlp_bias", False)
+    model = DecoderConfig(
+        width=width,
+        depth=read.whole("num_hidden_layers", 32),
+        num_heads=heads,
+        head_dim=None if heads * head_dim == width else head_dim,
+        num_kv_heads=None if kv_heads == heads else kv_heads,
+        mlp_ratio=read.whole("intermediate_size", 11008) / width,
+        activation="swiglu",
+        norm="rmsnorm",
+        norm_eps=read.number("rms_norm_eps", 1e-6),
+        bias=attention or mlp,
+        positions="rotary",
+        rope_theta=_rope_theta(read),
+        vocab_size=read.whole("vocab_size", 32000),
+        seq_len=read.whole("max_position_embeddings", 2048),
+        tied=read.flag("tie_word_embeddings", False),
+    )
+    zeros = () if attention == mlp else _MLP if attention else _ATTENTION
+    return Published("llama", model, frozenset(zeros))
+
+
+def _vit(read: _Fields) -> Published:
+    width = read.whole("hidden_size", 768)
+    labels = read.fields.get("id2label")
+    classes = len(labels) if isinstance(labels, dict) and labels else read.whole("num_labels", 2)
+    model = ViTConfig(
+        width=width,
+        depth=read.whole("num_hidden_layers", 12),
+        num_heads=read.whole("num_attention_heads", 12),
+        mlp_ratio=read.whole("intermediate_size", 3072) / width,
+        activation=read.activation("hidden_act", "gelu"),
+        norm_eps=read.number("layer_norm_eps", 1e-12),
+        image_size=read.side("image_size", 224),
+        patch_size=read.side("patch_size", 16),
+        channels=read.whole("num_channels", 3),
+        num_classes=classes,
+        pool="cls",
+    )
+    return Published("vit", model, frozenset() if read.flag("qkv_bias", True) else frozenset(_QKV))
+
+
+def _rope_theta(read: _Fields) -> float:
+    """The base of rotary positions; other kinds than the plain one are refused."""
+    given = read.fields.get("rope_parameters")
+    for rope in (given, read.fields.get("rope_scaling")):
+        if rope is None:
+            continue
+        if not isinstance(rope, dict):
+            raise ConfigError(f"config.json: rotary parameters are {_shown(rope)}, not an object")
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            raise ConfigError(
+                f"config.json: rotary positions of type {_shown(kind)} change the frequencies with the context; "
+                "our models have the plain ones (type default) only"
+            )
+        if rope.get("partial_rotary_factor", 1) != 1:
+            raise ConfigError("config.json: partial_rotary_factor turns only a part of each head; ours turn all of it")
+    if read.fields.get("partial_rotary_factor", 1) != 1:
+        raise ConfigError("config.json: partial_rotary_factor turns only a part of each head; ours turn all of it")
+    holder = read if given is None or "rope_theta" not in given else _Fields(given)
+    return holder.number("rope_theta", 10_000.0)
+
+
+class _Fields:
+    """Fields of a config, each of the kind it must be."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self.fields = fields
+
+    def whole(self, name: str, default: int) -> int:
+        value = self._given(name, default)
+        if type(value) is not int or not 1 <= value <= _LARGEST:
+            raise ConfigError(f"config.json: {name} is {_shown(value)}, not a whole number from 1 to {_LARGEST}")
+        return value
+
+    def side(self, name: str, default: int) -> int:
+        """The side of a square, given as one number or as two equal ones."""
+        value = self._given(name, default)
+        if isinstance(value, list):
+            if len(value) != 2 or value[0] != value[1]:
+                raise ConfigError(f"config.json: {name} is {_shown(value)}; our images and patches are square")
+            return _Fields({name: value[0]}).whole(name, default)
+        return self.whole(name, default)
+
+    def number(self, name: str, default: float) -> float:
+        value = self._given(name, default)
+        if type(value) not in (int, float) or not 0 < value < math.inf or value > 1e30:
+            raise ConfigError(f"config.json: {name} is {_shown(value)}, not a number above 0")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._given(name, default)
+        if type(value) is not bool:
+            raise ConfigError(f"config.json: {name} is {_shown(value)}, not true or false")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        value = self._given(name, default)
+        if not isinstance(value, str):
+            raise ConfigError(f"config.json: {name} is {_shown(value)}, not a text")
+        return value
+
+    def activation(self, name: str, default: str) -> Any:
+        value = self.text(name, default)
+        if value not in ACTIVATIONS:
+            raise ConfigError(f"config.json: {name} is {_shown(value)}; ours are {', '.join(ACTIVATIONS)}")
+        return ACTIVATIONS[value]
+
+    def refuse(self, name: str, plain: bool, what: str) -> None:
+        if self.flag(name, plain) is not plain:
+            raise ConfigError(f"config.json: {name} is {not plain}: {what}, which our models do not have")
+
+    def _given(self, name: str, default: Any) -> Any:
+        value = self.fields.get(name)
+        return default if value is None else value
+
+
+def _shown(value: Any) -> str:
+    text = ascii(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,228 @@
+"""Safetensors files and JSON of strangers: read without executing anything, and checked before a byte of data is used.
+
+A model is one file, or several with an index `model.safetensors.index.json` that says which file holds which tensor.
+The `safetensors` library checks each file (header length, offsets that overlap, leave holes or disagree with shapes);
+what it does not know is checked here: types, empty tensors, and names in an index that point outside its folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+DType = Literal["float32", "bfloat16", "float16"]
+READABLE = ("F32", "BF16", "F16")
+"""Stored types that are weights; whole numbers and 8-bit floats are quantized and mean nothing without their scales."""
+
+SHARD_BYTES = 5 * 10**9
+"""Data of one file at most, unless a single tensor is larger."""
+
+_JSON_BYTES = 64 * 2**20
+
+
+class TensorFileError(ValueError):
+    """A file that holds no usable weights. The text says which, and what is wrong with it."""
+
+
+class Tensors:
+    """Tensors of a file or folder, read one at a time.
+
+    Args:
+        path: a .safetensors file, an index, or a folder that holds either.
+
+    Attributes:
+        path: as given.
+        shapes: tensor name to shape, of every tensor, before any is read.
+
+    Raises:
+        TensorFileError: nothing there, a file that is not safetensors, or an index that does not fit its files.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._files: dict[str, Any] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        file = _found(path)
+        if file.name.endswith(".json"):
+            self._open_indexed(file)
+        else:
+            opened = _opened(file)
+            for name in opened.keys():  # noqa: SIM118  (not a dictionary)
+                self._add(name, opened, file.name)
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor as float32.
+
+        Raises:
+            TensorFileError: the file changed since it was opened.
+        """
+        try:
+            return np.asarray(self._files[name].get_tensor(name)).astype(np.float32)
+        except (SafetensorError, ValueError, OSError) as error:
+            raise TensorFileError(f"{self.path}: cannot read the tensor {name}: {error}") from error
+
+    def _open_indexed(self, index: Path) -> None:
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise TensorFileError(f"{index}: no weight_map from tensor names to files")
+        opened: dict[str, Any] = {}
+        held: dict[str, set[str]] = {}
+        for name, file in weight_map.items():
+            if not _plain(file):
+                raise TensorFileError(
+                    f"{index}: {_short(name)} is said to be in {_short(file)}; an index may only name "
+                    ".safetensors files of its own folder"
+                )
+            if file not in opened:
+                opened[file] = _opened(index.parent / file)
+                held[file] = set(opened[file].keys())
+            if name not in held[file]:
+                raise TensorFileError(f"{index}: {_short(name)} is said to be in {file}, which does not hold it")
+            self._add(name, opened[file], file)
+
+    def _add(self, name: str, opened: Any, file: str) -> None:
+        stored = opened.get_slice(name)
+        dtype, shape = stored.get_dtype(), tuple(stored.get_shape())
+        if dtype not in READABLE:
+            raise TensorFileError(
+                f"{file}: the tensor {_short(name)} is {dtype}; only {', '.join(READABLE)} are read "
+                "(save a quantized model in floating point first)"
+            )
+        if not all(shape):
+            raise TensorFileError(f"{file}: the tensor {_short(name)} of shape {shape} is empty")
+        self.shapes[name], self._files[name] = shape, opened
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        TensorFileError: no such file, too large, or not an object.
+    """
+    try:
+        if not path.is_file():
+            raise TensorFileError(f"{path}: no such file")
+        if path.stat().st_size > _JSON_BYTES:
+            raise TensorFileError(f"{path}: larger than {_JSON_BYTES // 2**20} MiB, which no JSON of a model is")
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise TensorFileError(f"{path}: {error.strerror}") from error
+    except RecursionError as error:
+        raise TensorFileError(f"{path}: not JSON that can be read: nested too deep") from error
+    except TensorFileError:
+        raise
+    except ValueError as error:  # not JSON, not UTF-8, or a number of thousands of digits
+        raise TensorFileError(f"{path}: not JSON: {_short(str(error))}") from error
+    if not isinstance(value, dict):
+        raise TensorFileError(f"{path}: not a JSON object")
+    return value
+
+
+def write_tensors(
+    folder: Path,
+    arrays: Iterable[tuple[str, np.ndarray]],
+    *,
+    dtype: DType = "float32",
+    metadata: Mapping[str, str] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> list[Path]:
+    """Write tensors into `model.safetensors`, or into several files and their index where they are large.
+
+    Args:
+        folder: exists, and holds no weights.
+        arrays: name and value, taken one by one: at most one file's worth is held.
+        dtype: stored type.
+        metadata: texts for every file's header.
+        shard_bytes: data of one file at most.
+
+    Returns:
+        The files of tensors, in order.
+
+    Raises:
+        TensorFileError: a value that the type cannot hold.
+    """
+    stored = jnp.dtype(dtype)
+    parts: list[Path] = []
+    where: dict[str, int] = {}
+    waiting: dict[str, np.ndarray] = {}
+    total = 0
+
+    def flush() -> None:
+        part = folder / f".part-{len(parts):05d}.safetensors"
+        save_file(waiting, part, metadata=dict(metadata or {}))
+        where.update(dict.fromkeys(waiting, len(parts)))
+        parts.append(part)
+        waiting.clear()
+
+    for name, array in arrays:
+        with np.errstate(over="ignore"):
+            value = np.ascontiguousarray(array, dtype=stored)
+        if not np.isfinite(value).all() and np.isfinite(array).all():
+            raise TensorFileError(f"{name} has values that {dtype} cannot hold; write float32 or bfloat16")
+        if waiting and sum(held.nbytes for held in waiting.values()) + value.nbytes > shard_bytes:
+            flush()
+        waiting[name] = value
+        total += value.nbytes
+    flush()
+    names = [f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts))]
+    names = [SINGLE] if len(parts) == 1 else names
+    for part, name in zip(parts, names, strict=True):
+        part.replace(folder / name)
+    if len(parts) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": {name: names[i] for name, i in where.items()}}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return [folder / name for name in names]
+
+
+def _found(path: Path) -> Path:
+    """The file to open for a path: itself, or what a folder holds."""
+    if path.is_file() and path.name.endswith((".safetensors", ".safetensors.index.json")):
+        return path
+    if path.is_dir():
+        for name in (SINGLE, INDEX):
+            if (path / name).is_file():
+                return path / name
+        others = sorted(path.glob("*.bin")) + sorted(path.glob("*.pt")) + sorted(path.glob("*.pth"))
+        if others:
+            raise TensorFileError(
+                f"{path}: {others[0].name} is a pickle, which can run any code when it is opened; only safetensors is read. "
+                "Most repositories offer it too; otherwise save the model again with `model.save_pretrained(FOLDER)`"
+            )
+        raise TensorFileError(f"{path}: holds neither {SINGLE} nor {INDEX}")
+    raise TensorFileError(f"{path}: no such file or folder of safetensors")
+
+
+def _opened(file: Path) -> Any:
+    if not file.is_file():
+        raise TensorFileError(f"{file}: no such file")
+    try:
+        return safe_open(file, framework="np")
+    except (SafetensorError, ValueError, OSError) as error:
+        raise TensorFileError(f"{file}: not a whole safetensors file: {_short(str(error))}") from error
+
+
+def _plain(name: Any) -> bool:
+    """Whether it is the bare name of a safetensors file, in any system's spelling."""
+    return (
+        isinstance(name, str)
+        and name.isprintable()
+        and name.endswith(".safetensors")
+        and not name.startswith(".")
+        and not set(name) & set('/\\:*?"<>|')
+    )
+
+
+def _short(value: Any) -> str:
+    """What a stranger wrote, cut and without characters that would act on a terminal."""
+    text = value if isinstance(value, str) and value.isprintable() else ascii(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

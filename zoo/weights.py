@@ -1,0 +1,343 @@
+"""Weights in the layout of Hugging Face's `transformers`: names and tensors of GPT-2, Llama and ViT, both ways.
+
+Ours are stacked over layers and keep heads apart; theirs are one matrix per layer, [out, in] but for GPT-2's, which are
+[in, out] with query, key and value side by side. Names on disk have the prefix of the model with its head; files of
+the bare model, without it, are read too. Only names and tensors here: multipliers are folded by whoever calls.
+
+D width, H heads, K key heads, N head dimension, F MLP hidden, V vocabulary, T positions, P patch size, C channels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from zoo.configs import DecoderConfig, ModelConfig, ViTConfig
+from zoo.huggingface import Family, Published, family_of
+from zoo.tensorfile import TensorFileError, Tensors
+
+Layout = Literal["same", "linear", "conv1d", "flat", "led", "conv2d"]
+"""How a tensor of theirs lies: as ours; [out, in]; [in, out]; one axis; with axes of size 1 in front; [D, C, P, P]."""
+
+Params = dict[str, np.ndarray]
+
+PREFIX: dict[Family, str] = {"gpt2": "transformer.", "llama": "model.", "vit": "vit."}
+
+HEADS = ("lm_head.weight", "classifier.weight", "classifier.bias")
+"""Tensors outside the prefix."""
+
+WITHOUT_MEANING = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", "embeddings.mask_token")
+"""Ends of names that files of older versions hold beside the weights: masks, tables, the token of another training task."""
+
+_LARGEST_ZEROS = 2**28
+
+POOLER = "pooler."
+"""A layer after the bare ViT that no classifier reads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One tensor of theirs (per layer, where its name has {i}) and the parameters of ours that it holds side by side."""
+
+    name: str
+    ours: tuple[str, ...]
+    layout: Layout
+
+    @property
+    def stacked(self) -> bool:
+        return "{i}" in self.name
+
+
+class Loaded(NamedTuple):
+    """Parameters read from a file, float32, and what was not read."""
+
+    params: Params
+    dropped: list[str]
+    """Tensors of the file that no model here has, and that change no output."""
+    zeros: list[str]
+    """Parameters that are zero because the file does not hold them."""
+
+
+def tensors(model: ModelConfig) -> list[Tensor]:
+    """Every tensor of a model's file, without the prefix."""
+    match family_of(model):
+        case "gpt2":
+            return _gpt2(model)
+        case "llama":
+            return _llama(model)
+        case _:
+            return _vit(model)
+
+
+def to_huggingface(model: ModelConfig, params: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+    """Names and tensors of a file, one by one.
+
+    Args:
+        model: the model, which `zoo.huggingface.to_huggingface` can say.
+        params: our parameters as the plain network has them, multipliers folded. Gains and biases that the model
+            does not have are written as ones and zeros, which is the same function.
+    """
+    prefix, shapes = PREFIX[family_of(model)], our_shapes(model)
+    for tensor in tensors(model):
+        for i in range(model.depth if tensor.stacked else 1):
+            parts = []
+            for ours in tensor.ours:
+                if ours in params:
+                    value = params[ours][i] if tensor.stacked else params[ours]
+                else:
+                    value = np.full(shapes[ours], ours.endswith("gain"), np.float32)
+                parts.append(_theirs(value, tensor, ours, model))
+            name = tensor.name.format(i=i)
+            yield (name if name in HEADS else prefix + name), np.concatenate(parts, -1) if len(parts) > 1 else parts[0]
+
+
+def from_huggingface(files: Tensors, published: Published) -> Loaded:
+    """Our parameters from a file of theirs.
+
+    Raises:
+        TensorFileError: a tensor that is missing, has another shape, or that this architecture does not have.
+    """
+    model, family = published.model, published.family
+    found = _without_prefix(files, PREFIX[family])
+    # Before any loop over layers: a config may claim millions of them.
+    if model.depth > len(found):
+        raise TensorFileError(f"{files.path}: {len(found)} tensors cannot be the {model.depth} layers of config.json")
+    shapes, zeros = our_shapes(model), set(published.zeros)
+    if family == "vit" and not any(name.startswith("classifier.") for name in found):
+        zeros |= {"readout", "readout_bias"}
+        if math.prod(shapes["readout"]) > _LARGEST_ZEROS:
+            raise TensorFileError(f"{files.path}: no classifier, and {model.num_classes} classes are too many to add")  # pyright: ignore
+    used: set[str] = set()
+    for tensor in tensors(model):  # every shape before any array is made
+        if not zeros >= set(tensor.ours):
+            names = {tensor.name.format(i=i) for i in range(model.depth if tensor.stacked else 1)}
+            for name in sorted(names):
+                _check(files, found, name, _their_shape(tensor, shapes, model))
+            used |= names
+    params: Params = {}
+    for tensor in tensors(model):
+        make = np.zeros if zeros >= set(tensor.ours) else np.empty
+        params |= {ours: make(_stacked(shapes[ours], tensor, model), np.float32) for ours in tensor.ours}
+        if make is np.zeros:
+            continue
+        for i in range(model.depth if tensor.stacked else 1):
+            value = files.read(found[tensor.name.format(i=i)])
+            _place(value, tensor, shapes, params, i if tensor.stacked else None)
+    if not (isinstance(model, DecoderConfig) and model.positions == "rotary"):
+        params.pop("block.attention.key_bias", None)  # softmax does not see it: exactly the same function
+    left = sorted(set(found) - used)
+    dropped = [name for name in left if name.endswith(WITHOUT_MEANING) or name.startswith(POOLER)]
+    if "lm_head.weight" in left and isinstance(model, DecoderConfig) and model.tied:
+        _check_tied(files, found["lm_head.weight"], params["token"])
+        dropped.append("lm_head.weight")
+    if unknown := sorted(set(left) - set(dropped)):
+        raise TensorFileError(
+            f"{files.path}: {len(unknown)} tensors that a {family} of this config does not have, such as "
+            f"{', '.join(ascii(name)[1:-1][:60] for name in unknown[:3])}; the model is another than config.json says"
+        )
+    return Loaded(params, dropped, sorted(zeros & set(params)))
+
+
+def our_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every parameter a file can hold, of one layer for those in the stack."""
+    D, H, K, N, F = model.width, model.num_heads, model.kv_heads, model.heads_dim, model.mlp_dim
+    attention = {
+        "query": (D, H, N),
+        "key": (D, K, N),
+        "value": (D, K, N),
+        "out": (H, N, D),
+        "query_bias": (H, N),
+        "key_bias": (K, N),
+        "value_bias": (K, N),
+        "out_bias": (D,),
+    }
+    mlp = {"up": (D, F), "gate": (D, F), "down": (F, D), "up_bias": (F,), "gate_bias": (F,), "down_bias": (D,)}
+    norms = [
+        f"{norm}.{part}" for norm in ("block.attention_norm", "block.mlp_norm", "norm") for part in ("gain", "bias")
+    ]
+    sizes = model.sizes()
+    shared = {
+        **{f"block.attention.{name}": shape for name, shape in attention.items()},
+        **{f"block.mlp.{name}": shape for name, shape in mlp.items()},
+        **dict.fromkeys(norms, (D,)),
+        "position": (sizes["position"], D),
+    }
+    if isinstance(model, ViTConfig):
+        read_in = {"patch": (sizes["patch"], D), "patch_bias": (D,), "cls": (D,)}
+        return {**shared, **read_in, "readout": (D, model.num_classes), "readout_bias": (model.num_classes,)}
+    return {**shared, "token": (model.vocab_size, D), "readout": (D, model.vocab_size)}
+
+
+def _gpt2(model: ModelConfig) -> list[Tensor]:
+    qkv = tuple(f"block.attention.{name}" for name in ("query", "key", "value"))
+    block = "h.{i}."
+    found = [
+        Tensor("wte.weight", ("token",), "same"),
+        Tensor("wpe.weight", ("position",), "same"),
+        *_norm(block + "ln_1", "block.attention_norm"),
+        Tensor(block + "attn.c_attn.weight", qkv, "conv1d"),
+        Tensor(block + "attn.c_attn.bias", tuple(f"{name}_bias" for name in qkv), "flat"),
+        *_matrix(block + "attn.c_proj", "block.attention.out", "conv1d"),
+        *_norm(block + "ln_2", "block.mlp_norm"),
+        *_matrix(block + "mlp.c_fc", "block.mlp.up", "conv1d"),
+        *_matrix(block + "mlp.c_proj", "block.mlp.down", "conv1d"),
+        *_norm("ln_f", "norm"),
+    ]
+    return [*found, *_lm_head(model)]
+
+
+def _llama(model: ModelConfig) -> list[Tensor]:
+    block, attention, mlp = "layers.{i}.", "block.attention.", "block.mlp."
+    matrices = {
+        "self_attn.q_proj": f"{attention}query",
+        "self_attn.k_proj": f"{attention}key",
+        "self_attn.v_proj": f"{attention}value",
+        "self_attn.o_proj": f"{attention}out",
+        "mlp.gate_proj": f"{mlp}gate",
+        "mlp.up_proj": f"{mlp}up",
+        "mlp.down_proj": f"{mlp}down",
+    }
+    return [
+        Tensor("embed_tokens.weight", ("token",), "same"),
+        *[
+            tensor
+            for theirs, ours in matrices.items()
+            for tensor in _matrix(block + theirs, ours, "linear")[: 1 + model.bias]
+        ],
+        Tensor(block + "input_layernorm.weight", ("block.attention_norm.gain",), "flat"),
+        Tensor(block + "post_attention_layernorm.weight", ("block.mlp_norm.gain",), "flat"),
+        Tensor("norm.weight", ("norm.gain",), "flat"),
+        *_lm_head(model),
+    ]
+
+
+def _vit(model: ModelConfig) -> list[Tensor]:
+    block, attention = "encoder.layer.{i}.", "block.attention."
+    return [
+        Tensor("embeddings.cls_token", ("cls",), "led"),
+        Tensor("embeddings.position_embeddings", ("position",), "led"),
+        Tensor("embeddings.patch_embeddings.projection.weight", ("patch",), "conv2d"),
+        Tensor("embeddings.patch_embeddings.projection.bias", ("patch_bias",), "flat"),
+        *_norm(block + "layernorm_before", "block.attention_norm"),
+        *_matrix(block + "attention.attention.query", f"{attention}query", "linear"),
+        *_matrix(block + "attention.attention.key", f"{attention}key", "linear"),
+        *_matrix(block + "attention.attention.value", f"{attention}value", "linear"),
+        *_matrix(block + "attention.output.dense", f"{attention}out", "linear"),
+        *_norm(block + "layernorm_after", "block.mlp_norm"),
+        *_matrix(block + "intermediate.dense", "block.mlp.up", "linear"),
+        *_matrix(block + "output.dense", "block.mlp.down", "linear"),
+        *_norm("layernorm", "norm"),
+        *_matrix("classifier", "readout", "linear"),
+    ]
+
+
+def _norm(theirs: str, ours: str) -> list[Tensor]:
+    return [Tensor(f"{theirs}.weight", (f"{ours}.gain",), "flat"), Tensor(f"{theirs}.bias", (f"{ours}.bias",), "flat")]
+
+
+def _matrix(theirs: str, ours: str, layout: Layout) -> list[Tensor]:
+    return [Tensor(f"{theirs}.weight", (ours,), layout), Tensor(f"{theirs}.bias", (f"{ours}_bias",), "flat")]
+
+
+def _lm_head(model: ModelConfig) -> list[Tensor]:
+    tied = isinstance(model, DecoderConfig) and model.tied
+    return [] if tied else [Tensor("lm_head.weight", ("readout",), "linear")]
+
+
+def _theirs(value: np.ndarray, tensor: Tensor, ours: str, model: ModelConfig) -> np.ndarray:
+    """One parameter (of one layer) of ours as they have it."""
+    match tensor.layout:
+        case "linear" | "conv1d":
+            matrix = value.reshape(_in_out(value.shape, ours))
+            return matrix.T if tensor.layout == "linear" else matrix
+        case "flat":
+            return value.reshape(-1)
+        case "led":
+            return value.reshape((1,) * (3 - value.ndim) + value.shape)
+        case "conv2d":
+            assert isinstance(model, ViTConfig)
+            side = model.patch_size
+            return value.reshape(side, side, model.channels, -1).transpose(3, 2, 0, 1)
+    return value
+
+
+def _their_shape(tensor: Tensor, shapes: Mapping[str, tuple[int, ...]], model: ModelConfig) -> tuple[int, ...]:
+    """Shape of a tensor of theirs, with nothing of that size made."""
+    shape = shapes[tensor.ours[0]]
+    match tensor.layout:
+        case "linear" | "conv1d":
+            rows = _in_out(shape, tensor.ours[0])[0]
+            columns = sum(_in_out(shapes[ours], ours)[1] for ours in tensor.ours)
+            return (columns, rows) if tensor.layout == "linear" else (rows, columns)
+        case "flat":
+            return (sum(math.prod(shapes[ours]) for ours in tensor.ours),)
+        case "led":
+            return (1,) * (3 - len(shape)) + shape
+        case "conv2d":
+            assert isinstance(model, ViTConfig)
+            return (model.width, model.channels, model.patch_size, model.patch_size)
+    return shape
+
+
+def _place(
+    value: np.ndarray,
+    tensor: Tensor,
+    shapes: Mapping[str, tuple[int, ...]],
+    params: Params,
+    layer: int | None,
+) -> None:
+    """The inverse of `_theirs`: into the parameters that the tensor holds side by side."""
+    if tensor.layout == "linear":
+        value = value.T
+    elif tensor.layout == "conv2d":
+        value = value.transpose(2, 3, 1, 0)
+    start = 0
+    for ours in tensor.ours:
+        target, size = params[ours] if layer is None else params[ours][layer], value.shape[-1]
+        if len(tensor.ours) > 1:
+            size = math.prod(shapes[ours]) // (value.shape[0] if value.ndim > 1 else 1)
+        target[...] = value[..., start : start + size].reshape(shapes[ours])
+        start += size
+
+
+def _in_out(shape: tuple[int, ...], ours: str) -> tuple[int, int]:
+    """A parameter's shape as a matrix [in, out]: only attention's output sums over two axes, heads and head_dim."""
+    inputs = 2 if ours == "block.attention.out" else 1
+    return math.prod(shape[:inputs]), math.prod(shape[inputs:])
+
+
+def _stacked(shape: tuple[int, ...], tensor: Tensor, model: ModelConfig) -> tuple[int, ...]:
+    return (model.depth, *shape) if tensor.stacked else shape
+
+
+def _without_prefix(files: Tensors, prefix: str) -> dict[str, str]:
+    """Name without the prefix to name in the file."""
+    found: dict[str, str] = {}
+    for name in files.shapes:
+        short = name.removeprefix(prefix)
+        if short in found:
+            raise TensorFileError(
+                f"{files.path}: holds both {found[short][:60]!a} and {name[:60]!a}, which are one tensor"
+            )
+        found[short] = name
+    return found
+
+
+def _check(files: Tensors, found: Mapping[str, str], name: str, shape: tuple[int, ...]) -> None:
+    if name not in found:
+        raise TensorFileError(f"{files.path}: the tensor {name} {shape} is missing")
+    if files.shapes[found[name]] != shape:
+        there = files.shapes[found[name]]
+        raise TensorFileError(f"{files.path}: the tensor {name} has shape {there}; by config.json it would be {shape}")
+
+
+def _check_tied(files: Tensors, name: str, token: np.ndarray) -> None:
+    if files.shapes[name] != token.shape or not np.array_equal(files.read(name), token):
+        raise TensorFileError(
+            f"{files.path}: config.json says that the readout is the embedding (tie_word_embeddings), and "
+            "lm_head.weight differs from it; write tie_word_embeddings false to read it as its own matrix"
+        )
