@@ -36,7 +36,7 @@ class PresetConfig:
     base: str | None = None
     """Model whose sizes the factors are relative to; None is the absolute form (base 1)."""
     form: Literal["plain", "readout-multiplier", "mean-field", "table-9"] | None = None
-    """Where multipliers sit. Changes numbers, never training."""
+    """Where multipliers sit. Changes numbers, never training, but for clip_norm, which sees gradients as the form has them."""
     alpha_a: float | None = None
     """Attention logits scale as head_dim^-alpha_a, in [1/2, 1]."""
     alpha_l: float | None = None

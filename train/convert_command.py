@@ -71,5 +71,9 @@ def main(argv: Sequence[str]) -> int:
     with Checkpoints(args.out.absolute(), before.checkpoint.keep) as checkpoints:
         checkpoints.save(step, moved, recorded["data"])
     print(f"step {step} of {args.workdir} ({one.preset.describe()}) is in {args.out} as {args.form}")
+    if before.optimizer.clip_norm is not None:
+        print(
+            "note: the run clips gradients by their norm, and that is another in this form; where it clips, training differs"
+        )
     print(f"continue with the run's flags and --preset.form {args.form} --workdir {args.out} --resume")
     return 0
