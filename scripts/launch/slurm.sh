@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Train on a SLURM cluster: one process per node, which drives all GPUs of its node.
+#
+#   scripts/launch/slurm.sh --nodes 4 --gpus 8 [--time 24:00:00] [--partition NAME] [--dry-run] -- RECIPE [--FLAG VALUE ...]
+#
+# To be run in the checkout, which all nodes must see, as they must see --workdir. The job is told to stop two minutes before
+# its time is over, saves, and goes on where it was when it is submitted again (--resume is added).
+set -euo pipefail
+
+usage() { sed -n '2,6s/^# \{0,1\}//p' "$0" >&2; echo "error: $1" >&2; exit 2; }
+
+nodes='' gpus='' time=24:00:00 partition='' dry_run=''
+while (($#)); do
+    case $1 in
+        --nodes | --gpus | --time | --partition)
+            (($# > 1)) || usage "$1 needs a value after it"
+            declare "${1#--}=$2"
+            shift 2 ;;
+        --dry-run) dry_run=yes; shift ;;
+        --) shift; break ;;
+        *) usage "no option is named $1; the recipe and its flags come after --" ;;
+    esac
+done
+[[ $nodes ]] || usage "--nodes is missing"
+[[ $gpus ]] || usage "--gpus (of each node, 0 for none) is missing"
+(($#)) || usage "the recipe is missing; write it after --"
+
+job() {
+    echo '#!/usr/bin/env bash'
+    printf '#SBATCH --%s\n' "job-name=mupax-$1" "nodes=$nodes" ntasks-per-node=1 exclusive "time=$time" \
+        signal=TERM@120 open-mode=append 'output=%x-%j.log'
+    ((gpus == 0)) || echo "#SBATCH --gpus-per-node=$gpus"
+    [[ ! $partition ]] || echo "#SBATCH --partition=$partition"
+    # One process that fails takes the others with it, whatever kept it from telling them.
+    printf 'srun --kill-on-bad-exit=1'
+    printf ' %q' .venv/bin/python -u -m train "$@" --resume
+    echo
+}
+
+if [[ $dry_run ]]; then
+    job "$@"
+else
+    job "$@" | sbatch
+fi
