@@ -35,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
         "--slices", type=int, default=1, metavar="N", help="so many of them, joined by the slow network (1)"
     )
     made.add_argument("--json", type=Path, metavar="PATH", help="write the report as JSON")
+    made.add_argument("--hlo", type=Path, metavar="PATH", help="write the optimized program as text")
     made.add_argument(
         "--search", action="store_true", help="try meshes, remat policies and microbatches, and print the best that fit"
     )
@@ -83,11 +84,10 @@ def run(args: argparse.Namespace, config: Config) -> int:
     else:
         from train.compiled import compile_for
 
-        found = {
-            "topology": args.topology,
-            "slices": args.slices,
-            **compile_for(config, args.topology, args.slices).report(),
-        }
+        compiled = compile_for(config, args.topology, args.slices)
+        found = {"topology": args.topology, "slices": args.slices, **compiled.report()}
+        if args.hlo is not None:
+            args.hlo.write_text(compiled.text)
         for table in tables(found, where):
             console.print(table)
             console.print()
@@ -130,6 +130,8 @@ def tables(report: dict[str, Any], where: str) -> list[Table]:
             + ")",
             "MFU": f"at most {roofline['mfu']:.1%}",
         }
+    for number, problem in enumerate(report["problems"], 1):
+        rows[f"problem {number}"] = problem
     rows["compiled in"] = f"{report['compile_seconds']} s"
     for name, value in rows.items():
         summary.add_row(name, value)

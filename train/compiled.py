@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 import tempfile
 import time
@@ -14,12 +13,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from train import buffers, collectives, hlo, memory_model, topology
+from train import audit, buffers, collectives, hlo, memory_model, topology
 from train.chips import Chip, Roofline
 from train.config import Config
 from train.program import Program, assemble
-from train.traced_flops import matmul_flops
+from train.traced_flops import causal_share, matmul_flops
 from zoo import flops
+from zoo.attend import BLOCKS
 from zoo.configs import DecoderConfig
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -47,6 +47,10 @@ class Compiled:
     module: hlo.Module | None
     """None where the program does not fit."""
     temporaries: buffers.Temporaries | None
+    text: str
+    """The optimized program as HLO text; empty where it does not fit."""
+    state_shardings: Any
+    """How the program takes its state; None where it does not fit."""
 
     @property
     def fits(self) -> bool:
@@ -64,6 +68,10 @@ class Compiled:
     def collectives(self) -> list[collectives.Collective]:
         """Every collective of a step."""
         return [] if self.module is None else collectives.collectives(self.module, dict(self.program.mesh.shape))
+
+    def problems(self) -> list[str]:
+        """What the program does that it should not (see `train.audit`)."""
+        return [] if self.module is None else audit.problems(self.program, self.collectives(), self.state_shardings)
 
     def roofline(self) -> Roofline | None:
         """Least time of a step; None where the program does not fit."""
@@ -111,6 +119,7 @@ class Compiled:
             "estimated_cycles": self.module.cycles if self.module else None,
             "loops_of_unknown_length": self.module.unknown_loops if self.module else None,
             "collectives": collectives.table(self.collectives()),
+            "problems": self.problems(),
             "roofline": None
             if roofline is None
             else {
@@ -140,21 +149,25 @@ def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
     chip = topology.chip_of(name)
     program = assemble(config, topology.devices(name, slices))
     traced = program.trace_train()
-    counted = matmul_flops(traced.jaxpr)
+    model = config.model
+    causal = causal_share(model.seq_len, BLOCKS[0]) if isinstance(model, DecoderConfig) else 1.0
+    counted = matmul_flops(traced.jaxpr, causal)
     lowered = traced.lower()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         try:
             with topology.quiet():
-                executable = lowered.compile(compiler_options=buffers.dump_options(Path(folder)))
+                options = program.compiler_options() | buffers.dump_options(Path(folder))
+                executable = lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
             used = _USED.search(str(error))
             if used is None:
                 raise
             need, limit = (int(float(used[i]) * _UNITS[used[i + 1]]) for i in (1, 3))
-            return Compiled(program, chip, time.monotonic() - began, need, limit, {}, counted, None, None)
+            return Compiled(program, chip, time.monotonic() - began, need, limit, {}, counted, None, None, "", None)
         took = time.monotonic() - began
-        module = hlo.parse(executable.as_text() or "")
+        text = executable.as_text() or ""
+        module = hlo.parse(text)
         temporaries = buffers.read(Path(folder), module)
     stats: Any = executable.memory_analysis()
     memory = {
@@ -165,7 +178,7 @@ def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
         "code": stats.generated_code_size_in_bytes,
     }
     used_bytes = sum(memory.values()) - 2 * memory["alias"]
-    return Compiled(program, chip, took, used_bytes, chip.hbm_bytes, memory, counted, module, temporaries)
+    return Compiled(program, chip, took, used_bytes, chip.hbm_bytes, memory, counted, module, temporaries, text, executable.input_shardings[0][0])
 
 
 def _bandwidth(mesh: jax.sharding.Mesh, axes: tuple[str, ...], chip: Chip) -> tuple[float | None, bool]:
@@ -177,11 +190,3 @@ def _bandwidth(mesh: jax.sharding.Mesh, axes: tuple[str, ...], chip: Chip) -> tu
     places = np.array([device.coords for device in group])
     wired = sum(len(set(column)) > 1 for column in places.T.tolist())
     return chip.ici_bandwidth * max(1, wired) / chip.torus, True
-
-
-def state_bytes(program: Program) -> int:
-    """Of the training state on one device."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(program.abstract)
-    )
