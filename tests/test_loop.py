@@ -10,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from jax.profiler import ProfileData
 
 from train import metrics
 from train.__main__ import main
+from train.data import DataError
+from train.data.tokens import TokenData
 from train.record import from_json
 from zoo import configs, flops
 from zoo.build import definition
@@ -300,7 +303,7 @@ def test_a_run_that_diverges_fails_and_says_what_to_try(folder: Path) -> None:
         ("--mesh.tensor 4", "mesh.tensor 4 does not divide axis 'heads' of size 2"),
         ("--data.batch-size 12", "write a multiple of 8"),
         ("--data.eval-batch-size 12", "data.eval_batch_size 12 does not split over 8 devices"),
-        ("--mesh.sequence 2", "write 1"),
+        ("--mesh.sweep 2", "write 1"),
         ("--no-such-flag 3", "no flag is named --no-such-flag"),
         ("--preset depth-mup --preset.alpha-l 0.3", "write a value from 0.5 to 1"),
         ("--preset mop", "did you mean 'mup'?"),
@@ -318,6 +321,27 @@ def test_bad_input_is_answered_shortly_and_leaves_nothing(words: str, said: str,
     assert "Traceback" not in done.err
     assert len(done.err.splitlines()) <= 10
     assert not workdir.exists() or not list(workdir.iterdir()), "a second try would be refused"
+
+
+@pytest.mark.core
+def test_what_the_data_say_while_the_run_goes_on_reaches_the_user(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = TokenData.train_batch
+
+    def gone(data: TokenData, k: int, rows: slice = slice(None)) -> Any:
+        if k >= 3:
+            raise DataError("shard 3 is gone; copy it again")
+        return made(data, k, rows)
+
+    monkeypatch.setattr(TokenData, "train_batch", gone)
+    done = train("--workdir", "torn", "--log.no-tensorboard")
+    assert done.code == 2
+    assert "shard 3 is gone; copy it again" in done.err
+    assert len(done.err.splitlines()) <= 10
+    # Of the steps before it, the last may still have been on the devices.
+    assert [row["step"] for row in rows("torn")] in ([1], [1, 2], [1, 2, 3])
+    assert "prefetch" not in [thread.name for thread in threading.enumerate()]
 
 
 @pytest.mark.core
