@@ -117,6 +117,16 @@ class Series:
             raise PresetError("the models to compare have different parameters; grow sizes only, not structure")
         return {name: np.stack([np.asarray(one[name], np.float64) for one in found]) for name in found[0]}
 
+    def numbers(self, preset: Preset) -> tuple[tuple[str, str, bytes], ...]:
+        """All that a preset gives the programs, at every size: equal numbers are equal trainings."""
+        found: list[tuple[str, str, bytes]] = []
+        for definition in self.definitions:
+            columns = factors.resolve(preset, definition, self.config.name, self.config.decay)._asdict()
+            columns["init_std"] = factors.init_stds(preset, definition)
+            for column, of in columns.items():
+                found += [(column, name, value.tobytes()) for name, value in of.items()]
+        return tuple(found)
+
 
 def fit(measured: Mapping[str, np.ndarray], sizes: Sequence[float], steps: Sequence[int] = STEPS) -> list[Finding]:
     """Log-log slopes of every observable at the given steps, with 95 % intervals over seeds.

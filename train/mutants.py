@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 
-from presets import ParamSpec, Power, Preset, Role, Rule
+from presets import ParamSpec, Power, Preset, Rule
 from presets.scaling import axis
 
 COLUMNS = ("init_std", "multiplier", "lr", "eps")
-EXPONENTS = (0.5, -0.5, 1.0, -1.0)
+EXPONENTS = (0.5, -0.5, 0.25, -0.25, 1.0, -1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +45,6 @@ class Mutant:
 
         return dataclasses.replace(preset, rule=rule)
 
-    def inert(self, spec: ParamSpec) -> str | None:
-        """Why this error changes no training at all, or None."""
-        if self.column == "init_std" and spec.role is Role.BIAS:
-            return "a bias starts at zero whatever its std"
-        return None
-
 
 def _changed(row: Rule, column: str, factor: Power) -> Rule:
     match column:
@@ -65,12 +59,15 @@ def _changed(row: Rule, column: str, factor: Power) -> Rule:
     raise ValueError(f"no column is named {column!r}; write {', '.join(COLUMNS)}")
 
 
-def all_of(specs: Iterable[ParamSpec], size: str = "embed", exponents: Iterable[float] = EXPONENTS) -> Iterator[Mutant]:
-    """Every mutant of a model's parameter groups that can change training."""
-    groups = {spec.group: spec for spec in specs}
-    for group, spec in groups.items():
-        for column in COLUMNS:
-            for exponent in exponents:
-                mutant = Mutant(group, column, exponent, size)
-                if mutant.inert(spec) is None:
-                    yield mutant
+def all_of(
+    specs: Iterable[ParamSpec],
+    size: str = "embed",
+    exponents: Iterable[float] = EXPONENTS,
+    columns: Iterable[str] = COLUMNS,
+) -> Iterator[Mutant]:
+    """Every mutant of the parameter groups that have the size in their rules: in depth, those inside a block."""
+    groups = dict.fromkeys(spec.group for spec in specs if size != "layers" or spec.in_block)
+    for exponent in exponents:
+        for group in groups:
+            for column in columns:
+                yield Mutant(group, column, exponent, size)
