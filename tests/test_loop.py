@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gzip
 import io
 import json
 import os
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jax.profiler import ProfileData
 
 from train import metrics
 from train.__main__ import main
@@ -151,17 +151,12 @@ def test_a_profile_of_the_steps_asked_for(folder: Path) -> None:
         "--workdir", "profiled", "--profile", "2:4", "--steps", "4", "--log.no-samples", "--log.no-tensorboard"
     )
     assert done.code == 0, done.err
-    (trace,) = Path("profiled/profile").rglob("*.xplane.pb")
-    found = ProfileData.from_file(str(trace))
-    steps = {
-        stat[1]
-        for plane in found.planes
-        for line in plane.lines
-        for event in line.events
-        if event.name == "train"
-        for stat in event.stats
-        if stat[0] == "step_num"
-    }
+    (trace,), (timeline,) = (
+        list(Path("profiled/profile").rglob(f"*{end}")) for end in (".xplane.pb", ".trace.json.gz")
+    )
+    assert trace.stat().st_size > 1000
+    events = json.loads(gzip.decompress(timeline.read_bytes()))["traceEvents"]
+    steps = {int(event["args"]["step_num"]) for event in events if event.get("name") == "train"}
     assert steps == {2, 3}
     said = " ".join(done.out.split())
     assert "profile from step 2 in" in said

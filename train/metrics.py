@@ -15,7 +15,7 @@ ten seconds and at the end one about speed, which covers the steps since the one
 * perf_data_wait: share of the time in which the devices had nothing to do because the next batch was not there.
 * perf_flops_per_second: model FLOPs (`zoo.flops`: no norms, nothing that remat computes again) of all devices together.
 * perf_mfu: that over the peak of the devices (`train.devices`); only where the peak is known.
-* perf_memory_peak_bytes: the most that the fullest device had in use since the start; only where the devices count it.
+* perf_memory_peak_bytes: the most that a device of the first process had in use since the start; where devices count it.
 * perf_compile_seconds: what compiling the steps took; in the first such row of a session.
 
 The first step of a session, which warms up, evaluations and checkpoints are in no perf_ number.
