@@ -18,7 +18,8 @@ import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
-from zoo.block import REMAT
+from zoo import partition
+from zoo.block import REMAT, UNROLLED_DEPTH, runs_as_scan
 from zoo.build import build, definition
 from zoo.configs import ComputeConfig, DecoderConfig, ModelConfig, ViTConfig
 from zoo.definition import Arrays, Definition, define
@@ -179,6 +180,33 @@ def test_recomputation_changes_nothing(remat: str, layers: str) -> None:
     assert_close(logits_and_gradients(with_compute(MODERN, layers=layers, remat=remat)), plain, GRADIENT)
 
 
+@pytest.mark.parametrize("model", [MODERN, VIT], ids=model_id)
+def test_fused_projections_change_nothing(model: ModelConfig) -> None:
+    separate, fused = (with_compute(model, projections=name) for name in ("separate", "fused"))
+    assert_close(logits_and_gradients(fused), logits_and_gradients(separate), GRADIENT)
+    # One product for three, and for a gated MLP one for two, forward and twice backward.
+    saved = 4 if isinstance(model, DecoderConfig) else 2
+    found = [
+        primitives(dataclasses.replace(m, compute=dataclasses.replace(m.compute, layers="scan")))
+        for m in (separate, fused)
+    ]
+    assert found[0]["product"] - found[1]["product"] >= saved
+    assert definition(fused).specs == definition(separate).specs
+
+
+@pytest.mark.core
+def test_auto_unrolls_on_cpu_alone() -> None:
+    class Device:
+        platform = "tpu"
+
+    compute = ComputeConfig()
+    assert not runs_as_scan(compute, UNROLLED_DEPTH)
+    assert runs_as_scan(compute, UNROLLED_DEPTH + 1)
+    with partition.using(Device()):  # pyright: ignore
+        assert runs_as_scan(compute, 2)
+        assert not runs_as_scan(dataclasses.replace(compute, layers="unrolled"), 2)
+
+
 @pytest.mark.core
 def test_jit_equals_no_jit() -> None:
     found = definition(with_compute(MODERN, layers="unrolled"))
@@ -218,7 +246,9 @@ def primitives(model: ModelConfig) -> dict[str, int]:
 
 def test_scan_and_recomputation_are_what_runs() -> None:
     # The equalities above would also hold if the options did nothing.
-    plain, dots, block = (primitives(with_compute(DECODER, remat=remat)) for remat in ("none", "dots", "block"))
+    plain, dots, block = (
+        primitives(with_compute(DECODER, layers="scan", remat=remat)) for remat in ("none", "dots", "block")
+    )
     unrolled = primitives(with_compute(DECODER, layers="unrolled"))
     assert "scan" in plain
     assert "scan" not in unrolled

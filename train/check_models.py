@@ -22,6 +22,8 @@ def smallest(model: ModelConfig) -> ModelConfig:
         "num_kv_heads": kv,
         "depth": _DEPTH,
         "mlp_ratio": mlp_ratio,
+        # A few steps of small models: what takes time is compiling them.
+        "compute": dataclasses.replace(model.compute, layers="scan"),
     }
     if isinstance(model, DecoderConfig):
         return dataclasses.replace(model, **shared, vocab_size=_VOCAB, seq_len=_POSITIONS, centered=False)

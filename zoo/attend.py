@@ -33,7 +33,8 @@ def attend(
         ConfigError: the named one cannot do this; the text says why.
     """
     if implementation == "auto":
-        implementation = next(name for name in ("splash", "cudnn", "xla") if not why_not(name, q_BTHN, k_BSKN, causal))
+        kernels: tuple[AttentionName, ...] = ("splash", "cudnn", "xla")
+        implementation = next(name for name in kernels if not why_not(name, q_BTHN, k_BSKN, causal))
     elif reason := why_not(implementation, q_BTHN, k_BSKN, causal):
         raise ConfigError(f"model.compute.attention {implementation}: {reason}; write auto or xla")
     match implementation:

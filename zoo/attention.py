@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from presets.roles import Role
 from zoo import partition
 from zoo.attend import attend
-from zoo.configs import StackConfig
-from zoo.layers import Norm, project, rotary
+from zoo.configs import AttentionName, StackConfig
+from zoo.layers import Norm, biased, project, rotary
 from zoo.param import Init
 
 
@@ -18,7 +19,8 @@ class Attention(nnx.Module):
 
     def __init__(self, config: StackConfig, init: Init, *, causal: bool, rope_theta: float | None = None) -> None:
         self.causal, self.rope_theta = causal, rope_theta
-        self.implementation = config.compute.attention
+        self.implementation: AttentionName = config.compute.attention
+        self.fused = config.compute.projections == "fused"
         self.query = init.param(Role.QUERY, ("embed", "heads", "head_dim"), fan_in=("embed",))
         self.key = init.param(Role.KEY, ("embed", "kv_heads", "head_dim"), fan_in=("embed",))
         self.value = init.param(Role.VALUE, ("embed", "kv_heads", "head_dim"), fan_in=("embed",))
@@ -35,9 +37,7 @@ class Attention(nnx.Module):
 
     def heads(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries [B, T, H, N] (without the logit scale), keys and values [B, S, K, N]."""
-        q_BTHN = _biased(project(x_BTD, self.query[...]), self.query_bias)
-        k_BSKN = _biased(project(x_BTD, self.key[...]), self.key_bias)
-        v_BSKN = _biased(project(x_BTD, self.value[...]), self.value_bias)
+        q_BTHN, k_BSKN, v_BSKN = self._projected(x_BTD)
         if self.query_norm is not None and self.key_norm is not None:
             q_BTHN, k_BSKN = self.query_norm(q_BTHN), self.key_norm(k_BSKN)
         if self.rope_theta is not None:
@@ -49,19 +49,29 @@ class Attention(nnx.Module):
             partition.constrain(v_BSKN, "batch", None, "kv_heads", None),
         )
 
+    def _projected(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        query_DHN, key_DKN, value_DKN = self.query[...], self.key[...], self.value[...]
+        if self.fused:
+            # Every key head beside its queries, so that heads stay split as they are.
+            width, kv_heads, size = key_DKN.shape
+            query_DKGN = query_DHN.reshape(width, kv_heads, -1, size)
+            each_DKGN = jnp.concatenate([query_DKGN, key_DKN[:, :, None], value_DKN[:, :, None]], axis=2)
+            y_BTKGN = project(x_BTD, each_DKGN)
+            q_BTHN = y_BTKGN[..., :-2, :].reshape(*x_BTD.shape[:-1], *query_DHN.shape[1:])
+            k_BSKN, v_BSKN = y_BTKGN[..., -2, :], y_BTKGN[..., -1, :]
+        else:
+            q_BTHN, k_BSKN, v_BSKN = (project(x_BTD, w) for w in (query_DHN, key_DKN, value_DKN))
+        return biased(q_BTHN, self.query_bias), biased(k_BSKN, self.key_bias), biased(v_BSKN, self.value_bias)
+
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         q_BTHN, k_BSKN, v_BSKN = self.heads(x_BTD)
         q_BTHN = q_BTHN * self.logit_scale[...].astype(q_BTHN.dtype)
         y_BTHN = attend(q_BTHN, k_BSKN, v_BSKN, causal=self.causal, implementation=self.implementation)
         y_BTHN = partition.constrain(y_BTHN, "batch", "sequence", "heads", None)
-        return _biased(project(y_BTHN, self.out[...], inputs=2), self.out_bias)
+        return biased(project(y_BTHN, self.out[...], inputs=2), self.out_bias)
 
 
 def _head_norm(config: StackConfig, init: Init, of: Role) -> Norm | None:
     if not config.qk_norm:
         return None
     return Norm("rmsnorm", init, axis="head_dim", gain=config.norm_gain, bias=False, of=of, eps=config.norm_eps)
-
-
-def _biased(x: jax.Array, bias: nnx.Param | None) -> jax.Array:
-    return x if bias is None else x + bias[...].astype(x.dtype)

@@ -57,10 +57,25 @@ class Block(nnx.Module):
         return partition.constrain(h_BTD, "batch", "sequence", None)
 
 
+UNROLLED_DEPTH = 16
+"""Deepest stack that auto unrolls on CPU: compile time grows with every block."""
+
+
+def runs_as_scan(compute: ComputeConfig, depth: int) -> bool:
+    """Whether the stack is a loop.
+
+    auto: not on CPU, where a loop copies every layer's weights and gradients out of and into the stack, a tenth to a
+    quarter of a step (`python -m scripts.bench.layers`); elsewhere it is one, for the compile time of deep models.
+    """
+    if compute.layers == "auto":
+        return partition.platform() != "cpu" or depth > UNROLLED_DEPTH
+    return compute.layers == "scan"
+
+
 def residual_stack(block: Block, h_BTD: jax.Array, depth: int, compute: ComputeConfig) -> jax.Array:
     """Apply `depth` blocks, given as one `Block` whose parameters are stacked along a leading "layers" axis."""
     graph, stacked = nnx.split(block)
-    scan = compute.layers == "scan"
+    scan = runs_as_scan(compute, depth)
 
     def layer(h: jax.Array, state: nnx.State) -> tuple[jax.Array, None]:
         return nnx.merge(graph, state)(checkpoint_name(h, BLOCK_INPUT)), None

@@ -25,12 +25,14 @@ class ConfigError(ValueError):
 class ComputeConfig:
     """How a model runs: same function, different speed, memory and rounding."""
 
-    layers: Literal["scan", "unrolled"] = "scan"
-    """One compiled block looped over depth (compile time constant in depth), or every block compiled."""
+    layers: Literal["auto", "scan", "unrolled"] = "auto"
+    """One compiled block looped over depth (compile time constant in depth), or every block compiled (faster on CPU)."""
     remat: Literal["none", "dots", "block", "offload"] = "none"
     """What the backward pass recomputes: nothing, all but matrix products, or whole blocks, whose inputs offload keeps in the host's memory."""
     attention: AttentionName = "auto"
     """auto takes a flash kernel where there is one that can: splash on TPU, cudnn on GPU."""
+    projections: Literal["auto", "separate", "fused"] = "auto"
+    """Queries, keys and values, and an MLP's gate and up, by a product each or by one; they stay parameters of their own."""
     cross_entropy: CrossEntropy = "auto"
     """All logits at once, or those of a few tokens at a time; auto takes chunks where logits would be large."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"

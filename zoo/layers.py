@@ -31,6 +31,11 @@ def project(x: jax.Array, w: jax.Array, *, inputs: int = 1, out_dtype: jnp.dtype
     return jnp.matmul(rows, matrix, preferred_element_type=out_dtype or x.dtype).reshape(*lead, *out)
 
 
+def biased(x: jax.Array, bias: nnx.Param | None) -> jax.Array:
+    """x + bias in x's dtype, or x where there is none."""
+    return x if bias is None else x + bias[...].astype(x.dtype)
+
+
 class Norm(nnx.Module):
     """LayerNorm or RMSNorm over the last axis in float32, with gain and bias only where asked.
 

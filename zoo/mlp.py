@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from presets.roles import Role
 from zoo import partition
 from zoo.configs import StackConfig
-from zoo.layers import project
+from zoo.layers import biased, project
 from zoo.param import Init
 
 
@@ -17,6 +18,7 @@ class MLP(nnx.Module):
 
     def __init__(self, config: StackConfig, init: Init) -> None:
         self.activation = config.activation
+        self.fused = config.compute.projections == "fused"
         self.up = init.param(Role.MLP_IN, ("embed", "mlp"), fan_in=("embed",))
         self.gate = init.param(Role.MLP_IN, ("embed", "mlp"), fan_in=("embed",)) if config.gated else None
         self.down = init.param(Role.MLP_OUT, ("mlp", "embed"), fan_in=("mlp",))
@@ -25,17 +27,23 @@ class MLP(nnx.Module):
         self.down_bias = init.param(Role.BIAS, ("embed",), of=Role.MLP_OUT) if config.bias else None
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        h_BTF = project(x_BTD, self.up[...])
-        if self.up_bias is not None:
-            h_BTF = h_BTF + self.up_bias[...].astype(h_BTF.dtype)
-        if self.gate is not None:
-            g_BTF = project(x_BTD, self.gate[...])
-            if self.gate_bias is not None:
-                g_BTF = g_BTF + self.gate_bias[...].astype(g_BTF.dtype)
+        h_BTF, g_BTF = self._projected(x_BTD)
+        if g_BTF is not None:
             h_BTF = jax.nn.silu(g_BTF) * h_BTF
         else:
             exact = self.activation == "gelu_exact"
             h_BTF = jax.nn.relu(h_BTF) if self.activation == "relu" else jax.nn.gelu(h_BTF, approximate=not exact)
         h_BTF = partition.constrain(h_BTF, "batch", "sequence", "mlp")
-        y_BTD = project(h_BTF, self.down[...])
-        return y_BTD if self.down_bias is None else y_BTD + self.down_bias[...].astype(y_BTD.dtype)
+        return biased(project(h_BTF, self.down[...]), self.down_bias)
+
+    def _projected(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Up and, where there is one, gate, both [B, T, F]."""
+        if self.gate is None:
+            return biased(project(x_BTD, self.up[...]), self.up_bias), None
+        if self.fused:
+            # Side by side on an axis of their own, so that F stays split as it is.
+            both_D2F = jnp.stack([self.up[...], self.gate[...]], axis=1)
+            up_BTF, gate_BTF = jnp.moveaxis(project(x_BTD, both_D2F), -2, 0)
+        else:
+            up_BTF, gate_BTF = project(x_BTD, self.up[...]), project(x_BTD, self.gate[...])
+        return biased(up_BTF, self.up_bias), biased(gate_BTF, self.gate_bias)
