@@ -177,8 +177,15 @@ def _checkpoint(folder: Path, model: Definition) -> dict[str, np.ndarray]:
 
 
 def preset_record(given: PresetConfig, preset: Preset, model: Definition, factors: Factors) -> dict[str, Any]:
-    """What is written beside weights: the preset, its forward factors, and what each weight is taken times to be plain."""
+    """What is written beside weights: the preset, its forward factors, and what each weight is taken times to be plain.
+
+    `norm_eps_times` stands there where the stream's skips were folded: up to so many times the eps of a norm counts, which
+    is the one thing that no weight can carry.
+    """
+    skips = [factors.forward[name] for name, kind in _forward(model, factors).items() if kind == "skip"]
+    inexact = {"norm_eps_times": float(np.prod(skips[0], dtype=np.float64) ** -2)} if skips else {}
     return {
+        **inexact,
         "described": preset.describe(),
         "fields": {name: value for name, value in dataclasses.asdict(given).items() if value not in (None, (), False)},
         "base": dict(preset.base) if preset.base else None,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import presets
 from presets import constants
@@ -77,10 +77,11 @@ def _import(args: argparse.Namespace) -> int:
         constants=tuple(f"{name}={value}" for name, value in constants.read(args.constants).items()),
         **{name: getattr(args, name) for name in CONSTANTS},
     )
+    pretrained_files.check_free(args.out)
     source = pretrained.read(args.path)
     preset = pretrained_files.write_imported(source, given, args.out, str(args.path))
-    _say(source)
-    print(f"written to {args.out} under {preset.describe()}")
+    _say(source, preset)
+    print(f"written to {args.out} under {preset['described']}")
     return 0
 
 
@@ -88,13 +89,14 @@ def _export(args: argparse.Namespace) -> int:
     from train import pretrained, pretrained_files
     from train.data import tokenizer
 
+    pretrained_files.check_free(args.out)
     source = pretrained.read(args.path, args.step)
     name, file = _tokenizer(source, args.tokenizer)
     separator = tokenizer.Subwords(file).separator if file else tokenizer.Bytes().separator if name == "bytes" else None
     pretrained_files.write_huggingface(source, args.out, args.dtype, separator)
     if file is not None and separator is not None:
         pretrained_files.copy_tokenizer(file, separator, args.out)
-    _say(source)
+    _say(source, source.preset)
     print(f"written to {args.out}" + (f"; folded from {source.preset.get('described')}" if source.preset else ""))
     if name == "bytes":
         print("tokens are bytes, ids 0 to 255, for which there is no tokenizer.json: ids = list(text.encode())")
@@ -124,7 +126,7 @@ def _tokenizer(source: Source, given: Path | None) -> tuple[str | None, Path | N
     return name, file if file.is_file() else None
 
 
-def _say(source: Source) -> None:
+def _say(source: Source, preset: dict[str, Any]) -> None:
     from zoo.describe import input_of, si
 
     model = source.model
@@ -134,3 +136,5 @@ def _say(source: Source) -> None:
     )
     for note in source.notes:
         print(note)
+    if times := preset.get("norm_eps_times"):
+        print(f"skips are folded into the branches: exact but for the norms' eps, which counts up to {times:.3g} times")

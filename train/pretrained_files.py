@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
-from presets import Preset
 from train.config import PresetConfig, preset_for
 from train.factors import resolve
 from train.pretrained import CONFIG, FORMAT, MODEL, Source, WeightsError, place, preset_record
@@ -17,7 +17,20 @@ from zoo.build import definition
 from zoo.tensorfile import DType, write_tensors
 
 
-def write_imported(source: Source, given: PresetConfig, out: Path, origin: str) -> Preset:
+def check_free(out: Path) -> None:
+    """Whether weights may be written here, to be known before they are read.
+
+    Raises:
+        WeightsError: the folder holds something, or cannot be made.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise WeightsError(f"--out {out} is not an empty folder; give another one")
+    there = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise WeightsError(f"--out {out}: cannot write into {there}; give another folder")
+
+
+def write_imported(source: Source, given: PresetConfig, out: Path, origin: str) -> dict[str, Any]:
     """Write weights in a preset's form: our names in safetensors, and `model.json`.
 
     Args:
@@ -25,6 +38,9 @@ def write_imported(source: Source, given: PresetConfig, out: Path, origin: str) 
         given: the preset.
         out: folder, made here.
         origin: where they came from, for the record.
+
+    Returns:
+        What is recorded of the preset.
 
     Raises:
         WeightsError: the folder holds something, or the weights do not fit their own model.
@@ -39,10 +55,11 @@ def write_imported(source: Source, given: PresetConfig, out: Path, origin: str) 
         "preset": preset_record(given, preset, model, factors),
         "from": origin,
     }
-    _new_folder(out)
+    check_free(out)
+    out.mkdir(parents=True, exist_ok=True)
     write_tensors(out, sorted(params.items()), dtype=source.model.compute.param_dtype)
     (out / MODEL).write_text(json.dumps(record, indent=2) + "\n")
-    return preset
+    return record["preset"]
 
 
 def write_huggingface(source: Source, out: Path, dtype: DType, separator: int | None = None) -> dict[str, Any]:
@@ -67,7 +84,8 @@ def write_huggingface(source: Source, out: Path, dtype: DType, separator: int | 
     fields = huggingface.to_huggingface(source.model, dtype=dtype, separator=separator)
     if source.preset:
         fields["mupax"] = source.preset
-    _new_folder(out)
+    check_free(out)
+    out.mkdir(parents=True, exist_ok=True)
     write_tensors(out, weights.to_huggingface(source.model, source.params), dtype=dtype, metadata={"format": "pt"})
     (out / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
     return fields
@@ -81,12 +99,3 @@ def copy_tokenizer(tokenizer: Path, separator: int, out: Path) -> None:
     shutil.copyfile(tokenizer, out / "tokenizer.json")
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": token, "bos_token": token}
     (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _new_folder(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise WeightsError(f"--out {out} is not an empty folder; give another one")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise WeightsError(f"--out {out}: {error.strerror}; give a folder that can be written") from error
