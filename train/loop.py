@@ -27,7 +27,7 @@ from train.step import Batch, Sums
 from train.timing import Timing
 from zoo import flops
 
-_IN_FLIGHT = 2
+IN_FLIGHT = 2
 """Steps queued on the device before the host waits for the oldest: enough to hide the host's work."""
 
 
@@ -116,12 +116,12 @@ class _Session:
             results = Results(self.data.kind, writer, progress, timing)
             with self._profile(results) as profile:
                 while step < config.steps and not self.stop.at(step):
-                    batch = _next(batches, results)
+                    batch = next_batch(batches, results)
                     with profile.step(step + 1):
                         state, metrics = step_fn(state, self.numbers, batch)
                     step += 1
                     results.add(step, metrics)
-                    results.report(_IN_FLIGHT)
+                    results.report(IN_FLIGHT)
                     self._evaluate_and_save(results, eval_fn, state, step)
                 results.report()
             results.report_speed(step)
@@ -204,7 +204,7 @@ class _Session:
         return None if peak is None else peak * self.program.mesh.size
 
 
-def _next(batches: Prefetch[dict[str, np.ndarray], Batch], results: Results) -> Batch:
+def next_batch(batches: Prefetch[dict[str, np.ndarray], Batch], results: Results) -> Batch:
     """The next batch. Where it is not there yet, the time from the end of the last step counts as waiting for data."""
     if not batches.ready:
         results.report()

@@ -1,30 +1,34 @@
 """Batches put on the devices by a thread while earlier steps run, against the loop putting each itself.
 
-Both make the same steps on the same data through `train.loop.run`, in turns; compared is the median of the step times in
-their metrics.jsonl, without the first step. `python -m scripts.bench.prefetch [--model lm|vit] [--rounds 5] [--json out.json]`
+Both make the steps of a recipe on the same data, in turns, with as many steps in flight and the same fetching of metrics:
+
+    python -m scripts.bench.prefetch [--model lm|vit] [--rounds 10] [--json out.json]
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import io
 import json
-import statistics
 import sys
-import tempfile
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
+from rich.console import Console
 
 from scripts.bench.in_turns import compared
-from train import loop, metrics
-from train.config import CheckpointConfig, Config, LogConfig, MeshConfig
+from train import data as data_sources
+from train import loop
+from train.config import MeshConfig
+from train.prefetch import Prefetch
+from train.program import assemble
+from train.progress import Progress
 from train.recipes import RECIPES
+from train.results import NoWriter, Results
+from train.timing import Timing
 
 RECIPE = {"lm": "lm-tiny", "vit": "vit-digits"}
 
@@ -50,39 +54,52 @@ class Inline:
         self._source.close()
 
 
-def config_of(model: str, steps: int, workdir: str) -> Config:
-    """A recipe on one device, without evaluations on the way."""
-    recipe = RECIPES[RECIPE[model]]()
-    return dataclasses.replace(
-        recipe, steps=steps, mesh=MeshConfig(data=1), workdir=workdir,
-        data=dataclasses.replace(recipe.data, eval_examples=recipe.data.batch_size),
-        log=LogConfig(progress=False, samples=False), checkpoint=CheckpointConfig(every_steps=steps),
-    ).resolved()  # fmt: skip
+class Loop:
+    """The steps of a recipe on one device, as the loop makes them, without evaluations and checkpoints."""
 
+    def __init__(self, model: str) -> None:
+        recipe = RECIPES[RECIPE[model]]()
+        self.config = dataclasses.replace(recipe, mesh=MeshConfig(data=1)).resolved()
+        self.program = assemble(self.config, jax.devices()[:1])
+        self.data = data_sources.load(self.config.data, self.config.model, seed=0, note=lambda text: None)
+        self.step, self.state, self.numbers = (
+            self.program.compile_train(),
+            self.program.initial_state(),
+            self.program.numbers(),
+        )
 
-def step_seconds(model: str, steps: int, threaded: bool) -> float:
-    """Median step time of one run."""
-    how = contextlib.nullcontext() if threaded else mock.patch.object(loop, "Prefetch", Inline)
-    with tempfile.TemporaryDirectory() as folder, how, contextlib.redirect_stdout(io.StringIO()):
-        code = loop.run(config_of(model, steps, f"{folder}/run"))
-        assert code == 0, "the run failed"
-        rows = metrics.read(Path(folder) / "run" / metrics.FILE_NAME)
-    return statistics.median(row["seconds"] for row in rows if "loss" in row and row["step"] > 1)
+    def turn(self, steps: int, how: Callable[..., Any]) -> float:
+        """Seconds per step, after two that are not counted, from the first batches on."""
+        timing = Timing(self.data.kind, 1.0, None, 0.0)
+        quiet = Progress(steps, 0, self.data.kind, None, 1.0, Console(quiet=True), enabled=False)
+        results, feed = Results(self.data.kind, NoWriter(), quiet, timing), self.program.train_feed()
+        began = 0.0
+        with how(self.data.train_batches(0, *feed.rows), feed.put) as batches:
+            for number in range(steps + 2):
+                if number == 2:
+                    results.report()
+                    began = time.perf_counter()
+                batch = loop.next_batch(batches, results)
+                self.state, metrics = self.step(self.state, self.numbers, batch)
+                results.add(number, metrics)
+                results.report(loop.IN_FLIGHT)
+            results.report()
+            return (time.perf_counter() - began) / steps
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; returns the exit code 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=RECIPE, default="lm")
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each (default 5)")
-    parser.add_argument("--steps", type=int, default=40, help="of a run (default 40)")
+    parser.add_argument("--rounds", type=int, default=10, help="turns of each (default 10)")
+    parser.add_argument("--steps", type=int, default=20, help="of a turn (default 20)")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     args = parser.parse_args(argv)
+    made = Loop(args.model)
     seconds: dict[str, list[float]] = {"thread": [], "inline": []}
-    step_seconds(args.model, 2, True)  # Prepares the data and fills the compiler's cache.
     for turn in range(args.rounds):
         for name in ("thread", "inline") if turn % 2 == 0 else ("inline", "thread"):
-            seconds[name].append(step_seconds(args.model, args.steps, name == "thread"))
+            seconds[name].append(made.turn(args.steps, Prefetch if name == "thread" else Inline))
     found = {"model": args.model, "steps": args.steps, "device": jax.devices()[0].device_kind, "jax": jax.__version__}
     found |= compared(seconds, "thread")
     print(
