@@ -105,7 +105,7 @@ def required(program: Program) -> dict[tuple[str, ...], float]:
     rows = config.data.batch_size / (mesh["data"] * mesh["fsdp"])
     stream = rows * model.seq_len / mesh["sequence"] * model.width * model.depth * itemsize
     keys = 2 * rows * model.seq_len * model.kv_heads * model.heads_dim * model.depth * itemsize
-    allowed = {
+    allowed: dict[tuple[str, ...], float] = {
         ("fsdp",): (2 + again) * weights + gradients,
         # Two sums forward and two backward; heads that do not divide the axis cost a gather more each.
         ("tensor",): (4 + 2 * again) * stream,

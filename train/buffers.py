@@ -8,7 +8,7 @@ from pathlib import Path
 
 from train import hlo
 
-_ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(?:, color (\d+))?, (.*):")
+_ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(?:, color (\d+))?, (.*?):?$")
 _VALUE = re.compile(r"^ value: <\d+ ([^@]*?)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)$")
 _RANGE = re.compile(r"^    ([^:]+):(\d+)-(\d+)$")
 
@@ -32,6 +32,8 @@ class Temporaries:
     """The temporary allocation in main memory."""
 
     bytes: int
+    total_bytes: int
+    """Of all allocations in main memory: arguments, outputs, constants and temporaries."""
     live: tuple[Buffer, ...]
     """What is alive when most of it is, largest first."""
 
@@ -73,7 +75,7 @@ def of(assignment: str, live_ranges: str, module: hlo.Module) -> Temporaries | N
         if known is None or _dull(known[0], instructions):
             named[offset, bytes_] = (name, shape)
     live = [_buffer(name, bytes_, shape, instructions, module) for (_, bytes_), (name, shape) in named.items()]
-    return Temporaries(size, tuple(sorted(live, key=lambda buffer: -buffer.bytes)))
+    return Temporaries(size, _total(assignment), tuple(sorted(live, key=lambda buffer: -buffer.bytes)))
 
 
 Value = tuple[str, int, int, str]
@@ -89,6 +91,11 @@ def _values(assignment: str) -> tuple[int, list[Value]]:
         elif inside and (found := _VALUE.match(line)):
             values.append((found[1].removesuffix("{}"), int(found[2]), int(found[3]), found[4]))
     return size, values
+
+
+def _total(assignment: str) -> int:
+    found = filter(None, map(_ALLOCATION.match, assignment.splitlines()))
+    return sum(int(one[1]) for one in found if one[2] in (None, "0") and "thread-local" not in one[3])
 
 
 def _alive(timed: list[tuple[Value, int, int]], moment: int) -> list[Value]:
@@ -113,6 +120,26 @@ def _dull(name: str, instructions: dict[str, hlo.Instruction]) -> bool:
 
 
 def _buffer(name: str, bytes_: int, shape: str, instructions: dict[str, hlo.Instruction], module: hlo.Module) -> Buffer:
-    found = _instruction(name, instructions)
+    found = _origin(_instruction(name, instructions), instructions, module)
     op_name, source = (found.op_name, module.source(found)) if found is not None else ("", "")
     return Buffer(name, bytes_, re.sub(r"\{[^}]*\}", "", shape), op_name, source)
+
+
+def _origin(
+    made: hlo.Instruction | None, instructions: dict[str, hlo.Instruction], module: hlo.Module, steps: int = 8
+) -> hlo.Instruction | None:
+    """The instruction whose metadata says where an array comes from: its own, or that of what it wraps or copies."""
+    if made is None or made.op_name or not steps:
+        return made
+    if made.opcode == "fusion":
+        inside = [i for computation in made.called() for i in module.computations[computation].values() if i.op_name]
+        return max(inside, key=lambda i: i.bytes, default=made)
+    if made.opcode == "parameter":
+        # What a loop carries: the loop.
+        body = next(name for name, c in module.computations.items() if c.get(made.name) is made)
+        return next((i for i in instructions.values() if i.opcode == "while" and body in i.called()), made)
+    for operand in made.operands:
+        origin = _origin(instructions.get(operand), instructions, module, steps - 1)
+        if origin is not None and origin.op_name:
+            return origin
+    return made

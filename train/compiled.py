@@ -177,7 +177,12 @@ def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
         "temporary": stats.temp_size_in_bytes,
         "code": stats.generated_code_size_in_bytes,
     }
-    used_bytes = sum(memory.values()) - 2 * memory["alias"]
+    if temporaries is not None:
+        # The statistics count some buffers of loops twice; what is allocated is in the buffer assignment.
+        memory["temporary"] = temporaries.bytes
+        used_bytes = temporaries.total_bytes + memory["code"]
+    else:
+        used_bytes = sum(memory.values()) - 2 * memory["alias"]
     return Compiled(program, chip, took, used_bytes, chip.hbm_bytes, memory, counted, module, temporaries, text, executable.input_shardings[0][0])
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from train.loss import CHUNK_LOGITS, LEAST_ROWS
 from train.program import Program, abstract_batch
-from zoo.configs import DecoderConfig, ModelConfig
+from zoo.configs import DecoderConfig
 
 Terms = dict[str, int]
 
@@ -26,7 +27,7 @@ def expected(program: Program) -> Terms:
     held = {
         "state": sum(map(_shard_bytes, jax.tree.leaves(program.abstract))),
         "batch": _batch_bytes(program),
-        "weights in compute type": _weights(program, jnp.dtype(program.config.model.compute.dtype).itemsize),
+        "weights in compute type": _weights(program, _itemsize(program)),
         "saved activations": _saved(program),
     }
     return max(({**held, **_loss(program)}, {**held, **_backward(program)}), key=lambda terms: sum(terms.values()))
@@ -58,6 +59,10 @@ def _positions(program: Program) -> int:
     return rows * config.model.seq_len // layout.ways("sequence")
 
 
+def _itemsize(program: Program) -> int:
+    return jnp.dtype(program.config.model.compute.dtype).itemsize
+
+
 def _per_position(program: Program) -> dict[str, float]:
     """Numbers that one block makes per position on one device, by what they are."""
     model, layout = program.config.model, program.layout
@@ -77,44 +82,52 @@ def _per_position(program: Program) -> dict[str, float]:
 def _saved(program: Program) -> int:
     """What the forward pass keeps for the backward pass, of all layers."""
     model, made = program.config.model, _per_position(program)
-    kept = {"none": sum(made.values()), "block": made["stream"], "offload": made["stream"]}
-    kept["dots"] = made["stream"] + made["qkv"] + made["attended"] + made["hidden"] + made["middle"]
-    itemsize = jnp.dtype(model.compute.dtype).itemsize
-    return int(model.depth * _positions(program) * kept[model.compute.remat] * itemsize)
+    hidden = made["hidden"] * (2 / 3 if model.gated else 1 / 2)
+    kept = {
+        "none": sum(made.values()),
+        # Products alone: not their activations, nor norms.
+        "dots": made["stream"] + made["qkv"] + 2 * made["attended"] + made["middle"] + hidden,
+        "block": made["stream"],
+        "offload": 0.0,
+    }
+    return int(model.depth * _positions(program) * kept[model.compute.remat] * _itemsize(program))
 
 
 def _loss(program: Program) -> Terms:
-    model = program.config.model
-    outputs = model.vocab_size if isinstance(model, DecoderConfig) else model.num_classes
-    axis = "vocab" if isinstance(model, DecoderConfig) else "classes"
-    columns = outputs / (program.layout.ways(axis) if outputs % program.layout.ways(axis) == 0 else 1)
-    rows = _positions(program) if isinstance(model, DecoderConfig) else _positions(program) / model.seq_len
+    """While logits exist: those of a chunk and their gradient, the readout gathered, and its gradient as it is summed."""
+    columns = _outputs(program)
+    positions = _positions(program)
+    model, itemsize = program.config.model, _itemsize(program)
+    rows = positions if isinstance(model, DecoderConfig) else positions // model.seq_len
+    chunks = math.ceil(rows / max(CHUNK_LOGITS[program.layout.platform] // columns, LEAST_ROWS))
+    if model.compute.cross_entropy == "plain":
+        chunks = 1
     return {
-        "logits": int(rows * columns * 4),
-        "readout, whole": int(model.width * columns * jnp.dtype(model.compute.dtype).itemsize),
-        "readout's gradient, whole": int(model.width * columns * 4),
+        "logits": math.ceil(rows / chunks) * columns * (4 + itemsize),
+        "gradient of the features": positions * model.width * itemsize,
+        "readout, whole": model.width * columns * itemsize,
+        "readout's gradient, whole": model.width * columns * 4,
     }
+
+
+def _outputs(program: Program) -> int:
+    """Vocabulary or classes on one device."""
+    model, layout = program.config.model, program.layout
+    outputs, axis = (model.vocab_size, "vocab") if isinstance(model, DecoderConfig) else (model.num_classes, "classes")
+    return outputs // layout.ways(axis) if outputs % layout.ways(axis) == 0 else outputs
 
 
 def _backward(program: Program) -> Terms:
-    model = program.config.model
-    itemsize = jnp.dtype(model.compute.dtype).itemsize
-    gradients = sum(
-        _shard_bytes(leaf) for name, leaf in program.abstract.params.items() if program.definition.specs[name].in_block
-    )
-    layer = sum(_per_position(program).values()) * _positions(program) * itemsize
+    """While the backward pass is in a layer's MLP, with the gradients of the layers behind it."""
+    model, specs = program.config.model, program.definition.specs
+    made = _per_position(program)
+    # The hidden layer's gradient lies beside it, as does the stream's.
+    layer = sum(made.values()) + made["hidden"] * (1 / 3 if model.gated else 1 / 2) + model.width - made["norms"] / 2
+    block = {name: leaf for name, leaf in program.abstract.params.items() if specs[name].in_block}
+    whole = sum(leaf.size // leaf.shape[0] for leaf in block.values() if leaf.ndim > 2)
     return {
-        "gradients": gradients,
-        "one layer": int(layer),
-        "one layer's weights, whole": _layer_weights(model, program),
+        "gradients": sum(map(_shard_bytes, block.values())),
+        "readout's gradient, whole": model.width * _outputs(program) * 4,
+        "one layer": int(layer * _positions(program) * _itemsize(program)),
+        "one layer's weights, whole": whole * _itemsize(program) // program.layout.ways("mlp"),
     }
-
-
-def _layer_weights(model: ModelConfig, program: Program) -> int:
-    itemsize = jnp.dtype(model.compute.dtype).itemsize
-    whole = sum(
-        leaf.size // leaf.shape[0]
-        for name, leaf in program.abstract.params.items()
-        if program.definition.specs[name].in_block and leaf.ndim > 2
-    )
-    return whole * itemsize // program.layout.ways("mlp")
