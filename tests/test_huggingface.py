@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zoo import weights
+from zoo import weights, weights_names
 from zoo.build import definition
 from zoo.configs import ConfigError, DecoderConfig, ModelConfig, ViTConfig
 from zoo.huggingface import family_of, from_huggingface, to_huggingface
@@ -186,7 +186,7 @@ def test_gains_and_biases_that_a_model_lacks_are_ones_and_zeros() -> None:
 
 @pytest.mark.parametrize("model", [GPT2, dataclasses.replace(LLAMA, tied=True), VIT], ids=["gpt2", "llama", "vit"])
 def test_files_of_the_model_without_its_head_have_no_prefix(model: ModelConfig, tmp_path: Path) -> None:
-    prefix = weights.PREFIX[family_of(model)]
+    prefix = weights_names.PREFIX[family_of(model)]
     tensors = weights.to_huggingface(model, random_params(model))
     bare = [(name.removeprefix(prefix), value) for name, value in tensors if not name.startswith("classifier")]
     write_tensors(tmp_path, bare)

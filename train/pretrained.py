@@ -7,6 +7,7 @@ be made from. Nothing that is read is executed.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from train.config import Config, PresetConfig, preset_for
 from train.factors import Factors, resolve
 from train.record import from_json, model_from_json
 from train.workdir import CHECKPOINTS, RECORD
-from zoo import huggingface, weights
+from zoo import flops, huggingface, weights
 from zoo.build import definition
 from zoo.configs import ModelConfig
 from zoo.definition import Definition
@@ -129,6 +130,10 @@ def _imported(path: Path, record: Mapping[str, Any]) -> Source:
         raise WeightsError(f"{path}: {MODEL} has format {record.get('format')!r:.40}; this version reads {FORMAT}")
     model, preset = model_from_json(record.get("model", {})), record.get("preset")
     files = Tensors(path)
+    # Counted first: a model may be built only if it is no larger than the file.
+    if flops.params(model) != sum(math.prod(shape) for shape in files.shapes.values()):
+        raise WeightsError(f"{path}: the tensors are not the parameters of the model in {MODEL}")
+    _check_shapes(path, files.shapes, definition(model), MODEL)
     by = _scales(preset, files)
     params = {name: fold.times(files.read(name), by[name]) for name in files.shapes}
     return Source(model, _with_tied_gain(params, by), dict(preset), [])  # pyright: ignore
@@ -163,8 +168,7 @@ def _checkpoint(folder: Path, model: Definition) -> dict[str, np.ndarray]:
         shapes = {name: leaf.shape for name, leaf in stored["params"].items()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise WeightsError(f"{folder}: not a whole checkpoint: {error}") from error
-    if wrong := [name for name, leaf in model.abstract.items() if shapes.get(name) != leaf.shape]:
-        raise WeightsError(f"{folder}: the checkpoint is of another model than {RECORD}: {_some(wrong)}")
+    _check_shapes(folder, shapes, model, RECORD)
 
     def wanted(leaf: Any) -> np.ndarray:
         return np.empty(leaf.shape, leaf.dtype)
@@ -222,6 +226,13 @@ def _with_tied_gain(params: Params, by: fold.Scales) -> Params:
     if fold.GAIN in params or by[fold.GAIN] == 1:
         return params
     return fold.fold(params, {**dict.fromkeys(params, np.ones(())), fold.GAIN: by[fold.GAIN]})
+
+
+def _check_shapes(path: Path, shapes: Mapping[str, Any], model: Definition, record: str) -> None:
+    wanted = {name: leaf.shape for name, leaf in model.abstract.items()}
+    if wrong := sorted(name for name in wanted.keys() | shapes.keys() if wanted.get(name) != shapes.get(name)):
+        shown = _some([ascii(name)[1:-1][:60] for name in wrong])
+        raise WeightsError(f"{path}: the weights are of another model than {record} says: they differ in {shown}")
 
 
 def _some(names: list[str], between: str = ", ") -> str:

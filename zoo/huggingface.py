@@ -6,10 +6,10 @@ refused with its reason, in both directions: no weight is taken or given for a m
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+from zoo.config_fields import Fields, shown
 from zoo.configs import ConfigError, DecoderConfig, ModelConfig, ViTConfig
 
 Family = Literal["gpt2", "llama", "vit"]
@@ -30,7 +30,6 @@ ARCHITECTURES: dict[Family, str] = {
     "vit": "ViTForImageClassification",
 }
 
-_LARGEST = 2**31 - 1
 _QKV = tuple(f"block.attention.{name}_bias" for name in ("query", "key", "value"))
 _ATTENTION = (*_QKV, "block.attention.out_bias")
 _MLP = tuple(f"block.mlp.{name}_bias" for name in ("up", "gate", "down"))
@@ -131,8 +130,8 @@ def from_huggingface(fields: Mapping[str, Any]) -> Published:
     """
     kind = fields.get("model_type")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
-        raise ConfigError(f"config.json: model_type is {_shown(kind)}; only {', '.join(ARCHITECTURES)} are read")
-    read = _Fields(fields)
+        raise ConfigError(f"config.json: model_type is {shown(kind)}; only {', '.join(ARCHITECTURES)} are read")
+    read = Fields(fields)
     match kind:
         case "gpt2":
             published = _gpt2(read)
@@ -184,7 +183,7 @@ def _sizes(model: ModelConfig) -> dict[str, int]:
     }
 
 
-def _gpt2(read: _Fields) -> Published:
+def _gpt2(read: Fields) -> Published:
     read.refuse("scale_attn_weights", True, "attention logits without head_dim^-1/2")
     read.refuse("scale_attn_by_inverse_layer_idx", False, "attention logits divided by the layer's number")
     read.refuse("add_cross_attention", False, "attention to an encoder")
@@ -194,7 +193,7 @@ def _gpt2(read: _Fields) -> Published:
         depth=read.whole("n_layer", 12),
         num_heads=read.whole("n_head", 12),
         mlp_ratio=read.whole("n_inner", 4 * width) / width,
-        activation=read.activation("activation_function", "gelu_new"),
+        activation=read.choice("activation_function", "gelu_new", ACTIVATIONS),
         norm_eps=read.number("layer_norm_epsilon", 1e-5),
         vocab_size=read.whole("vocab_size", 50257),
         seq_len=read.whole("n_positions", 1024),
@@ -203,9 +202,9 @@ def _gpt2(read: _Fields) -> Published:
     return Published("gpt2", model, frozenset())
 
 
-def _llama(read: _Fields) -> Published:
+def _llama(read: Fields) -> Published:
     if read.text("hidden_act", "silu") not in ("silu", "swish"):
-        raise ConfigError(f"config.json: hidden_act is {_shown(read.fields['hidden_act'])}, and our gated MLP has silu")
+        raise ConfigError(f"config.json: hidden_act is {shown(read.fields['hidden_act'])}, and our gated MLP has silu")
     width, heads = read.whole("hidden_size", 4096), read.whole("num_attention_heads", 32)
     head_dim, kv_heads = read.whole("head_dim", max(1, width // heads)), read.whole("num_key_value_heads", heads)
     attention, mlp = read.flag("attention_bias", False), read.flag("mlp_bias", False)
@@ -230,7 +229,7 @@ def _llama(read: _Fields) -> Published:
     return Published("llama", model, frozenset(zeros))
 
 
-def _vit(read: _Fields) -> Published:
+def _vit(read: Fields) -> Published:
     width = read.whole("hidden_size", 768)
     labels = read.fields.get("id2label")
     classes = len(labels) if isinstance(labels, dict) and labels else read.whole("num_labels", 2)
@@ -239,7 +238,7 @@ def _vit(read: _Fields) -> Published:
         depth=read.whole("num_hidden_layers", 12),
         num_heads=read.whole("num_attention_heads", 12),
         mlp_ratio=read.whole("intermediate_size", 3072) / width,
-        activation=read.activation("hidden_act", "gelu"),
+        activation=read.choice("hidden_act", "gelu", ACTIVATIONS),
         norm_eps=read.number("layer_norm_eps", 1e-12),
         image_size=read.side("image_size", 224),
         patch_size=read.side("patch_size", 16),
@@ -250,82 +249,23 @@ def _vit(read: _Fields) -> Published:
     return Published("vit", model, frozenset() if read.flag("qkv_bias", True) else frozenset(_QKV))
 
 
-def _rope_theta(read: _Fields) -> float:
+def _rope_theta(read: Fields) -> float:
     """The base of rotary positions; other kinds than the plain one are refused."""
     given = read.fields.get("rope_parameters")
     for rope in (given, read.fields.get("rope_scaling")):
         if rope is None:
             continue
         if not isinstance(rope, dict):
-            raise ConfigError(f"config.json: rotary parameters are {_shown(rope)}, not an object")
+            raise ConfigError(f"config.json: rotary parameters are {shown(rope)}, not an object")
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default":
             raise ConfigError(
-                f"config.json: rotary positions of type {_shown(kind)} change the frequencies with the context; "
+                f"config.json: rotary positions of type {shown(kind)} change the frequencies with the context; "
                 "our models have the plain ones (type default) only"
             )
         if rope.get("partial_rotary_factor", 1) != 1:
             raise ConfigError("config.json: partial_rotary_factor turns only a part of each head; ours turn all of it")
     if read.fields.get("partial_rotary_factor", 1) != 1:
         raise ConfigError("config.json: partial_rotary_factor turns only a part of each head; ours turn all of it")
-    holder = read if given is None or "rope_theta" not in given else _Fields(given)
+    holder = read if given is None or "rope_theta" not in given else Fields(given)
     return holder.number("rope_theta", 10_000.0)
-
-
-class _Fields:
-    """Fields of a config, each of the kind it must be."""
-
-    def __init__(self, fields: Mapping[str, Any]) -> None:
-        self.fields = fields
-
-    def whole(self, name: str, default: int) -> int:
-        value = self._given(name, default)
-        if type(value) is not int or not 1 <= value <= _LARGEST:
-            raise ConfigError(f"config.json: {name} is {_shown(value)}, not a whole number from 1 to {_LARGEST}")
-        return value
-
-    def side(self, name: str, default: int) -> int:
-        """The side of a square, given as one number or as two equal ones."""
-        value = self._given(name, default)
-        if isinstance(value, list):
-            if len(value) != 2 or value[0] != value[1]:
-                raise ConfigError(f"config.json: {name} is {_shown(value)}; our images and patches are square")
-            return _Fields({name: value[0]}).whole(name, default)
-        return self.whole(name, default)
-
-    def number(self, name: str, default: float) -> float:
-        value = self._given(name, default)
-        if type(value) not in (int, float) or not 0 < value < math.inf or value > 1e30:
-            raise ConfigError(f"config.json: {name} is {_shown(value)}, not a number above 0")
-        return float(value)
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self._given(name, default)
-        if type(value) is not bool:
-            raise ConfigError(f"config.json: {name} is {_shown(value)}, not true or false")
-        return value
-
-    def text(self, name: str, default: str) -> str:
-        value = self._given(name, default)
-        if not isinstance(value, str):
-            raise ConfigError(f"config.json: {name} is {_shown(value)}, not a text")
-        return value
-
-    def activation(self, name: str, default: str) -> Any:
-        value = self.text(name, default)
-        if value not in ACTIVATIONS:
-            raise ConfigError(f"config.json: {name} is {_shown(value)}; ours are {', '.join(ACTIVATIONS)}")
-        return ACTIVATIONS[value]
-
-    def refuse(self, name: str, plain: bool, what: str) -> None:
-        if self.flag(name, plain) is not plain:
-            raise ConfigError(f"config.json: {name} is {not plain}: {what}, which our models do not have")
-
-    def _given(self, name: str, default: Any) -> Any:
-        value = self.fields.get(name)
-        return default if value is None else value
-
-
-def _shown(value: Any) -> str:
-    text = ascii(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
