@@ -28,7 +28,7 @@ import jax
 import numpy as np
 
 from train import loop
-from train.config import CheckpointConfig, Config, DataConfig, LogConfig, MeshConfig, OptimizerConfig, PresetConfig
+from train.config import CheckpointConfig, Config, DataConfig, LogConfig, OptimizerConfig, PresetConfig
 from train.program import Program, abstract_batch, assemble
 from zoo import configs
 
@@ -36,17 +36,17 @@ WARM_UP = 100
 """Steps that are not counted."""
 
 
-def config_of(folder: Path, steps: int, seq_len: int = 16) -> Config:
-    """One block of width 16 on a text in `folder`, on one device."""
+def config_of(folder: Path, steps: int) -> Config:
+    """One block of width 16 on a text in `folder`, two sequences a device."""
     choose = random.Random(0)
     text = "\n".join(
         " ".join(choose.choice(("def", "return", "import", "class")) for _ in range(9)) for _ in range(2000)
     )
     (folder / "text.txt").write_text(text)
-    model = dataclasses.replace(configs.get("lm-tiny"), width=16, depth=1, num_heads=2, seq_len=seq_len)  # pyright: ignore
+    model = dataclasses.replace(configs.get("lm-tiny"), width=16, depth=1, num_heads=2, seq_len=16)  # pyright: ignore
     return Config(
-        recipe="host-overhead", model=model, mesh=MeshConfig(data=1), steps=steps,
-        data=DataConfig(name=f"text:{folder / 'text.txt'}", batch_size=2, eval_examples=2, data_dir=str(folder / "data")),
+        recipe="host-overhead", model=model, steps=steps,
+        data=DataConfig(name=f"text:{folder / 'text.txt'}", batch_size=2 * jax.device_count(), eval_examples=2, data_dir=str(folder / "data")),
         preset=PresetConfig(name="mup"), optimizer=OptimizerConfig(peak_lr=1e-4), log=LogConfig(samples=False),
         checkpoint=CheckpointConfig(every_steps=steps), workdir=str(folder / "run"),
     ).resolved()  # fmt: skip
@@ -116,7 +116,7 @@ def measured(steps: int) -> dict[str, Any]:
         "between_cpu_ms": {"median": np.median(cpu), "p90": np.quantile(cpu, 0.9), "mean": cpu.mean()},
         "dispatch_ms": {"median": np.median(dispatch), "p90": np.quantile(dispatch, 0.9), "mean": dispatch.mean()},
         "device_ms": device,
-        "device": jax.devices()[0].device_kind,
+        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         "jax": jax.__version__,
     }
 
