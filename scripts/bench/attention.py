@@ -12,14 +12,13 @@ import argparse
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scripts.bench.in_turns import compared, in_turns, machine, write
+from scripts.bench.in_turns import add_arguments, compared, in_turns, machine, one_core, write
 from zoo import attend
 
 
@@ -58,10 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, default in (("batch", 8), ("length", 256), ("heads", 8), ("head-dim", 32)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--rounds", type=int, default=20, help="turns of three timed calls each (default 20)")
-    parser.add_argument("--tiny", action="store_true", help="small shapes, to see that it runs")
-    parser.add_argument("--json", type=Path, help="also write the result here")
+    add_arguments(parser, 20)
     args = parser.parse_args(argv)
+    if args.one_core:
+        one_core()
     sizes = (2, 16, 2, 8) if args.tiny else (args.batch, args.length, args.heads, args.head_dim)
     results = [measure(sizes, args.dtype, causal, args.rounds) for causal in (True, False)]
     for found in results:

@@ -8,14 +8,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scripts.bench.in_turns import compared, in_turns, machine, write
+from scripts.bench.in_turns import add_arguments, compared, in_turns, machine, one_core, write
 from train.loss import cross_entropy
 from zoo.readout import Reading
 
@@ -50,10 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--vocab", type=int, nargs="+", default=[256, 4096, 32768])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--rounds", type=int, default=10, help="turns of two timed calls each (default 10)")
-    parser.add_argument("--tiny", action="store_true", help="small shapes, to see that it runs")
-    parser.add_argument("--json", type=Path, help="also write the result here")
+    add_arguments(parser, 10)
     args = parser.parse_args(argv)
+    if args.one_core:
+        one_core()
     if args.tiny:
         args.tokens, args.width, args.vocab = 2048, 16, [4096]
     results = [measure(args.tokens, args.width, vocab, args.dtype, args.rounds) for vocab in args.vocab]

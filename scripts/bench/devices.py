@@ -13,7 +13,6 @@ import dataclasses
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 DEVICES = 8
@@ -48,16 +47,16 @@ def measure(rounds: int, *, tiny: bool = False) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; returns the exit code 0."""
+    from scripts.bench.in_turns import add_arguments, machine, one_core, write
+
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=10, help="turns of three timed steps each (default 10)")
-    parser.add_argument("--tiny", action="store_true", help="a small model, to see that it runs")
-    parser.add_argument("--json", type=Path, help="also write the result here")
+    add_arguments(parser, 10)
     args = parser.parse_args(argv)
+    if args.one_core:
+        one_core()
     flags = os.environ.get("XLA_FLAGS", "")
     if FLAG not in flags:  # read once, when JAX starts
         os.environ["XLA_FLAGS"] = f"{flags} {FLAG}={DEVICES}".strip()
-    from scripts.bench.in_turns import machine, write
-
     found = measure(args.rounds, tiny=args.tiny)
     print(f"one device takes {', '.join(f'{r:.3f} of {name}' for name, r in found['ratio'].items())}")
     write({"benchmark": "devices", **machine(), "results": [found]}, args.json)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -17,6 +18,26 @@ Seconds = dict[str, list[float]]
 """Name to one time per round."""
 
 
+def add_arguments(parser: argparse.ArgumentParser, rounds: int) -> None:
+    """The flags that every benchmark has."""
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"turns of each (default {rounds})")
+    parser.add_argument(
+        "--one-core", action="store_true", help="one core, CPU time: for a machine busy with other work"
+    )
+    parser.add_argument("--tiny", action="store_true", help="small shapes, to see that it runs")
+    parser.add_argument("--json", type=Path, help="also write the result here")
+
+
+def one_core() -> None:
+    """Keep this process on one core, and count CPU time from here on. To be called before JAX starts its threads."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
+
+def clock() -> Callable[[], float]:
+    """Wall time, or CPU time on one core, which what else the machine does changes little."""
+    return time.process_time if len(os.sched_getaffinity(0)) == 1 else time.perf_counter
+
+
 def in_turns(steps: Mapping[str, Callable[[], Any]], rounds: int, steps_per_turn: int = 3) -> Seconds:
     """Seconds of one step, per round the median of a turn.
 
@@ -26,6 +47,7 @@ def in_turns(steps: Mapping[str, Callable[[], Any]], rounds: int, steps_per_turn
         steps_per_turn: timed steps of a turn, after one that is not: it finds caches and threads as another left them.
     """
     found: Seconds = {name: [] for name in steps}
+    now = clock()
     for step in steps.values():
         step()
     for turn in range(rounds):
@@ -33,9 +55,9 @@ def in_turns(steps: Mapping[str, Callable[[], Any]], rounds: int, steps_per_turn
             steps[name]()
             times = []
             for _ in range(steps_per_turn):
-                began = time.perf_counter()
+                began = now()
                 steps[name]()
-                times.append(time.perf_counter() - began)
+                times.append(now() - began)
             found[name].append(statistics.median(times))
     return found
 
@@ -65,7 +87,7 @@ def machine() -> dict[str, Any]:
         "device": device.device_kind,
         "devices": jax.device_count(),
         "cpu": platform.machine(),
-        "cores": os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "jax": jax.__version__,
     }

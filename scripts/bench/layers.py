@@ -9,12 +9,11 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from scripts.bench.in_turns import compared, in_turns, machine, write
+from scripts.bench.in_turns import add_arguments, compared, in_turns, machine, one_core, write
 from scripts.bench.torch_step import MODELS, batches_of, jax_step
 from train.program import assemble
 from zoo.configs import ComputeConfig
@@ -41,10 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; returns the exit code 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=[*MODELS, "all"], default="all")
-    parser.add_argument("--rounds", type=int, default=20, help="turns of three timed steps each (default 20)")
-    parser.add_argument("--tiny", action="store_true", help="small models, to see that it runs")
-    parser.add_argument("--json", type=Path, help="also write the result here")
+    add_arguments(parser, 20)
     args = parser.parse_args(argv)
+    if args.one_core:
+        one_core()
     names = list(MODELS) if args.model == "all" else [args.model]
     results = [measure(name, args.rounds, tiny=args.tiny) for name in names]
     for found in results:

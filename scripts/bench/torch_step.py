@@ -13,13 +13,12 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from scripts.bench.in_turns import compared, in_turns, machine, write
+from scripts.bench.in_turns import add_arguments, compared, in_turns, machine, one_core, write
 from train.config import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
 from train.program import Program, assemble
 from zoo import configs
@@ -161,10 +160,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=[*MODELS, "all"], default="all")
     parser.add_argument("--layers", choices=["scan", "unrolled"], default="scan", help="how the stack runs")
-    parser.add_argument("--rounds", type=int, default=20, help="turns of three timed steps each (default 20)")
-    parser.add_argument("--tiny", action="store_true", help="small models, to see that it runs")
-    parser.add_argument("--json", type=Path, help="also write the result here")
+    add_arguments(parser, 20)
     args = parser.parse_args(argv)
+    if args.one_core:
+        one_core()
     import torch
 
     names = list(MODELS) if args.model == "all" else [args.model]

@@ -1,0 +1,123 @@
+"""Runs the benchmarks of this machine and writes docs/performance.md from what they found.
+
+    python -m scripts.performance [NAME ...] [--render]
+
+Names are those of `scripts/bench` that run anywhere; all of them unless given. Every one leaves docs/performance/NAME.json,
+and the page is made from the files there: `--render` only makes the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
+FOLDER = PAGE.with_suffix("")
+NAMES = {
+    "torch_step": "A training step against PyTorch",
+    "layers": "Layers as a scan, unrolled, and with fused projections",
+    "attention": "Attention",
+    "cross_entropy": "Cross-entropy",
+    "devices": "One device and eight simulated ones",
+}
+"""Benchmark to its heading."""
+
+ABOUT = {
+    "torch_step": "Same weights, shapes, loss and AdamW in float32, one process, in turns; the first losses agree to 1e-4. "
+    "`lm`: width 256, depth 4, 8 sequences of 256 bytes. `vit`: ViT-S/16, 16 images of 64x64.",
+    "layers": "The same steps. Fused: one product for queries, keys and values, and one for an MLP's gate and up.",
+    "attention": "Forward and backward, 8 sequences of 256, 8 heads of 32, float32.",
+    "cross_entropy": "Loss and gradients, 4096 tokens, width 256, float32. Memory is the compiler's temporaries.",
+    "devices": "The step of `lm`. Simulated devices share the cores: the ratio is what splitting costs, not what it gains.",
+}
+HEAD = """# Performance
+
+Made by `python -m scripts.performance` from the files in `docs/performance/`. Times are medians of rounds in which everything
+compared has its turn; a ratio is the median over rounds, with its quartiles, of the first column's time over the
+other's, so below 1 the first is faster. Measured on two shared x86-64 cores, whose speed drifts: quote the ratios. With
+`--one-core` a process kept to one core counts its CPU time, which other work on the machine changes little.
+"""
+GPU = """## One GPU against PyTorch
+
+Not measured: no GPU was at hand. `python -m scripts.bench.gpu_mfu --json gpu.json` tries GPT-2 (124 M), GPT-2 medium (350 M), a
+1 B decoder and ViT-S/16 and B/16 at 224 in bfloat16 at growing batches, each beside PyTorch with flash attention under
+`torch.compile` in the same run, and prints step time, rate and MFU of the best of both.
+"""
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Markdown of a heading row and the rest."""
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+
+
+def rows_of(results: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """What every benchmark has: a time of each, and the first one's ratio to the others."""
+    names = list(results[0]["ms"])
+    ours = next(name for name in names if name not in results[0]["ratio"])
+    others = [name for name in names if name != ours]
+    memory = "temporary_bytes" in results[0]
+    head = ["", *[f"{name}, ms" for name in (ours, *others)], *[f"{ours} / {name}" for name in others]]
+    found = [[*head, *(f"{name}, MB" for name in (ours, *others) if memory)]]
+    for result in results:
+        ratios = [
+            f"{result['ratio'][name]:.2f} ({result['quartiles'][name][0]:.2f}-{result['quartiles'][name][1]:.2f})"
+            for name in others
+        ]
+        times = [f"{result['ms'][name]:.1f}" for name in (ours, *others)]
+        bytes_ = [f"{result['temporary_bytes'][name] / 1e6:.0f}" for name in (ours, *others) if memory]
+        found.append([_label(result), *times, *ratios, *bytes_])
+    return found
+
+
+def _label(result: dict[str, Any]) -> str:
+    if "model" in result:
+        return str(result["model"])
+    if "vocab" in result:
+        return f"vocabulary {result['vocab']}"
+    if "causal" in result:
+        return "causal" if result["causal"] else "whole"
+    return "lm"
+
+
+def page(folder: Path) -> str:
+    """The text of docs/performance.md."""
+    parts = [HEAD]
+    for name, heading in NAMES.items():
+        if (path := folder / f"{name}.json").exists():
+            found = json.loads(path.read_text())
+            versions = ", ".join(f"{key} {found[key]}" for key in ("python", "jax", "torch") if key in found)
+            rounds = found["results"][0]["rounds"]
+            how = " --one-core" if found["cores"] == 1 else ""
+            command = f"`python -m scripts.bench.{name}{how}` ({versions}; {rounds} rounds)"
+            parts.append(f"## {heading}\n\n{ABOUT[name]}\n{command}\n\n{table(rows_of(found['results']))}\n")
+    return "\n".join([*parts, GPU])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure unless told not to, and write the page; returns the exit code 0."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(NAMES)}")
+    parser.add_argument(
+        "--one-core", action="store_true", help="one core, CPU time: for a machine busy with other work"
+    )
+    parser.add_argument("--render", action="store_true", help="make the page from the files there are")
+    args = parser.parse_args(argv)
+    unknown = set(args.names) - set(NAMES)
+    if unknown:
+        parser.error(f"no benchmark is named {', '.join(sorted(unknown))}; write {', '.join(NAMES)}")
+    for name in () if args.render else args.names or NAMES:
+        words = [sys.executable, "-m", f"scripts.bench.{name}", "--json", str(FOLDER / f"{name}.json")]
+        words += ["--one-core"] if args.one_core else []
+        subprocess.run(words, check=True)
+    PAGE.write_text(page(FOLDER))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
