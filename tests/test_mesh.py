@@ -32,8 +32,7 @@ MESHES = {
 }
 
 # Each size divides by the mesh axis that splits it; 17 tokens and 7 classes stay whole. The last axis of every shard is a
-# multiple of 16: with jax 0.12 on CPU the numbers left over by vector instructions may be off in the last bits, since XLA
-# fuses products and sums otherwise there, and how many are left over depends on the mesh.
+# multiple of 16, which fills vector instructions; test_mesh_sequence has others.
 DECODER = DecoderConfig(
     width=64, depth=3, num_heads=6, num_kv_heads=2, head_dim=16, mlp_ratio=1.5, vocab_size=17, seq_len=7,
     positions="rotary", norm="rmsnorm", activation="swiglu", qk_norm=True,
@@ -177,7 +176,7 @@ def test_the_batch_is_split_over_data_and_fsdp() -> None:
 
 
 def test_a_state_is_born_on_its_devices() -> None:
-    # The executable that makes the state gives out shards, never a whole array that is split afterwards.
+    # A run holds shards from the start; on CPU alone parameters are made whole before.
     made, state = program("decoder", "2x4x1"), trained("decoder", "2x4x1")[0]
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(state.params))
     there = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.params))

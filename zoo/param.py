@@ -37,7 +37,7 @@ def initial_value(
 
     With a leading "layers" axis every layer draws from its own key, folded from `key` by its index, and std may be
     per layer: a stacked parameter starts as the separate layers would, on any mesh. (With jax 0.12 on CPU to the last
-    bits only where a shard's last axis is not a multiple of 16, the length of its vector instructions.)
+    bit only if made whole: how a row is split decides which numbers its vector instructions leave over.)
     """
     if spec.role in (Role.NORM_GAIN, Role.BIAS):
         std = (
