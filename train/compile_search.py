@@ -25,6 +25,9 @@ from zoo.configs import ComputeConfig, DecoderConfig
 MOST_TENSOR = 16
 """Widest tensor axis tried: beyond it a layer's sums over activations take longer than its products on every chip here."""
 
+MICROBATCHES = (1, 2, 4, 8)
+"""Numbers of microbatches tried."""
+
 _RECOMPUTED = {"none": 0.0, "dots": 0.0, "block": 1.0, "offload": 1.0}
 """Forward passes of the blocks that a remat policy computes again."""
 
@@ -111,16 +114,21 @@ def _seconds(report: dict[str, Any]) -> float:
 def _candidates(config: Config, chip: Chip, devices: Any, slices: int) -> Iterator[Candidate]:
     policies = typing.get_args(typing.get_type_hints(ComputeConfig)["remat"])
     for mesh in _meshes(len(devices), slices, config.mesh):
-        for remat, parts in itertools.product(policies, (1, 2, 4, 8)):
-            if config.data.batch_size % parts:
+        try:
+            program = assemble(dataclasses.replace(config, mesh=mesh, accumulation_steps=1), devices)
+        except MeshError:
+            continue
+        for remat, parts in itertools.product(policies, MICROBATCHES):
+            if config.data.batch_size % (parts * program.layout.ways("batch")):
                 continue
-            model = dataclasses.replace(config.model, compute=dataclasses.replace(config.model.compute, remat=remat))
-            changed = dataclasses.replace(config, model=model, mesh=mesh, accumulation_steps=parts)
-            try:
-                program = assemble(changed, devices)
-            except MeshError:
-                continue
-            yield Candidate(changed, _estimate(program, chip, slices), sum(memory_model.expected(program).values()))
+            compute = dataclasses.replace(config.model.compute, remat=remat)
+            changed = dataclasses.replace(
+                program.config, model=dataclasses.replace(config.model, compute=compute), accumulation_steps=parts
+            )
+            # The arrays of the state lie as before.
+            estimated = dataclasses.replace(program, config=changed)
+            size = sum(memory_model.expected(estimated).values())
+            yield Candidate(changed, _estimate(estimated, chip, slices), size)
 
 
 def _meshes(devices: int, slices: int, given: MeshConfig) -> Iterator[MeshConfig]:

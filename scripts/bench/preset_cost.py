@@ -78,7 +78,11 @@ def without_factors(program: Program) -> jax.stages.Compiled:
 
     abstract = found.abstract
     batch = abstract_batch(config.model, config.data.batch_size)
-    return jax.jit(step, donate_argnums=(0, 1)).lower(abstract, jax.eval_shape(tx.init, abstract), batch).compile()
+    place = program.layout.whole
+    jitted = jax.jit(step, donate_argnums=(0, 1), in_shardings=place, out_shardings=place)
+    return jitted.lower(abstract, jax.eval_shape(tx.init, abstract), batch).compile(
+        compiler_options=program.compiler_options()
+    )
 
 
 def plain_adamw(program: Program, table: np.ndarray) -> optax.GradientTransformation:
