@@ -33,7 +33,8 @@ def measure(tokens: int, width: int, vocab: int, dtype: str, rounds: int) -> dic
 
         compiled = jax.jit(jax.value_and_grad(total, argnums=(0, 1))).lower(features, weight).compile()
         found[how] = jax.tree.map(lambda x: np.asarray(x, np.float32), compiled(features, weight))
-        bytes_of[how] = int(compiled.memory_analysis().temp_size_in_bytes)
+        memory = compiled.memory_analysis()
+        bytes_of[how] = int(memory.temp_size_in_bytes) if memory else 0
         steps[how] = lambda compiled=compiled: jax.block_until_ready(compiled(features, weight))
     for one, other in zip(jax.tree.leaves(found["chunked"]), jax.tree.leaves(found["plain"]), strict=True):
         tolerance = 1e-5 if dtype == "float32" else 2e-2

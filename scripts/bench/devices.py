@@ -17,7 +17,11 @@ from typing import Any
 
 DEVICES = 8
 FLAG = "--xla_force_host_platform_device_count"
-MESHES = {"data": {"data": 8}, "fsdp": {"data": 1, "fsdp": 8}, "tensor": {"data": 4, "tensor": 2}}
+MESHES: dict[str, dict[str, Any]] = {
+    "data": {"data": 8},
+    "fsdp": {"data": 1, "fsdp": 8},
+    "tensor": {"data": 4, "tensor": 2},
+}
 """Besides one device; the batch is 8 sequences."""
 
 
