@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from scripts import parity
 from train import pretrained, pretrained_files
 from train.__main__ import main as train_main
 from train.config import PresetConfig, preset_for
@@ -257,3 +258,10 @@ def test_help_names_both() -> None:
     assert "import PATH" in zoo("--help")[1]
     for command in ("import", "export"):
         assert "--out FOLDER" in zoo(command, "--help")[1]
+
+
+def test_the_table_in_the_document_has_every_case() -> None:
+    text = (Path(__file__).resolve().parent.parent / "docs" / "huggingface.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in text.partition(parity.BEGIN)[2].splitlines() if line[:2] == "| "]
+    assert {(model, way, preset) for model, preset, *_ in rows[1:] for way in ("in", "out")} == set(parity.cases())
+    assert max(float(cell) for row in rows[1:] for cell in row[2:4]) < 1e-4

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "train": "train a recipe, or run one of its commands",
     "presets": "list parameterizations and print their tables",
-    "zoo": "list and describe models",
+    "zoo": "list and describe models, import and export weights",
 }
 
 

@@ -132,7 +132,7 @@ def _say(source: Source, preset: dict[str, Any]) -> None:
     model = source.model
     count = si(sum(value.size for value in source.params.values()))
     print(
-        f"{model.family}: width {model.width}, depth {model.depth}, {model.num_heads} heads, {input_of(model)}; {count}parameters"
+        f"{model.family}: width {model.width}, depth {model.depth}, {model.num_heads} heads, {input_of(model)}; {count} parameters"
     )
     for note in source.notes:
         print(note)

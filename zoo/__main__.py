@@ -22,7 +22,7 @@ COLUMNS = ("model", "family", "width", "depth", "heads", "head_dim", "mlp", "inp
 LEFT = ("model", "family", "input", "path", "role", "shape", "axes")
 """Columns of words; the others hold numbers and align right."""
 
-WIDTH = 120
+WIDTH = 132
 """Columns of a table that goes to a file or a pipe, so that no cell is cut there."""
 
 
