@@ -10,11 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flax import nnx
 
 from zoo import weights, weights_names
 from zoo.build import definition
 from zoo.configs import ConfigError, DecoderConfig, ModelConfig, ViTConfig
 from zoo.huggingface import family_of, from_huggingface, to_huggingface
+from zoo.layers import residual_norm
+from zoo.mlp import MLP
+from zoo.param import Init
 from zoo.tensorfile import TensorFileError, Tensors, write_tensors
 
 pytestmark = pytest.mark.core
@@ -234,3 +238,29 @@ def test_tensors_that_do_not_fit_the_config_are_refused(
 ) -> None:
     with pytest.raises(TensorFileError, match=said):
         read(written(GPT2, tmp_path, **changes), {**to_huggingface(GPT2), **fields})
+
+
+# What published models need of ours
+
+
+def test_the_exact_gelu_is_another_than_the_tanh_form() -> None:
+    from scipy.special import erf
+
+    hidden = {}
+    for activation in ("gelu", "gelu_exact"):
+        mlp = MLP(dataclasses.replace(GPT2, activation=activation), Init(nnx.Rngs(0), GPT2.sizes()))
+        x = np.random.default_rng(0).standard_normal((2, 3, GPT2.width)).astype(np.float32)
+        hidden[activation] = np.asarray(mlp(x))
+        up, down = np.asarray(mlp.up[...], np.float64), np.asarray(mlp.down[...], np.float64)
+        exact = (x @ up) * 0.5 * (1 + erf(x @ up / np.sqrt(2))) @ down
+        assert (np.abs(hidden[activation] - exact).max() < 1e-5) == (activation == "gelu_exact")
+    assert 1e-5 < np.abs(hidden["gelu"] - hidden["gelu_exact"]).max() < 1e-2
+
+
+def test_norms_add_the_models_eps() -> None:
+    x = np.random.default_rng(0).standard_normal((3, 6)).astype(np.float32)
+    for eps in (1e-12, 0.5):
+        norm = residual_norm(dataclasses.replace(GPT2, norm="rmsnorm", norm_eps=eps), Init(nnx.Rngs(0), GPT2.sizes()))
+        np.testing.assert_allclose(norm(x), x / np.sqrt((x**2).mean(-1, keepdims=True) + eps), atol=1e-6)
+    with pytest.raises(ConfigError, match="norm_eps is 0"):
+        dataclasses.replace(GPT2, norm_eps=0.0)
