@@ -159,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; returns the exit code 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=[*MODELS, "all"], default="all")
-    parser.add_argument("--layers", choices=["scan", "unrolled"], default="scan", help="how the stack runs")
+    parser.add_argument("--layers", choices=["auto", "scan", "unrolled"], default="auto", help="how the stack runs")
     add_arguments(parser, 20)
     args = parser.parse_args(argv)
     if args.one_core:
