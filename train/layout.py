@@ -161,4 +161,4 @@ class MeshLayout:
         names, ways = self._names(axis), self.ways(axis)
         if len(names) > 1:
             return f"sizes of {' and '.join(names)} whose product divides {size}"
-        return f"mesh.{names[0]} {max(n for n in range(1, ways + 1) if size % n == 0)}"
+        return f"mesh.{next(iter(names))} {max(n for n in range(1, ways + 1) if size % n == 0)}"
