@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 
 from train.mutants import COLUMNS
-from train.mutation_suite import Outcome
+from train.mutation_suite import MORE_SEEDS, SEEDS, SIZES, Outcome
 
 Outcomes = Mapping[str, Sequence[Outcome]]
 """Study name to what became of its mutants."""
@@ -43,9 +43,9 @@ def markdown(outcomes: Outcomes, command: str) -> str:
     lines = [
         "# Wrong rules that the coordinate check catches",
         "",
-        "A mutant is a right rule (`mup`; `depth-mup` in depth) with one column of one parameter group wrong by a power of m, the",
-        "ratio of the width (of the depth) to its base. Theory is asked about the right rule, the mutant trains on four sizes from",
-        f"four seeds. Made by `{command}`; `mutations.json` holds every mutant with the observable that gave it away.",
+        "A mutant is a right rule, `mup` growing head_dim, with one column of one parameter group wrong by a power of m, the ratio of",
+        f"the width to its base. Theory is asked about the right rule, the mutant trains on {SIZES} sizes from {SEEDS} seeds, and from",
+        f"{MORE_SEEDS} if it passes. Made by `{command}`; the rows, with what gave each away, are in `mutations.json`.",
         "",
         f"Of {len(every)} mutants {len(training)} change training, and the check catches **{len(caught)}** of those "
         f"({_percent(len(caught), len(training))}); {len(alone)} ({_percent(len(alone), len(training))}) by activations and",
@@ -62,6 +62,7 @@ def markdown(outcomes: Outcomes, command: str) -> str:
     ]
     for study, own in outcomes.items():
         lines += ["", f"### {study}", "", *_table(own)]
+    lines += ["", f"## Caught only with {MORE_SEEDS} seeds", "", *(_harder(outcomes) or ["None."])]
     lines += ["", "## Missed", "", *(_misses(outcomes) or ["None."])]
     lines += ["", "## Errors that change no training", "", *(_alike(outcomes) or ["None."])]
     return "\n".join(lines) + "\n"
@@ -111,6 +112,15 @@ def _misses(outcomes: Outcomes) -> list[str]:
         f"- {study}: `{one.group}` {one.column} x m^{one.exponent:g}, which moves some activation by a factor of 2^{one.change:.2g}"
         for study, own in outcomes.items()
         for one in missed(own)
+    ]
+
+
+def _harder(outcomes: Outcomes) -> list[str]:
+    return [
+        f"- {study}: `{one.group}` {one.column} x m^{one.exponent:g}, by {one.by}"
+        for study, own in outcomes.items()
+        for one in own
+        if one.by is not None and one.seeds == MORE_SEEDS
     ]
 
 
