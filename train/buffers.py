@@ -71,8 +71,8 @@ def of(assignment: str, live_ranges: str, module: hlo.Module) -> Temporaries | N
     named: dict[tuple[int, int], tuple[str, str]] = {}
     for name, bytes_, offset, shape in _alive(timed, best):
         known = named.get((offset, bytes_))
-        # Of several names of one place, that of what made it says most: not a loop's tuple nor its parameter.
-        if known is None or _dull(known[0], instructions):
+        # Of several names of one place, one that says where it comes from.
+        if known is None or not _says(known[0], instructions, module):
             named[offset, bytes_] = (name, shape)
     live = [_buffer(name, bytes_, shape, instructions, module) for (_, bytes_), (name, shape) in named.items()]
     return Temporaries(size, _total(assignment), tuple(sorted(live, key=lambda buffer: -buffer.bytes)))
@@ -114,9 +114,9 @@ def _instruction(name: str, instructions: dict[str, hlo.Instruction]) -> hlo.Ins
     return instructions.get(name.partition("{")[0])
 
 
-def _dull(name: str, instructions: dict[str, hlo.Instruction]) -> bool:
-    found = _instruction(name, instructions)
-    return found is None or not found.op_name or found.opcode in ("while", "parameter", "tuple", "get-tuple-element")
+def _says(name: str, instructions: dict[str, hlo.Instruction], module: hlo.Module) -> bool:
+    found = _origin(_instruction(name, instructions), instructions, module)
+    return found is not None and bool(found.op_name)
 
 
 def _buffer(name: str, bytes_: int, shape: str, instructions: dict[str, hlo.Instruction], module: hlo.Module) -> Buffer:
@@ -138,6 +138,10 @@ def _origin(
         # What a loop carries: the loop.
         body = next(name for name, c in module.computations.items() if c.get(made.name) is made)
         return next((i for i in instructions.values() if i.opcode == "while" and body in i.called()), made)
+    if not made.operands:
+        # Room that is made for a loop to fill: the loop, which takes it in a tuple.
+        user = next((i for i in instructions.values() if made.name in i.operands), made)
+        return next((i for i in instructions.values() if user.name in i.operands), user)
     for operand in made.operands:
         origin = _origin(instructions.get(operand), instructions, module, steps - 1)
         if origin is not None and origin.op_name:

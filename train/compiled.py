@@ -23,7 +23,9 @@ from zoo.attend import BLOCKS
 from zoo.configs import DecoderConfig
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_USED = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
+_SIZE = r"([\d.]+)([KMGT]?)"
+_USED = re.compile(rf"Used {_SIZE} of {_SIZE} hbm")
+_TEMPORARIES = re.compile(rf"temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)")
 NAMED_SHARE = 0.01
 """Temporaries of at least this share of the peak are named in a report."""
 
@@ -160,10 +162,13 @@ def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
                 options = program.compiler_options() | buffers.dump_options(Path(folder))
                 executable = lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
-            used = _USED.search(str(error))
+            said = str(error)
+            used = _USED.search(said) or _TEMPORARIES.search(said)
             if used is None:
                 raise
             need, limit = (int(float(used[i]) * _UNITS[used[i + 1]]) for i in (1, 3))
+            if not _USED.search(said):
+                need += memory_model.expected(program)["state"]  # which stands beside the temporaries
             return Compiled(program, chip, time.monotonic() - began, need, limit, {}, counted, None, None, "", None)
         took = time.monotonic() - began
         text = executable.as_text() or ""
@@ -183,7 +188,19 @@ def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
         used_bytes = temporaries.total_bytes + memory["code"]
     else:
         used_bytes = sum(memory.values()) - 2 * memory["alias"]
-    return Compiled(program, chip, took, used_bytes, chip.hbm_bytes, memory, counted, module, temporaries, text, executable.input_shardings[0][0])
+    return Compiled(
+        program,
+        chip,
+        took,
+        used_bytes,
+        chip.hbm_bytes,
+        memory,
+        counted,
+        module,
+        temporaries,
+        text,
+        executable.input_shardings[0][0],
+    )
 
 
 def _bandwidth(mesh: jax.sharding.Mesh, axes: tuple[str, ...], chip: Chip) -> tuple[float | None, bool]:
