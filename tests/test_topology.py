@@ -175,7 +175,7 @@ def test_the_8b_model_has_llamas_parameters() -> None:
 TABLES = Path(__file__).parent.parent / "docs" / "pods.json"
 
 
-@pytest.mark.parametrize("pod", ["lm-8b v5e:16x16", "vit-h14 v5e:4x4"])
+@pytest.mark.parametrize("pod", ["lm-8b v5p:4x4x4", "lm-8b v5e:16x16", "lm-8b v6e:16x16", "vit-h14 v5e:4x4"])
 def test_the_committed_pods_fit(pod: str) -> None:
     recipe, where = pod.split()
     (report,) = [r for r in json.loads(TABLES.read_text())["pods"] if (r["recipe"], r["topology"]) == (recipe, where)]
