@@ -16,6 +16,7 @@ import pytest
 import presets
 from presets import Preset, Role
 from presets.scaling import axis
+from scripts import theory_and_measurement
 from train import check, check_models, check_report, expectation
 from train.__main__ import main
 from train.check import Expected, Finding
@@ -91,6 +92,12 @@ def test_the_neural_tangent_family_moves_as_theory_says(name, grow):
 @pytest.mark.parametrize("name", ["mup", "mup-half"])
 def test_right_rules_pass_under_sgd(name):
     found = findings(preset(name), "head_dim", "sgd")
+    assert check.passes(found), wrong(found)
+
+
+def test_growing_the_mlp_alone_passes_where_it_is_allowed():
+    """Under SGD; under Adam, and for key heads alone, the command refuses (below)."""
+    found = findings(preset("mup"), "mlp", "sgd")
     assert check.passes(found), wrong(found)
 
 
@@ -248,3 +255,12 @@ def test_bad_words_get_one_message(words, said, capsys):
 def test_a_model_from_outside_the_zoo_passes():
     example = runpy.run_path(str(Path(__file__).parent.parent / "docs" / "mixer.py"))
     assert example["main"]()
+
+
+@pytest.mark.core
+def test_the_committed_table_has_every_preset_and_nothing_against_theory():
+    table = theory_and_measurement.OUT
+    rows = json.loads(table.with_suffix(".json").read_text())["studies"]
+    assert {row["preset"] for row in rows} == set(presets.PRESETS) - {"standard"}
+    assert {o["verdict"] for row in rows for o in row["observables"]} == {"as predicted", "explodes"}
+    assert theory_and_measurement.markdown(rows) == table.with_suffix(".md").read_text()

@@ -79,9 +79,11 @@ def whole_moments(program: Program, state_shardings: Any) -> list[str]:
 def unrequired(program: Program, found: Iterable[Collective]) -> list[str]:
     """Mesh axes over which the layer loop sends more than it must."""
     allowed, sent = required(program), defaultdict(float)
+    # The compiler may take one layer out of the loop.
+    layers = {program.config.model.depth, program.config.model.depth - 1}
     names: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for one in found:
-        if program.config.model.depth in one.trips:
+        if layers & set(one.trips):
             sent[one.axes] += one.bytes * one.times
             names[one.axes].append(one.name)
     return [

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 
+from train import expectation
 from train.mutants import COLUMNS
 from train.mutation_suite import MORE_SEEDS, SEEDS, SIZES, Outcome
 
@@ -109,10 +111,18 @@ def _cell(mine: Sequence[Outcome]) -> str:
 
 def _misses(outcomes: Outcomes) -> list[str]:
     return [
-        f"- {study}: `{one.group}` {one.column} x m^{one.exponent:g}, which moves some activation by a factor of 2^{one.change:.2g}"
+        f"- {study}: `{one.group}` {one.column} x m^{one.exponent:g}, which moves some activation by a factor of 2^{one.change:.2g}. "
+        f"The right rule itself strays as far at these sizes: {_strays(one.group)}."
         for study, own in outcomes.items()
         for one in missed(own)
     ]
+
+
+def _strays(group: str) -> str:
+    """How far theory's exponent for a group's movement is from the right rule's slope, as measured once."""
+    known = json.loads(expectation.ALLOWANCES.read_text())["allowances"]["sgd head_dim"]
+    below, above = known.get(f"movement/{group} @1", (0.0, 0.0))
+    return f"up to {below:g} below theory and {above:g} above (`movement/{group} @1` in `train/allowances.json`)"
 
 
 def _harder(outcomes: Outcomes) -> list[str]:

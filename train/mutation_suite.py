@@ -73,6 +73,7 @@ STUDIES = (
         besides="lm-proxy",
         **_EPS_MATTERS,
     ),
+    Study(name="decoder, SGD", model="lm-proxy", optimizer="sgd", peak_lr=RATES["sgd"], exponents=(0.5, -0.5)),
 )
 
 
