@@ -5,6 +5,8 @@ lets transformers read a file written from a model under a preset, at a size oth
 the table into docs/huggingface.md. Needs torch and transformers (`make parity` installs them).
 """
 
+# Torch is optional and in no lock file.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import argparse

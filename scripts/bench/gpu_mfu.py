@@ -9,6 +9,8 @@ users train. Each point runs in a process of its own, so that one framework's me
 Needs JAX and PyTorch with CUDA; no data. On another device `--tiny` shows that it runs.
 """
 
+# Torch is optional and in no lock file.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import argparse

@@ -4,6 +4,8 @@ Written as PyTorch users write them: one product for queries, keys and values, `
 Gate and up share a product too. B batch, T positions, H heads, N head dimension.
 """
 
+# Torch is optional and in no lock file.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from collections.abc import Mapping

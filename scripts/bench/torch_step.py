@@ -6,6 +6,8 @@ All run in one process, in turns, with as many threads. Before anything is timed
 several steps. Needs PyTorch (`pip install -e ".[torch]"`, Python 3.11) and a C++ compiler.
 """
 
+# Torch is optional and in no lock file.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import argparse
