@@ -107,7 +107,9 @@ def measure(model: str, way: str, preset: str, folder: Path) -> Row:
         params = random_params(built, init_stds(made, built))
         plain = fold.fold(params, fold.scales(built, factors))
         record = pretrained.preset_record(given, made, built, factors)
-        pretrained_files.write_huggingface(pretrained.Source(config, plain, record, []), theirs_at, "float32")
+        pretrained_files.write_huggingface(
+            pretrained.Source(config, plain, fold.ones(plain), record, []), theirs_at, "float32"
+        )
     inputs = inputs_of(config)
     ours = np.asarray(jax.jit(built.apply)(params, factors.multiplier, factors.forward, jnp.asarray(inputs)))
     theirs = transformers_logits(theirs_at, inputs)

@@ -29,6 +29,7 @@ CASES: dict[str, tuple[ModelConfig, Preset]] = {
     "mup, tied": (TIED, presets.get("mup", base=BASE)),
     "mup, tied, no gains": (dataclasses.replace(TIED, norm_gain=False, bias=False), presets.get("mup")),
     "depth-mup, rotary": (ROTARY, presets.get("depth-mup", base=BASE, gamma0=0.5, beta0=3.0)),
+    "depth-mup, queries normalized": (dataclasses.replace(ROTARY, qk_norm=True), presets.get("depth-mup", base=BASE)),
     "mean-field, ViT": (VIT, presets.get("mup", base=BASE, form="mean-field")),
 }
 
@@ -114,9 +115,6 @@ def test_skips_fold_but_for_the_norms_eps() -> None:
 
 
 def test_what_cannot_be_folded_is_refused() -> None:
-    built = definition(dataclasses.replace(ROTARY, qk_norm=True))
-    with pytest.raises(fold.FoldError, match="qk_norm"):
-        fold.scales(built, resolve(presets.get("mup"), built))
     built = definition(TIED)
     factors = resolve(presets.get("mup"), built)
     zero = factors._replace(forward={**factors.forward, "block.branch": np.zeros((3, 2))})

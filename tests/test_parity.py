@@ -76,7 +76,9 @@ def test_greedy_text_is_the_same(preset: str, tmp_path: Path) -> None:
     params = parity.random_params(built, init_stds(made, built))
     folded = fold.fold(params, fold.scales(built, factors))
     record = pretrained.preset_record(given, made, built, factors)
-    pretrained_files.write_huggingface(pretrained.Source(model, folded, record, []), tmp_path / "hf", "float32")
+    pretrained_files.write_huggingface(
+        pretrained.Source(model, folded, fold.ones(folded), record, []), tmp_path / "hf", "float32"
+    )
 
     prompt, length = np.frombuffer(b"def __init__(self, ", np.uint8).astype(np.int32), 100
     forward = jax.jit(built.apply)

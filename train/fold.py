@@ -6,7 +6,7 @@ Both are one function when every parameter is taken times one number (per layer,
 
 | parameter                              | its multiplier, and                       |
 |----------------------------------------|-------------------------------------------|
-| query and its bias                     | times logit_scale * N^1/2                 |
+| query and its bias; under qk_norm the gain after them | times logit_scale * N^1/2  |
 | attention out, MLP out and their biases| times branch / c                          |
 | gain and bias of the norm before a tied readout | times the readout's multiplier   |
 
@@ -45,18 +45,20 @@ def scales(definition: Definition, factors: Factors) -> Scales:
         factors: from `train.factors.resolve`.
 
     Raises:
-        FoldError: queries are normalized after their matrix, or a factor is zero or not finite.
+        FoldError: a factor is zero or not finite.
+
+    Where queries are normalized without a gain (qk_norm, norm_gain false) no weight can carry the logits' scale; a definition
+    does not show that, so whoever folds such a model must compare the two scales itself.
     """
     forward = {kind: _factor(definition, factors, kind) for kind in ("logits", "branch", "skip", "readout")}
     query = forward["logits"] * definition.sizes["head_dim"] ** 0.5
+    normalized = any(spec.role is Role.NORM_GAIN and spec.of is Role.QUERY for spec in definition.specs.values())
     branch = forward["branch"] / np.cumprod(forward["skip"].reshape(-1)).reshape(forward["skip"].shape)
     found: Scales = {}
     for name, spec in definition.specs.items():
-        if spec.role is Role.NORM_GAIN and spec.of is not None:
-            raise FoldError(f"{name}: queries and keys are normalized (qk_norm), which no scale of a matrix outlives")
         scale = np.asarray(factors.multiplier[name], np.float64)
         match spec.of or spec.role:
-            case Role.QUERY:
+            case Role.QUERY if normalized == (spec.role is Role.NORM_GAIN):
                 scale = scale * query
             case Role.ATTENTION_OUT:
                 scale = scale * branch[:, 0]
@@ -71,6 +73,11 @@ def scales(definition: Definition, factors: Factors) -> Scales:
         if not (np.isfinite(scale).all() and (scale != 0).all()):
             raise FoldError(f"{name}: its multiplier is {scale}, which a weight cannot carry")
     return found
+
+
+def ones(params: Mapping[str, Any]) -> Scales:
+    """Those of weights that are the plain network's already."""
+    return {name: np.ones(()) for name in params}
 
 
 def fold(params: Mapping[str, Any], by: Scales) -> dict[str, np.ndarray]:

@@ -43,14 +43,21 @@ class Source(NamedTuple):
     """Weights of the plain network, and the model they are of."""
 
     model: ModelConfig
-    params: Params
-    """float32, multipliers folded."""
+    stored: Params
+    """As they lie in the file."""
+    scales: fold.Scales
+    """What each is times as large in the plain network."""
     preset: dict[str, Any]
     """What is known of the preset they come from: `fields`, `described` and what was folded, `scales`. Empty for others'."""
     notes: list[str]
     """What was left out or added in reading, one sentence each."""
     run: tuple[Config, dict[str, Any]] | None = None
     """The run they come from, and what it recorded of its data."""
+
+    @property
+    def params(self) -> Params:
+        """Those of the plain network: float32, multipliers folded."""
+        return fold.fold(self.stored, self.scales)
 
 
 def read(path: Path, step: int | None = None) -> Source:
@@ -83,7 +90,7 @@ def read(path: Path, step: int | None = None) -> Source:
     loaded = weights.from_huggingface(Tensors(path), published)
     notes = [f"not read, and read by no model here: {_some(loaded.dropped)}"] if loaded.dropped else []
     notes += [f"not in the file, so zero: {_some(loaded.zeros)}"] if loaded.zeros else []
-    return Source(published.model, loaded.params, {}, notes)
+    return Source(published.model, loaded.params, fold.ones(loaded.params), {}, notes)
 
 
 def load_weights(path: Path, definition: Definition, factors: Factors) -> dict[str, np.ndarray]:
@@ -135,8 +142,7 @@ def _imported(path: Path, record: Mapping[str, Any]) -> Source:
         raise WeightsError(f"{path}: the tensors are not the parameters of the model in {MODEL}")
     _check_shapes(path, files.shapes, definition(model), MODEL)
     by = _scales(preset, files)
-    params = {name: fold.times(files.read(name), by[name]) for name in files.shapes}
-    return Source(model, _with_tied_gain(params, by), dict(preset), [])  # pyright: ignore
+    return Source(model, {name: files.read(name) for name in files.shapes}, by, dict(preset), [])  # pyright: ignore
 
 
 def _run(workdir: Path, recorded: Mapping[str, Any], step: int | None) -> Source:
@@ -151,11 +157,9 @@ def _run(workdir: Path, recorded: Mapping[str, Any], step: int | None) -> Source
     preset, model = preset_for(config.preset, config.model), definition(config.model)
     factors = resolve(preset, model, preset.optimizers[0])
     params = _checkpoint(workdir / CHECKPOINTS / str(step), model)
-    folded = fold.fold(params, fold.scales(model, factors))
-    record = preset_record(config.preset, preset, model, factors)
-    return Source(
-        config.model, folded, {**record, "step": step}, [], (config, facts if isinstance(facts, dict) else {})
-    )
+    record = {**preset_record(config.preset, preset, model, factors), "step": step}
+    run = (config, facts if isinstance(facts, dict) else {})
+    return Source(config.model, params, fold.scales(model, factors), record, [], run)
 
 
 def _checkpoint(folder: Path, model: Definition) -> dict[str, np.ndarray]:
@@ -219,13 +223,9 @@ def _scales(preset: Any, files: Tensors) -> fold.Scales:
         if not fits or not all(type(n) in (int, float) and 0 < abs(n) < 1e30 for n in numbers):
             raise WeightsError(f"{files.path}: {MODEL} has no usable scale for {name[:60]!a}")
         found[name] = np.asarray(value, np.float64)
+    if fold.GAIN not in files.shapes and found[fold.GAIN] == 1:
+        del found[fold.GAIN]
     return found
-
-
-def _with_tied_gain(params: Params, by: fold.Scales) -> Params:
-    if fold.GAIN in params or by[fold.GAIN] == 1:
-        return params
-    return fold.fold(params, {**dict.fromkeys(params, np.ones(())), fold.GAIN: by[fold.GAIN]})
 
 
 def _check_shapes(path: Path, shapes: Mapping[str, Any], model: Definition, record: str) -> None:
