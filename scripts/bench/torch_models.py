@@ -35,21 +35,27 @@ class Block(nn.Module):
         self.down = nn.Linear(config.mlp_dim, width, bias=bias)
 
     def forward(self, h: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None) -> torch.Tensor:
-        batch, length, _ = h.shape
+        h = h + self.attention(self.attention_norm(h), cos, sin)
+        return h + self.mlp(self.mlp_norm(h))
+
+    def attention(self, x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None) -> torch.Tensor:
+        """What attention adds to the stream, [B, T, D], from its norm."""
+        batch, length, _ = x.shape
         sizes = [self.heads * self.size, self.kv_heads * self.size, self.kv_heads * self.size]
-        parts = self.qkv(self.attention_norm(h)).split(sizes, dim=-1)
-        q, k, v = (x.view(batch, length, -1, self.size).transpose(1, 2) for x in parts)
+        parts = self.qkv(x).split(sizes, dim=-1)
+        q, k, v = (part.view(batch, length, -1, self.size).transpose(1, 2) for part in parts)
         if cos is not None and sin is not None:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=self.heads != self.kv_heads)
-        h = h + self.out(y.transpose(1, 2).reshape(batch, length, -1))
-        x = self.up(self.mlp_norm(h))
+        return self.out(y.transpose(1, 2).reshape(batch, length, -1))
+
+    def mlp(self, x: torch.Tensor) -> torch.Tensor:
+        """What the MLP adds to the stream, [B, T, D], from its norm."""
+        x = self.up(x)
         if self.gated:
             gate, up = x.chunk(2, dim=-1)
-            x = F.silu(gate) * up
-        else:
-            x = F.gelu(x, approximate="tanh")
-        return h + self.down(x)
+            return self.down(F.silu(gate) * up)
+        return self.down(F.gelu(x, approximate="tanh"))
 
 
 class Transformer(nn.Module):
