@@ -45,7 +45,7 @@ class Checkpoints:
             facts: the data's facts, which `restore` compares.
         """
         if step != self._saved and step != self.latest:
-            self._orbax.save_async(step, state._asdict(), force=True, custom_metadata={"data": facts})
+            self._orbax.save_async(step, state.arrays(), force=True, custom_metadata={"data": facts})
             self._saved = step
 
     def restore(self, abstract: TrainState, facts: dict[str, Any]) -> TrainState:
@@ -61,7 +61,7 @@ class Checkpoints:
                 f"the run was trained on {before.get('name')} with digest {before.get('digest')}, this machine has "
                 f"{facts.get('name')} with digest {facts.get('digest')}; restore that data, or start again with another --workdir"
             )
-        return TrainState(**self._orbax.load(abstract_state=abstract._asdict()))
+        return TrainState(**self._orbax.load(abstract_state=abstract.arrays()))
 
     def __enter__(self) -> Checkpoints:
         return self

@@ -190,6 +190,18 @@ class DistributedConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class EmaConfig:
+    """A moving average of the parameters, which evaluations and samples then use."""
+
+    decay: float | None = None
+    """Of the average a step, such as 0.999; it warms up (train/ema.py). None keeps no average."""
+
+    def __post_init__(self) -> None:
+        if self.decay is not None and not 0 < self.decay < 1:
+            raise ConfigError(f"ema.decay is {self.decay}; write a number in (0, 1), or None to keep no average")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When the run is saved, beside at its end."""
 
@@ -248,6 +260,7 @@ class Config:
     data: DataConfig
     preset: PresetConfig = PresetConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    ema: EmaConfig = EmaConfig()
     mesh: MeshConfig = MeshConfig()
     distributed: DistributedConfig = DistributedConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

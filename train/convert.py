@@ -43,8 +43,12 @@ def convert(
         PresetError: the two differ in more than their form; the text names a parameter and a column.
     """
     thetas = theta(definition, before, after, optimizer)
-    params = {name: w / rows(thetas[name], w) for name, w in state.params.items()}
-    return TrainState(state.step, params, _moments(state.opt_state, thetas))
+
+    def moved(weights: Arrays) -> Arrays:
+        return {name: w / rows(thetas[name], w) for name, w in weights.items()}
+
+    average = None if state.ema is None else moved(state.ema)
+    return TrainState(state.step, moved(state.params), _moments(state.opt_state, thetas), average)
 
 
 def theta(definition: Definition, before: Preset, after: Preset, optimizer: str = "adam") -> Numbers:

@@ -132,7 +132,7 @@ class _Session:
                 )
         if self.stop.received:
             return self.stop.exit_code
-        seconds, params = time.monotonic() - began, state.params
+        seconds, params = time.monotonic() - began, state.evaluated
         finish.leave(
             self.program,
             self.data,
@@ -171,11 +171,13 @@ class _Session:
         feed = self.program.eval_feed()
         with Prefetch(self.data.eval_batches(*feed.rows), feed.put) as batches:
             for batch in batches:
-                sums = eval_fn(state.params, self.numbers, batch)
+                sums = eval_fn(state.evaluated, self.numbers, batch)
                 total = sums if total is None else jax.tree.map(np.add, total, jax.device_get(sums))
         assert total is not None, "data without evaluation examples"
         loss, correct, weight = (float(x) for x in jax.device_get(total))
         row = {"step": step, "eval_loss": loss / weight, "eval_accuracy": correct / weight}
+        if state.ema is not None:
+            row["eval_weights"] = "ema"
         self.writer.write(row)
         self.progress.evaluated(row)
 

@@ -8,7 +8,7 @@ ten seconds and at the end one about speed, which covers the steps since the one
     {"step": 512, "perf_step_seconds_p50": 0.21, "perf_data_wait": 0.001, "perf_flops_per_second": 3.1e+11}
 
 * loss, accuracy: means over the targets of the step's batch, before its update; the loss in nats. eval_loss and
-  eval_accuracy: those over the evaluation examples.
+  eval_accuracy: those over the evaluation examples. eval_weights: "ema" where they are the moving average's.
 * lr: learning rate of the step, at base size. grad_norm: of the whole gradient, before clipping.
 * tokens or images: targets of the step that count. seconds: from the end of the step before to the end of this one.
 * perf_step_seconds_p50, _p90, _p99: percentiles of `seconds`: so many percent of the steps took no longer.

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -109,11 +110,11 @@ def assemble(config: Config, devices: Sequence[Any] | None = None) -> Program:
     numbers = Run(
         resolve(preset, model, config.optimizer.name, config.optimizer.decay),
         optimizer.hyper(config.optimizer, config.steps),
+        ema_decay=None if config.ema.decay is None else np.float32(config.ema.decay),
     )
     guards.check_run(preset, model, numbers.factors, config.optimizer)
-    return Program(
-        config, model, preset, layout, tx, state.abstract_state(model, tx, layout), init_stds(preset, model), numbers
-    )
+    abstract = state.abstract_state(model, tx, layout, averaged=config.ema.decay is not None)
+    return Program(config, model, preset, layout, tx, abstract, init_stds(preset, model), numbers)
 
 
 def abstract_batch(model: ModelConfig, batch_size: int) -> Batch:

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from train import ema
 from train.layout import MeshLayout
 from zoo.definition import Arrays, Definition
 
@@ -21,10 +22,23 @@ class TrainState(NamedTuple):
     """Optimizer steps done, int32 []."""
     params: Arrays
     opt_state: Any
+    ema: Arrays | None = None
+    """Moving average of the parameters, float32 (`train.ema`); None where the run keeps none."""
+
+    @property
+    def evaluated(self) -> Arrays:
+        """What an evaluation takes as parameters: their average where there is one."""
+        return self.params if self.ema is None else self.ema
+
+    def arrays(self) -> dict[str, Any]:
+        """The parts there are, by name: what a checkpoint holds."""
+        return {name: part for name, part in self._asdict().items() if part is not None}
 
 
-def abstract_state(definition: Definition, tx: optax.GradientTransformation, layout: MeshLayout) -> TrainState:
-    """Shapes, dtypes and shardings of the state; an optimizer moment lies where its parameter does."""
+def abstract_state(
+    definition: Definition, tx: optax.GradientTransformation, layout: MeshLayout, *, averaged: bool = False
+) -> TrainState:
+    """Shapes, dtypes and shardings of the state; an optimizer moment, and an average, lie where their parameter does."""
     whole, shardings = layout.whole, layout.parameters(definition)
     params = {
         n: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[n])
@@ -44,7 +58,9 @@ def abstract_state(definition: Definition, tx: optax.GradientTransformation, lay
         transform_non_params=lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole),
         is_leaf=lambda node: isinstance(node, optax.MaskedNode),
     )
-    return TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=whole), params, opt_state)
+    average = {n: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding) for n, p in params.items()}
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+    return TrainState(step, params, opt_state, average if averaged else None)
 
 
 def shardings_of(abstract: TrainState) -> TrainState:
@@ -62,7 +78,8 @@ def initial_state(
     """A fresh state, initialized under jit with its final shardings: the same bits on every mesh."""
 
     def beside(params: Arrays) -> TrainState:
-        return TrainState(jnp.zeros([], jnp.int32), params, tx.init(params))
+        average = None if abstract.ema is None else ema.start(params)
+        return TrainState(jnp.zeros([], jnp.int32), params, tx.init(params), average)
 
     params = initial_params(definition, abstract, seed, stds)
     return jax.jit(beside, out_shardings=shardings_of(abstract), donate_argnums=0)(params)

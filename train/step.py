@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from train import ema
 from train.factors import Factors
 from train.layout import MeshLayout
 from train.loss import Sums, cross_entropy, of_logits
@@ -33,6 +34,8 @@ class Run(NamedTuple):
     hyper: Hyper
     reference: Arrays | None = None
     """Initial parameters where the output is centred, else None."""
+    ema_decay: Any = None
+    """float32 []; None where no average is kept."""
 
 
 def logits_of(definition: Definition, params: Arrays, run: Run, inputs: jax.Array) -> jax.Array:
@@ -113,7 +116,8 @@ def make_train_step(
             "lr": hyper.peak_lr * hyper.schedule,
             "weight": sums.weight,
         }
-        return TrainState(state.step + 1, params, opt_state), metrics
+        average = None if state.ema is None else ema.update(state.ema, params, run.ema_decay, state.step)
+        return TrainState(state.step + 1, params, opt_state, average), metrics
 
     return step
 
@@ -132,7 +136,7 @@ def trace_train_step(
     `run` and `batch` (the global one) may be arrays or their shapes.
     """
     whole, shardings = layout.whole, shardings_of(abstract)
-    run_shardings = Run(whole, whole, None if run.reference is None else shardings.params)  # type: ignore[arg-type]
+    run_shardings = _run_shardings(run, shardings, layout)
     jitted = jax.jit(
         make_train_step(definition, tx, accumulation_steps, layout),
         in_shardings=(shardings, run_shardings, layout.batch(batch)),
@@ -140,6 +144,11 @@ def trace_train_step(
         donate_argnums=0,
     )
     return jitted.trace(abstract, run, batch)
+
+
+def _run_shardings(run: Run, shardings: TrainState, layout: MeshLayout) -> Run:
+    whole: Any = layout.whole
+    return Run(whole, whole, None if run.reference is None else shardings.params, whole)
 
 
 def compile_train_step(
@@ -161,9 +170,9 @@ def compile_train_step(
 def compile_eval_step(
     definition: Definition, abstract: TrainState, layout: MeshLayout, run: Run, batch: Batch
 ) -> jax.stages.Compiled:
-    """(params, run, batch) -> `Sums` of the batch."""
+    """(params, run, batch) -> `Sums` of the batch, for the parameters that `TrainState.evaluated` gives."""
     whole, shardings = layout.whole, shardings_of(abstract)
-    run_shardings = Run(whole, whole, None if run.reference is None else shardings.params)  # type: ignore[arg-type]
+    run_shardings = _run_shardings(run, shardings, layout)
 
     def evaluate(params: Arrays, run: Run, batch: Batch) -> Sums:
         with partition.using(layout):
@@ -171,7 +180,7 @@ def compile_eval_step(
 
     jitted = jax.jit(
         evaluate,
-        in_shardings=(shardings.params, run_shardings, layout.batch(batch)),
+        in_shardings=(shardings.evaluated, run_shardings, layout.batch(batch)),
         out_shardings=whole,
     )
-    return jitted.lower(abstract.params, run, batch).compile()
+    return jitted.lower(abstract.evaluated, run, batch).compile()

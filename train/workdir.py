@@ -104,6 +104,7 @@ def _check_same_run(config: Config, before: dict[str, Any], path: Path) -> None:
         "optimizer": {"name"},
         "data": {"name", "batch_size", "tokenizer", "split"},
         "preset": set(),
+        "ema": set(),
     }
     for owner, fields in fixed.items():
         old, new = before.get(owner, {}), now[owner]
