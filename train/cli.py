@@ -108,7 +108,7 @@ def flags(config: Config) -> list[str]:
         for field in dataclasses.fields(owner):  # pyright: ignore[reportArgumentType]
             value, words = getattr(owner, field.name), field.name.replace("_", "-")
             if dataclasses.is_dataclass(value):
-                found += walk(value, f"{prefix}{words}.")
+                found += walk(value, prefix if words == "init" else f"{prefix}{words}.")
             elif field.name != "recipe":
                 found.append(f"--{prefix}{words}")
                 found += [f"--{prefix}no-{words}"] if isinstance(value, bool) else []

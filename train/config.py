@@ -202,6 +202,34 @@ class EmaConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class InitConfig:
+    """The checkpoint a run starts from instead of fresh parameters. Everything that does not fit must be named here."""
+
+    init_from: Annotated[str | None, conf.arg(metavar="PATH")] = None
+    """A workdir, one of its steps (WORKDIR/checkpoints/STEP), or a folder of safetensors (Hugging Face, `python -m zoo import`)."""
+    init_optimizer: bool = False
+    """Take over the optimizer's moments too; the run still starts at step 0."""
+    init_ema: bool = False
+    """Start from the moving average of the source's parameters."""
+    init_new: Annotated[tuple[str, ...], conf.arg(metavar="ROLE|NAME ...")] = ()
+    """Parameters to initialize anew: readout, or block.mlp.*."""
+    init_resize: Annotated[tuple[str, ...], conf.arg(metavar="ROLE|NAME ...")] = ()
+    """Positions to interpolate (images) or extend (text), vocabularies and classes whose first entries to keep."""
+    init_drop: Annotated[tuple[str, ...], conf.arg(metavar="ROLE|NAME ...")] = ()
+    """Parameters of the source to leave out."""
+    init_change: Annotated[tuple[str, ...], conf.arg(metavar="FIELD ...")] = ()
+    """Fields of the model that may differ and make another function of the same weights: activation, rope_theta."""
+
+    def __post_init__(self) -> None:
+        lists = ("init_new", "init_resize", "init_drop", "init_change")
+        for name in lists:
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON brings a list
+        given = [name for name in ("init_optimizer", "init_ema", *lists) if getattr(self, name)]
+        if given and self.init_from is None:
+            raise ConfigError(f"--{given[0].replace('_', '-')} says how to start from a checkpoint; add --init-from PATH")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When the run is saved, beside at its end."""
 
@@ -261,6 +289,7 @@ class Config:
     preset: PresetConfig = PresetConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     ema: EmaConfig = EmaConfig()
+    init: conf.OmitArgPrefixes[InitConfig] = InitConfig()
     mesh: MeshConfig = MeshConfig()
     distributed: DistributedConfig = DistributedConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
