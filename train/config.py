@@ -298,6 +298,10 @@ class Config:
     """Optimizer steps."""
     seed: int = 0
     """Seeds initialization, data order and augmentation."""
+    freeze: Annotated[tuple[str, ...], conf.arg(metavar="PATTERN ...")] = ()
+    """Parameters that stay as they are, by role (bias, token_embedding) or name (block.query, 'block.mlp.*')."""
+    train_only: Annotated[tuple[str, ...], conf.arg(metavar="PATTERN ...")] = ()
+    """Parameters that are trained, all others being frozen."""
     accumulation_steps: int = 1
     """Microbatches per optimizer step; the batch is split, the loss stays the mean over its tokens."""
     workdir: str | None = None
@@ -308,6 +312,8 @@ class Config:
     """Compiler flags of train/xla_flags.py for the devices at hand, or none; those in XLA_FLAGS and LIBTPU_INIT_ARGS stay."""
 
     def __post_init__(self) -> None:
+        for name in ("freeze", "train_only"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON brings a list
         _at_least("", self, 1, "steps", "accumulation_steps")
         _at_least("", self, 0, "seed")
         batch, parts = self.data.batch_size, self.accumulation_steps

@@ -42,21 +42,28 @@ def _parameters(program: Program) -> Table:
     optimizer, factors = program.config.optimizer, program.run.factors
     decay = program.run.hyper.weight_decay
     for name, leaf in program.abstract.params.items():
-        numbers = (
-            factors.multiplier[name],
-            program.stds[name],
-            factors.lr[name] * optimizer.peak_lr,
-            factors.eps[name] * optimizer.eps,
-            factors.weight_decay[name] * decay,
-        )
+        numbers = [factors.multiplier[name], program.stds[name]]
+        if name in program.trained:
+            numbers += [
+                factors.lr[name] * optimizer.peak_lr,
+                factors.eps[name] * optimizer.eps,
+                factors.weight_decay[name] * decay,
+            ]
         axes = itertools.zip_longest(leaf.shape, leaf.sharding.spec)
         shape = "x".join(f"{size}/{program.mesh.shape[axis]}" if axis else str(size) for size, axis in axes)
         table.add_row(
             name,
             shape,
             *map(_number, numbers),
+            *([] if name in program.trained else ["frozen"]),
         )
     return table
+
+
+def _frozen(program: Program) -> str:
+    leaves = program.abstract.params.items()
+    count = sum(leaf.size for name, leaf in leaves if name not in program.trained)
+    return f", {count:,} of them frozen" if count else ""
 
 
 def _number(number: np.ndarray) -> str:
@@ -73,7 +80,7 @@ def _costs(program: Program) -> Table:
     mesh = " x ".join(f"{axis} {size}" for axis, size in program.mesh.shape.items() if size > 1) or "one device"
     table = Table(show_header=False, box=None, padding=(0, 1), title="cost", title_justify="left")
     rows = {
-        "parameters": f"{program.definition.count():,}",
+        "parameters": f"{program.definition.count():,}" + _frozen(program),
         "batch": f"{config.data.batch_size} x {model.seq_len} tokens"
         if unit == "token"
         else f"{config.data.batch_size} images",

@@ -5,6 +5,7 @@ Factors are arguments, never constants of the program and never in a checkpoint:
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +29,14 @@ class Factors(NamedTuple):
     eps: Numbers
     weight_decay: Numbers
     forward: Numbers
+
+    def moving(self, trained: Collection[str]) -> Factors:
+        """These factors for a run that trains only some parameters: the others have multipliers, and no rate."""
+
+        def only(numbers: Numbers) -> Numbers:
+            return {name: number for name, number in numbers.items() if name in trained}
+
+        return self._replace(lr=only(self.lr), eps=only(self.eps), weight_decay=only(self.weight_decay))
 
 
 def resolve(preset: Preset, definition: Definition, optimizer: str = "adam", decay: Decay = "coupled") -> Factors:

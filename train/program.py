@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh
 
 from presets import Preset
-from train import guards, optimizer, rules, state, xla_flags
+from train import guards, optimizer, patterns, rules, state, xla_flags
 from train import mesh as meshes
 from train.config import Config, preset_of
 from train.factors import Numbers, init_stds, resolve
@@ -45,7 +45,13 @@ class Program:
 
     def initial_state(self) -> state.TrainState:
         """A fresh state on the mesh."""
-        return state.initial_state(self.definition, self.tx, self.abstract, self.config.seed, self.stds)
+        given = self.config.seed, self.stds, self.trained
+        return state.initial_state(self.definition, self.tx, self.abstract, *given)
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """Names of the parameters that are not frozen."""
+        return frozenset(self.run.factors.lr)
 
     def numbers(self) -> Run:
         """The run's numbers on the mesh, with the initial parameters where the model's output is centred."""
@@ -106,14 +112,15 @@ def assemble(config: Config, devices: Sequence[Any] | None = None) -> Program:
     layout.check_batch(config.data.eval_batch_size or config.data.batch_size, 1, "data.eval_batch_size")
     layout.check_positions(config.model)
     model = definition(config.model)
-    tx = optimizer.build(config.optimizer, model.specs)
+    trained = patterns.trained(config.train_only, config.freeze, model.specs)
+    tx = optimizer.build(config.optimizer, trained)
     numbers = Run(
-        resolve(preset, model, config.optimizer.name, config.optimizer.decay),
+        resolve(preset, model, config.optimizer.name, config.optimizer.decay).moving(trained),
         optimizer.hyper(config.optimizer, config.steps),
         ema_decay=None if config.ema.decay is None else np.float32(config.ema.decay),
     )
     guards.check_run(preset, model, numbers.factors, config.optimizer)
-    abstract = state.abstract_state(model, tx, layout, averaged=config.ema.decay is not None)
+    abstract = state.abstract_state(model, tx, layout, averaged=config.ema.decay is not None, trained=trained)
     return Program(config, model, preset, layout, tx, abstract, init_stds(preset, model), numbers)
 
 

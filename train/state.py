@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -36,9 +37,22 @@ class TrainState(NamedTuple):
 
 
 def abstract_state(
-    definition: Definition, tx: optax.GradientTransformation, layout: MeshLayout, *, averaged: bool = False
+    definition: Definition,
+    tx: optax.GradientTransformation,
+    layout: MeshLayout,
+    *,
+    averaged: bool = False,
+    trained: Collection[str] | None = None,
 ) -> TrainState:
-    """Shapes, dtypes and shardings of the state; an optimizer moment, and an average, lie where their parameter does."""
+    """Shapes, dtypes and shardings of the state; an optimizer moment, and an average, lie where their parameter does.
+
+    Args:
+        definition: the model.
+        tx: the optimizer.
+        layout: how parameters lie on the mesh.
+        averaged: whether the state has a moving average.
+        trained: names of the parameters that the optimizer moves; all unless given.
+    """
     whole, shardings = layout.whole, layout.parameters(definition)
     params = {
         n: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[n])
@@ -50,11 +64,12 @@ def abstract_state(
             return leaf  # a moment that this parameter does not have
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=like.sharding)
 
+    moving = _moving(params, trained)
     opt_state = optax.tree.map_params(
         tx,
         beside,
-        jax.eval_shape(tx.init, params),
-        params,
+        jax.eval_shape(tx.init, moving),
+        moving,
         transform_non_params=lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole),
         is_leaf=lambda node: isinstance(node, optax.MaskedNode),
     )
@@ -74,15 +89,20 @@ def initial_state(
     abstract: TrainState,
     seed: int,
     stds: dict[str, np.ndarray],
+    trained: Collection[str] | None = None,
 ) -> TrainState:
     """A fresh state, initialized under jit with its final shardings: the same bits on every mesh."""
 
     def beside(params: Arrays) -> TrainState:
         average = None if abstract.ema is None else ema.start(params)
-        return TrainState(jnp.zeros([], jnp.int32), params, tx.init(params), average)
+        return TrainState(jnp.zeros([], jnp.int32), params, tx.init(_moving(params, trained)), average)
 
     params = initial_params(definition, abstract, seed, stds)
     return jax.jit(beside, out_shardings=shardings_of(abstract), donate_argnums=0)(params)
+
+
+def _moving(params: Arrays, trained: Collection[str] | None) -> Arrays:
+    return params if trained is None else {name: w for name, w in params.items() if name in trained}
 
 
 def initial_params(definition: Definition, abstract: TrainState, seed: int, stds: dict[str, np.ndarray]) -> Arrays:

@@ -64,10 +64,15 @@ def batch_sums(definition: Definition, params: Arrays, run: Run, batch: Batch) -
 def gradients(
     definition: Definition, params: Arrays, run: Run, batch: Batch, accumulation_steps: int
 ) -> tuple[Arrays, Sums]:
-    """Gradient of the mean loss over all targets of the batch, whatever the number of microbatches."""
+    """Gradient of the mean loss over all targets of the batch, whatever the number of microbatches.
+
+    It has the parameters that have a rate; those that have none are frozen, and nothing is computed for them.
+    """
+    frozen = {name: w for name, w in params.items() if name not in run.factors.lr}
+    params = {name: w for name, w in params.items() if name in run.factors.lr}
 
     def summed(params: Arrays, micro: Batch) -> tuple[jax.Array, Sums]:
-        sums = batch_sums(definition, params, run, micro)
+        sums = batch_sums(definition, {**params, **frozen}, run, micro)
         return sums.loss, sums
 
     grad = jax.grad(summed, has_aux=True)
@@ -107,8 +112,10 @@ def make_train_step(
         with partition.using(layout):
             grads, sums = gradients(definition, state.params, run, batch, accumulation_steps)
         hyper = run.hyper.at(state.step)
-        updates, opt_state = tx.update(grads, state.opt_state, state.params, factors=run.factors, hyper=hyper)
-        params: Any = optax.apply_updates(state.params, updates)
+        moving = {name: state.params[name] for name in grads}
+        updates, opt_state = tx.update(grads, state.opt_state, moving, factors=run.factors, hyper=hyper)
+        moved: Any = optax.apply_updates(moving, updates)
+        params = {**state.params, **moved}
         metrics = {
             "loss": sums.loss / sums.weight,
             "accuracy": sums.correct / sums.weight,

@@ -115,6 +115,14 @@ def _check_same_run(config: Config, before: dict[str, Any], path: Path) -> None:
                     f"the run in {_shown(path)} has {owner}.{field} {was}, not {now_is}; "
                     f"continue it with --{owner}.{field.replace('_', '-')} {was}, or start another with --workdir"
                 )
+    for field in ("train_only", "freeze"):
+        was, now_is = (" ".join(fields.get(field, ())) or "nothing" for fields in (before, now))
+        if was != now_is:
+            flag = f"--{field.replace('_', '-')}"
+            how = f"without {flag}" if was == "nothing" else f"with {flag} {was}"
+            raise WorkdirError(
+                f"the run in {_shown(path)} has {flag} {was}, not {now_is}; continue it {how}, or start another with --workdir"
+            )
     if before.get("seed", config.seed) != config.seed:
         raise WorkdirError(
             f"the run in {_shown(path)} has seed {before['seed']}; continue it with --seed {before['seed']}"
