@@ -73,11 +73,12 @@ def untrained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int | None]]:
     """Runs end before their first step; what they would start from: the state's step and the step restored."""
     seen: list[tuple[int, int | None]] = []
 
-    def end_at_once(session: Any, state: Any, restored: int | None) -> int:
+    def end_at_once(session: Any, state: Any, restored: int | None) -> Any:
         seen.append((int(state.step), restored))
-        return 0
+        return state
 
     monkeypatch.setattr(loop._Session, "train", end_at_once)
+    monkeypatch.setattr(loop.finish, "leave", lambda *_: None)
     return seen
 
 
@@ -174,7 +175,7 @@ def test_resume_before_the_first_checkpoint_starts_again_and_says_so(whole: Done
     done = train("--workdir", "early", "--resume")
     assert done.code == 0, done.err
     assert "nothing to resume in early: no checkpoint yet, starting at step 0" in done.out
-    assert untrained == [(0, None)]
+    assert untrained == [(0, 0)]
 
 
 def test_an_unfinished_checkpoint_is_not_used(whole: Done, untrained: list) -> None:
@@ -188,7 +189,8 @@ def test_an_unfinished_checkpoint_is_not_used(whole: Done, untrained: list) -> N
 
 def test_restored_arrays_lie_where_this_run_wants_them(whole: Done, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(loop._Session, "train", lambda session, state, restored: seen.append((session, state)) or 0)
+    monkeypatch.setattr(loop._Session, "train", lambda session, state, restored: seen.append((session, state)) or state)
+    monkeypatch.setattr(loop.finish, "leave", lambda *_: None)
     assert (
         train("--workdir", "whole", "--resume", "--mesh.data", "1", "--mesh.fsdp", "4", "--mesh.tensor", "2").code == 0
     )
@@ -306,10 +308,14 @@ def test_a_signal_saves_and_the_run_goes_on(number: signal.Signals, code: int, f
 def test_the_first_signal_is_noted_and_the_second_stops() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with StopRequest() as stop:
+        stop.defer()
         assert (stop.received, stop.exit_code) == (None, 0)
         signal.raise_signal(signal.SIGTERM)
         assert (stop.received, stop.exit_code) == (signal.SIGTERM, 143)
         with pytest.raises(SystemExit) as stopped:
             signal.raise_signal(signal.SIGINT)
         assert stopped.value.code == 130
+    with StopRequest() as stop, pytest.raises(SystemExit) as stopped:  # nothing to save: the first one ends it
+        signal.raise_signal(signal.SIGTERM)
+    assert stopped.value.code == 143
     assert signal.getsignal(signal.SIGTERM) is before

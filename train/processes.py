@@ -20,7 +20,7 @@ _POLL_S = 1.0
 """How often a process says that it is alive and looks whether another has failed."""
 _FOREVER_MS = 7 * 24 * 3600 * 1000
 """Another process may prepare data for hours; its failure ends the wait."""
-_ALIVE, _FAILED, _TOLD = "mupax/alive", "mupax/failed", "mupax/told"
+_ALIVE, _FAILED, _TOLD, _GATHERED = "mupax/alive", "mupax/failed", "mupax/told", "mupax/gathered"
 
 
 class Processes:
@@ -60,6 +60,25 @@ class Processes:
         self._client.key_value_set(f"{_TOLD}/{name}", json.dumps(said))
         return said
 
+    def gathered(self, name: str, value: Any) -> list[Any] | None:
+        """On process 0, what every process gives, in their order; None on the others, which do not wait.
+
+        Args:
+            name: of what is gathered, used once in a run.
+            value: of this process; it must survive JSON.
+        """
+        if self._client is None:
+            return [value]
+        if not self.leader:
+            self._client.key_value_set(f"{_GATHERED}/{name}/{self.index}", json.dumps(value))
+            return None
+        found = [value]
+        for index in range(1, self.count):
+            key = f"{_GATHERED}/{name}/{index}"
+            found.append(json.loads(self._client.blocking_key_value_get(key, _FOREVER_MS)))
+            self._client.key_value_delete(key)
+        return found
+
     @contextlib.contextmanager
     def leader_first(self, name: str) -> Iterator[None]:
         """Process 0 does what is inside; then the others do, and find what it has left for them."""
@@ -73,6 +92,26 @@ class Processes:
         """Wait until every process is here."""
         if self._client is not None:
             self._client.wait_at_barrier(f"mupax/{name}", _FOREVER_MS)
+
+    def say(self, key: str, value: str) -> None:
+        """Leave a word in the store; the first one under a key stays."""
+        with contextlib.suppress(Exception):  # it is there, or there is no store any more
+            self._client.key_value_set(key, value)
+
+    def said(self, folder: str) -> dict[str, str]:
+        """The words under a key, by what follows it."""
+        return {key.removeprefix(f"{folder}/"): word for key, word in self._client.key_value_dir_get(folder)}
+
+    def announce(self, reason: str) -> None:
+        """Tell the others that this process ends, and why; they then end too, with exit code 1."""
+        if self._client is not None and not self.closed:
+            self._failing = True
+            self._publish(self.index, socket.gethostname(), reason)
+
+    @property
+    def closed(self) -> bool:
+        """Whether there is nobody to talk to any more."""
+        return self._client is None or self._done.is_set()
 
     def close(self) -> None:
         """The end of a run that went well, for all at once."""

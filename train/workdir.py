@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib.metadata
 import json
 import os
 import platform
+import socket
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,7 @@ from train.record import to_json
 from train.xla_flags import VARIABLES
 
 RECORD = "config.json"
-_SHARED = ".shared"
+_SHARED, _LOCK = ".shared", ".lock"
 CHECKPOINTS = "checkpoints"
 _PACKAGES = ("mupax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -40,7 +44,7 @@ def claim(config: Config) -> tuple[Path, bool]:
     path = path_of(config)
     if path.exists() and not path.is_dir():
         raise WorkdirError(f"{_shown(path)} is a file; write --workdir with the name of a folder")
-    held = path.is_dir() and any(child.name != _SHARED for child in path.iterdir())
+    held = path.is_dir() and any(child.name not in (_SHARED, _LOCK) for child in path.iterdir())
     if held and not config.resume:
         raise WorkdirError(
             f"the workdir {_shown(path)} is not empty; add --resume to continue the run in it, "
@@ -93,6 +97,33 @@ def claim_together(config: Config, processes: Processes) -> tuple[Path, bool]:
     if processes.leader:
         (path / _SHARED).unlink()
     return path, held
+
+
+@contextlib.contextmanager
+def locked(path: Path, processes: Processes) -> Iterator[None]:
+    """Keep the folder for this run alone while entered. Process 0 holds the lock, which ends with it however it ends.
+
+    Raises:
+        WorkdirError: another run has it.
+    """
+    if not processes.leader:
+        yield
+        return
+    with (path / _LOCK).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise WorkdirError(
+                f"the workdir {_shown(path)} is in use by another run ({file.read(200).strip() or 'unknown'}); "
+                "wait for it or stop it, or give --workdir another folder"
+            ) from error
+        except OSError:  # a file system without locks, such as a mounted bucket
+            pass
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
 
 
 def _check_same_run(config: Config, before: dict[str, Any], path: Path) -> None:
