@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -92,13 +93,28 @@ def initial_state(
     trained: Collection[str] | None = None,
 ) -> TrainState:
     """A fresh state, initialized under jit with its final shardings: the same bits on every mesh."""
+    return started(tx, abstract, initial_params(definition, abstract, seed, stds))
+
+
+def started(tx: optax.GradientTransformation, abstract: TrainState, params: Arrays) -> TrainState:
+    """The state at step 0 of a run that starts with these parameters, whose memory it takes."""
 
     def beside(params: Arrays) -> TrainState:
         average = None if abstract.ema is None else ema.start(params)
         return TrainState(jnp.zeros([], jnp.int32), params, tx.init(_moving(params, trained)), average)
 
-    params = initial_params(definition, abstract, seed, stds)
     return jax.jit(beside, out_shardings=shardings_of(abstract), donate_argnums=0)(params)
+
+
+def fresh_params(
+    definition: Definition, seed: int, stds: dict[str, np.ndarray], names: set[str]
+) -> dict[str, np.ndarray]:
+    """Some of the initial parameters, whole and on the host: the same numbers in every process."""
+    only = dataclasses.replace(
+        definition, **{field: {n: getattr(definition, field)[n] for n in names} for field in ("specs", "abstract")}
+    )
+    with jax.default_device(jax.local_devices()[0]):
+        return jax.device_get(jax.jit(only.initialize)(np.uint32(seed), {name: stds[name] for name in names}))
 
 
 def _moving(params: Arrays, trained: Collection[str] | None) -> Arrays:
