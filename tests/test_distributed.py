@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -199,15 +201,38 @@ def test_one_process_claims_the_folder_and_the_others_must_see_it(
     other._done.set()
 
 
-def test_a_stop_asked_for_jointly_is_what_jax_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    from jax.experimental import multihost_utils
+def test_processes_agree_on_how_many_programs_they_run_before_a_stop() -> None:
+    ran: list[tuple[int, int]] = []
 
-    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", lambda step: step == 3)
-    with StopRequest(several=True) as stop:
-        assert [stop.at(step) for step in range(1, 4)] == [False, False, True]
+    def work(processes: Processes) -> int:
+        with StopRequest() as stop:
+            stop.join(processes)
+            stop.defer()
+            programs = 0
+            while stop.claim():
+                programs += 1
+                stop.done()
+                time.sleep(0.02 if processes.index else 0.002)  # one runs ahead
+                if (processes.index, programs) == (1, 7):
+                    stop._hear(signal.SIGINT)
+            ran.append((processes.index, programs))
+            return stop.exit_code
+
+    assert both(work) == [130, 130]
+    (_, first), (_, second) = ran
+    assert first == second > 7
+
+
+def test_control_alone_a_process_stops_at_the_next_program() -> None:
+    with StopRequest() as stop:
+        stop.defer()
+        assert stop.claim()
+        stop.done()
+        assert not stop.now()
+        stop._hear(signal.SIGTERM)
+        assert stop.now()
+        assert not stop.claim()
     assert stop.exit_code == 143
-    with StopRequest() as alone:
-        assert not alone.at(3)
 
 
 def test_rows_of_a_process_are_those_that_its_devices_hold(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,16 @@ def flags(config: Config) -> list[str]:
                 found += [f"--{prefix}no-{words}"] if isinstance(value, bool) else []
         return found
 
-    return [*walk(config, ""), "--model", "--preset", "--profile", "--dry-run", "--print-config", "--help"]
+    return [
+        *walk(config, ""),
+        "--model",
+        "--preset",
+        "--profile",
+        "--bad-numbers",
+        "--dry-run",
+        "--print-config",
+        "--help",
+    ]
 
 
 def _value_of(flag: str, argv: Sequence[str]) -> str | None:

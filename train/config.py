@@ -226,7 +226,9 @@ class InitConfig:
             object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON brings a list
         given = [name for name in ("init_optimizer", "init_ema", *lists) if getattr(self, name)]
         if given and self.init_from is None:
-            raise ConfigError(f"--{given[0].replace('_', '-')} says how to start from a checkpoint; add --init-from PATH")
+            raise ConfigError(
+                f"--{given[0].replace('_', '-')} says how to start from a checkpoint; add --init-from PATH"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -240,6 +242,32 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         _at_least("checkpoint.", self, 1, "every_steps", "keep")
+
+
+BadNumbers = Literal["raise", "skip", "rollback"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FaultsConfig:
+    """What becomes of steps whose loss or gradient is not finite, of loss spikes, and of a run that hangs."""
+
+    bad_numbers: Annotated[BadNumbers, conf.arg(aliases=("--bad-numbers",))] = "raise"
+    """raise: stop; skip: leave the step out; rollback: go back to the newest checkpoint and past the batches since."""
+    most_in_a_row: int = 20
+    """Steps left out one after another, or rollbacks to one checkpoint, at which the run stops under any policy."""
+    spike_deviations: float | None = 6.0
+    """A loss is a spike from so many running standard deviations above the running mean on; None counts none."""
+    skip_spikes: bool = False
+    """Leave the steps of loss spikes out."""
+    watchdog_seconds: float | None = 600.0
+    """Print what every thread is at when nothing was finished for so long; compiling does not count. None never does."""
+
+    def __post_init__(self) -> None:
+        if self.bad_numbers not in get_args(BadNumbers):
+            raise ConfigError(f"faults.bad_numbers is {self.bad_numbers!r}; write {', '.join(get_args(BadNumbers))}")
+        _at_least("faults.", self, 1, "most_in_a_row", "spike_deviations", "watchdog_seconds")
+        if self.skip_spikes and self.spike_deviations is None:
+            raise ConfigError("faults.skip_spikes needs faults.spike_deviations; write a number such as 6")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -293,6 +321,7 @@ class Config:
     mesh: MeshConfig = MeshConfig()
     distributed: DistributedConfig = DistributedConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    faults: FaultsConfig = FaultsConfig()
     log: LogConfig = LogConfig()
     steps: int
     """Optimizer steps."""

@@ -48,7 +48,7 @@ def convert(
         return {name: w / rows(thetas[name], w) for name, w in weights.items()}
 
     average = None if state.ema is None else moved(state.ema)
-    return TrainState(state.step, moved(state.params), _moments(state.opt_state, thetas), average)
+    return TrainState(state.step, moved(state.params), _moments(state.opt_state, thetas), average, state.health)
 
 
 def theta(definition: Definition, before: Preset, after: Preset, optimizer: str = "adam") -> Numbers:

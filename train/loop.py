@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
 import numpy as np
 from rich.console import Console
 
-from train import agreement, devices, distributed, finish, workdir
+from train import agreement, bad_numbers, devices, distributed, finish, metrics, workdir
 from train import data as data_sources
+from train.bad_numbers import BadNumbers
 from train.checkpoint import Checkpoints
 from train.config import Config
 from train.data import Data
@@ -20,15 +23,18 @@ from train.processes import Processes
 from train.profile import Profile
 from train.program import Program, assemble
 from train.progress import Progress
-from train.results import Diverged, NoWriter, Results
+from train.results import NoWriter, Results
 from train.signals import StopRequest
 from train.state import TrainState
 from train.step import Batch, Sums
 from train.timing import Timing
+from train.watchdog import Watchdog
 from zoo import flops
 
 IN_FLIGHT = 2
 """Steps queued on the device before the host waits for the oldest: enough to hide the host's work."""
+_LISTEN_S = 0.1
+"""How often a run that waits for data looks whether it is to stop."""
 
 
 def run(config: Config) -> int:
@@ -39,16 +45,19 @@ def run(config: Config) -> int:
 
     Raises:
         ConfigError, PresetError, MeshError, DataError, WorkdirError: bad input, before the first step.
+        SystemExit: stopped by a signal with nothing to save.
     """
-    with distributed.joined(config.distributed) as processes:
-        return _run(config, processes)
+    with StopRequest() as stop, distributed.joined(config.distributed) as processes:
+        stop.join(processes)
+        agreement.check_config(config, processes)
+        folder, held = workdir.claim_together(config, processes)
+        with workdir.locked(folder, processes):
+            return _run(config, processes, stop, folder, held)
 
 
-def _run(config: Config, processes: Processes) -> int:
+def _run(config: Config, processes: Processes, stop: StopRequest, folder: Path, held: bool) -> int:
     leader = processes.leader
     console = Console(quiet=not leader)
-    agreement.check_config(config, processes)
-    folder, held = workdir.claim_together(config, processes)
     program = assemble(config)
     with processes.leader_first("data"):
         data = data_sources.load(config.data, config.model, seed=config.seed, note=console.print)
@@ -61,7 +70,10 @@ def _run(config: Config, processes: Processes) -> int:
 
     if not held:
         record()
-    with StopRequest(processes.count > 1) as stop, Checkpoints(folder, config.checkpoint.keep) as checkpoints:
+    with (
+        Watchdog(config.faults.watchdog_seconds) as watchdog,
+        Checkpoints(folder, config.checkpoint.keep, processes, console.print) as checkpoints,
+    ):
         restored = checkpoints.latest
         if restored is None:
             _announce(console, program, data)
@@ -74,14 +86,28 @@ def _run(config: Config, processes: Processes) -> int:
             state = program.initial_state()
         else:
             state = checkpoints.restore(program.abstract, data.facts)
+            restored = int(state.step)  # an earlier one, where the newest was damaged
             console.print(f"resuming {config.recipe} at step {restored} of {config.steps}")
         if held:  # Not before it is known that this is the run's data.
             record()
+        session = _Session(program, data, folder, checkpoints, console, stop, processes, watchdog)
         try:
-            return _Session(program, data, folder, checkpoints, console, stop, leader).train(state, restored)
-        except Diverged as failure:
-            Console(stderr=True, quiet=not leader).print(f"error: {failure}", style="red")
+            state = session.train(state, restored if restored is not None else 0 if held else None)
+        except BadNumbers as failure:
+            text = failure.told(checkpoints.latest, config.faults)
+            Console(stderr=True, quiet=not leader).print(f"error: {text}", style="red", highlight=False)
             return 1
+    # Every process has saved its part when process 0 has left the block above; what it was told holds for all.
+    if unsaved := processes.told("unsaved", checkpoints.wait):
+        Console(stderr=True, quiet=not leader).print(f"error: {unsaved}", style="red", highlight=False)
+        return 1
+    if stopped := processes.told("stopped", lambda: stop.exit_code):
+        return stopped
+    stop.release()
+    finish.leave(
+        program, data, state.evaluated, session.numbers, folder, console, session.seconds, session.facts, leader
+    )
+    return 0
 
 
 class _Session:
@@ -95,56 +121,119 @@ class _Session:
         checkpoints: Checkpoints,
         console: Console,
         stop: StopRequest,
-        leader: bool,
+        processes: Processes,
+        watchdog: Watchdog,
     ) -> None:
         self.program, self.config, self.data = program, program.config, data
-        self.folder, self.checkpoints, self.console, self.stop, self.leader = folder, checkpoints, console, stop, leader
+        self.folder, self.checkpoints, self.console, self.stop = folder, checkpoints, console, stop
+        self.processes, self.leader, self.watchdog = processes, processes.leader, watchdog
         self.numbers = program.numbers()
+        self.facts: Mapping[str, str] = {}
+        """Lines of the summary about how fast it went."""
+        self._rollbacks: collections.Counter[int] = collections.Counter()
+        self._began = time.monotonic()
 
-    def train(self, state: TrainState, restored: int | None) -> int:
-        config, began = self.config, time.monotonic()
+    @property
+    def seconds(self) -> float:
+        """Since the session began."""
+        return time.monotonic() - self._began
+
+    def train(self, state: TrainState, restored: int | None) -> TrainState:
+        """The state after the last step, or where a signal stopped the run; it is saved.
+
+        Args:
+            state: to go on from.
+            restored: the step of the checkpoint that the state is from, 0 where an earlier part of the run left none, and
+                None for a new run.
+
+        Raises:
+            BadNumbers: a step ended the run under its policy.
+        """
+        self.step_fn, self.eval_fn = self._compiled(restored or 0)
+        self.compile_seconds = self.seconds
+        self.stop.defer()
+        evaluated = not self._evaluation_is_due(restored or 0) or self.processes.told(
+            "evaluated", lambda: metrics.has_evaluation(self.folder, restored or 0)
+        )
+        while True:
+            try:
+                return self._attempt(state, restored, evaluated)
+            except BadNumbers as bad:
+                state, restored = self._back(bad)
+                evaluated = True
+
+    def _attempt(self, state: TrainState, restored: int | None, evaluated: bool) -> TrainState:
+        """Train from a state to the end, a signal or a bad step."""
+        config, stop, watchdog = self.config, self.stop, self.watchdog
         start = step = restored or 0
-        step_fn, eval_fn = self._compiled(start)
-        timing = self._timing(time.monotonic() - began)
-        feed = self.program.train_feed()
+        self.left_out = int(jax.device_get(state.health.left_out))
+        timing, feed, going = self._timing(self.compile_seconds), self.program.train_feed(), True
         with (
             self._writer(restored) as writer,
             self._progress(start) as progress,
-            Prefetch(self.data.train_batches(start, *feed.rows), feed.put) as batches,
+            Prefetch(self.data.train_batches(start + self.left_out, *feed.rows), feed.put) as batches,
         ):
             self.writer, self.progress = writer, progress
-            results = Results(self.data.kind, writer, progress, timing)
+            results = Results(self.data.kind, writer, progress, timing, config.faults, self._culprit, self.left_out)
             with self._profile(results) as profile:
-                while step < config.steps and not self.stop.at(step):
-                    batch = next_batch(batches, results)
+                if not evaluated:
+                    going = self._evaluate(state, step)
+                while going and step < config.steps:
+                    watchdog.waiting(f"the batch of step {step + 1}")
+                    batch = next_batch(batches, results, stop)
+                    if batch is None or not stop.claim():
+                        going = False
+                        break
                     with profile.step(step + 1):
-                        state, metrics = step_fn(state, self.numbers, batch)
+                        state, found = self.step_fn(state, self.numbers, batch)
+                    stop.done()
                     step += 1
-                    results.add(step, metrics)
+                    watchdog.waiting(f"step {max(start + 1, step - IN_FLIGHT)}, which the devices work on")
+                    results.add(step, found)
                     results.report(IN_FLIGHT)
-                    self._evaluate_and_save(results, eval_fn, state, step)
-                results.report()
+                    results.check(step - IN_FLIGHT)
+                    going = self._evaluate_and_save(results, state, step)
+                results.finish()
             results.report_speed(step)
-            if self.stop.received:
-                self.checkpoints.save(step, state, self.data.facts)
-                self.progress.note(
-                    f"stopped by {self.stop.received.name} at step {step} of {config.steps}, saved; add --resume to go on"
-                )
-        if self.stop.received:
-            return self.stop.exit_code
-        seconds, params = time.monotonic() - began, state.evaluated
-        finish.leave(
-            self.program,
-            self.data,
-            params,
-            self.numbers,
-            self.folder,
-            self.console,
-            seconds,
-            timing.facts(),
-            self.leader,
+            if not going:
+                self._save(step, state, last=True)
+                saved = "not saved" if self.checkpoints.wait() else "saved; add --resume to go on"
+                signal = stop.received.name if stop.received else "a signal"
+                progress.note(f"stopped by {signal} at step {step} of {config.steps}, {saved}")
+        self.facts = timing.facts()
+        watchdog.waiting("the last checkpoint to be on disk")
+        return state
+
+    def _back(self, bad: BadNumbers) -> tuple[TrainState, int]:
+        """The newest checkpoint with the data position behind the bad batch.
+
+        The batches since the checkpoint are passed over too: they would lead to the same state and the same step, to the
+        bit. So do a kill and a resume, which is why nothing needs to be saved here.
+
+        Raises:
+            BadNumbers: where the policy is another, or going back has not helped.
+        """
+        faults = self.config.faults
+        if faults.bad_numbers != "rollback" or bad.in_a_row >= faults.most_in_a_row:
+            raise bad
+        self.watchdog.waiting("a checkpoint to go back to")
+        self.checkpoints.wait()
+        restored = self.checkpoints.latest
+        state = (
+            self.program.initial_state()
+            if restored is None
+            else self.checkpoints.restore(self.program.abstract, self.data.facts)
         )
-        return 0
+        step = int(state.step)
+        self._rollbacks[step] += 1
+        if self._rollbacks[step] > faults.most_in_a_row:
+            raise bad
+        passed = bad.step - step
+        self.console.print(
+            f"{bad.what}; back to step {step}, going on {passed} batches later", style="yellow", highlight=False
+        )
+        position = jax.device_put(np.int32(self.left_out + passed), self.program.layout.whole)
+        return state._replace(health=state.health._replace(left_out=position)), step
 
     def _compiled(self, start: int) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
         began = time.monotonic()
@@ -153,25 +242,42 @@ class _Session:
             self.console.print(f"compiled in {time.monotonic() - began:.1f} s")
         return compiled
 
-    def _evaluate_and_save(self, results: Results, eval_fn: jax.stages.Compiled, state: TrainState, step: int) -> None:
-        """What is due after a step."""
-        last, every = step == self.config.steps, self.config.log.eval_every_steps
-        evaluate = last or (every is not None and step % every == 0)
-        save = last or step % self.config.checkpoint.every_steps == 0
-        if not (evaluate or save):
-            return
-        with results.paused():
-            if evaluate:
-                self._evaluate(eval_fn, state, step)
-            if save:
-                self.checkpoints.save(step, state, self.data.facts)
+    def _evaluation_is_due(self, step: int) -> bool:
+        every = self.config.log.eval_every_steps
+        return step > 0 and (step == self.config.steps or (every is not None and step % every == 0))
 
-    def _evaluate(self, eval_fn: jax.stages.Compiled, state: TrainState, step: int) -> None:
+    def _evaluate_and_save(self, results: Results, state: TrainState, step: int) -> bool:
+        """What is due after a step. Whether to go on: False where a signal cut the evaluation short."""
+        evaluate = self._evaluation_is_due(step)
+        save = step == self.config.steps or step % self.config.checkpoint.every_steps == 0
+        if not (evaluate or save):
+            return True
+        with results.paused():
+            if evaluate and not self._evaluate(state, step):
+                return False
+            if save:
+                # What a rollback goes back to must not depend on how fast the disk is.
+                wait = step == self.config.steps or self.config.faults.bad_numbers == "rollback"
+                self._save(step, state, last=wait)
+        return True
+
+    def _save(self, step: int, state: TrainState, *, last: bool) -> None:
+        """Rows first: a checkpoint whose rows are missing would leave a gap in them."""
+        self.watchdog.waiting(f"the checkpoint of step {step}")
+        self.writer.flush()
+        self.checkpoints.save(step, state, self.data.facts, last=last)
+
+    def _evaluate(self, state: TrainState, step: int) -> bool:
+        """Write the row of an evaluation, and whether that was done: False where a signal came first."""
         total: Sums | None = None
         feed = self.program.eval_feed()
         with Prefetch(self.data.eval_batches(*feed.rows), feed.put) as batches:
             for batch in batches:
-                sums = eval_fn(state.evaluated, self.numbers, batch)
+                self.watchdog.waiting(f"the evaluation at step {step}")
+                if not self.stop.claim():
+                    return False
+                sums = self.eval_fn(state.evaluated, self.numbers, batch)
+                self.stop.done()
                 total = sums if total is None else jax.tree.map(np.add, total, jax.device_get(sums))
         assert total is not None, "data without evaluation examples"
         loss, correct, weight = (float(x) for x in jax.device_get(total))
@@ -180,6 +286,12 @@ class _Session:
             row["eval_weights"] = "ema"
         self.writer.write(row)
         self.progress.evaluated(row)
+        return True
+
+    def _culprit(self, squares: np.ndarray) -> str | None:
+        definition, trained = self.program.definition, self.program.run.factors.lr
+        specs = {name: spec for name, spec in definition.specs.items() if name in trained}
+        return bad_numbers.culprit(squares, specs, definition.abstract)
 
     def _writer(self, restored: int | None) -> MetricsWriter | NoWriter:
         log = self.config.log
@@ -206,15 +318,21 @@ class _Session:
         return None if peak is None else peak * self.program.mesh.size
 
 
-def next_batch(batches: Prefetch[dict[str, np.ndarray], Batch], results: Results) -> Batch:
-    """The next batch. Where it is not there yet, the time from the end of the last step counts as waiting for data."""
-    if not batches.ready:
-        results.report()
-        began = time.monotonic()
-        batch = next(batches)
-        results.waited(time.monotonic() - began)
-        return batch
-    return next(batches)
+def next_batch(batches: Prefetch[dict[str, np.ndarray], Batch], results: Results, stop: StopRequest) -> Batch | None:
+    """The next batch, or None where a signal comes first.
+
+    Where it is not there yet, the time from the end of the last step counts as waiting for data.
+    """
+    if batches.ready:
+        return next(batches)
+    results.report()
+    began = time.monotonic()
+    while not batches.wait(_LISTEN_S):
+        if stop.now():
+            return None
+    batch = next(batches)
+    results.waited(time.monotonic() - began)
+    return batch
 
 
 def _memory_peak() -> int | None:

@@ -84,6 +84,7 @@ class MetricsWriter:
         self._file = self.path.open("a", encoding="utf-8")
         self._rows: queue.SimpleQueue[tuple[dict[str, Any], float]] = queue.SimpleQueue()
         self._error: Exception | None = None
+        self._draining = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
@@ -96,6 +97,15 @@ class MetricsWriter:
             raise MetricsError(f"a metrics row needs a step; this one has only {', '.join(row) or 'nothing'}")
         self._raise_error()
         self._rows.put((dict(row), time.time()))
+
+    def flush(self) -> None:
+        """Return when every row so far is on disk, where no kill and no power cut takes it away."""
+        with self._draining:
+            self._drain()
+            os.fsync(self._file.fileno())
+            for mirror in self._mirrors:
+                mirror.flush()
+        self._raise_error()
 
     def close(self) -> None:
         """Write what is left and close every file. Closing twice does nothing more."""
@@ -126,7 +136,8 @@ class MetricsWriter:
         while not last:
             last = self._stop.wait(_INTERVAL_S)
             try:
-                self._drain()
+                with self._draining:
+                    self._drain()
             except Exception as error:  # The thread must outlive it: the training thread raises it.
                 self._error = error
 
@@ -164,6 +175,12 @@ def read(path: Path | str) -> list[dict[str, Any]]:
             raise MetricsError(f"{path} line {number} is not a metrics row ({error}); remove the line") from error
         rows.append(row)
     return rows
+
+
+def has_evaluation(workdir: Path | str, step: int) -> bool:
+    """Whether the run in this folder has written the evaluation of a step; a kill or a signal may have come before."""
+    path = Path(workdir) / FILE_NAME
+    return path.exists() and any(row["step"] == step and "eval_loss" in row for row in read(path))
 
 
 def to_json(row: Mapping[str, Any]) -> str:
@@ -228,6 +245,9 @@ class _TensorBoard:
         if values:
             self._writer.add_summary(self._summary(value=values), row["step"], walltime)
 
+    def flush(self) -> None:
+        self._writer.flush()
+
     def close(self) -> None:
         self._writer.close()
 
@@ -263,6 +283,9 @@ class _Wandb:
 
     def write(self, row: Mapping[str, Any], walltime: float) -> None:
         self._run.log({"step": row["step"], **_scalars(row)})
+
+    def flush(self) -> None:
+        pass  # what is lost is sent again from where the run goes on
 
     def close(self) -> None:
         self._run.finish()

@@ -41,7 +41,12 @@ class Prefetch(Generic[S, T]):
     @property
     def ready(self) -> bool:
         """Whether `next` answers at once."""
-        return not self._queue.empty()
+        return bool(self._queue.queue)
+
+    def wait(self, seconds: float) -> bool:
+        """Whether `next` answers at once, after waiting at most so long for it."""
+        with self._queue.not_empty:
+            return self._queue.not_empty.wait_for(lambda: self.ready, seconds)
 
     def __iter__(self) -> Prefetch[S, T]:
         return self

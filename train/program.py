@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh
 
 from presets import Preset
-from train import guards, optimizer, patterns, rules, state, xla_flags
+from train import bad_numbers, guards, optimizer, patterns, rules, state, xla_flags
 from train import mesh as meshes
 from train.config import Config, preset_of
 from train.factors import Numbers, init_stds, resolve
@@ -118,6 +118,7 @@ def assemble(config: Config, devices: Sequence[Any] | None = None) -> Program:
         resolve(preset, model, config.optimizer.name, config.optimizer.decay).moving(trained),
         optimizer.hyper(config.optimizer, config.steps),
         ema_decay=None if config.ema.decay is None else np.float32(config.ema.decay),
+        limits=bad_numbers.limits(config.faults),
     )
     guards.check_run(preset, model, numbers.factors, config.optimizer)
     abstract = state.abstract_state(model, tx, layout, averaged=config.ema.decay is not None, trained=trained)

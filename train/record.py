@@ -17,6 +17,7 @@ from train.config import (
     DataConfig,
     DistributedConfig,
     EmaConfig,
+    FaultsConfig,
     InitConfig,
     LogConfig,
     MeshConfig,
@@ -35,6 +36,7 @@ OWNERS = {
     "mesh": MeshConfig,
     "distributed": DistributedConfig,
     "checkpoint": CheckpointConfig,
+    "faults": FaultsConfig,
     "log": LogConfig,
 }
 

@@ -13,6 +13,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from train import ema
+from train.bad_numbers import Health
 from train.layout import MeshLayout
 from zoo.definition import Arrays, Definition
 
@@ -26,6 +27,8 @@ class TrainState(NamedTuple):
     opt_state: Any
     ema: Arrays | None = None
     """Moving average of the parameters, float32 (`train.ema`); None where the run keeps none."""
+    health: Health = Health()
+    """Counters of steps left out and of spikes, and what else it takes to count on."""
 
     @property
     def evaluated(self) -> Arrays:
@@ -76,7 +79,8 @@ def abstract_state(
     )
     average = {n: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding) for n, p in params.items()}
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
-    return TrainState(step, params, opt_state, average if averaged else None)
+    health = Health(*(jax.ShapeDtypeStruct((), number.dtype, sharding=whole) for number in Health()))
+    return TrainState(step, params, opt_state, average if averaged else None, health)
 
 
 def shardings_of(abstract: TrainState) -> TrainState:

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from train import ema
+from train import bad_numbers, ema
+from train.bad_numbers import Limits
 from train.factors import Factors
 from train.layout import MeshLayout
 from train.loss import Sums, cross_entropy, of_logits
@@ -36,6 +37,8 @@ class Run(NamedTuple):
     """Initial parameters where the output is centred, else None."""
     ema_decay: Any = None
     """float32 []; None where no average is kept."""
+    limits: Limits = Limits()
+    """What counts as a spike of the loss."""
 
 
 def logits_of(definition: Definition, params: Arrays, run: Run, inputs: jax.Array) -> jax.Array:
@@ -104,8 +107,11 @@ def make_train_step(
 ) -> Callable[[TrainState, Run, Batch], tuple[TrainState, dict[str, jax.Array]]]:
     """The training step as a plain function: (state, run, batch) -> (state, metrics).
 
+    A step that `train.bad_numbers` rejects leaves parameters, optimizer and average as they were.
+
     metrics: loss (mean nats per target, before the update), accuracy, grad_norm (global, before clipping), lr (peak x
-    schedule), weight (targets counted); all float32 [].
+    schedule), weight (targets counted), all float32 []; verdict (whether it was left out, whether it is a spike, how many
+    were left out in a row) int32 [3]; squares (`bad_numbers.squares`) float32 [n], for whoever wants to know more.
     """
 
     def step(state: TrainState, run: Run, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -116,15 +122,24 @@ def make_train_step(
         updates, opt_state = tx.update(grads, state.opt_state, moving, factors=run.factors, hyper=hyper)
         moved: Any = optax.apply_updates(moving, updates)
         params = {**state.params, **moved}
+        average = None if state.ema is None else ema.update(state.ema, params, run.ema_decay, state.step)
+        still = {name: jnp.zeros_like(w) for name, w in state.params.items() if name not in grads}
+        squares = bad_numbers.squares({**still, **grads}, definition.specs)
+        loss, grad_norm = sums.loss / sums.weight, jnp.sqrt(jnp.sum(squares))
+        verdict, health = bad_numbers.judge(state.health, run.limits, loss, grad_norm)
+        new = bad_numbers.kept(verdict.keep, (params, opt_state, average), (state.params, state.opt_state, state.ema))
         metrics = {
-            "loss": sums.loss / sums.weight,
+            "loss": loss,
             "accuracy": sums.correct / sums.weight,
-            "grad_norm": optax.tree.norm(grads),
+            "grad_norm": grad_norm,
             "lr": hyper.peak_lr * hyper.schedule,
             "weight": sums.weight,
+            "verdict": jnp.stack(
+                [1 - verdict.keep.astype(jnp.int32), verdict.spike.astype(jnp.int32), health.in_a_row]
+            ),
+            "squares": squares,
         }
-        average = None if state.ema is None else ema.update(state.ema, params, run.ema_decay, state.step)
-        return TrainState(state.step + 1, params, opt_state, average), metrics
+        return TrainState(state.step + 1, *new, health), metrics
 
     return step
 
@@ -155,7 +170,7 @@ def trace_train_step(
 
 def _run_shardings(run: Run, shardings: TrainState, layout: MeshLayout) -> Run:
     whole: Any = layout.whole
-    return Run(whole, whole, None if run.reference is None else shardings.params, whole)
+    return Run(whole, whole, None if run.reference is None else shardings.params, whole, whole)
 
 
 def compile_train_step(

@@ -28,6 +28,7 @@ from train.program import assemble
 from train.progress import Progress
 from train.recipes import RECIPES
 from train.results import NoWriter, Results
+from train.signals import StopRequest
 from train.timing import Timing
 
 RECIPE = {"lm": "lm-tiny", "vit": "vit-digits"}
@@ -72,14 +73,18 @@ class Loop:
         """Seconds per step, after two that are not counted, from the first batches on."""
         timing = Timing(self.data.kind, 1.0, None, 0.0)
         quiet = Progress(steps, 0, self.data.kind, None, 1.0, Console(quiet=True), enabled=False)
-        results, feed = Results(self.data.kind, NoWriter(), quiet, timing), self.program.train_feed()
+        results, feed = (
+            Results(self.data.kind, NoWriter(), quiet, timing, self.program.config.faults, lambda squares: None),
+            self.program.train_feed(),
+        )
         began = 0.0
         with how(self.data.train_batches(0, *feed.rows), feed.put) as batches:
             for number in range(steps + 2):
                 if number == 2:
                     results.report()
                     began = time.perf_counter()
-                batch = loop.next_batch(batches, results)
+                batch = loop.next_batch(batches, results, StopRequest())
+                assert batch is not None
                 self.state, metrics = self.step(self.state, self.numbers, batch)
                 results.add(number, metrics)
                 results.report(loop.IN_FLIGHT)
