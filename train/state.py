@@ -97,10 +97,12 @@ def initial_state(
     trained: Collection[str] | None = None,
 ) -> TrainState:
     """A fresh state, initialized under jit with its final shardings: the same bits on every mesh."""
-    return started(tx, abstract, initial_params(definition, abstract, seed, stds))
+    return started(tx, abstract, initial_params(definition, abstract, seed, stds), trained)
 
 
-def started(tx: optax.GradientTransformation, abstract: TrainState, params: Arrays) -> TrainState:
+def started(
+    tx: optax.GradientTransformation, abstract: TrainState, params: Arrays, trained: Collection[str] | None = None
+) -> TrainState:
     """The state at step 0 of a run that starts with these parameters, whose memory it takes."""
 
     def beside(params: Arrays) -> TrainState:
