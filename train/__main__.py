@@ -27,6 +27,7 @@ COMMANDS = {
     "check": "measure what a preset does as one size grows, and hold it against theory",
     "compile": "compile a recipe for a TPU pod, without a TPU: memory, collectives, least step time",
     "balance": "derive rates per layer from one batch, as a preset, for where none has a rule",
+    "checkpoints": "list a run's checkpoints, their sizes and health, and verify them",
     "convert": "carry a run's checkpoint into another form of its preset",
 }
 """First words that are not recipes."""
@@ -88,6 +89,10 @@ def _command(argv: list[str]) -> int:
         from train import convert_command
 
         return convert_command.main(argv[1:])
+    if name == "checkpoints":
+        from train import checkpoints_command
+
+        return checkpoints_command.main(argv[1:])
     if name == "compile":
         from train import compile_command
 

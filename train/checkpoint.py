@@ -17,13 +17,12 @@ from typing import Any
 
 from orbax.checkpoint import v1 as ocp
 
-from train import manifest
+from train import digests, manifest
 from train.manifest import Manifest
 from train.processes import Processes
 from train.state import TrainState
-from train.workdir import CHECKPOINTS, WorkdirError
+from train.workdir import CHECKPOINTS, SET_ASIDE, WorkdirError
 
-SET_ASIDE = "set-aside"
 _SAVING, _DELETING = ".saving", ".deleting"
 _PATIENCE_S = 30.0
 """How long training waits for the save before at the next one. A disk that takes longer must not stop it."""
@@ -58,7 +57,7 @@ class Checkpoints:
     @property
     def steps(self) -> list[int]:
         """Steps of the checkpoints, oldest first."""
-        return steps(self.folder)
+        return manifest.steps(self.folder)
 
     @property
     def latest(self) -> int | None:
@@ -84,9 +83,9 @@ class Checkpoints:
         self.wait()
         self._saved, self._failure = step, None
         arrays, folder = state.arrays(), self.folder / f"{step}{_SAVING}"
-        named = manifest.named(arrays)
+        named = digests.named(arrays)
         try:
-            shards = manifest.host_shards(named)
+            shards = digests.host_shards(named)
             if self._processes.leader:
                 shutil.rmtree(folder, ignore_errors=True)
             with ocp.Context(array_options=_array_options()):
@@ -133,21 +132,20 @@ class Checkpoints:
 
     def _load(self, folder: Path, abstract: TrainState) -> tuple[TrainState, list[str]]:
         state = TrainState(**ocp.load(str(folder), abstract.arrays()))
-        wrong = manifest.check_loaded(manifest.named(state.arrays()), manifest.read(folder))
+        wrong = digests.check_loaded(digests.named(state.arrays()), manifest.read(folder).arrays)
         return state, self._agreed([f"the array {name} is not what was saved" for name in wrong])
 
     def _problems(self, folder: Path) -> list[str]:
         """What is wrong with a checkpoint's files, on every process."""
-        listed: dict[str, Any] = {}
+        whole: Manifest | None = None
         try:
             whole = manifest.read(folder)
-            listed = whole.arrays
             found = manifest.check_files(folder, whole, (self._processes.index, self._processes.count))
         except (manifest.DamagedError, OSError) as error:
             found = [str(error)]
         if found := self._agreed(found):
-            arrays = self._told(lambda: manifest.check_stored(folder, listed))
-            found += [f"which spoils {_some(arrays)}"] if arrays else []
+            spoilt = self._told(lambda: manifest.spoilt(folder, whole) if whole else [])
+            found = [manifest.some(found), *spoilt]
         return found
 
     def _agreed(self, problems: list[str]) -> list[str]:
@@ -162,7 +160,7 @@ class Checkpoints:
                 f"the run was trained on {found.data.get('name')} with digest {found.data.get('digest')}, this machine has "
                 f"{facts.get('name')} with digest {facts.get('digest')}; restore that data, or start again with another --workdir"
             )
-        wanted = {name: list(leaf.shape) for name, leaf in manifest.named(abstract.arrays()).items()}
+        wanted = {name: list(leaf.shape) for name, leaf in digests.named(abstract.arrays()).items()}
         stored = {name: entry["shape"] for name, entry in found.arrays.items()}
         if differing := sorted(n for n in wanted.keys() | stored.keys() if wanted.get(n) != stored.get(n)):
             name = differing[0]
@@ -178,7 +176,7 @@ class Checkpoints:
         folder: Path,
         response: Any,
         named: dict[str, Any],
-        shards: list[manifest.Shard],
+        shards: list[digests.Shard],
         facts: dict[str, Any],
         key: str,
     ) -> None:
@@ -188,12 +186,12 @@ class Checkpoints:
         try:
             if isinstance(response, Exception):
                 raise response
-            arrays = manifest.describe(named, shards)
+            arrays = digests.describe(named, shards)
             shards.clear()
             response.result()
-            files = manifest.digest_files(folder, manifest.files_of(folder, processes.index, processes.count))
-            if wrong := manifest.check_stored(folder, arrays):
-                raise OSError(f"the disk gives back other arrays than it was given: {_some(wrong)}")
+            files = digests.of_files(folder, digests.files_of(folder, processes.index, processes.count))
+            if wrong := digests.check_stored(folder, arrays):
+                raise OSError(f"the disk gives back other arrays than it was given: {manifest.some(wrong)}")
             part = {"arrays": arrays, "files": files}
         except Exception as error:  # of whatever kind: the run goes on
             part = {"error": f"{type(error).__name__}: {error}"}
@@ -260,12 +258,12 @@ class Checkpoints:
             (self.folder / str(step)).replace(target)
         except OSError as error:
             raise WorkdirError(
-                f"checkpoint {step} is damaged ({_some(problems)}) and cannot be moved: {error.strerror}"
+                f"checkpoint {step} is damaged ({manifest.some(problems)}) and cannot be moved: {error.strerror}"
             ) from error
         before = self.latest
         then = "no other is left" if before is None else f"going back to checkpoint {before}"
         self._note(
-            f"checkpoint {step} is damaged: {_some(problems)}; set aside as {target.relative_to(self.folder.parent)}, {then}"
+            f"checkpoint {step} is damaged: {manifest.some(problems)}; set aside as {target.relative_to(self.folder.parent)}, {then}"
         )
 
     def _none_good(self) -> str:
@@ -290,25 +288,6 @@ class Checkpoints:
             self.wait()
 
 
-def steps(folder: Path) -> list[int]:
-    """Steps of the checkpoints in a folder, oldest first: those that have a manifest."""
-    found = folder.glob(f"*/{manifest.NAME}")
-    return sorted(int(path.parent.name) for path in found if path.parent.name.isdigit())
-
-
-def verified(folder: Path) -> Manifest:
-    """The manifest of one checkpoint whose files are all as they were written.
-
-    Raises:
-        DamagedError: they are not; the text names the first files and the arrays that cannot be trusted.
-    """
-    whole = manifest.read(folder)
-    if problems := manifest.check_files(folder, whole):
-        arrays = manifest.check_stored(folder, whole.arrays)
-        raise manifest.DamagedError(_some([*problems, *([f"which spoils {_some(arrays)}"] if arrays else [])]))
-    return whole
-
-
 def _array_options() -> Any:
     """How arrays are written: uncompressed, each shard by its first holder.
 
@@ -316,8 +295,3 @@ def _array_options() -> Any:
     """
     saving = ocp.options.ArrayOptions.Saving(use_compression=False, use_replica_parallel=False)
     return ocp.options.ArrayOptions(saving=saving)
-
-
-def _some(names: list[str], between: str = ", ") -> str:
-    more = f"{between}and {len(names) - 3} more" if len(names) > 3 else ""
-    return between.join(names[:3]) + more

@@ -22,7 +22,7 @@ from train.xla_flags import VARIABLES
 
 RECORD = "config.json"
 _SHARED, _LOCK = ".shared", ".lock"
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, SET_ASIDE = "checkpoints", "set-aside"
 _PACKAGES = ("mupax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
