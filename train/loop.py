@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from train import agreement, bad_numbers, devices, distributed, finish, metrics, workdir
+from train import agreement, bad_numbers, devices, distributed, finish, init_from, metrics, workdir
 from train import data as data_sources
 from train.bad_numbers import BadNumbers
 from train.checkpoint import Checkpoints
@@ -52,7 +52,7 @@ def run(config: Config) -> int:
         agreement.check_config(config, processes)
         folder, held = workdir.claim_together(config, processes)
         with workdir.locked(folder, processes):
-            return _run(config, processes, stop, folder, held)
+            return _run(init_from.settled(config, folder, held, processes), processes, stop, folder, held)
 
 
 def _run(config: Config, processes: Processes, stop: StopRequest, folder: Path, held: bool) -> int:
@@ -68,6 +68,7 @@ def _run(config: Config, processes: Processes, stop: StopRequest, folder: Path, 
             flags = program.compiler_options()
             workdir.record(folder, config, data.facts, program.preset.describe(), flags)
 
+    start = None if held else init_from.prepare(program)  # what does not fit is refused before anything is written
     if not held:
         record()
     with (
@@ -83,7 +84,11 @@ def _run(config: Config, processes: Processes, stop: StopRequest, folder: Path, 
                     + ("no checkpoint yet, " if held else "")
                     + "starting at step 0"
                 )
-            state = program.initial_state()
+            start = init_from.prepare(program) if held else start
+            if start is not None:
+                init_from.show(console, start)
+            state = init_from.initial_state(program, start)
+            del start
         else:
             state = checkpoints.restore(program.abstract, data.facts)
             restored = int(state.step)  # an earlier one, where the newest was damaged
@@ -220,7 +225,7 @@ class _Session:
         self.checkpoints.wait()
         restored = self.checkpoints.latest
         state = (
-            self.program.initial_state()
+            init_from.initial_state(self.program, init_from.prepare(self.program))
             if restored is None
             else self.checkpoints.restore(self.program.abstract, self.data.facts)
         )

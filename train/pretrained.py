@@ -10,13 +10,13 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from presets import Preset
-from train import fold
-from train.config import Config, PresetConfig, preset_for
+from train import fold, manifest
+from train.config import Config, MeshConfig, PresetConfig, preset_for
 from train.factors import Factors, resolve
 from train.record import from_json, model_from_json
 from train.workdir import CHECKPOINTS, RECORD
@@ -27,12 +27,18 @@ from zoo.definition import Definition
 from zoo.tensorfile import Tensors, read_json
 from zoo.weights import Params
 
+if TYPE_CHECKING:
+    from train.state import TrainState
+
 MODEL = "model.json"
 """Beside imported weights: the model, the preset whose form they are in, and what folds them."""
 
 FORMAT = "mupax-weights-1"
 
 CONFIG = "config.json"
+
+LOGITS = "block.attention.logit_scale"
+"""The factor of attention logits, by its name in a definition."""
 
 
 class WeightsError(ValueError):
@@ -59,25 +65,41 @@ class Source(NamedTuple):
         """Those of the plain network: float32, multipliers folded."""
         return fold.fold(self.stored, self.scales)
 
+    @property
+    def logits(self) -> Any:
+        """What attention logits are taken times there: a number, or one per layer."""
+        factors, plain = self.preset.get("factors"), self.model.heads_dim**-0.5
+        return factors.get(LOGITS, plain) if isinstance(factors, dict) else plain
 
-def read(path: Path, step: int | None = None) -> Source:
+
+def located(path: Path) -> Path:
+    """The path, absolute; of a workdir, its newest step."""
+    folder = path.absolute()
+    folder = folder.parent if folder.name == CHECKPOINTS and (folder.parent / RECORD).is_file() else folder
+    if (folder / CHECKPOINTS).is_dir() and (folder / RECORD).is_file():
+        return folder / CHECKPOINTS / str(_newest(folder))
+    return folder
+
+
+def read(path: Path, step: int | None = None, *, part: Literal["params", "ema"] = "params") -> Source:
     """Weights from a path.
 
     Args:
         path: a run's workdir, one of its steps (workdir/checkpoints/STEP), a folder that `python -m zoo import` wrote, or a
             folder of Hugging Face (config.json and safetensors, whole or in parts).
         step: of a workdir, which checkpoint; the newest unless given.
+        part: of a run, its parameters or their moving average.
 
     Raises:
         WeightsError, TensorFileError, ConfigError: nothing of this kind there, or files that do not fit together.
     """
     folder = path if path.is_dir() else path.parent
     if (folder.parent / RECORD).is_file() and folder.name == CHECKPOINTS:
-        return read(folder.parent, step)
+        return read(folder.parent, step, part=part)
     if folder.name.isdigit() and folder.parent.name == CHECKPOINTS:
-        return read(folder.parent.parent, int(folder.name))
+        return read(folder.parent.parent, int(folder.name), part=part)
     if (folder / MODEL).is_file():
-        return _imported(path, read_json(folder / MODEL))
+        return _imported(_without_ema(path, part), read_json(folder / MODEL))
     if not (folder / CONFIG).is_file():
         raise WeightsError(
             f"{path}: no run and no weights there ({CONFIG} is missing); give a workdir, workdir/{CHECKPOINTS}/STEP, "
@@ -85,8 +107,9 @@ def read(path: Path, step: int | None = None) -> Source:
         )
     fields = read_json(folder / CONFIG)
     if "model_type" not in fields and "config" in fields:
-        return _run(folder, fields, step)
+        return _run(folder, fields, step, part)
     published = huggingface.from_huggingface(fields)
+    _without_ema(path, part)
     loaded = weights.from_huggingface(Tensors(path), published)
     notes = [f"not read, and read by no model here: {_some(loaded.dropped)}"] if loaded.dropped else []
     notes += [f"not in the file, so zero: {_some(loaded.zeros)}"] if loaded.zeros else []
@@ -112,6 +135,11 @@ def load_weights(path: Path, definition: Definition, factors: Factors) -> dict[s
 
 def place(source: Source, definition: Definition, factors: Factors) -> dict[str, np.ndarray]:
     """`load_weights` of weights already read."""
+    differ = source.logits != logits_of(definition, factors)
+    if source.model.qk_norm and not source.model.norm_gain and differ:
+        raise WeightsError(
+            "queries are normalized without gains (qk_norm): no weight can carry another scale of the logits"
+        )
     by, params = fold.scales(definition, factors), dict(source.params)
     if (
         fold.GAIN in params
@@ -145,43 +173,104 @@ def _imported(path: Path, record: Mapping[str, Any]) -> Source:
     return Source(model, {name: files.read(name) for name in files.shapes}, by, dict(preset), [])  # pyright: ignore
 
 
-def _run(workdir: Path, recorded: Mapping[str, Any], step: int | None) -> Source:
+def logits_of(definition: Definition, factors: Factors) -> Any:
+    """What a preset takes attention logits times: a number, or one per layer where they differ."""
+    numbers = factors.forward.get(LOGITS)
+    return definition.sizes["head_dim"] ** -0.5 if numbers is None else _plain(numbers)
+
+
+def whole_state(path: Path, config: Config) -> TrainState:
+    """The whole training state of a run's step, on one device of this process.
+
+    Args:
+        path: workdir/checkpoints/STEP.
+        config: of the run, as it recorded it.
+
+    Raises:
+        WeightsError: the checkpoint holds another state than the config says.
+    """
+    import jax
+    from orbax.checkpoint import v1 as ocp
+
+    from train.program import assemble
+    from train.state import TrainState
+
+    # One device serves any run: restoring places the arrays anew.
+    abstract = assemble(dataclasses.replace(config, mesh=MeshConfig(data=1)), jax.local_devices()[:1]).abstract.arrays()
+    stored = _metadata(path)
+    shapes, wanted = (
+        [(jax.tree_util.keystr(at), leaf.shape) for at, leaf in jax.tree.leaves_with_path(tree)]
+        for tree in (stored, abstract)
+    )
+    if [shape for _, shape in shapes] != [shape for _, shape in wanted]:
+        raise WeightsError(f"{path}: the checkpoint holds another state than {RECORD} says")
+    return TrainState(**ocp.load(str(path.absolute()), abstract))
+
+
+def _newest(workdir: Path) -> int:
+    steps = manifest.steps(workdir / CHECKPOINTS)
+    if not steps:
+        raise WeightsError(f"{workdir}: the run has no checkpoint yet")
+    return max(steps)
+
+
+def _without_ema(path: Path, part: str) -> Path:
+    if part == "ema":
+        raise WeightsError(
+            f"{path}: holds weights of one kind, and no moving average beside them; leave --init-ema out"
+        )
+    return path
+
+
+def _run(workdir: Path, recorded: Mapping[str, Any], step: int | None, part: str) -> Source:
     config, facts = from_json(recorded["config"]), recorded.get("data")
-    if step is None:
-        steps = [int(p.name) for p in (workdir / CHECKPOINTS).glob("*") if p.name.isdigit() and p.is_dir()]
-        if not steps:
-            raise WeightsError(f"{workdir}: the run has no checkpoint yet")
-        step = max(steps)
+    if part == "ema" and config.ema.decay is None:
+        raise WeightsError(f"{workdir}: the run kept no moving average (ema.decay is None); leave --init-ema out")
+    step = _newest(workdir) if step is None else step
     if not (workdir / CHECKPOINTS / str(step)).is_dir():
         raise WeightsError(f"{workdir}: the run has no checkpoint of step {step}")
+    try:
+        manifest.verified(workdir / CHECKPOINTS / str(step))
+    except manifest.DamagedError as error:
+        raise WeightsError(
+            f"{workdir}: checkpoint {step} is damaged: {error}; give an older one as {workdir / CHECKPOINTS}/STEP"
+        ) from error
     preset, model = preset_for(config.preset, config.model), definition(config.model)
     factors = resolve(preset, model, preset.optimizers[0])
-    params = _checkpoint(workdir / CHECKPOINTS / str(step), model)
+    params = _checkpoint(workdir / CHECKPOINTS / str(step), model, part)
     record = {**preset_record(config.preset, preset, model, factors), "step": step}
     run = (config, facts if isinstance(facts, dict) else {})
     return Source(config.model, params, fold.scales(model, factors), record, [], run)
 
 
-def _checkpoint(folder: Path, model: Definition) -> dict[str, np.ndarray]:
-    """The parameters of a training state, without the rest of it."""
+def _checkpoint(folder: Path, model: Definition, part: str = "params") -> dict[str, np.ndarray]:
+    """The parameters of a training state (or their average), without the rest of it."""
     import jax
     from orbax.checkpoint import v1 as ocp
 
-    try:
-        stored: Any = ocp.metadata(str(folder.absolute())).metadata
-        shapes = {name: leaf.shape for name, leaf in stored["params"].items()}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise WeightsError(f"{folder}: not a whole checkpoint: {error}") from error
-    _check_shapes(folder, shapes, model, RECORD)
+    stored = _metadata(folder)
+    _check_shapes(folder, {name: leaf.shape for name, leaf in stored[part].items()}, model, RECORD)
 
     def wanted(leaf: Any) -> np.ndarray:
         return np.empty(leaf.shape, leaf.dtype)
 
     abstract = {
-        part: jax.tree.map(wanted if part == "params" else lambda _: ocp.PLACEHOLDER, tree)
-        for part, tree in stored.items()
+        name: jax.tree.map(wanted if name == part else lambda _: ocp.PLACEHOLDER, tree) for name, tree in stored.items()
     }
-    return dict(ocp.load(str(folder.absolute()), abstract)["params"])
+    return dict(ocp.load(str(folder.absolute()), abstract)[part])
+
+
+def _metadata(folder: Path) -> Any:
+    """Shapes of what a checkpoint holds."""
+    from orbax.checkpoint import v1 as ocp
+
+    try:
+        manifest.verified(folder)
+        stored: Any = ocp.metadata(str(folder.absolute())).metadata
+        [leaf.shape for leaf in stored["params"].values()]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise WeightsError(f"{folder}: not a whole checkpoint: {error}") from error
+    return stored
 
 
 def preset_record(given: PresetConfig, preset: Preset, model: Definition, factors: Factors) -> dict[str, Any]:

@@ -117,7 +117,8 @@ def fresh_params(
 ) -> dict[str, np.ndarray]:
     """Some of the initial parameters, whole and on the host: the same numbers in every process."""
     only = dataclasses.replace(
-        definition, **{field: {n: getattr(definition, field)[n] for n in names} for field in ("specs", "abstract")}
+        definition,
+        **{field: {n: getattr(definition, field)[n] for n in sorted(names)} for field in ("specs", "abstract")},
     )
     with jax.default_device(jax.local_devices()[0]):
         return jax.device_get(jax.jit(only.initialize)(np.uint32(seed), {name: stds[name] for name in names}))

@@ -1,0 +1,32 @@
+"""Learned positions of images of another size: bicubic on the grid of patches, the class token's own row kept."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from zoo.configs import ViTConfig
+
+
+def resized(position_TD: np.ndarray, before: ViTConfig, after: ViTConfig) -> np.ndarray:
+    """Positions for another grid.
+
+    Args:
+        position_TD: of `before`, [T, D].
+        before: the model that they are of.
+        after: the model that they are for; its `pool` is the same.
+
+    Returns:
+        float32 [T', D]. A grid of the same size keeps its numbers.
+    """
+    own = position_TD.shape[0] - _grid(before) ** 2  # the class token's row, first
+    grid_GGD = position_TD[own:].astype(np.float32).reshape(_grid(before), _grid(before), -1)
+    if _grid(before) != _grid(after):
+        shape = (_grid(after), _grid(after), grid_GGD.shape[-1])
+        # Smaller grids are filtered before they are sampled (antialias), as timm does it.
+        grid_GGD = np.asarray(jax.image.resize(grid_GGD, shape, "bicubic", antialias=True))
+    return np.concatenate([position_TD[:own], grid_GGD.reshape(-1, grid_GGD.shape[-1])]).astype(np.float32)
+
+
+def _grid(model: ViTConfig) -> int:
+    return model.image_size // model.patch_size
