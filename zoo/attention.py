@@ -9,6 +9,7 @@ from flax import nnx
 from presets.roles import Role
 from zoo import partition
 from zoo.attend import attend
+from zoo.cache import Cache, attend_cached
 from zoo.configs import AttentionName, StackConfig
 from zoo.layers import Norm, biased, project, rotary
 from zoo.param import Init
@@ -35,13 +36,13 @@ class Attention(nnx.Module):
         self.key_norm = _head_norm(config, init, Role.KEY)
         self.logit_scale = init.logit_factor()
 
-    def heads(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries [B, T, H, N] (without the logit scale), keys and values [B, S, K, N]."""
+    def heads(self, x_BTD: jax.Array, start: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries [B, T, H, N] (without the logit scale), keys and values [B, S, K, N]. Positions count from `start`."""
         q_BTHN, k_BSKN, v_BSKN = self._projected(x_BTD)
         if self.query_norm is not None and self.key_norm is not None:
             q_BTHN, k_BSKN = self.query_norm(q_BTHN), self.key_norm(k_BSKN)
         if self.rope_theta is not None:
-            q_BTHN, k_BSKN = rotary(q_BTHN, self.rope_theta), rotary(k_BSKN, self.rope_theta)
+            q_BTHN, k_BSKN = (rotary(x, self.rope_theta, start) for x in (q_BTHN, k_BSKN))
         # Where positions are split, every device keeps its queries and gathers all keys and values.
         return (
             partition.constrain(q_BTHN, "batch", "sequence", "heads", None),
@@ -65,8 +66,31 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         q_BTHN, k_BSKN, v_BSKN = self.heads(x_BTD)
-        q_BTHN = q_BTHN * self.logit_scale[...].astype(q_BTHN.dtype)
-        y_BTHN = attend(q_BTHN, k_BSKN, v_BSKN, causal=self.causal, implementation=self.implementation)
+        return self._attended(q_BTHN, k_BSKN, v_BSKN)
+
+    def cached(self, x_BTD: jax.Array, cache: Cache, layer: jax.Array | int, *, fresh: bool) -> tuple[jax.Array, Cache]:
+        """The same for the T positions after those in the cache, and the cache with them.
+
+        Args:
+            x_BTD: inputs.
+            cache: of all layers.
+            layer: which of them this is.
+            fresh: the cache is empty: the new positions see only one another.
+        """
+        q_BTHN, k_BTKN, v_BTKN = self.heads(x_BTD, None if fresh else cache.length)
+        cache = cache.put(layer, k_BTKN, v_BTKN)
+        if fresh:
+            return self._attended(q_BTHN, k_BTKN, v_BTKN), cache
+        return self._projected_out(attend_cached(self._scaled(q_BTHN), cache, layer)), cache
+
+    def _attended(self, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array) -> jax.Array:
+        how = self.implementation
+        return self._projected_out(attend(self._scaled(q_BTHN), k_BSKN, v_BSKN, causal=self.causal, implementation=how))
+
+    def _scaled(self, q_BTHN: jax.Array) -> jax.Array:
+        return q_BTHN * self.logit_scale[...].astype(q_BTHN.dtype)
+
+    def _projected_out(self, y_BTHN: jax.Array) -> jax.Array:
         y_BTHN = partition.constrain(y_BTHN, "batch", "sequence", "heads", None)
         return biased(project(y_BTHN, self.out[...], inputs=2), self.out_bias)
 

@@ -5,12 +5,16 @@ Storage does not depend on how the stack runs, so checkpoints serve both.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from zoo import attend, partition
 from zoo.attention import Attention
+from zoo.cache import Cache
 from zoo.configs import ComputeConfig, StackConfig
 from zoo.layers import residual_norm
 from zoo.mlp import MLP
@@ -51,8 +55,16 @@ class Block(nnx.Module):
         self.branch = init.branch_factor()
 
     def __call__(self, h_BTD: jax.Array) -> jax.Array:
+        return self._added(h_BTD, self.attention(self.attention_norm(h_BTD)))
+
+    def cached(self, h_BTD: jax.Array, cache: Cache, layer: jax.Array | int, *, fresh: bool) -> tuple[jax.Array, Cache]:
+        """The same for the positions after those in the cache (see `Attention.cached`), and the cache with them."""
+        y_BTD, cache = self.attention.cached(self.attention_norm(h_BTD), cache, layer, fresh=fresh)
+        return self._added(h_BTD, y_BTD), cache
+
+    def _added(self, h_BTD: jax.Array, attention_BTD: jax.Array) -> jax.Array:
         skip, branch = self.skip[...].astype(h_BTD.dtype), self.branch[...].astype(h_BTD.dtype)
-        h_BTD = skip[0] * h_BTD + branch[0] * self.attention(self.attention_norm(h_BTD))
+        h_BTD = skip[0] * h_BTD + branch[0] * attention_BTD
         h_BTD = skip[1] * h_BTD + branch[1] * self.mlp(self.mlp_norm(h_BTD))
         return partition.constrain(h_BTD, "batch", "sequence", None)
 
@@ -88,3 +100,24 @@ def residual_stack(block: Block, h_BTD: jax.Array, depth: int, compute: ComputeC
     for index in range(depth):
         h_BTD, _ = layer(h_BTD, jax.tree.map(lambda array, i=index: array[i], stacked))
     return h_BTD
+
+
+def cached_stack(
+    block: Block, h_BTD: jax.Array, cache: Cache, compute: ComputeConfig, *, fresh: bool
+) -> tuple[jax.Array, Cache]:
+    """`residual_stack` for the T positions after those in the cache, and the cache with them."""
+    graph, stacked = nnx.split(block)
+    depth, length = cache.keys.shape[0], h_BTD.shape[1]
+
+    def layer(carry: tuple[jax.Array, Cache], given: tuple[jax.Array | int, nnx.State]) -> tuple[Any, None]:
+        (h, cache), (index, state) = carry, given
+        return nnx.merge(graph, state).cached(h, cache, index, fresh=fresh), None
+
+    # The cache is carried, not scanned over: it is then written in place, and never copied whole.
+    if runs_as_scan(compute, depth):
+        (h_BTD, cache), _ = jax.lax.scan(layer, (h_BTD, cache), (jnp.arange(depth), stacked))
+    else:
+        for index in range(depth):
+            layer_state = jax.tree.map(lambda array, i=index: array[i], stacked)
+            (h_BTD, cache), _ = layer((h_BTD, cache), (index, layer_state))
+    return h_BTD, cache._replace(length=cache.length + length)

@@ -8,7 +8,8 @@ from flax import nnx
 
 from presets.roles import Role
 from zoo import partition
-from zoo.block import Block, residual_stack
+from zoo.block import Block, cached_stack, residual_stack
+from zoo.cache import Cache
 from zoo.configs import DecoderConfig
 from zoo.layers import residual_norm
 from zoo.param import Init
@@ -29,15 +30,28 @@ class Decoder(nnx.Module):
         self.readout = None if config.tied else init.param(Role.READOUT, ("embed", "vocab"), fan_in=("embed",))
         self.tied_readout = init.tied_readout_factor(("vocab", "embed"), ("embed",)) if config.tied else None
 
-    def embed(self, tokens_BT: jax.Array) -> jax.Array:
-        """Tokens to the residual stream's first layer, [B, T, D]."""
+    def embed(self, tokens_BT: jax.Array, start: jax.Array | None = None) -> jax.Array:
+        """Tokens to the residual stream's first layer, [B, T, D]. Positions count from `start`, int32 []; from 0 unless given."""
         h_BTD = self.token[...].astype(self.config.compute.dtype)[tokens_BT]
         if self.position is not None:
-            h_BTD = h_BTD + self.position[...][: tokens_BT.shape[1]].astype(h_BTD.dtype)
+            all_SD, length = self.position[...], tokens_BT.shape[1]
+            position_TD = all_SD[:length] if start is None else jax.lax.dynamic_slice_in_dim(all_SD, start, length)
+            h_BTD = h_BTD + position_TD.astype(h_BTD.dtype)
         return partition.constrain(h_BTD, "batch", "sequence", None)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         return self.reading(tokens_BT).logits()
+
+    def cached(self, tokens_BT: jax.Array, cache: Cache, *, fresh: bool = False) -> tuple[jax.Array, Cache]:
+        """The residual stream's last layer, [B, T, D], of the tokens after those in the cache, and the cache with them.
+
+        Args:
+            tokens_BT: no more of them than the cache has room for.
+            cache: keys and values of what came before (`zoo.cache.empty`).
+            fresh: the cache is empty: attention is then that of a text read whole.
+        """
+        h_BTD = self.embed(tokens_BT, None if fresh else cache.length)
+        return cached_stack(self.block, h_BTD, cache, self.config.compute, fresh=fresh)
 
     def reading(self, tokens_BT: jax.Array) -> Reading:
         """What the logits are made of."""

@@ -75,11 +75,15 @@ def residual_norm(config: StackConfig, init: Init) -> Norm:
     return Norm(config.norm, init, gain=config.norm_gain, bias=bias, eps=config.norm_eps)
 
 
-def rotary(x_BTHN: jax.Array, theta: float) -> jax.Array:
-    """Rotate pairs (i, i + N/2) by position * theta^(-2i/N) (Su et al. 2021, in the half-split layout of Llama)."""
+def rotary(x_BTHN: jax.Array, theta: float, start: jax.Array | None = None) -> jax.Array:
+    """Rotate pairs (i, i + N/2) by position * theta^(-2i/N) (Su et al. 2021, in the half-split layout of Llama).
+
+    Positions count from `start`, int32 []; from 0 unless given.
+    """
     length, half = x_BTHN.shape[1], x_BTHN.shape[-1] // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle_TN = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency
+    positions = jnp.arange(length) if start is None else start + jnp.arange(length)
+    angle_TN = positions.astype(jnp.float32)[:, None] * frequency
     cos, sin = jnp.cos(angle_TN)[None, :, None], jnp.sin(angle_TN)[None, :, None]
     a, b = jnp.split(x_BTHN.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHN.dtype)
