@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -141,7 +141,7 @@ def check_files(
     """
     wanted = dict(list(manifest.files.items())[part[0] :: part[1]])
     with ThreadPoolExecutor(digests.THREADS) as pool:
-        found = pool.map(lambda item: _file_problem(folder / item[0], *item[1], contents), wanted.items())
+        found = pool.map(lambda path: _file_problem(folder / path, wanted[path], contents), wanted)
         return [f"{path} {problem}" for path, problem in zip(wanted, found, strict=True) if problem]
 
 
@@ -149,13 +149,14 @@ def _digest_of(body: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
 
 
-def _file_problem(path: Path, size: int, value: str, contents: bool) -> str | None:
+def _file_problem(path: Path, written: Sequence[Any], contents: bool) -> str | None:
     try:
+        size = written[0]
         if path.is_symlink() or not path.is_file():
             return "is missing"
         if path.stat().st_size != size:
             return f"has {path.stat().st_size} bytes, not {size}"
-        same = not contents or digests.of_file(path) == [size, value]
+        same = not contents or digests.of_file(path) == list(written)
         return None if same else "has other contents than were written"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
