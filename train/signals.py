@@ -24,7 +24,7 @@ from train.processes import Processes
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_S = 0.25
 """How often a process of several looks whether another was told to stop."""
-_UNWIND_S = 3.0
+_UNWIND_S = 2.0
 """How long the main thread may take to leave by itself where there is nothing to save."""
 _AT_ONCE_S = 1.0
 """The same after a second signal."""
@@ -127,8 +127,8 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._handled += 1
-        first, self.received = self.received is None, self.received or signal.Signals(number)
-        if not (first and self._saves) and not self._several:
+        self.received = self.received or signal.Signals(number)  # the thread may have noted it before
+        if not (self._handled == 1 and self._saves) and not self._several:
             raise SystemExit(128 + number)
 
     # In the thread
