@@ -116,6 +116,8 @@ def _on_tpu_vm() -> bool:
 def _connect(found: dict[str, Any], config: DistributedConfig) -> None:
     import jax
 
+    # It would take SIGTERM away from `train/signals.py`, which agrees on a step by itself and hears SIGINT too.
+    jax.config.update("jax_enable_preemption_service", False)
     late = threading.Timer(config.timeout_seconds, _too_late, (found, config.timeout_seconds))
     late.daemon = True
     late.start()
