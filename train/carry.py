@@ -7,7 +7,8 @@ before, so that gradients are those of before over s: first moments (and momentu
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,8 +52,7 @@ class Move:
 
     def carried(self) -> Any:
         """Whether an entry comes from the source, bool, broadcasting against the new parameter."""
-        sides = np.ix_(*[index >= 0 for index in self.along])
-        return np.logical_and.reduce(np.broadcast_arrays(*sides)) if sides else np.True_
+        return functools.reduce(np.logical_and, sides(self.along), np.True_)
 
     def moment(self, old: Any, power: int) -> np.ndarray:
         """A moment of gradients to some power.
@@ -70,6 +70,11 @@ class Move:
 
     def _times(self, array: np.ndarray, power: int) -> np.ndarray:
         return fold.times(array, self.scale**power)
+
+
+def sides(along: Sequence[Index]) -> list[np.ndarray]:
+    """Whether the indices of each axis come from the source; they broadcast against the array."""
+    return [(index >= 0).reshape(-1, *[1] * (len(along) - axis - 1)) for axis, index in enumerate(along)]
 
 
 def same(size: int) -> Index:

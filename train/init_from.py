@@ -95,34 +95,32 @@ def initial_state(program: Program, start: Start | None) -> TrainState:
     if start is None:
         return program.initial_state()
     abstract = program.abstract
-    params = {name: _placed(start.params[name], leaf) for name, leaf in abstract.params.items()}
+    params = {name: placed(start.params[name], leaf) for name, leaf in abstract.params.items()}
     begun = state.started(program.tx, abstract, params, program.trained)
     if start.opt_state is None:
         return begun
-    return begun._replace(opt_state=jax.tree.map(_placed, start.opt_state, abstract.opt_state))
+    return begun._replace(opt_state=jax.tree.map(placed, start.opt_state, abstract.opt_state))
 
 
-def show(console: Console, start: Start) -> None:
+def show(console: Console, title: str, rows: list[Row], notes: list[str]) -> None:
     """Print the table of what became of every parameter."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for column in ("parameter", "role", "there", "here", "", "why"):
         table.add_column(column, overflow="fold")
-    for row in start.rows:
+    for row in rows:
         there, here = ("x".join(map(str, shape)) if shape is not None else "" for shape in (row.there, row.here))
         table.add_row(row.name, row.role, there, here, row.action, row.reason)
     wide = console if console.is_terminal else Console(file=console.file, width=132, quiet=console.quiet)
-    wide.print(f"starting from {start.source}", highlight=False)
+    wide.print(title, highlight=False)
     wide.print(table, highlight=False)
-    counts = {
-        action: sum(row.action == action for row in start.rows)
-        for action in dict.fromkeys(row.action for row in start.rows)
-    }
+    counts = {action: sum(row.action == action for row in rows) for action in dict.fromkeys(row.action for row in rows)}
     wide.print(", ".join(f"{count} {action}" for action, count in counts.items()), highlight=False)
-    for note in start.notes:
+    for note in notes:
         wide.print(f"note: {note}", highlight=False)
 
 
-def _placed(value: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+def placed(value: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array of the host, on its devices and in its type; every process puts its part."""
     host = np.asarray(value).astype(leaf.dtype)
     assert leaf.sharding is not None
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: host[index])

@@ -87,7 +87,7 @@ def plan(there: Side, here: Side, asked: InitConfig) -> Plan:
         ConfigError: a pattern that means no parameter.
     """
     _check_models(there.model, here.model, asked.init_change)
-    _check_carried(there, here)
+    check_carried(there, here)
     specs, before = here.definition.specs, there.definition
     new = chosen(asked.init_new, specs, "--init-new")
     resize = chosen(asked.init_resize, specs, "--init-resize")
@@ -97,7 +97,7 @@ def plan(there: Side, here: Side, asked: InitConfig) -> Plan:
     refused: list[tuple[str, str, str]] = []
 
     for name, spec in specs.items():
-        role, shape = _role(spec), here.definition.abstract[name].shape
+        role, shape = role_of(spec), here.definition.abstract[name].shape
         source = name if name in before.specs else _tied_to(there.model, name)
         old = before.abstract[source].shape if source in before.specs else None
         if source is not None and source != name and old is not None:
@@ -116,7 +116,7 @@ def plan(there: Side, here: Side, asked: InitConfig) -> Plan:
             refused.append((f"{name} is {old} there and {shape} here", flag, name))
     for name, spec in before.specs.items():
         if name not in specs and name in drop:
-            rows.append(Row(name, _role(spec), before.abstract[name].shape, None, "dropped", "asked for"))
+            rows.append(Row(name, role_of(spec), before.abstract[name].shape, None, "dropped", "asked for"))
         elif name not in specs:
             refused.append((f"{name} {before.abstract[name].shape} is not here", "--init-drop", name))
     if refused:
@@ -148,7 +148,7 @@ def _check_models(there: ModelConfig, here: ModelConfig, allowed: Sequence[str])
         )
 
 
-def _check_carried(there: Side, here: Side) -> None:
+def check_carried(there: Side, here: Side) -> None:
     """What no parameter can carry must be the same on both sides."""
     if here.model.qk_norm and not here.model.norm_gain and there.logits != here.logits:
         raise InitError(
@@ -212,7 +212,8 @@ def _said(
     return ("converted", f"{times}, the presets' multipliers") if times else ("kept", "")
 
 
-def _role(spec: ParamSpec) -> str:
+def role_of(spec: ParamSpec) -> str:
+    """A role as the table says it: a bias with its matrix."""
     return f"{spec.of.value} {spec.role.value}" if spec.of else spec.role.value
 
 
