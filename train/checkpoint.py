@@ -223,7 +223,8 @@ class Checkpoints:
             shutil.rmtree(doomed, ignore_errors=True)
 
     def _failed(self, step: int, error: Exception) -> None:
-        reason = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+        text = str(error).replace(f"{self.folder}/", "")  # its paths may be longer than what happened
+        reason = text.splitlines()[0][:300] if text else type(error).__name__
         self._failure = f"checkpoint {step} could not be saved: {reason}"
         if self._saved == step:
             self._saved = None
