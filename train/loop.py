@@ -99,6 +99,7 @@ def _run(config: Config, processes: Processes, stop: StopRequest, folder: Path, 
         try:
             state = session.train(state, restored if restored is not None else 0 if held else None)
         except BadNumbers as failure:
+            checkpoints.wait()
             text = failure.told(checkpoints.latest, config.faults)
             Console(stderr=True, quiet=not leader).print(f"error: {text}", style="red", highlight=False)
             return 1
