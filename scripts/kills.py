@@ -1,6 +1,6 @@
 """Kills runs at random moments until they are done, and compares each with one that was left alone: docs/kills.{json,md}.
 
-    python -m scripts.kills [--kills 200] [--seed 0] [--again] [--folder DIR]
+    python -m scripts.kills [--kills 200] [--most 8] [--steps 300] [--processes 1] [--again] [--folder DIR] [--page FILE]
 
 Tiny runs of a decoder (accumulation, moving average) and a ViT, of one process and of two, get SIGKILL, SIGTERM, SIGINT or
 two signals in short order, in whatever phase they are, and are resumed until the last step. Every run must then have the
@@ -295,27 +295,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run what is missing, then write the page; exit code 1 where a run differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200, help="at least so many in the file (default 200)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first run")
     parser.add_argument("--most", type=int, default=8, help="kills of one run (default 8)")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"of a run (default {STEPS})")
+    parser.add_argument("--processes", type=int, choices=(1, 2), help="only runs of so many")
+    parser.add_argument(
+        "--page", type=Path, default=PAGE, help="write here, and the rows beside it, instead of docs/kills.md"
+    )
     parser.add_argument("--again", action="store_true", help="forget what the file holds")
     parser.add_argument("--folder", type=Path, help="keep the runs here; a temporary folder unless given")
     args = parser.parse_args(argv)
-    path = PAGE.with_suffix(".json")
+    path = args.page.with_suffix(".json")
+    cases = [case for case in CASES if args.processes in (None, case.processes)]
     runs = json.loads(path.read_text())["runs"] if path.exists() and not args.again else []
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         with prepared(folder):
-            seed = max((run["seed"] + 1 for run in runs), default=args.seed)
+            seed = max((run["seed"] + 1 for run in runs), default=0)
             while sum(len(run["kills"]) for run in runs) < args.kills:
-                for case in CASES:
-                    runs.append(run := disturbed(case, folder, seed, STEPS, args.most))
+                for case in cases:
+                    runs.append(run := disturbed(case, folder, seed, args.steps, args.most))
                     print(
                         f"{case} seed {seed}: {len(run['kills'])} kills, {run['differences'] or 'identical'}",
                         flush=True,
                     )
                     path.write_text(as_json(runs))
-                    PAGE.write_text(page(runs))
+                    args.page.write_text(page(runs))
                 seed += 1
-    PAGE.write_text(page(runs))
+    args.page.write_text(page(runs))
     return int(any(run["differences"] for run in runs))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
