@@ -28,6 +28,8 @@ COMMANDS = {
     "compile": "compile a recipe for a TPU pod, without a TPU: memory, collectives, least step time",
     "balance": "derive rates per layer from one batch, as a preset, for where none has a rule",
     "checkpoints": "list a run's checkpoints, their sizes and health, and verify them",
+    "eval": "loss and accuracy of any checkpoint, on its data or on other data",
+    "generate": "text from any checkpoint of a language model",
     "convert": "carry a run's checkpoint into another form of its preset",
 }
 """First words that are not recipes."""
@@ -93,6 +95,14 @@ def _command(argv: list[str]) -> int:
         from train import checkpoints_command
 
         return checkpoints_command.main(argv[1:])
+    if name == "eval":
+        from train import eval_command
+
+        return eval_command.main(argv[1:])
+    if name == "generate":
+        from train import generate_command
+
+        return generate_command.main(argv[1:])
     if name == "compile":
         from train import compile_command
 

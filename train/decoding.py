@@ -113,7 +113,7 @@ class Generator:
         sampling.check()
         if samples < 1:
             raise DecodingError(f"samples is {samples}; write at least 1")
-        self._definition, self._model, self._sampling, self._samples = definition, model, sampling, samples
+        self._definition, self._model, self._sampling, self.samples = definition, model, sampling, samples
         self._layout, self._forward = layout, numbers.factors.forward
         self._traces = 0
         networks = (params,) if numbers.reference is None else (params, numbers.reference)
@@ -128,7 +128,7 @@ class Generator:
     def complete(self, prompt: np.ndarray, length: int, seed: int = 0) -> np.ndarray:
         """`length` new tokens after the prompt, int32 [B, length]; arguments and errors as for `stream`."""
         parts = list(self.stream(prompt, length, seed))
-        return np.concatenate(parts, axis=1) if parts else np.zeros((self._samples, 0), np.int32)
+        return np.concatenate(parts, axis=1) if parts else np.zeros((self.samples, 0), np.int32)
 
     def stream(self, prompt: np.ndarray, length: int, seed: int = 0) -> Iterator[np.ndarray]:
         """New tokens as they are made, int32 [B, n] with n from 1 to `MOST`.
@@ -148,7 +148,7 @@ class Generator:
         if prompt.ndim != 1 or prompt.size == 0 or not np.issubdtype(prompt.dtype, np.integer):
             raise DecodingError(f"a prompt is at least one token; this one is {prompt.dtype} of shape {prompt.shape}")
         limit, key = self._model.seq_len, jax.random.key(seed)
-        text_BT = np.broadcast_to(prompt.astype(np.int32), (self._samples, prompt.size))[:, -limit:]
+        text_BT = np.broadcast_to(prompt.astype(np.int32), (self.samples, prompt.size))[:, -limit:]
         said, made, held, count = None, 0, limit, 1
         while made < length:
             began = time.monotonic()
@@ -186,7 +186,7 @@ class Generator:
         made: jax.Array,
     ) -> _Said:
         """Read a text that is padded on the right, and draw a token after its `length` tokens."""
-        empty = caches.empty(self._model, self._samples)
+        empty = caches.empty(self._model, self.samples)
         logits, read = self._read(weights, forward, text_BT, (empty,) * len(weights), length - 1, fresh=True)
         token = self._drawn(logits, key, made)
         return _Said(tuple(one._replace(length=length) for one in read), token, _sound(logits))
@@ -209,7 +209,7 @@ class Generator:
             out_BT = jax.lax.dynamic_update_slice(out_BT, token[:, None], (0, index))
             return index + 1, _Said(read, token, said.sound & _sound(logits)), out_BT
 
-        start = jnp.int32(0), said, jnp.zeros((self._samples, MOST), jnp.int32)
+        start = jnp.int32(0), said, jnp.zeros((self.samples, MOST), jnp.int32)
         _, said, out_BT = jax.lax.while_loop(lambda carry: carry[0] < steps, body, start)
         return said, out_BT
 
@@ -235,7 +235,7 @@ class Generator:
         return logits[0] - logits[1] if len(logits) == 2 else logits[0], tuple(read)
 
     def _drawn(self, logits_BV: jax.Array, key: jax.Array, number: jax.Array) -> jax.Array:
-        keys_B = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, number), jnp.arange(self._samples))
+        keys_B = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, number), jnp.arange(self.samples))
         return draw(logits_BV, keys_B, self._sampling)
 
 

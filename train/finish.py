@@ -9,8 +9,9 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from train import generate, metrics, report
+from train import metrics, report
 from train.data import Data
+from train.decoding import Generator
 from train.program import Program
 from train.step import Run, logits_of
 from zoo.configs import DecoderConfig
@@ -50,18 +51,18 @@ def leave(
     config = program.config
     relative = f"relative to {config.preset.base}" if config.preset.base else "in absolute form"
     preset = f"{program.preset.label}, {relative}"
-    logits = jax.jit(
-        lambda params, numbers, inputs: logits_of(program.definition, params, numbers, inputs),
-        out_shardings=program.layout.whole,
-    )
     files = [folder / metrics.FILE_NAME]
     if config.log.samples and isinstance(config.model, DecoderConfig):
         files.append(folder / "sample.txt")
-        text = _sample(data, config.model.seq_len, lambda window: logits(params, numbers, window), config.seed)
+        text = _sample(program, config.model, data, params, numbers)
         if leader:
             _show(text, files[-1], console)
     elif config.log.samples:
         files.append(folder / "predictions.png")
+        logits = jax.jit(
+            lambda params, numbers, inputs: logits_of(program.definition, params, numbers, inputs),
+            out_shardings=program.layout.whole,
+        )
         seen = _guessed(data, lambda images: logits(params, numbers, images))
         if leader:
             report.prediction_picture(seen["inputs"], seen["targets"], seen["guess"], data.class_names, files[-1])
@@ -85,9 +86,12 @@ def leave(
     )
 
 
-def _sample(data: Data, seq_len: int, logits_fn, seed: int) -> str:
+def _sample(program: Program, model: DecoderConfig, data: Data, params: Arrays, numbers: Run) -> str:
     """A short prompt, continued."""
-    return data.decode(generate.sample(logits_fn, data.encode(_PROMPT), _SAMPLE_TOKENS, seq_len=seq_len, seed=seed))
+    generator = Generator(program.definition, model, params, numbers, layout=program.layout)
+    prompt = data.encode(_PROMPT)
+    new = generator.complete(prompt, _SAMPLE_TOKENS, program.config.seed)[0]
+    return data.decode(np.concatenate([prompt, new]))
 
 
 def _show(text: str, out: Path, console: Console) -> None:

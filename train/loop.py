@@ -17,6 +17,7 @@ from train.bad_numbers import BadNumbers
 from train.checkpoint import Checkpoints
 from train.config import Config
 from train.data import Data
+from train.evaluate import evaluate
 from train.metrics import MetricsWriter
 from train.prefetch import Prefetch
 from train.processes import Processes
@@ -26,7 +27,7 @@ from train.progress import Progress
 from train.results import NoWriter, Results
 from train.signals import StopRequest
 from train.state import TrainState
-from train.step import Batch, Sums
+from train.step import Batch
 from train.timing import Timing
 from train.watchdog import Watchdog
 from zoo import flops
@@ -275,19 +276,16 @@ class _Session:
 
     def _evaluate(self, state: TrainState, step: int) -> bool:
         """Write the row of an evaluation, and whether that was done: False where a signal came first."""
-        total: Sums | None = None
-        feed = self.program.eval_feed()
-        with Prefetch(self.data.eval_batches(*feed.rows), feed.put) as batches:
-            for batch in batches:
-                self.watchdog.waiting(f"the evaluation at step {step}")
-                if not self.stop.claim():
-                    return False
-                sums = self.eval_fn(state.evaluated, self.numbers, batch)
-                self.stop.done()
-                total = sums if total is None else jax.tree.map(np.add, total, jax.device_get(sums))
-        assert total is not None, "data without evaluation examples"
-        loss, correct, weight = (float(x) for x in jax.device_get(total))
-        row = {"step": step, "eval_loss": loss / weight, "eval_accuracy": correct / weight}
+
+        def begin() -> bool:
+            self.watchdog.waiting(f"the evaluation at step {step}")
+            return self.stop.claim()
+
+        feed, numbers = self.program.eval_feed(), self.numbers
+        scores = evaluate(self.eval_fn, state.evaluated, numbers, self.data, feed, begin=begin, done=self.stop.done)
+        if scores is None:
+            return False
+        row = {"step": step, "eval_loss": scores.loss, "eval_accuracy": scores.accuracy}
         if state.ema is not None:
             row["eval_weights"] = "ema"
         self.writer.write(row)

@@ -77,7 +77,7 @@ class TokenData(Data):
             eval_batch_size=eval_batch_size,
             bytes_per_token=eval_.text_bytes / len(eval_.tokens),
         )
-        self._train, self._eval, self._tokenizer = train.tokens, eval_.tokens, tokenizer
+        self._train, self._eval, self.tokenizer = train.tokens, eval_.tokens, tokenizer
         self._seq_len, self._seed = seq_len, seed
         self._shuffle = order.Shuffle(self.train_size, seed)
         self._eval_shuffle = order.Shuffle(windows, 0, order.EVALUATION)
@@ -119,17 +119,17 @@ class TokenData(Data):
         return int(order.rng(self._seed, order.WINDOWS, epoch).integers(self._seq_len))
 
     def references(self) -> list[Reference]:
-        if self._tokenizer.key != "bytes":
+        if self.tokenizer.key != "bytes":
             return []
         from train.data import ngrams
 
         return ngrams.references(self._train, self._eval, self.eval_targets(), str(self.facts["digest"]))
 
     def encode(self, text: str) -> np.ndarray:
-        return self._tokenizer.encode([text.encode()])[0]
+        return self.tokenizer.encode([text.encode()])[0]
 
     def decode(self, ids: Any) -> str:
-        return self._tokenizer.decode([int(i) for i in ids])
+        return self.tokenizer.decode([int(i) for i in ids])
 
 
 def _batch(tokens: np.ndarray, weights: np.ndarray) -> Batch:
