@@ -1,8 +1,8 @@
 """A grown model against one trained from scratch, on the same tokens: `python -m scripts.grown --write`.
 
-A small decoder trains on python_corpus; at half of the steps it is grown into a larger one (`python -m train grow`), which
-goes on with the same schedule and the next batch. Beside it the larger and the smaller one train all steps from scratch.
-All under one preset and rate, two seeds; nothing is chosen after the fact.
+Two smaller decoders train on python_corpus; at half of the steps each is grown into the larger one (`python -m train grow`),
+which goes on with the same schedule and the next batch. Beside them all three train every step from scratch. One preset, one
+rate, two seeds; nothing is chosen after the fact.
 """
 
 from __future__ import annotations
@@ -18,17 +18,26 @@ import numpy as np
 
 from train.__main__ import main as train
 from train.plotting import BLUE, GREY, ORANGE
+from train.record import model_from_json
 from zoo import configs, flops
 
-SMALL, LARGE = "lm-proxy", "lm-tiny"
+LARGE = "lm-tiny"
+STARTS = {
+    "proxy": ["--model", "lm-proxy"],
+    "half": ["--model.depth", "2", "--model.num-heads", "2", "--model.head-dim", "32", "--model.mlp-ratio", "1.25"],
+}
+"""Smaller models: half of everything, the stream's width too; and half of the layers, heads and MLP in the same stream."""
 STEPS, SEEDS, EVERY, BATCH = 300, (0, 1), 50, 16
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "growing.md"
 BEGIN, END = "<!-- grown: begin -->", "<!-- grown: end -->"
-COLOURS = {"small": GREY, "large": BLUE, "grown": ORANGE}
+COLOURS = {"proxy": GREY, "half": "#009E73", "proxy, grown": ORANGE, "half, grown": "#CC79A7", "large": BLUE}
+
+Losses = dict[str, dict[int, float]]
+"""Run to step to validation loss."""
 
 
-def measure(folder: Path, steps: int, seed: int) -> dict[str, dict[int, float]]:
-    """Validation losses by step of the three runs of one seed."""
+def measure(folder: Path, steps: int, seed: int) -> tuple[Losses, dict[str, float]]:
+    """Validation losses of the runs of one seed, and training FLOPs per token of the three models."""
     shared = ["lm-tiny", "--steps", str(steps), "--seed", str(seed), "--checkpoint.keep", "10", "--log.no-samples"]
     shared += ["--log.no-tensorboard", "--log.no-progress", "--log.eval-every-steps", str(EVERY)]
     shared += [
@@ -39,32 +48,37 @@ def measure(folder: Path, steps: int, seed: int) -> dict[str, dict[int, float]]:
         "--checkpoint.every-steps",
         str(steps // 2),
     ]
-    at = {name: folder / f"{name}-{seed}" for name in COLOURS}
-    _run([*shared, "--model", SMALL, "--workdir", str(at["small"])])
-    _run(["grow", str(at["small"] / "checkpoints" / str(steps // 2)), "--to", LARGE, "--out", str(at["grown"])])
-    _run([*shared, "--workdir", str(at["grown"]), "--resume"])
-    _run([*shared, "--workdir", str(at["large"])])
-    found = {name: _losses(path) for name, path in at.items()}
-    found["grown"] = {s: loss for s, loss in found["small"].items() if s <= steps // 2} | found["grown"]
-    return found
+    losses: Losses = {}
+    cost: dict[str, float] = {}
+    for name, words in {**STARTS, "large": ["--model", LARGE]}.items():
+        at = folder / f"{name}-{seed}"
+        _run([*shared, *words, "--workdir", str(at)])
+        losses[name], cost[name] = _losses(at), flops.train_flops(_model(at))
+    for name in STARTS:
+        at = folder / f"{name}-{seed}-grown"
+        _run(
+            ["grow", str(folder / f"{name}-{seed}" / "checkpoints" / str(steps // 2)), "--to", LARGE, "--out", str(at)]
+        )
+        _run([*shared, "--workdir", str(at), "--resume"])
+        losses[f"{name}, grown"] = {s: v for s, v in losses[name].items() if s <= steps // 2} | _losses(at)
+    return losses, cost
 
 
-def table(runs: list[dict[str, dict[int, float]]], steps: int) -> str:
+def table(runs: list[Losses], cost: dict[str, float], steps: int) -> str:
     """Markdown: the validation loss at the end, per seed, and what the training cost."""
-    small, large = (flops.train_flops(configs.get(name)) for name in (SMALL, LARGE))
     tokens = steps * BATCH * configs.get(LARGE).sizes()["position"]
-    cost = {"small": small, "grown": (small + large) / 2, "large": large}
-    said = {
-        "small": f"`{SMALL}`, from scratch",
-        "grown": f"`{SMALL}` for {steps // 2} steps, grown into `{LARGE}`",
-        "large": f"`{LARGE}`, from scratch",
-    }
+    small = {"proxy": "`lm-proxy`, half of everything", "half": "half the layers, heads and MLP, the same width"}
+    said = {"large": f"`{LARGE}` from scratch"}
+    for name, what in small.items():
+        said |= {name: what, f"{name}, grown": f"{what}; grown into `{LARGE}` at step {steps // 2}"}
     lines = ["| run | " + " | ".join(f"seed {seed}" for seed in SEEDS) + " | mean | training FLOPs |"]
     lines.append("|---|" + "---|" * (len(SEEDS) + 2))
     for name, what in said.items():
+        start, grown, _ = name.partition(", grown")
+        per_token = (cost[start] + cost["large"]) / 2 if grown else cost[start]
         last = [run[name][steps] for run in runs]
         numbers = " | ".join(f"{loss:.4f}" for loss in last)
-        lines.append(f"| {what} | {numbers} | {np.mean(last):.4f} | {cost[name] * tokens:.2e} |")
+        lines.append(f"| {what} | {numbers} | {np.mean(last):.4f} | {per_token * tokens:.2e} |")
     versions = f"jax {importlib.metadata.version('jax')}, CPU, float32"
     about = (
         f"By `python -m scripts.grown --write`, {versions}: validation loss in nats per byte after {tokens:,} tokens."
@@ -72,7 +86,7 @@ def table(runs: list[dict[str, dict[int, float]]], steps: int) -> str:
     return "\n".join([about, "", *lines])
 
 
-def draw(runs: list[dict[str, dict[int, float]]], steps: int, path: Path) -> None:
+def draw(runs: list[Losses], steps: int, path: Path) -> None:
     """Validation losses over steps."""
     import matplotlib
 
@@ -82,7 +96,7 @@ def draw(runs: list[dict[str, dict[int, float]]], steps: int, path: Path) -> Non
     figure, axes = pyplot.subplots(figsize=(6.4, 4))
     for number, run in enumerate(runs):
         for name, losses in run.items():
-            kept = {s: loss for s, loss in losses.items() if name != "grown" or s >= steps // 2}
+            kept = {s: loss for s, loss in losses.items() if "grown" not in name or s >= steps // 2}
             axes.plot(
                 list(kept),
                 list(kept.values()),
@@ -108,13 +122,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"of every run (default {STEPS})")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        runs = [measure(Path(folder), args.steps, seed) for seed in SEEDS]
-    text = table(runs, args.steps)
+        runs, costs = zip(*(measure(Path(folder), args.steps, seed) for seed in SEEDS), strict=True)
+    text = table(list(runs), costs[0], args.steps)
     print(text)
     if args.write:
         rows = [{"seed": seed, **run} for seed, run in zip(SEEDS, runs, strict=True)]
-        DOCUMENT.with_suffix(".json").write_text(json.dumps({"steps": args.steps, "runs": rows}, indent=1) + "\n")
-        draw(runs, args.steps, DOCUMENT.with_suffix(".png"))
+        DOCUMENT.with_suffix(".json").write_text(
+            json.dumps({"steps": args.steps, "flops_per_token": costs[0], "runs": rows}, indent=1) + "\n"
+        )
+        draw(list(runs), args.steps, DOCUMENT.with_suffix(".png"))
         before, _, rest = DOCUMENT.read_text().partition(BEGIN)
         DOCUMENT.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
 
@@ -122,6 +138,10 @@ def main() -> None:
 def _run(words: list[str]) -> None:
     if code := train(words):
         raise SystemExit(f"python -m train {' '.join(words)} ended with {code}")
+
+
+def _model(folder: Path) -> configs.ModelConfig:
+    return model_from_json(json.loads((folder / "config.json").read_text())["config"]["model"])
 
 
 def _losses(folder: Path) -> dict[int, float]:

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 from train import fold
+from train.config import OptimizerConfig
 from train.convert import POWERS
 from zoo.weights import Params
 
@@ -45,7 +46,7 @@ class Move:
 
     def weights(self, old: Any, fresh: np.ndarray | None) -> np.ndarray:
         """The new parameter: what comes from the old one, and the fresh numbers elsewhere (None: all comes from it)."""
-        moved = self._times(_taken(self._lying(self.prepared(_plain(old))), self.along, mean=False), 1)
+        moved = self._times(_taken(self._lying(self.prepared(_plain(old))), self.along), 1)
         if fresh is None:
             return moved
         return np.where(self.carried(), moved, np.asarray(fresh).astype(np.float32))
@@ -55,13 +56,9 @@ class Move:
         return functools.reduce(np.logical_and, sides(self.along), np.True_)
 
     def moment(self, old: Any, power: int) -> np.ndarray:
-        """A moment of gradients to some power.
-
-        Of entries that are new, a first moment is 0 and a second one the mean of the old entries along their axis: with 0, and
-        the step count of the others in Adam's bias correction, their first steps would be up to (1-b1) / (1-b2)^1/2 too large.
-        """
+        """A moment of gradients to some power; 0 where entries are new (see `overshoot`)."""
         along = self.along if self.moments_along is None else self.moments_along
-        taken = _taken(self._lying(_plain(old)), along, mean=power == 2)
+        taken = _taken(self._lying(_plain(old)), along)
         # Gradients of copies add up to that of the original; of squares the sum is kept too, as for independent ones.
         return self._times(taken / self.copies if self.copies > 1 else taken, -power)
 
@@ -88,9 +85,9 @@ def first(before: int, after: int) -> Index:
 
 
 def ratio(there: np.ndarray, here: np.ndarray, layers: Index | None = None) -> np.ndarray:
-    """there / here, where either may be per layer. A new layer takes the mean of `there`: only moments' fill sees it."""
+    """there / here, where either may be per layer; what it is for a new layer says nothing."""
     if layers is not None and there.ndim:
-        there = np.where(layers < 0, there.mean(), there[np.maximum(layers, 0)])
+        there = there[np.maximum(layers, 0)]
     return np.asarray(there, np.float64) / np.asarray(here, np.float64)
 
 
@@ -102,6 +99,28 @@ def parameters(moves: Mapping[str, Move], old: Mapping[str, Any], fresh: Params,
         else np.asarray(fresh[name]).astype(np.float32)
         for name in names
     }
+
+
+def overshoot(b1: float, b2: float) -> float:
+    """How many times too far Adam's first steps on new entries go, at most, where moments start at 0 and the count does not.
+
+    After t steps the mean of gradients g is (1-b1^t) g and that of squares (1-b2^t) g^2; bias correction believes both are
+    whole. A second moment borrowed from old entries instead would hold new ones back until it is forgotten: gradients of units
+    that write nothing yet are far smaller.
+    """
+    t = np.arange(1, 1000)
+    return float(((1 - b1**t) / np.sqrt(1 - b2**t)).max())
+
+
+def overshoot_notes(config: OptimizerConfig) -> list[str]:
+    """What to say where entries are new in a state that goes on; nothing where `overshoot` is small."""
+    times = overshoot(config.b1, config.b2) if config.name in ("adam", "adamw", "muon") else 1.0
+    if times < 1.2:
+        return []
+    return [
+        f"new entries start without moments among old ones, and with b2 {config.b2} Adam's first steps on them go up to "
+        f"{times:.1f} times too far; 0.95 does not"
+    ]
 
 
 def optimizer_state(moves: Mapping[str, Move], old: Any, new: Any) -> Any:
@@ -149,16 +168,16 @@ def _moment(move: Move | None, old: Mapping[str, Any], power: int, leaf: Any) ->
     return move.moment(there, power)
 
 
-def _taken(array: np.ndarray, along: tuple[Index, ...], *, mean: bool) -> np.ndarray:
-    """The entries along every axis; where there is none, 0 or the mean of all along that axis."""
+def _taken(array: np.ndarray, along: tuple[Index, ...]) -> np.ndarray:
+    """The entries along every axis; 0 where there is none."""
     for axis, index in enumerate(along):
-        if np.array_equal(index, same(array.shape[axis])):
-            continue
-        taken = np.take(array, np.maximum(index, 0), axis)
-        rest = array.mean(axis, keepdims=True) if mean else np.float32(0)
-        side = (index >= 0).reshape(-1, *[1] * (array.ndim - axis - 1))
-        array = np.where(side, taken, rest)
-    return array
+        if not np.array_equal(index, same(array.shape[axis])):
+            array = np.take(array, np.maximum(index, 0), axis)
+    return (
+        array
+        if all((index >= 0).all() for index in along)
+        else np.where(functools.reduce(np.logical_and, sides(along)), array, np.float32(0))
+    )
 
 
 def _plain(array: Any) -> np.ndarray:

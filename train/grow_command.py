@@ -68,8 +68,8 @@ def main(argv: Sequence[str]) -> int:
         raise GrowError("say what to grow: --to MODEL, --set num_heads=8, or both")
     from rich.console import Console
 
+    from train import carry, init_from, pretrained, workdir
     from train import data as data_sources
-    from train import init_from, pretrained, workdir
     from train.checkpoint import Checkpoints
     from train.pretrained_files import check_free
 
@@ -97,7 +97,11 @@ def main(argv: Sequence[str]) -> int:
         console,
         f"growing {path}",
         grown.rows,
-        [*grown.notes, *program.preset.cautions(program.definition.sizes, after.optimizer.name)],
+        [
+            *grown.notes,
+            *carry.overshoot_notes(after.optimizer),
+            *program.preset.cautions(program.definition.sizes, after.optimizer.name),
+        ],
     )
     console.print(change.told(), highlight=False)
     console.print(

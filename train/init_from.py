@@ -81,13 +81,14 @@ def prepare(program: Program) -> Start | None:
         raise InitError(f"--init-from {asked.init_from}: {error}") from error
     fresh = state.fresh_params(program.definition, config.seed, program.stds, made.fresh())
     params = carry.parameters(made.moves, source.stored, fresh, list(program.definition.specs))
-    moments = None
+    moments, notes = None, [*source.notes, *_notes(source, config)]
     if asked.init_optimizer:
         if source.run is None:
             raise InitError(f"--init-optimizer: {asked.init_from} holds no optimizer state, only weights; leave it out")
         old = pretrained.whole_state(Path(asked.init_from), source.run[0]).opt_state
         moments = carry.optimizer_state(made.moves, old, program.abstract.opt_state)
-    return Start(asked.init_from, params, moments, made.rows, [*source.notes, *_notes(source, config)])
+        notes += carry.overshoot_notes(config.optimizer) if made.fresh() else []
+    return Start(asked.init_from, params, moments, made.rows, notes)
 
 
 def initial_state(program: Program, start: Start | None) -> TrainState:

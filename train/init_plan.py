@@ -104,8 +104,6 @@ def plan(there: Side, here: Side, asked: InitConfig) -> Plan:
             old = old[::-1]
         if name in new:
             rows.append(Row(name, role, old, shape, "new", "asked for"))
-            if old is not None and source == name and len(old) == len(shape):
-                moves[name] = _statistics(name, spec, old, shape, there, here)
         elif source is None or old is None:
             refused.append((f"{name} {shape} is not there", "--init-new", name))
         elif old == shape or (name in resize and _differing(spec, old, shape) <= set(RESIZABLE)):
@@ -180,16 +178,6 @@ def _move(
         prepared=lambda position: positions.resized(position, before, after),
         moments_along=(np.full(shape[0], -1), carry.same(shape[1])),
     )
-
-
-def _statistics(
-    name: str, spec: ParamSpec, old: tuple[int, ...], shape: tuple[int, ...], there: Side, here: Side
-) -> Move:
-    """Of a parameter that is new: no weight, but the mean of the source's second moments."""
-    stacked = spec.axes[:1] == ("layers",)
-    nothing = tuple(np.full(size, -1) for size in shape)
-    layers = carry.first(old[0], shape[0]) if stacked else None
-    return Move(source=name, along=nothing, scale=carry.ratio(there.scales[name], here.scales[name], layers))
 
 
 def _said(
