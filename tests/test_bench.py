@@ -27,6 +27,7 @@ needs_torch = pytest.mark.skipif(
         ("attention", TINY),
         ("cross_entropy", TINY),
         ("devices", TINY),
+        ("generate", [*TINY, "--models", "lm-tiny"]),
         pytest.param("torch_step", [*TINY, "--model", "lm"], marks=needs_torch),
     ],
 )
