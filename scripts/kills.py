@@ -1,6 +1,6 @@
 """Kills runs at random moments until they are done, and compares each with one that was left alone: docs/kills.{json,md}.
 
-    python -m scripts.kills [--kills 200] [--most 8] [--steps 300] [--processes 1] [--again] [--folder DIR] [--page FILE]
+    python -m scripts.kills [--kills 200] [--most 8] [--steps N] [--processes 1] [--again] [--folder DIR] [--page FILE]
 
 Tiny runs of a decoder (accumulation, moving average) and a ViT, of one process and of two, get SIGKILL, SIGTERM, SIGINT or
 two signals in short order, in whatever phase they are, and are resumed until the last step. Every run must then have the
@@ -30,11 +30,12 @@ from typing import Any
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "kills.md"
 COMMAND = "python -m scripts.kills"
-STEPS = 300
+STEPS = {1: 300, 2: 100}
+"""By number of processes, whose steps take so much longer."""
 SHARED = (
     "--model.width 16 --model.depth 1 --model.num-heads 2 --data.batch-size 16 --data.eval-batch-size 32 "
     "--data.eval-examples 256 --optimizer.warmup-steps 2 --log.eval-every-steps 30 --checkpoint.every-steps 20 --log.no-samples "
-    "--distributed.heartbeat-seconds 4 --resume"
+    "--distributed.heartbeat-seconds 4 --distributed.timeout-seconds 20 --resume"
 )
 MODELS = {
     "decoder": "lm-tiny --model.seq-len 16 --accumulation-steps 2 --ema.decay 0.9",
@@ -232,7 +233,7 @@ def write_text(folder: Path) -> None:
 def prepared(folder: Path) -> Iterator[None]:
     """Everything imported that a run imports, and nothing started: what the runs are forked from."""
     for name, value in (("MUPAX_DATA", "data"), ("JAX_COMPILATION_CACHE_DIR", "jax")):
-        os.environ[name] = str(folder / value)
+        os.environ.setdefault(name, str(folder / value))
     os.environ |= {
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
@@ -296,16 +297,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200, help="at least so many in the file (default 200)")
     parser.add_argument("--most", type=int, default=8, help="kills of one run (default 8)")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"of a run (default {STEPS})")
+    parser.add_argument(
+        "--steps", type=int, help="of a run; otherwise " + ", ".join(f"{n} with {p}" for p, n in STEPS.items())
+    )
     parser.add_argument("--processes", type=int, choices=(1, 2), help="only runs of so many")
     parser.add_argument(
         "--page", type=Path, default=PAGE, help="write here, and the rows beside it, instead of docs/kills.md"
     )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="only runs of these")
     parser.add_argument("--again", action="store_true", help="forget what the file holds")
     parser.add_argument("--folder", type=Path, help="keep the runs here; a temporary folder unless given")
     args = parser.parse_args(argv)
     path = args.page.with_suffix(".json")
-    cases = [case for case in CASES if args.processes in (None, case.processes)]
+    cases = [case for case in CASES if args.processes in (None, case.processes) and case.model in args.models]
     runs = json.loads(path.read_text())["runs"] if path.exists() and not args.again else []
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
@@ -314,7 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             seed = max((run["seed"] + 1 for run in runs), default=0)
             while sum(len(run["kills"]) for run in runs) < args.kills:
                 for case in cases:
-                    runs.append(run := disturbed(case, folder, seed, args.steps, args.most))
+                    runs.append(run := disturbed(case, folder, seed, args.steps or STEPS[case.processes], args.most))
                     print(
                         f"{case} seed {seed}: {len(run['kills'])} kills, {run['differences'] or 'identical'}",
                         flush=True,

@@ -205,7 +205,7 @@ def test_processes_agree_on_how_many_programs_they_run_before_a_stop() -> None:
     ran: list[tuple[int, int]] = []
 
     def work(processes: Processes) -> int:
-        with StopRequest() as stop:
+        with StopRequest(joins=True) as stop:
             stop.join(processes)
             stop.defer()
             programs = 0

@@ -51,6 +51,15 @@ def joined(config: DistributedConfig) -> Iterator[Processes]:
     jax.distributed.shutdown()
 
 
+def joins(config: DistributedConfig) -> bool:
+    """Whether there are other processes to join.
+
+    Raises:
+        DistributedError: only a part of what it takes to find them is given.
+    """
+    return place(config, os.environ, tpu=_on_tpu_vm()) is not None
+
+
 def place(config: DistributedConfig, environ: Mapping[str, str], tpu: bool) -> dict[str, Any] | None:
     """What to tell `jax.distributed.initialize`, or None where this process is alone.
 

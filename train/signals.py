@@ -32,9 +32,15 @@ _STOP = "mupax/stop"
 
 
 class StopRequest:
-    """Listens while entered, in the main thread; elsewhere it never hears a signal itself."""
+    """Listens while entered, in the main thread; elsewhere it never hears a signal itself.
 
-    def __init__(self) -> None:
+    Args:
+        joins: whether the run will have several processes. One that has begun to join them cannot unwind: the end of the
+            interpreter would wait for the others.
+    """
+
+    def __init__(self, joins: bool = False) -> None:
+        self._joins = joins
         self.received: signal.Signals | None = None
         """The signal that the run stops by, on every process; None while there is none."""
         self._processes = Processes()
@@ -70,7 +76,7 @@ class StopRequest:
         """Everything is saved, on all processes: a signal, also one that was just noted, ends the process again."""
         with self._changed:
             self._saves, self._bound = False, None
-        if self.received is not None and not self._several:
+        if self.received is not None and not self._joins:
             raise SystemExit(self.exit_code)
 
     def now(self) -> bool:
@@ -128,7 +134,7 @@ class StopRequest:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._handled += 1
         self.received = self.received or signal.Signals(number)  # the thread may have noted it before
-        if not (self._handled == 1 and self._saves) and not self._several:
+        if not (self._handled == 1 and self._saves) and not self._joins:
             raise SystemExit(128 + number)
 
     # In the thread
@@ -154,8 +160,10 @@ class StopRequest:
             self._processes.announce(f"stopped at once by a second {number.name}")
         elif not self._saves:
             print(f"stopped by {number.name} with nothing to save: checkpoints are as they were", file=sys.stderr)
-            if not self._several or self._processes.closed:
+            if not self._joins:
                 self._leave_at = time.monotonic() + _UNWIND_S
+            elif self._processes.closed:  # not joined yet, or not any more
+                self._leave_at = time.monotonic()
 
     def _confer(self) -> None:
         """Ask, promise, and learn what was agreed on."""
