@@ -90,7 +90,7 @@ def _run(config: Config, processes: Processes, stop: StopRequest, folder: Path, 
                 )
             start = init_from.prepare(program) if held else start
             if start is not None:
-                init_from.show(console, start)
+                init_from.show(console, f"starting from {start.source}", start.rows, start.notes)
             state = init_from.initial_state(program, start)
             del start
         else:
@@ -175,6 +175,7 @@ class _Session:
     def _attempt(self, state: TrainState, restored: int | None, evaluated: bool) -> TrainState:
         """Train from a state to the end, a signal or a bad step."""
         config, stop, watchdog = self.config, self.stop, self.watchdog
+        state = self.program.placed(state, self.step_fn)
         start = step = restored or 0
         self.left_out = int(jax.device_get(state.health.left_out))
         timing, feed, going = self._timing(self.compile_seconds), self.program.train_feed(), True
@@ -247,7 +248,8 @@ class _Session:
 
     def _compiled(self, start: int) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
         began = time.monotonic()
-        compiled = self.program.compile_train(), self.program.compile_eval()
+        step_fn = self.program.compile_train()
+        compiled = step_fn, self.program.compile_eval(step_fn)
         if start < self.config.steps:
             self.console.print(f"compiled in {time.monotonic() - began:.1f} s")
         return compiled
