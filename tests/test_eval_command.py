@@ -106,17 +106,16 @@ def test_other_data_is_named_as_such() -> None:
 # Generation
 
 
-def test_a_text_continues_its_prompt_and_its_seed_decides_it() -> None:
+def test_a_text_continues_its_prompt_from_the_command_line_or_stdin() -> None:
     code, out, err = run("generate", "lm", "--prompt", "def ", "--tokens", "40", "--seed", "3")
     assert code == 0
     assert out.startswith("def ")
     assert err.startswith("step 4 of lm, its moving average: 40 tokens in ")
     again = run("generate", "lm", "--prompt", "-", "--tokens", "40", "--seed", "3", stdin="def \n")[1]
     assert again == out
-    assert run("generate", "lm", "--prompt", "def ", "--tokens", "40", "--seed", "4")[1] != out
 
 
-def test_several_samples_are_told_apart_and_other_weights_write_other_text() -> None:
+def test_several_samples_are_told_apart() -> None:
     words = [
         "generate",
         "lm",
@@ -139,13 +138,13 @@ def test_several_samples_are_told_apart_and_other_weights_write_other_text() -> 
     assert first == f"1\n{one}"
     assert second.startswith("2\nself")
     assert first[2:] != second[2:]
-    assert run(*words, "--step", "2", "--no-ema")[1] != one
 
 
 def test_nothing_to_continue_begins_a_document() -> None:
-    code, out, _ = run("generate", "lm", "--prompt", "", "--tokens", "5")
+    code, out, err = run("generate", "lm", "--prompt", "", "--tokens", "5", "--step", "2", "--no-ema")
     assert code == 0
     assert 1 < len(out) <= 6
+    assert err.startswith("step 2 of lm, its parameters: 5 tokens in ")
 
 
 @pytest.mark.core
