@@ -1,4 +1,7 @@
-"""Text from a language model: one token after another, with one compiled shape."""
+"""Text from any causal function of tokens: the whole context is read anew for every token, with one compiled shape.
+
+What `train/decoding.py` does with a cache, without one: slow, and what the cache is held against.
+"""
 
 from __future__ import annotations
 
