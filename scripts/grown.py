@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from train.__main__ import main as train
 from train.plotting import BLUE, GREY, ORANGE
 from train.record import model_from_json
 from zoo import configs, flops
@@ -136,8 +137,7 @@ def main() -> None:
 
 
 def _run(words: list[str]) -> None:
-    if code := train(words):
-        raise SystemExit(f"python -m train {' '.join(words)} ended with {code}")
+    subprocess.run([sys.executable, "-m", "train", *words], check=True)
 
 
 def _model(folder: Path) -> configs.ModelConfig:
