@@ -13,8 +13,9 @@ import pytest
 
 from train import generate
 from train.config import Config, DataConfig, MeshConfig, PresetConfig
-from train.decoding import DecodingError, Generator, Sampling, draw
+from train.decoding import Generator, draw
 from train.program import Program, assemble
+from train.sampling import DecodingError, Sampling
 from train.step import logits_of
 from zoo.configs import DecoderConfig
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from train.layout import MeshLayout
+from train.sampling import DecodingError, Sampling
 from train.step import Run
 from zoo import cache as caches
 from zoo import partition
@@ -26,32 +27,6 @@ MOST = 64
 """Tokens that the devices make before the host looks at them, at most."""
 _LIVELY_S = 0.1
 """How long a reader may wait for the next tokens, where one does not take longer."""
-
-
-class DecodingError(ValueError):
-    """A text that cannot be made as asked. The text says what to write instead."""
-
-
-class Sampling(NamedTuple):
-    """How a token is drawn from logits. Filters apply in this order: temperature, top-k, top-p."""
-
-    temperature: float = 0.8
-    """Divides the logits; 0 takes the likeliest token."""
-    top_k: int | None = None
-    """Draw among the k likeliest tokens only: of tied ones those of lower number."""
-    top_p: float | None = None
-    """Draw among the fewest likeliest tokens that have at least this probability together (Holtzman et al. 2020)."""
-
-    def check(self) -> None:
-        """Raises DecodingError where a number is out of its range."""
-        if not 0 <= self.temperature < np.inf:
-            raise DecodingError(
-                f"temperature is {self.temperature}; write 0 for the likeliest token, or a positive number"
-            )
-        if self.top_k is not None and self.top_k < 1:
-            raise DecodingError(f"top-k is {self.top_k}; write at least 1, or leave it out to draw among all tokens")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise DecodingError(f"top-p is {self.top_p}; write a probability above 0 and up to 1, or leave it out")
 
 
 DEFAULT = Sampling()

@@ -63,10 +63,8 @@ def main(argv: Sequence[str]) -> int:
         args = parser().parse_args(list(argv))
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 2
-    import numpy as np
-
     from train import trained
-    from train.decoding import DecodingError, Sampling
+    from train.sampling import DecodingError, Sampling
     from train.workdir import WorkdirError
 
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
@@ -77,6 +75,8 @@ def main(argv: Sequence[str]) -> int:
     found = trained.find(args.workdir, args.step, args.ema)
     if found.config.model.family != "decoder":
         raise WorkdirError(f"the run in {args.workdir} trained a {found.config.model.family}; only decoders write text")
+    import numpy as np
+
     tokenizer = _tokenizer(found)
     text = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt
     prompt = tokenizer.encode([text.encode("utf-8", "surrogateescape")])[0]

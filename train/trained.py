@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from train.config import Config, EmaConfig
 from train.record import from_json
 from train.workdir import CHECKPOINTS, RECORD, WorkdirError
-from zoo.definition import Arrays
-from zoo.tensorfile import read_json
+
+if TYPE_CHECKING:
+    from zoo.definition import Arrays
 
 
 class Trained(NamedTuple):
@@ -69,16 +70,19 @@ def find(path: Path, step: int | None = None, ema: bool | None = None) -> Traine
         WorkdirError: no run there, no such step, or no average.
         ConfigError, TensorFileError: a record that is none.
     """
-    from train import manifest
-
     folder = path.absolute()
     if folder.name.isdigit() and folder.parent.name == CHECKPOINTS:
         if step not in (None, int(folder.name)):
             raise WorkdirError(f"{path} is step {folder.name}, and --step says {step}; leave one of them out")
         folder, step = folder.parent.parent, int(folder.name)
-    fields = read_json(folder / RECORD) if (folder / RECORD).is_file() else {}
+    if not (folder / RECORD).is_file():
+        raise WorkdirError(f"{path} holds no run ({RECORD} is missing); write the workdir of one")
+    from train import manifest  # late: it brings JAX along
+    from zoo.tensorfile import read_json
+
+    fields = read_json(folder / RECORD)
     if "config" not in fields:
-        raise WorkdirError(f"{path} holds no run ({RECORD} is missing, or is none of a run); write the workdir of one")
+        raise WorkdirError(f"{path} holds no run ({RECORD} is not one of a run); write the workdir of one")
     config, facts = from_json(fields["config"]), fields.get("data")
     steps = manifest.steps(folder / CHECKPOINTS)
     if not steps:

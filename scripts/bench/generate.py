@@ -17,8 +17,9 @@ import numpy as np
 from scripts.bench.in_turns import add_arguments, compared, in_turns, machine, one_core, write
 from train import generate
 from train.config import Config, DataConfig, MeshConfig, PresetConfig
-from train.decoding import Generator, Sampling
+from train.decoding import Generator
 from train.program import assemble
+from train.sampling import Sampling
 from train.step import logits_of
 from zoo import configs
 from zoo.configs import DecoderConfig
