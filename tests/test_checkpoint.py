@@ -20,8 +20,9 @@ import jax
 import numpy as np
 import pytest
 
-from train import loop, metrics
+from train import loop, manifest, metrics, workdir
 from train.__main__ import main
+from train.processes import Processes
 from train.signals import StopRequest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -200,6 +201,77 @@ def test_restored_arrays_lie_where_this_run_wants_them(whole: Done, monkeypatch:
     )
     assert int(state.step) == STEPS
     assert not np.array_equal(state.params["token"], session.program.initial_state().params["token"])
+
+
+# Damage and failing disks, seen from a run
+
+
+def flip_a_bit(workdir: Path, step: int) -> None:
+    file = max((workdir / "checkpoints" / str(step)).rglob("d/*"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+
+
+@pytest.mark.core
+def test_a_damaged_checkpoint_costs_its_steps_and_nothing_else(whole: Done) -> None:
+    copy = Path(shutil.copytree("whole", "damaged"))
+    flip_a_bit(copy, STEPS)
+    done = train("--workdir", "damaged", "--resume")
+    assert done.code == 0, done.err
+    said = " ".join(done.out.split())
+    assert f"checkpoint {STEPS} is damaged: " in said
+    assert f"set aside as checkpoints/set-aside/{STEPS}, going back to checkpoint 6" in said
+    assert f"resuming lm-tiny at step 6 of {STEPS}" in said
+    assert rows(copy) == rows("whole")
+    assert manifest.steps(copy / "checkpoints") == [6, STEPS]
+
+
+@pytest.mark.core
+def test_where_no_checkpoint_is_good_nothing_is_overwritten(whole: Done, untrained: list) -> None:
+    copy = Path(shutil.copytree("whole", "spoilt"))
+    for step in checkpoints(copy):
+        flip_a_bit(copy, step)
+    before = (copy / "config.json").read_bytes(), (copy / "metrics.jsonl").read_bytes()
+    for _ in range(2):
+        done = train("--workdir", "spoilt", "--resume")
+        assert done.code == 2
+        assert "no good checkpoint is left" in done.err
+        assert len(done.err.splitlines()) <= 10
+    assert ((copy / "config.json").read_bytes(), (copy / "metrics.jsonl").read_bytes()) == before
+    assert not untrained
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("lasts", [True, False])
+def test_a_full_disk_does_not_end_training(lasts: bool, whole: Done, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, name = manifest.write, f"full-{lasts}"
+
+    def full(folder: Path, found: manifest.Manifest) -> None:
+        if lasts or found.step < 5:
+            raise OSError(28, "No space left on device")
+        write(folder, found)
+
+    monkeypatch.setattr(manifest, "write", full)
+    done = train("--workdir", name)
+    assert done.code == int(lasts), done.err
+    assert rows(name) == rows("whole")  # every step was trained, and told
+    said = " ".join(done.out.split())
+    for step in (2, 4):
+        assert (
+            f"checkpoint {step} could not be saved: [Errno 28] No space left on device; there is no other yet" in said
+        )
+    assert checkpoints(name) == ([] if lasts else [6, STEPS])
+    assert (f"error: checkpoint {STEPS} could not be saved" in " ".join(done.err.split())) == lasts
+
+
+@pytest.mark.core
+def test_a_second_run_on_the_workdir_is_refused(whole: Done, untrained: list) -> None:
+    with workdir.locked(Path("whole"), Processes()):
+        done = train("--workdir", "whole", "--resume")
+    assert done.code == 2
+    assert f"the workdir whole is in use by another run (process {os.getpid()} on" in " ".join(done.err.split())
+    assert not untrained
 
 
 # Refusing

@@ -135,10 +135,17 @@ def together(processes: list[Done]) -> list[dict[str, str]]:
 
 @pytest.mark.slow
 def test_two_and_four_processes_train_what_one_trains(folder: Path) -> None:
-    # Two processes train three steps and leave, four go on: the number of hosts may change. Heads are split inside each of
-    # the two, positions over two pairs of the four.
-    two = start(folder, 2, "--workdir many --steps 3 --mesh.data 2 --mesh.tensor 2", devices=2)
+    # Two processes of four devices train three steps and leave, one of two goes on, then four of one: hosts and mesh may
+    # change. Heads are split inside each of the two, positions over two pairs of the four.
+    two = start(folder, 2, "--workdir many --steps 3 --mesh.data 2 --mesh.fsdp 2 --mesh.tensor 2", devices=4)
     assert [one.code for one in two] == [0, 0], two[0].err + two[1].err
+    (between,) = start(
+        folder,
+        1,
+        f"--workdir many --steps {STEPS - 1} --resume --mesh.data 1 --mesh.fsdp 2 --log.no-samples",
+        devices=2,
+    )
+    assert between.code == 0, between.err
     words = f"--workdir many --steps {STEPS} --resume --mesh.data 2 --mesh.sequence 2"
     four = start(folder, 4, f"{words} --log.no-samples")
     assert [one.code for one in four] == [0] * 4, "".join(one.err for one in four)
@@ -155,9 +162,8 @@ def test_two_and_four_processes_train_what_one_trains(folder: Path) -> None:
     def training(batches: list[dict[str, str]]) -> list[dict[str, str]]:
         return [batch for batch in batches if len(batch) == 16]
 
-    order, first, second = (training(together(processes)) for processes in ([alone], two, four))
-    assert order[:3] == first[:3]
-    assert order[3:STEPS] == second[: STEPS - 3]
+    order, *parts = (training(together(processes)) for processes in ([alone], two, [between], four))
+    assert order[:STEPS] == [*parts[0][:3], parts[1][0], parts[2][0]]
     assert all(len(batch) == 8 for batch in two[0].batches()[:3])
     assert len({json.dumps(batch) for batch in order[:STEPS]}) == STEPS
 
