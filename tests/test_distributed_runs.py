@@ -118,8 +118,10 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
-def losses(path: Path) -> list[float]:
-    return [row[name] for row in rows_of(path) for name in ("loss", "eval_loss", "grad_norm") if name in row]
+def losses(path: Path) -> dict[tuple[str, int], float]:
+    """Every loss and gradient norm, by name and step."""
+    wanted = ("loss", "eval_loss", "grad_norm")
+    return {(name, row["step"]): row[name] for row in rows_of(path) for name in wanted if name in row}
 
 
 def together(processes: list[Done]) -> list[dict[str, str]]:
@@ -149,11 +151,17 @@ def test_two_and_four_processes_train_what_one_trains(folder: Path) -> None:
     words = f"--workdir many --steps {STEPS} --resume --mesh.data 2 --mesh.sequence 2"
     four = start(folder, 4, f"{words} --log.no-samples")
     assert [one.code for one in four] == [0] * 4, "".join(one.err for one in four)
-    (alone,) = start(folder, 1, f"--workdir one --steps {STEPS} --log.eval-every-steps 3 --log.no-samples")
+    (alone,) = start(folder, 1, f"--workdir one --steps {STEPS} --log.eval-every-steps 1 --log.no-samples")
     assert alone.code == 0, alone.err
 
     assert [row["step"] for row in rows_of(folder / "many") if "loss" in row] == list(range(1, STEPS + 1))
-    assert losses(folder / "many") == pytest.approx(losses(folder / "one"), rel=3e-6)
+    many, one = losses(folder / "many"), losses(folder / "one")
+    assert [step for name, step in many if name == "eval_loss"] == [
+        3,
+        STEPS - 1,
+        STEPS,
+    ]  # where each of the three ended
+    assert many == pytest.approx({key: one[key] for key in many}, rel=3e-6)
     for processes in (two, four):
         assert len({one.said("digest")[0] for one in processes}) == 1
     assert alone.said("digest") != two[0].said("digest")  # after other steps
