@@ -100,7 +100,7 @@ def test_images_are_evaluated_too() -> None:
 def test_other_data_is_named_as_such() -> None:
     found, out = evaluated("lm", "--data.name", "text:other.txt", "--data.eval-examples", "64")
     assert (found["data_of_the_run"], found["examples"]) == (False, 64)
-    assert "other data than the run's" in " ".join(out.split())
+    assert "other data than the run's" in out
 
 
 # Generation

@@ -114,8 +114,7 @@ def show(console: Any, numbers: dict[str, Any]) -> None:
     from rich.table import Table
 
     other = "" if numbers["data_of_the_run"] else ", other data than the run's"
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), title_justify="left")
-    table.title = f"step {numbers['step']} of {Path(numbers['workdir']).name} on {numbers['data']}{other}"
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     rows = {
         "weights": "moving average" if numbers["weights"] == "ema" else "parameters",
         "loss": f"{numbers['loss']:.4f} nats",
@@ -128,4 +127,6 @@ def show(console: Any, numbers: dict[str, Any]) -> None:
     for name, value in rows.items():
         if value is not None:
             table.add_row(name, value)
+    title = f"step {numbers['step']} of {Path(numbers['workdir']).name} on {numbers['data']}{other}"
+    console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
     console.print(table, highlight=False)
