@@ -28,7 +28,7 @@ STARTS = {
     "half": ["--model.depth", "2", "--model.num-heads", "2", "--model.head-dim", "32", "--model.mlp-ratio", "1.25"],
 }
 """Smaller models: half of everything, the stream's width too; and half of the layers, heads and MLP in the same stream."""
-STEPS, SEEDS, EVERY, BATCH = 300, (0, 1), 50, 16
+STEPS, SEEDS, EVERY, BATCH = 300, (0, 1), 50, 4
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "growing.md"
 BEGIN, END = "<!-- grown: begin -->", "<!-- grown: end -->"
 COLOURS = {"proxy": GREY, "half": "#009E73", "proxy, grown": ORANGE, "half, grown": "#CC79A7", "large": BLUE}

@@ -53,7 +53,7 @@ VIT = ViTConfig(
     norm_eps=SMALL_EPS,
 )
 BARE = dataclasses.replace(VIT, norm_gain=False, bias=False, pool="mean")
-LARGE = {
+LARGE: dict[str, tuple[ModelConfig, ModelConfig]] = {
     "lm": (LM, dataclasses.replace(LM, width=20, depth=3, num_heads=6, num_kv_heads=3, head_dim=8, mlp_ratio=2.0)),
     "tied": (TIED, dataclasses.replace(TIED, width=20, depth=3, num_heads=4, head_dim=6, mlp_ratio=2.0)),
     "vit": (VIT, dataclasses.replace(VIT, width=20, depth=3, num_heads=4, head_dim=6, mlp_ratio=2.0)),
@@ -233,9 +233,11 @@ def test_how_far_adams_first_steps_go() -> None:
     assert 6 < carry.overshoot(0.9, 0.999) < 7
     # As Adam itself counts: moments of zero, a count that is not.
     adam = optax.scale_by_adam(0.9, 0.999)
-    state = adam.init(jnp.zeros(1))._replace(count=jnp.asarray(10_000))
+    state: Any = adam.init(jnp.zeros(1))
+    state = state._replace(count=jnp.asarray(10_000))
     sizes = []
     for _ in range(60):
+        update: Any
         update, state = adam.update(jnp.ones(1), state)
         sizes.append(float(update[0]))
     assert max(sizes) == pytest.approx(carry.overshoot(0.9, 0.999), rel=0.01)
