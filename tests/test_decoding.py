@@ -13,7 +13,9 @@ import pytest
 
 from train import generate
 from train.config import Config, DataConfig, MeshConfig, PresetConfig
+from train.data.tokenizer import Bytes
 from train.decoding import Generator, draw
+from train.generate_command import pieces
 from train.program import Program, assemble
 from train.sampling import DecodingError, Sampling
 from train.step import logits_of
@@ -215,3 +217,9 @@ def test_a_model_that_has_diverged_is_told() -> None:
     params = {**params, "readout": params["readout"].at[0, 0].set(jnp.nan)}
     with pytest.raises(DecodingError, match="the model has diverged"):
         Generator(made.definition, LLAMA, params, numbers).complete(PROMPT, 1)
+
+
+@pytest.mark.core
+def test_a_character_waits_for_its_bytes() -> None:
+    parts = [[111], [107, 0xC3], [0xA9], [0xE2, 0x82], [0xAC, 0xFF], [33], [0xC3]]
+    assert list(pieces(iter(parts), Bytes())) == ["o", "k", "é", "€", "\ufffd!", "\ufffd"]

@@ -15,8 +15,6 @@ import pytest
 
 from train import metrics, trained
 from train.__main__ import main
-from train.data.tokenizer import Bytes
-from train.generate_command import pieces
 
 WORDS = ("def", "return", "import", "class", "self", "value", "lambda", "yield", "while", "None")
 LM = (
@@ -145,12 +143,6 @@ def test_nothing_to_continue_begins_a_document() -> None:
     assert code == 0
     assert 1 < len(out) <= 6
     assert err.startswith("step 2 of lm, its parameters: 5 tokens in ")
-
-
-@pytest.mark.core
-def test_a_character_waits_for_its_bytes() -> None:
-    parts = [[111], [107, 0xC3], [0xA9], [0xE2, 0x82], [0xAC, 0xFF], [33], [0xC3]]
-    assert list(pieces(iter(parts), Bytes())) == ["o", "k", "é", "€", "\ufffd!", "\ufffd"]
 
 
 # What they refuse

@@ -60,12 +60,6 @@ def _parameters(program: Program) -> Table:
     return table
 
 
-def _frozen(program: Program) -> str:
-    leaves = program.abstract.params.items()
-    count = sum(leaf.size for name, leaf in leaves if name not in program.trained)
-    return f", {count:,} of them frozen" if count else ""
-
-
 def _number(number: np.ndarray) -> str:
     """One number, or those of the first and the last layer where they differ."""
     first, last = float(number.flat[0]), float(number.flat[-1])
@@ -80,7 +74,8 @@ def _costs(program: Program) -> Table:
     mesh = " x ".join(f"{axis} {size}" for axis, size in program.mesh.shape.items() if size > 1) or "one device"
     table = Table(show_header=False, box=None, padding=(0, 1), title="cost", title_justify="left")
     rows = {
-        "parameters": f"{program.definition.count():,}" + _frozen(program),
+        "parameters": f"{program.definition.count():,}"
+        + (f", {program.frozen:,} of them frozen" if program.frozen else ""),
         "batch": f"{config.data.batch_size} x {model.seq_len} tokens"
         if unit == "token"
         else f"{config.data.batch_size} images",

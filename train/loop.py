@@ -352,7 +352,9 @@ def _announce(console: Console, program: Program, data: Data) -> None:
     config = program.config
     mesh = " x ".join(f"{axis} {size}" for axis, size in program.mesh.shape.items() if size > 1) or "one device"
     console.print(
-        f"[bold]{config.recipe}[/bold]: {program.definition.count():,} parameters under {program.preset.name}"
+        f"[bold]{config.recipe}[/bold]: {program.definition.count():,} parameters"
+        + (f" ({program.frozen:,} frozen)" if program.frozen else "")
+        + f" under {program.preset.name}"
         + (f" relative to {config.preset.base}" if config.preset.base else " in absolute form")
         + f", {config.optimizer.name} at {config.optimizer.peak_lr:g}",
         highlight=False,

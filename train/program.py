@@ -53,6 +53,11 @@ class Program:
         """Names of the parameters that are not frozen."""
         return frozenset(self.run.factors.lr)
 
+    @property
+    def frozen(self) -> int:
+        """How many numbers the frozen parameters have."""
+        return sum(leaf.size for name, leaf in self.abstract.params.items() if name not in self.trained)
+
     def numbers(self) -> Run:
         """The run's numbers on the mesh, with the initial parameters where the model's output is centred."""
         run = jax.device_put(self.run, self.layout.whole)
