@@ -135,6 +135,7 @@ def _notes(source: Source, config: Config) -> list[str]:
             found.append(
                 f"the source reads tokens of {there} and this run of {here}; the same numbers are other text then"
             )
-    if times := source.preset.get("norm_eps_times"):
-        found.append(f"the source's skips are folded: its norms' eps counts up to {float(times):.3g} times")
+    times = source.preset.get("norm_eps_times")
+    if isinstance(times, float):
+        found.append(f"the source's skips are folded: its norms' eps counts up to {times:.3g} times")
     return found

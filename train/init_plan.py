@@ -150,7 +150,7 @@ def check_carried(there: Side, here: Side) -> None:
     """What no parameter can carry must be the same on both sides."""
     if here.model.qk_norm and not here.model.norm_gain and there.logits != here.logits:
         raise InitError(
-            f"attention logits are taken times {there.logits} there and {here.logits} here, and where queries are normalized "
+            f"attention logits are taken times {there.logits!r:.60} there and {here.logits!r:.60} here, and where queries are normalized "
             "without gains (model.qk_norm) no parameter can carry the difference; take the source's preset and base"
         )
     own = [fold.GAIN in side.definition.specs for side in (there, here)]
