@@ -123,7 +123,10 @@ def test_interpolated_positions() -> None:
     inner = np.arange(10) / 2 - 0.25  # pixel centres; bicubic reproduces a plane away from the border
     np.testing.assert_allclose(grid[3:-3, 3:-3, 1], np.broadcast_to(inner[3:-3], (4, 4)), atol=1e-5)
     np.testing.assert_allclose(grid[3:-3, 3:-3, 2], 2 * inner[3:-3, None] - inner[None, 3:-3], atol=1e-5)
-    np.testing.assert_array_equal(positions.resized(plane, dataclasses.replace(small, pool="mean"), small), plane)
+    mean = dataclasses.replace(small, pool="mean")
+    np.testing.assert_array_equal(positions.resized(plane, mean, mean), plane)
+    np.testing.assert_array_equal(positions.resized(plane, mean, small)[1:], plane)
+    np.testing.assert_array_equal(positions.resized(np.concatenate([cls, plane]), small, mean), plane)
 
 
 def test_a_longer_context_and_another_vocabulary() -> None:

@@ -14,7 +14,7 @@ def resized(position_TD: np.ndarray, before: ViTConfig, after: ViTConfig) -> np.
     Args:
         position_TD: of `before`, [T, D].
         before: the model that they are of.
-        after: the model that they are for; its `pool` is the same.
+        after: the model that they are for. A class token that only it has gets a row of zeros.
 
     Returns:
         float32 [T', D]. A grid of the same size keeps its numbers.
@@ -25,7 +25,10 @@ def resized(position_TD: np.ndarray, before: ViTConfig, after: ViTConfig) -> np.
         shape = (_grid(after), _grid(after), grid_GGD.shape[-1])
         # Smaller grids are filtered before they are sampled (antialias), as timm does it.
         grid_GGD = np.asarray(jax.image.resize(grid_GGD, shape, "bicubic", antialias=True))
-    return np.concatenate([position_TD[:own], grid_GGD.reshape(-1, grid_GGD.shape[-1])]).astype(np.float32)
+    class_row = position_TD[:own] if own else np.zeros_like(position_TD[:1])
+    return np.concatenate([class_row[: after.pool == "cls"], grid_GGD.reshape(-1, grid_GGD.shape[-1])]).astype(
+        np.float32
+    )
 
 
 def _grid(model: ViTConfig) -> int:
