@@ -207,10 +207,11 @@ class _Session:
                 results.finish()
             results.report_speed(step)
             if not going:
-                self._save(step, state, last=True)
-                saved = "not saved" if self.checkpoints.wait() else "saved; add --resume to go on"
+                if step > 0:
+                    self._save(step, state, last=True)
+                saved = "not saved" if self.checkpoints.wait() else "saved" if step > 0 else "nothing to save"
                 signal = stop.received.name if stop.received else "a signal"
-                progress.note(f"stopped by {signal} at step {step} of {config.steps}, {saved}")
+                progress.note(f"stopped by {signal} at step {step} of {config.steps}, {saved}; add --resume to go on")
         self.facts = timing.facts()
         watchdog.waiting("the last checkpoint to be on disk")
         return state
