@@ -15,7 +15,7 @@ SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13)
 LOCK := $(BIN)/uv pip compile pyproject.toml --quiet --universal --generate-hashes --python-version 3.11 \
 	--fork-strategy requires-python --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock"
 
-.PHONY: help train test check parity core lock clean
+.PHONY: help train test check parity tpu core lock clean
 .DEFAULT_GOAL := help
 
 help: ## What can be made
@@ -27,7 +27,7 @@ train: $(VENV)/.locked ## Install, then train RECIPE; an interrupted run continu
 	$(BIN)/python -m train $(RECIPE) --workdir $(WORKDIR) --resume $(ARGS)
 
 test: check ## Install, then check format, lint and types and run every test
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not alone and not parity"
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not alone and not parity and not tpu"
 	$(BIN)/python -m pytest -m alone
 
 check: $(VENV)/.locked-dev ## Format, lint and types only
@@ -38,6 +38,11 @@ check: $(VENV)/.locked-dev ## Format, lint and types only
 parity: $(VENV)/.locked-dev ## Logits and greedy text against transformers (Python 3.11; installs torch, which no lock file has)
 	$(PIP) install --quiet "torch==2.13.0" "transformers>=5,<6"
 	$(BIN)/python -m pytest tests/test_parity.py
+
+tpu: $(VENV)/.locked-dev ## What the TPU compiler makes of the step, without a TPU (Linux x86-64; puts libtpu, which no lock file has, in .cache)
+	$(PIP) install --quiet --upgrade --no-deps --target .cache/libtpu \
+		"$$($(BIN)/python -c 'from importlib.metadata import requires; print(*(r.split(";")[0] for r in requires("jax") if r.startswith("libtpu")))')"
+	JAX_ENABLE_COMPILATION_CACHE=false PYTHONPATH=.cache/libtpu $(BIN)/python -m pytest -m tpu
 
 core: $(VENV)/.locked-dev ## The quick tests that other Python and JAX versions must pass too
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "core and not alone"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -28,3 +29,11 @@ def eight_devices() -> None:
     import jax
 
     assert jax.device_count() == DEVICES
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`make tpu` brings the TPU compiler; a run of everything does without."""
+    if importlib.util.find_spec("libtpu") is None:
+        for item in items:
+            if item.get_closest_marker("tpu"):
+                item.add_marker(pytest.mark.skip(reason="libtpu, the TPU compiler, is not installed (make tpu)"))

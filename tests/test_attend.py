@@ -6,7 +6,6 @@ Tolerance is for float32, relative to the largest entry.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import subprocess
 import sys
@@ -147,8 +146,7 @@ print("compiled")
 """
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler (extra tpu) is not installed")
+@pytest.mark.tpu
 def test_splash_and_chunks_compile_for_a_tpu() -> None:
     outside = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost"}
     ran = subprocess.run(

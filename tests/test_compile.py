@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,6 @@ from train.config import Config, DataConfig, MeshConfig, OptimizerConfig, Preset
 from train.program import assemble
 from zoo.configs import ComputeConfig, DecoderConfig
 
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed (extra tpu)"
-)
 DEPTH = 3
 
 
@@ -53,7 +49,7 @@ def compiled(mesh: str) -> Compiled:
     return compile_for(config_of(MESHES[mesh]), "v5e:2x2")
 
 
-@needs_libtpu
+@pytest.mark.tpu
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_step_sends_only_what_its_mesh_requires(mesh: str) -> None:
     made = compiled(mesh)
@@ -65,14 +61,14 @@ def test_a_step_sends_only_what_its_mesh_requires(mesh: str) -> None:
     assert made.module.unknown_loops == 0
 
 
-@needs_libtpu
+@pytest.mark.tpu
 def test_control_a_batch_that_is_not_split_is_caught() -> None:
     # fsdp splits parameters but not the batch: every product sums activations over it.
     bad = compile_for(config_of(MeshConfig(data=1, fsdp=4, rules=("batch=data",))), "v5e:2x2")
     assert any("over fsdp the layer loop sends" in problem for problem in bad.problems())
 
 
-@needs_libtpu
+@pytest.mark.tpu
 def test_the_report_has_what_it_promises() -> None:
     made = compiled("fsdp-tensor")
     report = made.report()
@@ -94,7 +90,7 @@ def test_the_report_has_what_it_promises() -> None:
     assert report["traced_flops_per_step"] > report["flops_per_step"]
 
 
-@needs_libtpu
+@pytest.mark.tpu
 def test_what_does_not_fit_says_by_how_much() -> None:
     config = config_of(MeshConfig(data=4))
     made = compile_for(dataclasses.replace(config, model=dataclasses.replace(config.model, width=8192)), "v5e:2x2")
@@ -103,7 +99,7 @@ def test_what_does_not_fit_says_by_how_much() -> None:
     assert made.used_bytes > made.limit_bytes > 15 * 2**30
 
 
-@needs_libtpu
+@pytest.mark.tpu
 def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "report.json"
     words = ["--topology", "v5e:2x2", "--model.depth", "2", "--data.batch-size", "8", "--json", str(out)]
@@ -114,7 +110,7 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
     assert json.loads(out.read_text())["topology"] == "v5e:2x2"
 
 
-@needs_libtpu
+@pytest.mark.tpu
 def test_a_shape_that_no_host_has_is_told_what_to_write(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compile", "lm-tiny", "--topology", "v5e:3x3"]) == 2
     assert "write such as v5e:16x16" in capsys.readouterr().err

@@ -16,13 +16,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
+from jax.experimental.layout import Format, Layout
 
 from train import metrics
+from train import step as steps
 from train.__main__ import main
 from train.data import DataError
 from train.data.tokens import TokenData
+from train.program import Program
 from train.record import from_json
+from train.state import TrainState
 from zoo import configs, flops
 from zoo.build import definition
 from zoo.configs import ModelConfig
@@ -220,6 +226,38 @@ def test_a_vision_run_leaves_a_picture(folder: Path) -> None:
     assert steps[0]["loss"] != steps[3]["loss"]
     assert Path("images/predictions.png").read_bytes().startswith(b"\x89PNG")
     assert "logistic regression" in done.out.lower()
+
+
+# Layouts
+
+
+def test_a_state_that_lies_as_the_compiler_likes_trains_alike(plain: Done, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on TPU. Here the choice is made up: every matrix the other way round."""
+
+    def reversed_(leaf: jax.ShapeDtypeStruct) -> Format:
+        return Format(Layout(tuple(range(leaf.ndim))[::-1]), leaf.sharding)
+
+    seen: list[tuple[int, ...]] = []
+
+    def placed(self: Program, given: TrainState, step: jax.stages.Compiled) -> TrainState:
+        state = unpatched(self, given, step)
+        seen.extend(leaf.format.layout.major_to_minor for leaf in jax.tree.leaves(state) if leaf.ndim > 1)
+        return state
+
+    unpatched = Program.placed
+    monkeypatch.setattr(Program, "placed", placed)
+    monkeypatch.setattr(Program, "free", True)
+    monkeypatch.setattr(steps, "free_format", reversed_)
+    assert train("--workdir", "free").code == 0
+    assert seen
+    assert all(order == tuple(range(len(order)))[::-1] for order in seen)
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose([r[name] for r in rows("free")], [r[name] for r in rows("plain")], rtol=1e-5)
+    got, want = evaluations("free"), evaluations("plain")
+    assert [r["eval_loss"] for r in got] == pytest.approx([r["eval_loss"] for r in want], rel=1e-5)
+    seen.clear()
+    assert train("--workdir", "free", "--resume", "--steps", str(STEPS + 1)).code == 0
+    assert seen
 
 
 # The same run otherwise

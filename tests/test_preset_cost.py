@@ -5,6 +5,7 @@ How long both take is measured by `python -m scripts.bench.preset_cost`; here no
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from typing import Any
@@ -62,6 +63,19 @@ def test_the_baseline_trains_as_the_run_does_at_base_size() -> None:
         assert {n: float(metrics[n]) for n in others} == pytest.approx(
             {n: float(v) for n, v in others.items()}, rel=1e-4
         )
+
+
+@pytest.mark.tpu
+def test_a_preset_costs_nothing_on_tpu() -> None:
+    made = preset_cost.on_chip("v5e:2x2", 256, 2, 8)
+    ours, folded = (preset_cost.counted(make(made)) for make in (preset_cost.with_preset, preset_cost.folded))
+    assert 1 < ours["flops"] / folded["flops"] < 1.005
+    assert 0.995 < ours["bytes"] / folded["bytes"] < 1.005
+    # Control: one product of both branches of two layers is seen.
+    skip = {"block.skip": np.ones((2, 2), np.float32)}
+    factors = made.run.factors._replace(forward={**made.run.factors.forward, **skip})
+    more = dataclasses.replace(made, run=made.run._replace(factors=factors))
+    assert preset_cost.counted(more.compile_train())["flops"] - ours["flops"] > 2 * 2 * 8 * 256 * 256
 
 
 def test_control_one_product_over_activations_is_seen() -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
@@ -106,8 +105,7 @@ for options in json.loads(sys.argv[1]):
 """
 
 
-@pytest.mark.core
-@pytest.mark.skipif(find_spec("libtpu") is None, reason="the TPU compiler is not installed (extra tpu)")
+@pytest.mark.tpu
 def test_the_tpu_compiler_knows_its_flags() -> None:
     sets = [*({name: value} for name, value in TPU.items()), TPU, {"xla_tpu_no_such_flag": True}]
     environment = {**os.environ, "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}

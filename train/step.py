@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.experimental.layout import Format, Layout
 
 from train import bad_numbers, ema
 from train.bad_numbers import Limits
@@ -144,6 +145,11 @@ def make_train_step(
     return step
 
 
+def free_format(leaf: jax.ShapeDtypeStruct) -> Format:
+    """A leaf of the state where it is to lie, in whatever layout the compiler likes best."""
+    return Format(Layout.AUTO, leaf.sharding)
+
+
 def trace_train_step(
     definition: Definition,
     tx: optax.GradientTransformationExtraArgs,
@@ -152,20 +158,25 @@ def trace_train_step(
     run: Run,
     batch: Batch,
     accumulation_steps: int = 1,
+    *,
+    free: bool = False,
 ) -> jax.stages.Traced:
     """The step traced for a mesh: state donated, batch split by the layout, numbers replicated.
 
-    `run` and `batch` (the global one) may be arrays or their shapes.
+    `run` and `batch` (the global one) may be arrays or their shapes. With `free` the compiler chooses how the state's
+    arrays lie in memory: `input_formats` of the compiled step says how it takes them.
     """
     whole, shardings = layout.whole, shardings_of(abstract)
     run_shardings = _run_shardings(run, shardings, layout)
+    placed = jax.tree.map(free_format, abstract) if free else shardings
     jitted = jax.jit(
         make_train_step(definition, tx, accumulation_steps, layout),
-        in_shardings=(shardings, run_shardings, layout.batch(batch)),
-        out_shardings=(shardings, whole),
+        in_shardings=(placed, run_shardings, layout.batch(batch)),
+        out_shardings=(placed, whole),
         donate_argnums=0,
     )
-    return jitted.trace(abstract, run, batch)
+    state: Any = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), abstract) if free else abstract
+    return jitted.trace(state, run, batch)
 
 
 def _run_shardings(run: Run, shardings: TrainState, layout: MeshLayout) -> Run:
@@ -190,11 +201,23 @@ def compile_train_step(
 
 
 def compile_eval_step(
-    definition: Definition, abstract: TrainState, layout: MeshLayout, run: Run, batch: Batch
+    definition: Definition,
+    abstract: TrainState,
+    layout: MeshLayout,
+    run: Run,
+    batch: Batch,
+    formats: TrainState | None = None,
 ) -> jax.stages.Compiled:
-    """(params, run, batch) -> `Sums` of the batch, for the parameters that `TrainState.evaluated` gives."""
+    """(params, run, batch) -> `Sums` of the batch, for the parameters that `TrainState.evaluated` gives.
+
+    With `formats` the parameters lie in memory as they say, those of the training step.
+    """
     whole, shardings = layout.whole, shardings_of(abstract)
     run_shardings = _run_shardings(run, shardings, layout)
+    placed: Any = shardings if formats is None else formats
+    params = abstract.evaluated
+    if formats is not None:
+        params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
 
     def evaluate(params: Arrays, run: Run, batch: Batch) -> Sums:
         with partition.using(layout):
@@ -202,7 +225,7 @@ def compile_eval_step(
 
     jitted = jax.jit(
         evaluate,
-        in_shardings=(shardings.evaluated, run_shardings, layout.batch(batch)),
+        in_shardings=(placed.evaluated, run_shardings, layout.batch(batch)),
         out_shardings=whole,
     )
-    return jitted.lower(abstract.evaluated, run, batch).compile()
+    return jitted.lower(params, run, batch).compile()

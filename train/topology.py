@@ -26,6 +26,8 @@ _OUTSIDE = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     # The compiler needs no TPU, and must not look for one.
     "JAX_PLATFORMS": "cpu",
+    # What is compiled for devices that are not here cannot be read back.
+    "JAX_ENABLE_COMPILATION_CACHE": "false",
 }
 
 

@@ -1,6 +1,7 @@
 """What a preset costs: the training step against the same model without a factor under plain `optax.adamw`.
 
     python -m scripts.bench.preset_cost [--rounds 20] [--width 256] [--depth 4] [--out FILE.json]
+    python -m scripts.bench.preset_cost --topology v5e:2x2 --width 1024 --depth 2
 
 Prints one readable line and one JSON object: ratios of FLOPs and bytes (the compiler's count) and of the median times
 of steps taken in turns, A B B A, so that whatever else the machine does falls on both. Goal: 1.00 within 0.03.
@@ -9,6 +10,7 @@ of steps taken in turns, A B B A, so that whatever else the machine does falls o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import statistics
@@ -16,32 +18,52 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental.layout import Format, Layout
 
+from train import topology
 from train.config import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
+from train.loss import cross_entropy
 from train.optimizer import schedule_table
 from train.program import Program, abstract_batch, assemble
-from zoo import configs
+from train.state import TrainState
+from train.step import Run, free_format, make_train_step
+from zoo import configs, partition
 from zoo.configs import ComputeConfig, DecoderConfig
 
 
-def config_of(width: int, depth: int, batch_size: int, preset: str = "depth-mup") -> Config:
+def config_of(
+    width: int,
+    depth: int,
+    batch_size: int,
+    preset: str = "depth-mup",
+    *,
+    head_dim: int = 32,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+) -> Config:
     """A byte-level decoder as `lm-tiny`, of another size, unrolled: nothing hides in a loop whose body counts once."""
     model = configs.get("lm-tiny")
     assert isinstance(model, DecoderConfig)
+    compute = ComputeConfig(layers="unrolled", dtype=dtype)
     model = dataclasses.replace(
-        model, width=width, depth=depth, num_heads=width // 32, seq_len=256, compute=ComputeConfig(layers="unrolled")
+        model, width=width, depth=depth, num_heads=width // head_dim, seq_len=256, compute=compute
     )
     return Config(
         recipe="preset-cost", model=model, data=DataConfig(name="python_corpus", batch_size=batch_size), mesh=MeshConfig(data=1),
         preset=PresetConfig(name=preset, base="lm-proxy"), steps=100,
         optimizer=OptimizerConfig(peak_lr=1e-3, weight_decay=0.01, warmup_steps=10),
     )  # fmt: skip
+
+
+def on_chip(topology_name: str, width: int, depth: int, batch_size: int, preset: str = "depth-mup") -> Program:
+    """The same for one chip of a TPU topology, in bfloat16 with heads of 128, as chips like them."""
+    config = config_of(width, depth, batch_size, preset, head_dim=128, dtype="bfloat16")
+    return assemble(config, topology.devices(topology_name)[:1])
 
 
 def with_preset(program: Program) -> jax.stages.Compiled:
@@ -55,22 +77,18 @@ def without_factors(program: Program) -> jax.stages.Compiled:
     (params, optimizer state, batch) -> (params, optimizer state, metrics), the first two donated.
     """
     config, found = program.config, program.definition
-    # What a model without presets has: attention logits over sqrt(head_dim), branches added as they are.
-    plain = {"logits": config.model.heads_dim**-0.5, "skip": 1.0, "branch": 1.0}
-    constants = {name: np.full(f["shape"], plain[f["kind"]], np.float32) for name, f in found.factors.items()}
+    constants = {n: np.full(f["shape"], neutral(program, n), np.float32) for n, f in found.factors.items()}
     table = schedule_table(config.optimizer, config.steps)
     tx = plain_adamw(program, table)
 
     def loss_of(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
         model: Any = found.bind(params, constants)  # pyright: ignore[reportArgumentType]
-        logits = model(batch["inputs"])
-        nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-        hits = jnp.argmax(logits, axis=-1) == batch["targets"]
-        weight = jnp.sum(batch["weights"])
-        return jnp.sum(nll * batch["weights"]) / weight, jnp.sum(hits * batch["weights"]) / weight
+        sums = cross_entropy(model.reading(batch["inputs"]), batch["targets"], batch["weights"])
+        return sums.loss / sums.weight, sums.correct / sums.weight
 
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
-        (loss, accuracy), grads = jax.value_and_grad(loss_of, has_aux=True)(params, batch)
+        with partition.using(program.layout):
+            (loss, accuracy), grads = jax.value_and_grad(loss_of, has_aux=True)(params, batch)
         lr = config.optimizer.peak_lr * jnp.asarray(table)[opt_state[-1].count]
         updates, opt_state = tx.update(grads, opt_state, params)
         metrics = {"loss": loss, "accuracy": accuracy, "grad_norm": optax.tree.norm(grads), "lr": lr}
@@ -79,10 +97,41 @@ def without_factors(program: Program) -> jax.stages.Compiled:
     abstract = found.abstract
     batch = abstract_batch(config.model, config.data.batch_size)
     place = program.layout.whole
-    jitted = jax.jit(step, donate_argnums=(0, 1), in_shardings=place, out_shardings=place)
-    return jitted.lower(abstract, jax.eval_shape(tx.init, abstract), batch).compile(
+    # As the run does: where the compiler may choose how the state lies in memory, it may here too.
+    state: Any = Format(Layout.AUTO, place) if program.free else place
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), abstract)
+    jitted = jax.jit(
+        step, donate_argnums=(0, 1), in_shardings=(state, state, place), out_shardings=(state, state, place)
+    )
+    return jitted.lower(shapes, jax.eval_shape(tx.init, shapes), batch).compile(
         compiler_options=program.compiler_options()
     )
+
+
+def folded(program: Program) -> jax.stages.Compiled:
+    """The run's own step with 1 for every factor, known to the compiler, which leaves the products out: what factors cost.
+
+    (state, run, batch) -> (state, metrics), as the run's; the factors in `run` are not looked at.
+    """
+    factors, place = program.run.factors, program.layout.whole
+    ones = jax.tree.map(lambda x: (np.asarray(x) != 0).astype(np.float32), factors)
+    known = ones._replace(forward={n: np.full_like(x, neutral(program, n)) for n, x in factors.forward.items()})
+    step = make_train_step(program.definition, program.tx, program.config.accumulation_steps, program.layout)
+
+    def with_ones(state: TrainState, run: Run, batch: Any) -> Any:
+        return step(state, run._replace(factors=known), batch)
+
+    state: Any = jax.tree.map(free_format, program.abstract) if program.free else place
+    jitted = jax.jit(with_ones, donate_argnums=0, in_shardings=(state, place, place), out_shardings=(state, place))
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), program.abstract)
+    batch = abstract_batch(program.config.model, program.config.data.batch_size)
+    return jitted.lower(shapes, program.run, batch).compile(compiler_options=program.compiler_options())
+
+
+def neutral(program: Program, name: str) -> float:
+    """What a model without presets has in place of a forward factor: logits over sqrt(head_dim), branches as they are."""
+    kind = program.definition.factors[name]["kind"]
+    return program.config.model.heads_dim**-0.5 if kind == "logits" else 1.0
 
 
 def plain_adamw(program: Program, table: np.ndarray) -> optax.GradientTransformation:
@@ -100,8 +149,10 @@ def counted(compiled: jax.stages.Compiled) -> dict[str, float]:
 
 
 def ratios(program: Program) -> dict[str, float]:
-    """FLOPs and bytes with the preset over those without."""
-    ours, plain = counted(with_preset(program)), counted(without_factors(program))
+    """FLOPs and bytes with the preset over those without: on TPU the same step without factors, else `without_factors`."""
+    # The TPU's compiler writes to stderr whatever it is asked.
+    with topology.quiet() if program.free else contextlib.nullcontext():
+        ours, plain = counted(with_preset(program)), counted((folded if program.free else without_factors)(program))
     return {name: ours[name] / plain[name] for name in ours}
 
 
@@ -163,12 +214,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=8, help="sequences of 256 tokens")
     parser.add_argument("--preset", default="depth-mup")
+    parser.add_argument("--topology", help="count for one chip of this TPU topology, such as v5e:2x2, and time nothing")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     args = parser.parse_args(argv)
-    program = assemble(config_of(args.width, args.depth, args.batch_size, args.preset), jax.devices()[:1])
+    if args.topology:
+        program, args.rounds = on_chip(args.topology, args.width, args.depth, args.batch_size, args.preset), 0
+    else:
+        program = assemble(config_of(args.width, args.depth, args.batch_size, args.preset), jax.devices()[:1])
     result = {
         "width": args.width, "depth": args.depth, "batch_size": args.batch_size, "preset": args.preset,
-        "device": jax.devices()[0].device_kind, "jax": jax.__version__,
+        "device": program.mesh.devices.flat[0].device_kind, "jax": jax.__version__,
         "ratio": ratios(program), **({"timed": timed(program, args.rounds)} if args.rounds else {}),
     }  # fmt: skip
     line = f"with the preset over without: FLOPs {result['ratio']['flops']:.4f}, bytes {result['ratio']['bytes']:.4f}"
