@@ -20,6 +20,8 @@ PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
 FOLDER = PAGE.with_suffix("")
 NAMES = {
     "torch_step": "A training step against PyTorch",
+    "torch_parts": "Where a step's time goes, part by part",
+    "preset_cost": "What a preset costs",
     "layers": "Layers as a scan, unrolled, and with fused projections",
     "attention": "Attention",
     "cross_entropy": "Cross-entropy",
@@ -31,6 +33,9 @@ NAMES = {
 ABOUT = {
     "torch_step": "Same weights, shapes, loss and AdamW in float32, one process, in turns; the first losses agree to 1e-4. "
     "`lm`: width 256, depth 4, 8 sequences of 256 bytes. `vit`: ViT-S/16, 16 images of 64x64.",
+    "torch_parts": "Parts of the same steps, forward and backward, each compiled alone and counted as often as a step has it; the "
+    "products within attention are part of it. AdamW takes the gradients' norm too, the loss counts what was right: PyTorch's do not.",
+    "preset_cost": "The step of `lm` under `depth-mup` against the same model without a factor under plain `optax.adamw`.",
     "layers": "The same steps. Fused: one product for queries, keys and values, and one for an MLP's gate and up.",
     "attention": "Forward and backward, 8 sequences of 256, 8 heads of 32, float32.",
     "cross_entropy": "Loss and gradients, 4096 tokens, width 256, float32. Memory is the compiler's temporaries.",
@@ -67,16 +72,19 @@ def rows_of(results: Sequence[dict[str, Any]]) -> list[list[str]]:
     others = [name for name in names if name != ours]
     memory = "temporary_bytes" in results[0]
     head = ["", *[f"{name}, ms" for name in (ours, *others)], *[f"{ours} / {name}" for name in others]]
-    found = [[*head, *(f"{name}, MB" for name in (ours, *others) if memory)]]
+    counts = [name for name in ("flops", "bytes") if name in results[0]]
+    found = [[*head, *(f"{name}, MB" for name in (ours, *others) if memory), *(f"{name}, ratio" for name in counts)]]
     for result in results:
-        ratios = [
-            f"{result['ratio'][name]:.2f} ({result['quartiles'][name][0]:.2f}-{result['quartiles'][name][1]:.2f})"
-            for name in others
-        ]
+        ratios = [_ratio(result, name) for name in others]
         times = [f"{result['ms'][name]:.1f}" for name in (ours, *others)]
         bytes_ = [f"{result['temporary_bytes'][name] / 1e6:.0f}" for name in (ours, *others) if memory]
-        found.append([_label(result), *times, *ratios, *bytes_])
+        found.append([_label(result), *times, *ratios, *bytes_, *(f"{result[name]:.4f}" for name in counts)])
     return found
+
+
+def _ratio(result: dict[str, Any], name: str) -> str:
+    spread = result.get("quartiles", {}).get(name)
+    return f"{result['ratio'][name]:.2f}" + (f" ({spread[0]:.2f}-{spread[1]:.2f})" if spread else "")
 
 
 def _label(result: dict[str, Any]) -> str:

@@ -92,11 +92,10 @@ def test_control_one_product_over_activations_is_seen() -> None:
 
 def test_the_command_prints_a_line_and_json(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     out = tmp_path / "cost.json"
-    assert (
-        preset_cost.main(["--width", "32", "--depth", "1", "--batch-size", "2", "--rounds", "1", "--out", str(out)])
-        == 0
-    )
+    assert preset_cost.main(["--tiny", "--rounds", "1", "--json", str(out)]) == 0
     line, record = capsys.readouterr().out.splitlines()
     assert line.startswith("with the preset over without: FLOPs 1.0")
     assert json.loads(record) == json.loads(out.read_text())
-    assert json.loads(record)["timed"]["time"] > 0
+    (row,) = json.loads(record)["results"]
+    assert row["ratio"]["plain"] > 0
+    assert row["ms"].keys() == {"preset", "plain"}

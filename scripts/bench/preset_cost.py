@@ -1,10 +1,10 @@
 """What a preset costs: the training step against the same model without a factor under plain `optax.adamw`.
 
-    python -m scripts.bench.preset_cost [--rounds 20] [--width 256] [--depth 4] [--out FILE.json]
+    python -m scripts.bench.preset_cost [--rounds 20] [--width 256] [--depth 4] [--json FILE.json]
     python -m scripts.bench.preset_cost --topology v5e:2x2 --width 1024 --depth 2
 
-Prints one readable line and one JSON object: ratios of FLOPs and bytes (the compiler's count) and of the median times
-of steps taken in turns, A B B A, so that whatever else the machine does falls on both. Goal: 1.00 within 0.03.
+Prints one readable line and one JSON object: ratios of FLOPs and bytes (the compiler's count) and of the times of steps
+taken in turns. Goal: 1.00 within 0.03. On a TPU topology the count alone, against the same step without factors: 0.005.
 """
 
 from __future__ import annotations
@@ -12,12 +12,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
-import statistics
 import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -26,6 +22,7 @@ import numpy as np
 import optax
 from jax.experimental.layout import Format, Layout
 
+from scripts.bench.in_turns import add_arguments, compared, in_turns, machine, one_core, write
 from train import topology
 from train.config import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
 from train.loss import cross_entropy
@@ -156,8 +153,8 @@ def ratios(program: Program) -> dict[str, float]:
     return {name: ours[name] / plain[name] for name in ours}
 
 
-def timed(program: Program, rounds: int) -> dict[str, float]:
-    """The median over rounds of the ratio of both steps, taken in turns, and their median seconds."""
+def timed(program: Program, rounds: int) -> dict[str, Any]:
+    """Median times of both steps taken in turns, and the ratio; the one without once more, for what noise makes of 1."""
     ours, plain = with_preset(program), without_factors(program)
     random, model = np.random.default_rng(0), program.config.model
     assert isinstance(model, DecoderConfig)
@@ -168,73 +165,48 @@ def timed(program: Program, rounds: int) -> dict[str, float]:
     params = jax.tree.map(jnp.array, state.params)
     opt_state = plain_adamw(program, schedule_table(program.config.optimizer, program.config.steps)).init(params)
 
-    def ours_once() -> float:
+    def ours_once() -> None:
         nonlocal state
-        began = time.perf_counter()
         state, metrics = ours(state, run, batch)
-        jax.block_until_ready(metrics)
-        jax.block_until_ready(state.params)
-        return time.perf_counter() - began
+        jax.block_until_ready((state, metrics))
 
-    def plain_once() -> float:
+    def plain_once() -> None:
         nonlocal params, opt_state
-        began = time.perf_counter()
         params, opt_state, metrics = plain(params, opt_state, batch)
-        jax.block_until_ready(metrics)
-        jax.block_until_ready(params)
-        return time.perf_counter() - began
+        jax.block_until_ready((params, metrics))
 
-    for once in (ours_once, plain_once):
-        once()
-    seconds: dict[str, list[float]] = {"with": [], "without": []}
-    for _ in range(rounds):
-        for name, once in (("with", ours_once), ("without", plain_once), ("without", plain_once), ("with", ours_once)):
-            seconds[name].append(once())
-    with_s, without_s = (statistics.median(seconds[name]) for name in ("with", "without"))
-    per_round = [
-        (a + b) / (c + d) for (a, b), (c, d) in zip(_pairs(seconds["with"]), _pairs(seconds["without"]), strict=True)
-    ]
-    # The same step against itself: what this machine's noise makes of a ratio of 1.
-    itself = statistics.median(a / b for a, b in _pairs(seconds["without"]))
-    return {
-        "time": statistics.median(per_round), "same_step_twice": itself,
-        "with_preset_s": with_s, "without_s": without_s,
-    }  # fmt: skip
-
-
-def _pairs(seconds: list[float]) -> list[tuple[float, float]]:
-    return list(zip(seconds[::2], seconds[1::2], strict=True))
+    steps = {"preset": ours_once, "plain": plain_once, "plain_again": plain_once}
+    found = in_turns(steps, rounds)
+    itself = compared({name: found[name] for name in ("plain", "plain_again")}, "plain_again")["ratio"]["plain"]
+    return {**compared({name: found[name] for name in ("preset", "plain")}, "preset"), "plain_against_itself": itself}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; returns the exit code 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=20, help="turns of two steps each (default 20)")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=8, help="sequences of 256 tokens")
     parser.add_argument("--preset", default="depth-mup")
     parser.add_argument("--topology", help="count for one chip of this TPU topology, such as v5e:2x2, and time nothing")
-    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    add_arguments(parser, 20)
     args = parser.parse_args(argv)
+    if args.one_core:
+        one_core()
+    sizes = (32, 1, 2) if args.tiny else (args.width, args.depth, args.batch_size)
     if args.topology:
-        program, args.rounds = on_chip(args.topology, args.width, args.depth, args.batch_size, args.preset), 0
+        program = on_chip(args.topology, *sizes, args.preset)
     else:
-        program = assemble(config_of(args.width, args.depth, args.batch_size, args.preset), jax.devices()[:1])
-    result = {
-        "width": args.width, "depth": args.depth, "batch_size": args.batch_size, "preset": args.preset,
-        "device": program.mesh.devices.flat[0].device_kind, "jax": jax.__version__,
-        "ratio": ratios(program), **({"timed": timed(program, args.rounds)} if args.rounds else {}),
-    }  # fmt: skip
-    line = f"with the preset over without: FLOPs {result['ratio']['flops']:.4f}, bytes {result['ratio']['bytes']:.4f}"
-    if args.rounds:
-        found = result["timed"]
-        line += f", time {found['time']:.3f} (median of {args.rounds} rounds of two steps each, {found['without_s']:.3f} s a step; "
-        line += f"the same step against itself {found['same_step_twice']:.3f})"
+        program = assemble(config_of(*sizes, args.preset), jax.devices()[:1])
+    cost = ratios(program)
+    row = {"width": sizes[0], "depth": sizes[1], "batch_size": sizes[2], "preset": args.preset, **cost}
+    line = f"with the preset over without: FLOPs {cost['flops']:.4f}, bytes {cost['bytes']:.4f}"
+    if not args.topology:
+        row |= timed(program, args.rounds)
+        line += f", time {row['ratio']['plain']:.3f} (the same step against itself {row['plain_against_itself']:.3f})"
     print(line)
-    print(json.dumps(result))
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
+    where = {"device": args.topology} if args.topology else {}
+    write({"benchmark": "preset_cost", **machine(), **where, "results": [row]}, args.json)
     return 0
 
 
