@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import random
+import runpy
 import signal
 import socket
 import sys
@@ -89,9 +90,9 @@ class Session:
         os.dup2(out, 1)
         os.dup2(out, 2)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored
-        from train.__main__ import main
-
-        sys.exit(main(argv))
+        sys.argv[1:] = argv
+        runpy.run_module("train", run_name="__main__", alter_sys=True)
+        raise AssertionError("`python -m train` has returned")
 
     def said(self) -> str:
         """What process 0 has printed."""
