@@ -251,7 +251,9 @@ def test_a_checkpoint_that_is_not_whole_is_refused(run: Path, tmp_path: Path) ->
     shutil.copytree(run, copy)
     shutil.rmtree(copy / "checkpoints" / "3" / "state")
     (copy / "checkpoints" / "3" / "_CHECKPOINT_METADATA").unlink()
-    assert "checkpoint 3 is damaged: _CHECKPOINT_METADATA is missing" in wrong(tmp_path, "export", copy, "--out", tmp_path / "new")
+    assert "checkpoint 3 is damaged: _CHECKPOINT_METADATA is missing" in wrong(
+        tmp_path, "export", copy, "--out", tmp_path / "new"
+    )
 
 
 def test_help_names_both() -> None:

@@ -28,6 +28,7 @@ COMMANDS = {
     "compile": "compile a recipe for a TPU pod, without a TPU: memory, collectives, least step time",
     "balance": "derive rates per layer from one batch, as a preset, for where none has a rule",
     "checkpoints": "list a run's checkpoints, their sizes and health, and verify them",
+    "grow": "make a larger model of a checkpoint, with the same function and the optimizer's state",
     "eval": "loss and accuracy of any checkpoint, on its data or on other data",
     "generate": "text from any checkpoint of a language model",
     "convert": "carry a run's checkpoint into another form of its preset",
@@ -95,6 +96,10 @@ def _command(argv: list[str]) -> int:
         from train import checkpoints_command
 
         return checkpoints_command.main(argv[1:])
+    if name == "grow":
+        from train import grow_command
+
+        return grow_command.main(argv[1:])
     if name == "eval":
         from train import eval_command
 
