@@ -14,9 +14,10 @@ from scripts import performance
 from scripts.bench import gpu_mfu, in_turns
 
 TINY = ["--tiny", "--rounds", "1"]
-needs_torch = pytest.mark.skipif(
-    importlib.util.find_spec("torch") is None, reason="PyTorch (extra torch) is not installed"
-)
+NEEDS_TORCH = [
+    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch (extra torch) is not installed"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),  # its compiler's own
+]
 
 
 @pytest.mark.slow
@@ -28,7 +29,9 @@ needs_torch = pytest.mark.skipif(
         ("cross_entropy", TINY),
         ("devices", TINY),
         ("generate", [*TINY, "--models", "lm-tiny"]),
-        pytest.param("torch_step", [*TINY, "--model", "lm"], marks=needs_torch),
+        ("preset_cost", TINY),
+        pytest.param("torch_step", [*TINY, "--model", "lm"], marks=NEEDS_TORCH),
+        pytest.param("torch_parts", [*TINY, "--model", "lm"], marks=NEEDS_TORCH),
     ],
 )
 def test_benchmark_runs_and_its_page_is_made(name: str, words: list[str], tmp_path: Path, capsys: Any) -> None:

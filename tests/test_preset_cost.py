@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from typing import Any
 
 import jax
@@ -88,14 +87,3 @@ def test_control_one_product_over_activations_is_seen() -> None:
     more, without = preset_cost.counted(compiled), preset_cost.counted(preset_cost.with_preset(made))
     assert more["flops"] > 1.001 * without["flops"]
     assert more["bytes"] > 1.03 * without["bytes"]
-
-
-def test_the_command_prints_a_line_and_json(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
-    out = tmp_path / "cost.json"
-    assert preset_cost.main(["--tiny", "--rounds", "1", "--json", str(out)]) == 0
-    line, record = capsys.readouterr().out.splitlines()
-    assert line.startswith("with the preset over without: FLOPs 1.0")
-    assert json.loads(record) == json.loads(out.read_text())
-    (row,) = json.loads(record)["results"]
-    assert row["ratio"]["plain"] > 0
-    assert row["ms"].keys() == {"preset", "plain"}
