@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import importlib
 import inspect
 import json
 import os
@@ -33,7 +34,7 @@ COMMANDS = {
     "generate": "text from any checkpoint of a language model",
     "convert": "carry a run's checkpoint into another form of its preset",
 }
-"""First words that are not recipes."""
+"""First words that are not recipes; `train/NAME_command.py` is each one's."""
 
 
 class _Stopped(BaseException):
@@ -80,38 +81,8 @@ def _command(argv: list[str]) -> int:
         print(_overview(), file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
     name = argv[0]
-    if name == "check":
-        from train import check_command
-
-        return check_command.main(argv[1:])
-    if name == "balance":
-        from train import balance_command
-
-        return balance_command.main(argv[1:])
-    if name == "convert":
-        from train import convert_command
-
-        return convert_command.main(argv[1:])
-    if name == "checkpoints":
-        from train import checkpoints_command
-
-        return checkpoints_command.main(argv[1:])
-    if name == "grow":
-        from train import grow_command
-
-        return grow_command.main(argv[1:])
-    if name == "eval":
-        from train import eval_command
-
-        return eval_command.main(argv[1:])
-    if name == "generate":
-        from train import generate_command
-
-        return generate_command.main(argv[1:])
-    if name == "compile":
-        from train import compile_command
-
-        return compile_command.main(argv[1:])
+    if name in COMMANDS:
+        return importlib.import_module(f"train.{name}_command").main(argv[1:])
     if name not in RECIPES:
         near = difflib.get_close_matches(name, [*RECIPES, *COMMANDS], n=1)
         hint = f"did you mean {near[0]}? " if near else ""
