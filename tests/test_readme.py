@@ -11,6 +11,7 @@ import io
 import os
 import re
 import shlex
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -23,6 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "CONTRIBUTING.md")
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 RUNS_NOTHING = ("--dry-run", "--print-config", "--help")
+USES_A_RUN = ("checkpoints", "eval", "generate", "grow")
+"""Commands of `python -m train` that are cheap, and are run as written on what `make train` leaves, here after two steps."""
 
 
 def blocks(document: str, language: str) -> list[str]:
@@ -49,6 +52,18 @@ def folders_of_the_reader(path: Path) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A workdir as `make train` leaves it, but for the number of steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    words = (
+        "train lm-tiny --steps 2 --optimizer.warmup-steps 1 --data.batch-size 8 --data.eval-examples 8 --log.no-samples"
+    )
+    with folders_of_the_reader(folder), contextlib.redirect_stdout(io.StringIO()):
+        assert import_module("train.__main__").main([*words.split()[1:], "--workdir", "runs/lm-tiny"]) == 0
+    return folder / "runs"
+
+
 def run(line: str) -> int:
     """Exit code of one command of the documents."""
     words = shlex.split(line)
@@ -63,7 +78,7 @@ def run(line: str) -> int:
         words = ["mupax", *words[2:]]
     assert words[0] == "mupax", f"the documents say {line!r}, and nothing here knows how to check it"
     command, arguments = words[1], words[2:]
-    if command == "train" and not set(arguments) & set(RUNS_NOTHING):
+    if command == "train" and arguments[0] not in USES_A_RUN and not set(arguments) & set(RUNS_NOTHING):
         arguments.append("--dry-run")
     main: Callable[[list[str]], int] = import_module(f"{command}.__main__").main
     try:
@@ -77,8 +92,10 @@ def test_the_documents_have_commands():
 
 
 @pytest.mark.parametrize("line", shell_lines())
-def test_a_command_works(line: str, tmp_path: Path):
+def test_a_command_works(line: str, tmp_path: Path, request: pytest.FixtureRequest):
     shown, errors = io.StringIO(), io.StringIO()
+    if re.search(rf"train ({'|'.join(USES_A_RUN)}) |--init-from", line):
+        shutil.copytree(request.getfixturevalue("trained"), tmp_path / "runs")
     with folders_of_the_reader(tmp_path), contextlib.redirect_stdout(shown), contextlib.redirect_stderr(errors):
         code = run(line)
     assert code == 0, f"{line}\n{shown.getvalue()[-2000:]}\n{errors.getvalue()[-2000:]}"

@@ -75,9 +75,10 @@ def _check(before: ModelConfig, after: ModelConfig) -> None:
             )
     for size in SIZES:
         if getattr(after, size) < getattr(before, size):
-            raise GrowError(
-                f"{size} would shrink from {getattr(before, size)} to {getattr(after, size)}; growth only adds"
-            )
+            was = getattr(before, size)
+            # Without head_dim a head is the width over the heads, and more heads are smaller ones.
+            instead = f"; add head_dim={was} to --set" if size == "heads_dim" else ""
+            raise GrowError(f"{size} would shrink from {was} to {getattr(after, size)}; growth only adds{instead}")
     if before.qk_norm and after.heads_dim != before.heads_dim:
         raise GrowError(
             "queries and keys are normalized (qk_norm) over the head dimension, and new entries of a head would change what "

@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     from train.grow_axes import GrowError
 
     if args.to is None and not args.set:
-        raise GrowError("say what to grow: --to MODEL, --set num_heads=8, or both")
+        raise GrowError("say what to grow: --to MODEL, --set depth=8, or both")
     from rich.console import Console
 
     from train import carry, init_from, pretrained, workdir

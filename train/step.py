@@ -128,7 +128,8 @@ def make_train_step(
         squares = bad_numbers.squares({**still, **grads}, definition.specs)
         loss, grad_norm = sums.loss / sums.weight, jnp.sqrt(jnp.sum(squares))
         verdict, health = bad_numbers.judge(state.health, run.limits, loss, grad_norm)
-        new = bad_numbers.kept(verdict.keep, (params, opt_state, average), (state.params, state.opt_state, state.ema))
+        before, after = (state.params, state.opt_state, state.ema), (params, opt_state, average)
+        params, opt_state, average = bad_numbers.kept(verdict.keep, after, before)
         metrics = {
             "loss": loss,
             "accuracy": sums.correct / sums.weight,
@@ -140,7 +141,7 @@ def make_train_step(
             ),
             "squares": squares,
         }
-        return TrainState(state.step + 1, *new, health), metrics
+        return TrainState(state.step + 1, params, opt_state, average, health), metrics
 
     return step
 
