@@ -85,7 +85,7 @@ def trained(run: str, mesh: str) -> tuple[Any, Any, list[dict[str, float]]]:
     for index in range(STEPS):
         on_mesh = made.train_feed().put(batch(run, index))
         state, metrics = step(state, numbers, on_mesh)
-        rows.append({name: float(value) for name, value in metrics.items()})
+        rows.append({name: float(value) for name, value in metrics.items() if value.ndim == 0})
     return first, state, rows
 
 

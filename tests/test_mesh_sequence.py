@@ -94,7 +94,7 @@ def trained(model: str, mesh: str) -> tuple[Any, Any, list[dict[str, float]], An
     first = jax.device_get(state.params)
     for index in range(STEPS):
         state, metrics = step(state, numbers, made.train_feed().put(batch(model, index)))
-        rows.append({name: float(value) for name, value in metrics.items()})
+        rows.append({name: float(value) for name, value in metrics.items() if value.ndim == 0})
     sums = made.compile_eval()(state.params, numbers, made.eval_feed().put(batch(model, STEPS, 4)))
     return first, jax.device_get(state.params), rows, jax.device_get(sums)
 
