@@ -112,7 +112,7 @@ def batch_of(config: Config, name: str, console: Console) -> Mapping[str, Any]:
 
     if name not in RECIPES:
         return check_models.batch(config.model)
-    return data.load(config.data, config.model, seed=config.seed, note=console.print).train_batch(0)
+    return data.load(config.data, config.model, seed=config.data_seed, note=console.print).train_batch(0)
 
 
 def show(

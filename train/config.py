@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -33,8 +34,8 @@ class PresetConfig:
 
     name: Annotated[str, conf.arg(aliases=("--preset",))] = "mup"
     """Preset name (`python -m presets` lists them), or measured:PATH, a file of `python -m train balance`."""
-    base: str | None = None
-    """Model whose sizes the factors are relative to; None is the absolute form (base 1)."""
+    base: Annotated[str | None, conf.arg(metavar="MODEL|AXIS=N,...")] = None
+    """What factors are relative to: a model, or sizes such as embed=64,head_dim=16,layers=2; None is the absolute form (base 1)."""
     form: Literal["plain", "readout-multiplier", "mean-field", "table-9"] | None = None
     """Where multipliers sit. Changes numbers, never training, but for clip_norm, which sees gradients as the form has them."""
     alpha_a: float | None = None
@@ -113,6 +114,8 @@ class DataConfig:
     """python_corpus, digits, text:PATH (a file or folder), images:PATH (a folder per class), cifar5m, or any TFDS name."""
     batch_size: int
     """Sequences or images per optimizer step, over all devices."""
+    seed: int | None = None
+    """Seeds data order and augmentation; the run's seed unless given, which then seeds the initialization alone."""
     eval_batch_size: int | None = None
     """batch_size unless given."""
     eval_examples: int | None = None
@@ -128,6 +131,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _at_least("data.", self, 1, "batch_size", "eval_batch_size", "eval_examples")
+        _at_least("data.", self, 0, "seed")
 
     @property
     def family(self) -> str | None:
@@ -326,7 +330,7 @@ class Config:
     steps: int
     """Optimizer steps."""
     seed: int = 0
-    """Seeds initialization, data order and augmentation."""
+    """Seeds initialization, and data order and augmentation where data.seed does not."""
     freeze: Annotated[tuple[str, ...], conf.arg(metavar="PATTERN ...")] = ()
     """Parameters that stay as they are, by role (bias, token_embedding) or name (block.query, 'block.mlp.*')."""
     train_only: Annotated[tuple[str, ...], conf.arg(metavar="PATTERN ...")] = ()
@@ -370,6 +374,11 @@ class Config:
                 f"write another data.name, or one of these models: {', '.join(_named(wanted))}"
             )
 
+    @property
+    def data_seed(self) -> int:
+        """What seeds data order and augmentation."""
+        return self.seed if self.data.seed is None else self.data.seed
+
     def resolved(self) -> Config:
         """The same run with the defaults that depend on other fields written out."""
         return dataclasses.replace(
@@ -388,26 +397,52 @@ def preset_of(config: Config) -> presets.Preset:
 
     Raises:
         PresetError: no such preset, or a constant it does not take or that is out of range.
-        ConfigError: the base is not a model's name, or a model of another family.
+        ConfigError: the base is neither sizes nor a model's name, or a model of another family.
     """
     return preset_for(config.preset, config.model)
 
 
 def preset_for(given: PresetConfig, model: ModelConfig) -> presets.Preset:
     """A parameterization for a model of this family; raises as `preset_of`."""
-    base = None
-    if given.base is not None:
-        base = get_model(given.base)
-        if base.family != model.family:
+    if given.base is None:
+        base = None
+    elif "=" in given.base:
+        base = sizes_of(given.base)
+    else:
+        named = get_model(given.base)
+        if named.family != model.family:
             raise ConfigError(
-                f"preset.base {given.base} is a {base.family} and the model a {model.family}; "
+                f"preset.base {given.base} is a {named.family} and the model a {model.family}; "
                 f"write one of {', '.join(_named(model.family))}, or None for the absolute form"
             )
+        base = named.base_sizes()
     flags = {name: getattr(given, name) for name in ("alpha_a", "alpha_l", "gamma0", "beta0")}
     return presets.get(
         given.name,
-        base=base.base_sizes() if base else None,
+        base=base,
         form=given.form,
         zero_readout=given.zero_readout,
         **constants.read(given.constants, flags),
     )
+
+
+def sizes_of(text: str) -> dict[str, int]:
+    """The sizes that a text such as embed=64,head_dim=16 names, by logical axis.
+
+    Raises:
+        ConfigError: a part that is no AXIS=N. Axes that do not exist are for `presets.get` to refuse.
+    """
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = (word.strip() for word in part.partition("="))
+        if not (axis and size.isascii() and size.isdigit()) or axis in found:
+            raise ConfigError(
+                f"preset.base {text}: {part!r} is no AXIS=N; write each axis once, as embed=64,head_dim=16"
+            )
+        found[axis] = int(size)
+    return found
+
+
+def sizes_text(sizes: Mapping[str, int]) -> str:
+    """Sizes as `preset.base` takes them: what `sizes_of` reads."""
+    return ",".join(f"{axis}={size}" for axis, size in sizes.items())

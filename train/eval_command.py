@@ -80,7 +80,7 @@ def measured(found: Any, console: Any) -> dict[str, Any]:
 
     config = found.config
     program = assemble(config)
-    data = data_sources.load(config.data, config.model, seed=config.seed, note=console.print)
+    data = data_sources.load(config.data, config.model, seed=config.data_seed, note=console.print)
     known, here = found.facts.get("tokenizer"), data.facts.get("tokenizer")
     if known is not None and known != here:
         raise DataError(

@@ -84,7 +84,10 @@ def main(argv: Sequence[str]) -> int:
     after = larger(before, args.to, args.set, args.out, args.steps)
     console = Console()
     program, state, grown, change = grow(
-        path, before, after, lambda: data_sources.load(before.data, before.model, seed=before.seed, note=console.print)
+        path,
+        before,
+        after,
+        lambda: data_sources.load(before.data, before.model, seed=before.data_seed, note=console.print),
     )
     args.out.mkdir(parents=True, exist_ok=True)
     workdir.record(args.out, after, facts, program.preset.describe(), {})

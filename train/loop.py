@@ -64,7 +64,7 @@ def _run(config: Config, processes: Processes, stop: StopRequest, folder: Path, 
     console = Console(quiet=not leader)
     program = assemble(config)
     with processes.leader_first("data"):
-        data = data_sources.load(config.data, config.model, seed=config.seed, note=console.print)
+        data = data_sources.load(config.data, config.model, seed=config.data_seed, note=console.print)
     agreement.check_data(data, processes)
 
     def record() -> None:

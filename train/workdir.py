@@ -133,7 +133,7 @@ def _check_same_run(config: Config, before: dict[str, Any], path: Path) -> None:
     fixed = {
         "model": set(),
         "optimizer": {"name"},
-        "data": {"name", "batch_size", "tokenizer", "split"},
+        "data": {"name", "batch_size", "tokenizer", "split", "seed"},
         "preset": set(),
         "ema": set(),
     }

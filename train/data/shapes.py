@@ -1,0 +1,228 @@
+"""An endless set of images: one textured shape in clutter, rendered from (seed, index) by numpy alone.
+
+A class is a shape and its texture, and neither suffices: five shapes, each striped or checked. Everything else is left
+to chance: place, size, angle and proportions, all colours, light from a side, noise, dabs that hide parts, and a
+background that is striped or checked itself. Shapes have equal areas and textures equal wavelengths and means, so no
+pixel and no mean of pixels tells much, and the texture has to be seen inside of the shape.
+
+`python -m scripts.bench.shapes` measures how hard that is and how fast it is drawn; its figures are in
+docs/shapes.json. Image `index` of a stream is a function of (seed, stream, index), up to the last bit of the sines of
+this machine's numpy, and no two indices start from the same random state.
+
+Shapes: B images, P = SIZE * SIZE pixels in rows, C = 3 colours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+SIZE = 32
+VERSION = "shapes-1"
+"""Names what is drawn; a change of any image is a new version."""
+SHAPES = ("disc", "square", "triangle", "ring", "cross")
+CLASSES = [f"{texture} {shape}" for shape in SHAPES for texture in ("striped", "checked")]
+TRAIN, EVAL = 0, 1
+LENGTH = 2**40
+"""Images of a stream: more than any run sees, few enough for every index to fit an int64 and a float's mantissa."""
+_DABS = 4
+_CHUNK = 32  # images drawn at once: their pixels fit in a core's cache
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+class Shapes(Sequence[dict[str, Any]]):
+    """The images of one stream as a random-access source of TFDS-like records, `image` uint8 [32, 32, 3] and `label`.
+
+    Args:
+        seed: seed of the stream.
+        stream: TRAIN or EVAL.
+        length: images it is said to have.
+    """
+
+    def __init__(self, seed: int, stream: int = TRAIN, length: int = LENGTH) -> None:
+        self._seed, self._stream, self._length = seed, stream, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, i: int) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.__getitems__([i])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Many records, drawn together: how a data loader asks for a batch."""
+        import numpy as np
+
+        i = np.asarray(indices, np.int64)
+        if i.size and not 0 <= i.min() <= i.max() < self._length:
+            raise IndexError(f"image {i[(i < 0) | (i >= self._length)][0]} of {self._length}")
+        images, labels = render(self._seed, self._stream, i)
+        return [{"image": image, "label": int(label)} for image, label in zip(images, labels, strict=True)]
+
+
+def render(seed: int, stream: int, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Images uint8 [B, 32, 32, 3] and labels int32 [B] of the indices int64 [B], each whatever the others are."""
+    import numpy as np
+
+    images = np.empty((len(indices), SIZE, SIZE, 3), np.uint8)
+    labels = np.empty(len(indices), np.int32)
+    for start in range(0, len(indices), _CHUNK):
+        here = slice(start, start + _CHUNK)
+        states_B = _states(seed, stream, indices[here])
+        labels[here], pixels_BPC = _draw(_Numbers(states_B))
+        images[here] = pixels_BPC.reshape(-1, SIZE, SIZE, 3)
+    return images, labels
+
+
+def _states(seed: int, stream: int, indices: np.ndarray) -> np.ndarray:
+    """A random state per image, uint64 [B]; different for different indices, since mixing is one to one."""
+    import numpy as np
+
+    key = np.random.SeedSequence([seed, stream]).generate_state(1, np.uint64)[0]
+    return _mix(indices.astype(np.uint64) ^ key)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """SplitMix64's finalizer (Steele, Lea and Flood 2014; constants of Stafford's variant 13) of uint64 of any shape."""
+    import numpy as np
+
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class _Numbers:
+    """The random numbers of some images: SplitMix64 from a state each, taken in the same order for all."""
+
+    def __init__(self, states_B: np.ndarray) -> None:
+        self._states, self._taken = states_B, 0
+
+    def words(self, count: int) -> np.ndarray:
+        """uint64 [B, count]."""
+        import numpy as np
+
+        steps = np.arange(self._taken + 1, self._taken + count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+        self._taken += count
+        return _mix(self._states[:, None] + steps)
+
+    def uniform(self, low: float, high: float, *shape: int) -> np.ndarray:
+        """float32 [B, *shape] in [low, high)."""
+        import numpy as np
+
+        unit = (self.words(math.prod(shape)) >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
+        return (np.float32(low) + np.float32(high - low) * unit).reshape(-1, *shape)
+
+    def bytes(self, *shape: int) -> np.ndarray:
+        """uint8 [B, *shape]; the product of shape is a multiple of 8."""
+        import numpy as np
+
+        return self.words(math.prod(shape) // 8).astype("<u8").view(np.uint8).reshape(-1, *shape)
+
+
+def _draw(numbers: _Numbers) -> tuple[np.ndarray, np.ndarray]:
+    """Labels int32 [B] and pixels uint8 [B, P, C]."""
+    import numpy as np
+
+    label_B = (numbers.uniform(0, len(CLASSES), 1)[:, 0]).astype(np.int32)
+    line = np.arange(SIZE, dtype=np.float32) - np.float32((SIZE - 1) / 2)
+    y_P, x_P = np.repeat(line, SIZE)[None], np.tile(line, SIZE)[None]
+
+    ground_BPC = _textured(numbers, x_P, y_P, numbers.uniform(0, 2, 1) < 1, contrast=(0.0, 0.2))
+    figure_BPC = _textured(numbers, x_P, y_P, label_B[:, None] % 2 == 0, contrast=(0.2, 0.4))
+    inside_BP = _inside(numbers, x_P, y_P, label_B // 2)
+    ground_BPC += inside_BP[..., None] * (figure_BPC - ground_BPC)
+    for _ in range(_DABS):
+        x, y = (numbers.uniform(-SIZE / 2, SIZE / 2, 1) for _ in range(2))
+        over_BP = _soft((x_P - x) ** 2 + (y_P - y) ** 2, numbers.uniform(1, 2.5, 1) ** 2, 0.25)
+        ground_BPC += over_BP[..., None] * (numbers.uniform(0, 1, 1, 3) - ground_BPC)
+
+    angle, slope, level = numbers.uniform(0, 2 * np.pi, 1), numbers.uniform(0, 0.025, 1), numbers.uniform(0.7, 1.1, 1)
+    light_BP = level + slope * (np.cos(angle) * x_P + np.sin(angle) * y_P)
+    ground_BPC *= (255 * light_BP)[..., None]
+    strength = numbers.uniform(0.05, 0.3, 1, 1)
+    ground_BPC += strength * (numbers.bytes(SIZE * SIZE, 3).astype(np.float32) - np.float32(127.5))
+    return label_B, np.clip(ground_BPC, 0, 255).astype(np.uint8)
+
+
+def _textured(
+    numbers: _Numbers, x_P: np.ndarray, y_P: np.ndarray, striped_B1: np.ndarray, contrast: tuple[float, float]
+) -> np.ndarray:
+    """Stripes or checks of two colours over the whole image, float32 [B, P, C]; both of one wavelength and mean."""
+    import numpy as np
+
+    angle, wavelength = numbers.uniform(0, 2 * np.pi, 1), numbers.uniform(4, 6.5, 1)
+    phase_B2 = numbers.uniform(0, 2 * np.pi, 2)
+    # A product of two waves at right angles is a sum of two waves of a shorter wavelength, 45 degrees on.
+    k = 2 * np.pi / (wavelength * np.where(striped_B1, np.float32(1), np.float32(np.sqrt(2))))
+    u_BP = (k * np.cos(angle)) * x_P + (k * np.sin(angle)) * y_P + phase_B2[:, :1]
+    v_BP = (k * np.cos(angle)) * y_P - (k * np.sin(angle)) * x_P + phase_B2[:, 1:]
+    wave_BP = np.sin(u_BP) * np.where(striped_B1, np.float32(1), np.sin(v_BP))
+    np.clip(3 * wave_BP, -1, 1, out=wave_BP)
+    mean_BC = numbers.uniform(0.25, 0.75, 3)
+    towards_BC = numbers.uniform(-1, 1, 3)
+    towards_BC *= numbers.uniform(*contrast, 1) / np.sqrt((towards_BC**2).mean(1, keepdims=True) + 1e-6)
+    return mean_BC[:, None] + wave_BP[..., None] * towards_BC[:, None]
+
+
+def _inside(numbers: _Numbers, x_P: np.ndarray, y_P: np.ndarray, shape_B: np.ndarray) -> np.ndarray:
+    """How much of each pixel the shape covers, float32 [B, P] in [0, 1]; every shape has the same area."""
+    import numpy as np
+
+    centre_x, centre_y = (numbers.uniform(-7, 7, 1) for _ in range(2))
+    angle, stretch = numbers.uniform(0, 2 * np.pi, 1), np.exp(numbers.uniform(-0.2, 0.2, 1))
+    size = numbers.uniform(11, 17, 1)  # the root of the area, in pixels
+    x_BP, y_BP = x_P - centre_x, y_P - centre_y
+    cos, sin = np.cos(angle) / size, np.sin(angle) / size
+    u_BP, v_BP = (cos * x_BP + sin * y_BP) * stretch, (cos * y_BP - sin * x_BP) / stretch
+    far_BP = np.empty_like(u_BP)
+    for which, distance in enumerate((_disc, _square, _triangle, _ring, _cross)):
+        here = shape_B == which
+        far_BP[here] = distance(u_BP[here], v_BP[here])
+    return _soft(far_BP * size, np.float32(0), 1.0)
+
+
+def _soft(value: np.ndarray, edge: Any, sharpness: float) -> np.ndarray:
+    """1 below the edge, 0 above it, and linear over 1 / sharpness between."""
+    import numpy as np
+
+    return np.clip(np.float32(sharpness) * (edge - value) + np.float32(0.5), 0, 1)
+
+
+# Signed distances, about, to the edge of a shape of area 1 about the origin; negative inside.
+
+
+def _disc(u: np.ndarray, v: np.ndarray) -> np.ndarray:
+    import numpy as np
+
+    return np.hypot(u, v) - np.float32(np.sqrt(1 / np.pi))
+
+
+def _square(u: np.ndarray, v: np.ndarray) -> np.ndarray:
+    import numpy as np
+
+    return np.maximum(np.abs(u), np.abs(v)) - np.float32(0.5)
+
+
+def _triangle(u: np.ndarray, v: np.ndarray) -> np.ndarray:
+    import numpy as np
+
+    sides = np.maximum(np.float32(np.sqrt(3) / 2) * np.abs(u) - np.float32(0.5) * v, v)
+    return sides - np.float32(27**-0.25)
+
+
+def _ring(u: np.ndarray, v: np.ndarray) -> np.ndarray:
+    import numpy as np
+
+    outer = np.sqrt(1 / (0.75 * np.pi))
+    return np.abs(np.hypot(u, v) - np.float32(0.75 * outer)) - np.float32(0.25 * outer)
+
+
+def _cross(u: np.ndarray, v: np.ndarray) -> np.ndarray:
+    import numpy as np
+
+    arm, width = np.sqrt(1 / (4 * (2 * 0.36 - 0.36**2))), 0.36
+    longer, shorter = np.maximum(np.abs(u), np.abs(v)), np.minimum(np.abs(u), np.abs(v))
+    return np.maximum(longer - np.float32(arm), shorter - np.float32(width * arm))
