@@ -15,7 +15,7 @@ SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13)
 LOCK := $(BIN)/uv pip compile pyproject.toml --quiet --universal --generate-hashes --python-version 3.11 \
 	--fork-strategy requires-python --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock"
 
-.PHONY: help train test check parity tpu core lock clean
+.PHONY: help train test check parity tpu core figures lock clean
 .DEFAULT_GOAL := help
 
 help: ## What can be made
@@ -46,6 +46,9 @@ tpu: $(VENV)/.locked-dev ## What the TPU compiler makes of the step, without a T
 
 core: $(VENV)/.locked-dev ## The quick tests that other Python and JAX versions must pass too
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "core and not alone"
+
+figures: $(VENV)/.locked ## Measure and draw the papers' figures that are not in docs/figures yet (ARGS=--again for all)
+	$(BIN)/python -m scripts.figures $(ARGS)
 
 lock: $(BIN)/python ## Write the requirement files again (ARGS=--upgrade for newer versions)
 	$(PIP) install --quiet "uv>=0.6,<0.14"

@@ -1,0 +1,1 @@
+"""The papers' figures as measured exponents, one file each; `result.py` says what such a file holds."""

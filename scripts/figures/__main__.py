@@ -1,0 +1,91 @@
+"""Measures and draws the papers' figures, and writes docs/reproduction.md from what they found.
+
+    python -m scripts.figures [NAME ...] [--full] [--out docs/figures] [--again] [--render] [--list]
+
+Every figure leaves NAME.json (settings, numbers, rows with their verdicts) and NAME.png; with `--full`, the paper's sizes,
+NAME-full. A figure whose record has the same settings is only drawn again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from scripts.figures import page
+
+OUT = Path(__file__).parents[2] / "docs" / "figures"
+WORK = Path("runs") / "figures"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns 0, or 2 for a wrong name."""
+    known = page.names()
+    parser = argparse.ArgumentParser(prog="python -m scripts.figures", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}; all unless given")
+    parser.add_argument("--full", action="store_true", help="the paper's sizes: hours, on an accelerator")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder of the records and pictures (docs/figures)")
+    parser.add_argument("--again", action="store_true", help="measure even what is there with the same settings")
+    parser.add_argument("--render", action="store_true", help="measure nothing: draw and judge what is there")
+    parser.add_argument("--list", action="store_true", help="say what there is, and stop")
+    args = parser.parse_args(argv)
+    if unknown := [name for name in args.names if name not in known]:
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        parser.error(f"no figure is named {unknown[0]}; {hint}the figures are {', '.join(known)}")
+    for name in args.names or known:
+        if args.list:
+            print(f"{name:16} {page.load(name).title}")
+        else:
+            _run(name, args)
+    if not args.list:
+        beside = args.out.parent / "reproduction.md"
+        beside.write_text(page.text(args.out))
+        print(f"wrote {beside}")
+    return 0
+
+
+def _run(name: str, args: argparse.Namespace) -> None:
+    from scripts.figures import result
+
+    figure = page.load(name)
+    settings = figure.full if args.full else figure.small
+    stem = args.out / (f"{name}-full" if args.full else name)
+    path = stem.with_suffix(".json")
+    kept = result.load(path) if path.exists() else None
+    if kept is not None and not result.same_settings(kept, settings):
+        kept = None
+    if kept is None and args.render:
+        print(f"{stem.name}: nothing measured with these settings")
+        return
+    if kept is not None and not args.again:
+        about = {key: kept[key] for key in ("command", "versions", "seconds")}
+        data = kept["data"]
+    else:
+        work = WORK / stem.name
+        work.mkdir(parents=True, exist_ok=True)
+        started = time.monotonic()
+        data = figure.measure(settings, work)
+        command = f"python -m scripts.figures {name}" + (" --full" if args.full else "")
+        about = {"command": command, "versions": _versions(), "seconds": round(time.monotonic() - started)}
+    args.out.mkdir(parents=True, exist_ok=True)
+    kept = result.record(figure, settings, data, **about)
+    result.save(path, kept)
+    figure.draw(kept["settings"], kept["data"]).savefig(stem.with_suffix(".png"))
+    print(f"{stem.name}: {figure.title} ({about['seconds']} s)", flush=True)
+    for row in kept["rows"]:
+        print(f"  {page.sentence(row)}", flush=True)
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    return {"python": platform.python_version(), **{name: version(name) for name in ("jax", "flax", "numpy")}}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""Figures 3b and 3c: attention logits over heads at initialization, for small and large head dimension N."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from scripts.figures import models, panels
+from scripts.figures.result import Data, Figure, Row, Settings, exponent
+
+if TYPE_CHECKING:
+    import matplotlib.figure
+
+
+def measure(settings: Settings, work: Path) -> dict[str, Any]:
+    """Variance over heads [alpha_A, N, seeds]; the density over heads at some N."""
+    del work
+    import jax.numpy as jnp
+
+    from zoo.internals import internals
+
+    images = jnp.asarray(models.images(settings["images"]))
+    presets = [models.absolute(alpha_a=alpha, alpha_l=1.0) for alpha in settings["alpha_a"]]
+    variance = np.zeros((len(presets), len(settings["head_dim"]), settings["seeds"]))
+    shown: dict[str, Any] = {}
+    for index, head_dim in enumerate(settings["head_dim"]):
+        config = models.vit(head_dim=head_dim, heads=settings["heads"], depth=1)
+        program = models.at_initialization(config, lambda model: internals(model, images)["attention"][0])
+        heads = []
+        for seed in range(settings["seeds"]):
+            seen = program(seed, presets)  # [B, H, T, S] each
+            variance[:, index, seed] = [logits.var(axis=1, ddof=1).mean() for logits in seen]
+            heads.append(seen[0][0])  # [H, T, S]
+        if head_dim in settings["shown"]:
+            every = np.concatenate(heads)
+            ratios = every / every.std(axis=0)  # every pair of positions has a variance of its own
+            shown[str(head_dim)] = np.histogram(ratios, bins=41, range=(-4.1, 4.1), density=True)[0]
+    return {"variance": variance, "density": shown}
+
+
+def rows(settings: Settings, data: Data) -> list[Row]:
+    """A slope per alpha_A."""
+    return [
+        exponent(
+            f"variance of attention logits over heads against N, alpha_A = {alpha:g}",
+            settings["head_dim"],
+            variance,
+            predicted=1 - 2 * alpha,
+        )
+        for alpha, variance in zip(settings["alpha_a"], data["variance"], strict=True)
+    ]
+
+
+def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
+    """Densities over heads, and variances against N."""
+    figure, (left, right) = panels.row(2, "Attention logits over heads at initialization")
+    centers = np.linspace(-4.1, 4.1, 42)[:-1] + 0.1
+    for color, (head_dim, density) in zip(panels.COLORS, data["density"].items(), strict=False):
+        left.step(centers, density, where="mid", color=color, linewidth=1.4, label=f"N = {head_dim}")
+    left.plot(centers, np.exp(-(centers**2) / 2) / np.sqrt(2 * np.pi), "--", color=panels.GREY, label="Gaussian")
+    panels.label(left, "Over heads and seeds, a pair of positions at a time", "logit / standard deviation", "density")
+    panels.legend(left)
+    for color, alpha, variance in zip(panels.COLORS, settings["alpha_a"], data["variance"], strict=False):
+        name = rf"$\alpha_A$ = {alpha:g}"
+        panels.power_law(right, settings["head_dim"], variance, name, color=color, predicted=1 - 2 * alpha)
+    panels.label(right, r"Dashed: slope $1 - 2\alpha_A$", "head dimension N", "variance over heads")
+    panels.legend(right)
+    return figure
+
+
+FIGURE = Figure(
+    title="Figures 3b and 3c: attention logits over heads at initialization",
+    source="figure 3 of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
+    about="Logits of the first block of the paper's ViT on digits: their distribution over heads, and its variance as the head "
+    "dimension N grows with the number of heads fixed.",
+    small={"alpha_a": [1.0, 0.75, 0.5], "head_dim": [1, 2, 4, 8, 16, 32, 64], "heads": 16, "images": 2, "seeds": 8, "shown": [1, 64]},
+    full={"alpha_a": [1.0, 0.75, 0.5], "head_dim": [1, 2, 4, 8, 16, 32, 64, 128], "heads": 64, "images": 8, "seeds": 16, "shown": [1, 128]},
+    measure=measure,
+    rows=rows,
+    draw=draw,
+)  # fmt: skip

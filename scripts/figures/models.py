@@ -1,0 +1,93 @@
+"""The models of the figures at initialization: the zoo's ViT in the form of `bordelon-vit`, absolute presets, real images."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from presets import Preset, get
+from zoo import configs
+
+if TYPE_CHECKING:
+    from zoo.configs import ViTConfig
+
+
+def vit(*, head_dim: int, heads: int, depth: int) -> ViTConfig:
+    """The paper's ViT (LayerNorm without parameters, no biases, F = D, GELU, learned positions) on 8x8 images, 16 patches."""
+    paper = configs.get("bordelon-vit")
+    assert isinstance(paper, configs.ViTConfig)
+    return dataclasses.replace(
+        paper,
+        width=head_dim * heads,
+        num_heads=heads,
+        depth=depth,
+        image_size=8,
+        patch_size=2,
+        channels=1,
+        centered=False,
+        compute=dataclasses.replace(paper.compute, layers="scan"),
+    )
+
+
+def absolute(*, alpha_a: float, alpha_l: float, beta0: float = 4.0) -> Preset:
+    """`depth-mup` in the paper's absolute form."""
+    return get("depth-mup", base=None, alpha_a=alpha_a, alpha_l=alpha_l, beta0=beta0)
+
+
+def images(count: int) -> np.ndarray:
+    """The first handwritten digits of scikit-learn, standardized over all of them, float32 [count, 8, 8, 1]."""
+    from sklearn.datasets import load_digits
+
+    pixels = np.asarray(load_digits()["images"])
+    return ((pixels[:count] - pixels.mean()) / pixels.std()).astype(np.float32)[..., None]
+
+
+def patches(images_BHWC: np.ndarray, size: int = 2) -> np.ndarray:
+    """What the patch embedding reads, [B, P, size * size * C], in the order of the zoo's ViT."""
+    batch, side, _, channels = images_BHWC.shape
+    grid = side // size
+    x = images_BHWC.reshape(batch, grid, size, grid, size, channels).swapaxes(2, 3)
+    return x.reshape(batch, grid * grid, size * size * channels)
+
+
+def at_initialization(
+    config: configs.ModelConfig, look: Callable[[Any], Any]
+) -> Callable[[int, Sequence[Preset]], list[Any]]:
+    """A compiled program that starts a model and looks at it.
+
+    Args:
+        config: the model.
+        look: model to a tree of arrays.
+
+    Returns:
+        (seed, presets) to what `look` sees under each preset, all with the same initial weights.
+
+    Raises:
+        ValueError: presets that do not start alike.
+    """
+    import jax
+
+    from train import factors
+    from zoo import build
+
+    definition = build.definition(config)
+
+    @jax.jit
+    def program(seed: Any, stds: Any, multipliers: Any, forwards: Any) -> Any:
+        params = definition.initialize(seed, stds)
+        return jax.lax.map(lambda forward: look(definition.model(params, multipliers, forward)), forwards)
+
+    def run(seed: int, presets: Sequence[Preset]) -> list[Any]:
+        resolved = [factors.resolve(preset, definition) for preset in presets]
+        stds = [factors.init_stds(preset, definition) for preset in presets]
+        for numbers in ([one.multiplier for one in resolved], stds):
+            if any(not np.array_equal(one[name], numbers[0][name]) for one in numbers for name in one):
+                raise ValueError("these presets start from other weights; give each a call of its own")
+        forwards = jax.tree.map(lambda *numbers: np.stack(numbers), *(one.forward for one in resolved))
+        seen = jax.device_get(program(np.uint32(seed), stds[0], resolved[0].multiplier, forwards))
+        return [jax.tree.map(lambda array, i=index: array[i], seen) for index in range(len(presets))]
+
+    return run

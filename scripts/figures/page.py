@@ -1,0 +1,84 @@
+"""docs/reproduction.md, made from the records of the figures, and the list of figures there are."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from scripts.figures.result import Figure
+
+HEAD = """# The papers' figures, measured again
+
+Made by `python -m scripts.figures --render` from the records in `docs/figures/`; `make figures` measures them all on a CPU.
+Each row holds a number against what its source predicts: it reproduces where the estimate lies within the band (±) around
+the prediction, and does not where the whole 95 % interval over seeds lies outside. A control must fail.
+"""
+
+
+def names() -> list[str]:
+    """The figures there are: a file `fig*.py` each."""
+    return sorted(path.stem for path in Path(__file__).parent.glob("fig*.py"))
+
+
+def load(name: str) -> Figure:
+    """The figure in the file of this name."""
+    return importlib.import_module(f"scripts.figures.{name}").FIGURE
+
+
+def text(folder: Path) -> str:
+    """The page, from the records in `folder`; figures without one are named at the end."""
+    records = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("fig*.json"))}
+    parts = [HEAD, _summary(records)]
+    parts += [_section(folder.name, name, kept) for name, kept in records.items()]
+    if missing := [name for name in names() if name not in records]:
+        parts.append(f"## Not measured yet\n\n{', '.join(f'`{name}`' for name in missing)}\n")
+    return "\n".join(parts)
+
+
+def sentence(row: Mapping[str, Any]) -> str:
+    """A row in one line of text."""
+    predicted = "" if row["predicted"] is None else f", predicted {_number(row, row['predicted'])} {_band(row)}"
+    return f"{row['what']}: {_measured(row)}{predicted}: {row['verdict']}"
+
+
+def _summary(records: Mapping[str, Mapping[str, Any]]) -> str:
+    rows = [row for kept in records.values() for row in kept["rows"] if row["predicted"] is not None]
+    claims = [row for row in rows if not row["control"]]
+    against = [row for row in claims if not row["verdict"].startswith("reproduces")]
+    good = len(claims) - len(against)
+    lines = [f"Of {len(claims)} predictions {good} reproduce; {len(rows) - len(claims)} controls stand beside them."]
+    if against:
+        lines += ["", "What does not, or not surely:", ""]
+        lines += [f"- {sentence(row)}" for row in against]
+    return "\n".join([*lines, ""])
+
+
+def _section(folder: str, name: str, kept: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{key} {value}" for key, value in kept["versions"].items())
+    lines = [f"## {kept['title']}", "", f"{kept['about']} Source: {kept['source']}.", ""]
+    lines += [f"`{kept['command']}` ({kept['seconds']} s; {versions})", ""]
+    lines += [f"![{kept['title']}]({folder}/{name}.png)", ""]
+    lines += ["| what | predicted | measured [95 %] | verdict |", "|---|---|---|---|"]
+    for row in kept["rows"]:
+        predicted = "" if row["predicted"] is None else f"{_number(row, row['predicted'])} {_band(row)}"
+        source = f" ({row['source']})" if row["source"] else ""
+        note = f" {row['note']}" if row["note"] else ""
+        lines.append(f"| {row['what']} | {predicted}{source} | {_measured(row)} | {row['verdict']}.{note} |")
+    return "\n".join([*lines, ""])
+
+
+def _measured(row: Mapping[str, Any]) -> str:
+    low, high = (_number(row, row[end]) for end in ("low", "high"))
+    return f"{_number(row, row['measured'])} [{low}, {high}]"
+
+
+def _number(row: Mapping[str, Any], value: float) -> str:
+    return f"{value:+.2f}" if row["kind"] == "exponent" else f"{value:.4g}"
+
+
+def _band(row: Mapping[str, Any]) -> str:
+    return f"± {row['tolerance']:.2g}"
