@@ -214,8 +214,8 @@ def _check_read(config: Config, argv: Sequence[str]) -> None:
     for flag, ignored in {
         "--data.split": data.name != "digits",
         "--data.tokenizer": data.family == "vit",
-        "--data.augment": tokens,
-        "--data.no-augment": tokens,
+        "--data.augment": tokens or data.name == "shapes",
+        "--data.no-augment": tokens or data.name == "shapes",
     }.items():
         if ignored and flag in given:
             raise ConfigError(f"{flag} is not read with the data {data.name}; leave it out")

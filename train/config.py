@@ -111,7 +111,7 @@ class DataConfig:
     """Where batches come from. Batch k is a function of (seed, k, batch_size) alone."""
 
     name: str
-    """python_corpus, digits, text:PATH (a file or folder), images:PATH (a folder per class), cifar5m, or any TFDS name."""
+    """python_corpus, digits, shapes (endless), text:PATH (a file or folder), images:PATH (a folder per class), cifar5m, or any TFDS name."""
     batch_size: int
     """Sequences or images per optimizer step, over all devices."""
     seed: int | None = None
@@ -142,7 +142,7 @@ class DataConfig:
 
 _FAMILY_OF_DATA = {
     "python_corpus": "decoder", "text": "decoder", "c4": "decoder", "lm1b": "decoder", "wiki40b": "decoder",
-    "digits": "vit", "images": "vit", "cifar5m": "vit", "mnist": "vit", "cifar10": "vit", "cifar100": "vit",
+    "digits": "vit", "shapes": "vit", "images": "vit", "cifar5m": "vit", "mnist": "vit", "cifar10": "vit", "cifar100": "vit",
     "imagenet2012": "vit",
 }  # fmt: skip
 
@@ -160,7 +160,7 @@ class MeshConfig:
     tensor: int = 1
     """Heads, MLP and vocabulary split."""
     sweep: int = 1
-    """Runs of a sweep side by side; only 1 in this version."""
+    """Points of a sweep side by side (`python -m train sweep`); 1 in a run of its own."""
     rules: Annotated[tuple[str, ...], conf.arg(metavar="LOGICAL=MESH ...")] = ()
     """Changes of the table from logical to mesh axes: mlp=fsdp, vocab=none, batch=data,fsdp."""
     slices: Annotated[tuple[str, ...], conf.arg(metavar="AXIS=N ...")] = ()

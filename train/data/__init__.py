@@ -1,7 +1,8 @@
 """Data: batches by index from text and images. `load` is the way in; importing this package imports nothing heavy.
 
-Text goes text.py → tokenizer.py, packing.py → tokens.py; images go digits.py, folders.py → images.py, augment.py; data
-sets known to TFDS go published.py → either. All of them come out behind interface.Data.
+Text goes text.py → tokenizer.py, packing.py → tokens.py; images go digits.py, folders.py → images.py, augment.py, or are
+drawn as they are asked for, shapes.py → endless.py; data sets known to TFDS go published.py → either. All of them come
+out behind interface.Data.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ def load(config: DataConfig, model: ModelConfig, *, seed: int, note: Callable[[s
         opened = text.python_corpus if name == "python_corpus" else text.own_text
     elif name == "digits":
         from train.data.digits import digits as opened
+    elif name == "shapes":
+        from train.data.endless import striped_shapes as opened
     elif name.startswith("images:"):
         from train.data.folders import own_images as opened
     else:

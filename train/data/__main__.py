@@ -39,6 +39,9 @@ def _prepare(name: str, data_dir: str | None) -> int:
         prepared.embedded("PythonCorpus", data_dir, print, config=config)
     elif name == "digits":
         prepared.embedded("Digits", data_dir, print)
+    elif name == "shapes":
+        print("shapes are drawn as a run asks for them; there is nothing to prepare")
+        return 0
     elif name == "cifar5m":
         published.cifar5m_parts(data_dir, print)
     else:

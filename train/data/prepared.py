@@ -15,7 +15,7 @@ from typing import Any
 from train.data import cache
 from train.data.interface import DataError
 
-OWN_NAMES = ("python_corpus", "digits", "cifar5m", "text:PATH", "images:PATH")
+OWN_NAMES = ("python_corpus", "digits", "shapes", "cifar5m", "text:PATH", "images:PATH")
 CONFIGS = {"c4": "c4/en"}
 """The configuration meant where a data set has several and none is named."""
 _NOT_LISTED = ("c4",)  # TFDS has it, in a module that its list leaves out

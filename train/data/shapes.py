@@ -1,13 +1,13 @@
-"""An endless set of images: one textured shape in clutter, rendered from (seed, index) by numpy alone.
+"""An endless set of images: one striped shape in clutter, rendered from (seed, index) by numpy alone.
 
-A class is a shape and its texture, and neither suffices: five shapes, each striped or checked. Everything else is left
-to chance: place, size, angle and proportions, all colours, light from a side, noise, dabs that hide parts, and a
-background that is striped or checked itself. Shapes have equal areas and textures equal wavelengths and means, so no
-pixel and no mean of pixels tells much, and the texture has to be seen inside of the shape.
+A class is one of five shapes with one of two directions of its stripes. Everything else is left to chance: place, size,
+tilt and proportions, colours, which of shape and ground is lighter, the stripes' phase and wavelength, light from a side,
+noise, dabs that hide parts, and fainter stripes behind, in any direction. All shapes have the same area. So no pixel
+tells anything by itself, and neither do a shape or its stripes alone; a model finds the stripes first, then the shapes.
 
-`python -m scripts.bench.shapes` measures how hard that is and how fast it is drawn; its figures are in
-docs/shapes.json. Image `index` of a stream is a function of (seed, stream, index), up to the last bit of the sines of
-this machine's numpy, and no two indices start from the same random state.
+`python -m scripts.bench.shapes` measures how hard that is (a linear model, a tiny and a small vision transformer) and how
+fast it is drawn, and writes docs/shapes.json. Image `index` of a stream is a function of (seed, stream, index), up to the
+last bit of the sines of this machine's numpy, and no two indices start from the same random state.
 
 Shapes: B images, P = SIZE * SIZE pixels in rows, C = 3 colours.
 """
@@ -25,13 +25,13 @@ SIZE = 32
 VERSION = "shapes-1"
 """Names what is drawn; a change of any image is a new version."""
 SHAPES = ("disc", "square", "triangle", "ring", "cross")
-CLASSES = [f"{texture} {shape}" for shape in SHAPES for texture in ("striped", "checked")]
+CLASSES = [f"{shape}, {texture}" for shape in SHAPES for texture in ("level", "upright")]
 TRAIN, EVAL = 0, 1
 LENGTH = 2**40
 """Images of a stream: more than any run sees, few enough for every index to fit an int64 and a float's mantissa."""
 _DABS = 4
 _CHUNK = 32  # images drawn at once: their pixels fit in a core's cache
-_GOLDEN = 0x9E3779B97F4A7C15
+_GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's step
 
 
 class Shapes(Sequence[dict[str, Any]]):
@@ -130,40 +130,35 @@ def _draw(numbers: _Numbers) -> tuple[np.ndarray, np.ndarray]:
     line = np.arange(SIZE, dtype=np.float32) - np.float32((SIZE - 1) / 2)
     y_P, x_P = np.repeat(line, SIZE)[None], np.tile(line, SIZE)[None]
 
-    ground_BPC = _textured(numbers, x_P, y_P, numbers.uniform(0, 2, 1) < 1, contrast=(0.0, 0.2))
-    figure_BPC = _textured(numbers, x_P, y_P, label_B[:, None] % 2 == 0, contrast=(0.2, 0.4))
+    ground_BPC = _striped(numbers, x_P, y_P, numbers.uniform(0, 2 * np.pi, 1), contrast=(0.0, 0.08))
+    across_B1 = np.float32(np.pi / 2) * (label_B[:, None] % 2 == 0)
+    figure_BPC = _striped(numbers, x_P, y_P, across_B1 + numbers.uniform(-0.3, 0.3, 1), contrast=(0.25, 0.4))
     inside_BP = _inside(numbers, x_P, y_P, label_B // 2)
     ground_BPC += inside_BP[..., None] * (figure_BPC - ground_BPC)
     for _ in range(_DABS):
         x, y = (numbers.uniform(-SIZE / 2, SIZE / 2, 1) for _ in range(2))
         over_BP = _soft((x_P - x) ** 2 + (y_P - y) ** 2, numbers.uniform(1, 2.5, 1) ** 2, 0.25)
-        ground_BPC += over_BP[..., None] * (numbers.uniform(0, 1, 1, 3) - ground_BPC)
+        ground_BPC += over_BP[..., None] * (numbers.uniform(0.2, 0.8, 1, 3) - ground_BPC)
 
-    angle, slope, level = numbers.uniform(0, 2 * np.pi, 1), numbers.uniform(0, 0.025, 1), numbers.uniform(0.7, 1.1, 1)
+    angle, slope, level = numbers.uniform(0, 2 * np.pi, 1), numbers.uniform(0, 0.015, 1), numbers.uniform(0.85, 1.1, 1)
     light_BP = level + slope * (np.cos(angle) * x_P + np.sin(angle) * y_P)
     ground_BPC *= (255 * light_BP)[..., None]
-    strength = numbers.uniform(0.05, 0.3, 1, 1)
+    strength = numbers.uniform(0.0, 0.15, 1, 1)
     ground_BPC += strength * (numbers.bytes(SIZE * SIZE, 3).astype(np.float32) - np.float32(127.5))
     return label_B, np.clip(ground_BPC, 0, 255).astype(np.uint8)
 
 
-def _textured(
-    numbers: _Numbers, x_P: np.ndarray, y_P: np.ndarray, striped_B1: np.ndarray, contrast: tuple[float, float]
+def _striped(
+    numbers: _Numbers, x_P: np.ndarray, y_P: np.ndarray, angle_B1: np.ndarray, contrast: tuple[float, float]
 ) -> np.ndarray:
-    """Stripes or checks of two colours over the whole image, float32 [B, P, C]; both of one wavelength and mean."""
+    """Stripes of two colours over the whole image, float32 [B, P, C]; the colours vary along the angle."""
     import numpy as np
 
-    angle, wavelength = numbers.uniform(0, 2 * np.pi, 1), numbers.uniform(4, 6.5, 1)
-    phase_B2 = numbers.uniform(0, 2 * np.pi, 2)
-    # A product of two waves at right angles is a sum of two waves of a shorter wavelength, 45 degrees on.
-    k = 2 * np.pi / (wavelength * np.where(striped_B1, np.float32(1), np.float32(np.sqrt(2))))
-    u_BP = (k * np.cos(angle)) * x_P + (k * np.sin(angle)) * y_P + phase_B2[:, :1]
-    v_BP = (k * np.cos(angle)) * y_P - (k * np.sin(angle)) * x_P + phase_B2[:, 1:]
-    wave_BP = np.sin(u_BP) * np.where(striped_B1, np.float32(1), np.sin(v_BP))
+    k = 2 * np.pi / numbers.uniform(4, 6.5, 1)
+    wave_BP = np.sin((k * np.cos(angle_B1)) * x_P + (k * np.sin(angle_B1)) * y_P + numbers.uniform(0, 2 * np.pi, 1))
     np.clip(3 * wave_BP, -1, 1, out=wave_BP)
-    mean_BC = numbers.uniform(0.25, 0.75, 3)
-    towards_BC = numbers.uniform(-1, 1, 3)
-    towards_BC *= numbers.uniform(*contrast, 1) / np.sqrt((towards_BC**2).mean(1, keepdims=True) + 1e-6)
+    mean_BC = numbers.uniform(0.35, 0.65, 1) + numbers.uniform(-0.12, 0.12, 3)
+    towards_BC = numbers.uniform(*contrast, 1) * numbers.uniform(0.4, 1.6, 3)
     return mean_BC[:, None] + wave_BP[..., None] * towards_BC[:, None]
 
 
@@ -171,9 +166,9 @@ def _inside(numbers: _Numbers, x_P: np.ndarray, y_P: np.ndarray, shape_B: np.nda
     """How much of each pixel the shape covers, float32 [B, P] in [0, 1]; every shape has the same area."""
     import numpy as np
 
-    centre_x, centre_y = (numbers.uniform(-7, 7, 1) for _ in range(2))
-    angle, stretch = numbers.uniform(0, 2 * np.pi, 1), np.exp(numbers.uniform(-0.2, 0.2, 1))
-    size = numbers.uniform(11, 17, 1)  # the root of the area, in pixels
+    centre_x, centre_y = (numbers.uniform(-4, 4, 1) for _ in range(2))
+    angle, stretch = numbers.uniform(-0.3, 0.3, 1), np.exp(numbers.uniform(-0.15, 0.15, 1))
+    size = numbers.uniform(12, 18, 1)  # the root of the area, in pixels
     x_BP, y_BP = x_P - centre_x, y_P - centre_y
     cos, sin = np.cos(angle) / size, np.sin(angle) / size
     u_BP, v_BP = (cos * x_BP + sin * y_BP) * stretch, (cos * y_BP - sin * x_BP) / stretch
