@@ -99,7 +99,7 @@ def test_a_users_own_model_trains() -> None:
         "weights": np.ones(32, np.float32),
     }
     train = steps.compile_train_step(found, tx, abstract, layout, run, batch)
-    now = state.initial_state(found, tx, abstract, 0, init_stds(preset, found))
+    now = state.Initializer(found, tx, abstract).state(0, init_stds(preset, found))
     losses = []
     for _ in range(30):
         now, metrics = train(now, run, batch)

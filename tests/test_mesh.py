@@ -220,7 +220,10 @@ def refused(said: str, *, model: Any = ODD, batch_size: int = 16, accumulation: 
             {"data": 4, "sequence": 2},
             "mesh.sequence 2 does not divide the 7 positions; write mesh.sequence 1, or --model.seq",
         ),
-        ({"data": 4, "sweep": 2}, "mesh.sweep is 2; this version splits no sweeps, write 1"),
+        (
+            {"data": 4, "sweep": 2},
+            "mesh.sweep is 2 and a run of its own is one point; write 1, or `python -m train sweep`",
+        ),
         ({"data": 1, "fsdp": 8}, "mesh.fsdp 8 does not divide axis 'embed' of size 20"),
         ({"data": 2, "tensor": 4}, "mesh.tensor 4 does not divide axis 'heads' of size 6"),
     ],

@@ -24,6 +24,8 @@ class Feed:
     """
 
     def __init__(self, abstract: Mapping[str, Any], layout: MeshLayout) -> None:
+        self.abstract = dict(abstract)
+        """Shapes of the global batch."""
         self._shapes = {name: leaf.shape for name, leaf in abstract.items()}
         self._shardings = layout.batch(abstract)
         name, shape = next(iter(self._shapes.items()))

@@ -97,7 +97,7 @@ def initial_state(program: Program, start: Start | None) -> TrainState:
         return program.initial_state()
     abstract = program.abstract
     params = {name: placed(start.params[name], leaf) for name, leaf in abstract.params.items()}
-    begun = state.started(program.tx, abstract, params, program.trained)
+    begun = program.initializer.started(params)
     if start.opt_state is None:
         return begun
     return begun._replace(opt_state=jax.tree.map(placed, start.opt_state, abstract.opt_state))

@@ -99,8 +99,6 @@ def _across(config: MeshConfig, sizes: dict[str, int], islands: Counter[int]) ->
 def _sizes(config: MeshConfig, devices: int) -> dict[str, int]:
     """Devices along every mesh axis, the one left open filled in."""
     sizes = {axis: getattr(config, axis) for axis in MESH_AXES}
-    if sizes["sweep"] != 1:
-        raise MeshError(f"mesh.sweep is {sizes['sweep']}; this version splits no sweeps, write 1")
     for axis, size in sizes.items():
         if size < 1 and size != -1:
             raise MeshError(f"mesh.{axis} is {size}; write a number of devices, or -1 for what is left")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -35,6 +35,7 @@ class Program:
     layout: MeshLayout
     tx: optax.GradientTransformationExtraArgs
     abstract: state.TrainState
+    initializer: state.Initializer
     stds: Numbers
     run: Run
 
@@ -45,8 +46,17 @@ class Program:
 
     def initial_state(self) -> state.TrainState:
         """A fresh state on the mesh."""
-        given = self.config.seed, self.stds, self.trained
-        return state.initial_state(self.definition, self.tx, self.abstract, *given)
+        return self.initializer.state(self.config.seed, self.stds)
+
+    def renumbered(self, config: Config) -> Program:
+        """This program with the numbers of a config that differs in nothing else.
+
+        Raises:
+            PresetError: as `assemble`.
+        """
+        preset = preset_of(config)
+        stds, run = init_stds(preset, self.definition), _numbers(config, preset, self.definition, self.trained)
+        return dataclasses.replace(self, config=config, preset=preset, stds=stds, run=run)
 
     @property
     def trained(self) -> frozenset[str]:
@@ -63,8 +73,7 @@ class Program:
         run = jax.device_put(self.run, self.layout.whole)
         if not self.config.model.centered:
             return run
-        reference = state.initial_params(self.definition, self.abstract, self.config.seed, self.stds)
-        return run._replace(reference=reference)
+        return run._replace(reference=self.initializer.params(self.config.seed, self.stds))
 
     def abstract_run(self) -> Run:
         return self.run._replace(reference=self.abstract.params) if self.config.model.centered else self.run
@@ -131,20 +140,36 @@ def _formats(step: jax.stages.Compiled) -> Any:
     return step.input_formats[0][0]
 
 
-def assemble(config: Config, devices: Sequence[Any] | None = None) -> Program:
+def assemble(config: Config, devices: Sequence[Any] | None = None, *, swept: bool = False) -> Program:
     """Resolve a config on the devices there are; every error of input comes from here, before anything is allocated.
+
+    Args:
+        config: of the run.
+        devices: all there are unless given.
+        swept: whether it is one of many points, which the mesh axis `sweep` may split.
 
     Raises:
         ConfigError, PresetError, MeshError: what does not fit, and what to write instead.
     """
     preset = preset_of(config)
     layout = MeshLayout(meshes.make_mesh(config.mesh, devices), rules.parse(config.mesh.rules))
+    if layout.mesh.shape["sweep"] > 1 and not swept:
+        raise meshes.MeshError(
+            f"mesh.sweep is {layout.mesh.shape['sweep']} and a run of its own is one point; write 1, or `python -m train sweep`"
+        )
     layout.check_batch(config.data.batch_size, config.accumulation_steps)
     layout.check_batch(config.data.eval_batch_size or config.data.batch_size, 1, "data.eval_batch_size")
     layout.check_positions(config.model)
     model = definition(config.model)
     trained = patterns.trained(config.train_only, config.freeze, model.specs)
     tx = optimizer.build(config.optimizer, trained)
+    numbers = _numbers(config, preset, model, trained)
+    abstract = state.abstract_state(model, tx, layout, averaged=config.ema.decay is not None, trained=trained)
+    initializer = state.Initializer(model, tx, abstract, trained)
+    return Program(config, model, preset, layout, tx, abstract, initializer, init_stds(preset, model), numbers)
+
+
+def _numbers(config: Config, preset: Preset, model: Definition, trained: Collection[str]) -> Run:
     numbers = Run(
         resolve(preset, model, config.optimizer.name, config.optimizer.decay).moving(trained),
         optimizer.hyper(config.optimizer, config.steps),
@@ -152,8 +177,7 @@ def assemble(config: Config, devices: Sequence[Any] | None = None) -> Program:
         limits=bad_numbers.limits(config.faults),
     )
     guards.check_run(preset, model, numbers.factors, config.optimizer)
-    abstract = state.abstract_state(model, tx, layout, averaged=config.ema.decay is not None, trained=trained)
-    return Program(config, model, preset, layout, tx, abstract, init_stds(preset, model), numbers)
+    return numbers
 
 
 def abstract_batch(model: ModelConfig, batch_size: int) -> Batch:

@@ -88,28 +88,52 @@ def shardings_of(abstract: TrainState) -> TrainState:
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
-def initial_state(
-    definition: Definition,
-    tx: optax.GradientTransformation,
-    abstract: TrainState,
-    seed: int,
-    stds: dict[str, np.ndarray],
-    trained: Collection[str] | None = None,
-) -> TrainState:
-    """A fresh state, initialized under jit with its final shardings: the same bits on every mesh."""
-    return started(tx, abstract, initial_params(definition, abstract, seed, stds), trained)
+class Initializer:
+    """Fresh parameters and states, under jit with their final shardings: the same bits on every mesh, one program for all seeds.
 
+    On a CPU mesh parameters are made whole and then split. Since jax 0.12 the numbers that a CPU's vector instructions leave
+    over at the end of a row may differ in the last bit, and which ones are left over depends on how the row is split.
 
-def started(
-    tx: optax.GradientTransformation, abstract: TrainState, params: Arrays, trained: Collection[str] | None = None
-) -> TrainState:
-    """The state at step 0 of a run that starts with these parameters, whose memory it takes."""
+    Args:
+        definition: the model.
+        tx: the optimizer.
+        abstract: of the state.
+        trained: names of the parameters that the optimizer moves; all unless given.
+    """
 
-    def beside(params: Arrays) -> TrainState:
-        average = None if abstract.ema is None else ema.start(params)
-        return TrainState(jnp.zeros([], jnp.int32), params, tx.init(_moving(params, trained)), average)
+    def __init__(
+        self,
+        definition: Definition,
+        tx: optax.GradientTransformation,
+        abstract: TrainState,
+        trained: Collection[str] | None = None,
+    ) -> None:
+        shardings, mesh = shardings_of(abstract), abstract.step.sharding.mesh
+        self._split = mesh.devices.flat[0].platform == "cpu"
+        born = NamedSharding(mesh, PartitionSpec()) if self._split else shardings.params
+        self._params = jax.jit(definition.initialize, out_shardings=born)
+        self._spread = jax.jit(lambda params: params, out_shardings=shardings.params)
 
-    return jax.jit(beside, out_shardings=shardings_of(abstract), donate_argnums=0)(params)
+        def beside(params: Arrays) -> TrainState:
+            average = None if abstract.ema is None else ema.start(params)
+            return TrainState(jnp.zeros([], jnp.int32), params, tx.init(_moving(params, trained)), average)
+
+        self.beside = beside
+        """Parameters to the state at step 0, as a plain function to be transformed."""
+        self._beside = jax.jit(beside, out_shardings=shardings, donate_argnums=0)
+
+    def params(self, seed: int, stds: dict[str, np.ndarray]) -> Arrays:
+        """The parameters alone: also the frozen reference of a centred output."""
+        params = self._params(np.uint32(seed), stds)
+        return self._spread(params) if self._split else params
+
+    def started(self, params: Arrays) -> TrainState:
+        """The state at step 0 of a run that starts with these parameters, whose memory it takes."""
+        return self._beside(params)
+
+    def state(self, seed: int, stds: dict[str, np.ndarray]) -> TrainState:
+        """A fresh state."""
+        return self.started(self.params(seed, stds))
 
 
 def fresh_params(
@@ -126,16 +150,3 @@ def fresh_params(
 
 def _moving(params: Arrays, trained: Collection[str] | None) -> Arrays:
     return params if trained is None else {name: w for name, w in params.items() if name in trained}
-
-
-def initial_params(definition: Definition, abstract: TrainState, seed: int, stds: dict[str, np.ndarray]) -> Arrays:
-    """The parameters of `initial_state` alone: the frozen reference of a centred output.
-
-    On a CPU mesh they are made whole and then split. Since jax 0.12 the numbers that a CPU's vector instructions leave over
-    at the end of a row may differ in the last bit, and which ones are left over depends on how the row is split.
-    """
-    shardings, mesh = shardings_of(abstract).params, abstract.step.sharding.mesh
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    born = NamedSharding(mesh, PartitionSpec()) if on_cpu else shardings
-    params = jax.jit(definition.initialize, out_shardings=born)(np.uint32(seed), stds)
-    return jax.jit(lambda params: params, out_shardings=shardings)(params) if on_cpu else params

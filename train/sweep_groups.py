@@ -1,0 +1,66 @@
+"""Which points of a sweep are one program: those that differ in numbers alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from train.config import CheckpointConfig, Config, FaultsConfig, LogConfig, PresetConfig
+from train.program import Program, assemble
+
+Member = tuple[int, Program]
+"""A point: its place among the sweep's configs, and its program."""
+
+
+def programs(configs: Sequence[Config], devices: Sequence[Any] | None = None) -> list[list[Member]]:
+    """The points in groups of one program each, in the order in which the first of each comes.
+
+    Nothing is compiled or allocated, and a definition is made once per shape.
+
+    Args:
+        configs: the points.
+        devices: all there are unless given.
+
+    Raises:
+        ConfigError, PresetError, MeshError: what does not fit.
+    """
+    first: dict[str, Program] = {}
+    groups: dict[tuple[str, Any], list[Member]] = {}
+    for index, config in enumerate(configs):
+        shape = repr(shape_of(config))
+        made = first.get(shape)
+        program = assemble(config, devices, swept=True) if made is None else made.renumbered(config)
+        first.setdefault(shape, program)
+        groups.setdefault((shape, _structure(program)), []).append((index, program))
+    return list(groups.values())
+
+
+def shape_of(config: Config) -> Config:
+    """The config with every number that is data to the step at one value: equal shapes are one program.
+
+    A preset can still change the program, by a factor that it has and others do not; `programs` looks at that too.
+    """
+    same = dict.fromkeys(("peak_lr", "weight_decay", "eps"), 0.0)
+    schedule = {"schedule": "constant", "warmup_steps": 0, "decay_steps": None, "final_lr_fraction": 0.0}
+    return dataclasses.replace(
+        config,
+        preset=PresetConfig(),
+        optimizer=dataclasses.replace(config.optimizer, **same, **schedule),
+        ema=dataclasses.replace(config.ema, decay=None if config.ema.decay is None else 0.5),
+        data=dataclasses.replace(config.data, seed=config.data_seed),
+        seed=0,
+        checkpoint=CheckpointConfig(),
+        faults=FaultsConfig(),
+        log=LogConfig(),
+        workdir=None,
+        resume=False,
+    )
+
+
+def _structure(program: Program) -> Any:
+    leaves, tree = jax.tree.flatten(program.run)
+    return tree, tuple((np.shape(leaf), np.asarray(leaf).dtype.str) for leaf in leaves)

@@ -1,0 +1,104 @@
+"""Loss against learning rate, one curve per size: the picture of a transfer study."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from train.plotting import INK, ORANGE
+from train.transfer import Measured
+from train.transfer_fit import Analysis, Curve
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_AROUND = 1.5
+"""Octaves around each curve's best rate that the y axis must show."""
+
+
+def draw(path: Path, studies: Sequence[tuple[Measured, Analysis]], title: str) -> None:
+    """Panels side by side with shared axes, one per study of an axis; PNG.
+
+    Curves go from light (smallest) to dark (largest); faint points are seeds, a cross at the top a rate at which a seed
+    diverged, a ringed point a fitted optimum with its interval, the dashed line the smallest size's optimum.
+    """
+    from matplotlib import colormaps
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(1.2 + 3.9 * len(studies), 4.3), layout="constrained")
+    FigureCanvasAgg(drawn)
+    panels: list[Axes] = list(drawn.subplots(1, len(studies), sharex=True, sharey=True, squeeze=False).flat)
+    drawn.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
+    low, high = _losses([curve for measured, _ in studies for curve in _curves(measured)])
+    for panel, (measured, analysis) in zip(panels, studies, strict=True):
+        count = len(analysis.sizes)
+        colours = [colormaps["Blues"](0.35 + 0.65 * at / max(1, count - 1)) for at in range(count)]
+        for at, (curve, colour) in enumerate(zip(_curves(measured), colours, strict=True)):
+            _curve(panel, curve, colour, f"{analysis.sizes[at]}", high)
+            found, optimum = analysis.fits[at], analysis.optima[at]
+            if found.trouble:
+                continue
+            if math.isfinite(optimum.half_width):
+                panel.plot([optimum.low, optimum.high], [found.loss] * 2, color=ORANGE, linewidth=2.2, zorder=4)
+            panel.plot(found.optimum, found.loss, "o", ms=7, mfc=colour, mec=ORANGE, mew=1.6, zorder=5)
+        if not analysis.fits[0].trouble:
+            panel.axvline(analysis.fits[0].optimum, color="#888888", linewidth=1, linestyle=(0, (4, 3)), zorder=0)
+        panel.set_title(f"{measured.study.label}\n{drift_words(analysis)}", fontsize=10, loc="left", color=INK)
+        panel.set_xlabel("peak learning rate", fontsize=9)
+        panel.xaxis.set_major_locator(_whole())
+        panel.xaxis.set_major_formatter(lambda x, _: f"$2^{{{x:g}}}$")
+        panel.grid(color="#E6E6E6", linewidth=0.8)
+        panel.set_axisbelow(True)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.tick_params(colors="#444444", labelsize=9)
+    panels[0].set_ylim(low, high)
+    panels[0].set_ylabel("training loss (nats), mean over the last tenth", fontsize=9)
+    panels[-1].legend(
+        title=studies[0][0].study.axis, fontsize=9, title_fontsize=9, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5)
+    )
+    drawn.savefig(path, dpi=130)
+
+
+def drift_words(analysis: Analysis) -> str:
+    """The drift and the verdict, as a panel's title says them."""
+    drift = analysis.drift
+    if not math.isfinite(drift.value):
+        return "undecided: no drift could be fitted"
+    width = f" ± {drift.half_width:.2f}" if math.isfinite(drift.half_width) else ""
+    return f"{drift.value:+.2f}{width} octaves per doubling: {analysis.verdict}"
+
+
+def _curves(measured: Measured) -> list[Curve]:
+    return [measured.curve(at) for at in range(len(measured.study.sizes))]
+
+
+def _curve(panel: Axes, curve: Curve, colour: Any, label: str, high: float) -> None:
+    mean, known = curve.mean, np.isfinite(curve.mean)
+    panel.plot(curve.x[known], mean[known], "-", color=colour, linewidth=1.8, marker="o", markersize=3.5, label=label)
+    for seed in range(curve.losses.shape[1]):
+        panel.plot(curve.x, curve.losses[:, seed], "o", color=colour, markersize=2.2, alpha=0.35, zorder=1)
+    panel.plot(curve.x[~known], np.full((~known).sum(), high), "x", color=colour, markersize=6, clip_on=False)
+
+
+def _losses(curves: Sequence[Curve]) -> tuple[float, float]:
+    """Limits of y: everything near the minima, and no more of what is far from any."""
+    near = []
+    for curve in curves:
+        mean, known = curve.mean, np.isfinite(curve.mean)
+        if known.any():
+            best = curve.x[int(np.argmin(np.where(known, mean, np.inf)))]
+            near.extend(mean[known & (np.abs(curve.x - best) <= _AROUND)])
+    low, high = (min(near), max(near)) if near else (0.0, 1.0)
+    pad = 0.06 * (high - low) or 0.1
+    return low - pad, high + pad
+
+
+def _whole() -> Any:
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(nbins=6, integer=True)
