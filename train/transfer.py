@@ -185,10 +185,10 @@ class Measured:
             self.stopped = f"all {limits.max_seeds} seeds are used"
             return []
         points, seconds = [], 0.0
-        for at, found in enumerate(analysis.fits):
+        for at in range(len(self.study.sizes)):
             curve = self.curve(at)
             own = [row.seconds for (i, _, _), row in self.rows.items() if i == at]
-            rates = [round(x / STEP) for x in (found.used if not found.trouble else curve.x[curve.window()])]
+            rates = [round(x / STEP) for x in curve.x[curve.window()]]
             missing = [(at, rate, seed) for rate in rates if (at, rate, seed) not in self.rows]
             points += missing
             seconds += len(missing) * sum(own) / len(own)

@@ -30,10 +30,10 @@ def draw(path: Path, studies: Sequence[tuple[Measured, Analysis]], title: str) -
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    drawn = Figure(figsize=(1.2 + 3.9 * len(studies), 4.3), layout="constrained")
+    drawn = Figure(figsize=(max(7.5, 1.2 + 3.9 * len(studies)), 4.3), layout="constrained")
     FigureCanvasAgg(drawn)
     panels: list[Axes] = list(drawn.subplots(1, len(studies), sharex=True, sharey=True, squeeze=False).flat)
-    drawn.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
+    drawn.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
     low, high = _losses([curve for measured, _ in studies for curve in _curves(measured)])
     for panel, (measured, analysis) in zip(panels, studies, strict=True):
         count = len(analysis.sizes)
@@ -44,8 +44,8 @@ def draw(path: Path, studies: Sequence[tuple[Measured, Analysis]], title: str) -
             if found.trouble:
                 continue
             if math.isfinite(optimum.half_width):
-                panel.plot([optimum.low, optimum.high], [found.loss] * 2, color=ORANGE, linewidth=2.2, zorder=4)
-            panel.plot(found.optimum, found.loss, "o", ms=7, mfc=colour, mec=ORANGE, mew=1.6, zorder=5)
+                panel.errorbar(found.optimum, found.loss, xerr=optimum.half_width, color=ORANGE, capsize=3, zorder=4)
+            panel.plot(found.optimum, found.loss, "o", ms=5, mfc=colour, mec=ORANGE, mew=1.4, zorder=5)
         if not analysis.fits[0].trouble:
             panel.axvline(analysis.fits[0].optimum, color="#888888", linewidth=1, linestyle=(0, (4, 3)), zorder=0)
         panel.set_title(f"{measured.study.label}\n{drift_words(analysis)}", fontsize=10, loc="left", color=INK)
@@ -59,7 +59,12 @@ def draw(path: Path, studies: Sequence[tuple[Measured, Analysis]], title: str) -
     panels[0].set_ylim(low, high)
     panels[0].set_ylabel("training loss (nats), mean over the last tenth", fontsize=9)
     panels[-1].legend(
-        title=studies[0][0].study.axis, fontsize=9, title_fontsize=9, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5)
+        title=studies[0][0].study.axis,
+        fontsize=9,
+        title_fontsize=9,
+        frameon=False,
+        loc="center left",
+        bbox_to_anchor=(1, 0.5),
     )
     drawn.savefig(path, dpi=130)
 
@@ -82,7 +87,9 @@ def _curve(panel: Axes, curve: Curve, colour: Any, label: str, high: float) -> N
     panel.plot(curve.x[known], mean[known], "-", color=colour, linewidth=1.8, marker="o", markersize=3.5, label=label)
     for seed in range(curve.losses.shape[1]):
         panel.plot(curve.x, curve.losses[:, seed], "o", color=colour, markersize=2.2, alpha=0.35, zorder=1)
-    panel.plot(curve.x[~known], np.full((~known).sum(), high), "x", color=colour, markersize=6, clip_on=False)
+    panel.plot(
+        curve.x[~known], np.full((~known).sum(), high), "x", color=colour, markersize=6, clip_on=False, in_layout=False
+    )
 
 
 def _losses(curves: Sequence[Curve]) -> tuple[float, float]:

@@ -148,18 +148,17 @@ def parabola(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.n
 def fit(curve: Curve, seeds: int) -> Fit:
     """The minimum of a size's curve, from its first `seeds` seeds."""
     window = curve.window()
-    used = tuple(float(x) for x in curve.x[window])
+    trained = window & np.isfinite(curve.losses[:, :seeds]).all(axis=1)
+    used = tuple(float(x) for x in curve.x[trained])
     nothing = (math.nan, math.nan, math.nan, used)
-    if not used:
+    if not window.any():
         return Fit(*nothing, "every rate diverged")
     if curve.missing():
         return Fit(*nothing, "its best rate is at the end of the grid")
     if len(used) < 3:
-        return Fit(*nothing, "fewer than three rates near the best one trained")
-    mean = curve.losses[window, :seeds].mean(axis=1)
-    if not np.isfinite(mean).all():
-        return Fit(*nothing, "a seed diverged or is missing near the best rate")
-    vertex, loss, curvature = (float(value[0]) for value in parabola(curve.x[window], mean[None]))
+        return Fit(*nothing, "fewer than three rates near the best one trained from every seed")
+    mean = curve.losses[trained, :seeds].mean(axis=1)
+    vertex, loss, curvature = (float(value[0]) for value in parabola(curve.x[trained], mean[None]))
     if math.isnan(curvature):
         return Fit(*nothing, "its losses near the best rate are not convex")
     if not used[0] <= vertex <= used[-1]:
@@ -226,10 +225,10 @@ def analyse(sizes: Sequence[int], curves: Sequence[Curve]) -> Analysis:
 
 def paired_seeds(curves: Sequence[Curve]) -> int:
     """Seeds, counted from the first, that every size has at every rate of its window."""
-    known = [~np.isnan(curve.losses[curve.window()]).any(axis=0) for curve in curves]
-    shortest = min(len(k) for k in known)
-    together = np.all([k[:shortest] for k in known], axis=0)
-    return int(shortest if together.all() else np.argmin(together))
+    known = [np.isnan(curve.losses[curve.window()]).sum(axis=0) == 0 for curve in curves]
+    shortest = min(curve.losses.shape[1] for curve in curves)
+    together = np.stack([k[:shortest] for k in known]).all(axis=0)
+    return shortest if together.all() else int(np.argmin(together))
 
 
 def widening(seeds: int) -> float:
@@ -239,10 +238,8 @@ def widening(seeds: int) -> float:
 
 def _interval(value: float, resamples: np.ndarray, seeds: int, lowest: float = -math.inf) -> Interval:
     good = resamples[np.isfinite(resamples)]
-    if not math.isfinite(value):
-        return Interval(value, -math.inf, math.inf)
-    if seeds < 2 or len(good) < (1 - FAILED) * len(resamples):
-        return Interval(value, max(lowest, -math.inf), math.inf)
+    if not math.isfinite(value) or seeds < 2 or len(good) < (1 - FAILED) * len(resamples):
+        return Interval(value, lowest, math.inf)
     half = widening(seeds) * float(good.std())
     return Interval(value, max(lowest, value - half), value + half)
 
@@ -258,7 +255,8 @@ def _slope(doublings: np.ndarray) -> np.ndarray:
 def _resampled(curve: Curve, f: Fit, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Vertex, loss and curvature of each resample [B]; nan where it has none."""
     if f.trouble:
-        return (np.full(len(drawn), np.nan),) * 3
+        nothing = np.full(len(drawn), np.nan)
+        return nothing, nothing, nothing
     losses = curve.losses[np.isin(curve.x, f.used)]
     vertex, loss, curvature = parabola(np.asarray(f.used), losses[:, drawn].mean(axis=2).T)
     # A nearly flat resample has its vertex anywhere: what is known is that it lies near the window.
@@ -304,17 +302,16 @@ def _worse(
             if base.trouble or abs(x - base.optimum) > OCTAVE:
                 continue
             small, large = before.losses[before.x == x][0], after.losses[after.x == x][0]
-            count = min(len(small), len(large))
-            change = (large[:count] - small[:count])[~np.isnan(large[:count] - small[:count])]
-            if not np.isfinite(small[: before.first]).all() or not change.size:
+            both = ~np.isnan(small + large)
+            if not np.isfinite(small[: before.first]).all() or not both.any():
                 continue
+            change = large[both] - small[both]
             compared += 1
-            if (mean := float(change.mean())) > 0:
-                noise = change.std(ddof=1) / math.sqrt(len(change)) if len(change) > 1 else math.inf
-                half = (
-                    float(stats.t.ppf(0.975, len(change) - 1)) * noise
-                    if math.isfinite(mean) and len(change) > 1
-                    else 0.0
-                )
+            if not np.isfinite(change).all():
+                found.append((size, float(x), Interval(math.inf, math.inf, math.inf)))
+            elif (mean := float(change.mean())) > 0:
+                half = math.inf
+                if len(change) > 1:
+                    half = float(stats.t.ppf(0.975, len(change) - 1) * change.std(ddof=1) / math.sqrt(len(change)))
                 found.append((size, float(x), Interval(mean, mean - half, mean + half)))
     return tuple(found), compared
