@@ -26,6 +26,8 @@ OWN = ("presets", "zoo", "train")
 
 COMMANDS = {
     "check": "measure what a preset does as one size grows, and hold it against theory",
+    "sweep": "train many points of rates, seeds, constants and sizes, with one compilation per shape",
+    "transfer": "whether the best learning rate stays as the model grows: fits, drift, price, a report",
     "compile": "compile a recipe for a TPU pod, without a TPU: memory, collectives, least step time",
     "balance": "derive rates per layer from one batch, as a preset, for where none has a rule",
     "checkpoints": "list a run's checkpoints, their sizes and health, and verify them",

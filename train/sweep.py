@@ -75,10 +75,10 @@ def run(
         rows = Rows(folder)
         groups = sweep_groups.programs(configs, devices)
         keys = {i: key_of(p.config, feeds.of(p).facts["digest"]) for group in groups for i, p in group}
-        watcher.begin(configs, {i: rows[key] for i, key in keys.items() if key in rows})
+        watcher.begin(configs, {i: rows[key] for i, key in keys.items() if rows.has(key, evaluated=evaluated)})
         slower = False  # whether a smaller shape was seen to be slower together: a larger one is too
         for group in groups:
-            todo = [(i, p) for i, p in _unique(group, keys) if keys[i] not in rows]
+            todo = [(i, p) for i, p in _unique(group, keys) if not rows.has(keys[i], evaluated=evaluated)]
             if not todo:
                 continue
             trainer, slower = _chosen([p for _, p in todo], feeds, how, slower, watcher)

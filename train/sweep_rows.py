@@ -70,7 +70,7 @@ class Row:
 
 
 def _plain(value: float) -> float | None:
-    return round(value, 7) if math.isfinite(value) else None
+    return value if math.isfinite(value) else None
 
 
 def _number(value: float | None) -> float:
@@ -102,8 +102,12 @@ def summarized(losses: np.ndarray) -> tuple[float, tuple[float, ...]]:
     losses = np.asarray(losses, np.float64)
     last = losses[-max(1, len(losses) // LAST) :]
     parts = np.array_split(losses, min(CURVE_POINTS, len(losses)))
-    loss = float(last.mean()) if np.isfinite(losses).all() else math.inf
-    return loss, tuple(float(part.mean()) if np.isfinite(part).all() else math.inf for part in parts)
+    loss = _mean(last) if np.isfinite(losses).all() else math.inf
+    return loss, tuple(_mean(part) if np.isfinite(part).all() else math.inf for part in parts)
+
+
+def _mean(losses: np.ndarray) -> float:
+    return float(f"{losses.mean():.9g}")  # nine digits tell all float32 apart
 
 
 class Rows:
@@ -125,8 +129,10 @@ class Rows:
             rows = [Row.from_json(json.loads(line)) for line in whole.decode().splitlines()]
             self._rows = {row.key: row for row in rows}
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._rows
+    def has(self, key: str, *, evaluated: bool) -> bool:
+        """Whether a point is done, and evaluated where that is wanted and can be."""
+        row = self._rows.get(key)
+        return row is not None and (row.diverged or row.eval_loss is not None or not evaluated)
 
     def __getitem__(self, key: str) -> Row:
         return self._rows[key]

@@ -131,6 +131,7 @@ class Work:
             return bool(np.isfinite(losses[step - 1]).any())
 
         def save(step: int) -> None:
+            folder.mkdir(parents=True, exist_ok=True)
             np.save(folder / f"losses-{step}.npy", losses[:step])
             saves.save(step, state, facts, last=True)
             for old in folder.glob("losses-*.npy"):
@@ -161,4 +162,4 @@ class Work:
             for batch in batches:
                 sums = jax.device_get(self.trainer.score(state.evaluated, numbers, feed.put(batch)))
                 total = sums if total is None else jax.tree.map(np.add, total, sums)
-        return np.atleast_1d(total.loss / total.weight)
+        return np.atleast_1d(np.asarray(total.loss, np.float64) / np.asarray(total.weight, np.float64))

@@ -1,0 +1,284 @@
+"""Sweeps: the same losses as runs alone, one compilation per shape, and nothing lost on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import shlex
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from train import sweep, sweep_groups, sweep_pack, sweep_rows, sweep_work
+from train.__main__ import main
+from train.config import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
+from train.program import Program
+from train.recipes import RECIPES
+from train.sweep_rows import Row, Rows
+from zoo.configs import DecoderConfig
+
+STEPS = 12
+RATES = (2.0**-9, 2.0**-7)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path, choose = tmp_path_factory.mktemp("sweep") / "text.txt", random.Random(0)
+    words = ("def", "return", "import", "class", "self", "value", "lambda", "yield", "while", "None")
+    path.write_text("\n".join(" ".join(choose.choice(words) for _ in range(9)) for _ in range(600)))
+    return f"text:{path}"
+
+
+def config_of(text: str, **changes: Any) -> Config:
+    recipe = RECIPES["lm-tiny"]()
+    assert isinstance(recipe.model, DecoderConfig)
+    model = dataclasses.replace(recipe.model, width=16, num_heads=2, depth=1, seq_len=16)
+    return dataclasses.replace(
+        recipe,
+        model=dataclasses.replace(model, **changes.pop("model", {})),
+        data=DataConfig(name=text, batch_size=16, eval_batch_size=16, eval_examples=20, seed=0),
+        optimizer=dataclasses.replace(recipe.optimizer, warmup_steps=2, **changes.pop("optimizer", {})),
+        steps=STEPS,
+        **changes,
+    )
+
+
+def points(config: Config, rates: Iterable[float] = RATES, seeds: int = 2) -> list[Config]:
+    return [
+        dataclasses.replace(config, seed=seed, optimizer=dataclasses.replace(config.optimizer, peak_lr=lr))
+        for lr in rates
+        for seed in range(seeds)
+    ]
+
+
+@pytest.fixture(scope="module")
+def in_turn(text: str, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+    return sweep.run(points(config_of(text)), tmp_path_factory.mktemp("rows"), how="in-turn")
+
+
+def curves(rows: Iterable[Row]) -> np.ndarray:
+    return np.array([row.curve for row in rows])
+
+
+def test_in_turn_a_point_has_the_bits_of_its_run_alone(in_turn: list[Row], tmp_path: Path) -> None:
+    row = in_turn[-1]
+    words = shlex.split(row.command)
+    assert words[:3] == ["python", "-m", "train"]
+    assert main([*words[3:], "--workdir", str(tmp_path / "alone"), "--log.no-tensorboard", "--log.no-samples"]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "alone" / "metrics.jsonl").read_text().splitlines()]
+    # Nine digits tell all float32 apart.
+    assert [float(f"{found['loss']:.9g}") for found in rows if "loss" in found] == list(row.curve)
+    assert [found["eval_loss"] for found in rows if "eval_loss" in found] == [row.eval_loss]
+    assert row.loss == row.curve[-1] < row.curve[0]
+    assert len({found.curve for found in in_turn}) == len(in_turn)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [
+        (MeshConfig(data=1, tensor=2, sweep=4), {"accumulation_steps": 2}),
+        (MeshConfig(data=1, sweep=8), {"model": {"centered": True}}),
+    ],
+    ids=["split over tensor and sweep", "centred, split over sweep"],
+)
+def test_together_points_train_as_in_turn(text: str, tmp_path: Path, mesh: MeshConfig, changes: dict[str, Any]) -> None:
+    assert len(jax.devices()) == 8
+    config = config_of(text, **changes)
+    two = [points(config, RATES[:1], 1)[0], points(config, RATES[1:], 2)[1]]
+    wrong = points(config, (1.01 * RATES[0],), 1)
+    *one, near = sweep.run([*two, *wrong], tmp_path / "turn", how="in-turn", evaluated=False)
+    many = sweep.run([dataclasses.replace(c, mesh=mesh) for c in two], tmp_path / "all", how="together")
+    assert [row.how for row in [*one, *many]] == ["in turn"] * 2 + ["together"] * 2
+    np.testing.assert_allclose(curves(many)[:, :10], curves(one)[:, :10], rtol=1e-5)
+    assert [row.key for row in many] == [row.key for row in one]  # where it runs is no part of what it is
+    # The control: a rate of one percent more is seen.
+    assert np.abs(np.array(near.curve[:10]) / one[0].curve[:10] - 1).max() > 3e-5
+
+
+def test_a_point_that_diverges_leaves_the_others_as_they_are(text: str, in_turn: list[Row], tmp_path: Path) -> None:
+    config = config_of(text)
+    wild = points(config, (1e30,), 1)
+    for how in ("in-turn", "together"):
+        rows = sweep.run([*points(config), *wild], tmp_path / how, how=how, evaluated=True)
+        *good, bad = rows
+        assert bad.diverged
+        assert bad.loss == np.inf
+        assert bad.eval_loss is None
+        assert bad.diverged_at is not None
+        assert 1 < bad.diverged_at < STEPS
+        assert np.isinf(bad.curve[bad.diverged_at - 1 :]).all()
+        assert np.isfinite(bad.curve[: bad.diverged_at - 1]).all()
+        np.testing.assert_allclose(curves(good), curves(in_turn), rtol=1e-5 if how == "together" else 0)
+    assert Row.from_json(json.loads(json.dumps(bad.to_json()))) == bad
+
+
+@pytest.mark.core
+def test_numbers_share_a_program_and_shapes_do_not(text: str) -> None:
+    config = config_of(text)
+    numbers: list[Callable[[Config], Config]] = [
+        lambda c: dataclasses.replace(c, seed=3),
+        lambda c: dataclasses.replace(c, preset=PresetConfig(name="mup-half", base=None, gamma0=0.3)),
+        lambda c: dataclasses.replace(c, preset=PresetConfig(name="depth-mup", alpha_l=0.7, beta0=2.0)),
+        lambda c: dataclasses.replace(c, preset=PresetConfig(name="sp", zero_readout=True)),
+        lambda c: dataclasses.replace(c, optimizer=dataclasses.replace(c.optimizer, weight_decay=0.1, eps=1e-6)),
+        lambda c: dataclasses.replace(c, optimizer=dataclasses.replace(c.optimizer, warmup_steps=5, schedule="linear")),
+    ]
+    shapes: list[Callable[[Config], Config]] = [
+        lambda c: dataclasses.replace(c, model=dataclasses.replace(c.model, depth=2)),
+        lambda c: dataclasses.replace(c, preset=PresetConfig(name="u-mup", base=None)),  # moves the skip
+        lambda c: dataclasses.replace(c, optimizer=dataclasses.replace(c.optimizer, b2=0.99)),
+        lambda c: dataclasses.replace(c, optimizer=OptimizerConfig(name="sgd")),
+        lambda c: dataclasses.replace(c, steps=STEPS + 1),
+        lambda c: dataclasses.replace(c, data=dataclasses.replace(c.data, batch_size=32)),
+    ]
+    assert len(sweep_groups.programs([config, *(change(config) for change in numbers)])) == 1
+    groups = sweep_groups.programs([config, *(change(config) for change in shapes)])
+    assert [[i for i, _ in group] for group in groups] == [[i] for i in range(len(shapes) + 1)]
+
+
+def test_a_shape_compiles_once_and_a_finished_point_never_again(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[Program] = []
+    compile_train = Program.compile_train
+    monkeypatch.setattr(Program, "compile_train", lambda self: (compiled.append(self), compile_train(self))[1])
+    config = config_of(text)
+    first = sweep.run(points(config, seeds=1), tmp_path, how="in-turn", evaluated=False)
+    assert len(compiled) == 1
+    wider = dataclasses.replace(config, model=dataclasses.replace(config.model, width=32))
+    again = sweep.run([*points(config, seeds=1), wider], tmp_path, evaluated=False)
+    assert len(compiled) == 2
+    assert compiled[1].config.model.width == 32
+    assert again[:2] == first
+    assert len((tmp_path / sweep_rows.FILE_NAME).read_text().splitlines()) == 3
+    # Asked for a score that a row has not, the point is trained again; the last row counts.
+    (scored,) = sweep.run(points(config, RATES[:1], 1), tmp_path)
+    assert scored.eval_loss is not None
+    assert scored.curve == first[0].curve
+
+
+@pytest.mark.parametrize("how", ["in-turn", "together"])
+def test_what_was_in_training_goes_on(
+    text: str, in_turn: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: sweep.Mode
+) -> None:
+    monkeypatch.setattr(sweep_work, "FETCH_EVERY", 4)
+    asked: list[int] = []
+
+    def stop() -> bool:
+        asked.append(1)
+        return len(asked) == 2
+
+    chosen = points(config_of(text))
+    with pytest.raises(sweep.Stopped):
+        sweep.run(chosen, tmp_path, how=how, stop=stop)
+    notes: list[str] = []
+    rows = sweep.run(chosen, tmp_path, how=how, watcher=Noted(notes))
+    assert [note for note in notes if note.startswith("going on at step 8")]
+    np.testing.assert_allclose(curves(rows), curves(in_turn), rtol=1e-5 if how == "together" else 0)
+    assert not list((tmp_path / "unfinished").iterdir())
+
+
+class Noted(sweep.Quiet):
+    def __init__(self, notes: list[str]) -> None:
+        self.notes = notes
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@pytest.mark.core
+def test_points_are_packed_by_memory(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ((_, program),) = sweep_groups.programs([config_of(text)])[0]
+    state = 3 * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.abstract))
+    for room, points_, fits in ((100, 10, 10), (4.1, 10, 4), (4.1, 7, 4), (0.1, 10, 1)):
+        monkeypatch.setattr(sweep_pack, "_free_bytes", lambda device, room=room: int(room * state / 0.8))
+        assert sweep_pack.fitting(program, points_) == fits
+    monkeypatch.setattr(sweep_pack, "_free_bytes", lambda device: None)
+    assert sweep_pack.fitting(program, 10) == 10
+
+
+@pytest.mark.core
+def test_half_a_line_is_no_row(tmp_path: Path, in_turn: list[Row]) -> None:
+    rows = Rows(tmp_path)
+    for row in in_turn[:2]:
+        rows.add(row)
+    path = tmp_path / sweep_rows.FILE_NAME
+    path.write_bytes(path.read_bytes()[:-20])
+    rows = Rows(tmp_path)
+    assert rows.has(in_turn[0].key, evaluated=True)
+    assert not rows.has(in_turn[1].key, evaluated=False)
+    rows.add(in_turn[1])
+    assert Rows(tmp_path)[in_turn[1].key] == in_turn[1]
+
+
+def test_a_trial_says_what_is_faster(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {1: 0.01, 4: 0.02}
+    monkeypatch.setattr(sweep, "_seconds", lambda trainer, points, feeds: seconds[trainer.count])
+    monkeypatch.setattr(sweep, "TRIAL_PAYS", 0)
+    notes: list[str] = []
+    rows = sweep.run(points(config_of(text)), tmp_path / "a", evaluated=False, watcher=Noted(notes))
+    assert {row.how for row in rows} == {"together"}
+    assert "together: 10 ms a step in turn, 5 ms together" in notes
+    seconds[4] = 0.1
+    rows = sweep.run(points(config_of(text)), tmp_path / "b", evaluated=False, watcher=Noted(notes))
+    assert {row.how for row in rows} == {"in turn"}
+    assert "in turn: 10 ms a step in turn, 25 ms together" in notes
+
+
+COMMAND = (
+    "lm-tiny --model.width 16 --model.num-heads 2 --model.depth 1 --model.seq-len 16 --data.batch-size 8 "
+    "--data.eval-examples 20 --optimizer.warmup-steps 2 --steps 4"
+)
+
+
+def test_the_command_ends_in_a_table_and_a_file(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"sweep {COMMAND} --data.name {text} --lr 2^-9:2^-7:2 --vary preset.gamma0=0.5,1 --sizes heads=4".split()
+    assert main([*words, "--dry-run"]) == 0
+    assert "4 points in 1 program" in capsys.readouterr().out
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    assert "heads 4 gamma0 0.5" in out
+    assert "2^-9" in out
+    assert "lowest evaluation loss" in out
+    found = json.loads((tmp_path / "out" / "sweep.json").read_text())
+    assert len(found["points"]) == 4
+    assert all(point["eval_loss"] > 0 for point in found["points"])
+    assert {point["command"].count("--preset.gamma0 0.5") for point in found["points"]} == {0, 1}
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0
+    assert "4 of 4 points are done already" in capsys.readouterr().out
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("lm-tin --lr 0.1", "no recipe is named 'lm-tin'"),
+        ("lm-tiny --lr 2^-12:2^-4", "write START:STOP:COUNT"),
+        ("lm-tiny --lr 0:1:3", "needs numbers above 0"),
+        ("lm-tiny --lr a,b", "'a' is not a number"),
+        ("lm-tiny --sizes girth=3", "no size is named 'girth'"),
+        ("lm-tiny --sizes heads=2,2", "different whole numbers"),
+        ("lm-tiny --sizes width=100", "no multiple of the head dimension 32; write width 96"),
+        ("lm-tiny --seeds 0", "--seeds is 0"),
+        ("lm-tiny --vary preset.gamma0", "write FLAG=VALUE,VALUE"),
+        ("lm-tiny --vary preset.gama0=1", "no flag is named --preset.gama0; did you mean --preset.gamma0"),
+        ("lm-tiny --no-such 3", "no flag is named --no-such"),
+        ("lm-tiny --workdir x", "a sweep has --out"),
+        ("lm-tiny --lr 2^-9:2^-5:1001 --seeds 2", "more than 2000 points"),
+        ("lm-tiny --how in-turn --mesh.data 4 --mesh.sweep 2", "in turn uses no mesh axis sweep, which is 2"),
+    ],
+)
+def test_what_is_no_sweep_is_refused(
+    words: str, said: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = words if "--mesh" not in words else f"{COMMAND} {words.partition(' ')[2]} --data.name {text}"
+    assert main(["sweep", *given.split(), "--out", str(tmp_path / "out")]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert len(err.splitlines()) <= 10

@@ -1,0 +1,192 @@
+"""`python -m train sweep RECIPE`: many runs that differ in learning rate, seed, constants or size, as one command.
+
+Points that differ in numbers alone (rate, decay, warm-up, seed, constants of the preset) are trained with one compilation; a
+size compiles once. Every point sees the same batches in the same order. The same command goes on where it was stopped.
+What is not listed here is a flag of the recipe (`python -m train RECIPE --help`) and holds for every point.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from train.config import Config
+    from train.sweep_rows import Row
+
+MOST_POINTS = 2000
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's own flags."""
+    made = argparse.ArgumentParser(
+        prog="python -m train sweep",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument("recipe", metavar="RECIPE", help="a recipe of `python -m train --help`")
+    made.add_argument("--lr", metavar="GRID", help="peak rates: 2^-12:2^-4:9, or numbers with commas (the recipe's)")
+    made.add_argument("--seeds", type=int, default=1, metavar="N", help="initializations per point (1)")
+    made.add_argument(
+        "--sizes", metavar="AXIS=N,...", help="models: width=64,128,256, head_dim=, heads=, depth= or mlp="
+    )
+    made.add_argument(
+        "--vary",
+        action="append",
+        default=[],
+        metavar="FLAG=GRID",
+        help="any other flag of the recipe with its values, as preset.gamma0=0.5,1,2; may come several times",
+    )
+    made.add_argument(
+        "--how",
+        default="auto",
+        choices=["auto", "together", "in-turn"],
+        help="all points of a shape at once, one after another, or what is faster here (auto)",
+    )
+    made.add_argument("--no-eval", action="store_true", help="do not evaluate after the last step")
+    made.add_argument("--out", metavar="FOLDER", help="where rows and the summary go (runs/sweep-RECIPE)")
+    made.add_argument("--json", metavar="PATH", help="write all rows and what they were made of")
+    made.add_argument("--dry-run", action="store_true", help="list the points and their programs; train nothing")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a sweep: 0 when every point has its row, 2 on bad input, 130 or 143 stopped by a signal."""
+    try:
+        args, rest = parser().parse_known_args(list(argv))
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 2
+    found = points(args, rest)
+    if args.dry_run:
+        return _dry_run(found)
+    return _run(args, found, ["python -m train sweep", *argv])
+
+
+def points(args: argparse.Namespace, rest: Sequence[str]) -> list[tuple[str, Config]]:
+    """Every point: what tells it apart beside rate and seed, and its config.
+
+    Raises:
+        ConfigError: no such recipe, grid, axis or flag, or more points than anyone means.
+    """
+    from train import cli, grid, sizes
+    from train.recipes import RECIPES
+    from zoo.configs import ConfigError
+
+    if args.recipe not in RECIPES:
+        raise ConfigError(f"no recipe is named {args.recipe!r}; the recipes are {', '.join(RECIPES)}")
+    if args.seeds < 1:
+        raise ConfigError(f"--seeds is {args.seeds}; write a number of at least 1")
+    if "--workdir" in rest or "--resume" in rest:
+        raise ConfigError("a sweep has --out in place of --workdir, and goes on by itself without --resume")
+    varied = [_varied(text) for text in args.vary]
+    axis, grown = sizes.parse(args.sizes) if args.sizes else ("", (0,))
+    found: list[tuple[str, Config]] = []
+    for values in itertools.product(*(values for _, values in varied)):
+        words = [word for (flag, _), value in zip(varied, values, strict=True) for word in (f"--{flag}", value)]
+        config = cli.parse(args.recipe, RECIPES[args.recipe], [*rest, *words]).config
+        label = " ".join(f"{flag.rpartition('.')[2]} {value}" for (flag, _), value in zip(varied, values, strict=True))
+        rates = grid.parse(args.lr) if args.lr else (config.optimizer.peak_lr,)
+        for size, lr, seed in itertools.product(grown, rates, range(args.seeds)):
+            model = sizes.grown(config.model, axis, size) if axis else config.model
+            point = dataclasses.replace(
+                config,
+                model=model,
+                workdir=None,
+                seed=config.seed + seed,
+                data=dataclasses.replace(config.data, seed=config.data_seed),
+                optimizer=dataclasses.replace(config.optimizer, peak_lr=lr),
+            )
+            found.append((" ".join(filter(None, (f"{axis} {size}" if axis else "", label))), point))
+        if len(found) > MOST_POINTS:
+            raise ConfigError(f"these are more than {MOST_POINTS} points; write a coarser grid")
+    return found
+
+
+def _varied(text: str) -> tuple[str, list[str]]:
+    from zoo.configs import ConfigError
+
+    flag, equals, values = (part.strip() for part in text.lstrip("-").partition("="))
+    if not (flag and equals and values):
+        raise ConfigError(f"--vary {text!r}: write FLAG=VALUE,VALUE, as preset.gamma0=0.5,1,2")
+    if ":" in values:
+        from train import grid
+
+        return flag, [f"{value:.10g}" for value in grid.parse(values)]
+    return flag, [value.strip() for value in values.split(",")]
+
+
+def _dry_run(found: Sequence[tuple[str, Config]]) -> int:
+    from train import sweep_groups
+    from train.grid import power
+
+    groups = sweep_groups.programs([config for _, config in found])
+    count = len(groups)
+    print(f"{len(found)} points in {count} program{'s' * (count > 1)}")
+    for group in groups:
+        labels = dict.fromkeys(found[i][0] for i, _ in group)
+        configs = [found[i][1] for i, _ in group]
+        rates = sorted({config.optimizer.peak_lr for config in configs})
+        seeds = sorted({config.seed for config in configs})
+        print(
+            f"  {', '.join(filter(None, labels)) or configs[0].recipe}: {len(group)} points, "
+            f"rates {' '.join(map(power, rates))}, seeds {' '.join(map(str, seeds))}, "
+            f"{group[0][1].definition.count():,} parameters, {configs[0].steps} steps"
+        )
+    return 0
+
+
+def _run(args: argparse.Namespace, found: Sequence[tuple[str, Config]], command: Sequence[str]) -> int:
+    from rich.console import Console
+
+    from train import sweep
+    from train.signals import StopRequest
+    from train.sweep_table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    folder = Path(args.out or f"runs/sweep-{args.recipe}")
+    configs = [config for _, config in found]
+    evaluated = not args.no_eval
+    metric = "evaluation loss" if evaluated else "training loss"
+    with StopRequest() as stop:
+        stop.defer()
+        try:
+            with Table(console, [label for label, _ in found], metric, _value) as table:
+                rows = sweep.run(
+                    configs,
+                    folder,
+                    how=args.how,
+                    evaluated=evaluated,
+                    watcher=table,
+                    stop=lambda: stop.received is not None,
+                )
+        except sweep.Stopped:
+            name = stop.received.name if stop.received else "a signal"
+            console.print(f"stopped by {name}; what was in training is saved, and the same command goes on")
+            return stop.exit_code
+    best = min(range(len(rows)), key=lambda i: _value(rows[i]))
+    console.print(f"lowest {metric}: {_value(rows[best]):.4f}, by", highlight=False)
+    console.print(f"  {rows[best].command or found[best][0]}", highlight=False, soft_wrap=True)
+    path = Path(args.json) if args.json else folder / "sweep.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_summary(found, rows, command), indent=1) + "\n")
+    console.print(f"rows in {path}", highlight=False)
+    return 0
+
+
+def _value(row: Row) -> float:
+    return row.loss if row.eval_loss is None else row.eval_loss
+
+
+def _summary(found: Sequence[tuple[str, Config]], rows: Sequence[Row], command: Sequence[str]) -> dict[str, Any]:
+    points = [
+        {"what": label, "peak_lr": config.optimizer.peak_lr, "seed": config.seed, **row.to_json()}
+        for (label, config), row in zip(found, rows, strict=True)
+    ]
+    return {"command": " ".join(command), "points": points}
