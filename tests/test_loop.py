@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import gzip
 import io
 import json
@@ -387,3 +388,23 @@ def test_dry_run_writes_nothing(folder: Path) -> None:
     for name in definition(configs.get("lm-tiny")).specs:
         assert f"{name} " in done.out, "a name is cut at 80 columns"
     assert not Path("dry").exists()
+
+
+def test_a_full_disk_ends_a_run_that_then_goes_on(plain: Done, monkeypatch: pytest.MonkeyPatch) -> None:
+    sync, calls = os.fsync, []
+
+    def full(file: int) -> None:
+        calls.append(file)
+        if len(calls) > 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(metrics.os, "fsync", full)
+        failed = train("--workdir", "full")
+    assert failed.code == 1
+    assert failed.err.startswith("error: could not write")
+    assert "No space left on device" in failed.err
+    assert len(failed.err.splitlines()) == 1
+    assert train("--workdir", "full", "--resume").code == 0
+    assert [row["loss"] for row in rows("full")] == [row["loss"] for row in rows("plain")]

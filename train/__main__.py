@@ -67,13 +67,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             lines = f"error: {error}".splitlines()
             print("\n".join(lines[:MESSAGE_LINES]), file=sys.stderr)
             return 2
-        traceback.print_exc()
+        if _told(error):
+            print(f"error: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
         return 1
 
 
 def _bad_input(error: Exception) -> bool:
     """A subclass of ValueError that this project defines: every such error's text says what to write instead."""
     return isinstance(error, ValueError) and type(error).__module__.partition(".")[0] in OWN
+
+
+def _told(error: Exception) -> bool:
+    """A failure of the machine that this project has a class for: its text says what to do, a traceback would hide it."""
+    return isinstance(error, RuntimeError) and type(error).__module__.partition(".")[0] in OWN
 
 
 def _command(argv: list[str]) -> int:

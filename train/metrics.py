@@ -45,6 +45,10 @@ class MetricsError(ValueError):
     """Metrics that cannot be read or logged as asked. The text says what to do instead."""
 
 
+class DiskError(RuntimeError):
+    """Metrics that the disk does not take. The text says how the run goes on."""
+
+
 class MetricsWriter:
     """Writes the rows of one run. Rows reach the disk within a second, from a thread of their own.
 
@@ -100,11 +104,14 @@ class MetricsWriter:
 
     def flush(self) -> None:
         """Return when every row so far is on disk, where no kill and no power cut takes it away."""
-        with self._draining:
-            self._drain()
-            os.fsync(self._file.fileno())
-            for mirror in self._mirrors:
-                mirror.flush()
+        try:
+            with self._draining:
+                self._drain()
+                os.fsync(self._file.fileno())
+                for mirror in self._mirrors:
+                    mirror.flush()
+        except OSError as error:
+            self._error = self._error or error
         self._raise_error()
 
     def close(self) -> None:
@@ -129,6 +136,11 @@ class MetricsWriter:
     def _raise_error(self) -> None:
         if self._error is not None:
             error, self._error = self._error, None
+            if isinstance(error, OSError):
+                raise DiskError(
+                    f"could not write {self.path}: {error.strerror}; checkpoints are as they were: "
+                    "make room and add --resume to go on from the newest"
+                ) from error
             raise RuntimeError(f"could not write {self.path}: {error}") from error
 
     def _run(self) -> None:
