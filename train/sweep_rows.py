@@ -35,7 +35,7 @@ class Row:
         diverged_at: first step whose loss or gradient was not finite, from 1; None where all were.
         curve: training loss, means over at most `CURVE_POINTS` equal parts of the run, inf from where it diverged.
         steps: optimizer steps.
-        seconds: of training, where several trained together its share.
+        seconds: of its steps, those before an interruption left out; where several trained together its share.
         how: together with others in one program, or in turn.
     """
 

@@ -81,7 +81,6 @@ class Work:
         folder, steps = self.unfinished(members), points[0].config.steps
         data = self.feeds.of(points[0])
         facts = {**data.facts, "points": [self.keys[i] for i in places]}
-        began = time.monotonic()
         with Checkpoints(folder, 1, note=self.watcher.note) as saves:
             state, numbers = trainer.begin(points)
             losses, done = np.full((steps, trainer.count), np.nan), 0
@@ -90,10 +89,11 @@ class Work:
                 done = int(np.ravel(jax.device_get(state.step))[0])
                 losses[:done] = np.load(folder / f"losses-{done}.npy")
                 self.watcher.note(f"going on at step {done} with {len(members)} point{'s' * (len(members) > 1)}")
+            began = time.monotonic()
             state = self._steps(state, numbers, done, losses, places, saves, folder, facts)
+            seconds = (time.monotonic() - began) / len(members)
             bad = np.logical_not(np.isfinite(losses).all(axis=0))
             scores = self._scores(state, numbers, points[0], data) if self.evaluated and not bad.all() else None
-        seconds = (time.monotonic() - began) / len(members)
         how: How = "in turn" if trainer.count == 1 else "together"
         found = []
         for place, (i, program) in enumerate(members):
