@@ -54,7 +54,8 @@ def get(
     """The named preset, relative to a base.
 
     Args:
-        name: one of `PRESETS`, or a file of measured scales: `measured:PATH`, or a path that ends in .json.
+        name: one of `PRESETS`; PRESET:NAME, tuned (`presets.tuned`), whose base, form and constants hold unless given; or a
+            file of measured scales: `measured:PATH`, or a path that ends in .json.
         base: size of each axis at which every factor is 1 (`config.base_sizes()`); None is the absolute form.
         form: where multipliers sit (`forms`); the preset's native form unless given.
         zero_readout: start the readout at zero.
@@ -63,6 +64,12 @@ def get(
     Raises:
         PresetError: no such preset, constant, axis, form or file.
     """
+    if name.partition(":")[0] in PRESETS and ":" in name:
+        from presets import tuned
+
+        found = tuned.find(name)
+        base, form = base or found.base, form or found.form
+        name, constants = found.preset, {**found.constants, **constants}
     if name.startswith("measured:") or name.endswith(".json"):
         preset = _measured(name.removeprefix("measured:"), zero_readout, constants)
     elif name in PRESETS:
@@ -91,9 +98,6 @@ def _measured(path: str, zero_readout: bool, constants: Mapping[str, float | str
 
 
 def _unknown(name: str) -> str:
-    known, colon, tuned = name.partition(":")
-    if colon and known in PRESETS:
-        return f"the preset {known} has no tuned constants named {tuned!r}; write {known}"
     near = difflib.get_close_matches(name, PRESETS, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"no preset is named {name!r}; {hint}the presets are {', '.join(PRESETS)}, or measured:PATH of a file"

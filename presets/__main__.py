@@ -1,7 +1,7 @@
 """Look at presets. `python -m presets` lists them; with a word it does more.
 
 `table PRESET --model NAME` shows a preset at work, `limits PRESET` says what each size does on its way to infinity,
-`compare A B ...` puts such verdicts side by side.
+`compare A B ...` puts such verdicts side by side, `tuned` lists presets whose rate a study found, with their evidence.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code (0 done, 2 bad input with one message on stderr)."""
     try:
         args = _parser().parse_args(argv)
-        return {"table": _table, "limits": _limits, "compare": _compare}.get(args.command, _list)(args)
+        return {"table": _table, "limits": _limits, "compare": _compare, "tuned": _tuned}.get(args.command, _list)(args)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 2
     except ValueError as error:
@@ -65,6 +65,12 @@ def _parser() -> argparse.ArgumentParser:
         "--summary", action="store_true", help="one row per preset: each verdict with what shows it most"
     )
     several.add_argument("--markdown", action="store_true", help="a Markdown table")
+
+    studied = commands.add_parser(
+        "tuned", help="presets with tuned numbers, and their evidence", description=_tuned.__doc__
+    )
+    studied.add_argument("name", nargs="?", metavar="PRESET:NAME", help="say everything about one")
+    studied.add_argument("--json", action="store_true", help="print JSON")
 
     for command in (shown, limit, several):
         command.add_argument(
@@ -156,6 +162,28 @@ def _compare(args: argparse.Namespace) -> int:
         print(json.dumps([dict(zip(rows[0], row, strict=True)) for row in rows[1:]], indent=2))
         return 0
     print(verdicts.markdown(rows) if args.markdown else verdicts.text(rows))
+    return 0
+
+
+def _tuned(args: argparse.Namespace) -> int:
+    """Presets whose base, constants and optimizer a study found best: the rate, what it was found on, how it transfers.
+
+    `python -m train RECIPE --preset PRESET:NAME` uses one. Those in the folder `tuned` here are listed too.
+    """
+    from presets import tuned
+
+    found = [tuned.find(args.name)] if args.name else [tuned.load(path) for path in tuned.files().values()]
+    if args.json:
+        listed = [dataclasses.asdict(each) for each in found]
+        print(json.dumps(listed[0] if args.name else listed, indent=2))
+    elif args.name:
+        print(tuned.described(found[0]))
+    elif found:
+        width = max(len(each.use) for each in found)
+        for each in found:
+            print(f"{each.use:<{width}}  {tuned.summary(each)}")
+    else:
+        print("no preset is tuned yet; `python -m train transfer ... --save-tuned NAME` makes one")
     return 0
 
 

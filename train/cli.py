@@ -17,6 +17,7 @@ from typing import Annotated
 import tyro
 from tyro import conf
 
+from train import tuned
 from train.config import Config, preset_of
 from zoo import configs
 from zoo.configs import ConfigError
@@ -73,11 +74,11 @@ def parse(name: str, recipe: Callable[[], Config], argv: Sequence[str]) -> Comma
         SystemExit: code 0, after `--help` was printed.
         UsageError: a flag or word that does not exist or a value of the wrong kind.
         ConfigError: values that do not fit together, or a flag that the chosen optimizer or data never reads.
-        PresetError: no such preset, or a constant out of its range.
+        PresetError: no such preset, tuned or not, or a constant out of its range.
     """
     prog = f"python -m train {name}"
     argv = list(argv)
-    default = _with_model(recipe(), argv)
+    default, argv, found = tuned.applied(_with_model(recipe(), argv), argv, _value_of("--steps", argv))
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
@@ -97,6 +98,8 @@ def parse(name: str, recipe: Callable[[], Config], argv: Sequence[str]) -> Comma
         raise UsageError(f"{_unknown(rest, flags(default))}\n`{prog} --help` lists all flags")
     _check_read(command.config, argv)
     preset_of(command.config)
+    if found:
+        tuned.check(found, command.config)
     return dataclasses.replace(command, config=command.config.resolved())
 
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from train.config import Config, PresetConfig
     from train.transfer import Runner, Study
 
-_CONSTANTS = ("alpha_a", "alpha_l", "gamma0", "beta0")
-
 
 def parser() -> argparse.ArgumentParser:
     """The command's own flags."""
@@ -118,7 +116,7 @@ def execute(args: argparse.Namespace, rest: Sequence[str], command: str, run: Ru
             name = stop.received.name if stop.received else "a signal"
             console.print(f"stopped by {name}; what was trained is saved, and the same command goes on")
             return stop.exit_code
-    return _report(args, folder, measured, control, command, console)
+    return _report(args, folder, measured, control, command, console, _label(config.preset))
 
 
 def plans(args: argparse.Namespace, rest: Sequence[str], config: Config) -> tuple[list[Study], str | None]:
@@ -170,7 +168,9 @@ def _entry(text: str, base: str | None) -> PresetConfig:
 
 
 def _label(preset: PresetConfig) -> str:
-    flags = [f"{name}={getattr(preset, name):g}" for name in _CONSTANTS if getattr(preset, name) is not None]
+    from train.tuned import CONSTANTS
+
+    flags = [f"{name}={getattr(preset, name):g}" for name in CONSTANTS if getattr(preset, name) is not None]
     return " ".join([preset.name, *flags, *preset.constants])
 
 
@@ -202,7 +202,13 @@ def _engine(folder: Path, how: Any, console: Console, stop: Any) -> Runner:
 
 
 def _report(
-    args: argparse.Namespace, folder: Path, measured: Sequence[Any], control: str | None, command: str, console: Console
+    args: argparse.Namespace,
+    folder: Path,
+    measured: Sequence[Any],
+    control: str | None,
+    command: str,
+    console: Console,
+    main_label: str,
 ) -> int:
     from train import transfer_figure, transfer_report
     from train.record import to_json
@@ -241,6 +247,6 @@ def _report(
     if args.save_tuned:
         from train import transfer_tuned
 
-        path, use = transfer_tuned.save(args.save_tuned, args.recipe, measured, command)
+        path, use = transfer_tuned.save(args.save_tuned, main_label, judged, command)
         console.print(f"saved {path}; train with --preset {use}", markup=False, soft_wrap=True)
     return 0
