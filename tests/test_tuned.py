@@ -14,7 +14,7 @@ import pytest
 import presets
 from presets import PresetError, tuned
 from presets.__main__ import main as presets_main
-from train import cli, transfer, transfer_tuned
+from train import cli, transfer, transfer_command, transfer_tuned
 from train.__main__ import main
 from train.config import Config, PresetConfig, preset_of
 from train.recipes import RECIPES
@@ -250,3 +250,23 @@ def test_a_study_without_a_minimum_saves_nothing(tmp_path: Path, monkeypatch: py
     with pytest.raises(ConfigError, match="no rate to save: at head_dim 16"):
         transfer_tuned.save("ours-v1", "x", [(measured, analysis)], "a command")
     assert not Path("tuned").exists()
+
+
+# The project's own
+
+
+def test_the_projects_own_studies_are_commands_that_exist(capsys: pytest.CaptureFixture[str]):
+    from scripts import tune
+
+    wanted = tune.studies(5)
+    assert len(wanted) == 12
+    for name, words in wanted.items():
+        args, rest = transfer_command.parser().parse_known_args(words)
+        preset, _, own = name.partition(":")
+        assert transfer_tuned.of_path(args.save_tuned, preset) == own
+        assert transfer_command.execute(args, [*rest, "--dry-run"], "") == 0
+        assert (
+            f"base embed=64,heads=4,kv_heads=4,head_dim=16,mlp={160 if 'lm' in name else 256},layers=2"
+            in capsys.readouterr().out
+        )
+    assert {path.stem.replace(".", ":", 1) for path in tuned.FOLDER.glob("*.json")} <= set(wanted)

@@ -26,7 +26,7 @@ def check_name(name: str, preset: str) -> None:
         ConfigError: the project itself has a tuned preset of that name.
     """
     if name.endswith(".json"):
-        _of_path(name, preset)
+        of_path(name, preset)
         return
     tuned.check_name(name)
     if (tuned.FOLDER / f"{preset}.{name}.json").exists():
@@ -49,7 +49,7 @@ def save(name: str, label: str, judged: Sequence[tuple[Measured, Analysis]], com
     preset = own[0][0].study.configs[0].preset
     of_base = [(m, a) for m, a in own if m.study.configs[0].preset.base == preset.base]
     path = Path(name) if name.endswith(".json") else tuned.OWN_FOLDER / f"{preset.name}.{name}.json"
-    made = made_of(_of_path(name, preset.name) if name.endswith(".json") else name, of_base, command)
+    made = made_of(of_path(name, preset.name) if name.endswith(".json") else name, of_base, command)
     tuned.save(made, path)
     found = path.parent.resolve() in (tuned.FOLDER, tuned.OWN_FOLDER.resolve())
     return path, made.use if found else f"{made.preset}:{path}"
@@ -102,7 +102,7 @@ def made_of(name: str, judged: Sequence[tuple[Measured, Analysis]], command: str
     )
 
 
-def _of_path(path: str, preset: str) -> str:
+def of_path(path: str, preset: str) -> str:
     """The name in PRESET.NAME.json."""
     name = Path(path).name.removesuffix(".json").removeprefix(f"{preset}.")
     if not Path(path).name.startswith(f"{preset}."):

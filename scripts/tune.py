@@ -1,0 +1,85 @@
+"""Tunes the presets that come with the project: writes presets/tuned/*.json, a transfer study each.
+
+    python -m scripts.tune [PRESET:NAME ...] [--minutes 5] [--list]
+
+Each study finds the best rate of a small base, at width 64, and holds it against a model twice and four times as large along
+the axis that its preset is for: head_dim, or depth for depth-mup. Points are kept in runs/tuned, so a study that was stopped
+goes on; the HTML report and the figure of each are there too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from train import transfer_command
+from zoo.configs import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+BASE = "--model.width 64 --model.num-heads 4 --model.depth 2"
+RECIPES = {
+    "lm-python": f"lm-tiny {BASE} --steps 200 --optimizer.name adam --optimizer.warmup-steps 20",
+    "vit-endless-adam": f"vit-endless {BASE} --steps 400 --optimizer.name adam --optimizer.warmup-steps 40",
+    "vit-endless-sgd": (
+        f"vit-endless {BASE} --steps 400 --optimizer.name momentum --optimizer.warmup-steps 40 "
+        "--optimizer.clip-norm None --optimizer.weight-decay 0 --optimizer.peak-lr 0.125"
+    ),
+}
+"""Name to the run: Adam's rates mean the same with and without decay, and momentum is SGD's."""
+PRESETS = {
+    "mup": ("--preset mup", "head_dim=16,32,64", ""),
+    "mup-half": ("--preset mup-half", "head_dim=16,32,64", ""),
+    "depth-mup": ("--preset depth-mup --preset.alpha-l 0.5", "depth=2,4,8", "-half"),
+    "depth-mup at 1": ("--preset depth-mup --preset.alpha-l 1", "depth=2,4,8", "-one"),
+}
+"""The flags of each preset, what grows, and what it adds to the name: depth-mup has alpha_l in its."""
+
+
+def studies(minutes: float) -> dict[str, list[str]]:
+    """PRESET:NAME to the words after `python -m train transfer`, their paths relative to the checkout."""
+    found = {}
+    for run, recipe in RECIPES.items():
+        for preset, (flags, grow, added) in PRESETS.items():
+            word, name = preset.partition(" ")[0], f"{run}{added}-v1"
+            found[f"{word}:{name}"] = shlex.split(
+                f"{recipe} {flags} --grow {grow} --minutes {minutes:g} --out runs/tuned/{word}.{name} "
+                f"--save-tuned presets/tuned/{word}.{name}.json"
+            )
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the studies that are asked for, all unless named; 0 when each has its file."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.tune", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="PRESET:NAME", help="which (all)")
+    parser.add_argument("--minutes", type=float, default=5.0, help="of training, of one study (5)")
+    parser.add_argument("--list", action="store_true", help="print the commands and run none")
+    args = parser.parse_args(argv)
+    known = studies(args.minutes)
+    if unknown := [name for name in args.names if name not in known]:
+        parser.error(f"{unknown[0]} is not among {', '.join(known)}")
+    failed = []
+    for name in args.names or known:
+        command = f"python -m train transfer {shlex.join(known[name])}"
+        print(f"{name}: {command}", flush=True)
+        if args.list:
+            continue
+        with contextlib.chdir(ROOT):
+            try:
+                code = transfer_command.main(known[name])
+            except ConfigError as error:  # no minimum was found: the others may have one
+                print(f"{name}: {error}")
+                code = 1
+        if code > 1:  # stopped by a signal
+            return code
+        failed += [name] if code else []
+    if failed:
+        print(f"without a file: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
