@@ -1,0 +1,53 @@
+"""Figure 6: loss curves, feature kernels and attention of vision transformers as N, H and L grow, under SGD."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scripts.figures import curves
+from scripts.figures.result import Data, Figure, Row, Settings
+
+if TYPE_CHECKING:
+    import matplotlib.figure
+
+
+def measure(settings: Settings, work: Path) -> dict[str, Any]:
+    """See `curves.measure`."""
+    return curves.measure("vit", settings, work.parent / "trained")
+
+
+def rows(settings: Settings, data: Data) -> list[Row]:
+    """How alike the largest models are; the paper shows curves and gives no number."""
+    return curves.likeness(data, "")
+
+
+def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
+    """Losses, kernels, attention."""
+    return curves.panels_of("Figure 6: ViT under SGD with momentum, one pass", data, settings["axes"])
+
+
+FIGURE = Figure(
+    title="Figure 6: vision transformers under SGD as N, H and L grow",
+    source="figure 6 of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
+    about="Training loss, kernel of the last layer's features (mean over positions) over images never trained on, and attention "
+    "logits of the last layer, of the paper's ViT (alpha_A = alpha_L = 1) on the endless image set (the paper: CIFAR-5M). The "
+    "paper finds loss curves nearly equal in N and H, slower early at large L, and similar final kernels.",
+    small={
+        "axes": ["head_dim", "heads", "depth"],
+        "base": {"head_dim": 8, "heads": 4, "depth": 2},
+        "factors": [1, 2, 4],
+        "seeds": 2,
+        "model": {"rate": 2.0, "steps": 250, "gamma0": 0.1, "beta0": 4.0},
+    },
+    full={
+        "axes": ["head_dim", "heads", "depth"],
+        "base": {"head_dim": 16, "heads": 16, "depth": 4},
+        "factors": [1, 2, 4, 8],
+        "seeds": 2,
+        "model": {"rate": 0.2, "steps": 75000, "gamma0": 0.1, "beta0": 4.0, "patch_size": 4},
+    },
+    measure=measure,
+    rows=rows,
+    draw=draw,
+)

@@ -1,0 +1,57 @@
+"""Figure 7: loss curves, feature kernels and attention of language models as N, H and L grow, under Adam."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scripts.figures import curves
+from scripts.figures.result import Data, Figure, Row, Settings
+
+if TYPE_CHECKING:
+    import matplotlib.figure
+
+SMALL = {
+    "axes": ["head_dim", "heads", "depth"],
+    "base": {"head_dim": 8, "heads": 4, "depth": 2},
+    "factors": [1, 2, 4],
+    "seeds": 2,
+    "model": {"rate": 0.05, "steps": 100, "gamma0": 0.25, "beta0": 4.0},
+}
+FULL = {
+    "axes": ["head_dim", "heads", "depth"],
+    "base": {"head_dim": 8, "heads": 8, "depth": 4},
+    "factors": [1, 2, 4, 8, 16],
+    "seeds": 2,
+    "model": {
+        "rate": 0.02, "steps": 10000, "gamma0": 0.25, "beta0": 4.0, "batch_size": 128, "seq_len": 256, "warmup_steps": 100,
+    },
+}  # fmt: skip
+
+
+def measure(settings: Settings, work: Path) -> dict[str, Any]:
+    """See `curves.measure`."""
+    return curves.measure("lm", settings, work.parent / "trained")
+
+
+def rows(settings: Settings, data: Data) -> list[Row]:
+    """How alike the largest models are; the paper shows curves and gives no number."""
+    return curves.likeness(data, "")
+
+
+def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
+    """Losses, kernels, attention."""
+    return curves.panels_of("Figure 7: decoder under Adam", data, settings["axes"])
+
+
+FIGURE = Figure(
+    title="Figure 7: language models under Adam as N, H and L grow",
+    source="figure 7 of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
+    about="Training loss, kernel of the last layer's features over the last positions of a text never trained on, and attention "
+    "logits of the last layer, of the paper's decoder (alpha_A = alpha_L = 1) on the bytes of Python's sources (the paper: C4).",
+    small=SMALL,
+    full=FULL,
+    measure=measure,
+    rows=rows,
+    draw=draw,
+)
