@@ -37,9 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         near = difflib.get_close_matches(unknown[0], known, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         parser.error(f"no figure is named {unknown[0]}; {hint}the figures are {', '.join(known)}")
+    args.out.mkdir(parents=True, exist_ok=True)
     for name in args.names or known:
         if args.list:
-            print(f"{name:16} {page.load(name).title}")
+            there = "" if (args.out / f"{name}.json").exists() else " (not measured yet)"
+            print(f"{name:16} {page.load(name).title}{there}")
         else:
             _run(name, args)
     if not args.list:
@@ -68,15 +70,14 @@ def _run(name: str, args: argparse.Namespace) -> None:
     else:
         work = WORK / stem.name
         work.mkdir(parents=True, exist_ok=True)
-        started = time.monotonic()
+        started = time.process_time()
         data = figure.measure(settings, work)
         command = f"python -m scripts.figures {name}" + (" --full" if args.full else "")
-        about = {"command": command, "versions": _versions(), "seconds": round(time.monotonic() - started)}
-    args.out.mkdir(parents=True, exist_ok=True)
+        about = {"command": command, "versions": _versions(), "seconds": round(time.process_time() - started)}
     kept = result.record(figure, settings, data, **about)
     result.save(path, kept)
     figure.draw(kept["settings"], kept["data"]).savefig(stem.with_suffix(".png"))
-    print(f"{stem.name}: {figure.title} ({about['seconds']} s)", flush=True)
+    print(f"{stem.name}: {figure.title} ({about['seconds']} s of CPU)", flush=True)
     for row in kept["rows"]:
         print(f"  {page.sentence(row)}", flush=True)
 

@@ -41,7 +41,8 @@ def images(count: int) -> np.ndarray:
     """The first handwritten digits of scikit-learn, standardized over all of them, float32 [count, 8, 8, 1]."""
     from sklearn.datasets import load_digits
 
-    pixels = np.asarray(load_digits()["images"])
+    digits: Any = load_digits()
+    pixels = np.asarray(digits.images)
     return ((pixels[:count] - pixels.mean()) / pixels.std()).astype(np.float32)[..., None]
 
 

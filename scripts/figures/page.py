@@ -30,12 +30,10 @@ def load(name: str) -> Figure:
 
 
 def text(folder: Path) -> str:
-    """The page, from the records in `folder`; figures without one are named at the end."""
+    """The page, from the records in `folder`."""
     records = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("fig*.json"))}
     parts = [HEAD, _summary(records)]
     parts += [_section(folder.name, name, kept) for name, kept in records.items()]
-    if missing := [name for name in names() if name not in records]:
-        parts.append(f"## Not measured yet\n\n{', '.join(f'`{name}`' for name in missing)}\n")
     return "\n".join(parts)
 
 
@@ -60,7 +58,7 @@ def _summary(records: Mapping[str, Mapping[str, Any]]) -> str:
 def _section(folder: str, name: str, kept: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{key} {value}" for key, value in kept["versions"].items())
     lines = [f"## {kept['title']}", "", f"{kept['about']} Source: {kept['source']}.", ""]
-    lines += [f"`{kept['command']}` ({kept['seconds']} s; {versions})", ""]
+    lines += [f"`{kept['command']}` ({kept['seconds']} s of CPU time; {versions})", ""]
     lines += [f"![{kept['title']}]({folder}/{name}.png)", ""]
     lines += ["| what | predicted | measured [95 %] | verdict |", "|---|---|---|---|"]
     for row in kept["rows"]:

@@ -86,3 +86,31 @@ def power_law(
 def legend(axes: Axes, *, title: str | None = None) -> None:
     """A small legend without a frame, where there is room."""
     axes.legend(fontsize=8, frameon=False, title=title, title_fontsize=8)
+
+
+def by_layer(axes: Axes, ends: Any, sizes: Any, data: Any, alpha_l: float) -> None:
+    """Mean diagonals of finite models' kernels by block, the limits of the recursion beside them as dashed lines.
+
+    Args:
+        axes: panel.
+        ends: pairs (alpha_A, alpha_L).
+        sizes: of the models, [sizes]; the smallest, a middle one and the largest are drawn.
+        data: `by_layer` [pairs, sizes, L + 1, 2] and `limit` [pairs, L + 1, 2].
+        alpha_l: whose pairs are drawn.
+    """
+    chosen = sorted({0, len(sizes) // 2, len(sizes) - 1})
+    pairs = [(index, alpha_a) for index, (alpha_a, other) in enumerate(ends) if other == alpha_l]
+    for color, (index, alpha_a) in zip(COLORS, pairs, strict=False):
+        found, limit = np.asarray(data["by_layer"][index])[..., 0], np.asarray(data["limit"][index])[:, 0]
+        for fade, size in zip((0.35, 0.6, 1.0), chosen, strict=False):
+            axes.plot(found[size], "o", color=color, alpha=fade, markersize=2 + 3 * fade)
+        axes.plot(limit, "--", color=color, linewidth=1.3, label=rf"recursion, $\alpha_A$ = {alpha_a:g}")
+    axes.plot(
+        [],
+        [],
+        "o",
+        color=GREY,
+        markersize=5,
+        label=f"models, faint to full: {', '.join(str(sizes[c]) for c in chosen)}",
+    )
+    legend(axes)

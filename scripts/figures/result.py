@@ -133,6 +133,17 @@ def mean(values: Any) -> Interval:
     return estimate, estimate - room, estimate + room
 
 
+def jackknife(statistic: Callable[[np.ndarray], float], seeds: int) -> Interval:
+    """A statistic of the indices of seeds, with the 95 % interval from leaving out one seed at a time."""
+    from scipy import stats
+
+    estimate = statistic(np.arange(seeds))
+    without = np.array([statistic(np.delete(np.arange(seeds), one)) for one in range(seeds)])
+    error = math.sqrt((seeds - 1) * float(np.mean((without - without.mean()) ** 2)))
+    room = float(stats.t.ppf(0.975, seeds - 1)) * error
+    return estimate, estimate - room, estimate + room
+
+
 def slope(sizes: Any, values: Any) -> Interval:
     """Log-log slope of positive values [sizes, seeds] against sizes: the mean over seeds of each one's least-squares line."""
     x, y = np.log(np.asarray(sizes, np.float64)), np.log(np.asarray(values, np.float64))

@@ -1,0 +1,82 @@
+"""Figure 3a: how the initial residual kernel converges as heads are added, N fixed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from scripts.figures import finite_kernels, panels
+from scripts.figures.finite_kernels import ENDS
+from scripts.figures.result import Data, Figure, Row, Settings, exponent
+
+if TYPE_CHECKING:
+    import matplotlib.figure
+
+
+def measure(settings: Settings, work: Path) -> dict[str, Any]:
+    """Products of errors [pairs, H, seeds, seeds], and sums of the kernels by layer, of the limit and of every H."""
+    del work
+    limit = finite_kernels.limits(settings, settings["head_dim"])
+    products, by_layer = [], []
+    for heads in settings["heads"]:
+        found = finite_kernels.finite(settings, settings["head_dim"], heads)
+        products.append(finite_kernels.products(found, limit))
+        by_layer.append(finite_kernels.sums(found.mean(axis=1)))
+    return {
+        "products": np.stack(products, axis=1),
+        "by_layer": np.stack(by_layer, axis=1),
+        "limit": finite_kernels.sums(limit),
+    }
+
+
+def rows(settings: Settings, data: Data) -> list[Row]:
+    """Per pair of exponents a slope in H, and the error of the widest models' mean."""
+    squared = finite_kernels.squared(data["products"])
+    found = [
+        exponent(
+            f"squared error of the residual kernel against H, {finite_kernels.name(ends)}",
+            settings["heads"],
+            one,
+            predicted=-1.0,
+            tolerance=0.15,
+        )
+        for ends, one in zip(ENDS, squared, strict=True)
+    ]
+    widest = f"H = {settings['heads'][-1]}, N = {settings['head_dim']}"
+    return found + [
+        finite_kernels.of_mean(
+            f"distance of the mean kernel of {settings['seeds']} models of {widest}, {finite_kernels.name(ends)}, from the recursion",
+            products[-1],
+            source="recursion at this N",
+        )
+        for ends, products in zip(ENDS, data["products"], strict=True)
+    ]
+
+
+def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
+    """Squared error against H, and the kernel by layer beside the recursion."""
+    figure, (left, middle, right) = panels.row(3, "The initial residual kernel as heads are added")
+    for color, ends, one in zip(panels.COLORS, ENDS, finite_kernels.squared(data["products"]), strict=False):
+        panels.power_law(left, settings["heads"], one, finite_kernels.title(ends), color=color, predicted=-1.0)
+    panels.label(left, "Dashed: slope −1", "heads H", "squared error over the limit's square")
+    panels.legend(left)
+    for axes, alpha_l in ((middle, 1.0), (right, 0.5)):
+        panels.by_layer(axes, ENDS, settings["heads"], data, alpha_l)
+    panels.label(middle, r"Mean diagonal at $\alpha_L$ = 1", "block", r"$H^\ell$")
+    panels.label(right, r"Mean diagonal at $\alpha_L$ = 1/2", "block", r"$H^\ell$")
+    return figure
+
+
+FIGURE = Figure(
+    title="Figure 3a: the initial residual kernel as heads are added",
+    source="figure 3a of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712), whose own slopes are -1.04 and -1.15",
+    about="The kernel h.h'/D after the last block, over all positions of a few digits, of the paper's ViT with N = 4 and L = 8, against "
+    "the limit H to infinity that `presets/kernels.py` computes at this N.",
+    small={"head_dim": 4, "heads": [8, 16, 32, 64, 128, 256], "depth": 8, "beta0": 4.0, "images": 2, "seeds": 24, "samples": 4000},
+    full={"head_dim": 4, "heads": [8, 16, 32, 64, 128, 256, 512, 1024], "depth": 8, "beta0": 4.0, "images": 4, "seeds": 16, "samples": 64000},
+    measure=measure,
+    rows=rows,
+    draw=draw,
+)  # fmt: skip

@@ -1,0 +1,87 @@
+"""How far the residual stream moves over the blocks at initialization, against their number: the Brownian term."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from presets import kernels
+from scripts.figures import models, panels
+from scripts.figures.result import Data, Figure, Row, Settings, exponent
+
+if TYPE_CHECKING:
+    import matplotlib.figure
+
+
+def measure(settings: Settings, work: Path) -> dict[str, Any]:
+    """|h after the last block - h before the first|^2 / D [alpha_L, L, seeds], and the recursion's [alpha_L, L]."""
+    del work
+    import jax
+    import jax.numpy as jnp
+
+    from zoo.internals import internals
+
+    images = models.images(settings["images"])
+    first = kernels.input_kernel(models.patches(images))
+    inputs = jnp.asarray(images)
+
+    def look(model: Any) -> jax.Array:
+        seen = internals(model, inputs)
+        return jnp.mean(jnp.square(seen["residual"][-1] - seen["embedding"]))
+
+    alphas, beta0 = settings["alpha_l"], settings["beta0"]
+    presets = [models.absolute(alpha_a=1.0, alpha_l=alpha, beta0=beta0) for alpha in alphas]
+    moved, limit = [], []
+    for depth in settings["depth"]:
+        config = models.vit(head_dim=settings["head_dim"], heads=settings["heads"], depth=depth)
+        program = models.at_initialization(config, look)
+        moved.append(np.transpose([program(seed, presets) for seed in range(settings["seeds"])]))
+        layers = [
+            kernels.residual_kernels(first, depth=depth, alpha_a=1.0, alpha_l=alpha, beta0=beta0).layers
+            for alpha in alphas
+        ]
+        limit.append([np.einsum("xsxs->xs", one[-1] - one[0]).mean() for one in layers])
+    return {"moved": np.stack(moved, axis=1), "limit": np.transpose(limit)}
+
+
+def rows(settings: Settings, data: Data) -> list[Row]:
+    """A slope per alpha_L."""
+    return [
+        exponent(
+            f"squared movement of the residual stream over all blocks against L, alpha_L = {alpha:g}",
+            settings["depth"],
+            moved,
+            predicted=1 - 2 * alpha,
+        )
+        for alpha, moved in zip(settings["alpha_l"], data["moved"], strict=True)
+    ]
+
+
+def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
+    """Movements against L, with the recursion's beside them."""
+    figure, (axes,) = panels.row(1, "How far the residual stream moves at initialization")
+    figure.set_size_inches(6.0, 4.4)
+    depths = settings["depth"]
+    for color, alpha, moved, limit in zip(
+        panels.COLORS, settings["alpha_l"], data["moved"], data["limit"], strict=False
+    ):
+        panels.power_law(axes, depths, moved, rf"$\alpha_L$ = {alpha:g}", color=color, predicted=1 - 2 * alpha)
+        axes.plot(depths, limit, "x", color=panels.INK, markersize=7, zorder=4)
+    axes.plot([], [], "x", color=panels.INK, label="recursion, N and H infinite")
+    panels.label(axes, r"Dashed: slope $1 - 2\alpha_L$", "blocks L", r"$|h^{L+1} - h^1|^2 / D$")
+    panels.legend(axes)
+    return figure
+
+
+FIGURE = Figure(
+    title="The Brownian term: how far the residual stream moves over the blocks at initialization",
+    source="the limit of depth in Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712): it survives at alpha_L = 1/2 and vanishes at 1",
+    about="The paper's ViT on digits with alpha_A = 1 and beta0 = 1, at growing depth.",
+    small={"alpha_l": [1.0, 0.75, 0.5], "depth": [4, 8, 16, 32, 64], "head_dim": 8, "heads": 8, "beta0": 1.0, "images": 4, "seeds": 8},
+    full={"alpha_l": [1.0, 0.75, 0.5], "depth": [4, 8, 16, 32, 64, 128], "head_dim": 16, "heads": 16, "beta0": 1.0, "images": 8, "seeds": 16},
+    measure=measure,
+    rows=rows,
+    draw=draw,
+)  # fmt: skip
