@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from train import sweep, sweep_groups, sweep_pack, sweep_rows, sweep_work
+from train import sweep, sweep_groups, sweep_pack, sweep_rows, sweep_trial, sweep_work
 from train.__main__ import main
 from train.config import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
 from train.program import Program
@@ -137,9 +137,9 @@ def test_numbers_share_a_program_and_shapes_do_not(text: str) -> None:
         lambda c: dataclasses.replace(c, steps=STEPS + 1),
         lambda c: dataclasses.replace(c, data=dataclasses.replace(c.data, batch_size=32)),
     ]
-    assert len(sweep_groups.programs([config, *(change(config) for change in numbers)])) == 1
-    groups = sweep_groups.programs([config, *(change(config) for change in shapes)])
-    assert [[i for i, _ in group] for group in groups] == [[i] for i in range(len(shapes) + 1)]
+    assert len(sweep_groups.Groups().of([config, *(change(config) for change in numbers)])) == 1
+    groups = sweep_groups.Groups().of([config, *(change(config) for change in shapes)])
+    assert [[i for i, _ in group] for group in groups.values()] == [[i] for i in range(len(shapes) + 1)]
 
 
 def test_a_shape_compiles_once_and_a_finished_point_never_again(
@@ -149,7 +149,8 @@ def test_a_shape_compiles_once_and_a_finished_point_never_again(
     compile_train = Program.compile_train
     monkeypatch.setattr(Program, "compile_train", lambda self: (compiled.append(self), compile_train(self))[1])
     config = config_of(text)
-    first = sweep.run(points(config, seeds=1), tmp_path, how="in-turn", evaluated=False)
+    engine = sweep.Sweep(tmp_path, how="in-turn", evaluated=False)
+    first = engine.run(points(config, RATES[:1], 1)) + engine.run(points(config, RATES, 1))[1:]
     assert len(compiled) == 1
     wider = dataclasses.replace(config, model=dataclasses.replace(config.model, width=32))
     again = sweep.run([*points(config, seeds=1), wider], tmp_path, evaluated=False)
@@ -194,7 +195,7 @@ class Noted(sweep.Quiet):
 
 @pytest.mark.core
 def test_points_are_packed_by_memory(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ((_, program),) = sweep_groups.programs([config_of(text)])[0]
+    [[(_, program)]] = sweep_groups.Groups().of([config_of(text)]).values()
     state = 3 * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.abstract))
     for room, points_, fits in ((100, 10, 10), (4.1, 10, 4), (4.1, 7, 4), (0.1, 10, 1)):
         monkeypatch.setattr(sweep_pack, "_free_bytes", lambda device, room=room: int(room * state / 0.8))
@@ -219,8 +220,8 @@ def test_half_a_line_is_no_row(tmp_path: Path, in_turn: list[Row]) -> None:
 
 def test_a_trial_says_what_is_faster(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {1: 0.01, 4: 0.02}
-    monkeypatch.setattr(sweep, "_seconds", lambda trainer, points, feeds: seconds[trainer.count])
-    monkeypatch.setattr(sweep, "TRIAL_PAYS", 0)
+    monkeypatch.setattr(sweep_trial.Chooser, "_seconds", lambda self, trainer, points: seconds[trainer.count])
+    monkeypatch.setattr(sweep_trial, "PAYS", 0)
     notes: list[str] = []
     rows = sweep.run(points(config_of(text)), tmp_path / "a", evaluated=False, watcher=Noted(notes))
     assert {row.how for row in rows} == {"together"}

@@ -20,8 +20,9 @@ CACHED_BYTES = 2**28
 class Batches:
     """Training batches on the host, made once and kept where they are few, and the data they come from."""
 
-    def __init__(self, note: Callable[[str], None]) -> None:
-        self._note = note
+    def __init__(self) -> None:
+        self.note: Callable[[str], None] = lambda text: None
+        """Told, in a line, what takes time."""
         self._data: dict[Any, Data] = {}
         self._kept: dict[Any, list[Any]] = {}
 
@@ -30,7 +31,9 @@ class Batches:
         config = program.config
         key = self._key(program)
         if key not in self._data:
-            self._data[key] = data_sources.load(config.data, config.model, seed=config.data_seed, note=self._note)
+            self._data[key] = data_sources.load(
+                config.data, config.model, seed=config.data_seed, note=lambda text: self.note(text)
+            )
         return self._data[key]
 
     def train(self, program: Program, start: int, feed: Feed) -> Generator[Batch, None, None]:

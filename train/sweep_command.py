@@ -126,7 +126,7 @@ def _dry_run(found: Sequence[tuple[str, Config]]) -> int:
     from train import sweep_groups
     from train.grid import power
 
-    groups = sweep_groups.programs([config for _, config in found])
+    groups = list(sweep_groups.Groups().of([config for _, config in found]).values())
     count = len(groups)
     print(f"{len(found)} points in {count} program{'s' * (count > 1)}")
     for group in groups:

@@ -16,33 +16,37 @@ Member = tuple[int, Program]
 """A point: its place among the sweep's configs, and its program."""
 
 
-def programs(configs: Sequence[Config], devices: Sequence[Any] | None = None) -> list[list[Member]]:
-    """The points in groups of one program each, in the order in which the first of each comes.
-
-    Nothing is compiled or allocated, and a definition is made once per shape.
+class Groups:
+    """Programs of configs; nothing is compiled or allocated, and a definition is made once per shape.
 
     Args:
-        configs: the points.
         devices: all there are unless given.
-
-    Raises:
-        ConfigError, PresetError, MeshError: what does not fit.
     """
-    first: dict[str, Program] = {}
-    groups: dict[tuple[str, Any], list[Member]] = {}
-    for index, config in enumerate(configs):
-        shape = repr(shape_of(config))
-        made = first.get(shape)
-        program = assemble(config, devices, swept=True) if made is None else made.renumbered(config)
-        first.setdefault(shape, program)
-        groups.setdefault((shape, _structure(program)), []).append((index, program))
-    return list(groups.values())
+
+    def __init__(self, devices: Sequence[Any] | None = None) -> None:
+        self._devices = devices
+        self._first: dict[str, Program] = {}
+
+    def of(self, configs: Sequence[Config]) -> dict[object, list[Member]]:
+        """The points in groups of one program each, by a key of it, in the order in which the first of each comes.
+
+        Raises:
+            ConfigError, PresetError, MeshError: what does not fit.
+        """
+        groups: dict[object, list[Member]] = {}
+        for index, config in enumerate(configs):
+            shape = repr(shape_of(config))
+            made = self._first.get(shape)
+            program = assemble(config, self._devices, swept=True) if made is None else made.renumbered(config)
+            self._first.setdefault(shape, program)
+            groups.setdefault((shape, _structure(program)), []).append((index, program))
+        return groups
 
 
 def shape_of(config: Config) -> Config:
     """The config with every number that is data to the step at one value: equal shapes are one program.
 
-    A preset can still change the program, by a factor that it has and others do not; `programs` looks at that too.
+    A preset can still change the program, by a factor that it has and others do not; `Groups` looks at that too.
     """
     same = dict.fromkeys(("peak_lr", "weight_decay", "eps"), 0.0)
     schedule = {"schedule": "constant", "warmup_steps": 0, "decay_steps": None, "final_lr_fraction": 0.0}

@@ -191,12 +191,12 @@ def _engine(folder: Path, how: Any, console: Console, stop: Any) -> Runner:
     from train.sweep_rows import Row
     from train.sweep_table import Table
 
+    engine = sweep.Sweep(folder, how=how, evaluated=False, stop=lambda: stop.received is not None)
+
     def run(configs: Sequence[Config]) -> list[Row]:
         labels = [f"{c.preset.name} width {c.model.width} depth {c.model.depth}" for c in configs]
         with Table(console, labels, "training loss", lambda row: row.loss) as table:
-            return sweep.run(
-                configs, folder, how=how, evaluated=False, watcher=table, stop=lambda: stop.received is not None
-            )
+            return engine.run(configs, table)
 
     return run
 
