@@ -125,6 +125,14 @@ def test_the_verdict(drift: float, noise: float, verdict: str):
     assert analyse(SIZES, [curve(-8 + drift * i, noise=noise, rng=rng) for i in range(4)]).verdict == verdict
 
 
+def test_nothing_transfers_to_a_size_without_a_minimum():
+    curves = [curve(-8.0) for _ in SIZES]
+    assert analyse(SIZES, curves).verdict == "transfers"
+    curves[-1] = Curve(curves[-1].x, curves[-1].losses * math.inf, 3)
+    found = analyse(SIZES, curves)
+    assert (found.drift.value, found.verdict) == (pytest.approx(0, abs=1e-6), "undecided")
+
+
 def test_the_price_of_not_tuning():
     prices = [p.value for p in analyse(SIZES, [curve(-8 - i) for i in range(4)]).prices]
     # On the parabola an octave away, then between measured rates (two octaves are the grid's end), then beyond all.

@@ -83,7 +83,8 @@ def _curves(measured: Measured) -> list[Curve]:
 
 
 def _curve(panel: Axes, curve: Curve, colour: Any, label: str, high: float) -> None:
-    mean, known = curve.mean, np.isfinite(curve.mean)
+    mean = curve.mean_of_all
+    known = np.isfinite(mean)
     panel.plot(curve.x[known], mean[known], "-", color=colour, linewidth=1.8, marker="o", markersize=3.5, label=label)
     for seed in range(curve.losses.shape[1]):
         panel.plot(curve.x, curve.losses[:, seed], "o", color=colour, markersize=2.2, alpha=0.35, zorder=1)
@@ -96,7 +97,8 @@ def _losses(curves: Sequence[Curve]) -> tuple[float, float]:
     """Limits of y: everything near the minima, and no more of what is far from any."""
     near = []
     for curve in curves:
-        mean, known = curve.mean, np.isfinite(curve.mean)
+        mean = curve.mean_of_all
+        known = np.isfinite(mean)
         if known.any():
             best = curve.x[int(np.argmin(np.where(known, mean, np.inf)))]
             near.extend(mean[known & (np.abs(curve.x - best) <= _AROUND)])

@@ -73,6 +73,11 @@ class Curve:
         """Mean over the seeds that every rate has [R]; inf where one of them diverged."""
         return self.losses[:, : self.first].mean(axis=1)
 
+    @property
+    def mean_of_all(self) -> np.ndarray:
+        """Mean over all seeds that each rate has [R], for the eye; inf where one of them diverged."""
+        return np.nanmean(self.losses, axis=1)
+
     def window(self) -> np.ndarray:
         """Rates that the fit takes, bool [R]; none where every rate diverged.
 
@@ -192,10 +197,14 @@ class Analysis:
 
     @property
     def verdict(self) -> Literal["transfers", "drifts", "undecided"]:
-        """transfers: the drift is known to `TOLERANCE` and can be 0 up to it; drifts: it is beyond; else undecided."""
+        """transfers: the drift is known to `TOLERANCE` and can be 0 up to it; drifts: it is beyond; else undecided.
+
+        Without an optimum at the largest and the smallest size nothing is said to transfer.
+        """
         if not self.drift.meets(-TOLERANCE, TOLERANCE):
             return "drifts" if math.isfinite(self.drift.value) else "undecided"
-        return "transfers" if self.drift.half_width <= TOLERANCE else "undecided"
+        ends = not (self.fits[0].trouble or self.fits[-1].trouble)
+        return "transfers" if ends and self.drift.half_width <= TOLERANCE else "undecided"
 
 
 def analyse(sizes: Sequence[int], curves: Sequence[Curve]) -> Analysis:
