@@ -219,7 +219,7 @@ def test_damaged_data_sets_are_named(tmp_path: Path) -> None:
         ("cifar5", "no data is named 'cifar5'; did you mean .*cifar5m"),
         ("python_corpsu", "did you mean python_corpus"),
         ("imagenet2013", "did you mean .*imagenet2012"),
-        ("qqqqqq", "write one of python_corpus, digits, cifar5m"),
+        ("qqqqqq", "write one of python_corpus, digits, shapes, cifar5m"),
         ("../../etc", "no data is named"),
         ("test:/tmp/x", "no data is named 'test:/tmp/x'"),
     ],

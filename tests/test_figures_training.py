@@ -81,8 +81,8 @@ def test_the_verdict_on_the_variance_over_heads(exponent: float, nearer: str) ->
 def test_movement_of_weights_has_a_slope_per_rule_and_time() -> None:
     settings = fig5a.FIGURE.small
     x = np.asarray(settings["depth"], float)[:, None]
-    noise = 1 + 0.02 * np.random.default_rng(0).standard_normal((len(x), 3))
-    data = {"moved": [[x**0 * noise] * 2, [x**-0.5 * noise] * 2]}
+    noise = 1 + 0.02 * np.random.default_rng(0).standard_normal((len(x), 4))
+    data = {"moved": [[x ** (rule["alpha_l"] - 1) * noise] * 2 for rule in settings["rules"]]}
     assert {row.verdict for row in fig5a.rows(settings, data)} == {"reproduces"}
     assert "does not reproduce" in {row.verdict for row in fig5a.rows(settings, {"moved": data["moved"][::-1]})}
     fig5a.draw(settings, data)

@@ -40,8 +40,8 @@ def grown(settings: Mapping[str, Any]) -> list[tuple[str, int, dict[str, int]]]:
     ]
 
 
-def measure(kind: str, settings: Mapping[str, Any], folder: Path, **rule: Any) -> dict[str, Any]:
-    """Runs at every size of `grown`, vit or lm, with `rule` over the settings of the runs.
+def measure(kind: str, settings: Mapping[str, Any], folder: Path, *, ends: float = 4.0, **rule: Any) -> dict[str, Any]:
+    """Runs at every size of `grown`, vit or lm, with `rule` over the settings of the runs, `ends` as for a `Trainer`.
 
     Returns:
         Per axis `size` [S], `flops` of a step [S], `loss` [S, seeds, P] and the `steps` it is at [P], `kernel`
@@ -59,12 +59,12 @@ def measure(kind: str, settings: Mapping[str, Any], folder: Path, **rule: Any) -
         runs = []
         for seed in range(settings["seeds"]):
             run = dataclasses.replace(config, seed=seed)
-            path = folder / f"{_key(run)}.json"
+            path = folder / f"{_key(run, ends)}.json"
             if not path.exists():
                 if config.model not in trainers:  # the last one only: compiled programs take memory
                     trainers = {config.model: training.Trainer(config, batches)}
                 trainer = trainers[config.model]
-                batches = trainer.batches
+                batches, trainer.ends = trainer.batches, ends
                 path.write_text(json.dumps(_one(trainer, run, kind)))
             runs.append(json.loads(path.read_text()))
         here = found.setdefault(axis, {"size": [], "flops": [], "steps": runs[0]["steps"], **{n: [] for n in _KEPT}})
@@ -82,10 +82,10 @@ def _units(config: Config) -> int:
     return config.model.seq_len if config.model.family == "decoder" else 1
 
 
-def _key(config: Config) -> str:
+def _key(config: Config, ends: float) -> str:
     from train.data import cache, shapes
 
-    return cache.digest(repr(config), shapes.VERSION)
+    return cache.digest(repr(config), f"{ends}", shapes.VERSION)
 
 
 def _one(trainer: training.Trainer, config: Config, kind: str) -> dict[str, Any]:
@@ -155,6 +155,20 @@ def likeness(data: Mapping[str, Any], about: str) -> list[Row]:
             )
         )
     return found
+
+
+def at_compute(of_axis: Mapping[str, Any], which: int, flops: float) -> np.ndarray:
+    """Loss [seeds] of one size after so many training FLOPs, between the points of its curves."""
+    compute = np.asarray(of_axis["steps"], float) * of_axis["flops"][which]
+    return np.array([np.interp(flops, compute, loss) for loss in of_axis["loss"][which]])
+
+
+def slim(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Without kernels and attention."""
+    return {
+        axis: {name: value for name, value in of_axis.items() if name not in ("kernel", "attention")}
+        for axis, of_axis in found.items()
+    }
 
 
 def draw_losses(axes: Axes, axis: str, of_axis: Mapping[str, Any], *, compute: bool = False, style: str = "-") -> None:

@@ -207,6 +207,10 @@ class Batches:
         """Inputs of the first evaluation examples."""
         return self._data.eval_batch(0, slice(0, count))["inputs"]
 
+    def probe_targets(self, count: int) -> np.ndarray:
+        """Their targets."""
+        return self._data.eval_batch(0, slice(0, count))["targets"]
+
 
 def smoothed(losses: np.ndarray, points: int = 60) -> np.ndarray:
     """Means of losses [..., steps] over `points` windows of equal length, [..., points]."""
