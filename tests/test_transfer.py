@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from presets import PresetError
-from train import transfer, transfer_command, transfer_fit
+from train import transfer, transfer_command, transfer_drift
 from train.__main__ import main
 from train.config import Config, PresetConfig
 from train.recipes import RECIPES
 from train.sweep_rows import Row
-from train.transfer_fit import Curve, analyse, fit
+from train.transfer_drift import analyse
+from train.transfer_fit import Curve, fit
 from zoo.configs import ConfigError
 
 SIZES = (16, 32, 64, 128)
@@ -83,20 +84,20 @@ def covered(seeds: int, widened: bool, trials: int = 150) -> float:
         first, drift = rng.uniform(-8.5, -7.5), rng.uniform(-0.3, 0.3)
         curves = [curve(first + drift * i, seeds, noise=0.01, shift=0.15, rng=rng) for i in range(4)]
         found = analyse(SIZES, curves).drift
-        half = found.half_width if widened else found.half_width * 1.96 / transfer_fit.widening(seeds)
+        half = found.half_width if widened else found.half_width * 1.96 / transfer_drift.widening(seeds)
         hits += abs(found.value - drift) <= half
     return hits / trials
 
 
 @pytest.mark.parametrize("seeds", [3, 5])
 def test_intervals_hold_the_truth_as_often_as_they_say(monkeypatch: pytest.MonkeyPatch, seeds: int):
-    monkeypatch.setattr(transfer_fit, "RESAMPLES", 200)
+    monkeypatch.setattr(transfer_drift, "RESAMPLES", 200)
     # 150 trials at 95 %: outside 0.90 to 0.99 once in a hundred.
     assert 0.90 <= covered(seeds, widened=True) <= 0.99
 
 
 def test_control_a_plain_bootstrap_of_three_seeds_is_too_sure(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(transfer_fit, "RESAMPLES", 200)
+    monkeypatch.setattr(transfer_drift, "RESAMPLES", 200)
     assert covered(3, widened=False) < 0.87
 
 

@@ -19,7 +19,7 @@ from train.__main__ import main
 from train.config import Config, PresetConfig, preset_of
 from train.recipes import RECIPES
 from train.sweep_rows import Row
-from train.transfer_fit import analyse
+from train.transfer_drift import analyse
 from zoo.configs import ConfigError
 
 pytestmark = pytest.mark.core

@@ -20,7 +20,8 @@ import presets
 from train import sizes as sizes_of_models
 from train.config import Config, PresetConfig, preset_of, sizes_text
 from train.sweep_rows import Row
-from train.transfer_fit import SIDES, STEP, TOLERANCE, Analysis, Curve, analyse, fit
+from train.transfer_drift import TOLERANCE, Analysis, analyse
+from train.transfer_fit import SIDES, STEP, Curve, fit
 from zoo.configs import ConfigError
 
 MOST_RATES = 17

@@ -11,7 +11,8 @@ import numpy as np
 
 from train.plotting import INK, ORANGE
 from train.transfer import Measured
-from train.transfer_fit import Analysis, Curve
+from train.transfer_drift import Analysis
+from train.transfer_fit import Curve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

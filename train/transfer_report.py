@@ -17,8 +17,9 @@ from rich.table import Table
 
 from train.grid import power
 from train.transfer import Measured
+from train.transfer_drift import TOLERANCE, Analysis, Interval
 from train.transfer_figure import drift_words
-from train.transfer_fit import TOLERANCE, Analysis, Fit, Interval
+from train.transfer_fit import Fit
 
 FORMAT = "transfer study 1"
 Studies = Sequence[tuple[Measured, Analysis]]

@@ -13,7 +13,7 @@ from presets import PRESETS, tuned
 from presets.tuned import Tuned
 from train.config import preset_of
 from train.transfer import Measured
-from train.transfer_fit import Analysis, Interval
+from train.transfer_drift import Analysis, Interval
 from train.transfer_report import provenance
 from zoo.configs import ConfigError
 
