@@ -1,0 +1,82 @@
+"""Dinan, Yaida and Zhang's family on a ViT: what the first step of AdamW moves under each member, as the width grows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import presets
+from scripts.figures import panels
+from scripts.figures.result import Data, Figure, Row, Settings, exponent
+from zoo import configs
+
+if TYPE_CHECKING:
+    import matplotlib.figure
+
+OBSERVED = {"change residual": "change of the residual stream", "change logits": "change of the output"}
+
+
+def measure(settings: Settings, work: Path) -> dict[str, Any]:
+    """Root mean squares after one step, {preset: {observable: [widths, seeds]}}, and the exponents of theory."""
+    del work
+    from train import check, check_models, expectation
+    from train.config import OptimizerConfig
+    from zoo import build
+
+    grown = check_models.series(configs.get("vit-tiny"), "heads", len(settings["width"]))
+    assert [one.width for one in grown] == settings["width"], "the check's models are of other widths"
+    definitions = [build.definition(one) for one in grown]
+    config = OptimizerConfig(name="adamw", peak_lr=settings["peak_lr"], schedule="constant", eps=1e-12)
+    series = check.Series(definitions, config, 1)
+    found: dict[str, Any] = {"measured": {}, "theory": {}}
+    for name in settings["presets"]:
+        preset = presets.get(name, base=grown[0].base_sizes())
+        seen = series.measure(preset, check_models.batch(grown[0]), settings["seeds"])
+        theory = expectation.of(preset, definitions[0], definitions[-1], config.name, strict=True)
+        found["measured"][name] = {observed: seen[observed][:, :, 1] for observed in OBSERVED}
+        found["theory"][name] = {observed: theory[observed, 1].slope for observed in OBSERVED}
+    return found
+
+
+def rows(settings: Settings, data: Data) -> list[Row]:
+    """A slope per member and observable."""
+    return [
+        exponent(
+            f"{what} in the first step of AdamW against the width, {name}",
+            settings["width"],
+            data["measured"][name][observed],
+            predicted=data["theory"][name][observed],
+            tolerance=0.15,
+            source="`presets.limits` from the member's rules",
+        )
+        for observed, what in OBSERVED.items()
+        for name in settings["presets"]
+    ]
+
+
+def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
+    """Both observables against the width."""
+    figure, axes = panels.row(2, "A ViT's first step under the effective theory's presets")
+    for one, (observed, what) in zip(axes, OBSERVED.items(), strict=True):
+        for color, name in zip(panels.COLORS, settings["presets"], strict=False):
+            values, predicted = data["measured"][name][observed], data["theory"][name][observed]
+            panels.power_law(one, settings["width"], np.asarray(values), name, color=color, predicted=predicted)
+        panels.label(one, f"{what.capitalize()}; dashed: theory", "width", "root mean square")
+        panels.legend(one)
+    return figure
+
+
+FIGURE = Figure(
+    title="The effective theory's family on a ViT: what the first step moves",
+    source="Dinan, Yaida and Zhang 2023 (arXiv 2304.02034), the family from neural tangent (s = 0) to maximal update (s = 1)",
+    about="A ViT of depth 2 whose heads and width grow together, under AdamW at a rate so small that the first step is one of first "
+    "order. At the smallest width the three members of the family are one model; `standard` starts with variances of its own. "
+    "Their encoder-decoder is left for later.",
+    small={"presets": ["standard", "ntk", "hybrid", "maximal-update"], "width": [64, 128, 256], "peak_lr": 1e-4, "seeds": 8},
+    full={"presets": ["standard", "ntk", "hybrid", "maximal-update"], "width": [64, 128, 256, 512, 1024], "peak_lr": 1e-4, "seeds": 16},
+    measure=measure,
+    rows=rows,
+    draw=draw,
+)  # fmt: skip
