@@ -2,9 +2,9 @@
 
     python -m scripts.tune [PRESET:NAME ...] [--minutes 5] [--list]
 
-Each study finds the best rate of a small base, at width 64, and holds it against a model twice and four times as large along
-the axis that its preset is for: head_dim, or depth for depth-mup. Points are kept in runs/tuned, so a study that was stopped
-goes on; the HTML report and the figure of each are there too.
+Each study finds the best rate of a small base, at width 64, and holds it against a model twice as large along the axis that
+its preset is for: head_dim, or depth for depth-mup. Points are kept in runs/tuned, a folder per kind of run, where the presets
+share those of the base: a study that was stopped goes on, and to repeat one that is done draws its report there.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ ROOT = Path(__file__).resolve().parent.parent
 BASE = "--model.width 64 --model.num-heads 4 --model.depth 2"
 RECIPES = {
     "lm-python": f"lm-tiny {BASE} --steps 200 --optimizer.name adam --optimizer.warmup-steps 20",
-    "vit-endless-adam": f"vit-endless {BASE} --steps 400 --optimizer.name adam --optimizer.warmup-steps 40",
+    "vit-endless-adam": f"vit-endless {BASE} --steps 200 --optimizer.name adam --optimizer.warmup-steps 20",
     "vit-endless-sgd": (
-        f"vit-endless {BASE} --steps 400 --optimizer.name momentum --optimizer.warmup-steps 40 "
+        f"vit-endless {BASE} --steps 200 --optimizer.name momentum --optimizer.warmup-steps 20 "
         "--optimizer.clip-norm None --optimizer.weight-decay 0 --optimizer.peak-lr 0.125"
     ),
 }
 """Name to the run: Adam's rates mean the same with and without decay, and momentum is SGD's."""
 PRESETS = {
-    "mup": ("--preset mup", "head_dim=16,32,64", ""),
-    "mup-half": ("--preset mup-half", "head_dim=16,32,64", ""),
-    "depth-mup": ("--preset depth-mup --preset.alpha-l 0.5", "depth=2,4,8", "-half"),
-    "depth-mup at 1": ("--preset depth-mup --preset.alpha-l 1", "depth=2,4,8", "-one"),
+    "mup": ("--preset mup", "head_dim=16,32", ""),
+    "mup-half": ("--preset mup-half", "head_dim=16,32", ""),
+    "depth-mup": ("--preset depth-mup --preset.alpha-l 0.5", "depth=2,4", "-half"),
+    "depth-mup at 1": ("--preset depth-mup --preset.alpha-l 1", "depth=2,4", "-one"),
 }
 """The flags of each preset, what grows, and what it adds to the name: depth-mup has alpha_l in its."""
 
@@ -45,7 +45,7 @@ def studies(minutes: float) -> dict[str, list[str]]:
         for preset, (flags, grow, added) in PRESETS.items():
             word, name = preset.partition(" ")[0], f"{run}{added}-v1"
             found[f"{word}:{name}"] = shlex.split(
-                f"{recipe} {flags} --grow {grow} --minutes {minutes:g} --out runs/tuned/{word}.{name} "
+                f"{recipe} {flags} --grow {grow} --minutes {minutes:g} --out runs/tuned/{run} "
                 f"--save-tuned presets/tuned/{word}.{name}.json"
             )
     return found

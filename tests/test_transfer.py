@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from presets import PresetError
-from train import transfer, transfer_command, transfer_drift
+from train import transfer, transfer_command, transfer_drift, transfer_shared
 from train.__main__ import main
 from train.config import Config, PresetConfig
 from train.recipes import RECIPES
@@ -191,6 +191,26 @@ def test_a_study_is_relative_to_its_smallest_size():
 def test_points_are_paired():
     point = study().config((1, -13, 2))
     assert (point.optimizer.peak_lr, point.seed, point.data.seed, point.model.heads_dim) == (2**-6.5, 2, 0, 32)
+
+
+def test_presets_share_the_points_where_they_are_the_same():
+    def trained(preset: PresetConfig, axis: str = "head_dim") -> list[str]:
+        planned = transfer.plan(RECIPES["lm-tiny"](), axis, (2, 4), preset, "")
+        return [c.preset.name for c in transfer_shared.shared(planned).trained]
+
+    assert trained(PresetConfig(name="mup")) == ["sp", "mup"]
+    assert trained(PresetConfig(name="depth-mup", alpha_l=1.0), "depth") == ["sp", "depth-mup"]
+    assert trained(PresetConfig(name="mup"), "depth") == ["sp", "sp"]  # neither has a depth rule
+    for apart in (
+        PresetConfig(name="mup", gamma0=2.0),
+        PresetConfig(name="ntk"),
+        PresetConfig(name="mup", zero_readout=True),
+    ):
+        assert trained(apart) == [apart.name] * 2
+    run = Trained()
+    transfer.measure([transfer_shared.shared(study(p, (16, 32))) for p in ("mup", "mup-half")], run, transfer.Limits())
+    small = [(c.optimizer.peak_lr, c.seed, c.preset) for c in run.configs if c.model.heads_dim == 16]
+    assert len(small) == 2 * len(set(small))
 
 
 def test_a_study_finds_each_minimum_and_asks_for_no_point_twice():

@@ -64,17 +64,19 @@ class Study:
         axis: what grows, of `train.sizes.AXES`.
         sizes: of it, increasing.
         configs: a run of each size, whose rate and seed the points replace.
+        trained: the same runs as they are trained, under a preset that gives the same numbers; `configs` unless given.
     """
 
     label: str
     axis: str
     sizes: tuple[int, ...]
     configs: tuple[Config, ...]
+    trained: tuple[Config, ...] = ()
 
     def config(self, point: Point) -> Config:
         """The run of a point."""
         at, rate, seed = point
-        config = self.configs[at]
+        config = (self.trained or self.configs)[at]
         return dataclasses.replace(
             config,
             seed=config.seed + seed,

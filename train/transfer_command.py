@@ -101,12 +101,13 @@ def execute(args: argparse.Namespace, rest: Sequence[str], command: str, run: Ru
         return 0
     from rich.console import Console
 
-    from train import sweep_work
+    from train import sweep_work, transfer_shared
     from train.signals import StopRequest
 
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     folder = args.out or Path("runs") / f"transfer-{args.recipe}"
     folder.mkdir(parents=True, exist_ok=True)
+    studies = [transfer_shared.shared(study) for study in studies]
     with StopRequest() as stop:
         stop.defer()
         try:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
-from scipy import stats
+from scipy.special import stdtrit
 
 from train.transfer_fit import OCTAVE, Curve, Fit, fit, parabola
 
@@ -116,7 +116,7 @@ def paired_seeds(curves: Sequence[Curve]) -> int:
 
 def widening(seeds: int) -> float:
     """Standard deviations of the resamples in a half-width; see the module's text."""
-    return float(stats.t.ppf(0.975, seeds - 1)) * math.sqrt(seeds / (seeds - 1)) if seeds > 1 else math.inf
+    return float(stdtrit(seeds - 1, 0.975)) * math.sqrt(seeds / (seeds - 1)) if seeds > 1 else math.inf
 
 
 def _interval(value: float, resamples: np.ndarray, seeds: int, lowest: float = -math.inf) -> Interval:
@@ -195,6 +195,6 @@ def _worse(
             elif (mean := float(change.mean())) > 0:
                 half = math.inf
                 if len(change) > 1:
-                    half = float(stats.t.ppf(0.975, len(change) - 1) * change.std(ddof=1) / math.sqrt(len(change)))
+                    half = float(stdtrit(len(change) - 1, 0.975) * change.std(ddof=1) / math.sqrt(len(change)))
                 found.append((size, float(x), Interval(mean, mean - half, mean + half)))
     return tuple(found), compared
