@@ -1,9 +1,9 @@
-"""How hard the endless image set is, and how fast it is drawn: writes docs/shapes.json.
+"""How hard the endless image set is, and how fast it is drawn: writes docs/shapes.json and, beside it, a picture.
 
     python -m scripts.bench.shapes [--steps 2000] [--json docs/shapes.json]
 
 A linear model on 20,000 images, and two vision transformers in one pass (the recipe vit-endless at other sizes), all on the
-same 5,000 images that none was trained on. Drawing is timed on one core, in CPU time.
+same 5,000 images that none was trained on. Drawing is timed on one core, in CPU time. The picture has images of each class.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from train import data
 from train.config import Config
@@ -49,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "accuracy": endless.linear_accuracy(endless.LINEAR_IMAGES, EVAL_IMAGES),
     }
     print(json.dumps(found), flush=True)
+    picture().savefig(args.json.with_suffix(".png"))
     for name, sizes in MODELS.items():
         found[name] = {**sizes, **trained(sizes, args.steps)}
         print(name, json.dumps(found[name]), flush=True)
@@ -71,6 +73,20 @@ def speed(images: int = 4096, rounds: int = 5) -> float:
     finally:
         if cores:
             os.sched_setaffinity(0, cores)
+
+
+def picture(rows: int = 3) -> Figure:
+    """The first training images of each class, a column per class."""
+    images, labels = shapes.render(0, shapes.TRAIN, np.arange(100 * rows))
+    figure = Figure(figsize=(10, 1.05 * rows + 0.3), dpi=90, layout="constrained")
+    for c, name in enumerate(shapes.CLASSES):
+        for row, i in enumerate(np.flatnonzero(labels == c)[:rows]):
+            axes = figure.add_subplot(rows, len(shapes.CLASSES), row * len(shapes.CLASSES) + c + 1)
+            axes.imshow(images[i], interpolation="nearest")
+            axes.set_axis_off()
+            if row == 0:
+                axes.set_title(name.replace(", ", "\n"), fontsize=8)
+    return figure
 
 
 def trained(sizes: dict[str, int], steps: int) -> dict[str, Any]:
