@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -253,6 +254,28 @@ def test_seeds_are_added_until_the_drift_is_known_and_then_no_more():
     assert {at for at, _ in added} == {0, 1, 2, 3}
     assert len(added) < len({(at, rate) for at, rate, _ in noisy.rows})
     assert hopeless.stopped
+
+
+def test_a_flat_curve_gets_more_seeds_and_a_size_that_diverges_does_not():
+    def flat(configs: Sequence[Config]) -> list[Row]:
+        rows = Trained(0.0)(configs)
+        noise = [
+            np.random.default_rng([c.seed, c.model.heads_dim, round(1e6 * c.optimizer.peak_lr)]).normal()
+            for c in configs
+        ]
+        return [
+            dataclasses.replace(r, loss=2 + 0.01 * (r.loss - 2) + 0.02 * n) for r, n in zip(rows, noise, strict=True)
+        ]
+
+    def diverging(configs: Sequence[Config]) -> list[Row]:
+        return [dataclasses.replace(row, loss=math.inf) for row in Trained()(configs)]
+
+    for run, said in ((flat, "all 8 seeds are used"), (diverging, "would not help")):
+        [measured] = transfer.measure([study()], run, transfer.Limits())
+        assert said in measured.stopped
+        found = measured.analysis()
+        assert found
+        assert found.verdict == "undecided"
 
 
 def test_the_minutes_end_a_study_and_it_says_so():

@@ -21,7 +21,7 @@ from train import sizes as sizes_of_models
 from train.config import Config, PresetConfig, preset_of, sizes_text
 from train.sweep_rows import Row
 from train.transfer_drift import TOLERANCE, Analysis, analyse
-from train.transfer_fit import SIDES, STEP, Curve, fit
+from train.transfer_fit import NOISE, SIDES, STEP, Curve, fit
 from zoo.configs import ConfigError
 
 MOST_RATES = 17
@@ -177,10 +177,11 @@ class Measured:
     def _seed(self, limits: Limits) -> list[Point]:
         """One more seed at the rates of every size's fit, or the reason why not."""
         analysis = self.analysis()
-        if analysis is None or sum(not found.trouble for found in analysis.fits) < 2:
+        noisy = [found.trouble in NOISE for found in analysis.fits] if analysis else []
+        if analysis is None or sum(not f.trouble for f in analysis.fits) + sum(noisy) < 2:
             self.stopped = "fewer than two sizes have a minimum; more seeds would not help"
             return []
-        if analysis.drift.half_width <= TOLERANCE:
+        if analysis.drift.half_width <= TOLERANCE and not any(noisy):
             self.stopped = f"the drift is known to {TOLERANCE} octaves per doubling"
             return []
         seed = analysis.seeds

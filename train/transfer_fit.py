@@ -20,6 +20,10 @@ REACH = 1.5
 """The weights (tricube) reach zero at this distance from the fitted optimum, in octaves."""
 STEEP = 5.0
 """A rate whose excess loss is so many times the median one in the window lies past the edge of stability, on no parabola."""
+NOT_CONVEX = "its losses near the best rate are not convex"
+OUTSIDE = "the fitted minimum lies outside the rates that trained"
+NOISE = (NOT_CONVEX, OUTSIDE)
+"""Troubles of a fit that more seeds may end."""
 SIDES = 2
 """Rates wanted on either side of the best one."""
 
@@ -135,7 +139,7 @@ def fit(curve: Curve, seeds: int) -> Fit:
     mean = curve.losses[trained, :seeds].mean(axis=1)
     vertex, loss, curvature = (float(value[0]) for value in parabola(curve.x[trained], mean[None]))
     if math.isnan(curvature):
-        return Fit(*nothing, "its losses near the best rate are not convex")
+        return Fit(*nothing, NOT_CONVEX)
     if not used[0] <= vertex <= used[-1]:
-        return Fit(*nothing, "the fitted minimum lies outside the rates that trained")
+        return Fit(*nothing, OUTSIDE)
     return Fit(vertex, loss, curvature, used)
