@@ -26,7 +26,8 @@ def row(measured: float, low: float, high: float, **more: object) -> Row:
     ("found", "verdict"),
     [
         (row(-1.02, -1.06, -0.98), "reproduces"),
-        (row(-1.02, -1.2, -0.84), "reproduces, with an interval wider than the band"),
+        (row(-1.02, -1.2, -0.84), "reproduces, with an interval that reaches out of the band"),
+        (row(-1.02, -1.3, -0.74), "undecided: the interval is twice as wide as the band"),
         (row(-0.85, -1.0, -0.7), "undecided: outside the band, the interval meets it"),
         (row(-0.7, -0.8, -0.6), "does not reproduce"),
         (row(-0.7, -0.8, -0.6, control=True), "control: fails as it must"),
@@ -111,7 +112,10 @@ def test_rows_follow_from_the_numbers(path: Path):
     settings = figure.full if path.stem.endswith("-full") else figure.small
     assert result.same_settings(kept, settings), "measure again: python -m scripts.figures NAME"
     again = result.record(figure, kept["settings"], kept["data"])
-    assert again["rows"] == kept["rows"]
+    assert len(again["rows"]) == len(kept["rows"])
+    for found, there in zip(again["rows"], kept["rows"], strict=True):
+        for name, value in there.items():  # sums differ in their last digits between builds of numpy
+            assert found[name] == (pytest.approx(value, rel=1e-4, abs=1e-6) if isinstance(value, float) else value)
     assert path.with_suffix(".png").exists()
     assert path.stat().st_size < 1_000_000
 

@@ -16,16 +16,18 @@ if TYPE_CHECKING:
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
-    """Products of errors [pairs, H, seeds, seeds], and sums of the kernels by layer, of the limit and of every H."""
+    """Squared errors [pairs, H, seeds], products of the widest [pairs, seeds, seeds], and sums by layer, also of the limit."""
     del work
     limit = finite_kernels.limits(settings, settings["head_dim"])
-    products, by_layer = [], []
+    squared, by_layer, products = [], [], np.array([])
     for heads in settings["heads"]:
         found = finite_kernels.finite(settings, settings["head_dim"], heads)
-        products.append(finite_kernels.products(found, limit))
+        products = finite_kernels.products(found, limit)
+        squared.append(finite_kernels.squared(products))
         by_layer.append(finite_kernels.sums(found.mean(axis=1)))
     return {
-        "products": np.stack(products, axis=1),
+        "squared": np.stack(squared, axis=1),
+        "products": products,
         "by_layer": np.stack(by_layer, axis=1),
         "limit": finite_kernels.sums(limit),
     }
@@ -33,7 +35,6 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
 
 def rows(settings: Settings, data: Data) -> list[Row]:
     """Per pair of exponents a slope in H, and the error of the widest models' mean."""
-    squared = finite_kernels.squared(data["products"])
     found = [
         exponent(
             f"squared error of the residual kernel against H, {finite_kernels.name(ends)}",
@@ -42,13 +43,13 @@ def rows(settings: Settings, data: Data) -> list[Row]:
             predicted=-1.0,
             tolerance=0.15,
         )
-        for ends, one in zip(ENDS, squared, strict=True)
+        for ends, one in zip(ENDS, data["squared"], strict=True)
     ]
     widest = f"H = {settings['heads'][-1]}, N = {settings['head_dim']}"
     return found + [
         finite_kernels.of_mean(
             f"distance of the mean kernel of {settings['seeds']} models of {widest}, {finite_kernels.name(ends)}, from the recursion",
-            products[-1],
+            products,
             source="recursion at this N",
         )
         for ends, products in zip(ENDS, data["products"], strict=True)
@@ -58,7 +59,7 @@ def rows(settings: Settings, data: Data) -> list[Row]:
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     """Squared error against H, and the kernel by layer beside the recursion."""
     figure, (left, middle, right) = panels.row(3, "The initial residual kernel as heads are added")
-    for color, ends, one in zip(panels.COLORS, ENDS, finite_kernels.squared(data["products"]), strict=False):
+    for color, ends, one in zip(panels.COLORS, ENDS, data["squared"], strict=False):
         panels.power_law(left, settings["heads"], one, finite_kernels.title(ends), color=color, predicted=-1.0)
     panels.label(left, "Dashed: slope −1", "heads H", "squared error over the limit's square")
     panels.legend(left)
@@ -74,7 +75,7 @@ FIGURE = Figure(
     source="figure 3a of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712), whose own slopes are -1.04 and -1.15",
     about="The kernel h.h'/D after the last block, over all positions of a few digits, of the paper's ViT with N = 4 and L = 8, against "
     "the limit H to infinity that `presets/kernels.py` computes at this N.",
-    small={"head_dim": 4, "heads": [8, 16, 32, 64, 128, 256], "depth": 8, "beta0": 4.0, "images": 2, "seeds": 24, "samples": 4000},
+    small={"head_dim": 4, "heads": [8, 16, 32, 64, 128, 256], "depth": 8, "beta0": 4.0, "images": 2, "seeds": 48, "samples": 4000},
     full={"head_dim": 4, "heads": [8, 16, 32, 64, 128, 256, 512, 1024], "depth": 8, "beta0": 4.0, "images": 4, "seeds": 16, "samples": 64000},
     measure=measure,
     rows=rows,

@@ -16,18 +16,23 @@ if TYPE_CHECKING:
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
-    """Products of errors [pairs, N, seeds, seeds], the same against the limit of the other alpha_A, and sums by layer."""
+    """Distances of mean kernels [pairs, N], sums by layer, and products of the widest, against the limit and the other alpha_A's."""
     del work
     limit = finite_kernels.limits(settings, None)
     wrong = limit[[ENDS.index((1.5 - alpha_a, alpha_l)) for alpha_a, alpha_l in ENDS]]
-    products, controls, by_layer = [], [], []
+    distances, by_layer, products, controls = [], [], np.array([]), np.array([])
     for size in settings["size"]:
         found = finite_kernels.finite(settings, size, size)
-        products.append(finite_kernels.products(found, limit))
-        controls.append(finite_kernels.products(found, wrong))
+        products, controls = (finite_kernels.products(found, one) for one in (limit, wrong))
+        distances.append(np.sqrt(products.mean(axis=(1, 2))))
         by_layer.append(finite_kernels.sums(found.mean(axis=1)))
-    stacked = {"products": products, "controls": controls, "by_layer": by_layer}
-    return {**{name: np.stack(one, axis=1) for name, one in stacked.items()}, "limit": finite_kernels.sums(limit)}
+    return {
+        "distances": np.stack(distances, axis=1),
+        "products": products,
+        "controls": controls,
+        "by_layer": np.stack(by_layer, axis=1),
+        "limit": finite_kernels.sums(limit),
+    }
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
@@ -35,26 +40,24 @@ def rows(settings: Settings, data: Data) -> list[Row]:
     size = settings["size"][-1]
     models = f"distance of the mean kernel of {settings['seeds']} models of H = N = {size}"
     found = []
-    for ends, products in zip(ENDS, data["products"], strict=True):
-        smallest = finite_kernels.of_mean("", products[0]).measured
-        note = f"At H = N = {settings['size'][0]} it is {smallest:.2g}."
+    for ends, products, distances in zip(ENDS, data["products"], data["distances"], strict=True):
+        note = f"At H = N = {settings['size'][0]} it is {distances[0]:.2g}."
         found.append(
-            finite_kernels.of_mean(
-                f"{models}, {finite_kernels.name(ends)}, from the recursion", products[-1], note=note
-            )
+            finite_kernels.of_mean(f"{models}, {finite_kernels.name(ends)}, from the recursion", products, note=note)
         )
     for ends, controls in zip(ENDS, data["controls"], strict=True):
         other = f"{models}, {finite_kernels.name(ends)}, from the recursion of alpha_A = {1.5 - ends[0]:g}"
-        found.append(finite_kernels.of_mean(other, controls[-1], control=True))
+        found.append(finite_kernels.of_mean(other, controls, control=True))
     return found
 
 
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     """Distances against the size, and the kernel by layer beside the recursion."""
     figure, (left, middle, right) = panels.row(3, "The residual kernel as N and H go to infinity together")
-    for color, ends, products in zip(panels.COLORS, ENDS, data["products"], strict=False):
-        means = [[finite_kernels.of_mean("", one).measured] for one in products]
-        panels.power_law(left, settings["size"], means, finite_kernels.title(ends), color=color)
+    for color, ends, distances in zip(panels.COLORS, ENDS, data["distances"], strict=False):
+        panels.power_law(
+            left, settings["size"], np.asarray(distances)[:, None], finite_kernels.title(ends), color=color
+        )
     left.axhline(0.03, color=panels.GREY, linewidth=1.0, linestyle=":")
     panels.label(left, "Dotted: 3 %", "N = H", "distance of the mean kernel over the limit")
     panels.legend(left)
@@ -70,7 +73,7 @@ FIGURE = Figure(
     source="the kernel recursion at initialization, from section 2.1 of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712), derived here",
     about="Models as in figure 3a with N = H growing, against the limit of both that `presets/kernels.py` computes: uniform attention "
     "at alpha_A = 1, Gaussian logits at 1/2. Distances are root mean squares over all pairs of positions.",
-    small={"size": [4, 8, 16, 32], "depth": 8, "beta0": 4.0, "images": 2, "seeds": 24, "samples": 4000},
+    small={"size": [4, 8, 16, 32], "depth": 8, "beta0": 4.0, "images": 2, "seeds": 48, "samples": 4000},
     full={"size": [4, 8, 16, 32, 64], "depth": 8, "beta0": 4.0, "images": 4, "seeds": 32, "samples": 64000},
     measure=measure,
     rows=rows,

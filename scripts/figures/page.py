@@ -15,7 +15,8 @@ HEAD = """# The papers' figures, measured again
 
 Made by `python -m scripts.figures --render` from the records in `docs/figures/`; `make figures` measures them all on a CPU.
 Each row holds a number against what its source predicts: it reproduces where the estimate lies within the band (±) around
-the prediction, and does not where the whole 95 % interval over seeds lies outside. A control must fail.
+the prediction and its 95 % interval over seeds is not twice as wide as the band; it does not where the whole interval lies
+outside; else it is undecided. A control must fail.
 """
 
 

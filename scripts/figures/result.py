@@ -83,8 +83,11 @@ class Row:
         if self.control:
             return "control: fails as it must" if apart else "control: does not fail, so the check shows nothing"
         if self.agrees:
-            inside = self.low >= self.predicted - self.tolerance and self.high <= self.predicted + self.tolerance
-            return "reproduces" if inside else "reproduces, with an interval wider than the band"
+            if self.low >= self.predicted - self.tolerance and self.high <= self.predicted + self.tolerance:
+                return "reproduces"
+            if self.high - self.low > 4 * self.tolerance:
+                return "undecided: the interval is twice as wide as the band"
+            return "reproduces, with an interval that reaches out of the band"
         return "does not reproduce" if apart else "undecided: outside the band, the interval meets it"
 
     def json(self) -> dict[str, Any]:
