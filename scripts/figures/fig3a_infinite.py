@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
-    """Distances of mean kernels [pairs, N], sums by layer, and products of the widest, against the limit and the other alpha_A's."""
+    """Squared errors [pairs, N, seeds], sums by layer, and products of the widest, against the limit and the other alpha_A's."""
     del work
     limit = finite_kernels.limits(settings, None)
     wrong = limit[[ENDS.index((1.5 - alpha_a, alpha_l)) for alpha_a, alpha_l in ENDS]]
-    distances, by_layer, products, controls = [], [], np.array([]), np.array([])
+    squared, by_layer, products, controls = [], [], np.array([]), np.array([])
     for size in settings["size"]:
         found = finite_kernels.finite(settings, size, size)
         products, controls = (finite_kernels.products(found, one) for one in (limit, wrong))
-        distances.append(np.sqrt(products.mean(axis=(1, 2))))
+        squared.append(finite_kernels.squared(products))
         by_layer.append(finite_kernels.sums(found.mean(axis=1)))
     return {
-        "distances": np.stack(distances, axis=1),
+        "squared": np.stack(squared, axis=1),
         "products": products,
         "controls": controls,
         "by_layer": np.stack(by_layer, axis=1),
@@ -40,8 +40,8 @@ def rows(settings: Settings, data: Data) -> list[Row]:
     size = settings["size"][-1]
     models = f"distance of the mean kernel of {settings['seeds']} models of H = N = {size}"
     found = []
-    for ends, products, distances in zip(ENDS, data["products"], data["distances"], strict=True):
-        note = f"At H = N = {settings['size'][0]} it is {distances[0]:.2g}."
+    for ends, products, squared in zip(ENDS, data["products"], data["squared"], strict=True):
+        note = f"Squared, for one model of H = N = {settings['size'][0]}: {np.mean(squared[0]):.2g}."
         found.append(
             finite_kernels.of_mean(f"{models}, {finite_kernels.name(ends)}, from the recursion", products, note=note)
         )
@@ -52,14 +52,11 @@ def rows(settings: Settings, data: Data) -> list[Row]:
 
 
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
-    """Distances against the size, and the kernel by layer beside the recursion."""
+    """Squared errors against the size, and the kernel by layer beside the recursion."""
     figure, (left, middle, right) = panels.row(3, "The residual kernel as N and H go to infinity together")
-    for color, ends, distances in zip(panels.COLORS, ENDS, data["distances"], strict=False):
-        panels.power_law(
-            left, settings["size"], np.asarray(distances)[:, None], finite_kernels.title(ends), color=color
-        )
-    left.axhline(0.03, color=panels.GREY, linewidth=1.0, linestyle=":")
-    panels.label(left, "Dotted: 3 %", "N = H", "distance of the mean kernel over the limit")
+    for color, ends, squared in zip(panels.COLORS, ENDS, data["squared"], strict=False):
+        panels.power_law(left, settings["size"], squared, finite_kernels.title(ends), color=color)
+    panels.label(left, "Every model's distance from the recursion", "N = H", "squared error over the limit's square")
     panels.legend(left)
     for axes, alpha_l in ((middle, 1.0), (right, 0.5)):
         panels.by_layer(axes, ENDS, settings["size"], data, alpha_l)
