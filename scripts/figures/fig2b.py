@@ -126,11 +126,11 @@ FIGURE = Figure(
     "before and in training by SGD with momentum on the endless image set (the paper: CIFAR-5M), as N grows with the number of "
     "heads fixed.",
     small={
-        "gamma0": [{"gamma0": 0.1, "rate": 2.0}, {"gamma0": 0.25, "rate": 1.0}],
+        "gamma0": [{"gamma0": 0.1, "rate": 2.0}, {"gamma0": 0.25, "rate": 0.5}],
         "alpha_a": [1.0, 0.5],
         "head_dim": [4, 8, 16, 32],
-        "at": [0, 100, 300],
-        "seeds": 2,
+        "at": [0, 60, 200],
+        "seeds": 4,
         "images": 16,
         "model": {"heads": 4, "depth": 2, "batch_size": 64},
     },

@@ -97,7 +97,7 @@ FIGURE = Figure(
     small={
         "rules": _RULES,
         "depth": [8, 16, 32, 64],
-        "at": [10, 30],
+        "at": [5, 20],
         "seeds": 4,
         "model": {"head_dim": 8, "heads": 4, "gamma0": 0.1, "batch_size": 64},
     },
