@@ -164,7 +164,8 @@ class Trainer:
         self, config: Config, *, at: Sequence[int] = (), look: Callable[[Seen], Any] = lambda seen: None
     ) -> tuple[np.ndarray, list[Any]]:
         """The training losses float64 [steps] of a run, and what `look` saw after the steps `at` (0 is before the first)."""
-        program = assemble(config, jax.devices()[:1])
+        numbers = assemble(config, jax.devices()[:1])
+        program = dataclasses.replace(numbers, initializer=self.program.initializer)  # compiled once for all runs
         start = program.initializer.params(config.seed, program.stds)
         run = with_constants(program.numbers(), program, self.ends)
         state = program.placed(program.initial_state(), self._step)
