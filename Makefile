@@ -45,7 +45,8 @@ tpu: $(VENV)/.locked-dev ## What the TPU compiler makes of the step, without a T
 	JAX_ENABLE_COMPILATION_CACHE=false PYTHONPATH=.cache/libtpu $(BIN)/python -m pytest -m tpu
 
 core: $(VENV)/.locked-dev ## The quick tests that other Python and JAX versions must pass too
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "core and not alone"
+	XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=3" \
+		$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "core and not alone"
 
 figures: $(VENV)/.locked ## Measure and draw the papers' figures that are not in docs/figures yet (ARGS=--again for all)
 	$(BIN)/python -m scripts.figures $(ARGS)

@@ -352,7 +352,11 @@ def test_a_signal_saves_and_the_run_goes_on(number: signal.Signals, code: int, f
     workdir = Path(number.name)
     command = [sys.executable, "-m", "train", *TINY.split(), "--workdir", str(workdir), "--steps", "1000000"]
     command += ["--checkpoint.every-steps", "1000000", "--log.no-tensorboard"]
-    environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1",
+        "PYTHONPATH": str(ROOT),
+    }
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         try:
             until = time.monotonic() + 200

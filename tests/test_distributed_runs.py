@@ -102,7 +102,8 @@ def start(
         )
         argv = [*TINY.split(), "--data.name", "text:text.txt", *words.split(), *(joined.split() if count > 1 else ())]
         environ = {
-            **os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "PYTHONPATH": str(ROOT),
+            **os.environ, "PYTHONPATH": str(ROOT),
+            "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
             "MUPAX_DATA": str(folder / "cache"), "BREAKS": (breaks or {}).get(index, ""),
         }  # fmt: skip
         command = [sys.executable, "-c", DRIVER, *argv]

@@ -77,7 +77,7 @@ def elsewhere(words: Sequence[str], *, devices: int) -> Done:
     """The same in a process of its own, with so many devices."""
     environment = {
         **os.environ,
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
         "PYTHONPATH": str(ROOT),
     }
     command = [sys.executable, "-m", "train", "lm-tiny", "--data.name", "text:text.txt", *TINY.split(), *words]

@@ -158,6 +158,7 @@ def test_presets_import_quickly_and_without_jax_numpy_or_tyro():
     assert min(times) < 0.1
 
 
+@pytest.mark.alone
 def test_a_7b_decoder_resolves_in_a_tenth_of_a_second():
     """Every parameter of 32 blocks as its own spec, as a model that stacks nothing has them."""
     model = dataclasses.replace(
