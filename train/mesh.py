@@ -58,6 +58,14 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
+def refuse_sweep(mesh: Mesh) -> None:
+    """Raise MeshError where a mesh for one run splits the points of a sweep."""
+    if mesh.shape["sweep"] > 1:
+        raise MeshError(
+            f"mesh.sweep is {mesh.shape['sweep']} and a run of its own is one point; write 1, or `python -m train sweep`"
+        )
+
+
 _ISLANDS = {"slice_index": "slice", "process_index": "process"}
 
 

@@ -153,10 +153,8 @@ def assemble(config: Config, devices: Sequence[Any] | None = None, *, swept: boo
     """
     preset = preset_of(config)
     layout = MeshLayout(meshes.make_mesh(config.mesh, devices), rules.parse(config.mesh.rules))
-    if layout.mesh.shape["sweep"] > 1 and not swept:
-        raise meshes.MeshError(
-            f"mesh.sweep is {layout.mesh.shape['sweep']} and a run of its own is one point; write 1, or `python -m train sweep`"
-        )
+    if not swept:
+        meshes.refuse_sweep(layout.mesh)
     layout.check_batch(config.data.batch_size, config.accumulation_steps)
     layout.check_batch(config.data.eval_batch_size or config.data.batch_size, 1, "data.eval_batch_size")
     layout.check_positions(config.model)
