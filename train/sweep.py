@@ -53,6 +53,7 @@ class Sweep:
             raise ConfigError(
                 "a sweep runs in one process over its devices; start one sweep per host, each in its own folder"
             )
+        folder = folder.absolute()
         self._folder, self._evaluated, self._stop = folder, evaluated, stop
         self._groups, self._feeds = Groups(devices), Batches()
         self._chooser = Chooser(how, self._feeds)

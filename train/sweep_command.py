@@ -11,16 +11,29 @@ import argparse
 import dataclasses
 import itertools
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from train.config import Config
     from train.sweep_rows import Row
 
 MOST_POINTS = 2000
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A point: the size that grew (0 where none did), what else was varied in words, and its config."""
+
+    size: int
+    varied: str
+    label: str
+    config: Config
 
 
 def parser() -> argparse.ArgumentParser:
@@ -52,7 +65,12 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--no-eval", action="store_true", help="do not evaluate after the last step")
     made.add_argument("--out", metavar="FOLDER", help="where rows and the summary go (runs/sweep-RECIPE)")
-    made.add_argument("--json", metavar="PATH", help="write all rows and what they were made of")
+    made.add_argument("--json", metavar="PATH", help="write all rows and what they were made of (FOLDER/sweep.json)")
+    made.add_argument(
+        "--save-tuned",
+        metavar="NAME",
+        help="save the smallest size's best rate as the tuned preset PRESET:NAME; wants a grid of half octaves",
+    )
     made.add_argument("--dry-run", action="store_true", help="list the points and their programs; train nothing")
     return made
 
@@ -64,13 +82,17 @@ def main(argv: Sequence[str]) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 2
     found = points(args, rest)
+    if args.save_tuned:
+        from train import transfer_tuned
+
+        transfer_tuned.check_name(args.save_tuned, found[0].config.preset.name)
     if args.dry_run:
         return _dry_run(found)
     return _run(args, found, ["python -m train sweep", *argv])
 
 
-def points(args: argparse.Namespace, rest: Sequence[str]) -> list[tuple[str, Config]]:
-    """Every point: what tells it apart beside rate and seed, and its config.
+def points(args: argparse.Namespace, rest: Sequence[str]) -> list[Planned]:
+    """Every point.
 
     Raises:
         ConfigError: no such recipe, grid, axis or flag, or more points than anyone means.
@@ -87,7 +109,7 @@ def points(args: argparse.Namespace, rest: Sequence[str]) -> list[tuple[str, Con
         raise ConfigError("a sweep has --out in place of --workdir, and goes on by itself without --resume")
     varied = [_varied(text) for text in args.vary]
     axis, grown = sizes.parse(args.sizes) if args.sizes else ("", (0,))
-    found: list[tuple[str, Config]] = []
+    found: list[Planned] = []
     for values in itertools.product(*(values for _, values in varied)):
         words = [word for (flag, _), value in zip(varied, values, strict=True) for word in (f"--{flag}", value)]
         config = cli.parse(args.recipe, RECIPES[args.recipe], [*rest, *words]).config
@@ -103,7 +125,7 @@ def points(args: argparse.Namespace, rest: Sequence[str]) -> list[tuple[str, Con
                 data=dataclasses.replace(config.data, seed=config.data_seed),
                 optimizer=dataclasses.replace(config.optimizer, peak_lr=lr),
             )
-            found.append((" ".join(filter(None, (f"{axis} {size}" if axis else "", label))), point))
+            found.append(Planned(size, label, f"{axis} {size} {label}".strip() if axis else label, point))
         if len(found) > MOST_POINTS:
             raise ConfigError(f"these are more than {MOST_POINTS} points; write a coarser grid")
     return found
@@ -122,16 +144,16 @@ def _varied(text: str) -> tuple[str, list[str]]:
     return flag, [value.strip() for value in values.split(",")]
 
 
-def _dry_run(found: Sequence[tuple[str, Config]]) -> int:
+def _dry_run(found: Sequence[Planned]) -> int:
     from train import sweep_groups
     from train.grid import power
 
-    groups = list(sweep_groups.Groups().of([config for _, config in found]).values())
+    groups = list(sweep_groups.Groups().of([point.config for point in found]).values())
     count = len(groups)
     print(f"{len(found)} points in {count} program{'s' * (count > 1)}")
     for group in groups:
-        labels = dict.fromkeys(found[i][0] for i, _ in group)
-        configs = [found[i][1] for i, _ in group]
+        labels = dict.fromkeys(found[i].label for i, _ in group)
+        configs = [found[i].config for i, _ in group]
         rates = sorted({config.optimizer.peak_lr for config in configs})
         seeds = sorted({config.seed for config in configs})
         print(
@@ -142,7 +164,7 @@ def _dry_run(found: Sequence[tuple[str, Config]]) -> int:
     return 0
 
 
-def _run(args: argparse.Namespace, found: Sequence[tuple[str, Config]], command: Sequence[str]) -> int:
+def _run(args: argparse.Namespace, found: Sequence[Planned], command: Sequence[str]) -> int:
     from rich.console import Console
 
     from train import sweep
@@ -151,13 +173,13 @@ def _run(args: argparse.Namespace, found: Sequence[tuple[str, Config]], command:
 
     console = Console(width=None if sys.stdout.isatty() else 120)
     folder = Path(args.out or f"runs/sweep-{args.recipe}")
-    configs = [config for _, config in found]
+    configs = [point.config for point in found]
     evaluated = not args.no_eval
     metric = "evaluation loss" if evaluated else "training loss"
     with StopRequest() as stop:
         stop.defer()
         try:
-            with Table(console, [label for label, _ in found], metric, _value) as table:
+            with Table(console, [point.label for point in found], metric, _value) as table:
                 rows = sweep.run(
                     configs,
                     folder,
@@ -172,11 +194,42 @@ def _run(args: argparse.Namespace, found: Sequence[tuple[str, Config]], command:
             return stop.exit_code
     best = min(range(len(rows)), key=lambda i: _value(rows[i]))
     console.print(f"lowest {metric}: {_value(rows[best]):.4f}, by", highlight=False)
-    console.print(f"  {rows[best].command or found[best][0]}", highlight=False, soft_wrap=True)
+    console.print(f"  {rows[best].command or found[best].label}", highlight=False, soft_wrap=True)
     path = Path(args.json) if args.json else folder / "sweep.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(_summary(found, rows, command), indent=1) + "\n")
     console.print(f"rows in {path}", highlight=False)
+    return _study(args, found, rows, folder, shlex.join(command), console)
+
+
+def _study(
+    args: argparse.Namespace,
+    found: Sequence[Planned],
+    rows: Sequence[Row],
+    folder: Path,
+    command: str,
+    console: Console,
+) -> int:
+    """The picture of loss against rate and the tuned preset, where the rates are fit for them."""
+    from train import sweep_study, transfer_figure
+    from zoo.configs import ConfigError
+
+    if len({point.config.optimizer.peak_lr for point in found}) < 2 and not args.save_tuned:
+        return 0
+    try:
+        judged = sweep_study.judged(found, rows, args.sizes.partition("=")[0].strip() if args.sizes else "")
+    except ConfigError as error:
+        if args.save_tuned:
+            raise
+        console.print(f"no picture: {error}", highlight=False)
+        return 0
+    config = found[0].config
+    title = f"{args.recipe}, {config.optimizer.name}, {config.steps} steps: loss against learning rate"
+    transfer_figure.draw(folder / "sweep.png", judged, title)
+    console.print(f"picture in {folder / 'sweep.png'}", highlight=False)
+    if args.save_tuned:
+        path, word = sweep_study.save(args.save_tuned, judged, command)
+        console.print(f"tuned preset in {path}; use it with --preset {word}", highlight=False)
     return 0
 
 
@@ -184,9 +237,9 @@ def _value(row: Row) -> float:
     return row.loss if row.eval_loss is None else row.eval_loss
 
 
-def _summary(found: Sequence[tuple[str, Config]], rows: Sequence[Row], command: Sequence[str]) -> dict[str, Any]:
+def _summary(found: Sequence[Planned], rows: Sequence[Row], command: Sequence[str]) -> dict[str, Any]:
     points = [
-        {"what": label, "peak_lr": config.optimizer.peak_lr, "seed": config.seed, **row.to_json()}
-        for (label, config), row in zip(found, rows, strict=True)
+        {"what": p.label, "peak_lr": p.config.optimizer.peak_lr, "seed": p.config.seed, **row.to_json()}
+        for p, row in zip(found, rows, strict=True)
     ]
     return {"command": " ".join(command), "points": points}

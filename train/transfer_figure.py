@@ -72,6 +72,9 @@ def draw(path: Path, studies: Sequence[tuple[Measured, Analysis]], title: str) -
 
 def drift_words(analysis: Analysis) -> str:
     """The drift and the verdict, as a panel's title says them."""
+    if len(analysis.sizes) == 1:
+        found = analysis.fits[0]
+        return found.trouble or f"best rate {2.0**found.optimum:.3g}"
     drift = analysis.drift
     if not math.isfinite(drift.value):
         return "undecided: no drift could be fitted"

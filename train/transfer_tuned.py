@@ -94,6 +94,7 @@ def made_of(name: str, judged: Sequence[tuple[Measured, Analysis]], command: str
             "transfer": [
                 {"axis": m.study.axis, "sizes": list(a.sizes), "verdict": a.verdict, "drift": _interval(a.drift)}
                 for m, a in judged
+                if len(a.sizes) > 1
             ],
             "versions": provenance(),
             "command": command,
