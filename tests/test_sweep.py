@@ -14,12 +14,26 @@ import jax
 import numpy as np
 import pytest
 
-from train import sweep, sweep_groups, sweep_pack, sweep_rows, sweep_trial, sweep_work
+import presets
+from presets import tuned
+from scripts.bench import sweep_cost
+from train import (
+    sweep,
+    sweep_command,
+    sweep_groups,
+    sweep_pack,
+    sweep_rows,
+    sweep_study,
+    sweep_trial,
+    sweep_work,
+    transfer_figure,
+)
 from train.__main__ import main
-from train.config import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
+from train.config import Config, ConfigError, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
 from train.program import Program
 from train.recipes import RECIPES
 from train.sweep_rows import Row, Rows
+from zoo import configs
 from zoo.configs import DecoderConfig
 
 STEPS = 12
@@ -283,3 +297,54 @@ def test_what_is_no_sweep_is_refused(
     err = capsys.readouterr().err
     assert said in err
     assert len(err.splitlines()) <= 10
+
+
+@pytest.mark.core
+def test_the_best_rate_of_a_sweep_becomes_a_tuned_preset(text: str, tmp_path: Path) -> None:
+    rates, best = 2.0 ** np.arange(-10, -4.9, 0.5), -7.3
+    found = [
+        sweep_command.Planned(0, "", "", dataclasses.replace(config, preset=PresetConfig(name="mup", base="lm-proxy")))
+        for config in points(config_of(text), rates)
+    ]
+    losses = [1 + (np.log2(p.config.optimizer.peak_lr) - best) ** 2 + 0.01 * p.config.seed for p in found]
+    rows = [Row(str(i), "", loss, None, None, (), STEPS, 1.0, "in turn") for i, loss in enumerate(losses)]
+    judged = sweep_study.judged(found, rows, "")
+    path, word = sweep_study.save(str(tmp_path / "mup.mine.json"), judged, "the command")
+    assert word == f"mup:{path}"
+    saved = tuned.load(path)
+    assert np.log2(saved.optimizer["peak_lr"]) == pytest.approx(best, abs=0.001)
+    assert saved.base == presets.get("mup", base=configs.get("lm-proxy").base_sizes()).base
+    assert saved.provenance["transfer"] == []
+    transfer_figure.draw(tmp_path / "sweep.png", judged, "a title")
+    assert (tmp_path / "sweep.png").stat().st_size > 5000
+    # No minimum inside the grid, a rate off it, and several choices at once are refused.
+    edge = sweep_study.judged(found[:6], rows[:6], "")
+    with pytest.raises(ConfigError, match=r"no rate to save: .* its best rate is at the end of the grid"):
+        sweep_study.save(str(tmp_path / "mup.edge.json"), edge, "")
+    off = dataclasses.replace(found[0].config.optimizer, peak_lr=0.003)
+    wrong = dataclasses.replace(found[0], config=dataclasses.replace(found[0].config, optimizer=off))
+    with pytest.raises(ConfigError, match=r"the rate 0\.003 is not on a grid of half octaves"):
+        sweep_study.judged([wrong], rows[:1], "")
+    several = [dataclasses.replace(point, varied=word) for word in ("a", "b") for point in found]
+    with pytest.raises(ConfigError, match="varied more than rate, seed and size"):
+        sweep_study.save("x", sweep_study.judged(several, rows * 2, ""), "")
+
+
+def test_the_benchmark_counts_whole_commands(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[str] = []
+
+    def run(words: list[str]) -> float:
+        ran.append(words[0])
+        assert main([*words, "--data.name", text, "--log.no-tensorboard", "--log.no-samples"]) == 0
+        return 3.0
+
+    monkeypatch.setattr(sweep_cost, "_seconds", run)
+    words = ["--tiny", "--rates", "2", "--seeds", "1", "--steps", "3", "--alone", "1", "--json"]
+    assert sweep_cost.main([*words, str(tmp_path / "cost.json")]) == 0
+    assert ran == ["lm-tiny", "sweep", "lm-tiny"]
+    found = json.loads((tmp_path / "cost.json").read_text())
+    assert found["ratio"]["whole commands"] == 2.0
+    assert found["ratio"]["step"] > 0
+    capsys.readouterr()
