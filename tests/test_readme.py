@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import shlex
@@ -42,6 +43,10 @@ def shell_lines() -> list[str]:
 @contextlib.contextmanager
 def folders_of_the_reader(path: Path) -> Iterator[None]:
     """The empty folder a person types in, with the text and the images the documents speak of."""
+    (path / "tuned").mkdir()
+    # What the sweep before would have left.
+    saved = json.loads((ROOT / "presets" / "tuned" / "mup.lm-python-v1.json").read_text())
+    (path / "tuned" / "mup.my-lm.json").write_text(json.dumps({**saved, "name": "my-lm"}))
     (path / "my_texts").mkdir()
     (path / "my_texts" / "a.txt").write_text("Something to read. " * 2000)
     for name in ("cats", "dogs"):
