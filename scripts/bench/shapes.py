@@ -1,6 +1,6 @@
 """How hard the endless image set is, and how fast it is drawn: writes docs/shapes.json and, beside it, a picture.
 
-    python -m scripts.bench.shapes [--steps 1000] [--json docs/shapes.json]
+    python -m scripts.bench.shapes [--steps 2000] [--json docs/shapes.json]
 
 A linear model on 20,000 images, and two vision transformers in one pass (the recipe vit-endless at other sizes), all on the
 same 5,000 images that none was trained on. Drawing is timed on one core, in CPU time. The picture has images of each class.
@@ -37,7 +37,7 @@ OUT = Path(__file__).parents[2] / "docs" / "shapes.json"
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(prog="python -m scripts.bench.shapes", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=1000, help="of 64 images each (default 1000)")
+    parser.add_argument("--steps", type=int, default=2000, help="of 64 images each (default 2000)")
     parser.add_argument("--json", type=Path, default=OUT, help="where to write (default docs/shapes.json)")
     args = parser.parse_args(argv)
     found: dict[str, Any] = {

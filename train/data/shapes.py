@@ -2,8 +2,8 @@
 
 A class is one of five shapes with one of two directions of its stripes. Everything else is left to chance: place, size,
 tilt and proportions, colours, which of shape and ground is lighter, the stripes' phase and wavelength, light from a side,
-noise, dabs that hide parts, and fainter stripes behind, in any direction. All shapes have the same area. So no pixel
-tells anything by itself, and neither do a shape or its stripes alone; a model finds the stripes first, then the shapes.
+noise, dabs that hide parts, and fainter stripes behind, in any direction. All shapes have the same area. So a pixel
+tells next to nothing by itself, and a shape or its stripes alone only half; a model finds the stripes first, then shapes.
 
 `python -m scripts.bench.shapes` measures how hard that is (a linear model, a tiny and a small vision transformer) and how
 fast it is drawn, and writes docs/shapes.json. Image `index` of a stream is a function of (seed, stream, index), up to the
