@@ -28,12 +28,12 @@ def rows(settings: Settings, data: Data) -> list[Row]:
     first, second = data
     found = []
     for axis in settings["axes"]:
-        one, other = (np.asarray(data[name][axis]["loss"])[-1, :, -1] for name in (first, second))
+        one, other = (np.asarray(data[name][axis]["loss"])[-1, :, -5:].mean(-1) for name in (first, second))
         measured, low, high = mean(one - other)
         size = f"{curves.AXES[axis]} = {data[first][axis]['size'][-1]}"
         found.append(
             Row(
-                what=f"loss at alpha_A = {first} minus loss at {second}, {size}, last steps",
+                what=f"loss at alpha_A = {first} minus loss at {second}, {size}, last tenth of the steps",
                 measured=measured,
                 low=low,
                 high=high,

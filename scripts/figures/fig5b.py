@@ -30,18 +30,16 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
 def rows(settings: Settings, data: Data) -> list[Row]:
     """The difference of the two rules at each depth."""
     first, second = data
-    losses = [np.asarray(data[name]["depth"]["loss"])[:, :, -5:].mean(-1) for name in (first, second)]
     found = []
-    for size, one, other in zip(data[first]["depth"]["size"], *losses, strict=True):
-        measured, low, high = mean(one - other)
-        same = size == settings["base"]["depth"]
-        note = (
-            "The same run, by two rules."
-            if same
-            else f"The paper has alpha_L = {first} better at large L. {_words(low, high)}"
-        )
-        what = f"loss at alpha_L = {first} minus loss at {second}, L = {size}, last tenth of the steps"
-        found.append(Row(what=what, measured=measured, low=low, high=high, kind="value", note=note))
+    for when, window in (("mean over all steps", slice(None)), ("last tenth of the steps", slice(-5, None))):
+        losses = [np.asarray(data[name]["depth"]["loss"])[:, :, window].mean(-1) for name in (first, second)]
+        for size, one, other in zip(data[first]["depth"]["size"], *losses, strict=True):
+            measured, low, high = mean(one - other)
+            same = size == settings["base"]["depth"]
+            seen = f"The paper has alpha_L = {first} better at large L. {_words(low, high)}"
+            what = f"loss at alpha_L = {first} minus loss at {second}, L = {size}, {when}"
+            note = "The same run, by two rules." if same else seen
+            found.append(Row(what=what, measured=measured, low=low, high=high, kind="value", note=note))
     return found
 
 
