@@ -97,7 +97,7 @@ FIGURE = Figure(
         "heads": [4, 8, 16, 32],
         "limit": 96,
         "at": [5, 40],
-        "seeds": 4,
+        "seeds": 8,
         "images": 64,
         "model": {"head_dim": 4, "depth": 2, "rate": 0.5, "alpha_a": 0.5, "gamma0": 0.05, "beta0": 4.0},
     },
