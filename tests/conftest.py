@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 DEVICES = 8
@@ -33,6 +35,19 @@ def eight_devices() -> None:
     import jax
 
     assert jax.device_count() == DEVICES
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_end_with_their_module(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Thousands of compiled programs, each some memory maps, would come to more of those than Linux gives a process."""
+    yield
+    import jax
+
+    for value in vars(request.module).values():
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
+    jax.clear_caches()
+    gc.collect()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
