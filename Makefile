@@ -27,7 +27,7 @@ train: $(VENV)/.locked ## Install, then train RECIPE; an interrupted run continu
 	$(BIN)/python -m train $(RECIPE) --workdir $(WORKDIR) --resume $(ARGS)
 
 test: check ## Install, then check format, lint and types and run every test
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not alone and not parity and not tpu"
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not alone and not parity and not tpu"
 	$(BIN)/python -m pytest -m alone
 
 check: $(VENV)/.locked-dev ## Format, lint and types only
@@ -46,7 +46,7 @@ tpu: $(VENV)/.locked-dev ## What the TPU compiler makes of the step, without a T
 
 core: $(VENV)/.locked-dev ## The quick tests that other Python and JAX versions must pass too
 	XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=3" \
-		$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "core and not alone"
+		$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "core and not alone"
 
 figures: $(VENV)/.locked ## Measure and draw the papers' figures that are not in docs/figures yet (ARGS=--again for all)
 	$(BIN)/python -m scripts.figures $(ARGS)

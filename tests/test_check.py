@@ -28,7 +28,6 @@ from zoo import build, configs
 SIZES, SEEDS = 4, 3
 
 # One process compiles each series once.
-pytestmark = pytest.mark.xdist_group("check")
 
 
 @functools.cache

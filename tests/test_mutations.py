@@ -35,7 +35,6 @@ def goal(group: str) -> float:
     return 0.5 if group in QUERY_KEY else 0.25
 
 
-@pytest.mark.xdist_group("mutations")
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize(
     "group",
@@ -49,7 +48,6 @@ def test_one_mutant_per_role_and_column_is_caught(group, column):
     assert outcome.trains_alike == (column == "eps")
 
 
-@pytest.mark.xdist_group("mutations_vit")
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("group", ["patch_embedding", "position", "block.value.bias", "readout.bias"])
 def test_one_mutant_per_role_that_only_a_vit_has(group, column):
@@ -59,7 +57,6 @@ def test_one_mutant_per_role_that_only_a_vit_has(group, column):
     assert outcome.trains_alike == (outcome.same_numbers or column == "eps")
 
 
-@pytest.mark.xdist_group("mutations")
 @pytest.mark.parametrize("group", ["block.key", "block.mlp_out", "readout"])
 def test_a_wrong_eps_is_a_wrong_rate_where_eps_is_above_the_gradients(group):
     outcome = suite(2).run(Mutant(group, "eps", goal(group)))
