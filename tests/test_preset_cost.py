@@ -70,11 +70,11 @@ def test_a_preset_costs_nothing_on_tpu() -> None:
     ours, folded = (preset_cost.counted(make(made)) for make in (preset_cost.with_preset, preset_cost.folded))
     assert 1 < ours["flops"] / folded["flops"] < 1.005
     assert 0.995 < ours["bytes"] / folded["bytes"] < 1.005
-    # Control: one product of both branches of two layers is seen.
+    # Control: a skip that is data is seen, by its memory traffic; the compiler counts even less arithmetic with it.
     skip = {"block.skip": np.ones((2, 2), np.float32)}
     factors = made.run.factors._replace(forward={**made.run.factors.forward, **skip})
     more = dataclasses.replace(made, run=made.run._replace(factors=factors))
-    assert preset_cost.counted(more.compile_train())["flops"] - ours["flops"] > 2 * 2 * 8 * 256 * 256
+    assert preset_cost.counted(more.compile_train())["bytes"] / folded["bytes"] > 1.015
 
 
 def test_control_one_product_over_activations_is_seen() -> None:
