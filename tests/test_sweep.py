@@ -284,6 +284,7 @@ def test_the_command_ends_in_a_table_and_a_file(text: str, tmp_path: Path, capsy
         ("lm-tiny --vary preset.gamma0", "write FLAG=VALUE,VALUE"),
         ("lm-tiny --vary preset.gama0=1", "no flag is named --preset.gama0; did you mean --preset.gamma0"),
         ("lm-tiny --no-such 3", "no flag is named --no-such"),
+        ("lm-tiny --lrs 3", "no flag is named --lrs; did you mean --lr?"),
         ("lm-tiny --workdir x", "a sweep has --out"),
         ("lm-tiny --lr 2^-9:2^-5:1001 --seeds 2", "more than 2000 points"),
         ("lm-tiny --how in-turn --mesh.data 4 --mesh.sweep 2", "in turn uses no mesh axis sweep, which is 2"),

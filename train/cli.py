@@ -62,13 +62,14 @@ class Command:
     """Print the resolved config as JSON and stop."""
 
 
-def parse(name: str, recipe: Callable[[], Config], argv: Sequence[str]) -> Command:
+def parse(name: str, recipe: Callable[[], Config], argv: Sequence[str], beside: Sequence[str] = ()) -> Command:
     """The recipe with the flags of `argv` applied and checked, as far as can be known without JAX.
 
     Args:
         name: the recipe's name, for messages.
         recipe: makes the config that flags change.
         argv: the words after the recipe's name.
+        beside: flags of a command that takes a recipe's too and has read its own, for a near match.
 
     Raises:
         SystemExit: code 0, after `--help` was printed.
@@ -95,7 +96,7 @@ def parse(name: str, recipe: Callable[[], Config], argv: Sequence[str]) -> Comma
             raise
         raise _own_error(stop) or UsageError(f"{_unboxed(said.getvalue())}\n`{prog} --help` lists all flags") from None
     if rest:
-        raise UsageError(f"{_unknown(rest, flags(default))}\n`{prog} --help` lists all flags")
+        raise UsageError(f"{_unknown(rest, [*flags(default), *beside])}\n`{prog} --help` lists all flags")
     _check_read(command.config, argv)
     preset_of(command.config)
     if found:

@@ -107,12 +107,13 @@ def points(args: argparse.Namespace, rest: Sequence[str]) -> list[Planned]:
         raise ConfigError(f"--seeds is {args.seeds}; write a number of at least 1")
     if "--workdir" in rest or "--resume" in rest:
         raise ConfigError("a sweep has --out in place of --workdir, and goes on by itself without --resume")
+    own = [*parser()._option_string_actions]
     varied = [_varied(text) for text in args.vary]
     axis, grown = sizes.parse(args.sizes) if args.sizes else ("", (0,))
     found: list[Planned] = []
     for values in itertools.product(*(values for _, values in varied)):
         words = [word for (flag, _), value in zip(varied, values, strict=True) for word in (f"--{flag}", value)]
-        config = cli.parse(args.recipe, RECIPES[args.recipe], [*rest, *words]).config
+        config = cli.parse(args.recipe, RECIPES[args.recipe], [*rest, *words], own).config
         label = " ".join(f"{flag.rpartition('.')[2]} {value}" for (flag, _), value in zip(varied, values, strict=True))
         rates = grid.parse(args.lr) if args.lr else (config.optimizer.peak_lr,)
         for size, lr, seed in itertools.product(grown, rates, range(args.seeds)):

@@ -159,7 +159,7 @@ def _recipe(args: argparse.Namespace, rest: Sequence[str]) -> tuple[Config, bool
         raise ConfigError(f"no recipe is named {args.recipe!r}; the recipes are {', '.join(RECIPES)}")
     if "--workdir" in rest or "--resume" in rest:
         raise ConfigError("a study has --out in place of --workdir, and goes on by itself without --resume")
-    found = cli.parse(args.recipe, RECIPES[args.recipe], rest)
+    found = cli.parse(args.recipe, RECIPES[args.recipe], rest, [*parser()._option_string_actions])
     return dataclasses.replace(found.config, workdir=None), found.dry_run
 
 
