@@ -69,11 +69,11 @@ class Done:
     err: str
 
     def said(self, word: str) -> list[str]:
-        return [line.removeprefix(f"{word} ") for line in self.out.splitlines() if line.startswith(f"{word} ")]
+        return re.findall(rf"{word} (.*)\n", self.out)  # gloo may have written something before it
 
     def spoken(self) -> str:
-        """Standard output without the lines of the windows."""
-        return "".join(line for line in self.out.splitlines(keepends=True) if not line.startswith(("rows ", "digest ")))
+        """Standard output without what the windows wrote."""
+        return re.sub(r"(rows \{.*\}|digest \w+)\n", "", self.out)
 
     def batches(self) -> list[dict[str, str]]:
         """Of every batch in turn, the rows that the process made: position in the global batch to content."""
