@@ -187,14 +187,14 @@ def test_what_was_in_training_goes_on(
 
     def stop() -> bool:
         asked.append(1)
-        return len(asked) == 2
+        return len(asked) == 7
 
     chosen = points(config_of(text))
     with pytest.raises(sweep.Stopped):
         sweep.run(chosen, tmp_path, how=how, stop=stop)
     notes: list[str] = []
     rows = sweep.run(chosen, tmp_path, how=how, watcher=Noted(notes))
-    assert [note for note in notes if note.startswith("going on at step 8")]
+    assert [note for note in notes if note.startswith("going on at step 7")]
     np.testing.assert_allclose(curves(rows), curves(in_turn), rtol=1e-5 if how == "together" else 0)
     assert not list((tmp_path / "unfinished").iterdir())
 

@@ -104,6 +104,21 @@ def parse(name: str, recipe: Callable[[], Config], argv: Sequence[str], beside: 
     return dataclasses.replace(command, config=command.config.resolved())
 
 
+def recipe(name: str) -> Callable[[], Config]:
+    """The recipe of that name, for a command that takes one.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from train.recipes import RECIPES
+
+    if name not in RECIPES:
+        near = difflib.get_close_matches(name, RECIPES, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"no recipe is named {name!r}; {hint}the recipes are {', '.join(RECIPES)}")
+    return RECIPES[name]
+
+
 def flags(config: Config) -> list[str]:
     """Every flag of a recipe with this config, as it is written."""
 

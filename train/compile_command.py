@@ -54,15 +54,12 @@ def main(argv: Sequence[str]) -> int:
 
 def _config(args: argparse.Namespace, rest: Sequence[str]) -> Config:
     from train import cli, topology
-    from train.recipes import RECIPES
     from zoo.configs import ConfigError
 
     topology.chip_of(args.topology)
     if args.limit < 1:
         raise ConfigError(f"--limit is {args.limit}; write a whole number of at least 1")
-    if args.recipe not in RECIPES:
-        raise ConfigError(f"no recipe is named {args.recipe!r}; write one of {', '.join(RECIPES)}")
-    return cli.parse(args.recipe, RECIPES[args.recipe], rest).config
+    return cli.parse(args.recipe, cli.recipe(args.recipe), rest).config
 
 
 def run(args: argparse.Namespace, config: Config) -> int:

@@ -7,8 +7,6 @@ Every config checks itself when it is made, so a `Config` that exists can be run
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -16,16 +14,10 @@ from tyro import conf
 
 import presets
 from presets import constants
-from train import rules
+from train import sizes
+from train.config_devices import DistributedConfig, MeshConfig, at_least
 from zoo.configs import CONFIGS, ConfigError, ModelConfig
 from zoo.configs import get as get_model
-
-
-def _at_least(owner: str, config: object, smallest: float, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not smallest <= value < math.inf:
-            raise ConfigError(f"{owner}{name} is {value}; write a number of at least {smallest}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,8 +89,8 @@ class OptimizerConfig:
             raise ConfigError(
                 "optimizer.momentum is 0, which is plain SGD; write optimizer.name sgd, or a momentum above 0"
             )
-        _at_least("optimizer.", self, 0, "peak_lr", "weight_decay", "eps", "warmup_steps", "final_lr_fraction")
-        _at_least("optimizer.", self, 1, "decay_steps")
+        at_least("optimizer.", self, 0, "peak_lr", "weight_decay", "eps", "warmup_steps", "final_lr_fraction")
+        at_least("optimizer.", self, 1, "decay_steps")
         for name in ("b1", "b2", "momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"optimizer.{name} is {getattr(self, name)}; write a number in [0, 1)")
@@ -130,8 +122,8 @@ class DataConfig:
     """digits only: a stratified random split, or test writers never seen in training."""
 
     def __post_init__(self) -> None:
-        _at_least("data.", self, 1, "batch_size", "eval_batch_size", "eval_examples")
-        _at_least("data.", self, 0, "seed")
+        at_least("data.", self, 1, "batch_size", "eval_batch_size", "eval_examples")
+        at_least("data.", self, 0, "seed")
 
     @property
     def family(self) -> str | None:
@@ -145,52 +137,6 @@ _FAMILY_OF_DATA = {
     "digits": "vit", "shapes": "vit", "images": "vit", "cifar5m": "vit", "mnist": "vit", "cifar10": "vit", "cifar100": "vit",
     "imagenet2012": "vit",
 }  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MeshConfig:
-    """Devices per named mesh axis. -1 at most once: whatever is left."""
-
-    data: int = -1
-    """Batch split, parameters replicated."""
-    fsdp: int = 1
-    """Batch split, parameters and optimizer state split too."""
-    sequence: int = 1
-    """Positions split (context parallel)."""
-    tensor: int = 1
-    """Heads, MLP and vocabulary split."""
-    sweep: int = 1
-    """Points of a sweep side by side (`python -m train sweep`); 1 in a run of its own."""
-    rules: Annotated[tuple[str, ...], conf.arg(metavar="LOGICAL=MESH ...")] = ()
-    """Changes of the table from logical to mesh axes: mlp=fsdp, vocab=none, batch=data,fsdp."""
-    slices: Annotated[tuple[str, ...], conf.arg(metavar="AXIS=N ...")] = ()
-    """Slices or hosts along each axis that crosses the slow network: data=2 fsdp=4. As many as fit over data, then fsdp."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "rules", tuple(self.rules))  # JSON brings a list
-        object.__setattr__(self, "slices", tuple(self.slices))
-        rules.parse(self.rules)
-        rules.parse_slices(self.slices)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DistributedConfig:
-    """How the processes of a run find each other. By hand; a TPU pod, SLURM and MPI say it in the environment."""
-
-    coordinator: Annotated[str | None, conf.arg(metavar="HOST:PORT")] = None
-    """Where process 0 answers the others (or JAX_COORDINATOR_ADDRESS)."""
-    processes: int | None = None
-    """How many there are (or JAX_NUM_PROCESSES); 1 joins nobody, whatever the environment says."""
-    process: int | None = None
-    """Number of this one, from 0 (or JAX_PROCESS_ID)."""
-    timeout_seconds: int = 300
-    """How long to wait for the others at the start."""
-    heartbeat_seconds: int = 30
-    """How long a process may be silent before the run ends."""
-
-    def __post_init__(self) -> None:
-        _at_least("distributed.", self, 1, "processes", "timeout_seconds", "heartbeat_seconds")
-        _at_least("distributed.", self, 0, "process")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -245,7 +191,7 @@ class CheckpointConfig:
     """Newest checkpoints kept."""
 
     def __post_init__(self) -> None:
-        _at_least("checkpoint.", self, 1, "every_steps", "keep")
+        at_least("checkpoint.", self, 1, "every_steps", "keep")
 
 
 BadNumbers = Literal["raise", "skip", "rollback"]
@@ -269,7 +215,7 @@ class FaultsConfig:
     def __post_init__(self) -> None:
         if self.bad_numbers not in get_args(BadNumbers):
             raise ConfigError(f"faults.bad_numbers is {self.bad_numbers!r}; write {', '.join(get_args(BadNumbers))}")
-        _at_least("faults.", self, 1, "most_in_a_row", "spike_deviations", "watchdog_seconds")
+        at_least("faults.", self, 1, "most_in_a_row", "spike_deviations", "watchdog_seconds")
         if self.skip_spikes and self.spike_deviations is None:
             raise ConfigError("faults.skip_spikes needs faults.spike_deviations; write a number such as 6")
 
@@ -292,7 +238,7 @@ class LogConfig:
     """Write an XProf trace of steps START to STOP - 1, counted from 1, into workdir/profile."""
 
     def __post_init__(self) -> None:
-        _at_least("log.", self, 1, "eval_every_steps")
+        at_least("log.", self, 1, "eval_every_steps")
         if self.profile is not None and not self.profile_steps:
             raise ConfigError(
                 f"log.profile is {self.profile!r}; write START:STOP with 1 <= START < STOP, "
@@ -347,8 +293,8 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("freeze", "train_only"):
             object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON brings a list
-        _at_least("", self, 1, "steps", "accumulation_steps")
-        _at_least("", self, 0, "seed")
+        at_least("", self, 1, "steps", "accumulation_steps")
+        at_least("", self, 0, "seed")
         batch, parts = self.data.batch_size, self.accumulation_steps
         if batch % parts:
             near = max(n for n in range(1, min(parts, batch) + 1) if batch % n == 0)
@@ -407,7 +353,7 @@ def preset_for(given: PresetConfig, model: ModelConfig) -> presets.Preset:
     if given.base is None:
         base = None
     elif "=" in given.base:
-        base = sizes_of(given.base)
+        base = sizes.of_text(given.base)
     else:
         named = get_model(given.base)
         if named.family != model.family:
@@ -424,25 +370,3 @@ def preset_for(given: PresetConfig, model: ModelConfig) -> presets.Preset:
         zero_readout=given.zero_readout,
         **constants.read(given.constants, flags),
     )
-
-
-def sizes_of(text: str) -> dict[str, int]:
-    """The sizes that a text such as embed=64,head_dim=16 names, by logical axis.
-
-    Raises:
-        ConfigError: a part that is no AXIS=N. Axes that do not exist are for `presets.get` to refuse.
-    """
-    found: dict[str, int] = {}
-    for part in text.split(","):
-        axis, _, size = (word.strip() for word in part.partition("="))
-        if not (axis and size.isascii() and size.isdigit()) or axis in found:
-            raise ConfigError(
-                f"preset.base {text}: {part!r} is no AXIS=N; write each axis once, as embed=64,head_dim=16"
-            )
-        found[axis] = int(size)
-    return found
-
-
-def sizes_text(sizes: Mapping[str, int]) -> str:
-    """Sizes as `preset.base` takes them: what `sizes_of` reads."""
-    return ",".join(f"{axis}={size}" for axis, size in sizes.items())

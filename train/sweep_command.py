@@ -98,11 +98,9 @@ def points(args: argparse.Namespace, rest: Sequence[str]) -> list[Planned]:
         ConfigError: no such recipe, grid, axis or flag, or more points than anyone means.
     """
     from train import cli, grid, sizes
-    from train.recipes import RECIPES
     from zoo.configs import ConfigError
 
-    if args.recipe not in RECIPES:
-        raise ConfigError(f"no recipe is named {args.recipe!r}; the recipes are {', '.join(RECIPES)}")
+    recipe = cli.recipe(args.recipe)
     if args.seeds < 1:
         raise ConfigError(f"--seeds is {args.seeds}; write a number of at least 1")
     if "--workdir" in rest or "--resume" in rest:
@@ -113,7 +111,7 @@ def points(args: argparse.Namespace, rest: Sequence[str]) -> list[Planned]:
     found: list[Planned] = []
     for values in itertools.product(*(values for _, values in varied)):
         words = [word for (flag, _), value in zip(varied, values, strict=True) for word in (f"--{flag}", value)]
-        config = cli.parse(args.recipe, RECIPES[args.recipe], [*rest, *words], own).config
+        config = cli.parse(args.recipe, recipe, [*rest, *words], own).config
         label = " ".join(f"{flag.rpartition('.')[2]} {value}" for (flag, _), value in zip(varied, values, strict=True))
         rates = grid.parse(args.lr) if args.lr else (config.optimizer.peak_lr,)
         for size, lr, seed in itertools.product(grown, rates, range(args.seeds)):

@@ -124,8 +124,8 @@ class Work:
         def fetch(step: int) -> bool:
             """Take in what is pending; whether any point still trains."""
             for k, metrics in enumerate(jax.device_get(pending), step - len(pending)):
-                bad = np.atleast_2d(metrics["verdict"])[:, 0] > 0
-                losses[k] = np.where(bad | ((k > 0) & np.isnan(losses[k - 1])), np.nan, metrics["loss"])
+                finite = np.isfinite(metrics["loss"]) & np.isfinite(metrics["grad_norm"])
+                losses[k] = np.where(finite & ((k == 0) | np.isfinite(losses[k - 1])), metrics["loss"], np.nan)
             pending.clear()
             self.watcher.training(places, step, losses[step - 1, : len(places)])
             return bool(np.isfinite(losses[step - 1]).any())
@@ -142,12 +142,13 @@ class Work:
             if step > steps:
                 break
             state, metrics = self.trainer.step(state, numbers, batch)
-            pending.append({name: metrics[name] for name in ("loss", "verdict")})
-            if step % FETCH_EVERY and step != steps:
+            pending.append({name: metrics[name] for name in ("loss", "grad_norm")})
+            leave = self.stop()
+            if step % FETCH_EVERY and step != steps and not leave:
                 continue
             if not fetch(step):
                 break
-            if step < steps and (leave := self.stop()) | (time.monotonic() - saved > SAVE_EVERY_S):
+            if step < steps and (leave or time.monotonic() - saved > SAVE_EVERY_S):
                 save(step)
                 saved = time.monotonic()
                 if leave:

@@ -18,7 +18,7 @@ import numpy as np
 
 import presets
 from train import sizes as sizes_of_models
-from train.config import Config, PresetConfig, preset_of, sizes_text
+from train.config import Config, PresetConfig, preset_of
 from train.sweep_rows import Row
 from train.transfer_drift import TOLERANCE, Analysis, analyse
 from train.transfer_fit import NOISE, SIDES, STEP, Curve, fit
@@ -96,7 +96,7 @@ def plan(config: Config, axis: str, sizes: Sequence[int], preset: PresetConfig, 
         raise ConfigError(f"--grow {axis}: a drift needs at least two sizes, as {axis}=16,32,64,128")
     models = [sizes_of_models.grown(config.model, axis, size) for size in sorted(sizes)]
     if preset.base is None and not presets.get(preset.name).baseless:
-        preset = dataclasses.replace(preset, base=sizes_text(models[0].base_sizes()))
+        preset = dataclasses.replace(preset, base=sizes_of_models.text(models[0].base_sizes()))
     configs = tuple(dataclasses.replace(config, model=model, preset=preset) for model in models)
     for each in configs:
         preset_of(each)

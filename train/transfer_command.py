@@ -152,14 +152,11 @@ def plans(args: argparse.Namespace, rest: Sequence[str], config: Config) -> tupl
 
 def _recipe(args: argparse.Namespace, rest: Sequence[str]) -> tuple[Config, bool]:
     from train import cli
-    from train.recipes import RECIPES
     from zoo.configs import ConfigError
 
-    if args.recipe not in RECIPES:
-        raise ConfigError(f"no recipe is named {args.recipe!r}; the recipes are {', '.join(RECIPES)}")
     if "--workdir" in rest or "--resume" in rest:
         raise ConfigError("a study has --out in place of --workdir, and goes on by itself without --resume")
-    found = cli.parse(args.recipe, RECIPES[args.recipe], rest, [*parser()._option_string_actions])
+    found = cli.parse(args.recipe, cli.recipe(args.recipe), rest, [*parser()._option_string_actions])
     return dataclasses.replace(found.config, workdir=None), found.dry_run
 
 

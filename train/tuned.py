@@ -12,7 +12,8 @@ from typing import Any
 
 from presets import PRESETS, tuned
 from presets.tuned import FAR, Tuned
-from train.config import Config, PresetConfig, sizes_text
+from train import sizes
+from train.config import Config, PresetConfig
 from zoo.configs import ConfigError
 
 FLAGS = ("--preset", "--preset.name")
@@ -47,7 +48,7 @@ def applied(config: Config, argv: Sequence[str], steps: str | None) -> tuple[Con
     flags: dict[str, Any] = {name: float(x) for name, x in found.constants.items() if name in CONSTANTS}
     preset = PresetConfig(
         name=found.preset,
-        base=None if found.base is None else sizes_text(found.base),
+        base=None if found.base is None else sizes.text(found.base),
         form=found.form,
         constants=tuple(f"{name}={value}" for name, value in found.constants.items() if name not in flags),
         **flags,

@@ -1,0 +1,66 @@
+"""Where a run runs: the mesh of its devices, and how its processes find each other. A part of `train/config.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Annotated
+
+from tyro import conf
+
+from train import rules
+from zoo.configs import ConfigError
+
+
+def at_least(owner: str, config: object, smallest: float, *names: str) -> None:
+    """Raise ConfigError where a field of a config is a number below, or none; None is no number."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not smallest <= value < math.inf:
+            raise ConfigError(f"{owner}{name} is {value}; write a number of at least {smallest}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Devices per named mesh axis. -1 at most once: whatever is left."""
+
+    data: int = -1
+    """Batch split, parameters replicated."""
+    fsdp: int = 1
+    """Batch split, parameters and optimizer state split too."""
+    sequence: int = 1
+    """Positions split (context parallel)."""
+    tensor: int = 1
+    """Heads, MLP and vocabulary split."""
+    sweep: int = 1
+    """Points of a sweep side by side (`python -m train sweep`); 1 in a run of its own."""
+    rules: Annotated[tuple[str, ...], conf.arg(metavar="LOGICAL=MESH ...")] = ()
+    """Changes of the table from logical to mesh axes: mlp=fsdp, vocab=none, batch=data,fsdp."""
+    slices: Annotated[tuple[str, ...], conf.arg(metavar="AXIS=N ...")] = ()
+    """Slices or hosts along each axis that crosses the slow network: data=2 fsdp=4. As many as fit over data, then fsdp."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rules", tuple(self.rules))  # JSON brings a list
+        object.__setattr__(self, "slices", tuple(self.slices))
+        rules.parse(self.rules)
+        rules.parse_slices(self.slices)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistributedConfig:
+    """How the processes of a run find each other. By hand; a TPU pod, SLURM and MPI say it in the environment."""
+
+    coordinator: Annotated[str | None, conf.arg(metavar="HOST:PORT")] = None
+    """Where process 0 answers the others (or JAX_COORDINATOR_ADDRESS)."""
+    processes: int | None = None
+    """How many there are (or JAX_NUM_PROCESSES); 1 joins nobody, whatever the environment says."""
+    process: int | None = None
+    """Number of this one, from 0 (or JAX_PROCESS_ID)."""
+    timeout_seconds: int = 300
+    """How long to wait for the others at the start."""
+    heartbeat_seconds: int = 30
+    """How long a process may be silent before the run ends."""
+
+    def __post_init__(self) -> None:
+        at_least("distributed.", self, 1, "processes", "timeout_seconds", "heartbeat_seconds")
+        at_least("distributed.", self, 0, "process")
