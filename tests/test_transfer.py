@@ -197,7 +197,7 @@ def test_points_are_paired():
 def test_presets_share_the_points_where_they_are_the_same():
     def trained(preset: PresetConfig, axis: str = "head_dim") -> list[str]:
         planned = transfer.plan(RECIPES["lm-tiny"](), axis, (2, 4), preset, "")
-        return [c.preset.name for c in transfer_shared.shared(planned).trained]
+        return [c.preset.name for c in transfer_shared.shared([planned])[0].trained]
 
     assert trained(PresetConfig(name="mup")) == ["sp", "mup"]
     assert trained(PresetConfig(name="depth-mup", alpha_l=1.0), "depth") == ["sp", "depth-mup"]
@@ -209,9 +209,23 @@ def test_presets_share_the_points_where_they_are_the_same():
     ):
         assert trained(apart) == [apart.name] * 2
     run = Trained()
-    transfer.measure([transfer_shared.shared(study(p, (16, 32))) for p in ("mup", "mup-half")], run, transfer.Limits())
+    both = transfer_shared.shared([study(p, (16, 32)) for p in ("mup", "mup-half")])
+    assert [[c.preset.name for c in one.trained] for one in both] == [["sp", "mup"], ["sp", "mup-half"]]
+    transfer.measure(both, run, transfer.Limits())
     small = [(c.optimizer.peak_lr, c.seed, c.preset) for c in run.configs if c.model.heads_dim == 16]
     assert len(small) == 2 * len(set(small))
+
+
+def test_presets_that_differ_in_another_dimension_share_all_points():
+    planned = [
+        transfer.plan(RECIPES["lm-tiny"](), "heads", (2, 4), PresetConfig(name=name), name)
+        for name in ("mup", "mup-half", "ntk")
+    ]
+    mup, half, ntk = transfer_shared.shared(planned)
+    assert [c.preset.name for c in mup.trained] == ["sp", "mup"]
+    assert half.trained == mup.trained
+    assert half.configs != mup.configs
+    assert ntk.trained[1].preset.name == "ntk"
 
 
 def test_a_study_finds_each_minimum_and_asks_for_no_point_twice():

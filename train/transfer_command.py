@@ -107,9 +107,9 @@ def execute(args: argparse.Namespace, rest: Sequence[str], command: str, run: Ru
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     folder = args.out or Path("runs") / f"transfer-{args.recipe}"
     folder.mkdir(parents=True, exist_ok=True)
-    studies = [transfer_shared.shared(study) for study in studies]
+    studies = transfer_shared.shared(studies)
     if any(study.trained != study.configs for study in studies):
-        console.print("where presets give a model the same numbers its points are trained once, as sp", style="dim")
+        console.print("where presets give a model the same numbers its points are trained once", style="dim")
     with StopRequest() as stop:
         stop.defer()
         try:

@@ -27,7 +27,6 @@ def draw(path: Path, studies: Sequence[tuple[Measured, Analysis]], title: str) -
     Curves go from light (smallest) to dark (largest); faint points are seeds, a cross at the top a rate at which a seed
     diverged, a ringed point a fitted optimum with its interval, the dashed line the smallest size's optimum.
     """
-    from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -35,24 +34,11 @@ def draw(path: Path, studies: Sequence[tuple[Measured, Analysis]], title: str) -
     FigureCanvasAgg(drawn)
     panels: list[Axes] = list(drawn.subplots(1, len(studies), sharex=True, sharey=True, squeeze=False).flat)
     drawn.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
-    low, high = _losses([curve for measured, _ in studies for curve in _curves(measured)])
+    low, high = limits([curve for measured, _ in studies for curve in _curves(measured)])
     for panel, (measured, analysis) in zip(panels, studies, strict=True):
-        count = len(analysis.sizes)
-        colours = [colormaps["Blues"](0.35 + 0.65 * at / max(1, count - 1)) for at in range(count)]
-        for at, (curve, colour) in enumerate(zip(_curves(measured), colours, strict=True)):
-            _curve(panel, curve, colour, f"{analysis.sizes[at]}", high)
-            found, optimum = analysis.fits[at], analysis.optima[at]
-            if found.trouble:
-                continue
-            if math.isfinite(optimum.half_width):
-                panel.errorbar(found.optimum, found.loss, xerr=optimum.half_width, color=ORANGE, capsize=3, zorder=4)
-            panel.plot(found.optimum, found.loss, "o", ms=5, mfc=colour, mec=ORANGE, mew=1.4, zorder=5)
-        if not analysis.fits[0].trouble:
-            panel.axvline(analysis.fits[0].optimum, color="#888888", linewidth=1, linestyle=(0, (4, 3)), zorder=0)
+        draw_study(panel, analysis, _curves(measured), high)
         panel.set_title(f"{measured.study.label}\n{drift_words(analysis)}", fontsize=10, loc="left", color=INK)
         panel.set_xlabel("peak learning rate", fontsize=9)
-        panel.xaxis.set_major_locator(_whole())
-        panel.xaxis.set_major_formatter(lambda x, _: f"$2^{{{x:g}}}$")
         panel.grid(color="#E6E6E6", linewidth=0.8)
         panel.set_axisbelow(True)
         panel.spines[["top", "right"]].set_visible(False)
@@ -68,6 +54,25 @@ def draw(path: Path, studies: Sequence[tuple[Measured, Analysis]], title: str) -
         bbox_to_anchor=(1, 0.5),
     )
     drawn.savefig(path, dpi=130)
+
+
+def draw_study(panel: Axes, analysis: Analysis, curves: Sequence[Curve], high: float) -> None:
+    """The curves and optima of one study into a panel; `high` is the end of its y axis, where divergence is marked."""
+    from matplotlib import colormaps
+
+    for at, (size, curve) in enumerate(zip(analysis.sizes, curves, strict=True)):
+        colour = colormaps["Blues"](0.35 + 0.65 * at / max(1, len(curves) - 1))
+        _curve(panel, curve, colour, f"{size}", high)
+        found, optimum = analysis.fits[at], analysis.optima[at]
+        if found.trouble:
+            continue
+        if math.isfinite(optimum.half_width):
+            panel.errorbar(found.optimum, found.loss, xerr=optimum.half_width, color=ORANGE, capsize=3, zorder=4)
+        panel.plot(found.optimum, found.loss, "o", ms=5, mfc=colour, mec=ORANGE, mew=1.4, zorder=5)
+    if not analysis.fits[0].trouble:
+        panel.axvline(analysis.fits[0].optimum, color="#888888", linewidth=1, linestyle=(0, (4, 3)), zorder=0)
+    panel.xaxis.set_major_locator(_whole())
+    panel.xaxis.set_major_formatter(lambda x, _: f"$2^{{{x:g}}}$")
 
 
 def drift_words(analysis: Analysis) -> str:
@@ -97,7 +102,7 @@ def _curve(panel: Axes, curve: Curve, colour: Any, label: str, high: float) -> N
     )
 
 
-def _losses(curves: Sequence[Curve]) -> tuple[float, float]:
+def limits(curves: Sequence[Curve]) -> tuple[float, float]:
     """Limits of y: everything near the minima, and no more of what is far from any."""
     near = []
     for curve in curves:

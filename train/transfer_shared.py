@@ -1,12 +1,13 @@
 """Points that several studies of a comparison have in common: where two presets give a model the very same numbers.
 
-Every relative preset is `sp` at its base, and a preset without a depth rule is `sp` at every depth. Such a point is trained
-once, as `sp`, and serves all.
+Every relative preset is `sp` at its base, a preset without a depth rule is `sp` at every depth, and `mup` and `mup-half` are one
+rule where heads grow. Such a point is trained once, under the name that comes first, and serves all.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -18,23 +19,40 @@ from train.transfer import Study
 from zoo.build import definition
 
 
-def shared(study: Study) -> Study:
-    """The study, its points under `sp` where that changes no number."""
-    return dataclasses.replace(study, trained=tuple(map(_plain, study.configs)))
+def shared(studies: Sequence[Study]) -> list[Study]:
+    """The studies, their points under `sp`, or under the preset of an earlier study, where that changes no number."""
+    seen: list[tuple[Config, list[np.ndarray]]] = []
+    return [
+        dataclasses.replace(study, trained=tuple(_first(config, seen) for config in study.configs)) for study in studies
+    ]
 
 
-def _plain(config: Config) -> Config:
-    plain = dataclasses.replace(config, preset=PresetConfig(name="sp", base=config.preset.base))
-    try:
-        ours, its = _numbers(config), _numbers(plain)
-    except PresetError:  # one of them has no rule for this model or optimizer
+def _first(config: Config, seen: list[tuple[Config, list[np.ndarray]]]) -> Config:
+    """The first of `sp`, `seen` and the config itself that trains as it does; is added to `seen`."""
+    ours = _numbers(config)
+    if ours is None:
         return config
-    same = len(ours) == len(its) and all(np.array_equal(a, b) for a, b in zip(ours, its, strict=True))
-    return plain if same else config
+    plain = dataclasses.replace(config, preset=PresetConfig(name="sp", base=config.preset.base))
+    for other, its in [(plain, _numbers(plain)), *seen]:
+        if its is not None and _same_run(config, other) and _equal(ours, its):
+            return other
+    seen.append((config, ours))
+    return config
 
 
-def _numbers(config: Config) -> list[np.ndarray]:
-    """All that a preset decides in a run: factors and initial standard deviations."""
-    preset, model = preset_of(config), definition(config.model)
-    factors = resolve(preset, model, config.optimizer.name, config.optimizer.decay)
+def _same_run(config: Config, other: Config) -> bool:
+    return dataclasses.replace(other, preset=config.preset) == config
+
+
+def _equal(ours: list[np.ndarray], its: list[np.ndarray]) -> bool:
+    return len(ours) == len(its) and all(np.array_equal(a, b) for a, b in zip(ours, its, strict=True))
+
+
+def _numbers(config: Config) -> list[np.ndarray] | None:
+    """All that a preset decides in a run: factors and initial standard deviations; None where it has no rule for this one."""
+    try:
+        preset, model = preset_of(config), definition(config.model)
+        factors = resolve(preset, model, config.optimizer.name, config.optimizer.decay)
+    except PresetError:
+        return None
     return [np.asarray(leaf) for leaf in jax.tree.leaves((factors, init_stds(preset, model)))]
