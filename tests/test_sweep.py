@@ -6,6 +6,8 @@ import dataclasses
 import json
 import random
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -197,6 +199,39 @@ def test_what_was_in_training_goes_on(
     assert [note for note in notes if note.startswith("going on at step 7")]
     np.testing.assert_allclose(curves(rows), curves(in_turn), rtol=1e-5 if how == "together" else 0)
     assert not list((tmp_path / "unfinished").iterdir())
+
+
+def test_a_signal_stops_the_command_which_then_goes_on(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "sweep",
+        "lm-tiny",
+        *shlex.split(sweep_cost.TINY),
+        "--data.name",
+        text,
+        "--steps",
+        "900",
+        "--how",
+        "in-turn",
+    ]
+    words += ["--lr", "2^-9:2^-6:4", "--no-eval", "--out", str(tmp_path)]
+    command = [sys.executable, "-u", "-m", "train", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert any(line.startswith("1/4") for line in child.stdout)
+        child.terminate()
+        out, err = child.communicate(timeout=60)
+    assert child.returncode == 143, err
+    assert "stopped by SIGTERM" in out
+    assert "Traceback" not in err
+    before = (tmp_path / "points.jsonl").read_text()
+    assert 1 <= len(before.splitlines()) < 4
+    assert main(words) == 0
+    assert "going on at step" in capsys.readouterr().out
+    after = (tmp_path / "points.jsonl").read_text()
+    assert after.startswith(before)
+    assert len(after.splitlines()) == 4
 
 
 class Noted(sweep.Quiet):
