@@ -27,6 +27,7 @@ NAMES = {
     "cross_entropy": "Cross-entropy",
     "devices": "One device and eight simulated ones",
     "generate": "Text with a cache of keys and values",
+    "sweep_cost": "A sweep against runs of their own",
 }
 """Benchmark to its heading."""
 
@@ -43,6 +44,8 @@ ABOUT = {
     "generate": "One greedy text that fills the context, by `python -m train generate`'s loop and with the whole context read anew "
     "for every token; both write the same tokens. `lm-tiny`: width 128, depth 4, 120 tokens. `gpt2`: its layout at width 256, "
     "depth 4, vocabulary 2048, 248 tokens.",
+    "sweep_cost": "`lm-tiny`, 9 rates and 2 seeds, as `python -m train sweep` and as one `python -m train` a point, from the start of "
+    "the process to its exit; some of the runs were started, and the median stands for all.",
 }
 HEAD = """# Performance
 

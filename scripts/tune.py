@@ -1,6 +1,6 @@
 """Tunes the presets that come with the project: writes presets/tuned/*.json, a transfer study each.
 
-    python -m scripts.tune [PRESET:NAME ...] [--minutes 5] [--list]
+    python -m scripts.tune [PRESET:NAME ...] [--minutes 8] [--list]
 
 Each study finds the best rate of a small base, at width 64, and holds it against a model twice as large along the axis that
 its preset is for: head_dim, or depth for depth-mup. Points are kept in runs/tuned, a folder per kind of run, where the presets
@@ -20,17 +20,17 @@ from zoo.configs import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 BASE = "--model.width 64 --model.num-heads 4 --model.depth 2"
+VIT = f"vit-endless {BASE} --data.batch-size 32 --steps 500 --optimizer.warmup-steps 50"
 RECIPES = {
     "lm-python": f"lm-tiny {BASE} --steps 200 --optimizer.name adam --optimizer.warmup-steps 20",
-    "vit-endless-adam": f"vit-endless {BASE} --steps 600 --optimizer.name adam --optimizer.warmup-steps 60",
+    "vit-endless-adam": f"{VIT} --optimizer.name adam --optimizer.peak-lr 0.004",
     "vit-endless-sgd": (
-        f"vit-endless {BASE} --steps 600 --optimizer.name momentum --optimizer.warmup-steps 60 "
-        "--optimizer.clip-norm None --optimizer.weight-decay 0 --optimizer.peak-lr 0.125"
+        f"{VIT} --optimizer.name momentum --optimizer.clip-norm None --optimizer.weight-decay 0 --optimizer.peak-lr 0.0625"
     ),
 }
 """Name to the run: Adam's rates mean the same with and without decay, and momentum is SGD's.
 
-In 200 steps the images end on a plateau at ln 5, half of the task, at every rate of two octaves; 600 lead beyond.
+In 200 steps the images end on a plateau at ln 5, half of the task, at every rate of two octaves; 500 lead beyond.
 """
 PRESETS = {
     "mup": ("--preset mup", "head_dim=16,32", ""),
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the studies that are asked for, all unless named; 0 when each has its file."""
     parser = argparse.ArgumentParser(prog="python -m scripts.tune", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="PRESET:NAME", help="which (all)")
-    parser.add_argument("--minutes", type=float, default=5.0, help="of training, of one study (5)")
+    parser.add_argument("--minutes", type=float, default=8.0, help="of training, of one study (8)")
     parser.add_argument("--list", action="store_true", help="print the commands and run none")
     args = parser.parse_args(argv)
     known = studies(args.minutes)

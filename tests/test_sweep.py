@@ -381,6 +381,8 @@ def test_the_benchmark_counts_whole_commands(
     assert sweep_cost.main([*words, str(tmp_path / "cost.json")]) == 0
     assert ran == ["lm-tiny", "sweep", "lm-tiny"]
     found = json.loads((tmp_path / "cost.json").read_text())
-    assert found["ratio"]["whole commands"] == 2.0
-    assert found["ratio"]["step"] > 0
+    whole, step = found["results"]
+    assert whole["ms"] == {"sweep": 3000.0, "runs of their own": 6000.0}
+    assert whole["ratio"] == {"runs of their own": 0.5}
+    assert step["ratio"]["runs of their own"] > 0
     capsys.readouterr()

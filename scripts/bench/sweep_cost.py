@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from scripts.bench import in_turns
+
 TINY = (
     "--model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 16 --data.batch-size 16 --data.eval-examples 64 "
     "--optimizer.warmup-steps 2"
@@ -36,18 +38,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--how", default="auto", choices=["auto", "together", "in-turn"], help="as for the sweep (auto)"
     )
+    parser.add_argument("--one-core", action="store_true", help="keep every process on one core")
     parser.add_argument("--tiny", action="store_true", help="a small model, to see that it runs")
     parser.add_argument("--json", type=Path, help="also write the result here")
     args = parser.parse_args(argv)
-    found = measure(args)
-    print(json.dumps(found, indent=2))
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=2) + "\n")
+    if args.one_core:
+        in_turns.one_core()
+    results = measure(args)
+    in_turns.write({"benchmark": "sweep_cost", **in_turns.machine(), "results": results}, args.json)
     return 0
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of the whole commands and of a step, and their ratios."""
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Times of the whole commands and of a step, and their ratios."""
     flags = [*(shlex.split(TINY) if args.tiny else []), "--steps", str(args.steps)]
     points = args.rates * args.seeds
     with tempfile.TemporaryDirectory() as name:
@@ -69,15 +72,23 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         whole = _seconds([*sweep, "--out", str(folder / "sweep")])
         run_alone(args.alone - args.alone // 2)
         rows = [json.loads(line) for line in (folder / "sweep" / "points.jsonl").read_text().splitlines()]
-    each = statistics.median(alone)
+    how = rows[-1]["how"]
     of_step = statistics.median(row["seconds"] / row["steps"] for row in rows)
+    return [
+        _result(
+            f"{points} points of {args.steps} steps, whole commands ({how})", whole, [points * one for one in alone]
+        ),
+        _result("a step", of_step, steps),
+    ]
+
+
+def _result(what: str, sweep: float, alone: Sequence[float]) -> dict[str, Any]:
+    own = statistics.median(alone)
     return {
-        "points": points,
-        "steps": args.steps,
-        "how": rows[-1]["how"],
-        "seconds": {"sweep": whole, "alone, each": each, "alone, all": each * points},
-        "alone": alone,
-        "ratio": {"whole commands": each * points / whole, "step": statistics.median(steps) / of_step},
+        "model": what,
+        "ms": {"sweep": round(1e3 * sweep, 3), "runs of their own": round(1e3 * own, 3)},
+        "ratio": {"runs of their own": round(sweep / own, 4)},
+        "rounds": len(alone),
     }
 
 

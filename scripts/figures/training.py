@@ -38,6 +38,8 @@ def vit(
     gamma0: float = 0.1,
     beta0: float = 4.0,
     batch_size: int = 64,
+    image_size: int = 32,
+    channels: int = 3,
     patch_size: int = 8,
     data_name: str = "shapes",
 ) -> Config:
@@ -45,7 +47,14 @@ def vit(
     model = configs.get("bordelon-vit")
     assert isinstance(model, configs.ViTConfig)
     model = dataclasses.replace(
-        model, width=head_dim * heads, num_heads=heads, depth=depth, patch_size=patch_size, compute=_compute(depth)
+        model,
+        width=head_dim * heads,
+        num_heads=heads,
+        depth=depth,
+        image_size=image_size,
+        channels=channels,
+        patch_size=patch_size,
+        compute=_compute(depth),
     )
     return Config(
         recipe="figure",

@@ -1,0 +1,84 @@
+"""Figure 2a: the best learning rate as the head dimension N grows, at alpha_A = 1 and 1/2."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scripts.figures import rates
+from scripts.figures.result import Data, Figure, Row, Settings
+
+if TYPE_CHECKING:
+    import matplotlib.figure
+
+    from train.config import Config
+
+
+def measure(settings: Settings, work: Path) -> dict[str, Any]:
+    """See `rates.measure`; a study per rule."""
+    configs = {
+        name: [_config(settings, rule, size) for size in settings["head_dim"]]
+        for name, rule in settings["rules"].items()
+    }
+    return rates.measure(configs, settings["head_dim"], settings["limits"], work)
+
+
+def _config(settings: Settings, rule: Settings, head_dim: int) -> Config:
+    """A run of the paper's ViT; without a rule under `sp`, the control."""
+    from scripts.figures import training
+    from train.config import PresetConfig
+
+    config = training.vit(head_dim=head_dim, **settings["model"], **rule)
+    return config if rule else dataclasses.replace(config, preset=PresetConfig(name="sp", base=None))
+
+
+def rows(settings: Settings, data: Data) -> list[Row]:
+    """Drift of the optimum per rule: none predicted where the parameterization is right, and a control."""
+    return [
+        rates.row(
+            f"octaves that the best rate moves per doubling of N, {name}",
+            settings["head_dim"],
+            data[name],
+            settings["limits"]["seeds"],
+            predicted=0,
+            control=not rule,
+        )
+        for name, rule in settings["rules"].items()
+    ]
+
+
+def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
+    """A panel per rule, a curve per N."""
+    title = "Figure 2a: loss against learning rate as the head dimension N grows"
+    return rates.draw(title, "N", settings["head_dim"], data, settings["limits"]["seeds"])
+
+
+_RULES = {"alpha_A = 1": {"alpha_a": 1.0}, "alpha_A = 1/2": {"alpha_a": 0.5}, "sp": {}}
+
+FIGURE = Figure(
+    title="Figure 2a: transfer of the learning rate over N",
+    source="figure 2a of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
+    about="Training loss, mean over the last tenth of the steps, of the paper's ViT (centred output, constant rate, SGD with "
+    "momentum) on a grid of half octaves as N grows with the number of heads fixed, paired seeds and the same batches "
+    "everywhere, on scikit-learn's digits (the paper: CIFAR-5M). The optimum is `python -m train transfer`'s fit; a language "
+    "model's studies, under Adam, are in [transfer.md](transfer.md).",
+    small={
+        "rules": _RULES,
+        "head_dim": [4, 8, 16, 32],
+        "limits": {"seeds": 3, "max_seeds": 6, "minutes": 4.0},
+        "model": {
+            "heads": 8, "depth": 2, "rate": 0.5, "steps": 100, "batch_size": 32,
+            "data_name": "digits", "image_size": 8, "channels": 1, "patch_size": 2,
+        },
+    },
+    full={
+        "rules": _RULES,
+        "head_dim": [16, 32, 64, 128],
+        "limits": {"seeds": 3, "max_seeds": 8, "minutes": 240.0},
+        "model": {"heads": 16, "depth": 4, "rate": 0.5, "steps": 2500, "batch_size": 64, "patch_size": 4},
+    },
+    measure=measure,
+    rows=rows,
+    draw=draw,
+)  # fmt: skip

@@ -1,0 +1,96 @@
+"""Dinan, Yaida and Zhang's family on a ViT in training: loss against learning rate at two widths under each member."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scripts.figures import rates
+from scripts.figures.result import Data, Figure, Row, Settings
+
+if TYPE_CHECKING:
+    import matplotlib.figure
+
+PREDICTED = {"maximal-update": 0.0}
+"""Drift that theory fixes; of the others it says that something moves with the width, not where the best rate goes."""
+
+
+def measure(settings: Settings, work: Path) -> dict[str, Any]:
+    """See `rates.measure`; a study per preset, with the rate's drift that would keep the first step as it is."""
+    from train import expectation, recipes, transfer
+    from train.config import PresetConfig, preset_of
+    from zoo.build import definition
+
+    config = recipes.RECIPES[settings["recipe"]]()
+    model = dataclasses.replace(config.model, **settings["model"])
+    optimizer = dataclasses.replace(config.optimizer, **settings["optimizer"])
+    data = dataclasses.replace(config.data, seed=0, **settings["data"])
+    config = dataclasses.replace(config, model=model, data=data, optimizer=optimizer, steps=settings["steps"])
+    planned = {
+        name: transfer.plan(config, "heads", settings["heads"], PresetConfig(name=name, base=None), name)
+        for name in settings["presets"]
+    }
+    configs = {name: study.configs for name, study in planned.items()}
+    found = rates.measure(configs, _widths(settings), settings["limits"], work)
+    for name, grown in configs.items():
+        ends = definition(grown[0].model), definition(grown[-1].model)
+        theory = expectation.of(preset_of(grown[0]), *ends, optimizer.name)
+        found[name]["kept_step"] = 0.0 - theory["change residual", 1].slope
+    return found
+
+
+def _widths(settings: Settings) -> list[int]:
+    head_dim = settings["model"]["width"] // settings["model"]["num_heads"]
+    return [heads * head_dim for heads in settings["heads"]]
+
+
+def rows(settings: Settings, data: Data) -> list[Row]:
+    """Drift of the best rate between the two widths."""
+    found = []
+    for name, of_preset in data.items():
+        what = f"octaves that the best rate of AdamW moves per doubling of the width, {name}"
+        row = rates.row(what, _widths(settings), of_preset, settings["limits"]["seeds"], predicted=PREDICTED.get(name))
+        kept = f"To first order the residual stream's first step would stay at {of_preset['kept_step']:+g}."
+        found.append(dataclasses.replace(row, note=f"{row.note} {kept}"))
+    return found
+
+
+def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
+    """A panel per preset, a curve per width."""
+    title = "A ViT trained under the effective theory's presets: loss against learning rate"
+    return rates.draw(title, "width", _widths(settings), data, settings["limits"]["seeds"])
+
+
+_PRESETS = ["standard", "ntk", "hybrid", "maximal-update"]
+
+FIGURE = Figure(
+    title="The effective theory's family on a ViT: trained at two widths",
+    source="Dinan, Yaida and Zhang 2023 (arXiv 2304.02034), whose ViT is trained under the family's members at two widths",
+    about="Training loss, mean over the last tenth of the steps, of a ViT of depth 2 on scikit-learn's digits under AdamW as heads "
+    "and width grow together, paired seeds and the same batches everywhere; the presets are relative to the smaller width. "
+    "Their encoder-decoder is left for later.",
+    small={
+        "presets": _PRESETS,
+        "recipe": "vit-digits",
+        "model": {"width": 64, "num_heads": 4, "depth": 2},
+        "heads": [4, 16],
+        "data": {"batch_size": 32},
+        "optimizer": {"name": "adamw", "warmup_steps": 20},
+        "steps": 100,
+        "limits": {"seeds": 3, "max_seeds": 5, "minutes": 2.0},
+    },
+    full={
+        "presets": _PRESETS,
+        "recipe": "vit-endless",
+        "model": {"width": 192, "num_heads": 3, "depth": 12},
+        "heads": [3, 12],
+        "data": {"batch_size": 256},
+        "optimizer": {"name": "adamw", "warmup_steps": 500},
+        "steps": 5000,
+        "limits": {"seeds": 3, "max_seeds": 5, "minutes": 240.0},
+    },
+    measure=measure,
+    rows=rows,
+    draw=draw,
+)

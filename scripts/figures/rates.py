@@ -1,0 +1,97 @@
+"""Figures of loss against learning rate: transfer studies, kept as numbers, judged and drawn as `python -m train transfer` does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from scripts.figures import panels
+from scripts.figures.result import Data, Row
+from train.transfer_drift import TOLERANCE, Analysis, analyse
+from train.transfer_fit import Curve
+
+if TYPE_CHECKING:
+    import matplotlib.figure
+
+    from train.config import Config
+
+DIVERGED = -1.0
+"""Stands in a record for the loss of a run that diverged, which JSON has no number for; null for a run that was not made."""
+
+
+def measure(
+    configs: Mapping[str, Sequence[Config]], sizes: Sequence[int], limits: Mapping[str, Any], work: Path
+) -> dict[str, Any]:
+    """Find the best rate of every size.
+
+    Args:
+        configs: name of a study to a run per size.
+        sizes: increasing.
+        limits: fields of `train.transfer.Limits`.
+        work: folder where points stay.
+
+    Returns:
+        Per study why it `stopped`, and per size the rates `x` (log2) and the `losses` [rates][seeds].
+    """
+    from train import sweep, transfer
+
+    studies = [
+        transfer.Study(label=name, axis="size", sizes=tuple(sizes), configs=tuple(grown))
+        for name, grown in configs.items()
+    ]
+    engine = sweep.Sweep(work, evaluated=False)
+    measured = transfer.measure(studies, engine.run, transfer.Limits(**limits))
+    return {one.study.label: {"stopped": one.stopped, **_kept(one, len(sizes))} for one in measured}
+
+
+def _kept(measured: Any, sizes: int) -> dict[str, Any]:
+    curves = [measured.curve(at) for at in range(sizes)]
+    losses = [[[_loss(loss) for loss in rate] for rate in curve.losses] for curve in curves]
+    return {"x": [curve.x for curve in curves], "losses": losses}
+
+
+def _loss(loss: float) -> float | None:
+    if math.isnan(loss):
+        return None
+    return loss if math.isfinite(loss) else DIVERGED
+
+
+def curves(of_study: Data, seeds: int) -> list[Curve]:
+    """What `measure` kept of a study; `seeds` is how many every rate had."""
+    found = []
+    for x, losses in zip(of_study["x"], of_study["losses"], strict=True):
+        table = np.array(losses, float)
+        found.append(Curve(np.array(x, float), np.where(table == DIVERGED, math.inf, table), seeds))
+    return found
+
+
+def row(what: str, sizes: Sequence[int], of_study: Data, seeds: int, **more: Any) -> Row:
+    """The drift of a study's best rate in octaves per doubling; `more` are fields of `Row`."""
+    found = analyse(sizes, curves(of_study, seeds))
+    price = found.prices[-1].value
+    cost = f"costs {price:.2g} nats" if math.isfinite(price) else "diverges or lies outside the grid"
+    note = f"From {found.seeds} paired seeds; at {sizes[-1]} the best rate of {sizes[0]} {cost}."
+    drift = found.drift
+    band = {"tolerance": TOLERANCE, "note": note, **more}
+    return Row(what=what, measured=drift.value, low=drift.low, high=drift.high, **band)
+
+
+def draw(title: str, size: str, sizes: Sequence[int], data: Data, seeds: int) -> matplotlib.figure.Figure:
+    """A panel per study with shared axes, a curve per size; `size` is what grows."""
+    from train import transfer_figure
+
+    all_curves = {name: curves(of_study, seeds) for name, of_study in data.items()}
+    found: dict[str, Analysis] = {name: analyse(sizes, some) for name, some in all_curves.items()}
+    figure, axes = panels.row(len(found), title)
+    low, high = transfer_figure.limits([curve for some in all_curves.values() for curve in some])
+    for one, (name, analysis) in zip(axes, found.items(), strict=True):
+        transfer_figure.draw_study(one, analysis, all_curves[name], high)
+        one.set_ylim(low, high)
+        words = f"{name}\n{transfer_figure.drift_words(analysis)}"
+        panels.label(one, words, "learning rate", "training loss (nats)" if one is axes[0] else "")
+    axes[-1].legend(title=size, frameon=False, fontsize=9)
+    return figure
