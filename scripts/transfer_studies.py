@@ -1,0 +1,130 @@
+"""The transfer studies that come with the project: writes docs/transfer/ and docs/transfer.md.
+
+    python -m scripts.transfer_studies [NAME ...] [--minutes 20] [--render] [--list]
+
+Each study is a `python -m train transfer` in docs/transfer/NAME, whose rows are kept as they finish: a study that was stopped goes
+on, and one that is done is judged and drawn again without training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from train import transfer_command
+
+ROOT = Path(__file__).resolve().parent.parent
+OUT = ROOT / "docs" / "transfer"
+BASE = (
+    "lm-tiny --model.width 64 --model.num-heads 4 --model.depth 2 --model.seq-len 64 --data.batch-size 8 --steps 100 "
+    "--optimizer.name adam --optimizer.warmup-steps 20 --optimizer.clip-norm None"
+)
+STUDIES = {
+    "head_dim": "--preset mup --compare mup-half --control sp --grow head_dim=16,32,64,128",
+    "heads": "--preset mup --compare mup-half --control sp --grow heads=4,8,16,32",
+    "depth": "--preset depth-mup --preset.alpha-l 1 --control mup --grow depth=2,4,8,16",
+}
+"""Name, which is what grows, to presets and sizes: eightfold, from width 64, four heads and two layers."""
+HEAD = """# Does the learning rate transfer?
+
+The decoder of `lm-tiny` on Python's sources, 51,200 tokens a point, grown eightfold in one dimension at a time: rates half an
+octave apart, the same batches for every point, the same seeds at every size. The best rate is the vertex of a parabola through
+the seeds' mean losses within an octave of the grid's best; drift is its slope against the size, intervals are 95 % from a
+bootstrap over seeds (`train/transfer_drift.py`). A preset **transfers** where the drift is known to ± 0.15 octaves per
+doubling and meets 0 ± 0.15; the control must drift. The price of not tuning is the loss at the smallest size's best rate less
+that at the size's own. Where the control, tuned anew at the largest size, ends below a preset's least loss, its rates transfer
+and its other constants are what is left to tune.
+
+Made by `python -m scripts.transfer_studies`, which goes on where it was stopped; every row is in `docs/transfer/*/points.jsonl`
+with the command that trains it alone.
+"""
+
+
+def words(name: str, minutes: float) -> list[str]:
+    """What follows `python -m train transfer` in a study, its path relative to the checkout."""
+    return shlex.split(f"{BASE} {STUDIES[name]} --minutes {minutes:g} --out docs/transfer/{name}")
+
+
+def markdown(records: Mapping[str, Mapping[str, Any]]) -> str:
+    """The page, from each study's transfer.json."""
+    parts = [HEAD]
+    for name, kept in records.items():
+        parts += [f"## Growing {name}", "", f"`{kept['command']}`", "", f"![{name}](transfer/{name}/{name}.png)", ""]
+        parts += [
+            "| preset | drift, octaves per doubling | verdict | price of not tuning at the largest | its least loss | seeds | training |"
+        ]
+        parts += ["|---|---|---|---|---|---|---|", *(_row(study) for study in kept["studies"]), ""]
+        parts += [*(_compared(entry) for entry in kept["comparison"]), ""]
+        parts += [*(f"- `{study['preset']}` ended because {study['stopped']}." for study in kept["studies"]), ""]
+    return "\n".join(parts)
+
+
+def _row(study: Mapping[str, Any]) -> str:
+    price = study["sizes"][-1]["price_of_not_tuning"]
+    return (
+        f"| `{study['preset']}` | {_interval(study['drift_octaves_per_doubling'], '+.2f')} | {study['verdict']} | "
+        f"{_interval(price, '.3f')} | {_loss(study['sizes'][-1])} | {study['seeds']} | {study['train_seconds'] / 60:.0f} min |"
+    )
+
+
+def _loss(size: Mapping[str, Any]) -> str:
+    return "unknown" if size["loss"] is None else f"{size['loss']:.3f}"
+
+
+def _interval(found: Mapping[str, float | None], form: str) -> str:
+    if found["value"] is None:
+        return "unknown"
+    if found["low"] is None or found["high"] is None:
+        return f"{found['value']:{form}}"
+    return f"{found['value']:{form}} [{found['low']:{form}}, {found['high']:{form}}]"
+
+
+def _compared(entry: Mapping[str, Any]) -> str:
+    apart = "apart from" if entry["apart"] else "not apart from"
+    below = "below" if entry["below_half"] else "not below"
+    return (
+        f"- `{entry['preset']}`: its drift is {apart} that of the control `{entry['control']}`; its price, {entry['price']}, is "
+        f"{below} half of the control's, {entry['control_price']}."
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the studies that are asked for, all unless named, and write the page; 0 when all are done."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.transfer_studies", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(STUDIES)}; all unless given")
+    parser.add_argument("--minutes", type=float, default=20.0, help="of training, of each preset in a study (20)")
+    parser.add_argument("--render", action="store_true", help="train nothing: write the page from what is there")
+    parser.add_argument("--list", action="store_true", help="print the commands and run none")
+    args = parser.parse_args(argv)
+    if unknown := [name for name in args.names if name not in STUDIES]:
+        parser.error(f"{unknown[0]} is not among {', '.join(STUDIES)}")
+    for name in args.names or STUDIES:
+        command = words(name, args.minutes)
+        if args.list:
+            print(f"{name}: python -m train transfer {shlex.join(command)}")
+        elif not args.render:
+            with contextlib.chdir(ROOT):
+                if code := transfer_command.main(command):
+                    return code
+    if not args.list:
+        page = ROOT / "docs" / "transfer.md"
+        page.write_text(markdown(records()))
+        print(f"wrote {page.relative_to(ROOT)}")
+    return 0
+
+
+def records() -> dict[str, dict[str, Any]]:
+    """transfer.json of each study that is there."""
+    paths = {name: OUT / name / "transfer.json" for name in STUDIES}
+    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
