@@ -20,25 +20,37 @@ from train import transfer_command
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "docs" / "transfer"
-BASE = (
+LM = (
     "lm-tiny --model.width 64 --model.num-heads 4 --model.depth 2 --model.seq-len 64 --data.batch-size 8 --steps 100 "
     "--optimizer.name adam --optimizer.warmup-steps 20 --optimizer.clip-norm None"
 )
+VIT = (
+    "vit-digits --model.width 64 --model.num-heads 4 --model.depth 2 --data.batch-size 32 --steps 100 --optimizer.name momentum "
+    "--optimizer.warmup-steps 10 --optimizer.clip-norm None --optimizer.weight-decay 0 --optimizer.peak-lr 0.0625"
+)
+DEPTH = "--preset depth-mup --preset.alpha-l 1 --control mup --grow depth=2,4,8,16"
 STUDIES = {
-    "head_dim": "--preset mup --compare mup-half --control sp --grow head_dim=16,32,64,128",
-    "heads": "--preset mup --compare mup-half --control sp --grow heads=4,8,16,32",
-    "depth": "--preset depth-mup --preset.alpha-l 1 --control mup --grow depth=2,4,8,16",
+    "head_dim": f"{LM} --preset mup --compare mup-half --control sp --grow head_dim=16,32,64,128",
+    "heads": f"{LM} --preset mup --compare mup-half --control sp --grow heads=4,8,16,32",
+    "depth": f"{VIT} {DEPTH}",
+    "depth-adam": f"{LM} {DEPTH}",
 }
-"""Name, which is what grows, to presets and sizes: eightfold, from width 64, four heads and two layers."""
+"""Name to the run, presets and sizes: eightfold, from width 64, four heads and two layers."""
+ABOUT = {
+    "head_dim": "A decoder under Adam, the head dimension growing with four heads.",
+    "heads": "The same, heads growing at head dimension 16: here `mup` and `mup-half` are one rule, trained once.",
+    "depth": "A vision transformer under SGD with momentum, layers growing at width 64.",
+    "depth-adam": "The decoder under Adam, layers growing at width 64: here the control drifts little. In 100 steps of Adam, whose updates "
+    "have one size at every depth, plain `mup` in depth costs loss more than it moves the best rate: deeper is worse.",
+}
 HEAD = """# Does the learning rate transfer?
 
-The decoder of `lm-tiny` on Python's sources, 51,200 tokens a point, grown eightfold in one dimension at a time: rates half an
-octave apart, the same batches for every point, the same seeds at every size. The best rate is the vertex of a parabola through
-the seeds' mean losses within an octave of the grid's best; drift is its slope against the size, intervals are 95 % from a
-bootstrap over seeds (`train/transfer_drift.py`). A preset **transfers** where the drift is known to ± 0.15 octaves per
-doubling and meets 0 ± 0.15; the control must drift. The price of not tuning is the loss at the smallest size's best rate less
-that at the size's own. Where the control, tuned anew at the largest size, ends below a preset's least loss, its rates transfer
-and its other constants are what is left to tune.
+Small models grown eightfold in one dimension at a time: rates half an octave apart, the same batches for every point, the same
+seeds at every size. The best rate is the vertex of a parabola through the seeds' mean losses within an octave of the grid's
+best; drift is its slope against the size, intervals are 95 % from a bootstrap over seeds (`train/transfer_drift.py`). A preset
+**transfers** where the drift is known to ± 0.15 octaves per doubling and meets 0 ± 0.15; the control must drift. The price of
+not tuning is the loss at the smallest size's best rate less that at the size's own. Where the control, tuned anew at the
+largest size, ends below a preset's least loss, the preset's rates transfer and its other constants are what is left to tune.
 
 Made by `python -m scripts.transfer_studies`, which goes on where it was stopped; every row is in `docs/transfer/*/points.jsonl`
 with the command that trains it alone.
@@ -47,19 +59,21 @@ with the command that trains it alone.
 
 def words(name: str, minutes: float) -> list[str]:
     """What follows `python -m train transfer` in a study, its path relative to the checkout."""
-    return shlex.split(f"{BASE} {STUDIES[name]} --minutes {minutes:g} --out docs/transfer/{name}")
+    return shlex.split(f"{STUDIES[name]} --minutes {minutes:g} --out docs/transfer/{name}")
 
 
 def markdown(records: Mapping[str, Mapping[str, Any]]) -> str:
     """The page, from each study's transfer.json."""
     parts = [HEAD]
     for name, kept in records.items():
-        parts += [f"## Growing {name}", "", f"`{kept['command']}`", "", f"![{name}](transfer/{name}/{name}.png)", ""]
+        axis = kept["studies"][0]["axis"]
+        parts += [f"## {name}", "", ABOUT[name], "", f"![{ABOUT[name]}](transfer/{name}/{axis}.png)", ""]
         parts += [
             "| preset | drift, octaves per doubling | verdict | price of not tuning at the largest | its least loss | seeds | training |"
         ]
         parts += ["|---|---|---|---|---|---|---|", *(_row(study) for study in kept["studies"]), ""]
         parts += [*(_compared(entry) for entry in kept["comparison"]), ""]
+        parts += ["```sh", kept["command"], "```", ""]
         parts += [*(f"- `{study['preset']}` ended because {study['stopped']}." for study in kept["studies"]), ""]
     return "\n".join(parts)
 
