@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from train import sweep_beside
 from train.config import Config
 from train.processes import Processes
 from train.sweep_batches import Batches
@@ -91,9 +92,9 @@ class Sweep:
     def _train(self, key: object, todo: list[Member], keys: dict[int, str], rows: Rows, watcher: Watcher) -> None:
         trainer = self._chooser.trainer(key, [p for _, p in todo], watcher.note)
         work = Work(trainer, self._feeds, self._folder, keys, self._evaluated, watcher, self._stop)
-        for start in range(0, len(todo), trainer.count):
-            pack = todo[start : start + trainer.count]
-            for i, row in work.train(pack):
+        packs = [todo[start : start + trainer.count] for start in range(0, len(todo), trainer.count)]
+        for pack, found in sweep_beside.trained(work, packs, trainer.beside):
+            for i, row in found:
                 rows.add(row)
                 watcher.finished(i, row)
             shutil.rmtree(work.unfinished(pack), ignore_errors=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -25,16 +26,18 @@ class Batches:
         """Told, in a line, what takes time."""
         self._data: dict[Any, Data] = {}
         self._kept: dict[Any, list[Any]] = {}
+        self._lock = threading.RLock()
 
     def of(self, program: Program) -> Data:
         """The data of a program."""
         config = program.config
         key = self._key(program)
-        if key not in self._data:
-            self._data[key] = data_sources.load(
-                config.data, config.model, seed=config.data_seed, note=lambda text: self.note(text)
-            )
-        return self._data[key]
+        with self._lock:
+            if key not in self._data:
+                self._data[key] = data_sources.load(
+                    config.data, config.model, seed=config.data_seed, note=lambda text: self.note(text)
+                )
+            return self._data[key]
 
     def train(self, program: Program, start: int, feed: Feed) -> Generator[Batch, None, None]:
         """Batches start, start + 1, ... on the devices."""
@@ -45,10 +48,11 @@ class Batches:
                 for batch in batches:
                     yield feed.put(batch)
             return
-        if len(kept) < steps:
-            with contextlib.closing(self.of(program).train_batches(len(kept), *feed.rows)) as batches:
-                kept.extend(next(batches) for _ in range(len(kept), steps))
-        for batch in kept[start:]:
+        with self._lock:
+            if len(kept) < steps:
+                with contextlib.closing(self.of(program).train_batches(len(kept), *feed.rows)) as batches:
+                    kept.extend(next(batches) for _ in range(len(kept), steps))
+        for batch in kept[start:steps]:
             yield feed.put(batch)
 
     @staticmethod

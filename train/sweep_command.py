@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
         "--how",
         default="auto",
         choices=["auto", "together", "in-turn"],
-        help="all points of a shape at once, one after another, or what is faster here (auto)",
+        help="all points of a shape at once, one after another, or what a trial shows to be faster, on a CPU some side by side (auto)",
     )
     made.add_argument("--no-eval", action="store_true", help="do not evaluate after the last step")
     made.add_argument("--out", metavar="FOLDER", help="where rows and the summary go (runs/sweep-RECIPE)")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,6 +41,7 @@ class Trainer:
         placed: a restored state in the layout that the step takes.
         score: (parameters, numbers, batch) -> `Sums`.
         temporary: bytes per device while a step runs, all points together; 0 where the backend does not say.
+        beside: packs to train at the same time, in threads.
     """
 
     program: Program
@@ -50,6 +52,7 @@ class Trainer:
     placed: Callable[[TrainState], TrainState]
     score: Callable[..., Any]
     temporary: int
+    beside: int = 1
 
 
 def alone(program: Program) -> Trainer:
@@ -172,10 +175,12 @@ def _bytes(compiled: jax.stages.Compiled) -> int:
 def _once(make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
     """A program that is compiled where it is first called: a sweep that never evaluates compiles no evaluation."""
     made: list[Callable[..., Any]] = []
+    lock = threading.Lock()
 
     def call(*args: Any) -> Any:
-        if not made:
-            made.append(make())
+        with lock:
+            if not made:
+                made.append(make())
         return made[0](*args)
 
     return call

@@ -42,7 +42,8 @@ class Table:
         self._console, self._columns, self._metric, self._value = console, list(columns), metric, value
         self._configs: Sequence[Config] = ()
         self._rows: dict[int, Row] = {}
-        self._training: dict[int, float] = {}
+        self._training: dict[int, tuple[float, float]] = {}
+        """Loss and share of its steps of every point in training."""
         self._work = self._did = 0.0
         self._began = time.monotonic()
         self._bar = Progress(
@@ -80,9 +81,9 @@ class Table:
 
     def training(self, points: Sequence[int], step: int, losses: np.ndarray) -> None:
         """Losses of the points in training."""
-        self._training = dict(zip(points, map(float, losses), strict=True))
         share = step / self._configs[points[0]].steps
-        self._bar.update(self._task, description=f"step {step}", left=self._left(points, share))
+        self._training |= {point: (float(loss), share) for point, loss in zip(points, losses, strict=True)}
+        self._bar.update(self._task, description=f"step {step}", left=self._left())
 
     def finished(self, point: int, row: Row) -> None:
         """A point has its row."""
@@ -124,15 +125,15 @@ class Table:
         final: dict[tuple[Hashable, str], bool] = {}
         for i, config in enumerate(self._configs):
             place = config.optimizer.peak_lr, self._columns[i]
-            value = self._value(self._rows[i]) if i in self._rows else self._training.get(i)
+            value = self._value(self._rows[i]) if i in self._rows else self._training.get(i, (None,))[0]
             final[place] = final.get(place, True) and i in self._rows
             if value is not None:
                 values.setdefault(place, []).append(value if math.isfinite(value) else math.inf)
         return {place: (float(np.mean(found)), final[place]) for place, found in values.items()}
 
-    def _left(self, points: Sequence[int], share: float) -> str:
+    def _left(self) -> str:
         left = sum(_cost(config) for i, config in enumerate(self._configs) if i not in self._rows)
-        now = share * sum(_cost(self._configs[i]) for i in points)
+        now = sum(share * _cost(self._configs[i]) for i, (_, share) in self._training.items())
         done = self._did + now
         return f"{duration((time.monotonic() - self._began) / done * (left - now))} left" if done else ""
 

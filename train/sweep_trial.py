@@ -1,10 +1,15 @@
-"""Whether the points of one program train faster all at once or in turn: known, or measured on a few steps."""
+"""Whether the points of one program train faster all at once, in turn, or some side by side: known, or measured on a few steps."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import os
+import statistics
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import jax
@@ -17,6 +22,10 @@ from zoo.configs import ConfigError
 
 Mode = Literal["auto", "together", "in-turn"]
 STEPS = 3
+GAIN = 0.95
+"""More points side by side must take at most this share of the time."""
+FEW = 40
+"""Steps of all points together that are not worth a trial."""
 PAYS = 20
 """A trial costs a compilation; in turn must need so many of those to make it worth one, on a CPU, where it seldom wins."""
 
@@ -25,13 +34,16 @@ class Chooser:
     """Trainers of a sweep's programs, each compiled once.
 
     Args:
-        how: all points of a program at once, one after another, or whichever a trial shows to be faster.
+        how: all points of a program at once, one after another, or whichever a trial shows to be faster; on one CPU device a
+            trial also finds how many to train side by side.
         feeds: batches for the trial.
     """
 
     def __init__(self, how: Mode, feeds: Batches) -> None:
         self._how, self._feeds = how, feeds
         self._made: dict[tuple[object, int], Trainer] = {}
+        self._compiling: dict[object, float] = {}
+        self._tried: set[object] = set()
         self._slower = False
         """Whether a smaller program was seen to be slower together: a larger one is too."""
 
@@ -60,38 +72,72 @@ class Chooser:
                     note(f"{fits} points at a time fit into memory")
                 return self._together(key, program, fits)
             note("in turn: two points do not fit into memory at once")
-        if (key, 1) in self._made:
-            return self._made[key, 1]
         began = time.monotonic()
-        one = self._made[key, 1] = sweep_pack.alone(program)
-        if self._how != "auto" or self._slower or count == 1:
+        if (key, 1) not in self._made:
+            self._made[key, 1] = sweep_pack.alone(program)
+            self._compiling[key] = time.monotonic() - began
+        one = self._made[key, 1]
+        if key in self._tried:
+            return self._made.get((key, count), one)
+        if self._how != "auto" or not on_cpu or count == 1 or count * program.config.steps < FEW:
             return one
-        compiling = time.monotonic() - began
-        each = self._seconds(one, points[:1])
-        if each * program.config.steps * count < PAYS * compiling:
-            note(f"in turn: {each * 1000:.0f} ms a step; too little work to try all at once")
-            return one
+        self._tried.add(key)
+        one, each, text = self._side_by_side(one, points)
+        self._made[key, 1] = one
         fits = sweep_pack.fitting(program, count, one)
+        little = each * program.config.steps * count < PAYS * self._compiling[key]
+        if self._slower or little or fits == 1:
+            note(f"in turn: {text}")
+            return one
         many = self._together(key, program, fits)
         of_many = self._seconds(many, [*points, *[points[-1]] * fits][:fits]) / fits
         self._slower = of_many >= each
-        text = f"{each * 1000:.0f} ms a step in turn, {of_many * 1000:.0f} ms together"
-        note(f"{'in turn' if self._slower else 'together'}: {text}")
+        if self._slower:
+            del self._made[key, fits]
+        note(f"{'in turn' if self._slower else 'together'}: {text}, {of_many * 1000:.0f} ms together")
         return one if self._slower else many
+
+    def _side_by_side(self, one: Trainer, points: Sequence[Program]) -> tuple[Trainer, float, str]:
+        """The trainer that knows how many to train at the same time, the seconds of a step and point, and what was found."""
+        times = {1: self._seconds(one, points[:1])}
+        program, best = one.program, 1
+        if program.mesh.size == 1:  # programs of many devices would wait for each other
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            most = min(cores, len(points), sweep_pack.fitting(program, len(points), one))
+            while 2 * best <= most:
+                times[2 * best] = self._seconds(one, points[:1], 2 * best)
+                if times[2 * best] > GAIN * times[best]:
+                    break
+                best *= 2
+        words = [f"{seconds * 1000:.0f} ms {f'by {count} side by side' if count > 1 else 'one by one'}"
+                 for count, seconds in times.items()]  # fmt: skip
+        return dataclasses.replace(one, beside=best), times[best], f"a step takes {', '.join(words)}"
 
     def _together(self, key: object, program: Program, count: int) -> Trainer:
         if (key, count) not in self._made:
             self._made[key, count] = sweep_pack.together(program, count)
         return self._made[key, count]
 
-    def _seconds(self, trainer: Trainer, points: Sequence[Program]) -> float:
-        """Of the fastest of a few steps, which go nowhere."""
-        state, numbers = trainer.begin(points)
-        times = []
-        with contextlib.closing(self._feeds.train(trainer.program, 0, trainer.program.train_feed())) as batches:
-            for _, batch in zip(range(STEPS + 1), batches, strict=False):
-                began = time.monotonic()
-                state, metrics = trainer.step(state, numbers, batch)
-                jax.block_until_ready(metrics)
-                times.append(time.monotonic() - began)
-        return min(times[1:] or times)
+    def _seconds(self, trainer: Trainer, points: Sequence[Program], beside: int = 1) -> float:
+        """Of a step of a pack, the median of a few, which go nowhere; of so many packs side by side the share of one."""
+        start = threading.Barrier(beside)
+
+        def median() -> float:
+            try:
+                state, numbers = trainer.begin(points)
+                times = []
+                with contextlib.closing(self._feeds.train(trainer.program, 0, trainer.program.train_feed())) as batches:
+                    for k, batch in zip(range(STEPS + 1), batches, strict=False):
+                        if k == 1:
+                            start.wait()
+                        began = time.monotonic()
+                        state, metrics = trainer.step(state, numbers, batch)
+                        jax.block_until_ready(metrics)
+                        times.append(time.monotonic() - began)
+            except BaseException:
+                start.abort()
+                raise
+            return statistics.median(times[1:] or times)
+
+        with ThreadPoolExecutor(beside) as pool:
+            return max(future.result() for future in [pool.submit(median) for _ in range(beside)]) / beside

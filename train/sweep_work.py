@@ -59,7 +59,11 @@ class Stopped(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Trains the packs of one group."""
+    """Trains the packs of one group.
+
+    Attributes:
+        beside: packs that train at the same time.
+    """
 
     trainer: Trainer
     feeds: Batches
@@ -68,6 +72,7 @@ class Work:
     evaluated: bool
     watcher: Watcher
     stop: Callable[[], bool]
+    beside: int = 1
 
     def unfinished(self, members: Sequence[Member]) -> Path:
         """Where a pack is kept while it trains."""
@@ -91,7 +96,7 @@ class Work:
                 self.watcher.note(f"going on at step {done} with {len(members)} point{'s' * (len(members) > 1)}")
             began = time.monotonic()
             state = self._steps(state, numbers, done, losses, places, saves, folder, facts)
-            seconds = (time.monotonic() - began) / len(members)
+            seconds = (time.monotonic() - began) / len(members) / self.beside
             bad = np.logical_not(np.isfinite(losses).all(axis=0))
             scores = self._scores(state, numbers, points[0], data) if self.evaluated and not bad.all() else None
         how: How = "in turn" if trainer.count == 1 else "together"
