@@ -78,12 +78,12 @@ def test_missing_rates_are_those_beside_the_best():
 # Intervals
 
 
-def covered(seeds: int, widened: bool, trials: int = 150) -> float:
+def covered(seeds: int, widened: bool, noise: float = 0.01, trials: int = 150) -> float:
     """Share of intervals of the drift that hold the true one."""
     rng, hits = np.random.default_rng(seeds), 0
     for _ in range(trials):
         first, drift = rng.uniform(-8.5, -7.5), rng.uniform(-0.3, 0.3)
-        curves = [curve(first + drift * i, seeds, noise=0.01, shift=0.15, rng=rng) for i in range(4)]
+        curves = [curve(first + drift * i, seeds, noise=noise, shift=0.15, rng=rng) for i in range(4)]
         found = analyse(SIZES, curves).drift
         half = found.half_width if widened else found.half_width * 1.96 / transfer_drift.widening(seeds)
         hits += abs(found.value - drift) <= half
@@ -95,6 +95,23 @@ def test_intervals_hold_the_truth_as_often_as_they_say(monkeypatch: pytest.Monke
     monkeypatch.setattr(transfer_drift, "RESAMPLES", 200)
     # 150 trials at 95 %: outside 0.90 to 0.99 once in a hundred.
     assert 0.90 <= covered(seeds, widened=True) <= 0.99
+
+
+def test_curves_that_noise_makes_flat_have_wide_intervals_not_none(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(transfer_drift, "RESAMPLES", 200)
+    assert covered(4, widened=True, noise=0.06) >= 0.93
+    rng = np.random.default_rng(1)
+    given = [curve(-8.0, 4, noise=0.002, rng=rng) for _ in SIZES]
+    sure = analyse(SIZES, given)
+    flat = given[1].losses.copy()
+    flat[2:7] = 3 + 0.05 * rng.normal(size=(5, 4))
+    flat[3:6] -= 0.02
+    given[1] = Curve(given[1].x, flat, 4)
+    found = analyse(SIZES, given)
+    assert not found.fits[1].trouble
+    assert sure.optima[1].half_width < transfer_drift.TOLERANCE
+    assert 0.5 < found.optima[1].half_width < math.inf
+    assert sure.drift.half_width < found.drift.half_width < math.inf
 
 
 def test_control_a_plain_bootstrap_of_three_seeds_is_too_sure(monkeypatch: pytest.MonkeyPatch):

@@ -24,7 +24,7 @@ TOLERANCE = 0.15
 """Octaves per doubling that count as no drift, and the half-width of an interval that decides."""
 RESAMPLES = 1000
 FAILED = 0.025
-"""Share of resamples without a minimum from which on an optimum has no interval."""
+"""Share of resamples without a minimum from which on a price has no interval."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,14 +136,17 @@ def _slope(doublings: np.ndarray) -> np.ndarray:
 
 
 def _resampled(curve: Curve, f: Fit, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Vertex, loss and curvature of each resample [B]; nan where it has none."""
+    """Vertex, loss and curvature of each resample [B]; loss and curvature nan where it has no minimum, all where `f` has none."""
     if f.trouble:
         nothing = np.full(len(drawn), np.nan)
         return nothing, nothing, nothing
-    losses = curve.losses[np.isin(curve.x, f.used)]
-    vertex, loss, curvature = parabola(np.asarray(f.used), losses[:, drawn].mean(axis=2).T)
-    # A nearly flat resample has its vertex anywhere: what is known is that it lies near the window.
-    return np.clip(vertex, f.used[0] - OCTAVE, f.used[-1] + OCTAVE), loss, curvature
+    means = curve.losses[np.isin(curve.x, f.used)][:, drawn].mean(axis=2).T
+    vertex, loss, curvature = parabola(np.asarray(f.used), means)
+    # A nearly flat resample has its vertex anywhere, one that opens downwards beyond its lower end: what is known is that it
+    # lies near the window.
+    low, high = f.used[0] - OCTAVE, f.used[-1] + OCTAVE
+    ends = np.where(means[:, 0] < means[:, -1], low, high)
+    return np.where(np.isnan(vertex), ends, np.clip(vertex, low, high)), loss, curvature
 
 
 def _price(
