@@ -245,6 +245,35 @@ def test_presets_that_differ_in_another_dimension_share_all_points():
     assert ntk.trained[1].preset.name == "ntk"
 
 
+def test_rates_that_few_seeds_chose_wrongly_are_chosen_anew():
+    """Of size 16 the first three seeds are best at 2^-5 in the mean, all others at 2^-8.5."""
+
+    class Misled(Trained):
+        def _row(self, config: Config) -> Row:
+            if config.model.heads_dim != 16:
+                return super()._row(config)
+            x, first = math.log2(config.optimizer.peak_lr), config.seed < 3
+            loss = 2 + (0.02 * (x + 6 - config.seed) ** 2 if first else 0.05 * (x + 8.5) ** 2)
+            return Row(f"{len(self.configs)}", "", loss, None, None, (), config.steps, 1.0, "in turn")
+
+    run = Misled(shift=0.2)
+    (found,) = transfer.measure([study()], run, transfer.Limits(seeds=3, max_seeds=8))
+    assert list(found.chosen) == [0]
+    analysis = found.analysis()
+    assert analysis
+    assert not analysis.fits[0].trouble
+    extra = analysis.seeds - 3
+    assert extra > 0
+    assert analysis.fits[0].optimum == pytest.approx(-5 - 3.5 * 0.05 * extra / (0.06 + 0.05 * extra), abs=0.1)
+    assert analysis.seeds == len({config.seed for config in run.configs})
+    # The seeds of every rate near the new best one are the same.
+    near = found.curve(0)
+    assert np.isfinite(near.losses[near.window()][:, : analysis.seeds]).all()
+    # Without noise nothing is chosen anew.
+    (calm,) = transfer.measure([study()], Trained(), transfer.Limits(seeds=3, max_seeds=8))
+    assert calm.chosen == {}
+
+
 def test_a_study_finds_each_minimum_and_asks_for_no_point_twice():
     run = Trained()
     mup, sp = transfer.measure([study(), study("sp")], run, transfer.Limits())

@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
         transfer_tuned.check_name(args.save_tuned, found[0].config.preset.name)
     if args.dry_run:
         return _dry_run(found)
-    return _run(args, found, ["python -m train sweep", *argv])
+    return _run(args, found, ["python", "-m", "train", "sweep", *argv])
 
 
 def points(args: argparse.Namespace, rest: Sequence[str]) -> list[Planned]:

@@ -3,7 +3,8 @@
 A study asks for points in rounds, each after the losses of the one before. At the smallest size it starts from five rates
 around the recipe's, at every other from five around the optimum of the size before, and adds rates until the best has two on
 either side. Then it adds the two rates around the smallest size's optimum, whose loss is the price of not tuning; then
-seeds, one at a time at the rates near each optimum, until the drift is known well enough or its minutes end.
+seeds, one at a time at the rates near each optimum, until the drift is known well enough or its minutes end. Where more seeds
+leave a size without a minimum, its rates are chosen anew from all of them.
 
 All points see the same batches; seed n initializes every size and rate alike.
 """
@@ -112,12 +113,14 @@ class Measured:
         first: seeds at every rate.
         rows: of the points that are trained.
         stopped: why the study asks for no more; empty while it does.
+        chosen: seeds by which a size's rates are chosen, where they are more than `first`.
     """
 
     study: Study
     first: int
     rows: dict[Point, Row] = dataclasses.field(default_factory=dict)
     stopped: str = ""
+    chosen: dict[int, int] = dataclasses.field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -131,7 +134,7 @@ class Measured:
             {r for i, r, _ in self.rows if i == at and all((at, r, s) in self.rows for s in range(self.first))}
         )
         losses = [[self._loss((at, r, s)) for s in range(seeds)] for r in rates]
-        return Curve(np.array(rates, float) * STEP, np.array(losses, float).reshape(len(rates), seeds), self.first)
+        return Curve(np.array(rates, float) * STEP, np.array(losses, float).reshape(len(rates), seeds), self._first(at))
 
     def analysis(self) -> Analysis | None:
         """What the curves say; None before every size has one."""
@@ -140,12 +143,28 @@ class Measured:
 
     def wanted(self, limits: Limits) -> list[Point]:
         """Points to train next; none when the study is over, and then `stopped` says why."""
-        if points := self._rates(limits):
-            if self.seconds < 60 * limits.minutes:
-                return points
-            self.stopped = f"the {limits.minutes:g} minutes ended before every size had its minimum inside the grid"
-            return []
-        return self._seed(limits)
+        points = self._rates(limits)
+        if not points and self._choose_anew():
+            points = self._rates(limits)
+        if not points:
+            return self._seed(limits)
+        if self.seconds < 60 * limits.minutes:
+            return points
+        self.stopped = f"the {limits.minutes:g} minutes ended before every size had its minimum inside the grid"
+        return []
+
+    def _first(self, at: int) -> int:
+        return self.chosen.get(at, self.first)
+
+    def _choose_anew(self) -> bool:
+        """Choose the rates of sizes that noise leaves without a minimum by all their seeds; whether any is chosen anew."""
+        analysis = self.analysis()
+        if analysis is None:
+            return False
+        noisy = [at for at, found in enumerate(analysis.fits) if found.trouble in NOISE]
+        anew = [at for at in noisy if analysis.seeds > self._first(at)]
+        self.chosen |= dict.fromkeys(anew, analysis.seeds)
+        return bool(anew)
 
     def _loss(self, point: Point) -> float:
         return self.rows[point].loss if point in self.rows else math.nan
@@ -167,9 +186,12 @@ class Measured:
                     centre = round(curve.x[int(np.argmin(curve.mean))] / STEP)
                 if at == 0:
                     transferred = None if found.trouble else found.optimum / STEP
-                    continue
-                wanted = [] if transferred is None else [math.floor(transferred), math.ceil(transferred)]
-            points = [(at, rate, seed) for rate in wanted for seed in range(limits.seeds)]
+                wanted = []
+                if at and transferred is not None:
+                    wanted = [math.floor(transferred), math.ceil(transferred)]
+            if at in self.chosen:
+                wanted += [round(x / STEP) for x in curve.x[curve.window()]]
+            points = [(at, rate, seed) for rate in dict.fromkeys(wanted) for seed in range(self._first(at))]
             if points := [point for point in points if point not in self.rows]:
                 return points
         return []

@@ -189,7 +189,7 @@ def _worse(
                 continue
             small, large = before.losses[before.x == x][0], after.losses[after.x == x][0]
             both = ~np.isnan(small + large)
-            if not np.isfinite(small[: before.first]).all() or not both.any():
+            if np.isinf(small[: before.first]).any() or not both.any():
                 continue
             change = large[both] - small[both]
             compared += 1

@@ -35,7 +35,7 @@ class Curve:
     Attributes:
         x: log2 of the rates [R], increasing, multiples of `STEP`.
         losses: [R, S], inf where a seed diverged, nan where it was not run.
-        first: seeds that were run at every rate; those after them only near the minimum.
+        first: seeds by which rates are chosen; those after them were only run near the minimum.
     """
 
     x: np.ndarray
@@ -44,8 +44,8 @@ class Curve:
 
     @property
     def mean(self) -> np.ndarray:
-        """Mean over the seeds that every rate has [R]; inf where one of them diverged."""
-        return self.losses[:, : self.first].mean(axis=1)
+        """Mean over the first seeds that each rate has [R]; inf where one of them diverged."""
+        return np.nanmean(self.losses[:, : self.first], axis=1)
 
     @property
     def mean_of_all(self) -> np.ndarray:
