@@ -16,6 +16,8 @@ from train.transfer_drift import TOLERANCE, analyse
 from train.transfer_fit import STEP, Curve
 
 RECORDS = transfer_studies.records()
+SEEDS = 3
+"""At every rate, by default."""
 
 
 def test_the_page_is_made_of_the_records() -> None:
@@ -56,7 +58,7 @@ def test_the_losses_are_those_of_the_rows(name: str) -> None:
 @pytest.mark.parametrize("name", transfer_studies.STUDIES)
 def test_the_drifts_follow_from_the_losses(name: str) -> None:
     for study in RECORDS[name]["studies"]:
-        curves = [_curve(size["points"]) for size in study["sizes"]]
+        curves = [_curve(size["points"], size["rates_chosen_by_seeds"]) for size in study["sizes"]]
         found = analyse([size["size"] for size in study["sizes"]], curves)
         kept = study["drift_octaves_per_doubling"]
         for end in ("value", "low", "high"):
@@ -80,10 +82,10 @@ def test_what_a_study_must_show(name: str) -> None:
         assert entry["below_half"]
 
 
-def _curve(points: list[dict[str, Any]], first: int = 3) -> Curve:
+def _curve(points: list[dict[str, Any]], first: int) -> Curve:
     losses = {(p["log2_lr"], p["seed"]): math.inf if p["loss"] is None else p["loss"] for p in points}
     seeds = sorted({seed for _, seed in losses})
-    rates = sorted({rate for rate, _ in losses if all((rate, seed) in losses for seed in seeds[:first])})
+    rates = sorted({rate for rate, _ in losses if all((rate, seed) in losses for seed in seeds[:SEEDS])})
     table = [[losses.get((rate, seed), math.nan) for seed in seeds] for rate in rates]
     assert all((rate / STEP).is_integer() for rate in rates)
     return Curve(np.array(rates), np.array(table), first)

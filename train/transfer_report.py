@@ -111,6 +111,7 @@ def _study(measured: Measured, analysis: Analysis) -> dict[str, Any]:
                 "trouble": analysis.fits[at].trouble or None,
                 "loss": _number(analysis.fits[at].loss),
                 "curvature": _number(analysis.fits[at].curvature),
+                "rates_chosen_by_seeds": measured.curve(at).first,
                 "fitted_log2_rates": list(analysis.fits[at].used),
                 "price_of_not_tuning": _interval(analysis.prices[at]),
                 "points": [
