@@ -118,7 +118,7 @@ def test_a_file_that_is_none_says_where_and_what(mine: tuned.Tuned, at: str, val
 
 
 def test_a_name_that_is_none(mine: tuned.Tuned, tmp_path: Path):
-    with pytest.raises(PresetError, match="no tuned constants named 'yours'; write depth-mup, .*depth-mup:mine-v1"):
+    with pytest.raises(PresetError, match=r"no tuned constants named 'yours'; write depth-mup, .*depth-mup:mine-v1"):
         tuned.find("depth-mup:yours")
     with pytest.raises(PresetError, match="is tuned for depth-mup"):
         tuned.find("mup:tuned/depth-mup.mine-v1.json")
