@@ -44,11 +44,11 @@ def _row(config, drift: float) -> Row:
 @pytest.mark.parametrize("drift", [0.0, -1.0])
 def test_a_drift_is_found_and_judged(drift: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     kept = _made_up(drift, monkeypatch, tmp_path)
-    row = rates.row("drift", SIZES, kept, 3, predicted=0)
+    row = rates.row("drift", SIZES, kept, predicted=0)
     assert row.measured == pytest.approx(drift, abs=0.05)
     assert row.verdict == ("does not reproduce" if drift else "reproduces")
     assert "3 paired seeds; at 64 the best rate of 16 " in row.note
-    rates.draw("made up", "N", SIZES, {"one": kept}, 3).savefig(tmp_path / "one.png")
+    rates.draw("made up", "N", SIZES, {"one": kept}).savefig(tmp_path / "one.png")
 
 
 def test_divergence_and_runs_that_were_not_made_survive_the_record(
@@ -56,10 +56,10 @@ def test_divergence_and_runs_that_were_not_made_survive_the_record(
 ) -> None:
     kept = _made_up(0.0, monkeypatch, tmp_path)
     assert any(loss == rates.DIVERGED for of_size in kept["losses"] for rate in of_size for loss in rate)
-    curves = rates.curves(kept, 3)
+    curves = rates.curves(kept)
     assert np.isinf(curves[0].losses).any()
     kept["losses"][0][0][1] = None
-    assert np.isnan(rates.curves(kept, 3)[0].losses[0, 1])
+    assert np.isnan(rates.curves(kept)[0].losses[0, 1])
 
 
 def test_the_runs_of_figure_2a(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_the_runs_of_figure_2a(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 def _three() -> dict:
     x = [[-1.0, -0.5, 0.0, 0.5, 1.0]] * 4
     losses = [[[1 + v * v] * 3 for v in x[0]]] * 4
-    return {name: {"x": x, "losses": losses} for name in fig2a.FIGURE.small["rules"]}
+    return {name: {"x": x, "losses": losses, "first": [3] * 4} for name in fig2a.FIGURE.small["rules"]}
 
 
 def test_the_runs_of_the_effective_theory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -40,7 +40,6 @@ def rows(settings: Settings, data: Data) -> list[Row]:
             f"octaves that the best rate moves per doubling of N, {name}",
             settings["head_dim"],
             data[name],
-            settings["limits"]["seeds"],
             predicted=0,
             control=not rule,
         )
@@ -51,7 +50,7 @@ def rows(settings: Settings, data: Data) -> list[Row]:
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     """A panel per rule, a curve per N."""
     title = "Figure 2a: loss against learning rate as the head dimension N grows"
-    return rates.draw(title, "N", settings["head_dim"], data, settings["limits"]["seeds"])
+    return rates.draw(title, "N", settings["head_dim"], data)
 
 
 _RULES = {"alpha_A = 1": {"alpha_a": 1.0}, "alpha_A = 1/2": {"alpha_a": 0.5}, "sp": {}}
@@ -66,9 +65,9 @@ FIGURE = Figure(
     small={
         "rules": _RULES,
         "head_dim": [4, 8, 16, 32],
-        "limits": {"seeds": 3, "max_seeds": 6, "minutes": 4.0},
+        "limits": {"seeds": 3, "max_seeds": 8, "minutes": 3.0},
         "model": {
-            "heads": 8, "depth": 2, "rate": 0.5, "steps": 100, "batch_size": 32,
+            "heads": 8, "depth": 2, "rate": 2.0, "steps": 40, "batch_size": 64,
             "data_name": "digits", "image_size": 8, "channels": 1, "patch_size": 2,
         },
     },

@@ -50,7 +50,7 @@ def rows(settings: Settings, data: Data) -> list[Row]:
     found = []
     for name, of_preset in data.items():
         what = f"octaves that the best rate of AdamW moves per doubling of the width, {name}"
-        row = rates.row(what, _widths(settings), of_preset, settings["limits"]["seeds"], predicted=PREDICTED.get(name))
+        row = rates.row(what, _widths(settings), of_preset, predicted=PREDICTED.get(name))
         kept = f"To first order the residual stream's first step would stay at {of_preset['kept_step']:+g}."
         found.append(dataclasses.replace(row, note=f"{row.note} {kept}"))
     return found
@@ -59,7 +59,7 @@ def rows(settings: Settings, data: Data) -> list[Row]:
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     """A panel per preset, a curve per width."""
     title = "A ViT trained under the effective theory's presets: loss against learning rate"
-    return rates.draw(title, "width", _widths(settings), data, settings["limits"]["seeds"])
+    return rates.draw(title, "width", _widths(settings), data)
 
 
 _PRESETS = ["standard", "ntk", "hybrid", "maximal-update"]
@@ -76,9 +76,9 @@ FIGURE = Figure(
         "model": {"width": 64, "num_heads": 4, "depth": 2},
         "heads": [4, 16],
         "data": {"batch_size": 32},
-        "optimizer": {"name": "adamw", "warmup_steps": 20},
-        "steps": 100,
-        "limits": {"seeds": 3, "max_seeds": 5, "minutes": 2.0},
+        "optimizer": {"name": "adamw", "warmup_steps": 6},
+        "steps": 30,
+        "limits": {"seeds": 3, "max_seeds": 8, "minutes": 2.5},
     },
     full={
         "presets": _PRESETS,

@@ -35,7 +35,8 @@ def measure(
         work: folder where points stay.
 
     Returns:
-        Per study why it `stopped`, and per size the rates `x` (log2) and the `losses` [rates][seeds].
+        Per study why it `stopped`, and per size the rates `x` (log2), the `losses` [rates][seeds] and how many seeds chose the
+        rates, `first`.
     """
     from train import sweep, transfer
 
@@ -51,7 +52,7 @@ def measure(
 def _kept(measured: Any, sizes: int) -> dict[str, Any]:
     curves = [measured.curve(at) for at in range(sizes)]
     losses = [[[_loss(loss) for loss in rate] for rate in curve.losses] for curve in curves]
-    return {"x": [curve.x for curve in curves], "losses": losses}
+    return {"x": [curve.x for curve in curves], "losses": losses, "first": [curve.first for curve in curves]}
 
 
 def _loss(loss: float) -> float | None:
@@ -60,18 +61,18 @@ def _loss(loss: float) -> float | None:
     return loss if math.isfinite(loss) else DIVERGED
 
 
-def curves(of_study: Data, seeds: int) -> list[Curve]:
-    """What `measure` kept of a study; `seeds` is how many every rate had."""
+def curves(of_study: Data) -> list[Curve]:
+    """What `measure` kept of a study."""
     found = []
-    for x, losses in zip(of_study["x"], of_study["losses"], strict=True):
+    for x, losses, first in zip(of_study["x"], of_study["losses"], of_study["first"], strict=True):
         table = np.array(losses, float)
-        found.append(Curve(np.array(x, float), np.where(table == DIVERGED, math.inf, table), seeds))
+        found.append(Curve(np.array(x, float), np.where(table == DIVERGED, math.inf, table), first))
     return found
 
 
-def row(what: str, sizes: Sequence[int], of_study: Data, seeds: int, **more: Any) -> Row:
+def row(what: str, sizes: Sequence[int], of_study: Data, **more: Any) -> Row:
     """The drift of a study's best rate in octaves per doubling; `more` are fields of `Row`."""
-    found = analyse(sizes, curves(of_study, seeds))
+    found = analyse(sizes, curves(of_study))
     price = found.prices[-1].value
     cost = f"costs {price:.2g} nats" if math.isfinite(price) else "diverges or lies outside the grid"
     note = f"From {found.seeds} paired seeds; at {sizes[-1]} the best rate of {sizes[0]} {cost}."
@@ -80,11 +81,11 @@ def row(what: str, sizes: Sequence[int], of_study: Data, seeds: int, **more: Any
     return Row(what=what, measured=drift.value, low=drift.low, high=drift.high, **band)
 
 
-def draw(title: str, size: str, sizes: Sequence[int], data: Data, seeds: int) -> matplotlib.figure.Figure:
+def draw(title: str, size: str, sizes: Sequence[int], data: Data) -> matplotlib.figure.Figure:
     """A panel per study with shared axes, a curve per size; `size` is what grows."""
     from train import transfer_figure
 
-    all_curves = {name: curves(of_study, seeds) for name, of_study in data.items()}
+    all_curves = {name: curves(of_study) for name, of_study in data.items()}
     found: dict[str, Analysis] = {name: analyse(sizes, some) for name, some in all_curves.items()}
     figure, axes = panels.row(len(found), title)
     low, high = transfer_figure.limits([curve for some in all_curves.values() for curve in some])
