@@ -26,11 +26,12 @@ def trained(work: Work, packs: Sequence[Pack], threads: int) -> Iterator[tuple[P
     Args:
         work: what trains a pack.
         packs: in the order in which they begin.
-        threads: packs at a time.
+        threads: packs at a time, where there are so many.
 
     Raises:
         Stopped: after every pack in training is saved and the rows of those that were done are given.
     """
+    threads = min(threads, len(packs))
     if threads == 1:
         for pack in packs:
             yield pack, work.train(pack)
