@@ -65,7 +65,7 @@ FIGURE = Figure(
     small={
         "rules": _RULES,
         "head_dim": [4, 8, 16, 32],
-        "limits": {"seeds": 3, "max_seeds": 8, "minutes": 3.0},
+        "limits": {"seeds": 3, "max_seeds": 14, "minutes": 5.0},
         "model": {
             "heads": 8, "depth": 2, "rate": 2.0, "steps": 40, "batch_size": 64,
             "data_name": "digits", "image_size": 8, "channels": 1, "patch_size": 2,
