@@ -1,0 +1,113 @@
+"""How a sweep trains its points: all at once, in turn, or some side by side; by memory and by a trial."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from tests.test_sweep import Noted, config_of, data_of, points
+from train import sweep, sweep_groups, sweep_pack, sweep_trial, sweep_work
+from train.sweep_rows import Row
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return data_of(tmp_path_factory.mktemp("sweep"))
+
+
+@pytest.mark.core
+def test_points_are_packed_by_memory(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    [[(_, program)]] = sweep_groups.Groups().of([config_of(text)]).values()
+    state = 3 * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.abstract))
+    for room, points_, fits in ((100, 10, 10), (4.1, 10, 4), (4.1, 7, 4), (0.1, 10, 1)):
+        monkeypatch.setattr(sweep_pack, "_free_bytes", lambda device, room=room: int(room * state / 0.8))
+        assert sweep_pack.fitting(program, points_) == fits
+    monkeypatch.setattr(sweep_pack, "_free_bytes", lambda device: None)
+    assert sweep_pack.fitting(program, 10) == 10
+
+
+def timed(monkeypatch: pytest.MonkeyPatch, seconds: dict[tuple[int, int], float], cores: int = 8) -> None:
+    """Trials find these seconds per pack of (points at once, packs side by side)."""
+    monkeypatch.setattr(
+        sweep_trial.Chooser, "_seconds", lambda self, trainer, points, beside=1: seconds[trainer.count, beside]
+    )
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)), raising=False)
+
+
+def test_a_trial_says_what_is_faster(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {(1, 1): 0.01, (4, 1): 0.02}
+    timed(monkeypatch, seconds, cores=1)
+    monkeypatch.setattr(sweep_trial, "PAYS", 0)
+    notes: list[str] = []
+    rows = sweep.run(points(config_of(text)), tmp_path / "a", evaluated=False, watcher=Noted(notes))
+    assert {row.how for row in rows} == {"together"}
+    assert "together: a step takes 10 ms one by one, 5 ms together" in notes
+    seconds[4, 1] = 0.1
+    rows = sweep.run(points(config_of(text)), tmp_path / "b", evaluated=False, watcher=Noted(notes))
+    assert {row.how for row in rows} == {"in turn"}
+    assert "in turn: a step takes 10 ms one by one, 25 ms together" in notes
+
+
+@pytest.fixture(scope="module")
+def on_one(text: str, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+    folder = tmp_path_factory.mktemp("one")
+    return sweep.run(points(config_of(text)), folder, how="in-turn", devices=jax.devices()[:1])
+
+
+def test_side_by_side_points_have_the_same_bits(
+    text: str, on_one: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed(monkeypatch, {(1, 1): 0.01, (1, 2): 0.006, (1, 4): 0.0059})
+    at_once, most = [0], [0]
+    whole = sweep_work.Work.train
+
+    def train(self: Any, members: Any) -> Any:
+        at_once[0] += 1
+        most[0] = max(most[0], at_once[0])
+        try:
+            return whole(self, members)
+        finally:
+            at_once[0] -= 1
+
+    monkeypatch.setattr(sweep_work.Work, "train", train)
+    notes: list[str] = []
+    chosen, one = points(config_of(text)), jax.devices()[:1]
+    rows = sweep.run(chosen, tmp_path / "a", watcher=Noted(notes), devices=one)
+    said = "in turn: a step takes 10 ms one by one, 6 ms by 2 side by side, 6 ms by 4 side by side"
+    assert said in notes
+    assert most == [2]
+    assert [(row.curve, row.eval_loss) for row in rows] == [(row.curve, row.eval_loss) for row in on_one]
+    # Eight devices of one program would wait for each other.
+    sweep.run(chosen, tmp_path / "b", watcher=Noted(notes), evaluated=False)
+    assert notes[-1] == "in turn: a step takes 10 ms one by one"
+
+
+def test_side_by_side_a_stop_saves_all_and_an_error_ends_all(
+    text: str, on_one: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed(monkeypatch, {(1, 1): 0.01, (1, 2): 0.006, (1, 4): 0.01})
+    chosen, one = points(config_of(text)), jax.devices()[:1]
+    asked: list[int] = []
+
+    def stop() -> bool:
+        asked.append(1)
+        return len(asked) >= 15
+
+    with pytest.raises(sweep.Stopped):
+        sweep.run(chosen, tmp_path, stop=stop, devices=one)
+    notes: list[str] = []
+    rows = sweep.run(chosen, tmp_path, watcher=Noted(notes), devices=one)
+    assert [note for note in notes if note.startswith("going on at step")]
+    assert [row.curve for row in rows] == [row.curve for row in on_one]
+    assert not list((tmp_path / "unfinished").iterdir())
+
+    class Fails(sweep.Quiet):
+        def training(self, points: Any, step: int, losses: Any) -> None:
+            raise OSError("the screen is gone")
+
+    with pytest.raises(OSError, match="the screen is gone"):
+        sweep.run(chosen, tmp_path / "fails", watcher=Fails(), devices=one)
