@@ -23,13 +23,18 @@ TINY = (
     "--checkpoint.every-steps 100000000 --log.no-tensorboard --distributed.heartbeat-seconds 4"
 )
 
-# The command line, with two windows: on every batch that goes to the devices, and on the parameters at the end. Where a
+# The command line, with two windows: on every batch that goes to the devices, and on the parameters at the end. What they
+# show goes to a file, a line a write: batches are made in threads, whose prints run into the lines of the loop. Where a
 # process is told to, it breaks at its batch 12 of training.
 DRIVER = """
 import hashlib, json, os, signal, sys
 from train import feed, finish
 
 put, leave, seen = feed.Feed.put, finish.leave, []
+window = os.open(os.environ["WINDOW"], os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_APPEND)
+
+def show(word, what):
+    os.write(window, f"{word} {what}\\n".encode())
 
 def watched_put(self, batch):
     seen.append(1)
@@ -40,7 +45,7 @@ def watched_put(self, batch):
         os.kill(os.getpid(), int(breaks))
     rows = [row for part in self.rows for row in range(part.start, part.stop)]
     hashes = [hashlib.sha256(row.tobytes()).hexdigest()[:12] for row in batch["inputs"]]
-    print("rows", json.dumps(dict(zip(rows, hashes, strict=True))), flush=True)
+    show("rows", json.dumps(dict(zip(rows, hashes, strict=True))))
     return put(self, batch)
 
 def watched_leave(program, data, params, *rest):
@@ -49,7 +54,7 @@ def watched_leave(program, data, params, *rest):
         shards = {str(shard.index): shard.data for shard in value.addressable_shards}
         for index in sorted(shards):
             digest.update(name.encode() + index.encode() + bytes(memoryview(shards[index])))
-    print("digest", digest.hexdigest(), flush=True)
+    show("digest", digest.hexdigest())
     leave(program, data, params, *rest)
 
 feed.Feed.put, finish.leave = watched_put, watched_leave
@@ -67,17 +72,14 @@ class Done:
     code: int
     out: str
     err: str
+    window: str
 
-    def said(self, word: str) -> list[str]:
-        return re.findall(rf"{word} (.*)\n", self.out)  # gloo may have written something before it
-
-    def spoken(self) -> str:
-        """Standard output without what the windows wrote."""
-        return re.sub(r"(rows \{.*\}|digest \w+)\n", "", self.out)
+    def shown(self, word: str) -> list[str]:
+        return re.findall(rf"^{word} (.*)$", self.window, re.MULTILINE)
 
     def batches(self) -> list[dict[str, str]]:
         """Of every batch in turn, the rows that the process made: position in the global batch to content."""
-        return [json.loads(line) for line in self.said("rows")]
+        return [json.loads(line) for line in self.shown("rows")]
 
 
 @pytest.fixture(scope="module")
@@ -105,9 +107,10 @@ def start(
             **os.environ, "PYTHONPATH": str(ROOT),
             "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
             "MUPAX_DATA": str(folder / "cache"), "BREAKS": (breaks or {}).get(index, ""),
+            "WINDOW": str(folder / f"window{index}"),
         }  # fmt: skip
         command = [sys.executable, "-c", DRIVER, *argv]
-        files = [(folder / f"{name}{index}").open("w+") for name in ("out", "err")]
+        files = [(folder / f"{name}{index}").open("w+") for name in ("out", "err", "window")]
         running.append((subprocess.Popen(command, cwd=folder, env=environ, stdout=files[0], stderr=files[1]), files))
     done = []
     for process, files in running:
@@ -172,8 +175,8 @@ def test_two_and_four_processes_train_what_one_trains(folder: Path) -> None:
     ]  # where each of the three ended
     assert many == pytest.approx({key: one[key] for key in many}, rel=3e-6)
     for processes in (two, four):
-        assert len({one.said("digest")[0] for one in processes}) == 1
-    assert alone.said("digest") != two[0].said("digest")  # after other steps
+        assert len({one.shown("digest")[0] for one in processes}) == 1
+    assert alone.shown("digest") != two[0].shown("digest")  # after other steps
 
     # Batches of training are made ahead of time, so that how many were made differs; those of evaluation have 64 rows.
     def training(batches: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -186,8 +189,8 @@ def test_two_and_four_processes_train_what_one_trains(folder: Path) -> None:
 
     # One process alone speaks and writes.
     assert "compiled in" in two[0].out
-    assert re.fullmatch(GLOO, two[0].spoken()) is None  # the control
-    assert re.fullmatch(GLOO, two[1].spoken())
+    assert re.fullmatch(GLOO, two[0].out) is None  # the control
+    assert re.fullmatch(GLOO, two[1].out)
     assert (folder / "many" / "sample.txt").is_file()
     assert not (folder / "many" / ".shared").exists()
 
