@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 HEAD = """# The papers' figures, measured again
 
-Made by `python -m scripts.figures --render` from the records in `docs/figures/`; `make figures` measures them all on a CPU.
+Made by `python -m scripts.figures --render` from the records in `docs/figures/`; `make figures` measures them all on a CPU,
+in 21 minutes on two shared cores. Figures of whole runs share those they have in common: their CPU time stands with the first.
 Each row holds a number against what its source predicts: it reproduces where the estimate lies within the band (±) around
 the prediction and its 95 % interval over seeds is not twice as wide as the band; it does not where the whole interval lies
 outside; else it is undecided. A control must fail.
