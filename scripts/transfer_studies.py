@@ -68,7 +68,8 @@ def markdown(records: Mapping[str, Mapping[str, Any]]) -> str:
     parts = [HEAD]
     for name, kept in records.items():
         axis = kept["studies"][0]["axis"]
-        parts += [f"## {name}", "", ABOUT[name], "", f"![{ABOUT[name]}](transfer/{name}/{axis}.png)", ""]
+        picture = f"![Loss against learning rate as {axis} grows](transfer/{name}/{axis}.png)"
+        parts += [f"## {name}", "", ABOUT[name], "", picture, ""]
         parts += [
             "| preset | drift, octaves per doubling | verdict | price of not tuning at the largest | its least loss | seeds | training |"
         ]

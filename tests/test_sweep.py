@@ -29,6 +29,7 @@ from train import (
     transfer_figure,
 )
 from train.__main__ import main
+from train.checkpoint import Checkpoints
 from train.config import Config, ConfigError, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
 from train.program import Program
 from train.recipes import RECIPES
@@ -202,6 +203,34 @@ def test_what_was_in_training_goes_on(
     assert [note for note in notes if note.startswith("going on at step 7")]
     np.testing.assert_allclose(curves(rows), curves(in_turn), rtol=1e-5 if how == "together" else 0)
     assert not list((tmp_path / "unfinished").iterdir())
+
+
+def test_a_save_that_fails_leaves_the_one_before_to_go_on_from(
+    text: str, in_turn: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep_work, "FETCH_EVERY", 4)
+    monkeypatch.setattr(sweep_work, "SAVE_EVERY_S", 0.0)
+    asked: list[int] = []
+    publish = Checkpoints._publish
+
+    def full(self: Checkpoints, folder: Path, whole: Any) -> None:
+        if whole.step > 4:
+            raise OSError("no space left")
+        publish(self, folder, whole)
+
+    def stop() -> bool:
+        asked.append(1)
+        return len(asked) == 9
+
+    chosen, notes = points(config_of(text))[:1], []
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "_publish", full)
+        with pytest.raises(sweep.Stopped):
+            sweep.run(chosen, tmp_path, how="in-turn", stop=stop, watcher=Noted(notes))
+    assert notes == [f"checkpoint {k} could not be saved: no space left; the last good one is 4" for k in (8, 9)]
+    (row,) = sweep.run(chosen, tmp_path, how="in-turn", watcher=Noted(notes))
+    assert notes[2:] == ["going on at step 4 with 1 point"]
+    assert row.curve == in_turn[0].curve
 
 
 def test_a_signal_stops_the_command_which_then_goes_on(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 
-from tests.test_sweep import Noted, config_of, data_of, points
+from tests.test_sweep import RATES, STEPS, Noted, config_of, data_of, points
 from train import sweep, sweep_groups, sweep_pack, sweep_trial, sweep_work
 from train.sweep_rows import Row
 
@@ -111,3 +115,90 @@ def test_side_by_side_a_stop_saves_all_and_an_error_ends_all(
 
     with pytest.raises(OSError, match="the screen is gone"):
         sweep.run(chosen, tmp_path / "fails", watcher=Fails(), devices=one)
+
+
+class Crowded(sweep.Quiet):
+    """A watcher that takes its time, and knows whether it was told two things at once."""
+
+    def __init__(self) -> None:
+        self.inside, self.most, self.said = 0, 0, 0
+
+    def _told(self) -> None:
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        time.sleep(0.01)
+        self.inside -= 1
+        self.said += 1
+
+    def training(self, points: Any, step: int, losses: Any) -> None:
+        self._told()
+
+    def finished(self, point: int, row: Row) -> None:
+        self._told()
+
+
+def test_side_by_side_the_watcher_is_told_one_thing_at_a_time(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed(monkeypatch, {(1, 1): 0.01, (1, 2): 0.006, (1, 4): 0.01})
+    monkeypatch.setattr(sweep_work, "FETCH_EVERY", 1)
+    crowded = Crowded()
+    sweep.run(points(config_of(text)), tmp_path, watcher=crowded, devices=jax.devices()[:1], evaluated=False)
+    assert crowded.said == 4 * (STEPS + 1)
+    assert crowded.most == 1
+
+
+def test_side_by_side_an_error_is_said_before_a_stop(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed(monkeypatch, {(1, 1): 0.01, (1, 2): 0.006, (1, 4): 0.01})
+    both, order = threading.Barrier(2), iter((sweep.Stopped(), OSError("no space left")))
+
+    def train(self: Any, members: Any) -> Any:
+        both.wait(60)
+        error = next(order)
+        if isinstance(error, OSError):
+            time.sleep(0.2)  # the stop comes first
+        raise error
+
+    monkeypatch.setattr(sweep_work.Work, "train", train)
+    with pytest.raises(OSError, match="no space left"):
+        sweep.run(points(config_of(text)), tmp_path, devices=jax.devices()[:1])
+
+
+def test_a_trial_times_real_steps_and_says_what_went_wrong(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1}, raising=False)
+    notes: list[str] = []
+    chosen, one = points(config_of(text)), jax.devices()[:1]
+    sweep.run(chosen, tmp_path / "a", watcher=Noted(notes), devices=one, evaluated=False)
+    assert re.fullmatch(r"in turn: a step takes \d+ ms one by one, \d+ ms by 2 side by side", notes[-1])
+
+    alone = sweep_pack.alone
+
+    def broken(program: Any) -> Any:
+        made, begun = alone(program), [0]
+
+        def begin(points: Any) -> Any:
+            begun[0] += 1
+            if begun[0] == 3:  # the second of the two side by side
+                raise MemoryError("no room for a second state")
+            return made.begin(points)
+
+        return dataclasses.replace(made, begin=begin)
+
+    monkeypatch.setattr(sweep_pack, "alone", broken)
+    with pytest.raises(MemoryError, match="no room for a second state"):
+        sweep.run(chosen, tmp_path / "b", devices=one, evaluated=False)
+
+
+def test_later_rounds_keep_what_the_trial_found(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed(monkeypatch, {(1, 1): 0.01, (2, 1): 0.002}, cores=1)
+    monkeypatch.setattr(sweep_trial, "PAYS", 0)
+    monkeypatch.setattr(sweep_pack, "fitting", lambda program, count, *rest: min(count, 2))
+    engine = sweep.Sweep(tmp_path, evaluated=False)
+    hows = [[row.how for row in engine.run(points(config_of(text), rates))] for rates in (RATES, (2.0**-6, 2.0**-5))]
+    assert hows == [["together"] * 4] * 2
+    (alone,) = engine.run(points(config_of(text), (2.0**-4,), seeds=1))
+    assert alone.how == "in turn"

@@ -26,6 +26,8 @@ from train.workdir import CHECKPOINTS, SET_ASIDE, WorkdirError
 _SAVING, _DELETING = ".saving", ".deleting"
 _PATIENCE_S = 30.0
 """How long training waits for the save before at the next one. A disk that takes longer must not stop it."""
+_ORBAX = threading.Lock()
+"""Held while orbax saves or loads: it numbers its operations per process, and two at a time wait for each other's signals."""
 
 
 class Checkpoints:
@@ -84,6 +86,7 @@ class Checkpoints:
         self._saved, self._failure = step, None
         arrays, folder = state.arrays(), self.folder / f"{step}{_SAVING}"
         named = digests.named(arrays)
+        _ORBAX.acquire()  # until `_finish` has the result
         try:
             shards = digests.host_shards(named)
             if self._processes.leader:
@@ -92,6 +95,9 @@ class Checkpoints:
                 response = ocp.save_async(str(folder), arrays)
         except (OSError, ValueError, RuntimeError) as error:
             shards, response = [], error  # told to the other processes like one that comes later
+        except BaseException:
+            _ORBAX.release()
+            raise
         self._asked += 1
         work = (step, folder, response, named, shards, facts, f"saved/{self._asked}")
         self._thread = threading.Thread(target=self._finish, args=work, name="checkpoint", daemon=True)
@@ -131,7 +137,8 @@ class Checkpoints:
         raise WorkdirError(self._none_good())
 
     def _load(self, folder: Path, abstract: TrainState) -> tuple[TrainState, list[str]]:
-        state = TrainState(**ocp.load(str(folder), abstract.arrays()))
+        with _ORBAX:
+            state = TrainState(**ocp.load(str(folder), abstract.arrays()))
         wrong = digests.check_loaded(digests.named(state.arrays()), manifest.read(folder).arrays)
         return state, self._agreed([f"the array {name} is not what was saved" for name in wrong])
 
@@ -195,6 +202,8 @@ class Checkpoints:
             part = {"arrays": arrays, "files": files}
         except Exception as error:  # of whatever kind: the run goes on
             part = {"error": f"{type(error).__name__}: {error}"}
+        finally:
+            _ORBAX.release()
         try:
             parts = processes.gathered(key, part)
             if parts is None:

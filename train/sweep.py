@@ -75,7 +75,7 @@ class Sweep:
             WorkdirError: another sweep is at work in the folder.
             Stopped: `stop` said so.
         """
-        watcher = watcher or Quiet()
+        watcher = sweep_beside.OneAtATime(watcher or Quiet())
         self._feeds.note = watcher.note
         with locked(self._folder, Processes()):
             rows = Rows(self._folder)

@@ -15,7 +15,7 @@ import numpy as np
 from train.config import Config
 from train.sweep_groups import Member
 from train.sweep_rows import Row
-from train.sweep_work import Watcher, Work
+from train.sweep_work import Stopped, Watcher, Work
 
 Pack = Sequence[Member]
 
@@ -24,12 +24,13 @@ def trained(work: Work, packs: Sequence[Pack], threads: int) -> Iterator[tuple[P
     """Every pack with its rows, as it is done.
 
     Args:
-        work: what trains a pack.
+        work: what trains a pack; its watcher is told from several threads (`OneAtATime`).
         packs: in the order in which they begin.
         threads: packs at a time, where there are so many.
 
     Raises:
-        Stopped: after every pack in training is saved and the rows of those that were done are given.
+        Stopped: after every pack in training is saved and the rows of those that were done are given; an error of any of
+            them comes before it.
     """
     threads = min(threads, len(packs))
     if threads == 1:
@@ -37,9 +38,7 @@ def trained(work: Work, packs: Sequence[Pack], threads: int) -> Iterator[tuple[P
             yield pack, work.train(pack)
         return
     leave = threading.Event()
-    each = dataclasses.replace(
-        work, watcher=_OneAtATime(work.watcher), stop=lambda: leave.is_set() or work.stop(), beside=threads
-    )
+    each = dataclasses.replace(work, stop=lambda: leave.is_set() or work.stop(), beside=threads)
     error: BaseException | None = None
     with ThreadPoolExecutor(threads, thread_name_prefix="points") as pool:
         running = {pool.submit(each.train, pack): pack for pack in packs}
@@ -49,8 +48,8 @@ def trained(work: Work, packs: Sequence[Pack], threads: int) -> Iterator[tuple[P
                     found = future.result()
                 except CancelledError:
                     continue
-                except BaseException as first:
-                    error = error or first
+                except BaseException as raised:
+                    error = raised if error is None or isinstance(error, Stopped) else error
                     _end(leave, running)
                     continue
                 yield running[future], found
@@ -67,8 +66,8 @@ def _end(leave: threading.Event, running: Iterable[Future]) -> None:
         future.cancel()
 
 
-class _OneAtATime:
-    """A watcher that threads may tell things."""
+class OneAtATime:
+    """A watcher that several threads may tell things."""
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher, self._lock = watcher, threading.Lock()

@@ -43,7 +43,8 @@ class Chooser:
         self._how, self._feeds = how, feeds
         self._made: dict[tuple[object, int], Trainer] = {}
         self._compiling: dict[object, float] = {}
-        self._tried: set[object] = set()
+        self._chosen: dict[object, Trainer] = {}
+        """What a trial found to be faster."""
         self._slower = False
         """Whether a smaller program was seen to be slower together: a larger one is too."""
 
@@ -77,13 +78,12 @@ class Chooser:
             self._made[key, 1] = sweep_pack.alone(program)
             self._compiling[key] = time.monotonic() - began
         one = self._made[key, 1]
-        if key in self._tried:
-            return self._made.get((key, count), one)
+        if key in self._chosen:
+            return self._chosen[key] if self._chosen[key].count <= count else one
         if self._how != "auto" or not on_cpu or count == 1 or count * program.config.steps < FEW:
             return one
-        self._tried.add(key)
         one, each, text = self._side_by_side(one, points)
-        self._made[key, 1] = one
+        self._made[key, 1] = self._chosen[key] = one
         fits = sweep_pack.fitting(program, count, one)
         little = each * program.config.steps * count < PAYS * self._compiling[key]
         if self._slower or little or fits == 1:
@@ -94,8 +94,10 @@ class Chooser:
         self._slower = of_many >= each
         if self._slower:
             del self._made[key, fits]
+        else:
+            self._chosen[key] = many
         note(f"{'in turn' if self._slower else 'together'}: {text}, {of_many * 1000:.0f} ms together")
-        return one if self._slower else many
+        return self._chosen[key]
 
     def _side_by_side(self, one: Trainer, points: Sequence[Program]) -> tuple[Trainer, float, str]:
         """The trainer that knows how many to train at the same time, the seconds of a step and point, and what was found."""
@@ -134,6 +136,8 @@ class Chooser:
                         state, metrics = trainer.step(state, numbers, batch)
                         jax.block_until_ready(metrics)
                         times.append(time.monotonic() - began)
+            except threading.BrokenBarrierError:
+                return 0.0  # another thread says what went wrong
             except BaseException:
                 start.abort()
                 raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -137,10 +138,14 @@ class Work:
 
         def save(step: int) -> None:
             folder.mkdir(parents=True, exist_ok=True)
-            np.save(folder / f"losses-{step}.npy", losses[:step])
+            with (folder / f"losses-{step}.npy").open("wb") as file:
+                np.save(file, losses[:step])
+                file.flush()
+                os.fsync(file.fileno())
             saves.save(step, state, facts, last=True)
+            kept = {f"losses-{k}.npy" for k in (step, *saves.steps)}  # the one before counts until this one is whole
             for old in folder.glob("losses-*.npy"):
-                if old.name != f"losses-{step}.npy":
+                if old.name not in kept:
                     old.unlink()
 
         for step, batch in enumerate(self.feeds.train(self.trainer.program, done, feed), done + 1):
