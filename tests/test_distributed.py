@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import signal
@@ -18,7 +19,8 @@ import pytest
 
 from train import agreement, distributed, workdir
 from train.config import Config, DistributedConfig
-from train.data import DataError
+from train.data import Data, DataError, Reference
+from train.data.interface import ALL_ROWS, Batch
 from train.distributed import DistributedError, place
 from train.processes import Processes
 from train.recipes import lm_tiny
@@ -235,6 +237,23 @@ def test_control_alone_a_process_stops_at_the_next_program() -> None:
     assert stop.exit_code == 143
 
 
+class Table(Data):
+    """A data set whose every batch is the same table."""
+
+    def __init__(self, whole: Batch) -> None:
+        super().__init__(facts={}, train_size=8, eval_size=8, batch_size=8, eval_batch_size=8)
+        self.whole = whole
+
+    def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
+        return {name: x[rows] for name, x in self.whole.items()}
+
+    def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
+        return self.train_batch(j, rows)
+
+    def references(self) -> list[Reference]:
+        return []
+
+
 def test_rows_of_a_process_are_those_that_its_devices_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     from train.config import MeshConfig
     from train.feed import Feed
@@ -257,7 +276,8 @@ def test_rows_of_a_process_are_those_that_its_devices_hold(monkeypatch: pytest.M
     monkeypatch.setattr(
         jax, "make_array_from_callback", lambda shape, sharding, part: got.extend(map(part, mine.values()))
     )
-    feed.put({name: np.concatenate([x[rows] for rows in feed.rows]) for name, x in whole.items() if name == "inputs"})
+    with contextlib.closing(Table(whole).train_batches(0, *feed.rows)) as batches:
+        feed.put({"inputs": next(batches)["inputs"]})
     for index, part in zip(mine.values(), got, strict=True):
         np.testing.assert_array_equal(part, whole["inputs"][index])
         assert part.shape == (2, 3)

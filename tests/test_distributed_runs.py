@@ -25,10 +25,22 @@ TINY = (
 
 # The command line, with two windows: on every batch that goes to the devices, and on the parameters at the end. What they
 # show goes to a file, a line a write: batches are made in threads, whose prints run into the lines of the loop. Where a
-# process is told to, it breaks at its batch 12 of training.
+# process is told to, it breaks at its batch 12 of training. ALTERNATE lays the processes' devices in turn over the mesh,
+# as the torus of a TPU slice may.
 DRIVER = """
 import hashlib, json, os, signal, sys
+import jax
+from jax.experimental import mesh_utils
 from train import feed, finish
+
+if os.environ.get("ALTERNATE"):
+    in_order = mesh_utils.create_device_mesh
+
+    def in_turn(shape, devices, **options):
+        count = jax.local_device_count()
+        return in_order(shape, [device for i in range(count) for device in devices[i::count]], **options)
+
+    mesh_utils.create_device_mesh = in_turn
 
 put, leave, seen = feed.Feed.put, finish.leave, []
 window = os.open(os.environ["WINDOW"], os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_APPEND)
@@ -91,7 +103,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(
-    folder: Path, count: int, words: str, *, devices: int = 1, breaks: dict[int, str] | None = None
+    folder: Path,
+    count: int,
+    words: str,
+    *,
+    devices: int = 1,
+    alternate: bool = False,
+    breaks: dict[int, str] | None = None,
 ) -> list[Done]:
     """Run `count` processes to their end."""
     with socket.socket() as free:
@@ -107,7 +125,7 @@ def start(
             **os.environ, "PYTHONPATH": str(ROOT),
             "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
             "MUPAX_DATA": str(folder / "cache"), "BREAKS": (breaks or {}).get(index, ""),
-            "WINDOW": str(folder / f"window{index}"),
+            "WINDOW": str(folder / f"window{index}"), "ALTERNATE": "yes" if alternate else "",
         }  # fmt: skip
         command = [sys.executable, "-c", DRIVER, *argv]
         files = [(folder / f"{name}{index}").open("w+") for name in ("out", "err", "window")]
@@ -147,8 +165,33 @@ def together(processes: list[Done]) -> list[dict[str, str]]:
     return whole
 
 
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Done:
+    """The run of one process, in the workdir `one`, that the others must equal."""
+    (done,) = start(folder, 1, f"--workdir one --steps {STEPS} --log.eval-every-steps 1 --log.no-samples")
+    assert done.code == 0, done.err
+    return done
+
+
+def training(batches: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Batches of training are made ahead of time, so that how many were made differs; those of evaluation have 64 rows."""
+    return [batch for batch in batches if len(batch) == 16]
+
+
 @pytest.mark.slow
-def test_two_and_four_processes_train_what_one_trains(folder: Path) -> None:
+def test_processes_whose_devices_alternate_train_what_one_trains(folder: Path, alone: Done) -> None:
+    words = f"--workdir alternating --steps {STEPS} --mesh.data 4 --mesh.fsdp 2 --log.eval-every-steps 1"
+    two = start(folder, 2, f"{words} --log.no-samples", devices=4, alternate=True)
+    assert [one.code for one in two] == [0, 0], two[0].err + two[1].err
+    rows = [sorted(map(int, one.batches()[0])) for one in two]
+    assert rows == [[0, 1, 4, 5, 8, 9, 12, 13], [2, 3, 6, 7, 10, 11, 14, 15]]
+    assert training(together(two))[:STEPS] == training(alone.batches())[:STEPS]
+    many, one = losses(folder / "alternating"), losses(folder / "one")
+    assert many == pytest.approx(one, rel=3e-6)
+
+
+@pytest.mark.slow
+def test_two_and_four_processes_train_what_one_trains(folder: Path, alone: Done) -> None:
     # Two processes of four devices train three steps and leave, one of two goes on, then four of one: hosts and mesh may
     # change. Heads are split inside each of the two, positions over two pairs of the four.
     two = start(folder, 2, "--workdir many --steps 3 --mesh.data 2 --mesh.fsdp 2 --mesh.tensor 2", devices=4)
@@ -163,8 +206,6 @@ def test_two_and_four_processes_train_what_one_trains(folder: Path) -> None:
     words = f"--workdir many --steps {STEPS} --resume --mesh.data 2 --mesh.sequence 2"
     four = start(folder, 4, f"{words} --log.no-samples")
     assert [one.code for one in four] == [0] * 4, "".join(one.err for one in four)
-    (alone,) = start(folder, 1, f"--workdir one --steps {STEPS} --log.eval-every-steps 1 --log.no-samples")
-    assert alone.code == 0, alone.err
 
     assert [row["step"] for row in rows_of(folder / "many") if "loss" in row] == list(range(1, STEPS + 1))
     many, one = losses(folder / "many"), losses(folder / "one")
@@ -177,10 +218,6 @@ def test_two_and_four_processes_train_what_one_trains(folder: Path) -> None:
     for processes in (two, four):
         assert len({one.shown("digest")[0] for one in processes}) == 1
     assert alone.shown("digest") != two[0].shown("digest")  # after other steps
-
-    # Batches of training are made ahead of time, so that how many were made differs; those of evaluation have 64 rows.
-    def training(batches: list[dict[str, str]]) -> list[dict[str, str]]:
-        return [batch for batch in batches if len(batch) == 16]
 
     order, *parts = (training(together(processes)) for processes in ([alone], two, [between], four))
     assert order[:STEPS] == [*parts[0][:3], parts[1][0], parts[2][0]]

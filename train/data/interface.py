@@ -122,6 +122,8 @@ class Data(abc.ABC):
 
 def _joined(batch: Callable[[int, slice], Batch], k: int, rows: tuple[slice, ...]) -> Batch:
     """The given parts of batch k as one."""
+    import numpy as np
+
     parts = [batch(k, part) for part in rows or (ALL_ROWS,)]
     return parts[0] if len(parts) == 1 else {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
