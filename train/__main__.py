@@ -85,8 +85,10 @@ def _told(error: Exception) -> bool:
 
 
 def _command(argv: list[str]) -> int:
+    from train.config_devices import check_words
     from train.recipes import RECIPES
 
+    check_words(argv)
     if not argv or argv[0] in ("-h", "--help"):
         print(_overview(), file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2

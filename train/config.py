@@ -15,7 +15,7 @@ from tyro import conf
 import presets
 from presets import constants
 from train import sizes
-from train.config_devices import DistributedConfig, MeshConfig, at_least
+from train.config_devices import DistributedConfig, MeshConfig, at_least, check_local
 from zoo.configs import CONFIGS, ConfigError, ModelConfig
 from zoo.configs import get as get_model
 
@@ -124,6 +124,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         at_least("data.", self, 1, "batch_size", "eval_batch_size", "eval_examples")
         at_least("data.", self, 0, "seed")
+        for name in ("name", "data_dir", "tokenizer"):
+            check_local(f"data.{name}", getattr(self, name))
 
     @property
     def family(self) -> str | None:
@@ -174,6 +176,7 @@ class InitConfig:
         lists = ("init_new", "init_resize", "init_drop", "init_change")
         for name in lists:
             object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON brings a list
+        check_local("--init-from", self.init_from)
         given = [name for name in ("init_optimizer", "init_ema", *lists) if getattr(self, name)]
         if given and self.init_from is None:
             raise ConfigError(
@@ -295,6 +298,7 @@ class Config:
             object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON brings a list
         at_least("", self, 1, "steps", "accumulation_steps")
         at_least("", self, 0, "seed")
+        check_local("workdir", self.workdir)
         batch, parts = self.data.batch_size, self.accumulation_steps
         if batch % parts:
             near = max(n for n in range(1, min(parts, batch) + 1) if batch % n == 0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+from collections.abc import Sequence
 from typing import Annotated
 
 from tyro import conf
@@ -18,6 +20,35 @@ def at_least(owner: str, config: object, smallest: float, *names: str) -> None:
         value = getattr(config, name)
         if value is not None and not smallest <= value < math.inf:
             raise ConfigError(f"{owner}{name} is {value}; write a number of at least {smallest}")
+
+
+_ADDRESS = re.compile(r"(?:\w+:)?([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
+_TEXT_FLAGS = ("--prompt",)
+"""Flags whose value is a person's words, not a path."""
+
+
+def check_local(name: str, path: str | None) -> None:
+    """Raise ConfigError where a path is an address: pathlib would make a folder here of gs://bucket/run, without a word.
+
+    Args:
+        name: of the field, flag or variable, for the message.
+        path: what it says; text:, images: and measured: may stand before it.
+    """
+    if path is not None and (address := _ADDRESS.match(path)):
+        raise ConfigError(
+            f"{name} is {path}, and {address[1]}:// is no folder of this machine, the only place that is read or written; "
+            "mount the bucket (gcsfuse, mount-s3) or copy the files here, and write the path of that folder"
+        )
+
+
+def check_words(argv: Sequence[str]) -> None:
+    """`check_local` for every word of a command line."""
+    before = ""
+    for word in argv:
+        flag, _, value = word.partition("=") if word.startswith("--") else (before, "", word)
+        if flag not in _TEXT_FLAGS:
+            check_local(flag or "the path", value)
+        before = word if word.startswith("--") else ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import presets
 from presets import constants
 from train.config import PresetConfig
+from train.config_devices import check_words
 from zoo.configs import DecoderConfig
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def main(argv: Sequence[str]) -> int:
         args = _parser().parse_args(list(argv))
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 2
+    check_words(argv)
     return {"import": _import, "export": _export}[args.command](args)
 
 

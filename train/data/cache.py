@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from train.config_devices import check_local
 from train.data.interface import DataError
 
 Note = Callable[[str], None]
@@ -23,6 +24,7 @@ Note = Callable[[str], None]
 def root() -> Path:
     """MUPAX_DATA, or the user's cache folder for mupax."""
     if given := os.environ.get("MUPAX_DATA"):
+        check_local("MUPAX_DATA", given)
         return Path(given).expanduser()
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "mupax"
