@@ -328,6 +328,19 @@ def test_another_text_is_not_continued_and_leaves_the_record(whole: Done, folder
 
 
 @pytest.mark.core
+@pytest.mark.parametrize("left", [".writable", ".config.json.partial", ".shared", ".lock"])
+@pytest.mark.parametrize("words", [[], ["--resume"]], ids=["again", "resume"])
+def test_what_a_run_leaves_in_its_first_moments_does_not_keep_it_out(
+    left: str, words: list[str], tmp_path: Path, untrained: list
+) -> None:
+    (tmp_path / left).write_text('{"conf')
+    done = train("--workdir", str(tmp_path), *words)
+    assert done.code == 0, done.err
+    assert untrained == [(0, None)]
+    assert {".writable", ".config.json.partial"}.isdisjoint(path.name for path in tmp_path.iterdir())
+
+
+@pytest.mark.core
 def test_a_used_folder_is_not_trained_into(whole: Done, tmp_path: Path, untrained: list) -> None:
     done = train("--workdir", "whole")
     assert done.code == 2

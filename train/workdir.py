@@ -21,7 +21,9 @@ from train.record import to_json
 from train.xla_flags import VARIABLES
 
 RECORD = "config.json"
-_SHARED, _LOCK = ".shared", ".lock"
+_SHARED, _LOCK, _PROBE, _PARTIAL = ".shared", ".lock", ".writable", f".{RECORD}.partial"
+_FIRST = {_SHARED, _LOCK, _PROBE, _PARTIAL}
+"""What a run writes before its record: a kill leaves some of them in a folder that is still free."""
 CHECKPOINTS, SET_ASIDE = "checkpoints", "set-aside"
 _PACKAGES = ("mupax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -44,7 +46,7 @@ def claim(config: Config) -> tuple[Path, bool]:
     path = path_of(config)
     if path.exists() and not path.is_dir():
         raise WorkdirError(f"{_shown(path)} is a file; write --workdir with the name of a folder")
-    held = path.is_dir() and any(child.name not in (_SHARED, _LOCK) for child in path.iterdir())
+    held = path.is_dir() and any(child.name not in _FIRST for child in path.iterdir())
     if held and not config.resume:
         raise WorkdirError(
             f"the workdir {_shown(path)} is not empty; add --resume to continue the run in it, "
@@ -56,7 +58,7 @@ def claim(config: Config) -> tuple[Path, bool]:
         )
     try:
         path.mkdir(parents=True, exist_ok=True)
-        probe = path / ".writable"
+        probe = path / _PROBE
         probe.touch()
         probe.unlink()
     except OSError as error:
@@ -171,7 +173,7 @@ def record(path: Path, config: Config, data_facts: dict[str, Any], preset: str, 
         "platform": f"{platform.system()} {platform.machine()}",
         "git": _git_commit(),
     }
-    temporary = path / f".{RECORD}.partial"
+    temporary = path / _PARTIAL
     temporary.write_text(json.dumps(value, indent=2) + "\n")
     temporary.replace(path / RECORD)
 
