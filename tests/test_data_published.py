@@ -259,6 +259,12 @@ def test_command_prepares_what_a_run_then_finds(tmp_path: Path, capsys: pytest.C
     assert notes == []
 
 
+def test_a_prepared_data_set_is_suggested_once(tmp_path: Path) -> None:
+    (tmp_path / "python_corpus").mkdir()
+    with pytest.raises(data.DataError, match=r"; did you mean python_corpus\?"):
+        load("python_corpsu", tmp_path, LM)
+
+
 def test_command_on_unknown_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prepare", "cifar100000", "--data-dir", str(tmp_path)]) == 2
     error = capsys.readouterr().err

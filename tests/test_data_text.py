@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import gzip
 import hashlib
 import itertools
+import json
+import os
 import platform
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from train import data
 from train.config import DataConfig
@@ -185,7 +192,8 @@ def test_a_file_without_lines_is_cut_between_characters(tmp_path: Path, monkeypa
     [
         ({}, "has no text in it"),
         ({"empty.txt": ""}, "has no text in it"),
-        ({"a.txt": "word " * 40, "b.bin": "word\0" * 40}, r"b\.bin is not text: it has a NUL byte"),
+        ({"b.bin": "word\0" * 40}, r"/t has no text in it: NUL bytes in b\.bin;"),
+        ({"a.txt": "word " * 2000 + "\0", "b.txt": "word"}, r"a\.txt is not text: it has a NUL byte"),
         ({"a.txt": "short", "b.txt": "too"}, "sequences of 7 need at least 14.*smaller model.seq_len"),
     ],
 )
@@ -193,6 +201,45 @@ def test_wrong_text_is_named(tmp_path: Path, files: dict[str, str], message: str
     (tmp_path / "t").mkdir()
     with pytest.raises(data.DataError, match=message):
         own(write(tmp_path / "t", files))
+
+
+def test_files_that_are_no_text_are_left_out_by_name(tmp_path: Path) -> None:
+    path = write(tmp_path / "t", {**many(), "package.json": '{"name": "secret"}'})
+    facts = own(write(tmp_path / "plain", many())).facts
+    Image.new("RGB", (20, 20)).save(path / "d1" / "logo.png")
+    notes: list[str] = []
+    found = data.load(DataConfig(name=f"text:{path}", batch_size=4), SMALL, seed=0, note=notes.append)
+    assert notes[0] == f"left out of {path}, as not plain text: d1/logo.png, package.json"
+    assert found.facts == {**facts, "name": found.facts["name"]}
+    for i in range(9):
+        (path / f"{i}.csv").write_text("a,b")
+    data.load(DataConfig(name=f"text:{path}", batch_size=4), SMALL, seed=0, note=notes.append)
+    assert any(note.endswith(": 0.csv, 1.csv, 2.csv, 3.csv, 4.csv, 5.csv, 6.csv, 7.csv and 3 more") for note in notes)
+
+
+@pytest.mark.parametrize("name", ["docs.jsonl", "docs.v2.JSONL", "docs.jsonl.gz", "docs.ndjson", "docs.json"])
+def test_json_is_refused_with_a_command_that_writes_its_text(tmp_path: Path, name: str) -> None:
+    records = [{"id": i, "text": content} for i, content in enumerate(many().values())]
+    content = json.dumps(records) if name == "docs.json" else "\n".join(map(json.dumps, records))
+    file = tmp_path / "t" / name
+    write(tmp_path / "t", {"README": "what this is"})
+    file.write_bytes(gzip.compress(content.encode()) if name.endswith("gz") else content.encode())
+    for path in (file, tmp_path / "t"):  # the file, and a folder that has little else
+        with pytest.raises(data.DataError, match=re.escape(f"{file} holds records")) as refused:
+            own(path)
+    _, command = str(refused.value).splitlines()
+    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path, env=environ)
+    (plain,) = tmp_path.glob("*.txt")
+    assert plain.read_text() == "".join(f"{content}\n" for content in many().values())
+    own(plain)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.csv", "a.tsv.zst", "a.arrow"])
+def test_other_records_are_refused(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path, {name: "text,label\n" * 40}) / name
+    with pytest.raises(data.DataError, match=rf"{name} holds records, .*; write the text in them to a \.txt file"):
+        own(path)
 
 
 def test_missing_path_is_named(tmp_path: Path) -> None:

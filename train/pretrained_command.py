@@ -121,7 +121,7 @@ def _tokenizer(source: Source, given: Path | None) -> tuple[str | None, Path | N
     if size is None:
         file = Path(name).expanduser()
     elif data.startswith("text:") and Path(data.removeprefix("text:")).expanduser().exists():
-        files = corpus.text_files(Path(data.removeprefix("text:")).expanduser())
+        files = corpus.text_files(Path(data.removeprefix("text:")).expanduser(), print)
         file = cache.root() / "tokenizers" / f"bpe{size}-text-{corpus.stat_digest(files)}.json"
     else:
         file = cache.root() / "tokenizers" / f"bpe{size}-{data}-{facts.get('text_digest')}.json"

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import itertools
 import os
+import shlex
 import sysconfig
 from pathlib import Path
 from typing import Literal
@@ -22,6 +23,16 @@ EVAL_SHARE = 0.08
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib-dynload", "__pycache__"}
 _MADE_BY_INSTALLATION = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
 _PIECE_BYTES = 1 << 24
+_SNIFF_BYTES = 1 << 13
+_LISTED = 8
+_UNPACK = {".gz": "gzip -dc", ".zst": "zstd -dc", ".bz2": "bzip2 -dc", ".xz": "xz -dc"}
+# Formats of records, a field of which may be text, and how Python reads the records where a line of it does.
+_RECORDS = {
+    ".jsonl": "map(json.loads, sys.stdin)",
+    ".ndjson": "map(json.loads, sys.stdin)",
+    ".json": "json.load(sys.stdin)",
+}
+_RECORDS |= dict.fromkeys((".arrow", ".csv", ".feather", ".parquet", ".tsv"), "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +53,7 @@ class Piece:
         Raises:
             DataError: the file is gone, is shorter than it was, or is no text (it has a NUL byte).
         """
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self.start)
-                data = file.read(self.stop - self.start)
-        except OSError as error:
-            raise DataError(f"cannot read {self.path}: {error.strerror}") from error
+        data = _read(self.path, self.start, self.stop)
         if len(data) != self.stop - self.start:
             raise DataError(f"{self.path} became shorter while it was read; start again when nothing writes to it")
         if b"\0" in data:
@@ -86,11 +92,15 @@ def python_files(library: Path | None = None) -> list[tuple[str, Path]]:
     return sorted(found)
 
 
-def text_files(path: Path) -> list[tuple[str, Path]]:
-    """(relative path, file) of a text file, or of every file in a folder (hidden ones left out), sorted.
+def text_files(path: Path, note: cache.Note) -> list[tuple[str, Path]]:
+    """(relative path, file) of a text file, or of every one in a folder (hidden ones left out), sorted.
+
+    Args:
+        path: of the file or folder.
+        note: told which files are left out, for they hold records or NUL bytes.
 
     Raises:
-        DataError: there is no such path, or no text in it.
+        DataError: there is no such path, no text in it, or more in records than in plain text.
     """
     if path.is_file():
         found = [(path.name, path)]
@@ -99,9 +109,56 @@ def text_files(path: Path) -> list[tuple[str, Path]]:
         found = sorted((r.as_posix(), file) for r, file in files if not any(p.startswith(".") for p in r.parts))
     else:
         raise DataError(f"no file or folder {path}; write data.name as text:PATH, with the path of your text")
-    if not any(file.stat().st_size for _, file in found):
-        raise DataError(f"{path} has no text in it; text:PATH takes a text file or a folder of text files")
-    return found
+    # The README of a folder of records is not what is to be learned, a package.json among sources need not stop a run.
+    text, records, binary = [], [], []
+    for name, file in found:
+        if _format(file) in _RECORDS:
+            records.append((name, file))
+        else:
+            (binary if b"\0" in _read(file, 0, _SNIFF_BYTES) else text).append((name, file))
+    if records and _size(records) >= _size(text):
+        raise DataError(_plain_text_of(max((file for _, file in records), key=lambda file: file.stat().st_size)))
+    if not _size(text):
+        why = f": NUL bytes in {_listed(binary)}" if binary else ""
+        raise DataError(f"{path} has no text in it{why}; text:PATH takes a UTF-8 text file or a folder of text files")
+    if records or binary:
+        note(f"left out of {path}, as not plain text: {_listed(sorted(records + binary))}")
+    return text
+
+
+def _format(path: Path) -> str:
+    """The suffix that tells the format, without that of a compression."""
+    return Path(path.stem if path.suffix.lower() in _UNPACK else path.name).suffix.lower()
+
+
+def _size(files: list[tuple[str, Path]]) -> int:
+    return sum(file.stat().st_size for _, file in files)
+
+
+def _listed(files: list[tuple[str, Path]]) -> str:
+    names = ", ".join(name for name, _ in files[:_LISTED])
+    return names if len(files) <= _LISTED else f"{names} and {len(files) - _LISTED} more"
+
+
+def _plain_text_of(path: Path) -> str:
+    """What to say of a file of records: how to write their text to a file of its own."""
+    advice = f"{path} holds records, and text:PATH takes plain text; write the text in them to a .txt file"
+    if not (rows := _RECORDS[_format(path)]):
+        return advice
+    unpack = _UNPACK.get(path.suffix.lower(), "cat")
+    program = f"import json, sys; [print(row['text']) for row in {rows}]"
+    return (
+        f'{advice}, by\n{unpack} {shlex.quote(str(path))} | python -c "{program}" > {path.name.partition(".")[0]}.txt'
+    )
+
+
+def _read(path: Path, start: int, stop: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            return file.read(stop - start)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
 def text_pieces(files: list[tuple[str, Path]]) -> dict[str, list[Piece]]:
@@ -136,9 +193,7 @@ def _pieces(path: Path, start: int, stop: int) -> list[Piece]:
 
 def _after_line(path: Path, near: int, stop: int) -> int:
     """The first line start after `near`; the next character where no line ends in the next piece."""
-    with path.open("rb") as file:
-        file.seek(near)
-        after = file.read(min(_PIECE_BYTES, stop - near))
+    after = _read(path, near, min(near + _PIECE_BYTES, stop))
     line = after.find(b"\n") + 1
     if line and near + line < stop:
         return near + line

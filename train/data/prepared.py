@@ -185,7 +185,7 @@ def _missing(name: str, dataset: str, base: Path, given: str | None) -> str:
 def unknown(name: str, base: Path) -> str:
     """What to say of a name that is no data set's."""
     names: Sequence[str] = [*OWN_NAMES, *known(), *(sub.name for sub in base.glob("*") if sub.is_dir())]
-    near = difflib.get_close_matches(name, names, n=3)
+    near = difflib.get_close_matches(name, list(dict.fromkeys(names)), n=3)  # a prepared one is there twice
     hint = f"did you mean {', '.join(near)}?" if near else f"write one of {', '.join(OWN_NAMES)} or a TFDS name"
     return f"no data is named {name!r}; {hint}"
 

@@ -72,7 +72,7 @@ def own_text(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note
         DataError: no text there, a cache that cannot be written, or a model that does not fit.
     """
     language_model(config.name, model)
-    files = corpus.text_files(Path(config.name.removeprefix("text:")).expanduser())
+    files = corpus.text_files(Path(config.name.removeprefix("text:")).expanduser(), note)
     content = corpus.stat_digest(files)
     return open_text(
         config, model, seed, note, f"text-{content}", lambda: corpus.text_pieces(files), {"files": len(files)}
