@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import presets
-from presets import Preset, constants, table, verdicts
+from presets import Preset, constants, table, terminal, verdicts
 from presets.rule import FAMILIES
 
 CONSTANTS = ("alpha_a", "alpha_l", "gamma0", "beta0")
 
 
+@terminal.quiet_in_pipes
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code (0 done, 2 bad input with one message on stderr)."""
     try:
@@ -98,9 +99,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _list(args: argparse.Namespace) -> int:
     del args
-    width = max(map(len, presets.PRESETS))
-    for name, make in presets.PRESETS.items():
-        print(f"{name:<{width}}  {(inspect.getdoc(make) or '').splitlines()[0]}")
+    print(
+        terminal.table([[name, (inspect.getdoc(make) or "").splitlines()[0]] for name, make in presets.PRESETS.items()])
+    )
     return 0
 
 
@@ -122,13 +123,13 @@ def _table(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(found, indent=2))
         return 0
-    print(f"{args.model} under {preset.describe()}, {args.optimizer}, {args.decay} decay")
+    print(terminal.wrapped(f"{args.model} under {preset.describe()}, {args.optimizer}, {args.decay} decay"))
     print()
     print(table.text(found))
     print()
-    print(table.forward_text(preset, definition.sizes))
+    print(terminal.wrapped(table.forward_text(preset, definition.sizes)))
     for caution in preset.cautions(definition.sizes, args.optimizer):
-        print(f"caution: {caution}")
+        print(terminal.wrapped(f"caution: {caution}"))
     return 0
 
 
@@ -146,11 +147,10 @@ def _limits(args: argparse.Namespace) -> int:
             )
         )
         return 0
-    print(
-        f"{preset.describe()}, {args.optimizer}: size^exponent of each observable as one size grows, the ratios of widths fixed"
-    )
+    what = "size^exponent of each observable as one size grows, the ratios of widths fixed"
+    print(terminal.wrapped(f"{preset.describe()}, {args.optimizer}: {what}"))
     print()
-    print(verdicts.text(verdicts.limits_rows(preset, args.optimizer)))
+    print(terminal.table(verdicts.limits_rows(preset, args.optimizer)))
     return 0
 
 
@@ -161,7 +161,7 @@ def _compare(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([dict(zip(rows[0], row, strict=True)) for row in rows[1:]], indent=2))
         return 0
-    print(verdicts.markdown(rows) if args.markdown else verdicts.text(rows))
+    print(verdicts.markdown(rows) if args.markdown else terminal.table(rows, keys=1 if args.summary else 2))
     return 0
 
 
@@ -179,9 +179,7 @@ def _tuned(args: argparse.Namespace) -> int:
     elif args.name:
         print(tuned.described(found[0]))
     elif found:
-        width = max(len(each.use) for each in found)
-        for each in found:
-            print(f"{each.use:<{width}}  {tuned.summary(each)}")
+        print(terminal.table([[each.use, tuned.summary(each)] for each in found]))
     else:
         print("no preset is tuned yet; `python -m train transfer ... --save-tuned NAME` makes one")
     return 0

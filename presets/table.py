@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from presets import terminal
 from presets.preset import Preset
 from presets.roles import ParamSpec
 from presets.rule import Decay
@@ -105,18 +106,11 @@ def golden(preset: Preset, specs: Mapping[str, ParamSpec], sizes: Iterable[Mappi
 
 
 def text(table: list[dict[str, Any]]) -> str:
-    """Rows as aligned columns; numbers to four digits."""
+    """Rows as columns for the terminal or pipe, numbers to four digits."""
     if not table:
         return ""
-    cells = [list(table[0])] + [[_cell(value) for value in row.values()] for row in table]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    left = {i for i, name in enumerate(table[0]) if name in ("name", "role", "shape", "group", "fan_in")}
-    return "\n".join(
-        "  ".join(
-            c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in cells
-    )
+    cells = [list(table[0]), *([_cell(value) for value in row.values()] for row in table)]
+    return terminal.table(cells, left=("name", "role", "shape", "group", "fan_in"))
 
 
 def _cell(value: Any) -> str:

@@ -142,12 +142,6 @@ def _cell(entry: Entry, limit: str) -> str:
     return f"{entry.verdict} {SYMBOLS[limit]}^{entry.exponent:g}"
 
 
-def text(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
-
-
 def markdown(rows: Sequence[Sequence[str]]) -> str:
     """Rows as a Markdown table."""
     lines = ["| " + " | ".join(row) + " |" for row in rows]

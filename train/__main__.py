@@ -12,12 +12,13 @@ import difflib
 import importlib
 import inspect
 import json
-import os
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
+
+from presets import terminal
 
 MESSAGE_LINES = 10
 """Longest message for bad input."""
@@ -43,6 +44,7 @@ class _Stopped(BaseException):
     """SIGTERM arrived. Not an Exception, so that nothing below takes it for a failure of its own."""
 
 
+@terminal.quiet_in_pipes
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code.
 
@@ -59,9 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
     except _Stopped:
         return 128 + signal.SIGTERM
-    except BrokenPipeError:  # `| head` has read enough; the flush at exit would complain again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+    except BrokenPipeError:  # no failure of the run
+        raise
     except Exception as error:
         if _bad_input(error):
             lines = f"error: {error}".splitlines()
@@ -90,8 +91,8 @@ def _command(argv: list[str]) -> int:
 
     check_words(argv)
     if not argv or argv[0] in ("-h", "--help"):
-        print(_overview(), file=sys.stdout if argv else sys.stderr)
-        return 0 if argv else 2
+        print(_overview())
+        return 0
     name = argv[0]
     if name in COMMANDS:
         return importlib.import_module(f"train.{name}_command").main(argv[1:])
@@ -133,13 +134,14 @@ def _command(argv: list[str]) -> int:
 def _overview() -> str:
     from train.recipes import RECIPES
 
-    width = max(map(len, RECIPES))
-    lines = ["usage: python -m train RECIPE [--FLAG VALUE ...]", "", "recipes:"]
-    for name, recipe in RECIPES.items():
-        lines.append(f"  {name:<{width}}  {(inspect.getdoc(recipe) or '').splitlines()[0]}")
-    lines += ["", "commands:", *(f"  {name:<{width}}  {line}" for name, line in COMMANDS.items())]
-    lines += ["", "`python -m train RECIPE --help` lists the flags of one, `--dry-run` shows what it would do."]
-    return "\n".join(lines)
+    recipes = [[name, (inspect.getdoc(recipe) or "").splitlines()[0]] for name, recipe in RECIPES.items()]
+    parts = [
+        "usage: python -m train RECIPE [--FLAG VALUE ...]",
+        f"recipes:\n{terminal.table(recipes, indent=2)}",
+        f"commands:\n{terminal.table([*COMMANDS.items()], indent=2)}",
+        terminal.wrapped("`python -m train RECIPE --help` lists the flags of one, `--dry-run` shows what it would do."),
+    ]
+    return "\n\n".join(parts)
 
 
 @contextlib.contextmanager

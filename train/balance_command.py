@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from presets import terminal
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -49,7 +51,6 @@ def main(argv: Sequence[str]) -> int:
         return stop.code if isinstance(stop.code, int) else 2
     config = configured(args, rest)
     import jax
-    from rich.console import Console
 
     import presets
     from presets import measured
@@ -57,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     from train.config import preset_of
     from zoo.build import definition
 
-    console, model = Console(), definition(config.model)
+    console, model = terminal.console(), definition(config.model)
     reference, batch = preset_of(config), batch_of(config, args.name, console)
     given: Any = {"seed": config.seed, "centered": config.model.centered}
     found = probes.balance(model, batch, config.optimizer, reference=reference, **given)

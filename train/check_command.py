@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 import time
 from collections.abc import Sequence
+
+from presets import terminal
 
 AXES = ("head_dim", "heads", "depth", "width", "mlp", "kv_heads")
 RATES = {"adam": 2e-3, "adamw": 2e-3, "sgd": 0.2, "momentum": 0.05, "muon": 2e-3, "lion": 1e-3}
@@ -81,8 +82,6 @@ def main(argv: Sequence[str]) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, judge, print, write."""
-    from rich.console import Console
-
     import presets
     from presets import constants
     from presets.verdicts import refuse_uneven
@@ -115,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.monotonic() - started
 
     title = f"{args.model} under {preset.name}, {args.optimizer}, growing {args.grow} {args.sizes - 1} times twofold ({seconds:.0f} s)"
-    check_report.show(Console(width=None if sys.stdout.isatty() else 120), findings, title)
+    check_report.show(terminal.console(), findings, title)
     about = {
         "model": args.model,
         "preset": preset.name,

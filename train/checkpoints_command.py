@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from presets import terminal
+
 
 def parser() -> argparse.ArgumentParser:
     """The command's flags."""
@@ -38,7 +40,6 @@ def main(argv: Sequence[str]) -> int:
         args = parser().parse_args(list(argv))
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 2
-    from rich.console import Console
 
     from train.workdir import RECORD, WorkdirError
 
@@ -49,9 +50,9 @@ def main(argv: Sequence[str]) -> int:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(rows, indent=2) + "\n")
     if rows:
-        Console().print(_table(rows))
+        terminal.console().print(_table(rows))
     else:
-        Console().print(f"{args.workdir} has no checkpoint yet")
+        terminal.console().print(f"{args.workdir} has no checkpoint yet")
     return int(any(row["damaged"] for row in rows if not row["set_aside"]))
 
 

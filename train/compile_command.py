@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from presets import terminal
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -64,12 +66,10 @@ def _config(args: argparse.Namespace, rest: Sequence[str]) -> Config:
 
 def run(args: argparse.Namespace, config: Config) -> int:
     """Compile one configuration, or search for a better one; print and write."""
-    from rich.console import Console
-
     from train import topology
 
     topology.ready()
-    console = Console()
+    console = terminal.console()
     where = f"{args.topology}" + (f" x {args.slices} slices" if args.slices > 1 else "")
     if args.search:
         from train import compile_search

@@ -7,9 +7,8 @@ import math
 
 import jax
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
+from presets import terminal
 from train.config import Config
 from train.program import Program, assemble
 from zoo import flops
@@ -23,22 +22,19 @@ def run(config: Config) -> int:
         ConfigError, PresetError, MeshError: what does not fit, as the run itself would say.
     """
     program = assemble(config)
-    console = Console()
     if config.recipe:
-        console.print(f"[bold]{config.recipe}[/bold]: {program.preset.describe()}", highlight=False)
-    console.print(_parameters(program))
+        print(terminal.wrapped(f"{config.recipe}: {program.preset.describe()}"))
+    print(_parameters(program))
     for caution in program.preset.cautions(program.definition.sizes, program.config.optimizer.name):
-        console.print(f"caution: {caution}", style="yellow")
-    console.print(_costs(program))
+        print(terminal.wrapped(f"caution: {caution}"))
+    print(_costs(program))
     return 0
 
 
-def _parameters(program: Program) -> Table:
-    # Short heads and no column for the sharding: 80 columns must show whole names.
+def _parameters(program: Program) -> str:
+    # Short heads and no column for the sharding: 80 columns hold most models' rows.
     title = "parameters" + (" (a/b in a shape: split b ways)" if program.mesh.size > 1 else "")
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for column in ("name", "shape", "mult.", "std", "lr", "eps", "decay"):
-        table.add_column(column, justify="left" if column in ("name", "shape") else "right", no_wrap=True)
+    rows = [["name", "shape", "mult.", "std", "lr", "eps", "decay"]]
     optimizer, factors = program.config.optimizer, program.run.factors
     decay = program.run.hyper.weight_decay
     for name, leaf in program.abstract.params.items():
@@ -51,13 +47,9 @@ def _parameters(program: Program) -> Table:
             ]
         axes = itertools.zip_longest(leaf.shape, leaf.sharding.spec)
         shape = "x".join(f"{size}/{program.mesh.shape[axis]}" if axis else str(size) for size, axis in axes)
-        table.add_row(
-            name,
-            shape,
-            *map(_number, numbers),
-            *([] if name in program.trained else ["frozen"]),
-        )
-    return table
+        cells = [*map(_number, numbers), *([] if name in program.trained else ["frozen", "", ""])]
+        rows.append([name, shape, *cells])
+    return f"{title}\n{terminal.table(rows, left=('name', 'shape'))}\n"
 
 
 def _number(number: np.ndarray) -> str:
@@ -66,13 +58,12 @@ def _number(number: np.ndarray) -> str:
     return f"{first:.3g}" if first == last else f"{first:.2g}..{last:.2g}"
 
 
-def _costs(program: Program) -> Table:
+def _costs(program: Program) -> str:
     config, model = program.config, program.config.model
     unit, per_step = ("token", config.data.batch_size * model.seq_len) if isinstance(model, DecoderConfig) else (
         "image", config.data.batch_size)  # fmt: skip
     train_flops = flops.train_flops(model)
     mesh = " x ".join(f"{axis} {size}" for axis, size in program.mesh.shape.items() if size > 1) or "one device"
-    table = Table(show_header=False, box=None, padding=(0, 1), title="cost", title_justify="left")
     rows = {
         "parameters": f"{program.definition.count():,}"
         + (f", {program.frozen:,} of them frozen" if program.frozen else ""),
@@ -84,16 +75,12 @@ def _costs(program: Program) -> Table:
         "mesh": f"{mesh} ({program.mesh.devices.flat[0].device_kind})",
         "state per device": _bytes(_per_device(program.abstract)),
     }
-    for name, value in rows.items():
-        table.add_row(name, value)
     memory = program.compile_train().memory_analysis()
     if memory is not None:
-        table.add_row(
-            "step needs", f"{_bytes(memory.temp_size_in_bytes)} for activations and gradients, compiled for this mesh"
-        )
-        total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-        table.add_row("peak per device", f"about {_bytes(total)}")
-    return table
+        temporary = memory.temp_size_in_bytes
+        rows["step needs"] = f"{_bytes(temporary)} for activations and gradients, compiled for this mesh"
+        rows["peak per device"] = f"about {_bytes(memory.argument_size_in_bytes + temporary)}"
+    return f"cost\n{terminal.table([*rows.items()], indent=1)}"
 
 
 def _per_device(abstract: object) -> int:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from presets import terminal
+
 READ = ("--data.", "--mesh.", "--model.compute.")
 """Flags of a run that an evaluation reads."""
 
@@ -56,9 +58,8 @@ def main(argv: Sequence[str]) -> int:
             )
     found = trained.find(args.workdir, args.step, args.ema)
     found = found._replace(config=cli.parse("eval", lambda: found.config, rest).config)
-    from rich.console import Console
 
-    console = Console()
+    console = terminal.console()
     numbers = measured(found, console)
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)

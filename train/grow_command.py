@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from presets import terminal
 from train.record import model_from_json, model_to_json
 from zoo import configs
 from zoo.configs import ModelConfig
@@ -66,7 +67,6 @@ def main(argv: Sequence[str]) -> int:
 
     if args.to is None and not args.set:
         raise GrowError("say what to grow: --to MODEL, --set depth=8, or both")
-    from rich.console import Console
 
     from train import carry, init_from, pretrained, workdir
     from train import data as data_sources
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
         )
     before, facts = source.run
     after = larger(before, args.to, args.set, args.out, args.steps)
-    console = Console()
+    console = terminal.console()
     program, state, grown, change = grow(
         path,
         before,

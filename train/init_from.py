@@ -12,6 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from presets import terminal
 from train import carry, fold, pretrained, state
 from train.config import Config, InitConfig
 from train.init_plan import InitError, Row, Side, plan
@@ -111,7 +112,7 @@ def show(console: Console, title: str, rows: list[Row], notes: list[str]) -> Non
     for row in rows:
         there, here = ("x".join(map(str, shape)) if shape is not None else "" for shape in (row.there, row.here))
         table.add_row(row.name, row.role, there, here, row.action, row.reason)
-    wide = console if console.is_terminal else Console(file=console.file, width=132, quiet=console.quiet)
+    wide = console if console.is_terminal else Console(file=console.file, width=terminal.UNBOUNDED, quiet=console.quiet)
     wide.print(title, highlight=False)
     wide.print(table, highlight=False)
     counts = {action: sum(row.action == action for row in rows) for action in dict.fromkeys(row.action for row in rows)}

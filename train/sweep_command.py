@@ -12,10 +12,11 @@ import dataclasses
 import itertools
 import json
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from presets import terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -164,13 +165,12 @@ def _dry_run(found: Sequence[Planned]) -> int:
 
 
 def _run(args: argparse.Namespace, found: Sequence[Planned], command: Sequence[str]) -> int:
-    from rich.console import Console
 
     from train import sweep
     from train.signals import StopRequest
     from train.sweep_table import Table
 
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = terminal.console()
     folder = Path(args.out or f"runs/sweep-{args.recipe}")
     configs = [point.config for point in found]
     evaluated = not args.no_eval

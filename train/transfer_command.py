@@ -15,10 +15,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from presets import terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -99,12 +100,11 @@ def execute(args: argparse.Namespace, rest: Sequence[str], command: str, run: Ru
     if dry:
         _dry_run(studies, limits)
         return 0
-    from rich.console import Console
 
     from train import sweep_work, transfer_shared
     from train.signals import StopRequest
 
-    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    console = terminal.console()
     folder = args.out or Path("runs") / f"transfer-{args.recipe}"
     folder.mkdir(parents=True, exist_ok=True)
     studies = transfer_shared.shared(studies)

@@ -10,7 +10,8 @@ import difflib
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
+
+from presets import terminal
 
 USAGE = """usage: python -m zoo [list] [--json]             names, sizes, parameters, FLOPs of one forward pass
        python -m zoo describe NAME [--json]     every parameter: path, role, shape, axes, count
@@ -22,10 +23,8 @@ COLUMNS = ("model", "family", "width", "depth", "heads", "head_dim", "mlp", "inp
 LEFT = ("model", "family", "input", "path", "role", "shape", "axes")
 """Columns of words; the others hold numbers and align right."""
 
-WIDTH = 132
-"""Columns of a table that goes to a file or a pipe, so that no cell is cut there."""
 
-
+@terminal.quiet_in_pipes
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code.
 
@@ -85,13 +84,13 @@ def _list(as_json: bool) -> int:
     if as_json:
         print(json.dumps(summaries(), indent=2))
         return 0
-    table = _table(*COLUMNS)
+    rows: list[Sequence[str]] = [COLUMNS]
     for name, row in zip(CONFIGS, summaries(), strict=True):
         model = CONFIGS[name]
         sizes = [str(n) for n in (model.width, model.depth, model.num_heads, model.heads_dim, model.mlp_dim)]
         counted = [si(row["parameters"]), f"{si(row['forward_flops'])} / {model.unit}"]
-        table.add_row(name, model.family, *sizes, input_of(model), *counted)
-    _print(table)
+        rows.append([name, model.family, *sizes, input_of(model), *counted])
+    print(terminal.table(rows, left=LEFT))
     return 0
 
 
@@ -107,37 +106,20 @@ def _describe(name: str, as_json: bool) -> int:
     if as_json:
         print(json.dumps({**row, "tree": rows}, indent=2))
         return 0
-    table = _table("path", "role", "shape", "axes", "parameters")
+    print(
+        terminal.wrapped(
+            f"{name}: {model.family}, " + ", ".join(f"{axis} {size}" for axis, size in row["sizes"].items())
+        )
+    )
+    table = [["path", "role", "shape", "axes", "parameters"]]
     for leaf in rows:
         fan_in = set(leaf["fan_in"])
         axes = " ".join(f"{axis}*" if axis in fan_in else axis for axis in leaf["axes"])
-        table.add_row(leaf["path"], leaf["role"], " ".join(map(str, leaf["shape"])), axes, f"{leaf['count']:,}")
-    table.add_section()
-    table.add_row("total", "", "", "* fan-in", f"{sum(leaf['count'] for leaf in rows):,}")
-    _print(f"{name}: {model.family}, " + ", ".join(f"{axis} {size}" for axis, size in row["sizes"].items()), table)
-    _print(f"{si(row['forward_flops'])}FLOPs per {model.unit}, one forward pass")
+        table.append([leaf["path"], leaf["role"], " ".join(map(str, leaf["shape"])), axes, f"{leaf['count']:,}"])
+    table.append(["total", "", "", "* fan-in", f"{sum(leaf['count'] for leaf in rows):,}"])
+    print(f"\n{terminal.table(table, left=LEFT)}\n")
+    print(f"{si(row['forward_flops'])}FLOPs per {model.unit}, one forward pass")
     return 0
-
-
-def _table(*columns: str) -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        justify = "left" if column in LEFT else "right"
-        table.add_column(column, justify=justify, overflow="fold", no_wrap=column == "input")
-    return table
-
-
-def _print(*things: Any) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=WIDTH)
-    for thing in things:
-        console.print(thing)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,99 @@
+"""Output for a terminal or a pipe: tables that break no word, and a silent end where the reader of a pipe leaves."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import signal
+import sys
+import textwrap
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, ParamSpec
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Arguments = ParamSpec("Arguments")
+GAP = 2
+"""Spaces between columns."""
+UNBOUNDED = 1_000_000
+"""Width of a pipe or file: nothing there is wrapped or cut."""
+
+
+def columns() -> int:
+    """Width of the terminal that standard output is, or `UNBOUNDED` where it is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else UNBOUNDED
+
+
+def wrapped(line: str) -> str:
+    """A line of prose, wrapped between words to `columns()`."""
+    return "\n".join(_wrapped(line, columns()))
+
+
+def console() -> Console:
+    """Rich's console for standard output, `UNBOUNDED` in a pipe; it leaves a broken one to `quiet_in_pipes`."""
+    from rich.console import Console
+
+    class Piped(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return Piped(width=None if sys.stdout.isatty() else UNBOUNDED, highlight=False)
+
+
+def quiet_in_pipes(main: Callable[Arguments, int]) -> Callable[Arguments, int]:
+    """An entry point that ends silently with 141, as the shell has it, where its reader (`| head`) has read enough."""
+
+    @functools.wraps(main)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
+        try:
+            code = main(*args, **kwargs)
+            sys.stdout.flush()  # the interpreter's own flush at exit could only complain
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 128 + signal.SIGPIPE
+        return code
+
+    return run
+
+
+def table(rows: Sequence[Sequence[str]], left: Collection[str] | None = None, keys: int = 1, indent: int = 0) -> str:
+    """Rows as aligned columns no wider than `columns()`.
+
+    Columns that do not fit follow below, beside the key columns again; a cell too wide for a line of its own wraps at words.
+
+    Args:
+        rows: cells, the head first.
+        left: heads of the columns that align left, the others align right; all unless given.
+        keys: leading columns that say what a row is.
+        indent: spaces before each line.
+    """
+    left, room = rows[0] if left is None else left, columns() - indent
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    blocks: list[list[int]] = []
+    for i in range(keys, len(widths)):
+        if not blocks or sum(widths[j] + GAP for j in blocks[-1]) + widths[i] > room:
+            blocks.append([*range(keys)])
+        blocks[-1].append(i)
+    lines = [line for block in blocks for line in ["", *_block(rows, block, widths, left, room)]][1:]
+    return textwrap.indent("\n".join(lines), " " * indent)
+
+
+def _block(
+    rows: Sequence[Sequence[str]], block: Sequence[int], widths: Sequence[int], left: Collection[str], room: int
+) -> list[str]:
+    lines = []
+    *_, last = block
+    start = sum(widths[i] + GAP for i in block[:-1])
+    for row in rows:
+        cells = [row[i].ljust(widths[i]) if rows[0][i] in left else row[i].rjust(widths[i]) for i in block]
+        more: list[str] = []
+        if start + widths[last] > room:
+            cells[-1], *more = _wrapped(row[last], room - start)
+        lines += [(" " * GAP).join(cells).rstrip(), *(" " * start + line for line in more)]
+    return lines
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    return textwrap.wrap(line, max(width, 1), break_long_words=False, break_on_hyphens=False) or [""]

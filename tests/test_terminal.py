@@ -1,0 +1,65 @@
+"""What commands print at 80 columns, in a pipe, and into a pipe that nobody reads."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.core
+
+LISTS = [
+    "presets",
+    "presets tuned",
+    "presets table mup --model gpt2 --base lm-proxy",
+    "presets table completep --model gpt2 --rules",
+    "presets limits mup",
+    "presets compare sp mup mup-half depth-mup completep ntk",
+    "presets compare sp mup completep --summary",
+    "zoo",
+    "zoo describe gpt2",
+    "train --help",
+    "train lm-tiny --dry-run --preset depth-mup --mesh.fsdp 2 --mesh.sequence 2",
+]
+
+
+def printed(words: str, capsys: pytest.CaptureFixture[str]) -> str:
+    module, *argv = words.split()
+    assert importlib.import_module(f"{module}.__main__").main(argv) == 0
+    return re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("words", LISTS)
+def test_no_word_breaks_at_80_columns_and_no_line_in_a_pipe(
+    words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    piped = printed(words, capsys)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    narrow = printed(words, capsys)
+    assert [line for line in narrow.splitlines() if len(line) > 80] == []
+    assert set(piped.split()) == set(narrow.split())
+    assert "…" not in piped
+    monkeypatch.setenv("COLUMNS", "400")
+    assert [line.rstrip() for line in printed(words, capsys).splitlines()] == [
+        line.rstrip() for line in piped.splitlines()
+    ]
+
+
+@pytest.mark.parametrize("words", ["presets", "presets --help", "zoo", "train", "train --help"])
+def test_a_pipe_that_nobody_reads_is_no_error(words: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", *words.split()], stdout=write, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    finally:
+        os.close(write)
+    # argparse swallows the error of its own --help.
+    assert (done.returncode, done.stderr) == (0 if words == "presets --help" else 141, "")
