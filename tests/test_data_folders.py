@@ -8,17 +8,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 
 from train import data
 from train.config import DataConfig
-from train.data import augment, corpus, folders, images
+from train.data import augment, cache, corpus, folders, images
 from zoo.configs import ViTConfig
 
 pytestmark = pytest.mark.core
 
 MODEL = ViTConfig(width=6, depth=1, num_heads=1, image_size=12, patch_size=4, channels=3, num_classes=3)
 COLOURS = {"blue": (10, 20, 250), "green": (20, 240, 30), "red": (230, 10, 20)}
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MUPAX_DATA", str(tmp_path.with_name(f"{tmp_path.name}-cache")))
 
 
 def pictures(folder: Path, count: int = 17) -> Path:
@@ -32,9 +37,11 @@ def pictures(folder: Path, count: int = 17) -> Path:
     return folder
 
 
-def load(path: Path, model: ViTConfig = MODEL, seed: int = 0, **fields) -> images.ImageData:
+def load(
+    path: Path, model: ViTConfig = MODEL, seed: int = 0, note: cache.Note = lambda line: None, **fields
+) -> images.ImageData:
     config = DataConfig(name=f"images:{path}", batch_size=fields.pop("batch_size", 8), **fields)
-    found = data.load(config, model, seed=seed, note=lambda line: None)
+    found = data.load(config, model, seed=seed, note=note)
     assert isinstance(found, images.ImageData)
     return found
 
@@ -123,12 +130,63 @@ def test_missing_and_wrong_folders_are_named(tmp_path: Path) -> None:
         load(tmp_path / "q")
 
 
-def test_broken_image_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("length", [60, -20])
+def test_broken_image_is_named(tmp_path: Path, length: int) -> None:
     path = pictures(tmp_path / "p")
     for file in (path / "red").iterdir():
-        file.write_bytes(file.read_bytes()[:60])
-    with pytest.raises(data.DataError, match=r"cannot read the image .*red/.*Take it out of the folder"):
+        file.write_bytes(file.read_bytes()[:length])
+    with pytest.raises(data.DataError, match=r"cannot read the image .*red/.*Remove or repair it"):
         list(itertools.islice(load(path, batch_size=32).train_batches(0), 4))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("suffix", ["png", "tiff"])
+def test_16_bits_are_scaled_to_the_model_s_range(tmp_path: Path, suffix: str, channels: int) -> None:
+    greys = {"bright": 50000, "dark": 9000, "white": 65535}
+    for name, grey in greys.items():
+        (tmp_path / name).mkdir()
+        for i in range(9):
+            Image.fromarray(np.full((14 + i, 15), grey, np.uint16)).save(tmp_path / name / f"{i}.{suffix}")
+    batch = load(tmp_path, dataclasses.replace(MODEL, channels=channels)).train_batch(0)
+    expected = np.array(list(greys.values()))[batch["targets"]] / 65535 * 2 - 1
+    assert np.abs(batch["inputs"] - expected[:, None, None, None]).max() < 1 / 100
+
+
+@pytest.mark.parametrize(("dtype", "mode"), [(np.float32, "F"), (np.int32, "I")])
+def test_values_without_a_range_are_refused_before_training(tmp_path: Path, dtype: type, mode: str) -> None:
+    path = pictures(tmp_path / "p")
+    Image.fromarray(np.ones((14, 15), dtype)).save(path / "red" / "depth.tiff")
+    with pytest.raises(data.DataError, match=rf"red/depth\.tiff: .*mode {mode}.*save it with 8 or 16"):
+        load(path)
+
+
+def test_a_decompression_bomb_is_named_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = pictures(tmp_path / "p")
+    notes: list[str] = []
+    load(path, note=notes.append)
+    assert notes == ["reading the headers of 51 images"]
+    load(path, note=notes.append)
+    assert len(notes) == 1  # once for a folder
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 3000)
+    Image.new("RGB", (90, 90)).save(path / "red" / "bomb.png")
+    with pytest.raises(data.DataError, match=r"red/bomb\.png: Image size \(8100 pixels\) exceeds limit"):
+        load(path)
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png"])
+def test_pictures_are_turned_as_their_camera_was(tmp_path: Path, suffix: str) -> None:
+    upright = np.zeros((40, 20, 3), np.uint8)
+    upright[:20] = 255
+    for name, turns, orientation in (("as_is", 0, 1), ("left", 1, 6), ("over", 2, 3)):
+        (tmp_path / name).mkdir()
+        exif = Image.Exif()
+        exif[ExifTags.Base.Orientation] = orientation
+        for i in range(9):
+            Image.fromarray(np.rot90(upright, turns)).save(tmp_path / name / f"{i}.{suffix}", exif=exif)
+    for batch in load(tmp_path, batch_size=3).eval_batches():
+        seen = batch["inputs"][batch["weights"] > 0]
+        assert (seen[:, :5] > 0.9).all()
+        assert (seen[:, -5:] < -0.9).all()
 
 
 # Views

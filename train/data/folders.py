@@ -6,9 +6,11 @@ or PATH/train/CLASS/… and PATH/val/CLASS/… (also validation, eval or test), 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent import futures
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,7 @@ from train.data.interface import DataError
 
 if TYPE_CHECKING:
     import numpy as np
+    from PIL import Image
 
     from train.config import DataConfig
     from zoo.configs import ModelConfig
@@ -43,24 +46,57 @@ class Files:
 
     def __getitem__(self, i: int) -> tuple[np.ndarray, int]:
         _, path, label = self.files[i]
-        try:
-            return decoded(path.read_bytes(), self._channels), label
-        except (OSError, ValueError) as error:
-            raise DataError(f"cannot read the image {path}: {error}. Take it out of the folder") from error
+        return decoded(path, self._channels, str(path)), label
 
 
-def decoded(content: bytes, channels: int) -> np.ndarray:
-    """The pixels of an image file, uint8 [h, w, channels].
-
-    Raises:
-        OSError: it is no image that PIL knows.
-    """
-    import numpy as np
+@contextlib.contextmanager
+def _opened(file: Path | io.BytesIO, name: str) -> Iterator[Image.Image]:
+    """The image, of which the header is read; what PIL raises on it, here or in the block, is a DataError with its name."""
     from PIL import Image
 
-    with Image.open(io.BytesIO(content)) as image:
+    try:
+        with Image.open(file) as image:
+            if image.mode in ("I", "F"):
+                raise ValueError(f"its values have 32 bits and no range (mode {image.mode}); save it with 8 or 16 bits")
+            yield image
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise DataError(f"cannot read the image {name}: {error}. Remove or repair it") from error
+
+
+def decoded(file: Path | io.BytesIO, channels: int, name: str) -> np.ndarray:
+    """The pixels of an image file, upright, uint8 [h, w, channels].
+
+    Args:
+        file: the file or its content.
+        channels: 1 for grey, 3 for colour.
+        name: what an error calls it.
+
+    Raises:
+        DataError: it is damaged, too large, of values without a range or no image that PIL knows.
+    """
+    import numpy as np
+    from PIL import Image, ImageOps
+
+    with _opened(file, name) as image:
+        ImageOps.exif_transpose(image, in_place=True)
+        if image.mode.startswith("I;16"):  # convert would clip at 255
+            image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
         pixels = np.asarray(image.convert(_MODES[channels]))
     return pixels.reshape(*pixels.shape[:2], channels)
+
+
+def _read_headers(paths: Sequence[Path]) -> dict[str, float]:
+    """Raises DataError unless every file has the header of an image that can be decoded."""
+
+    def read(some: Sequence[Path]) -> None:
+        for path in some:
+            with _opened(path, str(path)):
+                pass
+
+    threads = decoding_threads()
+    with futures.ThreadPoolExecutor(threads) as pool:
+        list(pool.map(read, [paths[i::threads] for i in range(threads)]))
+    return {"images": float(len(paths))}
 
 
 def decoding_threads() -> int:
@@ -72,7 +108,8 @@ def own_images(config: DataConfig, model: ModelConfig, seed: int, note: cache.No
     """A user's images, cropped and scaled to the model's size.
 
     Raises:
-        DataError: no such folder, no class folders, a class without images, or a model that does not fit.
+        DataError: no such folder, no class folders, a class without images, a file that is no image, or a model that
+            does not fit.
     """
     path = Path(config.name.removeprefix("images:")).expanduser()
     if not path.is_dir():
@@ -81,6 +118,13 @@ def own_images(config: DataConfig, model: ModelConfig, seed: int, note: cache.No
     vision = images.vision_model(config.name, model, classes)
     check_channels(config.name, vision.channels)
     every = [(f"{side}/{name}", file) for side, files in (("train", train), ("eval", eval_)) for name, file, _ in files]
+    digest = _digest(every)
+
+    def headers() -> dict[str, float]:
+        note(f"reading the headers of {len(every)} images")
+        return _read_headers([file for _, file in every])
+
+    cache.remembered(f"images-{digest}", headers)  # a file to refuse is better named now than in mid-run
     return images.ImageData(
         Files(train, vision.channels),
         Files(eval_, vision.channels),
@@ -92,7 +136,7 @@ def own_images(config: DataConfig, model: ModelConfig, seed: int, note: cache.No
         eval_examples=config.eval_examples,
         threads=decoding_threads(),
         class_names=classes,
-        facts={"name": config.name, "digest": _digest(every)},
+        facts={"name": config.name, "digest": digest},
     )
 
 

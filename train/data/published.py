@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import io
 import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -38,12 +39,9 @@ class Records:
         which = bisect.bisect_right(self._ends, i)
         record = self._sources[which][i - (self._ends[which - 1] if which else 0)]
         image, label = record[self._image], int(record[self._label])
-        if not isinstance(image, bytes):
-            return image, label
-        try:
-            return folders.decoded(image, self._channels), label
-        except (OSError, ValueError) as error:
-            raise DataError(f"image {i} of the data set cannot be decoded: {error}") from error
+        if isinstance(image, bytes):
+            image = folders.decoded(io.BytesIO(image), self._channels, f"{i} of the data set")
+        return image, label
 
 
 def cifar5m(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> images.ImageData:
