@@ -15,11 +15,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 import presets
 from presets import tuned
 from scripts.bench import sweep_cost
 from train import (
+    grid,
     sweep,
     sweep_command,
     sweep_groups,
@@ -27,10 +29,11 @@ from train import (
     sweep_study,
     sweep_work,
     transfer_figure,
+    transfer_tuned,
 )
 from train.__main__ import main
 from train.checkpoint import Checkpoints
-from train.config import Config, ConfigError, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
+from train.config import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
 from train.program import Program
 from train.recipes import RECIPES
 from train.sweep_rows import Row, Rows
@@ -352,7 +355,7 @@ def test_the_best_rate_of_a_sweep_becomes_a_tuned_preset(text: str, tmp_path: Pa
     losses = [1 + (np.log2(p.config.optimizer.peak_lr) - best) ** 2 + 0.01 * p.config.seed for p in found]
     rows = [Row(str(i), "", loss, None, None, (), STEPS, 1.0, "in turn") for i, loss in enumerate(losses)]
     judged = sweep_study.judged(found, rows, "")
-    path, word = sweep_study.save(str(tmp_path / "mup.mine.json"), judged, "the command")
+    path, word = transfer_tuned.save(str(tmp_path / "mup.mine.json"), "mup", judged, "the command")
     assert word == f"mup:{path}"
     saved = tuned.load(path)
     assert np.log2(saved.optimizer["peak_lr"]) == pytest.approx(best, abs=0.001)
@@ -360,17 +363,89 @@ def test_the_best_rate_of_a_sweep_becomes_a_tuned_preset(text: str, tmp_path: Pa
     assert saved.provenance["transfer"] == []
     transfer_figure.draw(tmp_path / "sweep.png", judged, "a title")
     assert (tmp_path / "sweep.png").stat().st_size > 5000
-    # No minimum inside the grid, a rate off it, and several choices at once are refused.
-    edge = sweep_study.judged(found[:6], rows[:6], "")
-    with pytest.raises(ConfigError, match=r"no rate to save: .* its best rate is at the end of the grid"):
-        sweep_study.save(str(tmp_path / "mup.edge.json"), edge, "")
-    off = dataclasses.replace(found[0].config.optimizer, peak_lr=0.003)
-    wrong = dataclasses.replace(found[0], config=dataclasses.replace(found[0].config, optimizer=off))
-    with pytest.raises(ConfigError, match=r"the rate 0\.003 is not on a grid of half octaves"):
-        sweep_study.judged([wrong], rows[:1], "")
-    several = [dataclasses.replace(point, varied=word) for word in ("a", "b") for point in found]
-    with pytest.raises(ConfigError, match="varied more than rate, seed and size"):
-        sweep_study.save("x", sweep_study.judged(several, rows * 2, ""), "")
+
+
+def swept(
+    lr: str, losses: Iterable[float], text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *more: str
+) -> tuple[int, list[Any]]:
+    """Exit code of the command whose points end with these losses, and the figures that it drew."""
+    rows = [Row(str(i), "", loss, None, None, (), 4, 1.0, "in turn") for i, loss in enumerate(losses)]
+    drawn: list[Any] = []
+    save = Figure.savefig
+    monkeypatch.setattr(sweep, "run", lambda configs, *_, **__: rows[: len(configs)])
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k)))
+    words = ["sweep", *COMMAND.split(), "--data.name", text, "--lr", lr, "--out", str(folder), *more]
+    return main(words), drawn
+
+
+def test_a_sweep_over_whole_octaves_has_a_best_rate_and_all_its_points_in_sight(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses, path = [2.960, 2.799, 2.725, 2.758, 2.885], tmp_path / "mup.mine.json"
+    code, [figure] = swept("2^-8:2^-4:5", losses, text, tmp_path, monkeypatch, "--save-tuned", str(path))
+    assert code == 0, capsys.readouterr().err
+    # The vertex of the parabola through the three lowest.
+    assert np.log2(tuned.load(path).optimizer["peak_lr"]) == pytest.approx(-6 + 0.041 / 0.214, abs=1e-3)
+    (panel,) = figure.axes
+    assert panel.get_ylim()[0] < min(losses) < max(losses) < panel.get_ylim()[1]
+    assert panel.get_xlim()[0] < -8 < -4 < panel.get_xlim()[1]
+
+
+@pytest.mark.parametrize(
+    "lr", ["2^-8:2^-4:17", "2^-8:2^-4:7", "2^-10:2^-2:5", "0.001,0.003,0.01,0.03,0.1", "0.01,0.02,0.05"]
+)
+def test_the_best_rate_is_fitted_on_any_spacing(
+    lr: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, best = tmp_path / "mup.mine.json", -5.7
+    losses = 2 + 0.1 * (np.log2(grid.parse(lr)) - best) ** 2
+    code, _ = swept(lr, losses, text, tmp_path, monkeypatch, "--save-tuned", str(path))
+    assert code == 0, capsys.readouterr().err
+    assert np.log2(tuned.load(path).optimizer["peak_lr"]) == pytest.approx(best, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("lr", "losses", "said"),
+    [
+        ("2^-8:2^-4:5", [3.0, 2.9, 2.8, 2.7, 2.65], "at the end of the grid; train at 2^-3 too"),
+        ("2^-8:2^-4:5", [2.6, 2.9, 2.8, 2.7, 2.65], "at the end of the grid; train at 2^-9 too"),
+        ("2^-6:2^-4:5", [3.0, 2.9, 2.8, 2.7, 2.75], "at the end of the grid; train at 2^-3.5 too"),
+        ("0.001,0.01,0.1", [3.0, 2.9, 2.8], "at the end of the grid; train at 2^0 too"),
+        ("2^-8:2^-4:5", [3.0, 2.9, 2.8, np.inf, np.inf], "from every seed; train at 2^-6.5, 2^-5.5 too"),
+    ],
+)
+def test_a_sweep_without_a_best_rate_says_what_to_add(
+    lr: str,
+    losses: list[float],
+    said: str,
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, figures = swept(lr, losses, text, tmp_path, monkeypatch)
+    assert (code, len(figures)) == (0, 1)
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert note.startswith("note: no best rate for mup at width 16: ")
+    assert note.endswith(said)
+    path = tmp_path / "mup.mine.json"
+    code, _ = swept(lr, losses, text, tmp_path, monkeypatch, "--save-tuned", str(path))
+    assert code == 1
+    out, err = capsys.readouterr()
+    assert err.startswith("error: every point is trained, but there is no rate to save: at width 16, ")
+    assert err.endswith(f"{said}\n")
+    assert (tmp_path / "sweep.json").exists()
+    assert "picture in" in out
+    assert not path.exists()
+
+
+def test_a_tuned_preset_of_several_choices_is_refused_before_training(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sweep, "run", lambda *_, **__: pytest.fail("trained"))
+    words = f"sweep {COMMAND} --data.name {text} --lr 2^-8:2^-4:5 --vary preset.gamma0=0.5,1 --save-tuned mine"
+    assert main([*words.split(), "--out", str(tmp_path)]) == 2
+    assert "--save-tuned mine: the sweep varied more than rate, seed and size" in capsys.readouterr().err
 
 
 def test_the_benchmark_counts_whole_commands(

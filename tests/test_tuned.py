@@ -249,7 +249,7 @@ def test_a_study_without_a_minimum_saves_nothing(tmp_path: Path, monkeypatch: py
     measured, _ = judged(PresetConfig(), "x")
     measured.rows = {point: row for point, row in measured.rows.items() if point[1] < -14}
     analysis = analyse((16, 32), [measured.curve(at) for at in (0, 1)])
-    with pytest.raises(ConfigError, match="no rate to save: at head_dim 16"):
+    with pytest.raises(transfer_tuned.NoMinimum, match="no rate to save: at head_dim 16"):
         transfer_tuned.save("ours-v1", "x", [(measured, analysis)], "a command")
     assert not Path("tuned").exists()
 

@@ -70,14 +70,18 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--save-tuned",
         metavar="NAME",
-        help="save the smallest size's best rate as the tuned preset PRESET:NAME; wants a grid of half octaves",
+        help="save the smallest size's best rate as the tuned preset PRESET:NAME",
     )
     made.add_argument("--dry-run", action="store_true", help="list the points and their programs; train nothing")
     return made
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a sweep: 0 when every point has its row, 2 on bad input, 130 or 143 stopped by a signal."""
+    """Run a sweep and return its exit code.
+
+    It is 0 when every point has its row, 1 when `--save-tuned` has no best rate to save, 2 on bad input, and 130 or 143 when
+    stopped by a signal.
+    """
     try:
         args, rest = parser().parse_known_args(list(argv))
     except SystemExit as stop:
@@ -85,8 +89,13 @@ def main(argv: Sequence[str]) -> int:
     found = points(args, rest)
     if args.save_tuned:
         from train import transfer_tuned
+        from zoo.configs import ConfigError
 
         transfer_tuned.check_name(args.save_tuned, found[0].config.preset.name)
+        if len({point.varied for point in found}) > 1:
+            raise ConfigError(
+                f"--save-tuned {args.save_tuned}: the sweep varied more than rate, seed and size; sweep one choice"
+            )
     if args.dry_run:
         return _dry_run(found)
     return _run(args, found, ["python", "-m", "train", "sweep", *argv])
@@ -209,25 +218,23 @@ def _study(
     command: str,
     console: Console,
 ) -> int:
-    """The picture of loss against rate and the tuned preset, where the rates are fit for them."""
-    from train import sweep_study, transfer_figure
-    from zoo.configs import ConfigError
+    """The picture of loss against rate, a note where there is no best rate, and the tuned preset."""
+    from train import sweep_study, transfer_figure, transfer_tuned
 
     if len({point.config.optimizer.peak_lr for point in found}) < 2 and not args.save_tuned:
         return 0
-    try:
-        judged = sweep_study.judged(found, rows, args.sizes.partition("=")[0].strip() if args.sizes else "")
-    except ConfigError as error:
-        if args.save_tuned:
-            raise
-        console.print(f"no picture: {error}", highlight=False)
-        return 0
+    judged = sweep_study.judged(found, rows, args.sizes.partition("=")[0].strip() if args.sizes else "")
     config = found[0].config
     title = f"{args.recipe}, {config.optimizer.name}, {config.steps} steps: loss against learning rate"
     transfer_figure.draw(folder / "sweep.png", judged, title)
     console.print(f"picture in {folder / 'sweep.png'}", highlight=False)
+    for measured, analysis in judged:
+        for size, fitted in zip(analysis.sizes, analysis.fits, strict=True):
+            if fitted.trouble:
+                where = f"{measured.study.label} at {measured.study.axis} {size}"
+                console.print(f"note: no best rate for {where}: {fitted.why}", highlight=False)
     if args.save_tuned:
-        path, word = sweep_study.save(args.save_tuned, judged, command)
+        path, word = transfer_tuned.save(args.save_tuned, judged[0][0].study.label, judged, command)
         console.print(f"tuned preset in {path}; use it with --preset {word}", highlight=False)
     return 0
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 from train.sweep_command import Planned
 from train.sweep_rows import Row
 from train.transfer import Measured, Point, Study
 from train.transfer_drift import Analysis, analyse
 from train.transfer_fit import STEP
-from zoo.configs import ConfigError
 
 Judged = tuple[Measured, Analysis]
 
@@ -23,9 +21,6 @@ def judged(points: Sequence[Planned], rows: Sequence[Row], axis: str) -> list[Ju
         points: of the sweep.
         rows: theirs.
         axis: what grew; "" where nothing did.
-
-    Raises:
-        ConfigError: rates off a grid of half octaves, which the fit needs.
     """
     found = []
     for varied in dict.fromkeys(point.varied for point in points):
@@ -34,7 +29,7 @@ def judged(points: Sequence[Planned], rows: Sequence[Row], axis: str) -> list[Ju
         first = min(point.config.seed for point, _ in own)
         configs = {point.size: point.config for point, _ in reversed(own)}
         measured: dict[Point, Row] = {
-            (sizes.index(point.size), _step(point.config.optimizer.peak_lr), point.config.seed - first): row
+            (sizes.index(point.size), math.log2(point.config.optimizer.peak_lr) / STEP, point.config.seed - first): row
             for point, row in own
         }
         name = own[0][0].config.preset.name
@@ -48,26 +43,3 @@ def judged(points: Sequence[Planned], rows: Sequence[Row], axis: str) -> list[Ju
         whole = Measured(study, seeds, measured)
         found.append((whole, analyse(study.sizes, [whole.curve(at) for at in range(len(sizes))])))
     return found
-
-
-def save(name: str, judged: Sequence[Judged], command: str) -> tuple[Path, str]:
-    """Write the best rate of the smallest size as a tuned preset; its path, and what `--preset` takes.
-
-    Raises:
-        ConfigError: constants or other flags were varied too, or the best rate is not inside the grid.
-        PresetError: no name.
-    """
-    from train import transfer_tuned
-
-    if len(judged) > 1:
-        raise ConfigError(f"--save-tuned {name}: the sweep varied more than rate, seed and size; sweep one choice")
-    return transfer_tuned.save(name, judged[0][0].study.label, judged, command)
-
-
-def _step(lr: float) -> int:
-    step = math.log2(lr) / STEP
-    if abs(step - round(step)) > 1e-6:
-        raise ConfigError(
-            f"the rate {lr:g} is not on a grid of half octaves, which the fit of the best one needs; write --lr 2^-10:2^-4:13"
-        )
-    return round(step)

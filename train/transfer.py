@@ -31,8 +31,8 @@ MOST_RATES = 17
 Runner = Callable[[Sequence[Config]], Sequence[Row]]
 """Trains the points and gives their rows in the same order; `train.sweep.run` in a folder."""
 
-Point = tuple[int, int, int]
-"""(index of the size, rate in steps of `STEP` octaves, seed from 0)."""
+Point = tuple[int, float, int]
+"""(index of the size, rate in steps of `STEP` octaves, whole in a study, seed from 0)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -191,7 +191,9 @@ class Measured:
                     wanted = [math.floor(transferred), math.ceil(transferred)]
             if at in self.chosen:
                 wanted += [round(x / STEP) for x in curve.x[curve.window()]]
-            points = [(at, rate, seed) for rate in dict.fromkeys(wanted) for seed in range(self._first(at))]
+            points: list[Point] = [
+                (at, rate, seed) for rate in dict.fromkeys(wanted) for seed in range(self._first(at))
+            ]
             if points := [point for point in points if point not in self.rows]:
                 return points
         return []

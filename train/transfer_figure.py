@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from train import plotting
 from train.plotting import INK, ORANGE
 from train.transfer import Measured
 from train.transfer_drift import Analysis
@@ -17,8 +18,8 @@ from train.transfer_fit import Curve
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_AROUND = 1.5
-"""Octaves around each curve's best rate that the y axis must show."""
+WIDE = 3.0
+"""Greatest loss over the least from which on the axis of losses is logarithmic."""
 
 
 def draw(path: Path, studies: Sequence[tuple[Measured, Analysis]], title: str) -> None:
@@ -34,16 +35,15 @@ def draw(path: Path, studies: Sequence[tuple[Measured, Analysis]], title: str) -
     FigureCanvasAgg(drawn)
     panels: list[Axes] = list(drawn.subplots(1, len(studies), sharex=True, sharey=True, squeeze=False).flat)
     drawn.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
-    low, high = limits([curve for measured, _ in studies for curve in _curves(measured)])
     for panel, (measured, analysis) in zip(panels, studies, strict=True):
-        draw_study(panel, analysis, _curves(measured), high)
+        draw_study(panel, analysis, _curves(measured))
         panel.set_title(f"{measured.study.label}\n{drift_words(analysis)}", fontsize=10, loc="left", color=INK)
         panel.set_xlabel("peak learning rate", fontsize=9)
         panel.grid(color="#E6E6E6", linewidth=0.8)
         panel.set_axisbelow(True)
         panel.spines[["top", "right"]].set_visible(False)
         panel.tick_params(colors="#444444", labelsize=9)
-    panels[0].set_ylim(low, high)
+    limits(panels, [curve for measured, _ in studies for curve in _curves(measured)])
     panels[0].set_ylabel("training loss (nats), mean over the last tenth", fontsize=9)
     panels[-1].legend(
         title=studies[0][0].study.axis,
@@ -56,13 +56,13 @@ def draw(path: Path, studies: Sequence[tuple[Measured, Analysis]], title: str) -
     drawn.savefig(path, dpi=130)
 
 
-def draw_study(panel: Axes, analysis: Analysis, curves: Sequence[Curve], high: float) -> None:
-    """The curves and optima of one study into a panel; `high` is the end of its y axis, where divergence is marked."""
+def draw_study(panel: Axes, analysis: Analysis, curves: Sequence[Curve]) -> None:
+    """The curves and optima of one study into a panel."""
     from matplotlib import colormaps
 
     for at, (size, curve) in enumerate(zip(analysis.sizes, curves, strict=True)):
         colour = colormaps["Blues"](0.35 + 0.65 * at / max(1, len(curves) - 1))
-        _curve(panel, curve, colour, f"{size}", high)
+        _curve(panel, curve, colour, f"{size}")
         found, optimum = analysis.fits[at], analysis.optima[at]
         if found.trouble:
             continue
@@ -91,29 +91,22 @@ def _curves(measured: Measured) -> list[Curve]:
     return [measured.curve(at) for at in range(len(measured.study.sizes))]
 
 
-def _curve(panel: Axes, curve: Curve, colour: Any, label: str, high: float) -> None:
+def _curve(panel: Axes, curve: Curve, colour: Any, label: str) -> None:
     mean = curve.mean_of_all
     known = np.isfinite(mean)
     panel.plot(curve.x[known], mean[known], "-", color=colour, linewidth=1.8, marker="o", markersize=3.5, label=label)
     for seed in range(curve.losses.shape[1]):
         panel.plot(curve.x, curve.losses[:, seed], "o", color=colour, markersize=2.2, alpha=0.35, zorder=1)
-    panel.plot(
-        curve.x[~known], np.full((~known).sum(), high), "x", color=colour, markersize=6, clip_on=False, in_layout=False
-    )
+    top = {"transform": panel.get_xaxis_transform(), "clip_on": False, "in_layout": False}
+    panel.plot(curve.x[~known], np.ones((~known).sum()), "x", color=colour, markersize=6, **top)
 
 
-def limits(curves: Sequence[Curve]) -> tuple[float, float]:
-    """Limits of y: everything near the minima, and no more of what is far from any."""
-    near = []
-    for curve in curves:
-        mean = curve.mean_of_all
-        known = np.isfinite(mean)
-        if known.any():
-            best = curve.x[int(np.argmin(np.where(known, mean, np.inf)))]
-            near.extend(mean[known & (np.abs(curve.x - best) <= _AROUND)])
-    low, high = (min(near), max(near)) if near else (0.0, 1.0)
-    pad = 0.06 * (high - low) or 0.1
-    return low - pad, high + pad
+def limits(panels: Sequence[Axes], curves: Sequence[Curve]) -> None:
+    """Fit the axis of losses to every finite one."""
+    losses = np.concatenate([curve.losses.ravel() for curve in curves])
+    losses = losses[np.isfinite(losses)]
+    for panel in panels:
+        plotting.limits(panel, losses, log=bool(losses.size and losses.max() > WIDE * losses.min() > 0))
 
 
 def _whole() -> Any:

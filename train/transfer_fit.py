@@ -1,8 +1,8 @@
 """The best learning rate of one size from noisy losses on a grid of rates: a weighted parabola near the least one.
 
-It goes, in log2 rate, through the seeds' mean losses within an octave of the grid's best. The grid and the parabola are
-symmetric where real losses are steeper above the optimum, so it lies up to a tenth or two of an octave too low; at sizes
-whose curves have one shape, alike.
+It goes, in log2 rate, through the seeds' mean losses within an octave of the grid's best, or through those of its neighbours
+where the grid is coarser. The grid and the parabola are symmetric where real losses are steeper above the optimum, so it lies
+up to a tenth or two of an octave too low; at sizes whose curves have one shape, alike.
 """
 
 from __future__ import annotations
@@ -12,20 +12,25 @@ import math
 
 import numpy as np
 
+from train.grid import power
+
 STEP = 0.5
-"""Octaves between neighbouring rates of a grid."""
+"""Octaves between neighbouring rates of a study's grid."""
 OCTAVE = 1.0
 """The fit takes rates this near to the best one of the grid, in octaves."""
 REACH = 1.5
-"""The weights (tricube) reach zero at this distance from the fitted optimum, in octaves."""
+"""The weights (tricube) reach zero at this distance from the fitted optimum, in octaves; on a coarse grid further out."""
+UNEVEN = 1.5
+"""A rate this many of the best one's gaps away is still next to it: grids as 0.001, 0.003, 0.01 are not even."""
 STEEP = 5.0
 """A rate whose excess loss is so many times the median one in the window lies past the edge of stability, on no parabola."""
 NOT_CONVEX = "its losses near the best rate are not convex"
 OUTSIDE = "the fitted minimum lies outside the rates that trained"
 NOISE = (NOT_CONVEX, OUTSIDE)
 """Troubles of a fit that more seeds may end."""
+AT_THE_END = "its best rate is at the end of the grid"
 SIDES = 2
-"""Rates wanted on either side of the best one."""
+"""Rates wanted on either side of the best one, where they are `STEP` apart; one where they are further."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +38,7 @@ class Curve:
     """Losses of one size.
 
     Attributes:
-        x: log2 of the rates [R], increasing, multiples of `STEP`.
+        x: log2 of the rates [R], increasing; of a study, multiples of `STEP`.
         losses: [R, S], inf where a seed diverged, nan where it was not run.
         first: seeds by which rates are chosen; those after them were only run near the minimum.
     """
@@ -52,35 +57,46 @@ class Curve:
         """Mean over all seeds that each rate has [R], for the eye; inf where one of them diverged."""
         return np.nanmean(self.losses, axis=1)
 
+    @property
+    def best(self) -> int:
+        """Index of the rate with the least mean, of the first where every rate diverged."""
+        return int(np.argmin(np.where(np.isfinite(self.mean), self.mean, np.inf)))
+
+    @property
+    def gap(self) -> float:
+        """Octaves from the best rate to the one next to it; `STEP` where there is no other."""
+        return float(min(np.abs(np.delete(self.x, self.best) - self.x[self.best]), default=STEP))
+
     def window(self) -> np.ndarray:
         """Rates that the fit takes, bool [R]; none where every rate diverged.
 
         Chosen from the first seeds alone, so that seeds added later do not move it.
         """
-        mean = self.mean
+        mean, best = self.mean, self.best
         if not np.isfinite(mean).any():
             return np.zeros(len(mean), bool)
-        best = int(np.argmin(np.where(np.isfinite(mean), mean, np.inf)))
-        near = (np.abs(self.x - self.x[best]) <= OCTAVE + 1e-9) & np.isfinite(mean)
+        near = (np.abs(self.x - self.x[best]) <= max(OCTAVE, UNEVEN * self.gap) + 1e-9) & np.isfinite(mean)
         excess = mean - mean[best]
         above = excess[near & (excess > 0)]
         steep = STEEP * np.median(above) if above.size else np.inf
         return near & (excess <= steep)
 
-    def missing(self) -> list[float]:
-        """Rates (log2) to add until the best one has `SIDES` on either side; beyond one that diverged none is wanted."""
-        mean = self.mean
+    def missing(self, step: float = STEP) -> list[float]:
+        """Rates (log2) to add until the best one has its neighbours on either side, `step` octaves apart.
+
+        Beyond one that diverged none is wanted.
+        """
+        mean, best = self.mean, self.x[self.best]
         if not np.isfinite(mean).any():
-            return [float(self.x[0]) - STEP * n for n in range(1, 2 * SIDES + 1)]
-        best = self.x[int(np.argmin(np.where(np.isfinite(mean), mean, np.inf)))]
-        measured = dict(zip((self.x / STEP).round().tolist(), mean, strict=True))
+            return [float(self.x[0]) - step * n for n in range(1, 2 * SIDES + 1)]
         wanted = []
         for side in (-1, 1):
-            for n in range(1, SIDES + 1):
-                rate = round(best / STEP) + side * n
-                if rate not in measured:
-                    wanted.append(rate * STEP)
-                elif not math.isfinite(measured[rate]):
+            for n in range(1, (SIDES if step <= STEP + 1e-9 else 1) + 1):
+                rate = float(best + side * n * step)
+                measured = mean[np.abs(self.x - rate) <= (UNEVEN - 1) * step + 1e-9]
+                if not len(measured):
+                    wanted.append(rate)
+                elif not np.isfinite(measured).all():
                     break
         return wanted
 
@@ -95,6 +111,7 @@ class Fit:
         curvature: loss per octave squared (half the second derivative).
         used: log2 of the rates in the fit.
         trouble: why there is no optimum; empty where there is one.
+        missing: log2 of the rates to add where the grid ends or is too coarse beside the best one.
     """
 
     optimum: float
@@ -102,6 +119,13 @@ class Fit:
     curvature: float
     used: tuple[float, ...]
     trouble: str = ""
+    missing: tuple[float, ...] = ()
+
+    @property
+    def why(self) -> str:
+        """The trouble, and the rates that may end it."""
+        rates = ", ".join(power(2.0**x) for x in self.missing)
+        return f"{self.trouble}; train at {rates} too" if rates else self.trouble
 
 
 def parabola(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -110,10 +134,11 @@ def parabola(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.n
     The weights are centred at the vertex, which is found by going there a few times from the least point.
     """
     centre = x[np.argmin(y, axis=1)]
+    reach = max(REACH, REACH * float((x[2:] - x[:-2]).max()))  # three rates have weight wherever the centre is
     a = b = c = vertex = np.full(len(y), np.nan)
     for _ in range(6):
         u = x[None, :] - centre[:, None]
-        weight = np.clip(1 - np.abs(u / REACH) ** 3, 0, None) ** 3
+        weight = np.clip(1 - np.abs(u / reach) ** 3, 0, None) ** 3
         powers = np.stack([u**0, u, u**2], axis=-1)  # [B, n, 3]
         normal = np.einsum("bni,bn,bnj->bij", powers, weight, powers)
         c, b, a = np.linalg.solve(normal, np.einsum("bni,bn,bn->bi", powers, weight, y)[..., None])[..., 0].T
@@ -132,10 +157,11 @@ def fit(curve: Curve, seeds: int) -> Fit:
     nothing = (math.nan, math.nan, math.nan, used)
     if not window.any():
         return Fit(*nothing, "every rate diverged")
-    if curve.missing():
-        return Fit(*nothing, "its best rate is at the end of the grid")
+    if missing := curve.missing(curve.gap):
+        return Fit(*nothing, AT_THE_END, tuple(missing))
     if len(used) < 3:
-        return Fit(*nothing, "fewer than three rates near the best one trained from every seed")
+        between = tuple(float(curve.x[curve.best] + side * curve.gap / 2) for side in (-1, 1))
+        return Fit(*nothing, "fewer than three rates near the best one trained from every seed", between)
     mean = curve.losses[trained, :seeds].mean(axis=1)
     vertex, loss, curvature = (float(value[0]) for value in parabola(curve.x[trained], mean[None]))
     if math.isnan(curvature):

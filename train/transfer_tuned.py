@@ -18,6 +18,10 @@ from train.transfer_report import provenance
 from zoo.configs import ConfigError
 
 
+class NoMinimum(RuntimeError):
+    """A study that is trained, and whose losses have no minimum to save."""
+
+
 def check_name(name: str, preset: str) -> None:
     """Refuse a name that cannot be saved, before anything is trained.
 
@@ -43,7 +47,7 @@ def save(name: str, label: str, judged: Sequence[tuple[Measured, Analysis]], com
         command: that was written.
 
     Raises:
-        ConfigError: the smallest size has no fitted best rate.
+        NoMinimum: the smallest size has no fitted best rate.
     """
     own = [(measured, analysis) for measured, analysis in judged if measured.study.label == label]
     preset = own[0][0].study.configs[0].preset
@@ -60,7 +64,8 @@ def made_of(name: str, judged: Sequence[tuple[Measured, Analysis]], command: str
     measured, analysis = judged[0]
     fitted, config = analysis.fits[0], measured.study.configs[0]
     if fitted.trouble:
-        raise ConfigError(f"no rate to save: at {measured.study.axis} {analysis.sizes[0]}, {fitted.trouble}")
+        where = f"at {measured.study.axis} {analysis.sizes[0]}"
+        raise NoMinimum(f"every point is trained, but there is no rate to save: {where}, {fitted.why}")
     resolved, curve, opt = preset_of(config), measured.curve(0), config.optimizer
     takes = inspect.signature(PRESETS[config.preset.name]).parameters  # `given` has what a preset fixes, too
     units = config.model.seq_len if config.model.unit == "token" else 1

@@ -88,11 +88,10 @@ def draw(title: str, size: str, sizes: Sequence[int], data: Data) -> matplotlib.
     all_curves = {name: curves(of_study) for name, of_study in data.items()}
     found: dict[str, Analysis] = {name: analyse(sizes, some) for name, some in all_curves.items()}
     figure, axes = panels.row(len(found), title)
-    low, high = transfer_figure.limits([curve for some in all_curves.values() for curve in some])
     for one, (name, analysis) in zip(axes, found.items(), strict=True):
-        transfer_figure.draw_study(one, analysis, all_curves[name], high)
-        one.set_ylim(low, high)
+        transfer_figure.draw_study(one, analysis, all_curves[name])
         words = f"{name}\n{transfer_figure.drift_words(analysis)}"
         panels.label(one, words, "learning rate", "training loss (nats)" if one is axes[0] else "")
+    transfer_figure.limits(axes, [curve for some in all_curves.values() for curve in some])
     axes[-1].legend(title=size, frameon=False, fontsize=9)
     return figure
