@@ -53,13 +53,25 @@ def test_no_word_breaks_at_80_columns_and_no_line_in_a_pipe(
 
 @pytest.mark.parametrize("words", ["presets", "presets --help", "zoo", "train", "train --help"])
 def test_a_pipe_that_nobody_reads_is_no_error(words: str) -> None:
+    # argparse swallows the error of its own --help.
+    assert unread("-m", *words.split()) == (0 if words == "presets --help" else 141, "")
+
+
+def test_rich_in_a_pipe_that_nobody_reads_is_no_error() -> None:
+    program = """
+import sys
+from presets import terminal
+sys.exit(terminal.quiet_in_pipes(lambda: terminal.console().print("a table") or 0)())
+"""
+    assert unread("-c", program) == (141, "")
+
+
+def unread(*words: str) -> tuple[int, str]:
+    """Exit code and errors of a Python process whose standard output is a pipe without a reader."""
     read, write = os.pipe()
     os.close(read)
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", *words.split()], stdout=write, stderr=subprocess.PIPE, text=True, timeout=60
-        )
+        done = subprocess.run([sys.executable, *words], stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
     finally:
         os.close(write)
-    # argparse swallows the error of its own --help.
-    assert (done.returncode, done.stderr) == (0 if words == "presets --help" else 141, "")
+    return done.returncode, done.stderr

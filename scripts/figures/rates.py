@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from train.config import Config
 
+AROUND = 1.5
+"""Octaves around each curve's best rate that a figure's axis of losses shows; its subject is where the minima lie."""
 DIVERGED = -1.0
 """Stands in a record for the loss of a run that diverged, which JSON has no number for; null for a run that was not made."""
 
@@ -92,6 +94,20 @@ def draw(title: str, size: str, sizes: Sequence[int], data: Data) -> matplotlib.
         transfer_figure.draw_study(one, analysis, all_curves[name])
         words = f"{name}\n{transfer_figure.drift_words(analysis)}"
         panels.label(one, words, "learning rate", "training loss (nats)" if one is axes[0] else "")
-    transfer_figure.limits(axes, [curve for some in all_curves.values() for curve in some])
+    low, high = _near([curve for some in all_curves.values() for curve in some])
+    for one in axes:
+        one.set_ylim(low, high)
     axes[-1].legend(title=size, frameon=False, fontsize=9)
     return figure
+
+
+def _near(curves: Sequence[Curve]) -> tuple[float, float]:
+    """Limits of the losses near the minima."""
+    near = []
+    for curve in curves:
+        mean = curve.mean_of_all
+        best = curve.x[int(np.argmin(np.where(np.isfinite(mean), mean, np.inf)))]
+        near.extend(mean[np.isfinite(mean) & (np.abs(curve.x - best) <= AROUND)])
+    low, high = (min(near), max(near)) if near else (0.0, 1.0)
+    pad = 0.06 * (high - low) or 0.1
+    return low - pad, high + pad
