@@ -150,7 +150,7 @@ def test_a_finished_run_is_not_trained_again(whole: Done) -> None:
 
 def test_a_finished_run_can_go_further(whole: Done) -> None:
     shutil.copytree("whole", "further")
-    done = train("--workdir", "further", "--resume", "--steps", "9")
+    done = train("--workdir", "further", "--resume", "--steps", "9", "--resume-change", "schedule")
     assert done.code == 0, done.err
     assert [row["step"] for row in rows("further") if "loss" in row] == list(range(1, 10))
     assert checkpoints("further") == [8, 9]
@@ -321,7 +321,10 @@ def test_another_text_is_not_continued_and_leaves_the_record(whole: Done, folder
         write_text(folder / "text.txt", 0)
     assert done.code == 2
     assert json.loads(before)["data"]["digest"] in done.err
-    assert "restore that data, or start again with another --workdir" in done.err
+    assert (
+        "restore that data, or go on with these by --resume-change data, or start again with another --workdir"
+        in done.err
+    )
     assert len(done.err.splitlines()) <= 10
     assert not untrained
     assert Path("whole/config.json").read_text() == before
@@ -387,7 +390,7 @@ def test_a_signal_saves_and_the_run_goes_on(number: signal.Signals, code: int, f
     assert f"stopped by {number.name} at step {step} of 1000000, saved" in " ".join(out.split())
     assert rows(workdir)[-1]["step"] == step
     # One device saved it, eight go on.
-    done = train("--workdir", str(workdir), "--resume", "--steps", str(step + 2))
+    done = train("--workdir", str(workdir), "--resume", "--steps", str(step + 2), "--resume-change", "schedule")
     assert done.code == 0, done.err
     assert f"resuming lm-tiny at step {step} of {step + 2}" in done.out
     assert [row["step"] for row in rows(workdir) if "loss" in row] == list(range(1, step + 3))

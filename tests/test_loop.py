@@ -253,7 +253,7 @@ def test_a_state_that_lies_as_the_compiler_likes_trains_alike(plain: Done, monke
     got, want = evaluations("free"), evaluations("plain")
     assert [r["eval_loss"] for r in got] == pytest.approx([r["eval_loss"] for r in want], rel=1e-5)
     seen.clear()
-    assert train("--workdir", "free", "--resume", "--steps", str(STEPS + 1)).code == 0
+    assert train("--workdir", "free", "--resume", "--resume-change", "schedule", "--steps", str(STEPS + 1)).code == 0
     assert seen
 
 

@@ -115,10 +115,14 @@ class Checkpoints:
             self._thread = None
         return self._failure
 
-    def restore(self, abstract: TrainState, facts: dict[str, Any]) -> TrainState:
+    def restore(self, abstract: TrainState, facts: dict[str, Any] | None) -> TrainState:
         """The newest state that is to the bit what was saved, each array restored straight into its sharding.
 
         Whatever else is found on the way to it is set aside, and the run is told.
+
+        Args:
+            abstract: the state of this run.
+            facts: of its data; None where other data than the checkpoint's are meant.
 
         Raises:
             WorkdirError: no checkpoint is good, or it was trained on other data, or holds other arrays than this run's.
@@ -161,11 +165,12 @@ class Checkpoints:
         gathered = self._processes.gathered(f"problems/{self._asked}", problems)
         return self._told(lambda: [line for part in gathered or () for line in part])
 
-    def _check_fits(self, found: Manifest, abstract: TrainState, facts: dict[str, Any]) -> None:
-        if found.data.get("digest") != facts.get("digest"):
+    def _check_fits(self, found: Manifest, abstract: TrainState, facts: dict[str, Any] | None) -> None:
+        if facts is not None and found.data.get("digest") != facts.get("digest"):
             raise WorkdirError(
                 f"the run was trained on {found.data.get('name')} with digest {found.data.get('digest')}, this machine has "
-                f"{facts.get('name')} with digest {facts.get('digest')}; restore that data, or start again with another --workdir"
+                f"{facts.get('name')} with digest {facts.get('digest')}; restore that data, "
+                "or go on with these by --resume-change data, or start again with another --workdir"
             )
         wanted = {name: list(leaf.shape) for name, leaf in digests.named(abstract.arrays()).items()}
         stored = {name: entry["shape"] for name, entry in found.arrays.items()}

@@ -259,6 +259,9 @@ class LogConfig:
         return range(start, stop) if start else range(0)
 
 
+ResumeChange = Literal["schedule", "data"]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """A complete run."""
@@ -290,12 +293,18 @@ class Config:
     """Folder of checkpoints, metrics and pictures; runs/RECIPE unless given."""
     resume: bool = False
     """Continue from the newest checkpoint in workdir; start the run where there is none."""
+    resume_change: Annotated[tuple[ResumeChange, ...], conf.arg(metavar="schedule|data ...")] = ()
+    """What may change on resume though training then jumps: schedule (the learning rate), data (other files than before)."""
     xla_flags: Literal["auto", "none"] = "auto"
     """Compiler flags of train/xla_flags.py for the devices at hand, or none; those in XLA_FLAGS and LIBTPU_INIT_ARGS stay."""
 
     def __post_init__(self) -> None:
-        for name in ("freeze", "train_only"):
+        for name in ("freeze", "train_only", "resume_change"):
             object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON brings a list
+        if wrong := [name for name in self.resume_change if name not in get_args(ResumeChange)]:
+            raise ConfigError(f"--resume-change {wrong[0]}: write {' or '.join(get_args(ResumeChange))}")
+        if self.resume_change and not self.resume:
+            raise ConfigError(f"--resume-change {' '.join(self.resume_change)} is for a run that goes on; add --resume")
         at_least("", self, 1, "steps", "accumulation_steps")
         at_least("", self, 0, "seed")
         check_local("workdir", self.workdir)

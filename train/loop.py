@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +18,7 @@ from train import data as data_sources
 from train.bad_numbers import BadNumbers
 from train.checkpoint import Checkpoints
 from train.config import Config
-from train.data import Data
+from train.data import Data, DataError, ReadError
 from train.evaluate import evaluate
 from train.metrics import MetricsWriter
 from train.prefetch import Prefetch
@@ -94,7 +96,7 @@ def _run(config: Config, processes: Processes, stop: StopRequest, folder: Path, 
             state = init_from.initial_state(program, start)
             del start
         else:
-            state = checkpoints.restore(program.abstract, data.facts)
+            state = checkpoints.restore(program.abstract, expected_facts(config, data))
             restored = int(state.step)  # an earlier one, where the newest was damaged
             console.print(f"resuming {config.recipe} at step {restored} of {config.steps}")
         if held:  # Not before it is known that this is the run's data.
@@ -177,6 +179,7 @@ class _Session:
         config, stop, watchdog = self.config, self.stop, self.watchdog
         state = self.program.placed(state, self.step_fn)
         start = step = restored or 0
+        failure: DataError | ReadError | None = None
         self.left_out = int(jax.device_get(state.health.left_out))
         timing, feed, going = self._timing(self.compile_seconds), self.program.train_feed(), True
         with (
@@ -187,29 +190,42 @@ class _Session:
             self.writer, self.progress = writer, progress
             results = Results(self.data.kind, writer, progress, timing, config.faults, self._culprit, self.left_out)
             with self._profile(results) as profile:
-                if not evaluated:
-                    going = self._evaluate(state, step)
-                while going and step < config.steps:
-                    watchdog.waiting(f"the batch of step {step + 1}")
-                    batch = next_batch(batches, results, stop)
-                    if batch is None or not stop.claim():
-                        going = False
-                        break
-                    with profile.step(step + 1):
-                        state, found = self.step_fn(state, self.numbers, batch)
-                    stop.done()
-                    step += 1
-                    watchdog.waiting(f"step {max(start + 1, step - IN_FLIGHT)}, which the devices work on")
-                    results.add(step, found)
-                    results.report(IN_FLIGHT)
-                    results.check(step - IN_FLIGHT)
-                    going = self._evaluate_and_save(results, state, step)
+                try:
+                    if not evaluated:
+                        going = self._evaluate(state, step)
+                    while going and step < config.steps:
+                        watchdog.waiting(f"the batch of step {step + 1}")
+                        with reading():
+                            batch = next_batch(batches, results, stop)
+                        if batch is None or not stop.claim():
+                            going = False
+                            break
+                        with profile.step(step + 1):
+                            state, found = self.step_fn(state, self.numbers, batch)
+                        stop.done()
+                        step += 1
+                        watchdog.waiting(f"step {max(start + 1, step - IN_FLIGHT)}, which the devices work on")
+                        results.add(step, found)
+                        results.report(IN_FLIGHT)
+                        results.check(step - IN_FLIGHT)
+                        going = self._save_and_evaluate(results, state, step)
+                except (DataError, ReadError) as error:
+                    failure, going = error, False
                 results.finish()
             results.report_speed(step)
             if not going:
-                if step > 0:
+                # Of several processes one alone has failed; the others may wait for it within a step.
+                alone = failure is None or self.processes.count == 1
+                if step > 0 and alone:
                     self._save(step, state, last=True)
-                saved = "not saved" if self.checkpoints.wait() else "saved" if step > 0 else "nothing to save"
+                unsaved = self.checkpoints.wait()
+                saved = "not saved" if unsaved else "saved" if step > 0 else "nothing to save"
+                if failure is not None:
+                    saved = saved if alone else f"the newest checkpoint is {self.checkpoints.latest}"
+                    raise type(failure)(
+                        f"{failure}\nstopped at step {step} of {config.steps}, {saved}; mend the data and write the command "
+                        "with --resume to go on, and with --resume-change data where a file was replaced or removed"
+                    ) from failure
                 signal = stop.received.name if stop.received else "a signal"
                 progress.note(f"stopped by {signal} at step {step} of {config.steps}, {saved}; add --resume to go on")
         self.facts = timing.facts()
@@ -234,7 +250,7 @@ class _Session:
         state = (
             init_from.initial_state(self.program, init_from.prepare(self.program))
             if restored is None
-            else self.checkpoints.restore(self.program.abstract, self.data.facts)
+            else self.checkpoints.restore(self.program.abstract, expected_facts(self.config, self.data))
         )
         step = int(state.step)
         self._rollbacks[step] += 1
@@ -259,20 +275,21 @@ class _Session:
         every = self.config.log.eval_every_steps
         return step > 0 and (step == self.config.steps or (every is not None and step % every == 0))
 
-    def _evaluate_and_save(self, results: Results, state: TrainState, step: int) -> bool:
-        """What is due after a step. Whether to go on: False where a signal cut the evaluation short."""
+    def _save_and_evaluate(self, results: Results, state: TrainState, step: int) -> bool:
+        """What is due after a step. Whether to go on: False where a signal cut the evaluation short.
+
+        The state is saved first: what the evaluation meets, a torn file say, must not cost it. It is made up on resume.
+        """
         evaluate = self._evaluation_is_due(step)
         save = step == self.config.steps or step % self.config.checkpoint.every_steps == 0
         if not (evaluate or save):
             return True
         with results.paused():
-            if evaluate and not self._evaluate(state, step):
-                return False
             if save:
                 # What a rollback goes back to must not depend on how fast the disk is.
                 wait = step == self.config.steps or self.config.faults.bad_numbers == "rollback"
                 self._save(step, state, last=wait)
-        return True
+            return not evaluate or self._evaluate(state, step)
 
     def _save(self, step: int, state: TrainState, *, last: bool) -> None:
         """Rows first: a checkpoint whose rows are missing would leave a gap in them."""
@@ -288,7 +305,8 @@ class _Session:
             return self.stop.claim()
 
         feed, numbers = self.program.eval_feed(), self.numbers
-        scores = evaluate(self.eval_fn, state.evaluated, numbers, self.data, feed, begin=begin, done=self.stop.done)
+        with reading():
+            scores = evaluate(self.eval_fn, state.evaluated, numbers, self.data, feed, begin=begin, done=self.stop.done)
         if scores is None:
             return False
         row = {"step": step, "eval_loss": scores.loss, "eval_accuracy": scores.accuracy}
@@ -326,6 +344,24 @@ class _Session:
     def _peak_flops(self) -> float | None:
         peak = devices.peak_flops(jax.devices()[0].device_kind, self.config.model.compute.dtype)
         return None if peak is None else peak * self.program.mesh.size
+
+
+def expected_facts(config: Config, data: Data) -> dict[str, Any] | None:
+    """Facts that a checkpoint's data must have; None where any will do."""
+    return None if "data" in config.resume_change else data.facts
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    """What the machine refuses while data are read is an error of the data too.
+
+    Raises:
+        ReadError: in place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ReadError(f"cannot read the data: {error}") from error
 
 
 def next_batch(batches: Prefetch[dict[str, np.ndarray], Batch], results: Results, stop: StopRequest) -> Batch | None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from train.data.interface import Data, DataError, Reference
+from train.data.interface import Data, DataError, ReadError, Reference
 
 if TYPE_CHECKING:
     from train.config import DataConfig
     from zoo.configs import ModelConfig
 
-__all__ = ["Data", "DataError", "Reference", "load"]
+__all__ = ["Data", "DataError", "ReadError", "Reference", "load"]
 
 
 def load(config: DataConfig, model: ModelConfig, *, seed: int, note: Callable[[str], None] = print) -> Data:

@@ -25,6 +25,10 @@ class DataError(ValueError):
     """Data that is missing, damaged or does not fit the model. The text says which file or command is needed."""
 
 
+class ReadError(RuntimeError):
+    """Data that the machine does not give, for the time being or for good. The text says what it answers."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Reference:
     """What a simple model reaches on the same evaluation examples, to print beside a trained one."""
