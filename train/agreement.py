@@ -20,7 +20,7 @@ def check_config(config: Config, processes: Processes) -> None:
         ConfigError: the text names the field.
     """
     mine = json.loads(json.dumps({**to_json(config), "distributed": None}))
-    for path, first, own in _differences(processes.told("config", lambda: mine), mine):
+    for path, first, own in differences(processes.told("config", lambda: mine), mine):
         raise ConfigError(
             f"process {processes.index} has {path} {own} and process 0 has {first}; start all processes with the same flags"
         )
@@ -41,10 +41,11 @@ def check_data(data: Data, processes: Processes) -> None:
         )
 
 
-def _differences(first: dict[str, Any], own: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+def differences(first: dict[str, Any], own: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Name and both values of every field in which two configs differ, both as JSON."""
     for name in sorted({*first, *own}):
         a, b = first.get(name), own.get(name)
         if isinstance(a, dict) and isinstance(b, dict):
-            yield from _differences(a, b, f"{prefix}{name}.")
+            yield from differences(a, b, f"{prefix}{name}.")
         elif a != b:
             yield f"{prefix}{name}", a, b

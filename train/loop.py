@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from train import agreement, bad_numbers, devices, distributed, finish, init_from, metrics, workdir
+from train import agreement, bad_numbers, devices, distributed, finish, init_from, metrics, resume, workdir
 from train import data as data_sources
 from train.bad_numbers import BadNumbers
 from train.checkpoint import Checkpoints
@@ -33,6 +33,7 @@ from train.step import Batch
 from train.timing import Timing
 from train.watchdog import Watchdog
 from zoo import flops
+from zoo.tensorfile import read_json
 
 IN_FLIGHT = 2
 """Steps queued on the device before the host waits for the oldest: enough to hide the host's work."""
@@ -69,11 +70,12 @@ def _run(config: Config, processes: Processes, stop: StopRequest, folder: Path, 
         data = data_sources.load(config.data, config.model, seed=config.data_seed, note=console.print)
     agreement.check_data(data, processes)
 
-    def record() -> None:
+    def record(step: int = 0) -> None:
         if leader:
             flags = program.compiler_options()
-            workdir.record(folder, config, data.facts, program.preset.describe(), flags)
+            workdir.record(folder, config, data.facts, program.preset.describe(), flags, step)
 
+    before = processes.told("recorded", lambda: read_json(folder / workdir.RECORD)["config"] if held else {})
     start = None if held else init_from.prepare(program)  # what does not fit is refused before anything is written
     if not held:
         record()
@@ -98,9 +100,12 @@ def _run(config: Config, processes: Processes, stop: StopRequest, folder: Path, 
         else:
             state = checkpoints.restore(program.abstract, expected_facts(config, data))
             restored = int(state.step)  # an earlier one, where the newest was damaged
+            resume.check(before, config, restored)
             console.print(f"resuming {config.recipe} at step {restored} of {config.steps}")
         if held:  # Not before it is known that this is the run's data.
-            record()
+            for change in resume.changes(before, config):
+                console.print(f"changed since: {change}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+            record(restored or 0)
         session = _Session(program, data, folder, checkpoints, console, stop, processes, watchdog)
         try:
             state = session.train(state, restored if restored is not None else 0 if held else None)

@@ -162,8 +162,21 @@ def _check_same_run(config: Config, before: dict[str, Any], path: Path) -> None:
         )
 
 
-def record(path: Path, config: Config, data_facts: dict[str, Any], preset: str, flags: dict[str, Any]) -> None:
-    """Write config.json: the resolved config, the data's facts, versions, compiler flags and the git commit."""
+def record(
+    path: Path, config: Config, data_facts: dict[str, Any], preset: str, flags: dict[str, Any], step: int = 0
+) -> None:
+    """Write config.json: the resolved config, the data's facts, versions, compiler flags and the git commit.
+
+    What it said before stays in it under `segments`, oldest first, each with the step at which the next part began.
+
+    Args:
+        path: the run's folder.
+        config: of this part of the run.
+        data_facts: of its data.
+        preset: described in words.
+        flags: of the compiler.
+        step: at which this part begins.
+    """
     value = {
         "config": to_json(config),
         "data": data_facts,
@@ -173,9 +186,21 @@ def record(path: Path, config: Config, data_facts: dict[str, Any], preset: str, 
         "platform": f"{platform.system()} {platform.machine()}",
         "git": _git_commit(),
     }
+    if (path / RECORD).is_file():
+        before = json.loads((path / RECORD).read_text())
+        segments = before.pop("segments", [])
+        if _lasting(before) != _lasting(json.loads(json.dumps(value))):
+            segments = [*segments, {"until_step": step, **before}]
+        value |= {"segments": segments} if segments else {}
     temporary = path / _PARTIAL
     temporary.write_text(json.dumps(value, indent=2) + "\n")
     temporary.replace(path / RECORD)
+
+
+def _lasting(record: dict[str, Any]) -> dict[str, Any]:
+    """A record without the flags that only say how this part of the run was started."""
+    started = ("resume", "resume_change", "workdir")
+    return {**record, "config": {name: value for name, value in record["config"].items() if name not in started}}
 
 
 def _version(package: str) -> str | None:
