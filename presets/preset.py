@@ -72,9 +72,11 @@ class Preset:
                 f"{self.name}: a tied readout has no plain form, its table is the token embedding's; "
                 f"write form {self.native_form!r} or untie it"
             )
-        # The readout's multiplier acts on the embedding's array, which the embedding's own move has divided by theta.
+        # The table's rates move with the embedding's theta. The readout's own multiplier stays: it acts on the table as the
+        # forward pass sees it, multiplied by theta and divided by it.
         embedding = ParamSpec(role=Role.TOKEN_EMBEDDING, axes=spec.axes)
-        return rule.moved(forms.theta(self.rule(embedding), embedding, self.form))
+        moved = rule.moved(forms.theta(self.rule(embedding), embedding, self.form))
+        return dataclasses.replace(moved, multiplier=rule.multiplier)
 
     def base_size(self, name: str, sizes: Mapping[str, int]) -> int:
         """Base of an axis: 1 in the absolute form, the axis' own size where the base does not name it (finite)."""

@@ -29,6 +29,7 @@ VIT = ViTConfig(
     width=16, num_heads=4, depth=4, mlp_ratio=4, image_size=4, patch_size=2, channels=1, num_classes=5, pool="cls"
 )
 MODELS = {"decoder": LM, "vit": VIT}
+TIED = dataclasses.replace(LM, tied=True)
 BASE = dataclasses.replace(LM, width=1, num_heads=1, depth=1).base_sizes()
 STEPS = 20
 QUICKLY: Any = {"xla_backend_optimization_level": 0}
@@ -52,7 +53,7 @@ PROGRAMS = {"adam": "adamw"}
 
 @functools.cache
 def built(family: str):
-    return definition(MODELS[family])
+    return definition(TIED if family == "tied" else MODELS[family])
 
 
 @functools.cache
@@ -75,7 +76,7 @@ def trainer(family: str, name: str):
 @functools.cache
 def batch(family: str):
     rng = np.random.default_rng(0)
-    if family == "decoder":
+    if family in ("decoder", "tied"):
         inputs, targets = rng.integers(0, 11, (3, 5)), rng.integers(0, 11, (3, 5))
         return {
             "inputs": inputs.astype(np.int32),
@@ -235,6 +236,14 @@ def test_tables_3_8_and_9_have_one_trajectory():
         plain = end(made("mup", "plain"), "adamw", family)
         for form in ("readout-multiplier", "table-9"):
             assert_same(end(made("mup", form), "adamw", family), plain)
+
+
+@pytest.mark.parametrize("optimizer_name", ["adamw", "sgd"])
+def test_forms_train_a_tied_readout_identically(optimizer_name: str):
+    """It reads the table as the forward pass does, multiplier included: a form that moves the table leaves it alone."""
+    wanted = end(made("mup"), optimizer_name, "tied")
+    for form in ("mean-field", "table-9"):
+        assert_same(end(made("mup", form), optimizer_name, "tied"), wanted)
 
 
 # Conversion of checkpoints

@@ -84,13 +84,13 @@ def test_tied_readouts():
         PresetError, match=r"mup: a tied readout has no plain form, its table is the token embedding's; write form"
     ):
         mup.with_form("plain").scales(tied, sizes)
-    # Where the embedding's array is divided by theta, the readout multiplies by it again.
+    # The readout acts on the table as it acts in the embedding, multiplier included.
     product = {}
     for form in ("readout-multiplier", "mean-field", "table-9"):
         moved = mup.with_form(form)
         table: Any = moved.scales(embedding, sizes)
         readout: Any = moved.scales(tied, sizes)
-        product[form] = readout.multiplier * table.init_std
+        product[form] = readout.multiplier * table.multiplier * table.init_std
     assert product["mean-field"] == pytest.approx(product["readout-multiplier"])
     assert product["table-9"] == pytest.approx(product["readout-multiplier"])
 
