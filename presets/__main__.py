@@ -110,16 +110,16 @@ def _table(args: argparse.Namespace) -> int:
 
     Factors are relative to the base (1 where the model is the base); --absolute shows values instead.
     """
-    from zoo import build, configs
+    from zoo import configs
 
     model = configs.get(args.model)
     preset = _preset(args, configs.get(args.base).base_sizes() if args.base else None)
-    definition = build.definition(model)
-    specs = {**definition.specs, **{n: f["spec"] for n, f in definition.factors.items() if f["spec"] is not None}}
+    sizes, tied = model.sizes(), {name: factor.spec for name, factor in model.factors().items() if factor.spec}
+    specs = {**dict(sorted(model.parameters().items())), **tied}
     if args.rules:
         found: list[dict[str, Any]] = [dict(row) for row in table.rule_rows(preset, specs, args.optimizer)]
     else:
-        found = table.rows(preset, specs, definition.sizes, args.optimizer, args.decay, absolute=args.absolute)
+        found = table.rows(preset, specs, sizes, args.optimizer, args.decay, absolute=args.absolute)
     if args.json:
         print(json.dumps(found, indent=2))
         return 0
@@ -127,8 +127,8 @@ def _table(args: argparse.Namespace) -> int:
     print()
     print(table.text(found))
     print()
-    print(terminal.wrapped(table.forward_text(preset, definition.sizes)))
-    for caution in preset.cautions(definition.sizes, args.optimizer):
+    print(terminal.wrapped(table.forward_text(preset, sizes)))
+    for caution in preset.cautions(sizes, args.optimizer):
         print(terminal.wrapped(f"caution: {caution}"))
     return 0
 

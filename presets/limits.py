@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 
 from presets.preset import Preset
-from presets.roles import ParamSpec, Role
+from presets.roles import MATRICES
 from presets.scaling import Power
 
 LIMITS: dict[str, dict[str, float]] = {
@@ -23,19 +23,8 @@ LIMITS: dict[str, dict[str, float]] = {
 """Limit to the axes that grow, and how fast: N, H and L with F/D and H/H_kv fixed."""
 
 
-def _block(role: Role, axes: tuple[str, ...], fan_in: tuple[str, ...]) -> ParamSpec:
-    return ParamSpec(role=role, axes=("layers", *axes), fan_in=fan_in, in_block=True)
-
-
 SPECS = {
-    "embedding": ParamSpec(role=Role.TOKEN_EMBEDDING, axes=("vocab", "embed")),
-    "query": _block(Role.QUERY, ("embed", "heads", "head_dim"), ("embed",)),
-    "key": _block(Role.KEY, ("embed", "kv_heads", "head_dim"), ("embed",)),
-    "value": _block(Role.VALUE, ("embed", "kv_heads", "head_dim"), ("embed",)),
-    "attention out": _block(Role.ATTENTION_OUT, ("heads", "head_dim", "embed"), ("heads", "head_dim")),
-    "MLP in": _block(Role.MLP_IN, ("embed", "mlp"), ("embed",)),
-    "MLP out": _block(Role.MLP_OUT, ("mlp", "embed"), ("mlp",)),
-    "readout": ParamSpec(role=Role.READOUT, axes=("embed", "vocab"), fan_in=("embed",)),
+    spec.role.value.replace("token_", "").replace("mlp_", "MLP ").replace("_", " "): spec for spec in MATRICES.values()
 }
 """The matrices of the model, by the names of the report."""
 

@@ -98,6 +98,17 @@ class ParamSpec:
             raise PresetError(f"{self.role.value}: a matrix needs fan_in, the names of the axes it sums over")
 
     @property
+    def stacked(self) -> bool:
+        """Whether the first axis counts the blocks of a residual stack, each with its own numbers."""
+        return self.axes[:1] == ("layers",)
+
+    @property
+    def bias(self) -> ParamSpec:
+        """The declaration of this matrix' bias: one number per output."""
+        axes = ("layers", *self.fan_out) if self.stacked else self.fan_out
+        return ParamSpec(role=Role.BIAS, axes=axes, in_block=self.in_block, of=self.role)
+
+    @property
     def fan_out(self) -> tuple[str, ...]:
         """Axes of the output: those that are neither summed over nor stacked layers."""
         return tuple(axis for axis in self.axes if axis not in self.fan_in and axis != "layers")
@@ -108,3 +119,21 @@ class ParamSpec:
         parts = ["block"] if self.in_block else []
         parts += [self.of.value] if self.of else []
         return ".".join([*parts, self.role.value])
+
+
+def block_matrix(role: Role, axes: tuple[str, ...], fan_in: tuple[str, ...]) -> ParamSpec:
+    """A matrix of the residual stack, one of which every layer has."""
+    return ParamSpec(role=role, axes=("layers", *axes), fan_in=fan_in, in_block=True)
+
+
+MATRICES = {
+    "token": ParamSpec(role=Role.TOKEN_EMBEDDING, axes=("vocab", "embed")),
+    "block.attention.query": block_matrix(Role.QUERY, ("embed", "heads", "head_dim"), ("embed",)),
+    "block.attention.key": block_matrix(Role.KEY, ("embed", "kv_heads", "head_dim"), ("embed",)),
+    "block.attention.value": block_matrix(Role.VALUE, ("embed", "kv_heads", "head_dim"), ("embed",)),
+    "block.attention.out": block_matrix(Role.ATTENTION_OUT, ("heads", "head_dim", "embed"), ("heads", "head_dim")),
+    "block.mlp.up": block_matrix(Role.MLP_IN, ("embed", "mlp"), ("embed",)),
+    "block.mlp.down": block_matrix(Role.MLP_OUT, ("mlp", "embed"), ("mlp",)),
+    "readout": ParamSpec(role=Role.READOUT, axes=("embed", "vocab"), fan_in=("embed",)),
+}
+"""The matrices of a transformer, by name: what limits are worked out for and the zoo's models are made of."""

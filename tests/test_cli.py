@@ -257,8 +257,8 @@ def test_a_wrong_flag(words: str, said: str, capsys: Capture) -> None:
         ("--model.mlp-ratio 0", "model.mlp_ratio is 0.0"),
         ("--model.head-dim 7", "write head_dim 8"),
         ("--model gpt3", "did you mean gpt2"),
-        ("--model vit-s16", "the data python_corpus needs a decoder and model is a vit"),
-        ("--data.name digits", "the data digits needs a vit and model is a decoder"),
+        ("--model vit-s16", "the data python_corpus is tokens and the model, a vit, reads images"),
+        ("--data.name digits", "the data digits is images and the model, a decoder, reads tokens"),
         ("--preset mop", "did you mean 'mup'?"),
         ("--preset mup:mine", "the preset mup has no tuned constants named 'mine'; write mup"),
         ("--preset.name=mup:mine", "no tuned constants named 'mine'"),
@@ -355,11 +355,11 @@ def test_a_config_checks_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "family"),
-    [("text:/some/file.txt", "decoder"), ("images:/some/folder", "vit"), ("c4/en:3.0.1", "decoder"), ("my_set", None)],
+    ("name", "task"),
+    [("text:/some/file.txt", "tokens"), ("images:/some/folder", "images"), ("c4/en:3.0.1", "tokens"), ("my_set", None)],
 )
-def test_the_family_that_data_needs(name: str, family: str | None) -> None:
-    assert DataConfig(name=name, batch_size=1).family == family
+def test_the_task_that_data_is_for(name: str, task: str | None) -> None:
+    assert DataConfig(name=name, batch_size=1).task == task
 
 
 # Addresses

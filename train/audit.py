@@ -80,7 +80,8 @@ def unrequired(program: Program, found: Iterable[Collective]) -> list[str]:
     """Mesh axes over which the layer loop sends more than it must."""
     allowed, sent = required(program), defaultdict(float)
     # The compiler may take one layer out of the loop.
-    layers = {program.config.model.depth, program.config.model.depth - 1}
+    depth = program.definition.sizes["layers"]
+    layers = {depth, depth - 1}
     names: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for one in found:
         if layers & set(one.trips):
@@ -105,8 +106,10 @@ def required(program: Program) -> dict[tuple[str, ...], float]:
     # Every device of a group sums its own gradient, which may be in float32.
     gradients = numbers * 4 * config.accumulation_steps
     rows = config.data.batch_size / (mesh["data"] * mesh["fsdp"])
-    stream = rows * model.seq_len / mesh["sequence"] * model.width * model.depth * itemsize
-    keys = 2 * rows * model.seq_len * model.kv_heads * model.heads_dim * model.depth * itemsize
+    sizes = defaultdict(int, program.definition.sizes)
+    positions = rows * sizes["position"] * sizes["layers"] * itemsize
+    stream = positions / mesh["sequence"] * sizes["embed"]
+    keys = 2 * positions * sizes["kv_heads"] * sizes["head_dim"]
     allowed: dict[tuple[str, ...], float] = {
         ("fsdp",): (2 + again) * weights + gradients,
         # Two sums forward and two backward; heads that do not divide the axis cost a gather more each.
@@ -124,6 +127,6 @@ def required(program: Program) -> dict[tuple[str, ...], float]:
 
 def _small(program: Program) -> float:
     """Norm gains, biases and row statistics: a few vectors per layer and position."""
-    model = program.config.model
-    rows = program.config.data.batch_size * model.seq_len
-    return 64.0 * model.depth * program.config.accumulation_steps * (model.width + rows / program.mesh.size)
+    config, sizes = program.config, program.definition.sizes
+    rows = config.data.batch_size * sizes["position"]
+    return 64.0 * sizes["layers"] * config.accumulation_steps * (sizes["embed"] + rows / program.mesh.size)

@@ -99,7 +99,7 @@ def squares(grads: Arrays, specs: Mapping[str, ParamSpec]) -> jax.Array:
     """
     sums = []
     for name in [name for name in specs if name in grads]:  # `grads` has another order inside a jitted function
-        axes = tuple(range(int(_stacked(specs[name])), grads[name].ndim))
+        axes = tuple(range(int(specs[name].stacked), grads[name].ndim))
         sums.append(jnp.ravel(jnp.sum(jnp.square(grads[name].astype(jnp.float32)), axis=axes)))
     return jnp.concatenate(sums)
 
@@ -115,7 +115,7 @@ def culprit(squares: np.ndarray, specs: Mapping[str, ParamSpec], shapes: Mapping
     places = [
         (name, layer)
         for name, spec in specs.items()
-        for layer in (range(shapes[name].shape[0]) if _stacked(spec) else (None,))
+        for layer in (range(shapes[name].shape[0]) if spec.stacked else (None,))
     ]
     bad = [place for place, value in zip(places, squares, strict=True) if not np.isfinite(value)]
     if not bad:
@@ -124,10 +124,6 @@ def culprit(squares: np.ndarray, specs: Mapping[str, ParamSpec], shapes: Mapping
     where = f"{name} (role {specs[name].role.value}" + (")" if layer is None else f", layer {layer})")
     count = len({name for name, _ in bad})
     return where if count == 1 else f"{where}, the first of {count} parameters of {len(specs)}"
-
-
-def _stacked(spec: ParamSpec) -> bool:
-    return spec.axes[:1] == ("layers",)
 
 
 class BadNumbers(Exception):

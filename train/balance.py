@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import presets
-from presets import Preset, PresetError, Role, Scales
+from presets import ParamSpec, Preset, PresetError, Role, Scales
 from presets.measured import Measured, Table, measured
 from presets.rule import Number
 from train import optimizer as chains
@@ -130,7 +130,7 @@ def moment(
     def flow(grads: Arrays) -> Arrays:
         updates = unit(grads)
         rates = balanced(definition, parts_of(definition, grads, updates))
-        return {n: -rows(_fit(rates[s.group], s.axes), updates[n]) * updates[n] for n, s in definition.specs.items()}
+        return {n: -rows(_fit(rates[s.group], s), updates[n]) * updates[n] for n, s in definition.specs.items()}
 
     speeds, grads = of_model(definition, params, factors, batch, flow, centered=centered)
     return speeds, parts_of(definition, grads, unit(grads))
@@ -172,7 +172,7 @@ def parts_of(definition: Definition, grads: Arrays, updates: Arrays) -> Parts:
     slopes: dict[str, jax.Array] = {}
     for name, spec in definition.specs.items():
         g, u = (x[name].astype(jnp.float32) for x in (grads, updates))
-        layers = g.shape[0] if spec.axes[:1] == ("layers",) else 1
+        layers = g.shape[0] if spec.stacked else 1
         for total, product in ((squares, g * g), (slopes, g * u)):
             total[spec.group] = total.get(spec.group, jnp.zeros(layers)) + jnp.sum(product.reshape(layers, -1), axis=1)
     return Parts({group: jnp.sqrt(square) for group, square in squares.items()}, slopes)
@@ -193,8 +193,8 @@ def _check_gradients(parts: Parts) -> None:
                 )
 
 
-def _fit(rate: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    return rate if axes[:1] == ("layers",) else rate[0]
+def _fit(rate: jax.Array, spec: ParamSpec) -> jax.Array:
+    return rate if spec.stacked else rate[0]
 
 
 def _with_output(definition: Definition, factors: Factors, scale: float) -> Factors:

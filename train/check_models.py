@@ -6,13 +6,15 @@ import dataclasses
 
 import numpy as np
 
-from zoo.configs import ConfigError, DecoderConfig, ModelConfig, ViTConfig
+from zoo.families import ConfigError, ModelConfig
+from zoo.transformer import TransformerConfig, transformer
 
 _WIDTH, _HEADS, _DEPTH, _POSITIONS, _VOCAB, _EXAMPLES = 64, 4, 2, 16, 64, 8
 
 
-def smallest(model: ModelConfig) -> ModelConfig:
+def smallest(model: ModelConfig) -> TransformerConfig:
     """The model's structure at the check's smallest size: width 64, 4 heads, depth 2, 16 positions."""
+    model = transformer(model, "growing one size")
     kv = None if model.num_kv_heads is None else max(1, _HEADS * model.kv_heads // model.num_heads)
     mlp_ratio = round(model.mlp_ratio * _WIDTH) / _WIDTH
     shared = {
@@ -25,12 +27,11 @@ def smallest(model: ModelConfig) -> ModelConfig:
         # A few steps of small models: what takes time is compiling them.
         "compute": dataclasses.replace(model.compute, layers="scan"),
     }
-    if isinstance(model, DecoderConfig):
-        return dataclasses.replace(model, **shared, vocab_size=_VOCAB, seq_len=_POSITIONS, centered=False)
-    return dataclasses.replace(model, **shared, image_size=8, patch_size=2, centered=False)
+    inputs = {"tokens": {"vocab_size": _VOCAB, "seq_len": _POSITIONS}, "images": {"image_size": 8, "patch_size": 2}}
+    return dataclasses.replace(model, **shared, **inputs[model.task], centered=False)
 
 
-def series(model: ModelConfig, axis: str, count: int) -> list[ModelConfig]:
+def series(model: ModelConfig, axis: str, count: int) -> list[TransformerConfig]:
     """`count` models from the smallest on, one size doubling.
 
     Args:
@@ -41,7 +42,7 @@ def series(model: ModelConfig, axis: str, count: int) -> list[ModelConfig]:
     return [_grown(smallest(model), axis, doublings) for doublings in range(count)]
 
 
-def _grown(model: ModelConfig, axis: str, doublings: int) -> ModelConfig:
+def _grown(model: TransformerConfig, axis: str, doublings: int) -> TransformerConfig:
     by = 2**doublings
     match axis:
         case "depth":
@@ -64,14 +65,15 @@ def _grown(model: ModelConfig, axis: str, doublings: int) -> ModelConfig:
 def batch(model: ModelConfig) -> dict[str, np.ndarray]:
     """Random inputs with random labels, from a fixed seed: what every size trains on."""
     rng = np.random.default_rng(0)
-    if isinstance(model, ViTConfig):
-        shape = (2 * _EXAMPLES, model.image_size, model.image_size, model.channels)
-        targets = rng.integers(0, model.num_classes, shape[0]).astype(np.int32)
+    outputs, example = model.sizes()[model.output_axis], model.example()["inputs"].shape
+    if model.task == "images":
+        shape = (2 * _EXAMPLES, *example)
+        targets = rng.integers(0, outputs, shape[0]).astype(np.int32)
         return {
             "inputs": rng.standard_normal(shape).astype(np.float32),
             "targets": targets,
             "weights": np.ones(shape[0], np.float32),
         }
-    tokens = rng.integers(0, model.vocab_size, (_EXAMPLES, model.seq_len + 1)).astype(np.int32)
-    weights = np.ones((_EXAMPLES, model.seq_len), np.float32)
+    tokens = rng.integers(0, outputs, (_EXAMPLES, example[0] + 1)).astype(np.int32)
+    weights = np.ones((_EXAMPLES, *example), np.float32)
     return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}

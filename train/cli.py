@@ -214,7 +214,7 @@ def _check_read(config: Config, argv: Sequence[str]) -> None:
     given = {word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")}
     opt, data = config.optimizer, config.data
     adam, heavy_ball = opt.name in ("adam", "adamw", "muon"), opt.name in ("sgd", "momentum", "muon")
-    tokens = data.family == "decoder"
+    tokens = data.task == "tokens"
     unread = {
         "b1": (not adam and opt.name != "lion", "--optimizer.name adamw"),
         "b2": (not adam and opt.name != "lion", "--optimizer.name adamw"),
@@ -232,7 +232,7 @@ def _check_read(config: Config, argv: Sequence[str]) -> None:
             raise ConfigError(f"{flag} is not read by {by}; leave it out, or write {instead}")
     for flag, ignored in {
         "--data.split": data.name != "digits",
-        "--data.tokenizer": data.family == "vit",
+        "--data.tokenizer": data.task == "images",
         "--data.augment": tokens or data.name == "shapes",
         "--data.no-augment": tokens or data.name == "shapes",
     }.items():

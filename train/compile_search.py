@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import typing
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ from train.config import Config, MeshConfig
 from train.mesh import MeshError
 from train.program import Program, assemble
 from zoo import flops
-from zoo.configs import ComputeConfig, DecoderConfig
+from zoo.configs import ComputeConfig
 
 MOST_TENSOR = 16
 """Widest tensor axis tried: beyond it a layer's sums over activations take longer than its products on every chip here."""
@@ -145,15 +146,16 @@ def _estimate(program: Program, chip: Chip, slices: int) -> float:
     """Seconds of a step: products, and what the mesh must send, where the two do not overlap by a tenth."""
     config, mesh = program.config, dict(program.mesh.shape)
     model, devices = config.model, program.mesh.size
-    length = model.seq_len if isinstance(model, DecoderConfig) else 1
     passes = 1 + _RECOMPUTED[model.compute.remat] / 3
-    compute = flops.train_flops(model) * config.data.batch_size * length * passes / devices / chip.peak_flops
+    compute = flops.train_flops(model) * config.data.batch_size * model.units * passes / devices / chip.peak_flops
 
     weights = 2 * program.definition.count() / mesh["tensor"]
     gathered = (2 + _RECOMPUTED[model.compute.remat]) * weights * config.accumulation_steps
     rows = config.data.batch_size / (mesh["data"] * mesh["fsdp"])
-    stream = 2 * rows * model.seq_len / mesh["sequence"] * model.width * model.depth
-    keys = 4 * rows * model.seq_len * model.kv_heads * model.heads_dim / mesh["tensor"] * model.depth
+    sizes = defaultdict(int, program.definition.sizes)
+    positions = rows * sizes["position"] * sizes["layers"]
+    stream = 2 * positions / mesh["sequence"] * sizes["embed"]
+    keys = 4 * positions * sizes["kv_heads"] * sizes["head_dim"] / mesh["tensor"]
     ring = {axis: (size - 1) / size for axis, size in mesh.items()}
     sent = (
         ring["fsdp"] * (gathered + 2 * weights)

@@ -20,7 +20,6 @@ from train.program import Program, assemble
 from train.traced_flops import causal_share, matmul_flops
 from zoo import flops
 from zoo.attend import BLOCKS
-from zoo.configs import DecoderConfig
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([KMGT]?)"
@@ -64,8 +63,7 @@ class Compiled:
         """FLOPs that the model needs for a step, counted from its sizes (see `zoo.flops`): what utilization is of."""
         config = self.program.config
         model = config.model
-        length = model.seq_len if isinstance(model, DecoderConfig) else 1
-        return flops.train_flops(model) * config.data.batch_size * length
+        return flops.train_flops(model) * config.data.batch_size * model.units
 
     def collectives(self) -> list[collectives.Collective]:
         """Every collective of a step."""
@@ -152,7 +150,7 @@ def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
     program = assemble(config, topology.devices(name, slices))
     traced = program.trace_train()
     model = config.model
-    causal = causal_share(model.seq_len, BLOCKS[0]) if isinstance(model, DecoderConfig) else 1.0
+    causal = causal_share(model.sizes()["position"], BLOCKS[0]) if model.causal else 1.0
     counted = matmul_flops(traced.jaxpr, causal)
     lowered = traced.lower()
     began = time.monotonic()

@@ -18,6 +18,7 @@ from train import sizes
 from train.config_devices import DistributedConfig, MeshConfig, at_least, check_local
 from zoo.configs import CONFIGS, ConfigError, ModelConfig
 from zoo.configs import get as get_model
+from zoo.families import Task
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,17 +129,16 @@ class DataConfig:
             check_local(f"data.{name}", getattr(self, name))
 
     @property
-    def family(self) -> str | None:
-        """Family of the models that read this data, vit or decoder; None where only the dataset itself can tell."""
+    def task(self) -> Task | None:
+        """What models of this data read, tokens or images; None where only the dataset itself can tell."""
         source = self.name.partition(":")[0].partition("/")[0]
-        return _FAMILY_OF_DATA.get(source)
+        return next((task for task, sources in _SOURCES.items() if source in sources), None)
 
 
-_FAMILY_OF_DATA = {
-    "python_corpus": "decoder", "text": "decoder", "c4": "decoder", "lm1b": "decoder", "wiki40b": "decoder",
-    "digits": "vit", "shapes": "vit", "images": "vit", "cifar5m": "vit", "mnist": "vit", "cifar10": "vit", "cifar100": "vit",
-    "imagenet2012": "vit",
-}  # fmt: skip
+_SOURCES: dict[Task, tuple[str, ...]] = {
+    "tokens": ("python_corpus", "text", "c4", "lm1b", "wiki40b"),
+    "images": ("digits", "shapes", "images", "cifar5m", "mnist", "cifar10", "cifar100", "imagenet2012"),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -326,11 +326,12 @@ class Config:
                 f"optimizer.warmup_steps {opt.warmup_steps} and optimizer.decay_steps {opt.decay_steps} are more than "
                 f"the {self.steps} steps of the run; write decay_steps {max(1, self.steps - opt.warmup_steps)} or fewer"
             )
-        wanted = self.data.family
-        if wanted not in (None, self.model.family):
+        wanted = self.data.task
+        if wanted not in (None, self.model.task):
+            named = [name for name, model in CONFIGS.items() if model.task == wanted]
             raise ConfigError(
-                f"the data {self.data.name} needs a {wanted} and model is a {self.model.family}; "
-                f"write another data.name, or one of these models: {', '.join(_named(wanted))}"
+                f"the data {self.data.name} is {wanted} and the model, a {self.model.family}, reads {self.model.task}; "
+                f"write another data.name, or one of these models: {', '.join(named)}"
             )
 
     @property
@@ -345,10 +346,6 @@ class Config:
             workdir=self.workdir or str(Path("runs") / self.recipe),
             data=dataclasses.replace(self.data, eval_batch_size=self.data.eval_batch_size or self.data.batch_size),
         )
-
-
-def _named(family: str) -> list[str]:
-    return [name for name, model in CONFIGS.items() if model.family == family]
 
 
 def preset_of(config: Config) -> presets.Preset:
@@ -370,9 +367,10 @@ def preset_for(given: PresetConfig, model: ModelConfig) -> presets.Preset:
     else:
         named = get_model(given.base)
         if named.family != model.family:
+            alike = [name for name, other in CONFIGS.items() if other.family == model.family]
             raise ConfigError(
                 f"preset.base {given.base} is a {named.family} and the model a {model.family}; "
-                f"write one of {', '.join(_named(model.family))}, or None for the absolute form"
+                f"write one of {', '.join(alike) or 'its sizes, as embed=64,layers=2'}, or None for the absolute form"
             )
         base = named.base_sizes()
     flags = {name: getattr(given, name) for name in ("alpha_a", "alpha_l", "gamma0", "beta0")}

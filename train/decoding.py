@@ -19,9 +19,9 @@ from train.sampling import DecodingError, Sampling
 from train.step import Run
 from zoo import cache as caches
 from zoo import partition
-from zoo.configs import DecoderConfig
 from zoo.definition import Arrays, Definition
 from zoo.param import multiplied
+from zoo.transformer import TransformerConfig
 
 MOST = 64
 """Tokens that the devices make before the host looks at them, at most."""
@@ -77,7 +77,7 @@ class Generator:
     def __init__(
         self,
         definition: Definition,
-        model: DecoderConfig,
+        model: TransformerConfig,
         params: Arrays,
         numbers: Run,
         *,
@@ -122,7 +122,7 @@ class Generator:
         prompt = np.asarray(prompt)
         if prompt.ndim != 1 or prompt.size == 0 or not np.issubdtype(prompt.dtype, np.integer):
             raise DecodingError(f"a prompt is at least one token; this one is {prompt.dtype} of shape {prompt.shape}")
-        limit, key = self._model.seq_len, jax.random.key(seed)
+        limit, key = self._model.sizes()["position"], jax.random.key(seed)
         text_BT = np.broadcast_to(prompt.astype(np.int32), (self.samples, prompt.size))[:, -limit:]
         said, made, held, count = None, 0, limit, 1
         while made < length:

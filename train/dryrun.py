@@ -12,7 +12,6 @@ from presets import terminal
 from train.config import Config
 from train.program import Program, assemble
 from zoo import flops
-from zoo.configs import DecoderConfig
 
 
 def run(config: Config) -> int:
@@ -60,16 +59,13 @@ def _number(number: np.ndarray) -> str:
 
 def _costs(program: Program) -> str:
     config, model = program.config, program.config.model
-    unit, per_step = ("token", config.data.batch_size * model.seq_len) if isinstance(model, DecoderConfig) else (
-        "image", config.data.batch_size)  # fmt: skip
+    unit, per_step = model.unit, config.data.batch_size * model.units
     train_flops = flops.train_flops(model)
     mesh = " x ".join(f"{axis} {size}" for axis, size in program.mesh.shape.items() if size > 1) or "one device"
     rows = {
         "parameters": f"{program.definition.count():,}"
         + (f", {program.frozen:,} of them frozen" if program.frozen else ""),
-        "batch": f"{config.data.batch_size} x {model.seq_len} tokens"
-        if unit == "token"
-        else f"{config.data.batch_size} images",
+        "batch": f"{config.data.batch_size} {f'x {model.units} ' if model.units > 1 else ''}{unit}s",
         "steps": f"{config.steps:,}, {config.steps * per_step:,} {unit}s",
         "FLOPs": f"{train_flops:.3g} per {unit}, {train_flops * per_step * config.steps:.3g} in all",
         "mesh": f"{mesh} ({program.mesh.devices.flat[0].device_kind})",

@@ -87,7 +87,7 @@ def init_stds(preset: Preset, definition: Definition) -> Numbers:
 
 
 def _number(value: Number, spec: ParamSpec, definition: Definition) -> np.ndarray:
-    shape = (definition.sizes["layers"],) if spec.axes[:1] == ("layers",) else ()
+    shape = (definition.sizes["layers"],) if spec.stacked else ()
     if np.shape(value) not in ((), shape):
         raise PresetError(f"{spec.group}: {np.size(value)} numbers for a parameter of {shape or 'no'} layers")
     return np.broadcast_to(np.asarray(value, np.float32), shape).copy()

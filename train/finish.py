@@ -14,8 +14,8 @@ from train.data import Data
 from train.decoding import Generator
 from train.program import Program
 from train.step import Run, logits_of
-from zoo.configs import DecoderConfig
 from zoo.definition import Arrays
+from zoo.transformer import TransformerConfig, transformer
 
 _PROMPT = "def "
 _SAMPLE_TOKENS = 400
@@ -52,12 +52,12 @@ def leave(
     relative = f"relative to {config.preset.base}" if config.preset.base else "in absolute form"
     preset = f"{program.preset.label}, {relative}"
     files = [folder / metrics.FILE_NAME]
-    if config.log.samples and isinstance(config.model, DecoderConfig):
+    if config.log.samples and config.model.generates:
         files.append(folder / "sample.txt")
-        text = _sample(program, config.model, data, params, numbers)
+        text = _sample(program, transformer(config.model, "writing a sample"), data, params, numbers)
         if leader:
             _show(text, files[-1], console)
-    elif config.log.samples:
+    elif config.log.samples and config.model.task == "images":
         files.append(folder / "predictions.png")
         logits = jax.jit(
             lambda params, numbers, inputs: logits_of(program.definition, params, numbers, inputs),
@@ -86,7 +86,7 @@ def leave(
     )
 
 
-def _sample(program: Program, model: DecoderConfig, data: Data, params: Arrays, numbers: Run) -> str:
+def _sample(program: Program, model: TransformerConfig, data: Data, params: Arrays, numbers: Run) -> str:
     """A short prompt, continued."""
     generator = Generator(program.definition, model, params, numbers, layout=program.layout)
     prompt = data.encode(_PROMPT)

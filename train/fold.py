@@ -51,7 +51,7 @@ def scales(definition: Definition, factors: Factors) -> Scales:
     does not show that, so whoever folds such a model must compare the two scales itself.
     """
     forward = {kind: _factor(definition, factors, kind) for kind in ("logits", "branch", "skip", "readout")}
-    query = forward["logits"] * definition.sizes["head_dim"] ** 0.5
+    query = forward["logits"] * definition.sizes.get("head_dim", 1) ** 0.5
     normalized = any(spec.role is Role.NORM_GAIN and spec.of is Role.QUERY for spec in definition.specs.values())
     branch = forward["branch"] / np.cumprod(forward["skip"].reshape(-1)).reshape(forward["skip"].shape)
     found: Scales = {}

@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
         if getattr(args, name) < least:
             raise DecodingError(f"--{name} is {getattr(args, name)}; write a whole number of at least {least}")
     found = trained.find(args.workdir, args.step, args.ema)
-    if found.config.model.family != "decoder":
+    if not found.config.model.generates:
         raise WorkdirError(f"the run in {args.workdir} trained a {found.config.model.family}; only decoders write text")
     import numpy as np
 

@@ -30,7 +30,7 @@ from train import carry, grow_axes
 from train.carry import Move
 from train.grow_axes import GROWN
 from train.init_plan import Row, Side, check_carried, role_of
-from zoo.configs import DecoderConfig, ModelConfig
+from zoo.transformer import TransformerConfig, transformer
 from zoo.weights import Params
 
 EMBEDS = (Role.TOKEN_EMBEDDING, Role.PATCH_EMBEDDING, Role.POSITION)
@@ -65,7 +65,7 @@ def plan(there: Side, here: Side) -> Growth:
         GrowError: the other is no larger form of it, or the function could not be kept and need not be lost; the text says
             which field, and what to write.
     """
-    before, after = there.model, here.model
+    before, after = (transformer(side.model, "growth") for side in (there, here))
     axes = grow_axes.axes(before, after)
     check_carried(there, here)
     exact, notes = _notes(before, after, axes)
@@ -77,7 +77,7 @@ def plan(there: Side, here: Side) -> Growth:
             axes.of(spec, axis, size)
             for axis, size in zip(spec.axes, here.definition.abstract[name].shape, strict=True)
         )
-        layers = along[0] if spec.axes[:1] == ("layers",) else None
+        layers = along[0] if spec.stacked else None
         scale = _scale(spec, before, after) * carry.ratio(there.scales[name], here.scales[name], layers)
         moves[name] = Move(
             source=name,
@@ -93,7 +93,7 @@ def plan(there: Side, here: Side) -> Growth:
     return Growth(moves, rows, notes, silent)
 
 
-def _scale(spec: ParamSpec, before: ModelConfig, after: ModelConfig) -> float:
+def _scale(spec: ParamSpec, before: TransformerConfig, after: TransformerConfig) -> float:
     """What an entry is taken times in the plain network."""
     wider, role = (before.width / after.width) ** 0.5, spec.of or spec.role
     scale = 1.0
@@ -107,7 +107,7 @@ def _scale(spec: ParamSpec, before: ModelConfig, after: ModelConfig) -> float:
     return scale / wider if spec.role is Role.BIAS and spec.of is Role.NORM_GAIN else scale
 
 
-def _centred(spec: ParamSpec, name: str, before: ModelConfig, after: ModelConfig):
+def _centred(spec: ParamSpec, name: str, before: TransformerConfig, after: TransformerConfig):
     """Takes the mean over the stream out of what writes it, which no LayerNorm sees, nor any gradient."""
     role = spec.of or spec.role
     writes = role in (*EMBEDS, *OUTS) and spec.axes[-1] == "embed"
@@ -127,10 +127,10 @@ def _silent(spec: ParamSpec, along: Sequence[np.ndarray]) -> np.ndarray | None:
     return sides["layers"] & sides["kv_heads"] & ~sides["head_dim"]
 
 
-def _notes(before: ModelConfig, after: ModelConfig, axes: grow_axes.Axes) -> tuple[bool, list[str]]:
+def _notes(before: TransformerConfig, after: TransformerConfig, axes: grow_axes.Axes) -> tuple[bool, list[str]]:
     """Whether a wider stream is exact, and what is not."""
     notes, ratio = list(axes.notes), after.width / before.width
-    tied = isinstance(before, DecoderConfig) and before.tied
+    tied = before.tied_readout
     if ratio > 1 and tied and before.norm == "layernorm":
         notes.append(
             "a wider stream under LayerNorm needs token embeddings of mean 0, and as a tied readout these need their mean: "

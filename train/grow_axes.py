@@ -8,7 +8,7 @@ import numpy as np
 
 from presets import ParamSpec, Role
 from train.carry import Index, first
-from zoo.configs import DecoderConfig, ModelConfig
+from zoo.transformer import TransformerConfig
 
 SIZES = {
     "width": "embed", "depth": "layers", "num_heads": "heads", "kv_heads": "kv_heads", "heads_dim": "head_dim", "mlp_dim": "mlp",
@@ -45,7 +45,7 @@ class Axes:
         return self.along.get(axis, np.arange(size))
 
 
-def axes(before: ModelConfig, after: ModelConfig) -> Axes:
+def axes(before: TransformerConfig, after: TransformerConfig) -> Axes:
     """How the axes of two models correspond.
 
     Raises:
@@ -58,7 +58,7 @@ def axes(before: ModelConfig, after: ModelConfig) -> Axes:
     return Axes({**along, "heads": heads, "kv_heads": kv_heads}, rotated, copies, notes)
 
 
-def _check(before: ModelConfig, after: ModelConfig) -> None:
+def _check(before: TransformerConfig, after: TransformerConfig) -> None:
     if before.family != after.family:
         raise GrowError(f"the checkpoint is a {before.family} and --to a {after.family}; name a model of its family")
     if before.centered:
@@ -85,13 +85,13 @@ def _check(before: ModelConfig, after: ModelConfig) -> None:
             f"the old ones are divided by; keep head_dim {before.heads_dim} and add heads"
         )
     wider = after.width != before.width
-    if wider and isinstance(before, DecoderConfig) and before.tied and not before.norm_gain:
+    if wider and before.tied_readout and not before.norm_gain:
         raise GrowError(
             "a wider stream needs a norm gain before a tied readout, and this model has none; keep its width"
         )
 
 
-def _heads(before: ModelConfig, after: ModelConfig) -> tuple[Index, Index, int]:
+def _heads(before: TransformerConfig, after: TransformerConfig) -> tuple[Index, Index, int]:
     """Indices of query and key heads, each query head with its own key head as before."""
     there, here = before.num_heads // before.kv_heads, after.num_heads // after.kv_heads
     copies = max(1, there // here)
@@ -111,25 +111,21 @@ def _heads(before: ModelConfig, after: ModelConfig) -> tuple[Index, Index, int]:
     return heads, kv_heads, copies
 
 
-def _rotated(before: ModelConfig, after: ModelConfig) -> tuple[Index, list[str]]:
+def _rotated(before: TransformerConfig, after: TransformerConfig) -> tuple[Index, list[str]]:
     """Index of a head's entries that positions turn: pair i of N/2 turns theta^(-2i/N) a position, and keeps doing so."""
     small, large = before.heads_dim, after.heads_dim
-    rotary = isinstance(before, DecoderConfig) and isinstance(after, DecoderConfig) and before.positions == "rotary"
-    if not rotary:
+    theta, new_theta = before.rotary_theta, after.rotary_theta
+    if theta is None or new_theta is None:
         return first(small, large), []
-    assert isinstance(before, DecoderConfig)
-    assert isinstance(after, DecoderConfig)
-    turns, grown = (-np.arange(n // 2) / (n // 2) * np.log(m.rope_theta) for n, m in ((small, before), (large, after)))
+    turns, grown = (-np.arange(n // 2) / (n // 2) * np.log(base) for n, base in ((small, theta), (large, new_theta)))
     pairs = np.abs(turns[:, None] - grown[None]).argmin(1)
     if len(set(pairs)) < len(pairs):
-        raise GrowError(
-            f"rope_theta {after.rope_theta} has no {small // 2} frequencies near those of {before.rope_theta}; keep it"
-        )
+        raise GrowError(f"rope_theta {new_theta} has no {small // 2} frequencies near those of {theta}; keep it")
     index = np.full(large, -1)
     index[pairs], index[pairs + large // 2] = np.arange(small // 2), np.arange(small // 2) + small // 2
     if np.allclose(turns, grown[pairs], atol=1e-6):
         return index, []
-    fitting = before.rope_theta ** (large / small)
+    fitting = theta ** (large / small)
     return index, [
         f"rotary pairs of head_dim {large} turn at other frequencies than those of {small}: the function changes "
         f"(a multiple of {small}, or --set rope_theta={fitting:.10g}, keeps it)"

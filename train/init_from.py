@@ -130,7 +130,7 @@ def placed(value: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
 
 def _notes(source: Source, config: Config) -> list[str]:
     found = []
-    if source.run is not None and config.data.family == "decoder":
+    if source.run is not None and config.data.task == "tokens":
         there, here = source.run[0].data.tokenizer, config.data.tokenizer
         if there != here:
             found.append(

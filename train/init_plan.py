@@ -8,7 +8,6 @@ is refused unless the command line names it.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,8 +18,8 @@ from train import carry, fold, positions
 from train.carry import Move
 from train.config import InitConfig
 from train.patterns import chosen
-from zoo.configs import DecoderConfig, ModelConfig, ViTConfig
 from zoo.definition import Definition
+from zoo.families import ModelConfig
 
 RESIZABLE = ("position", "vocab", "classes")
 """Axes whose first entries can be kept (of images' positions: the grid interpolated)."""
@@ -148,7 +147,7 @@ def _check_models(there: ModelConfig, here: ModelConfig, allowed: Sequence[str])
 
 def check_carried(there: Side, here: Side) -> None:
     """What no parameter can carry must be the same on both sides."""
-    if here.model.qk_norm and not here.model.norm_gain and there.logits != here.logits:
+    if not here.model.absorbs_logit_scale and there.logits != here.logits:
         raise InitError(
             f"attention logits are taken times {there.logits!r:.60} there and {here.logits!r:.60} here, and where queries are normalized "
             "without gains (model.qk_norm) no parameter can carry the difference; take the source's preset and base"
@@ -170,7 +169,7 @@ def _move(
     scale = carry.ratio(there.scales[source], here.scales[name])
     move = Move(source=source, along=along, scale=scale, transposed=source != name)
     before, after = there.model, here.model
-    if old == shape or not (isinstance(before, ViTConfig) and isinstance(after, ViTConfig)) or name != "position":
+    if old == shape or name != "position" or not (before.position_grid and after.position_grid):
         return move
     return dataclasses.replace(
         move,
@@ -187,9 +186,7 @@ def _said(
     low, high = float(np.min(move.scale)), float(np.max(move.scale))
     times = "" if low == high == 1 else f"x {low:.4g}" + ("" if low == high else f" to {high:.4g}")
     if move.moments_along is not None:
-        sides = [
-            f"{math.isqrt(model.num_patches)}^2" for model in (there.model, here.model) if isinstance(model, ViTConfig)
-        ]
+        sides = [f"{model.position_grid}^2" for model in (there.model, here.model)]
         return "resized", ", ".join(filter(None, [f"bicubic, {' to '.join(sides)} patches", times]))
     if old != shape:
         sizes = [(a, b) for a, b in zip(old, shape, strict=True) if a != b]
@@ -206,7 +203,7 @@ def role_of(spec: ParamSpec) -> str:
 
 
 def _tied_to(model: ModelConfig, name: str) -> str | None:
-    return "token" if name == "readout" and isinstance(model, DecoderConfig) and model.tied else None
+    return "token" if name == "readout" and model.tied_readout else None
 
 
 def _differing(spec: ParamSpec, old: tuple[int, ...], shape: tuple[int, ...]) -> set[str]:

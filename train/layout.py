@@ -16,8 +16,8 @@ from presets import ParamSpec
 from train import rules as rule_tables
 from train.mesh import MeshError
 from train.rules import MAY_STAY_WHOLE, Rules
-from zoo.configs import ModelConfig, ViTConfig
 from zoo.definition import Definition
+from zoo.families import ModelConfig
 from zoo.partition import Axes
 
 
@@ -107,15 +107,10 @@ class MeshLayout:
         Raises:
             MeshError: the positions are not a multiple of the devices that split them.
         """
-        length = model.seq_len
+        length = model.sizes()["position"]
         if not length % self.ways("sequence"):
             return
-        made_of, instead = "", f"--model.seq-len with a multiple of {self.ways('sequence')}"
-        if isinstance(model, ViTConfig):
-            cls = model.pool == "cls"
-            made_of = f" ({model.num_patches} patches{' and the CLS token' if cls else ''})"
-            even = cls and not model.num_patches % self.ways("sequence")
-            instead = "--model.pool mean" if even else "another --model.patch-size"
+        made_of, instead = model.splitting_hint(self.ways("sequence"))
         raise MeshError(
             f"{self._named('sequence')} does not divide the {length} positions{made_of}; "
             f"write {self._fitting('sequence', length)}, or {instead}"

@@ -6,16 +6,20 @@ Compared with what the compiler allocates (`train/compiled.py`), so that neither
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from presets import Role
 from train.loss import CHUNK_LOGITS, LEAST_ROWS
 from train.program import Program, abstract_batch
-from zoo.configs import DecoderConfig
 
 Terms = dict[str, int]
+
+_SPLIT = ("heads", "kv_heads", "mlp")
+"""Axes of activations that a device may have a part of."""
 
 
 def expected(program: Program) -> Terms:
@@ -56,7 +60,7 @@ def _positions(program: Program) -> int:
     """Positions of one microbatch on one device."""
     config, layout = program.config, program.layout
     rows = config.data.batch_size // config.accumulation_steps // layout.ways("batch")
-    return rows * config.model.seq_len // layout.ways("sequence")
+    return rows * program.definition.sizes["position"] // layout.ways("sequence")
 
 
 def _itemsize(program: Program) -> int:
@@ -65,32 +69,41 @@ def _itemsize(program: Program) -> int:
 
 def _per_position(program: Program) -> dict[str, float]:
     """Numbers that one block makes per position on one device, by what they are."""
-    model, layout = program.config.model, program.layout
-    heads = model.num_heads * model.heads_dim / layout.ways("heads")
-    keys = model.kv_heads * model.heads_dim / layout.ways("kv_heads")
-    hidden = model.mlp_dim / layout.ways("mlp")
+    sizes, specs = program.definition.sizes, program.definition.specs.values()
+
+    def numbers(axes: Iterable[str]) -> float:
+        return math.prod(sizes[axis] / (program.layout.ways(axis) if axis in _SPLIT else 1) for axis in axes)
+
+    def outputs(*roles: Role) -> float:
+        return sum(numbers(spec.fan_out) for spec in specs if spec.role in roles)
+
+    def inputs(role: Role) -> float:
+        return sum(numbers(spec.fan_in) for spec in specs if spec.role is role)
+
     return {
-        "stream": model.width,
-        "norms": 2 * model.width,
-        "qkv": heads + 2 * keys,
-        "attended": heads,
-        "middle": model.width,
-        "hidden": (3 if model.gated else 2) * hidden,
+        "stream": sizes["embed"],
+        "norms": 2 * sizes["embed"],
+        "qkv": outputs(Role.QUERY, Role.KEY, Role.VALUE),
+        "attended": inputs(Role.ATTENTION_OUT),
+        "middle": sizes["embed"],
+        "hidden": outputs(Role.MLP_IN),
+        "activated": inputs(Role.MLP_OUT),
     }
 
 
 def _saved(program: Program) -> int:
     """What the forward pass keeps for the backward pass, of all layers."""
     model, made = program.config.model, _per_position(program)
-    hidden = made["hidden"] * (2 / 3 if model.gated else 1 / 2)
     kept = {
         "none": sum(made.values()),
         # Products alone: not their activations, nor norms.
-        "dots": made["stream"] + made["qkv"] + 2 * made["attended"] + made["middle"] + hidden,
+        "dots": made["stream"] + made["qkv"] + 2 * made["attended"] + made["middle"] + made["hidden"],
         "block": made["stream"],
         "offload": 0.0,
     }
-    return int(model.depth * _positions(program) * kept[model.compute.remat] * _itemsize(program))
+    return int(
+        program.definition.sizes["layers"] * _positions(program) * kept[model.compute.remat] * _itemsize(program)
+    )
 
 
 def _loss(program: Program) -> Terms:
@@ -98,36 +111,38 @@ def _loss(program: Program) -> Terms:
     columns = _outputs(program)
     positions = _positions(program)
     model, itemsize = program.config.model, _itemsize(program)
-    rows = positions if isinstance(model, DecoderConfig) else positions // model.seq_len
+    width = program.definition.sizes["embed"]
+    rows = positions * model.units // model.sizes()["position"]
     chunks = math.ceil(rows / max(CHUNK_LOGITS[program.layout.platform] // columns, LEAST_ROWS))
     if model.compute.cross_entropy == "plain":
         chunks = 1
     return {
         "logits": math.ceil(rows / chunks) * columns * (4 + itemsize),
-        "gradient of the features": positions * model.width * itemsize,
-        "readout, whole": model.width * columns * itemsize,
-        "readout's gradient, whole": model.width * columns * 4,
+        "gradient of the features": positions * width * itemsize,
+        "readout, whole": width * columns * itemsize,
+        "readout's gradient, whole": width * columns * 4,
     }
 
 
 def _outputs(program: Program) -> int:
     """Vocabulary or classes on one device."""
     model, layout = program.config.model, program.layout
-    outputs, axis = (model.vocab_size, "vocab") if isinstance(model, DecoderConfig) else (model.num_classes, "classes")
+    axis = model.output_axis
+    outputs = model.sizes()[axis]
     return outputs // layout.ways(axis) if outputs % layout.ways(axis) == 0 else outputs
 
 
 def _backward(program: Program) -> Terms:
     """While the backward pass is in a layer's MLP, with the gradients of the layers behind it."""
-    model, specs = program.config.model, program.definition.specs
+    specs = program.definition.specs
     made = _per_position(program)
     # The hidden layer's gradient lies beside it, as does the stream's.
-    layer = sum(made.values()) + made["hidden"] * (1 / 3 if model.gated else 1 / 2) + model.width - made["norms"] / 2
+    layer = sum(made.values()) + made["activated"] + made["stream"] - made["norms"] / 2
     block = {name: leaf for name, leaf in program.abstract.params.items() if specs[name].in_block}
     whole = sum(leaf.size // leaf.shape[0] for leaf in block.values() if leaf.ndim > 2)
     return {
         "gradients": sum(map(_shard_bytes, block.values())),
-        "readout's gradient, whole": model.width * _outputs(program) * 4,
+        "readout's gradient, whole": program.definition.sizes["embed"] * _outputs(program) * 4,
         "one layer": int(layer * _positions(program) * _itemsize(program)),
         "one layer's weights, whole": whole * _itemsize(program) // program.layout.ways("mlp"),
     }

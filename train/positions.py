@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from zoo.configs import ViTConfig
+from zoo.families import ModelConfig
 
 
-def resized(position_TD: np.ndarray, before: ViTConfig, after: ViTConfig) -> np.ndarray:
+def resized(position_TD: np.ndarray, before: ModelConfig, after: ModelConfig) -> np.ndarray:
     """Positions for another grid.
 
     Args:
@@ -19,17 +19,13 @@ def resized(position_TD: np.ndarray, before: ViTConfig, after: ViTConfig) -> np.
     Returns:
         float32 [T', D]. A grid of the same size keeps its numbers.
     """
-    own = position_TD.shape[0] - _grid(before) ** 2  # the class token's row, first
-    grid_GGD = position_TD[own:].astype(np.float32).reshape(_grid(before), _grid(before), -1)
-    if _grid(before) != _grid(after):
-        shape = (_grid(after), _grid(after), grid_GGD.shape[-1])
+    old, new = before.position_grid, after.position_grid
+    own = position_TD.shape[0] - old**2  # the class token's row, first
+    grid_GGD = position_TD[own:].astype(np.float32).reshape(old, old, -1)
+    if old != new:
+        shape = (new, new, grid_GGD.shape[-1])
         # Smaller grids are filtered before they are sampled (antialias), as timm does it.
         grid_GGD = np.asarray(jax.image.resize(grid_GGD, shape, "bicubic", antialias=True))
     class_row = position_TD[:own] if own else np.zeros_like(position_TD[:1])
-    return np.concatenate([class_row[: after.pool == "cls"], grid_GGD.reshape(-1, grid_GGD.shape[-1])]).astype(
-        np.float32
-    )
-
-
-def _grid(model: ViTConfig) -> int:
-    return model.image_size // model.patch_size
+    class_row = class_row[: after.sizes()["position"] - new**2]
+    return np.concatenate([class_row, grid_GGD.reshape(-1, grid_GGD.shape[-1])]).astype(np.float32)

@@ -68,7 +68,7 @@ class Source(NamedTuple):
     @property
     def logits(self) -> Any:
         """What attention logits are taken times there: a number, or one per layer."""
-        factors, plain = self.preset.get("factors"), self.model.heads_dim**-0.5
+        factors, plain = self.preset.get("factors"), self.model.sizes().get("head_dim", 1) ** -0.5
         return factors.get(LOGITS, plain) if isinstance(factors, dict) else plain
 
 
@@ -136,7 +136,7 @@ def load_weights(path: Path, definition: Definition, factors: Factors) -> dict[s
 def place(source: Source, definition: Definition, factors: Factors) -> dict[str, np.ndarray]:
     """`load_weights` of weights already read."""
     differ = source.logits != logits_of(definition, factors)
-    if source.model.qk_norm and not source.model.norm_gain and differ:
+    if not source.model.absorbs_logit_scale and differ:
         raise WeightsError(
             "queries are normalized without gains (qk_norm): no weight can carry another scale of the logits"
         )
@@ -176,7 +176,7 @@ def _imported(path: Path, record: Mapping[str, Any]) -> Source:
 def logits_of(definition: Definition, factors: Factors) -> Any:
     """What a preset takes attention logits times: a number, or one per layer where they differ."""
     numbers = factors.forward.get(LOGITS)
-    return definition.sizes["head_dim"] ** -0.5 if numbers is None else _plain(numbers)
+    return definition.sizes.get("head_dim", 1) ** -0.5 if numbers is None else _plain(numbers)
 
 
 def whole_state(path: Path, config: Config) -> TrainState:

@@ -16,7 +16,6 @@ import presets
 from presets import constants
 from train.config import PresetConfig
 from train.config_devices import check_words
-from zoo.configs import DecoderConfig
 
 if TYPE_CHECKING:
     from train.pretrained import Source
@@ -111,7 +110,7 @@ def _tokenizer(source: Source, given: Path | None) -> tuple[str | None, Path | N
     """What the run calls its tokenizer, and the file of it."""
     from train.data import cache, corpus, tokenizer
 
-    if given is not None or source.run is None or not isinstance(source.model, DecoderConfig):
+    if given is not None or source.run is None or source.model.task != "tokens":
         return None, given
     config, facts = source.run
     name, data = config.data.tokenizer, config.data.name
@@ -129,12 +128,12 @@ def _tokenizer(source: Source, given: Path | None) -> tuple[str | None, Path | N
 
 
 def _say(source: Source, preset: dict[str, Any]) -> None:
-    from zoo.describe import input_of, si
+    from zoo.describe import si
 
-    model = source.model
+    model, sizes = source.model, source.model.sizes()
     count = si(sum(value.size for value in source.params.values()))
     print(
-        f"{model.family}: width {model.width}, depth {model.depth}, {model.num_heads} heads, {input_of(model)}; {count} parameters"
+        f"{model.family}: width {sizes['embed']}, depth {sizes['layers']}, {sizes['heads']} heads, {model.input_text}; {count} parameters"
     )
     for note in source.notes:
         print(note)

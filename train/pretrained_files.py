@@ -15,6 +15,7 @@ from train.record import model_to_json
 from zoo import huggingface, weights
 from zoo.build import definition
 from zoo.tensorfile import DType, write_tensors
+from zoo.transformer import transformer
 
 
 def check_free(out: Path) -> None:
@@ -81,12 +82,13 @@ def write_huggingface(source: Source, out: Path, dtype: DType, separator: int | 
     Returns:
         config.json.
     """
-    fields = huggingface.to_huggingface(source.model, dtype=dtype, separator=separator)
+    model = transformer(source.model, "export")
+    fields = huggingface.to_huggingface(model, dtype=dtype, separator=separator)
     if source.preset:
         fields["mupax"] = source.preset
     check_free(out)
     out.mkdir(parents=True, exist_ok=True)
-    write_tensors(out, weights.to_huggingface(source.model, source.params), dtype=dtype, metadata={"format": "pt"})
+    write_tensors(out, weights.to_huggingface(model, source.params), dtype=dtype, metadata={"format": "pt"})
     (out / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
     return fields
 

@@ -21,8 +21,8 @@ from train.feed import Feed
 from train.layout import MeshLayout
 from train.step import Batch, Run, compile_eval_step, trace_train_step
 from zoo.build import definition
-from zoo.configs import DecoderConfig, ModelConfig
 from zoo.definition import Definition
+from zoo.families import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,13 +179,6 @@ def _numbers(config: Config, preset: Preset, model: Definition, trained: Collect
 
 
 def abstract_batch(model: ModelConfig, batch_size: int) -> Batch:
-    """Shapes of a batch of the model's task."""
-
-    def leaf(shape: tuple[int, ...], dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((batch_size, *shape), dtype)
-
-    if isinstance(model, DecoderConfig):
-        target, inputs = (model.seq_len,), leaf((model.seq_len,), jnp.int32)
-    else:
-        target, inputs = (), leaf((model.image_size, model.image_size, model.channels), jnp.float32)
-    return {"inputs": inputs, "targets": leaf(target, jnp.int32), "weights": leaf(target, jnp.float32)}  # pyright: ignore
+    """Shapes of a batch of the model's examples."""
+    example = model.example().items()
+    return {name: jax.ShapeDtypeStruct((batch_size, *of.shape), jnp.dtype(of.dtype)) for name, of in example}  # pyright: ignore

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from train.config import CheckpointConfig, Config, DataConfig, LogConfig, MeshConfig, OptimizerConfig, PresetConfig
 from zoo import configs
-from zoo.configs import ComputeConfig, ModelConfig, ViTConfig
+from zoo.configs import ComputeConfig, ModelConfig
 
 
 def lm_tiny() -> Config:
@@ -68,7 +68,6 @@ def vit_endless() -> Config:
     `python -m scripts.bench.shapes`). SGD takes a rate of its own. `bordelon-vit` is the run on CIFAR-5M.
     """
     model = configs.get("vit-tiny")
-    assert isinstance(model, ViTConfig)
     return Config(
         recipe="vit-endless",
         model=dataclasses.replace(model, width=128, num_heads=8, image_size=32, patch_size=8, channels=3),

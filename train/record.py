@@ -24,9 +24,8 @@ from train.config import (
     OptimizerConfig,
     PresetConfig,
 )
-from zoo.configs import ComputeConfig, ConfigError, DecoderConfig, ModelConfig, ViTConfig
+from zoo.families import ComputeConfig, ConfigError, ModelConfig, family_class
 
-FAMILIES = {"vit": ViTConfig, "decoder": DecoderConfig}
 OWNERS = {
     "data": DataConfig,
     "preset": PresetConfig,
@@ -59,11 +58,9 @@ def model_to_json(model: ModelConfig) -> dict[str, Any]:
 def model_from_json(fields: Mapping[str, Any]) -> ModelConfig:
     """The model that `model_to_json` wrote; raises as `from_json`."""
     fields = _object("model", fields)
-    family = fields.pop("family", None)
-    if not isinstance(family, str) or family not in FAMILIES:
-        raise ConfigError(f"model.family is {family!r}; write one of {', '.join(FAMILIES)}")
+    owner = family_class(str(fields.pop("family", None)))
     fields["compute"] = _made(ComputeConfig, "model.compute.", fields.get("compute", {}))
-    return _made(FAMILIES[family], "model.", fields)
+    return _made(owner, "model.", fields)
 
 
 def from_json(fields: Mapping[str, Any]) -> Config:

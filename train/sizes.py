@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from zoo.configs import ConfigError, ModelConfig
+from zoo.transformer import TransformerConfig, transformer
 
 AXES = ("head_dim", "heads", "width", "depth", "mlp")
 """What can grow alone. Width follows head_dim and heads, the MLP follows width, key heads follow heads."""
@@ -31,16 +32,10 @@ def parse(text: str) -> tuple[str, tuple[int, ...]]:
 
 def of(model: ModelConfig, axis: str) -> int:
     """The model's size along an axis."""
-    return {
-        "head_dim": model.heads_dim,
-        "heads": model.num_heads,
-        "width": model.width,
-        "depth": model.depth,
-        "mlp": model.mlp_dim,
-    }[axis]
+    return model.sizes()[{"width": "embed", "depth": "layers"}.get(axis, axis)]
 
 
-def grown(model: ModelConfig, axis: str, size: int) -> ModelConfig:
+def grown(model: ModelConfig, axis: str, size: int) -> TransformerConfig:
     """The model with one size changed, and with it what must follow.
 
     Args:
@@ -51,6 +46,7 @@ def grown(model: ModelConfig, axis: str, size: int) -> ModelConfig:
     Raises:
         ConfigError: a model that cannot have that size.
     """
+    model = transformer(model, f"growing {axis}")
     if axis == "depth":
         return dataclasses.replace(model, depth=size)
     if axis == "mlp":

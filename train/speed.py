@@ -190,7 +190,7 @@ def layer_names(definition: Definition) -> tuple[list[str], list[str], list[str]
     embed, block, read = [], [], []
     for name, spec in definition.specs.items():
         first = spec.role in EMBEDDINGS or spec.of in EMBEDDINGS
-        (block if spec.axes[:1] == ("layers",) else embed if first else read).append(name)
+        (block if spec.stacked else embed if first else read).append(name)
     return embed, block, read
 
 

@@ -36,7 +36,7 @@ def judged(points: Sequence[Planned], rows: Sequence[Row], axis: str) -> list[Ju
         study = Study(
             label=f"{name} {varied}".strip(),
             axis=axis or "width",
-            sizes=tuple(size or configs[size].model.width for size in sizes),
+            sizes=tuple(size or configs[size].model.sizes()["embed"] for size in sizes),
             configs=tuple(configs[size] for size in sizes),
         )
         seeds = 1 + max(seed for _, _, seed in measured)

@@ -147,5 +147,5 @@ def _cost(config: Config) -> float:
     from zoo import flops
 
     model = dataclasses.replace(config.model)
-    per_batch = config.data.batch_size * (model.seq_len if model.unit == "token" else 1)
+    per_batch = config.data.batch_size * model.units
     return flops.train_flops(model) * per_batch * config.steps

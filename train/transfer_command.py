@@ -177,7 +177,8 @@ def _label(preset: PresetConfig) -> str:
 def _dry_run(studies: Sequence[Study], limits: Any) -> None:
     for study in studies:
         widths = ", ".join(
-            f"{size} (width {config.model.width})" for size, config in zip(study.sizes, study.configs, strict=True)
+            f"{size} (width {config.model.sizes()['embed']})"
+            for size, config in zip(study.sizes, study.configs, strict=True)
         )
         print(f"{study.label}, {study.axis} {widths}, base {study.configs[0].preset.base}")
         print(
@@ -194,7 +195,9 @@ def _engine(folder: Path, how: Any, console: Console, stop: Any) -> Runner:
     engine = sweep.Sweep(folder, how=how, evaluated=False, stop=lambda: stop.received is not None)
 
     def run(configs: Sequence[Config]) -> list[Row]:
-        labels = [f"{c.preset.name} width {c.model.width} depth {c.model.depth}" for c in configs]
+        labels = [
+            f"{c.preset.name} width {c.model.sizes()['embed']} depth {c.model.sizes()['layers']}" for c in configs
+        ]
         with Table(console, labels, "training loss", lambda row: row.loss) as table:
             return engine.run(configs, table)
 
@@ -220,7 +223,7 @@ def _report(
     if not judged:
         return 1
     config = measured[0].study.configs[0]
-    units = config.data.batch_size * (config.model.seq_len if config.model.unit == "token" else 1)
+    units = config.data.batch_size * config.model.units
     about = {
         "title": f"Does the learning rate of {args.recipe} transfer?",
         "command": command,

@@ -171,7 +171,7 @@ def rows(measured: Measured, analysis: Analysis) -> list[list[str]]:
         found.append(
             [
                 f"{study.axis} {size}",
-                str(study.configs[at].model.width),
+                str(study.configs[at].model.sizes()["embed"]),
                 "" if missing else f"2^{fitted.optimum:.2f} = {2.0**fitted.optimum:.3g}",
                 "" if missing else _half(optimum),
                 "" if missing else f"{fitted.loss:.4f}",

@@ -68,7 +68,7 @@ def made_of(name: str, judged: Sequence[tuple[Measured, Analysis]], command: str
         raise NoMinimum(f"every point is trained, but there is no rate to save: {where}, {fitted.why}")
     resolved, curve, opt = preset_of(config), measured.curve(0), config.optimizer
     takes = inspect.signature(PRESETS[config.preset.name]).parameters  # `given` has what a preset fixes, too
-    units = config.model.seq_len if config.model.unit == "token" else 1
+    units = config.model.units
     numbers = {
         **{f: getattr(opt, f) for f in ("name", "b1", "b2", "eps", "weight_decay", "decay", "momentum", "clip_norm")},
         "peak_lr": float(f"{2.0**fitted.optimum:.4g}"),

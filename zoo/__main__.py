@@ -79,7 +79,7 @@ def _wrong(message: str) -> int:
 
 def _list(as_json: bool) -> int:
     from zoo.configs import CONFIGS
-    from zoo.describe import input_of, si, summaries
+    from zoo.describe import si, summaries
 
     if as_json:
         print(json.dumps(summaries(), indent=2))
@@ -87,9 +87,9 @@ def _list(as_json: bool) -> int:
     rows: list[Sequence[str]] = [COLUMNS]
     for name, row in zip(CONFIGS, summaries(), strict=True):
         model = CONFIGS[name]
-        sizes = [str(n) for n in (model.width, model.depth, model.num_heads, model.heads_dim, model.mlp_dim)]
+        sizes = [str(row["sizes"].get(axis, "")) for axis in ("embed", "layers", "heads", "head_dim", "mlp")]
         counted = [si(row["parameters"]), f"{si(row['forward_flops'])} / {model.unit}"]
-        rows.append([name, model.family, *sizes, input_of(model), *counted])
+        rows.append([name, model.family, *sizes, model.input_text, *counted])
     print(terminal.table(rows, left=LEFT))
     return 0
 

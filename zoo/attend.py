@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from zoo import partition
-from zoo.configs import AttentionName, ConfigError
+from zoo.families import AttentionName, ConfigError
 
 SAVED = "attention"
 """Name by which a remat policy may keep what the splash kernel's gradient needs: its output and the softmax's norm."""

@@ -6,35 +6,30 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from presets.roles import Role
 from zoo import partition
 from zoo.attend import attend
 from zoo.cache import Cache, attend_cached
-from zoo.configs import AttentionName, StackConfig
+from zoo.families import AttentionName
 from zoo.layers import Norm, biased, project, rotary
 from zoo.param import Init
+from zoo.transformer import TransformerConfig
 
 
 class Attention(nnx.Module):
     """softmax(logit_scale * q.k) v, projected out. The preset's logit scale is applied here and nowhere else."""
 
-    def __init__(self, config: StackConfig, init: Init, *, causal: bool, rope_theta: float | None = None) -> None:
-        self.causal, self.rope_theta = causal, rope_theta
+    def __init__(self, config: TransformerConfig, init: Init) -> None:
+        self.causal, self.rope_theta = config.causal, config.rotary_theta
         self.implementation: AttentionName = config.compute.attention
         self.fused = config.compute.projections == "fused"
-        self.query = init.param(Role.QUERY, ("embed", "heads", "head_dim"), fan_in=("embed",))
-        self.key = init.param(Role.KEY, ("embed", "kv_heads", "head_dim"), fan_in=("embed",))
-        self.value = init.param(Role.VALUE, ("embed", "kv_heads", "head_dim"), fan_in=("embed",))
-        self.out = init.param(Role.ATTENTION_OUT, ("heads", "head_dim", "embed"), fan_in=("heads", "head_dim"))
-        # Softmax ignores a shift common to all keys: without rotary or QK-norm a key bias has exactly zero gradient.
-        key_bias = config.bias and (rope_theta is not None or config.qk_norm)
-        self.query_bias = init.param(Role.BIAS, ("heads", "head_dim"), of=Role.QUERY) if config.bias else None
-        self.key_bias = init.param(Role.BIAS, ("kv_heads", "head_dim"), of=Role.KEY) if key_bias else None
-        self.value_bias = init.param(Role.BIAS, ("kv_heads", "head_dim"), of=Role.VALUE) if config.bias else None
-        self.out_bias = init.param(Role.BIAS, ("embed",), of=Role.ATTENTION_OUT) if config.bias else None
-        self.query_norm = _head_norm(config, init, Role.QUERY)
-        self.key_norm = _head_norm(config, init, Role.KEY)
-        self.logit_scale = init.logit_factor()
+        self.query, self.key, self.value = (init.param(name) for name in ("query", "key", "value"))
+        self.out = init.param("out")
+        self.query_bias, self.key_bias = init.maybe("query_bias"), init.maybe("key_bias")
+        self.value_bias, self.out_bias = init.maybe("value_bias"), init.maybe("out_bias")
+        eps = config.norm_eps
+        self.query_norm = Norm("rmsnorm", init.scope("query_norm"), eps) if config.qk_norm else None
+        self.key_norm = Norm("rmsnorm", init.scope("key_norm"), eps) if config.qk_norm else None
+        self.logit_scale = init.factor("logit_scale")
 
     def heads(self, x_BTD: jax.Array, start: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries [B, T, H, N] (without the logit scale), keys and values [B, S, K, N]. Positions count from `start`."""
@@ -93,9 +88,3 @@ class Attention(nnx.Module):
     def _projected_out(self, y_BTHN: jax.Array) -> jax.Array:
         y_BTHN = partition.constrain(y_BTHN, "batch", "sequence", "heads", None)
         return biased(project(y_BTHN, self.out[...], inputs=2), self.out_bias)
-
-
-def _head_norm(config: StackConfig, init: Init, of: Role) -> Norm | None:
-    if not config.qk_norm:
-        return None
-    return Norm("rmsnorm", init, axis="head_dim", gain=config.norm_gain, bias=False, of=of, eps=config.norm_eps)

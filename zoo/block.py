@@ -15,10 +15,11 @@ from jax.ad_checkpoint import checkpoint_name
 from zoo import attend, partition
 from zoo.attention import Attention
 from zoo.cache import Cache
-from zoo.configs import ComputeConfig, StackConfig
-from zoo.layers import residual_norm
+from zoo.families import ComputeConfig
+from zoo.layers import Norm
 from zoo.mlp import MLP
 from zoo.param import Init
+from zoo.transformer import TransformerConfig
 
 BLOCK_INPUT = "block_input"
 
@@ -46,13 +47,12 @@ the host's memory with offload.
 class Block(nnx.Module):
     """h <- skip*h + branch*attention(norm(h)), then the same with the MLP. Branch scales are applied here only."""
 
-    def __init__(self, config: StackConfig, init: Init, *, causal: bool, rope_theta: float | None = None) -> None:
-        self.attention_norm = residual_norm(config, init)
-        self.attention = Attention(config, init, causal=causal, rope_theta=rope_theta)
-        self.mlp_norm = residual_norm(config, init)
-        self.mlp = MLP(config, init)
-        self.skip = init.skip_factor()
-        self.branch = init.branch_factor()
+    def __init__(self, config: TransformerConfig, init: Init) -> None:
+        self.attention_norm = Norm(config.norm, init.scope("attention_norm"), config.norm_eps)
+        self.attention = Attention(config, init.scope("attention"))
+        self.mlp_norm = Norm(config.norm, init.scope("mlp_norm"), config.norm_eps)
+        self.mlp = MLP(config, init.scope("mlp"))
+        self.skip, self.branch = init.factor("skip"), init.factor("branch")
 
     def __call__(self, h_BTD: jax.Array) -> jax.Array:
         return self._added(h_BTD, self.attention(self.attention_norm(h_BTD)))

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from flax import nnx
 
-from zoo.configs import DecoderConfig, ModelConfig, ViTConfig
-from zoo.decoder import Decoder
+from presets.roles import PresetError
 from zoo.definition import Definition, define
-from zoo.vit import ViT
+from zoo.families import ModelConfig
 
 
-def build(config: ModelConfig, rngs: nnx.Rngs) -> ViT | Decoder:
+def build(config: ModelConfig, rngs: nnx.Rngs) -> Any:
     """The model of a config, its parameters at fan-in initialization."""
-    match config:
-        case ViTConfig():
-            return ViT(config, rngs)
-        case DecoderConfig():
-            return Decoder(config, rngs)
+    return config.module(rngs)
 
 
 def definition(config: ModelConfig) -> Definition:
-    """The model of a config without its numbers; nothing is allocated."""
-    return define(lambda: build(config, nnx.Rngs(0)), sizes=config.sizes())
+    """The model of a config without its numbers; nothing is allocated.
+
+    Raises:
+        PresetError: the module's parameters are not those that the config declares.
+    """
+    model, declared = define(lambda: config.module(nnx.Rngs(0)), sizes=config.sizes()), config.parameters()
+    for name in sorted(declared.keys() | model.specs.keys()):
+        if declared.get(name) != model.specs.get(name):
+            raise PresetError(
+                f"{name}: the config of {config.family} declares {declared.get(name, 'no such parameter')}, and its module "
+                f"makes {model.specs.get(name, 'none')}; make it with init.param({name.rpartition('.')[2]!r})"
+            )
+    return model

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zoo.configs import DecoderConfig
+from zoo.transformer import TransformerConfig
 
 
 class Cache(NamedTuple):
@@ -35,9 +35,9 @@ class Cache(NamedTuple):
         return self._replace(keys=written(self.keys, k_BTKN), values=written(self.values, v_BTKN))
 
 
-def empty(config: DecoderConfig, batch: int) -> Cache:
-    """Nothing read, for so many sequences of at most `config.seq_len` tokens."""
-    shape = (config.depth, batch, config.kv_heads, config.seq_len, config.heads_dim)
+def empty(config: TransformerConfig, batch: int) -> Cache:
+    """Nothing read, for so many sequences of at most its context's tokens."""
+    shape = (config.depth, batch, config.kv_heads, config.sizes()["position"], config.heads_dim)
     dtype = jnp.dtype(config.compute.dtype)
     return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.int32(0))
 

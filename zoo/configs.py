@@ -1,4 +1,4 @@
-"""Model sizes as data: frozen configs and the named ones. Imports no JAX, so `--help` and `--dry-run` errors are instant.
+"""The zoo's models: vision transformer and decoder as data, and the named ones. Imports no JAX, so `--help` answers at once.
 
 A config is the one place that knows a model's sizes. `sizes()` gives them under the logical axis names that parameters
 and presets use; `base_sizes()` the subset a preset compares against (the sizes that can grow without bound).
@@ -8,186 +8,87 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-Norm = Literal["layernorm", "rmsnorm"]
-Activation = Literal["gelu", "gelu_exact", "relu", "swiglu"]
-AttentionName = Literal["auto", "xla", "cudnn", "splash"]
-CrossEntropy = Literal["auto", "plain", "chunked"]
+from presets.roles import MATRICES, ParamSpec, Role
+from zoo.families import (
+    AttentionName,
+    ComputeConfig,
+    ConfigError,
+    CrossEntropy,
+    FactorSpec,
+    ImageModel,
+    ModelConfig,
+    TokenModel,
+)
+from zoo.transformer import TransformerConfig
 
-
-class ConfigError(ValueError):
-    """A model config that cannot be built. The text says what to write instead."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ComputeConfig:
-    """How a model runs: same function, different speed, memory and rounding."""
-
-    layers: Literal["auto", "scan", "unrolled"] = "auto"
-    """One compiled block looped over depth (compile time constant in depth), or every block compiled (faster on CPU)."""
-    remat: Literal["none", "dots", "block", "offload"] = "none"
-    """What the backward pass recomputes: nothing, all but matrix products, or whole blocks, whose inputs offload keeps in the host's memory."""
-    attention: AttentionName = "auto"
-    """auto takes a flash kernel where there is one that can: splash on TPU, cudnn on GPU."""
-    projections: Literal["auto", "separate", "fused"] = "auto"
-    """Queries, keys and values, and an MLP's gate and up, by a product each or by one; they stay parameters of their own."""
-    cross_entropy: CrossEntropy = "auto"
-    """All logits at once, or those of a few tokens at a time; auto takes chunks where logits would be large."""
-    param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Storage of parameters and optimizer state."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Matrix products and activations; norms, softmax and the loss stay in float32."""
+__all__ = [
+    "CONFIGS",
+    "AttentionName",
+    "ComputeConfig",
+    "ConfigError",
+    "CrossEntropy",
+    "DecoderConfig",
+    "ModelConfig",
+    "ViTConfig",
+    "get",
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StackConfig:
-    """The residual stack that every model shares. Sizes are counts; `head_dim` defaults to width / num_heads."""
-
-    family: ClassVar[str]
-    """vit or decoder."""
-    unit: ClassVar[str]
-    """What one example is made of and rates count: token or image."""
-
-    width: int
-    """Residual stream size D."""
-    depth: int
-    """Residual blocks L (one block = attention + MLP)."""
-    num_heads: int
-    """Query heads H."""
-    head_dim: int | None = None
-    """Dimension per head N; width / num_heads unless given."""
-    num_kv_heads: int | None = None
-    """Key and value heads (grouped-query attention); num_heads unless given."""
-    mlp_ratio: float = 4.0
-    """MLP hidden size F = mlp_ratio * width, which must be a whole number."""
-    activation: Activation = "gelu"
-    """gelu is the tanh form, as in GPT-2; gelu_exact the one with erf, 1e-3 away."""
-    norm: Norm = "layernorm"
-    norm_eps: float = 1e-5
-    """Added to the variance (rmsnorm: the mean square) that a norm divides by."""
-    norm_gain: bool = True
-    """Trainable norm gains."""
-    bias: bool = True
-    """Trainable biases of matrices and of LayerNorm. A key bias exists only where it has a gradient (rotary, QK-norm)."""
-    qk_norm: bool = False
-    """RMS-normalize queries and keys per head, with a gain shared by heads."""
-    centered: bool = False
-    """Train f - f at initialization (Bordelon et al. 2024), not f."""
-    compute: ComputeConfig = ComputeConfig()
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if type(value) is int and value < 1:
-                raise ConfigError(f"model.{field.name} is {value}; write a whole number of at least 1")
-        if self.head_dim is None and self.width % self.num_heads:
-            near = max(h for h in range(1, self.num_heads + 1) if self.width % h == 0)
-            raise ConfigError(
-                f"model.width {self.width} is not divisible by model.num_heads {self.num_heads}; "
-                f"write num_heads {near}, or give head_dim to have heads of another size than width / num_heads"
-            )
-        if self.num_heads % self.kv_heads:
-            near = max(k for k in range(1, self.kv_heads + 1) if self.num_heads % k == 0)
-            raise ConfigError(
-                f"model.num_heads {self.num_heads} is not a multiple of model.num_kv_heads {self.kv_heads}; "
-                f"write num_kv_heads {near}"
-            )
-        if not (0 < self.mlp_ratio < math.inf):
-            raise ConfigError(f"model.mlp_ratio is {self.mlp_ratio}; write a number above 0")
-        if not (0 < self.norm_eps < math.inf):
-            raise ConfigError(f"model.norm_eps is {self.norm_eps}; write a number above 0, such as 1e-5")
-        if self.mlp_dim < 1 or not math.isclose(self.mlp_dim, self.mlp_ratio * self.width, rel_tol=1e-6):
-            near = max(1, self.mlp_dim) / self.width
-            raise ConfigError(
-                f"model.mlp_ratio {self.mlp_ratio} times model.width {self.width} is not a whole number; write mlp_ratio {near:.10g}"
-            )
-
-    @property
-    def mlp_dim(self) -> int:
-        """MLP hidden size F."""
-        return round(self.mlp_ratio * self.width)
-
-    @property
-    def heads_dim(self) -> int:
-        """Dimension per head N."""
-        return self.head_dim if self.head_dim is not None else self.width // self.num_heads
-
-    @property
-    def kv_heads(self) -> int:
-        """Key and value heads K."""
-        return self.num_kv_heads if self.num_kv_heads is not None else self.num_heads
-
-    @property
-    def gated(self) -> bool:
-        """Whether the MLP has a gate beside its up projection."""
-        return self.activation == "swiglu"
-
-    def base_sizes(self) -> dict[str, int]:
-        """Sizes that a parameterization takes to infinity, by logical axis name."""
-        return {
-            "embed": self.width,
-            "heads": self.num_heads,
-            "kv_heads": self.kv_heads,
-            "head_dim": self.heads_dim,
-            "mlp": self.mlp_dim,
-            "layers": self.depth,
-        }
-
-    def sizes(self) -> dict[str, int]:
-        """Every logical axis of this model and its size."""
-        return self.base_sizes()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ViTConfig(StackConfig):
+class ViTConfig(ImageModel, TransformerConfig):
     """Vision transformer: images [B, height, width, channels] to logits [B, classes]. Pre-norm, learned positions."""
 
     family: ClassVar[str] = "vit"
-    unit: ClassVar[str] = "image"
 
-    image_size: int
-    """Height and width of the square input, in pixels."""
-    patch_size: int
-    channels: int = 3
-    num_classes: int = 1000
     pool: Literal["mean", "cls"] = "mean"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.image_size % self.patch_size:
-            near = max(p for p in range(1, self.patch_size + 1) if self.image_size % p == 0)
-            raise ConfigError(
-                f"model.image_size {self.image_size} is not divisible by model.patch_size {self.patch_size}; write patch_size {near}"
-            )
-
-    @property
-    def num_patches(self) -> int:
-        """Patches of one image."""
-        return (self.image_size // self.patch_size) ** 2
 
     @property
     def seq_len(self) -> int:
         """Positions in the residual stream: patches, and the CLS token where there is one."""
         return self.num_patches + (self.pool == "cls")
 
-    def sizes(self) -> dict[str, int]:
-        """Every logical axis of this model and its size."""
-        patch = self.patch_size**2 * self.channels
-        return {**self.base_sizes(), "patch": patch, "position": self.seq_len, "classes": self.num_classes}
+    def parameters(self) -> dict[str, ParamSpec]:
+        """The stack between patches and classes."""
+        patch = ParamSpec(role=Role.PATCH_EMBEDDING, axes=("patch", "embed"), fan_in=("patch",))
+        readout = ParamSpec(role=Role.READOUT, axes=("embed", "classes"), fan_in=("embed",))
+        cls = ParamSpec(role=Role.TOKEN_EMBEDDING, axes=("embed",))
+        return {
+            "patch": patch,
+            **({"patch_bias": patch.bias} if self.bias else {}),
+            **({"cls": cls} if self.pool == "cls" else {}),
+            "position": ParamSpec(role=Role.POSITION, axes=("position", "embed")),
+            **self.stack(),
+            "readout": readout,
+            **({"readout_bias": readout.bias} if self.bias else {}),
+        }
+
+    def splitting_hint(self, ways: int) -> tuple[str, str]:
+        """What the positions are made of, and what to write where they do not split so many ways."""
+        made_of, instead = super().splitting_hint(ways)
+        if self.pool == "mean":
+            return made_of, instead
+        return (
+            f" ({self.num_patches} patches and the CLS token)",
+            instead if self.num_patches % ways else "--model.pool mean",
+        )
+
+    def module(self, rngs: Any) -> Any:
+        """The vision transformer."""
+        from zoo.vit import ViT
+
+        return ViT(self, rngs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DecoderConfig(StackConfig):
+class DecoderConfig(TokenModel, TransformerConfig):
     """Causal decoder language model: tokens [B, T] to logits [B, T, vocab]."""
 
     family: ClassVar[str] = "decoder"
-    unit: ClassVar[str] = "token"
+    causal: ClassVar[bool] = True
+    generates: ClassVar[bool] = True
 
-    vocab_size: int
-    seq_len: int
-    """Longest context, and the number of learned positions."""
     positions: Literal["learned", "rotary"] = "learned"
     rope_theta: float = 10_000.0
     """Base wavelength of rotary positions."""
@@ -201,12 +102,32 @@ class DecoderConfig(StackConfig):
                 f"rotary positions need an even head dimension, not {self.heads_dim}; write head_dim {self.heads_dim + 1}"
             )
 
-    def sizes(self) -> dict[str, int]:
-        """Every logical axis of this model and its size."""
-        return {**self.base_sizes(), "vocab": self.vocab_size, "position": self.seq_len}
+    @property
+    def rotary_theta(self) -> float | None:
+        """Base wavelength of rotary positions; None without them."""
+        return self.rope_theta if self.positions == "rotary" else None
 
+    def parameters(self) -> dict[str, ParamSpec]:
+        """The stack between the token embedding and the readout."""
+        learned = {"position": ParamSpec(role=Role.POSITION, axes=("position", "embed"))}
+        return {
+            "token": MATRICES["token"],
+            **(learned if self.positions == "learned" else {}),
+            **self.stack(),
+            **({} if self.tied else {"readout": MATRICES["readout"]}),
+        }
 
-ModelConfig = ViTConfig | DecoderConfig
+    def factors(self) -> dict[str, FactorSpec]:
+        """Those of the stack, and the multiplier of a readout through the token embedding."""
+        tied = ParamSpec(role=Role.READOUT, axes=("vocab", "embed"), fan_in=("embed",), tied=True)
+        factor = FactorSpec(kind="readout", shape=(), value=self.width**-0.5, spec=tied)
+        return {**super().factors(), **({"tied_readout": factor} if self.tied else {})}
+
+    def module(self, rngs: Any) -> Any:
+        """The decoder."""
+        from zoo.decoder import Decoder
+
+        return Decoder(self, rngs)
 
 
 def _vit(width: int, depth: int, num_heads: int, patch_size: int, image_size: int = 224) -> ViTConfig:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
-from presets.roles import Role
 from zoo import partition
 from zoo.block import Block, cached_stack, residual_stack
 from zoo.cache import Cache
 from zoo.configs import DecoderConfig
-from zoo.layers import residual_norm
+from zoo.layers import Norm
 from zoo.param import Init
 from zoo.readout import Reading
 
@@ -21,14 +19,12 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
         self.config = config
-        init = Init(rngs, config.sizes(), jnp.dtype(config.compute.param_dtype))
-        rope_theta = config.rope_theta if config.positions == "rotary" else None
-        self.token = init.param(Role.TOKEN_EMBEDDING, ("vocab", "embed"))
-        self.position = init.param(Role.POSITION, ("position", "embed")) if config.positions == "learned" else None
-        self.block = Block(config, init.stacked(), causal=True, rope_theta=rope_theta)
-        self.norm = residual_norm(config, init)
-        self.readout = None if config.tied else init.param(Role.READOUT, ("embed", "vocab"), fan_in=("embed",))
-        self.tied_readout = init.tied_readout_factor(("vocab", "embed"), ("embed",)) if config.tied else None
+        init = Init.of(config, rngs)
+        self.token, self.position = init.param("token"), init.maybe("position")
+        self.block = Block(config, init.scope("block"))
+        self.norm = Norm(config.norm, init.scope("norm"), config.norm_eps)
+        self.readout = init.maybe("readout")
+        self.tied_readout = init.factor("tied_readout") if config.tied else None
 
     def embed(self, tokens_BT: jax.Array, start: jax.Array | None = None) -> jax.Array:
         """Tokens to the residual stream's first layer, [B, T, D]. Positions count from `start`, int32 []; from 0 unless given."""

@@ -1,12 +1,13 @@
-"""Models as rows: the list of named configs, counted without building; and the parameter tree of one, as it is built."""
+"""Models as rows: the list of named configs, counted without building; and the parameter tree of one. Needs no JAX."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from zoo import flops
-from zoo.configs import CONFIGS, DecoderConfig, ModelConfig
+from zoo.configs import CONFIGS, ModelConfig
 
 
 def summary(name: str, model: ModelConfig) -> dict[str, Any]:
@@ -28,28 +29,21 @@ def summaries() -> list[dict[str, Any]]:
 
 
 def tree(model: ModelConfig) -> list[dict[str, Any]]:
-    """One row per parameter of the built model: path, role, shape, axes, fan_in, count. Allocates nothing."""
-    from zoo.build import definition
-
-    built = definition(model)
-    return [
-        {
-            "path": path,
-            "role": f"{spec.of.value} {spec.role.value}" if spec.of else spec.role.value,
-            "shape": list(built.abstract[path].shape),
-            "axes": list(spec.axes),
-            "fan_in": list(spec.fan_in),
-            "count": built.abstract[path].size,
-        }
-        for path, spec in built.specs.items()
-    ]
-
-
-def input_of(model: ModelConfig) -> str:
-    """What the model reads, in a few words."""
-    if isinstance(model, DecoderConfig):
-        return f"{model.seq_len} of {model.vocab_size} tokens"
-    return f"{model.image_size}x{model.image_size}x{model.channels}, patch {model.patch_size}"
+    """One row per parameter: path, role, shape, axes, fan_in, count. Needs no JAX."""
+    sizes, rows = model.sizes(), []
+    for path, spec in sorted(model.parameters().items()):
+        shape = [sizes[axis] for axis in spec.axes]
+        rows.append(
+            {
+                "path": path,
+                "role": f"{spec.of.value} {spec.role.value}" if spec.of else spec.role.value,
+                "shape": shape,
+                "axes": list(spec.axes),
+                "fan_in": list(spec.fan_in),
+                "count": math.prod(shape),
+            }
+        )
+    return rows
 
 
 def si(number: float) -> str:

@@ -6,11 +6,13 @@ refused with its reason, in both directions: no weight is taken or given for a m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from zoo.config_fields import Fields, shown
-from zoo.configs import ConfigError, DecoderConfig, ModelConfig, ViTConfig
+from zoo.configs import ConfigError, DecoderConfig, ViTConfig
+from zoo.transformer import TransformerConfig
 
 Family = Literal["gpt2", "llama", "vit"]
 
@@ -39,19 +41,25 @@ class Published(NamedTuple):
     """A model as its config.json describes it."""
 
     family: Family
-    model: ModelConfig
+    model: TransformerConfig
     zeros: frozenset[str]
     """Parameters that our model has, the file does not, and that are zero there."""
 
 
-def family_of(model: ModelConfig) -> Family:
+def family_of(model: TransformerConfig) -> Family:
     """The architecture whose files can hold such a model."""
-    if isinstance(model, ViTConfig):
+    if model.task == "images":
         return "vit"
-    return "llama" if model.positions == "rotary" else "gpt2"
+    return "gpt2" if model.rotary_theta is None else "llama"
 
 
-def to_huggingface(model: ModelConfig, *, dtype: str = "float32", separator: int | None = None) -> dict[str, Any]:
+def pixels(model: TransformerConfig) -> tuple[int, int, int]:
+    """Image size, patch size and channels of a vision transformer."""
+    image_size, _, channels = model.example()["inputs"].shape
+    return image_size, math.isqrt(model.sizes()["patch"] // channels), channels
+
+
+def to_huggingface(model: TransformerConfig, *, dtype: str = "float32", separator: int | None = None) -> dict[str, Any]:
     """config.json of a model.
 
     Args:
@@ -67,16 +75,18 @@ def to_huggingface(model: ModelConfig, *, dtype: str = "float32", separator: int
         raise ConfigError(f"transformers' {family} cannot hold this model: {'; '.join(reasons)}")
     shared = {"model_type": family, "architectures": [ARCHITECTURES[family]], "dtype": dtype}
     theirs = next(name for name, ours in ACTIVATIONS.items() if ours == model.activation) if not model.gated else "silu"
-    if isinstance(model, ViTConfig):
-        labels = {str(i): f"LABEL_{i}" for i in range(model.num_classes)}
+    sizes = model.sizes()
+    if family == "vit":
+        labels = {str(i): f"LABEL_{i}" for i in range(sizes["classes"])}
+        image_size, patch_size, channels = pixels(model)
         return {
             **shared,
             **_sizes(model),
             "hidden_act": theirs,
             "layer_norm_eps": model.norm_eps,
-            "image_size": model.image_size,
-            "patch_size": model.patch_size,
-            "num_channels": model.channels,
+            "image_size": image_size,
+            "patch_size": patch_size,
+            "num_channels": channels,
             "qkv_bias": True,
             "hidden_dropout_prob": 0.0,
             "attention_probs_dropout_prob": 0.0,
@@ -85,8 +95,8 @@ def to_huggingface(model: ModelConfig, *, dtype: str = "float32", separator: int
         }
     text = {
         **shared,
-        "vocab_size": model.vocab_size,
-        "tie_word_embeddings": model.tied,
+        "vocab_size": sizes["vocab"],
+        "tie_word_embeddings": model.tied_readout,
         "bos_token_id": separator,
         "eos_token_id": separator,
         "pad_token_id": None,
@@ -99,13 +109,13 @@ def to_huggingface(model: ModelConfig, *, dtype: str = "float32", separator: int
             "num_key_value_heads": model.kv_heads,
             "hidden_act": theirs,
             "rms_norm_eps": model.norm_eps,
-            "max_position_embeddings": model.seq_len,
+            "max_position_embeddings": sizes["position"],
             "attention_bias": model.bias,
             "mlp_bias": model.bias,
             "attention_dropout": 0.0,
             # The first is read by transformers 5, the second by those before.
-            "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
-            "rope_theta": model.rope_theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": model.rotary_theta},
+            "rope_theta": model.rotary_theta,
         }
     return {
         **text,
@@ -113,7 +123,7 @@ def to_huggingface(model: ModelConfig, *, dtype: str = "float32", separator: int
         "n_layer": model.depth,
         "n_head": model.num_heads,
         "n_inner": model.mlp_dim,
-        "n_positions": model.seq_len,
+        "n_positions": sizes["position"],
         "activation_function": theirs,
         "layer_norm_epsilon": model.norm_eps,
         "resid_pdrop": 0.0,
@@ -144,7 +154,7 @@ def from_huggingface(fields: Mapping[str, Any]) -> Published:
     return published
 
 
-def _reasons(model: ModelConfig, family: Family) -> list[str]:
+def _reasons(model: TransformerConfig, family: Family) -> list[str]:
     """Why the family's code would compute another function; empty where it would not."""
     found = []
     if model.centered:
@@ -169,12 +179,12 @@ def _reasons(model: ModelConfig, family: Family) -> list[str]:
         found.append(
             f"its heads fill the width, and {model.num_heads} heads of {model.heads_dim} are not {model.width}"
         )
-    if isinstance(model, ViTConfig) and model.pool != "cls":
+    if family == "vit" and "cls" not in model.parameters():
         found.append("it classifies by the CLS token, and model.pool is mean; train with --model.pool cls to export")
     return found
 
 
-def _sizes(model: ModelConfig) -> dict[str, int]:
+def _sizes(model: TransformerConfig) -> dict[str, int]:
     return {
         "hidden_size": model.width,
         "num_hidden_layers": model.depth,

@@ -8,9 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from presets.roles import Role
 from zoo import partition
-from zoo.configs import StackConfig
 from zoo.param import Init
 
 
@@ -37,25 +35,11 @@ def biased(x: jax.Array, bias: nnx.Param | None) -> jax.Array:
 
 
 class Norm(nnx.Module):
-    """LayerNorm or RMSNorm over the last axis in float32, with gain and bias only where asked.
+    """LayerNorm or RMSNorm over the last axis in float32, with the gain and bias that its config declares."""
 
-    A norm of the residual stream has axis "embed"; QK-norm has axis "head_dim" and says whose rows it normalizes (`of`).
-    """
-
-    def __init__(
-        self,
-        kind: str,
-        init: Init,
-        *,
-        axis: str = "embed",
-        gain: bool,
-        bias: bool,
-        of: Role | None = None,
-        eps: float = 1e-5,
-    ) -> None:
+    def __init__(self, kind: str, init: Init, eps: float) -> None:
         self.kind, self.eps = kind, eps
-        self.gain = init.param(Role.NORM_GAIN, (axis,), of=of) if gain else None
-        self.bias = init.param(Role.BIAS, (axis,), of=of or Role.NORM_GAIN) if bias else None
+        self.gain, self.bias = init.maybe("gain"), init.maybe("bias")
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x.astype(jnp.float32)
@@ -67,12 +51,6 @@ class Norm(nnx.Module):
         if self.bias is not None:
             y = y + self.bias[...]
         return y.astype(x.dtype)
-
-
-def residual_norm(config: StackConfig, init: Init) -> Norm:
-    """The norm of the residual stream that the config asks for."""
-    bias = config.bias and config.norm == "layernorm"
-    return Norm(config.norm, init, gain=config.norm_gain, bias=bias, eps=config.norm_eps)
 
 
 def rotary(x_BTHN: jax.Array, theta: float, start: jax.Array | None = None) -> jax.Array:

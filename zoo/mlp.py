@@ -6,25 +6,21 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from presets.roles import Role
 from zoo import partition
-from zoo.configs import StackConfig
 from zoo.layers import biased, project
 from zoo.param import Init
+from zoo.transformer import TransformerConfig
 
 
 class MLP(nnx.Module):
-    """W_out act(W_in x), or W_out (silu(W_gate x) * W_up x). Gate and up are both MLP-in with fan-in embed."""
+    """W_out act(W_in x), or W_out (silu(W_gate x) * W_up x)."""
 
-    def __init__(self, config: StackConfig, init: Init) -> None:
+    def __init__(self, config: TransformerConfig, init: Init) -> None:
         self.activation = config.activation
         self.fused = config.compute.projections == "fused"
-        self.up = init.param(Role.MLP_IN, ("embed", "mlp"), fan_in=("embed",))
-        self.gate = init.param(Role.MLP_IN, ("embed", "mlp"), fan_in=("embed",)) if config.gated else None
-        self.down = init.param(Role.MLP_OUT, ("mlp", "embed"), fan_in=("mlp",))
-        self.up_bias = init.param(Role.BIAS, ("mlp",), of=Role.MLP_IN) if config.bias else None
-        self.gate_bias = init.param(Role.BIAS, ("mlp",), of=Role.MLP_IN) if config.bias and config.gated else None
-        self.down_bias = init.param(Role.BIAS, ("embed",), of=Role.MLP_OUT) if config.bias else None
+        self.up, self.gate, self.down = init.param("up"), init.maybe("gate"), init.param("down")
+        self.up_bias, self.gate_bias = init.maybe("up_bias"), init.maybe("gate_bias")
+        self.down_bias = init.maybe("down_bias")
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         h_BTF, g_BTF = self._projected(x_BTD)

@@ -1,9 +1,9 @@
-"""Parameters and factors: how a module declares what it trains and what it multiplies by.
+"""Parameters and factors of a module, made from their declaration.
 
-    self.query = init.param(Role.QUERY, ("embed", "heads", "head_dim"), fan_in=("embed",))
+    self.query = init.param("query")
 
-makes an `nnx.Param` whose shape follows from its axes and which carries a `presets.ParamSpec`. A `Factor` is a number
-the forward pass multiplies by (attention logits, branches); a parameterization sets it, nothing trains or saves it.
+makes the `nnx.Param` that the config declares under this name, in the scope of the module. A `Factor` is a number the forward
+pass multiplies by (attention logits, branches); a parameterization sets it, nothing trains or saves it.
 """
 
 from __future__ import annotations
@@ -11,23 +11,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from presets.roles import ParamSpec, Role
-
-Kind = Literal["logits", "skip", "branch", "readout"]
+from zoo.families import FactorSpec, ModelConfig
 
 
 class Factor(nnx.Variable):
-    """A forward multiplier, with metadata `kind` (and `spec` for a tied readout).
-
-    kind "logits": attention logits, float32 [layers]. "skip" and "branch": residual stack, float32 [layers, 2 (attention, mlp)].
-    "readout": a readout that shares the embedding's table, float32 [].
-    """
+    """A forward multiplier, float32, with the `kind` and `spec` of its `FactorSpec` as metadata."""
 
 
 def initial_value(
@@ -40,13 +35,9 @@ def initial_value(
     bit only if made whole: how a row is split decides which numbers its vector instructions leave over.)
     """
     if spec.role in (Role.NORM_GAIN, Role.BIAS):
-        std = (
-            jnp.broadcast_to(jnp.asarray(std, dtype), shape[:1])
-            if spec.axes[:1] == ("layers",)
-            else jnp.asarray(std, dtype)
-        )
+        std = jnp.broadcast_to(jnp.asarray(std, dtype), shape[:1]) if spec.stacked else jnp.asarray(std, dtype)
         return jnp.broadcast_to(std.reshape(std.shape + (1,) * (len(shape) - std.ndim)), shape)
-    if spec.axes[:1] != ("layers",):
+    if not spec.stacked:
         return (std * jax.random.normal(key, shape)).astype(dtype)
     keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.arange(shape[0]))
     normal = jax.vmap(lambda layer_key: jax.random.normal(layer_key, shape[1:]))(keys)
@@ -61,51 +52,49 @@ def fan_in_std(spec: ParamSpec, sizes: Mapping[str, int]) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Init:
-    """Makes the parameters of one module tree.
+    """Makes what a config declares, in one scope of its module tree.
 
     Attributes:
         rngs: source of the `params` stream.
+        specs: name to declaration.
+        factors: name to forward multiplier.
         sizes: size of every logical axis.
         dtype: storage type.
-        in_block: whether what is made sits in the residual stack; it is then stacked along "layers".
+        prefix: the scope's path, with a dot at its end.
     """
 
     rngs: nnx.Rngs
+    specs: Mapping[str, ParamSpec]
+    factors: Mapping[str, FactorSpec]
     sizes: Mapping[str, int]
-    dtype: jnp.dtype = jnp.float32
-    in_block: bool = False
+    dtype: jnp.dtype
+    prefix: str = ""
 
-    def stacked(self) -> Init:
-        """For modules of the residual stack: every parameter gets a leading "layers" axis."""
-        return dataclasses.replace(self, in_block=True)
+    @classmethod
+    def of(cls, config: ModelConfig, rngs: nnx.Rngs) -> Init:
+        """For the root of a config's module."""
+        dtype = jnp.dtype(config.compute.param_dtype)
+        return cls(rngs, config.parameters(), config.factors(), config.sizes(), dtype)
 
-    def param(
-        self, role: Role, axes: tuple[str, ...], *, fan_in: tuple[str, ...] = (), of: Role | None = None
-    ) -> nnx.Param:
-        """A parameter of shape [sizes[a] for a in axes], with its spec, at `fan_in_std`."""
-        axes = ("layers", *axes) if self.in_block else axes
-        spec = ParamSpec(role=role, axes=axes, fan_in=fan_in, in_block=self.in_block, of=of)
-        shape = tuple(self.sizes[axis] for axis in axes)
-        return nnx.Param(
-            initial_value(self.rngs.params(), spec, shape, fan_in_std(spec, self.sizes), self.dtype), spec=spec
-        )
+    def scope(self, name: str) -> Init:
+        """For the module kept as `name`."""
+        return dataclasses.replace(self, prefix=f"{self.prefix}{name}.")
 
-    def logit_factor(self) -> Factor:
-        """Scale of attention logits, head_dim^-1/2 until a preset sets it."""
-        return Factor(jnp.full((self.sizes["layers"],), self.sizes["head_dim"] ** -0.5), kind="logits")
+    def param(self, name: str) -> nnx.Param:
+        """The parameter of this name, at `fan_in_std`."""
+        spec = self.specs[self.prefix + name]
+        shape = tuple(self.sizes[axis] for axis in spec.axes)
+        value = initial_value(self.rngs.params(), spec, shape, fan_in_std(spec, self.sizes), self.dtype)
+        return nnx.Param(value, spec=spec)
 
-    def branch_factor(self) -> Factor:
-        """Scales of what both residual additions of every block add, 1 until a preset sets them."""
-        return Factor(jnp.ones((self.sizes["layers"], 2)), kind="branch")
+    def maybe(self, name: str) -> nnx.Param | None:
+        """The same, None where the config declares none."""
+        return self.param(name) if self.prefix + name in self.specs else None
 
-    def skip_factor(self) -> Factor:
-        """Scales of what they add to; a preset that leaves it at 1 pays nothing (see `Definition.bind`)."""
-        return Factor(jnp.ones((self.sizes["layers"], 2)), kind="skip")
-
-    def tied_readout_factor(self, axes: tuple[str, ...], fan_in: tuple[str, ...]) -> Factor:
-        """Multiplier of a readout through the token embedding."""
-        spec = ParamSpec(role=Role.READOUT, axes=axes, fan_in=fan_in, tied=True)
-        return Factor(jnp.float32(fan_in_std(spec, self.sizes)), kind="readout", spec=spec)
+    def factor(self, name: str) -> Factor:
+        """The multiplier of this name, at its value without a preset."""
+        spec = self.factors[self.prefix + name]
+        return Factor(jnp.full(spec.shape, spec.value, jnp.float32), kind=spec.kind, spec=spec.spec)
 
 
 def multiplied(params: Mapping[str, Any], multipliers: Mapping[str, Any]) -> dict[str, jax.Array]:

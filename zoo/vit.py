@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from presets.roles import Role
 from zoo import partition
 from zoo.block import Block, residual_stack
 from zoo.configs import ViTConfig
-from zoo.layers import project, residual_norm
+from zoo.layers import Norm, project
 from zoo.param import Init
 from zoo.readout import Reading
 
@@ -20,15 +19,12 @@ class ViT(nnx.Module):
 
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs) -> None:
         self.config = config
-        init = Init(rngs, config.sizes(), jnp.dtype(config.compute.param_dtype))
-        self.patch = init.param(Role.PATCH_EMBEDDING, ("patch", "embed"), fan_in=("patch",))
-        self.patch_bias = init.param(Role.BIAS, ("embed",), of=Role.PATCH_EMBEDDING) if config.bias else None
-        self.cls = init.param(Role.TOKEN_EMBEDDING, ("embed",)) if config.pool == "cls" else None
-        self.position = init.param(Role.POSITION, ("position", "embed"))
-        self.block = Block(config, init.stacked(), causal=False)
-        self.norm = residual_norm(config, init)
-        self.readout = init.param(Role.READOUT, ("embed", "classes"), fan_in=("embed",))
-        self.readout_bias = init.param(Role.BIAS, ("classes",), of=Role.READOUT) if config.bias else None
+        init = Init.of(config, rngs)
+        self.patch, self.patch_bias = init.param("patch"), init.maybe("patch_bias")
+        self.cls, self.position = init.maybe("cls"), init.param("position")
+        self.block = Block(config, init.scope("block"))
+        self.norm = Norm(config.norm, init.scope("norm"), config.norm_eps)
+        self.readout, self.readout_bias = init.param("readout"), init.maybe("readout_bias")
 
     def embed(self, images_BHWC: jax.Array) -> jax.Array:
         """Images to the residual stream's first layer, [B, T, D]."""

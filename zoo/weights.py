@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zoo.configs import DecoderConfig, ModelConfig, ViTConfig
-from zoo.huggingface import Published, family_of
+from zoo.huggingface import Published, family_of, pixels
 from zoo.tensorfile import TensorFileError, Tensors
-from zoo.weights_names import HEADS, PREFIX, Tensor, in_out, our_shapes, tensors
+from zoo.transformer import TransformerConfig
+from zoo.weights_names import HEADS, PREFIX, Shape, Tensor, our_shapes, tensors
 
 Params = dict[str, np.ndarray]
 
@@ -39,7 +39,7 @@ class Loaded(NamedTuple):
     """Parameters that are zero because the file does not hold them."""
 
 
-def to_huggingface(model: ModelConfig, params: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+def to_huggingface(model: TransformerConfig, params: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
     """Names and tensors of a file, one by one.
 
     Args:
@@ -55,8 +55,8 @@ def to_huggingface(model: ModelConfig, params: Mapping[str, np.ndarray]) -> Iter
                 if ours in params:
                     value = params[ours][i] if tensor.stacked else params[ours]
                 else:
-                    value = np.full(shapes[ours], ours.endswith("gain"), np.float32)
-                parts.append(_theirs(value, tensor, ours, model))
+                    value = np.full(shapes[ours].whole, ours.endswith("gain"), np.float32)
+                parts.append(_theirs(value, tensor, shapes[ours], model))
             name = tensor.name.format(i=i)
             yield (name if name in HEADS else prefix + name), np.concatenate(parts, -1) if len(parts) > 1 else parts[0]
 
@@ -75,8 +75,10 @@ def from_huggingface(files: Tensors, published: Published) -> Loaded:
     shapes, zeros = our_shapes(model), set(published.zeros)
     if family == "vit" and not any(name.startswith("classifier.") for name in found):
         zeros |= {"readout", "readout_bias"}
-        if math.prod(shapes["readout"]) > _LARGEST_ZEROS:
-            raise TensorFileError(f"{files.path}: no classifier, and {model.num_classes} classes are too many to add")  # pyright: ignore
+        if math.prod(shapes["readout"].whole) > _LARGEST_ZEROS:
+            raise TensorFileError(
+                f"{files.path}: no classifier, and {model.sizes()['classes']} classes are too many to add"
+            )
     used: set[str] = set()
     for tensor in tensors(model):  # every shape before any array is made
         if not zeros >= set(tensor.ours):
@@ -87,17 +89,17 @@ def from_huggingface(files: Tensors, published: Published) -> Loaded:
     params: Params = {}
     for tensor in tensors(model):
         make = np.zeros if zeros >= set(tensor.ours) else np.empty
-        params |= {ours: make(_stacked(shapes[ours], tensor, model), np.float32) for ours in tensor.ours}
+        params |= {ours: make(_stacked(shapes[ours].whole, tensor, model), np.float32) for ours in tensor.ours}
         if make is np.zeros:
             continue
         for i in range(model.depth if tensor.stacked else 1):
             value = files.read(found[tensor.name.format(i=i)])
             _place(value, tensor, shapes, params, i if tensor.stacked else None)
-    if not (isinstance(model, DecoderConfig) and model.positions == "rotary"):
+    if "block.attention.key_bias" not in model.parameters():
         params.pop("block.attention.key_bias", None)  # softmax does not see it: exactly the same function
     left = sorted(set(found) - used)
     dropped = [name for name in left if name.endswith(WITHOUT_MEANING) or name.startswith(POOLER)]
-    if "lm_head.weight" in left and isinstance(model, DecoderConfig) and model.tied:
+    if "lm_head.weight" in left and model.tied_readout:
         _check_tied(files, found["lm_head.weight"], params["token"])
         dropped.append("lm_head.weight")
     if unknown := sorted(set(left) - set(dropped)):
@@ -108,45 +110,44 @@ def from_huggingface(files: Tensors, published: Published) -> Loaded:
     return Loaded(params, dropped, sorted(zeros & set(params)))
 
 
-def _theirs(value: np.ndarray, tensor: Tensor, ours: str, model: ModelConfig) -> np.ndarray:
+def _theirs(value: np.ndarray, tensor: Tensor, shape: Shape, model: TransformerConfig) -> np.ndarray:
     """One parameter (of one layer) of ours as they have it."""
     match tensor.layout:
         case "linear" | "conv1d":
-            matrix = value.reshape(in_out(value.shape, ours))
+            matrix = value.reshape(shape.matrix)
             return matrix.T if tensor.layout == "linear" else matrix
         case "flat":
             return value.reshape(-1)
         case "led":
             return value.reshape((1,) * (3 - value.ndim) + value.shape)
         case "conv2d":
-            assert isinstance(model, ViTConfig)
-            side = model.patch_size
-            return value.reshape(side, side, model.channels, -1).transpose(3, 2, 0, 1)
+            _, side, channels = pixels(model)
+            return value.reshape(side, side, channels, -1).transpose(3, 2, 0, 1)
     return value
 
 
-def _their_shape(tensor: Tensor, shapes: Mapping[str, tuple[int, ...]], model: ModelConfig) -> tuple[int, ...]:
+def _their_shape(tensor: Tensor, shapes: Mapping[str, Shape], model: TransformerConfig) -> tuple[int, ...]:
     """Shape of a tensor of theirs, with nothing of that size made."""
     shape = shapes[tensor.ours[0]]
     match tensor.layout:
         case "linear" | "conv1d":
-            rows = in_out(shape, tensor.ours[0])[0]
-            columns = sum(in_out(shapes[ours], ours)[1] for ours in tensor.ours)
+            rows = shape.matrix[0]
+            columns = sum(shapes[ours].matrix[1] for ours in tensor.ours)
             return (columns, rows) if tensor.layout == "linear" else (rows, columns)
         case "flat":
-            return (sum(math.prod(shapes[ours]) for ours in tensor.ours),)
+            return (sum(math.prod(shapes[ours].whole) for ours in tensor.ours),)
         case "led":
-            return (1,) * (3 - len(shape)) + shape
+            return (1,) * (3 - len(shape.whole)) + shape.whole
         case "conv2d":
-            assert isinstance(model, ViTConfig)
-            return (model.width, model.channels, model.patch_size, model.patch_size)
-    return shape
+            _, side, channels = pixels(model)
+            return (model.width, channels, side, side)
+    return shape.whole
 
 
 def _place(
     value: np.ndarray,
     tensor: Tensor,
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, Shape],
     params: Params,
     layer: int | None,
 ) -> None:
@@ -159,12 +160,12 @@ def _place(
     for ours in tensor.ours:
         target, size = params[ours] if layer is None else params[ours][layer], value.shape[-1]
         if len(tensor.ours) > 1:
-            size = math.prod(shapes[ours]) // (value.shape[0] if value.ndim > 1 else 1)
-        target[...] = value[..., start : start + size].reshape(shapes[ours])
+            size = math.prod(shapes[ours].whole) // (value.shape[0] if value.ndim > 1 else 1)
+        target[...] = value[..., start : start + size].reshape(shapes[ours].whole)
         start += size
 
 
-def _stacked(shape: tuple[int, ...], tensor: Tensor, model: ModelConfig) -> tuple[int, ...]:
+def _stacked(shape: tuple[int, ...], tensor: Tensor, model: TransformerConfig) -> tuple[int, ...]:
     return (model.depth, *shape) if tensor.stacked else shape
 
 

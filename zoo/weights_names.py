@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from zoo.configs import DecoderConfig, ModelConfig, ViTConfig
 from zoo.huggingface import Family, family_of
+from zoo.transformer import TransformerConfig
 
 Layout = Literal["same", "linear", "conv1d", "flat", "led", "conv2d"]
 """How a tensor of theirs lies: as ours; [out, in]; [in, out]; one axis; with axes of size 1 in front; [D, C, P, P]."""
@@ -34,7 +34,7 @@ class Tensor:
         return "{i}" in self.name
 
 
-def tensors(model: ModelConfig) -> list[Tensor]:
+def tensors(model: TransformerConfig) -> list[Tensor]:
     """Every tensor of a model's file, without the prefix."""
     match family_of(model):
         case "gpt2":
@@ -45,37 +45,40 @@ def tensors(model: ModelConfig) -> list[Tensor]:
             return _vit(model)
 
 
-def our_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter a file can hold, of one layer for those in the stack."""
-    D, H, K, N, F = model.width, model.num_heads, model.kv_heads, model.heads_dim, model.mlp_dim
-    attention = {
-        "query": (D, H, N),
-        "key": (D, K, N),
-        "value": (D, K, N),
-        "out": (H, N, D),
-        "query_bias": (H, N),
-        "key_bias": (K, N),
-        "value_bias": (K, N),
-        "out_bias": (D,),
-    }
-    mlp = {"up": (D, F), "gate": (D, F), "down": (F, D), "up_bias": (F,), "gate_bias": (F,), "down_bias": (D,)}
-    norms = [
-        f"{norm}.{part}" for norm in ("block.attention_norm", "block.mlp_norm", "norm") for part in ("gain", "bias")
-    ]
-    sizes = model.sizes()
-    shared = {
-        **{f"block.attention.{name}": shape for name, shape in attention.items()},
-        **{f"block.mlp.{name}": shape for name, shape in mlp.items()},
-        **dict.fromkeys(norms, (D,)),
-        "position": (sizes["position"], D),
-    }
-    if isinstance(model, ViTConfig):
-        read_in = {"patch": (sizes["patch"], D), "patch_bias": (D,), "cls": (D,)}
-        return {**shared, **read_in, "readout": (D, model.num_classes), "readout_bias": (model.num_classes,)}
-    return {**shared, "token": (model.vocab_size, D), "readout": (D, model.vocab_size)}
+class Shape(NamedTuple):
+    """Shape of a parameter of one layer: the axes that a product sums over, then the others."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        return self.inputs + self.outputs
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """[in, out]."""
+        return math.prod(self.inputs), math.prod(self.outputs)
 
 
-def _gpt2(model: ModelConfig) -> list[Tensor]:
+def our_shapes(model: TransformerConfig) -> dict[str, Shape]:
+    """Shape of every parameter that a model's file holds, from its declaration.
+
+    Our model may lack some: a bias is then as its matrix' output, and what belongs to a norm as the residual stream.
+    """
+    specs, sizes = model.parameters(), model.sizes()
+
+    def shape(name: str) -> Shape:
+        matrix = specs.get(name.removesuffix("_bias"), None)
+        spec = specs.get(name) or (matrix.bias if matrix else None)
+        if spec is None:
+            return Shape((), (model.width,))
+        return Shape(tuple(sizes[axis] for axis in spec.fan_in), tuple(sizes[axis] for axis in spec.fan_out))
+
+    return {name: shape(name) for tensor in tensors(model) for name in tensor.ours}
+
+
+def _gpt2(model: TransformerConfig) -> list[Tensor]:
     qkv = tuple(f"block.attention.{name}" for name in ("query", "key", "value"))
     block = "h.{i}."
     found = [
@@ -93,7 +96,7 @@ def _gpt2(model: ModelConfig) -> list[Tensor]:
     return [*found, *_lm_head(model)]
 
 
-def _llama(model: ModelConfig) -> list[Tensor]:
+def _llama(model: TransformerConfig) -> list[Tensor]:
     block, attention, mlp = "layers.{i}.", "block.attention.", "block.mlp."
     matrices = {
         "self_attn.q_proj": f"{attention}query",
@@ -118,7 +121,7 @@ def _llama(model: ModelConfig) -> list[Tensor]:
     ]
 
 
-def _vit(model: ModelConfig) -> list[Tensor]:
+def _vit(model: TransformerConfig) -> list[Tensor]:
     block, attention = "encoder.layer.{i}.", "block.attention."
     return [
         Tensor("embeddings.cls_token", ("cls",), "led"),
@@ -146,12 +149,5 @@ def _matrix(theirs: str, ours: str, layout: Layout) -> list[Tensor]:
     return [Tensor(f"{theirs}.weight", (ours,), layout), Tensor(f"{theirs}.bias", (f"{ours}_bias",), "flat")]
 
 
-def _lm_head(model: ModelConfig) -> list[Tensor]:
-    tied = isinstance(model, DecoderConfig) and model.tied
-    return [] if tied else [Tensor("lm_head.weight", ("readout",), "linear")]
-
-
-def in_out(shape: tuple[int, ...], ours: str) -> tuple[int, int]:
-    """A parameter's shape as a matrix [in, out]: only attention's output sums over two axes, heads and head_dim."""
-    inputs = 2 if ours == "block.attention.out" else 1
-    return math.prod(shape[:inputs]), math.prod(shape[inputs:])
+def _lm_head(model: TransformerConfig) -> list[Tensor]:
+    return [] if model.tied_readout else [Tensor("lm_head.weight", ("readout",), "linear")]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from train.data import augment, order
 from train.data.interface import ALL_ROWS, Batch, Data, DataError, Reference
-from zoo.configs import ModelConfig, ViTConfig
+from zoo.families import ImageModel, ModelConfig
 
 if TYPE_CHECKING:
     import numpy as np
@@ -108,13 +108,13 @@ class ImageData(Data):
         return raw * np.float32(2 / self._white) - np.float32(1), np.array([label for _, label in found], np.int32)
 
 
-def vision_model(name: str, model: ModelConfig, class_names: Sequence[str]) -> ViTConfig:
+def vision_model(name: str, model: ModelConfig, class_names: Sequence[str]) -> ImageModel:
     """The model, if it reads images and has one output per class.
 
     Raises:
         DataError: it does not.
     """
-    if not isinstance(model, ViTConfig):
+    if not isinstance(model, ImageModel):
         raise DataError(f"data {name!r} is images, and the model reads text; write a vision model such as vit-tiny")
     if model.num_classes != len(class_names):
         raise DataError(
@@ -124,7 +124,7 @@ def vision_model(name: str, model: ModelConfig, class_names: Sequence[str]) -> V
     return model
 
 
-def check_size(name: str, model: ViTConfig, size: int, channels: int) -> None:
+def check_size(name: str, model: ImageModel, size: int, channels: int) -> None:
     """Raises DataError unless the model reads size x size images of so many channels."""
     if (model.image_size, model.channels) != (size, channels):
         raise DataError(

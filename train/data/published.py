@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from train.data import augment, cache, folders, images, npz, prepared, text
 from train.data.interface import Data, DataError
-from zoo.configs import DecoderConfig, ModelConfig, ViTConfig
+from zoo.families import ModelConfig
 
 if TYPE_CHECKING:
     import numpy as np
@@ -98,12 +98,12 @@ def tfds_data(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
         DataError: it is not prepared or has no such features, or the model does not fit.
     """
     found = prepared.find(config.name, config.data_dir)
-    if isinstance(model, DecoderConfig):
+    if model.task == "tokens":
         return _text(found, config, model, seed, note)
     return _images(found, config, model, seed)
 
 
-def _text(found: prepared.Found, config: DataConfig, model: DecoderConfig, seed: int, note: cache.Note) -> Data:
+def _text(found: prepared.Found, config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> Data:
     def documents() -> text.Documents:
         import tensorflow_datasets as tfds
 
@@ -116,7 +116,7 @@ def _text(found: prepared.Found, config: DataConfig, model: DecoderConfig, seed:
     return text.open_text(config, model, seed, note, key, documents, {"version": found.folder.name})
 
 
-def _images(found: prepared.Found, config: DataConfig, model: ViTConfig, seed: int) -> Data:
+def _images(found: prepared.Found, config: DataConfig, model: ModelConfig, seed: int) -> Data:
     import tensorflow_datasets as tfds
 
     builder = found.builder()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from train.data import cache, corpus, packing, tokenizer
 from train.data.interface import DataError
 from train.data.tokens import TokenData
-from zoo.configs import DecoderConfig, ModelConfig
+from zoo.families import ModelConfig, TokenModel
 
 if TYPE_CHECKING:
     from train.config import DataConfig
@@ -79,9 +79,9 @@ def own_text(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note
     )
 
 
-def language_model(name: str, model: ModelConfig) -> DecoderConfig:
+def language_model(name: str, model: ModelConfig) -> TokenModel:
     """The model, if it reads text; DataError otherwise."""
-    if not isinstance(model, DecoderConfig):
+    if not isinstance(model, TokenModel):
         raise DataError(f"data {name!r} is text, and the model reads images; write a decoder such as lm-tiny")
     return model
 

@@ -1,0 +1,284 @@
+"""What a model family is: a frozen config that says all the rest of the project asks of a model. Imports no JAX.
+
+A parameter is declared once, in `ModelConfig.parameters()`: modules, counts, FLOPs, shardings, presets' tables and the names in
+files of others are made from it. A family is one file with its config and module, named in `FAMILIES` or by its class alone.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import importlib
+import math
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from presets.roles import ParamSpec, Role
+
+FAMILIES = {"vit": "zoo.configs:ViTConfig", "decoder": "zoo.configs:DecoderConfig"}
+"""Family to where its config is. A family that is not listed is called by that place itself, module:Class."""
+
+AttentionName = Literal["auto", "xla", "cudnn", "splash"]
+CrossEntropy = Literal["auto", "plain", "chunked"]
+Task = Literal["tokens", "images"]
+Kind = Literal["logits", "skip", "branch", "readout"]
+
+
+class ConfigError(ValueError):
+    """A model config that cannot be built. The text says what to write instead."""
+
+
+class ArraySpec(NamedTuple):
+    """Shape and type of one example's array in a batch, without the batch dimension."""
+
+    shape: tuple[int, ...]
+    dtype: Literal["int32", "float32"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FactorSpec:
+    """A number that the forward pass multiplies by. A parameterization sets it; nothing trains or saves it.
+
+    Attributes:
+        kind: "logits" of attention, [layers]; "skip" and "branch" of a residual stack, [layers, 2 (attention, mlp)]; "readout",
+            [], of one that shares the embedding's table.
+        shape: of the factor.
+        value: until a parameterization sets it.
+        spec: declaration of a readout that has no array of its own.
+    """
+
+    kind: Kind
+    shape: tuple[int, ...]
+    value: float = 1.0
+    spec: ParamSpec | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ComputeConfig:
+    """How a model runs: same function, different speed, memory and rounding."""
+
+    layers: Literal["auto", "scan", "unrolled"] = "auto"
+    """One compiled block looped over depth (compile time constant in depth), or every block compiled (faster on CPU)."""
+    remat: Literal["none", "dots", "block", "offload"] = "none"
+    """What the backward pass recomputes: nothing, all but matrix products, or whole blocks, whose inputs offload keeps in the host's memory."""
+    attention: AttentionName = "auto"
+    """auto takes a flash kernel where there is one that can: splash on TPU, cudnn on GPU."""
+    projections: Literal["auto", "separate", "fused"] = "auto"
+    """Queries, keys and values, and an MLP's gate and up, by a product each or by one; they stay parameters of their own."""
+    cross_entropy: CrossEntropy = "auto"
+    """All logits at once, or those of a few tokens at a time; auto takes chunks where logits would be large."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Storage of parameters and optimizer state."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Matrix products and activations; norms, softmax and the loss stay in float32."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig(abc.ABC):
+    """A model as data, whatever its family. A subclass takes its task from `TokenModel` or `ImageModel`."""
+
+    family: ClassVar[str]
+    """Name in `FAMILIES`; module:Class where it has none."""
+    task: ClassVar[Task]
+    """What it reads: the data that it fits has this kind."""
+    causal: ClassVar[bool] = False
+    """Whether a position sees only those before it."""
+    generates: ClassVar[bool] = False
+    """Whether its module continues a text (`zoo.decoder.Decoder.cached`)."""
+
+    centered: bool = False
+    """Train f - f at initialization (Bordelon et al. 2024), not f."""
+    compute: ComputeConfig = ComputeConfig()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "family" not in cls.__dict__:
+            cls.family = f"{cls.__module__}:{cls.__qualname__}"
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if type(value) is int and value < 1:
+                raise ConfigError(f"model.{field.name} is {value}; write a whole number of at least 1")
+
+    @abc.abstractmethod
+    def parameters(self) -> dict[str, ParamSpec]:
+        """Every parameter by its name, which is its path in the module: this is its one declaration."""
+
+    @abc.abstractmethod
+    def module(self, rngs: Any) -> Any:
+        """The NNX module, each parameter made from its declaration; import JAX in here, or beside the class."""
+
+    @abc.abstractmethod
+    def base_sizes(self) -> dict[str, int]:
+        """Sizes that a parameterization takes to infinity, by logical axis name."""
+
+    @abc.abstractmethod
+    def sizes(self) -> dict[str, int]:
+        """Every logical axis of this model and its size."""
+
+    @abc.abstractmethod
+    def example(self) -> dict[str, ArraySpec]:
+        """What one example of a batch holds: `inputs`, `targets` and the targets' `weights`."""
+
+    @property
+    @abc.abstractmethod
+    def input_text(self) -> str:
+        """What the model reads, in a few words."""
+
+    def factors(self) -> dict[str, FactorSpec]:
+        """Every number that the forward pass multiplies by, by its path in the module."""
+        return {}
+
+    def applications(self, spec: ParamSpec) -> float:
+        """How often one unit (a token, an image) goes through a matrix: once per position of the residual stream."""
+        del spec
+        return self.sizes()["position"] // self.units
+
+    def attention_flops(self) -> float:
+        """FLOPs per unit of the products that no matrix takes part in."""
+        return 0.0
+
+    def splitting_hint(self, ways: int) -> tuple[str, str]:
+        """What the positions are made of, and what to write where they do not split so many ways."""
+        return "", f"--model.seq-len with a multiple of {ways}"
+
+    @property
+    def unit(self) -> str:
+        """What rates and FLOPs count: token or image."""
+        return self.task.removesuffix("s")
+
+    @property
+    def units(self) -> int:
+        """Units of one example, which are its targets."""
+        return math.prod(self.example()["targets"].shape)
+
+    @property
+    def output_axis(self) -> str:
+        """The logical axis of the logits."""
+        return {"tokens": "vocab", "images": "classes"}[self.task]
+
+    @property
+    def position_grid(self) -> int:
+        """Side of the square that learned positions lie on, after those of class tokens; 0 where they are a line."""
+        return 0
+
+    @property
+    def absorbs_logit_scale(self) -> bool:
+        """Whether some parameter can hold what attention logits are taken times."""
+        return True
+
+    @property
+    def tied_readout(self) -> bool:
+        """Whether the readout shares the embedding's table."""
+        return any(factor.kind == "readout" for factor in self.factors().values())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenModel(ModelConfig):
+    """Reads tokens [B, T] and predicts the next one at every position: logits [B, T, vocab]."""
+
+    task: ClassVar[Task] = "tokens"
+
+    vocab_size: int
+    seq_len: int
+    """Longest context, and the number of learned positions."""
+
+    def sizes(self) -> dict[str, int]:
+        """Every logical axis of this model and its size."""
+        return {**self.base_sizes(), "vocab": self.vocab_size, "position": self.seq_len}
+
+    def example(self) -> dict[str, ArraySpec]:
+        """Tokens, the next tokens and their weights, each [T]."""
+        tokens = ArraySpec((self.seq_len,), "int32")
+        return {"inputs": tokens, "targets": tokens, "weights": tokens._replace(dtype="float32")}
+
+    @property
+    def input_text(self) -> str:
+        """What the model reads, in a few words."""
+        return f"{self.seq_len} of {self.vocab_size} tokens"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageModel(ModelConfig):
+    """Reads images [B, height, width, channels] in patches and classifies them: logits [B, classes]."""
+
+    task: ClassVar[Task] = "images"
+
+    image_size: int
+    """Height and width of the square input, in pixels."""
+    patch_size: int
+    channels: int = 3
+    num_classes: int = 1000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.image_size % self.patch_size:
+            near = max(p for p in range(1, self.patch_size + 1) if self.image_size % p == 0)
+            raise ConfigError(
+                f"model.image_size {self.image_size} is not divisible by model.patch_size {self.patch_size}; write patch_size {near}"
+            )
+
+    @property
+    def num_patches(self) -> int:
+        """Patches of one image."""
+        return self.position_grid**2
+
+    @property
+    def seq_len(self) -> int:
+        """Positions in the residual stream."""
+        return self.num_patches
+
+    @property
+    def position_grid(self) -> int:
+        """Patches along a side."""
+        return self.image_size // self.patch_size
+
+    def sizes(self) -> dict[str, int]:
+        """Every logical axis of this model and its size."""
+        patch = self.patch_size**2 * self.channels
+        return {**self.base_sizes(), "patch": patch, "position": self.seq_len, "classes": self.num_classes}
+
+    def example(self) -> dict[str, ArraySpec]:
+        """One image, its class and its weight."""
+        pixels = (self.image_size, self.image_size, self.channels)
+        return {
+            "inputs": ArraySpec(pixels, "float32"),
+            "targets": ArraySpec((), "int32"),
+            "weights": ArraySpec((), "float32"),
+        }
+
+    def applications(self, spec: ParamSpec) -> float:
+        """The read-in once per patch, the readout once, the stack once per position."""
+        return {Role.PATCH_EMBEDDING: self.num_patches, Role.READOUT: 1}.get(spec.role, self.seq_len)
+
+    def splitting_hint(self, ways: int) -> tuple[str, str]:
+        """What the positions are made of, and what to write where they do not split so many ways."""
+        del ways
+        return f" ({self.num_patches} patches)", "another --model.patch-size"
+
+    @property
+    def input_text(self) -> str:
+        """What the model reads, in a few words."""
+        return f"{self.image_size}x{self.image_size}x{self.channels}, patch {self.patch_size}"
+
+
+def family_class(name: str) -> type[ModelConfig]:
+    """The config class of a family.
+
+    Args:
+        name: one of `FAMILIES`, or module:Class. Such a module is imported.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    module, _, attribute = FAMILIES.get(name, name).partition(":")
+    if all(part.isidentifier() for part in [*module.split("."), attribute]):
+        try:
+            found = getattr(importlib.import_module(module), attribute, None)
+        except ImportError:
+            found = None
+        if isinstance(found, type) and issubclass(found, ModelConfig):
+            return found
+    raise ConfigError(
+        f"model.family is {name!r:.80}; write one of {', '.join(FAMILIES)}, or module:Class of a config that can be imported here"
+    )

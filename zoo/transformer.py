@@ -1,0 +1,160 @@
+"""The pre-norm residual stack that every transformer here shares, as data: sizes, parameters, factors, FLOPs. Imports no JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+from presets.roles import MATRICES, ParamSpec, Role
+from zoo.families import ConfigError, FactorSpec, ModelConfig
+
+Norm = Literal["layernorm", "rmsnorm"]
+Activation = Literal["gelu", "gelu_exact", "relu", "swiglu"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformerConfig(ModelConfig):
+    """Blocks of attention and MLP. Sizes are counts; `head_dim` defaults to width / num_heads."""
+
+    width: int
+    """Residual stream size D."""
+    depth: int
+    """Residual blocks L (one block = attention + MLP)."""
+    num_heads: int
+    """Query heads H."""
+    head_dim: int | None = None
+    """Dimension per head N; width / num_heads unless given."""
+    num_kv_heads: int | None = None
+    """Key and value heads (grouped-query attention); num_heads unless given."""
+    mlp_ratio: float = 4.0
+    """MLP hidden size F = mlp_ratio * width, which must be a whole number."""
+    activation: Activation = "gelu"
+    """gelu is the tanh form, as in GPT-2; gelu_exact the one with erf, 1e-3 away."""
+    norm: Norm = "layernorm"
+    norm_eps: float = 1e-5
+    """Added to the variance (rmsnorm: the mean square) that a norm divides by."""
+    norm_gain: bool = True
+    """Trainable norm gains."""
+    bias: bool = True
+    """Trainable biases of matrices and of LayerNorm. A key bias exists only where it has a gradient (rotary, QK-norm)."""
+    qk_norm: bool = False
+    """RMS-normalize queries and keys per head, with a gain shared by heads."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.head_dim is None and self.width % self.num_heads:
+            near = max(h for h in range(1, self.num_heads + 1) if self.width % h == 0)
+            raise ConfigError(
+                f"model.width {self.width} is not divisible by model.num_heads {self.num_heads}; "
+                f"write num_heads {near}, or give head_dim to have heads of another size than width / num_heads"
+            )
+        if self.num_heads % self.kv_heads:
+            near = max(k for k in range(1, self.kv_heads + 1) if self.num_heads % k == 0)
+            raise ConfigError(
+                f"model.num_heads {self.num_heads} is not a multiple of model.num_kv_heads {self.kv_heads}; "
+                f"write num_kv_heads {near}"
+            )
+        if not (0 < self.mlp_ratio < math.inf):
+            raise ConfigError(f"model.mlp_ratio is {self.mlp_ratio}; write a number above 0")
+        if not (0 < self.norm_eps < math.inf):
+            raise ConfigError(f"model.norm_eps is {self.norm_eps}; write a number above 0, such as 1e-5")
+        if self.mlp_dim < 1 or not math.isclose(self.mlp_dim, self.mlp_ratio * self.width, rel_tol=1e-6):
+            near = max(1, self.mlp_dim) / self.width
+            raise ConfigError(
+                f"model.mlp_ratio {self.mlp_ratio} times model.width {self.width} is not a whole number; write mlp_ratio {near:.10g}"
+            )
+
+    @property
+    def mlp_dim(self) -> int:
+        """MLP hidden size F."""
+        return round(self.mlp_ratio * self.width)
+
+    @property
+    def heads_dim(self) -> int:
+        """Dimension per head N."""
+        return self.head_dim if self.head_dim is not None else self.width // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads K."""
+        return self.num_kv_heads if self.num_kv_heads is not None else self.num_heads
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate beside its up projection."""
+        return self.activation == "swiglu"
+
+    @property
+    def absorbs_logit_scale(self) -> bool:
+        """Whether some parameter can hold what attention logits are taken times: not where queries are normalized without gains."""
+        return self.norm_gain or not self.qk_norm
+
+    @property
+    def rotary_theta(self) -> float | None:
+        """Base wavelength of rotary positions; None without them."""
+        return None
+
+    def base_sizes(self) -> dict[str, int]:
+        """Sizes that a parameterization takes to infinity, by logical axis name."""
+        return {
+            "embed": self.width,
+            "heads": self.num_heads,
+            "kv_heads": self.kv_heads,
+            "head_dim": self.heads_dim,
+            "mlp": self.mlp_dim,
+            "layers": self.depth,
+        }
+
+    def stack(self) -> dict[str, ParamSpec]:
+        """Parameters of the residual stack and of the norm that ends it."""
+        matrices = {name: spec for name, spec in MATRICES.items() if spec.in_block}
+        if self.gated:
+            matrices["block.mlp.gate"] = MATRICES["block.mlp.up"]
+        biases = {f"{name}_bias": spec.bias for name, spec in matrices.items()} if self.bias else {}
+        if self.rotary_theta is None and not self.qk_norm:
+            # Softmax ignores a shift common to all keys: a key bias would have exactly zero gradient.
+            biases.pop("block.attention.key_bias", None)
+        found = {**matrices, **biases}
+        if self.qk_norm and self.norm_gain:
+            for name in ("query", "key"):
+                of = MATRICES[f"block.attention.{name}"].role
+                gain = ParamSpec(role=Role.NORM_GAIN, axes=("layers", "head_dim"), in_block=True, of=of)
+                found[f"block.attention.{name}_norm.gain"] = gain
+        for name in ("block.attention_norm", "block.mlp_norm", "norm"):
+            block = name.startswith("block.")
+            axes = ("layers", "embed") if block else ("embed",)
+            if self.norm_gain:
+                found[f"{name}.gain"] = ParamSpec(role=Role.NORM_GAIN, axes=axes, in_block=block)
+            if self.bias and self.norm == "layernorm":
+                found[f"{name}.bias"] = ParamSpec(role=Role.BIAS, axes=axes, in_block=block, of=Role.NORM_GAIN)
+        return found
+
+    def factors(self) -> dict[str, FactorSpec]:
+        """Scales of attention logits, N^-1/2 until a preset sets them, and of both additions of every block."""
+        return {
+            "block.attention.logit_scale": FactorSpec(kind="logits", shape=(self.depth,), value=self.heads_dim**-0.5),
+            "block.skip": FactorSpec(kind="skip", shape=(self.depth, 2)),
+            "block.branch": FactorSpec(kind="branch", shape=(self.depth, 2)),
+        }
+
+    def attention_flops(self) -> float:
+        """q.k and the sum of values. A causal position attends to half of the context on average and is counted so."""
+        length = self.sizes()["position"]
+        attended = length / 2 if self.causal else length
+        return 2 * 2 * attended * self.num_heads * self.heads_dim * self.depth * (length // self.units)
+
+
+def transformer(model: ModelConfig, what: str) -> TransformerConfig:
+    """The model, where it is a transformer of the zoo, whose heads and MLP a function must know.
+
+    Args:
+        model: of any family.
+        what: is for transformers only; begins the message.
+
+    Raises:
+        ConfigError: it is another family's.
+    """
+    if not isinstance(model, TransformerConfig):
+        raise ConfigError(f"{what} knows the zoo's transformers only, and the model is a {model.family}")
+    return model
