@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -16,9 +17,6 @@ from zoo import weights, weights_names
 from zoo.build import definition
 from zoo.configs import ConfigError, DecoderConfig, ModelConfig, ViTConfig
 from zoo.huggingface import family_of, from_huggingface, to_huggingface
-from zoo.layers import residual_norm
-from zoo.mlp import MLP
-from zoo.param import Init
 from zoo.tensorfile import TensorFileError, Tensors, write_tensors
 
 pytestmark = pytest.mark.core
@@ -248,7 +246,8 @@ def test_the_exact_gelu_is_another_than_the_tanh_form() -> None:
 
     hidden = {}
     for activation in ("gelu", "gelu_exact"):
-        mlp = MLP(dataclasses.replace(GPT2, activation=activation), Init(nnx.Rngs(0), GPT2.sizes()))
+        graph, stacked = nnx.split(dataclasses.replace(GPT2, activation=activation).module(nnx.Rngs(0)).block.mlp)
+        mlp = nnx.merge(graph, jax.tree.map(lambda array: array[0], stacked))
         x = np.random.default_rng(0).standard_normal((2, 3, GPT2.width)).astype(np.float32)
         hidden[activation] = np.asarray(mlp(x))
         up, down = np.asarray(mlp.up[...], np.float64), np.asarray(mlp.down[...], np.float64)
@@ -260,7 +259,7 @@ def test_the_exact_gelu_is_another_than_the_tanh_form() -> None:
 def test_norms_add_the_models_eps() -> None:
     x = np.random.default_rng(0).standard_normal((3, 6)).astype(np.float32)
     for eps in (1e-12, 0.5):
-        norm = residual_norm(dataclasses.replace(GPT2, norm="rmsnorm", norm_eps=eps), Init(nnx.Rngs(0), GPT2.sizes()))
+        norm = dataclasses.replace(GPT2, norm="rmsnorm", norm_eps=eps).module(nnx.Rngs(0)).norm
         np.testing.assert_allclose(norm(x), x / np.sqrt((x**2).mean(-1, keepdims=True) + eps), atol=1e-6)
     with pytest.raises(ConfigError, match="norm_eps is 0"):
         dataclasses.replace(GPT2, norm_eps=0.0)

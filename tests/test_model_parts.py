@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from presets.roles import ParamSpec, Role
 from zoo.attend import attend, merged_attention
 from zoo.configs import DecoderConfig
 from zoo.layers import Norm, project, rotary
-from zoo.mlp import MLP
 from zoo.param import Init
 
 FORWARD, GRADIENT = 2e-5, 1e-4
@@ -122,8 +122,14 @@ def test_norms_equal_their_formulas() -> None:
     random = np.random.default_rng(10)
     x = (3 + 2 * random.standard_normal((3, 5, 7))).astype(np.float32)
     gain, bias = random.standard_normal((2, 7)).astype(np.float32)
-    init = Init(nnx.Rngs(0), {"embed": 7})
-    layer, rms = Norm("layernorm", init, gain=True, bias=True), Norm("rmsnorm", init, gain=True, bias=False)
+    declared = {
+        "gain": ParamSpec(role=Role.NORM_GAIN, axes=("embed",)),
+        "bias": ParamSpec(role=Role.BIAS, axes=("embed",), of=Role.NORM_GAIN),
+    }
+    init = Init(nnx.Rngs(0), declared, {}, {"embed": 7}, jnp.dtype(jnp.float32))
+    layer = Norm("layernorm", init, 1e-5)
+    rms = Norm("rmsnorm", dataclasses.replace(init, specs={"gain": declared["gain"]}), 1e-5)
+    assert rms.bias is None
     assert layer.gain is not None
     assert layer.bias is not None
     assert rms.gain is not None
@@ -154,7 +160,8 @@ def test_products_sum_over_the_last_dimensions() -> None:
 @pytest.mark.parametrize("activation", ["gelu", "relu", "swiglu"])
 def test_mlps_equal_their_formulas(activation: Any) -> None:
     config = dataclasses.replace(DECODER, activation=activation)
-    mlp = MLP(config, Init(nnx.Rngs(0), config.sizes()))
+    graph, stacked = nnx.split(config.module(nnx.Rngs(0)).block.mlp)
+    mlp = nnx.merge(graph, jax.tree.map(lambda array: array[0], stacked))
     random = np.random.default_rng(12)
     for _, variable in nnx.to_flat_state(nnx.state(mlp)):
         variable.set_value(jnp.asarray(random.standard_normal(variable.shape), jnp.float32))

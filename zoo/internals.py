@@ -20,23 +20,25 @@ def internals(model: Any, inputs: jax.Array) -> dict[str, jax.Array]:
         inputs: what the model is called with.
 
     Returns:
-        For a zoo model `embedding` [B, T, D], and per layer `attended` [L, B, T, D] (input of q, k, v), `residual`
-        [L, B, T, D] (after the block), `contribution` (what the block added), `query` [L, B, T, H, N], `key`
-        [L, B, S, K, N], `attention` [L, B, H, T, S] (logits as they enter the softmax, before any mask); for every model
-        `logits`, its output.
+        For a model with `embed`, `block` and `read`: `embedding` [B, T, D], and per layer `residual` [L, B, T, D] (after the
+        block) and `contribution` (what the block added); where the block has `attention` also `attended` [L, B, T, D]
+        (input of q, k, v), `query` [L, B, T, H, N], `key` [L, B, S, K, N], `attention` [L, B, H, T, S] (logits as they
+        enter the softmax, before any mask). For every model `logits`, its output.
     """
     if hasattr(model, "internals"):
         return {"logits": model(inputs), **model.internals(inputs)}
-    if not hasattr(model, "block"):
+    if not all(hasattr(model, part) for part in ("embed", "block", "read")):
         return {"logits": model(inputs)}
     graph, stacked = nnx.split(model.block)
 
     def layer(h_BTD: jax.Array, state: nnx.State) -> tuple[jax.Array, dict[str, jax.Array]]:
         block = nnx.merge(graph, state)
-        attended = block.attention_norm(h_BTD)
         out_BTD = block(h_BTD)
-        here = {"attended": attended, "residual": out_BTD, "contribution": out_BTD - h_BTD}
-        return out_BTD, {**here, **_attention(block, attended)}
+        here = {"residual": out_BTD, "contribution": out_BTD - h_BTD}
+        if hasattr(block, "attention"):
+            here["attended"] = block.attention_norm(h_BTD)
+            here |= _attention(block, here["attended"])
+        return out_BTD, here
 
     embedding = model.embed(inputs)
     out_BTD, found = jax.lax.scan(layer, embedding, stacked)
