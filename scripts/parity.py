@@ -26,7 +26,7 @@ from train.config import PresetConfig, preset_for
 from train.factors import init_stds, resolve
 from zoo import huggingface
 from zoo.build import definition
-from zoo.configs import DecoderConfig, ModelConfig, ViTConfig
+from zoo.configs import DecoderConfig, ViTConfig
 from zoo.definition import Definition
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "huggingface.md"
@@ -42,7 +42,7 @@ VIT = ViTConfig(
     norm_eps=1e-12,
 )  # fmt: skip
 
-MODELS: dict[str, ModelConfig] = {
+MODELS: dict[str, ViTConfig | DecoderConfig] = {
     "GPT-2, tied": GPT2,
     "GPT-2, untied": dataclasses.replace(GPT2, tied=False, activation="relu", mlp_ratio=3.0),
     "Llama, untied": LLAMA,
@@ -116,7 +116,7 @@ def measure(model: str, way: str, preset: str, folder: Path) -> Row:
     return Row(model, way, preset, float(np.abs(theirs).max()), float(np.abs(ours - theirs).max()))
 
 
-def inputs_of(config: ModelConfig, batch: int = 3) -> np.ndarray:
+def inputs_of(config: ViTConfig | DecoderConfig, batch: int = 3) -> np.ndarray:
     """Random tokens [B, T], or images [B, size, size, channels]."""
     random = np.random.default_rng(1)
     if isinstance(config, DecoderConfig):
@@ -135,7 +135,7 @@ def random_params(built: Definition, stds: dict[str, np.ndarray]) -> dict[str, n
     return {name: draw(name, leaf.shape).astype(np.float32) for name, leaf in built.abstract.items()}
 
 
-def random_transformers(config: ModelConfig, folder: Path) -> None:
+def random_transformers(config: ViTConfig | DecoderConfig, folder: Path) -> None:
     """A model of transformers with random weights, saved as it saves them."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification

@@ -84,8 +84,8 @@ def runs_as_scan(compute: ComputeConfig, depth: int) -> bool:
     return compute.layers == "scan"
 
 
-def residual_stack(block: Block, h_BTD: jax.Array, depth: int, compute: ComputeConfig) -> jax.Array:
-    """Apply `depth` blocks, given as one `Block` whose parameters are stacked along a leading "layers" axis."""
+def residual_stack(block: nnx.Module, h_BTD: jax.Array, depth: int, compute: ComputeConfig) -> jax.Array:
+    """Apply `depth` blocks, given as one module whose parameters are stacked along a leading "layers" axis."""
     graph, stacked = nnx.split(block)
     scan = runs_as_scan(compute, depth)
 

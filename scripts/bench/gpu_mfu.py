@@ -59,7 +59,7 @@ def config_of(name: str, batch_size: int, variant: dict[str, Any], *, tiny: bool
         small = {"width": 32, "depth": 2, "num_heads": 2, "head_dim": None, "num_kv_heads": None}
         text = {"vocab_size": 64, "seq_len": 16}
         image = {"image_size": 32, "num_classes": 10}
-        model = dataclasses.replace(model, **small, **(text if model.family == "decoder" else image))  # pyright: ignore
+        model = dataclasses.replace(model, **small, **(text if model.task == "tokens" else image))  # pyright: ignore
     return run_of(model, batch_size)
 
 
@@ -140,7 +140,7 @@ def point(side: str, name: str, batch_size: int, variant: dict[str, Any], *, tin
     seconds = timed((jax_point if side == "mupax" else torch_point)(config), 3, 2 if tiny else 10)
     from zoo import flops
 
-    units = batch_size * (config.model.seq_len if config.model.family == "decoder" else 1)
+    units = batch_size * config.model.units
     rate = units * flops.train_flops(config.model) / seconds
     if side == "mupax":
         import jax

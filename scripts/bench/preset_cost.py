@@ -128,7 +128,7 @@ def folded(program: Program) -> jax.stages.Compiled:
 def neutral(program: Program, name: str) -> float:
     """What a model without presets has in place of a forward factor: logits over sqrt(head_dim), branches as they are."""
     kind = program.definition.factors[name]["kind"]
-    return program.config.model.heads_dim**-0.5 if kind == "logits" else 1.0
+    return program.definition.sizes["head_dim"] ** -0.5 if kind == "logits" else 1.0
 
 
 def plain_adamw(program: Program, table: np.ndarray) -> optax.GradientTransformation:

@@ -22,7 +22,7 @@ from zoo.configs import DecoderConfig, ModelConfig, ViTConfig
 class Block(nn.Module):
     """Pre-norm attention and MLP, both added to the residual stream."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ViTConfig | DecoderConfig) -> None:
         super().__init__()
         width, bias = config.width, config.bias
         self.heads, self.kv_heads, self.size = config.num_heads, config.kv_heads, config.heads_dim
@@ -63,6 +63,7 @@ class Transformer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        assert isinstance(config, ViTConfig | DecoderConfig)
         self.config = config
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         self.norm = norm(config)
@@ -104,7 +105,7 @@ class Transformer(nn.Module):
         return self.readout_scale * self.readout(h)
 
 
-def norm(config: ModelConfig) -> nn.Module:
+def norm(config: ViTConfig | DecoderConfig) -> nn.Module:
     """LayerNorm or RMSNorm of the residual stream."""
     if config.norm == "rmsnorm":
         return nn.RMSNorm(config.width, eps=1e-5)

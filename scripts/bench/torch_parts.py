@@ -31,7 +31,8 @@ from train.program import Program, assemble
 from train.state import TrainState
 from train.step import Run
 from zoo.attend import attend
-from zoo.configs import ComputeConfig, DecoderConfig
+from zoo.configs import ComputeConfig
+from zoo.transformer import transformer
 
 Step = Callable[[], Any]
 
@@ -83,9 +84,9 @@ def block_parts(program: Program, depth: int) -> list[Part]:
     """Norm, attention, its core and MLP, from a model of one block."""
     import torch.nn.functional as F
 
-    params, model = program.initial_state().params, program.config.model
-    random, causal = np.random.default_rng(0), isinstance(model, DecoderConfig)
-    shape = (program.config.data.batch_size, model.seq_len)
+    params, model = program.initial_state().params, transformer(program.config.model, "the comparison")
+    random, causal = np.random.default_rng(0), model.causal
+    shape = (program.config.data.batch_size, model.sizes()["position"])
     x = random.standard_normal((*shape, model.width), np.float32)
     theirs = torch_model(program)
     block: Any = theirs.blocks[0]
@@ -198,7 +199,7 @@ def measure(name: str, rounds: int, *, tiny: bool = False) -> dict[str, Any]:
     )  # pyright: ignore
     whole = assemble(config, jax.devices()[:1])
     rows = []
-    for part in [*block_parts(one_block, config.model.depth), ends(one_block), update(whole)]:
+    for part in [*block_parts(one_block, whole.definition.sizes["layers"]), ends(one_block), update(whole)]:
         found = in_turns({"mupax": part.ours, "torch_compile": part.theirs}, rounds)
         ms = {who: round(1e3 * statistics.median(times) * part.times, 3) for who, times in found.items()}
         rows.append(

@@ -65,13 +65,13 @@ def batches_of(program: Program, count: int) -> list[dict[str, np.ndarray]]:
     random, model, size = np.random.default_rng(0), program.config.model, program.config.data.batch_size
     found = []
     for _ in range(count):
-        if isinstance(model, DecoderConfig):
-            tokens = random.integers(0, model.vocab_size, (size, model.seq_len + 1), np.int32)
+        outputs, example = model.sizes()[model.output_axis], model.example()["inputs"].shape
+        if model.task == "tokens":
+            tokens = random.integers(0, outputs, (size, example[0] + 1), np.int32)
             batch = {"inputs": tokens[:, :-1].copy(), "targets": tokens[:, 1:].copy()}
         else:
-            shape = (size, model.image_size, model.image_size, model.channels)
-            batch = {"inputs": random.standard_normal(shape, np.float32)}
-            batch["targets"] = random.integers(0, model.num_classes, size, np.int32)
+            batch = {"inputs": random.standard_normal((size, *example), np.float32)}
+            batch["targets"] = random.integers(0, outputs, size, np.int32)
         found.append({**batch, "weights": np.ones(batch["targets"].shape, np.float32)})
     return found
 
@@ -149,9 +149,9 @@ def measure(name: str, compute: ComputeConfig, rounds: int, *, tiny: bool = Fals
         "torch_eager": torch_step(program, batches, compiled=False),
     }
     losses = check(steps, 6)
-    model = program.config.model
+    known = program.definition.sizes
     sizes = {
-        "width": model.width, "depth": model.depth, "seq_len": model.seq_len, "batch_size": program.config.data.batch_size,
+        "width": known["embed"], "depth": known["layers"], "seq_len": known["position"], "batch_size": program.config.data.batch_size,
         "layers": compute.layers, "params": program.definition.count(),
     }  # fmt: skip
     return {"model": name, **sizes, "losses": losses, **compared(in_turns(steps, rounds), "mupax")}

@@ -79,7 +79,7 @@ _KEPT = ("loss", "kernel", "attention")
 
 
 def _units(config: Config) -> int:
-    return config.model.seq_len if config.model.family == "decoder" else 1
+    return config.model.units
 
 
 def _key(config: Config, ends: float) -> str:
