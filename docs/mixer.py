@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-import presets
-from presets import ParamSpec, Role
-from train import check
-from train.config import OptimizerConfig
-from zoo.definition import define
+from mupax import presets
+from mupax.presets import ParamSpec, Role
+from mupax.train.config.run import OptimizerConfig
+from mupax.train.studies.check import check
+from mupax.zoo.definition import define
 
 POSITIONS, PATCH, CLASSES, DEPTH = 16, 12, 10, 2
 

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from presets.roles import ParamSpec, Role, block_matrix
-from zoo.block import residual_stack
-from zoo.families import FactorSpec, ImageModel
-from zoo.layers import Norm, project
-from zoo.param import Init
+from mupax.presets.roles import ParamSpec, Role, block_matrix
+from mupax.zoo.families import FactorSpec, ImageModel
+from mupax.zoo.layers.block import residual_stack
+from mupax.zoo.layers.linear import Norm, project
+from mupax.zoo.param import Init
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,9 +107,9 @@ if __name__ == "__main__":
     import sys
 
     from examples import mlp_mixer
-    from train import loop
-    from train.config import PresetConfig
-    from train.recipes import vit_digits
+    from mupax.train.config.recipes import vit_digits
+    from mupax.train.config.run import PresetConfig
+    from mupax.train.run import loop
 
     preset = PresetConfig(name="mup", base="embed=32,mlp=128,layers=2")
     config = dataclasses.replace(vit_digits(), recipe="mlp-mixer", model=mlp_mixer.MIXER, preset=preset)

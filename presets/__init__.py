@@ -12,19 +12,19 @@ import dataclasses
 import difflib
 from collections.abc import Callable, Mapping
 
-from presets import constants as constants_of
-from presets.completep import completep
-from presets.effective_theory import hybrid, maximal_update, ntk
-from presets.forms import FORMS, Form
-from presets.infinite_limits import depth_mup, mup, mup_half
-from presets.layerwise import sp_layerwise
-from presets.preset import Preset
-from presets.roles import AXES, EMBEDDINGS, VECTORS, ParamSpec, PresetError, Role
-from presets.rule import Decay, Rule, Scales
-from presets.scaling import Power
-from presets.spectral import spectral
-from presets.standard import sp, standard
-from presets.unit import u_mup
+from mupax.presets import constants as constants_of
+from mupax.presets.forms import FORMS, Form
+from mupax.presets.papers.completep import completep
+from mupax.presets.papers.effective_theory import hybrid, maximal_update, ntk
+from mupax.presets.papers.infinite_limits import depth_mup, mup, mup_half
+from mupax.presets.papers.layerwise import sp_layerwise
+from mupax.presets.papers.spectral import spectral
+from mupax.presets.papers.standard import sp, standard
+from mupax.presets.papers.unit import u_mup
+from mupax.presets.power import Power
+from mupax.presets.preset import Preset
+from mupax.presets.roles import AXES, EMBEDDINGS, VECTORS, ParamSpec, PresetError, Role
+from mupax.presets.rule import Decay, Rule, Scales
 
 PRESETS: dict[str, Callable[..., Preset]] = {
     "sp": sp,
@@ -54,7 +54,7 @@ def get(
     """The named preset, relative to a base.
 
     Args:
-        name: one of `PRESETS`; PRESET:NAME, tuned (`presets.tuned`), whose base, form and constants hold unless given; or a
+        name: one of `PRESETS`; PRESET:NAME, tuned (`mupax.presets.tuned.find`), whose base, form and constants hold unless given; or a
             file of measured scales: `measured:PATH`, or a path that ends in .json.
         base: size of each axis at which every factor is 1 (`config.base_sizes()`); None is the absolute form.
         form: where multipliers sit (`forms`); the preset's native form unless given.
@@ -65,7 +65,7 @@ def get(
         PresetError: no such preset, constant, axis, form or file.
     """
     if name.partition(":")[0] in PRESETS and ":" in name:
-        from presets import tuned
+        from mupax.presets.tuned import find as tuned
 
         found = tuned.find(name)
         base, form = base or found.base, form or found.form
@@ -89,7 +89,7 @@ def get(
 
 
 def _measured(path: str, zero_readout: bool, constants: Mapping[str, float | str]) -> Preset:
-    from presets import measured
+    from mupax.presets.tuned import measured
 
     if constants or zero_readout:
         what = next(iter(constants), "zero_readout")

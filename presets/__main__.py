@@ -14,9 +14,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import presets
-from presets import Preset, constants, table, terminal, verdicts
-from presets.rule import FAMILIES
+from mupax import presets
+from mupax.presets import Preset, constants, terminal
+from mupax.presets.analysis import table, verdicts
+from mupax.presets.rule import FAMILIES
 
 CONSTANTS = ("alpha_a", "alpha_l", "gamma0", "beta0")
 
@@ -110,7 +111,7 @@ def _table(args: argparse.Namespace) -> int:
 
     Factors are relative to the base (1 where the model is the base); --absolute shows values instead.
     """
-    from zoo import configs
+    from mupax.zoo import configs
 
     model = configs.get(args.model)
     preset = _preset(args, configs.get(args.base).base_sizes() if args.base else None)
@@ -170,7 +171,7 @@ def _tuned(args: argparse.Namespace) -> int:
 
     `python -m train RECIPE --preset PRESET:NAME` uses one. Those in the folder `tuned` here are listed too.
     """
-    from presets import tuned
+    from mupax.presets.tuned import find as tuned
 
     found = [tuned.find(args.name)] if args.name else [tuned.load(path) for path in tuned.files().values()]
     if args.json:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from presets.roles import PresetError
+from mupax.presets.roles import PresetError
 
 Constants = dict[str, float | str]
 

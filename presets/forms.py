@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from presets.roles import VECTORS, ParamSpec, PresetError, Role
-from presets.rule import Rule
-from presets.scaling import ONE, Power
+from mupax.presets.power import ONE, Power
+from mupax.presets.roles import VECTORS, ParamSpec, PresetError, Role
+from mupax.presets.rule import Rule
 
 Form = Literal["plain", "readout-multiplier", "mean-field", "table-9"]
 FORMS: tuple[Form, ...] = get_args(Form)

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
-from presets import forms
-from presets.forms import Form
-from presets.roles import EMBEDDINGS, VECTORS, ParamSpec, PresetError, Role
-from presets.rule import FAMILIES, Decay, Rule, Scales
-from presets.scaling import Power
+from mupax.presets import forms
+from mupax.presets.forms import Form
+from mupax.presets.power import Power
+from mupax.presets.roles import EMBEDDINGS, VECTORS, ParamSpec, PresetError, Role
+from mupax.presets.rule import FAMILIES, Decay, Rule, Scales
 
 Branch = Literal["attention", "mlp"]
 

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
-from presets.scaling import ONE, Power
+from mupax.presets.power import ONE, Power
 
 Decay = Literal["coupled", "independent"]
 

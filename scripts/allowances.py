@@ -1,4 +1,4 @@
-"""Measure how far finite sizes stray from theory on rules known to be right, and write train/allowances.json.
+"""Measure how far finite sizes stray from theory on rules known to be right, and write train/studies/check/allowances.json.
 
     python -m scripts.allowances [--optimizers adam sgd] [--studies head_dim heads width depth ...]
 
@@ -18,11 +18,11 @@ from typing import Any
 
 import jax
 
-import presets
-from train import check, check_models, expectation
-from train.check_command import RATES
-from train.config import OptimizerConfig
-from zoo import build, configs
+from mupax import presets
+from mupax.train.config.run import OptimizerConfig
+from mupax.train.studies.check import check, models, theory
+from mupax.train.studies.check.command import RATES
+from mupax.zoo import build, configs
 
 PROVED = {
     "head_dim": [("mup", {}), ("mup-half", {})],
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--optimizers", nargs="+", default=["adam", "sgd"])
     parser.add_argument("--studies", nargs="+", default=list(PROVED), choices=list(PROVED))
     args = parser.parse_args()
-    path = expectation.ALLOWANCES
+    path = theory.ALLOWANCES
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"allowances": {}}
     for optimizer in args.optimizers:
         for study in args.studies:
@@ -62,14 +62,14 @@ def _compact(known: dict[str, Any]) -> str:
 
 def _stray(model: str, study: str, optimizer: str, allowed: dict[str, list[float]]) -> None:
     """Widen `allowed` by one study: per observable and step, how far below and above theory the mean slope lies."""
-    grown = check_models.series(configs.get(model), study.split()[0], 4)
+    grown = models.series(configs.get(model), study.split()[0], 4)
     config = OptimizerConfig(name=optimizer, peak_lr=RATES[optimizer], schedule="constant", eps=1e-12)  # pyright: ignore
     definitions = [build.definition(one) for one in grown]
     series = check.Series(definitions, config)
     for name, constants in PROVED[study]:
         preset = presets.get(name, base=grown[0].base_sizes(), **constants)  # pyright: ignore[reportArgumentType]
-        measured = series.measure(preset, check_models.batch(grown[0]))
-        expected = expectation.of(preset, definitions[0], definitions[-1], optimizer, strict=True)
+        measured = series.measure(preset, models.batch(grown[0]))
+        expected = theory.of(preset, definitions[0], definitions[-1], optimizer, strict=True)
         for finding in check.judge(check.fit(measured, [1, 2, 4, 8]), expected):
             assert finding.expected is not None
             above = finding.slope - finding.expected.slope

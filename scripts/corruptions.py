@@ -30,11 +30,11 @@ from typing import Any
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
+from mupax.train.checkpoints.checkpointer import Checkpoints
+from mupax.train.checkpoints.digests import named
+from mupax.train.checkpoints.workdir import CHECKPOINTS, WorkdirError
 from scripts.damage import KINDS, flip
 from scripts.performance import table
-from train.checkpoint import Checkpoints
-from train.digests import named
-from train.workdir import CHECKPOINTS, WorkdirError
 
 PAGE = Path(__file__).parent.parent / "docs" / "corruptions.md"
 RECIPES = {
@@ -65,9 +65,9 @@ def trained(folder: Path, kind: str, processes: int) -> Saved:
     """Train a run in processes of its own, and read back what it saved."""
     import jax
 
-    from train.config import MeshConfig
-    from train.program import assemble
-    from train.record import from_json
+    from mupax.train.config.record import from_json
+    from mupax.train.config.run import MeshConfig
+    from mupax.train.core.program import assemble
 
     workdir = folder / f"{kind}-{processes}"
     with socket.socket() as free:

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from train import manifest
+from mupax.train.checkpoints import manifest
 
 
 def _files(folder: Path, at_least: int = 1) -> list[Path]:

@@ -3,7 +3,7 @@
     python -m scripts.goldens
 
 One line per parameter group: its power laws in m = size / base size, then its values at two sizes, so that a changed
-exponent is a changed line. `tests/test_presets_goldens.py` compares.
+exponent is a changed line. `tests/presets/test_goldens.py` compares.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import presets
-from presets import Preset, table
-from zoo.build import definition
-from zoo.configs import DecoderConfig, ModelConfig, ViTConfig
+from mupax import presets
+from mupax.presets import Preset
+from mupax.presets.analysis import table
+from mupax.zoo.build import definition
+from mupax.zoo.configs import DecoderConfig, ModelConfig, ViTConfig
 
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "goldens"
 OPTIMIZERS = ("adam", "sgd", "muon", "lion")

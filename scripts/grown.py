@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from train.plotting import BLUE, GREY, ORANGE
-from train.record import model_from_json
-from zoo import configs, flops
+from mupax.train.config.record import model_from_json
+from mupax.train.run.report.plotting import BLUE, GREY, ORANGE
+from mupax.zoo import configs, flops
 
 LARGE = "lm-tiny"
 STARTS = {

@@ -164,15 +164,15 @@ def phase(session: Session, workdir: Path) -> str:
 
 def latest(workdir: Path) -> int | None:
     """Step of the newest checkpoint."""
-    from train.manifest import steps
+    from mupax.train.checkpoints.manifest import steps
 
     return max(steps(workdir / "checkpoints"), default=None)
 
 
 def left(workdir: Path, steps: int) -> dict[str, Any]:
     """What a finished run has left, without times: rows, and the digest of every shard of its verified last checkpoint."""
-    from train import metrics
-    from train.manifest import verified
+    from mupax.train.checkpoints.manifest import verified
+    from mupax.train.run.report import metrics
 
     rows = [row for row in metrics.read(workdir / metrics.FILE_NAME) if "perf_data_wait" not in row]
     for row in rows:
@@ -243,8 +243,8 @@ def prepared(folder: Path) -> Iterator[None]:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "MPLBACKEND": "agg",
     }
-    import train.data.digits
-    import train.loop  # noqa: F401
+    import mupax.train.data.sources.digits
+    import mupax.train.run.loop  # noqa: F401
 
     if threading.active_count() > 1:
         raise SystemExit("an import has started a thread; a fork would lose it")

@@ -17,8 +17,9 @@ from typing import Any
 
 import jax
 
-from train import check, mutation_report
-from train.mutation_suite import MORE_SEEDS, SEEDS, STUDIES, Outcome, Suite
+from mupax.train.studies.check import check
+from scripts import mutation_report
+from scripts.mutation_suite import MORE_SEEDS, SEEDS, STUDIES, Outcome, Suite
 
 PAGE = Path(__file__).parent.parent / "docs" / "mutations.md"
 COMMAND = "python -m scripts.mutations"

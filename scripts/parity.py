@@ -20,14 +20,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from presets import VECTORS
-from train import fold, pretrained, pretrained_files
-from train.config import PresetConfig, preset_for
-from train.factors import init_stds, resolve
-from zoo import huggingface
-from zoo.build import definition
-from zoo.configs import DecoderConfig, ViTConfig
-from zoo.definition import Definition
+from mupax.presets import VECTORS
+from mupax.train.config.run import PresetConfig, preset_for
+from mupax.train.core.factors import init_stds, resolve
+from mupax.train.reuse import plain as fold
+from mupax.train.reuse import source as pretrained
+from mupax.train.reuse.huggingface import files
+from mupax.zoo.build import definition
+from mupax.zoo.configs import DecoderConfig, ViTConfig
+from mupax.zoo.definition import Definition
+from mupax.zoo.huggingface import config as huggingface
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "huggingface.md"
 BEGIN, END = "<!-- parity: begin -->", "<!-- parity: end -->"
@@ -101,15 +103,13 @@ def measure(model: str, way: str, preset: str, folder: Path) -> Row:
         random_transformers(config, theirs_at)
         source = pretrained.read(theirs_at)
         assert source.model == config, (source.model, config)
-        pretrained_files.write_imported(source, given, ours_at, "random")
+        files.write_imported(source, given, ours_at, "random")
         params: Any = pretrained.load_weights(ours_at, built, factors)
     else:
         params = random_params(built, init_stds(made, built))
         plain = fold.fold(params, fold.scales(built, factors))
         record = pretrained.preset_record(given, made, built, factors)
-        pretrained_files.write_huggingface(
-            pretrained.Source(config, plain, fold.ones(plain), record, []), theirs_at, "float32"
-        )
+        files.write_huggingface(pretrained.Source(config, plain, fold.ones(plain), record, []), theirs_at, "float32")
     inputs = inputs_of(config)
     ours = np.asarray(jax.jit(built.apply)(params, factors.multiplier, factors.forward, jnp.asarray(inputs)))
     theirs = transformers_logits(theirs_at, inputs)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from train.compile_command import gib
+from mupax.train.pods.command import gib
 
 PODS = (
     ("lm-8b", "v5p:4x4x4"),
@@ -34,7 +34,7 @@ INTRODUCTION = """# Pods
 What `python -m train compile RECIPE --topology ...` says of the recipes made for pods: the run's own step, compiled by the
 TPU compiler for chips that are not here. Nothing on this page was measured on a TPU. Made by `python -m scripts.pods`.
 
-- **Memory** is what the compiler allocates on a chip; **expected** is the sum of `train/memory_model.py`, from sizes alone.
+- **Memory** is what the compiler allocates on a chip; **expected** is the sum of `train/pods/estimates.py`, from sizes alone.
 - **Step** is the longest of: products at the chip's peak, main memory traffic, collectives by rings over the links of their
   mesh axes, and the compiler's estimated cycles with trip counts where the chip's clock is known. Everything is taken to
   overlap, and attention kernels have no estimated cycles, so it is a bound from below, and **MFU** one from above.
@@ -69,22 +69,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def compiled(recipe: str, topology: str) -> dict[str, Any]:
     """The report of one pod."""
-    from train import topology as topologies
+    from mupax.train.pods import topology as topologies
 
     topologies.ready()
-    from train.compiled import compile_for
-    from train.recipes import RECIPES
+    from mupax.train.config.recipes import RECIPES
+    from mupax.train.pods.compiled import compile_for
 
     return {"topology": topology, "slices": 1, **compile_for(RECIPES[recipe](), topology).report()}
 
 
 def preset_cost(width: int, depth: int, batch_size: int, dtype: str, preset: str = "depth-mup") -> dict[str, Any]:
     """FLOPs and bytes of the unrolled step on one v5e chip, with a preset over without, as the compiler counts them."""
-    from train import topology
+    from mupax.train.pods import topology
 
     devices = topology.devices("v5e:2x2")[:1]
+    from mupax.train.core.program import assemble
     from scripts.bench import preset_cost as bench
-    from train.program import assemble
 
     config = bench.config_of(width, depth, batch_size, preset)
     # Attention as ordinary products: a kernel's FLOPs are not in the compiler's count.

@@ -16,11 +16,11 @@ from typing import Any
 import jax
 import numpy as np
 
-import presets
-from train import check, check_models, check_report, expectation
-from train.check_command import RATES
-from train.config import OptimizerConfig
-from zoo import build, configs
+from mupax import presets
+from mupax.train.config.run import OptimizerConfig
+from mupax.train.studies.check import check, models, report, theory
+from mupax.train.studies.check.command import RATES
+from mupax.zoo import build, configs
 
 OUT = Path(__file__).parent.parent / "docs" / "theory-and-measurement"
 NAMES = (
@@ -37,7 +37,7 @@ def main() -> None:
     """Measure, then write both files."""
     rows: list[dict[str, Any]] = []
     for axis in GROWN:
-        grown = check_models.series(configs.get("lm-proxy"), axis, 4)
+        grown = models.series(configs.get("lm-proxy"), axis, 4)
         definitions = [build.definition(one) for one in grown]
         config = OptimizerConfig(name="adam", peak_lr=RATES["adam"], schedule="constant", eps=1e-12)
         series = check.Series(definitions, config)
@@ -45,13 +45,13 @@ def main() -> None:
         for name in NAMES:
             absolute = name == "u-mup"
             preset = presets.get(name, base=None if absolute else grown[0].base_sizes())
-            expected = expectation.of(preset, definitions[0], definitions[-1], "adam")
+            expected = theory.of(preset, definitions[0], definitions[-1], "adam")
             numbers = series.numbers(preset)
             if numbers not in known:  # many presets are the same rule along one axis
-                known[numbers] = series.measure(preset, check_models.batch(grown[0]))
+                known[numbers] = series.measure(preset, models.batch(grown[0]))
             found = check.judge(check.fit(known[numbers], [1, 2, 4, 8]), expected)
-            rows.append(check_report.to_json(found, {"preset": name, "grow": axis}))
-            print(axis, name, check_report.verdict_line(found), flush=True)
+            rows.append(report.to_json(found, {"preset": name, "grow": axis}))
+            print(axis, name, report.verdict_line(found), flush=True)
     versions = {"python": platform.python_version(), "jax": jax.__version__}
     about = {
         "command": "python -m scripts.theory_and_measurement",
@@ -72,7 +72,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "",
         "Exponents of observables as one size grows eightfold from width 64, 4 heads, depth 2, under Adam: theory from the preset's",
         "rules alone (`python -m presets limits`), then the measured slope and its 95 % interval over four seeds. Small sizes stray",
-        "from exponents even where the rule is exact; how far was measured once (`train/allowances.json`). What explodes soon leaves",
+        "from exponents even where the rule is exact; how far was measured once (`train/studies/check/allowances.json`). What explodes soon leaves",
         "the regime of its power law and may fall short of it; without a rule for depth the tokens of a deep stream grow alike, and",
         "allowances in depth are wide. The last column says what `python -m train check` makes of all observables. `standard` is `sp`",
         "by another name. Made by `python -m scripts.theory_and_measurement`.",

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from train import transfer_command
+from mupax.train.studies.transfer import command as transfer_command
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "docs" / "transfer"
@@ -48,7 +48,7 @@ HEAD = """# Does the learning rate transfer?
 
 Small models grown eightfold in one dimension at a time: rates half an octave apart, the same batches for every point, the same
 seeds at every size. The best rate is the vertex of a parabola through the seeds' mean losses within an octave of the grid's
-best; drift is its slope against the size, intervals are 95 % from a bootstrap over seeds (`train/transfer_drift.py`). A preset
+best; drift is its slope against the size, intervals are 95 % from a bootstrap over seeds (`train/studies/transfer/drift.py`). A preset
 **transfers** where the drift is known to ± 0.15 octaves per doubling and meets 0 ± 0.15; the control must drift. The price of
 not tuning is the loss at the smallest size's best rate less that at the size's own. Where the control, tuned anew at the
 largest size, ends below a preset's least loss, the preset's rates transfer and its other constants are what is left to tune.

@@ -15,8 +15,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from train import transfer_command
-from zoo.configs import ConfigError
+from mupax.train.studies.transfer import command as transfer_command
+from mupax.zoo.configs import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 BASE = "--model.width 64 --model.num-heads 4 --model.depth 2"

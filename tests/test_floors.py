@@ -9,9 +9,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = ("presets", "zoo", "train", "scripts")
-NUMERIC = ("presets/kernels.py", "presets/attention_kernels.py")
+NUMERIC = ("scripts/figures/kernels.py", "scripts/figures/attention_kernels.py")
 """The files of presets that need numpy; nothing there imports them but one another."""
-ENTRY_IMPORTER = "train/console.py"
+ENTRY_IMPORTER = "mupax/__main__.py"
 """The `mupax` command: the one file that may import entry points."""
 
 pytestmark = pytest.mark.core
@@ -77,14 +77,14 @@ def test_every_file_keeps_to_its_floor():
         ("presets/planted.py", "def f():\n    from zoo import configs"),
         ("presets/planted.py", "import numpy"),
         ("presets/planted.py", "from presets import kernels"),
-        ("presets/kernels.py", "import jax"),
+        ("scripts/figures/kernels.py", "import jax"),
         ("presets/__main__.py", "from zoo import configs"),
-        ("zoo/planted.py", "from train.config import Config"),
+        ("zoo/planted.py", "from mupax.train.config.run import Config"),
         ("zoo/planted.py", "class A:\n    def f(self):\n        import train"),
         ("train/planted.py", "import scripts.figure"),
         ("train/data/planted.py", "from .. import config"),
         ("train/planted.py", "from train import __main__"),
-        ("train/planted.py", "def f():\n    from zoo.__main__ import main"),
+        ("train/planted.py", "def f():\n    from mupax.zoo.__main__ import main"),
     ],
 )
 def test_control_a_planted_import_is_found(path: str, source: str):
@@ -94,12 +94,12 @@ def test_control_a_planted_import_is_found(path: str, source: str):
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("presets/planted.py", "import math\nfrom presets.roles import Role"),
+        ("presets/planted.py", "import math\nfrom mupax.presets.roles import Role"),
         ("presets/__main__.py", "def main():\n    from zoo import configs"),
-        ("presets/kernels.py", "import numpy\nfrom presets import attention_kernels"),
+        ("scripts/figures/kernels.py", "import numpy\nfrom presets import attention_kernels"),
         ("zoo/planted.py", "import jax\nimport presets"),
         ("train/planted.py", "from zoo import configs"),
-        ("train/console.py", "def main():\n    from zoo.__main__ import main"),
+        ("mupax/__main__.py", "def main():\n    from mupax.zoo.__main__ import main"),
         ("scripts/planted.py", "from train import data"),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CODE = ("presets", "zoo", "train", "scripts")
-CONFIGS = ("train/config.py", "train/config_devices.py", "zoo/configs.py")
+CONFIGS = ("train/config/run.py", "train/config/devices.py", "zoo/configs.py")
 
 pytestmark = pytest.mark.core
 

@@ -65,7 +65,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "train lm-tiny --steps 2 --optimizer.warmup-steps 1 --data.batch-size 8 --data.eval-examples 8 --log.no-samples"
     )
     with folders_of_the_reader(folder), contextlib.redirect_stdout(io.StringIO()):
-        assert import_module("train.__main__").main([*words.split()[1:], "--workdir", "runs/lm-tiny"]) == 0
+        assert import_module("mupax.train.__main__").main([*words.split()[1:], "--workdir", "runs/lm-tiny"]) == 0
     return folder / "runs"
 
 

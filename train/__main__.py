@@ -18,7 +18,7 @@ import threading
 import traceback
 from collections.abc import Iterator, Sequence
 
-from presets import terminal
+from mupax.presets import terminal
 
 MESSAGE_LINES = 10
 """Longest message for bad input."""
@@ -86,8 +86,8 @@ def _told(error: Exception) -> bool:
 
 
 def _command(argv: list[str]) -> int:
-    from train.config_devices import check_words
-    from train.recipes import RECIPES
+    from mupax.train.config.devices import check_words
+    from mupax.train.config.recipes import RECIPES
 
     check_words(argv)
     if not argv or argv[0] in ("-h", "--help"):
@@ -106,16 +106,16 @@ def _command(argv: list[str]) -> int:
         )
         return 2
 
-    from train import cli
+    from mupax.train.config import cli
 
     command = cli.parse(name, RECIPES[name], argv[1:])
     if command.print_config:
-        from train.record import to_json
+        from mupax.train.config.record import to_json
 
         print(json.dumps(to_json(command.config), indent=2))
         return 0
     if command.dry_run:
-        from train import dryrun
+        from mupax.train.run import dry_run as dryrun
 
         return dryrun.run(command.config)
 
@@ -126,13 +126,13 @@ def _command(argv: list[str]) -> int:
             file=sys.stderr,
         )
 
-    from train import loop
+    from mupax.train.run import loop
 
     return loop.run(command.config)
 
 
 def _overview() -> str:
-    from train.recipes import RECIPES
+    from mupax.train.config.recipes import RECIPES
 
     recipes = [[name, (inspect.getdoc(recipe) or "").splitlines()[0]] for name, recipe in RECIPES.items()]
     parts = [

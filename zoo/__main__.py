@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from presets import terminal
+from mupax.presets import terminal
 
 USAGE = """usage: python -m zoo [list] [--json]             names, sizes, parameters, FLOPs of one forward pass
        python -m zoo describe NAME [--json]     every parameter: path, role, shape, axes, count
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         case ["list", word, *_]:
             return _wrong(f"list takes no words, not {word!r}; write `python -m zoo describe {word}` for one model")
         case [word, *_]:
-            from zoo.configs import CONFIGS
+            from mupax.zoo.configs import CONFIGS
 
             if word in CONFIGS:
                 return _wrong(f"{word} is a model, not a command; write `python -m zoo describe {word}`")
@@ -62,10 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _carry(argv: list[str]) -> int:
-    from train import pretrained_command
+    from mupax.train.reuse.huggingface import command
 
     try:
-        return pretrained_command.main(argv)
+        return command.main(argv)
     except ValueError as error:
         if type(error).__module__.partition(".")[0] not in ("presets", "zoo", "train"):
             raise
@@ -78,8 +78,8 @@ def _wrong(message: str) -> int:
 
 
 def _list(as_json: bool) -> int:
-    from zoo.configs import CONFIGS
-    from zoo.describe import si, summaries
+    from mupax.zoo.configs import CONFIGS
+    from mupax.zoo.describe import si, summaries
 
     if as_json:
         print(json.dumps(summaries(), indent=2))
@@ -95,8 +95,8 @@ def _list(as_json: bool) -> int:
 
 
 def _describe(name: str, as_json: bool) -> int:
-    from zoo import configs
-    from zoo.describe import si, summary, tree
+    from mupax.zoo import configs
+    from mupax.zoo.describe import si, summary, tree
 
     try:
         model = configs.get(name)

@@ -6,9 +6,9 @@ from typing import Any
 
 from flax import nnx
 
-from presets.roles import PresetError
-from zoo.definition import Definition, define
-from zoo.families import ModelConfig
+from mupax.presets.roles import PresetError
+from mupax.zoo.definition import Definition, define
+from mupax.zoo.families import ModelConfig
 
 
 def build(config: ModelConfig, rngs: nnx.Rngs) -> Any:

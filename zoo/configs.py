@@ -10,8 +10,8 @@ import dataclasses
 import difflib
 from typing import Any, ClassVar, Literal
 
-from presets.roles import MATRICES, ParamSpec, Role
-from zoo.families import (
+from mupax.presets.roles import MATRICES, ParamSpec, Role
+from mupax.zoo.families import (
     AttentionName,
     ComputeConfig,
     ConfigError,
@@ -21,7 +21,7 @@ from zoo.families import (
     ModelConfig,
     TokenModel,
 )
-from zoo.transformer import TransformerConfig
+from mupax.zoo.transformer import TransformerConfig
 
 __all__ = [
     "CONFIGS",
@@ -76,7 +76,7 @@ class ViTConfig(ImageModel, TransformerConfig):
 
     def module(self, rngs: Any) -> Any:
         """The vision transformer."""
-        from zoo.vit import ViT
+        from mupax.zoo.vit import ViT
 
         return ViT(self, rngs)
 
@@ -125,7 +125,7 @@ class DecoderConfig(TokenModel, TransformerConfig):
 
     def module(self, rngs: Any) -> Any:
         """The decoder."""
-        from zoo.decoder import Decoder
+        from mupax.zoo.decoder import Decoder
 
         return Decoder(self, rngs)
 

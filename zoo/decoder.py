@@ -5,13 +5,13 @@ from __future__ import annotations
 import jax
 from flax import nnx
 
-from zoo import partition
-from zoo.block import Block, cached_stack, residual_stack
-from zoo.cache import Cache
-from zoo.configs import DecoderConfig
-from zoo.layers import Norm
-from zoo.param import Init
-from zoo.readout import Reading
+from mupax.zoo import partition
+from mupax.zoo.configs import DecoderConfig
+from mupax.zoo.layers.block import Block, cached_stack, residual_stack
+from mupax.zoo.layers.cache import Cache
+from mupax.zoo.layers.linear import Norm
+from mupax.zoo.layers.readout import Reading
+from mupax.zoo.param import Init
 
 
 class Decoder(nnx.Module):
@@ -43,7 +43,7 @@ class Decoder(nnx.Module):
 
         Args:
             tokens_BT: no more of them than the cache has room for.
-            cache: keys and values of what came before (`zoo.cache.empty`).
+            cache: keys and values of what came before (`mupax.zoo.layers.cache.empty`).
             fresh: the cache is empty: attention is then that of a text read whole.
         """
         h_BTD = self.embed(tokens_BT, None if fresh else cache.length)

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from presets.roles import ParamSpec, PresetError
-from zoo.param import Factor, initial_value, multiplied
+from mupax.presets.roles import ParamSpec, PresetError
+from mupax.zoo.param import Factor, initial_value, multiplied
 
 Arrays = dict[str, Any]
 """Parameter (or factor) name to array, or to its shape: what the step, the optimizer and checkpoints see."""

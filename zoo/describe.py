@@ -6,8 +6,8 @@ import dataclasses
 import math
 from typing import Any
 
-from zoo import flops
-from zoo.configs import CONFIGS, ModelConfig
+from mupax.zoo import flops
+from mupax.zoo.configs import CONFIGS, ModelConfig
 
 
 def summary(name: str, model: ModelConfig) -> dict[str, Any]:

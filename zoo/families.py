@@ -12,9 +12,9 @@ import importlib
 import math
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from presets.roles import ParamSpec, Role
+from mupax.presets.roles import ParamSpec, Role
 
-FAMILIES = {"vit": "zoo.configs:ViTConfig", "decoder": "zoo.configs:DecoderConfig"}
+FAMILIES = {"vit": "mupax.zoo.configs:ViTConfig", "decoder": "mupax.zoo.configs:DecoderConfig"}
 """Family to where its config is. A family that is not listed is called by that place itself, module:Class."""
 
 AttentionName = Literal["auto", "xla", "cudnn", "splash"]
@@ -83,7 +83,7 @@ class ModelConfig(abc.ABC):
     causal: ClassVar[bool] = False
     """Whether a position sees only those before it."""
     generates: ClassVar[bool] = False
-    """Whether its module continues a text (`zoo.decoder.Decoder.cached`)."""
+    """Whether its module continues a text (`mupax.zoo.decoder.Decoder.cached`)."""
 
     centered: bool = False
     """Train f - f at initialization (Bordelon et al. 2024), not f."""

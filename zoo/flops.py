@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 
-from presets.roles import Role
-from zoo.families import ModelConfig
+from mupax.presets.roles import Role
+from mupax.zoo.families import ModelConfig
 
 KINDS = {
     Role.PATCH_EMBEDDING: "read-in",

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from zoo import partition
-from zoo.block import Block, residual_stack
-from zoo.configs import ViTConfig
-from zoo.layers import Norm, project
-from zoo.param import Init
-from zoo.readout import Reading
+from mupax.zoo import partition
+from mupax.zoo.configs import ViTConfig
+from mupax.zoo.layers.block import Block, residual_stack
+from mupax.zoo.layers.linear import Norm, project
+from mupax.zoo.layers.readout import Reading
+from mupax.zoo.param import Init
 
 
 class ViT(nnx.Module):

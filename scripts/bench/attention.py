@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mupax.zoo.layers import kernels as attend
 from scripts.bench.in_turns import add_arguments, compared, in_turns, machine, one_core, write
-from zoo import attend
 
 
 def implementations(q: jax.Array, k: jax.Array, causal: bool) -> dict[str, Callable[..., jax.Array]]:

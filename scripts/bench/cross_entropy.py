@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mupax.train.core.loss import cross_entropy
+from mupax.zoo.layers.readout import Reading
 from scripts.bench.in_turns import add_arguments, compared, in_turns, machine, one_core, write
-from train.loss import cross_entropy
-from zoo.readout import Reading
 
 
 def measure(tokens: int, width: int, vocab: int, dtype: str, rounds: int) -> dict[str, Any]:

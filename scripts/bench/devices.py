@@ -30,11 +30,11 @@ def measure(rounds: int, *, tiny: bool = False) -> dict[str, Any]:
     import jax
     import numpy as np
 
+    from mupax.train.config.run import MeshConfig
+    from mupax.train.core.program import assemble
+    from mupax.zoo.configs import ComputeConfig
     from scripts.bench.in_turns import compared, in_turns
     from scripts.bench.torch_step import batches_of, jax_step, lm
-    from train.config import MeshConfig
-    from train.program import assemble
-    from zoo.configs import ComputeConfig
 
     config = lm(ComputeConfig(), tiny=tiny)
     if tiny:

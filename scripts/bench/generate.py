@@ -14,15 +14,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from mupax.train.config.run import Config, DataConfig, MeshConfig, PresetConfig
+from mupax.train.core.program import assemble
+from mupax.train.core.step import logits_of
+from mupax.train.reuse.generate.decode import Generator
+from mupax.train.reuse.generate.sampling import Sampling
+from mupax.zoo import configs
+from mupax.zoo.configs import DecoderConfig
+from scripts.bench import generate_uncached
 from scripts.bench.in_turns import add_arguments, compared, in_turns, machine, one_core, write
-from train import generate
-from train.config import Config, DataConfig, MeshConfig, PresetConfig
-from train.decoding import Generator
-from train.program import assemble
-from train.sampling import Sampling
-from train.step import logits_of
-from zoo import configs
-from zoo.configs import DecoderConfig
 
 PROMPT = 8
 SMALLER = {"gpt2": {"width": 256, "num_heads": 4, "depth": 4, "vocab_size": 2048, "seq_len": 256}}
@@ -48,7 +48,9 @@ def measure(name: str, rounds: int, *, tiny: bool = False) -> dict[str, Any]:
 
     ways = {
         "cached": lambda: made.complete(prompt, length)[0],
-        "uncached": lambda: generate.sample(whole, prompt, length, seq_len=model.seq_len, temperature=0)[PROMPT:],
+        "uncached": lambda: generate_uncached.sample(whole, prompt, length, seq_len=model.seq_len, temperature=0)[
+            PROMPT:
+        ],
     }
     np.testing.assert_array_equal(ways["cached"](), ways["uncached"]())
     found = compared(in_turns(ways, rounds, steps_per_turn=1), "cached")

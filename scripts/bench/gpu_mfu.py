@@ -3,7 +3,7 @@
     python -m scripts.bench.gpu_mfu [--models gpt2 gpt2-medium lm-1b vit-s16 vit-b16] [--json FILE.json]
 
 Every model is tried at growing batches until memory runs out; the best batch of each side counts. FLOPs are the model's own
-(`zoo.flops`: matrix products, half of a causal context), whatever is computed again. PyTorch is the twin of
+(`mupax.zoo.flops`: matrix products, half of a causal context), whatever is computed again. PyTorch is the twin of
 `scripts.bench.torch_models` under `torch.compile` with its flash attention, autocast to bfloat16 and fused AdamW, as its
 users train. Each point runs in a process of its own, so that one framework's memory never takes from the other's.
 Needs JAX and PyTorch with CUDA; no data. On another device `--tiny` shows that it runs.
@@ -50,9 +50,9 @@ PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 
 def config_of(name: str, batch_size: int, variant: dict[str, Any], *, tiny: bool) -> Any:
     """The run of a named model in bfloat16."""
+    from mupax.zoo import configs
+    from mupax.zoo.configs import ComputeConfig
     from scripts.bench.torch_step import config_of as run_of
-    from zoo import configs
-    from zoo.configs import ComputeConfig
 
     model = dataclasses.replace(configs.get(name), compute=ComputeConfig(dtype="bfloat16", **variant))
     if tiny:
@@ -67,8 +67,8 @@ def jax_point(config: Any) -> Callable[[], None]:
     """One step on the device, returning when it is queued."""
     import jax
 
+    from mupax.train.core.program import assemble
     from scripts.bench.torch_step import batches_of
-    from train.program import assemble
 
     program = assemble(config, jax.devices()[:1])
     compiled, state, run = program.compile_train(), program.initial_state(), program.numbers()
@@ -88,8 +88,8 @@ def torch_point(config: Any) -> Callable[[], None]:
     import torch
     import torch.nn.functional as F
 
+    from mupax.zoo.configs import DecoderConfig
     from scripts.bench import torch_models
-    from zoo.configs import DecoderConfig
 
     torch.set_float32_matmul_precision("high")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -138,7 +138,7 @@ def point(side: str, name: str, batch_size: int, variant: dict[str, Any], *, tin
     """Seconds, units per second, FLOP/s and MFU of one side, model and batch, in this process."""
     config = config_of(name, batch_size, variant if side == "mupax" else {}, tiny=tiny)
     seconds = timed((jax_point if side == "mupax" else torch_point)(config), 3, 2 if tiny else 10)
-    from zoo import flops
+    from mupax.zoo import flops
 
     units = batch_size * config.model.units
     rate = units * flops.train_flops(config.model) / seconds

@@ -1,6 +1,6 @@
 """Host time per optimizer step: what the loop does in Python between one step's dispatch and the next.
 
-A model so small that its step takes a fraction of a millisecond runs through `train.loop.run` as any run does, with metrics,
+A model so small that its step takes a fraction of a millisecond runs through `mupax.train.run.loop.run` as any run does, with metrics,
 TensorBoard and progress. Every dispatch is timed: `between_ms` is from the return of one dispatch to the call of the next,
 less what the same step takes on the device; `dispatch_ms` is the call itself. Evaluations and checkpoints are not in it.
 
@@ -27,10 +27,10 @@ from unittest import mock
 import jax
 import numpy as np
 
-from train import loop
-from train.config import CheckpointConfig, Config, DataConfig, LogConfig, OptimizerConfig, PresetConfig
-from train.program import Program, abstract_batch, assemble
-from zoo import configs
+from mupax.train.config.run import CheckpointConfig, Config, DataConfig, LogConfig, OptimizerConfig, PresetConfig
+from mupax.train.core.program import Program, abstract_batch, assemble
+from mupax.train.run import loop
+from mupax.zoo import configs
 
 WARM_UP = 100
 """Steps that are not counted."""

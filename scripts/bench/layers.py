@@ -13,10 +13,10 @@ from typing import Any
 
 import jax
 
+from mupax.train.core.program import assemble
+from mupax.zoo.configs import ComputeConfig
 from scripts.bench.in_turns import add_arguments, compared, in_turns, machine, one_core, write
 from scripts.bench.torch_step import MODELS, batches_of, jax_step
-from train.program import assemble
-from zoo.configs import ComputeConfig
 
 WAYS = {
     "unrolled": ComputeConfig(layers="unrolled", projections="separate"),

@@ -19,23 +19,23 @@ from typing import Any
 import jax
 from rich.console import Console
 
+from mupax.train import data as data_sources
+from mupax.train.config.recipes import RECIPES
+from mupax.train.config.run import MeshConfig
+from mupax.train.core.program import assemble
+from mupax.train.parallel.signals import StopRequest
+from mupax.train.run import loop
+from mupax.train.run.prefetch import Prefetch
+from mupax.train.run.report.progress import Progress
+from mupax.train.run.report.timing import Timing
+from mupax.train.run.results import NoWriter, Results
 from scripts.bench.in_turns import compared
-from train import data as data_sources
-from train import loop
-from train.config import MeshConfig
-from train.prefetch import Prefetch
-from train.program import assemble
-from train.progress import Progress
-from train.recipes import RECIPES
-from train.results import NoWriter, Results
-from train.signals import StopRequest
-from train.timing import Timing
 
 RECIPE = {"lm": "lm-tiny", "vit": "vit-digits"}
 
 
 class Inline:
-    """What `train.prefetch.Prefetch` does, without a thread: each batch is put when it is asked for."""
+    """What `mupax.train.run.prefetch.Prefetch` does, without a thread: each batch is put when it is asked for."""
 
     ready = True
 

@@ -22,16 +22,16 @@ import numpy as np
 import optax
 from jax.experimental.layout import Format, Layout
 
+from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
+from mupax.train.core.loss import cross_entropy
+from mupax.train.core.optimizer import schedule_table
+from mupax.train.core.program import Program, abstract_batch, assemble
+from mupax.train.core.state import TrainState
+from mupax.train.core.step import Run, free_format, make_train_step
+from mupax.train.pods import topology
+from mupax.zoo import configs, partition
+from mupax.zoo.configs import ComputeConfig, DecoderConfig
 from scripts.bench.in_turns import add_arguments, compared, in_turns, machine, one_core, write
-from train import topology
-from train.config import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
-from train.loss import cross_entropy
-from train.optimizer import schedule_table
-from train.program import Program, abstract_batch, assemble
-from train.state import TrainState
-from train.step import Run, free_format, make_train_step
-from zoo import configs, partition
-from zoo.configs import ComputeConfig, DecoderConfig
 
 
 def config_of(

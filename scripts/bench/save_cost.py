@@ -27,11 +27,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from train import digests, manifest
-from train.checkpoint import Checkpoints
-from train.config import CheckpointConfig, MeshConfig
-from train.program import abstract_batch, assemble
-from train.recipes import RECIPES
+from mupax.train.checkpoints import digests, manifest
+from mupax.train.checkpoints.checkpointer import Checkpoints
+from mupax.train.config.recipes import RECIPES
+from mupax.train.config.run import CheckpointConfig, MeshConfig
+from mupax.train.core.program import abstract_batch, assemble
 
 FACTS = {"digest": "none"}
 BATCH = 4

@@ -21,13 +21,14 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from train import data
-from train.config import Config
-from train.data import endless, shapes
-from train.evaluate import evaluate
-from train.prefetch import Prefetch
-from train.program import assemble
-from train.recipes import vit_endless
+from mupax.train import data
+from mupax.train.config.recipes import vit_endless
+from mupax.train.config.run import Config
+from mupax.train.core.program import assemble
+from mupax.train.data.records import shapes
+from mupax.train.data.sources import shapes as endless
+from mupax.train.run.evaluate import evaluate
+from mupax.train.run.prefetch import Prefetch
 
 MODELS = {"tiny": {"width": 64, "depth": 2, "num_heads": 4}, "small": {"width": 128, "depth": 4, "num_heads": 8}}
 EVAL_IMAGES = 5000

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from zoo.configs import DecoderConfig, ModelConfig, ViTConfig
+from mupax.zoo.configs import DecoderConfig, ModelConfig, ViTConfig
 
 
 class Block(nn.Module):

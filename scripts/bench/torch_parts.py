@@ -24,15 +24,15 @@ import numpy as np
 import optax
 from flax import nnx
 
+from mupax.train.core.loss import of_logits
+from mupax.train.core.program import Program, assemble
+from mupax.train.core.state import TrainState
+from mupax.train.core.step import Run
+from mupax.zoo.configs import ComputeConfig
+from mupax.zoo.layers.kernels import attend
+from mupax.zoo.transformer import transformer
 from scripts.bench.in_turns import add_arguments, compared, in_turns, machine, one_core, write
 from scripts.bench.torch_step import MODELS, batches_of
-from train.loss import of_logits
-from train.program import Program, assemble
-from train.state import TrainState
-from train.step import Run
-from zoo.attend import attend
-from zoo.configs import ComputeConfig
-from zoo.transformer import transformer
 
 Step = Callable[[], Any]
 

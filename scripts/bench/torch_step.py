@@ -20,11 +20,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
+from mupax.train.core.program import Program, assemble
+from mupax.zoo import configs
+from mupax.zoo.configs import ComputeConfig, DecoderConfig, ModelConfig
 from scripts.bench.in_turns import add_arguments, compared, in_turns, machine, one_core, write
-from train.config import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
-from train.program import Program, assemble
-from zoo import configs
-from zoo.configs import ComputeConfig, DecoderConfig, ModelConfig
 
 LOSS_TOLERANCE = 1e-4
 """Relative difference of losses over the first steps, float32 and other orders of summation."""

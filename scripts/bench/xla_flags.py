@@ -1,4 +1,4 @@
-"""Each compiler flag of `train/xla_flags.py`, and all of them together, against none: the losses of some steps and their time.
+"""Each compiler flag of `train/parallel/xla_flags.py`, and all of them together, against none: the losses of some steps and their time.
 
     python -m scripts.bench.xla_flags [RECIPE] [--rounds 10] [--json out.json] [--flag NAME=VALUE ...]
 
@@ -18,11 +18,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from mupax.train.config.recipes import RECIPES
+from mupax.train.config.run import Config
+from mupax.train.core.program import Program, abstract_batch, assemble
+from mupax.train.parallel.xla_flags import FLAGS, Value
 from scripts.bench.in_turns import compared, in_turns
-from train.config import Config
-from train.program import Program, abstract_batch, assemble
-from train.recipes import RECIPES
-from train.xla_flags import FLAGS, Value
 
 LOSSES = 3
 

@@ -22,8 +22,8 @@ from scripts.figures.result import Row, mean
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from mupax.train.config.run import Config
     from scripts.figures import training
-    from train.config import Config
 
 AXES = {"head_dim": "N", "heads": "H", "depth": "L"}
 EXAMPLES = 24
@@ -47,8 +47,8 @@ def measure(kind: str, settings: Mapping[str, Any], folder: Path, *, ends: float
         Per axis `size` [S], `flops` of a step [S], `loss` [S, seeds, P] and the `steps` it is at [P], `kernel`
         [S, seeds, Q, Q] and `attention` [S, seeds, bins] after the last step.
     """
+    from mupax.zoo import flops
     from scripts.figures import training
-    from zoo import flops
 
     folder.mkdir(parents=True, exist_ok=True)
     make = {"vit": training.vit, "lm": training.lm}[kind]
@@ -83,7 +83,8 @@ def _units(config: Config) -> int:
 
 
 def _key(config: Config, ends: float) -> str:
-    from train.data import cache, shapes
+    from mupax.train.data import cache
+    from mupax.train.data.records import shapes
 
     return cache.digest(repr(config), f"{ends}", shapes.VERSION)
 

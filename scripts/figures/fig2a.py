@@ -12,7 +12,7 @@ from scripts.figures.result import Data, Figure, Row, Settings
 if TYPE_CHECKING:
     import matplotlib.figure
 
-    from train.config import Config
+    from mupax.train.config.run import Config
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
@@ -26,8 +26,8 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
 
 def _config(settings: Settings, rule: Settings, head_dim: int) -> Config:
     """A run of the paper's ViT; without a rule under `sp`, the control."""
+    from mupax.train.config.run import PresetConfig
     from scripts.figures import training
-    from train.config import PresetConfig
 
     config = training.vit(head_dim=head_dim, **settings["model"], **rule)
     return config if rule else dataclasses.replace(config, preset=PresetConfig(name="sp", base=None))

@@ -19,7 +19,7 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     del work
     import dataclasses
 
-    from presets import Role
+    from mupax.presets import Role
     from scripts.figures import training
 
     rules, steps, depths = settings["rules"], settings["at"], settings["depth"]

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from presets import kernels
-from scripts.figures import models, panels
+from scripts.figures import kernels, models, panels
 from scripts.figures.result import Data, Figure, Row, Settings, exponent
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
 
-    from zoo.internals import internals
+    from mupax.train.studies.check.activations import internals
 
     images = models.images(settings["images"])
     first = kernels.input_kernel(models.patches(images))

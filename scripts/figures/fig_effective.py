@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-import presets
+from mupax import presets
+from mupax.zoo import configs
 from scripts.figures import panels
 from scripts.figures.result import Data, Figure, Row, Settings, exponent
-from zoo import configs
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -21,11 +21,12 @@ OBSERVED = {"change residual": "change of the residual stream", "change logits":
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
     """Root mean squares after one step, {preset: {observable: [widths, seeds]}}, and the exponents of theory."""
     del work
-    from train import check, check_models, expectation
-    from train.config import OptimizerConfig
-    from zoo import build
+    from mupax.train.config.run import OptimizerConfig
+    from mupax.train.studies.check import check, models
+    from mupax.train.studies.check import theory as expectation
+    from mupax.zoo import build
 
-    grown = check_models.series(configs.get("vit-tiny"), "heads", len(settings["width"]))
+    grown = models.series(configs.get("vit-tiny"), "heads", len(settings["width"]))
     assert [one.width for one in grown] == settings["width"], "the check's models are of other widths"
     definitions = [build.definition(one) for one in grown]
     config = OptimizerConfig(name="adamw", peak_lr=settings["peak_lr"], schedule="constant", eps=1e-12)
@@ -33,7 +34,7 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"measured": {}, "theory": {}}
     for name in settings["presets"]:
         preset = presets.get(name, base=grown[0].base_sizes())
-        seen = series.measure(preset, check_models.batch(grown[0]), settings["seeds"])
+        seen = series.measure(preset, models.batch(grown[0]), settings["seeds"])
         theory = expectation.of(preset, definitions[0], definitions[-1], config.name, strict=True)
         found["measured"][name] = {observed: seen[observed][:, :, 1] for observed in OBSERVED}
         found["theory"][name] = {observed: theory[observed, 1].slope for observed in OBSERVED}
@@ -49,7 +50,7 @@ def rows(settings: Settings, data: Data) -> list[Row]:
             data["measured"][name][observed],
             predicted=data["theory"][name][observed],
             tolerance=0.15,
-            source="`presets.limits` from the member's rules",
+            source="`mupax.presets.analysis.limits` from the member's rules",
         )
         for observed, what in OBSERVED.items()
         for name in settings["presets"]

@@ -1,4 +1,4 @@
-"""Residual kernels of finite models at initialization, and how far they are from the recursion of `presets.kernels`."""
+"""Residual kernels of finite models at initialization, and how far they are from the recursion of `scripts.figures.kernels`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from presets import kernels
-from scripts.figures import models
+from scripts.figures import kernels, models
 from scripts.figures.result import Row, Settings, jackknife
 
 ENDS = ((1.0, 1.0), (1.0, 0.5), (0.5, 1.0), (0.5, 0.5))
@@ -43,7 +42,7 @@ def finite(settings: Settings, head_dim: int, heads: int) -> np.ndarray:
     import jax
     import jax.numpy as jnp
 
-    from zoo.internals import internals
+    from mupax.train.studies.check.activations import internals
 
     images = jnp.asarray(models.images(settings["images"]))
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from presets import Preset, get
-from zoo import configs
+from mupax.presets import Preset, get
+from mupax.zoo import configs
 
 if TYPE_CHECKING:
-    from zoo.configs import ViTConfig
+    from mupax.zoo.configs import ViTConfig
 
 
 def vit(*, head_dim: int, heads: int, depth: int) -> ViTConfig:
@@ -71,8 +71,8 @@ def at_initialization(
     """
     import jax
 
-    from train import factors
-    from zoo import build
+    from mupax.train.core import factors
+    from mupax.zoo import build
 
     definition = build.definition(config)
 

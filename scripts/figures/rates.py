@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mupax.train.studies.transfer.drift import TOLERANCE, Analysis, analyse
+from mupax.train.studies.transfer.fit import Curve
 from scripts.figures import panels
 from scripts.figures.result import Data, Row
-from train.transfer_drift import TOLERANCE, Analysis, analyse
-from train.transfer_fit import Curve
 
 if TYPE_CHECKING:
     import matplotlib.figure
 
-    from train.config import Config
+    from mupax.train.config.run import Config
 
 AROUND = 1.5
 """Octaves around each curve's best rate that a figure's axis of losses shows; its subject is where the minima lie."""
@@ -33,14 +33,15 @@ def measure(
     Args:
         configs: name of a study to a run per size.
         sizes: increasing.
-        limits: fields of `train.transfer.Limits`.
+        limits: fields of `mupax.train.studies.transfer.study.Limits`.
         work: folder where points stay.
 
     Returns:
         Per study why it `stopped`, and per size the rates `x` (log2), the `losses` [rates][seeds] and how many seeds chose the
         rates, `first`.
     """
-    from train import sweep, transfer
+    from mupax.train.studies.sweep import sweep
+    from mupax.train.studies.transfer import study as transfer
 
     studies = [
         transfer.Study(label=name, axis="size", sizes=tuple(sizes), configs=tuple(grown))
@@ -85,7 +86,7 @@ def row(what: str, sizes: Sequence[int], of_study: Data, **more: Any) -> Row:
 
 def draw(title: str, size: str, sizes: Sequence[int], data: Data) -> matplotlib.figure.Figure:
     """A panel per study with shared axes, a curve per size; `size` is what grows."""
-    from train import transfer_figure
+    from mupax.train.studies.transfer import figure as transfer_figure
 
     all_curves = {name: curves(of_study) for name, of_study in data.items()}
     found: dict[str, Analysis] = {name: analyse(sizes, some) for name, some in all_curves.items()}

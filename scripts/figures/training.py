@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from presets import Role
-from train import data
-from train.config import Config, DataConfig, OptimizerConfig, PresetConfig
-from train.program import Program, assemble
-from train.step import Batch, Run, logits_of
-from zoo import configs
-from zoo.configs import ComputeConfig
-from zoo.internals import internals
+from mupax.presets import Role
+from mupax.train import data
+from mupax.train.config.run import Config, DataConfig, OptimizerConfig, PresetConfig
+from mupax.train.core.program import Program, assemble
+from mupax.train.core.step import Batch, Run, logits_of
+from mupax.train.studies.check.activations import internals
+from mupax.zoo import configs
+from mupax.zoo.configs import ComputeConfig
 
 _ENDS = (Role.TOKEN_EMBEDDING, Role.PATCH_EMBEDDING, Role.POSITION, Role.READOUT)
 
@@ -188,7 +188,7 @@ class Trainer:
         return np.asarray(jax.device_get(losses), np.float64), seen
 
     def internals(self, seen: Seen, inputs: np.ndarray) -> dict[str, np.ndarray]:
-        """`zoo.internals` of the model as it is."""
+        """`mupax.train.studies.check.activations` of the model as it is."""
         return jax.device_get(self._internals(seen.params, seen.run, jnp.asarray(inputs)))
 
     def logits(self, seen: Seen, inputs: np.ndarray) -> np.ndarray:

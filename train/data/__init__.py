@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from train.data.interface import Data, DataError, ReadError, Reference
+from mupax.train.data.interface import Data, DataError, ReadError, Reference
 
 if TYPE_CHECKING:
-    from train.config import DataConfig
-    from zoo.configs import ModelConfig
+    from mupax.train.config.run import DataConfig
+    from mupax.zoo.configs import ModelConfig
 
 __all__ = ["Data", "DataError", "ReadError", "Reference", "load"]
 
@@ -38,17 +38,17 @@ def load(config: DataConfig, model: ModelConfig, *, seed: int, note: Callable[[s
         raise DataError(f"seed is {seed}; write a whole number of at least 0")
     name = config.name
     if name == "python_corpus" or name.startswith("text:"):
-        from train.data import text
+        from mupax.train.data.sources import text
 
         opened = text.python_corpus if name == "python_corpus" else text.own_text
     elif name == "digits":
-        from train.data.digits import digits as opened
+        from mupax.train.data.sources.digits import digits as opened
     elif name == "shapes":
-        from train.data.endless import striped_shapes as opened
+        from mupax.train.data.sources.shapes import striped_shapes as opened
     elif name.startswith("images:"):
-        from train.data.folders import own_images as opened
+        from mupax.train.data.sources.folders import own_images as opened
     else:
-        from train.data import published
+        from mupax.train.data.sources import published
 
         opened = published.cifar5m if name == "cifar5m" else published.tfds_data
     return opened(config, model, seed, note)

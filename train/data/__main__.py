@@ -1,4 +1,4 @@
-"""Prepares data sets before a run: `python -m train.data prepare NAME [--data-dir DIR]`.
+"""Prepares data sets before a run: `python -m mupax.train.data prepare NAME [--data-dir DIR]`.
 
 The embedded ones prepare themselves when a run asks for them; large ones are better prepared once, by hand.
 """
@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from train.data import DataError
+from mupax.train.data import DataError
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 done, 1 it could not be prepared, 2 bad input."""
-    parser = argparse.ArgumentParser(prog="python -m train.data", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m mupax.train.data", description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     prepare = commands.add_parser("prepare", help="write a data set as array_record")
     prepare.add_argument("name", help="python_corpus, digits, cifar5m, c4, imagenet2012 or any other TFDS name")
@@ -32,7 +32,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _prepare(name: str, data_dir: str | None) -> int:
-    from train.data import corpus, prepared, published
+    from mupax.train.data.records import corpus
+    from mupax.train.data.records import tfds as prepared
+    from mupax.train.data.sources import published
 
     if name == "python_corpus":
         config = corpus.content_digest(corpus.python_files())
@@ -52,7 +54,8 @@ def _prepare(name: str, data_dir: str | None) -> int:
 
 def _prepare_published(name: str, data_dir: str | None) -> int:
     """Lets TFDS download and write one of its own data sets."""
-    from train.data import cache, prepared
+    from mupax.train.data import cache
+    from mupax.train.data.records import tfds as prepared
 
     dataset = name.partition(":")[0].partition("/")[0]
     if dataset not in prepared.known():

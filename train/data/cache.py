@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from train.config_devices import check_local
-from train.data.interface import DataError
+from mupax.train.config.devices import check_local
+from mupax.train.data.interface import DataError
 
 Note = Callable[[str], None]
 

@@ -1,0 +1,217 @@
+"""What each size does on its way to infinity, computed from a preset's rules alone: exponents (`verdicts` says what they mean).
+
+The model is a pre-norm transformer with finitely many positions, inputs and outputs, everything else read from the table.
+Exponents are of root-mean-square entries. At initialization weights are independent of what they multiply (a sum of n terms
+is n^1/2), an update is aligned with it (n), and a weight acts on an aligned change at most by its operator norm.
+Heads, logits and depth after Bordelon et al. 2024 (2405.15712) and Tensor Programs V and VI; the composition is derived here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from mupax.presets.power import Power
+from mupax.presets.preset import Preset
+from mupax.presets.roles import MATRICES
+
+LIMITS: dict[str, dict[str, float]] = {
+    "head_dim": {"head_dim": 1.0, "embed": 1.0, "mlp": 1.0},
+    "heads": {"heads": 1.0, "kv_heads": 1.0, "embed": 1.0, "mlp": 1.0},
+    "depth": {"layers": 1.0},
+}
+"""Limit to the axes that grow, and how fast: N, H and L with F/D and H/H_kv fixed."""
+
+
+SPECS = {
+    spec.role.value.replace("token_", "").replace("mlp_", "MLP ").replace("_", " "): spec for spec in MATRICES.values()
+}
+"""The matrices of the model, by the names of the report."""
+
+
+class Limit:
+    """Exponents of everything in one limit, worked out in the order of a training step: forward, backward, update.
+
+    Entries are root mean squares. After initialization: `q`, `k`, `v`, `attention` (logits), `hidden` (MLP), `block` (a branch
+    before its scale), `contribution` (after it), `embedded`, `stream`. After the backward pass: `gradient` by weight. After one
+    step: `dq`, `dk`, `d_attention`, `dv`, `d_hidden`, `d_block`, `features` (of the stream, relative), `d_output`.
+
+    Args:
+        preset: whose rules.
+        family: column of the rules, a value of `mupax.presets.rule.FAMILIES`.
+        growth: axis to the power of the size that goes to infinity.
+    """
+
+    def __init__(self, preset: Preset, family: str, growth: Mapping[str, float]) -> None:
+        self.preset, self.family, self.growth = preset, family, growth
+        self.rows = {name: preset.row(spec) for name, spec in SPECS.items()}
+        self.fan_in = {name: self._size(spec.fan_in) for name, spec in SPECS.items()}
+        self.fan_out = {name: self._size(spec.fan_out) for name, spec in SPECS.items()}
+        self.n, self.layers = growth.get("head_dim", 0.0), growth.get("layers", 0.0)
+        self.logits, self.branch = self.x(preset.logits), self.x(preset.branch)
+        self._initialize()
+        self._differentiate()
+        self._update()
+
+    def x(self, power: Power) -> float:
+        return power.growth(self.growth)
+
+    def weight(self, name: str) -> float:
+        """Effective entries multiplier * std."""
+        return self.x(self.rows[name].multiplier * self.rows[name].init_std)
+
+    def random(self, name: str, entries: float = 0.0) -> float:
+        """W x for an x independent of W."""
+        return self.weight(name) + self.fan_in[name] / 2 + entries
+
+    def carried(self, name: str, change: float) -> float:
+        """W dx for a change aligned with W: the operator norm, as rms over outputs."""
+        wide = max(self.fan_in[name], self.fan_out[name])
+        return self.weight(name) + wide / 2 + (self.fan_in[name] - self.fan_out[name]) / 2 + change
+
+    def _size(self, axes: tuple[str, ...]) -> float:
+        return sum(self.growth.get(axis, 0.0) for axis in axes)
+
+    def _initialize(self) -> None:
+        self.q, self.k, self.v = (self.random(name) for name in ("query", "key", "value"))
+        self.attention = self.logits + self.q + self.k + self.n / 2
+        self.hidden = self.random("MLP in")
+        self.block = max(self.random("attention out", self.v), self.random("MLP out", self.hidden))
+        self.contribution = self.branch + self.block
+        self.embedded = self.weight("embedding")
+        self.stream = max(self.embedded, self.contribution + self.layers / 2)
+
+    def _differentiate(self) -> None:
+        """Gradients of the weights as stored, at unit gradient of the output."""
+        a = {name: self.x(row.multiplier) for name, row in self.rows.items()}
+        at_branch = self.branch + self.weight("readout") - self.stream
+        at_heads = at_branch + self.weight("attention out") + self.fan_out["attention out"] / 2
+        at_hidden = at_branch + self.weight("MLP out") + self.fan_out["MLP out"] / 2
+        grouped = (self.growth.get("heads", 0.0) - self.growth.get("kv_heads", 0.0)) / 2
+        self.gradient = {
+            "embedding": a["embedding"] + self.weight("readout") - self.embedded,
+            "value": a["value"] + at_heads + grouped,
+            "attention out": a["attention out"] + at_branch + self.v,
+            "MLP in": a["MLP in"] + at_hidden,
+            "MLP out": a["MLP out"] + at_branch + self.hidden,
+            "readout": a["readout"],
+        }
+        # Attention weights see v . (backward signal): N terms, independent at first, aligned as far as v has moved.
+        self.aligned = max(self.n / 2, self.n + min(0.0, self.acts("value") - self.v))
+        at_logits = at_heads + self.v + self.aligned
+        self.gradient["query"] = a["query"] + self.logits + self.k + at_logits
+        self.gradient["key"] = a["key"] + self.logits + self.q + at_logits + grouped
+
+    def direction(self, name: str) -> float:
+        """Entries of the optimizer's direction before the learning rate."""
+        # Adam and Lion divide the gradient's size out; what eps makes of it has rows of its own.
+        return self.gradient[name] if self.family == "sgd" else 0.0
+
+    def step(self, name: str) -> float:
+        """Entries of the effective weight's change in one step."""
+        row = self.rows[name]
+        rate = self.x(row.multiplier) + self.x(row.lr(self.family))
+        if self.orthogonal(name):
+            return rate - max(self.fan_in[name], self.fan_out[name]) / 2
+        return rate + self.direction(name)
+
+    def acts(self, name: str, entries: float = 0.0) -> float:
+        """dW x for the x that made the update."""
+        row = self.rows[name]
+        if self.orthogonal(name):  # spectral norm 1: rms out = rms in * (fan_in / fan_out)^1/2
+            rate = self.x(row.multiplier) + self.x(row.lr(self.family))
+            return rate + (self.fan_in[name] - self.fan_out[name]) / 2 + entries
+        return self.step(name) + self.fan_in[name] + entries
+
+    def orthogonal(self, name: str) -> bool:
+        return self.family == "muon" and SPECS[name].in_block
+
+    def _update(self) -> None:
+        self.dq, self.dk = self.acts("query"), self.acts("key")
+        attention = {"query": self.dq + self.k, "key": self.q + self.dk}
+        attention = {name: self.logits + self.n + change for name, change in attention.items()}
+        self.d_attention = max(attention.values())
+        self.dv, self.d_hidden = self.acts("value"), self.acts("MLP in")
+        block = {
+            "value": self.carried("attention out", self.dv),
+            "attention out": self.acts("attention out", self.v),
+            "MLP in": self.carried("MLP out", self.d_hidden),
+            "MLP out": self.acts("MLP out", self.hidden),
+            # A softmax cannot move by more than its whole.
+            **{name: min(0.0, x) + self.random("attention out", self.v) for name, x in attention.items()},
+        }
+        self.d_block = max(block.values())
+        # Blocks move in concert: their changes add up as L, not as L^1/2.
+        stream = {name: self.branch + x + self.layers for name, x in block.items()}
+        stream["embedding"] = self.step("embedding")
+        self.features = max(stream.values()) - self.stream
+        output = {name: self.first_order(name) for name in SPECS}
+        self.d_output = max(output.values())
+        self._parts = {"attention logits": attention, "stream": stream, "output": output}
+
+    def moved_by(self, what: str) -> tuple[str, ...]:
+        """The weights, by their names in `SPECS`, whose steps change "attention logits", "stream" or "output" the fastest."""
+        parts = self._parts[what]
+        return tuple(name for name in SPECS if parts.get(name, -math.inf) > max(parts.values()) - 1e-9)
+
+    def first_order(self, name: str) -> float:
+        """The output's change through one kind of weight: gradient times step, all of one sign, over entries and blocks."""
+        row, entries = self.rows[name], self.fan_in[name] + self.fan_out[name]
+        blocks = self.layers if SPECS[name].in_block else 0.0
+        rate = self.x(row.lr(self.family))
+        if self.orthogonal(name):  # rate times the nuclear norm of a gradient of low rank
+            return rate + self.gradient[name] + entries / 2 + blocks
+        return rate + self.direction(name) + self.gradient[name] + entries + blocks
+
+    def movement(self, name: str) -> float:
+        """Spectral norm of the change over that of the weight."""
+        wide = max(self.fan_in[name], self.fan_out[name])
+        norm = self.weight(name) + wide / 2
+        if self.orthogonal(name):
+            return self.step(name) + wide / 2 - norm
+        return self.step(name) + (self.fan_in[name] + self.fan_out[name]) / 2 - norm
+
+    def kernel_error(self) -> float:
+        """Square of what the residual kernel h.h'/D differs by between initializations, relative to it."""
+        # Averages over D entries, and over the heads, whose random attention each block adds once.
+        heads = 2 * min(0.0, self.attention) - self.growth.get("heads", 0.0)
+        blocks = self.layers + 4 * (self.contribution - self.stream)
+        return max(-self.growth.get("embed", 0.0), heads + blocks)
+
+    def observables(self) -> dict[str, float]:
+        found = {
+            "residual stream": self.stream,
+            "one block's share of the stream": self.contribution,
+            "all blocks' share of the stream": self.contribution + self.layers / 2,
+            "entries of q, k, v, MLP": _farthest(self.q, self.k, self.v, self.hidden),
+            "attention logits": self.attention,
+            "variance of attention over heads": 2 * self.attention,
+            "squared error of the kernel": self.kernel_error(),
+            "output": self.random("readout"),
+            "change of q, k entries": _farthest(self.dq, self.dk),
+            "change of attention logits": self.d_attention,
+            "change of v, MLP entries": _farthest(self.dv - self.v, self.d_hidden - self.hidden),
+            "change of the stream": self.features,
+            "change of the output": self.d_output,
+            "q, k backward signal, at first": self.logits + self.k + self.n / 2,
+            "q, k backward signal, aligned": self.logits + self.k + self.aligned,
+        }
+        groups = {"q, k": ("query", "key"), "block": ("value", "attention out", "MLP in", "MLP out")}
+        for name, members in {"embedding": ("embedding",), **groups, "readout": ("readout",)}.items():
+            found[f"weight movement, {name}"] = _farthest(*(self.movement(member) for member in members))
+        if self.family in ("adam", "muon"):
+            for name, members in {"embedding": ("embedding",), **groups, "readout": ("readout",)}.items():
+                over = [
+                    self.gradient[m] - self.x(self.rows[m].eps_of(self.family))
+                    for m in members
+                    if not self.orthogonal(m)
+                ]
+                if over:
+                    found[f"gradient over eps, {name}"] = min(over)
+        found["lr * weight decay"] = _farthest(*(self.x(row.decay) for row in self.rows.values()))
+        return found
+
+
+def _farthest(*exponents: float) -> float:
+    """The exponent farthest from 0, the growing one of two: what moves too much and what does not move are both seen."""
+    return max(exponents, key=lambda x: (abs(x), x))

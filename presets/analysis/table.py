@@ -1,0 +1,121 @@
+"""A preset as a table: one row per parameter of a model, as plain data and as text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mupax.presets import terminal
+from mupax.presets.preset import Preset
+from mupax.presets.roles import ParamSpec
+from mupax.presets.rule import Decay
+
+COLUMNS = ("multiplier", "init_std", "lr", "eps", "weight_decay")
+
+
+def rows(
+    preset: Preset,
+    specs: Mapping[str, ParamSpec],
+    sizes: Mapping[str, int],
+    optimizer: str = "adam",
+    decay: Decay = "coupled",
+    *,
+    absolute: bool = False,
+) -> list[dict[str, Any]]:
+    """One dictionary per parameter: name, role, shape and the five columns.
+
+    Args:
+        preset: what to tabulate.
+        specs: name to declaration.
+        sizes: size of every logical axis.
+        optimizer: whose lr and eps.
+        decay: coupled or independent weight decay.
+        absolute: values (base constant x factor) in place of factors relative to the base.
+    """
+    evaluate = preset.scales if absolute else preset.factors
+    return [
+        {
+            "name": name,
+            "role": spec.role.value,
+            "shape": [sizes[axis] for axis in spec.axes],
+            **dataclasses.asdict(evaluate(spec, sizes, optimizer, decay)),
+        }
+        for name, spec in specs.items()
+    ]
+
+
+def forward_text(preset: Preset, sizes: Mapping[str, int]) -> str:
+    """What multiplies activations, in a sentence: attention logits, and residual branches and skips of first and last block."""
+    logits = f"attention logits x {preset.logit_scale(sizes):.4g}"
+    scales = [preset.residual_scale(sizes, layer, b) for layer in range(sizes["layers"]) for b in ("attention", "mlp")]
+    (skip, branch), (last_skip, last_branch) = scales[0], scales[-1]
+    if set(scales) == {(1.0, branch)}:
+        return f"{logits}, every residual branch x {branch:.4g}"
+    return (
+        f"{logits}, residual branches x {branch:.4g} (first attention) to {last_branch:.4g} (last MLP), "
+        f"skips x {skip:.4g} to {last_skip:.4g}"
+    )
+
+
+def rule_rows(preset: Preset, specs: Mapping[str, ParamSpec], optimizer: str = "adam") -> list[dict[str, str]]:
+    """The rules behind the numbers, as power laws in m = size / base size, one row per distinct parameter group."""
+    family = preset.family(optimizer)
+    found: dict[str, dict[str, str]] = {}
+    for spec in specs.values():
+        rule = preset.row(spec)
+        found[spec.group] = {
+            "group": spec.group,
+            "fan_in": "*".join(spec.fan_in),
+            "multiplier": str(rule.multiplier),
+            "init_std": str(rule.init_std),
+            "lr": str(rule.lr(family)),
+            "eps": str(rule.eps_of(family)),
+            "decays": "yes" if rule.decays else "no",
+        }
+    return list(found.values())
+
+
+def golden(preset: Preset, specs: Mapping[str, ParamSpec], sizes: Iterable[Mapping[str, int]], optimizer: str) -> str:
+    """A compact text that says all a preset does to a model: forward scales, then rules and values per group.
+
+    Args:
+        preset: relative to a base, or absolute.
+        specs: name to declaration.
+        sizes: each is one `|` column of shape, multiplier, init_std, lr, eps, weight_decay.
+        optimizer: whose columns.
+    """
+    sizes = list(sizes)
+    lines = [f"{preset.describe()}; {optimizer}"]
+    for branch in ("attention", "mlp"):
+        scales = [preset.residual_scale(at, layer, branch) for at in sizes for layer in (0, at["layers"] - 1)]
+        lines.append(
+            f"{branch} branch {preset.branch} | " + " ".join(f"{skip:.5g}/{scale:.5g}" for skip, scale in scales)
+        )
+    lines.append(f"logits {preset.logits} | " + " ".join(f"{preset.logit_scale(at):.5g}" for at in sizes))
+    by_group = {spec.group: spec for spec in specs.values()}
+    for group, rule in sorted((row["group"], row) for row in rule_rows(preset, specs, optimizer)):
+        laws = "; ".join(rule[column] for column in ("multiplier", "init_std", "lr", "eps"))
+        values = [
+            [_cell([at[axis] for axis in by_group[group].axes])]
+            + [f"{x:.5g}" for x in dataclasses.astuple(preset.scales(by_group[group], at, optimizer))]
+            for at in sizes
+        ]
+        lines.append(f"{group}: {laws} | " + " | ".join(" ".join(column) for column in values))
+    return "\n".join(lines) + "\n"
+
+
+def text(table: list[dict[str, Any]]) -> str:
+    """Rows as columns for the terminal or pipe, numbers to four digits."""
+    if not table:
+        return ""
+    cells = [list(table[0]), *([_cell(value) for value in row.values()] for row in table)]
+    return terminal.table(cells, left=("name", "role", "shape", "group", "fan_in"))
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return "x".join(map(str, value)) or "scalar"
+    if isinstance(value, tuple):  # one number per layer: first and last
+        return f"{value[0]:.4g}..{value[-1]:.4g}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,182 @@
+"""What the exponents of `mupax.presets.analysis.limits` mean to who trains: a word for each, tables of them, presets side by side.
+
+stable: does not depend on the size. explodes, vanishes: does. frozen: weights or logits stop moving. lazy: features stop
+moving while the output learns. heads collapse: all heads start with the same (no) logits and get the same dynamics.
+converges: a random quantity becomes the same for every initialization.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from mupax.presets.analysis.limits import LIMITS, Limit
+from mupax.presets.preset import Preset
+from mupax.presets.roles import PresetError
+
+SYMBOLS = {"head_dim": "N", "heads": "H", "depth": "L"}
+
+ORDER = ("explodes", "lazy", "frozen", "heads collapse", "vanishes", "stable")
+"""Verdicts, worst first."""
+
+DESCRIPTIVE = (
+    "variance of attention over heads",
+    "squared error of the kernel",
+    "output",
+    "one block's share of the stream",
+    "all blocks' share of the stream",
+    "change of q, k entries",
+    "q, k backward signal, at first",
+    "weight movement, q, k",
+)
+"""Observables that describe a rule without speaking for or against it; the others judge it."""
+
+UNEVEN = 1.4
+"""How many times too large a change may become by widths that do not grow together: less than the steps of a rate's search."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One observable in one limit: size^exponent, and the word for it."""
+
+    exponent: float
+    verdict: str
+
+
+def verdicts(preset: Preset, optimizer: str = "adam") -> dict[str, dict[str, Entry]]:
+    """Observable to limit to exponent and verdict.
+
+    Args:
+        preset: any; form and base do not matter.
+        optimizer: whose updates.
+
+    Raises:
+        PresetError: the preset has no rule for the optimizer.
+    """
+    family = preset.family(optimizer)
+    columns = {limit: Limit(preset, family, growth).observables() for limit, growth in LIMITS.items()}
+    rows = list(next(iter(columns.values())))
+    return {row: {limit: _entry(row, limit, columns[limit], family) for limit in LIMITS} for row in rows}
+
+
+def _entry(row: str, limit: str, column: Mapping[str, float], family: str) -> Entry:
+    exponent = round(column[row], 10) + 0.0
+    return Entry(exponent, _verdict(row, limit, exponent, column, family))
+
+
+def _verdict(row: str, limit: str, exponent: float, column: Mapping[str, float], family: str) -> str:
+    if row == "one block's share of the stream":
+        return "stable" if column["all blocks' share of the stream"] <= 0 else "explodes"
+    if row == "squared error of the kernel":
+        return "converges" if exponent < 0 else "stable"
+    if row.startswith("gradient over eps"):
+        return "vanishes" if exponent < 0 else "stable"
+    if row.startswith("q, k backward signal"):
+        # Adam divides by it; SGD's rate is set for one of the two and training goes from the first to the second.
+        return "explodes" if exponent > 0 and family == "sgd" else "stable"
+    if exponent > 0:
+        return "explodes"
+    if exponent == 0:
+        return "stable"
+    if row == "attention logits" and limit == "head_dim":
+        return "heads collapse"
+    if row == "weight movement, q, k" and column["change of attention logits"] >= 0:
+        return "vanishes"  # and the logits, a sum over many entries, move all the same
+    if row.startswith(("weight movement", "change of attention")):
+        return "frozen"
+    if row in ("change of v, MLP entries", "change of the stream"):
+        return "frozen" if limit == "depth" else "lazy"
+    return "vanishes"
+
+
+def wrong(preset: Preset, optimizer: str = "adam") -> dict[str, list[tuple[str, Entry]]]:
+    """Limit to the judging observables that are not stable in it, worst first."""
+    found: dict[str, list[tuple[str, Entry]]] = {limit: [] for limit in LIMITS}
+    for row, at in verdicts(preset, optimizer).items():
+        for limit, entry in at.items():
+            if entry.verdict != "stable" and row not in DESCRIPTIVE:
+                found[limit].append((row, entry))
+    return {limit: sorted(rows, key=lambda row: ORDER.index(row[1].verdict)) for limit, rows in found.items()}
+
+
+def limits_rows(preset: Preset, optimizer: str = "adam") -> list[list[str]]:
+    """Every observable and its cell per limit, with a header row."""
+    rows = [["observable", *(f"{limit} ({SYMBOLS[limit]})" for limit in LIMITS)]]
+    for row, at in verdicts(preset, optimizer).items():
+        rows.append([row, *(_cell(entry, limit) for limit, entry in at.items())])
+    return rows
+
+
+def compare_rows(presets: Sequence[Preset], optimizer: str = "adam") -> list[list[str]]:
+    """Presets side by side: a row per limit and judging observable that some preset does not keep stable, with a header row."""
+    tables = [verdicts(preset, optimizer) for preset in presets]
+    rows = [["growing", "observable", *(preset.name for preset in presets)]]
+    for limit in LIMITS:
+        for row in tables[0]:
+            entries = [table[row][limit] for table in tables]
+            if row not in DESCRIPTIVE and any(entry.verdict != "stable" for entry in entries):
+                rows.append([limit, row, *(_cell(entry, limit) for entry in entries)])
+    return rows
+
+
+def summary_rows(presets: Sequence[Preset], optimizer: str = "adam") -> list[list[str]]:
+    """A row per preset, a column per limit: each verdict but stable once, with the observable that shows it most."""
+    rows = [["preset", *(f"{limit} ({SYMBOLS[limit]}) grows" for limit in LIMITS)]]
+    for preset in presets:
+        cells = []
+        for limit, entries in wrong(preset, optimizer).items():
+            words = {}
+            for row, entry in entries:
+                if entry.verdict not in words or abs(entry.exponent) > abs(words[entry.verdict][1].exponent):
+                    words[entry.verdict] = (row, entry)
+            said = [f"{word} ({row} {SYMBOLS[limit]}^{entry.exponent:g})" for word, (row, entry) in words.items()]
+            cells.append("; ".join(said) or "stable")
+        rows.append([preset.name, *cells])
+    return rows
+
+
+def _cell(entry: Entry, limit: str) -> str:
+    if entry.exponent == 0:
+        return entry.verdict
+    return f"{entry.verdict} {SYMBOLS[limit]}^{entry.exponent:g}"
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as a Markdown table."""
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+
+
+def refuse_uneven(preset: Preset, sizes: Mapping[str, int], optimizer: str = "adam") -> None:
+    """Whether widths may grow from the base to these sizes in these proportions.
+
+    The limits of `LIMITS` keep F/D, N*H/D and H/H_kv fixed. Along any other line the same calculation says what moves; depth is
+    left as it is. It speaks of growth alone: where a width is below the base's, nothing is said.
+
+    Args:
+        preset: relative to a base.
+        sizes: of the model.
+        optimizer: whose updates: some growth is safe under SGD and not under Adam.
+
+    Raises:
+        PresetError: a change is more than `UNEVEN` times what it is where all widths grow together; the text names the axes.
+    """
+    ratios = preset.ratios(sizes)
+    widths = {axis: ratios[axis] for axis in ("embed", "mlp", "heads", "kv_heads", "head_dim") if axis in ratios}
+    largest = max(widths.values(), default=1.0)
+    if preset.base is None or largest <= 1.0 or min(widths.values()) < 1.0:
+        return
+    growth = {axis: math.log(ratio) / math.log(largest) for axis, ratio in widths.items()}
+    family = preset.family(optimizer)
+    found = Limit(preset, family, growth).observables()
+    together = [Limit(preset, family, LIMITS[limit]).observables() for limit in ("head_dim", "heads")]
+    for row in ("change of attention logits", "change of the stream", "change of the output"):
+        beyond = found[row] - max(max(at[row] for at in together), 0.0)
+        if largest**beyond > UNEVEN:
+            grown = ", ".join(f"{axis} x{ratio:.3g}" for axis, ratio in widths.items())
+            fastest = max(widths, key=widths.__getitem__)
+            raise PresetError(
+                f"{preset.name} under {optimizer} does not allow growing {grown}: {row} explodes as {fastest}^{found[row]:.2g}; "
+                f"grow the widths together (head_dim or heads with embed and mlp), or take a base of the same proportions"
+            )

@@ -1,0 +1,216 @@
+"""Infinite limits of multi-head transformers: `mup`, `mup-half`, `depth-mup` (Bordelon, Chaudhry, Pehlevan 2024, 2405.15712).
+
+m_X is size / base size: D width, N head dimension, F MLP, L depth, in = fan-in. SGD rates also * gamma0^2, eps / gamma0.
+
+| role                                   | mult.    | std      | SGD lr                    | Adam lr                 | Adam eps             |
+|----------------------------------------|----------|----------|---------------------------|-------------------------|----------------------|
+| token, position, CLS embedding         | 1        | 1        | D                         | 1                       | D^-1                 |
+| patch embedding                        | Din^-1/2 | 1        | D                         | 1                       | Din^-1/2 D^-1        |
+| value, attention out, MLP in, MLP out  | 1        | in^-1/2  | D in^-1 L^(2al-1)         | in^-1 L^(al-1)          | D^-1 L^-al           |
+| query, key                             | 1        | in^-1/2  | N^(2aa-2) L^(2al-1)       | in^-1 N^(aa-1) L^(al-1) | D^-1 N^(1-aa) L^-al  |
+| query, key bias; per-head QK-norm gain | 1        | 0; 1     | D N^(2aa-2) L^(2al-1)     | N^(aa-1) L^(al-1)       | D^-1 N^(1-aa) L^-al  |
+| QK-norm gain shared by heads           | 1        | 1        | N^(2aa-1) L^(2al-1)       | N^(aa-1) L^(al-1)       | N^-aa L^-al          |
+| other gains and biases in a block      | 1        | 1; 0     | D L^(2al-1)               | L^(al-1)                | D^-1 L^-al           |
+| final norm, biases outside blocks      | 1        | 1; 0     | D                         | 1                       | D^-1                 |
+| readout (TP-V Table 8)                 | D^-1     | 1        | D                         | 1                       | D^-1                 |
+| readout, plain form (TP-V Table 3)     | 1        | D^-1     | D^-1                      | D^-1                    | 1                    |
+| readout bias                           | 1        | 0        | 1                         | 1                       | 1                    |
+
+Muon: every block matrix (out/in)^1/2 L^(al-1), query and key also N^(aa-1); the rest stays on Adam. Lion as Adam. (Derived.)
+attention logits * N^-aa, every residual branch * beta0 L^-al; `mup` and `mup-half` have no depth rule (no L anywhere).
+Coupled weight decay is 1/lr on every matrix and embedding, so that lr*wd stays fixed; 0 on gains and biases.
+Sources: the global rates of the paper's section 2.1 and appendix E.1, as rates per parameter.
+
+Beyond the paper: where F/D, N*H/D or H/H_kv grows too, the gradients change size and eps follows them, biases as their
+matrices (MLP in (F/D)^-1/2; q, k, v (N H/D)^-1/2; key and value, with G = H/H_kv, SGD G^-1 and eps G^1/2).
+Forms: plain (TP-V Table 3), readout-multiplier (Table 8, native), table-9, mean-field (the paper's section 2.1).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mupax.presets.power import ONE, Power, axis, product
+from mupax.presets.preset import Preset
+from mupax.presets.roles import EMBEDDINGS, VECTORS, ParamSpec, PresetError, Role
+from mupax.presets.rule import Rule
+
+D, N, F, L = axis("embed"), axis("head_dim"), axis("mlp"), axis("layers")
+HEADS_OVER_WIDTH = axis("head_dim") * axis("heads") / axis("embed")
+QUERIES_PER_KEY = axis("heads") / axis("kv_heads")
+
+
+def rows(name: str, spec: ParamSpec, alpha_a: float, alpha_l: float | None) -> Rule:
+    """The module's table at gamma0 = 1.
+
+    Args:
+        name: whose table, for the error.
+        spec: the parameter.
+        alpha_a: attention logits scale as N^-alpha_a.
+        alpha_l: branches scale as L^-alpha_l; None is no depth rule, an L nowhere.
+
+    Raises:
+        PresetError: the role has no row.
+    """
+    if spec.role in VECTORS and spec.of is not Role.READOUT:
+        return _vector(spec, alpha_a, alpha_l)
+    if spec.role not in VECTORS | EMBEDDINGS | {Role.READOUT}:
+        return _matrix(spec, alpha_a, alpha_l)
+    match spec.role:
+        case Role.TOKEN_EMBEDDING | Role.POSITION:
+            return Rule(sgd=D, eps=D**-1)
+        case Role.PATCH_EMBEDDING:
+            root = product(spec.fan_in) ** -0.5
+            return Rule(multiplier=root, sgd=D, eps=root * D**-1)
+        case Role.READOUT:
+            m_in = product(spec.fan_in)  # the width, in every model whose readout reads the residual stream
+            return Rule(multiplier=m_in**-1, sgd=m_in, eps=m_in**-1)
+        case Role.BIAS:
+            return Rule(decays=False)
+    raise PresetError(f"{name} has no rule for the role {spec.role.value}")
+
+
+def _matrix(spec: ParamSpec, alpha_a: float, alpha_l: float | None) -> Rule:
+    m_in, m_out = product(spec.fan_in), product(spec.fan_out)
+    sgd, adam, eps = _depth(spec, alpha_l)
+    muon = (m_out / m_in) ** 0.5 * adam
+    row = Rule(init_std=m_in**-0.5, sgd=D / m_in * sgd, adam=m_in**-1 * adam, muon=muon, eps=D**-1 * eps)
+    return _branch_of(spec.role, row, alpha_a)
+
+
+def _vector(spec: ParamSpec, alpha_a: float, alpha_l: float | None) -> Rule:
+    sgd, adam, eps = _depth(spec, alpha_l)
+    row = Rule(sgd=D * sgd, adam=adam, eps=D**-1 * eps, decays=False)
+    if spec.role is Role.NORM_GAIN and spec.of in (Role.QUERY, Role.KEY):
+        summed = heads_summed(spec)
+        return _attention(row, alpha_a).times(sgd=summed**-1, eps=summed)
+    return _branch_of(spec.of, row, alpha_a)
+
+
+def heads_summed(spec: ParamSpec) -> Power:
+    """How many heads' gradients a parameter adds up: all of them in a QK-norm gain that heads share, else one (derived)."""
+    of_head = spec.role is Role.NORM_GAIN and spec.of in (Role.QUERY, Role.KEY)
+    return D / N if of_head and not {"heads", "kv_heads"} & set(spec.axes) else ONE
+
+
+def _branch_of(role: Role | None, row: Rule, alpha_a: float) -> Rule:
+    """What the place in the block adds to a matrix' row, and to its bias'."""
+    match role:
+        case Role.MLP_IN:
+            return row.times(eps=(F / D) ** -0.5)
+        case Role.VALUE:
+            return row.times(sgd=QUERIES_PER_KEY**-1, eps=HEADS_OVER_WIDTH**-0.5 * QUERIES_PER_KEY**0.5)
+        case Role.QUERY:
+            return _attention(row, alpha_a).times(eps=HEADS_OVER_WIDTH**-0.5)
+        case Role.KEY:
+            row = _attention(row, alpha_a)
+            return row.times(sgd=QUERIES_PER_KEY**-1, eps=HEADS_OVER_WIDTH**-0.5 * QUERIES_PER_KEY**0.5)
+    return row
+
+
+def _attention(row: Rule, alpha_a: float) -> Rule:
+    """The extra N factors of everything that makes queries and keys."""
+    slowed = N ** (alpha_a - 1)
+    row = row.times(sgd=slowed**2, adam=slowed, eps=slowed**-1)
+    return dataclasses.replace(row, mean_field=slowed)
+
+
+def _depth(spec: ParamSpec, alpha_l: float | None) -> tuple[Power, Power, Power]:
+    """Depth factors of (SGD lr, Adam lr, eps) of what sits in a block."""
+    if not spec.in_block or alpha_l is None:
+        return ONE, ONE, ONE
+    return L ** (2 * alpha_l - 1), L ** (alpha_l - 1), L**-alpha_l
+
+
+def infinite_limits(
+    name: str,
+    *,
+    alpha_a: float,
+    alpha_l: float | None,
+    gamma0: float = 1.0,
+    beta0: float = 1.0,
+    c_a: float = 1.0,
+    decay_width: float = 0.0,
+) -> Preset:
+    """The family of the module's table.
+
+    Args:
+        name: printed name.
+        alpha_a: attention logits scale as N^-alpha_a, in [1/2, 1].
+        alpha_l: branches scale as L^-alpha_l, in [1/2, 1]; None is no depth rule.
+        gamma0: amount of feature learning (gamma0 -> 0 is lazy); divides the readout.
+        beta0: constant on every branch, the effective depth.
+        c_a: constant on attention logits.
+        decay_width: lr*wd of block matrices goes as D^decay_width. 0 is this family's; a study of Muon wants -1.
+
+    Raises:
+        PresetError: an exponent outside [1/2, 1] or a constant that is not positive.
+    """
+    for label, value in (("alpha_a", alpha_a), ("alpha_l", alpha_l)):
+        if value is not None and not 0.5 <= value <= 1.0:
+            raise PresetError(
+                f"{name}: {label}={value:g} is outside [0.5, 1], where the limit exists; write a value from 0.5 to 1"
+            )
+    for label, value in (("gamma0", gamma0), ("beta0", beta0), ("c_a", c_a)):
+        if not value > 0:
+            raise PresetError(f"{name}: {label}={value:g} must be positive; write a number above 0")
+
+    def rule(spec: ParamSpec) -> Rule:
+        row = rows(name, spec, alpha_a, alpha_l)
+        # Gradients go as 1/gamma0 through the readout: SGD rates * gamma0^2 (paper), eps / gamma0 (derived).
+        row = row.times(sgd=gamma0**2, eps=1 / gamma0)
+        if Role.READOUT in (spec.role, spec.of):
+            row = dataclasses.replace(row, multiplier=row.multiplier / gamma0)
+        if decay_width and row.muon is not None:
+            row = dataclasses.replace(row, decay=D**decay_width)
+        return row
+
+    given = {
+        "alpha_a": alpha_a,
+        "alpha_l": alpha_l,
+        "gamma0": gamma0,
+        "beta0": beta0,
+        "c_a": c_a,
+        "decay_width": decay_width,
+    }
+    defaults = {"gamma0": 1.0, "beta0": 1.0, "c_a": 1.0, "decay_width": 0.0}
+    return Preset(
+        name=name,
+        rule=rule,
+        native_form="readout-multiplier",
+        form="readout-multiplier",
+        logits=c_a * N**-alpha_a,
+        branch=beta0 * (L**-alpha_l if alpha_l is not None else ONE),
+        given={key: value for key, value in given.items() if value is not None and value != defaults.get(key)},
+    )
+
+
+def mup(
+    *, alpha_a: float = 1.0, gamma0: float = 1.0, beta0: float = 1.0, c_a: float = 1.0, decay_width: float = 0.0
+) -> Preset:
+    """muP: attention logits 1/N, feature learning at every width, no depth rule (heads collapse as N grows)."""
+    return infinite_limits(
+        "mup", alpha_a=alpha_a, alpha_l=None, gamma0=gamma0, beta0=beta0, c_a=c_a, decay_width=decay_width
+    )
+
+
+def mup_half(*, gamma0: float = 1.0, beta0: float = 1.0, c_a: float = 1.0, decay_width: float = 0.0) -> Preset:
+    """muP with attention logits 1/sqrt(N): heads stay diverse as N grows, no depth rule."""
+    return infinite_limits(
+        "mup-half", alpha_a=0.5, alpha_l=None, gamma0=gamma0, beta0=beta0, c_a=c_a, decay_width=decay_width
+    )
+
+
+def depth_mup(
+    *,
+    alpha_l: float = 0.5,
+    alpha_a: float = 1.0,
+    gamma0: float = 1.0,
+    beta0: float = 1.0,
+    c_a: float = 1.0,
+    decay_width: float = 0.0,
+) -> Preset:
+    """muP with branches L^-alpha_l for depth transfer; alpha_l and alpha_a anywhere in [1/2, 1]."""
+    return infinite_limits(
+        "depth-mup", alpha_a=alpha_a, alpha_l=alpha_l, gamma0=gamma0, beta0=beta0, c_a=c_a, decay_width=decay_width
+    )

@@ -1,0 +1,50 @@
+"""Standard parameterization: `sp`, what a trainer without a preset does.
+
+| role                             | multiplier | init std        | lr | eps | weight decay |
+|----------------------------------|------------|-----------------|----|-----|--------------|
+| token, position, CLS embedding   | 1          | 1               | 1  | 1   | 1            |
+| patch embedding                  | D_in^-1/2  | 1               | 1  | 1   | 1            |
+| every matrix, the readout too    | 1          | fan_in^-1/2     | 1  | 1   | 1            |
+| readout tied to the embedding    | D^-1/2     | (the table's 1) | 1  | 1   | 1            |
+| gains; biases                    | 1          | 1; 0            | 1  | 1   | 0            |
+
+attention logits * N^-1/2, branches * 1. One learning rate for all, so the best one drifts as the model grows.
+(Fan-in initialization; 0.02 everywhere, as in GPT-2, is another standard parameterization.)
+"""
+
+from __future__ import annotations
+
+from mupax.presets.power import ONE, axis, product
+from mupax.presets.preset import Preset
+from mupax.presets.roles import VECTORS, ParamSpec, Role
+from mupax.presets.rule import Rule
+
+
+def sp() -> Preset:
+    """Standard parameterization: fan-in init, one learning rate, logits 1/sqrt(N); the best rate drifts with size."""
+    return _standard("sp")
+
+
+def standard() -> Preset:
+    """The effective theory's name for `sp`: the same numbers."""
+    return _standard("standard")
+
+
+def _standard(name: str) -> Preset:
+
+    def rule(spec: ParamSpec) -> Rule:
+        root = product(spec.fan_in) ** -0.5
+        if spec.role in VECTORS:
+            return Rule(decays=False)
+        if spec.role is Role.PATCH_EMBEDDING or spec.tied:
+            return Rule(multiplier=root)
+        return Rule(init_std=root)
+
+    return Preset(
+        name=name,
+        rule=rule,
+        native_form="plain",
+        form="plain",
+        logits=axis("head_dim") ** -0.5,
+        branch=ONE,
+    )

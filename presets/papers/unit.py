@@ -1,0 +1,85 @@
+"""Unit-scaled muP: `u-mup` (Blake et al., Graphcore 2024, 2407.17465). Absolute numbers, no base model.
+
+| role                             | mult.   | std  | Adam lr            | Adam eps, true gradients (derived) |
+|----------------------------------|---------|------|--------------------|------------------------------------|
+| token, position, CLS embedding   | 1       | 1    | D^-1/2             | D^-1                               |
+| patch embedding                  | Din^-1/2| 1    | D^-1/2             | Din^-1/2 D^-1                      |
+| every block matrix               | in^-1/2 | 1    | in^-1/2 L^-1/2     | in^-1/2 D^-1 L^-1/2                |
+| gains and biases, in a block     | 1       | 1; 0 | L^-1/2             | D^-1 L^-1/2; a shared QK-norm gain * D/N |
+| final norm, biases outside       | 1       | 1; 0 | 1                  | D^-1                               |
+| readout                          | D^-1    | 1    | 1                  | D^-1                               |
+| readout bias                     | 1       | 0    | 1                  | 1                                  |
+
+attention logits * N^-1; weight decay independent of the rate. The paper also rescales the readout's backward pass to fan_in^-1/2,
+which Adam does not see but for eps; we keep true gradients.
+Residual branches (its tau rule): skip 1/sqrt(1 + tau^2), branch tau/sqrt(1 + tau^2), with a_mlp = alpha_res sqrt(2/(1 + r^2)),
+a_attn = r a_mlp and, in block i of L, tau_attn^2 = a_attn^2 / (L + i a_attn^2 + i a_mlp^2),
+tau_mlp^2 = a_mlp^2 / (L + (i+1) a_attn^2 + i a_mlp^2).
+`embedding_exponent`: -1/2 is this paper's rate of the embedding, 0 that of Tensor Programs V and CompleteP.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from mupax.presets.papers.infinite_limits import D, L, N, heads_summed
+from mupax.presets.power import ONE, product
+from mupax.presets.preset import Branch, Preset
+from mupax.presets.roles import VECTORS, ParamSpec, PresetError, Role
+from mupax.presets.rule import Rule
+
+_NO_SGD = "the paper has Adam only"
+
+
+def u_mup(*, alpha_res: float = 1.0, alpha_ratio: float = 1.0, embedding_exponent: float = -0.5) -> Preset:
+    """Unit-scaled muP: std 1 everywhere, absolute numbers (no base), branches by the tau rule, Adam only."""
+    for label, value in (("alpha_res", alpha_res), ("alpha_ratio", alpha_ratio)):
+        if not value > 0:
+            raise PresetError(f"u-mup: {label}={value:g} must be positive; write a number above 0")
+
+    def rule(spec: ParamSpec) -> Rule:
+        depth = L**-0.5 if spec.in_block else ONE
+        m_in = product(spec.fan_in)
+        match spec.role:
+            case Role.READOUT if spec.tied:
+                raise PresetError(
+                    f"u-mup: a tied readout would need two rates, D^{embedding_exponent:g} as embedding and 1 as readout; untie it"
+                )
+            case Role.READOUT:
+                return Rule(multiplier=m_in**-1, eps=m_in**-1)
+            case Role.BIAS if spec.of is Role.READOUT:
+                return Rule(decays=False)
+            case role if role in VECTORS:
+                return Rule(adam=depth, eps=D**-1 * depth * heads_summed(spec), decays=False)
+            case Role.PATCH_EMBEDDING:
+                return Rule(multiplier=m_in**-0.5, adam=D**embedding_exponent, eps=m_in**-0.5 * D**-1)
+            case Role.TOKEN_EMBEDDING | Role.POSITION:
+                return Rule(adam=D**embedding_exponent, eps=D**-1)
+        return Rule(multiplier=m_in**-0.5, adam=m_in**-0.5 * depth, eps=m_in**-0.5 * D**-1 * depth)
+
+    def residual(sizes: Mapping[str, int], layer: int, branch: Branch) -> tuple[float, float]:
+        mlp_sq = alpha_res**2 * 2 / (1 + alpha_ratio**2)
+        attention_sq = alpha_ratio**2 * mlp_sq
+        before = sizes["layers"] + layer * (attention_sq + mlp_sq)
+        tau_sq = attention_sq / before if branch == "attention" else mlp_sq / (before + attention_sq)
+        return 1 / math.sqrt(1 + tau_sq), math.sqrt(tau_sq / (1 + tau_sq))
+
+    chosen = {
+        "alpha_res": (alpha_res, 1.0),
+        "alpha_ratio": (alpha_ratio, 1.0),
+        "embedding_exponent": (embedding_exponent, -0.5),
+    }
+    return Preset(
+        name="u-mup",
+        rule=rule,
+        native_form="mean-field",
+        form="mean-field",
+        logits=N**-1,
+        branch=L**-0.5,
+        residual=residual,
+        optimizers=("adam", "adamw"),
+        no_rule=dict.fromkeys(("sgd", "momentum", "muon", "lion"), _NO_SGD),
+        baseless=True,
+        given={key: value for key, (value, default) in chosen.items() if value != default},
+    )

@@ -1,0 +1,189 @@
+"""Tuned presets: a preset with the base, constants and optimizer that a study found best, and the study's evidence.
+
+A file PRESET.NAME.json in `presets/tuned`, or in a folder `tuned` where the command runs; `--preset PRESET:NAME` uses it, and
+PRESET:PATH.json takes any file. `python -m train transfer ... --save-tuned NAME` writes one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mupax.presets.forms import Form
+from mupax.presets.roles import PresetError
+from mupax.presets.tuned import schema
+
+FOLDER = Path(__file__).parent
+OWN_FOLDER = Path("tuned")
+"""Where a user's own are written and looked for, relative to where the command runs."""
+FAR = 3.0
+"""Doublings of an axis beyond the studied sizes from which on training warns: studies themselves span about as many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuned:
+    """One file.
+
+    Attributes:
+        name: without the preset's.
+        preset: in `presets.PRESETS`.
+        constants: of the preset.
+        form: where its multipliers sit; the preset's own unless given.
+        base: size of each axis at which the rate holds as it stands; None for a preset without a base.
+        optimizer: `name`, `peak_lr`, `b1`, `b2`, `eps`, `weight_decay`, `decay`, `momentum`, `clip_norm`, `schedule`,
+            `warmup_fraction` (of all steps) and `final_lr_fraction`, as `mupax.train.config.run.OptimizerConfig` has them.
+        provenance: `recipe`, `data`, `unit` (token or image), `seen` (units by one run), `steps`, `batch`, `sizes` (of every
+            model in the study, by axis), `seeds`, `log2_lr` and `loss` (the curve at the base: each rate, the mean loss;
+            null where a seed diverged), `log2_optimum` (value, low, high), `transfer` (per axis grown: axis, sizes, verdict
+            and drift with its interval), `versions`, `command`, `date`.
+    """
+
+    name: str
+    preset: str
+    constants: Mapping[str, float | str]
+    form: Form | None
+    base: Mapping[str, int] | None
+    optimizer: Mapping[str, Any]
+    provenance: Mapping[str, Any]
+
+    @property
+    def use(self) -> str:
+        """What `--preset` takes."""
+        return f"{self.preset}:{self.name}"
+
+    @property
+    def file_name(self) -> str:
+        """Of its file."""
+        return f"{self.preset}.{self.name}.json"
+
+    def distance(self, sizes: Mapping[str, int]) -> dict[str, float]:
+        """Doublings from the nearest studied size, per axis beyond them; negative where the model is smaller."""
+        found = {}
+        for axis, size in sizes.items():
+            studied = [model[axis] for model in self.provenance["sizes"] if axis in model]
+            if studied and not min(studied) <= size <= max(studied):
+                found[axis] = math.log2(size / (max(studied) if size > max(studied) else min(studied)))
+        return found
+
+
+def files() -> dict[str, Path]:
+    """PRESET:NAME to file: the project's, and the user's own that have other names."""
+    found: dict[str, Path] = {}
+    for folder in (OWN_FOLDER, FOLDER):
+        for path in sorted(folder.glob("*.json")):
+            preset, _, name = path.stem.partition(".")
+            found[f"{preset}:{name}"] = path
+    return dict(sorted(found.items()))
+
+
+def find(word: str) -> Tuned:
+    """The tuned preset that PRESET:NAME or PRESET:PATH.json names.
+
+    Raises:
+        PresetError: there is none, or its file is not one.
+    """
+    preset, _, name = word.partition(":")
+    if name.endswith(".json"):
+        found = load(name)
+        if found.preset != preset:
+            raise PresetError(f"{name} is tuned for {found.preset}; write {found.preset}:{name}")
+        return found
+    known = files()
+    if word in known:
+        return load(known[word])
+    own = [other for other in known if other.startswith(f"{preset}:")]
+    raise PresetError(
+        f"the preset {preset} has no tuned constants named {name!r}; write {', '.join([preset, *own])} "
+        "(`python -m presets tuned` lists them)"
+    )
+
+
+def load(path: str | Path) -> Tuned:
+    """Read and check a file.
+
+    Raises:
+        PresetError: the file cannot be read, or an entry is missing, unknown or not what it must be; names file and entry.
+    """
+    try:
+        given = json.loads(Path(path).read_text())
+        return _tuned(given)
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise PresetError(
+            f"{path}: no tuned preset ({error}); `python -m train transfer ... --save-tuned` writes one"
+        ) from error
+    except PresetError as error:
+        raise PresetError(f"{path}: {error}") from error
+
+
+def save(tuned: Tuned, path: Path) -> None:
+    """Check and write it.
+
+    Raises:
+        PresetError: what `load` would refuse.
+    """
+    fields = {"format": schema.FORMAT, **asdict(tuned)}
+    _tuned(json.loads(json.dumps(fields)))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(fields, indent=1) + "\n")
+
+
+def check_name(name: str) -> None:
+    """Raises PresetError where the name cannot be one."""
+    if not schema.NAME.fullmatch(name):
+        raise PresetError(f"the name {name!r}: write small letters, digits and single hyphens, such as lm-python-v1")
+
+
+def summary(tuned: Tuned) -> str:
+    """One line: the rate, what it was found on, and how it transferred."""
+    found, optimizer = tuned.provenance, tuned.optimizer
+    evidence = "; ".join(f"{grown['axis']} {_said(grown)}" for grown in found["transfer"]) or "one size"
+    return f"{optimizer['name']} {optimizer['peak_lr']:.3g} on {found['data']}, {found['seen']:,} {found['unit']}s; {evidence}"
+
+
+def described(tuned: Tuned) -> str:
+    """Everything about one, in lines."""
+    found, curve = tuned.provenance, zip(tuned.provenance["log2_lr"], tuned.provenance["loss"], strict=True)
+    optimum = found["log2_optimum"]
+    lines = [
+        f"{tuned.use}: {summary(tuned)}",
+        f"base       {_pairs(tuned.base) if tuned.base else 'none'}",
+        f"constants  {_pairs(tuned.constants) or 'none'}; form {tuned.form or 'its own'}",
+        f"optimizer  {_pairs(tuned.optimizer)}",
+        f"optimum    2^{optimum['value']:.2f} {_bounds(optimum)}, from {found['seeds']} paired seeds",
+        "curve      " + ", ".join(f"2^{x:g} {'diverged' if y is None else f'{y:.4f}'}" for x, y in curve),
+        *(
+            f"grown      {grown['axis']} {', '.join(map(str, grown['sizes']))}: {_said(grown)}"
+            for grown in found["transfer"]
+        ),
+        f"run        {found['recipe']}, {found['steps']} steps of batch {found['batch']}",
+        f"command    {found['command']}",
+        f"versions   {_pairs(found['versions'])}, {found['date']}",
+    ]
+    return "\n".join(lines)
+
+
+def _said(grown: Mapping[str, Any]) -> str:
+    drift = grown["drift"]
+    if drift["value"] is None:
+        return "undecided"
+    return f"{grown['verdict']}, drift {drift['value']:+.2f} {_bounds(drift)} octaves per doubling"
+
+
+def _bounds(interval: Mapping[str, float | None]) -> str:
+    low, high = interval["low"], interval["high"]
+    return "(no interval)" if low is None or high is None else f"[{low:.2f}, {high:.2f}]"
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in values.items())
+
+
+def _tuned(given: Any) -> Tuned:
+    from mupax import presets
+
+    schema.check(given, presets.PRESETS)
+    return Tuned(**{name: value for name, value in given.items() if name != "format"})

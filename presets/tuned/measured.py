@@ -1,0 +1,218 @@
+"""`measured`: a parameterization that is a table of numbers, measured on one model at one size, and its JSON file.
+
+What `mupax.train.studies.check.balance` derives from a backward pass (Chizat and Netrapalli 2023, arXiv 2311.18718) for a model that nobody
+wrote a preset for. Keyed by (group, layer), a group being a `ParamSpec.group` such as `block.query`, never by path.
+It has no power laws: another size is another table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mupax.presets.forms import Form
+from mupax.presets.power import ONE
+from mupax.presets.preset import Branch, Preset
+from mupax.presets.roles import AXES, ParamSpec, PresetError
+from mupax.presets.rule import FAMILIES, Decay, Number, Rule, Scales
+
+FORMAT = "measured scales 1"
+"""First entry of the file; another layout gets another number."""
+
+_COLUMNS = tuple(field.name for field in dataclasses.fields(Scales))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Table:
+    """Measured numbers.
+
+    Attributes:
+        scales: group to its numbers, absolute; each one number or one per layer of the stack. `weight_decay` is the
+            independent decay: the coupled one is this over `lr`.
+        logits: what attention logits are multiplied by.
+        residual: per layer ((skip, branch) of attention, (skip, branch) of the MLP); empty: all are 1.
+        sizes: size of every logical axis of the measured model.
+        optimizer: whose rates these are, a name in `mupax.presets.rule.FAMILIES`.
+        source: where the numbers come from, for a person.
+    """
+
+    scales: Mapping[str, Scales]
+    logits: float
+    residual: tuple[tuple[tuple[float, float], tuple[float, float]], ...]
+    sizes: Mapping[str, int]
+    optimizer: str
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in FAMILIES:
+            _bad(f"no optimizer is named {self.optimizer!r}; write {', '.join(FAMILIES)}")
+        for axis, size in self.sizes.items():
+            if axis not in AXES or type(size) is not int or size < 1:
+                _bad(f"size {axis}={size!r}: write a logical axis ({', '.join(AXES)}) and a whole number of at least 1")
+        layers = self.sizes.get("layers")
+        if self.residual and len(self.residual) != layers:
+            _bad(f"residual has {len(self.residual)} layers and sizes say {layers}; write one entry per layer")
+        _check("logits", self.logits, None)
+        for layer, pairs in enumerate(self.residual):
+            if [len(pair) for pair in pairs] != [2, 2]:
+                _bad(f"residual {layer} must be two pairs, (skip, branch) of attention and of the MLP")
+            for number in (*pairs[0], *pairs[1]):
+                _check(f"residual {layer}", number, None, zero=True)
+        for group, scales in self.scales.items():
+            for column in _COLUMNS:
+                zero = column in ("init_std", "weight_decay", "eps")
+                _check(f"{group} {column}", getattr(scales, column), layers, zero=zero)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured(Preset):
+    """The preset of a `Table`; made by `measured`."""
+
+    table: Table
+
+    def scales(
+        self, spec: ParamSpec, sizes: Mapping[str, int], optimizer: str = "adam", decay: Decay = "coupled"
+    ) -> Scales:
+        """The table's numbers for a parameter; arguments as `Preset.scales`.
+
+        Raises:
+            PresetError: another size or another kind of optimizer than was measured, or a group that was not.
+        """
+        self.family(optimizer)
+        for axis, size in self.table.sizes.items():
+            if sizes.get(axis) != size:
+                raise PresetError(
+                    f"measured: the table is for {axis}={size} and the model has {sizes.get(axis)}; "
+                    "measured numbers hold at one size, so measure this model (python -m train balance)"
+                )
+        if spec.group not in self.table.scales:
+            near = difflib.get_close_matches(spec.group, self.table.scales, n=1)
+            hint = f" (the nearest is {near[0]!r})" if near else ""
+            raise PresetError(
+                f"measured: the table has no row {spec.group!r}{hint}; measure this model (python -m train balance)"
+            )
+        scales = self.table.scales[spec.group]
+        return scales if decay == "independent" else dataclasses.replace(scales, weight_decay=_per_rate(scales))
+
+    def factors(
+        self, spec: ParamSpec, sizes: Mapping[str, int], optimizer: str = "adam", decay: Decay = "coupled"
+    ) -> Scales:
+        """The same as `scales`: nothing here is relative."""
+        return self.scales(spec, sizes, optimizer, decay)
+
+    def base_values(self, spec: ParamSpec, sizes: Mapping[str, int]) -> Scales:
+        """1 in every column: the table is absolute."""
+        return Scales(multiplier=1.0, init_std=1.0, lr=1.0, eps=1.0, weight_decay=1.0)
+
+    def logit_scale(self, sizes: Mapping[str, int]) -> float:
+        """What attention logits are multiplied by."""
+        return self.table.logits
+
+    def residual_scale(self, sizes: Mapping[str, int], layer: int, branch: Branch) -> tuple[float, float]:
+        """(skip, branch) multipliers of one residual addition."""
+        return self.table.residual[layer][branch == "mlp"] if self.table.residual else (1.0, 1.0)
+
+    def with_form(self, form: Form) -> NoReturn:
+        """Refused: moving multipliers needs the rules behind the numbers."""
+        raise PresetError(f"measured: a table of numbers has no form {form!r}; measure a preset that is in that form")
+
+
+def measured(table: Table) -> Measured:
+    """The table as a preset, for the optimizers whose update is the one it was measured with."""
+    family = FAMILIES[table.optimizer]
+    return Measured(
+        name="measured",
+        rule=_no_rule,
+        native_form="plain",
+        form="plain",
+        logits=ONE,
+        branch=ONE,
+        optimizers=tuple(name for name, of in FAMILIES.items() if of == family),
+        no_rule={name: f"it was measured with {table.optimizer}" for name, of in FAMILIES.items() if of != family},
+        baseless=True,
+        given={"optimizer": table.optimizer},
+        table=table,
+    )
+
+
+def save(table: Table, path: str | Path) -> None:
+    """Write the table as JSON."""
+    Path(path).write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(table)}, indent=1) + "\n")
+
+
+def load(path: str | Path) -> Table:
+    """Read a table back, number for number.
+
+    Raises:
+        PresetError: the file cannot be read, or an entry is missing, unknown or not a number it can be.
+    """
+    try:
+        return _table(json.loads(Path(path).read_text()))
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise PresetError(
+            f"{path}: no table of measured scales ({error}); write one with mupax.presets.tuned.measured.save"
+        ) from error
+    except PresetError as error:
+        raise PresetError(f"{path}: {error}") from error
+
+
+def _table(given: Any) -> Table:
+    if not isinstance(given, dict) or given.get("format") != FORMAT:
+        _bad(f'not a table of this version; its first entry must be "format": "{FORMAT}"')
+    named = {field.name for field in dataclasses.fields(Table)}
+    _same_keys("the table", set(given) - {"format"}, named)
+    if not all(isinstance(given[name], dict) for name in ("scales", "sizes")):
+        _bad("scales and sizes must be objects")
+    for group, row in given["scales"].items():
+        _same_keys(group, set(row) if isinstance(row, dict) else set(), set(_COLUMNS))
+    rows = {group: Scales(**{c: _tuples(x) for c, x in row.items()}) for group, row in given["scales"].items()}
+    residual: Any = _tuples(given["residual"])
+    if not isinstance(residual, tuple) or not all(
+        isinstance(pairs, tuple) and all(isinstance(pair, tuple) for pair in pairs) for pairs in residual
+    ):
+        _bad("residual must be a list of pairs of pairs")
+    return Table(**{name: given[name] for name in named - {"scales", "residual"}}, scales=rows, residual=residual)
+
+
+def _same_keys(where: str, found: set[str], wanted: set[str]) -> None:
+    if found != wanted:
+        missing, unknown = sorted(wanted - found), sorted(found - wanted)
+        _bad(f"{where} must have {', '.join(sorted(wanted))}; missing {missing}, unknown {unknown}")
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _check(what: str, value: Any, layers: int | None, *, zero: bool = False) -> None:
+    numbers = value if isinstance(value, tuple) else (value,)
+    if isinstance(value, tuple) and len(value) != layers:
+        _bad(f"{what} has {len(value)} numbers for {layers} layers; write one number, or one per layer")
+    for number in numbers:
+        known = type(number) in (int, float) and 0 <= number <= sys.float_info.max
+        if not known or (number == 0 and not zero):
+            _bad(f"{what} is {number!r}; write a finite number {'of at least' if zero else 'above'} 0")
+
+
+def _per_rate(scales: Scales) -> Number:
+    if not isinstance(scales.lr, tuple) and not isinstance(scales.weight_decay, tuple):
+        return scales.weight_decay / scales.lr
+    count = max(len(x) for x in (scales.lr, scales.weight_decay) if isinstance(x, tuple))
+    lr, wd = (x if isinstance(x, tuple) else (x,) * count for x in (scales.lr, scales.weight_decay))
+    return tuple(decay / rate for decay, rate in zip(wd, lr, strict=True))
+
+
+def _no_rule(spec: ParamSpec) -> Rule:
+    raise PresetError(
+        f"measured: {spec.group} has numbers at one size and no power law behind them, so nothing can be said of another "
+        "size; measure that one too (python -m train balance)"
+    )
+
+
+def _bad(why: str) -> NoReturn:
+    raise PresetError(f"a table of measured scales: {why}")

@@ -1,0 +1,194 @@
+"""How much of what a person could get wrong the coordinate check sees: mutants trained, judged and counted.
+
+A study is one right rule on one model, growing one size under one optimizer. Its mutants share the compiled programs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from mupax import presets
+from mupax.train.config.run import OptimizerConfig
+from mupax.train.studies.check import check, models, mutants, theory
+from mupax.train.studies.check.check import Finding
+from mupax.train.studies.check.command import RATES
+from mupax.train.studies.check.mutants import Mutant
+from mupax.zoo import build, configs
+
+SIZES, SEEDS, STEPS = 4, 4, 1
+"""As `python -m train check`, but one step of its ten: later steps cost the most and can only reveal more."""
+
+MORE_SEEDS = 16
+"""For a mutant that passes with fewer, `python -m train check --seeds 16`: is it the spread of seeds that hides it?"""
+
+ROUND_OFF = 1e-3
+"""Two trainings are the same when no activation differs by more than this power of two, at any size, seed or step read."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Study:
+    """What the mutants are made from.
+
+    Attributes:
+        name: for people and for resuming.
+        model: whose structure.
+        optimizer: adam or sgd.
+        eps: Adam's. Far above the gradients an update is gradient over eps, so that a wrong eps is a wrong rate.
+        peak_lr: rate at base size.
+        preset: the right rule, by name.
+        grow: the size that grows; mutants are powers of `size`, the axis that grows with it.
+        besides: leave out the parameter groups that this model has too.
+        columns: which to mutate.
+        exponents: by how much.
+    """
+
+    name: str
+    model: str
+    optimizer: Literal["adam", "sgd"] = "adam"
+    eps: float = 1e-12
+    peak_lr: float = RATES["adam"]
+    preset: str = "mup"
+    grow: str = "head_dim"
+    size: str = "embed"
+    besides: str | None = None
+    columns: tuple[str, ...] = mutants.COLUMNS
+    exponents: tuple[float, ...] = mutants.EXPONENTS
+
+
+_SMALL = (0.5, -0.5, 0.25, -0.25)
+_EPS_MATTERS: dict[str, Any] = {"eps": 1.0, "peak_lr": RATES["sgd"], "columns": ("eps",), "exponents": _SMALL}
+
+STUDIES = (
+    Study(name="decoder, Adam", model="lm-proxy"),
+    Study(name="ViT's other roles, Adam", model="vit-proxy", besides="lm-proxy"),
+    Study(name="decoder, Adam with eps above the gradients", model="lm-proxy", **_EPS_MATTERS),
+    Study(
+        name="ViT's other roles, Adam with eps above the gradients",
+        model="vit-proxy",
+        besides="lm-proxy",
+        **_EPS_MATTERS,
+    ),
+    Study(name="decoder, SGD", model="lm-proxy", optimizer="sgd", peak_lr=RATES["sgd"], exponents=(0.5, -0.5)),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What the check made of one mutant.
+
+    Attributes:
+        group, column, exponent: the mutant.
+        same_numbers: the program was given the right rule's numbers to the bit, so that nothing had to be run.
+        change: the farthest that any activation, or change of one, lies from the right rule's at the same seed, size and
+            step, as a power of two.
+        seeds: how many initializations the verdict took.
+        by: the observable farthest outside its band, its slope and theory's; None if the mutant passed.
+        by_activations: the same among activations and their changes, which no longer say whose weights are at fault.
+    """
+
+    group: str
+    column: str
+    exponent: float
+    same_numbers: bool = False
+    change: float = 0.0
+    seeds: int = SEEDS
+    by: str | None = None
+    by_activations: str | None = None
+
+    @property
+    def trains_alike(self) -> bool:
+        """Whether training is the right rule's: such a mutant is no error."""
+        return self.change <= ROUND_OFF
+
+
+class Suite:
+    """One study's mutants, ready to run."""
+
+    def __init__(self, study: Study) -> None:
+        self.study = study
+        grown = models.series(configs.get(study.model), study.grow, SIZES)
+        config = OptimizerConfig(
+            name=study.optimizer, peak_lr=study.peak_lr, schedule="constant", eps=study.eps, decay="coupled"
+        )
+        self._definitions = [build.definition(one) for one in grown]
+        self._series = check.Series(self._definitions, config, STEPS)
+        self._batch = models.batch(grown[0])
+        self._known: dict[int, dict[str, np.ndarray]] = {}
+        self._right = presets.get(study.preset, base=grown[0].base_sizes())
+
+    def mutants(self) -> Iterator[Mutant]:
+        """Every mutant of the study."""
+        study, specs = self.study, self._definitions[0].specs.values()
+        if study.besides is not None:
+            known = build.definition(models.smallest(configs.get(study.besides))).specs.values()
+            specs = [spec for spec in specs if spec.group not in {one.group for one in known}]
+        return mutants.all_of(specs, study.size, study.exponents, study.columns)
+
+    def right(self, seeds: int = SEEDS) -> list[Finding]:
+        """The right rule itself, judged: the control, which must pass."""
+        return self._judge(self._measured(seeds))
+
+    def run(self, mutant: Mutant, seeds: int = SEEDS) -> Outcome:
+        """Train a mutant and judge it by the right rule's theory."""
+        wrong = mutant.of(self._right)
+        what = (mutant.group, mutant.column, mutant.exponent)
+        if self._series.numbers(wrong) == self._series.numbers(self._right):
+            return Outcome(*what, same_numbers=True, seeds=seeds)
+        measured = self._series.measure(wrong, self._batch, seeds)
+        bad = [finding for finding in self._judge(measured) if not finding.ok]
+        return Outcome(
+            *what,
+            change=_change(self._measured(seeds), measured),
+            seeds=seeds,
+            by=_worst(bad),
+            by_activations=_worst([finding for finding in bad if "/" not in finding.observable]),
+        )
+
+    def _measured(self, seeds: int) -> dict[str, np.ndarray]:
+        if seeds not in self._known:
+            self._known[seeds] = self._series.measure(self._right, self._batch, seeds)
+        return self._known[seeds]
+
+    @functools.cached_property
+    def _expected(self) -> Mapping[tuple[str, int], theory.Expected]:
+        first, last, optimizer = self._definitions[0], self._definitions[-1], self.study.optimizer
+        if self.study.eps < 1e-6:
+            return theory.of(self._right, first, last, optimizer)
+        # Only what training does counts here: not the gradient over eps, which names a wrong eps without any step.
+        found = theory.of(theory.eps_dominates(self._right), first, last, "sgd")
+        return {key: said for key, said in found.items() if not key[0].startswith("gradient")}
+
+    def _judge(self, measured: Mapping[str, np.ndarray]) -> list[Finding]:
+        steps = [step for step in theory.STEPS if step <= STEPS]
+        return check.judge(check.fit(measured, [2.0**i for i in range(SIZES)], steps), self._expected)
+
+
+def _change(right: Mapping[str, np.ndarray], wrong: Mapping[str, np.ndarray]) -> float:
+    """The farthest that an activation or its change lies from the right rule's, as a power of two; 99 and more are 99."""
+    farthest = 0.0
+    for name, values in right.items():
+        if "/" in name:
+            continue
+        differ = values != wrong[name]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            apart = np.abs(np.log2(wrong[name][differ] / values[differ]))
+        farthest = max(farthest, float(np.max(np.nan_to_num(apart, nan=99.0), initial=0.0)))
+    return min(farthest, 99.0)
+
+
+def _worst(bad: list[Finding]) -> str | None:
+    if not bad:
+        return None
+
+    def outside(finding: Finding) -> float:
+        assert finding.expected is not None
+        return abs(np.nan_to_num(finding.slope - finding.expected.slope, nan=np.inf))
+
+    finding = max(bad, key=outside)
+    assert finding.expected is not None
+    return f"{finding.observable} @{finding.step}: {finding.slope:+.2f}, theory {finding.expected.slope:+.2f}"

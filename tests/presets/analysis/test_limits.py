@@ -1,0 +1,254 @@
+"""The computed theory says what the page says: section 2, "what each choice does", and section 3 for s = 0, 1/2, 1."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from mupax import presets
+from mupax.presets import Preset, Role
+from mupax.presets.analysis.limits import LIMITS, SPECS, Limit
+from mupax.presets.analysis.verdicts import Entry, compare_rows, verdicts, wrong
+from mupax.presets.power import axis
+
+pytestmark = pytest.mark.core
+
+N, H, L = "head_dim", "heads", "depth"
+
+
+def at(preset: Preset, observable: str, limit: str, optimizer: str = "adam") -> tuple[float, str]:
+    entry = verdicts(preset, optimizer)[observable][limit]
+    return entry.exponent, entry.verdict
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon", "lion"])
+def test_alpha_a_1_starts_without_logits_moves_q_and_k_and_collapses_heads(optimizer: str):
+    mup = presets.get("mup")
+    assert at(mup, "attention logits", N, optimizer) == (-0.5, "heads collapse")
+    assert at(mup, "change of q, k entries", N, optimizer) == (0, "stable")
+    assert at(mup, "change of attention logits", N, optimizer) == (0, "stable")
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon", "lion"])
+def test_alpha_a_half_starts_with_logits_and_moves_them_by_small_q_and_k(optimizer: str):
+    half = presets.get("mup-half")
+    assert at(half, "attention logits", N, optimizer) == (0, "stable")
+    assert at(half, "change of q, k entries", N, optimizer) == (-0.5, "vanishes")
+    assert at(half, "change of attention logits", N, optimizer) == (0, "stable")
+
+
+@pytest.mark.parametrize("alpha_a", [0.5, 0.75, 1.0])
+def test_initial_variance_of_logits_over_heads(alpha_a: float):
+    """N^(1-2aa): slopes 0, -1/2, -1."""
+    assert at(presets.get("mup", alpha_a=alpha_a), "variance of attention over heads", N)[0] == 1 - 2 * alpha_a
+
+
+@pytest.mark.parametrize(("alpha_a", "first", "aligned"), [(1.0, -1, 0), (0.5, 0, 1), (0.75, -0.5, 0.5)])
+def test_squared_backward_signal_of_q_and_k_before_and_after_aligning(alpha_a: float, first: float, aligned: float):
+    """-1 to 0 at aa = 1, 0 to +1 at 1/2, m_N^(1-aa) for any: SGD has a stable limit at aa = 1 alone."""
+    preset = presets.get("mup", alpha_a=alpha_a)
+    assert 2 * at(preset, "q, k backward signal, at first", N)[0] == first
+    exponent, verdict = at(preset, "q, k backward signal, aligned", N, "sgd")
+    assert (2 * exponent, verdict) == (aligned, "stable" if alpha_a == 1 else "explodes")
+    assert at(preset, "q, k backward signal, aligned", N, "adam")[1] == "stable"
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon"])
+@pytest.mark.parametrize("alpha_a", [0.5, 1.0])
+def test_heads_to_infinity_is_stable_and_heads_stay_different(alpha_a: float, optimizer: str):
+    preset = presets.get("mup", alpha_a=alpha_a)
+    assert wrong(preset, optimizer)[H] == []
+    assert at(preset, "attention logits", H, optimizer) == (0, "stable")
+    assert at(preset, "change of the output", H, optimizer) == (0, "stable")
+
+
+@pytest.mark.parametrize("alpha_l", [0.5, 1.0])
+@pytest.mark.parametrize(("alpha_a", "in_head_dim"), [(1.0, (-1, "converges")), (0.5, (0, "stable"))])
+def test_the_residual_kernel_converges_with_squared_error_1_over_heads(alpha_a, in_head_dim, alpha_l: float):
+    """In N it does so at aa = 1 alone: at 1/2 each of finitely many heads keeps its own random attention."""
+    preset = presets.get("depth-mup", alpha_a=alpha_a, alpha_l=alpha_l)
+    assert at(preset, "squared error of the kernel", H) == (-1, "converges")
+    assert at(preset, "squared error of the kernel", N) == in_head_dim
+    assert at(preset, "squared error of the kernel", L) == (0, "stable")
+
+
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_activations_start_at_one_scale_in_every_size(name: str):
+    preset = presets.get(name)
+    for limit in LIMITS:
+        assert at(preset, "entries of q, k, v, MLP", limit, preset.optimizers[0]) == (0, "stable")
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon", "lion"])
+def test_alpha_l_half_keeps_a_brownian_term_and_freezes_inner_layers(optimizer: str):
+    preset = presets.get("depth-mup", alpha_l=0.5)
+    assert at(preset, "all blocks' share of the stream", L, optimizer) == (0, "stable")
+    assert at(preset, "one block's share of the stream", L, optimizer)[0] == -0.5
+    assert at(preset, "change of q, k entries", L, optimizer)[0] == -0.5
+    for row in ("weight movement, block", "change of v, MLP entries", "change of attention logits"):
+        assert at(preset, row, L, optimizer) == (-0.5, "frozen"), row
+    for row in ("change of the stream", "change of the output"):  # all blocks together still learn
+        assert at(preset, row, L, optimizer) == (0, "stable"), row
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon", "lion"])
+def test_alpha_l_1_has_no_brownian_term_and_every_weight_moves(optimizer: str):
+    for preset in (presets.get("depth-mup", alpha_l=1.0), presets.get("completep")):
+        assert at(preset, "all blocks' share of the stream", L, optimizer) == (-0.5, "vanishes")
+        assert wrong(preset, optimizer)[L] == []
+        assert at(preset, "weight movement, q, k", L, optimizer)[0] == 0
+
+
+@pytest.mark.parametrize("alpha_l", [0.5, 0.75, 1.0])
+def test_squared_distance_through_the_stack(alpha_l: float):
+    """|h^L - h^1|^2 goes as L^(1-2al): slopes 0, -1/2, -1."""
+    assert 2 * at(presets.get("depth-mup", alpha_l=alpha_l), "all blocks' share of the stream", L)[0] == 1 - 2 * alpha_l
+
+
+@pytest.mark.parametrize("alpha_a", [0.5, 0.75, 1.0])
+@pytest.mark.parametrize("alpha_l", [0.5, 0.75, 1.0])
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon", "lion"])
+def test_transfer_in_every_size_for_every_exponent(alpha_a: float, alpha_l: float, optimizer: str):
+    """The best rate stays: output and logits move by Theta(1), eps and decay keep their meaning, in N, H and L."""
+    found = verdicts(presets.get("depth-mup", alpha_a=alpha_a, alpha_l=alpha_l), optimizer)
+    for row in ("residual stream", "change of the stream", "change of the output", "lr * weight decay"):
+        assert {entry.exponent for entry in found[row].values()} == {0}, row
+    for limit in (N, H):
+        assert found["change of attention logits"][limit].exponent == 0
+    over = {
+        entry.exponent for row, at_ in found.items() if row.startswith("gradient over eps") for entry in at_.values()
+    }
+    assert over <= {0}
+
+
+def test_no_depth_rule_explodes_with_depth():
+    for name in ("mup", "mup-half", "sp", "spectral"):
+        preset = presets.get(name)
+        assert at(preset, "residual stream", L) == (0.5, "explodes")
+        assert at(preset, "change of the stream", L) == (0.5, "explodes")
+        assert at(preset, "change of the output", L)[1] == "explodes"
+
+
+def test_standard_parameterization_explodes_in_width():
+    for limit in (N, H):
+        for row in (
+            "change of attention logits",
+            "change of v, MLP entries",
+            "change of the output",
+            "weight movement, block",
+        ):
+            assert at(presets.get("sp"), row, limit)[1] == "explodes", (row, limit)
+        assert at(presets.get("sp"), "gradient over eps, block", limit)[1] == "vanishes"
+
+
+# Section 3
+
+
+@pytest.mark.parametrize(("name", "s"), [("ntk", 0.0), ("hybrid", 0.5), ("maximal-update", 1.0)])
+def test_effective_theory_goes_from_lazy_to_feature_learning(name: str, s: float):
+    preset = presets.get(name)
+    for optimizer in ("adam", "sgd"):
+        for limit in (N, H):
+            wanted = (s / 2 - 0.5, "lazy" if s < 1 else "stable")
+            assert at(preset, "change of v, MLP entries", limit, optimizer) == wanted, (optimizer, limit)
+        assert at(preset, "change of the output", H, optimizer) == (0, "stable")
+        assert at(preset, "change of the stream", H, optimizer)[1] == ("lazy" if s < 1 else "stable")
+
+
+@pytest.mark.parametrize(("optimizer", "power"), [("adam", 0.5), ("sgd", 1.0)])
+def test_maximal_update_explodes_in_n_through_its_logits_and_mup_does_not(optimizer: str, power: float):
+    """Its logit updates grow as m_N^1/2 under Adam and m_N under SGD; nothing else tells it from mup."""
+    theory, mup = presets.get("maximal-update"), presets.get("mup")
+    assert at(theory, "change of attention logits", N, optimizer) == (power, "explodes")
+    assert at(mup, "change of attention logits", N, optimizer) == (0, "stable")
+    assert wrong(theory, optimizer)[H] == wrong(mup, optimizer)[H] == []
+    repaired = presets.get("maximal-update", alpha_a=1.0)
+    assert verdicts(repaired, optimizer) == verdicts(mup, optimizer)
+
+
+# Others
+
+
+def test_what_the_disagreements_cost():
+    drift = presets.get("completep", alpha_l=0.5)
+    assert at(drift, "lr * weight decay", L) == (-0.5, "vanishes")
+    assert at(presets.get("completep", alpha_l=0.5, decay="rate"), "lr * weight decay", L) == (0, "stable")
+    assert at(presets.get("completep"), "gradient over eps, readout", H) == (-1, "vanishes")
+    assert at(presets.get("u-mup"), "weight movement, embedding", H) == (-0.5, "frozen")
+    assert at(presets.get("u-mup", embedding_exponent=0.0), "weight movement, embedding", H) == (0, "stable")
+    assert at(presets.get("sp-layerwise"), "change of the output", H) == (0.5, "explodes")
+    assert at(presets.get("mup", decay_width=-1.0), "lr * weight decay", H, "muon") == (-1, "vanishes")
+
+
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_forms_have_one_theory(name: str):
+    preset = presets.get(name)
+    for optimizer in preset.optimizers:
+        wanted = verdicts(preset, optimizer)
+        for form in presets.FORMS:
+            if form != "table-9" or "sgd" in preset.optimizers:
+                found = verdicts(preset.with_form(form), optimizer)
+                assert found == wanted, (form, optimizer)
+
+
+MUTANTS = [
+    ("query", "adam", 0.5),
+    ("value", "adam", 0.5),
+    ("MLP out", "adam", -0.5),
+    ("readout", "adam", 1.0),
+    ("embedding", "adam", 0.5),
+]
+
+
+@pytest.mark.parametrize(("weight", "column", "power"), MUTANTS)
+def test_control_a_wrong_exponent_changes_a_verdict(weight: str, column: str, power: float):
+    """Computed from the rules: no verdict is written down for a preset by its name."""
+    preset = presets.get("depth-mup", alpha_l=1.0)
+    role = SPECS[weight].role
+
+    def rule(spec):
+        row = preset.rule(spec)
+        return row.times(adam=axis("embed") ** power) if spec.role is role else row
+
+    assert verdicts(dataclasses.replace(preset, rule=rule)) != verdicts(preset)
+    assert wrong(dataclasses.replace(preset, rule=rule))[H] != []
+
+
+def test_control_dropped_readout_multiplier_and_dropped_depth_factor():
+    preset = presets.get("depth-mup", alpha_l=0.5)
+
+    def loud(spec):
+        row = preset.rule(spec)
+        return dataclasses.replace(row, multiplier=row.multiplier * axis("embed")) if spec.role is Role.READOUT else row
+
+    def fast(spec):
+        return preset.rule(spec).times(adam=axis("layers") ** 0.5 if spec.in_block else 1.0)
+
+    assert at(dataclasses.replace(preset, rule=loud), "change of the output", H)[1] == "explodes"
+    assert at(dataclasses.replace(preset, rule=fast), "change of the stream", L) == (0.5, "explodes")
+
+
+# Growing one axis alone (what section 2 allows with an eps correction)
+
+
+def test_growing_the_mlp_alone_and_queries_alone():
+    preset = presets.get("mup")
+    mlp = Limit(preset, "adam", {"mlp": 1.0}).observables()
+    assert all(mlp[row] == 0 for row in mlp if row.startswith("gradient over eps"))
+    assert mlp["change of v, MLP entries"] == 0
+    # W_out acts on an aligned change of F entries: growth the eps correction does not touch, hence the caution.
+    assert mlp["change of the stream"] == 0.5
+    queries = Limit(preset, "adam", {"heads": 1.0, "embed": 1.0, "mlp": 1.0}).observables()
+    assert {row: x for row, x in queries.items() if row.startswith("gradient over eps") and x} == {}
+
+
+def test_comparison_has_a_row_for_every_difference():
+    rows = compare_rows([presets.get(name) for name in ("mup", "depth-mup")])
+    assert rows[0] == ["growing", "observable", "mup", "depth-mup"]
+    cells = {(row[0], row[1]): row[2:] for row in rows[1:]}
+    assert cells["depth", "residual stream"] == ["explodes L^0.5", "stable"]
+    assert cells["head_dim", "attention logits"] == ["heads collapse N^-0.5"] * 2
+    assert all(set(row[2:]) != {"stable"} for row in rows[1:])
+    assert Entry(0.0, "stable") in verdicts(presets.get("mup"))["residual stream"].values()
+    assert set(LIMITS) == {"head_dim", "heads", "depth"}

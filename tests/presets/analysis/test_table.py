@@ -1,0 +1,255 @@
+"""Section 2's table, row by row, against formulas written here from the page and evaluated by this file's own arithmetic."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+
+from mupax import presets
+from mupax.presets import ParamSpec, PresetError, Role
+
+pytestmark = pytest.mark.core
+
+BASE = {"embed": 6, "heads": 3, "kv_heads": 3, "head_dim": 2, "mlp": 12, "layers": 2}
+WIDER = {"embed": 70, "heads": 7, "kv_heads": 7, "head_dim": 10, "mlp": 140, "layers": 2}
+DEEPER = {"embed": 15, "heads": 3, "kv_heads": 3, "head_dim": 5, "mlp": 30, "layers": 11}
+FINITE = {"vocab": 17, "patch": 12, "position": 5, "classes": 13}
+
+
+def block(role, axes, fan_in=(), of=None):
+    return ParamSpec(role=role, axes=("layers", *axes), fan_in=fan_in, in_block=True, of=of)
+
+
+SPECS = {
+    "token": ParamSpec(role=Role.TOKEN_EMBEDDING, axes=("vocab", "embed")),
+    "position": ParamSpec(role=Role.POSITION, axes=("position", "embed")),
+    "patch": ParamSpec(role=Role.PATCH_EMBEDDING, axes=("patch", "embed"), fan_in=("patch",)),
+    "query": block(Role.QUERY, ("embed", "heads", "head_dim"), ("embed",)),
+    "key": block(Role.KEY, ("embed", "kv_heads", "head_dim"), ("embed",)),
+    "value": block(Role.VALUE, ("embed", "kv_heads", "head_dim"), ("embed",)),
+    "attention_out": block(Role.ATTENTION_OUT, ("heads", "head_dim", "embed"), ("heads", "head_dim")),
+    "mlp_in": block(Role.MLP_IN, ("embed", "mlp"), ("embed",)),
+    "mlp_out": block(Role.MLP_OUT, ("mlp", "embed"), ("mlp",)),
+    "query_bias": block(Role.BIAS, ("heads", "head_dim"), of=Role.QUERY),
+    "key_bias": block(Role.BIAS, ("kv_heads", "head_dim"), of=Role.KEY),
+    "head_gain": block(Role.NORM_GAIN, ("heads", "head_dim"), of=Role.QUERY),
+    "shared_gain": block(Role.NORM_GAIN, ("head_dim",), of=Role.KEY),
+    "norm_gain": block(Role.NORM_GAIN, ("embed",)),
+    "value_bias": block(Role.BIAS, ("kv_heads", "head_dim"), of=Role.VALUE),
+    "mlp_bias": block(Role.BIAS, ("mlp",), of=Role.MLP_IN),
+    "final_gain": ParamSpec(role=Role.NORM_GAIN, axes=("embed",)),
+    "patch_bias": ParamSpec(role=Role.BIAS, axes=("embed",), of=Role.PATCH_EMBEDDING),
+    "readout": ParamSpec(role=Role.READOUT, axes=("embed", "classes"), fan_in=("embed",)),
+    "readout_bias": ParamSpec(role=Role.BIAS, axes=("classes",), of=Role.READOUT),
+}
+
+FAN_IN = {"query": "D", "key": "D", "value": "D", "attention_out": "NH", "mlp_in": "D", "mlp_out": "F"}
+MATRICES, ATTENTION = tuple(FAN_IN), ("query", "key")
+NO_DECAY = ("query_bias", "key_bias", "head_gain", "shared_gain", "norm_gain", "value_bias", "mlp_bias")
+NO_DECAY += ("final_gain", "patch_bias", "readout_bias")
+
+
+def page(name: str, m: dict, aa: float, al: float | None, form: str) -> dict[str, Any]:
+    """One row of the page as numbers. m: D, N, H, F, L ratios and Din; al None is no depth rule."""
+    D, N = m["D"], m["N"]
+    sgd_L, adam_L, eps_L = (1, 1, 1) if al is None else (m["L"] ** (2 * al - 1), m["L"] ** (al - 1), m["L"] ** (-al))
+    if name in FAN_IN:
+        m_in = {"D": D, "NH": N * m["H"], "F": m["F"]}[FAN_IN[name]]
+        if name in ATTENTION:
+            sgd, adam, eps = N ** (2 * aa - 2) * sgd_L, N ** (aa - 1) / m_in * adam_L, N ** (1 - aa) / D * eps_L
+            wd = m_in * N ** (1 - aa) * (1 if al is None else m["L"] ** (1 - al))
+        else:
+            sgd, adam, eps = D / m_in * sgd_L, adam_L / m_in, eps_L / D
+            wd = m_in * (1 if al is None else m["L"] ** (1 - al))
+        return {"multiplier": 1, "std": m_in**-0.5, "sgd": sgd, "adam": adam, "eps": eps, "wd": wd}
+    rows = {
+        "token": (1, 1, D, 1, 1 / D, 1),
+        "position": (1, 1, D, 1, 1 / D, 1),
+        "patch": (m["Din"] ** -0.5, 1, D, 1, m["Din"] ** -0.5 / D, 1),
+        "query_bias": (1, 0, D * N ** (2 * aa - 2) * sgd_L, N ** (aa - 1) * adam_L, N ** (1 - aa) / D * eps_L, 0),
+        "shared_gain": (1, 1, N ** (2 * aa - 1) * sgd_L, N ** (aa - 1) * adam_L, N**-aa * eps_L, 0),
+        "norm_gain": (1, 1, D * sgd_L, adam_L, eps_L / D, 0),
+        "final_gain": (1, 1, D, 1, 1 / D, 0),
+        "readout": (1 / D, 1, D, 1, 1 / D, 1) if form == "readout-multiplier" else (1, 1 / D, 1 / D, 1 / D, 1, D),
+        "readout_bias": (1, 0, 1, 1, 1, 0),
+    }
+    rows |= {"key_bias": rows["query_bias"], "head_gain": (1, 1, *rows["query_bias"][2:])}
+    rows |= {"value_bias": (1, 0, *rows["norm_gain"][2:]), "mlp_bias": (1, 0, *rows["norm_gain"][2:])}
+    rows |= {"patch_bias": (1, 0, *rows["final_gain"][2:])}
+    return dict(zip(("multiplier", "std", "sgd", "adam", "eps", "wd"), rows[name], strict=True))
+
+
+def ratios(sizes: dict, base: dict | None) -> dict[str, Any]:
+    letters = {"D": "embed", "N": "head_dim", "H": "heads", "F": "mlp", "L": "layers"}
+    m = {letter: sizes[axis] / (base[axis] if base else 1) for letter, axis in letters.items()}
+    return m | {"Din": 1 if base else FINITE["patch"]}
+
+
+PAIRS = [*itertools.product((0.5, 0.75, 1.0), (0.5, 0.75, 1.0)), (1.0, None), (0.5, None)]
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd", "momentum"])
+@pytest.mark.parametrize(("aa", "al"), PAIRS)
+def test_every_row_of_the_page(aa: float, al: float | None, optimizer: str):
+    column = "adam" if optimizer.startswith("adam") else "sgd"
+    constants: dict[str, Any] = {"alpha_a": aa} if al is None else {"alpha_a": aa, "alpha_l": al}
+    for sizes, base, form in itertools.product((WIDER, DEEPER), (BASE, None), ("readout-multiplier", "plain")):
+        preset = presets.get("mup" if al is None else "depth-mup", base=base, form=form, **constants)
+        m, all_sizes = ratios(sizes, base), {**sizes, **FINITE}
+        for name, spec in SPECS.items():
+            row = page(name, m, aa, al, form)
+            found = preset.factors(spec, all_sizes, optimizer)
+            # A fixed ratio of the base (F/D = 2 in the absolute form) is a constant of eps, not an exponent.
+            eps = row["eps"] * (2**-0.5 if base is None and name in ("mlp_in", "mlp_bias") else 1)
+            wanted = (
+                row["multiplier"],
+                1 if row["std"] == 0 else row["std"],
+                row[column],
+                eps if column == "adam" else 1,
+            )
+            assert (found.multiplier, found.init_std, found.lr, found.eps) == pytest.approx(wanted, rel=1e-12), (
+                name,
+                sizes,
+                form,
+            )
+            coupled = 0 if name in NO_DECAY else 1 / row[column]
+            assert found.weight_decay == pytest.approx(coupled, rel=1e-12), name
+            if column == "adam":
+                assert found.weight_decay == pytest.approx(row["wd"], rel=1e-12), name
+            independent = preset.factors(spec, all_sizes, optimizer, "independent").weight_decay
+            assert independent == (0 if name in NO_DECAY else 1), name
+        assert preset.logit_scale(all_sizes) == pytest.approx((base["head_dim"] ** -0.5 if base else 1) * m["N"] ** -aa)
+        assert preset.residual_scale(all_sizes, 0, "mlp") == (1, pytest.approx(1 if al is None else m["L"] ** -al))
+
+
+def test_control_the_page_tells_exponents_apart():
+    """The comparison above would see one exponent moved by a quarter, for every pair of the sizes."""
+    m = ratios(WIDER, BASE)
+    for name in ("query", "key", "query_bias", "shared_gain"):
+        rows = [page(name, m, aa, 1.0, "plain") for aa in (0.5, 0.75, 1.0)]
+        assert len({round(row["adam"], 9) for row in rows}) == 3, name
+    deep = ratios(DEEPER, BASE)
+    assert len({round(page("value", deep, 1.0, al, "plain")["eps"], 9) for al in (0.5, 0.75, 1.0)}) == 3
+
+
+WITH_BASE = [
+    (name, optimizer)
+    for name, make in presets.PRESETS.items()
+    for optimizer in ("adam", "sgd", "muon", "lion")
+    if not make().baseless and optimizer in make().optimizers
+]
+
+
+@pytest.mark.parametrize(("name", "optimizer"), WITH_BASE)
+def test_at_base_size_every_factor_is_exactly_one(name: str, optimizer: str):
+    for form in ("plain", "readout-multiplier", "mean-field", "table-9"):
+        preset = presets.get(name, base=BASE, form=form)
+        for key, spec in SPECS.items():
+            found = preset.factors(spec, {**BASE, **FINITE}, optimizer)
+            decay = 0.0 if key in NO_DECAY else 1.0
+            assert (found.multiplier, found.init_std, found.lr, found.eps, found.weight_decay) == (1, 1, 1, 1, decay), (
+                key
+            )
+        assert preset.residual_scale({**BASE, **FINITE}, 1, "attention") == (1, 1)
+        assert preset.logit_scale({**BASE, **FINITE}) == 2**-0.5
+
+
+def test_mup_has_no_depth_anywhere_and_is_not_alpha_l_zero():
+    deep = {**BASE, **FINITE, "layers": 64}
+    mup = presets.get("mup", base=BASE)
+    assert all(mup.row(spec).lr(f).exponent("layers") == 0 for spec in SPECS.values() for f in ("adam", "sgd", "muon"))
+    assert all(mup.row(spec).eps.exponent("layers") == 0 for spec in SPECS.values())
+    assert mup.residual_scale(deep, 0, "mlp") == (1, 1)
+    # alpha_l = 0 would have the SGD rate 1/L and the Adam rate 1/L in blocks.
+    assert mup.factors(SPECS["value"], deep, "sgd").lr == mup.factors(SPECS["value"], deep, "adam").lr == 1
+    with pytest.raises(PresetError, match=r"mup takes .* not alpha_l; alpha_l is a constant of depth-mup"):
+        presets.get("mup", alpha_l=0.0)
+
+
+def test_gamma0_multiplies_sgd_rates_by_its_square_divides_eps_and_sits_in_the_readout():
+    one, lazy = presets.get("depth-mup", base=BASE), presets.get("depth-mup", base=BASE, gamma0=0.25)
+    sizes = {**WIDER, **FINITE}
+    for name, spec in SPECS.items():
+        change = lazy.factors(spec, sizes, "sgd").over(one.factors(spec, sizes, "sgd"))
+        assert change.lr == 1 / 16, name
+        assert change.multiplier == (4 if name in ("readout", "readout_bias") else 1), name
+        change = lazy.factors(spec, sizes, "adam").over(one.factors(spec, sizes, "adam"))
+        assert change.lr == 1, name
+        assert change.eps == pytest.approx(4), name
+
+
+def test_muon_rows():
+    """Derived on the page: sqrt(m_out/m_in) * L^(al-1), query and key also N^(aa-1); the rest stays on Adam."""
+    preset, sizes = presets.get("depth-mup", base=BASE, alpha_a=0.5, alpha_l=0.5), {**DEEPER, **FINITE}
+    m = ratios(DEEPER, BASE)
+    fans = {"query": ("D", "NH"), "key": ("D", "NH"), "value": ("D", "NH"), "attention_out": ("NH", "D")}
+    fans |= {"mlp_in": ("D", "F"), "mlp_out": ("F", "D")}
+    size = {"D": m["D"], "NH": m["N"] * m["H"], "F": m["F"]}
+    for name, spec in SPECS.items():
+        found = preset.factors(spec, sizes, "muon")
+        if name in fans:
+            fan_in, fan_out = (size[key] for key in fans[name])
+            slow = m["N"] ** -0.5 if name in ATTENTION else 1
+            assert found.lr == pytest.approx(math.sqrt(fan_out / fan_in) * m["L"] ** -0.5 * slow)
+            assert found.eps == 1
+        else:
+            assert found == preset.factors(spec, sizes, "adam"), name
+
+
+def test_sp_is_fan_in_initialization_and_one_rate():
+    preset, sizes = presets.get("sp", base=BASE), {**WIDER, **FINITE}
+    for name, spec in SPECS.items():
+        found = preset.scales(spec, sizes, "adam")
+        fan_in = math.prod(sizes[axis] for axis in spec.fan_in)
+        std = 0 if spec.role is Role.BIAS else 1 if name == "patch" else fan_in**-0.5
+        assert found.init_std == pytest.approx(std), name
+        assert (found.lr, found.eps, found.weight_decay) == (1, 1, 0 if name in NO_DECAY else 1)
+        assert found.multiplier == pytest.approx(12**-0.5 if name == "patch" else 1)
+    assert preset.logit_scale(sizes) == pytest.approx(10**-0.5)
+
+
+# Other growth
+
+
+def test_growing_the_mlp_alone_corrects_eps_of_mlp_in_and_warns():
+    preset, sizes = presets.get("mup", base=BASE), {**BASE, **FINITE, "mlp": 48}
+    factors = {name: preset.factors(spec, sizes) for name, spec in SPECS.items()}
+    assert factors["mlp_in"].eps == factors["mlp_bias"].eps == 0.5
+    assert (factors["mlp_out"].lr, factors["mlp_out"].eps) == (0.25, 1)
+    assert {factors[name].eps for name in ("query", "value", "readout", "token", "norm_gain")} == {1}
+    (caution,) = preset.cautions(sizes)
+    assert caution.startswith("mlp/embed is 4 times the base's")
+
+
+def test_growing_heads_but_not_kv_heads_corrects_keys_and_values_and_warns():
+    sizes = {**BASE, **FINITE, "heads": 12, "embed": 24, "mlp": 48}
+    preset = presets.get("mup", base=BASE)
+    adam, sgd = ({n: preset.factors(s, sizes, optimizer) for n, s in SPECS.items()} for optimizer in ("adam", "sgd"))
+    for name in ("key", "value"):
+        # m_G = 4: SGD * 1/4 and eps * 2 on top of eps 1/m_D.
+        assert (sgd[name].lr, adam[name].lr, adam[name].eps) == pytest.approx((0.25, 0.25, 2 / 4)), name
+    assert (sgd["query"].lr, adam["query"].eps) == pytest.approx((1, 0.25))
+    (caution,) = preset.cautions(sizes)
+    assert caution.startswith("heads/kv_heads is 4 times the base's")
+    assert not preset.cautions({**WIDER, **FINITE})
+
+
+def test_heads_wider_than_the_stream_correct_eps():
+    sizes = {**BASE, **FINITE, "head_dim": 8}
+    preset = presets.get("mup", base=BASE)
+    assert [preset.factors(SPECS[name], sizes).eps for name in ("query", "key", "value", "mlp_in")] == [
+        0.5,
+        0.5,
+        0.5,
+        1,
+    ]
+
+
+def test_sgd_is_cautioned_where_its_limit_in_head_dim_is_unstable():
+    half = presets.get("mup-half", base=BASE)
+    assert any("no stable limit" in text for text in half.cautions({**WIDER, **FINITE}, "sgd"))
+    assert not half.cautions({**WIDER, **FINITE}, "adam")
+    assert not presets.get("mup", base=BASE).cautions({**WIDER, **FINITE}, "sgd")

@@ -1,0 +1,321 @@
+"""The presets of sections 3 and 5, row by row against formulas written here, and the choices where sources disagree."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from mupax import presets
+from mupax.presets import ParamSpec, Preset, PresetError, Role
+
+pytestmark = pytest.mark.core
+
+BASE = {"embed": 6, "heads": 3, "kv_heads": 3, "head_dim": 2, "mlp": 12, "layers": 2}
+FINITE = {"vocab": 17, "patch": 12, "position": 5, "classes": 13}
+BIG = {"embed": 35, "heads": 5, "kv_heads": 5, "head_dim": 7, "mlp": 70, "layers": 11, **FINITE}
+D, NH, F, L = (35 / 6, 35 / 6, 70 / 12, 11 / 2)
+
+
+def block(role: Role, axes: tuple[str, ...], fan_in: tuple[str, ...] = (), of: Role | None = None) -> ParamSpec:
+    return ParamSpec(role=role, axes=("layers", *axes), fan_in=fan_in, in_block=True, of=of)
+
+
+MATRICES = {
+    "query": block(Role.QUERY, ("embed", "heads", "head_dim"), ("embed",)),
+    "key": block(Role.KEY, ("embed", "kv_heads", "head_dim"), ("embed",)),
+    "value": block(Role.VALUE, ("embed", "kv_heads", "head_dim"), ("embed",)),
+    "attention_out": block(Role.ATTENTION_OUT, ("heads", "head_dim", "embed"), ("heads", "head_dim")),
+    "mlp_in": block(Role.MLP_IN, ("embed", "mlp"), ("embed",)),
+    "mlp_out": block(Role.MLP_OUT, ("mlp", "embed"), ("mlp",)),
+}
+TOKEN = ParamSpec(role=Role.TOKEN_EMBEDDING, axes=("vocab", "embed"))
+POSITION = ParamSpec(role=Role.POSITION, axes=("position", "embed"))
+PATCH = ParamSpec(role=Role.PATCH_EMBEDDING, axes=("patch", "embed"), fan_in=("patch",))
+READOUT = ParamSpec(role=Role.READOUT, axes=("embed", "classes"), fan_in=("embed",))
+READOUT_BIAS = ParamSpec(role=Role.BIAS, axes=("classes",), of=Role.READOUT)
+GAIN = block(Role.NORM_GAIN, ("embed",))
+FINAL_GAIN = ParamSpec(role=Role.NORM_GAIN, axes=("embed",))
+VALUE_BIAS = block(Role.BIAS, ("kv_heads", "head_dim"), of=Role.VALUE)
+TIED = ParamSpec(role=Role.READOUT, axes=("vocab", "embed"), fan_in=("embed",), tied=True)
+FANS = {name: (NH if name == "attention_out" else F if name == "mlp_out" else D) for name in MATRICES}
+OUTS = {"query": NH, "key": NH, "value": NH, "attention_out": D, "mlp_in": F, "mlp_out": D}
+ALL = {**MATRICES, "token": TOKEN, "position": POSITION, "patch": PATCH, "gain": GAIN, "final_gain": FINAL_GAIN}
+ALL |= {"value_bias": VALUE_BIAS, "readout": READOUT, "readout_bias": READOUT_BIAS}
+ALL |= {"shared_gain": block(Role.NORM_GAIN, ("head_dim",), of=Role.QUERY)}
+ALL |= {"gain_per_head": block(Role.NORM_GAIN, ("heads", "head_dim"), of=Role.QUERY)}
+
+
+def columns(preset: Preset, spec: ParamSpec, optimizer: str = "adam") -> tuple[float, ...]:
+    """multiplier, std, lr, eps, coupled wd, relative to the base."""
+    return dataclasses.astuple(preset.factors(spec, BIG, optimizer))
+
+
+# Effective theory (section 3)
+
+
+@pytest.mark.parametrize(("name", "s"), [("ntk", 0.0), ("hybrid", 0.5), ("maximal-update", 1.0)])
+def test_effective_theory_rows(name: str, s: float):
+    preset = presets.get(name, base=BASE)
+    eps = D ** (-(1 + s) / 2)
+    for key, spec in MATRICES.items():
+        m_in, m_out = FANS[key], OUTS[key]
+        adam = m_out**-0.5 * D ** (s / 2) / m_in
+        assert columns(preset, spec) == pytest.approx((1, m_in**-0.5, adam, eps, 1 / adam)), key
+        sgd = D**s / m_in
+        assert columns(preset, spec, "sgd") == pytest.approx((1, m_in**-0.5, sgd, 1, 1 / sgd)), key
+    adam = D ** (s / 2 - 0.5)
+    for spec in (TOKEN, POSITION, PATCH):
+        assert columns(preset, spec) == pytest.approx((1, 1, adam, eps, 1 / adam))
+        assert columns(preset, spec, "momentum") == pytest.approx((1, 1, D**s, 1, D**-s))
+    for spec in (GAIN, FINAL_GAIN, VALUE_BIAS):
+        assert columns(preset, spec) == pytest.approx((1, 1, adam, eps, 0))
+        assert columns(preset, spec, "sgd") == pytest.approx((1, 1, D**s, 1, 0))
+    assert columns(preset, READOUT) == pytest.approx((1, eps, 1 / D, 1, D))
+    assert columns(preset, READOUT, "sgd") == pytest.approx((1, eps, 1 / D, 1, D))
+    assert columns(preset, READOUT_BIAS) == (1, 1, 1, 1, 0)
+    assert preset.factors(TIED, BIG).multiplier == pytest.approx(eps)
+    assert preset.logit_scale(BIG) == pytest.approx(7**-0.5)
+    assert preset.residual_scale(BIG, 3, "mlp") == (1, 1)
+
+
+def test_effective_theory_in_absolute_numbers():
+    """The page's absolute line at s = 0, with the patch read as one matrix (multiplier * std, rates moved there)."""
+    preset = presets.get("ntk")
+    n, n_out, n_patch = 35, 13, 12
+    for optimizer, lrs in {
+        "adam": {"token": n**-0.5, "hidden": 1 / (n * n**0.5), "head": 1 / (n * n_out**0.5), "bias": n_out**-0.5},
+        "sgd": {"token": 1, "hidden": 1 / n, "head": 1 / n, "bias": 1},
+    }.items():
+        specs = {"token": TOKEN, "hidden": MATRICES["query"], "head": READOUT, "bias": READOUT_BIAS}
+        for key, lr in lrs.items():
+            assert preset.scales(specs[key], BIG, optimizer).lr == pytest.approx(lr), (optimizer, key)
+    for optimizer, lr, power in (("adam", 1 / (n_patch * n**0.5), 1), ("sgd", 1 / n_patch, 2)):
+        patch: Any = preset.scales(PATCH, BIG, optimizer)
+        assert patch.lr * patch.multiplier**power == pytest.approx(lr)
+    stds = {"query": 0.5, "key": 0.5, "value": 0.5, "attention_out": 1 / 3, "mlp_in": 0.4, "mlp_out": 1.6}
+    for key, variance in stds.items():
+        fan_in = math.prod(BIG[axis] for axis in MATRICES[key].fan_in)
+        assert preset.scales(MATRICES[key], BIG).init_std == pytest.approx((variance / fan_in) ** 0.5), key
+        fan_in_init = presets.get("ntk", init="fan-in").scales(MATRICES[key], BIG).init_std
+        assert fan_in_init == pytest.approx(fan_in**-0.5)
+    assert preset.scales(POSITION, BIG).init_std == pytest.approx(0.02)
+    assert preset.scales(READOUT, BIG).init_std == pytest.approx(35**-0.5)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_maximal_update_is_mup_plain_form_but_for_the_logits(optimizer: str):
+    theory, mup = presets.get("maximal-update", base=BASE), presets.get("mup", base=BASE, form="plain")
+    for key, spec in ALL.items():
+        assert columns(theory, spec, optimizer) == pytest.approx(columns(mup, spec, optimizer)), key
+    assert theory.logit_scale(BIG) / mup.logit_scale(BIG) == pytest.approx((7 / 2) ** 0.5)
+    chosen = presets.get("maximal-update", base=BASE, alpha_a=1.0)
+    assert chosen.logit_scale(BIG) == pytest.approx(mup.logit_scale(BIG))
+
+
+def test_standard_is_sp():
+    theirs, ours = presets.get("standard", base=BASE), presets.get("sp", base=BASE)
+    assert theirs.logit_scale(BIG) == ours.logit_scale(BIG)
+    for optimizer in ("adam", "sgd"):
+        assert all(theirs.scales(spec, BIG, optimizer) == ours.scales(spec, BIG, optimizer) for spec in ALL.values())
+
+
+# CompleteP
+
+
+def test_completep_is_depth_mup_with_its_own_decay_and_eps():
+    ours = presets.get("depth-mup", base=BASE, alpha_l=1.0)
+    for scope in ("blocks", "everywhere"):
+        theirs = presets.get("completep", base=BASE, eps_scope=scope)
+        for key, spec in ALL.items():
+            one, other = theirs.factors(spec, BIG), ours.factors(spec, BIG)
+            assert (one.multiplier, one.init_std, one.lr) == (other.multiplier, other.init_std, other.lr), key
+            assert one.weight_decay == pytest.approx(FANS.get(key, other.weight_decay)), key
+            assert one.eps == pytest.approx(1 / (D * L) if spec.in_block or scope == "everywhere" else 1), key
+        assert theirs.logit_scale(BIG) == ours.logit_scale(BIG)
+        assert theirs.residual_scale(BIG, 0, "mlp") == ours.residual_scale(BIG, 0, "mlp") == (1, pytest.approx(1 / L))
+
+
+def test_completep_below_alpha_l_1_keeps_its_decay_or_its_lr_wd():
+    table = presets.get("completep", base=BASE, alpha_l=0.5)
+    rate = presets.get("completep", base=BASE, alpha_l=0.5, decay="rate")
+    for key, spec in MATRICES.items():
+        one: Any
+        other: Any
+        one, other = table.factors(spec, BIG), rate.factors(spec, BIG)
+        assert one.weight_decay == pytest.approx(FANS[key]), key
+        assert one.lr * one.weight_decay == pytest.approx(L**-0.5), key
+        assert other.weight_decay == pytest.approx(FANS[key] * L**0.5), key
+    with pytest.raises(PresetError, match=r"completep: eps_scope=all is not a choice; write blocks or everywhere"):
+        presets.get("completep", eps_scope="all")
+
+
+def test_muon_study_has_independent_decay_falling_with_width():
+    study = presets.get("mup", base=BASE, decay_width=-1.0)
+    for key, spec in ALL.items():
+        wd = study.factors(spec, BIG, "muon", "independent").weight_decay
+        expected = (
+            1 / D
+            if key in MATRICES
+            else presets.get("mup", base=BASE).factors(spec, BIG, "muon", "independent").weight_decay
+        )
+        assert wd == pytest.approx(expected), key
+
+
+# u-muP
+
+
+def test_u_mup_rows():
+    preset = presets.get("u-mup")
+    for key, spec in MATRICES.items():
+        fan_in = math.prod(BIG[axis] for axis in spec.fan_in)
+        found = preset.scales(spec, BIG, "adam", "independent")
+        expected = (fan_in**-0.5, 1, fan_in**-0.5 * 11**-0.5, fan_in**-0.5 / 35 * 11**-0.5, 1)
+        assert dataclasses.astuple(found) == pytest.approx(expected), key
+        if fan_in == 35:
+            assert found.eps == pytest.approx(35**-1.5 * 11**-0.5)
+    rows: dict[ParamSpec, tuple[float, ...]] = {
+        TOKEN: (1, 1, 35**-0.5, 1 / 35, 1),
+        PATCH: (12**-0.5, 1, 35**-0.5, 12**-0.5 / 35, 1),
+        GAIN: (1, 1, 11**-0.5, 11**-0.5 / 35, 0),
+        FINAL_GAIN: (1, 1, 1, 1 / 35, 0),
+        READOUT: (1 / 35, 1, 1, 1 / 35, 1),
+    }
+    for spec, expected in rows.items():
+        assert dataclasses.astuple(preset.scales(spec, BIG, "adam", "independent")) == pytest.approx(expected), (
+            spec.role
+        )
+    assert presets.get("u-mup", embedding_exponent=0.0).scales(TOKEN, BIG).lr == 1
+    assert preset.logit_scale(BIG) == pytest.approx(1 / 7)
+
+
+@pytest.mark.parametrize(("alpha", "r"), [(1.0, 1.0), (0.5, 2.0)])
+def test_u_mup_branches_give_every_block_its_share_of_the_last_layer(alpha: float, r: float):
+    """The tau rule's purpose: with unit branches, the stream stays at unit scale and each branch keeps the a of its kind."""
+    preset, depth = presets.get("u-mup", alpha_res=alpha, alpha_ratio=r), BIG["layers"]
+    kept = 1.0
+    shares: dict[str, list[float]] = {"attention": [], "mlp": []}
+    for layer in reversed(range(depth)):
+        for branch in ("mlp", "attention"):
+            skip, scale = preset.residual_scale(BIG, layer, branch)
+            assert skip**2 + scale**2 == pytest.approx(1)
+            shares[branch].append(scale * kept)
+            kept *= skip
+    a_mlp = alpha * math.sqrt(2 / (1 + r**2))
+    for branch, a in (("attention", r * a_mlp), ("mlp", a_mlp)):
+        assert shares[branch] == pytest.approx([shares[branch][0]] * depth)
+        # Beside what is kept of the embedding, a branch weighs a / sqrt(L).
+        assert shares[branch][0] / kept == pytest.approx(a / math.sqrt(depth))
+
+
+# Spectral
+
+
+def test_spectral_is_mup_for_square_matrices():
+    spectral, mup = presets.get("spectral", base=BASE), presets.get("mup", base=BASE, form="plain")
+    for optimizer in ("adam", "sgd", "muon"):
+        for key, spec in ALL.items():
+            assert columns(spectral, spec, optimizer) == pytest.approx(columns(mup, spec, optimizer)), (key, optimizer)
+    assert spectral.logit_scale(BIG) == mup.logit_scale(BIG)
+
+
+def test_spectral_rows_are_values_over_values_at_base():
+    sizes = {**BIG, "mlp": 28, "embed": 56}  # MLP in now narrows: n_out < n_in
+    spectral = presets.get("spectral", base=BASE)
+    absolute = presets.get("spectral")
+    for key, (n_in, n_out, b_in, b_out) in {
+        "mlp_in": (56, 28, 6, 12),
+        "mlp_out": (28, 56, 12, 6),
+        "query": (56, 35, 6, 6),
+    }.items():
+        std, std_base = (n_in**-0.5 * min(1, (n_out / n_in) ** 0.5)), (b_in**-0.5 * min(1, (b_out / b_in) ** 0.5))
+        wanted: dict[str, Any] = {"sgd": n_out / n_in / (b_out / b_in), "adam": b_in / n_in}
+        wanted["muon"] = wanted["sgd"] ** 0.5
+        for optimizer, lr in wanted.items():
+            found = spectral.factors(MATRICES[key], sizes, optimizer)
+            assert (found.init_std, found.lr) == pytest.approx((std / std_base, lr)), (key, optimizer)
+        assert absolute.scales(MATRICES[key], sizes, "muon").lr == pytest.approx((n_out / n_in) ** 0.5)
+        assert absolute.scales(MATRICES[key], sizes).init_std == pytest.approx(std)
+
+
+# Everett et al.
+
+
+def test_sp_layerwise_rows():
+    preset, sp = presets.get("sp-layerwise", base=BASE), presets.get("sp", base=BASE)
+    for key, spec in ALL.items():
+        assert preset.scales(spec, BIG).init_std == sp.scales(spec, BIG).init_std, key
+    for key, spec in MATRICES.items():
+        assert columns(preset, spec)[2:4] == pytest.approx((1 / FANS[key], D**-0.5))
+        assert preset.factors(spec, BIG, "sgd").lr == pytest.approx(D**0.5 / FANS[key])
+    assert columns(preset, MATRICES["query"], "sgd")[2] == pytest.approx(D**-0.5)
+    assert (columns(preset, TOKEN)[2:4], columns(preset, TOKEN, "sgd")[2]) == (
+        pytest.approx((1, D**-0.5)),
+        pytest.approx(D**0.5),
+    )
+    assert (columns(preset, READOUT)[2:4], columns(preset, READOUT, "sgd")[2]) == (
+        pytest.approx((1 / D, 1)),
+        pytest.approx(1 / D),
+    )
+    assert preset.logit_scale(BIG) == sp.logit_scale(BIG)
+
+
+# What has no rule
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "why"),
+    [
+        ("ntk", "muon", r"\(the paper has SGD and AdamW\); it has one for adam, adamw, sgd, momentum"),
+        ("hybrid", "lion", r"\(the paper has SGD and AdamW\)"),
+        ("u-mup", "sgd", r"\(the paper has Adam only\); it has one for adam, adamw"),
+        ("u-mup", "muon", r"\(the paper has Adam only\)"),
+        ("spectral", "lion", r"\(the paper has no rule for sign updates\)"),
+        ("sp-layerwise", "muon", r"\(the paper has SGD and Adam\)"),
+        ("mup", "adafactor", r"'adafactor'; it has one for"),
+    ],
+)
+def test_an_optimizer_without_a_rule_is_refused_with_the_reason(name: str, optimizer: str, why: str):
+    with pytest.raises(PresetError, match=rf"{name} has no rule for the optimizer '{optimizer}'.*{why}|{why}"):
+        presets.get(name).scales(TOKEN, BIG, optimizer)
+
+
+def test_what_cannot_be_is_refused():
+    for wrong, text in {
+        lambda: presets.get("u-mup", base=BASE): r"u-mup has no base: its numbers are absolute; leave the base out",
+        lambda: presets.get("u-mup").relative_to(BASE, []): r"u-mup has no base",
+        lambda: presets.get("u-mup").scales(
+            TIED, BIG
+        ): r"u-mup: a tied readout would need two rates, D\^-0.5 as embedding and 1",
+        lambda: presets.get("sp-layerwise").scales(TIED, BIG): r"sp-layerwise: a tied readout would need two rates",
+        lambda: presets.get("u-mup", form="table-9").scales(
+            TOKEN, BIG
+        ): r"u-mup has no table-9 form: it has no SGD rates",
+        lambda: presets.get("ntk", s=2.0): r"ntk: s=2 is outside \[0, 1\]; write 0 \(neural tangent\) to 1",
+        lambda: presets.get("ntk", init="normal"): r"ntk: init=normal is not a choice; write paper or fan-in",
+        lambda: presets.get("u-mup", alpha_res=0.0): r"u-mup: alpha_res=0 must be positive",
+    }.items():
+        with pytest.raises(PresetError, match=text):
+            wrong()
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in presets.PRESETS if name not in ("sp", "standard", "u-mup", "sp-layerwise")]
+)
+def test_a_tied_array_has_one_rate_and_one_eps(name: str):
+    """As embedding and as readout in multiplier form; where they differ the preset must refuse, as the two left out do.
+
+    sp is left out: it has one rate for everything, and its tied readout is a multiplier D^-1/2 on the std-1 table.
+    """
+    preset = presets.get(name, base=BASE)
+    for optimizer in set(preset.optimizers) & {"adam", "sgd"}:
+        family = preset.family(optimizer)
+        token, readout = preset.rule(TOKEN), preset.with_form("readout-multiplier").row(READOUT)
+        finite = dict.fromkeys(("classes", "vocab"), 0.0)
+        for axis in ("embed", "head_dim", "layers"):
+            growth = {axis: 1.0, **finite}
+            assert token.lr(family).growth(growth) == readout.lr(family).growth(growth), (optimizer, axis)
+            assert token.eps.growth(growth) == readout.eps.growth(growth), (optimizer, axis)
+        assert preset.rule(TIED).multiplier.growth({"embed": 1.0}) == readout.multiplier.growth({"embed": 1.0})

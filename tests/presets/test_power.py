@@ -1,0 +1,90 @@
+"""The abc symmetry on rules, Tensor Programs V's tables, and the mean-field form as the paper writes its model. No model is run."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+
+from mupax import presets
+from mupax.presets import ParamSpec, Power, Role, Rule
+from mupax.presets.power import axis
+from mupax.zoo.build import definition
+from mupax.zoo.configs import DecoderConfig
+
+pytestmark = pytest.mark.core
+
+
+def test_moved_is_the_table_of_section_1():
+    rule = Rule(
+        multiplier=axis("embed"), init_std=axis("mlp"), sgd=axis("heads"), adam=axis("layers"), eps=axis("patch")
+    )
+    rule = dataclasses.replace(rule, muon=axis("head_dim"))
+    theta_ = Power(3.0, (("vocab", 1.0),))
+    moved = rule.moved(theta_)
+    wanted = {"multiplier": 1, "init_std": -1, "sgd": -2, "adam": -1, "muon": -1, "eps": 1}
+    for column, power in wanted.items():
+        change = getattr(moved, column) / getattr(rule, column)
+        assert change.exponents == (("vocab", float(power)),), column
+        assert change.coefficient == pytest.approx(3.0**power), column
+    ratios = {"vocab": 2.0, "embed": 5.0, "mlp": 7.0, "heads": 11.0, "layers": 13.0, "patch": 17.0, "head_dim": 19.0}
+    for family in ("adam", "sgd", "muon", "lion"):
+        one: Any
+        other: Any
+        one, other = rule.factors(ratios, {}, family, "coupled"), moved.factors(ratios, {}, family, "coupled")
+        assert one.lr * one.weight_decay == pytest.approx(other.lr * other.weight_decay)
+        one, other = rule.factors(ratios, {}, family, "independent"), moved.factors(ratios, {}, family, "independent")
+        assert one.weight_decay == other.weight_decay == 1
+
+
+def test_tables_3_8_and_9_of_tensor_programs_5():
+    """(multiplier, std, SGD, Adam) as exponents of width; Table 9 has multiplier sqrt(fan_out) on input and biases."""
+    token = ParamSpec(role=Role.TOKEN_EMBEDDING, axes=("vocab", "embed"))
+    hidden = ParamSpec(role=Role.HIDDEN, axes=("embed", "mlp"), fan_in=("embed",))
+    readout = ParamSpec(role=Role.READOUT, axes=("embed", "vocab"), fan_in=("embed",))
+    bias = ParamSpec(role=Role.BIAS, axes=("mlp",), of=Role.HIDDEN)
+    tables: dict[presets.Form, dict[ParamSpec, tuple]] = {
+        "plain": {token: (0, 0, 1, 0), bias: (0, 0, 1, 0), readout: (0, -1, -1, -1), hidden: (0, -0.5, 0, -1)},
+        "readout-multiplier": {
+            token: (0, 0, 1, 0),
+            bias: (0, 0, 1, 0),
+            readout: (-1, 0, 1, 0),
+            hidden: (0, -0.5, 0, -1),
+        },
+        "table-9": {token: (0.5, -0.5, 0, -0.5), readout: (-0.5, -0.5, 0, -0.5), hidden: (0, -0.5, 0, -1)},
+    }
+    tables["table-9"][bias] = (0.5, -0.5, 0, -0.5)
+    for (form, rows), width in itertools.product(tables.items(), (3, 7)):
+        preset = presets.get("mup", base={"embed": 1, "mlp": 1, "heads": 1, "kv_heads": 1, "head_dim": 1}, form=form)
+        sizes = {"embed": width, "mlp": width, "heads": 1, "kv_heads": 1, "head_dim": width, "vocab": 5}
+        for spec, exponents in rows.items():
+            sgd, adam = (preset.factors(spec, sizes, name) for name in ("sgd", "adam"))
+            found = (sgd.multiplier, sgd.init_std, sgd.lr, adam.lr)
+            assert found == pytest.approx(tuple(width**e for e in exponents)), (form, spec.role)
+
+
+def test_mean_field_form_is_the_papers_model_block():
+    """Section 2: v (NH)^-1/2, k and q N^-(3/2-aa) H^-1/2 with std N^(1-aa), f 1/(gamma0 N H), one rate for the blocks."""
+    model = DecoderConfig(width=15, num_heads=3, depth=7, mlp_ratio=1.0, vocab_size=11, seq_len=5)
+    n, h, depth, sizes, specs = 5, 3, 7, model.sizes(), definition(model).specs
+    for aa, al, gamma0 in itertools.product((0.5, 0.75, 1.0), (0.5, 1.0), (1.0, 0.25)):
+        preset = presets.get("depth-mup", alpha_a=aa, alpha_l=al, gamma0=gamma0, form="mean-field")
+        adam = {name: preset.scales(spec, sizes, "adam") for name, spec in specs.items() if spec.role is not Role.BIAS}
+        sgd = {name: preset.scales(spec, sizes, "sgd") for name, spec in specs.items() if spec.role is not Role.BIAS}
+        wanted = {
+            "value": (n * h) ** -0.5,
+            "out": (n * h) ** -0.5,
+            "query": n ** (aa - 1.5) * h**-0.5,
+            "key": n ** (aa - 1.5) * h**-0.5,
+        }
+        for name, multiplier in wanted.items():
+            found = adam[f"block.attention.{name}"]
+            std = n ** (1 - aa) if name in ("query", "key") else 1
+            assert (found.multiplier, found.init_std) == pytest.approx((multiplier, std))
+        assert adam["readout"].multiplier == pytest.approx(1 / (gamma0 * n * h))
+        for name, spec in specs.items():
+            if spec.in_block and spec.fan_in:
+                assert adam[name].lr == pytest.approx((n * h) ** -0.5 * depth ** (al - 1)), name
+                assert sgd[name].lr == pytest.approx(gamma0**2 * n * h * depth ** (2 * al - 1)), name

@@ -1,0 +1,177 @@
+"""Absolute and relative form are one parameterization once the base constants are the absolute factors (section 2)."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from mupax import presets
+from mupax.presets import ParamSpec, PresetError, Role
+from mupax.train.core.factors import init_stds, resolve
+from mupax.zoo.build import definition
+from mupax.zoo.configs import CONFIGS, DecoderConfig, ViTConfig
+
+pytestmark = pytest.mark.core
+
+BASE = ViTConfig(width=6, num_heads=3, depth=2, image_size=4, patch_size=2, channels=1, num_classes=5, qk_norm=True)
+GROWN = dataclasses.replace(BASE, width=20, num_heads=5, depth=7)
+TOKENS = DecoderConfig(width=6, num_heads=3, depth=2, vocab_size=11, seq_len=5, bias=False)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon"])
+@pytest.mark.parametrize("constants", [{}, {"alpha_a": 0.5, "alpha_l": 0.75, "gamma0": 0.25, "beta0": 4.0}])
+def test_relative_equals_absolute_at_every_size(constants: dict, optimizer: str):
+    absolute = presets.get("depth-mup", **constants)
+    specs, base = definition(BASE).specs, BASE.sizes()
+    relative = absolute.relative_to(base, specs.values(), optimizer)
+    for model in (BASE, GROWN, dataclasses.replace(GROWN, depth=31, mlp_ratio=3.0)):
+        sizes = model.sizes()
+        for name, spec in specs.items():
+            wanted = dataclasses.asdict(absolute.scales(spec, sizes, optimizer))
+            assert dataclasses.asdict(relative.scales(spec, sizes, optimizer)) == pytest.approx(wanted, rel=1e-12), name
+        assert relative.logit_scale(sizes) == pytest.approx(absolute.logit_scale(sizes), rel=1e-12)
+        assert relative.residual_scale(sizes, 0, "mlp") == pytest.approx(
+            absolute.residual_scale(sizes, 0, "mlp"), rel=1e-12
+        )
+
+
+def test_control_without_the_constants_relative_is_another_rule():
+    absolute, sizes = presets.get("depth-mup"), GROWN.sizes()
+    spec = definition(BASE).specs["block.attention.query"]
+    bare = presets.get("depth-mup", base=BASE.base_sizes())
+    assert bare.scales(spec, sizes).lr != pytest.approx(absolute.scales(spec, sizes).lr)
+
+
+def test_the_conversion_of_section_2_gives_the_same_function_at_initialization():
+    """c_A = N_base^(1/2-aa), beta = beta0 L_base^-al, gamma = gamma0 sqrt(D_base), and nothing else."""
+    aa, al, beta0, gamma0 = 0.75, 0.5, 4.0, 0.25
+    absolute = presets.get("depth-mup", alpha_a=aa, alpha_l=al, beta0=beta0, gamma0=gamma0)
+    relative = presets.get(
+        "depth-mup", base=BASE.base_sizes(), alpha_a=aa, alpha_l=al,
+        c_a=2 ** (0.5 - aa), beta0=beta0 * 2**-al, gamma0=gamma0 * 6**0.5,
+    )  # fmt: skip
+    outputs, model = [], definition(GROWN)
+    images = np.random.default_rng(0).normal(size=(3, 4, 4, 1)).astype(np.float32)
+    for preset in (absolute, relative, presets.get("depth-mup", base=BASE.base_sizes())):
+        factors, stds = resolve(preset, model), init_stds(preset, model)
+        params = jax.jit(model.initialize)(0, stds)
+        outputs.append(np.asarray(jax.jit(model.apply)(params, factors.multiplier, factors.forward, images)))
+    assert np.abs(outputs[0]).max() > 0.01
+    np.testing.assert_allclose(outputs[0], outputs[1], rtol=2e-4, atol=2e-6)
+    assert np.abs(outputs[0] - outputs[2]).max() > 0.01  # the control: unconverted constants are another function
+
+
+def test_tied_readouts():
+    """Multiplier form only; the rows of embedding and readout must agree, or the shared array would have two rates."""
+    embedding = ParamSpec(role=Role.TOKEN_EMBEDDING, axes=("vocab", "embed"))
+    tied = ParamSpec(role=Role.READOUT, axes=("vocab", "embed"), fan_in=("embed",), tied=True)
+    sizes = {**GROWN.sizes(), "vocab": 11}
+    for name, exponent in (("mup", -1), ("sp", -0.5)):
+        preset = presets.get(name, base=BASE.base_sizes())
+        assert preset.scales(tied, sizes).multiplier == pytest.approx(6**-0.5 * (20 / 6) ** exponent)
+    mup = presets.get("mup", base=BASE.base_sizes())
+    for optimizer in ("adam", "sgd"):
+        one, other = mup.factors(tied, sizes, optimizer), mup.factors(embedding, sizes, optimizer)
+        assert (one.lr, one.eps) == (other.lr, other.eps)
+    with pytest.raises(
+        PresetError, match=r"mup: a tied readout has no plain form, its table is the token embedding's; write form"
+    ):
+        mup.with_form("plain").scales(tied, sizes)
+    # The readout acts on the table as it acts in the embedding, multiplier included.
+    product = {}
+    for form in ("readout-multiplier", "mean-field", "table-9"):
+        moved = mup.with_form(form)
+        table: Any = moved.scales(embedding, sizes)
+        readout: Any = moved.scales(tied, sizes)
+        product[form] = readout.multiplier * table.multiplier * table.init_std
+    assert product["mean-field"] == pytest.approx(product["readout-multiplier"])
+    assert product["table-9"] == pytest.approx(product["readout-multiplier"])
+
+
+def test_errors_say_what_to_write_instead():
+    cases = {
+        r"no preset is named 'muup'; did you mean 'mup'\? the presets are sp, mup": lambda: presets.get("muup"),
+        r"depth-mup: alpha_l=0.3 is outside \[0.5, 1\], where the limit exists; write a value from 0.5 to 1": (
+            lambda: presets.get("depth-mup", alpha_l=0.3)
+        ),
+        r"mup: alpha_a=1.5 is outside \[0.5, 1\]": lambda: presets.get("mup", alpha_a=1.5),
+        r"mup: gamma0=0 must be positive; write a number above 0": lambda: presets.get("mup", gamma0=0.0),
+        r"mup takes alpha_a, .*, not width": lambda: presets.get("mup", width=3),
+        r"sp takes no constants, not alpha_a; alpha_a is a constant of mup": lambda: presets.get("sp", alpha_a=1.0),
+        r"base width=8: write a logical axis \(layers, embed": lambda: presets.get("mup", base={"width": 8}),
+        r"base embed=0: .* and a size of at least 1": lambda: presets.get("mup", base={"embed": 0}),
+        r"no form is named 'flat'; write 'plain', 'readout-multiplier', 'mean-field', 'table-9'": (
+            lambda: presets.get("mup", form="flat")  # pyright: ignore[reportArgumentType]
+        ),
+        r"mup has no rule for the optimizer 'adagrad'; it has one for adam, adamw, sgd, momentum": (
+            lambda: presets.get("mup").family("adagrad")
+        ),
+        r"axis 'embed' has no size|needs the size of axis 'embed'": (
+            lambda: presets.get("mup").scales(
+                ParamSpec(role=Role.READOUT, axes=("embed", "vocab"), fan_in=("embed",)), {"vocab": 3}
+            )
+        ),
+        r"mup is already relative to \{'embed': 8\}; start from base=None": (
+            lambda: presets.get("mup", base={"embed": 8}).relative_to({"embed": 8}, [])
+        ),
+        r"query: no logical axis is named 'embeds'; did you mean 'embed'": (
+            lambda: ParamSpec(role=Role.QUERY, axes=("embeds",), fan_in=("embeds",))
+        ),
+        r"query: fan_in 'mlp' is not one of the axes": lambda: ParamSpec(
+            role=Role.QUERY, axes=("embed",), fan_in=("mlp",)
+        ),
+        r"hidden: a matrix needs fan_in": lambda: ParamSpec(role=Role.HIDDEN, axes=("embed", "mlp")),
+    }
+    for text, wrong in cases.items():
+        with pytest.raises(PresetError, match=text):
+            wrong()
+
+
+def test_zero_readout_starts_at_zero_and_changes_nothing_else():
+    sizes, readout = GROWN.sizes(), definition(BASE).specs["readout"]
+    plain, zero = presets.get("mup"), presets.get("mup", zero_readout=True)
+    assert zero.scales(readout, sizes).init_std == 0
+    assert dataclasses.replace(
+        zero.scales(readout, sizes), init_std=plain.scales(readout, sizes).init_std
+    ) == plain.scales(readout, sizes)
+
+
+# Speed
+
+
+def test_presets_import_quickly_and_without_jax_numpy_or_tyro():
+    """100 ms is the import itself, taken best of five: a shared machine delays any one of them."""
+    code = (
+        "import sys, time; t = time.perf_counter(); import presets; t = time.perf_counter() - t; "
+        "heavy = {'jax', 'numpy', 'tyro', 'flax', 'optax'} & set(sys.modules); assert not heavy, heavy; print(t)"
+    )
+    times = [
+        float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout) for _ in range(5)
+    ]
+    assert min(times) < 0.1
+
+
+@pytest.mark.alone
+def test_a_7b_decoder_resolves_in_a_tenth_of_a_second():
+    """Every parameter of 32 blocks as its own spec, as a model that stacks nothing has them."""
+    model = dataclasses.replace(
+        CONFIGS["gpt2"], width=4096, num_heads=32, depth=32, mlp_ratio=2.6875, activation="swiglu", tied=False
+    )
+    one_stack, sizes = list(definition(model).specs.values()), model.sizes()
+    specs = [spec for spec in one_stack for _ in range(32 if spec.in_block else 1)]
+    assert len(specs) > 300
+    preset = presets.get("depth-mup", base=CONFIGS["gpt2"].base_sizes())
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        resolved = [preset.scales(spec, sizes, "adamw") for spec in specs]
+        times.append(time.perf_counter() - began)
+    assert len(resolved) == len(specs)
+    assert min(times) < 0.1

@@ -1,0 +1,135 @@
+"""The frame of the figures: rows and verdicts, records that are not measured twice, and the page made from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scripts.figures import __main__ as command
+from scripts.figures import fig_linear, linear_net, page, result
+from scripts.figures.result import Row
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+RECORDS = sorted((DOCS / "figures").glob("fig*.json"))
+
+
+def row(measured: float, low: float, high: float, **more: object) -> Row:
+    return Row(what="", measured=measured, low=low, high=high, **{"predicted": -1.0, "tolerance": 0.1, **more})
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("found", "verdict"),
+    [
+        (row(-1.02, -1.06, -0.98), "reproduces"),
+        (row(-1.02, -1.2, -0.84), "reproduces, with an interval that reaches out of the band"),
+        (row(-1.02, -1.3, -0.74), "undecided: the interval is twice as wide as the band"),
+        (row(-0.85, -1.0, -0.7), "undecided: outside the band, the interval meets it"),
+        (row(-0.7, -0.8, -0.6), "does not reproduce"),
+        (row(-0.7, -0.8, -0.6, control=True), "control: fails as it must"),
+        (row(-1.0, -1.1, -0.9, control=True), "control: does not fail, so the check shows nothing"),
+        (row(-1.0, -1.1, -0.9, predicted=None), "measured, nothing predicted"),
+        (row(float("nan"), 0.0, 0.0), "not measured"),
+    ],
+)
+def test_verdicts(found: Row, verdict: str):
+    assert found.verdict == verdict
+
+
+@pytest.mark.core
+def test_a_power_law_is_found_and_a_wrong_exponent_is_not():
+    sizes, rng = [4, 8, 16, 32], np.random.default_rng(0)
+    values = 3.0 * np.array(sizes)[:, None] ** -0.5 * np.exp(0.02 * rng.standard_normal((4, 6)))
+    right = result.exponent("", sizes, values, predicted=-0.5)
+    assert right.verdict == "reproduces"
+    assert right.low < right.measured < right.high
+    assert result.exponent("", sizes, values, predicted=-1.0).verdict == "does not reproduce"
+    with pytest.raises(ValueError, match="1 seed has no interval"):
+        result.slope(sizes, values[:, :1])
+
+
+@pytest.mark.core
+def test_the_jackknife_of_a_mean_is_its_interval():
+    values = np.random.default_rng(0).standard_normal(9)
+    found = result.jackknife(lambda kept: float(values[kept].mean()), 9)
+    np.testing.assert_allclose(found, result.mean(values), rtol=1e-12)
+
+
+def test_a_figure_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    """A tiny version of a real one: record, picture and page; then drawn from the record alone."""
+    calls = []
+
+    def measure(settings: result.Settings, work: Path) -> result.Data:
+        calls.append(work)
+        return fig_linear.measure(settings, work)
+
+    small = {"depth": [3, 5], "width": 500, "rate": 0.1, "seeds": 3}
+    tiny = dataclasses.replace(fig_linear.FIGURE, small=small, measure=measure)
+    monkeypatch.setattr(page, "load", lambda name: tiny)
+    monkeypatch.chdir(tmp_path)
+    arguments = ["fig_linear", "--out", str(tmp_path / "docs" / "figures")]
+    assert command.main([*arguments, "--render"]) == 0
+    assert "nothing measured" in capsys.readouterr().out
+    for _ in range(2):
+        assert command.main(arguments) == 0
+    assert len(calls) == 1
+    assert command.main([*arguments, "--again"]) == 0
+    assert len(calls) == 2
+    shown = capsys.readouterr().out
+    kept = result.load(tmp_path / "docs" / "figures" / "fig_linear.json")
+    assert [one["predicted"] for one in kept["rows"]] == [1.14, 1.55] * 2
+    assert [one["control"] for one in kept["rows"]] == [False, False, True, True]
+    assert all(one["what"] in shown for one in kept["rows"])
+    assert (tmp_path / "docs" / "figures" / "fig_linear.png").stat().st_size > 10_000
+    assert "figures/fig_linear.png" in (tmp_path / "docs" / "reproduction.md").read_text()
+    tiny = dataclasses.replace(tiny, small={**small, "seeds": 4})
+    assert command.main(arguments) == 0
+    assert len(calls) == 3, "other settings are another measurement"
+
+
+@pytest.mark.core
+def test_a_wrong_name_is_answered(capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["fig3cc"])
+    assert "no figure is named fig3cc; did you mean fig3c?" in capsys.readouterr().err
+
+
+@pytest.mark.core
+def test_the_page_is_made_from_the_records():
+    assert RECORDS
+    assert (DOCS / "reproduction.md").read_text() == page.text(DOCS / "figures")
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_rows_follow_from_the_numbers(path: Path):
+    kept = json.loads(path.read_text())
+    figure = page.load(path.stem.removesuffix("-full"))
+    settings = figure.full if path.stem.endswith("-full") else figure.small
+    assert result.same_settings(kept, settings), "measure again: python -m scripts.figures NAME"
+    again = result.record(figure, kept["settings"], kept["data"])
+    assert len(again["rows"]) == len(kept["rows"])
+    for found, there in zip(again["rows"], kept["rows"], strict=True):
+        for name, value in there.items():  # sums differ in their last digits between builds of numpy
+            assert found[name] == (pytest.approx(value, rel=1e-4, abs=1e-6) if isinstance(value, float) else value)
+    assert path.with_suffix(".png").exists()
+    assert path.stat().st_size < 1_000_000
+
+
+def test_the_linear_net_without_matrices_is_the_one_with_them():
+    """Means over nets of a small width, where they are far from the limit; without response terms they are elsewhere."""
+    depth, width, rate = 8, 64, 0.1
+
+    def means(make, count: int, **more: bool) -> np.ndarray:
+        rngs = np.random.default_rng(1).spawn(count)
+        return np.array([make(depth, width, rate, rng, **more) for rng in rngs])
+
+    dense, free = means(linear_net.one_step_dense, 400), means(linear_net.one_step, 4000)
+    error = np.sqrt(dense.var(axis=0) / 400 + free.var(axis=0) / 4000)
+    assert (abs(dense.mean(axis=0) - free.mean(axis=0)) < 4 * error).all()
+    control = means(linear_net.one_step, 400, response=False).mean(axis=0)
+    assert dense.mean(axis=0)[-1] - control[-1] > 8 * error[-1]

@@ -1,0 +1,134 @@
+"""The residual kernel of the infinite limit: closed cases, quadrature, and finite models."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from mupax.presets import PresetError
+from scripts.figures import attention_kernels, finite_kernels, kernels
+
+PHI = {
+    "relu": lambda z: np.maximum(z, 0),
+    "gelu_exact": lambda z: z / 2 * (1 + np.vectorize(math.erf)(z / math.sqrt(2))),
+    "gelu": lambda z: z / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))),
+}
+
+
+def patches(inputs: int = 2, positions: int = 3, size: int = 5) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((inputs, positions, size))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", PHI)
+def test_activation_kernels_are_gaussian_averages(name: str):
+    """Against a plain sum over a fine grid of two Gaussians."""
+    grid = np.linspace(-8, 8, 801)
+    density = np.exp(-(grid**2) / 2) / math.sqrt(2 * math.pi) * (grid[1] - grid[0])
+    for c in (-0.7, 0.0, 0.3, 0.95):
+        other = c * grid[:, None] + math.sqrt(1 - c * c) * grid
+        expected = density * PHI[name](grid) @ PHI[name](other) @ density
+        np.testing.assert_allclose(kernels.activation_kernel(name)(np.array(c)), expected, rtol=2e-4)
+
+
+@pytest.mark.core
+def test_relu_is_the_arc_cosine_kernel():
+    np.testing.assert_allclose(kernels.relu_kernel(np.array([1, 0, -1])), [1 / 2, 1 / (2 * math.pi), 0], atol=1e-15)
+    angle = 1.1
+    expected = (math.sin(angle) + (math.pi - angle) * math.cos(angle)) / (2 * math.pi)
+    np.testing.assert_allclose(kernels.relu_kernel(np.cos(angle)), expected, rtol=1e-14)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("alpha_a", "head_dim"), [(1.0, None), (0.5, None), (1.0, 3), (0.5, 3)])
+def test_one_position_has_a_closed_form(alpha_a: float, head_dim: int | None):
+    """Softmax over one position is 1: every block adds eps^2 (1 + 1/2) with ReLU, whatever the heads."""
+    first = kernels.input_kernel(patches(inputs=1, positions=1))
+    for alpha_l in (0.5, 0.75, 1.0):
+        found = kernels.residual_kernels(
+            first,
+            depth=7,
+            alpha_a=alpha_a,
+            alpha_l=alpha_l,
+            beta0=3.0,
+            head_dim=head_dim,
+            activation="relu",
+            samples=16,
+        )
+        expected = first[0, 0, 0, 0] + 1.5 * 9.0 * 7 ** (-2 * alpha_l) * np.arange(8)
+        np.testing.assert_allclose(found.layers[:, 0, 0, 0, 0], expected, rtol=1e-12)
+        np.testing.assert_allclose(found.sampling_error, 0, atol=1e-12)
+
+
+@pytest.mark.core
+def test_uniform_attention_by_hand():
+    """Two positions with products 1 and c: all four means are (1 + c) / 2, and the MLP acts on the sum."""
+    c, eps2 = 0.4, 0.25
+    first = np.array([[1.0, c], [c, 1.0]]).reshape(1, 2, 1, 2)
+    found = (
+        kernels.residual_kernels(first, depth=2, alpha_a=1.0, alpha_l=1.0, activation="relu").layers[1].reshape(2, 2)
+    )
+    diagonal, off = 1 + eps2 * (1 + c) / 2, c + eps2 * (1 + c) / 2
+    phi = kernels.relu_kernel(np.array([1.0, off / diagonal]))
+    np.testing.assert_allclose(found, np.array([[diagonal, off], [off, diagonal]]) + eps2 * phi[[[0, 1], [1, 0]]])
+
+
+def test_sampled_attention_tends_to_its_limits():
+    bar = kernels.normalized(kernels.input_kernel(patches()))
+
+    def drawn(alpha_a: float, head_dim: int | None) -> np.ndarray:
+        return attention_kernels.sampled(bar, alpha_a, head_dim, 20_000, np.random.default_rng(0))
+
+    gaussian, uniform = drawn(0.5, None), attention_kernels.uniform(bar)
+    room = 0.012  # five standard errors of 20,000 heads
+    np.testing.assert_allclose(drawn(0.5, 32), gaussian, atol=room)
+    np.testing.assert_allclose(drawn(1.0, 200), uniform, atol=room)
+    assert abs(gaussian - uniform).max() > 10 * room, "the two limits are told apart"
+    assert abs(drawn(1.0, 2) - uniform).max() > 5 * room, "few dimensions per head are not the limit"
+
+
+def test_the_sampling_error_is_the_error():
+    first = kernels.input_kernel(patches())
+    given = {"depth": 3, "alpha_a": 0.5, "alpha_l": 0.5, "beta0": 2.0}
+    few = [kernels.residual_kernels(first, **given, samples=800, seed=seed) for seed in range(6)]
+    many = kernels.residual_kernels(first, **given, samples=60_000).layers[-1]
+    again = kernels.residual_kernels(first, **given, samples=800, seed=3)
+    np.testing.assert_array_equal(again.layers, few[3].layers)
+    errors = [math.sqrt(((one.layers[-1] - many) ** 2).mean() / (many**2).mean()) for one in few]
+    stated = np.mean([one.sampling_error[-1] for one in few])
+    assert 0.6 < np.mean(errors) / stated < 1.7
+    assert few[0].sampling_error[0] < 1e-12
+
+
+def test_finite_models_follow_the_recursion_and_no_other():
+    """Means of 12 small models at both ends of both exponents; the recursion of any other pair is far off."""
+    settings = {"images": 2, "depth": 5, "beta0": 4.0, "samples": 1000, "seeds": 12}
+    found, limits = finite_kernels.finite(settings, 8, 16), finite_kernels.limits(settings, 8)
+
+    def distance(pair: int, other: int) -> float:
+        return math.sqrt(finite_kernels.products(found[[pair]], limits[[other]]).mean())
+
+    for pair in range(4):
+        assert distance(pair, pair) < 0.11
+        for other in range(4):
+            if finite_kernels.ENDS[pair][1] != finite_kernels.ENDS[other][1]:
+                assert distance(pair, other) > 0.5
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"activation": "swiglu"}, "no kernel is known for the activation 'swiglu'; write gelu, gelu_exact, relu"),
+        ({"alpha_l": 0.4}, r"alpha_l=0.4 is outside \[0.5, 1\]"),
+        ({"alpha_a": 1.2}, r"alpha_a=1.2 is outside \[0.5, 1\]"),
+        ({"depth": 0}, "depth=0: write a whole number of at least 1"),
+        ({"first": np.eye(3)}, r"the first kernel has shape \(3, 3\); write one of shape \[X, S, X, S\]"),
+    ],
+)
+def test_errors_say_what_to_write(change: dict, text: str):
+    given = {"first": kernels.input_kernel(patches()), "depth": 2, "alpha_a": 1.0, "alpha_l": 1.0, **change}
+    with pytest.raises(PresetError, match=text):
+        kernels.residual_kernels(given.pop("first"), **given)

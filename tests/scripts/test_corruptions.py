@@ -1,0 +1,85 @@
+"""The campaign of `scripts.corruptions`, in short: every kind of damage on a small state; and what it shows without digests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mupax.train.checkpoints import digests, manifest
+from mupax.train.checkpoints.checkpointer import Checkpoints
+from mupax.train.core.state import TrainState
+from scripts import corruptions
+from scripts.corruptions import STEPS, Saved, bits, campaign, page
+from scripts.damage import KINDS
+
+COUNT = 5 * len(KINDS)
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "corruptions.md"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Two checkpoints of a state whose numbers all differ between them."""
+    workdir = tmp_path_factory.mktemp("saved")
+    states: dict[int, Any] = {}
+    health = jax.tree.map(jnp.asarray, TrainState._field_defaults["health"])
+    with Checkpoints(workdir, 2) as checkpoints:
+        for step in STEPS:
+            random = np.random.default_rng(step)
+            params = {
+                name: jnp.asarray(random.normal(size=(31, 53)).astype(np.float32)) for name in ("token", "readout")
+            }
+            states[step] = TrainState(jnp.asarray(step, jnp.int32), params, (), None, health)
+            checkpoints.save(step, states[step], {"digest": "d"})
+    abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), states[STEPS[0]])
+    return Saved("small", workdir, {"digest": "d"}, abstract, {step: bits(state) for step, state in states.items()})
+
+
+@pytest.fixture
+def no_control(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The campaign's control shows what orbax alone does; here it is left out."""
+    monkeypatch.setattr(corruptions, "unverified", lambda saved, newest: "right")
+
+
+def test_every_kind_of_damage_is_found_and_nothing_wrong_is_restored(
+    saved: Saved, no_control: None, tmp_path: Path
+) -> None:
+    results = list(campaign([saved], COUNT, 0, tmp_path))
+    assert [result for result in results if not result["good"]] == []
+    assert {result["kind"] for result in results} == set(KINDS)
+    assert {result["outcome"] for result in results} == {"fell back", "refused"}
+    assert f"{COUNT} corruptions took 7 s; 0 did not end as they must" in page(results, 7)
+
+
+def test_control_without_digests_the_campaign_sees_wrong_restores(
+    saved: Saved, no_control: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest, "check_files", lambda *_, **__: [])
+    monkeypatch.setattr(digests, "check_loaded", lambda *_: [])
+    monkeypatch.setattr(corruptions, "KINDS", {"bit flipped": _flip_a_weight})
+    (result,) = campaign([saved], 1, 0, tmp_path)
+    assert (result["outcome"], result["good"]) == ("wrong", False)
+
+
+def _flip_a_weight(folder: Path, choose: Any) -> str:
+    file = max(folder.rglob("d/*"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 3] ^= 1
+    file.write_bytes(content)
+    return file.name
+
+
+def test_the_committed_campaign_is_whole() -> None:
+    found = json.loads(PAGE.with_suffix(".json").read_text())
+    results = found["results"]
+    assert len(results) >= 500
+    assert all(result["good"] for result in results)
+    assert {result["kind"] for result in results} == set(KINDS)
+    assert len({result["run"] for result in results}) == 4
+    assert sum(result["alone"] == "wrong" for result in results) > 0
+    assert page(results, found["seconds"]) == PAGE.read_text()

@@ -1,0 +1,46 @@
+"""The fault campaign in short: real processes, killed at random moments, end as the one that was left alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import kills
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+def test_killed_runs_end_as_the_undisturbed_ones(tmp_path: Path) -> None:
+    words = f"--kills 3 --most 3 --steps 80 --processes 1 --models decoder --folder {tmp_path} --page {tmp_path / 'kills.md'}"
+    command = [sys.executable, "-m", "scripts.kills", *words.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = json.loads((tmp_path / "kills.json").read_text())["runs"]
+    assert sum(len(run["kills"]) for run in runs) >= 3
+    assert not any(run["differences"] for run in runs)
+    assert f"**{len(runs)} of {len(runs)} runs ended" in (tmp_path / "kills.md").read_text()
+
+    # Control: what is compared does differ where a run is another one.
+    mine = kills.left(tmp_path / "decoder-1", 80)
+    assert not kills.differences(mine, kills.left(tmp_path / "decoder-1-0", 80))
+    assert len(mine["rows"]) == 80 + 3
+    flipped = json.loads(json.dumps(mine))
+    name, entry = next(iter(flipped["arrays"].items()))
+    flipped["arrays"][name] = json.loads(json.dumps(entry).replace("a", "b", 1).replace("0", "1", 1))
+    assert kills.differences(mine, flipped) == [name]
+    flipped = {**mine, "rows": mine["rows"][:-1]}
+    assert kills.differences(mine, flipped)[0].startswith("rows: ")
+
+
+@pytest.mark.core
+def test_the_committed_campaign_is_what_its_page_says() -> None:
+    runs = json.loads(kills.PAGE.with_suffix(".json").read_text())["runs"]
+    assert kills.PAGE.read_text() == kills.page(runs)
+    assert sum(len(run["kills"]) for run in runs) >= 200
+    assert {(run["model"], run["processes"]) for run in runs} == {(c.model, c.processes) for c in kills.CASES}
+    assert not [run for run in runs if run["differences"]]

@@ -1,0 +1,125 @@
+"""The same weights here and in `transformers`: logits and greedy text. `make parity` installs what this needs and runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mupax.train.config.run import PresetConfig, preset_for
+from mupax.train.core.factors import init_stds, resolve
+from mupax.train.reuse import plain, source
+from mupax.train.reuse.huggingface import files
+from mupax.zoo.build import definition
+from mupax.zoo.configs import CONFIGS, DecoderConfig
+from scripts import parity
+from scripts.bench import generate_uncached
+
+MISSING = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.parity,
+    pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not installed; `make parity` does it"),
+]
+
+TOLERANCE = 1e-4
+"""Of a logit, float32; the logits are of order one to twenty."""
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Any:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+
+
+def presets_in_turn() -> list[tuple[str, str, str]]:
+    """Every model both ways under mup and depth-mup, and once each under the others: enough here, all in the table."""
+    others = {
+        "u-mup": ("GPT-2, untied", "Llama, untied", "ViT"),
+        "mup, mean-field form": ("Llama, tied",),
+        "sp": ("ViT",),
+    }
+    return [case for case in parity.cases() if case[2] in ("mup", "depth-mup") or case[0] in others[case[2]]]
+
+
+@pytest.mark.parametrize("case", presets_in_turn(), ids=", ".join)
+def test_logits_agree(case: tuple[str, str, str], tmp_path: Path) -> None:
+    row = parity.measure(*case, tmp_path)
+    assert row.largest > 0.1, "the logits are too small to compare"
+    assert row.difference < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["block.attention.query", "block.mlp.down", "readout"])
+def test_control_without_folding_logits_differ(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scales = plain.scales
+
+    def without(*given: Any) -> Any:
+        return {**scales(*given), name: np.ones(())}
+
+    monkeypatch.setattr(plain, "scales", without)
+    assert parity.measure("Llama, untied", "out", "depth-mup", tmp_path).difference > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("preset", ["mup", "depth-mup"])
+def test_greedy_text_is_the_same(preset: str, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model, given = CONFIGS["lm-tiny"], PresetConfig(name=preset, base="lm-proxy")
+    assert isinstance(model, DecoderConfig)
+    built, made = definition(model), preset_for(given, model)
+    factors = resolve(made, built)
+    params = parity.random_params(built, init_stds(made, built))
+    folded = plain.fold(params, plain.scales(built, factors))
+    record = source.preset_record(given, made, built, factors)
+    files.write_huggingface(source.Source(model, folded, plain.ones(folded), record, []), tmp_path / "hf", "float32")
+
+    prompt, length = np.frombuffer(b"def __init__(self, ", np.uint8).astype(np.int32), 100
+    forward = jax.jit(built.apply)
+
+    def logits(tokens: np.ndarray) -> Any:
+        return forward(params, factors.multiplier, factors.forward, jnp.asarray(tokens))
+
+    ours = generate_uncached.sample(logits, prompt, length, seq_len=model.seq_len, temperature=0)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    ids = torch.from_numpy(prompt[None].astype(np.int64))
+    found = theirs.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False, pad_token_id=0
+    )
+    np.testing.assert_array_equal(found[0].numpy(), ours)
+    assert len(set(ours[len(prompt) :].tolist())) > 10, "the text repeats one token, which proves little"
+    assert theirs.config.mupax["described"] == made.describe()
+
+
+def test_transformers_reads_parts_and_halves(tmp_path: Path) -> None:
+    """Files of its own making, in parts and in bfloat16, are read here; ours in parts are read there."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from mupax.zoo.huggingface import weights
+    from mupax.zoo.huggingface.tensorfile import INDEX, Tensors, write_tensors
+
+    config = dataclasses.replace(parity.LLAMA, num_kv_heads=2)
+    parity.random_transformers(config, tmp_path / "one")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "half", max_shard_size="20KB")
+    assert (tmp_path / "half" / INDEX).is_file()
+    whole, half = (source.read(tmp_path / name).params for name in ("one", "half"))
+    for name, value in whole.items():
+        np.testing.assert_array_equal(half[name], value.astype(jnp.bfloat16).astype(np.float32))
+    (tmp_path / "parts").mkdir()
+    write_tensors(
+        tmp_path / "parts", weights.to_huggingface(config, whole), metadata={"format": "pt"}, shard_bytes=20_000
+    )
+    (tmp_path / "parts" / "config.json").write_text((tmp_path / "one" / "config.json").read_text())
+    assert len(Tensors(tmp_path / "parts").shapes) > 5
+    tokens = parity.inputs_of(config)
+    np.testing.assert_array_equal(
+        parity.transformers_logits(tmp_path / "parts", tokens), parity.transformers_logits(tmp_path / "one", tokens)
+    )

@@ -1,0 +1,181 @@
+"""Runs that train some parameters: which ones patterns mean, that the others stay to the last bit, and cost nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import io
+import json
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+from mupax.train.__main__ import main
+from mupax.train.config import patterns
+from mupax.train.config.run import Config, DataConfig, EmaConfig, MeshConfig, OptimizerConfig, PresetConfig
+from mupax.train.core.program import Program, assemble
+from mupax.train.core.state import TrainState
+from mupax.zoo.build import definition
+from mupax.zoo.configs import ConfigError, DecoderConfig
+
+DECODER = DecoderConfig(width=16, depth=1, num_heads=4, mlp_ratio=1.5, vocab_size=16, seq_len=7)
+WHOLE = Config(
+    recipe="tiny", model=DECODER, data=DataConfig(name="text:x", batch_size=8), mesh=MeshConfig(data=1), steps=5,
+    preset=PresetConfig(name="mup", base="lm-proxy"), ema=EmaConfig(decay=0.9),
+    optimizer=OptimizerConfig(peak_lr=0.02, weight_decay=0.1),
+)  # fmt: skip
+FROZEN = ("token_embedding", "query", "block.mlp.down*")
+NAMES = {
+    "token", "block.attention.query", "block.attention.query_bias", "block.mlp.down", "block.mlp.down_bias",
+}  # fmt: skip
+SPECS = definition(DECODER).specs
+
+
+def config(**changes: Any) -> Config:
+    return dataclasses.replace(WHOLE, **changes)
+
+
+def batches() -> list[Any]:
+    tokens = np.random.default_rng(0).integers(0, 16, (3, 8, 8), np.int32)
+    return [{"inputs": t[:, :-1], "targets": t[:, 1:], "weights": np.ones((8, 7), np.float32)} for t in tokens]
+
+
+class Steps(NamedTuple):
+    made: Program
+    states: list[TrainState]
+    """At the start, and after each of three steps."""
+    first: dict[str, Any]
+    """Metrics of the first step."""
+
+
+@functools.cache
+def trained(given: Config) -> Steps:
+    made = assemble(given, jax.devices()[:1])
+    step, numbers, state, seen = made.compile_train(), made.numbers(), made.initial_state(), []
+    states = [jax.device_get(state)]
+    for batch in batches():
+        state, metrics = step(state, numbers, made.train_feed().put(batch))
+        states.append(jax.device_get(state))
+        seen.append(jax.device_get(metrics))
+    return Steps(made, states, seen[0])
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("query", {"block.attention.query", "block.attention.query_bias"}),
+        ("block.query", {"block.attention.query"}),
+        ("block.attention.qu*", {"block.attention.query", "block.attention.query_bias"}),
+        ("bias", {name for name in SPECS if "bias" in name}),
+        ("token_embedding", {"token"}),
+        ("*", set(SPECS)),
+    ],
+)
+def test_a_pattern_means_a_role_a_row_or_names(pattern: str, names: set[str]) -> None:
+    assert patterns.chosen([pattern], SPECS, "--freeze") == names
+
+
+@pytest.mark.core
+def test_what_is_trained_is_chosen_and_then_left_out() -> None:
+    assert patterns.trained([], [], SPECS) == SPECS
+    assert set(patterns.trained([], FROZEN, SPECS)) == SPECS.keys() - NAMES
+    assert set(patterns.trained(["mlp_in", "mlp_out"], ["bias"], SPECS)) == {"block.mlp.up", "block.mlp.down"}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"freeze": ("querry",)}, "--freeze querry: no parameter has this role or name; did you mean query"),
+        ({"freeze": ("block.atention.key",)}, "did you mean block.attention.key"),
+        ({"freeze": ("bias", "block.nothing.*")}, "--freeze block.nothing.*: no parameter"),
+        ({"train_only": ("head",)}, "--train-only head: no parameter has this role or name"),
+        ({"train_only": ("query",), "freeze": ("*",)}, "--freeze and --train-only leave no parameter to train"),
+    ],
+)
+def test_a_pattern_that_means_nothing_is_an_error(flags: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        assemble(config(**flags), jax.devices()[:1])
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_frozen_parameters_stay_to_the_last_bit_and_have_no_optimizer_state(optimizer: str) -> None:
+    settings = dataclasses.replace(WHOLE.optimizer, name=optimizer)
+    made, (start, *_, end), _ = trained(config(freeze=FROZEN, optimizer=settings))
+    assert end.ema is not None
+    for name, w in start.params.items():
+        assert np.array_equal(end.params[name], w) == (name in NAMES), name
+        assert np.array_equal(end.ema[name], w) == (name in NAMES), name
+    held = {getattr(path[-1], "key", None) for path, _ in jax.tree_util.tree_leaves_with_path(made.abstract.opt_state)}
+    assert not held & NAMES
+    assert made.trained & held == made.trained
+
+
+def test_the_first_step_of_the_others_is_as_without_freezing() -> None:
+    some, every = trained(config(freeze=FROZEN)), trained(config())
+    for name in SPECS.keys() - NAMES:
+        np.testing.assert_allclose(some.states[1].params[name], every.states[1].params[name], rtol=1e-5, atol=1e-7)
+    assert some.first["loss"] == pytest.approx(every.first["loss"], rel=1e-6)
+
+
+def test_the_gradient_norm_is_that_of_what_is_trained() -> None:
+    some, every = trained(config(freeze=FROZEN)).first, trained(config()).first
+    squares = dict(zip(SPECS, every["squares"], strict=True))  # one layer, so one per parameter
+    assert every["grad_norm"] == pytest.approx(np.sqrt(sum(squares.values())), rel=1e-5)
+    wanted = np.sqrt(sum(square for name, square in squares.items() if name not in NAMES))
+    assert some["grad_norm"] == pytest.approx(wanted, rel=1e-5)
+    assert wanted < 0.99 * every["grad_norm"]
+
+
+def test_no_gradient_of_a_frozen_matrix_is_computed() -> None:
+    """Products of the compiled step: all frozen but the readout leaves one of the backward pass."""
+
+    def dots(given: Config) -> int:
+        return str(assemble(given, jax.devices()[:1]).trace_train().jaxpr).count("dot_general")
+
+    assert dots(config(train_only=("readout",))) < 0.6 * dots(config())
+
+
+def test_a_run_shows_what_it_trains_and_goes_on_only_with_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = random.Random(0)
+    (tmp_path / "text.txt").write_text("\n".join(" ".join(choose.choices(("def", "self"), k=9)) for _ in range(200)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MUPAX_DATA", str(tmp_path / "cache"))
+
+    def train(*words: str) -> tuple[int, str, str]:
+        tiny = (
+            "--data.name text:text.txt --model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 16 "
+            "--data.batch-size 16 --data.eval-examples 16 --optimizer.warmup-steps 2 --log.no-tensorboard --log.no-samples "
+            "--optimizer.schedule constant --checkpoint.every-steps 2 --workdir out"
+        )
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+            code = main(["lm-tiny", *tiny.split(), *words])
+        return code, out.getvalue(), err.getvalue()
+
+    frozen = ("--freeze", "token_embedding", "block.mlp.*")
+    code, out, err = train("--steps", "2", "--dry-run", *frozen)
+    assert (code, err) == (0, "")
+    lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+    assert all(lines[name].rstrip().endswith("frozen") for name in ("token", "block.mlp.up", "block.mlp.down"))
+    assert not lines["block.attention.query"].rstrip().endswith("frozen")
+    assert "of them frozen" in out
+
+    code, out, err = train("--steps", "2", *frozen)
+    assert (code, err) == (0, "")
+    assert " frozen) under mup" in out
+    assert json.loads(Path("out/config.json").read_text())["config"]["freeze"] == ["token_embedding", "block.mlp.*"]
+    code, _, err = train("--steps", "4", "--resume")
+    assert code == 2
+    assert (
+        "the run in out has --freeze token_embedding block.mlp.*, not nothing; continue it with --freeze token_" in err
+    )
+    code, _, err = train("--steps", "4", "--workdir", "other", "--freeze", "tokens")
+    assert code == 2
+    assert "--freeze tokens: no parameter has this role or name; did you mean token" in err

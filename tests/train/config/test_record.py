@@ -1,0 +1,98 @@
+"""Configs from disk, which may be anyone's: they come back as they were, or are refused by name; nothing else happens."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import random
+from typing import Any
+
+import pytest
+
+from mupax.train.config.recipes import RECIPES
+from mupax.train.config.record import from_json, model_from_json, model_to_json, to_json
+from mupax.train.config.run import preset_of
+from mupax.zoo.configs import CONFIGS, ConfigError
+
+pytestmark = pytest.mark.core
+
+NASTY: list[Any] = [
+    None, True, 0, -1, 3, 2**63, 10**40, 0.5, 1e308, float("nan"), float("inf"), "", "x", "../x", "lm-tiny", "\0", [], {}, [1],
+    [[]], {"a": 1}, ["a=b"], [None],
+]  # fmt: skip
+
+
+def as_read(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_model_comes_back(name: str) -> None:
+    assert model_from_json(as_read(model_to_json(CONFIGS[name]))) == CONFIGS[name]
+
+
+def test_fields_newer_than_the_file_have_their_defaults() -> None:
+    fields = as_read(model_to_json(CONFIGS["gpt2"]))
+    del fields["norm_eps"], fields["compute"]
+    assert model_from_json(fields) == CONFIGS["gpt2"]
+
+
+@pytest.mark.parametrize(
+    ("owner", "field", "value", "said"),
+    [
+        ("model", "width", "64", "model.width is '64'; it must be int"),
+        ("model", "width", 64.0, "model.width is 64.0"),
+        ("model", "width", True, "model.width is True"),
+        ("model", "width", 10**30, "model.width is 1000000"),
+        ("model", "norm", "batchnorm", "model.norm is 'batchnorm'"),
+        ("model", "mlp_ratio", float("nan"), "model.mlp_ratio is nan"),
+        ("model", "compute", {"layers": 3}, "model.compute.layers is 3"),
+        ("model", "family", ["vit"], "model.family is"),
+        ("optimizer", "peak_lr", None, "optimizer.peak_lr is None"),
+        ("optimizer", "name", [], r"optimizer.name is \[\]"),
+        ("preset", "constants", [1], r"preset.constants is \[1\]"),
+        ("data", "name", 7, "data.name is 7"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(owner: str, field: str, value: Any, said: str) -> None:
+    fields = as_read(to_json(RECIPES["lm-tiny"]()))
+    fields[owner][field] = value
+    with pytest.raises(ConfigError, match=said):
+        from_json(fields)
+
+
+@pytest.mark.parametrize(
+    "fields", [[], None, "x", {"model": []}, {"model": None}, {"model": {"family": "vit"}, "data": 1}]
+)
+def test_what_is_no_config_is_refused(fields: Any) -> None:
+    with pytest.raises(ConfigError):
+        from_json(fields)
+
+
+@pytest.mark.parametrize("recipe", ["lm-tiny", "bordelon-vit"])
+def test_broken_configs_are_read_or_refused(recipe: str) -> None:
+    whole, draw, refused = as_read(to_json(RECIPES[recipe]())), random.Random(3), 0
+    for _ in range(1500):
+        fields = copy.deepcopy(whole)
+        for _ in range(draw.choice([1, 1, 3])):
+            owner = draw.choice([fields, *(value for value in fields.values() if isinstance(value, dict))])
+            if not owner:
+                continue
+            key = draw.choice(list(owner))
+            if draw.random() < 0.7:
+                owner[key] = copy.deepcopy(draw.choice(NASTY))
+            elif draw.random() < 0.5:
+                del owner[key]
+            else:
+                owner[draw.choice(["x", "", "../x", draw.choice(list(owner))])] = owner[key]
+        try:
+            config = from_json(fields)
+            preset_of(config)
+            assert dataclasses.is_dataclass(config)
+        except ValueError as error:
+            # Only this project's own kinds, whose texts say what to write.
+            if type(error).__module__.partition(".")[0] not in ("presets", "zoo", "train"):
+                raise
+            refused += 1
+    assert refused > 300

@@ -1,0 +1,210 @@
+"""What would quietly undo a preset is refused by name: double scaling, drifting decay, flattened rates, missing specs."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from optax.contrib import MuonDimensionNumbers
+
+from mupax import presets
+from mupax.presets import VECTORS, PresetError, Role
+from mupax.train.config.run import OptimizerConfig
+from mupax.train.core import optimizer
+from mupax.train.core.factors import resolve
+from mupax.train.core.guards import check_chain
+from mupax.train.core.muon import dimension_numbers
+from mupax.zoo.build import definition
+from mupax.zoo.configs import DecoderConfig
+from mupax.zoo.definition import define
+
+LM = DecoderConfig(width=12, num_heads=3, depth=2, vocab_size=11, seq_len=5)
+MODEL = definition(LM)
+MUP = presets.get("mup", base={"embed": 4, "heads": 1, "kv_heads": 1, "head_dim": 4, "mlp": 16, "layers": 2})
+DECAYS = {name: spec.role not in VECTORS for name, spec in MODEL.specs.items()}
+
+
+def column(name: str, optimizer_name: str = "adam", decay: Any = "coupled") -> dict[str, jnp.ndarray]:
+    numbers = getattr(resolve(MUP, MODEL, optimizer_name, decay), name)
+    return {n: jnp.float32(x.flat[0]) for n, x in numbers.items()}
+
+
+def times(numbers: dict[str, jnp.ndarray]) -> optax.GradientTransformation:
+    def update(updates: Any, params: Any) -> Any:
+        del params
+        return {n: u * numbers[n] for n, u in updates.items()}
+
+    return optax.stateless(update)
+
+
+def decayed(numbers: dict[str, jnp.ndarray]) -> optax.GradientTransformation:
+    def update(updates: Any, params: Any) -> Any:
+        return {n: u + 0.1 * numbers[n] * params[n] for n, u in updates.items()}
+
+    return optax.stateless(update)
+
+
+@pytest.mark.parametrize(
+    ("name", "chain"),
+    [
+        ("adam", lambda: [optax.scale_by_adam(), times(column("lr"))]),
+        ("adamw", lambda: [optax.scale_by_adam(), decayed(column("weight_decay")), times(column("lr"))]),
+        ("adamw", lambda: [optax.scale_by_adam(), times(column("lr")), optax.add_decayed_weights(0.1, DECAYS)]),
+        ("sgd", lambda: [optax.trace(0.9), times(column("lr", "sgd"))]),
+        ("lion", lambda: [optax.scale_by_lion(), times(column("lr", "lion"))]),
+    ],
+)
+def test_right_chains_pass(name: str, chain: Any):
+    check_chain(optax.chain(*chain(), optax.scale(-3e-3)), MODEL, MUP, name)
+
+
+def muon(scale_by_shape: bool) -> optax.GradientTransformation:
+    numbers: Any = {name: dimension_numbers(MODEL.specs).get(name) for name in MODEL.specs}
+    if scale_by_shape:
+        return optax.contrib.muon(1.0, muon_weight_dimension_numbers=numbers, adam_eps_root=0.0)
+    matrices = {n: numbers[n] for n in numbers if isinstance(numbers[n], MuonDimensionNumbers)}
+    labels = {n: "muon" if n in matrices else "adam" for n in numbers}
+    masked: Any = {n: numbers[n] if n in matrices else optax.MaskedNode() for n in numbers}
+    inner: Any = {
+        "muon": optax.contrib.scale_by_muon(weight_dimension_numbers=masked),
+        "adam": optax.scale_by_adam(nesterov=True),
+    }
+    return optax.chain(optax.partition(inner, labels), optax.scale(-1.0))
+
+
+def test_muon_that_scales_by_shape_is_refused_and_plain_muon_is_not():
+    rates = times(column("lr", "muon"))
+    check_chain(optax.chain(muon(scale_by_shape=False), rates), MODEL, MUP, "muon")
+    with pytest.raises(
+        PresetError, match=r"block.mlp.up: moves 2 times as far as mup asks.*use scale_by_muon, which has none"
+    ):
+        check_chain(optax.chain(muon(scale_by_shape=True), rates), MODEL, MUP, "muon")
+
+
+@pytest.mark.parametrize(
+    ("chain", "text"),
+    [
+        (lambda: [optax.scale_by_adam(), times(column("lr")), times(column("lr"))], r"mup asks.*: its rates are applied twice"),
+        (lambda: [optax.scale_by_adam()], r"mup asks.*: its rates are not applied; multiply each update by scales.lr"),
+        (
+            lambda: [optax.scale_by_adam(), times({**column("lr"), "readout": jnp.float32(1.5)})],
+            r"readout: moves 1.5 times as far as mup asks, relative to the others: the optimizer has a scale of its own",
+        ),
+        (
+            lambda: [optax.scale_by_adam(), optax.masked(optax.set_to_zero(), {n: n == "token" for n in MODEL.specs}), times(column("lr"))],
+            r"token: the chain does not move it; mup gives it a rate of 1",
+        ),
+        (
+            lambda: [optax.scale_by_adam(), optax.add_decayed_weights(0.1, DECAYS), times(column("lr"))],
+            r"lr\*wd is .* times that of .*would drift as the model grows; under mup it is one number",
+        ),
+        (
+            lambda: [optax.scale_by_adam(), times(column("lr")), optax.add_decayed_weights(0.1)],
+            r"(bias|gain): weight decay acts on it, and mup never decays gains and biases; mask them",
+        ),
+        (lambda: [optax.scale_by_adam(), optax.scale_by_trust_ratio(), times(column("lr"))], None),
+        (lambda: [optax.scale_by_adam(), times(column("lr")), optax.normalize_by_update_norm()], None),
+    ],
+)  # fmt: skip
+def test_wrong_chains_are_refused_by_name(chain: Any, text: str | None):
+    """Two whose first step is right pass: a global norm changes no ratio, and zero parameters have no trust ratio."""
+    tx = optax.chain(*chain(), optax.scale(-3e-3))
+    if text is None:
+        check_chain(tx, MODEL, MUP, "adam")
+        return
+    with pytest.raises(PresetError, match=text):
+        check_chain(tx, MODEL, MUP, "adam")
+
+
+# Schedules
+
+
+def rate_schedules() -> dict[str, optax.Schedule]:
+    """Every schedule of optax, at rates of order 1."""
+    found = {
+        "constant_schedule": optax.constant_schedule(0.7),
+        "cosine_decay_schedule": optax.cosine_decay_schedule(1.0, 7, 0.1),
+        "cosine_onecycle_schedule": optax.cosine_onecycle_schedule(8, 1.0),
+        "exponential_decay": optax.exponential_decay(1.0, 3, 0.5),
+        "join_schedules": optax.join_schedules([optax.constant_schedule(1.0), optax.constant_schedule(0.2)], [4]),
+        "linear_onecycle_schedule": optax.linear_onecycle_schedule(8, 1.0),
+        "linear_schedule": optax.linear_schedule(1.0, 0.1, 7),
+        "piecewise_constant_schedule": optax.piecewise_constant_schedule(1.0, {3: 0.1}),
+        "piecewise_interpolate_schedule": optax.piecewise_interpolate_schedule("linear", 1.0, {3: 0.1}),
+        "polynomial_schedule": optax.polynomial_schedule(1.0, 0.1, 2, 7),
+        "sgdr_schedule": optax.sgdr_schedule(
+            [{"init_value": 0.1, "peak_value": 1.0, "decay_steps": 4, "warmup_steps": 1, "end_value": 0.1}] * 2
+        ),
+        "warmup_constant_schedule": optax.warmup_constant_schedule(0.1, 1.0, 3),
+        "warmup_cosine_decay_schedule": optax.warmup_cosine_decay_schedule(0.1, 1.0, 3, 8, 0.1),
+        "warmup_exponential_decay_schedule": optax.warmup_exponential_decay_schedule(0.1, 1.0, 3, 2, 0.5),
+    }
+    return found
+
+
+def test_the_list_of_schedules_is_complete():
+    """Everything of `optax.schedules` that makes a schedule from numbers; the others wrap one or inject hyperparameters."""
+    makers = {
+        name
+        for name, make in inspect.getmembers(optax.schedules, callable)
+        if name.endswith(("schedule", "decay", "schedules"))
+    }
+    assert makers == set(rate_schedules())
+
+
+def test_no_schedule_changes_the_ratio_of_two_rates():
+    config = OptimizerConfig(name="sgd", peak_lr=1.0, schedule="constant", momentum=0.0)
+    tx = optimizer.build(config, MODEL.specs)
+    factors = resolve(MUP, MODEL, "sgd")
+    params = {n: jnp.zeros(leaf.shape) for n, leaf in MODEL.abstract.items()}
+    grads = {n: jnp.ones(leaf.shape) for n, leaf in MODEL.abstract.items()}
+    for name, schedule in rate_schedules().items():
+        table = np.array([schedule(step) for step in range(8)], np.float32)
+        assert len(set(table)) > 1 or name == "constant_schedule"
+        hyper = optimizer.hyper(config, 8)._replace(schedule=table)
+        for step in (0, 3, 7):
+            updates: Any = tx.update(grads, tx.init(params), params, factors=factors, hyper=hyper.at(jnp.int32(step)))[
+                0
+            ]
+            for key, u in updates.items():
+                np.testing.assert_allclose(
+                    u, -table[step] * factors.lr[key].flat[0], rtol=1e-6, err_msg=f"{name} {key}"
+                )
+
+
+# What has no declaration
+
+
+def test_a_parameter_without_spec_and_a_role_without_rule_are_named():
+    class Bare(nnx.Module):
+        def __init__(self):
+            self.inner = nnx.Param(jnp.zeros((2, 3)))
+
+    with pytest.raises(
+        PresetError, match=r"parameter inner \(2, 3\) has no spec; write nnx.Param\(value, spec=ParamSpec"
+    ):
+        define(Bare)
+
+    def partial(spec):
+        if spec.role is Role.MLP_OUT:
+            raise PresetError(f"mine has no rule for the role {spec.role.value}")
+        return MUP.rule(spec)
+
+    with pytest.raises(PresetError, match=r"block.mlp.down: mine has no rule for the role mlp_out"):
+        resolve(dataclasses.replace(MUP, name="mine", rule=partial), MODEL)
+
+
+def test_a_preset_whose_own_decay_drifts_cautions():
+    base = LM.base_sizes()
+    deep = dataclasses.replace(LM, depth=8).sizes()
+    assert presets.get("completep", base=base, alpha_l=0.5).cautions(deep) == [
+        "lr*wd of block matrices goes as layers^-0.5 (completep's own table); decay=rate keeps it fixed"
+    ]
+    assert presets.get("completep", base=base, alpha_l=0.5, decay="rate").cautions(deep) == []
+    assert presets.get("completep", base=base).cautions(deep) == []

@@ -1,0 +1,184 @@
+"""Chunked cross-entropy against all logits at once: sums and gradients, on every way to split tokens and vocabulary.
+
+Tolerances are for float32, relative to the largest entry: sums over 48 tokens in another order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from mupax import presets
+from mupax.train.config.run import MeshConfig
+from mupax.train.core import loss
+from mupax.train.core.factors import init_stds, resolve
+from mupax.train.core.step import Run, gradients
+from mupax.train.parallel.mesh import make_mesh
+from mupax.train.parallel.sharding import MeshLayout
+from mupax.zoo import partition
+from mupax.zoo.build import definition
+from mupax.zoo.configs import ComputeConfig, DecoderConfig
+from mupax.zoo.layers.readout import Reading
+
+B, T, D, V = 8, 6, 16, 24
+MESHES: dict[str, dict[str, int]] = {
+    "data-fsdp": {"data": 2, "fsdp": 4},
+    "fsdp-tensor": {"data": 2, "fsdp": 2, "tensor": 2},
+    "sequence-tensor": {"data": 1, "sequence": 2, "tensor": 4},
+    "fsdp-sequence-tensor": {"data": 1, "fsdp": 2, "sequence": 2, "tensor": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of at most five tokens: several on every device, the last one filled up."""
+    monkeypatch.setitem(loss.CHUNK_LOGITS, "cpu", 1)
+    monkeypatch.setattr(loss, "LEAST_ROWS", 5)
+
+
+def draw(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(sum(shape)).standard_normal(shape), jnp.float32)
+
+
+FULL = Reading(draw(B, T, D), draw(D, V), scale=jnp.float32(0.7), bias=draw(V))
+START = Reading(draw(B, T, D) + 1, draw(D, V) - 1, scale=jnp.float32(0.7), bias=draw(V))
+TARGETS = jnp.asarray(np.random.default_rng(1).integers(0, V, (B, T)), jnp.int32)
+WEIGHTS = jnp.asarray(np.random.default_rng(2).uniform(size=(B, T)) > 0.3, jnp.float32)
+
+
+def sums_and_gradients(
+    reading: Reading, how: Any, reference: Reading | None = None, layout: partition.Layout | None = None,
+    targets: jax.Array = TARGETS, weights: jax.Array = WEIGHTS,
+) -> Any:  # fmt: skip
+    def total(reading: Reading) -> tuple[jax.Array, loss.Sums]:
+        with partition.using(layout):
+            sums = loss.cross_entropy(reading, targets, weights, how=how, reference=reference)
+        return 3 * sums.loss, sums
+
+    (_, sums), grads = jax.jit(jax.value_and_grad(total, has_aux=True))(reading)
+    return sums, grads
+
+
+def assert_close(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * max(np.abs(want).max(), 1e-6))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("reference", [None, START], ids=["", "centered"])
+@pytest.mark.parametrize("fields", [(), ("scale",), ("bias",), ("scale", "bias")], ids=str)
+def test_chunks_equal_all_logits_at_once(fields: tuple[str, ...], reference: Reading | None) -> None:
+    reading = FULL._replace(**{name: None for name in ("scale", "bias") if name not in fields})
+    expected = sums_and_gradients(reading, "plain", reference)
+    assert_close(sums_and_gradients(reading, "chunked", reference), expected)
+    # The control: without the last token, which fills a chunk alone, the loss is another.
+    other = sums_and_gradients(reading, "chunked", reference, weights=WEIGHTS.at[-1, -1].set(1 - WEIGHTS[-1, -1]))
+    assert abs(other[0].loss - expected[0].loss) > 1e-3
+
+
+@pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
+def test_every_mesh_gives_the_same(sizes: dict[str, int]) -> None:
+    layout = MeshLayout(make_mesh(MeshConfig(**sizes)))
+    expected = sums_and_gradients(FULL, "plain", START)
+    assert_close(sums_and_gradients(FULL, "chunked", START, layout), expected)
+
+
+def test_what_does_not_divide_stays_whole() -> None:
+    layout = MeshLayout(make_mesh(MeshConfig(data=2, tensor=4)))
+    reading = FULL._replace(weight=FULL.weight[:, :23], bias=None)  # 23 columns over 4 devices
+    targets = jnp.minimum(TARGETS, 22)
+    expected = sums_and_gradients(reading, "plain", targets=targets)
+    assert_close(sums_and_gradients(reading, "chunked", layout=layout, targets=targets), expected)
+
+
+@pytest.mark.core
+def test_classes_of_images_and_bfloat16() -> None:
+    reading = Reading(FULL.features[:, 0], FULL.weight, bias=FULL.bias)
+    targets, weights = TARGETS[:, 0], WEIGHTS[:, 0]
+    expected = sums_and_gradients(reading, "plain", targets=targets, weights=weights)
+    assert_close(sums_and_gradients(reading, "chunked", targets=targets, weights=weights), expected)
+    half = FULL._replace(features=FULL.features.astype(jnp.bfloat16))
+    found, expected = (sums_and_gradients(half, how) for how in ("chunked", "plain"))
+    assert found[1].features.dtype == jnp.bfloat16
+    assert found[1].weight.dtype == jnp.float32
+    assert_close(found, expected, 2e-2)  # one product rounds its input to 8 bits, the other its output
+
+
+def test_equal_logits_count_as_argmax_does() -> None:
+    # A readout that starts at zero: the first column is the guess, not every one.
+    nothing = Reading(FULL.features, jnp.zeros((D, V)))
+    for how in ("plain", "chunked"):
+        sums, _ = sums_and_gradients(nothing, how)
+        assert sums.correct == jnp.sum(WEIGHTS * (TARGETS == 0))
+
+
+def shapes(how: Any, layout: partition.Layout | None = None) -> set[tuple[int, ...]]:
+    """Of everything computed for the gradient."""
+
+    def total(reading: Reading) -> jax.Array:
+        with partition.using(layout):
+            return loss.cross_entropy(reading, TARGETS, WEIGHTS, how=how).loss
+
+    found: set[tuple[int, ...]] = set()
+
+    def look(jaxpr: Any) -> None:
+        for equation in jaxpr.eqns:
+            found.update(tuple(v.aval.shape) for v in equation.outvars)
+            for inner in jaxprs_in_params(equation.params):
+                look(inner)
+
+    look(jax.make_jaxpr(jax.grad(total))(FULL).jaxpr)
+    return found
+
+
+def test_no_array_holds_all_logits() -> None:
+    assert max(int(np.prod(shape)) for shape in shapes("chunked") if V in shape) == D * V < B * T * V
+    assert (B, T, V) in shapes("plain")
+
+
+def test_gradients_of_the_readout_are_summed_over_devices_once() -> None:
+    layout = MeshLayout(make_mesh(MeshConfig(data=2, fsdp=4)))
+
+    def total(reading: Reading) -> jax.Array:
+        with partition.using(layout):
+            return loss.cross_entropy(reading, TARGETS, WEIGHTS, how="chunked").loss
+
+    counts: dict[str, int] = {}
+
+    def look(jaxpr: Any, inside: bool) -> None:
+        for equation in jaxpr.eqns:
+            name = equation.primitive.name
+            if name.startswith(("psum", "reduce_scatter", "all_gather")):
+                counts[name] = counts.get(name, 0) + 1
+                assert not inside, name
+            for inner in jaxprs_in_params(equation.params):
+                look(inner, inside or name == "scan")
+
+    look(jax.make_jaxpr(jax.grad(total))(FULL).jaxpr, False)
+    assert counts["reduce_scatter"] == 1
+    assert sum(counts.values()) == 7  # with three sums, the readout over data, its scale and its bias
+
+
+def test_auto_is_chunked_where_there_are_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (B, T, V) not in shapes("auto")
+    monkeypatch.setattr(loss, "LEAST_ROWS", B * T)
+    assert (B, T, V) in shapes("auto")
+
+
+def test_a_tied_model_trains_the_same_with_either() -> None:
+    model = DecoderConfig(width=8, depth=1, num_heads=2, vocab_size=17, seq_len=7, tied=True)
+    tokens = jnp.asarray(np.random.default_rng(3).integers(0, 17, (4, 7)), jnp.int32)
+    batch = {"inputs": tokens, "targets": tokens[:, ::-1], "weights": jnp.ones(tokens.shape)}
+    found = []
+    for how in ("plain", "chunked"):
+        made = definition(dataclasses.replace(model, compute=ComputeConfig(cross_entropy=how)))
+        run: Any = Run(resolve(presets.get("mup", base={"embed": 4}), made), None)  # the tied readout is halved
+        params = made.initialize(0, init_stds(presets.get("sp"), made))
+        found.append(jax.jit(lambda params, made=made, run=run: gradients(made, params, run, batch, 2))(params))
+    assert_close(found[1], found[0], 1e-4)

@@ -1,0 +1,108 @@
+"""The optimizer chain against optax's own where all factors are one, its clipping, and its schedules."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from mupax.train.config.run import OptimizerConfig
+from mupax.train.core import optimizer
+from mupax.train.core.factors import Factors
+
+
+def rows_of_ones(specs: dict[str, bool]) -> Factors:
+    """Factors of one; decay only where the specs say so."""
+    ones = dict.fromkeys(specs, np.array(1, np.float32))
+    return Factors(ones, ones, ones, {n: np.array(decays, np.float32) for n, decays in specs.items()}, {})
+
+
+@pytest.mark.parametrize(
+    ("config", "known"),
+    [
+        (OptimizerConfig(weight_decay=0.2), lambda lr, mask: optax.adamw(lr, b2=0.95, weight_decay=0.2, mask=mask)),
+        (OptimizerConfig(name="adam", b1=0.8, b2=0.7, eps=0.1), lambda lr, mask: optax.adam(lr, 0.8, 0.7, 0.1)),
+        (OptimizerConfig(name="sgd", momentum=0.7), lambda lr, mask: optax.sgd(lr, 0.7)),
+        (
+            OptimizerConfig(name="sgd", weight_decay=0.2, clip_norm=0.5),
+            lambda lr, mask: optax.chain(
+                optax.clip_by_global_norm(0.5), optax.trace(0.9), optax.add_decayed_weights(0.2, mask), optax.scale_by_learning_rate(lr)
+            ),
+        ),
+    ],
+    ids=["adamw", "adam", "sgd", "clipped"],
+)  # fmt: skip
+@pytest.mark.core
+def test_at_base_size_the_chain_is_optax(config: OptimizerConfig, known: Callable[..., Any]) -> None:
+    config = dataclasses.replace(config, peak_lr=0.1, schedule="linear", warmup_steps=2)
+    mask, random = {"a": True, "b": False}, np.random.default_rng(0)
+    ours, theirs = (
+        optimizer.build(config),
+        known(lambda step: jnp.asarray([0.05, 0.1, 0.1, 0.2 / 3, 0.1 / 3])[step], mask),
+    )
+    numbers, factors = optimizer.hyper(config, 5), rows_of_ones(mask)
+    params = {n: random.standard_normal((3, 5)).astype(np.float32) for n in mask}
+    states: list[Any] = [ours.init(params), theirs.init(params)]
+    at: list[Any] = [params, params]
+    for step in range(5):
+        grads = {n: random.standard_normal((3, 5)).astype(np.float32) for n in mask}
+        updates, states[0] = ours.update(grads, states[0], at[0], factors=factors, hyper=numbers.at(jnp.int32(step)))
+        at[0] = optax.apply_updates(at[0], updates)
+        updates, states[1] = theirs.update(grads, states[1], at[1])
+        at[1] = optax.apply_updates(at[1], updates)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *at)
+
+
+@pytest.mark.core
+def test_clipping_is_global_and_before_every_factor() -> None:
+    config = OptimizerConfig(name="sgd", peak_lr=1.0, schedule="constant", clip_norm=2.0)
+    tx, numbers = optimizer.build(config), optimizer.hyper(config, 3).at(jnp.int32(0))
+    updates: Any
+    factors = rows_of_ones({"a": True, "b": True})._replace(
+        lr={"a": np.array(100, np.float32), "b": np.array(1, np.float32)}
+    )
+    grads = {"a": jnp.full((3,), 4.0), "b": jnp.full((4,), 6.0)}
+    params = jax.tree.map(jnp.zeros_like, grads)
+    updates, _ = tx.update(grads, tx.init(params), params, factors=factors, hyper=numbers)
+    norm = math.sqrt(3 * 16 + 4 * 36)
+    np.testing.assert_allclose(updates["a"], -100 * 4 * 2 / norm, rtol=1e-6)
+    np.testing.assert_allclose(updates["b"], -6 * 2 / norm, rtol=1e-6)
+    small = jax.tree.map(lambda g: g / norm, grads)
+    updates, _ = tx.update(small, tx.init(params), params, factors=factors, hyper=numbers)
+    np.testing.assert_allclose(updates["b"], -6 / norm, rtol=1e-6)
+
+
+@pytest.mark.core
+def test_schedules_equal_their_formulas() -> None:
+    def table(**given: Any) -> np.ndarray:
+        return optimizer.schedule_table(OptimizerConfig(**given), 11)
+
+    ramp, t = np.array([1, 2, 3]) / 3, np.arange(8) / 8
+    np.testing.assert_allclose(table(schedule="constant", warmup_steps=3), [*ramp, *np.ones(8)], rtol=1e-6)
+    np.testing.assert_allclose(
+        table(schedule="cosine", warmup_steps=3, final_lr_fraction=0.2),
+        [*ramp, *(0.2 + 0.4 * (1 + np.cos(np.pi * t)))],
+        rtol=1e-5,
+    )
+    np.testing.assert_allclose(
+        table(schedule="linear", warmup_steps=3, final_lr_fraction=0.2), [*ramp, *(1 - 0.8 * t)], rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        table(schedule="wsd", warmup_steps=3, decay_steps=4), [*ramp, *np.ones(4), 1, 0.75, 0.5, 0.25], rtol=1e-5
+    )
+    np.testing.assert_allclose(table(schedule="cosine", warmup_steps=40), (1 + np.arange(11)) / 11, rtol=1e-6)
+    assert table().dtype == np.float32
+    for name in ("constant", "cosine", "linear", "wsd"):
+        assert table(schedule=name).shape == (11,)
+
+
+def test_steps_after_the_end_keep_the_last_rate() -> None:
+    numbers = optimizer.hyper(OptimizerConfig(schedule="linear", final_lr_fraction=0.5), 4)
+    assert float(numbers.at(jnp.int32(3)).schedule) == float(numbers.at(jnp.int32(9)).schedule) == 0.625

@@ -1,0 +1,287 @@
+"""The training and evaluation steps: one loss however it is summed, one program for every preset, centred outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mupax import presets
+from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
+from mupax.train.core import step as steps
+from mupax.train.core.factors import resolve
+from mupax.train.core.program import Program, assemble
+from mupax.train.core.step import Run
+from mupax.zoo.configs import ComputeConfig, DecoderConfig, ViTConfig
+
+DECODER = DecoderConfig(
+    width=22, depth=2, num_heads=6, num_kv_heads=2, head_dim=4, mlp_ratio=1.5, vocab_size=17, seq_len=7, qk_norm=True
+)
+VIT = ViTConfig(width=20, depth=2, num_heads=5, mlp_ratio=1.3, image_size=9, patch_size=3, channels=2, num_classes=7)
+CONFIG = Config(
+    recipe="tiny", model=DECODER, data=DataConfig(name="text:x", batch_size=8), mesh=MeshConfig(data=1), steps=7,
+    preset=PresetConfig(name="depth-mup", base="lm-proxy"), optimizer=OptimizerConfig(peak_lr=0.02, eps=1e-2, warmup_steps=3),
+)  # fmt: skip
+IMAGES = dataclasses.replace(
+    CONFIG, model=VIT, data=DataConfig(name="images:x", batch_size=8), preset=PresetConfig(name="mup", base="vit-proxy")
+)
+
+
+def program(config: Config = CONFIG) -> Program:
+    return assemble(config, jax.devices()[:1])
+
+
+def batch_of(config: Config = CONFIG, seed: int = 0) -> Any:
+    """A batch in which the share of targets that count differs from row to row, in the first rows most."""
+    random = np.random.default_rng(seed)
+    rows, model = config.data.batch_size, config.model
+    if isinstance(model, DecoderConfig):
+        shape, inputs = (rows, 7), random.integers(0, 17, (rows, 7), np.int32)
+        weights = random.random(shape) < np.linspace(1, 0.2, rows)[:, None]
+    else:
+        shape, inputs = (rows,), random.standard_normal((rows, 9, 9, 2)).astype(np.float32)
+        weights = np.arange(rows) % 3 < 2
+    return {"inputs": inputs, "targets": random.integers(0, 7, shape, np.int32), "weights": weights.astype(np.float32)}
+
+
+def copied(tree: Any) -> Any:
+    """For a step that may take the memory of what it is given."""
+    return jax.tree.map(jnp.array, tree)
+
+
+@functools.cache
+def compiled(config: Config = CONFIG) -> Any:
+    return program(config).compile_train()
+
+
+@functools.cache
+def start_of(config: Config) -> tuple[Any, Any]:
+    """Initial state, and the numbers of the run with its frozen reference."""
+    made = program(config)
+    return made.initial_state(), made.numbers()
+
+
+def scalars(metrics: dict[str, jax.Array]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items() if value.ndim == 0}
+
+
+@functools.cache
+def stepped(config: Config = CONFIG) -> tuple[Program, Any, Any, dict[str, float]]:
+    """A program, the state before and after one compiled step, and its metrics."""
+    made = program(config)
+    before, run = start_of(dataclasses.replace(config, accumulation_steps=1))
+    after, metrics = compiled(config)(copied(before), run, batch_of(config))
+    return made, before, after, scalars(metrics)
+
+
+def logits_of(made: Program, params: Any, run: Run, inputs: Any) -> jax.Array:
+    return jax.jit(lambda *given: steps.logits_of(made.definition, *given))(params, run, inputs)
+
+
+def relative_errors(got: Any, want: Any) -> list[float]:
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return [
+        float(np.abs(np.asarray(a) - np.asarray(b)).max() / max(np.abs(np.asarray(b)).max(), 1e-9)) for a, b in pairs
+    ]
+
+
+# The loss
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("config", [CONFIG, IMAGES], ids=["tokens", "images"])
+def test_the_loss_is_the_mean_over_the_targets_that_count(config: Config) -> None:
+    made, before, _, metrics = stepped(config)
+    batch, run = batch_of(config), made.numbers()
+    logits = np.asarray(logits_of(made, before.params, run, batch["inputs"]), np.float64)
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    w = batch["weights"]
+    nll = -np.take_along_axis(log_p, batch["targets"][..., None], axis=-1)[..., 0]
+    hits = logits.argmax(-1) == batch["targets"]
+    assert 0 < (w == 0).sum() < w.size
+    assert metrics["loss"] == pytest.approx((nll * w).sum() / w.sum(), rel=1e-6)
+    assert metrics["accuracy"] == pytest.approx((hits * w).sum() / w.sum(), rel=1e-6)
+    assert metrics["weight"] == w.sum()
+    sums = made.compile_eval()(before.params, run, batch)
+    assert float(sums.loss) == pytest.approx((nll * w).sum(), rel=1e-6)
+    assert (float(sums.correct), float(sums.weight)) == ((hits * w).sum(), w.sum())
+
+
+@pytest.mark.core
+def test_metrics_tell_the_step_before_the_update() -> None:
+    _, before, after, metrics = stepped()
+    assert int(before.step) == 0
+    assert int(after.step) == 1
+    assert metrics["lr"] == pytest.approx(0.02 / 3)
+    assert metrics.keys() == {"loss", "accuracy", "grad_norm", "lr", "weight"}
+
+
+@pytest.mark.core
+def test_the_gradient_norm_is_over_all_parameters_and_not_clipped() -> None:
+    sgd = OptimizerConfig(name="sgd", peak_lr=1.0, schedule="constant", clip_norm=1e-3)
+    config = dataclasses.replace(CONFIG, optimizer=sgd, preset=PresetConfig(name="sp", base="lm-proxy"))
+    made, before, after, metrics = stepped(config)
+    total = sum(
+        np.square(np.asarray(after.params[n], np.float64) - np.asarray(w)).sum() for n, w in before.params.items()
+    )
+    assert np.sqrt(total) == pytest.approx(1e-3, rel=1e-2)  # read back from float32 parameters of size one
+    loss = jax.jit(lambda p: (s := steps.batch_sums(made.definition, p, made.run, batch_of())).loss / s.weight)
+    squares = sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(jax.jit(jax.grad(loss))(before.params)))
+    assert metrics["grad_norm"] == pytest.approx(float(jnp.sqrt(squares)), rel=1e-5)
+
+
+# However it runs
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("config", "parts"), [(CONFIG, 4), (CONFIG, 2), (IMAGES, 4)], ids=["tokens-4", "tokens-2", "images-4"]
+)
+def test_accumulation_changes_nothing(config: Config, parts: int) -> None:
+    _, before, after, metrics = stepped(config)
+    _, _, split, split_metrics = stepped(dataclasses.replace(config, accumulation_steps=parts))
+    assert split_metrics == pytest.approx(metrics, rel=1e-5)
+    # Relative to the largest entry; sums in another order, then Adam with an eps as large as the gradients.
+    assert max(relative_errors(split.opt_state, after.opt_state)) < 1e-5
+    assert max(relative_errors(split.params, after.params)) < 1e-5
+    assert min(relative_errors(after.params, before.params)) > 1e-3
+
+
+@pytest.mark.core
+def test_control_a_mean_of_means_would_show() -> None:
+    # What accumulation gives when each microbatch is averaged over its own targets.
+    made, before, _, metrics = stepped()
+    parts = [{name: array[i::4] for name, array in batch_of().items()} for i in range(4)]
+    summed = jax.jit(lambda part: steps.batch_sums(made.definition, before.params, made.run, part))
+    sums = [summed(part) for part in parts]
+    assert np.mean([float(s.loss / s.weight) for s in sums]) != pytest.approx(metrics["loss"], rel=1e-3)
+
+
+def test_jit_equals_no_jit() -> None:
+    # Few parameters and operations: without jit each is compiled alone.
+    bare = dataclasses.replace(
+        DECODER, depth=1, num_kv_heads=None, bias=False, norm_gain=False, qk_norm=False, activation="relu",
+        compute=ComputeConfig(layers="unrolled"),
+    )  # fmt: skip
+    small = dataclasses.replace(CONFIG, model=bare, optimizer=dataclasses.replace(CONFIG.optimizer, name="sgd"))
+    made, before, after, metrics = stepped(small)
+    plain = steps.make_train_step(made.definition, made.tx)
+    with jax.disable_jit():
+        eager, eager_metrics = plain(before, made.run, jax.tree.map(jnp.asarray, batch_of(small)))
+    assert scalars(eager_metrics) == pytest.approx(metrics, rel=1e-5)
+    assert max(relative_errors(eager, after)) < 1e-5
+
+
+# One program
+
+
+@pytest.mark.core
+def test_every_preset_runs_the_same_program() -> None:
+    made, before, _, _ = stepped()
+    train, losses = compiled(), {}
+    for name in ("sp", "mup", "mup-half", "depth-mup"):
+        preset = presets.get(name, base={"embed": 5, "heads": 3, "kv_heads": 1, "head_dim": 2, "mlp": 7, "layers": 1})
+        run = Run(resolve(preset, made.definition, "adamw"), made.run.hyper._replace(peak_lr=np.float32(0.1)))
+        after, _ = train(copied(before), run, batch_of())
+        after, metrics = train(after, run, batch_of())
+        losses[name] = float(metrics["loss"])
+    assert len(set(losses.values())) == 4, "the factors made no difference"
+
+
+@pytest.mark.core
+def test_every_preset_lowers_to_the_same_text() -> None:
+    texts = set()
+    for name in ("sp", "mup", "depth-mup"):
+        made = program(dataclasses.replace(CONFIG, preset=PresetConfig(name=name, base="lm-proxy")))
+        step = jax.jit(steps.make_train_step(made.definition, made.tx), donate_argnums=0)
+        texts.add(step.lower(made.abstract, made.run, batch_of()).as_text())
+    assert len(texts) == 1
+
+
+@pytest.mark.core
+def test_a_compiled_step_refuses_another_shape() -> None:
+    made, before, _, _ = stepped()
+    train = compiled()
+    shorter = {name: array[:, :5] for name, array in batch_of().items()}
+    with pytest.raises(TypeError, match="compiled"):
+        train(copied(before), made.numbers(), shorter)
+    unlike = made.run._replace(hyper=made.run.hyper._replace(schedule=np.ones(11, np.float32)))
+    with pytest.raises(TypeError, match="compiled"):
+        train(copied(before), unlike, batch_of())
+
+
+@pytest.mark.core
+def test_the_state_is_given_away() -> None:
+    made, before, _, _ = stepped()
+    state = copied(before)
+    compiled()(state, made.numbers(), batch_of())
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.params, state.opt_state)))
+
+
+# Centred outputs
+
+
+CENTRED = dataclasses.replace(CONFIG, model=dataclasses.replace(DECODER, centered=True))
+
+
+@pytest.mark.core
+def test_a_centred_output_starts_at_exactly_zero() -> None:
+    made, before, after, metrics = stepped(CENTRED)
+    run, batch = start_of(CENTRED)[1], batch_of()
+    assert not np.asarray(logits_of(made, before.params, run, batch["inputs"])).any()
+    assert metrics["loss"] == pytest.approx(np.log(17), rel=1e-6)
+    assert np.abs(logits_of(made, after.params, run, batch["inputs"])).max() > 1e-3
+
+
+@pytest.mark.core
+def test_a_centred_output_is_f_minus_f_at_initialization() -> None:
+    made, before, after, _ = stepped(CENTRED)
+    run, x = start_of(CENTRED)[1], batch_of()["inputs"]
+    centred = logits_of(made, after.params, run, x)
+    plain = [logits_of(made, p, run._replace(reference=None), x) for p in (after.params, before.params)]
+    np.testing.assert_allclose(centred, plain[0] - plain[1], atol=1e-6)
+    # No gradient flows through the frozen model.
+    frozen = jax.grad(
+        lambda r: jnp.sum(steps.logits_of(made.definition, after.params, run._replace(reference=r), x) ** 2)
+    )
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(jax.jit(frozen)(run.reference)))
+
+
+@pytest.mark.core
+def test_the_frozen_reference_is_made_again_from_the_seed() -> None:
+    made, before, _, _ = stepped(CENTRED)
+    assert made is not program(CENTRED)
+    reference = program(CENTRED).numbers().reference
+    assert reference is not None
+    for name, value in before.params.items():
+        np.testing.assert_array_equal(reference[name], value)
+    other = program(dataclasses.replace(CENTRED, seed=1)).numbers().reference
+    assert other is not None
+    assert not (np.asarray(other["token"]) == np.asarray(before.params["token"])).any()
+
+
+def test_gamma0_divides_a_centred_output_once() -> None:
+    made, _, after, _ = stepped(CENTRED)
+    outputs = []
+    for gamma0 in (1.0, 0.25):
+        preset = presets.get("mup", gamma0=gamma0)
+        run = start_of(CENTRED)[1]._replace(factors=resolve(preset, made.definition))
+        outputs.append(np.asarray(logits_of(made, after.params, run, batch_of()["inputs"])))
+    np.testing.assert_allclose(outputs[1], 4 * outputs[0], rtol=1e-4, atol=1e-5)
+
+
+# Precision
+
+
+def test_bfloat16_storage_and_products_train() -> None:
+    compute = ComputeConfig(dtype="bfloat16", param_dtype="bfloat16")
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(DECODER, compute=compute), accumulation_steps=2)
+    _, _, after, metrics = stepped(config)
+    assert {leaf.dtype for leaf in after.params.values()} == {jnp.dtype(jnp.bfloat16)}
+    # 8 bits of each number; the loss is near ln 17.
+    assert metrics["loss"] == pytest.approx(stepped()[3]["loss"], rel=0.02)

@@ -1,0 +1,431 @@
+"""Text as data: what the corpus is, how it is split, and that windows give every token back."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import gzip
+import hashlib
+import itertools
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mupax.train import data
+from mupax.train.config.run import DataConfig
+from mupax.train.data.records import corpus
+from mupax.train.data.sources import text
+from mupax.train.data.text import packing, tokenizer
+from mupax.train.data.text.batches import TokenData
+from mupax.zoo import configs
+from mupax.zoo.configs import DecoderConfig
+
+pytestmark = pytest.mark.core
+
+MODEL = configs.get("lm-tiny")
+assert isinstance(MODEL, DecoderConfig)
+SMALL = dataclasses.replace(MODEL, seq_len=7)
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MUPAX_DATA", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def python_corpus(tmp_path_factory: pytest.TempPathFactory) -> data.Data:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MUPAX_DATA", str(tmp_path_factory.mktemp("corpus")))
+        return data.load(DataConfig(name="python_corpus", batch_size=4), MODEL, seed=0, note=lambda line: None)
+
+
+def quiet(line: str) -> None:
+    """Takes notes and does nothing."""
+
+
+def own(path: Path, model: DecoderConfig = SMALL, seed: int = 0, **fields) -> TokenData:
+    found = data.load(
+        DataConfig(name=f"text:{path}", batch_size=fields.pop("batch_size", 4), **fields), model, seed=seed, note=quiet
+    )
+    assert isinstance(found, TokenData)
+    return found
+
+
+def write(folder: Path, files: dict[str, str]) -> Path:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+    return folder
+
+
+def many(count: int = 60) -> dict[str, str]:
+    return {f"d{i % 3}/f{i}.txt": f"document {i} " + "abcdefg"[: i % 7] * (i % 11) for i in range(count)}
+
+
+def as_text(ids: np.ndarray) -> str:
+    return bytes(ids.astype(np.uint8)).decode()
+
+
+# The corpus
+
+
+def test_corpus_is_the_library_without_tests_and_packages() -> None:
+    names = [name for name, _ in corpus.python_files()]
+    assert {"pydoc_data/topics.py", "json/decoder.py", "os.py"} <= set(names)
+    parts = {part for name in names for part in name.split("/")}
+    assert not parts & {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+    assert not any(name.startswith("_sysconfigdata") for name in names)
+    assert names == sorted(set(names))
+
+
+def test_corpus_leaves_out_what_it_says(tmp_path: Path) -> None:
+    kept = {"a.py": "a", "pkg/b.py": "b"}
+    left_out = [
+        "test/c.py",
+        "pkg/tests/d.py",
+        "site-packages/e.py",
+        "config-3.11-x/f.py",
+        "_sysconfigdata_x.py",
+        "g.txt",
+    ]
+    write(tmp_path, {**kept, **dict.fromkeys(left_out, "x")})
+    assert [name for name, _ in corpus.python_files(tmp_path)] == list(kept)
+
+
+def test_a_python_without_sources_says_so(tmp_path: Path) -> None:
+    with pytest.raises(data.DataError, match="no sources of the Python standard library"):
+        corpus.python_files(tmp_path)
+
+
+def test_split_is_by_path_alone() -> None:
+    sides = {name: corpus.side(name) for name, _ in corpus.python_files()}
+    for name, side in sides.items():
+        number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
+        assert (side == "eval") == (number < 0.08 * 2**64)
+    assert 0.04 < sum(side == "eval" for side in sides.values()) / len(sides) < 0.13
+    # One file is a sixteenth of the corpus and unlike the rest; evaluation would be on that file.
+    assert sides["pydoc_data/topics.py"] == "train"
+
+
+def test_corpus_facts(python_corpus: data.Data) -> None:
+    facts = python_corpus.facts
+    assert facts["python"] == platform.python_version()
+    sizes = [path.stat().st_size for _, path in corpus.python_files()]
+    assert facts["files"] == len(sizes)
+    assert facts["train_bytes"] + facts["eval_bytes"] == sum(sizes) + len(sizes)  # and an end per document
+    assert 0.04 < facts["eval_bytes"] / sum(sizes) < 0.13
+    assert len(str(facts["digest"])) == 16
+
+
+def test_corpus_tokens_are_the_files(python_corpus: data.Data) -> None:
+    """Every file stands whole on its side, and nothing else does."""
+    assert isinstance(python_corpus, TokenData)
+    for side, tokens in (("train", python_corpus._train), ("eval", python_corpus._eval)):
+        documents = bytes(np.asarray(tokens, np.uint8)).split(b"\0")
+        assert documents.pop() == b""
+        files = [path.read_bytes() for name, path in corpus.python_files() if corpus.side(name) == side]
+        assert collections.Counter(documents) == collections.Counter(files)
+
+
+# A user's own text
+
+
+def test_folder_is_split_by_file(tmp_path: Path) -> None:
+    files = many()
+    found = own(write(tmp_path / "t", files))
+    train, evaluation = (as_text(np.asarray(t)).split("\0")[:-1] for t in (found._train, found._eval))
+    for name, content in files.items():
+        assert (content in evaluation) == (corpus.side(name) == "eval")
+        assert (content in train) != (content in evaluation)
+    assert evaluation
+
+
+def test_hidden_files_are_no_text(tmp_path: Path) -> None:
+    path = write(tmp_path / "t", {**many(), ".git/config": "secret" * 50, ".hidden": "secret" * 50})
+    found = own(path)
+    assert "secret" not in as_text(np.asarray(found._train)) + as_text(np.asarray(found._eval))
+
+
+def test_two_files_are_one_on_each_side(tmp_path: Path) -> None:
+    found = own(write(tmp_path / "t", {"a": "first " * 20, "b": "second " * 20}))
+    sides = {as_text(np.asarray(found._train)), as_text(np.asarray(found._eval))}
+    assert sides == {"first " * 20 + "\0", "second " * 20 + "\0"}
+
+
+def test_single_file_is_cut_at_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "book.txt"
+    path.write_text("".join(f"line {i}\n" for i in range(200)))
+    found = own(path)
+    train, evaluation = as_text(np.asarray(found._train)), as_text(np.asarray(found._eval))
+    assert train[:-1] + evaluation[:-1] == path.read_text()
+    assert train.endswith("\n\0")
+    assert 0.05 < len(evaluation) / len(train) < 0.15
+
+
+def test_large_file_is_one_document_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "_PIECE_BYTES", 50)
+    (tmp_path / "a.txt").write_text("".join(f"line {i}\n" for i in range(100)))
+    pieces = corpus._pieces(tmp_path / "a.txt", 0, (tmp_path / "a.txt").stat().st_size)
+    assert len(pieces) > 10
+    assert b"".join(piece.read() for piece in pieces) == (tmp_path / "a.txt").read_bytes()
+    assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert all(piece.read().endswith(b"\n") for piece in pieces)
+
+
+def test_a_file_without_lines_is_cut_between_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "_PIECE_BYTES", 10)
+    (tmp_path / "a.txt").write_text("∂é" * 20 + "x")
+    pieces = corpus._pieces(tmp_path / "a.txt", 0, (tmp_path / "a.txt").stat().st_size)
+    assert len(pieces) > 5
+    assert "".join(piece.read().decode() for piece in pieces) == "∂é" * 20 + "x"
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "has no text in it"),
+        ({"empty.txt": ""}, "has no text in it"),
+        ({"b.bin": "word\0" * 40}, r"/t has no text in it: NUL bytes in b\.bin;"),
+        ({"a.txt": "word " * 2000 + "\0", "b.txt": "word"}, r"a\.txt is not text: it has a NUL byte"),
+        ({"a.txt": "short", "b.txt": "too"}, "sequences of 7 need at least 14.*smaller model.seq_len"),
+    ],
+)
+def test_wrong_text_is_named(tmp_path: Path, files: dict[str, str], message: str) -> None:
+    (tmp_path / "t").mkdir()
+    with pytest.raises(data.DataError, match=message):
+        own(write(tmp_path / "t", files))
+
+
+def test_files_that_are_no_text_are_left_out_by_name(tmp_path: Path) -> None:
+    path = write(tmp_path / "t", {**many(), "package.json": '{"name": "secret"}'})
+    facts = own(write(tmp_path / "plain", many())).facts
+    Image.new("RGB", (20, 20)).save(path / "d1" / "logo.png")
+    notes: list[str] = []
+    found = data.load(DataConfig(name=f"text:{path}", batch_size=4), SMALL, seed=0, note=notes.append)
+    assert notes[0] == f"left out of {path}, as not plain text: d1/logo.png, package.json"
+    assert found.facts == {**facts, "name": found.facts["name"]}
+    for i in range(9):
+        (path / f"{i}.csv").write_text("a,b")
+    data.load(DataConfig(name=f"text:{path}", batch_size=4), SMALL, seed=0, note=notes.append)
+    assert any(note.endswith(": 0.csv, 1.csv, 2.csv, 3.csv, 4.csv, 5.csv, 6.csv, 7.csv and 3 more") for note in notes)
+
+
+@pytest.mark.parametrize("name", ["docs.jsonl", "docs.v2.JSONL", "docs.jsonl.gz", "docs.ndjson", "docs.json"])
+def test_json_is_refused_with_a_command_that_writes_its_text(tmp_path: Path, name: str) -> None:
+    records = [{"id": i, "text": content} for i, content in enumerate(many().values())]
+    content = json.dumps(records) if name == "docs.json" else "\n".join(map(json.dumps, records))
+    file = tmp_path / "t" / name
+    write(tmp_path / "t", {"README": "what this is"})
+    file.write_bytes(gzip.compress(content.encode()) if name.endswith("gz") else content.encode())
+    for path in (file, tmp_path / "t"):  # the file, and a folder that has little else
+        with pytest.raises(data.DataError, match=re.escape(f"{file} holds records")) as refused:
+            own(path)
+    _, command = str(refused.value).splitlines()
+    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path, env=environ)
+    (plain,) = tmp_path.glob("*.txt")
+    assert plain.read_text() == "".join(f"{content}\n" for content in many().values())
+    own(plain)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.csv", "a.tsv.zst", "a.arrow"])
+def test_other_records_are_refused(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path, {name: "text,label\n" * 40}) / name
+    with pytest.raises(data.DataError, match=rf"{name} holds records, .*; write the text in them to a \.txt file"):
+        own(path)
+
+
+def test_missing_path_is_named(tmp_path: Path) -> None:
+    with pytest.raises(data.DataError, match=f"no file or folder {tmp_path}/gone; write data.name as text:PATH"):
+        own(tmp_path / "gone")
+
+
+def test_changed_text_has_another_digest(tmp_path: Path) -> None:
+    path = write(tmp_path / "t", many())
+    first = own(path).facts["digest"]
+    assert own(path).facts["digest"] == first
+    assert own(write(tmp_path / "copy", many())).facts["digest"] == first
+    write(path, {"d0/f0.txt": "document 0 changed"})
+    assert own(path).facts["digest"] != first
+
+
+# Windows
+
+
+def test_every_epoch_covers_every_window_once(tmp_path: Path) -> None:
+    found = own(write(tmp_path / "t", many()), batch_size=1)
+    tokens = np.asarray(found._train)
+    offsets = set()
+    for epoch in range(5):
+        offset = found._offset(epoch)
+        expected = [tokens[offset + 7 * i : offset + 7 * i + 8] for i in range(found.train_size)]
+        seen = []
+        for k in range(epoch * found.train_size, (epoch + 1) * found.train_size):
+            batch = found.train_batch(k)
+            seen.append(np.append(batch["inputs"][0], batch["targets"][0, -1]))
+        assert sorted(map(tuple, seen)) == sorted(map(tuple, expected))
+        assert [tuple(s) for s in seen] != [tuple(e) for e in expected]
+        assert len(tokens) - 2 * 7 < 7 * found.train_size <= len(tokens) - 7
+        offsets.add(offset)
+    assert len(offsets) > 1  # or a text seen twice is cut at the same places
+
+
+def test_batch_has_the_promised_arrays(tmp_path: Path) -> None:
+    batch = own(write(tmp_path / "t", many())).train_batch(3)
+    assert {name: (a.shape, a.dtype) for name, a in batch.items()} == {
+        "inputs": ((4, 7), np.dtype("int32")),
+        "targets": ((4, 7), np.dtype("int32")),
+        "weights": ((4, 7), np.dtype("float32")),
+    }
+    assert np.array_equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
+    assert (batch["weights"] == 1).all()
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_processes_share_a_batch(tmp_path: Path, processes: int) -> None:
+    found = own(write(tmp_path / "t", many()), batch_size=8)
+    share = 8 // processes
+    rows = [slice(p * share, (p + 1) * share) for p in range(processes)]
+    for k in (0, 5, 997):
+        for name, whole in found.train_batch(k).items():
+            assert np.array_equal(np.concatenate([found.train_batch(k, r)[name] for r in rows]), whole)
+    iterators = [found.eval_batches(r) for r in rows]
+    for whole, *parts in zip(found.eval_batches(), *iterators, strict=True):
+        for name in whole:
+            assert np.array_equal(np.concatenate([part[name] for part in parts]), whole[name])
+
+
+def test_resume_is_as_if_uninterrupted(tmp_path: Path) -> None:
+    path = write(tmp_path / "t", many())
+    whole = list(itertools.islice(own(path).train_batches(0), 30))
+    resumed = list(itertools.islice(own(path).train_batches(17), 13))  # a new process would load anew, as this does
+    for a, b in zip(whole[17:], resumed, strict=True):
+        assert all(np.array_equal(a[name], b[name]) for name in a)
+    other = own(path, seed=1).train_batch(0)["inputs"]
+    assert not np.array_equal(other, whole[0]["inputs"])
+
+
+def test_evaluation_predicts_every_token_once(tmp_path: Path) -> None:
+    found = own(write(tmp_path / "t", many()), eval_batch_size=3)
+    tokens = np.asarray(found._eval)
+    assert (len(tokens) - 1) % 7 != 0  # the last window is a part
+    batches = list(found.eval_batches())
+    targets = np.concatenate([b["targets"][b["weights"] > 0] for b in batches])
+    assert sorted(targets) == sorted(tokens[1:])
+    assert sum((b["weights"].sum(axis=1) > 0).sum() for b in batches) == found.eval_size
+    assert {b["inputs"].shape for b in batches} == {(3, 7)}
+    assert found.eval_targets().sum() == len(tokens) - 1
+
+
+def test_fewer_evaluation_examples(tmp_path: Path) -> None:
+    path = write(tmp_path / "t", many())
+    whole, some = own(path, eval_batch_size=2), own(path, eval_batch_size=2, eval_examples=3)
+    assert some.eval_size == 3
+    assert [b["weights"][:, 0].tolist() for b in some.eval_batches()] == [[1, 1], [1, 0]]
+    first = next(whole.eval_batches())
+    assert np.array_equal(first["inputs"], next(some.eval_batches())["inputs"])
+    assert some.eval_targets().sum() == sum(b["weights"].sum() for b in some.eval_batches())
+
+
+# Tokenizers
+
+
+def test_bytes_come_back(tmp_path: Path) -> None:
+    found = own(write(tmp_path / "t", many()))
+    assert found.decode(found.encode("naïve ∂")) == "naïve ∂"
+    assert found.encode("aé").tolist() == [97, 195, 169]
+    assert found.decode([97, 195]) == "a�"
+    assert found.bytes_per_token == 1.0
+
+
+def test_bpe_trained_on_the_training_text(tmp_path: Path, cache_folder: Path) -> None:
+    path = write(tmp_path / "t", {name: content + " naïve\n" for name, content in many().items()})
+    model = dataclasses.replace(SMALL, vocab_size=300)
+    notes: list[str] = []
+    config = DataConfig(name=f"text:{path}", batch_size=2, tokenizer="bpe:300")
+    found = data.load(config, model, seed=0, note=notes.append)
+    assert isinstance(found, TokenData)
+    assert found.decode(found.encode("document 7 naïve ∂\n")) == "document 7 naïve ∂\n"
+    assert 1 < found.bytes_per_token < 10
+    side = [content + " naïve\n" for name, content in sorted(many().items()) if corpus.side(name) == "eval"]
+    assert found.decode(np.asarray(found._eval)) == "".join(side)
+    assert found.facts["eval_bytes"] == sum(len(c.encode()) + 1 for c in side)
+    assert found.bytes_per_token == pytest.approx(found.facts["eval_bytes"] / len(found._eval))
+    assert found._eval.max() < 300
+    assert found.references() == []
+    # A second load trains nothing and packs nothing; deleting everything gives the same again.
+    again: list[str] = []
+    assert data.load(config, model, seed=0, note=again.append).facts == found.facts
+    assert notes
+    assert not again
+    saved = next((cache_folder / "tokenizers").glob("*.json")).rename(tmp_path / "mine.json")
+    assert data.load(config, model, seed=0, note=quiet).facts == found.facts
+    mine = data.load(dataclasses.replace(config, tokenizer=str(saved)), model, seed=0, note=quiet)
+    assert np.array_equal(mine.train_batch(5)["inputs"], found.train_batch(5)["inputs"])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("bpe:12", "write bpe:SIZE with a SIZE of at least 257"),
+        ("bpe:many", "write bpe:SIZE"),
+        ("bpe:400", r"write --model\.vocab-size 400"),
+        ("gone.json", "no tokenizer at gone.json; write data.tokenizer as bytes, bpe:SIZE or the path"),
+    ],
+)
+def test_wrong_tokenizer_is_named(tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises(data.DataError, match=message):
+        own(write(tmp_path / "t", many()), tokenizer=name)
+
+
+def test_broken_tokenizer_file(tmp_path: Path) -> None:
+    (tmp_path / "broken.json").write_text('{"version": "1.0"')
+    with pytest.raises(data.DataError, match=r"broken\.json is no tokenizer\.json"):
+        own(write(tmp_path / "t", many()), tokenizer=str(tmp_path / "broken.json"))
+
+
+def test_tokenizer_without_a_separator(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")).save(str(tmp_path / "words.json"))
+    with pytest.raises(data.DataError, match="no token to end a document with"):
+        own(write(tmp_path / "t", many()), tokenizer=str(tmp_path / "words.json"))
+
+
+def test_text_that_is_not_utf8(tmp_path: Path) -> None:
+    write(tmp_path / "t", many())
+    (tmp_path / "t" / "latin.txt").write_bytes("naïve".encode("latin-1") * 20)
+    own(tmp_path / "t")  # bytes are bytes
+    with pytest.raises(data.DataError, match="is not UTF-8"):
+        own(tmp_path / "t", model=dataclasses.replace(SMALL, vocab_size=300), tokenizer="bpe:300")
+
+
+def test_vocabulary_must_fit(tmp_path: Path) -> None:
+    with pytest.raises(data.DataError, match=r"256 tokens and the model 97; write --model\.vocab-size 256"):
+        own(write(tmp_path / "t", many()), model=dataclasses.replace(SMALL, vocab_size=97))
+
+
+def test_text_is_not_for_image_models(tmp_path: Path) -> None:
+    with pytest.raises(data.DataError, match="the model reads images; write a decoder"):
+        data.load(DataConfig(name=f"text:{tmp_path}", batch_size=2), configs.get("vit-tiny"), seed=0)
+
+
+def test_negative_seed() -> None:
+    with pytest.raises(data.DataError, match="seed is -1"):
+        data.load(DataConfig(name="python_corpus", batch_size=2), MODEL, seed=-1)
+
+
+def test_records_are_text_either_way() -> None:
+    records = text.Records([{"t": "é"}, {"t": "é".encode()}], "t")
+    assert [records[i].read() for i in range(len(records))] == ["é".encode()] * 2
+    assert tokenizer.Bytes().encode([records[0].read()])[0].tolist() == [195, 169]
+    assert packing.SIDES == ("train", "eval")

@@ -1,0 +1,223 @@
+"""Preparation: it resumes after a kill, repairs what is damaged, and is done by one process while others wait."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mupax.train import data
+from mupax.train.data import cache
+from mupax.train.data.sources.text import Text
+from mupax.train.data.text import packing, tokenizer
+
+pytestmark = pytest.mark.core
+
+TEXTS = [b"text %d " % i * (i % 5 + 1) for i in range(23)]
+
+
+class Documents(Sequence):
+    """Counts what is read, and dies after so many."""
+
+    def __init__(self, texts: list[bytes], dies_after: int | None = None) -> None:
+        self.texts, self.dies_after, self.read = texts, dies_after, []
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, i: int) -> Text:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if len(self.read) == self.dies_after:
+            raise KeyboardInterrupt
+        self.read.append(i)
+        return Text(self.texts[i])
+
+
+@pytest.fixture(autouse=True)
+def small_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MUPAX_DATA", str(tmp_path))
+    monkeypatch.setattr(packing, "_STEP_BYTES", 40)
+    return tmp_path
+
+
+def quiet(line: str) -> None:
+    """Takes notes and does nothing."""
+
+
+def prepare(train: Documents | None = None, note=quiet, key: str = "k") -> dict[str, packing.Packed]:
+    sides = {"train": train or Documents(TEXTS), "eval": Documents(TEXTS[:3])}
+    return packing.prepared(key, lambda: sides, tokenizer.Bytes(), note)
+
+
+def whole(texts: list[bytes]) -> bytes:
+    return b"".join(text + b"\0" for text in texts)
+
+
+def test_documents_stand_whole_and_in_order() -> None:
+    found = prepare()
+    assert found["train"].tokens.tobytes() == whole(TEXTS)
+    assert found["eval"].tokens.tobytes() == whole(TEXTS[:3])
+    assert found["train"].text_bytes == len(whole(TEXTS))
+
+
+@pytest.mark.parametrize("dies_after", [0, 1, 7, 22])
+def test_killed_pass_goes_on(dies_after: int, small_steps: Path) -> None:
+    once = prepare(key="uninterrupted")
+    killed, second = Documents(TEXTS, dies_after), Documents(TEXTS)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(killed)
+    folder = small_steps / "packed" / "k-bytes"
+    assert not (folder / "manifest.json").exists()
+    with (folder / "train.bin").open("ab") as file:
+        file.write(b"half a step that no progress file vouches for")
+    found = prepare(second)
+    assert found["train"].tokens.tobytes() == once["train"].tokens.tobytes()
+    assert found["train"].digest == once["train"].digest
+    assert dies_after < 7 or len(second.read) < len(TEXTS)
+    assert set(second.read) | set(killed.read) == set(range(len(TEXTS)))
+
+
+def test_prepared_text_is_not_prepared_again() -> None:
+    prepare()
+    second, notes = Documents(TEXTS), []
+    prepare(second, notes.append)
+    assert second.read == []
+    assert notes == []
+
+
+def _cut(folder: Path) -> None:
+    os.truncate(folder / "train.bin", 50)
+
+
+def _flip(folder: Path) -> None:
+    content = bytearray((folder / "train.bin").read_bytes())
+    content[33] ^= 4
+    (folder / "train.bin").write_bytes(content)
+
+
+def _remove(folder: Path) -> None:
+    (folder / "eval.bin").unlink()
+
+
+def _half_manifest(folder: Path) -> None:
+    text = (folder / "manifest.json").read_text()
+    (folder / "manifest.json").write_text(text[: len(text) // 2])
+
+
+def _foreign_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_text(json.dumps({"format": 1, "tokenizer": "bytes", "sides": {"train": {}}}))
+
+
+@pytest.mark.parametrize("damage", [_cut, _flip, _remove, _half_manifest, _foreign_manifest])
+def test_damaged_text_is_prepared_again(damage, small_steps: Path) -> None:
+    digest = prepare()["train"].digest
+    damage(small_steps / "packed" / "k-bytes")
+    notes: list[str] = []
+    found = prepare(note=notes.append)
+    assert found["train"].tokens.tobytes() == whole(TEXTS)
+    assert found["train"].digest == digest
+    assert any("preparing it again" in note for note in notes)
+
+
+def test_damaged_progress_starts_over(small_steps: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        prepare(Documents(TEXTS, 15))
+    state = small_steps / "packed" / "k-bytes" / "train.json"
+    assert json.loads(state.read_text())["documents"] > 0
+    state.write_text("{")
+    second = Documents(TEXTS)
+    assert prepare(second)["train"].tokens.tobytes() == whole(TEXTS)
+    assert second.read == list(range(len(TEXTS)))
+
+
+def test_one_prepares_and_the_others_wait() -> None:
+    sources, found, notes = [Documents(TEXTS) for _ in range(4)], [], []
+    threads = [
+        threading.Thread(target=lambda source=source: found.append(prepare(source, notes.append))) for source in sources
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert len(found) == 4
+    assert sorted(len(source.read) for source in sources) == [0, 0, 0, len(TEXTS)]
+    assert {packed["train"].digest for packed in found} == {found[0]["train"].digest}
+
+
+def test_large_vocabularies_take_two_or_four_bytes(small_steps: Path) -> None:
+    class Wide(tokenizer.Bytes):
+        def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+            return [ids + (self.vocab_size - 256) for ids in super().encode(texts)]
+
+    for size, width in ((256, 1), (257, 2), (1 << 16, 2), ((1 << 16) + 1, 4)):
+        encoder = Wide(key=f"wide{size}", vocab_size=size)
+        found = packing.prepared(
+            "w", lambda: {"train": Documents(TEXTS), "eval": Documents([])}, encoder, quiet
+        )  # fmt: skip
+        assert found["train"].tokens.itemsize == width
+        assert found["train"].tokens[0] == TEXTS[0][0] + size - 256
+        assert len(found["eval"].tokens) == 0
+
+
+def test_cache_that_cannot_be_written(small_steps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (small_steps / "file").write_text("")
+    monkeypatch.setenv("MUPAX_DATA", str(small_steps / "file" / "cache"))
+    with pytest.raises(
+        data.DataError, match=r"cannot write prepared data to .*Set MUPAX_DATA \(or data\.data_dir\) to a folder"
+    ):
+        prepare()
+
+
+def test_cache_that_may_not_be_written(small_steps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # a superuser may write anywhere
+    with pytest.raises(data.DataError, match=r"no permission\. Set MUPAX_DATA"):
+        prepare()
+
+
+def test_cache_prepared_by_others_is_read(small_steps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = prepare()["train"].digest
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert prepare()["train"].digest == digest
+    assert cache.remembered("none", lambda: {"a": 1.0}) == {"a": 1.0}
+
+
+def test_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(data.DataError, match=r"cannot write .*No space left on device\. Make room"):
+        prepare()
+
+
+def test_file_system_without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(file: object, operation: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(cache.fcntl, "flock", unsupported)
+    with pytest.raises(data.DataError, match=r"has no locks \(Operation not supported\).*Set MUPAX_DATA"):
+        prepare()
+
+
+def test_cache_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("MUPAX_DATA")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setattr("sys.platform", "linux")
+    assert cache.root() == tmp_path / "xdg" / "mupax"
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert cache.root() == Path.home() / "Library" / "Caches" / "mupax"
+
+
+def test_remembered_numbers_are_checked(small_steps: Path) -> None:
+    assert cache.remembered("n", lambda: {"a": 0.5}) == {"a": 0.5}
+    assert cache.remembered("n", lambda: {"a": 0.7}) == {"a": 0.5}
+    (small_steps / "references" / "n.json").write_text('{"a": "x"}')
+    assert cache.remembered("n", lambda: {"a": 0.7}) == {"a": 0.7}
+
+
+def test_digest_tells_parts_apart() -> None:
+    assert len({cache.digest("ab", "c"), cache.digest("a", "bc"), cache.digest("abc"), cache.digest("abc", "")}) == 4

@@ -1,0 +1,285 @@
+"""How processes find each other, and what they tell each other: with a made-up environment and a made-up store."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from mupax.train.checkpoints import workdir
+from mupax.train.config.recipes import lm_tiny
+from mupax.train.config.run import Config, DistributedConfig
+from mupax.train.data import Data, DataError, Reference
+from mupax.train.data.interface import ALL_ROWS, Batch
+from mupax.train.parallel import distributed
+from mupax.train.parallel.distributed import DistributedError, place
+from mupax.train.parallel.processes import Processes
+from mupax.train.parallel.signals import StopRequest
+from mupax.train.run import agreement
+from mupax.zoo.configs import ConfigError
+
+pytestmark = pytest.mark.core
+
+ROOT = Path(__file__).resolve().parents[3]
+ALONE = DistributedConfig()
+BY_HAND = DistributedConfig(coordinator="a:1", processes=2, process=1)
+TOLD = {"coordinator_address": "a:1", "num_processes": 2, "process_id": 1}
+SLURM = {"SLURM_STEP_NODELIST": "n[1-4]", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_NODES": "4", "SLURM_GPUS_ON_NODE": "8"}
+
+
+@pytest.mark.parametrize(
+    ("config", "environ", "tpu", "found"),
+    [
+        (ALONE, {}, False, None),
+        (BY_HAND, {}, False, TOLD),
+        (BY_HAND, SLURM, True, TOLD),
+        (ALONE, {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, False, TOLD),
+        (DistributedConfig(process=1), {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2"}, False, TOLD),
+        (ALONE, {}, True, {}),
+        (ALONE, SLURM, False, {"local_device_ids": list(range(8))}),
+        (ALONE, {**SLURM, "SLURM_NTASKS": "32"}, False, {"local_device_ids": None}),
+        (ALONE, {**SLURM, "SLURM_NTASKS": "1"}, False, None),
+        # A batch script outside srun is one process, however many tasks its job has.
+        (ALONE, {"SLURM_NTASKS": "4"}, False, None),
+        (ALONE, {"OMPI_COMM_WORLD_SIZE": "2"}, False, {}),
+        (DistributedConfig(processes=1), SLURM, True, None),
+    ],
+)
+def test_a_process_knows_whether_there_are_others(
+    config: DistributedConfig, environ: dict[str, str], tpu: bool, found: dict[str, Any] | None
+) -> None:
+    assert place(config, environ, tpu) == found
+
+
+@pytest.mark.parametrize(
+    ("config", "environ", "said"),
+    [
+        (
+            DistributedConfig(process=1), {},
+            "to join other processes by hand, --distributed.coordinator (JAX_COORDINATOR_ADDRESS) "
+            "--distributed.processes (JAX_NUM_PROCESSES) must be given too, or none of them",
+        ),
+        (DistributedConfig(coordinator="a", processes=2, process=1), {}, "distributed.coordinator is 'a'; write HOST:PORT of process 0"),
+        (DistributedConfig(coordinator="a:1", processes=2, process=2), {}, "distributed.process is 2 of 2; write a number from 0 to 1"),
+        (ALONE, {"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES is 'two'; write a whole number"),
+    ],
+)  # fmt: skip
+def test_a_part_of_what_it_takes_is_refused(config: DistributedConfig, environ: dict[str, str], said: str) -> None:
+    with pytest.raises(DistributedError, match=f"^{re.escape(said)}$"):
+        place(config, environ, tpu=False)
+
+
+def test_a_plain_process_joins_nobody() -> None:
+    with distributed.joined(ALONE) as processes:
+        assert (processes.index, processes.count, processes.leader) == (0, 1, True)
+        assert processes.told("x", lambda: 3) == 3
+        with processes.leader_first("y"):
+            processes.meet("z")
+    assert not jax.distributed.is_initialized()
+
+
+def test_who_waits_too_long_says_for_whom() -> None:
+    # In a process of its own: the library would end this one.
+    code = (
+        "from mupax.train.config.run import DistributedConfig; from train import distributed\n"
+        "c = DistributedConfig(coordinator='localhost:9', processes=2, process=1, timeout_seconds=1)\n"
+        "with distributed.joined(c): pass"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "error: process 1 of 2 waited 1 s for process 0 at localhost:9 and the others; start all of" in done.stderr
+
+
+class Store:
+    """The coordination service, in this process."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.changed = threading.Condition()
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        with self.changed:
+            if key in self.values and not allow_overwrite:
+                raise RuntimeError(f"{key} is there")
+            self.values[key] = value
+            self.changed.notify_all()
+
+    def blocking_key_value_get(self, key: str, timeout_ms: int) -> str:
+        with self.changed:
+            assert self.changed.wait_for(lambda: key in self.values, timeout=20)
+            return self.values[key]
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        return [(name, value) for name, value in self.values.items() if name.startswith(f"{key}/")]
+
+    def wait_at_barrier(self, name: str, timeout_ms: int) -> None:
+        with self.changed:
+            self.values[name] = str(int(self.values.get(name, "0")) + 1)
+            self.changed.notify_all()
+            assert self.changed.wait_for(lambda: self.values[name] == "2", timeout=20)
+
+
+def both(work: Any) -> list[Any]:
+    """What two processes, each a thread, make of it: its results, or its exceptions."""
+    store, found = Store(), [None, None]
+
+    def one(index: int) -> None:
+        processes = Processes(index, 2, store)
+        try:
+            found[index] = work(processes)
+        except Exception as error:
+            found[index] = error
+        processes._done.set()
+
+    threads = [threading.Thread(target=one, args=(index,)) for index in (1, 0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found
+
+
+def test_all_are_told_what_process_0_knows_and_it_goes_first() -> None:
+    order: list[int] = []
+
+    def work(processes: Processes) -> Any:
+        with processes.leader_first("work"):
+            order.append(processes.index)
+        return processes.told("x", lambda: {"from": processes.index})
+
+    assert both(work) == [{"from": 0}, {"from": 0}]
+    assert order == [0, 1]
+
+
+def test_different_flags_and_data_are_refused_by_name() -> None:
+    def config(processes: Processes) -> None:
+        mine = lm_tiny()
+        model = dataclasses.replace(mine.model, depth=4 + processes.index)
+        agreement.check_config(dataclasses.replace(mine, model=model), processes)
+
+    first, second = both(config)
+    assert first is None
+    assert isinstance(second, ConfigError)
+    assert str(second) == "process 1 has model.depth 5 and process 0 has 4; start all processes with the same flags"
+    assert both(lambda processes: agreement.check_config(lm_tiny(), processes)) == [None, None]
+
+    class Facts:
+        def __init__(self, digest: str) -> None:
+            self.facts = {"name": "x", "digest": digest}
+
+    first, second = both(lambda processes: agreement.check_data(Facts(f"d{processes.index}"), processes))  # type: ignore[arg-type]
+    assert first is None
+    assert isinstance(second, DataError)
+    assert "process 1 has x with digest d1, process 0 with d0; copy" in str(second)
+
+
+def test_one_process_claims_the_folder_and_the_others_must_see_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def claim(processes: Processes) -> Any:
+        config: Config = dataclasses.replace(lm_tiny(), workdir=str(tmp_path / f"run{processes.index}"))
+        return workdir.claim_together(config, processes)
+
+    assert both(claim) == [(tmp_path / "run0", False)] * 2
+    assert not list((tmp_path / "run0").iterdir())
+    assert not (tmp_path / "run1").exists()
+
+    monkeypatch.setattr(workdir.time, "sleep", lambda seconds: None)
+    lost = Store()
+    lost.values["mupax/told/workdir"] = '["/nowhere", false]'
+    with pytest.raises(
+        workdir.WorkdirError, match=r"^process 1 does not see the workdir /nowhere of process 0, where all"
+    ):
+        workdir.claim_together(lm_tiny(), other := Processes(1, 2, lost))
+    other._done.set()
+
+
+def test_processes_agree_on_how_many_programs_they_run_before_a_stop() -> None:
+    ran: list[tuple[int, int]] = []
+
+    def work(processes: Processes) -> int:
+        with StopRequest(joins=True) as stop:
+            stop.join(processes)
+            stop.defer()
+            programs = 0
+            while stop.claim():
+                programs += 1
+                stop.done()
+                time.sleep(0.02 if processes.index else 0.002)  # one runs ahead
+                if (processes.index, programs) == (1, 7):
+                    stop._hear(signal.SIGINT)
+            ran.append((processes.index, programs))
+            return stop.exit_code
+
+    assert both(work) == [130, 130]
+    (_, first), (_, second) = ran
+    assert first == second > 7
+
+
+def test_control_alone_a_process_stops_at_the_next_program() -> None:
+    with StopRequest() as stop:
+        stop.defer()
+        assert stop.claim()
+        stop.done()
+        assert not stop.now()
+        stop._hear(signal.SIGTERM)
+        assert stop.now()
+        assert not stop.claim()
+    assert stop.exit_code == 143
+
+
+class Table(Data):
+    """A data set whose every batch is the same table."""
+
+    def __init__(self, whole: Batch) -> None:
+        super().__init__(facts={}, train_size=8, eval_size=8, batch_size=8, eval_batch_size=8)
+        self.whole = whole
+
+    def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
+        return {name: x[rows] for name, x in self.whole.items()}
+
+    def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
+        return self.train_batch(j, rows)
+
+    def references(self) -> list[Reference]:
+        return []
+
+
+def test_rows_of_a_process_are_those_that_its_devices_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mupax.train.config.run import MeshConfig
+    from mupax.train.parallel.feed import Feed
+    from mupax.train.parallel.mesh import make_mesh
+    from mupax.train.parallel.sharding import MeshLayout
+
+    layout = MeshLayout(make_mesh(MeshConfig(data=4, sequence=2)))
+    shapes = {"inputs": jax.ShapeDtypeStruct((8, 6), np.int32), "targets": jax.ShapeDtypeStruct((8,), np.int32)}
+    whole = {"inputs": np.arange(48).reshape(8, 6), "targets": np.arange(8)}
+    assert Feed(shapes, layout).rows == (slice(0, 8),)
+    # As in a process that holds the first and the last quarter of the batch, and one half of the positions.
+    mine = {d: i for d, i in layout.batch(shapes)["inputs"].devices_indices_map((8, 6)).items() if d.id in (1, 7)}
+    monkeypatch.setattr(
+        jax.sharding.NamedSharding, "addressable_devices_indices_map", lambda self, shape: mine, raising=True
+    )
+    feed = Feed(shapes, layout)
+    assert feed.rows == (slice(0, 2), slice(6, 8))
+    got: list[np.ndarray] = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(
+        jax, "make_array_from_callback", lambda shape, sharding, part: got.extend(map(part, mine.values()))
+    )
+    with contextlib.closing(Table(whole).train_batches(0, *feed.rows)) as batches:
+        feed.put({"inputs": next(batches)["inputs"]})
+    for index, part in zip(mine.values(), got, strict=True):
+        np.testing.assert_array_equal(part, whole["inputs"][index])
+        assert part.shape == (2, 3)

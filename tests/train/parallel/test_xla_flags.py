@@ -1,0 +1,156 @@
+"""Compiler flags: every one is known to the compiler, leaves the loss as it is, and gives way to the user's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
+from mupax.train.core.program import Program, abstract_batch, assemble
+from mupax.train.parallel import xla_flags
+from mupax.train.parallel.xla_flags import FLAGS, Value, compiler_options
+from mupax.zoo import configs
+
+GPU = {flag.name: flag.value for flag in FLAGS["gpu"]}
+TPU = {flag.name: flag.value for flag in FLAGS["tpu"]}
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    """A scanned decoder over two devices: the flags are about loops and collectives."""
+    model = dataclasses.replace(configs.get("lm-tiny"), width=24, depth=2, num_heads=2, seq_len=14, vocab_size=23)
+    config = Config(
+        recipe="flags",
+        model=model,
+        data=DataConfig(name="python_corpus", batch_size=4),
+        preset=PresetConfig(name="mup"),
+        optimizer=OptimizerConfig(peak_lr=1e-2),
+        mesh=MeshConfig(data=1, fsdp=2),
+        steps=STEPS,
+    )
+    return assemble(config, jax.devices()[:2])
+
+
+def losses(program: Program, options: dict[str, Value]) -> list[float]:
+    """Of the first steps, on random tokens."""
+    step = program.trace_train().lower().compile(compiler_options=options)
+    state, numbers, feed = program.initial_state(), program.numbers(), program.train_feed()
+    shape = abstract_batch(program.config.model, program.config.data.batch_size)["inputs"].shape
+    random, found = np.random.default_rng(0), []
+    for _ in range(STEPS):
+        tokens = random.integers(0, 23, (2, *shape), np.int32)
+        batch = {"inputs": tokens[0], "targets": tokens[1], "weights": np.ones(shape, np.float32)}
+        state, metrics = step(state, numbers, feed.put(batch))
+        found.append(float(metrics["loss"]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def without(program: Program) -> list[float]:
+    return losses(program, {})
+
+
+# A build for CPUs knows the flags of GPUs and ignores them: here this shows that the names and values are right. On
+# devices, `python -m scripts.bench.xla_flags` makes the same comparison and times it.
+@pytest.mark.core
+@pytest.mark.parametrize("name", GPU)
+def test_a_flag_is_known_and_leaves_the_loss(name: str, program: Program, without: list[float]) -> None:
+    assert losses(program, {name: GPU[name]}) == pytest.approx(without, rel=1e-6)
+
+
+@pytest.mark.core
+def test_control_an_option_reaches_the_program() -> None:
+    lowered = jax.jit(lambda x: jnp.tanh(x) * 2 + x).lower(jnp.zeros(3))
+    fused, apart = (
+        (lowered.compile(compiler_options=options).as_text() or "").count(" fusion(")
+        for options in ({}, {"xla_disable_hlo_passes": "fusion"})
+    )
+    assert fused < apart  # Each operation is wrapped by itself.
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("options", [{"xla_gpu_no_such_flag": True}, {"xla_gpu_enable_latency_hiding_scheduler": "x"}])
+def test_control_the_compiler_refuses_what_it_does_not_know(options: dict[str, Value]) -> None:
+    lowered = jax.jit(lambda x: x + 1).lower(jnp.zeros(3))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=next(iter(options))):
+        lowered.compile(compiler_options=options)
+
+
+# In a process of its own: the TPU compiler takes its settings from the environment when it is loaded, and only once.
+AHEAD = """
+import json, sys
+from train import topology
+topology.ready()
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+mesh = Mesh(topology.devices("v5e:2x2"), "x")
+split = NamedSharding(mesh, PartitionSpec("x"))
+x = jax.ShapeDtypeStruct((512, 256), "float32", sharding=split)
+lowered = jax.jit(lambda x: x.T @ x, out_shardings=NamedSharding(mesh, PartitionSpec())).lower(x)
+for options in json.loads(sys.argv[1]):
+    try:
+        lowered.compile(compiler_options=options)
+        print("compiled")
+    except jax.errors.JaxRuntimeError as error:
+        print(error)
+"""
+
+
+@pytest.mark.tpu
+def test_the_tpu_compiler_knows_its_flags() -> None:
+    sets = [*({name: value} for name, value in TPU.items()), TPU, {"xla_tpu_no_such_flag": True}]
+    environment = {**os.environ, "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", AHEAD, json.dumps(sets)], env=environment, capture_output=True, text=True, timeout=300
+    )
+    *known, unknown = done.stdout.splitlines()
+    assert known == ["compiled"] * (len(TPU) + 1), done.stderr
+    assert "xla_tpu_no_such_flag" in unknown
+
+
+@pytest.mark.core
+def test_the_flags_of_a_backend() -> None:
+    assert compiler_options("gpu", "auto", {}) == GPU
+    assert compiler_options("tpu", "auto", {}) == TPU
+    assert compiler_options("gpu", "none", {}) == {}
+    assert compiler_options("metal", "auto", {}) == {}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("variable", xla_flags.VARIABLES)
+@pytest.mark.parametrize("said", ["--{}=false", "--xla_dump_to=/x --{}", "--{}=true --xla_other=1"])
+def test_what_the_user_sets_is_left_as_it_is(variable: str, said: str) -> None:
+    mine, *others = TPU
+    found = compiler_options("tpu", "auto", {variable: said.format(mine)})
+    assert list(found) == others
+    assert compiler_options("tpu", "auto", {variable: said.format(f"{mine}_more")}) == TPU
+
+
+@pytest.mark.core
+def test_every_flag_says_why_and_by_whom() -> None:
+    for backend, flags in FLAGS.items():
+        assert len({flag.name for flag in flags}) == len(flags)
+        for flag in flags:
+            assert flag.name.startswith("xla_"), backend
+            assert len(flag.why) > 20
+            assert "." in flag.source
+
+
+@pytest.mark.core
+def test_a_run_is_compiled_with_them(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    flag = xla_flags.Flag("xla_no_such_flag", True, "", "")
+    monkeypatch.setitem(FLAGS, "cpu", (flag,))
+    assert program.compiler_options() == {"xla_no_such_flag": True}
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_flag"):
+        program.compile_train()
+    off = dataclasses.replace(program, config=dataclasses.replace(program.config, xla_flags="none"))
+    assert off.compiler_options() == {}

@@ -1,0 +1,151 @@
+"""A small step compiled for TPU topologies by the real compiler: what the report says, and what the audit finds."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from mupax.train.__main__ import main
+from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
+from mupax.train.core.program import assemble
+from mupax.train.pods import checks, hlo
+from mupax.train.pods.collectives import collectives
+from mupax.train.pods.compiled import Compiled, compile_for
+from mupax.zoo.configs import ComputeConfig, DecoderConfig
+
+DEPTH = 3
+
+
+def config_of(mesh: MeshConfig, **more: Any) -> Config:
+    """A decoder whose weights are small beside its activations, so that moving the wrong ones shows."""
+    model = DecoderConfig(
+        width=128, depth=DEPTH, num_heads=2, vocab_size=256, seq_len=128, positions="rotary", norm="rmsnorm",
+        activation="swiglu", bias=False, mlp_ratio=2.0,
+        compute=ComputeConfig(layers="scan", dtype="bfloat16", remat="block", attention="xla"),
+    )  # fmt: skip
+    return Config(
+        recipe="pod", model=model, data=DataConfig(name="python_corpus", batch_size=64), mesh=mesh, steps=10,
+        preset=PresetConfig(name="mup"), optimizer=OptimizerConfig(clip_norm=1.0), **more,
+    )  # fmt: skip
+
+
+MESHES = {
+    "fsdp": MeshConfig(data=1, fsdp=4),
+    "fsdp-tensor": MeshConfig(data=1, fsdp=2, tensor=2),
+    "data-sequence": MeshConfig(data=2, sequence=2),
+}
+
+
+@functools.cache
+def compiled(mesh: str) -> Compiled:
+    return compile_for(config_of(MESHES[mesh]), "v5e:2x2")
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_step_sends_only_what_its_mesh_requires(mesh: str) -> None:
+    made = compiled(mesh)
+    assert made.fits
+    assert made.problems() == []
+    inside = {axis for one in made.collectives() if DEPTH in one.trips for axis in one.axes}
+    assert inside == {axis for axis, size in made.program.mesh.shape.items() if size > 1}
+    assert made.module is not None
+    assert made.module.unknown_loops == 0
+
+
+@pytest.mark.tpu
+def test_control_a_batch_that_is_not_split_is_caught() -> None:
+    # fsdp splits parameters but not the batch: every product sums activations over it.
+    bad = compile_for(config_of(MeshConfig(data=1, fsdp=4, rules=("batch=data",))), "v5e:2x2")
+    assert any("over fsdp the layer loop sends" in problem for problem in bad.problems())
+
+
+@pytest.mark.tpu
+def test_the_report_has_what_it_promises() -> None:
+    made = compiled("fsdp-tensor")
+    report = made.report()
+    promised = {
+        "fits",
+        "hbm_bytes_per_device",
+        "peak_bytes_per_device",
+        "flops_per_step",
+        "estimated_cycles",
+        "collectives",
+    }
+    assert promised <= set(report)
+    assert json.loads(json.dumps(report)) == report
+    assert report["estimated_cycles"] > 100_000
+    assert report["peak_bytes_per_device"] >= report["argument_bytes_per_device"] + report["temporary_bytes_per_device"]
+    state = sum(leaf.size * 4 for leaf in jax.tree.leaves(made.program.abstract))
+    assert state / 4 < report["argument_bytes_per_device"] < state / 2
+    assert 0 < report["roofline"]["mfu"] < 1
+    assert report["traced_flops_per_step"] > report["flops_per_step"]
+
+
+@pytest.mark.tpu
+def test_what_does_not_fit_says_by_how_much() -> None:
+    config = config_of(MeshConfig(data=4))
+    made = compile_for(dataclasses.replace(config, model=dataclasses.replace(config.model, width=8192)), "v5e:2x2")
+    assert not made.fits
+    assert made.report()["spare_bytes_per_device"] < 0
+    assert made.used_bytes > made.limit_bytes > 15 * 2**30
+
+
+@pytest.mark.tpu
+def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "report.json"
+    words = ["--topology", "v5e:2x2", "--model.depth", "2", "--data.batch-size", "8", "--json", str(out)]
+    assert main(["compile", "lm-tiny", *words]) == 0
+    said = capsys.readouterr().out
+    assert "fits" in said
+    assert "MFU" in said
+    assert json.loads(out.read_text())["topology"] == "v5e:2x2"
+
+
+@pytest.mark.tpu
+def test_a_shape_that_no_host_has_is_told_what_to_write(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compile", "lm-tiny", "--topology", "v5e:3x3"]) == 2
+    assert "write such as v5e:16x16" in capsys.readouterr().err
+
+
+# The audit itself, on the CPU
+
+
+@pytest.mark.core
+def test_control_whole_moments_are_caught() -> None:
+    program = assemble(config_of(MeshConfig(data=1, fsdp=8)))
+    good = jax.tree.map(lambda leaf: leaf.sharding, program.abstract)
+    assert checks.whole_moments(program, good) == []
+    whole = jax.tree.map(lambda _: program.layout.whole, program.abstract.opt_state)
+    found = checks.whole_moments(program, good._replace(opt_state=whole))
+    matrices = sum(leaf.sharding != program.layout.whole for leaf in program.abstract.params.values())
+    assert len(found) == 2 * matrices  # both moments of every parameter that is split
+
+
+@pytest.mark.core
+def test_control_a_stack_gathered_before_the_loop_is_caught() -> None:
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    place, whole = NamedSharding(mesh, PartitionSpec(None, "fsdp")), NamedSharding(mesh, PartitionSpec())
+    shape = (DEPTH, 64, 64)
+
+    def found(gathered: bool) -> list[str]:
+        def run(w: jax.Array, x: jax.Array) -> jax.Array:
+            w = jax.lax.with_sharding_constraint(w, whole) if gathered else w
+            return jax.lax.scan(lambda h, layer: (jnp.tanh(h @ layer), None), x, w)[0]
+
+        rows = NamedSharding(mesh, PartitionSpec("fsdp"))
+        jitted = jax.jit(run, in_shardings=(place, rows), out_shardings=rows)
+        text = jitted.lower(jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct((256, 64), jnp.float32))
+        module = hlo.parse(text.compile().as_text() or "")
+        return checks.whole_stacks(collectives(module, {"fsdp": 8}), {"w": shape})
+
+    assert found(gathered=False) == []
+    assert len(found(gathered=True)) == 1

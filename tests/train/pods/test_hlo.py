@@ -1,0 +1,170 @@
+"""Reading optimized HLO: a TPU program kept beside this file, and what this JAX compiles for the CPU.
+
+The kept program is the gradient of a scan over five layers of x + tanh(x @ up) @ down for v5e:2x2, parameters split over
+fsdp 2 and tensor 2, by libtpu 0.0.42; backend configs are cut to the estimated cycles.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from mupax.train.pods import hlo
+from mupax.train.pods.collectives import axes_of, collectives, replica_groups, table
+
+pytestmark = pytest.mark.core
+
+LAYERS, WIDTH, HIDDEN, ROWS = 5, 256, 512, 64
+MESH = {"fsdp": 2, "tensor": 2}
+TPU = (Path(__file__).parent / "hlo" / "tpu-v5e-2x2.txt").read_text()
+
+
+@pytest.fixture(scope="module")
+def cpu() -> str:
+    """The same program, by this JAX for the CPU."""
+    mesh = jax.make_mesh((2, 2), tuple(MESH), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+
+    def leaf(shape: tuple[int, ...], *spec: str | None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+
+    up, down = leaf((LAYERS, WIDTH, HIDDEN), None, *MESH), leaf((LAYERS, HIDDEN, WIDTH), None, "tensor", "fsdp")
+    x = leaf((ROWS, WIDTH), "fsdp", None)
+
+    def loss(weights: tuple[jax.Array, jax.Array], x: jax.Array) -> jax.Array:
+        def layer(h: jax.Array, w: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+            return h + jnp.dot(jnp.tanh(jnp.dot(h, w[0])), w[1]), None
+
+        return jnp.sum(jax.lax.scan(layer, x, weights)[0] ** 2)
+
+    places = (up.sharding, down.sharding)
+    jitted = jax.jit(jax.grad(loss), in_shardings=(places, x.sharding), out_shardings=places)
+    text = jitted.lower((up, down), x).compile().as_text()
+    assert text is not None
+    return text
+
+
+@pytest.fixture(params=["cpu", "tpu"])
+def module(request: pytest.FixtureRequest) -> hlo.Module:
+    return hlo.parse(TPU if request.param == "tpu" else request.getfixturevalue("cpu"))
+
+
+def test_both_loops_run_once_per_layer(module: hlo.Module) -> None:
+    loops = [e for e in module.executed if e.instruction.opcode == "while"]
+    assert [module.trip_count(e.computation, e.instruction) for e in loops] == [LAYERS, LAYERS]
+    assert {e.trips for e in module.executed} == {(), (LAYERS,)}
+    assert module.unknown_loops == 0
+
+
+def test_collectives_are_those_of_the_mesh(module: hlo.Module) -> None:
+    found = collectives(module, MESH)
+    # Forward and backward gather both matrices of a layer once each; the products over the split dimension are summed.
+    assert sorted((one.kind, one.axes) for one in found if one.kind == "all-gather") == [("all-gather", ("fsdp",))] * 4
+    assert [one.axes for one in found if one.kind == "all-reduce" and one.axes == ("tensor",)] == [("tensor",)] * 2
+    assert all(one.trips == (LAYERS,) and one.times == LAYERS and one.group_size == 2 for one in found)
+    # float32 on CPU, bfloat16 products on TPU: one tensor part of a matrix.
+    assert {one.bytes * 2 // (WIDTH * HIDDEN) for one in found if one.kind == "all-gather"} in ({4}, {2})
+
+
+def test_gradients_are_summed_over_fsdp(module: hlo.Module) -> None:
+    summed = [one for one in collectives(module, MESH) if one.kind in ("reduce-scatter", "all-reduce")]
+    (gradient,) = [one for one in summed if one.axes == ("fsdp",)]
+    assert gradient.bytes in (WIDTH * HIDDEN * 4, WIDTH * HIDDEN * 2)  # both matrices, a tensor part of each
+
+
+def test_a_fused_sum_and_slice_is_a_reduce_scatter() -> None:
+    kinds = [one.kind for one in collectives(hlo.parse(TPU), MESH) if one.axes == ("fsdp",)]
+    assert kinds.count("reduce-scatter") == 1
+    assert "all-reduce" not in kinds
+
+
+def test_collectives_say_where_they_come_from(module: hlo.Module) -> None:
+    for one in collectives(module, MESH):
+        assert "while/body" in one.op_name
+        assert ".py:" in one.source
+
+
+def test_cycles_count_every_layer() -> None:
+    module = hlo.parse(TPU)
+    once = sum(module._cycles(e.instruction) for e in module.executed)
+    inside = sum(module._cycles(e.instruction) for e in module.executed if e.trips)
+    assert module.cycles == once + (LAYERS - 1) * inside
+    assert inside > 0.3 * once
+
+
+def test_bytes_of_shapes() -> None:
+    assert hlo.array_bytes("bf16[3,5]{1,0:T(8,128)(2,1)}") == [30]
+    assert hlo.array_bytes("(f32[7]{0:T(128)S(1)}, /*index=1*/pred[4]{0}, s4[3]{0})") == [28, 4, 2]
+    assert hlo.array_bytes("(f32[7]{0:T(128)S(1)}, f32[2]{0})", hbm_only=True) == [8]
+    assert hlo.array_bytes("f32[]") == [4]
+    assert hlo.array_dims("(f32[7,2]{1,0}, f32[])") == [(7, 2), ()]
+
+
+def test_a_stack_that_is_sliced_or_written_counts_a_layer() -> None:
+    # Forward and backward read one of LAYERS matrices at a time; a stack counted whole would be LAYERS times as much.
+    module = hlo.parse(TPU)
+    stacks = 2 * LAYERS * WIDTH * HIDDEN * 4 // 4
+    assert module.hbm_bytes < 12 * stacks
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("replica_groups={{0,2},{1,3}}, x", [[0, 2], [1, 3]]),
+        ("replica_groups=[2,2]<=[4]", [[0, 1], [2, 3]]),
+        ("replica_groups=[2,2]<=[2,2]T(1,0), x", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['a'=2,'b'=2] {'a'}", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['a'=2,'b'=2] {'b'}", [[0, 1], [2, 3]]),
+        ("replica_groups=mesh['a'=2,'b'=2] {'a','b'}", [[0, 1, 2, 3]]),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}", [[0, 1], [2, 3]]),
+        ("replica_groups=mesh['a'=4] {'a':(1)2}", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['a'=4] {'a':(2)2}", [[0, 1], [2, 3]]),
+        ("replica_groups={}, x", [[0, 1, 2, 3]]),
+        ("source_target_pairs={{0,1},{1,0}}", [[0, 1], [1, 0]]),
+    ],
+)
+def test_replica_groups(text: str, groups: list[list[int]]) -> None:
+    assert sorted(map(sorted, replica_groups(text, 4))) == sorted(map(sorted, groups))
+
+
+def test_replica_groups_of_an_unknown_form_are_refused() -> None:
+    with pytest.raises(ValueError, match="not known"):
+        replica_groups("replica_groups=new_form", 4)
+
+
+def test_axes_of_groups() -> None:
+    mesh = {"data": 2, "fsdp": 3, "tensor": 1}
+    assert axes_of([[0, 3], [1, 4], [2, 5]], mesh) == (("data",), 2)
+    assert axes_of([[0, 1, 2], [3, 4, 5]], mesh) == (("fsdp",), 3)
+    assert axes_of([[0, 1, 2, 3, 4, 5]], mesh) == (("data", "fsdp"), 6)
+    assert axes_of([[0], [1]], mesh) == ((), 1)
+    assert axes_of([[0, 1], [1, 2], [2, 0]], mesh, pairs=True) == (("fsdp",), 3)
+
+
+def test_ring_bytes_and_the_table() -> None:
+    found = collectives(hlo.parse(TPU), MESH)
+    rows = table(found)
+    assert sum(row["executions"] for row in rows) == LAYERS * len(found)  # type: ignore[misc]
+    (gathered,) = [row for row in rows if row["kind"] == "all-gather"]
+    assert gathered["wire_bytes"] == gathered["bytes"] / 2  # type: ignore[operator]
+    (summed,) = [row for row in rows if row["axes"] == ["tensor"]]
+    assert summed["wire_bytes"] == summed["bytes"]
+
+
+def test_text_that_is_no_program_is_refused() -> None:
+    with pytest.raises(ValueError, match="ENTRY"):
+        hlo.parse("nothing\n")
+
+
+def test_a_line_break_in_a_kernels_attributes_ends_nothing() -> None:
+    kernel = (
+        '  %k = f32[2]{0} custom-call(%p), frontend_attributes={kernel_metadata={\n"a":"b"\n}}, metadata={op_name="k"}'
+    )
+    text = f"ENTRY %main (p: f32[2]) -> f32[2] {{\n  %p = f32[2]{{0}} parameter(0)\n{kernel}\n  ROOT %n = f32[2]{{0}} negate(%k)\n}}\n"
+    found = hlo.parse(text).computations["main"]
+    assert list(found) == ["p", "k", "n"]
+    assert found["k"].op_name == "k"
+    assert found["n"].root

@@ -1,0 +1,210 @@
+"""What `compile` knows without a compiler: topologies, chips, the roofline, FLOPs as traced, and its messages."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mupax.train.__main__ import main
+from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
+from mupax.train.core.nonfinite import Health
+from mupax.train.core.program import assemble
+from mupax.train.parallel.chips import CHIPS, Roofline
+from mupax.train.parallel.hardware import peak_flops
+from mupax.train.pods import estimates, topology
+from mupax.train.pods.topology import TopologyError
+from mupax.train.pods.traced_flops import causal_share, matmul_flops
+from mupax.zoo import configs, flops
+from mupax.zoo.configs import ComputeConfig, DecoderConfig
+
+pytestmark = pytest.mark.core
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("v5e", "'v5e' is not a topology; write CHIP:AxB or CHIP:AxBxC, such as v5e:16x16"),
+        ("v5e:16", "is not a topology"),
+        ("v9:2x2", "no chip is named 'v9'; write one of v4, v5e, v5p, v6e"),
+        ("v5e:4x4x4", "wired in 2 dimensions; write such as v5e:4x4"),
+        ("v5p:0x4x4", "wired in 3 dimensions"),
+    ],
+)
+def test_a_wrong_topology_is_told_what_to_write(written: str, said: str) -> None:
+    with pytest.raises(TopologyError) as error:
+        topology.chip_of(written)
+    assert said in str(error.value)
+
+
+def test_without_the_compiler_the_command_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "libtpu" else found(name, *a))
+    assert main(["compile", "lm-tiny", "--topology", "v5e:2x2"]) == 2
+    assert "pip install 'mupax[tpu]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["lm-tiny"], "--topology"),
+        (["lm-tinny", "--topology", "v5e:2x2"], "no recipe is named 'lm-tinny'"),
+        (["lm-tiny", "--topology", "v5e:2x2", "--stepps", "3"], "--steps"),
+        (["lm-tiny", "--topology", "v5e:2x2", "--search", "--limit", "0"], "--limit is 0"),
+        (["lm-tiny", "--topology", "7x7"], "'7x7' is not a topology"),
+    ],
+)
+def test_wrong_words_are_told_what_to_write(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compile", *argv]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert len(err.splitlines()) <= 10
+
+
+def test_help_lists_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compile", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(flag in out for flag in ("--topology", "--slices", "--json", "--search", "--limit", "--hlo"))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("v4", "TPU v4"), ("v5e", "TPU v5 lite"), ("v5p", "TPU v5"), ("v6e", "TPU v6 lite")]
+)
+def test_both_tables_have_one_peak(name: str, kind: str) -> None:
+    assert CHIPS[name].peak_flops == peak_flops(kind)
+
+
+def test_clocks_follow_from_the_peaks() -> None:
+    for name, units in {"v4": 8, "v5e": 4, "v5p": 8}.items():
+        clock = CHIPS[name].clock_hz
+        assert clock is not None
+        assert 2 * 128 * 128 * units * clock == pytest.approx(CHIPS[name].peak_flops, rel=0.003)
+
+
+def test_roofline_takes_the_slowest_resource() -> None:
+    line = Roofline(compute=2.0, memory=1.0, network=3.0, slow_network=0.0, cycles=None)
+    assert (line.bound, line.seconds) == ("network", 3.0)
+    assert line.utilization(1.5 * CHIPS["v5e"].peak_flops, CHIPS["v5e"]) == 0.5
+    assert dataclasses.replace(line, cycles=4.0).bound == "cycles"
+
+
+# FLOPs of the traced step
+
+
+def config_of(**compute: str) -> Config:
+    model = DecoderConfig(
+        width=24, depth=5, num_heads=2, vocab_size=31, seq_len=14, positions="rotary", activation="swiglu",
+        bias=False, compute=ComputeConfig(**compute),  # type: ignore[arg-type]
+    )  # fmt: skip
+    return Config(
+        recipe="traced", model=model, data=DataConfig(name="python_corpus", batch_size=4), steps=3,
+        preset=PresetConfig(name="mup"), optimizer=OptimizerConfig(),
+    )  # fmt: skip
+
+
+def traced(config: Config) -> float:
+    return matmul_flops(assemble(config, jax.devices()[:1]).trace_train().jaxpr)
+
+
+def expected(config: Config, passes: float) -> float:
+    """All products of the forward pass with whole attention, so many times."""
+    model = config.model
+    terms = flops.forward_terms(model)
+    terms["attention"] *= 2  # every position to every other: the mask is applied to what is computed
+    readout = terms.pop("readout")
+    return config.data.batch_size * 14 * (passes * sum(terms.values()) + 3 * readout)
+
+
+@pytest.mark.parametrize("layers", ["scan", "unrolled"])
+def test_traced_flops_are_three_forward_passes(layers: str) -> None:
+    config = config_of(layers=layers)
+    assert traced(config) == expected(config, 3)
+
+
+@pytest.mark.parametrize("layers", ["scan", "unrolled"])
+def test_recomputed_blocks_are_counted(layers: str) -> None:
+    config = config_of(layers=layers, remat="block")
+    assert 3.7 * expected(config, 1) / 4 < traced(config) <= expected(config, 4)
+    assert traced(config) > 1.2 * traced(config_of(layers=layers))
+
+
+def test_microbatches_change_no_flops() -> None:
+    config = config_of(layers="scan")
+    assert traced(dataclasses.replace(config, accumulation_steps=2)) == traced(config)
+
+
+def test_a_loop_of_unknown_length_is_refused() -> None:
+    def halve(x: jax.Array) -> jax.Array:
+        return jax.lax.while_loop(lambda x: jnp.sum(x) > 1, lambda x: 0.5 * (x @ x), x)
+
+    with pytest.raises(ValueError, match="unknown length"):
+        matmul_flops(jax.make_jaxpr(halve)(jnp.ones((3, 3))))
+
+
+def test_blocks_of_a_causal_mask() -> None:
+    assert causal_share(512, 512) == 1.0
+    assert causal_share(2048, 512) == 10 / 16
+
+
+# Recipes for pods
+
+
+@pytest.mark.parametrize("name", ["lm-1b", "lm-8b", "vit-h14"])
+def test_pod_recipes_shard_their_state_and_compute_in_bfloat16(name: str) -> None:
+    from mupax.train.config.recipes import RECIPES
+
+    config = RECIPES[name]()
+    assert (config.mesh.data, config.mesh.fsdp) == (1, -1)
+    assert config.model.compute.dtype == "bfloat16"
+    assert config.model.compute.remat != "none"
+
+
+def test_the_8b_model_has_llamas_parameters() -> None:
+    # 8,030,261,248 in the checkpoint of Llama 3 8B.
+    assert flops.params(configs.get("lm-8b")) == 8_030_261_248
+
+
+# The committed tables
+
+TABLES = Path(__file__).parents[3] / "docs" / "pods.json"
+
+
+@pytest.mark.parametrize("pod", ["lm-8b v5p:4x4x4", "lm-8b v5e:16x16", "lm-8b v6e:16x16", "vit-h14 v5e:4x4"])
+def test_the_committed_pods_fit(pod: str) -> None:
+    recipe, where = pod.split()
+    (report,) = [r for r in json.loads(TABLES.read_text())["pods"] if (r["recipe"], r["topology"]) == (recipe, where)]
+    assert report["fits"]
+    assert report["problems"] == []
+    assert report["peak_bytes_per_device"] < report["hbm_bytes_per_device"]
+    assert report["loops_of_unknown_length"] == 0
+    assert report["peak_over_expected"] == pytest.approx(1, abs=0.1)
+    assert all(found["op_name"] or found["source"] for found in report["temporaries"])
+
+
+# The memory model
+
+
+def terms(mesh: MeshConfig, batch_size: int = 16, **compute: str) -> dict[str, int]:
+    config = config_of(layers="scan", **compute)
+    data = dataclasses.replace(config.data, batch_size=batch_size)
+    return estimates.expected(assemble(dataclasses.replace(config, mesh=mesh, data=data)))
+
+
+def test_the_memory_model_counts_what_a_device_holds() -> None:
+    whole, split = terms(MeshConfig(data=8)), terms(MeshConfig(data=1, fsdp=8))
+    matrices = flops.params(config_of().model) - (2 * 5 + 1) * 24  # norm gains, which fsdp splits too
+    arrays, scalars = 3 * 4 * (matrices + 11 * 24), 4 * (2 + len(Health()))  # of the latter also two counts of steps
+    assert whole["state"] == arrays + scalars
+    assert split["state"] == arrays / 8 + scalars
+    # Five layers keep the stream of two rows of 14 positions of width 24, in float32.
+    assert terms(MeshConfig(data=8), remat="block")["saved activations"] == 5 * 2 * 14 * 24 * 4
+    assert terms(MeshConfig(data=8), 32, remat="block")["saved activations"] == 5 * 4 * 14 * 24 * 4
+    kept = [terms(MeshConfig(data=8), remat=name)["saved activations"] for name in ("none", "dots", "block")]
+    assert kept == sorted(kept, reverse=True)

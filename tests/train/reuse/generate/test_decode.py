@@ -1,0 +1,225 @@
+"""Generation: what is drawn from logits, that texts are those of the uncached model, and what happens at the context's end."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mupax.train.config.run import Config, DataConfig, MeshConfig, PresetConfig
+from mupax.train.core.program import Program, assemble
+from mupax.train.core.step import logits_of
+from mupax.train.data.text.tokenizer import Bytes
+from mupax.train.reuse.generate.command import pieces
+from mupax.train.reuse.generate.decode import Generator, draw
+from mupax.train.reuse.generate.sampling import DecodingError, Sampling
+from mupax.zoo.configs import DecoderConfig
+from scripts.bench import generate_uncached
+
+SEQ_LEN, VOCAB = 12, 17
+LLAMA = DecoderConfig(
+    width=24, depth=2, num_heads=6, num_kv_heads=2, mlp_ratio=1.25, vocab_size=VOCAB, seq_len=SEQ_LEN, positions="rotary",
+    norm="rmsnorm", activation="swiglu", bias=False,
+)  # fmt: skip
+CENTERED = DecoderConfig(
+    width=20, depth=2, num_heads=5, mlp_ratio=1.5, vocab_size=VOCAB, seq_len=SEQ_LEN, centered=True
+)
+PROMPT = np.array([3, 1, 4, 1, 5])
+LOGITS = jnp.log(jnp.array([0.05, 0.4, 0.1, 0.3, 0.15]))
+"""Of tokens 1, 3, 4, 2, 0 in order of probability: together 0.4, 0.7, 0.85, 0.95, 1."""
+GREEDY = Sampling(temperature=0)
+
+
+# What is drawn
+
+
+def drawn(sampling: Sampling, logits: Any = LOGITS, count: int = 4000) -> np.ndarray:
+    keys = jax.random.split(jax.random.key(0), count)
+    rows = jnp.broadcast_to(jnp.asarray(logits), (count, len(logits)))
+    return np.asarray(jax.jit(lambda rows, keys: draw(rows, keys, sampling))(rows, keys))
+
+
+def kept(probabilities: np.ndarray, top_k: int | None, top_p: float | None) -> np.ndarray:
+    """The filters written out token by token, and what is left made a distribution."""
+    order = sorted(range(len(probabilities)), key=lambda i: (-probabilities[i], i))[:top_k]
+    total, left, mass = sum(probabilities[i] for i in order), [], 0.0
+    for i in order:
+        left.append(i)
+        mass += probabilities[i] / total
+        if top_p is not None and mass >= top_p - 1e-6:
+            break
+    found = np.zeros_like(probabilities)
+    found[left] = probabilities[left]
+    return found / found.sum()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1.0),
+        Sampling(temperature=0.5),
+        Sampling(temperature=1.0, top_k=1),
+        Sampling(temperature=1.0, top_k=3),
+        Sampling(temperature=2.0, top_k=50),
+        Sampling(temperature=1.0, top_p=0.3),
+        Sampling(temperature=1.0, top_p=0.41),
+        Sampling(temperature=1.0, top_p=0.8),
+        Sampling(temperature=1.0, top_p=1.0),
+        Sampling(temperature=1.0, top_k=3, top_p=0.5),
+        Sampling(temperature=0.3, top_p=0.9),
+        Sampling(temperature=3.0, top_k=4, top_p=0.9),
+    ],
+    ids=str,
+)
+def test_frequencies_are_those_of_the_filters_written_out(sampling: Sampling) -> None:
+    p = np.exp(np.asarray(LOGITS, np.float64) / sampling.temperature)
+    wanted = kept(p / p.sum(), sampling.top_k, sampling.top_p)
+    tokens = drawn(sampling)
+    found = np.bincount(tokens, minlength=len(p)) / tokens.size
+    # Five standard deviations of a frequency; a token that is filtered out never comes.
+    np.testing.assert_array_less(np.abs(found - wanted), 5 * np.sqrt(wanted / tokens.size) + 1e-12)
+    assert set(tokens) <= set(np.flatnonzero(wanted))
+
+
+@pytest.mark.core
+def test_exactly_k_of_tied_tokens_and_none_that_is_masked() -> None:
+    assert set(drawn(Sampling(1.0, top_k=2), jnp.zeros(5))) == {0, 1}
+    assert set(drawn(Sampling(1.0, top_p=0.5), jnp.zeros(4))) == {0, 1}
+    masked = jnp.where(jnp.arange(5) < 2, 0.0, -jnp.inf)
+    for sampling in (Sampling(1.0), Sampling(1.0, top_k=4), Sampling(1.0, top_p=1.0)):
+        assert set(drawn(sampling, masked)) == {0, 1}
+    assert set(drawn(GREEDY)) == {1}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("sampling", "said"),
+    [
+        (Sampling(temperature=-1), "temperature is -1; write 0 for the likeliest token"),
+        (Sampling(temperature=float("nan")), "temperature is nan"),
+        (Sampling(top_k=0), "top-k is 0; write at least 1"),
+        (Sampling(top_p=0.0), "top-p is 0.0; write a probability above 0"),
+        (Sampling(top_p=1.5), "top-p is 1.5"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(sampling: Sampling, said: str) -> None:
+    with pytest.raises(DecodingError, match=said):
+        sampling.check()
+
+
+# Texts
+
+
+@functools.cache
+def program(model: DecoderConfig = LLAMA) -> tuple[Program, Any, Any]:
+    """A program on one device, its numbers, and parameters that are not what its reference has."""
+    config = Config(
+        recipe="tiny", model=model, data=DataConfig(name="text:x", batch_size=1), mesh=MeshConfig(data=1), steps=1,
+        preset=PresetConfig(name="mup"),
+    )  # fmt: skip
+    made, noise = assemble(config, jax.devices()[:1]), np.random.default_rng(2)
+    params = made.initial_state().params
+    params = {n: w + 0.3 * jnp.asarray(noise.standard_normal(w.shape), w.dtype) for n, w in params.items()}
+    return made, made.numbers(), params
+
+
+def generator(model: DecoderConfig = LLAMA, sampling: Sampling = GREEDY, **more: Any) -> Generator:
+    made, numbers, params = program(model)
+    return Generator(made.definition, model, params, numbers, sampling=sampling, **more)
+
+
+def uncached(prompt: np.ndarray, length: int, model: DecoderConfig = LLAMA) -> np.ndarray:
+    """The likeliest tokens by the whole model, with the rule of the context's end written out."""
+    made, numbers, params = program(model)
+    logits = jax.jit(lambda window: logits_of(made.definition, params, numbers, window))
+    text, context = list(prompt), list(prompt)[-SEQ_LEN:]
+    for _ in range(length):
+        if len(context) > SEQ_LEN:
+            context = text[-(SEQ_LEN // 2) :]
+        window = np.zeros((1, SEQ_LEN), np.int32)
+        window[0, : len(context)] = context
+        token = int(np.asarray(logits(window))[0, len(context) - 1].argmax())
+        text.append(token)
+        context.append(token)
+    return np.array(text[len(prompt) :])
+
+
+@pytest.mark.parametrize("model", [LLAMA, CENTERED], ids=["llama", "centered"])
+def test_greedy_text_is_that_of_the_uncached_model_past_the_contexts_end(model: DecoderConfig) -> None:
+    length = 3 * SEQ_LEN
+    found = generator(model).complete(PROMPT, length)
+    np.testing.assert_array_equal(found, [uncached(PROMPT, length, model)])
+    assert len(set(found[0])) > 3  # Control: not one token over and over.
+
+
+def test_within_the_context_it_is_the_text_of_the_plain_sampler() -> None:
+    made, numbers, params = program()
+    logits = jax.jit(lambda window: logits_of(made.definition, params, numbers, window))
+    plain = generate_uncached.sample(logits, PROMPT, SEQ_LEN - 5, seq_len=SEQ_LEN, temperature=0)
+    np.testing.assert_array_equal(generator().complete(PROMPT, SEQ_LEN - 5)[0], plain[5:])
+
+
+def test_prompts_of_any_length_are_read() -> None:
+    made, random = generator(), np.random.default_rng(0)
+    for size in (1, 2, SEQ_LEN - 1, SEQ_LEN, SEQ_LEN + 1, 3 * SEQ_LEN):
+        prompt = random.integers(0, VOCAB, size)
+        np.testing.assert_array_equal(made.complete(prompt, 3)[0], uncached(prompt, 3))
+
+
+def test_a_sample_depends_on_the_seed_and_its_number_alone() -> None:
+    warm = Sampling(temperature=1.5, top_k=9, top_p=0.95)
+    three, one = generator(sampling=warm, samples=3), generator(sampling=warm)
+    found = three.complete(PROMPT, 20, seed=1)
+    assert found.shape == (3, 20)
+    assert len({tuple(row) for row in found}) == 3
+    np.testing.assert_array_equal(one.complete(PROMPT, 20, seed=1)[0], found[0])
+    np.testing.assert_array_equal(three.complete(PROMPT, 7, seed=1), found[:, :7])
+    assert not np.array_equal(one.complete(PROMPT, 20, seed=2)[0], found[0])
+
+
+def test_a_stream_gives_the_same_tokens_in_parts_and_compiles_once() -> None:
+    made = generator()
+    parts = list(made.stream(PROMPT, 20))
+    assert len(parts) > 3
+    np.testing.assert_array_equal(np.concatenate(parts, axis=1), made.complete(PROMPT, 20))
+    before = made.compilations
+    made.complete(np.array([2, 2, 2, 2, 2, 2]), 30)
+    assert made.compilations == before
+    assert made.complete(PROMPT, 0).shape == (1, 0)
+
+
+def test_a_mesh_gives_the_same_text() -> None:
+    made, _, params = program()
+    split = assemble(
+        dataclasses.replace(
+            made.config, mesh=MeshConfig(data=2, fsdp=2, tensor=2), data=DataConfig(name="text:x", batch_size=8)
+        )
+    )
+    placed = {n: jax.device_put(np.asarray(w), split.abstract.params[n].sharding) for n, w in params.items()}
+    on_mesh = Generator(split.definition, LLAMA, placed, split.numbers(), sampling=GREEDY, layout=split.layout)
+    np.testing.assert_array_equal(on_mesh.complete(PROMPT, 15), generator().complete(PROMPT, 15))
+
+
+@pytest.mark.parametrize("prompt", [np.array([], np.int32), np.array([1.0]), np.array([[1]])])
+def test_a_prompt_that_is_none_is_refused(prompt: np.ndarray) -> None:
+    with pytest.raises(DecodingError, match="a prompt is at least one token"):
+        generator().complete(prompt, 1)
+
+
+def test_a_model_that_has_diverged_is_told() -> None:
+    made, numbers, params = program()
+    params = {**params, "readout": params["readout"].at[0, 0].set(jnp.nan)}
+    with pytest.raises(DecodingError, match="the model has diverged"):
+        Generator(made.definition, LLAMA, params, numbers).complete(PROMPT, 1)
+
+
+@pytest.mark.core
+def test_a_character_waits_for_its_bytes() -> None:
+    parts = [[111], [107, 0xC3], [0xA9], [0xE2, 0x82], [0xAC, 0xFF], [33], [0xC3]]
+    assert list(pieces(iter(parts), Bytes())) == ["o", "k", "é", "€", "\ufffd!", "\ufffd"]

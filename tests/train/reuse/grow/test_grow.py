@@ -1,0 +1,277 @@
+"""Growing: the larger model computes what the smaller one did, its gradients are those of before, and its new units learn."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from mupax import presets
+from mupax.presets import VECTORS, Preset, Role
+from mupax.train.config.run import OptimizerConfig
+from mupax.train.core.factors import Factors, resolve
+from mupax.train.core.optimizer import build
+from mupax.train.reuse import plain, source, transplant
+from mupax.train.reuse.grow import grow
+from mupax.train.reuse.grow.axes import GrowError
+from mupax.train.reuse.start.plan import Side
+from mupax.zoo.build import definition
+from mupax.zoo.configs import DecoderConfig, ModelConfig, ViTConfig
+
+pytestmark = pytest.mark.core
+
+SMALL_EPS = 1e-12
+"""Of the norms: a wider stream and folded skips are then exact to rounding."""
+LM = DecoderConfig(
+    width=12, depth=2, num_heads=4, num_kv_heads=2, head_dim=4, mlp_ratio=1.5, vocab_size=17, seq_len=5, positions="rotary",
+    norm="rmsnorm", activation="swiglu", bias=False, norm_eps=SMALL_EPS,
+)  # fmt: skip
+TIED = DecoderConfig(
+    width=12,
+    depth=2,
+    num_heads=3,
+    mlp_ratio=1.5,
+    vocab_size=17,
+    seq_len=5,
+    tied=True,
+    norm="rmsnorm",
+    norm_eps=SMALL_EPS,
+)
+VIT = ViTConfig(
+    width=12,
+    depth=2,
+    num_heads=3,
+    mlp_ratio=1.5,
+    image_size=6,
+    patch_size=3,
+    num_classes=5,
+    pool="cls",
+    norm_eps=SMALL_EPS,
+)
+BARE = dataclasses.replace(VIT, norm_gain=False, bias=False, pool="mean")
+LARGE: dict[str, tuple[ModelConfig, ModelConfig]] = {
+    "lm": (LM, dataclasses.replace(LM, width=20, depth=3, num_heads=6, num_kv_heads=3, head_dim=8, mlp_ratio=2.0)),
+    "tied": (TIED, dataclasses.replace(TIED, width=20, depth=3, num_heads=4, head_dim=6, mlp_ratio=2.0)),
+    "vit": (VIT, dataclasses.replace(VIT, width=20, depth=3, num_heads=4, head_dim=6, mlp_ratio=2.0)),
+    "bare": (BARE, dataclasses.replace(BARE, width=20, depth=3, num_heads=4, head_dim=6, mlp_ratio=2.0)),
+}
+BASE = {"embed": 8, "heads": 2, "kv_heads": 1, "head_dim": 4, "mlp": 12, "layers": 2}
+PRESETS = {
+    "sp": presets.get("sp"),
+    "mup": presets.get("mup", base=BASE),
+    "mean-field": presets.get("mup", base=BASE, form="mean-field"),
+    "depth-mup": presets.get("depth-mup", base=BASE, gamma0=0.5, beta0=2.0),
+    "completep": presets.get("completep"),
+    "u-mup": presets.get("u-mup"),
+}
+
+
+def side(model: ModelConfig, preset: Preset) -> tuple[Side, Factors]:
+    built = definition(model)
+    factors = resolve(preset, built, preset.optimizers[0])
+    return Side(model, built, plain.scales(built, factors), source.logits_of(built, factors)), factors
+
+
+def draw(at: Side, factors: Factors, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random weights of every parameter, so large that the model's products are of order one."""
+    random, found = np.random.default_rng(seed), {}
+    for name, leaf in at.definition.abstract.items():
+        spec, normal = at.definition.specs[name], random.standard_normal(leaf.shape)
+        size = 0.3 if spec.role in VECTORS else np.prod([at.definition.sizes[axis] for axis in spec.fan_in]) ** -0.5
+        value = float(spec.role is Role.NORM_GAIN) + size * normal
+        a = factors.multiplier[name].reshape(-1, *[1] * (value.ndim - 1))
+        found[name] = (value / a).astype(np.float32).reshape(leaf.shape)
+    return found
+
+
+def inputs_of(model: ModelConfig) -> jax.Array:
+    random = np.random.default_rng(1)
+    if isinstance(model, DecoderConfig):
+        return jnp.asarray(random.integers(model.vocab_size, size=(2, model.seq_len)), jnp.int32)
+    return jnp.asarray(random.standard_normal((2, model.image_size, model.image_size, model.channels)), jnp.float32)
+
+
+def logits(at: Side, factors: Factors, params: Any) -> Any:
+    return at.definition.apply(params, factors.multiplier, factors.forward, inputs_of(at.model))
+
+
+class Grown:
+    """A random model and what it grew into."""
+
+    def __init__(self, small: ModelConfig, large: ModelConfig, preset: Preset, silence: bool = True) -> None:
+        self.there, self.before = side(small, preset)
+        self.here, self.after = side(large, preset)
+        self.plan = grow.plan(self.there, self.here)
+        self.old = draw(self.there, self.before)
+        fresh = draw(self.here, self.after, seed=2)
+        biases = {name for name, spec in self.here.definition.specs.items() if spec.role is Role.BIAS}
+        fresh = {name: w * (name not in biases) for name, w in fresh.items()}
+        fresh = self.plan.silenced(fresh) if silence else fresh
+        self.new = transplant.parameters(self.plan.moves, self.old, fresh, list(self.here.definition.specs))
+
+    def difference(self) -> float:
+        want = np.asarray(logits(self.there, self.before, self.old))
+        got = np.asarray(logits(self.here, self.after, self.new))
+        assert np.abs(want).max() > 0.05
+        return float(np.abs(got - want).max() / np.abs(want).max())
+
+
+CASES = [
+    (models, name)
+    for models in LARGE
+    for name in PRESETS
+    if (models, name) != ("tied", "u-mup") and (models != "bare" or name == "mup")
+]
+
+
+@pytest.mark.parametrize(("models", "preset"), CASES)
+def test_the_larger_model_is_the_same_function(models: str, preset: str) -> None:
+    assert Grown(*LARGE[models], PRESETS[preset]).difference() < 3e-5
+
+
+AXES = {
+    "heads": (TIED, {"num_heads": 5, "head_dim": 4}),
+    "head_dim": (TIED, {"head_dim": 7, "num_heads": 3}),
+    "mlp": (TIED, {"mlp_ratio": 2.5}),
+    "layers": (TIED, {"depth": 5}),
+    "embed": (TIED, {"width": 14, "head_dim": 4, "mlp_ratio": 18 / 14}),
+    "query heads of each key head": (LM, {"num_heads": 8}),
+    "key heads, each of fewer query heads": (LM, {"num_kv_heads": 4}),
+    "both": (LM, {"num_heads": 9, "num_kv_heads": 9}),
+    "rotary heads": (LM, {"head_dim": 12}),
+    "rotary heads, frequencies by theta": (LM, {"head_dim": 6, "rope_theta": LM.rope_theta**1.5}),
+}
+
+
+@pytest.mark.parametrize("case", AXES.values(), ids=AXES)
+def test_each_axis_alone(case: tuple[ModelConfig, dict[str, Any]]) -> None:
+    small, sizes = case
+    grown = Grown(small, dataclasses.replace(small, **sizes), PRESETS["depth-mup"])
+    assert grown.plan.notes == [] or "width" in sizes
+    assert grown.difference() < 3e-5
+
+
+def test_controls_what_is_not_silent_or_not_rescaled_shows() -> None:
+    small, large = LARGE["lm"]
+    assert Grown(small, large, PRESETS["mup"], silence=False).difference() > 1e-2
+    grown = Grown(small, large, PRESETS["mup"])
+    grown.new["block.attention.query"] = grown.new["block.attention.query"] / 2**0.5
+    assert grown.difference() > 1e-3
+
+
+def test_what_is_not_exact_is_noted_and_changes_little() -> None:
+    wide = {"width": 24, "head_dim": 4, "mlp_ratio": 1.5}
+    layer_norm = dataclasses.replace(TIED, norm="layernorm")
+    grown = Grown(layer_norm, dataclasses.replace(layer_norm, **wide), PRESETS["mup"])
+    assert "token embeddings of mean 0" in grown.plan.notes[0]
+    assert 1e-3 < grown.difference() < 1
+    eps = dataclasses.replace(TIED, norm_eps=1e-3)
+    grown = Grown(eps, dataclasses.replace(eps, **wide), PRESETS["mup"])
+    assert "--set norm_eps=0.0005 is exact" in grown.plan.notes[0]
+    assert 3e-5 < grown.difference() < 1e-2
+    assert Grown(eps, dataclasses.replace(eps, **wide, norm_eps=5e-4), PRESETS["mup"]).difference() < 3e-5
+    rotary = Grown(LM, dataclasses.replace(LM, head_dim=6), PRESETS["mup"])
+    assert "turn at other frequencies" in rotary.plan.notes[0]
+    assert rotary.difference() > 1e-3
+
+
+def gradients(at: Side, factors: Factors, params: Any) -> Any:
+    goal = jnp.asarray(np.random.default_rng(3).standard_normal(logits(at, factors, params).shape))
+    return jax.device_get(jax.jit(jax.grad(lambda p: jnp.mean(goal * logits(at, factors, p))))(params))
+
+
+def test_moments_go_where_the_gradients_are() -> None:
+    grown = Grown(*LARGE["tied"], PRESETS["depth-mup"])
+    old, new = gradients(grown.there, grown.before, grown.old), gradients(grown.here, grown.after, grown.new)
+    for name, move in grown.plan.moves.items():
+        for power in (1, 2):
+            moved, want = move.moment(old[name] ** power, power), np.where(move.carried(), new[name] ** power, 0)
+            np.testing.assert_allclose(moved, want, rtol=2e-3, atol=2e-4 * np.abs(want).max(), err_msg=name)
+
+
+def test_new_units_learn_and_no_two_are_alike() -> None:
+    grown = Grown(*LARGE["lm"], PRESETS["mup"])
+    first = gradients(grown.here, grown.after, grown.new)
+    fresh = ~np.asarray(grown.plan.moves["block.mlp.down"].carried())[:, :, 0]
+    rows = first["block.mlp.down"][fresh]
+    assert (np.abs(rows).max(1) > 0).all()
+    assert len(np.unique(rows.round(9), axis=0)) == len(rows)
+    new_up = first["block.mlp.up"].swapaxes(1, 2)[fresh]
+    assert np.abs(new_up).max() == 0  # nothing reads them yet
+    moved = {name: w - 0.1 * np.sign(first[name]) for name, w in grown.new.items()}
+    later = gradients(grown.here, grown.after, moved)
+    new_up = later["block.mlp.up"].swapaxes(1, 2)[fresh]
+    assert (np.abs(new_up).max(1) > 0).all()
+    assert len(np.unique(new_up.round(9), axis=0)) == len(new_up)
+    assert np.abs(later["block.attention.query"][:, :, -1]).max() > 0
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "lion"])
+def test_every_optimizers_state_goes_along(name: Any) -> None:
+    grown = Grown(*LARGE["lm"], PRESETS["sp"])
+    config = OptimizerConfig(name=name)
+    one, other = (build(config, at.definition.specs) for at in (grown.there, grown.here))
+    old = jax.tree.map(lambda leaf: np.full(leaf.shape, 3, leaf.dtype), one.init(grown.old))
+    new = transplant.optimizer_state(grown.plan.moves, old, jax.eval_shape(other.init, grown.new))
+    shapes = jax.tree.map(np.shape, jax.eval_shape(other.init, grown.new))
+    assert jax.tree.map(np.shape, new) == shapes
+    counts = [leaf for leaf in jax.tree.leaves(new) if np.ndim(leaf) == 0]
+    assert all(count == 3 for count in counts)
+    mu = next(leaf for path, leaf in jax.tree.leaves_with_path(new) if "block.mlp.down" in jax.tree_util.keystr(path))
+    assert set(np.unique(mu)) == {0, 3}
+    other_kind = build(OptimizerConfig(name="lion" if name != "lion" else "adamw"), grown.here.definition.specs)
+    with pytest.raises(transplant.CarryError, match="moments of one optimizer mean nothing to another"):
+        transplant.optimizer_state(grown.plan.moves, old, jax.eval_shape(other_kind.init, grown.new))
+
+
+def test_how_far_adams_first_steps_go() -> None:
+    assert transplant.overshoot(0.9, 0.95) < 1.2
+    assert 6 < transplant.overshoot(0.9, 0.999) < 7
+    # As Adam itself counts: moments of zero, a count that is not.
+    adam = optax.scale_by_adam(0.9, 0.999)
+    state: Any = adam.init(jnp.zeros(1))
+    state = state._replace(count=jnp.asarray(10_000))
+    sizes = []
+    for _ in range(60):
+        update: Any
+        update, state = adam.update(jnp.ones(1), state)
+        sizes.append(float(update[0]))
+    assert max(sizes) == pytest.approx(transplant.overshoot(0.9, 0.999), rel=0.01)
+    assert transplant.overshoot_notes(OptimizerConfig(b2=0.999))
+    assert not transplant.overshoot_notes(OptimizerConfig())
+
+
+@pytest.mark.parametrize(
+    ("small", "change", "text"),
+    [
+        (LM, {"depth": 1}, "depth would shrink from 2 to 1; growth only adds"),
+        (LM, {"mlp_ratio": 1.0}, "mlp_dim would shrink"),
+        (LM, {"activation": "relu"}, "add --set activation=swiglu"),
+        (LM, {"vocab_size": 19}, "model.vocab_size is 17 in the checkpoint and 19 in --to"),
+        (LM, {"num_kv_heads": 2, "num_heads": 6, "qk_norm": True}, "model.qk_norm is False"),
+        (
+            dataclasses.replace(LM, num_heads=6),
+            {"num_kv_heads": 3},
+            "a key head serves 3 query heads and would serve 2",
+        ),
+        (dataclasses.replace(LM, qk_norm=True), {"head_dim": 8}, "keep head_dim 4 and add heads"),
+        (dataclasses.replace(LM, centered=True), {"depth": 3}, "a centred model"),
+        (dataclasses.replace(TIED, norm_gain=False), {"width": 24}, "needs a norm gain before a tied readout"),
+        (
+            dataclasses.replace(LM, head_dim=8),
+            {"rope_theta": 1.5},
+            "has no 4 frequencies near those of 10000.0; keep it",
+        ),
+    ],
+)
+def test_what_cannot_grow_is_refused(small: ModelConfig, change: dict[str, Any], text: str) -> None:
+    large = dataclasses.replace(small, **change)
+    with pytest.raises(GrowError, match=text):
+        grow.plan(side(small, PRESETS["sp"])[0], side(large, PRESETS["sp"])[0])
+    with pytest.raises(GrowError, match="is a decoder and --to a vit"):
+        grow.plan(side(LM, PRESETS["sp"])[0], side(VIT, PRESETS["sp"])[0])

@@ -1,0 +1,159 @@
+"""Thousands of broken files: each is read and can be exported, or is refused by this project's errors; nothing crashes,
+hangs or fills the memory."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mupax.train.config.run import PresetConfig
+from mupax.train.reuse import source as pretrained
+from mupax.train.reuse.huggingface import files as pretrained_files
+from mupax.train.reuse.source import WeightsError
+from mupax.zoo.build import definition
+from mupax.zoo.configs import ConfigError, DecoderConfig
+from mupax.zoo.huggingface import weights
+from mupax.zoo.huggingface.config import to_huggingface
+from mupax.zoo.huggingface.tensorfile import INDEX, SINGLE, TensorFileError, write_tensors
+
+MODEL = DecoderConfig(width=4, depth=2, num_heads=2, mlp_ratio=1.5, vocab_size=7, seq_len=3, tied=True)
+REFUSED = (TensorFileError, WeightsError, ConfigError)
+MUTATIONS = 800
+"""Of one kind; a quarter of them where a good file needs a model to be built."""
+SECONDS = 0.5
+"""Of processor time, for one file at most; a good one takes a hundredth."""
+
+NASTY: list[Any] = [
+    None, True, False, 0, -1, 1, 2, 3, 2**31, 2**63, 10**30, 0.5, -0.0, 1e308, float("nan"), float("inf"), "", "x", "../x",
+    "/etc/passwd", "gpt2", "llama", "vit", "F32", "I64", "\0", "\ud800", [], {}, [[]], [0], [-1, 2], [2**62, 4], {"a": 1},
+]  # fmt: skip
+
+
+def broken_bytes(content: bytes, draw: random.Random) -> bytes:
+    """Bits flipped, bytes cut, doubled, moved or zeroed."""
+    data = bytearray(content)
+    for _ in range(draw.choice([1, 1, 1, 2, 5])):
+        start = draw.randrange(len(data) or 1) if draw.random() < 0.4 else draw.randrange(min(len(data), 400) or 1)
+        end = min(len(data), start + draw.choice([1, 2, 8, 50, 1000]))
+        match draw.randrange(7):
+            case 0:
+                data[start : start + 1] = bytes([data[start] ^ (1 << draw.randrange(8))]) if data else b""
+            case 1:
+                del data[start:]
+            case 2:
+                del data[start:end]
+            case 3:
+                data[start:start] = data[start:end]
+            case 4:
+                data[start:end] = bytes(end - start)
+            case 5:
+                data[start:end] = draw.randbytes(end - start)
+            case 6:
+                data[start : start + 1] = draw.choice([b"9" * 30, b"-", b"[", b"{", b'"', b"1e999", b"\xff", b"null"])
+    return bytes(data)
+
+
+def broken_json(content: bytes, draw: random.Random) -> bytes:
+    """A value or name somewhere in it replaced, removed, doubled or swapped for another."""
+    value = json.loads(content)
+    for _ in range(draw.choice([1, 1, 2, 4])):
+        owner = value
+        while True:
+            key = draw.choice(list(owner) if isinstance(owner, dict) else range(len(owner)))
+            if not isinstance(owner[key], dict | list) or not owner[key] or draw.random() < 0.15:
+                break
+            owner = owner[key]
+        match draw.randrange(4):
+            case 0 | 1:
+                owner[key] = copy.deepcopy(draw.choice(NASTY))
+            case 2 if isinstance(owner, dict) and len(owner) > 1:
+                del owner[key]
+            case _ if isinstance(owner, dict):
+                owner[draw.choice([*owner, "x", "../x", ""])] = copy.deepcopy(owner[key])
+    return json.dumps(value).encode()
+
+
+def broken_header(content: bytes, draw: random.Random) -> bytes:
+    """A safetensors file with `broken_json` for a header, its length right or not."""
+    length = int.from_bytes(content[:8], "little")
+    header = broken_json(content[8 : 8 + length], draw)
+    said = len(header) if draw.random() < 0.9 else draw.choice([0, 1, length, 2**31, 2**63, 2**64 - 1])
+    return said.to_bytes(8, "little") + header + content[8 + length :]
+
+
+def model_files(folder: Path) -> None:
+    draw = np.random.default_rng(0)
+    params = {name: draw.standard_normal(leaf.shape, np.float32) for name, leaf in definition(MODEL).abstract.items()}
+    write_tensors(folder, weights.to_huggingface(MODEL, params))
+    (folder / "config.json").write_text(json.dumps(to_huggingface(MODEL)))
+
+
+def in_parts(folder: Path) -> None:
+    model_files(folder)
+    tensors = [(name, np.array(value)) for name, value in tensors_of(folder)]
+    (folder / SINGLE).unlink()
+    write_tensors(folder, tensors, shard_bytes=500)
+
+
+def tensors_of(folder: Path) -> list[tuple[str, np.ndarray]]:
+    files = weights.Tensors(folder)
+    return [(name, files.read(name)) for name in files.shapes]
+
+
+def imported(folder: Path) -> None:
+    (folder / "hf").mkdir()
+    model_files(folder / "hf")
+    source = pretrained.read(folder / "hf")
+    for file in (folder / "hf").iterdir():
+        file.unlink()
+    (folder / "hf").rmdir()
+    pretrained_files.write_imported(source, PresetConfig(name="mup"), folder, "hf")
+
+
+CASES: dict[str, tuple[Callable[[Path], None], str, Callable[[bytes, random.Random], bytes]]] = {
+    "bytes of the tensors": (model_files, SINGLE, broken_bytes),
+    "header of the tensors": (model_files, SINGLE, broken_header),
+    "bytes of config.json": (model_files, "config.json", broken_bytes),
+    "values of config.json": (model_files, "config.json", broken_json),
+    "bytes of the index": (in_parts, INDEX, broken_bytes),
+    "values of the index": (in_parts, INDEX, broken_json),
+    "values of model.json": (imported, "model.json", broken_json),
+    "header of imported tensors": (imported, SINGLE, broken_header),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_broken_files_are_read_or_refused(case: Any, tmp_path: Path) -> None:
+    make, name, broken = case
+    make(tmp_path)
+    content, draw, refused = (tmp_path / name).read_bytes(), random.Random(7), 0
+    longest = 0
+    good = pretrained.read(tmp_path)
+    shapes = {key: value.shape for key, value in good.params.items()}
+    mutations = MUTATIONS // 4 if make is imported else MUTATIONS
+    for i in range(mutations):
+        (tmp_path / name).write_bytes(broken(content, draw))
+        began = time.process_time()
+        try:
+            source = pretrained.read(tmp_path)
+        except REFUSED as error:
+            refused += 1
+            longest = max(longest, len(str(error)))
+        else:
+            if source.model == good.model:
+                assert {key: value.shape for key, value in source.params.items()} == shapes
+            pretrained_files.write_huggingface(source, tmp_path / "out", "float32")
+            shutil.rmtree(tmp_path / "out")
+        assert time.process_time() - began < SECONDS, f"mutation {i}"
+    assert longest < 700, "what a stranger wrote fills the message"
+    assert refused > mutations / 4, "the mutations break too little to test anything"

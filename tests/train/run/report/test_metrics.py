@@ -1,0 +1,261 @@
+"""metrics.jsonl: strict JSON, soon on disk, without repeats after a resume, and its mirrors."""
+
+import json
+import math
+import sys
+import time
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mupax.train.run.report import metrics
+
+pytestmark = pytest.mark.core
+
+ROW = {"loss": 2.5, "lr": 1e-3, "grad_norm": 0.5, "tokens": 64, "seconds": 0.1}
+
+
+def row(step):
+    return {"step": step, **ROW}
+
+
+def strict(text):
+    """Parse what any JSON parser must accept: NaN and Infinity are not JSON."""
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+def write(folder, steps, **options):
+    with metrics.MetricsWriter(folder, **options) as writer:
+        for step in steps:
+            writer.write(row(step))
+    return writer.path
+
+
+def test_rows_are_json_objects_in_order(tmp_path):
+    path = write(tmp_path / "run", range(1, 4))
+    assert path == tmp_path / "run" / "metrics.jsonl"
+    assert strict(path.read_text()) == [row(1), row(2), row(3)] == metrics.read(path)
+
+
+def test_array_scalars_are_written_as_numbers(tmp_path):
+    with metrics.MetricsWriter(tmp_path) as writer:
+        writer.write({"step": np.int64(1), "loss": jnp.float32(2.5), "lr": np.float64(0.5), "done": np.bool_(True)})
+        writer.write({"step": 2, "loss": jnp.bfloat16(2.5), "eval_accuracy": None, "note": "text"})
+    assert strict(writer.path.read_text()) == [
+        {"step": 1, "loss": 2.5, "lr": 0.5, "done": True},
+        {"step": 2, "loss": 2.5, "eval_accuracy": None, "note": "text"},
+    ]
+
+
+@pytest.mark.parametrize(("value", "name"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])
+@pytest.mark.parametrize("kind", [float, np.float32, jnp.float32])
+def test_a_number_that_is_not_finite_is_null_and_named(tmp_path, value, name, kind):
+    with metrics.MetricsWriter(tmp_path, tensorboard=True) as writer:
+        writer.write({"step": 3, "loss": kind(value), "lr": 0.1})
+    assert strict(writer.path.read_text()) == [{"step": 3, "loss": None, "lr": 0.1, "nonfinite": {"loss": name}}]
+
+
+def test_a_row_is_on_disk_within_a_second(tmp_path):
+    with metrics.MetricsWriter(tmp_path) as writer:
+        writer.write(row(1))
+        deadline = time.monotonic() + 1.0
+        while not writer.path.read_text() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert metrics.read(writer.path) == [row(1)]
+
+
+def test_a_write_costs_the_step_little(tmp_path):
+    count = 2000
+    with metrics.MetricsWriter(tmp_path, tensorboard=True) as writer:
+        rows = [row(step) for step in range(count)]
+        began = time.thread_time()
+        for each in rows:
+            writer.write(each)
+        spent = time.thread_time() - began
+    assert spent / count < 50e-6
+    assert len(metrics.read(writer.path)) == count
+
+
+def test_a_new_run_replaces_an_old_file(tmp_path):
+    write(tmp_path, [1, 2, 3])
+    assert metrics.read(write(tmp_path, [1])) == [row(1)]
+
+
+def test_resume_drops_later_rows_only(tmp_path):
+    with metrics.MetricsWriter(tmp_path) as writer:
+        for step in range(1, 8):
+            writer.write(row(step))
+            if step % 2 == 0:
+                writer.write({"step": step, "eval_loss": 1.0})
+    path = write(tmp_path, [5, 6], resume_step=4)
+    rows = metrics.read(path)
+    assert [each["step"] for each in rows if "loss" in each] == [1, 2, 3, 4, 5, 6]
+    assert [each["step"] for each in rows if "eval_loss" in each] == [2, 4]
+    assert [item.name for item in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("torn", ['{"step": 4, "lo', "\0\0\0", '{"step": 4'])
+def test_a_torn_last_line_is_left_out_and_removed(tmp_path, torn):
+    path = write(tmp_path, [1, 2, 3])
+    path.write_text(path.read_text() + torn)
+    assert [each["step"] for each in metrics.read(path)] == [1, 2, 3]
+    write(tmp_path, [4], resume_step=3)
+    assert strict(path.read_text()) == [row(1), row(2), row(3), row(4)]
+
+
+def test_a_last_row_that_only_lacks_its_newline_is_kept(tmp_path):
+    path = write(tmp_path, [1, 2])
+    path.write_text(path.read_text().rstrip("\n"))
+    assert strict(write(tmp_path, [3], resume_step=2).read_text()) == [row(1), row(2), row(3)]
+
+
+@pytest.mark.parametrize("bad", ['{"step": 1, "lo\n', "[1]\n", '{"loss": 1}\n', '{"step": null}\n'])
+def test_a_bad_line_in_the_middle_is_an_error_with_its_number(tmp_path, bad):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(row(1)) + "\n" + bad + json.dumps(row(3)) + "\n")
+    before = path.read_text()
+    with pytest.raises(metrics.MetricsError, match=r"line 2 is not a metrics row .*; remove the line"):
+        metrics.read(path)
+    with pytest.raises(metrics.MetricsError, match="line 2"):
+        metrics.MetricsWriter(tmp_path, resume_step=3)
+    assert path.read_text() == before
+
+
+def test_a_failed_cut_leaves_the_old_file(tmp_path, monkeypatch):
+    path = write(tmp_path, [1, 2, 3])
+    before = path.read_text()
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(metrics.os, "fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        metrics.MetricsWriter(tmp_path, resume_step=1)
+    assert path.read_text() == before
+
+
+def test_what_fails_in_the_thread_is_raised_by_close(tmp_path):
+    writer = metrics.MetricsWriter(tmp_path)
+    writer.write({"step": 1, "loss": np.zeros(3)})
+    writer.write(row(2))
+    with pytest.raises(
+        RuntimeError, match=r"could not write .*metrics.jsonl: metric 'loss' is ndarray of shape \(3,\)"
+    ):
+        writer.close()
+    writer.close()
+
+
+def test_rows_without_a_step_and_rows_after_close_are_refused(tmp_path):
+    writer = metrics.MetricsWriter(tmp_path)
+    with pytest.raises(metrics.MetricsError, match="needs a step; this one has only loss"):
+        writer.write({"loss": 1.0})
+    writer.close()
+    with pytest.raises(metrics.MetricsError, match="is closed"):
+        writer.write(row(1))
+
+
+def events(folder):
+    """Scalars (tag, step, value) and session starts (step) of all event files, oldest first."""
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+    scalars, starts = [], []
+    for path in sorted(folder.iterdir()):
+        data = path.read_bytes()
+        while data:
+            # TFRecord: length (8 bytes), its checksum (4), the event, its checksum (4).
+            length = int.from_bytes(data[:8], "little")
+            event = Event.FromString(data[12 : 12 + length])
+            data = data[16 + length :]
+            scalars += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
+            if event.session_log.status == SessionLog.START:
+                starts.append(event.step)
+    return scalars, starts
+
+
+def test_tensorboard_gets_every_row(tmp_path):
+    with metrics.MetricsWriter(tmp_path, tensorboard=True) as writer:
+        writer.write({"step": 7, "loss": 2.5, "lr": 0.5, "note": "not a number", "done": True})
+        writer.write({"step": 7, "eval_loss": 1.5, "eval_accuracy": 0.25})
+        writer.write({"step": 7, "perf_mfu": 0.5})
+    scalars, starts = events(tmp_path / "tensorboard")
+    assert scalars == [
+        ("train/loss", 7, 2.5),
+        ("train/lr", 7, 0.5),
+        ("eval/loss", 7, 1.5),
+        ("eval/accuracy", 7, 0.25),
+        ("perf/mfu", 7, 0.5),
+    ]
+    assert starts == []
+
+
+def test_tensorboard_hides_what_a_resume_repeats(tmp_path):
+    write(tmp_path, [1, 2, 3], tensorboard=True)
+    write(tmp_path, [3], tensorboard=True, resume_step=2)
+    assert events(tmp_path / "tensorboard")[1] == [3]
+
+
+def test_tensorboard_is_only_imported_when_asked(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    write(tmp_path, [1])
+    with pytest.raises(ImportError):
+        metrics.MetricsWriter(tmp_path, tensorboard=True)
+
+
+def test_wandb_missing_names_the_extra(tmp_path, monkeypatch):
+    path = write(tmp_path, [1])
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(metrics.MetricsError, match=r"run `pip install 'mupax\[wandb\]'`, or leave --log.wandb out"):
+        metrics.MetricsWriter(tmp_path, wandb="project")
+    assert metrics.read(path) == [row(1)]
+
+
+class FakeWandb(types.ModuleType):
+    """Stands for the wandb package: records what it is given."""
+
+    errors = types.SimpleNamespace(Error=type("Error", (Exception,), {}))
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.started, self.logged, self.finished, self.online = [], [], 0, True
+
+    def init(self, **options):
+        if not self.online:
+            raise self.errors.Error("no API key")
+        self.started.append(options)
+        return types.SimpleNamespace(
+            id=options["id"] or f"id{len(self.started)}",
+            define_metric=lambda *_, **__: None,
+            log=self.logged.append,
+            finish=lambda: setattr(self, "finished", self.finished + 1),
+        )
+
+
+def test_wandb_gets_rows_and_a_resume_continues_its_run(tmp_path, monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    write(tmp_path, [1, 2], wandb="project", config={"steps": 9})
+    write(tmp_path, [2], wandb="project", resume_step=1)
+    write(tmp_path, [1], wandb="project")
+    assert [(each["project"], each["id"]) for each in fake.started] == [
+        ("project", None),
+        ("project", "id1"),
+        ("project", None),
+    ]
+    assert fake.started[0]["config"] == {"steps": 9}
+    assert fake.logged[0] == {"step": 1, **{f"train/{key}": value for key, value in ROW.items()}}
+    assert [each["step"] for each in fake.logged] == [1, 2, 2, 1]
+    assert fake.finished == 3
+
+
+def test_wandb_that_does_not_start_says_what_to_do(tmp_path, monkeypatch):
+    fake = FakeWandb()
+    fake.online = False
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    with pytest.raises(metrics.MetricsError, match=r"no API key.*wandb login.*WANDB_MODE=offline"):
+        metrics.MetricsWriter(tmp_path, wandb="project")

@@ -1,0 +1,278 @@
+"""Pictures and summary at the end of a run: what is drawn where, and what is said."""
+
+import dataclasses
+import io
+import json
+
+import matplotlib.figure
+import numpy as np
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from mupax.train.run.report import metrics, plotting, report
+
+pytestmark = pytest.mark.core
+
+
+@dataclasses.dataclass
+class Reference:
+    """Stands for mupax.train.data.Reference, which these functions only read."""
+
+    name: str
+    value: float
+    unit: str
+
+
+TRIGRAM = Reference("trigram counts", 1.84, "nats/byte")
+FOURGRAM = Reference("4-gram counts", 1.46, "nats/byte")
+LOGISTIC = Reference("logistic regression", 0.972, "accuracy")
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """Every figure saved, to look into."""
+    saved = []
+    save = matplotlib.figure.Figure.savefig
+
+    def spy(figure, *args, **kwargs):
+        save(figure, *args, **kwargs)
+        saved.append(figure)
+
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", spy)
+    return saved
+
+
+def write(path, rows):
+    path.write_text("".join(metrics.to_json(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def lm_rows(steps, every=20):
+    for step in range(1, steps + 1):
+        yield {"step": step, "loss": 1.2 + 4 * step**-0.5, "lr": 1e-3, "grad_norm": 1.0, "tokens": 700, "seconds": 0.1}
+        if step % every == 0:
+            yield {"step": step, "eval_loss": 1.3 + 4 * step**-0.5, "eval_accuracy": 0.5}
+
+
+def vit_rows(steps, every=20):
+    for step in range(1, steps + 1):
+        loss = 2.3 * np.exp(-step / 50)
+        yield {"step": step, "loss": loss, "accuracy": 0.5, "lr": 1e-3, "images": 64, "seconds": 0.1}
+        if step % every == 0:
+            yield {"step": step, "eval_loss": loss, "eval_accuracy": 1 - 0.9 * np.exp(-step / 30)}
+
+
+def texts(axes):
+    return [text.get_text() for text in axes.texts]
+
+
+def test_loss_plot_of_a_language_model(tmp_path, figures):
+    path = write(tmp_path / "metrics.jsonl", lm_rows(200))
+    report.loss_plot(path, tmp_path / "loss.png", [TRIGRAM, FOURGRAM, LOGISTIC], "lm-tiny")
+    (axes,) = figures[0].axes
+    assert axes.get_ylabel() == "loss (nats per byte)"
+    assert axes.get_xlabel() == "optimizer step (700 tokens each)"
+    assert axes.get_xscale() == "log"
+    final = 1.3 + 4 * 200**-0.5
+    assert sorted(texts(axes)) == ["4-gram counts 1.460", f"evaluation {final:.3f}", "trigram counts 1.840"]
+    raw, smooth, evaluations, *references = axes.lines
+    np.testing.assert_allclose(raw.get_ydata(), [1.2 + 4 * step**-0.5 for step in range(1, 201)])
+    assert len(smooth.get_ydata()) == 200
+    np.testing.assert_array_equal(evaluations.get_xdata(), np.arange(20, 201, 20))
+    assert {float(line.get_ydata()[0]) for line in references} == {1.84, 1.46}
+    low, high = axes.get_ylim()
+    assert low < 1.46
+    assert high > 5.2
+    with Image.open(tmp_path / "loss.png") as image:
+        assert image.size == (1140, 660)
+
+
+def test_loss_per_token_becomes_loss_per_byte(tmp_path, figures):
+    path = write(tmp_path / "metrics.jsonl", lm_rows(40))
+    report.loss_plot(path, tmp_path / "loss.png", [TRIGRAM], bytes_per_token=4.0)
+    raw, _, evaluations, reference = figures[0].axes[0].lines
+    assert raw.get_ydata()[0] == pytest.approx(5.2 / 4)
+    assert evaluations.get_ydata()[-1] == pytest.approx((1.3 + 4 * 40**-0.5) / 4)
+    assert reference.get_ydata()[0] == 1.84  # Already per byte.
+
+
+def test_loss_plot_of_an_image_model_has_its_accuracy(tmp_path, figures):
+    path = write(tmp_path / "metrics.jsonl", vit_rows(200))
+    report.loss_plot(path, tmp_path / "loss.png", [LOGISTIC, TRIGRAM], "vit-digits")
+    upper, lower = figures[0].axes
+    assert upper.get_ylabel() == "loss (nats per image)"
+    assert "trigram" not in "".join(texts(upper))
+    assert lower.get_ylabel() == "accuracy (%)"
+    assert sorted(texts(lower)) == ["evaluation 99.89", "logistic regression 97.20"]
+    np.testing.assert_array_equal(lower.lines[0].get_ydata(), np.full(200, 50.0))
+    assert lower.get_ylim()[0] < 50
+    assert lower.get_xlabel() == "optimizer step (64 images each)"
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_short_and_unevaluated_runs_are_drawn(tmp_path, figures, steps):
+    report.loss_plot(write(tmp_path / "metrics.jsonl", lm_rows(steps)), tmp_path / "loss.png", [TRIGRAM])
+    (axes,) = figures[0].axes
+    assert axes.get_xscale() == "linear"
+    assert texts(axes) == ["trigram counts 1.840"]
+
+
+def test_a_diverged_run_is_drawn(tmp_path):
+    rows = list(lm_rows(150))
+    for row in rows[100:]:
+        row.update({key: float("nan") for key in ("loss", "eval_loss") if key in row})
+    rows[90]["loss"] = 1e30
+    report.loss_plot(write(tmp_path / "metrics.jsonl", rows), tmp_path / "loss.png", [TRIGRAM])
+    for row in rows:
+        row.update({key: float("nan") for key in ("loss", "eval_loss") if key in row})
+    report.loss_plot(write(tmp_path / "metrics.jsonl", rows), tmp_path / "all.png", [])
+    assert (tmp_path / "all.png").exists()
+
+
+def test_no_rows_is_an_error(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(metrics.MetricsError, match="has no rows"):
+        report.loss_plot(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
+
+
+def test_smoothing_has_no_lag_and_takes_the_noise_off():
+    line = np.linspace(5.0, 1.0, 500)
+    np.testing.assert_allclose(plotting.smoothed(line)[:480], line[:480], atol=1e-9)
+    noise = np.random.default_rng(0).normal(size=500)
+    assert plotting.smoothed(noise)[200:].std() < 0.4
+    assert plotting.smoothed(noise)[-1] != noise[-1]
+    holed = np.where(np.arange(500) == 250, np.nan, 1.0)
+    np.testing.assert_array_equal(plotting.smoothed(holed), holed)
+
+
+def test_margin_labels_keep_their_distance_and_stay_near():
+    figure = matplotlib.figure.Figure()
+    axes = figure.add_subplot()
+    axes.set_ylim(0, 10)
+    values = [9.0, 5.0, 5.1, 5.2, 1.0]
+    plotting.margin_labels(axes, [(value, str(value), "black") for value in values], gap=0.1)
+    heights = {text.get_text(): text.xyann[1] for text in axes.texts}
+    assert heights["9.0"] == pytest.approx(0.9)
+    assert heights["1.0"] == pytest.approx(0.1)
+    assert [heights[text] for text in ("5.0", "5.1", "5.2")] == pytest.approx([0.41, 0.51, 0.61])
+
+
+def picture(tmp_path, figures, images, targets, predictions, names=None):
+    report.prediction_picture(images, np.array(targets), np.array(predictions), names, tmp_path / "predictions.png")
+    (axes,) = figures[-1].axes
+    return axes
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_wrong_predictions_come_first_with_the_truth(tmp_path, figures, channels):
+    images = np.random.default_rng(0).normal(size=(5, 7, 7, channels))
+    axes = picture(tmp_path, figures, images, [0, 1, 2, 1, 0], [0, 1, 0, 1, 0], ["tench, Tinca tinca", "cat", "ox"])
+    labels = texts(axes)
+    assert labels == [
+        "tench, is ox",
+        "tench",
+        "cat",
+        "cat",
+        "tench",
+        "4 of 5 right (80.0 %); framed: wrong, with the true class",
+    ]
+    assert len(axes.patches) == 1
+    shown = axes.images[0].get_array()
+    low, high = images.min((0, 1, 2)), images.max((0, 1, 2))
+    np.testing.assert_allclose(shown.reshape(7, 7, channels), (images[2] - low) / (high - low), atol=1e-6)
+
+
+def test_the_grid_is_limited_and_shows_right_ones_too(tmp_path, figures):
+    images = np.zeros((200, 3, 3, 1))
+    axes = picture(tmp_path, figures, images, np.zeros(200, int), np.arange(200) % 2)
+    assert len(axes.images) == 40
+    assert len(axes.patches) == 20
+    assert texts(axes)[-1].startswith("100 of 200 right (50.0 %)")
+
+
+def test_all_right_says_nothing_of_frames(tmp_path, figures):
+    axes = picture(tmp_path, figures, np.zeros((2, 3, 3, 1)), [3, 4], [3, 4])
+    assert texts(axes) == ["3", "4", "2 of 2 right (100.0 %)"]
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 3, 1), (4, 3, 3, 2), (4, 3, 3)])
+def test_images_of_another_shape_are_refused(tmp_path, shape):
+    with pytest.raises(ValueError, match="C = 1 or 3"):
+        report.prediction_picture(np.zeros(shape), np.zeros(4), np.zeros(4), None, tmp_path / "x.png")
+
+
+def summary(path, width=80, **options):
+    console = Console(file=io.StringIO(), record=True, width=width)
+    facts = {"name": "lm-tiny", "preset": "mup relative to lm-proxy", "parameters": 853_120, "seconds": 222.0}
+    report.summary(console, path, **{**facts, **options})
+    return console.export_text()
+
+
+def test_summary_compares_with_the_references(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = write(tmp_path / "metrics.jsonl", lm_rows(200))
+    text = summary(path, references=[TRIGRAM, FOURGRAM], files=[tmp_path / "runs" / "loss.png", "/elsewhere/a"])
+    lines = [" ".join(line.strip("│ ").split()) for line in text.splitlines()]
+    assert "evaluation loss 1.5828 nats/byte" in lines
+    assert "trigram counts 1.8400 ✓ better by 0.2572" in lines
+    assert "4-gram counts 1.4600 ✗ worse by 0.1228" in lines
+    assert "evaluation accuracy 50.00 %" in lines
+    assert "time 3:42, 7.00k tokens/s while training" in lines
+    assert "model 853,120 parameters" in lines
+    assert "files runs/loss.png" in lines
+    assert "/elsewhere/a" in lines
+    assert "200 steps done" in text
+
+
+def test_summary_leads_with_accuracy_for_images(tmp_path):
+    text = summary(write(tmp_path / "metrics.jsonl", vit_rows(200)), references=[LOGISTIC, TRIGRAM])
+    assert text.index("evaluation accuracy") < text.index("logistic regression") < text.index("evaluation loss")
+    assert "better by 2.69 points" in text
+    assert "images/s" in text
+    assert "trigram" not in text
+
+
+def test_summary_divides_by_bytes_per_token(tmp_path):
+    text = summary(write(tmp_path / "metrics.jsonl", lm_rows(200)), references=[TRIGRAM], bytes_per_token=2.0)
+    assert "0.7914" in text
+    assert "better by 1.0486" in text
+
+
+def test_summary_of_a_run_that_diverged_or_was_not_evaluated(tmp_path):
+    rows = [*lm_rows(30), {"step": 30, "eval_loss": float("nan")}]
+    assert "✗ diverged" in summary(write(tmp_path / "a.jsonl", rows), references=[TRIGRAM])
+    bare = [
+        {"step": 1, "loss": 5.5, "tokens": 10, "seconds": 0.0},
+        {"step": 1, "eval_loss": None, "eval_accuracy": None},
+    ]
+    text = summary(write(tmp_path / "b.jsonl", bare), references=[TRIGRAM])
+    assert "training loss" in text
+    assert "trigram" not in text
+    assert "nan" not in text
+    assert "/s" not in text.split("model")[0].split("time")[1]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_summary_fits_the_terminal(tmp_path, width):
+    path = write(tmp_path / "metrics.jsonl", lm_rows(200))
+    text = summary(path, width, references=[TRIGRAM, FOURGRAM], files=["a/" * 40])
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_summary_without_unicode(tmp_path):
+    path = write(tmp_path / "metrics.jsonl", lm_rows(200))
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    report.summary(
+        Console(file=file, width=80), path, name="a", preset="mup", parameters=1, seconds=1, references=[TRIGRAM]
+    )
+    file.flush()
+    assert b"+ better by 0.2572" in file.buffer.getvalue()
+
+
+def test_rows_written_by_the_writer_are_what_is_read(tmp_path):
+    with metrics.MetricsWriter(tmp_path) as writer:
+        for row in lm_rows(5):
+            writer.write(row)
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0]) == next(iter(lm_rows(1)))
+    report.loss_plot(writer.path, tmp_path / "loss.png")

@@ -1,0 +1,265 @@
+"""The coordinate check: right rules pass, wrong ones are caught and named. One compiled series per way to grow."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+import runpy
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mupax import presets
+from mupax.presets import Preset, Role
+from mupax.presets.power import axis
+from mupax.train.__main__ import main
+from mupax.train.config.run import OptimizerConfig
+from mupax.train.studies.check import check, models, report, theory
+from mupax.train.studies.check.check import Expected, Finding
+from mupax.train.studies.check.command import RATES
+from mupax.train.studies.check.mutants import Mutant
+from mupax.zoo import build, configs
+from scripts import theory_and_measurement
+
+SIZES, SEEDS = 4, 3
+
+# One process compiles each series once.
+
+
+@functools.cache
+def series(grow: str, optimizer: str = "adam", model: str = "lm-proxy") -> check.Series:
+    config = OptimizerConfig(name=optimizer, peak_lr=RATES[optimizer], schedule="constant", eps=1e-12)
+    grown = models.series(configs.get(model), grow, SIZES)
+    return check.Series([build.definition(one) for one in grown], config)
+
+
+def findings(trained: Preset, grow: str, optimizer: str = "adam", meant: Preset | None = None) -> list[Finding]:
+    """Train one preset, ask theory about another (the same unless given)."""
+    sized = series(grow, optimizer)
+    batch = models.batch(models.smallest(configs.get("lm-proxy")))
+    expected = theory.of(meant or trained, sized.definitions[0], sized.definitions[-1], optimizer)
+    ratios = [2.0**i for i in range(SIZES)]
+    return check.judge(check.fit(sized.measure(trained, batch, SEEDS), ratios), expected)
+
+
+def preset(name: str, **constants: float) -> Preset:
+    base = models.smallest(configs.get("lm-proxy")).base_sizes()
+    return presets.get(name, base=base, **constants)
+
+
+def wrong(found: Sequence[Finding]) -> dict[str, float]:
+    return {f"{f.observable} @{f.step}": round(f.slope, 2) for f in found if not f.ok}
+
+
+@pytest.mark.parametrize(
+    ("name", "grow", "constants"),
+    [
+        ("mup", "head_dim", {}),
+        ("mup-half", "head_dim", {}),
+        ("mup", "head_dim", {"alpha_a": 0.75}),
+        ("depth-mup", "head_dim", {}),
+        ("completep", "head_dim", {}),
+        ("mup", "heads", {}),
+        ("mup-half", "heads", {}),
+        ("depth-mup", "heads", {}),
+        ("completep", "heads", {}),
+        ("depth-mup", "depth", {"alpha_l": 0.5}),
+        ("depth-mup", "depth", {"alpha_l": 0.75}),
+        ("depth-mup", "depth", {"alpha_l": 1.0}),
+        ("completep", "depth", {}),
+    ],
+)
+def test_right_rules_pass(name, grow, constants):
+    found = findings(preset(name, **constants), grow)
+    assert len(found) > 30
+    assert check.passes(found), wrong(found)
+
+
+@pytest.mark.parametrize("name", ["ntk", "hybrid"])
+@pytest.mark.parametrize("grow", ["head_dim", "heads", "depth"])
+def test_the_neural_tangent_family_moves_as_theory_says(name, grow):
+    found = findings(preset(name), grow)
+    assert all(f.agrees for f in found), wrong(found)
+    # Without a rule for depth it explodes there, as foretold; growing wider it passes.
+    assert check.passes(found) == (grow != "depth")
+
+
+@pytest.mark.parametrize("name", ["mup", "mup-half"])
+def test_right_rules_pass_under_sgd(name):
+    found = findings(preset(name), "head_dim", "sgd")
+    assert check.passes(found), wrong(found)
+
+
+def test_growing_the_mlp_alone_passes_where_it_is_allowed():
+    """Under SGD; under Adam, and for key heads alone, the command refuses (below)."""
+    found = findings(preset("mup"), "mlp", "sgd")
+    assert check.passes(found), wrong(found)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_sp_in_width_is_caught(optimizer):
+    found = findings(preset("sp"), "head_dim", optimizer)
+    caught = wrong(found)
+    assert {"change logits @1", "change residual @1"} <= caught.keys(), caught
+    assert {f.verdict for f in found if f.observable == "change residual" and f.step == 1} == {"explodes"}
+    assert all(f.agrees for f in found), wrong([f for f in found if not f.agrees])
+    assert "change residual explodes through value, attention out, MLP in, MLP out" in report.verdict_line(found)
+
+
+def test_mup_in_depth_is_caught():
+    found = findings(preset("mup"), "depth")
+    caught = wrong(found)
+    assert "change residual @1" in caught, caught
+    assert "change residual explodes through query, key, value, attention out" in report.verdict_line(found)
+
+
+def test_maximal_update_explodes_in_head_dim_through_its_logits_and_mup_does_not():
+    caught = wrong(findings(preset("maximal-update"), "head_dim"))
+    assert any(name.startswith("update attention") for name in caught), caught
+    assert not any(name.startswith("update attention") for name in wrong(findings(preset("mup"), "head_dim")))
+
+
+WRONG_RULES = {
+    "readout multiplier dropped": (
+        "mup", {}, "head_dim", lambda row, spec: dataclasses.replace(row, multiplier=axis("embed") ** 0.0), {Role.READOUT}, "weight/readout",
+    ),
+    "q/k rate of muP at alpha_A=1/2": (
+        "mup-half", {}, "head_dim", lambda row, spec: dataclasses.replace(row, adam=row.adam * axis("head_dim") ** 0.5),
+        {Role.QUERY, Role.KEY}, "movement/block.query",
+    ),
+    "in-block rate without its depth factor at alpha_L=1/2": (
+        "depth-mup", {"alpha_l": 0.5}, "depth", lambda row, spec: dataclasses.replace(row, adam=row.adam * axis("layers") ** 0.5),
+        {Role.QUERY, Role.KEY, Role.VALUE, Role.ATTENTION_OUT, Role.MLP_IN, Role.MLP_OUT}, "movement/block.mlp_in",
+    ),
+    "frozen hidden layer": (
+        "mup", {}, "head_dim", lambda row, spec: dataclasses.replace(row, adam=row.adam * 1e-30), {Role.MLP_IN}, "movement/block.mlp_in",
+    ),
+    "frozen embedding": (
+        "mup", {}, "head_dim", lambda row, spec: dataclasses.replace(row, adam=row.adam * 1e-30), {Role.TOKEN_EMBEDDING},
+        "movement/token_embedding",
+    ),
+    "hidden layer that freezes with width": (
+        "mup", {}, "head_dim", lambda row, spec: dataclasses.replace(row, adam=row.adam * axis("embed") ** -1.0),
+        {Role.MLP_IN, Role.MLP_OUT}, "movement/block.mlp_in",
+    ),
+    "embedding that freezes with width": (
+        "mup", {}, "head_dim", lambda row, spec: dataclasses.replace(row, adam=row.adam * axis("embed") ** -1.0),
+        {Role.TOKEN_EMBEDDING}, "movement/token_embedding",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("error", WRONG_RULES)
+def test_wrong_rules_are_caught_and_named(error):
+    name, constants, grow, mistake, roles, telltale = WRONG_RULES[error]
+    right = preset(name, **constants)
+    broken = dataclasses.replace(
+        right, rule=lambda spec: mistake(right.rule(spec), spec) if spec.role in roles else right.rule(spec)
+    )
+    found = findings(broken, grow, meant=right)
+    caught = wrong(found)
+    assert any(name.startswith(telltale) for name in caught), caught
+    kind, _, group = telltale.partition("/")
+    assert re.search(rf"by role: .*{group} \([^)]*{kind}", report.verdict_line(found))
+    assert ("frozen" in {f.verdict for f in found}) == error.startswith("frozen")
+
+
+def test_a_wrong_rate_is_caught_under_sgd():
+    right = preset("mup")
+    for group in ("block.query", "token_embedding"):
+        found = findings(Mutant(group, "lr", 0.5).of(right), "head_dim", "sgd", meant=right)
+        assert f"by role: {group} (movement)" in report.verdict_line(found)
+
+
+def test_the_under_trained_model_of_flat_curves_is_caught():
+    """Hidden rate / m^2 and input rate / m: activations stay flat, so checks that look for growth pass it."""
+    right = preset("mup")
+
+    def rule(spec):
+        row = right.rule(spec)
+        if spec.role is Role.TOKEN_EMBEDDING:
+            return dataclasses.replace(row, adam=row.adam / axis("embed"))
+        return dataclasses.replace(row, adam=row.adam / axis("embed")) if spec.in_block and spec.fan_in else row
+
+    found = findings(dataclasses.replace(right, rule=rule), "head_dim", meant=right)
+    caught = wrong(found)
+    assert any(name.startswith("change residual") for name in caught), caught
+    assert all(f.slope < 0.2 for f in found if f.observable == "change residual")
+
+
+def test_slopes_of_exact_power_laws_are_found():
+    sizes = np.array([1.0, 2.0, 4.0, 8.0])
+    values = np.stack([sizes**0.5, sizes**0.5], axis=1)[:, :, None] * np.ones(2)
+    found = check.fit({"x": values}, sizes, steps=(0, 1))
+    assert [round(f.slope, 12) for f in found] == [0.5, 0.5]
+    assert found[0].low == pytest.approx(0.5)
+    assert found[0].high == pytest.approx(0.5)
+
+
+def test_verdicts_follow_the_band():
+    finding = Finding("x", 1, 0.3, 0.2, 0.4, (1.0, 2.0), Expected(0.0))
+    assert finding.agrees is False
+    assert finding.verdict == "contradicts theory"
+    assert dataclasses.replace(finding, low=0.1).ok
+    assert dataclasses.replace(finding, expected=Expected(0.3, trouble="explodes")).verdict == "explodes"
+    assert not dataclasses.replace(finding, slope=float("nan"), low=float("nan"), high=float("nan")).agrees
+    assert not check.passes([])
+
+
+def test_what_never_moves_is_frozen_unless_a_zero_readout_holds_it_back():
+    """A slope of zeros is no slope: left out, a layer that is never trained would pass."""
+    found = check.fit({"movement/x": np.zeros((4, 2, 2))}, [1, 2, 4, 8], steps=(1,))
+    found = check.judge(found, {("movement/x", 1): Expected(0.0)})
+    assert [f.verdict for f in found] == ["frozen"]
+    assert not check.passes(found)
+    held = presets.get("mup", base=preset("mup").base, zero_readout=True)
+    passed = findings(held, "head_dim")
+    assert check.passes(passed), wrong(passed)
+
+
+def test_the_command_writes_json_and_a_figure_and_says_what_failed(tmp_path, capsys):
+    out, figure = tmp_path / "check.json", tmp_path / "check.png"
+    words = ["check", "lm-proxy", "--preset", "sp", "--grow", "head_dim", "--sizes", "3", "--seeds", "2"]
+    assert main([*words, "--json", str(out), "--figure", str(figure)]) == 1
+    found = json.loads(out.read_text())
+    assert found["verdict"] == "fail"
+    assert {"slope", "low", "high", "predicted", "ok"} <= found["observables"][0].keys()
+    assert figure.stat().st_size > 10_000
+    assert "change residual" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["check", "lm-prxy"], "lm-proxy"),
+        (["check", "--preset", "mupp"], "mup"),
+        (["check", "--grow", "deepness"], "depth"),
+        (["check", "--sizes", "1"], "--sizes"),
+        (["check", "--grow", "mlp"], "mlp x8"),
+        (["check", "--grow", "kv_heads", "--optimizer", "sgd"], "kv_heads x8"),
+    ],
+)
+def test_bad_words_get_one_message(words, said, capsys):
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "Traceback" not in error
+    assert len(error.strip().splitlines()) <= 10
+
+
+def test_a_model_from_outside_the_zoo_passes():
+    example = runpy.run_path(str(Path(__file__).parents[4] / "docs" / "mixer.py"))
+    assert example["main"]()
+
+
+@pytest.mark.core
+def test_the_committed_table_has_every_preset_and_nothing_against_theory():
+    table = theory_and_measurement.OUT
+    rows = json.loads(table.with_suffix(".json").read_text())["studies"]
+    assert {row["preset"] for row in rows} == set(presets.PRESETS) - {"standard"}
+    assert {o["verdict"] for row in rows for o in row["observables"]} == {"as predicted", "explodes"}
+    assert theory_and_measurement.markdown(rows) == table.with_suffix(".md").read_text()

@@ -1,0 +1,205 @@
+"""How a sweep trains its points: all at once, in turn, or some side by side; by memory and by a trial."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from mupax.train.studies.sweep import choose, groups, sweep, work
+from mupax.train.studies.sweep import trainer as sweep_pack
+from mupax.train.studies.sweep.rows import Row
+from tests.train.studies.sweep.test_sweep import RATES, STEPS, Noted, config_of, data_of, points
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return data_of(tmp_path_factory.mktemp("sweep"))
+
+
+@pytest.mark.core
+def test_points_are_packed_by_memory(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    [[(_, program)]] = groups.Groups().of([config_of(text)]).values()
+    state = 3 * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.abstract))
+    for room, points_, fits in ((100, 10, 10), (4.1, 10, 4), (4.1, 7, 4), (0.1, 10, 1)):
+        monkeypatch.setattr(sweep_pack, "_free_bytes", lambda device, room=room: int(room * state / 0.8))
+        assert sweep_pack.fitting(program, points_) == fits
+    monkeypatch.setattr(sweep_pack, "_free_bytes", lambda device: None)
+    assert sweep_pack.fitting(program, 10) == 10
+
+
+def timed(monkeypatch: pytest.MonkeyPatch, seconds: dict[tuple[int, int], float], cores: int = 8) -> None:
+    """Trials find these seconds per pack of (points at once, packs side by side)."""
+    monkeypatch.setattr(
+        choose.Chooser, "_seconds", lambda self, trainer, points, beside=1: seconds[trainer.count, beside]
+    )
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)), raising=False)
+
+
+def test_a_trial_says_what_is_faster(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {(1, 1): 0.01, (4, 1): 0.02}
+    timed(monkeypatch, seconds, cores=1)
+    monkeypatch.setattr(choose, "PAYS", 0)
+    notes: list[str] = []
+    rows = sweep.run(points(config_of(text)), tmp_path / "a", evaluated=False, watcher=Noted(notes))
+    assert {row.how for row in rows} == {"together"}
+    assert "together: a step takes 10 ms one by one, 5 ms together" in notes
+    seconds[4, 1] = 0.1
+    rows = sweep.run(points(config_of(text)), tmp_path / "b", evaluated=False, watcher=Noted(notes))
+    assert {row.how for row in rows} == {"in turn"}
+    assert "in turn: a step takes 10 ms one by one, 25 ms together" in notes
+
+
+@pytest.fixture(scope="module")
+def on_one(text: str, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+    folder = tmp_path_factory.mktemp("one")
+    return sweep.run(points(config_of(text)), folder, how="in-turn", devices=jax.devices()[:1])
+
+
+def test_side_by_side_points_have_the_same_bits(
+    text: str, on_one: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed(monkeypatch, {(1, 1): 0.01, (1, 2): 0.006, (1, 4): 0.0059})
+    at_once, most = [0], [0]
+    whole = work.Work.train
+
+    def train(self: Any, members: Any) -> Any:
+        at_once[0] += 1
+        most[0] = max(most[0], at_once[0])
+        try:
+            return whole(self, members)
+        finally:
+            at_once[0] -= 1
+
+    monkeypatch.setattr(work.Work, "train", train)
+    notes: list[str] = []
+    chosen, one = points(config_of(text)), jax.devices()[:1]
+    rows = sweep.run(chosen, tmp_path / "a", watcher=Noted(notes), devices=one)
+    said = "in turn: a step takes 10 ms one by one, 6 ms by 2 side by side, 6 ms by 4 side by side"
+    assert said in notes
+    assert most == [2]
+    assert [(row.curve, row.eval_loss) for row in rows] == [(row.curve, row.eval_loss) for row in on_one]
+    # Eight devices of one program would wait for each other.
+    sweep.run(chosen, tmp_path / "b", watcher=Noted(notes), evaluated=False)
+    assert notes[-1] == "in turn: a step takes 10 ms one by one"
+
+
+def test_side_by_side_a_stop_saves_all_and_an_error_ends_all(
+    text: str, on_one: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed(monkeypatch, {(1, 1): 0.01, (1, 2): 0.006, (1, 4): 0.01})
+    chosen, one = points(config_of(text)), jax.devices()[:1]
+    asked: list[int] = []
+
+    def stop() -> bool:
+        asked.append(1)
+        return len(asked) >= 15
+
+    with pytest.raises(sweep.Stopped):
+        sweep.run(chosen, tmp_path, stop=stop, devices=one)
+    notes: list[str] = []
+    rows = sweep.run(chosen, tmp_path, watcher=Noted(notes), devices=one)
+    assert [note for note in notes if note.startswith("going on at step")]
+    assert [row.curve for row in rows] == [row.curve for row in on_one]
+    assert not list((tmp_path / "unfinished").iterdir())
+
+    class Fails(sweep.Quiet):
+        def training(self, points: Any, step: int, losses: Any) -> None:
+            raise OSError("the screen is gone")
+
+    with pytest.raises(OSError, match="the screen is gone"):
+        sweep.run(chosen, tmp_path / "fails", watcher=Fails(), devices=one)
+
+
+class Crowded(sweep.Quiet):
+    """A watcher that takes its time, and knows whether it was told two things at once."""
+
+    def __init__(self) -> None:
+        self.inside, self.most, self.said = 0, 0, 0
+
+    def _told(self) -> None:
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        time.sleep(0.01)
+        self.inside -= 1
+        self.said += 1
+
+    def training(self, points: Any, step: int, losses: Any) -> None:
+        self._told()
+
+    def finished(self, point: int, row: Row) -> None:
+        self._told()
+
+
+def test_side_by_side_the_watcher_is_told_one_thing_at_a_time(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed(monkeypatch, {(1, 1): 0.01, (1, 2): 0.006, (1, 4): 0.01})
+    monkeypatch.setattr(work, "FETCH_EVERY", 1)
+    crowded = Crowded()
+    sweep.run(points(config_of(text)), tmp_path, watcher=crowded, devices=jax.devices()[:1], evaluated=False)
+    assert crowded.said == 4 * (STEPS + 1)
+    assert crowded.most == 1
+
+
+def test_side_by_side_an_error_is_said_before_a_stop(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed(monkeypatch, {(1, 1): 0.01, (1, 2): 0.006, (1, 4): 0.01})
+    both, order = threading.Barrier(2), iter((sweep.Stopped(), OSError("no space left")))
+
+    def train(self: Any, members: Any) -> Any:
+        both.wait(60)
+        error = next(order)
+        if isinstance(error, OSError):
+            time.sleep(0.2)  # the stop comes first
+        raise error
+
+    monkeypatch.setattr(work.Work, "train", train)
+    with pytest.raises(OSError, match="no space left"):
+        sweep.run(points(config_of(text)), tmp_path, devices=jax.devices()[:1])
+
+
+def test_a_trial_times_real_steps_and_says_what_went_wrong(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1}, raising=False)
+    notes: list[str] = []
+    chosen, one = points(config_of(text)), jax.devices()[:1]
+    sweep.run(chosen, tmp_path / "a", watcher=Noted(notes), devices=one, evaluated=False)
+    assert re.fullmatch(r"in turn: a step takes \d+ ms one by one, \d+ ms by 2 side by side", notes[-1])
+
+    alone = sweep_pack.alone
+
+    def broken(program: Any) -> Any:
+        made, begun = alone(program), [0]
+
+        def begin(points: Any) -> Any:
+            begun[0] += 1
+            if begun[0] == 3:  # the second of the two side by side
+                raise MemoryError("no room for a second state")
+            return made.begin(points)
+
+        return dataclasses.replace(made, begin=begin)
+
+    monkeypatch.setattr(sweep_pack, "alone", broken)
+    with pytest.raises(MemoryError, match="no room for a second state"):
+        sweep.run(chosen, tmp_path / "b", devices=one, evaluated=False)
+
+
+def test_later_rounds_keep_what_the_trial_found(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed(monkeypatch, {(1, 1): 0.01, (2, 1): 0.002}, cores=1)
+    monkeypatch.setattr(choose, "PAYS", 0)
+    monkeypatch.setattr(sweep_pack, "fitting", lambda program, count, *rest: min(count, 2))
+    engine = sweep.Sweep(tmp_path, evaluated=False)
+    hows = [[row.how for row in engine.run(points(config_of(text), rates))] for rates in (RATES, (2.0**-6, 2.0**-5))]
+    assert hows == [["together"] * 4] * 2
+    (alone,) = engine.run(points(config_of(text), (2.0**-4,), seeds=1))
+    assert alone.how == "in turn"

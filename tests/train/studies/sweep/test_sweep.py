@@ -1,0 +1,466 @@
+"""Sweeps: the same losses as runs alone, one compilation per shape, and nothing lost on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from mupax import presets
+from mupax.presets.tuned import find
+from mupax.train.__main__ import main
+from mupax.train.checkpoints.checkpointer import Checkpoints
+from mupax.train.config import grids
+from mupax.train.config.recipes import RECIPES
+from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
+from mupax.train.core.program import Program
+from mupax.train.studies.sweep import command as sweep_command
+from mupax.train.studies.sweep import groups as sweep_groups
+from mupax.train.studies.sweep import rows as sweep_rows
+from mupax.train.studies.sweep import study, sweep, work
+from mupax.train.studies.sweep.rows import Row, Rows
+from mupax.train.studies.transfer import figure as transfer_figure
+from mupax.train.studies.transfer import find as transfer_tuned
+from mupax.zoo import configs
+from mupax.zoo.configs import DecoderConfig
+from scripts.bench import sweep_cost
+
+STEPS = 12
+RATES = (2.0**-9, 2.0**-7)
+
+
+def data_of(folder: Path) -> str:
+    """The name of a text of a few words, written there."""
+    path, choose = folder / "text.txt", random.Random(0)
+    words = ("def", "return", "import", "class", "self", "value", "lambda", "yield", "while", "None")
+    path.write_text("\n".join(" ".join(choose.choice(words) for _ in range(9)) for _ in range(600)))
+    return f"text:{path}"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return data_of(tmp_path_factory.mktemp("sweep"))
+
+
+def config_of(text: str, **changes: Any) -> Config:
+    recipe = RECIPES["lm-tiny"]()
+    assert isinstance(recipe.model, DecoderConfig)
+    model = dataclasses.replace(recipe.model, width=16, num_heads=2, depth=1, seq_len=16)
+    return dataclasses.replace(
+        recipe,
+        model=dataclasses.replace(model, **changes.pop("model", {})),
+        data=DataConfig(name=text, batch_size=16, eval_batch_size=16, eval_examples=20, seed=0),
+        optimizer=dataclasses.replace(recipe.optimizer, warmup_steps=2, **changes.pop("optimizer", {})),
+        steps=STEPS,
+        **changes,
+    )
+
+
+def points(config: Config, rates: Iterable[float] = RATES, seeds: int = 2) -> list[Config]:
+    return [
+        dataclasses.replace(config, seed=seed, optimizer=dataclasses.replace(config.optimizer, peak_lr=lr))
+        for lr in rates
+        for seed in range(seeds)
+    ]
+
+
+@pytest.fixture(scope="module")
+def in_turn(text: str, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+    return sweep.run(points(config_of(text)), tmp_path_factory.mktemp("rows"), how="in-turn")
+
+
+def curves(rows: Iterable[Row]) -> np.ndarray:
+    return np.array([row.curve for row in rows])
+
+
+def test_in_turn_a_point_has_the_bits_of_its_run_alone(in_turn: list[Row], tmp_path: Path) -> None:
+    row = in_turn[-1]
+    words = shlex.split(row.command)
+    assert words[:3] == ["python", "-m", "train"]
+    assert main([*words[3:], "--workdir", str(tmp_path / "alone"), "--log.no-tensorboard", "--log.no-samples"]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "alone" / "metrics.jsonl").read_text().splitlines()]
+    # Nine digits tell all float32 apart.
+    assert [float(f"{found['loss']:.9g}") for found in rows if "loss" in found] == list(row.curve)
+    assert [found["eval_loss"] for found in rows if "eval_loss" in found] == [row.eval_loss]
+    assert row.loss == row.curve[-1] < row.curve[0]
+    assert len({found.curve for found in in_turn}) == len(in_turn)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [
+        (MeshConfig(data=1, tensor=2, sweep=4), {"accumulation_steps": 2}),
+        (MeshConfig(data=1, sweep=8), {"model": {"centered": True}}),
+    ],
+    ids=["split over tensor and sweep", "centred, split over sweep"],
+)
+def test_together_points_train_as_in_turn(text: str, tmp_path: Path, mesh: MeshConfig, changes: dict[str, Any]) -> None:
+    assert len(jax.devices()) == 8
+    config = config_of(text, **changes)
+    two = [points(config, RATES[:1], 1)[0], points(config, RATES[1:], 2)[1]]
+    wrong = points(config, (1.01 * RATES[0],), 1)
+    *one, near = sweep.run([*two, *wrong], tmp_path / "turn", how="in-turn", evaluated=False)
+    many = sweep.run([dataclasses.replace(c, mesh=mesh) for c in two], tmp_path / "all", how="together")
+    assert [row.how for row in [*one, *many]] == ["in turn"] * 2 + ["together"] * 2
+    np.testing.assert_allclose(curves(many)[:, :10], curves(one)[:, :10], rtol=1e-5)
+    assert [row.key for row in many] == [row.key for row in one]  # where it runs is no part of what it is
+    # The control: a rate of one percent more is seen.
+    assert np.abs(np.array(near.curve[:10]) / one[0].curve[:10] - 1).max() > 3e-5
+
+
+def test_a_point_that_diverges_leaves_the_others_as_they_are(text: str, in_turn: list[Row], tmp_path: Path) -> None:
+    config = config_of(text)
+    wild = points(config, (1e30,), 1)
+    for how in ("in-turn", "together"):
+        rows = sweep.run([*points(config), *wild], tmp_path / how, how=how, evaluated=True)
+        *good, bad = rows
+        assert bad.diverged
+        assert bad.loss == np.inf
+        assert bad.eval_loss is None
+        assert bad.diverged_at is not None
+        assert 1 < bad.diverged_at < STEPS
+        assert np.isinf(bad.curve[bad.diverged_at - 1 :]).all()
+        assert np.isfinite(bad.curve[: bad.diverged_at - 1]).all()
+        np.testing.assert_allclose(curves(good), curves(in_turn), rtol=1e-5 if how == "together" else 0)
+    assert Row.from_json(json.loads(json.dumps(bad.to_json()))) == bad
+
+
+@pytest.mark.core
+def test_numbers_share_a_program_and_shapes_do_not(text: str) -> None:
+    config = config_of(text)
+    numbers: list[Callable[[Config], Config]] = [
+        lambda c: dataclasses.replace(c, seed=3),
+        lambda c: dataclasses.replace(c, preset=PresetConfig(name="mup-half", base=None, gamma0=0.3)),
+        lambda c: dataclasses.replace(c, preset=PresetConfig(name="depth-mup", alpha_l=0.7, beta0=2.0)),
+        lambda c: dataclasses.replace(c, preset=PresetConfig(name="sp", zero_readout=True)),
+        lambda c: dataclasses.replace(c, optimizer=dataclasses.replace(c.optimizer, weight_decay=0.1, eps=1e-6)),
+        lambda c: dataclasses.replace(c, optimizer=dataclasses.replace(c.optimizer, warmup_steps=5, schedule="linear")),
+    ]
+    shapes: list[Callable[[Config], Config]] = [
+        lambda c: dataclasses.replace(c, model=dataclasses.replace(c.model, depth=2)),
+        lambda c: dataclasses.replace(c, preset=PresetConfig(name="u-mup", base=None)),  # moves the skip
+        lambda c: dataclasses.replace(c, optimizer=dataclasses.replace(c.optimizer, b2=0.99)),
+        lambda c: dataclasses.replace(c, optimizer=OptimizerConfig(name="sgd")),
+        lambda c: dataclasses.replace(c, steps=STEPS + 1),
+        lambda c: dataclasses.replace(c, data=dataclasses.replace(c.data, batch_size=32)),
+    ]
+    assert len(sweep_groups.Groups().of([config, *(change(config) for change in numbers)])) == 1
+    groups = sweep_groups.Groups().of([config, *(change(config) for change in shapes)])
+    assert [[i for i, _ in group] for group in groups.values()] == [[i] for i in range(len(shapes) + 1)]
+
+
+def test_a_shape_compiles_once_and_a_finished_point_never_again(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[Program] = []
+    compile_train = Program.compile_train
+    monkeypatch.setattr(Program, "compile_train", lambda self: (compiled.append(self), compile_train(self))[1])
+    config = config_of(text)
+    engine = sweep.Sweep(tmp_path, how="in-turn", evaluated=False)
+    first = engine.run(points(config, RATES[:1], 1)) + engine.run(points(config, RATES, 1))[1:]
+    assert len(compiled) == 1
+    wider = dataclasses.replace(config, model=dataclasses.replace(config.model, width=32))
+    again = sweep.run([*points(config, seeds=1), wider], tmp_path, evaluated=False)
+    assert len(compiled) == 2
+    assert compiled[1].config.model.width == 32
+    assert again[:2] == first
+    assert len((tmp_path / sweep_rows.FILE_NAME).read_text().splitlines()) == 3
+    # Asked for a score that a row has not, the point is trained again; the last row counts.
+    (scored,) = sweep.run(points(config, RATES[:1], 1), tmp_path)
+    assert scored.eval_loss is not None
+    assert scored.curve == first[0].curve
+
+
+@pytest.mark.parametrize("how", ["in-turn", "together"])
+def test_what_was_in_training_goes_on(
+    text: str, in_turn: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: sweep.Mode
+) -> None:
+    monkeypatch.setattr(work, "FETCH_EVERY", 4)
+    asked: list[int] = []
+
+    def stop() -> bool:
+        asked.append(1)
+        return len(asked) == 7
+
+    chosen = points(config_of(text))
+    with pytest.raises(sweep.Stopped):
+        sweep.run(chosen, tmp_path, how=how, stop=stop)
+    notes: list[str] = []
+    rows = sweep.run(chosen, tmp_path, how=how, watcher=Noted(notes))
+    assert [note for note in notes if note.startswith("going on at step 7")]
+    np.testing.assert_allclose(curves(rows), curves(in_turn), rtol=1e-5 if how == "together" else 0)
+    assert not list((tmp_path / "unfinished").iterdir())
+
+
+def test_a_save_that_fails_leaves_the_one_before_to_go_on_from(
+    text: str, in_turn: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "FETCH_EVERY", 4)
+    monkeypatch.setattr(work, "SAVE_EVERY_S", 0.0)
+    asked: list[int] = []
+    publish = Checkpoints._publish
+
+    def full(self: Checkpoints, folder: Path, whole: Any) -> None:
+        if whole.step > 4:
+            raise OSError("no space left")
+        publish(self, folder, whole)
+
+    def stop() -> bool:
+        asked.append(1)
+        return len(asked) == 9
+
+    chosen, notes = points(config_of(text))[:1], []
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "_publish", full)
+        with pytest.raises(sweep.Stopped):
+            sweep.run(chosen, tmp_path, how="in-turn", stop=stop, watcher=Noted(notes))
+    assert notes == [f"checkpoint {k} could not be saved: no space left; the last good one is 4" for k in (8, 9)]
+    (row,) = sweep.run(chosen, tmp_path, how="in-turn", watcher=Noted(notes))
+    assert notes[2:] == ["going on at step 4 with 1 point"]
+    assert row.curve == in_turn[0].curve
+
+
+def test_a_signal_stops_the_command_which_then_goes_on(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "sweep",
+        "lm-tiny",
+        *shlex.split(sweep_cost.TINY),
+        "--data.name",
+        text,
+        "--steps",
+        "900",
+        "--how",
+        "in-turn",
+    ]
+    words += ["--lr", "2^-9:2^-6:4", "--no-eval", "--out", str(tmp_path)]
+    command = [sys.executable, "-u", "-m", "train", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert any(line.startswith("1/4") for line in child.stdout)
+        child.terminate()
+        out, err = child.communicate(timeout=60)
+    assert child.returncode == 143, err
+    assert "stopped by SIGTERM" in out
+    assert "Traceback" not in err
+    before = (tmp_path / "points.jsonl").read_text()
+    assert 1 <= len(before.splitlines()) < 4
+    assert main(words) == 0
+    assert "going on at step" in capsys.readouterr().out
+    after = (tmp_path / "points.jsonl").read_text()
+    assert after.startswith(before)
+    assert len(after.splitlines()) == 4
+
+
+class Noted(sweep.Quiet):
+    def __init__(self, notes: list[str]) -> None:
+        self.notes = notes
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@pytest.mark.core
+def test_half_a_line_is_no_row(tmp_path: Path, in_turn: list[Row]) -> None:
+    rows = Rows(tmp_path)
+    for row in in_turn[:2]:
+        rows.add(row)
+    path = tmp_path / sweep_rows.FILE_NAME
+    path.write_bytes(path.read_bytes()[:-20])
+    rows = Rows(tmp_path)
+    assert rows.has(in_turn[0].key, evaluated=True)
+    assert not rows.has(in_turn[1].key, evaluated=False)
+    rows.add(in_turn[1])
+    assert Rows(tmp_path)[in_turn[1].key] == in_turn[1]
+
+
+COMMAND = (
+    "lm-tiny --model.width 16 --model.num-heads 2 --model.depth 1 --model.seq-len 16 --data.batch-size 8 "
+    "--data.eval-examples 20 --optimizer.warmup-steps 2 --steps 4"
+)
+
+
+def test_the_command_ends_in_a_table_and_a_file(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"sweep {COMMAND} --data.name {text} --lr 2^-9:2^-7:2 --vary preset.gamma0=0.5,1 --sizes heads=4".split()
+    assert main([*words, "--dry-run"]) == 0
+    assert "4 points in 1 program" in capsys.readouterr().out
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    assert "heads 4 gamma0 0.5" in out
+    assert "2^-9" in out
+    assert "lowest evaluation loss" in out
+    found = json.loads((tmp_path / "out" / "sweep.json").read_text())
+    assert len(found["points"]) == 4
+    assert all(point["eval_loss"] > 0 for point in found["points"])
+    assert {point["command"].count("--preset.gamma0 0.5") for point in found["points"]} == {0, 1}
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0
+    assert "4 of 4 points are done already" in capsys.readouterr().out
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("lm-tin --lr 0.1", "no recipe is named 'lm-tin'"),
+        ("lm-tiny --lr 2^-12:2^-4", "write START:STOP:COUNT"),
+        ("lm-tiny --lr 0:1:3", "needs numbers above 0"),
+        ("lm-tiny --lr a,b", "'a' is not a number"),
+        ("lm-tiny --sizes girth=3", "no size is named 'girth'"),
+        ("lm-tiny --sizes heads=2,2", "different whole numbers"),
+        ("lm-tiny --sizes width=100", "no multiple of the head dimension 32; write width 96"),
+        ("lm-tiny --seeds 0", "--seeds is 0"),
+        ("lm-tiny --vary preset.gamma0", "write FLAG=VALUE,VALUE"),
+        ("lm-tiny --vary preset.gama0=1", "no flag is named --preset.gama0; did you mean --preset.gamma0"),
+        ("lm-tiny --no-such 3", "no flag is named --no-such"),
+        ("lm-tiny --lrs 3", "no flag is named --lrs; did you mean --lr?"),
+        ("lm-tiny --workdir x", "a sweep has --out"),
+        ("lm-tiny --lr 2^-9:2^-5:1001 --seeds 2", "more than 2000 points"),
+        ("lm-tiny --how in-turn --mesh.data 4 --mesh.sweep 2", "in turn uses no mesh axis sweep, which is 2"),
+    ],
+)
+def test_what_is_no_sweep_is_refused(
+    words: str, said: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = words if "--mesh" not in words else f"{COMMAND} {words.partition(' ')[2]} --data.name {text}"
+    assert main(["sweep", *given.split(), "--out", str(tmp_path / "out")]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert len(err.splitlines()) <= 10
+
+
+@pytest.mark.core
+def test_the_best_rate_of_a_sweep_becomes_a_tuned_preset(text: str, tmp_path: Path) -> None:
+    rates, best = 2.0 ** np.arange(-10, -4.9, 0.5), -7.3
+    found = [
+        sweep_command.Planned(0, "", "", dataclasses.replace(config, preset=PresetConfig(name="mup", base="lm-proxy")))
+        for config in points(config_of(text), rates)
+    ]
+    losses = [1 + (np.log2(p.config.optimizer.peak_lr) - best) ** 2 + 0.01 * p.config.seed for p in found]
+    rows = [Row(str(i), "", loss, None, None, (), STEPS, 1.0, "in turn") for i, loss in enumerate(losses)]
+    judged = study.judged(found, rows, "")
+    path, word = transfer_tuned.save(str(tmp_path / "mup.mine.json"), "mup", judged, "the command")
+    assert word == f"mup:{path}"
+    saved = find.load(path)
+    assert np.log2(saved.optimizer["peak_lr"]) == pytest.approx(best, abs=0.001)
+    assert saved.base == presets.get("mup", base=configs.get("lm-proxy").base_sizes()).base
+    assert saved.provenance["transfer"] == []
+    transfer_figure.draw(tmp_path / "sweep.png", judged, "a title")
+    assert (tmp_path / "sweep.png").stat().st_size > 5000
+
+
+def swept(
+    lr: str, losses: Iterable[float], text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *more: str
+) -> tuple[int, list[Any]]:
+    """Exit code of the command whose points end with these losses, and the figures that it drew."""
+    rows = [Row(str(i), "", loss, None, None, (), 4, 1.0, "in turn") for i, loss in enumerate(losses)]
+    drawn: list[Any] = []
+    save = Figure.savefig
+    monkeypatch.setattr(sweep, "run", lambda configs, *_, **__: rows[: len(configs)])
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k)))
+    words = ["sweep", *COMMAND.split(), "--data.name", text, "--lr", lr, "--out", str(folder), *more]
+    return main(words), drawn
+
+
+def test_a_sweep_over_whole_octaves_has_a_best_rate_and_all_its_points_in_sight(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses, path = [2.960, 2.799, 2.725, 2.758, 2.885], tmp_path / "mup.mine.json"
+    code, [figure] = swept("2^-8:2^-4:5", losses, text, tmp_path, monkeypatch, "--save-tuned", str(path))
+    assert code == 0, capsys.readouterr().err
+    # The vertex of the parabola through the three lowest.
+    assert np.log2(find.load(path).optimizer["peak_lr"]) == pytest.approx(-6 + 0.041 / 0.214, abs=1e-3)
+    (panel,) = figure.axes
+    assert panel.get_ylim()[0] < min(losses) < max(losses) < panel.get_ylim()[1]
+    assert panel.get_xlim()[0] < -8 < -4 < panel.get_xlim()[1]
+
+
+@pytest.mark.parametrize(
+    "lr", ["2^-8:2^-4:17", "2^-8:2^-4:7", "2^-10:2^-2:5", "0.001,0.003,0.01,0.03,0.1", "0.01,0.02,0.05"]
+)
+def test_the_best_rate_is_fitted_on_any_spacing(
+    lr: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, best = tmp_path / "mup.mine.json", -5.7
+    losses = 2 + 0.1 * (np.log2(grids.parse(lr)) - best) ** 2
+    code, _ = swept(lr, losses, text, tmp_path, monkeypatch, "--save-tuned", str(path))
+    assert code == 0, capsys.readouterr().err
+    assert np.log2(find.load(path).optimizer["peak_lr"]) == pytest.approx(best, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("lr", "losses", "said"),
+    [
+        ("2^-8:2^-4:5", [3.0, 2.9, 2.8, 2.7, 2.65], "at the end of the grid; train at 2^-3 too"),
+        ("2^-8:2^-4:5", [2.6, 2.9, 2.8, 2.7, 2.65], "at the end of the grid; train at 2^-9 too"),
+        ("2^-6:2^-4:5", [3.0, 2.9, 2.8, 2.7, 2.75], "at the end of the grid; train at 2^-3.5 too"),
+        ("0.001,0.01,0.1", [3.0, 2.9, 2.8], "at the end of the grid; train at 2^0 too"),
+        ("2^-8:2^-4:5", [3.0, 2.9, 2.8, np.inf, np.inf], "from every seed; train at 2^-6.5, 2^-5.5 too"),
+    ],
+)
+def test_a_sweep_without_a_best_rate_says_what_to_add(
+    lr: str,
+    losses: list[float],
+    said: str,
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, figures = swept(lr, losses, text, tmp_path, monkeypatch)
+    assert (code, len(figures)) == (0, 1)
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert note.startswith("note: no best rate for mup at width 16: ")
+    assert note.endswith(said)
+    path = tmp_path / "mup.mine.json"
+    code, _ = swept(lr, losses, text, tmp_path, monkeypatch, "--save-tuned", str(path))
+    assert code == 1
+    out, err = capsys.readouterr()
+    assert err.startswith("error: every point is trained, but there is no rate to save: at width 16, ")
+    assert err.endswith(f"{said}\n")
+    assert (tmp_path / "sweep.json").exists()
+    assert "picture in" in out
+    assert not path.exists()
+
+
+def test_a_tuned_preset_of_several_choices_is_refused_before_training(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sweep, "run", lambda *_, **__: pytest.fail("trained"))
+    words = f"sweep {COMMAND} --data.name {text} --lr 2^-8:2^-4:5 --vary preset.gamma0=0.5,1 --save-tuned mine"
+    assert main([*words.split(), "--out", str(tmp_path)]) == 2
+    assert "--save-tuned mine: the sweep varied more than rate, seed and size" in capsys.readouterr().err
+
+
+def test_the_benchmark_counts_whole_commands(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[str] = []
+
+    def run(words: list[str]) -> float:
+        ran.append(words[0])
+        assert main([*words, "--data.name", text, "--log.no-tensorboard", "--log.no-samples"]) == 0
+        return 3.0
+
+    monkeypatch.setattr(sweep_cost, "_seconds", run)
+    words = ["--tiny", "--rates", "2", "--seeds", "1", "--steps", "3", "--alone", "1", "--json"]
+    assert sweep_cost.main([*words, str(tmp_path / "cost.json")]) == 0
+    assert ran == ["lm-tiny", "sweep", "lm-tiny"]
+    found = json.loads((tmp_path / "cost.json").read_text())
+    whole, step = found["results"]
+    assert whole["ms"] == {"sweep": 3000.0, "runs of their own": 6000.0}
+    assert whole["ratio"] == {"runs of their own": 0.5}
+    assert step["ratio"]["runs of their own"] > 0
+    capsys.readouterr()

@@ -1,0 +1,82 @@
+"""`python -m train transfer`: what it prints and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mupax.presets import PresetError
+from mupax.train.__main__ import main
+from mupax.train.studies.sweep.rows import Row
+from mupax.train.studies.transfer import command as transfer_command
+from mupax.zoo.configs import ConfigError
+from tests.train.studies.transfer.test_study import Trained
+
+
+def command(folder: Path, *words: str, run: Callable[..., list[Row]] | None = None) -> int:
+    argv = ["lm-tiny", "--grow", "head_dim=16,32,64", "--out", str(folder), *words]
+    args, rest = transfer_command.parser().parse_known_args(argv)
+    return transfer_command.execute(args, rest, "python -m train transfer ...", run or Trained())
+
+
+def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = Trained()
+    assert command(tmp_path, "--compare", "depth-mup,alpha_l=1", "--control", "sp", "--steps", "7", run=run) == 0
+    said = capsys.readouterr().out
+    assert "mup transfers in head_dim" in said
+    assert "sp drifts in head_dim" in said
+    assert "drift apart from that of sp" in said
+    assert {c.steps for c in run.configs} == {7}
+
+    found = json.loads((tmp_path / "transfer.json").read_text(), parse_constant=pytest.fail)
+    assert [s["preset"] for s in found["studies"]] == ["mup", "depth-mup alpha_l=1", "sp"]
+    assert [c["apart"] for c in found["comparison"]] == [True, True]
+    assert sum(len(size["points"]) for s in found["studies"] for size in s["sizes"]) == len(run.configs)
+    assert found["versions"]["jax"]
+    assert found["config"]["steps"] == 7
+
+    page = (tmp_path / "transfer.html").read_text()
+    assert re.findall(r'(?:src|href)="(?!data:image/png;base64,)', page) == []
+    assert "http" not in re.sub(r"base64,[^\"]*", "", page)
+    assert "sp drifts in head_dim" in page
+    assert "python -m train transfer ..." in page
+    assert (tmp_path / "head_dim.png").stat().st_size < 200_000
+
+
+def test_a_dry_run_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = Trained()
+    assert command(tmp_path / "x", "--dry-run", run=run) == 0
+    assert "64 (width 256)" in capsys.readouterr().out
+    assert not run.configs
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("words", "error", "said"),
+    [
+        (["--grow", "size=1,2"], ConfigError, "one of head_dim"),
+        (["--grow", "depth=2"], ConfigError, "at least two sizes"),
+        (["--grow", "head_dim=2,4"], ConfigError, "names an axis twice"),
+        (["--control", "spp"], PresetError, "did you mean 'sp'"),
+        (["--compare", "mup,alpha_l=1"], PresetError, "alpha_l"),
+        (["--minutes", "0"], ConfigError, "above 0"),
+        (["--seeds", "9"], ConfigError, "seeds <= max-seeds"),
+        (["--workdir", "x"], ConfigError, "--out"),
+    ],
+)
+def test_bad_input(tmp_path: Path, words: list[str], error: type[ValueError], said: str):
+    with pytest.raises(error, match=said):
+        command(tmp_path, *words)
+
+
+@pytest.mark.core
+def test_the_command_is_there(capsys: pytest.CaptureFixture[str]):
+    assert main(["transfer", "--help"]) == 0
+    assert "--control" in capsys.readouterr().out
+    assert main(["transfer", "lm-tny", "--grow", "depth=2,4"]) == 2
+    assert "no recipe is named 'lm-tny'" in capsys.readouterr().err

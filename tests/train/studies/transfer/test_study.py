@@ -1,0 +1,346 @@
+"""Transfer studies: the fit and its intervals on curves whose optimum is known, what a study trains, and its reports."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from mupax.train.config.recipes import RECIPES
+from mupax.train.config.run import Config, PresetConfig
+from mupax.train.studies.sweep.rows import Row
+from mupax.train.studies.transfer import drift as transfer_drift
+from mupax.train.studies.transfer import shared as transfer_shared
+from mupax.train.studies.transfer import study as transfer
+from mupax.train.studies.transfer.drift import analyse
+from mupax.train.studies.transfer.fit import Curve, fit
+
+SIZES = (16, 32, 64, 128)
+
+
+def curve(
+    optimum: float, seeds: int = 3, *, noise: float = 0.0, shift: float = 0.0, rng: np.random.Generator | None = None
+) -> Curve:
+    """A parabola of 0.1 nats per octave squared at nine rates, each seed's optimum moved and each loss noisy."""
+    rng = rng or np.random.default_rng(0)
+    x = round(optimum * 2) / 2 + np.arange(-4, 5) / 2
+    moved = optimum + shift * rng.normal(size=seeds)
+    return Curve(x, 3 + 0.1 * (x[:, None] - moved) ** 2 + noise * rng.normal(size=(9, seeds)), seeds)
+
+
+# The fit
+
+
+@pytest.mark.parametrize("optimum", [-8.0, -7.9, -7.75, -7.6])
+def test_a_parabola_gives_back_its_own_minimum(optimum: float):
+    found = fit(curve(optimum), 3)
+    assert (found.optimum, found.loss, found.curvature) == pytest.approx((optimum, 3, 0.1), abs=1e-6)
+
+
+def test_a_rate_past_the_edge_of_stability_does_not_pull_the_optimum():
+    given = curve(-8.0)
+    for blown in (4.0, math.inf):
+        losses = given.losses.copy()
+        losses[6:] = blown  # an octave above the minimum
+        assert fit(Curve(given.x, losses, 3), 3).optimum == pytest.approx(-8.0, abs=0.01)
+
+
+def test_what_has_no_minimum_says_so():
+    x = np.arange(-10, -5.5, 0.5)
+    falling, hill = 3 - 0.1 * x[:, None] + np.zeros(3), 3 - 0.1 * (x[:, None] + 8) ** 2 + np.zeros(3)
+    assert "end of the grid" in fit(Curve(x, falling, 3), 3).trouble
+    assert "end of the grid" in fit(Curve(x, hill, 3), 3).trouble
+    assert "diverged" in fit(Curve(x, falling * math.inf, 3), 3).trouble
+    edge = np.array([1.4, 1.2, 1.0, 0.9, math.inf])[:, None] + np.zeros(3)
+    assert "outside the rates" in fit(Curve(x[:5], edge, 3), 3).trouble
+
+
+def test_missing_rates_are_those_beside_the_best():
+    given = curve(-8.0)
+    assert given.missing() == []
+    assert Curve(given.x[4:], given.losses[4:], 3).missing() == [-8.5, -9.0]
+    assert Curve(given.x[:6], given.losses[:6], 3).missing() == [-7.0]
+    diverged = given.losses[:6].copy()
+    diverged[5] = math.inf
+    assert Curve(given.x[:6], diverged, 3).missing() == []
+    # A rate far away, trained for the price, is no neighbour.
+    apart = np.r_[3:5, 8]
+    assert Curve(given.x[apart], given.losses[apart], 3).missing() == [-9.0, -7.5, -7.0]
+
+
+# Intervals
+
+
+def covered(seeds: int, widened: bool, noise: float = 0.01, trials: int = 150) -> float:
+    """Share of intervals of the drift that hold the true one."""
+    rng, hits = np.random.default_rng(seeds), 0
+    for _ in range(trials):
+        first, drift = rng.uniform(-8.5, -7.5), rng.uniform(-0.3, 0.3)
+        curves = [curve(first + drift * i, seeds, noise=noise, shift=0.15, rng=rng) for i in range(4)]
+        found = analyse(SIZES, curves).drift
+        half = found.half_width if widened else found.half_width * 1.96 / transfer_drift.widening(seeds)
+        hits += abs(found.value - drift) <= half
+    return hits / trials
+
+
+@pytest.mark.parametrize("seeds", [3, 5])
+def test_intervals_hold_the_truth_as_often_as_they_say(monkeypatch: pytest.MonkeyPatch, seeds: int):
+    monkeypatch.setattr(transfer_drift, "RESAMPLES", 200)
+    # 150 trials at 95 %: outside 0.90 to 0.99 once in a hundred.
+    assert 0.90 <= covered(seeds, widened=True) <= 0.99
+
+
+def test_curves_that_noise_makes_flat_have_wide_intervals_not_none(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(transfer_drift, "RESAMPLES", 200)
+    assert covered(4, widened=True, noise=0.06) >= 0.93
+    rng = np.random.default_rng(1)
+    given = [curve(-8.0, 4, noise=0.002, rng=rng) for _ in SIZES]
+    sure = analyse(SIZES, given)
+    flat = given[1].losses.copy()
+    flat[2:7] = 3 + 0.05 * rng.normal(size=(5, 4))
+    flat[3:6] -= 0.02
+    given[1] = Curve(given[1].x, flat, 4)
+    found = analyse(SIZES, given)
+    assert not found.fits[1].trouble
+    assert sure.optima[1].half_width < transfer_drift.TOLERANCE
+    assert 0.5 < found.optima[1].half_width < math.inf
+    assert sure.drift.half_width < found.drift.half_width < math.inf
+
+
+def test_control_a_plain_bootstrap_of_three_seeds_is_too_sure(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(transfer_drift, "RESAMPLES", 200)
+    assert covered(3, widened=False) < 0.87
+
+
+def test_seeds_are_paired_over_sizes():
+    rng = np.random.default_rng(5)
+    moved = 0.4 * rng.normal(size=4)
+    x = np.arange(-20, -11) / 2
+    alike = [Curve(x, 3 + 0.1 * (x[:, None] + 8 - moved) ** 2, 4) for _ in SIZES]
+    shuffled = [Curve(x, c.losses[:, rng.permutation(4)], 4) for c in alike]
+    assert analyse(SIZES, alike).drift.half_width < 1e-6
+    assert analyse(SIZES, shuffled).drift.half_width > 0.1
+
+
+def test_one_seed_has_no_interval():
+    found = analyse(SIZES, [curve(-8.0, 1) for _ in SIZES])
+    assert found.drift.value == pytest.approx(0, abs=1e-6)
+    assert math.isinf(found.drift.half_width)
+    assert found.verdict == "undecided"
+
+
+@pytest.mark.parametrize(
+    ("drift", "noise", "verdict"), [(0.0, 0.002, "transfers"), (-1.0, 0.002, "drifts"), (0.0, 0.08, "undecided")]
+)
+def test_the_verdict(drift: float, noise: float, verdict: str):
+    rng = np.random.default_rng(3)
+    assert analyse(SIZES, [curve(-8 + drift * i, noise=noise, rng=rng) for i in range(4)]).verdict == verdict
+
+
+def test_nothing_transfers_to_a_size_without_a_minimum():
+    curves = [curve(-8.0) for _ in SIZES]
+    assert analyse(SIZES, curves).verdict == "transfers"
+    curves[-1] = Curve(curves[-1].x, curves[-1].losses * math.inf, 3)
+    found = analyse(SIZES, curves)
+    assert (found.drift.value, found.verdict) == (pytest.approx(0, abs=1e-6), "undecided")
+
+
+def test_the_price_of_not_tuning():
+    prices = [p.value for p in analyse(SIZES, [curve(-8 - i) for i in range(4)]).prices]
+    # On the parabola an octave away, then between measured rates (two octaves are the grid's end), then beyond all.
+    assert prices[:3] == pytest.approx([0, 0.1, 0.4], abs=1e-6)
+    assert math.isnan(prices[3])
+    assert all(p.value < 1e-9 for p in analyse(SIZES, [curve(-8.0) for _ in SIZES]).prices)
+
+
+def test_bigger_is_worse_where_it_is():
+    better = [Curve(c.x, c.losses - 0.1 * i, 3) for i, c in enumerate([curve(-8.0)] * 4)]
+    found = analyse(SIZES, better)
+    assert (found.worse, found.compared) == ((), 15)
+    better[2].losses[4] += 0.3
+    assert [(size, x) for size, x, _ in analyse(SIZES, better).worse] == [(64, -8.0)]
+
+
+# What a study trains
+
+
+class Trained:
+    """Stands in for the engine: losses of a known optimum, which drifts an octave per doubling of head_dim under sp."""
+
+    def __init__(self, shift: float = 0.05, seconds: float = 1.0) -> None:
+        self.configs: list[Config] = []
+        self._shift, self._seconds = shift, seconds
+
+    def __call__(self, configs: Sequence[Config]) -> list[Row]:
+        self.configs += configs
+        return [self._row(config) for config in configs]
+
+    def _row(self, config: Config) -> Row:
+        x, doublings = math.log2(config.optimizer.peak_lr), math.log2(config.model.heads_dim / 16)
+        moved = self._shift * np.random.default_rng([config.seed, config.model.heads_dim]).normal()
+        off = x - (-6.3 - (doublings if config.preset.name == "sp" else 0) + moved)
+        loss = 2 - 0.1 * doublings + 0.05 * off**2 if off < 2.2 else math.inf
+        at = None if math.isfinite(loss) else 3
+        return Row(f"{len(self.configs)}", "", loss, None, at, (), config.steps, self._seconds, "in turn")
+
+
+def study(preset: str = "mup", sizes: Sequence[int] = SIZES) -> transfer.Study:
+    return transfer.plan(RECIPES["lm-tiny"](), "head_dim", sizes, PresetConfig(name=preset), preset)
+
+
+@pytest.mark.core
+def test_a_study_is_relative_to_its_smallest_size():
+    planned = study(sizes=(64, 16, 32))
+    assert planned.sizes == (16, 32, 64)
+    assert {c.preset.base for c in planned.configs} == {"embed=64,heads=4,kv_heads=4,head_dim=16,mlp=160,layers=4"}
+    assert study("u-mup").configs[0].preset.base is None
+    given = PresetConfig(base="lm-proxy")
+    assert transfer.plan(RECIPES["lm-tiny"](), "depth", (2, 4), given, "").configs[0].preset.base == "lm-proxy"
+
+
+@pytest.mark.core
+def test_points_are_paired():
+    point = study().config((1, -13, 2))
+    assert (point.optimizer.peak_lr, point.seed, point.data.seed, point.model.heads_dim) == (2**-6.5, 2, 0, 32)
+
+
+def test_presets_share_the_points_where_they_are_the_same():
+    def trained(preset: PresetConfig, axis: str = "head_dim") -> list[str]:
+        planned = transfer.plan(RECIPES["lm-tiny"](), axis, (2, 4), preset, "")
+        return [c.preset.name for c in transfer_shared.shared([planned])[0].trained]
+
+    assert trained(PresetConfig(name="mup")) == ["sp", "mup"]
+    assert trained(PresetConfig(name="depth-mup", alpha_l=1.0), "depth") == ["sp", "depth-mup"]
+    assert trained(PresetConfig(name="mup"), "depth") == ["sp", "sp"]  # neither has a depth rule
+    for apart in (
+        PresetConfig(name="mup", gamma0=2.0),
+        PresetConfig(name="ntk"),
+        PresetConfig(name="mup", zero_readout=True),
+    ):
+        assert trained(apart) == [apart.name] * 2
+    run = Trained()
+    both = transfer_shared.shared([study(p, (16, 32)) for p in ("mup", "mup-half")])
+    assert [[c.preset.name for c in one.trained] for one in both] == [["sp", "mup"], ["sp", "mup-half"]]
+    transfer.measure(both, run, transfer.Limits())
+    small = [(c.optimizer.peak_lr, c.seed, c.preset) for c in run.configs if c.model.heads_dim == 16]
+    assert len(small) == 2 * len(set(small))
+
+
+def test_presets_that_differ_in_another_dimension_share_all_points():
+    planned = [
+        transfer.plan(RECIPES["lm-tiny"](), "heads", (2, 4), PresetConfig(name=name), name)
+        for name in ("mup", "mup-half", "ntk")
+    ]
+    mup, half, ntk = transfer_shared.shared(planned)
+    assert [c.preset.name for c in mup.trained] == ["sp", "mup"]
+    assert half.trained == mup.trained
+    assert half.configs != mup.configs
+    assert ntk.trained[1].preset.name == "ntk"
+
+
+def test_rates_that_few_seeds_chose_wrongly_are_chosen_anew():
+    """Of size 16 the first three seeds are best at 2^-5 in the mean, all others at 2^-8.5."""
+
+    class Misled(Trained):
+        def _row(self, config: Config) -> Row:
+            if config.model.heads_dim != 16:
+                return super()._row(config)
+            x, first = math.log2(config.optimizer.peak_lr), config.seed < 3
+            loss = 2 + (0.02 * (x + 6 - config.seed) ** 2 if first else 0.05 * (x + 8.5) ** 2)
+            return Row(f"{len(self.configs)}", "", loss, None, None, (), config.steps, 1.0, "in turn")
+
+    run = Misled(shift=0.2)
+    (found,) = transfer.measure([study()], run, transfer.Limits(seeds=3, max_seeds=8))
+    assert list(found.chosen) == [0]
+    analysis = found.analysis()
+    assert analysis
+    assert not analysis.fits[0].trouble
+    extra = analysis.seeds - 3
+    assert extra > 0
+    assert analysis.fits[0].optimum == pytest.approx(-5 - 3.5 * 0.05 * extra / (0.06 + 0.05 * extra), abs=0.1)
+    assert analysis.seeds == len({config.seed for config in run.configs})
+    # The seeds of every rate near the new best one are the same.
+    near = found.curve(0)
+    assert np.isfinite(near.losses[near.window()][:, : analysis.seeds]).all()
+    # Without noise nothing is chosen anew.
+    (calm,) = transfer.measure([study()], Trained(), transfer.Limits(seeds=3, max_seeds=8))
+    assert calm.chosen == {}
+
+
+def test_a_study_finds_each_minimum_and_asks_for_no_point_twice():
+    run = Trained()
+    mup, sp = transfer.measure([study(), study("sp")], run, transfer.Limits())
+    found, control = mup.analysis(), sp.analysis()
+    assert found
+    assert control
+    assert (found.verdict, control.verdict) == ("transfers", "drifts")
+    assert control.drift.value == pytest.approx(-1, abs=0.1)
+    assert control.prices[1].value == pytest.approx(0.05, abs=0.03)
+    assert control.prices[-1].value == math.inf  # three octaves above its optimum it diverges
+    assert not any(f.trouble for f in (*found.fits, *control.fits))
+    assert len({(c.preset.name, c.model.width, c.optimizer.peak_lr, c.seed) for c in run.configs}) == len(run.configs)
+    for at in range(4):
+        best, x = found.fits[at].optimum, mup.curve(at).x
+        assert (x < best).sum() >= 2
+        assert (x > best).sum() >= 2
+
+
+def test_a_study_goes_on_alike():
+    points = []
+    for _ in range(2):
+        run = Trained()
+        transfer.measure([study()], run, transfer.Limits())
+        points.append([(c.model.width, c.optimizer.peak_lr, c.seed) for c in run.configs])
+    assert points[0] == points[1]
+
+
+def test_seeds_are_added_until_the_drift_is_known_and_then_no_more():
+    calm, noisy, hopeless = (
+        transfer.measure([study()], Trained(shift), transfer.Limits())[0] for shift in (0.02, 0.4, 3.0)
+    )
+    seeds = [m.analysis().seeds for m in (calm, noisy)]  # pyright: ignore
+    assert seeds[0] == 3 < seeds[1]
+    assert "known to 0.15" in calm.stopped
+    assert "known to 0.15" in noisy.stopped
+    # Later seeds are trained near the minima only, at every size alike.
+    added = {(at, rate) for at, rate, seed in noisy.rows if seed == 3}
+    assert {at for at, _ in added} == {0, 1, 2, 3}
+    assert len(added) < len({(at, rate) for at, rate, _ in noisy.rows})
+    assert hopeless.stopped
+
+
+def test_a_flat_curve_gets_more_seeds_and_a_size_that_diverges_does_not():
+    def flat(configs: Sequence[Config]) -> list[Row]:
+        rows = Trained(0.0)(configs)
+        noise = [
+            np.random.default_rng([c.seed, c.model.heads_dim, round(1e6 * c.optimizer.peak_lr)]).normal()
+            for c in configs
+        ]
+        return [
+            dataclasses.replace(r, loss=2 + 0.01 * (r.loss - 2) + 0.02 * n) for r, n in zip(rows, noise, strict=True)
+        ]
+
+    def diverging(configs: Sequence[Config]) -> list[Row]:
+        return [dataclasses.replace(row, loss=math.inf) for row in Trained()(configs)]
+
+    for run, said in ((flat, "all 8 seeds are used"), (diverging, "would not help")):
+        [measured] = transfer.measure([study()], run, transfer.Limits())
+        assert said in measured.stopped
+        found = measured.analysis()
+        assert found
+        assert found.verdict == "undecided"
+
+
+def test_the_minutes_end_a_study_and_it_says_so():
+    # 20 points a size and seed: at 30 s each three sizes do not fit into 10 minutes.
+    [late] = transfer.measure([study()], Trained(seconds=30), transfer.Limits(minutes=10))
+    assert "10 minutes ended" in late.stopped
+    [short] = transfer.measure([study()], Trained(0.4, seconds=30), transfer.Limits(minutes=36))
+    assert "would not hold another seed" in short.stopped
+    assert short.seconds <= 36 * 60
+    found = short.analysis()
+    assert found
+    assert found.seeds == 3

@@ -1,0 +1,265 @@
+"""Configs and tensors in the layout of Hugging Face: names, shapes, what is refused. Numbers against `transformers` itself are
+compared in test_parity.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from mupax.zoo.build import definition
+from mupax.zoo.configs import ConfigError, DecoderConfig, ModelConfig, ViTConfig
+from mupax.zoo.huggingface import names, weights
+from mupax.zoo.huggingface.config import family_of, from_huggingface, to_huggingface
+from mupax.zoo.huggingface.tensorfile import TensorFileError, Tensors, write_tensors
+
+pytestmark = pytest.mark.core
+
+GPT2 = DecoderConfig(width=6, depth=2, num_heads=3, mlp_ratio=11 / 6, vocab_size=13, seq_len=5, tied=True)
+LLAMA = DecoderConfig(
+    width=12, depth=2, num_heads=6, num_kv_heads=2, head_dim=4, mlp_ratio=11 / 12, vocab_size=13, seq_len=5,
+    positions="rotary", rope_theta=5e5, norm="rmsnorm", norm_eps=1e-6, activation="swiglu", bias=False,
+)  # fmt: skip
+VIT = ViTConfig(
+    width=6, depth=2, num_heads=3, mlp_ratio=11 / 6, image_size=9, patch_size=3, channels=2, num_classes=7, pool="cls",
+    activation="gelu_exact", norm_eps=1e-12,
+)  # fmt: skip
+MODELS: dict[str, ModelConfig] = {
+    "gpt2": GPT2,
+    "gpt2 untied": dataclasses.replace(GPT2, tied=False, activation="relu"),
+    "llama": LLAMA,
+    "llama tied, biases": dataclasses.replace(LLAMA, tied=True, bias=True, num_kv_heads=None),
+    "vit": VIT,
+}
+every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+
+
+def random_params(model: ModelConfig) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    return {name: random.standard_normal(leaf.shape, np.float32) for name, leaf in definition(model).abstract.items()}
+
+
+def written(model: ModelConfig, folder: Path, **changes: np.ndarray | None) -> Path:
+    """A file of the model's random parameters; some of its tensors changed, added or (None) left out."""
+    tensors = {**dict(weights.to_huggingface(model, random_params(model))), **changes}
+    write_tensors(folder, [(name, value) for name, value in tensors.items() if value is not None])
+    return folder
+
+
+def read(folder: Path, fields: dict[str, Any]) -> weights.Loaded:
+    return weights.from_huggingface(Tensors(folder), from_huggingface(json.loads(json.dumps(fields))))
+
+
+# Configs
+
+
+@every_model
+def test_a_config_comes_back(model: ModelConfig) -> None:
+    published = from_huggingface(json.loads(json.dumps(to_huggingface(model))))
+    assert published == (family_of(model), model, frozenset())
+
+
+def test_fields_left_out_have_the_defaults_of_transformers() -> None:
+    gpt2, llama, vit = (from_huggingface({"model_type": kind}).model for kind in ("gpt2", "llama", "vit"))
+    assert gpt2 == DecoderConfig(width=768, depth=12, num_heads=12, vocab_size=50257, seq_len=1024, tied=True)
+    assert isinstance(llama, DecoderConfig)
+    assert (llama.mlp_dim, llama.norm_eps, llama.tied, llama.rope_theta) == (11008, 1e-6, False, 10_000)
+    assert isinstance(vit, ViTConfig)
+    assert (vit.norm_eps, vit.activation, vit.seq_len, vit.num_classes) == (1e-12, "gelu_exact", 197, 2)
+
+
+def test_older_files_say_rope_theta_at_the_top() -> None:
+    for fields in ({"rope_theta": 7e5}, {"rope_parameters": {"rope_theta": 7e5, "rope_type": "default"}}):
+        model = from_huggingface({"model_type": "llama", **fields}).model
+        assert isinstance(model, DecoderConfig)
+        assert model.rope_theta == 7e5
+
+
+def test_a_llama_with_some_biases_has_the_others_at_zero() -> None:
+    published = from_huggingface({"model_type": "llama", "attention_bias": True})
+    assert published.model.bias
+    assert published.zeros == {f"block.mlp.{name}_bias" for name in ("up", "gate", "down")}
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"model_type": "mamba"}, "only gpt2, llama, vit"),
+        ({"model_type": ["gpt2"]}, "only gpt2, llama, vit"),
+        ({}, "only gpt2, llama, vit"),
+        ({"model_type": "llama", "rope_parameters": {"rope_type": "llama3"}}, "of type 'llama3'"),
+        ({"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2}}, "of type 'linear'"),
+        ({"model_type": "llama", "partial_rotary_factor": 0.5}, "a part of each head"),
+        ({"model_type": "llama", "hidden_act": "gelu"}, "our gated MLP has silu"),
+        ({"model_type": "gpt2", "activation_function": "tanh"}, "activation_function is 'tanh'"),
+        ({"model_type": "gpt2", "scale_attn_weights": False}, "without head_dim"),
+        ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "layer's number"),
+        ({"model_type": "gpt2", "add_cross_attention": True}, "encoder"),
+        ({"model_type": "gpt2", "n_embd": 770}, "not divisible by model.num_heads"),
+        ({"model_type": "gpt2", "n_layer": 0}, "n_layer is 0"),
+        ({"model_type": "gpt2", "n_layer": 1e3}, "n_layer is 1000.0"),
+        ({"model_type": "gpt2", "n_embd": 10**40}, "n_embd is 1000"),
+        ({"model_type": "gpt2", "n_embd": True}, "n_embd is True"),
+        ({"model_type": "gpt2", "layer_norm_epsilon": float("nan")}, "layer_norm_epsilon is nan"),
+        ({"model_type": "gpt2", "tie_word_embeddings": "yes"}, "not true or false"),
+        ({"model_type": "vit", "image_size": [224, 196]}, "square"),
+        ({"model_type": "vit", "image_size": 225}, "not divisible by model.patch_size"),
+    ],
+)
+def test_what_our_models_cannot_be_is_refused(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        from_huggingface(fields)
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "said"),
+    [
+        (GPT2, {"centered": True}, "difference of two networks"),
+        (LLAMA, {"qk_norm": True}, "normalizes queries and keys"),
+        (LLAMA, {"norm": "layernorm"}, "needs rmsnorm and swiglu, not layernorm"),
+        (LLAMA, {"activation": "gelu"}, "needs rmsnorm and swiglu, not rmsnorm and gelu"),
+        (LLAMA, {"num_heads": 8}, "multiple of model.num_heads 8"),
+        (GPT2, {"norm": "rmsnorm"}, "subtracts the mean"),
+        (GPT2, {"activation": "swiglu"}, "no gate"),
+        (GPT2, {"num_kv_heads": 1}, "no grouped queries"),
+        (GPT2, {"head_dim": 4}, "3 heads of 4 are not 6"),
+        (VIT, {"pool": "mean"}, "train with --model.pool cls"),
+        (VIT, {"norm": "rmsnorm", "qk_norm": True}, "normalizes queries and keys.*; .*subtracts the mean"),
+    ],
+)
+def test_what_their_code_cannot_be_is_refused(model: ModelConfig, change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        to_huggingface(dataclasses.replace(model, **change))
+
+
+# Tensors
+
+
+@every_model
+def test_parameters_come_back(model: ModelConfig, tmp_path: Path) -> None:
+    params = random_params(model)
+    loaded = read(written(model, tmp_path), to_huggingface(model))
+    assert loaded.dropped == loaded.zeros == []
+    assert set(loaded.params) == set(params)
+    for name, value in params.items():
+        np.testing.assert_array_equal(loaded.params[name], value, err_msg=name)
+
+
+def test_names_are_those_of_the_files() -> None:
+    llama = [name for name, _ in weights.to_huggingface(LLAMA, random_params(LLAMA)) if ".1." not in name]
+    layer = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    layer += ["input_layernorm", "post_attention_layernorm"]
+    outside = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+    assert sorted(llama) == sorted([f"model.layers.0.{name}.weight" for name in layer] + outside)
+    gpt2 = {name: value.shape for name, value in weights.to_huggingface(GPT2, random_params(GPT2))}
+    assert gpt2["transformer.h.1.attn.c_attn.weight"] == (6, 18)  # [in, out], query, key and value side by side
+    assert gpt2["transformer.h.1.attn.c_attn.bias"] == (18,)
+    assert "lm_head.weight" not in gpt2
+    vit = {name: value.shape for name, value in weights.to_huggingface(VIT, random_params(VIT))}
+    assert vit["vit.embeddings.patch_embeddings.projection.weight"] == (6, 2, 3, 3)
+    assert vit["vit.embeddings.position_embeddings"] == (1, 10, 6)
+    assert vit["vit.embeddings.cls_token"] == (1, 1, 6)
+    assert vit["vit.encoder.layer.1.intermediate.dense.weight"] == (11, 6)  # [out, in]
+    assert vit["classifier.weight"] == (7, 6)
+
+
+def test_a_key_bias_that_softmax_ignores_is_zero_out_and_dropped_in(tmp_path: Path) -> None:
+    tensors = dict(weights.to_huggingface(GPT2, random_params(GPT2)))
+    bias = tensors["transformer.h.0.attn.c_attn.bias"]
+    assert (bias[6:12] == 0).all()
+    assert (bias[:6] != 0).all()
+    loaded = read(written(GPT2, tmp_path, **{"transformer.h.0.attn.c_attn.bias": bias + 1}), to_huggingface(GPT2))
+    assert "block.attention.key_bias" not in loaded.params
+
+
+def test_gains_and_biases_that_a_model_lacks_are_ones_and_zeros() -> None:
+    bare = dataclasses.replace(GPT2, bias=False, norm_gain=False)
+    tensors = dict(weights.to_huggingface(bare, random_params(bare)))
+    assert set(tensors) == {name for name, _ in weights.to_huggingface(GPT2, random_params(GPT2))}
+    assert (tensors["transformer.ln_f.weight"] == 1).all()
+    assert (tensors["transformer.h.0.mlp.c_fc.bias"] == 0).all()
+
+
+@pytest.mark.parametrize("model", [GPT2, dataclasses.replace(LLAMA, tied=True), VIT], ids=["gpt2", "llama", "vit"])
+def test_files_of_the_model_without_its_head_have_no_prefix(model: ModelConfig, tmp_path: Path) -> None:
+    prefix = names.PREFIX[family_of(model)]
+    tensors = weights.to_huggingface(model, random_params(model))
+    bare = [(name.removeprefix(prefix), value) for name, value in tensors if not name.startswith("classifier")]
+    write_tensors(tmp_path, bare)
+    loaded = read(tmp_path, to_huggingface(model))
+    assert loaded.zeros == (["readout", "readout_bias"] if isinstance(model, ViTConfig) else [])
+    np.testing.assert_array_equal(loaded.params["block.mlp.up"], random_params(model)["block.mlp.up"])
+
+
+def test_masks_and_tables_of_older_files_are_dropped(tmp_path: Path) -> None:
+    old = {"transformer.h.0.attn.bias": np.ones((1, 1, 5, 5)), "transformer.h.0.attn.masked_bias": np.float32([-1e4])}
+    loaded = read(written(GPT2, tmp_path, **old), to_huggingface(GPT2))
+    assert loaded.dropped == ["h.0.attn.bias", "h.0.attn.masked_bias"]
+
+
+def test_a_readout_said_to_be_the_embedding_must_be_it(tmp_path: Path) -> None:
+    token = random_params(GPT2)["token"]
+    (tmp_path / "same").mkdir()
+    loaded = read(written(GPT2, tmp_path / "same", **{"lm_head.weight": token}), to_huggingface(GPT2))
+    assert loaded.dropped == ["lm_head.weight"]
+    (tmp_path / "other").mkdir()
+    with pytest.raises(TensorFileError, match="tie_word_embeddings"):
+        read(written(GPT2, tmp_path / "other", **{"lm_head.weight": token + 1}), to_huggingface(GPT2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields", "said"),
+    [
+        ({"transformer.h.1.ln_2.weight": None}, {}, r"h\.1\.ln_2\.weight \(6,\) is missing"),
+        ({"transformer.wte.weight": np.ones((12, 6))}, {}, r"shape \(12, 6\); by config.json it would be \(13, 6\)"),
+        (
+            {"transformer.h.0.attn.q_norm.weight": np.ones(2)},
+            {},
+            "1 tensors that a gpt2 .* such as h.0.attn.q_norm.weight",
+        ),
+        ({"wte.weight": np.ones((13, 6))}, {}, "are one tensor"),
+        ({}, {"n_layer": 2_000_000_000}, "cannot be the 2000000000 layers"),
+        ({}, {"n_layer": 3}, r"h\.2\.ln_1\.weight .* is missing"),
+        ({}, {"n_layer": 1}, "12 tensors that a gpt2"),
+        ({}, {"vocab_size": 2_000_000_000}, "by config.json"),
+        ({}, {"tie_word_embeddings": False}, "lm_head.weight .* is missing"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_config_are_refused(
+    changes: dict[str, Any], fields: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(TensorFileError, match=said):
+        read(written(GPT2, tmp_path, **changes), {**to_huggingface(GPT2), **fields})
+
+
+# What published models need of ours
+
+
+def test_the_exact_gelu_is_another_than_the_tanh_form() -> None:
+    from scipy.special import erf
+
+    hidden = {}
+    for activation in ("gelu", "gelu_exact"):
+        graph, stacked = nnx.split(dataclasses.replace(GPT2, activation=activation).module(nnx.Rngs(0)).block.mlp)
+        mlp = nnx.merge(graph, jax.tree.map(lambda array: array[0], stacked))
+        x = np.random.default_rng(0).standard_normal((2, 3, GPT2.width)).astype(np.float32)
+        hidden[activation] = np.asarray(mlp(x))
+        up, down = np.asarray(mlp.up[...], np.float64), np.asarray(mlp.down[...], np.float64)
+        exact = (x @ up) * 0.5 * (1 + erf(x @ up / np.sqrt(2))) @ down
+        assert (np.abs(hidden[activation] - exact).max() < 1e-5) == (activation == "gelu_exact")
+    assert 1e-5 < np.abs(hidden["gelu"] - hidden["gelu_exact"]).max() < 1e-2
+
+
+def test_norms_add_the_models_eps() -> None:
+    x = np.random.default_rng(0).standard_normal((3, 6)).astype(np.float32)
+    for eps in (1e-12, 0.5):
+        norm = dataclasses.replace(GPT2, norm="rmsnorm", norm_eps=eps).module(nnx.Rngs(0)).norm
+        np.testing.assert_allclose(norm(x), x / np.sqrt((x**2).mean(-1, keepdims=True) + eps), atol=1e-6)
+    with pytest.raises(ConfigError, match="norm_eps is 0"):
+        dataclasses.replace(GPT2, norm_eps=0.0)

@@ -1,0 +1,179 @@
+"""The parts of the models against their formulas: attention, rotary positions, norms, products, MLPs.
+
+All tolerances are for float32, relative to the largest entry: 2e-5 for one pass, 1e-4 for gradients, which sum over more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mupax.presets.roles import ParamSpec, Role
+from mupax.zoo.configs import DecoderConfig
+from mupax.zoo.layers.kernels import attend, merged_attention
+from mupax.zoo.layers.linear import Norm, project, rotary
+from mupax.zoo.param import Init
+
+FORWARD, GRADIENT = 2e-5, 1e-4
+
+
+DECODER = DecoderConfig(
+    width=11, depth=2, num_heads=6, num_kv_heads=2, head_dim=4, mlp_ratio=13 / 11, vocab_size=17, seq_len=7
+)
+
+
+def assert_close(actual: Any, expected: Any, tolerance: float) -> None:
+    """Every leaf within tolerance of the largest entry of its counterpart."""
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+    for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * max(np.abs(want).max(), 1e-6))
+
+
+def projections(heads: int, kv_heads: int, *, batch: int = 3, length: int = 7, size: int = 5) -> list[jax.Array]:
+    random = np.random.default_rng(5)
+    shapes = [(batch, length, n, size) for n in (heads, kv_heads, kv_heads)]
+    return [jnp.asarray(random.standard_normal(shape), jnp.float32) for shape in shapes]
+
+
+def reference_attention(q: Any, k: Any, v: Any, *, causal: bool) -> np.ndarray:
+    """Loops over batch, heads and queries, in float64."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    out = np.zeros_like(q)
+    for b, t, h in np.ndindex(q.shape[:3]):
+        kv, last = h // (q.shape[2] // k.shape[2]), t + 1 if causal else k.shape[1]
+        logits = k[b, :last, kv] @ q[b, t, h]
+        weights = np.exp(logits - logits.max())
+        out[b, t, h] = weights / weights.sum() @ v[b, :last, kv]
+    return out
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (6, 2), (5, 1)])
+@pytest.mark.parametrize("implementation", ["auto", "xla"])
+def test_attention_equals_its_definition(implementation: Any, heads: int, kv_heads: int, causal: bool) -> None:
+    q, k, v = projections(heads, kv_heads)
+    found = attend(q, k, v, causal=causal, implementation=implementation)
+    np.testing.assert_allclose(found, reference_attention(q, k, v, causal=causal), rtol=0, atol=FORWARD)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_implementations_have_one_gradient(causal: bool) -> None:
+    q, k, v = projections(6, 2)
+    weights = jnp.asarray(np.random.default_rng(6).standard_normal(q.shape), jnp.float32)
+
+    def gradients(run: Callable[..., jax.Array]) -> Any:
+        return jax.jit(jax.grad(lambda *qkv: jnp.sum(weights * run(*qkv)), argnums=(0, 1, 2)))(q, k, v)
+
+    merged = gradients(lambda *qkv: merged_attention(*qkv, causal=causal))
+    assert_close(gradients(lambda *qkv: attend(*qkv, causal=causal, implementation="xla")), merged, GRADIENT)
+
+
+@pytest.mark.parametrize(("rotate", "share"), [(False, False), (True, True)])
+def test_why_a_key_bias_is_left_out(rotate: bool, share: bool) -> None:
+    # A bias on every key shifts a query's logits by one number, which softmax ignores; rotation makes it depend on the key.
+    q, k, v = projections(3, 3, size=4)
+    weights = jnp.asarray(np.random.default_rng(6).standard_normal(q.shape), jnp.float32)
+
+    def loss(bias: jax.Array) -> jax.Array:
+        queries, keys = (rotary(x, 100.0) for x in (q, k + bias)) if rotate else (q, k + bias)
+        return jnp.sum(weights * merged_attention(queries, keys, v, causal=True))
+
+    at_keys = jax.jit(jax.grad(lambda k: jnp.sum(weights * merged_attention(q, k, v, causal=True))))(k)
+    gradient = jax.jit(jax.grad(loss))(jnp.full((3, 4), 0.1))
+    assert (np.abs(gradient).max() > 1e-2 * np.abs(at_keys).max()) == share
+    if not share:
+        assert np.abs(gradient).max() < 1e-5 * np.abs(at_keys).max()
+
+
+# Rotary positions
+
+
+def test_rotary_is_multiplication_by_a_phase() -> None:
+    (x, _, _), theta = projections(3, 3, size=6), 50.0
+    half = np.asarray(x[..., :3]) + 1j * np.asarray(x[..., 3:])
+    angle = np.arange(7)[:, None, None] * theta ** (-np.arange(3) / 3)
+    turned = half * np.exp(1j * angle)
+    np.testing.assert_allclose(rotary(x, theta), np.concatenate([turned.real, turned.imag], axis=-1), atol=FORWARD)
+
+
+def test_rotary_logits_depend_on_distance_alone() -> None:
+    random = np.random.default_rng(7)
+    q, k = (jnp.broadcast_to(jnp.asarray(random.standard_normal(6), jnp.float32), (1, 11, 1, 6)) for _ in range(2))
+    logits = np.einsum("btn,bsn->ts", *(np.asarray(rotary(x, 50.0))[:, :, 0] for x in (q, k)))
+    for distance in range(-10, 11):
+        diagonal = np.diagonal(logits, distance)
+        np.testing.assert_allclose(diagonal, diagonal[0], atol=1e-4)
+    assert np.ptp(logits[0]) > 0.1
+
+
+# Layers
+
+
+def test_norms_equal_their_formulas() -> None:
+    random = np.random.default_rng(10)
+    x = (3 + 2 * random.standard_normal((3, 5, 7))).astype(np.float32)
+    gain, bias = random.standard_normal((2, 7)).astype(np.float32)
+    declared = {
+        "gain": ParamSpec(role=Role.NORM_GAIN, axes=("embed",)),
+        "bias": ParamSpec(role=Role.BIAS, axes=("embed",), of=Role.NORM_GAIN),
+    }
+    init = Init(nnx.Rngs(0), declared, {}, {"embed": 7}, jnp.dtype(jnp.float32))
+    layer = Norm("layernorm", init, 1e-5)
+    rms = Norm("rmsnorm", dataclasses.replace(init, specs={"gain": declared["gain"]}), 1e-5)
+    assert rms.bias is None
+    assert layer.gain is not None
+    assert layer.bias is not None
+    assert rms.gain is not None
+    layer.gain.set_value(jnp.asarray(gain))
+    layer.bias.set_value(jnp.asarray(bias))
+    rms.gain.set_value(jnp.asarray(gain))
+    standard = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(layer(jnp.asarray(x)), standard * gain + bias, atol=FORWARD)
+    np.testing.assert_allclose(
+        rms(jnp.asarray(x)), x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * gain, atol=FORWARD
+    )
+    assert layer(jnp.asarray(x, jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+def test_products_sum_over_the_last_dimensions() -> None:
+    random = np.random.default_rng(11)
+    x, w = (
+        random.standard_normal((2, 3, 5, 7)).astype(np.float32),
+        random.standard_normal((5, 7, 11, 13)).astype(np.float32),
+    )
+    np.testing.assert_allclose(
+        project(jnp.asarray(x), jnp.asarray(w), inputs=2), np.einsum("abij,ijkl->abkl", x, w), atol=1e-4
+    )
+    half = project(jnp.asarray(x, jnp.bfloat16), jnp.asarray(w), inputs=2)
+    assert half.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu", "swiglu"])
+def test_mlps_equal_their_formulas(activation: Any) -> None:
+    config = dataclasses.replace(DECODER, activation=activation)
+    graph, stacked = nnx.split(config.module(nnx.Rngs(0)).block.mlp)
+    mlp = nnx.merge(graph, jax.tree.map(lambda array: array[0], stacked))
+    random = np.random.default_rng(12)
+    for _, variable in nnx.to_flat_state(nnx.state(mlp)):
+        variable.set_value(jnp.asarray(random.standard_normal(variable.shape), jnp.float32))
+    p = {path[0]: np.asarray(variable[...], np.float64) for path, variable in nnx.to_flat_state(nnx.state(mlp))}
+    x = random.standard_normal((2, 3, config.width)).astype(np.float32)
+    up = x @ p["up"] + p["up_bias"]
+    if activation == "swiglu":
+        gate = x @ p["gate"] + p["gate_bias"]
+        hidden = gate / (1 + np.exp(-gate)) * up
+    elif activation == "relu":
+        hidden = np.maximum(up, 0)
+    else:
+        hidden = 0.5 * up * (1 + np.tanh(np.sqrt(2 / np.pi) * (up + 0.044715 * up**3)))
+    expected = (hidden @ p["down"] + p["down_bias"]).astype(np.float32)
+    assert_close(np.asarray(mlp(jnp.asarray(x))), expected, FORWARD)

@@ -1,0 +1,159 @@
+"""What a model family gets for its one file: a third family, `examples/mlp_mixer.py`, through everything that asks about models."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from examples.mlp_mixer import MixerConfig
+from mupax import presets
+from mupax.presets import PresetError
+from mupax.presets.analysis import table
+from mupax.presets.roles import ParamSpec, Role
+from mupax.train.checkpoints import saved_run
+from mupax.train.config.record import from_json
+from mupax.train.config.run import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LogConfig,
+    MeshConfig,
+    OptimizerConfig,
+    PresetConfig,
+)
+from mupax.train.core.program import assemble
+from mupax.train.reuse import source
+from mupax.train.run import loop
+from mupax.train.studies.check import check
+from mupax.train.studies.check import models as check_models
+from mupax.zoo import flops
+from mupax.zoo.build import definition
+from mupax.zoo.configs import CONFIGS
+from mupax.zoo.families import FAMILIES, ConfigError, ModelConfig, family_class
+
+MIXER = MixerConfig(width=16, depth=3, mixing=10, mlp_ratio=2, image_size=8, patch_size=2, channels=1, num_classes=10)
+BASE = PresetConfig(name="mup", base="embed=8,mlp=16,layers=3")
+
+
+def run_of(workdir: Path, **changes: Any) -> Config:
+    return Config(
+        recipe="mixer",
+        model=MIXER,
+        data=DataConfig(name="digits", batch_size=16, eval_examples=32),
+        preset=BASE,
+        optimizer=OptimizerConfig(peak_lr=3e-3, schedule="constant"),
+        log=LogConfig(progress=False, tensorboard=False),
+        checkpoint=CheckpointConfig(every_steps=3),
+        workdir=str(workdir),
+        **{"steps": 5, **changes},
+    ).resolved()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_listed_family_is_where_the_table_says(name: str) -> None:
+    assert family_class(name).family == name
+    assert name in {model.family for model in CONFIGS.values()}
+
+
+@pytest.mark.parametrize("model", [*CONFIGS.values(), MIXER], ids=[*CONFIGS, "mixer"])
+def test_a_module_is_made_of_what_its_config_declares(model: ModelConfig) -> None:
+    built, sizes = definition(dataclasses.replace(model, centered=False)), model.sizes()
+    assert built.specs == dict(sorted(model.parameters().items()))
+    for name, spec in built.specs.items():
+        assert built.abstract[name].shape == tuple(sizes[axis] for axis in spec.axes), name
+    assert built.factors.keys() == model.factors().keys()
+    assert built.count() == flops.params(model)
+
+
+def test_a_module_of_other_parameters_is_refused() -> None:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Gated(MixerConfig):
+        def parameters(self) -> dict[str, ParamSpec]:
+            gate = ParamSpec(role=Role.MLP_IN, axes=("layers", "embed", "mlp"), fan_in=("embed",), in_block=True)
+            return {**super().parameters(), "block.gate": gate}
+
+    with pytest.raises(PresetError, match=r"block\.gate: .* its module makes none; make it with init\.param\('gate'\)"):
+        definition(Gated(**{field.name: getattr(MIXER, field.name) for field in dataclasses.fields(MIXER)}))
+
+
+def test_its_table() -> None:
+    preset = presets.get("mup", base={"embed": 8, "mlp": 16, "layers": 3})
+    rows = {row["name"]: row for row in table.rows(preset, MIXER.parameters(), MIXER.sizes())}
+    assert rows["block.up"]["shape"] == [3, 16, 32]
+    assert (rows["block.up"]["lr"], rows["block.mix"]["lr"]) == (1 / 2, 1)  # what mixes positions stays finite
+    assert rows["readout"]["role"] == "readout"
+    assert rows["readout"]["multiplier"] * rows["readout"]["init_std"] < 1
+
+
+def test_its_flops() -> None:
+    patches, width, hidden = 16, 16, 32
+    assert flops.forward_terms(MIXER) == {
+        "read-in": 2 * 4 * width * patches,
+        "hidden": 3 * 2 * 2 * patches * 10 * width,
+        "mlp": 3 * 2 * 2 * width * hidden * patches,
+        "readout": 2 * width * 10,
+    }
+    assert flops.train_flops(MIXER) == 3 * flops.forward_flops(MIXER)
+    assert flops.params(MIXER) == 4 * 16 + 3 * (2 * 16 * 10 + 2 * 16 * 32) + 16 * 10
+
+
+def test_it_is_sharded_over_eight_devices(tmp_path: Path) -> None:
+    program = assemble(run_of(tmp_path, mesh=MeshConfig(data=2, fsdp=2, tensor=2)))
+    state = program.initial_state()
+    shapes = {name: w.addressable_shards[0].data.shape for name, w in state.params.items()}
+    assert shapes["block.up"] == (3, 8, 16)
+    assert shapes["block.mix"] == (3, 16, 10)
+    assert all(len(w.sharding.device_set) == 8 for w in state.params.values())
+    single = assemble(run_of(tmp_path, mesh=MeshConfig(data=1)), jax.devices()[:1]).initial_state()
+    for name, w in single.params.items():
+        np.testing.assert_array_equal(np.asarray(w), np.asarray(state.params[name]), err_msg=name)
+
+
+@pytest.mark.parametrize(("name", "passes"), [("mup", True), ("sp", False)])
+def test_it_passes_the_coordinate_check_under_mup_alone(name: str, passes: bool) -> None:
+    models = [dataclasses.replace(MIXER, width=width, depth=2) for width in (64, 128, 256)]
+    preset = presets.get(name, base=None if presets.get(name).baseless else models[0].base_sizes())
+    adam = OptimizerConfig(name="adam", peak_lr=4e-3, schedule="constant", eps=1e-12)
+    findings = check.study(
+        [definition(model) for model in models], preset, adam, check_models.batch(models[0]), seeds=2
+    )
+    assert any(finding.observable.startswith("movement/block.mlp") for finding in findings)
+    assert check.passes(findings) == passes
+
+
+def test_it_trains_is_saved_and_goes_on_bitwise(tmp_path: Path) -> None:
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    assert loop.run(run_of(whole)) == 0
+    assert loop.run(run_of(part, steps=3)) == 0
+    assert loop.run(run_of(part, resume=True)) == 0
+    states = []
+    for folder in (whole, part):
+        found = saved_run.find(folder)
+        states.append(source.whole_state(folder / "checkpoints" / "5", found.config))
+    assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
+    for one, other in zip(*map(jax.tree.leaves, states), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    losses = [
+        [row["loss"] for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if "loss" in row]
+        for folder in (whole, part)
+    ]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 5
+    recorded = json.loads((whole / "config.json").read_text())["config"]
+    assert recorded["model"]["family"] == "examples.mlp_mixer:MixerConfig"
+    assert from_json(recorded) == run_of(whole)
+    assert saved_run.find(whole).config.model == MIXER
+
+
+@pytest.mark.parametrize(
+    "name", ["nothing", "examples.mlp_mixer:Mixer", "examples.nothing:Config", "os:path", "a b:C", ""]
+)
+def test_a_family_that_is_none(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"model\.family is .*; write one of vit, decoder, or module:Class"):
+        family_class(name)

@@ -1,0 +1,1 @@
+"""Checkpoints with manifests, and the work folder that holds them."""

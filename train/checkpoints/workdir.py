@@ -1,0 +1,228 @@
+"""The folder of a run: whether it may be used, and what it records about how the run was made."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mupax.train.config.record import to_json
+from mupax.train.config.run import Config
+from mupax.train.parallel.processes import Processes
+from mupax.train.parallel.xla_flags import VARIABLES
+
+RECORD = "config.json"
+_SHARED, _LOCK, _PROBE, _PARTIAL = ".shared", ".lock", ".writable", f".{RECORD}.partial"
+_FIRST = {_SHARED, _LOCK, _PROBE, _PARTIAL}
+"""What a run writes before its record: a kill leaves some of them in a folder that is still free."""
+CHECKPOINTS, SET_ASIDE = "checkpoints", "set-aside"
+_PACKAGES = ("mupax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+class WorkdirError(ValueError):
+    """A folder this run must not write into, or a run it cannot continue. The text says what to write instead."""
+
+
+def path_of(config: Config) -> Path:
+    """The run's folder, absolute."""
+    return Path(config.workdir if config.workdir is not None else f"runs/{config.recipe}").absolute()
+
+
+def claim(config: Config) -> tuple[Path, bool]:
+    """The run's folder, made if missing, and whether an earlier part of the run lies in it.
+
+    Raises:
+        WorkdirError: the folder holds something and `resume` was not asked for, holds no run, or cannot be written.
+    """
+    path = path_of(config)
+    if path.exists() and not path.is_dir():
+        raise WorkdirError(f"{_shown(path)} is a file; write --workdir with the name of a folder")
+    held = path.is_dir() and any(child.name not in _FIRST for child in path.iterdir())
+    if held and not config.resume:
+        raise WorkdirError(
+            f"the workdir {_shown(path)} is not empty; add --resume to continue the run in it, "
+            "or give --workdir another folder for a new one"
+        )
+    if held and not (path / RECORD).is_file():
+        raise WorkdirError(
+            f"the workdir {_shown(path)} holds files but no run ({RECORD} is missing); give --workdir another folder"
+        )
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / _PROBE
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise WorkdirError(
+            f"cannot write into the workdir {_shown(path)}: {error.strerror}; give --workdir another folder"
+        ) from error
+    if held:
+        _check_same_run(config, json.loads((path / RECORD).read_text()).get("config", {}), path)
+    return path, held
+
+
+def claim_together(config: Config, processes: Processes) -> tuple[Path, bool]:
+    """`claim` by process 0 for all processes of the run.
+
+    Raises:
+        WorkdirError: as for `claim`, or this process does not see the folder that process 0 has.
+    """
+
+    def claimed() -> tuple[str, bool]:
+        path, held = claim(config)
+        (path / _SHARED).touch()
+        return str(path), held
+
+    if processes.count == 1:
+        return claim(config)
+    where, held = processes.told("workdir", claimed)
+    path = Path(where)
+    for _ in range(20):  # a network file system may remember for some seconds that a file was missing
+        if seen := (path / _SHARED).exists():
+            break
+        time.sleep(0.5)
+    if not seen:
+        raise WorkdirError(
+            f"process {processes.index} does not see the workdir {path} of process 0, where all processes save their part "
+            "of a checkpoint; give --workdir a folder that all hosts share (NFS, Lustre, a mounted bucket)"
+        )
+    processes.meet("workdir")
+    if processes.leader:
+        (path / _SHARED).unlink()
+    return path, held
+
+
+@contextlib.contextmanager
+def locked(path: Path, processes: Processes) -> Iterator[None]:
+    """Keep the folder for this run alone while entered. Process 0 holds the lock, which ends with it however it ends.
+
+    Raises:
+        WorkdirError: another run has it.
+    """
+    if not processes.leader:
+        yield
+        return
+    with (path / _LOCK).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise WorkdirError(
+                f"the workdir {_shown(path)} is in use by another run ({file.read(200).strip() or 'unknown'}); "
+                "wait for it or stop it, or give --workdir another folder"
+            ) from error
+        except OSError:  # a file system without locks, such as a mounted bucket
+            pass
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
+
+
+def _check_same_run(config: Config, before: dict[str, Any], path: Path) -> None:
+    """Refuse to continue a run whose arrays or batches would no longer mean the same."""
+    now = json.loads(json.dumps(to_json(config)))
+    # Owner to fields; all of them where none are named. Every constant of a preset multiplies something in the forward pass.
+    fixed = {
+        "model": set(),
+        "optimizer": {"name"},
+        "data": {"name", "batch_size", "tokenizer", "split", "seed"},
+        "preset": set(),
+        "ema": set(),
+    }
+    for owner, fields in fixed.items():
+        old, new = before.get(owner, {}), now[owner]
+        for field in sorted(fields or new.keys() - {"compute"}):
+            if field in old and old[field] != new[field]:
+                was, now_is = (" ".join(x) if isinstance(x, list) else x for x in (old[field], new[field]))
+                raise WorkdirError(
+                    f"the run in {_shown(path)} has {owner}.{field} {was}, not {now_is}; "
+                    f"continue it with --{owner}.{field.replace('_', '-')} {was}, or start another with --workdir"
+                )
+    for field in ("train_only", "freeze"):
+        was, now_is = (" ".join(fields.get(field, ())) or "nothing" for fields in (before, now))
+        if was != now_is:
+            flag = f"--{field.replace('_', '-')}"
+            how = f"without {flag}" if was == "nothing" else f"with {flag} {was}"
+            raise WorkdirError(
+                f"the run in {_shown(path)} has {flag} {was}, not {now_is}; continue it {how}, or start another with --workdir"
+            )
+    if before.get("seed", config.seed) != config.seed:
+        raise WorkdirError(
+            f"the run in {_shown(path)} has seed {before['seed']}; continue it with --seed {before['seed']}"
+        )
+
+
+def record(
+    path: Path, config: Config, data_facts: dict[str, Any], preset: str, flags: dict[str, Any], step: int = 0
+) -> None:
+    """Write config.json: the resolved config, the data's facts, versions, compiler flags and the git commit.
+
+    What it said before stays in it under `segments`, oldest first, each with the step at which the next part began.
+
+    Args:
+        path: the run's folder.
+        config: of this part of the run.
+        data_facts: of its data.
+        preset: described in words.
+        flags: of the compiler.
+        step: at which this part begins.
+    """
+    value = {
+        "config": to_json(config),
+        "data": data_facts,
+        "preset": preset,
+        "xla": {"options": flags, **{name: os.environ.get(name, "") for name in VARIABLES}},
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "platform": f"{platform.system()} {platform.machine()}",
+        "git": _git_commit(),
+    }
+    if (path / RECORD).is_file():
+        before = json.loads((path / RECORD).read_text())
+        segments = before.pop("segments", [])
+        if _lasting(before) != _lasting(json.loads(json.dumps(value))):
+            segments = [*segments, {"until_step": step, **before}]
+        value |= {"segments": segments} if segments else {}
+    temporary = path / _PARTIAL
+    temporary.write_text(json.dumps(value, indent=2) + "\n")
+    temporary.replace(path / RECORD)
+
+
+def _lasting(record: dict[str, Any]) -> dict[str, Any]:
+    """A record without the flags that only say how this part of the run was started."""
+    started = ("resume", "resume_change", "workdir")
+    return {**record, "config": {name: value for name, value in record["config"].items() if name not in started}}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str | None:
+    """Commit of the project's checkout, with -dirty where files differ from it; None outside a checkout."""
+    here = Path(__file__).resolve().parent
+    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _shown(path: Path) -> str:
+    """The path as short as it can be said from here."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -1,0 +1,52 @@
+"""Grids of numbers as people write them on a command line: 2^-12:2^-4:9, or 0.001,0.003,0.01."""
+
+from __future__ import annotations
+
+import math
+
+from mupax.zoo.configs import ConfigError
+
+
+def parse(text: str) -> tuple[float, ...]:
+    """The numbers of a grid, in the order written.
+
+    Args:
+        text: START:STOP:COUNT, so many numbers from one to the other in equal ratios, or numbers with commas between; a
+            number may be a power such as 2^-7.5.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    parts = text.split(":")
+    if len(parts) == 1:
+        return tuple(_number(word, text) for word in text.split(","))
+    if len(parts) != 3 or not (parts[2].strip().isdigit() and int(parts[2]) >= 2):
+        raise ConfigError(f"grid {text!r}: write START:STOP:COUNT with a count of at least 2, as 2^-12:2^-4:9")
+    start, stop, count = _number(parts[0], text), _number(parts[1], text), int(parts[2])
+    if start <= 0 or stop <= 0:
+        raise ConfigError(
+            f"grid {text!r} goes in equal ratios and needs numbers above 0; write them one by one, as 0,0.1"
+        )
+    low, high = math.log2(start), math.log2(stop)
+    # Through the exponents: a grid of powers of two is made of exact powers of two.
+    return tuple(2.0 ** (low + (high - low) * i / (count - 1)) for i in range(count))
+
+
+def power(value: float) -> str:
+    """A number as a power of two: 2^-7.5; the number itself where it is none of a half-octave grid."""
+    if value > 0 and math.isfinite(value):
+        exponent = math.log2(value)
+        if abs(exponent * 2 - round(exponent * 2)) < 1e-6:
+            return f"2^{round(exponent * 2) / 2:g}"
+    return f"{value:.3g}"
+
+
+def _number(word: str, text: str) -> float:
+    base, hat, exponent = word.strip().partition("^")
+    try:
+        value = float(base) ** float(exponent) if hat else float(base)
+    except (ValueError, ZeroDivisionError, OverflowError):
+        value = math.nan
+    if isinstance(value, complex) or not math.isfinite(value):
+        raise ConfigError(f"grid {text!r}: {word.strip()!r} is not a number; write one such as 0.001 or 2^-10")
+    return value

@@ -1,0 +1,119 @@
+"""A config on disk: nested plain values that say which model family they are, and the config again.
+
+What is read may come from anyone: every value is checked to be of its field's type.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from mupax.train.config.run import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    DistributedConfig,
+    EmaConfig,
+    FaultsConfig,
+    InitConfig,
+    LogConfig,
+    MeshConfig,
+    OptimizerConfig,
+    PresetConfig,
+)
+from mupax.zoo.families import ComputeConfig, ConfigError, ModelConfig, family_class
+
+OWNERS = {
+    "data": DataConfig,
+    "preset": PresetConfig,
+    "optimizer": OptimizerConfig,
+    "ema": EmaConfig,
+    "init": InitConfig,
+    "mesh": MeshConfig,
+    "distributed": DistributedConfig,
+    "checkpoint": CheckpointConfig,
+    "faults": FaultsConfig,
+    "log": LogConfig,
+}
+
+T = TypeVar("T")
+
+_FAR = 2**53
+"""Numbers beyond are no size, step or rate, and JSON's readers do not agree on them."""
+
+
+def to_json(config: Config) -> dict[str, Any]:
+    """The config as nested dictionaries of plain values; the model also says its `family`."""
+    return {**dataclasses.asdict(config), "model": model_to_json(config.model)}
+
+
+def model_to_json(model: ModelConfig) -> dict[str, Any]:
+    """The model as nested dictionaries of plain values, with its `family`."""
+    return {"family": model.family, **dataclasses.asdict(model)}
+
+
+def model_from_json(fields: Mapping[str, Any]) -> ModelConfig:
+    """The model that `model_to_json` wrote; raises as `from_json`."""
+    fields = _object("model", fields)
+    owner = family_class(str(fields.pop("family", None)))
+    fields["compute"] = _made(ComputeConfig, "model.compute.", fields.get("compute", {}))
+    return _made(owner, "model.", fields)
+
+
+def from_json(fields: Mapping[str, Any]) -> Config:
+    """The config that `to_json` wrote. A field left out takes its default.
+
+    Raises:
+        ConfigError: a field that no config has, one without a default that is missing, a value of another type, or values
+            that do not fit together.
+    """
+    fields = _object("the config", fields)
+    fields["model"] = model_from_json(fields.get("model", {}))
+    for name, owner in OWNERS.items():
+        if name in fields:
+            fields[name] = _made(owner, f"{name}.", fields[name])
+    return _made(Config, "", fields)
+
+
+def _made(owner: type[T], prefix: str, fields: Mapping[str, Any]) -> T:
+    known = [field.name for field in dataclasses.fields(owner)]  # pyright: ignore[reportArgumentType]
+    hints = get_type_hints(owner)
+    for name, value in _object(prefix.rstrip(".") or "the config", fields).items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
+            raise ConfigError(f"no config has a field {prefix}{name}; did you mean {prefix}{near}?")
+        if not _fits(value, hints[name]):
+            raise ConfigError(f"{prefix}{name} is {value!r:.60}; it must be {_said(hints[name])}")
+    try:
+        return owner(**fields)
+    except TypeError as error:
+        raise ConfigError(f"{prefix or 'the config'}: {error}") from error
+
+
+def _object(what: str, fields: Any) -> dict[str, Any]:
+    if not isinstance(fields, Mapping) or not all(isinstance(name, str) for name in fields):
+        raise ConfigError(f"{what} is {fields!r:.60}, not an object with named fields")
+    return dict(fields)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value, as JSON has it, is of an annotated type."""
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, part) for part in get_args(hint))
+    if origin is Literal:
+        return isinstance(value, str) and value in get_args(hint)
+    if origin is tuple:
+        return isinstance(value, list | tuple) and all(_fits(item, get_args(hint)[0]) for item in value)
+    if hint is float:
+        return type(value) in (int, float) and -_FAR < value < _FAR
+    if hint is int:
+        return type(value) is int and -_FAR < value < _FAR
+    return isinstance(value, hint)
+
+
+def _said(hint: Any) -> str:
+    return str(hint) if get_origin(hint) else hint.__name__

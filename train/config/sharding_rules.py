@@ -1,0 +1,87 @@
+"""Which mesh axes split each logical axis of parameters and activations: one table, and what a run changes in it.
+
+Imports no JAX, so that a wrong rule on the command line answers at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+
+from mupax.presets.roles import AXES as PARAMETER_AXES
+from mupax.zoo.configs import ConfigError
+
+MESH_AXES = ("data", "fsdp", "sequence", "tensor", "sweep")
+"""Axes of every mesh, in the order of its array: what communicates least comes first."""
+
+Rules = Mapping[str, tuple[str, ...]]
+"""Logical axis to the mesh axes that split it, the first one outermost. An axis not named is whole on every device."""
+
+DEFAULT: Rules = {
+    "batch": ("data", "fsdp"),
+    "sequence": ("sequence",),
+    "embed": ("fsdp",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "vocab": ("tensor",),
+    "classes": ("tensor",),
+}
+"""The table that holds where a run says nothing else (`mesh.rules`)."""
+
+MAY_STAY_WHOLE = frozenset({"vocab", "classes", "kv_heads"})
+"""Logical axes kept whole where the mesh axis does not divide them: rarely round, and not worth refusing a run."""
+
+_TARGETS = tuple(axis for axis in MESH_AXES if axis != "sweep")
+_LOGICAL = ("batch", "sequence", *(axis for axis in PARAMETER_AXES if axis != "layers"))
+
+
+def parse(words: Sequence[str]) -> Rules:
+    """The default table with rules of the form LOGICAL=MESH[,MESH...] or LOGICAL=none put over it.
+
+    Args:
+        words: such as ["mlp=fsdp", "vocab=none", "batch=data,fsdp"].
+
+    Raises:
+        ConfigError: a rule of another form, an axis that does not exist, or one that is named twice.
+    """
+    given: dict[str, tuple[str, ...]] = {}
+    for word in words:
+        logical, equals, right = word.partition("=")
+        if not equals:
+            raise ConfigError(f"mesh.rules has {word!r}; write LOGICAL=MESH, such as mlp=tensor or vocab=none")
+        _known(logical, _LOGICAL, "logical axis", word)
+        if logical in given:
+            raise ConfigError(f"mesh.rules names {logical} twice; write one rule with a comma, such as batch=data,fsdp")
+        names = () if right == "none" else tuple(right.split(","))
+        for name in names:
+            _known(name, _TARGETS, "mesh axis", word)
+        if len(set(names)) != len(names):
+            raise ConfigError(f"mesh.rules has {word!r}, which names a mesh axis twice; write it once")
+        given[logical] = names
+    return {**DEFAULT, **given}
+
+
+def parse_slices(words: Sequence[str]) -> dict[str, int]:
+    """Mesh axis to the number of slices along it, from words of the form AXIS=N.
+
+    Raises:
+        ConfigError: a word of another form, an axis that does not exist, or one that is named twice.
+    """
+    given: dict[str, int] = {}
+    for word in words:
+        axis, _, number = word.partition("=")
+        if not (number.isdecimal() and int(number)):
+            raise ConfigError(f"mesh.slices has {word!r}; write AXIS=N with a number of slices, such as data=2")
+        _known(axis, _TARGETS, "mesh axis", word, "mesh.slices")
+        if axis in given:
+            raise ConfigError(f"mesh.slices names {axis} twice; write it once")
+        given[axis] = int(number)
+    return given
+
+
+def _known(name: str, names: Collection[str], kind: str, word: str, field: str = "mesh.rules") -> None:
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"write one of {', '.join(names)}"
+        raise ConfigError(f"{field} has {word!r}, but no {kind} is named {name!r}; {hint}")

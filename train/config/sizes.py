@@ -1,0 +1,93 @@
+"""Models of one structure at growing sizes, and how a command line names them: head_dim=16,32,64,128."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from mupax.zoo.configs import ConfigError, ModelConfig
+from mupax.zoo.transformer import TransformerConfig, transformer
+
+AXES = ("head_dim", "heads", "width", "depth", "mlp")
+"""What can grow alone. Width follows head_dim and heads, the MLP follows width, key heads follow heads."""
+
+
+def parse(text: str) -> tuple[str, tuple[int, ...]]:
+    """The axis and the sizes, smallest first, of a text such as head_dim=16,32,64.
+
+    Raises:
+        ConfigError: no such axis, or a size that is not a whole number of at least 1 or comes twice.
+    """
+    axis, _, sizes = (part.strip() for part in text.partition("="))
+    axis = axis.replace("-", "_")
+    if axis not in AXES:
+        raise ConfigError(
+            f"sizes {text!r}: no size is named {axis!r}; write one of {', '.join(AXES)}, as width=64,128,256"
+        )
+    words = [word.strip() for word in sizes.split(",")]
+    if not all(word.isascii() and word.isdigit() and int(word) for word in words) or len(set(words)) < len(words):
+        raise ConfigError(f"sizes {text!r}: write different whole numbers of at least 1, as {axis}=64,128,256")
+    return axis, tuple(sorted(map(int, words)))
+
+
+def of(model: ModelConfig, axis: str) -> int:
+    """The model's size along an axis."""
+    return model.sizes()[{"width": "embed", "depth": "layers"}.get(axis, axis)]
+
+
+def grown(model: ModelConfig, axis: str, size: int) -> TransformerConfig:
+    """The model with one size changed, and with it what must follow.
+
+    Args:
+        model: whose structure, and whose other sizes.
+        axis: head_dim (at so many heads), heads (of this dimension), width (more heads of this dimension), depth, or mlp.
+        size: of the axis; width must be a multiple of the head dimension.
+
+    Raises:
+        ConfigError: a model that cannot have that size.
+    """
+    model = transformer(model, f"growing {axis}")
+    if axis == "depth":
+        return dataclasses.replace(model, depth=size)
+    if axis == "mlp":
+        return dataclasses.replace(model, mlp_ratio=size / model.width)
+    if axis == "width" and size % model.heads_dim:
+        near = max(1, size // model.heads_dim) * model.heads_dim
+        raise ConfigError(f"width {size} is no multiple of the head dimension {model.heads_dim}; write width {near}")
+    head_dim = size if axis == "head_dim" else model.heads_dim
+    heads = {"head_dim": model.num_heads, "heads": size, "width": size // head_dim}[axis]
+    if heads * model.kv_heads % model.num_heads:
+        raise ConfigError(
+            f"{heads} heads do not share keys as {model.num_heads} share {model.kv_heads}; "
+            f"write a multiple of {model.num_heads // model.kv_heads} heads"
+        )
+    width = round(model.width * (heads * head_dim) / (model.num_heads * model.heads_dim))
+    return dataclasses.replace(
+        model,
+        width=width,
+        num_heads=heads,
+        head_dim=None if model.head_dim is None else head_dim,
+        num_kv_heads=None if model.num_kv_heads is None else heads * model.kv_heads // model.num_heads,
+    )
+
+
+def of_text(text: str) -> dict[str, int]:
+    """The sizes that a text such as embed=64,head_dim=16 names, by logical axis.
+
+    Raises:
+        ConfigError: a part that is no AXIS=N. Axes that do not exist are for `presets.get` to refuse.
+    """
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = (word.strip() for word in part.partition("="))
+        if not (axis and size.isascii() and size.isdigit()) or axis in found:
+            raise ConfigError(
+                f"preset.base {text}: {part!r} is no AXIS=N; write each axis once, as embed=64,head_dim=16"
+            )
+        found[axis] = int(size)
+    return found
+
+
+def text(sizes: Mapping[str, int]) -> str:
+    """Sizes as `preset.base` takes them: what `of_text` reads."""
+    return ",".join(f"{axis}={size}" for axis, size in sizes.items())

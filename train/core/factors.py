@@ -1,0 +1,111 @@
+"""All factors of a run, as data: preset x specs x sizes, computed on the host and passed to the jitted step.
+
+Factors are arguments, never constants of the program and never in a checkpoint: one compiled step serves every preset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import numpy as np
+
+from mupax.presets import Decay, ParamSpec, Preset, PresetError, Scales
+from mupax.presets.rule import Number
+from mupax.zoo.definition import Definition
+
+Numbers = dict[str, np.ndarray]
+"""Name to float32 [] or, for a parameter stacked over layers, [layers]."""
+
+
+class Factors(NamedTuple):
+    """What a preset gives a model and its optimizer, one entry per parameter.
+
+    `forward` has one per `mupax.zoo.param.Factor`, but for a skip that is 1 everywhere: the program is then made without it.
+    """
+
+    multiplier: Numbers
+    lr: Numbers
+    eps: Numbers
+    weight_decay: Numbers
+    forward: Numbers
+
+    def moving(self, trained: Collection[str]) -> Factors:
+        """These factors for a run that trains only some parameters: the others have multipliers, and no rate."""
+
+        def only(numbers: Numbers) -> Numbers:
+            return {name: number for name, number in numbers.items() if name in trained}
+
+        return self._replace(lr=only(self.lr), eps=only(self.eps), weight_decay=only(self.weight_decay))
+
+
+def resolve(preset: Preset, definition: Definition, optimizer: str = "adam", decay: Decay = "coupled") -> Factors:
+    """Every number the step needs.
+
+    Args:
+        preset: from `presets.get`.
+        definition: the model, from `mupax.zoo.build.definition` or `mupax.zoo.definition.define`.
+        optimizer: a name the preset has a rule for.
+        decay: how weight decay enters the update.
+
+    Raises:
+        presets.PresetError: a role or optimizer without a rule, or a size that a rule needs.
+    """
+    preset.family(optimizer)
+
+    def one(name: str, spec: ParamSpec) -> Scales:
+        try:
+            return preset.scales(spec, definition.sizes, optimizer, decay)
+        except PresetError as error:
+            raise PresetError(f"{name}: {error}") from error
+
+    scales = {name: one(name, spec) for name, spec in definition.specs.items()}
+
+    forward = {name: _forward(preset, definition, declared) for name, declared in definition.factors.items()}
+
+    def column(field: str) -> Numbers:
+        return {name: _number(getattr(s, field), definition.specs[name], definition) for name, s in scales.items()}
+
+    return Factors(
+        multiplier=column("multiplier"),
+        lr=column("lr"),
+        eps=column("eps"),
+        weight_decay=column("weight_decay"),
+        forward={n: v for n, v in forward.items() if not (definition.factors[n]["kind"] == "skip" and (v == 1).all())},
+    )
+
+
+def init_stds(preset: Preset, definition: Definition) -> Numbers:
+    """Initial standard deviation (for gains: value) of every parameter."""
+
+    def one(spec: ParamSpec) -> np.ndarray:
+        # The same whatever the optimizer; a measured table knows only its own.
+        scales: Scales = preset.scales(spec, definition.sizes, preset.optimizers[0])
+        return _number(scales.init_std, spec, definition)
+
+    return {name: one(spec) for name, spec in definition.specs.items()}
+
+
+def _number(value: Number, spec: ParamSpec, definition: Definition) -> np.ndarray:
+    shape = (definition.sizes["layers"],) if spec.stacked else ()
+    if np.shape(value) not in ((), shape):
+        raise PresetError(f"{spec.group}: {np.size(value)} numbers for a parameter of {shape or 'no'} layers")
+    return np.broadcast_to(np.asarray(value, np.float32), shape).copy()
+
+
+def _forward(preset: Preset, definition: Definition, declared: dict) -> np.ndarray:
+    sizes, shape = definition.sizes, declared["shape"]
+    match declared["kind"]:
+        case "logits":
+            value = preset.logit_scale(sizes)
+        case "readout":
+            value = preset.scales(declared["spec"], sizes, preset.optimizers[0]).multiplier
+        case "skip" | "branch" as kind:
+            layers = range(shape[0])
+            which = ("skip", "branch").index(kind)
+            value = [
+                [preset.residual_scale(sizes, i, branch)[which] for branch in ("attention", "mlp")] for i in layers
+            ]
+        case kind:
+            raise ValueError(f"no factor is of kind {kind!r}; write logits, skip, branch or readout")
+    return np.broadcast_to(np.asarray(value, np.float32), shape)

@@ -1,0 +1,239 @@
+"""Cross-entropy of a model's readout, computed for a few tokens at a time where all logits at once would be large.
+
+N tokens of one device, D width, V vocabulary or classes. A chunk's logits exist once: gradients are taken with them, in the
+forward pass, and the backward pass only scales them by the loss's cotangent (as Hsu et al. 2024, arXiv 2410.10989). On a
+mesh every device works on its own tokens, and its own part of the vocabulary where that is split: what is summed over
+devices for every chunk is two numbers per token, and gradients are summed once, after the last chunk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mupax.zoo import partition
+from mupax.zoo.configs import CrossEntropy
+from mupax.zoo.layers.readout import Reading
+
+CHUNK_LOGITS = {"cpu": 2**21, "gpu": 2**27, "tpu": 2**27}
+"""Logits of one chunk on one device: on CPU what its caches hold, elsewhere half a gigabyte of float32."""
+
+LEAST_ROWS = 1024
+"""Tokens that a chunk has at least: the readout's gradient is read and written once per chunk, which more tokens pay for."""
+
+
+class Sums(NamedTuple):
+    """Totals over the targets that count, float32 []."""
+
+    loss: jax.Array
+    correct: jax.Array
+    weight: jax.Array
+
+
+def cross_entropy(
+    reading: Reading,
+    targets: jax.Array,
+    weights: jax.Array,
+    *,
+    how: CrossEntropy = "auto",
+    reference: Reading | None = None,
+) -> Sums:
+    """Summed cross-entropy (nats), number correct and number of targets.
+
+    Args:
+        reading: of the model, features [B, D] or [B, T, D].
+        targets: int32, one per feature vector.
+        weights: float32, 0 where a target does not count; no gradient is taken with respect to them.
+        how: plain keeps all logits, chunked never does, auto is chunked where there is more than one chunk.
+        reference: of the initial model where the output is centred; no gradient flows through it.
+    """
+    plan = _plan(reading, targets)
+    if how == "plain" or (how == "auto" and plan.rows == plan.chunk):
+        logits = reading.logits()
+        if reference is not None:
+            logits = logits - jax.lax.stop_gradient(reference.logits())
+        return of_logits(logits, targets, weights)
+    return _chunked(plan, reading, reference, targets, jax.lax.stop_gradient(weights))
+
+
+def of_logits(logits: jax.Array, targets: jax.Array, weights: jax.Array) -> Sums:
+    """The same of logits [..., V] that exist already."""
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    hits = jnp.argmax(logits, axis=-1) == targets
+    return Sums(jnp.sum(nll * weights), jnp.sum(hits * weights), jnp.sum(weights))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Plan:
+    """How the work lies on devices."""
+
+    rows: int
+    """Tokens of one device."""
+    chunk: int
+    """Tokens of one chunk, at most rows."""
+    tokens: partition.Axes = ()
+    """Logical axes of the targets."""
+    vocab: str | None = None
+    """Logical axis of the vocabulary, None where it is whole."""
+    summed: tuple[str, ...] = ()
+    """Mesh axes that split tokens: gradients of the readout are summed over them."""
+    scattered: tuple[str, ...] = ()
+    """Those among them that split the readout's rows: each device keeps its own rows of the sum."""
+    over_vocab: tuple[str, ...] = ()
+    """Mesh axes that split the vocabulary."""
+
+
+def _plan(reading: Reading, targets: jax.Array) -> _Plan:
+    (width, vocab), layout = reading.weight.shape, partition.current()
+    tokens: partition.Axes = (None,) * targets.ndim
+    column, summed, scattered, over_vocab = None, (), (), ()
+    rows = targets.size
+    if layout is not None:
+        # An axis that does not divide its dimension stays whole, as do mesh axes that split tokens already.
+        tokens = tuple(
+            axis if size % layout.ways(axis) == 0 else None
+            for axis, size in zip(("batch", "sequence"), targets.shape, strict=False)
+        )
+        summed = tuple(name for axis in tokens for name in layout.names(axis))
+        rows //= math.prod(layout.ways(axis) for axis in tokens)
+        column = "vocab" if targets.ndim == 2 else "classes"
+        if vocab % layout.ways(column) or set(layout.names(column)) & set(summed):
+            column = None
+        over_vocab, vocab = layout.names(column), vocab // layout.ways(column)
+        if set(layout.names("embed")) <= set(summed) and width % layout.ways("embed") == 0:
+            scattered = layout.names("embed")
+    wanted = max(CHUNK_LOGITS[partition.platform()] // vocab, LEAST_ROWS)
+    chunk = math.ceil(rows / math.ceil(rows / wanted))
+    return _Plan(rows, chunk, tokens, column, summed, scattered, over_vocab)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunked(plan: _Plan, reading: Reading, reference: Reading | None, targets: jax.Array, weights: jax.Array) -> Sums:
+    return _on_devices(plan, reading, reference, targets, weights, False)[0]
+
+
+def _forward(plan: _Plan, reading: Reading, reference: Reading | None, targets: jax.Array, weights: jax.Array) -> Any:
+    return _on_devices(plan, reading, reference, targets, weights, True)
+
+
+def _backward(plan: _Plan, grads: Reading, cotangent: Sums) -> Any:
+    return jax.tree.map(lambda g: (cotangent.loss * g).astype(g.dtype), grads), None, None, None
+
+
+_chunked.defvjp(_forward, _backward)
+
+
+def _on_devices(
+    plan: _Plan, reading: Reading, reference: Reading | None, targets: jax.Array, weights: jax.Array, with_grads: bool
+) -> tuple[Sums, Reading | None]:
+    """Sums, and gradients of the loss, of all devices; every array is given and returned whole."""
+    axes = {"features": (*plan.tokens, None), "weight": (None, plan.vocab), "scale": (), "bias": (plan.vocab,)}
+    readings = [one._replace(weight=one.weight.astype(one.features.dtype)) for one in (reading, reference) if one]
+    # Flat, and without what a reading does not have, as the layout wants to be told of every array.
+    given = [(name, x) for one in readings for name, x in one._asdict().items() if x is not None]
+    returned = [name for name, x in reading._asdict().items() if x is not None] if with_grads else []
+
+    def local(targets: jax.Array, weights: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        parts = jax.tree.unflatten(jax.tree.structure(readings), arrays)
+        start = parts[1] if len(parts) > 1 else None
+        sums, grads = _on_one(plan, parts[0], start, targets, weights, with_grads)
+        return (*sums, *(getattr(grads, name) for name in returned))
+
+    kept = {**axes, "weight": ("embed" if plan.scattered else None, plan.vocab)}
+    outputs = ((), (), (), *(kept[name] for name in returned))
+    if (layout := partition.current()) is not None:
+        local = layout.local(local, (plan.tokens, plan.tokens, *(axes[name] for name, _ in given)), outputs)
+    loss, correct, weight, *grads = local(targets, weights, *(x for _, x in given))
+    if not with_grads:
+        return Sums(loss, correct, weight), None
+    cast = {n: g.astype(getattr(reading, n).dtype) for n, g in zip(returned, grads, strict=True)}
+    return Sums(loss, correct, weight), reading._replace(**cast)
+
+
+def _on_one(
+    plan: _Plan, reading: Reading, reference: Reading | None, targets: jax.Array, weights: jax.Array, with_grads: bool
+) -> tuple[Sums, Reading | None]:
+    """The same on one device: its chunks one after the other, then sums over devices."""
+    chunks = math.ceil(plan.rows / plan.chunk)
+
+    def cut(x: jax.Array, *trailing: int) -> jax.Array:
+        """All tokens in chunks; what fills up the last one counts nothing."""
+        x = jnp.pad(x.reshape(plan.rows, *trailing), [(0, chunks * plan.chunk - plan.rows), *[(0, 0)] * len(trailing)])
+        return x.reshape(chunks, plan.chunk, *trailing)
+
+    def add(total: tuple[Sums, Reading | None], part: tuple[Any, ...]) -> tuple[Any, jax.Array | None]:
+        features, fixed, labels, counts = part
+        start = None if reference is None else reference._replace(features=fixed)
+        sums, grads = _of_chunk(plan, reading._replace(features=features), start, labels, counts, with_grads)
+        if grads is None:
+            return jax.tree.map(jnp.add, total, (sums, None)), None
+        return jax.tree.map(jnp.add, total, (sums, grads._replace(features=None))), grads.features  # pyright: ignore
+
+    width, zero = reading.features.shape[-1], jnp.float32(0)
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), reading._replace(features=None))  # pyright: ignore
+    total = (Sums(zero, zero, zero), nothing if with_grads else None)
+    fixed = None if reference is None else cut(reference.features, width)
+    (sums, found), by_chunk = jax.lax.scan(
+        add, total, (cut(reading.features, width), fixed, cut(targets), cut(weights))
+    )
+    sums = _psum(sums, plan.summed)
+    if by_chunk is None:
+        return sums, None
+    features = by_chunk.reshape(-1, width)[: plan.rows].reshape(reading.features.shape)
+    weight = _psum(found.weight, tuple(name for name in plan.summed if name not in plan.scattered))
+    if plan.scattered:
+        weight = jax.lax.psum_scatter(weight, plan.scattered, scatter_dimension=0, tiled=True)
+    scale, bias = _psum((_psum(found.scale, plan.over_vocab), found.bias), plan.summed)
+    return sums, Reading(_psum(features, plan.over_vocab), weight, scale, bias)
+
+
+def _of_chunk(
+    plan: _Plan,
+    reading: Reading,
+    reference: Reading | None,
+    targets_N: jax.Array,
+    weights_N: jax.Array,
+    with_grads: bool,
+) -> tuple[Sums, Reading | None]:
+    """The same of one chunk; gradients are those of this device's part of the vocabulary."""
+    logits_NV = reading.logits()
+    if reference is not None:
+        logits_NV = logits_NV - reference.logits()
+    columns = logits_NV.shape[1]
+    offset = columns * jax.lax.axis_index(plan.over_vocab) if plan.over_vocab else 0
+    column_NV = jax.lax.broadcasted_iota(jnp.int32, logits_NV.shape, 1) + offset
+    label_NV = column_NV == targets_N[:, None]
+    top_N = jnp.max(logits_NV, axis=1)
+    top_N = jax.lax.pmax(top_N, plan.over_vocab) if plan.over_vocab else top_N
+    exp_NV = jnp.exp(logits_NV - top_N[:, None])
+    exp_N, label_N = _psum(
+        (jnp.sum(exp_NV, axis=1), jnp.sum(jnp.where(label_NV, logits_NV, 0), axis=1)), plan.over_vocab
+    )
+    nll_N = jnp.log(exp_N) + top_N - label_N
+    # The first of the largest, as argmax has it: all logits are equal where a readout starts at zero.
+    first_N = jnp.min(jnp.where(logits_NV == top_N[:, None], column_NV, jnp.iinfo(jnp.int32).max), axis=1)
+    first_N = jax.lax.pmin(first_N, plan.over_vocab) if plan.over_vocab else first_N
+    sums = Sums(jnp.sum(nll_N * weights_N), jnp.sum((first_N == targets_N) * weights_N), jnp.sum(weights_N))
+    if not with_grads:
+        return sums, None
+    slope_NV = (exp_NV / exp_N[:, None] - label_NV) * weights_N[:, None]
+    bias = None if reading.bias is None else jnp.sum(slope_NV, axis=0)
+    slope_NV = slope_NV.astype(reading.features.dtype)
+    product = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
+    features = product(slope_NV, reading.weight, (((1,), (1,)), ((), ())))
+    weight = product(reading.features, slope_NV, (((0,), (0,)), ((), ())))
+    scale = None
+    if reading.scale is not None:
+        scale = jnp.sum(features * reading.features)
+        features, weight = reading.scale * features, reading.scale * weight
+    return sums, Reading(features.astype(reading.features.dtype), weight, scale, bias)
+
+
+def _psum(tree: Any, names: tuple[str, ...]) -> Any:
+    return jax.lax.psum(tree, names) if names else tree

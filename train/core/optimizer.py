@@ -1,0 +1,136 @@
+"""One optax chain: learning rate x schedule x the preset's scale, with decay and eps per parameter.
+
+Factors and hyperparameters reach the chain as extra arguments of `update`, so they are data to the compiled step:
+
+    updates, state = tx.update(grads, state, params, factors=factors, hyper=hyper)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from mupax.presets import ParamSpec
+from mupax.train.config.run import OptimizerConfig
+from mupax.train.core.adam import rows, scale_by_adam
+from mupax.train.core.muon import scale_by_muon
+from mupax.zoo.configs import ConfigError
+
+
+class Hyper(NamedTuple):
+    """The optimizer's numbers, float32 scalars. `schedule` is [steps] for a run and [] inside a step (see `at`)."""
+
+    peak_lr: Any
+    schedule: Any
+    """Learning rate as a fraction of the peak."""
+    weight_decay: Any
+    eps: Any
+
+    def at(self, step: jax.Array) -> Hyper:
+        """The numbers of one step; steps past the end of the schedule keep its last value."""
+        return self._replace(schedule=jnp.asarray(self.schedule)[jnp.minimum(step, len(self.schedule) - 1)])
+
+
+def hyper(config: OptimizerConfig, steps: int) -> Hyper:
+    """The numbers of a run of so many steps."""
+    return Hyper(
+        peak_lr=np.float32(config.peak_lr),
+        schedule=schedule_table(config, steps),
+        weight_decay=np.float32(0.0 if config.name == "adam" else config.weight_decay),
+        eps=np.float32(config.eps),
+    )
+
+
+def schedule_table(config: OptimizerConfig, steps: int) -> np.ndarray:
+    """Learning rate over peak at every step, float32 [steps]: linear warm-up, then the named shape.
+
+    Warm-up rises by 1/warmup_steps of the peak each step, from the first, and reaches it at its last; a decay reaches
+    `final_lr_fraction` at the step after the run's last.
+    """
+    warmup = min(config.warmup_steps, steps)
+    rest, final = max(steps - warmup, 1), config.final_lr_fraction
+    match config.schedule:
+        case "constant":
+            shape = optax.constant_schedule(1.0)
+        case "cosine":
+            shape = optax.cosine_decay_schedule(1.0, rest, alpha=final)
+        case "linear":
+            shape = optax.linear_schedule(1.0, final, rest)
+        case "wsd":
+            tail = config.decay_steps if config.decay_steps is not None else max(rest // 5, 1)
+            shape = optax.linear_schedule(1.0, final, tail, transition_begin=max(rest - tail, 0))
+    ramp = (np.arange(warmup) + 1) / max(warmup, 1)
+    body = np.asarray(jax.vmap(shape)(jnp.arange(steps - warmup)))
+    return np.concatenate([ramp, np.broadcast_to(body, (steps - warmup,))]).astype(np.float32)
+
+
+def build(
+    config: OptimizerConfig, specs: Mapping[str, ParamSpec] | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """The chain of a config. Clipping is global over raw gradients; everything after it is per parameter.
+
+    Args:
+        config: names the optimizer and its constants.
+        specs: name to declaration of every parameter; only Muon needs it, to see which are matrices, and how.
+
+    Raises:
+        ConfigError: muon without specs.
+    """
+    match config.name:
+        case "sgd" | "momentum":
+            direction = optax.trace(config.momentum) if config.momentum else optax.identity()
+        case "muon":
+            if specs is None:
+                raise ConfigError(
+                    "muon must be told which parameters are matrices; write build(config, definition.specs)"
+                )
+            direction = scale_by_muon(specs, config.momentum, config.b1, config.b2)
+        case "lion":
+            direction = optax.scale_by_lion(config.b1, config.b2)
+        case _:
+            direction = scale_by_adam(config.b1, config.b2)
+    coupled = config.decay == "coupled"
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm) if config.clip_norm is not None else optax.identity(),
+        direction,
+        add_coupled_decay() if coupled else optax.identity(),
+        scale_by_preset(),
+        scale_by_schedule(),
+        optax.identity() if coupled else add_independent_decay(),
+    )
+
+
+def add_coupled_decay() -> optax.GradientTransformationExtraArgs:
+    """u + wd * factors.weight_decay * w, to be scaled by the learning rate."""
+    return _stateless(lambda u, w, f, h: u + rows(h.weight_decay * f["weight_decay"], w) * w)
+
+
+def scale_by_preset() -> optax.GradientTransformationExtraArgs:
+    """u * factors.lr: each parameter's own rate relative to the one peak rate."""
+    return _stateless(lambda u, w, f, h: u * rows(f["lr"], w))
+
+
+def scale_by_schedule() -> optax.GradientTransformationExtraArgs:
+    """-peak_lr * schedule * u."""
+    return _stateless(lambda u, w, f, h: (-(h.peak_lr * h.schedule) * u).astype(u.dtype))
+
+
+def add_independent_decay() -> optax.GradientTransformationExtraArgs:
+    """u - wd * schedule * factors.weight_decay * w: decay that follows the schedule but not the rates."""
+    return _stateless(lambda u, w, f, h: u - rows(h.weight_decay * h.schedule * f["weight_decay"], w) * w)
+
+
+def _stateless(rule) -> optax.GradientTransformationExtraArgs:
+    """A transformation of (update, parameter, its factors, hyper) without state."""
+
+    def update(updates, state, params=None, *, factors, hyper=None, **_):
+        columns = {name: {field: getattr(factors, field)[name] for field in ("lr", "weight_decay")} for name in updates}
+        like = updates if params is None else params
+        return {name: rule(u, like[name], columns[name], hyper) for name, u in updates.items()}, state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)  # pyright: ignore[reportArgumentType]

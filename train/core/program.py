@@ -1,0 +1,186 @@
+"""A config turned into everything a run needs but its data: model, preset, mesh, optimizer, numbers, compiled steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from mupax.presets import Preset
+from mupax.train.config import patterns, sharding_rules
+from mupax.train.config.run import Config, preset_of
+from mupax.train.core import guards, nonfinite, optimizer, state
+from mupax.train.core.factors import Numbers, init_stds, resolve
+from mupax.train.core.step import Batch, Run, compile_eval_step, trace_train_step
+from mupax.train.parallel import mesh as meshes
+from mupax.train.parallel import xla_flags
+from mupax.train.parallel.feed import Feed
+from mupax.train.parallel.sharding import MeshLayout
+from mupax.zoo.build import definition
+from mupax.zoo.definition import Definition
+from mupax.zoo.families import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What `assemble` makes of a config. Nothing in it is allocated on a device yet."""
+
+    config: Config
+    definition: Definition
+    preset: Preset
+    layout: MeshLayout
+    tx: optax.GradientTransformationExtraArgs
+    abstract: state.TrainState
+    initializer: state.Initializer
+    stds: Numbers
+    run: Run
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices."""
+        return self.layout.mesh
+
+    def initial_state(self) -> state.TrainState:
+        """A fresh state on the mesh."""
+        return self.initializer.state(self.config.seed, self.stds)
+
+    def renumbered(self, config: Config) -> Program:
+        """This program with the numbers of a config that differs in nothing else.
+
+        Raises:
+            PresetError: as `assemble`.
+        """
+        preset = preset_of(config)
+        stds, run = init_stds(preset, self.definition), _numbers(config, preset, self.definition, self.trained)
+        return dataclasses.replace(self, config=config, preset=preset, stds=stds, run=run)
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """Names of the parameters that are not frozen."""
+        return frozenset(self.run.factors.lr)
+
+    @property
+    def frozen(self) -> int:
+        """How many numbers the frozen parameters have."""
+        return sum(leaf.size for name, leaf in self.abstract.params.items() if name not in self.trained)
+
+    def numbers(self) -> Run:
+        """The run's numbers on the mesh, with the initial parameters where the model's output is centred."""
+        run = jax.device_put(self.run, self.layout.whole)
+        if not self.config.model.centered:
+            return run
+        return run._replace(reference=self.initializer.params(self.config.seed, self.stds))
+
+    def abstract_run(self) -> Run:
+        return self.run._replace(reference=self.abstract.params) if self.config.model.centered else self.run
+
+    def trace_train(self) -> jax.stages.Traced:
+        """The training step, (state, run, batch) -> (state, metrics), not compiled yet."""
+        batch = self._abstract_batch()
+        accumulation = self.config.accumulation_steps
+        return trace_train_step(
+            self.definition,
+            self.tx,
+            self.abstract,
+            self.layout,
+            self.abstract_run(),
+            batch,
+            accumulation,
+            free=self.free,
+        )
+
+    def compile_train(self) -> jax.stages.Compiled:
+        """The training step: (state, run, batch) -> (state, metrics), for a state as `placed` gives it."""
+        return self.trace_train().lower().compile(compiler_options=self.compiler_options())
+
+    @property
+    def free(self) -> bool:
+        """Whether the compiler chooses how the state lies in memory.
+
+        On TPU only: there queries, keys and values lie with their heads inside, and in the order that they are declared
+        in, each step copied them and their moments to that layout and back, a tenth of a small step's memory traffic.
+        """
+        return self.mesh.devices.flat[0].platform == "tpu"
+
+    def placed(self, given: state.TrainState, step: jax.stages.Compiled) -> state.TrainState:
+        """A state, as initialized or restored, in the layouts that the compiled training step takes; `given` is used up."""
+        return jax.device_put(given, _formats(step), donate=True) if self.free else given
+
+    def compiler_options(self) -> dict[str, Any]:
+        """Flags that the training step is compiled with."""
+        return xla_flags.compiler_options(self.mesh.devices.flat[0].platform, self.config.xla_flags)
+
+    def compile_eval(self, beside: jax.stages.Compiled | None = None) -> jax.stages.Compiled:
+        """The evaluation step: (params, run, batch) -> Sums; `beside` a training step, of the parameters as that one has them."""
+        formats = _formats(beside) if beside is not None and self.free else None
+        batch = self._abstract_eval_batch()
+        return compile_eval_step(self.definition, self.abstract, self.layout, self.abstract_run(), batch, formats)
+
+    def train_feed(self) -> Feed:
+        """This process' way of training batches to the mesh."""
+        return Feed(self._abstract_batch(), self.layout)
+
+    def eval_feed(self) -> Feed:
+        """This process' way of evaluation batches to the mesh."""
+        return Feed(self._abstract_eval_batch(), self.layout)
+
+    def _abstract_batch(self) -> Batch:
+        return abstract_batch(self.config.model, self.config.data.batch_size)
+
+    def _abstract_eval_batch(self) -> Batch:
+        return abstract_batch(self.config.model, self.config.data.eval_batch_size or self.config.data.batch_size)
+
+
+def _formats(step: jax.stages.Compiled) -> Any:
+    """How a training step takes the state's arrays: layout and sharding of each."""
+    return step.input_formats[0][0]
+
+
+def assemble(config: Config, devices: Sequence[Any] | None = None, *, swept: bool = False) -> Program:
+    """Resolve a config on the devices there are; every error of input comes from here, before anything is allocated.
+
+    Args:
+        config: of the run.
+        devices: all there are unless given.
+        swept: whether it is one of many points, which the mesh axis `sweep` may split.
+
+    Raises:
+        ConfigError, PresetError, MeshError: what does not fit, and what to write instead.
+    """
+    preset = preset_of(config)
+    layout = MeshLayout(meshes.make_mesh(config.mesh, devices), sharding_rules.parse(config.mesh.rules))
+    if not swept:
+        meshes.refuse_sweep(layout.mesh)
+    layout.check_batch(config.data.batch_size, config.accumulation_steps)
+    layout.check_batch(config.data.eval_batch_size or config.data.batch_size, 1, "data.eval_batch_size")
+    layout.check_positions(config.model)
+    model = definition(config.model)
+    trained = patterns.trained(config.train_only, config.freeze, model.specs)
+    tx = optimizer.build(config.optimizer, trained)
+    numbers = _numbers(config, preset, model, trained)
+    abstract = state.abstract_state(model, tx, layout, averaged=config.ema.decay is not None, trained=trained)
+    initializer = state.Initializer(model, tx, abstract, trained)
+    return Program(config, model, preset, layout, tx, abstract, initializer, init_stds(preset, model), numbers)
+
+
+def _numbers(config: Config, preset: Preset, model: Definition, trained: Collection[str]) -> Run:
+    numbers = Run(
+        resolve(preset, model, config.optimizer.name, config.optimizer.decay).moving(trained),
+        optimizer.hyper(config.optimizer, config.steps),
+        ema_decay=None if config.ema.decay is None else np.float32(config.ema.decay),
+        limits=nonfinite.limits(config.faults),
+    )
+    guards.check_run(preset, model, numbers.factors, config.optimizer)
+    return numbers
+
+
+def abstract_batch(model: ModelConfig, batch_size: int) -> Batch:
+    """Shapes of a batch of the model's examples."""
+    example = model.example().items()
+    return {name: jax.ShapeDtypeStruct((batch_size, *of.shape), jnp.dtype(of.dtype)) for name, of in example}  # pyright: ignore

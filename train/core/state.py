@@ -1,0 +1,152 @@
+"""The training state: step, parameters, optimizer state. Every array is born on the devices it will live on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mupax.train.core import ema
+from mupax.train.core.nonfinite import Health
+from mupax.train.parallel.sharding import MeshLayout
+from mupax.zoo.definition import Arrays, Definition
+
+
+class TrainState(NamedTuple):
+    """What a step reads and writes, and what a checkpoint holds."""
+
+    step: Any
+    """Optimizer steps done, int32 []."""
+    params: Arrays
+    opt_state: Any
+    ema: Arrays | None = None
+    """Moving average of the parameters, float32 (`mupax.train.core.ema`); None where the run keeps none."""
+    health: Health = Health()
+    """Counters of steps left out and of spikes, and what else it takes to count on."""
+
+    @property
+    def evaluated(self) -> Arrays:
+        """What an evaluation takes as parameters: their average where there is one."""
+        return self.params if self.ema is None else self.ema
+
+    def arrays(self) -> dict[str, Any]:
+        """The parts there are, by name: what a checkpoint holds."""
+        return {name: part for name, part in self._asdict().items() if part is not None}
+
+
+def abstract_state(
+    definition: Definition,
+    tx: optax.GradientTransformation,
+    layout: MeshLayout,
+    *,
+    averaged: bool = False,
+    trained: Collection[str] | None = None,
+) -> TrainState:
+    """Shapes, dtypes and shardings of the state; an optimizer moment, and an average, lie where their parameter does.
+
+    Args:
+        definition: the model.
+        tx: the optimizer.
+        layout: how parameters lie on the mesh.
+        averaged: whether the state has a moving average.
+        trained: names of the parameters that the optimizer moves; all unless given.
+    """
+    whole, shardings = layout.whole, layout.parameters(definition)
+    params = {
+        n: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[n])
+        for n, leaf in definition.abstract.items()
+    }
+
+    def beside(leaf: jax.ShapeDtypeStruct | optax.MaskedNode, like: jax.ShapeDtypeStruct) -> Any:
+        if isinstance(leaf, optax.MaskedNode):
+            return leaf  # a moment that this parameter does not have
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=like.sharding)
+
+    moving = _moving(params, trained)
+    opt_state = optax.tree.map_params(
+        tx,
+        beside,
+        jax.eval_shape(tx.init, moving),
+        moving,
+        transform_non_params=lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole),
+        is_leaf=lambda node: isinstance(node, optax.MaskedNode),
+    )
+    average = {n: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding) for n, p in params.items()}
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+    health = Health(*(jax.ShapeDtypeStruct((), number.dtype, sharding=whole) for number in Health()))
+    return TrainState(step, params, opt_state, average if averaged else None, health)
+
+
+def shardings_of(abstract: TrainState) -> TrainState:
+    """The sharding of every leaf, in the shape of the state."""
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract)
+
+
+class Initializer:
+    """Fresh parameters and states, under jit with their final shardings: the same bits on every mesh, one program for all seeds.
+
+    On a CPU mesh parameters are made whole and then split. Since jax 0.12 the numbers that a CPU's vector instructions leave
+    over at the end of a row may differ in the last bit, and which ones are left over depends on how the row is split.
+
+    Args:
+        definition: the model.
+        tx: the optimizer.
+        abstract: of the state.
+        trained: names of the parameters that the optimizer moves; all unless given.
+    """
+
+    def __init__(
+        self,
+        definition: Definition,
+        tx: optax.GradientTransformation,
+        abstract: TrainState,
+        trained: Collection[str] | None = None,
+    ) -> None:
+        shardings, mesh = shardings_of(abstract), abstract.step.sharding.mesh
+        self._split = mesh.devices.flat[0].platform == "cpu"
+        born = NamedSharding(mesh, PartitionSpec()) if self._split else shardings.params
+        self._params = jax.jit(definition.initialize, out_shardings=born)
+        self._spread = jax.jit(lambda params: params, out_shardings=shardings.params)
+
+        def beside(params: Arrays) -> TrainState:
+            average = None if abstract.ema is None else ema.start(params)
+            return TrainState(jnp.zeros([], jnp.int32), params, tx.init(_moving(params, trained)), average)
+
+        self.beside = beside
+        """Parameters to the state at step 0, as a plain function to be transformed."""
+        self._beside = jax.jit(beside, out_shardings=shardings, donate_argnums=0)
+
+    def params(self, seed: int, stds: dict[str, np.ndarray]) -> Arrays:
+        """The parameters alone: also the frozen reference of a centred output."""
+        params = self._params(np.uint32(seed), stds)
+        return self._spread(params) if self._split else params
+
+    def started(self, params: Arrays) -> TrainState:
+        """The state at step 0 of a run that starts with these parameters, whose memory it takes."""
+        return self._beside(params)
+
+    def state(self, seed: int, stds: dict[str, np.ndarray]) -> TrainState:
+        """A fresh state."""
+        return self.started(self.params(seed, stds))
+
+
+def fresh_params(
+    definition: Definition, seed: int, stds: dict[str, np.ndarray], names: set[str]
+) -> dict[str, np.ndarray]:
+    """Some of the initial parameters, whole and on the host: the same numbers in every process."""
+    only = dataclasses.replace(
+        definition,
+        **{field: {n: getattr(definition, field)[n] for n in sorted(names)} for field in ("specs", "abstract")},
+    )
+    with jax.default_device(jax.local_devices()[0]):
+        return jax.device_get(jax.jit(only.initialize)(np.uint32(seed), {name: stds[name] for name in names}))
+
+
+def _moving(params: Arrays, trained: Collection[str] | None) -> Arrays:
+    return params if trained is None else {name: w for name, w in params.items() if name in trained}

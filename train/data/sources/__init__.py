@@ -1,0 +1,1 @@
+"""One file a kind of data that a config can name."""

@@ -1,0 +1,206 @@
+"""A user's own images, a folder per class, read in place: data.name `images:PATH`.
+
+Either PATH/CLASS/*.png, split by the hash of the path within PATH as text is (at least one of each class on each side),
+or PATH/train/CLASS/… and PATH/val/CLASS/… (also validation, eval or test), split as given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Iterator, Sequence
+from concurrent import futures
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mupax.train.data import cache
+from mupax.train.data.images import augment, batches
+from mupax.train.data.interface import DataError
+from mupax.train.data.records import corpus
+
+if TYPE_CHECKING:
+    import numpy as np
+    from PIL import Image
+
+    from mupax.train.config.run import DataConfig
+    from mupax.zoo.configs import ModelConfig
+
+SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+_EVAL_FOLDERS = ("val", "validation", "eval", "test")
+_MODES = {1: "L", 3: "RGB"}
+_Labelled = list[tuple[str, Path, int]]
+
+
+class Files:
+    """Image files with labels, decoded when they are asked for.
+
+    Args:
+        files: (name, path, label) each.
+        channels: 1 for grey, 3 for colour.
+    """
+
+    def __init__(self, files: _Labelled, channels: int) -> None:
+        self.files, self._channels = files, channels
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, i: int) -> tuple[np.ndarray, int]:
+        _, path, label = self.files[i]
+        return decoded(path, self._channels, str(path)), label
+
+
+@contextlib.contextmanager
+def _opened(file: Path | io.BytesIO, name: str) -> Iterator[Image.Image]:
+    """The image, of which the header is read; what PIL raises on it, here or in the block, is a DataError with its name."""
+    from PIL import Image
+
+    try:
+        with Image.open(file) as image:
+            if image.mode in ("I", "F"):
+                raise ValueError(f"its values have 32 bits and no range (mode {image.mode}); save it with 8 or 16 bits")
+            yield image
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise DataError(f"cannot read the image {name}: {error}. Remove or repair it") from error
+
+
+def decoded(file: Path | io.BytesIO, channels: int, name: str) -> np.ndarray:
+    """The pixels of an image file, upright, uint8 [h, w, channels].
+
+    Args:
+        file: the file or its content.
+        channels: 1 for grey, 3 for colour.
+        name: what an error calls it.
+
+    Raises:
+        DataError: it is damaged, too large, of values without a range or no image that PIL knows.
+    """
+    import numpy as np
+    from PIL import Image, ImageOps
+
+    with _opened(file, name) as image:
+        ImageOps.exif_transpose(image, in_place=True)
+        if image.mode.startswith("I;16"):  # convert would clip at 255
+            image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
+        pixels = np.asarray(image.convert(_MODES[channels]))
+    return pixels.reshape(*pixels.shape[:2], channels)
+
+
+def _read_headers(paths: Sequence[Path]) -> dict[str, float]:
+    """Raises DataError unless every file has the header of an image that can be decoded."""
+
+    def read(some: Sequence[Path]) -> None:
+        for path in some:
+            with _opened(path, str(path)):
+                pass
+
+    threads = decoding_threads()
+    with futures.ThreadPoolExecutor(threads) as pool:
+        list(pool.map(read, [paths[i::threads] for i in range(threads)]))
+    return {"images": float(len(paths))}
+
+
+def decoding_threads() -> int:
+    """Threads that decode images: the cores, up to 16 (each holds a batch)."""
+    return min(os.cpu_count() or 2, 16)
+
+
+def own_images(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> batches.ImageData:
+    """A user's images, cropped and scaled to the model's size.
+
+    Raises:
+        DataError: no such folder, no class folders, a class without images, a file that is no image, or a model that
+            does not fit.
+    """
+    path = Path(config.name.removeprefix("images:")).expanduser()
+    if not path.is_dir():
+        raise DataError(f"no folder {path}; write data.name as images:PATH, with a folder that has a folder per class")
+    train, eval_, classes = _split(path)
+    vision = batches.vision_model(config.name, model, classes)
+    check_channels(config.name, vision.channels)
+    every = [(f"{side}/{name}", file) for side, files in (("train", train), ("eval", eval_)) for name, file, _ in files]
+    digest = _digest(every)
+
+    def headers() -> dict[str, float]:
+        note(f"reading the headers of {len(every)} images")
+        return _read_headers([file for _, file in every])
+
+    cache.remembered(f"images-{digest}", headers)  # a file to refuse is better named now than in mid-run
+    return batches.ImageData(
+        Files(train, vision.channels),
+        Files(eval_, vision.channels),
+        train_view=augment.random_crop(vision.image_size) if config.augment else augment.centre_crop(vision.image_size),
+        eval_view=augment.centre_crop(vision.image_size),
+        seed=seed,
+        batch_size=config.batch_size,
+        eval_batch_size=config.eval_batch_size,
+        eval_examples=config.eval_examples,
+        threads=decoding_threads(),
+        class_names=classes,
+        facts={"name": config.name, "digest": digest},
+    )
+
+
+def check_channels(name: str, channels: int) -> None:
+    """Raises DataError unless a decoded image can have so many channels."""
+    if channels not in _MODES:
+        raise DataError(
+            f"the model reads {channels} channels and {name} has pictures; write --model.channels 3, or 1 for grey"
+        )
+
+
+def _digest(files: Sequence[tuple[str, Path]]) -> str:
+    """Names and sizes, not contents or times: the same for a copy of the folder, and quick for a large one."""
+    return cache.digest(*(f"{name}:{path.stat().st_size}" for name, path in files))
+
+
+def _split(path: Path) -> tuple[_Labelled, _Labelled, list[str]]:
+    """Training files, evaluation files and class names (sorted)."""
+    given = next((path / name for name in _EVAL_FOLDERS if (path / name).is_dir()), None)
+    if given is not None and (path / "train").is_dir():
+        classes = _classes(path / "train")
+        if unknown := set(_classes(given)) - set(classes):
+            raise DataError(
+                f"{given} has class folders that {path / 'train'} has not: {', '.join(sorted(unknown)[:5])}"
+            )
+        return _files(path / "train", classes), _files(given, classes), classes
+    classes = _classes(path)
+    train, eval_ = [], []
+    for label, name in enumerate(classes):
+        files = _files(path, [name], label)
+        if len(files) < 2:
+            raise DataError(f"class folder {path / name} has one image; give it at least two, to train and to test")
+        ranked = sorted(files, key=lambda item: corpus.rank(item[0]))
+        # Ranks below the share are the hash split; one of each class at least on either side.
+        count = sum(corpus.side(item[0]) == "eval" for item in files)
+        count = min(max(count, 1), len(files) - 1)
+        eval_ += ranked[:count]
+        train += ranked[count:]
+    return sorted(train), sorted(eval_), classes
+
+
+def _classes(path: Path) -> list[str]:
+    classes = sorted(sub.name for sub in path.iterdir() if sub.is_dir() and not sub.name.startswith("."))
+    if not classes:
+        raise DataError(
+            f"{path} has no folders in it; images:PATH takes a folder that has a folder of images per class"
+        )
+    return classes
+
+
+def _files(path: Path, classes: list[str], first_label: int = 0) -> _Labelled:
+    """Every image of these classes below `path`, sorted within the class.
+
+    Raises:
+        DataError: a class has none.
+    """
+    found = []
+    for label, name in enumerate(classes, first_label):
+        files = sorted(f for f in (path / name).rglob("*") if f.suffix.lower() in SUFFIXES and f.is_file())
+        if not files:
+            raise DataError(
+                f"class folder {path / name} has no image ({', '.join(SUFFIXES)}); put images there or remove it"
+            )
+        found += [(f.relative_to(path).as_posix(), f, label) for f in files]
+    return found

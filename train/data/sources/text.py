@@ -1,0 +1,162 @@
+"""Opens text data by name: `python_corpus` and a user's own files, tokenized and packed in the cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mupax.train.data import cache
+from mupax.train.data.interface import DataError
+from mupax.train.data.records import corpus
+from mupax.train.data.text import packing, tokenizer
+from mupax.train.data.text.batches import TokenData
+from mupax.zoo.families import ModelConfig, TokenModel
+
+if TYPE_CHECKING:
+    from mupax.train.config.run import DataConfig
+
+Documents = Mapping[str, Sequence[packing.Document]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """A document in memory."""
+
+    content: bytes
+    ends: bool = True
+
+    def read(self) -> bytes:
+        return self.content
+
+
+class Records(Sequence[Text]):
+    """The documents of a TFDS data source, read one by one."""
+
+    def __init__(self, source: Sequence[dict[str, Any]], feature: str) -> None:
+        self._source, self._feature = source, feature
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, i: int) -> Text:  # pyright: ignore[reportIncompatibleMethodOverride]
+        content = self._source[i][self._feature]
+        return Text(content.encode() if isinstance(content, str) else bytes(content))
+
+
+def python_corpus(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> TokenData:
+    """The text of the Python standard library.
+
+    Raises:
+        DataError: no sources here, a cache that cannot be written, or a model that does not fit.
+    """
+    language_model(config.name, model)
+    files = corpus.python_files()
+    content = corpus.content_digest(files)
+
+    def documents() -> Documents:
+        from mupax.train.data.records import tfds
+
+        builder = tfds.embedded("PythonCorpus", config.data_dir, note, config=content)
+        return {side: Records(tfds.Source(builder, side), "text") for side in packing.SIDES}
+
+    facts = {"python": platform.python_version(), "files": len(files), "text_digest": content}
+    return open_text(config, model, seed, note, f"python_corpus-{content}", documents, facts)
+
+
+def own_text(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> TokenData:
+    """A user's text file or folder of text files, data.name `text:PATH`. Nothing is copied but the tokens.
+
+    Raises:
+        DataError: no text there, a cache that cannot be written, or a model that does not fit.
+    """
+    language_model(config.name, model)
+    files = corpus.text_files(Path(config.name.removeprefix("text:")).expanduser(), note)
+    content = corpus.stat_digest(files)
+    return open_text(
+        config, model, seed, note, f"text-{content}", lambda: corpus.text_pieces(files), {"files": len(files)}
+    )
+
+
+def language_model(name: str, model: ModelConfig) -> TokenModel:
+    """The model, if it reads text; DataError otherwise."""
+    if not isinstance(model, TokenModel):
+        raise DataError(f"data {name!r} is text, and the model reads images; write a decoder such as lm-tiny")
+    return model
+
+
+def open_text(
+    config: DataConfig,
+    model: ModelConfig,
+    seed: int,
+    note: cache.Note,
+    key: str,
+    documents: Callable[[], Documents],
+    facts: dict[str, Any],
+) -> TokenData:
+    """Text data from documents by side of the split, prepared if it is not in the cache.
+
+    Args:
+        config: tokenizer and batches.
+        model: whose vocabulary and sequence length the text must fit.
+        seed: seed of the order.
+        note: told what takes time.
+        key: names the corpus and its content.
+        documents: called only if something must be prepared from them.
+        facts: more to record about the corpus.
+
+    Raises:
+        DataError: the tokenizer, the text or the model does not fit.
+    """
+    model = language_model(config.name, model)
+    encoder = _tokenizer(config.tokenizer, key, model.vocab_size, documents, note)
+    if encoder.vocab_size > model.vocab_size:
+        raise DataError(
+            f"tokenizer {config.tokenizer} has {encoder.vocab_size} tokens and the model {model.vocab_size}; "
+            f"write --model.vocab-size {encoder.vocab_size}"
+        )
+    sides = packing.prepared(key, documents, encoder, note)
+    digest = cache.digest(encoder.key, *(sides[side].digest for side in packing.SIDES))
+    return TokenData(
+        config.name,
+        sides["train"],
+        sides["eval"],
+        encoder,
+        seq_len=model.seq_len,
+        seed=seed,
+        batch_size=config.batch_size,
+        eval_batch_size=config.eval_batch_size,
+        eval_examples=config.eval_examples,
+        facts={"digest": digest, **facts},
+    )
+
+
+def _tokenizer(
+    name: str, key: str, vocab_size: int, documents: Callable[[], Documents], note: cache.Note
+) -> tokenizer.Tokenizer:
+    """bytes, bpe:SIZE (trained on the training documents, kept in the cache) or a path."""
+    if name == "bytes":
+        return tokenizer.Bytes()
+    size = tokenizer.bpe_size(name)
+    if size is None:
+        return tokenizer.Subwords(Path(name).expanduser())
+    if size > vocab_size:  # before minutes of training
+        raise DataError(f"data.tokenizer {name} and a model of {vocab_size} tokens; write --model.vocab-size {size}")
+    path = cache.root() / "tokenizers" / f"bpe{size}-{key}.json"
+    if not path.exists():
+        base = cache.folder("tokenizers")
+        with cache.lock(base / f"{path.stem}.lock", note):
+            if not path.exists():
+                note(f"training a tokenizer of {size:,} tokens")
+                _train(documents()["train"], size, path)
+    return tokenizer.Subwords(path)
+
+
+def _train(documents: Sequence[packing.Document], size: int, path: Path) -> None:
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    texts: Iterable[bytes] = (documents[i].read() for i in range(len(documents)))
+    tokenizer.train_bpe(texts, size).save(str(part))
+    part.replace(path)

@@ -1,0 +1,1 @@
+"""From text to batches of tokens: tokenizers, packing, order, and n-gram references."""

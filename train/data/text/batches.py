@@ -1,0 +1,137 @@
+"""Batches of packed text: windows of seq_len + 1 tokens, each window once an epoch.
+
+Every epoch cuts the text at another offset (a function of seed and epoch), so a text seen often is seen in other
+windows, with other tokens at their starts. Evaluation windows start at 0 and follow one another: every token of the
+evaluation text but the first is predicted once. They come in a fixed shuffled order, so the first few are a fair sample.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from mupax.train.data import order
+from mupax.train.data.interface import ALL_ROWS, Batch, Data, DataError, Reference
+from mupax.train.data.text.packing import Packed
+from mupax.train.data.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class TokenData(Data):
+    """Windows of a packed corpus.
+
+    Args:
+        name: data.name, for messages.
+        train: packed training text of N tokens; an epoch is (N - T) // T windows.
+        eval_: packed evaluation text.
+        tokenizer: made the tokens.
+        seq_len: T, tokens predicted per window.
+        seed: seed of the order and of the offsets.
+        batch_size: windows per batch.
+        eval_batch_size: windows per evaluation batch; batch_size unless given.
+        eval_examples: use the first so many evaluation windows.
+        facts: more to record about the corpus.
+
+    Raises:
+        DataError: the text is too short for one batch's window.
+    """
+
+    kind = "tokens"
+
+    def __init__(
+        self,
+        name: str,
+        train: Packed,
+        eval_: Packed,
+        tokenizer: Tokenizer,
+        *,
+        seq_len: int,
+        seed: int,
+        batch_size: int,
+        eval_batch_size: int | None = None,
+        eval_examples: int | None = None,
+        facts: dict[str, Any],
+    ) -> None:
+        for side, packed, least in (("training", train, 2 * seq_len), ("evaluation", eval_, 2)):
+            if len(packed.tokens) < least:
+                raise DataError(
+                    f"the {side} text of {name} has {len(packed.tokens):,} tokens; sequences of {seq_len} need at "
+                    f"least {least:,}. Give more text (or more files: they are split by file), or a smaller model.seq_len"
+                )
+        windows = -(-(len(eval_.tokens) - 1) // seq_len)
+        super().__init__(
+            facts={
+                "name": name,
+                **facts,
+                "tokenizer": tokenizer.key,
+                "train_tokens": len(train.tokens),
+                "eval_tokens": len(eval_.tokens),
+                "train_bytes": train.text_bytes,
+                "eval_bytes": eval_.text_bytes,
+            },
+            train_size=(len(train.tokens) - seq_len) // seq_len,
+            eval_size=min(windows, eval_examples or windows),
+            batch_size=batch_size,
+            eval_batch_size=eval_batch_size,
+            bytes_per_token=eval_.text_bytes / len(eval_.tokens),
+        )
+        self._train, self._eval, self.tokenizer = train.tokens, eval_.tokens, tokenizer
+        self._seq_len, self._seed = seq_len, seed
+        self._shuffle = order.Shuffle(self.train_size, seed)
+        self._eval_shuffle = order.Shuffle(windows, 0, order.EVALUATION)
+
+    def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
+        import numpy as np
+
+        epochs, windows = self._shuffle(order.batch_indices(k, self.batch_size, rows))
+        starts = [self._offset(int(e)) + w * self._seq_len for e, w in zip(epochs, windows, strict=True)]
+        tokens = np.empty((len(starts), self._seq_len + 1), np.int32)
+        for row, start in zip(tokens, starts, strict=True):
+            row[:] = self._train[start : start + self._seq_len + 1]
+        return _batch(tokens, np.ones((len(starts), self._seq_len), np.float32))
+
+    def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
+        import numpy as np
+
+        indices = order.batch_indices(j, self.eval_batch_size, rows)
+        tokens = np.zeros((len(indices), self._seq_len + 1), np.int32)
+        weights = np.zeros((len(indices), self._seq_len), np.float32)
+        here = [i for i in indices if i < self.eval_size]
+        for row, window in enumerate(self._eval_shuffle(here)[1]):
+            found = self._eval[window * self._seq_len : (window + 1) * self._seq_len + 1]
+            tokens[row, : len(found)] = found
+            weights[row, : len(found) - 1] = 1.0
+        return _batch(tokens, weights)
+
+    def eval_targets(self) -> np.ndarray:
+        """Which tokens of the evaluation text are predicted, bool [eval_tokens]: all but the first, if all are used."""
+        import numpy as np
+
+        mask = np.zeros(len(self._eval), bool)
+        for window in self._eval_shuffle(range(self.eval_size))[1]:
+            mask[window * self._seq_len + 1 : (window + 1) * self._seq_len + 1] = True
+        return mask
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019  the data lives as long as the run
+    def _offset(self, epoch: int) -> int:
+        return int(order.rng(self._seed, order.WINDOWS, epoch).integers(self._seq_len))
+
+    def references(self) -> list[Reference]:
+        if self.tokenizer.key != "bytes":
+            return []
+        from mupax.train.data.text import ngrams
+
+        return ngrams.references(self._train, self._eval, self.eval_targets(), str(self.facts["digest"]))
+
+    def encode(self, text: str) -> np.ndarray:
+        return self.tokenizer.encode([text.encode()])[0]
+
+    def decode(self, ids: Any) -> str:
+        return self.tokenizer.decode([int(i) for i in ids])
+
+
+def _batch(tokens: np.ndarray, weights: np.ndarray) -> Batch:
+    """tokens [B, T+1] and weights [B, T] to a batch."""
+    return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}

@@ -1,0 +1,217 @@
+"""Tokenizing and packing: documents to one flat file of token ids per side of the split, in resumable steps.
+
+    FOLDER/train.bin, eval.bin   ids of all documents in order, each document ended by the separator
+    FOLDER/train.json, eval.json how far that side is; replaced as a whole after every step
+    FOLDER/manifest.json         written last: counts and digests of both sides
+
+A killed pass goes on at the last step: the file is cut back to what the progress file vouches for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+
+from mupax.train.data import cache
+from mupax.train.data.interface import DataError
+from mupax.train.data.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import numpy as np
+
+SIDES = ("train", "eval")
+_FORMAT = 1
+_STEP_BYTES = 1 << 22
+_CHECKED_BYTES = 1 << 26
+_NOTE_SECONDS = 10.0
+_DTYPES = {"<u1": 8, "<u2": 16, "<u4": 32}
+_NOTHING = {"dtype": "", "documents": 0, "tokens": 0, "text_bytes": 0, "steps": [], "digest": ""}
+
+
+class Document(Protocol):
+    """A piece of text; `ends` is False where the next piece continues it."""
+
+    @property
+    def ends(self) -> bool: ...
+
+    def read(self) -> bytes:
+        """Its bytes."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """One side of a packed corpus.
+
+    Attributes:
+        tokens: all ids, [count], uint8, uint16 or uint32, mapped from disk.
+        text_bytes: bytes of text these stand for; the end of a document counts as one.
+        digest: of the ids, step by step.
+    """
+
+    tokens: np.ndarray
+    text_bytes: int
+    digest: str
+
+
+def pack(documents: Mapping[str, Sequence[Document]], tokenizer: Tokenizer, folder: Path, note: cache.Note) -> None:
+    """Tokenizes both sides into `folder`; goes on where a killed pass stopped.
+
+    Raises:
+        DataError: a document cannot be read.
+    """
+    sides = {side: _pack_side(documents[side], side, tokenizer, folder, note) for side in SIDES}
+    manifest = {"format": _FORMAT, "tokenizer": tokenizer.key, "vocab_size": tokenizer.vocab_size, "sides": sides}
+    cache.write_json(folder / "manifest.json", manifest)
+    for side in SIDES:
+        (folder / f"{side}.json").unlink(missing_ok=True)
+
+
+def _pack_side(
+    documents: Sequence[Document], side: str, tokenizer: Tokenizer, folder: Path, note: cache.Note
+) -> dict[str, Any]:
+    import numpy as np
+
+    dtype, path, state = _dtype(tokenizer.vocab_size), folder / f"{side}.bin", folder / f"{side}.json"
+    start = {**_NOTHING, "dtype": dtype}
+    done = _vouched(cache.read_json(state), path, start)
+    noted = time.monotonic()
+    with path.open("ab") as file:
+        file.truncate(done["tokens"] * np.dtype(dtype).itemsize)
+        while done["documents"] < len(documents):
+            texts, ends, first = [], [], done["documents"]
+            while first < len(documents) and sum(map(len, texts)) < _STEP_BYTES:
+                document = documents[first]
+                texts.append(document.read())
+                ends.append(document.ends)
+                first += 1
+            separator = np.array([tokenizer.separator])
+            encoded = zip(tokenizer.encode(texts), ends, strict=True)
+            block = np.concatenate([part for ids, end in encoded for part in (ids, separator[:end])]).astype(dtype)
+            file.write(block.tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+            done = {
+                "dtype": dtype,
+                "documents": first,
+                "tokens": done["tokens"] + len(block),
+                "text_bytes": done["text_bytes"] + sum(map(len, texts)) + sum(ends),
+                "steps": [*done["steps"], len(block)],
+                "digest": _next_digest(done["digest"], block),
+            }
+            cache.write_json(state, done)
+            if time.monotonic() - noted > _NOTE_SECONDS:
+                noted = time.monotonic()
+                note(f"tokenizing {side}: {first:,} of {len(documents):,} documents, {done['tokens']:,} tokens")
+    return done
+
+
+def _vouched(state: dict[str, Any] | None, path: Path, start: dict[str, Any]) -> dict[str, Any]:
+    """The progress to go on from: the saved one if the file holds all it says, else the start."""
+    import numpy as np
+
+    if not _whole(state) or state["dtype"] != start["dtype"] or not path.exists():
+        return start
+    return state if path.stat().st_size >= state["tokens"] * np.dtype(start["dtype"]).itemsize else start
+
+
+def _whole(state: Any) -> TypeGuard[dict[str, Any]]:
+    """Whether this is a side's progress with every field in its place."""
+    return (
+        isinstance(state, dict)
+        and {k: type(v) for k, v in state.items()} == {k: type(v) for k, v in _NOTHING.items()}
+        and state["dtype"] in _DTYPES
+    )
+
+
+def _next_digest(previous: str, block: np.ndarray) -> str:
+    return hashlib.sha256(previous.encode() + block.astype("<u4").tobytes()).hexdigest()
+
+
+def _dtype(vocab_size: int) -> str:
+    return next(dtype for dtype, bits in _DTYPES.items() if vocab_size <= 1 << bits)
+
+
+def open_packed(folder: Path, tokenizer: Tokenizer) -> tuple[dict[str, Packed] | None, str]:
+    """Both sides of a packed corpus, or None and what is wrong with it ("" where it was never finished).
+
+    Sizes are always checked, contents where that takes no time.
+    """
+    import numpy as np
+
+    path = folder / "manifest.json"
+    if not path.exists():
+        return None, ""
+    manifest = cache.read_json(path)
+    sides = (manifest or {}).get("sides")
+    if manifest is None or manifest.get("format") != _FORMAT or manifest.get("tokenizer") != tokenizer.key:
+        return None, f"{path} is not a manifest of this version"
+    if not isinstance(sides, dict) or not all(_whole(sides.get(side)) for side in SIDES):
+        return None, f"{path} is damaged"
+    opened = {}
+    for side in SIDES:
+        facts, file = sides[side], folder / f"{side}.bin"
+        size = facts["tokens"] * np.dtype(facts["dtype"]).itemsize
+        if not file.exists() or file.stat().st_size != size:
+            return None, f"{file} does not have its {size:,} bytes"
+        # A file of no bytes cannot be mapped.
+        tokens = np.memmap(file, facts["dtype"], "r") if size else np.zeros(0, facts["dtype"])
+        if size <= _CHECKED_BYTES and not _intact(tokens, facts):
+            return None, f"{file} is not what was written"
+        opened[side] = Packed(tokens, facts["text_bytes"], facts["digest"])
+    return opened, ""
+
+
+def _intact(tokens: np.ndarray, facts: dict[str, Any]) -> bool:
+    digest, start = "", 0
+    for count in facts["steps"]:
+        digest = _next_digest(digest, tokens[start : start + count])
+        start += count
+    return digest == facts["digest"]
+
+
+def prepared(
+    key: str,
+    documents: Any,
+    tokenizer: Tokenizer,
+    note: cache.Note,
+) -> dict[str, Packed]:
+    """The packed corpus `key`, from the cache or made now.
+
+    Args:
+        key: names the corpus and its content.
+        documents: called only if it must be made; returns the documents of each side.
+        tokenizer: encodes them.
+        note: told what takes time.
+
+    Raises:
+        DataError: the cache cannot be written, or a document cannot be read.
+    """
+    name = f"{key}-{tokenizer.key}"
+    folder = cache.root() / "packed" / name
+    opened, _ = open_packed(folder, tokenizer)
+    if opened is not None:
+        return opened
+    base = cache.folder("packed")
+    with cache.lock(base / f"{name}.lock", note):
+        opened, wrong = open_packed(folder, tokenizer)
+        if opened is None:
+            if wrong:
+                note(f"{wrong}; preparing it again")
+                (folder / "manifest.json").unlink()
+            note(f"tokenizing and packing {key} in {folder}")
+            try:
+                pack(documents(), tokenizer, cache.folder("packed", name), note)
+            except OSError as error:
+                raise DataError(
+                    f"cannot write {folder}: {error.strerror}. Make room (what is done is kept), or set MUPAX_DATA"
+                ) from error
+            opened, wrong = open_packed(folder, tokenizer)
+    if opened is None:
+        raise DataError(f"{wrong} just after it was prepared; is the disk full or shared by hosts that see it late?")
+    return opened

@@ -1,0 +1,153 @@
+"""Text to token ids and back: plain bytes, or a byte-pair encoding trained by the `tokenizers` library.
+
+A token that stands in no text separates documents: byte 0 for bytes, `<|endoftext|>` or the like otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mupax.train.data.interface import DataError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_SEPARATOR = "<|endoftext|>"
+_SEPARATORS = (_SEPARATOR, "</s>", "<eos>", "[SEP]")
+_SMALLEST_BPE = 257
+_TRAINING_BYTES = 1 << 28
+
+
+class Tokenizer(Protocol):
+    """What packing and sampling need of a tokenizer.
+
+    Attributes:
+        key: names the tokenizer and its content; part of the data's digest and of file names.
+        vocab_size: ids are in [0, vocab_size).
+        separator: id that ends every document.
+    """
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def separator(self) -> int: ...
+
+    def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """Ids of each text, int32 [length]."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytes:
+    """One token per byte."""
+
+    key: str = "bytes"
+    vocab_size: int = 256
+    separator: int = 0
+
+    def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        import numpy as np
+
+        return [np.frombuffer(text, np.uint8).astype(np.int32) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(int(i) for i in ids if i != self.separator).decode("utf-8", errors="replace")
+
+
+class Subwords:
+    """A tokenizer.json of the `tokenizers` library.
+
+    Args:
+        path: the file.
+
+    Raises:
+        DataError: there is no such file, it is no tokenizer, or it has no token that could separate documents.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from tokenizers import Tokenizer as Library
+
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise DataError(
+                f"no tokenizer at {path}; write data.tokenizer as bytes, bpe:SIZE or the path of a tokenizer.json"
+            ) from error
+        try:
+            self._library = Library.from_buffer(content)
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(f"{path} is no tokenizer.json of the `tokenizers` library: {error}") from error
+        self.key = f"tokenizer-{hashlib.sha256(content).hexdigest()[:16]}"
+        self.vocab_size = 1 + max(self._library.get_vocab(with_added_tokens=True).values())
+        found = [i for i in map(self._library.token_to_id, _SEPARATORS) if i is not None]
+        if not found:
+            raise DataError(f"{path} has no token to end a document with; add one of {', '.join(_SEPARATORS)}")
+        self.separator = found[0]
+
+    def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        import numpy as np
+
+        # The library spreads a batch over the cores.
+        found = self._library.encode_batch_fast([_decoded(text) for text in texts], add_special_tokens=False)
+        return [np.array(encoding.ids, np.int32) for encoding in found]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._library.decode([int(i) for i in ids], skip_special_tokens=True)
+
+
+def _decoded(text: bytes) -> str:
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        near = text[max(0, error.start - 20) : error.start + 10]
+        raise DataError(f"text near {near!r} is not UTF-8; convert it, or use data.tokenizer bytes") from error
+
+
+def bpe_size(name: str) -> int | None:
+    """SIZE of bpe:SIZE; None for other names.
+
+    Raises:
+        DataError: SIZE is not a number that holds every byte and the separator.
+    """
+    if not name.startswith("bpe:"):
+        return None
+    size = name.removeprefix("bpe:")
+    if not size.isascii() or not size.isdigit() or int(size) < _SMALLEST_BPE:
+        raise DataError(f"data.tokenizer is {name!r}; write bpe:SIZE with a SIZE of at least {_SMALLEST_BPE}")
+    return int(size)
+
+
+def train_bpe(texts: Iterable[bytes], size: int) -> Any:
+    """A byte-level BPE `tokenizers.Tokenizer` of at most `size` tokens, trained on the texts (256 MB of them at most)."""
+    from tokenizers import Tokenizer as Library
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    library = Library(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[_SEPARATOR],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    library.train_from_iterator(_first(texts, _TRAINING_BYTES), trainer)
+    return library
+
+
+def _first(texts: Iterable[bytes], size: int) -> Iterable[str]:
+    for text in texts:
+        if size <= 0:
+            return
+        size -= len(text)
+        yield _decoded(text)

@@ -1,0 +1,1 @@
+"""Devices and processes: meshes, shardings, hardware, signals, and the way of batches to devices."""

@@ -1,0 +1,133 @@
+"""The device mesh of a run: named axes over all devices, the slow network outside and the fast one inside."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+
+from mupax.train.config.run import MeshConfig
+from mupax.train.config.sharding_rules import MESH_AXES, parse_slices
+
+
+class MeshError(ValueError):
+    """A mesh that these devices, this model or this batch do not fit. The text says what divides."""
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
+    """The named mesh of a config over all devices.
+
+    Devices joined by a fast network (one TPU slice, one host of GPUs) stay together: the slow network between such
+    islands is crossed by the outermost axes only, data and then fsdp, unless `config.slices` says which.
+
+    Raises:
+        MeshError: sizes whose product is not the number of devices, more than one -1, an axis not built yet, or axes
+            that cannot be laid over the islands.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = _sizes(config, len(devices))
+    attribute, islands = _islands(devices)
+    across = _across(config, sizes, islands)
+    if len(set(islands.values())) > 1:
+        counts = ", ".join(f"{count} in {island}" for island, count in sorted(islands.items()))
+        raise MeshError(f"every {_ISLANDS[attribute]} must have as many devices as the others; there are {counts}")
+    inside = tuple(size // across[axis] for axis, size in sizes.items())
+
+    def arranged(split: bool) -> np.ndarray:
+        """Neighbours in the mesh are neighbours in the network; `split`: also along a part of a torus' dimension."""
+        if len(islands) == 1:
+            return mesh_utils.create_device_mesh(inside, devices, allow_split_physical_axes=split)
+        return mesh_utils.create_hybrid_device_mesh(
+            inside,
+            tuple(across.values()),
+            devices,
+            process_is_granule=attribute == "process_index",
+            allow_split_physical_axes=split,
+        )
+
+    try:
+        grid = arranged(split=devices[0].device_kind in ("TPU v5 lite", "TPU v5e"))  # as jax.make_mesh does
+    except NotImplementedError:  # no whole dimensions have these sizes
+        grid = arranged(split=True)
+    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def refuse_sweep(mesh: Mesh) -> None:
+    """Raise MeshError where a mesh for one run splits the points of a sweep."""
+    if mesh.shape["sweep"] > 1:
+        raise MeshError(
+            f"mesh.sweep is {mesh.shape['sweep']} and a run of its own is one point; write 1, or `python -m train sweep`"
+        )
+
+
+_ISLANDS = {"slice_index": "slice", "process_index": "process"}
+
+
+def _islands(devices: Sequence[Any]) -> tuple[str, Counter[int]]:
+    """What tells islands of devices apart, and how many devices each has."""
+    # TPU and GPU devices know their slice, which may hold many processes (TPU) or be one host (GPU).
+    attribute = "slice_index" if getattr(devices[0], "slice_index", None) is not None else "process_index"
+    if attribute == "process_index" and devices[0].platform == "tpu":
+        return "slice_index", Counter({0: len(devices)})  # a topology of one slice, compiled for from outside
+    return attribute, Counter(getattr(device, attribute) for device in devices)
+
+
+def _across(config: MeshConfig, sizes: dict[str, int], islands: Counter[int]) -> dict[str, int]:
+    """Islands along every mesh axis; their product is the number of islands."""
+    count = len(islands)
+    given = parse_slices(config.slices)
+    across = {axis: given.get(axis, 1) for axis in MESH_AXES}
+    if given:
+        for axis, number in given.items():
+            if sizes[axis] % number:
+                raise MeshError(f"mesh.slices has {axis}={number}, which does not divide mesh.{axis} {sizes[axis]}")
+        if math.prod(given.values()) != count:
+            raise MeshError(
+                f"mesh.slices {' '.join(config.slices)} means {math.prod(given.values())} slices; there are {count}"
+            )
+        return across
+    left = count
+    for axis in ("data", "fsdp"):
+        across[axis] = math.gcd(left, sizes[axis])
+        left //= across[axis]
+    if left > 1:
+        raise MeshError(
+            f"mesh.data {sizes['data']} and mesh.fsdp {sizes['fsdp']} do not spread over {count} slices or hosts, and other "
+            f"axes cross the slow network only where you say so; write --mesh.data {count}, or --mesh.slices tensor={count}"
+        )
+    return across
+
+
+def _sizes(config: MeshConfig, devices: int) -> dict[str, int]:
+    """Devices along every mesh axis, the one left open filled in."""
+    sizes = {axis: getattr(config, axis) for axis in MESH_AXES}
+    for axis, size in sizes.items():
+        if size < 1 and size != -1:
+            raise MeshError(f"mesh.{axis} is {size}; write a number of devices, or -1 for what is left")
+    unknown = [axis for axis, size in sizes.items() if size == -1]
+    if len(unknown) > 1:
+        raise MeshError(f"mesh.{' and mesh.'.join(unknown)} are both -1; leave at most one to be inferred")
+    known = math.prod(size for size in sizes.values() if size != -1)
+    if unknown:
+        if devices % known:
+            raise MeshError(
+                f"the mesh needs a multiple of {known} devices ({_named(sizes)}); there are {devices}. "
+                "Write smaller axes, or --mesh.data -1 alone to use what there is"
+            )
+        sizes[unknown[0]] = devices // known
+    elif known != devices:
+        raise MeshError(
+            f"the mesh needs {known} devices ({_named(sizes)}); there are {devices}. "
+            "Write axes whose product is that, or --mesh.data -1 to use what is left"
+        )
+    return sizes
+
+
+def _named(sizes: dict[str, int]) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size not in (1, -1)) or "a mesh of one device"

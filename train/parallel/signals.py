@@ -1,0 +1,211 @@
+"""SIGINT and SIGTERM: a run in training stops at the next boundary and saves; before and after that it leaves at once.
+
+A thread of its own hears the signals too, through the wake-up descriptor that Python's handlers write to: the main thread
+may be inside the compiler or a collective operation, where no handler runs. A second signal ends the process at once.
+
+Where there are several processes, one that hears a signal tells the others through the coordination service, and all agree
+on how many programs (steps, batches of an evaluation) each of them runs before it stops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from types import FrameType, TracebackType
+
+from mupax.train.parallel.processes import Processes
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_POLL_S = 0.25
+"""How often a process of several looks whether another was told to stop."""
+_UNWIND_S = 2.0
+"""How long the main thread may take to leave by itself where there is nothing to save."""
+_AT_ONCE_S = 1.0
+"""The same after a second signal."""
+_STOP = "mupax/stop"
+
+
+class StopRequest:
+    """Listens while entered, in the main thread; elsewhere it never hears a signal itself.
+
+    Args:
+        joins: whether the run will have several processes. One that has begun to join them cannot unwind: the end of the
+            interpreter would wait for the others.
+    """
+
+    def __init__(self, joins: bool = False) -> None:
+        self._joins = joins
+        self.received: signal.Signals | None = None
+        """The signal that the run stops by, on every process; None while there is none."""
+        self._processes = Processes()
+        self._saves = False
+        self._handled = self._heard = 0
+        self._leave_at: float | None = None
+        self._done, self._going = 0, False
+        self._bound: int | None = None
+        """Programs after which this process has promised to wait until all agree."""
+        self._agreed: int | None = None
+        self._changed = threading.Condition()
+        self._before: dict[signal.Signals, object] = {}
+        self._wakeup_before = -1
+        self._ear, self._mouth = socket.socketpair()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
+
+    @property
+    def exit_code(self) -> int:
+        """130 for SIGINT, 143 for SIGTERM, 0 when nothing was received."""
+        return 0 if self.received is None else 128 + self.received
+
+    def join(self, processes: Processes) -> None:
+        """From now on the run has these processes, which stop together."""
+        self._processes = processes
+        self._mouth.send(b"\0")  # no signal: the thread wakes up, and looks at what others say from now on
+
+    def defer(self) -> None:
+        """From now on a first signal is only noted: there is something to save."""
+        self._saves = True
+
+    def release(self) -> None:
+        """Everything is saved, on all processes: a signal, also one that was just noted, ends the process again."""
+        with self._changed:
+            self._saves, self._bound = False, None
+        if self.received is not None and not self._joins:
+            raise SystemExit(self.exit_code)
+
+    def now(self) -> bool:
+        """Whether to stop here, with as many programs done as were claimed."""
+        if not self._several:
+            return self.received is not None
+        with self._changed:
+            return self._agreed is not None and self._done >= self._agreed
+
+    def claim(self) -> bool:
+        """Whether this process may run one more program; `done` follows when it was dispatched.
+
+        All processes claim the same programs in the same order. Where a stop is being agreed on, this waits for the others.
+        """
+        if not self._several:
+            return self.received is None
+        with self._changed:
+            while self._bound is not None and self._done >= self._bound and self._agreed is None:
+                self._changed.wait()
+            self._going = self._agreed is None or self._done < self._agreed
+            return self._going
+
+    def done(self) -> None:
+        """The program that was claimed is on its way."""
+        with self._changed:
+            self._done, self._going = self._done + 1, False
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            self._mouth.setblocking(False)
+            self._wakeup_before = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
+            self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        if self._before:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+            signal.set_wakeup_fd(self._wakeup_before)
+        self._mouth.send(b"\0")
+        self._thread.join()
+        self._ear.close()
+        self._mouth.close()
+
+    @property
+    def _several(self) -> bool:
+        return self._processes.count > 1
+
+    # In the main thread, as soon as it is back in Python
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._handled += 1
+        self.received = self.received or signal.Signals(number)  # the thread may have noted it before
+        if not (self._handled == 1 and self._saves) and not self._joins:
+            raise SystemExit(128 + number)
+
+    # In the thread
+
+    def _listen(self) -> None:
+        while not self._ended.is_set():
+            waits = _POLL_S if self._several or self._leave_at is not None else None
+            if select.select([self._ear], [], [], waits)[0]:
+                for number in self._ear.recv(64):
+                    if number in _SIGNALS:
+                        self._hear(signal.Signals(number))
+            if self._several and not self._processes.closed:
+                with contextlib.suppress(Exception):  # of the network; `Processes` sees to a lost coordinator
+                    self._confer()
+            if self._leave_at is not None and time.monotonic() >= self._leave_at and not self._ended.is_set():
+                _leave(self.exit_code)
+
+    def _hear(self, number: signal.Signals) -> None:
+        self._heard += 1
+        self.received = self.received or number
+        if self._heard > 1:
+            self._leave_at = time.monotonic() + _AT_ONCE_S
+            self._processes.announce(f"stopped at once by a second {number.name}")
+        elif not self._saves:
+            print(f"stopped by {number.name} with nothing to save: checkpoints are as they were", file=sys.stderr)
+            if not self._joins:
+                self._leave_at = time.monotonic() + _UNWIND_S
+            elif self._processes.closed:  # not joined yet, or not any more
+                self._leave_at = time.monotonic()
+
+    def _confer(self) -> None:
+        """Ask, promise, and learn what was agreed on."""
+        processes, said = self._processes, self._processes.said(_STOP)
+        if self.received is not None and "by" not in said:
+            processes.say(f"{_STOP}/by", str(int(self.received)))
+            said = processes.said(_STOP)
+        if "by" not in said:
+            return
+        self.received = signal.Signals(int(said["by"]))
+        with self._changed:
+            if not self._saves:
+                processes.say(f"{_STOP}/leave", str(processes.index))
+            elif self._saves and self._bound is None:
+                self._bound = self._done + self._going
+                processes.say(f"{_STOP}/at/{processes.index}", str(self._bound))
+        said = processes.said(_STOP)
+        bounds = [int(value) for key, value in said.items() if key.startswith("at/")]
+        if "leave" in said:
+            self._leave_together()
+        elif len(bounds) == processes.count:
+            with self._changed:
+                self._agreed = max(bounds)
+                self._changed.notify_all()
+
+    def _leave_together(self) -> None:
+        """One process has nothing to save, so that no program of all of them can follow. Process 0 goes last."""
+        self._processes.say(f"{_STOP}/left/{self._processes.index}", "")
+        until = time.monotonic() + _UNWIND_S
+        while self._processes.leader and time.monotonic() < until:
+            left = [key for key in self._processes.said(_STOP) if key.startswith("left/")]
+            if len(left) == self._processes.count:
+                break
+            time.sleep(_POLL_S / 4)
+        _leave(self.exit_code)
+
+
+def _leave(code: int) -> None:
+    # Not sys.exit: the main thread is where no exception reaches it.
+    if sys.stdout.isatty():
+        sys.stdout.write("\x1b[?25h")  # the live bar hides the cursor
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,132 @@
+"""What a compiled step must not do: gather a whole stack of layers, keep optimizer state whole, or send more than its mesh asks."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mupax.train.core.program import Program
+from mupax.train.pods.collectives import Collective
+
+SLACK = 1.02
+"""Bytes sent inside the layer loop over those required: norms, losses and other small sums."""
+
+_RECOMPUTED = {"none": 0, "dots": 1, "block": 1, "offload": 1}
+"""Forward passes of a block that the backward pass may need again, and then its parameters too."""
+
+
+def problems(program: Program, found: Iterable[Collective], state_shardings: Any) -> list[str]:
+    """Everything wrong with a compiled step, in words; empty where nothing is.
+
+    Args:
+        program: what was compiled.
+        found: its collectives.
+        state_shardings: how the compiled step takes its state, in the state's structure.
+    """
+    found = list(found)
+    ways = math.prod(program.mesh.shape[axis] for axis in ("tensor",))
+    stacks = {
+        name: program.definition.abstract[name].shape
+        for name, spec in program.definition.specs.items()
+        if spec.in_block and len(spec.axes) > 2
+    }
+    return [
+        *whole_stacks(found, stacks, ways),
+        *whole_moments(program, state_shardings),
+        *unrequired(program, found),
+    ]
+
+
+def whole_stacks(found: Iterable[Collective], stacks: Mapping[str, tuple[int, ...]], ways: int = 1) -> list[str]:
+    """All-gathers of the parameters of all layers at once: memory that scanning over layers is there to save.
+
+    Args:
+        found: collectives.
+        stacks: parameter to shape, layers first.
+        ways: parts that a matrix stays split into.
+    """
+    return [
+        f"{one.name} gathers all layers of {name} at once: {dims}"
+        for one in found
+        if one.kind == "all-gather"
+        for dims in one.results
+        for name, shape in stacks.items()
+        if shape[0] in dims and math.prod(dims) * ways == math.prod(shape)
+    ]
+
+
+def whole_moments(program: Program, state_shardings: Any) -> list[str]:
+    """Optimizer state of which a device holds more than of the parameter it belongs to."""
+    params = program.abstract.params
+    leaves = jax.tree_util.tree_leaves_with_path(program.abstract.opt_state)
+    placed = jax.tree.leaves(state_shardings.opt_state)
+    wrong = []
+    for (path, leaf), sharding in zip(leaves, placed, strict=True):
+        name = getattr(path[-1], "key", None)
+        if name not in params or params[name].shape != leaf.shape:
+            continue
+        mine, its = sharding.shard_shape(leaf.shape), params[name].sharding.shard_shape(leaf.shape)
+        if math.prod(mine) > math.prod(its):
+            wrong.append(f"the optimizer's {jax.tree_util.keystr(path)} is {mine} on a device, its parameter {its}")
+    return wrong
+
+
+def unrequired(program: Program, found: Iterable[Collective]) -> list[str]:
+    """Mesh axes over which the layer loop sends more than it must."""
+    allowed, sent = required(program), defaultdict(float)
+    # The compiler may take one layer out of the loop.
+    depth = program.definition.sizes["layers"]
+    layers = {depth, depth - 1}
+    names: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for one in found:
+        if layers & set(one.trips):
+            sent[one.axes] += one.bytes * one.times
+            names[one.axes].append(one.name)
+    return [
+        f"over {' x '.join(axes)} the layer loop sends {size:.3g} bytes, and needs {allowed.get(axes, 0.0):.3g} "
+        f"({', '.join(names[axes][:5])})"
+        for axes, size in sent.items()
+        if size > SLACK * allowed.get(axes, 0.0) + _small(program)
+    ]
+
+
+def required(program: Program) -> dict[tuple[str, ...], float]:
+    """Bytes that the layer loop of one step must send at most, by the mesh axes they are sent over, whole arrays counted."""
+    config, mesh, model = program.config, program.mesh.shape, program.config.model
+    itemsize = jnp.dtype(model.compute.dtype).itemsize
+    again = _RECOMPUTED[model.compute.remat]
+    specs, abstract = program.definition.specs, program.definition.abstract
+    numbers = sum(abstract[name].size for name, spec in specs.items() if spec.in_block) / mesh["tensor"]
+    weights = numbers * itemsize * config.accumulation_steps
+    # Every device of a group sums its own gradient, which may be in float32.
+    gradients = numbers * 4 * config.accumulation_steps
+    rows = config.data.batch_size / (mesh["data"] * mesh["fsdp"])
+    sizes = defaultdict(int, program.definition.sizes)
+    positions = rows * sizes["position"] * sizes["layers"] * itemsize
+    stream = positions / mesh["sequence"] * sizes["embed"]
+    keys = 2 * positions * sizes["kv_heads"] * sizes["head_dim"]
+    allowed: dict[tuple[str, ...], float] = {
+        ("fsdp",): (2 + again) * weights + gradients,
+        # Two sums forward and two backward; heads that do not divide the axis cost a gather more each.
+        ("tensor",): (4 + 2 * again) * stream,
+        # Keys and values gathered, their gradients scattered.
+        ("sequence",): (2 + again) * keys + keys + gradients,
+    }
+    summed = [axis for axis in ("data", "fsdp", "sequence") if mesh[axis] > 1]
+    for count in range(1, len(summed) + 1):
+        for first in range(len(summed) - count + 1):
+            axes = tuple(summed[first : first + count])
+            allowed[axes] = allowed.get(axes, 0.0) + (0.0 if axes in (("fsdp",), ("sequence",)) else gradients)
+    return allowed
+
+
+def _small(program: Program) -> float:
+    """Norm gains, biases and row statistics: a few vectors per layer and position."""
+    config, sizes = program.config, program.definition.sizes
+    rows = config.data.batch_size * sizes["position"]
+    return 64.0 * sizes["layers"] * config.accumulation_steps * (sizes["embed"] + rows / program.mesh.size)

@@ -1,0 +1,215 @@
+"""The collectives of a compiled program: kind, bytes, how often, and the mesh axes they run on."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from mupax.train.pods import hlo
+
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+    "ragged-all-to-all",
+)
+
+_LISTS = re.compile(r"replica_groups=(\{\{[\d,{} ]*\}\})")
+_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)")
+_MESH = re.compile(
+    r"replica_groups=@?\w*mesh\[([^\]]*)\](?:, device_ids=\((\[[\d,]+\](?:T\([\d,]+\))?|[\d,]+)\))?\s*\{([^}]*)\}"
+)
+_PAIRS = re.compile(r"source_target_pairs=\{([\d,{} ]*)\}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a program, as every device of its group takes part in it."""
+
+    kind: str
+    bytes: int
+    """Of the whole array that is gathered, summed, scattered or sent, on one execution, in one group."""
+    axes: tuple[str, ...]
+    """Mesh axes along which the devices of a group differ."""
+    group_size: int
+    times: int
+    """Executions in one run of the program."""
+    trips: tuple[int, ...]
+    """Trip counts of the loops around it, outermost first; empty outside every loop."""
+    results: tuple[tuple[int, ...], ...]
+    """Dimensions of what it makes on a device."""
+    name: str
+    op_name: str
+    source: str
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that a device sends in one execution, by the ring algorithm (all-to-all: to every other directly)."""
+        n = self.group_size
+        match self.kind:
+            case "all-reduce":
+                return 2 * self.bytes * (n - 1) / n
+            case "collective-permute" | "collective-broadcast":
+                return self.bytes
+            case "all-to-all" | "ragged-all-to-all":
+                return self.bytes * (n - 1) / n
+            case _:
+                return self.bytes * (n - 1) / n
+
+
+def collectives(module: hlo.Module, mesh: Mapping[str, int]) -> list[Collective]:
+    """Every collective that moves something, once each however the compiler cuts it up.
+
+    Args:
+        module: the optimized program.
+        mesh: axis name to size, in the order of the mesh's dimensions.
+    """
+    found: dict[tuple[str, str], Collective] = {}
+    for executed in module.executed:
+        for where, instruction, kind in _within(module, executed):
+            groups = replica_groups(instruction.attributes, math.prod(mesh.values()))
+            axes, size = axes_of(groups, mesh, pairs=kind == "collective-permute")
+            if size < 2:
+                continue
+            # A collective that is carried along by several fusions has one channel in all of them.
+            channel = re.search(r"channel_id=(\d+)", instruction.attributes)
+            key = (executed.computation, channel[1] if channel else instruction.name)
+            carrier = executed.instruction
+            found.setdefault(
+                key,
+                Collective(
+                    kind=kind,
+                    bytes=_payload(where, instruction, kind, size),
+                    axes=axes,
+                    group_size=size,
+                    times=executed.times,
+                    trips=executed.trips,
+                    results=tuple(hlo.array_dims(instruction.shape)),
+                    name=instruction.name,
+                    op_name=instruction.op_name or carrier.op_name,
+                    source=module.source(instruction) or module.source(carrier),
+                ),
+            )
+    return list(found.values())
+
+
+def _within(
+    module: hlo.Module, executed: hlo.Executed
+) -> Iterable[tuple[dict[str, hlo.Instruction], hlo.Instruction, str]]:
+    instruction = executed.instruction
+    if kind := _kind(instruction.opcode):
+        yield module.computations[executed.computation], instruction, kind
+    if instruction.opcode == "fusion":
+        for name in instruction.called():
+            inner = module.computations[name]
+            for one in inner.values():
+                if kind := _kind(one.opcode):
+                    # A sum of which every device keeps its own part is one operation on TPU.
+                    scattered = kind == "all-reduce" and "reduce-scatter" in name
+                    yield inner, one, "reduce-scatter" if scattered else kind
+                elif one.opcode == "fusion":
+                    yield from _within(module, hlo.Executed(one, name, executed.trips))
+
+
+def _kind(opcode: str) -> str | None:
+    base = opcode.removesuffix("-start")
+    return base if base in KINDS else None
+
+
+def _payload(where: dict[str, hlo.Instruction], instruction: hlo.Instruction, kind: str, size: int) -> int:
+    given = sum(where[name].bytes for name in instruction.operands if name in where)
+    return given * size if kind == "all-gather" else given
+
+
+def replica_groups(attributes: str, devices: int) -> list[list[int]]:
+    """Groups of partition numbers, from any of the forms that HLO writes them in; of a permute its (source, target) pairs.
+
+    Raises:
+        ValueError: a form that is not known.
+    """
+    if found := _LISTS.search(attributes):
+        return [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d, ]+)\}", found[1])]
+    if found := _IOTA.search(attributes):
+        return _iota(found[2]).reshape(_ints(found[1])).tolist()
+    if found := _MESH.search(attributes):
+        return _mesh_groups(found[1], found[2], found[3])
+    if found := _PAIRS.search(attributes):
+        return [[int(n) for n in pair.split(",")] for pair in re.findall(r"\{([\d, ]+)\}", f"{found[1]}}}")]
+    if "replica_groups={}" in attributes:
+        return [list(range(devices))]
+    raise ValueError(f"replica groups in a form that is not known: {attributes[:200]}")
+
+
+def _iota(text: str) -> np.ndarray:
+    """`[2,4]T(1,0)`: the numbers from 0 in that shape, transposed."""
+    dims, _, order = text.partition("T")
+    numbers = np.arange(math.prod(_ints(dims))).reshape(_ints(dims))
+    return numbers.transpose(_ints(order)) if order else numbers
+
+
+def _mesh_groups(mesh: str, device_ids: str | None, named: str) -> list[list[int]]:
+    """`mesh['a'=2,'b'=4] {'a', 'b':(2)2}`: a group is what varies over the named axes, or over parts (before)size of them."""
+    sizes = {name: int(size) for name, size in re.findall(r"'?([\w.]+)'?=(\d+)", mesh)}
+    parts = {name: [size] for name, size in sizes.items()}
+    varied: list[tuple[str, int]] = []
+    for name, before, size in re.findall(r"'?([A-Za-z_][\w.]*)'?(?::\((\d+)\)(\d+))?", named):
+        if before:
+            parts[name] = [int(before), int(size), sizes[name] // int(before) // int(size)]
+        varied.append((name, 1 if before else 0))
+    axes = [(name, i) for name, split in parts.items() for i in range(len(split))]
+    if device_ids and device_ids.startswith("["):
+        numbers = _iota(device_ids)
+    else:
+        numbers = np.array(_ints(device_ids)) if device_ids else np.arange(math.prod(sizes.values()))
+    grid = numbers.reshape([parts[name][i] for name, i in axes])
+    kept = [k for k, axis in enumerate(axes) if axis not in varied]
+    order = [*kept, *(axes.index(axis) for axis in varied)]
+    return grid.transpose(order).reshape(math.prod(grid.shape[k] for k in kept), -1).tolist()
+
+
+def _ints(text: str) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", text)]
+
+
+def axes_of(groups: list[list[int]], mesh: Mapping[str, int], *, pairs: bool = False) -> tuple[tuple[str, ...], int]:
+    """Mesh axes along which a group's devices differ, and the group's size (of a permute, that of these axes)."""
+    shape = tuple(mesh.values())
+    coordinates = [np.array(np.unravel_index(group, shape)) for group in groups if len(set(group)) > 1]
+    names = tuple(name for i, name in enumerate(mesh) if any(len(set(where[i].tolist())) > 1 for where in coordinates))
+    if not names:
+        return (), 1
+    return names, math.prod(mesh[name] for name in names) if pairs else max(map(len, groups))
+
+
+def table(found: Iterable[Collective]) -> list[dict[str, object]]:
+    """Sums by kind, axes and loop, largest total first: what a report shows."""
+    rows: dict[tuple[str, tuple[str, ...], tuple[int, ...]], dict[str, object]] = {}
+    for one in found:
+        row = rows.setdefault(
+            (one.kind, one.axes, one.trips),
+            {
+                "kind": one.kind,
+                "axes": list(one.axes),
+                "group_size": one.group_size,
+                "loop_trips": list(one.trips),
+                "count": 0,
+                "executions": 0,
+                "bytes": 0,
+                "wire_bytes": 0.0,
+            },
+        )
+        for name, more in {
+            "count": 1,
+            "executions": one.times,
+            "bytes": one.bytes * one.times,
+            "wire_bytes": one.wire_bytes * one.times,
+        }.items():
+            row[name] += more  # pyright: ignore[reportOperatorIssue]
+    return sorted(rows.values(), key=lambda row: -row["wire_bytes"])  # pyright: ignore[reportOperatorIssue]

@@ -1,0 +1,212 @@
+"""One configuration compiled for a topology, and everything that the compiled program says about itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from mupax.train.config.run import Config
+from mupax.train.core.program import Program, assemble
+from mupax.train.parallel.chips import Chip, Roofline
+from mupax.train.pods import buffers, checks, collectives, estimates, hlo, topology
+from mupax.train.pods.traced_flops import causal_share, matmul_flops
+from mupax.zoo import flops
+from mupax.zoo.layers.kernels import BLOCKS
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = r"([\d.]+)([KMGT]?)"
+_USED = re.compile(rf"Used {_SIZE} of {_SIZE} hbm")
+_TEMPORARIES = re.compile(rf"temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)")
+NAMED_SHARE = 0.01
+"""Temporaries of at least this share of the peak are named in a report."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A step compiled for a topology. Bytes are per device, FLOPs of the whole step over all devices."""
+
+    program: Program
+    chip: Chip
+    seconds: float
+    """Time to compile."""
+    used_bytes: int
+    """Main memory that a device needs at the peak, as the compiler allocates it."""
+    limit_bytes: int
+    """Main memory that a device offers."""
+    memory: Mapping[str, int]
+    """Bytes of arguments, outputs, aliased, temporaries and code; empty where the program does not fit."""
+    traced_flops: float
+    """Of all matrix products as traced, recomputation included."""
+    module: hlo.Module | None
+    """None where the program does not fit."""
+    temporaries: buffers.Temporaries | None
+    text: str
+    """The optimized program as HLO text; empty where it does not fit."""
+    state_shardings: Any
+    """How the program takes its state; None where it does not fit."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the compiler found room."""
+        return self.module is not None and self.used_bytes <= self.limit_bytes
+
+    @property
+    def model_flops(self) -> float:
+        """FLOPs that the model needs for a step, counted from its sizes (see `mupax.zoo.flops`): what utilization is of."""
+        config = self.program.config
+        model = config.model
+        return flops.train_flops(model) * config.data.batch_size * model.units
+
+    def collectives(self) -> list[collectives.Collective]:
+        """Every collective of a step."""
+        return [] if self.module is None else collectives.collectives(self.module, dict(self.program.mesh.shape))
+
+    def problems(self) -> list[str]:
+        """What the program does that it should not (see `mupax.train.pods.checks`)."""
+        return [] if self.module is None else checks.problems(self.program, self.collectives(), self.state_shardings)
+
+    def roofline(self) -> Roofline | None:
+        """Least time of a step; None where the program does not fit."""
+        if self.module is None:
+            return None
+        chip, devices = self.chip, self.program.mesh.size
+        fast = slow = 0.0
+        for one in self.collectives():
+            bandwidth, within = _bandwidth(self.program.mesh, one.axes, chip)
+            took = one.wire_bytes * one.times / bandwidth if bandwidth else 0.0
+            fast, slow = (fast + took, slow) if within else (fast, slow + took)
+        return Roofline(
+            compute=self.traced_flops / devices / chip.peak_flops,
+            memory=self.module.hbm_bytes / chip.hbm_bandwidth,
+            network=fast,
+            slow_network=slow,
+            cycles=self.module.cycles / chip.clock_hz if chip.clock_hz else None,
+        )
+
+    def report(self) -> dict[str, Any]:
+        """Everything as JSON."""
+        config, roofline = self.program.config, self.roofline()
+        mesh = {axis: size for axis, size in self.program.mesh.shape.items() if size > 1}
+        named = [] if self.temporaries is None else self.temporaries.live
+        expected = estimates.expected(self.program)
+        return {
+            "recipe": config.recipe,
+            "fits": self.fits,
+            "chip": self.chip.name,
+            "devices": self.program.mesh.size,
+            "mesh": mesh,
+            "batch_size": config.data.batch_size,
+            "accumulation_steps": config.accumulation_steps,
+            "compute": dataclasses.asdict(config.model.compute),
+            "parameters": self.program.definition.count(),
+            "hbm_bytes_per_device": self.limit_bytes,
+            "peak_bytes_per_device": self.used_bytes,
+            "spare_bytes_per_device": self.limit_bytes - self.used_bytes,
+            **{f"{name}_bytes_per_device": size for name, size in self.memory.items()},
+            "expected_bytes_per_device": expected,
+            "peak_over_expected": self.used_bytes / sum(expected.values()),
+            "flops_per_step": self.model_flops,
+            "traced_flops_per_step": self.traced_flops,
+            "hbm_traffic_per_device": self.module.hbm_bytes if self.module else None,
+            "estimated_cycles": self.module.cycles if self.module else None,
+            "loops_of_unknown_length": self.module.unknown_loops if self.module else None,
+            "collectives": collectives.table(self.collectives()),
+            "problems": self.problems(),
+            "roofline": None
+            if roofline is None
+            else {
+                **dataclasses.asdict(roofline),
+                "bound": roofline.bound,
+                "step_seconds": roofline.seconds,
+                "mfu": roofline.utilization(self.model_flops / self.program.mesh.size, self.chip),
+            },
+            "temporaries": [dataclasses.asdict(b) for b in named if b.bytes >= NAMED_SHARE * self.used_bytes],
+            "compile_seconds": round(self.seconds, 1),
+            "jax": jax.__version__,
+        }
+
+
+def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
+    """Compile a config's training step for a topology.
+
+    Args:
+        config: of the run.
+        name: the topology, such as v5e:16x16.
+        slices: how many of them, joined by the slow network.
+
+    Raises:
+        TopologyError: no such topology, or no compiler for it.
+        ConfigError, PresetError, MeshError: as the run itself would say.
+    """
+    chip = topology.chip_of(name)
+    program = assemble(config, topology.devices(name, slices))
+    traced = program.trace_train()
+    model = config.model
+    causal = causal_share(model.sizes()["position"], BLOCKS[0]) if model.causal else 1.0
+    counted = matmul_flops(traced.jaxpr, causal)
+    lowered = traced.lower()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with topology.quiet():
+                options = program.compiler_options() | buffers.dump_options(Path(folder))
+                executable = lowered.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError as error:
+            said = str(error)
+            used = _USED.search(said) or _TEMPORARIES.search(said)
+            if used is None:
+                raise
+            need, limit = (int(float(used[i]) * _UNITS[used[i + 1]]) for i in (1, 3))
+            if not _USED.search(said):
+                need += estimates.expected(program)["state"]  # which stands beside the temporaries
+            return Compiled(program, chip, time.monotonic() - began, need, limit, {}, counted, None, None, "", None)
+        took = time.monotonic() - began
+        text = executable.as_text() or ""
+        module = hlo.parse(text)
+        temporaries = buffers.read(Path(folder), module)
+    stats: Any = executable.memory_analysis()
+    memory = {
+        "argument": stats.argument_size_in_bytes,
+        "output": stats.output_size_in_bytes,
+        "alias": stats.alias_size_in_bytes,
+        "temporary": stats.temp_size_in_bytes,
+        "code": stats.generated_code_size_in_bytes,
+    }
+    if temporaries is not None:
+        # The statistics count some buffers of loops twice; what is allocated is in the buffer assignment.
+        memory["temporary"] = temporaries.bytes
+        used_bytes = temporaries.total_bytes + memory["code"]
+    else:
+        used_bytes = sum(memory.values()) - 2 * memory["alias"]
+    return Compiled(
+        program,
+        chip,
+        took,
+        used_bytes,
+        chip.hbm_bytes,
+        memory,
+        counted,
+        module,
+        temporaries,
+        text,
+        executable.input_shardings[0][0],
+    )
+
+
+def _bandwidth(mesh: jax.sharding.Mesh, axes: tuple[str, ...], chip: Chip) -> tuple[float | None, bool]:
+    """Bytes a second that a chip can send along mesh axes, and whether they stay within a slice."""
+    index = tuple(slice(None) if axis in axes else 0 for axis in mesh.shape)
+    group: Any = np.ravel(mesh.devices[index])
+    if len({getattr(device, "slice_index", None) or 0 for device in group}) > 1:
+        return chip.dcn_bandwidth, False
+    places = np.array([device.coords for device in group])
+    wired = sum(len(set(column)) > 1 for column in places.T.tolist())
+    return chip.ici_bandwidth * max(1, wired) / chip.torus, True

@@ -1,0 +1,169 @@
+"""Which mesh, remat policy and number of microbatches a run should use on a pod: estimated, then the best few compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import typing
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from mupax.train.config.run import Config, MeshConfig
+from mupax.train.core.program import Program, assemble
+from mupax.train.parallel.chips import Chip
+from mupax.train.parallel.mesh import MeshError
+from mupax.train.pods import estimates, topology
+from mupax.train.pods.command import gib
+from mupax.train.pods.compiled import compile_for
+from mupax.zoo import flops
+from mupax.zoo.configs import ComputeConfig
+
+MOST_TENSOR = 16
+"""Widest tensor axis tried: beyond it a layer's sums over activations take longer than its products on every chip here."""
+
+MICROBATCHES = (1, 2, 4, 8)
+"""Numbers of microbatches tried."""
+
+_RECOMPUTED = {"none": 0.0, "dots": 0.0, "block": 1.0, "offload": 1.0}
+"""Forward passes of the blocks that a remat policy computes again."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A configuration with what is expected of it, before anything is compiled."""
+
+    config: Config
+    seconds: float
+    bytes: int
+
+    @property
+    def words(self) -> str:
+        """What it changes, as flags."""
+        mesh, config = self.config.mesh, self.config
+        axes = [f"--mesh.{axis} {getattr(mesh, axis)}" for axis in ("data", "fsdp", "sequence", "tensor")]
+        changed = [word for word in axes if not word.endswith(" 1") or word == "--mesh.data 1"]
+        return " ".join(
+            [
+                *changed,
+                f"--model.compute.remat {config.model.compute.remat}",
+                f"--accumulation-steps {config.accumulation_steps}",
+            ]
+        )
+
+
+def search(config: Config, name: str, slices: int, limit: int, console: Console) -> list[dict[str, Any]]:
+    """Compile the `limit` most promising configurations.
+
+    Args:
+        config: the run; its mesh, remat policy and microbatches are replaced.
+        name: topology.
+        slices: how many of them.
+        limit: programs to compile; the others are only estimated.
+        console: told how it goes.
+
+    Returns:
+        Reports of `mupax.train.pods.compiled.Compiled`, those that fit first, fastest first, with the flags that make them.
+
+    Raises:
+        MeshError: no mesh of these axes fits the model and batch.
+    """
+    chip, devices = topology.chip_of(name), topology.devices(name, slices)
+    tried = list(_candidates(config, chip, devices, slices))
+    if not tried:
+        raise MeshError(f"no mesh of {len(devices)} chips fits this model and batch; write another --data.batch-size")
+    room = [one for one in tried if one.bytes <= chip.hbm_bytes]
+    # Where nothing is expected to fit, the smallest are tried: the estimate may be wrong.
+    chosen = (
+        sorted(room, key=lambda one: one.seconds)[:limit] if room else sorted(tried, key=lambda one: one.bytes)[:limit]
+    )
+    console.print(f"{len(tried)} configurations, {len(room)} expected to fit; compiling {len(chosen)}")
+    reports = []
+    for number, one in enumerate(chosen, 1):
+        console.print(f"{number}/{len(chosen)}  {one.words}  (expected {one.seconds:.3g} s, {gib(one.bytes)})")
+        report = compile_for(one.config, name, slices).report()
+        reports.append({"flags": one.words, "topology": name, "slices": slices, **report})
+    return sorted(reports, key=lambda report: (not report["fits"], _seconds(report)))
+
+
+def table(reports: list[dict[str, Any]], title: str) -> Table:
+    """The reports of `search`, best first."""
+    made = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for column in ("flags", "fits", "memory", "step", "bound", "MFU"):
+        made.add_column(column, justify="left" if column in ("flags", "bound") else "right", overflow="fold")
+    for report in reports:
+        roofline = report["roofline"] or {}
+        made.add_row(
+            report["flags"],
+            "yes" if report["fits"] else "no",
+            gib(report["peak_bytes_per_device"]),
+            f"{roofline['step_seconds']:.3g} s" if roofline else "-",
+            roofline.get("bound", "-").replace("_", " "),
+            f"{roofline['mfu']:.1%}" if roofline else "-",
+        )
+    return made
+
+
+def _seconds(report: dict[str, Any]) -> float:
+    return report["roofline"]["step_seconds"] if report["roofline"] else math.inf
+
+
+def _candidates(config: Config, chip: Chip, devices: Any, slices: int) -> Iterator[Candidate]:
+    policies = typing.get_args(typing.get_type_hints(ComputeConfig)["remat"])
+    for mesh in _meshes(len(devices), slices, config.mesh):
+        try:
+            program = assemble(dataclasses.replace(config, mesh=mesh, accumulation_steps=1), devices)
+        except MeshError:
+            continue
+        for remat, parts in itertools.product(policies, MICROBATCHES):
+            if config.data.batch_size % (parts * program.layout.ways("batch")):
+                continue
+            compute = dataclasses.replace(config.model.compute, remat=remat)
+            changed = dataclasses.replace(
+                program.config, model=dataclasses.replace(config.model, compute=compute), accumulation_steps=parts
+            )
+            # The arrays of the state lie as before.
+            estimated = dataclasses.replace(program, config=changed)
+            size = sum(estimates.expected(estimated).values())
+            yield Candidate(changed, _estimate(estimated, chip, slices), size)
+
+
+def _meshes(devices: int, slices: int, given: MeshConfig) -> Iterator[MeshConfig]:
+    """Every way to split the devices over data, fsdp, sequence and tensor; slices lie along data."""
+    sizes = [n for n in range(1, devices + 1) if devices % n == 0]
+    for data, fsdp, sequence in itertools.product(sizes, repeat=3):
+        tensor, left = divmod(devices, data * fsdp * sequence)
+        if left or not 1 <= tensor <= MOST_TENSOR or data % slices:
+            continue
+        yield dataclasses.replace(given, data=data, fsdp=fsdp, sequence=sequence, tensor=tensor)
+
+
+def _estimate(program: Program, chip: Chip, slices: int) -> float:
+    """Seconds of a step: products, and what the mesh must send, where the two do not overlap by a tenth."""
+    config, mesh = program.config, dict(program.mesh.shape)
+    model, devices = config.model, program.mesh.size
+    passes = 1 + _RECOMPUTED[model.compute.remat] / 3
+    compute = flops.train_flops(model) * config.data.batch_size * model.units * passes / devices / chip.peak_flops
+
+    weights = 2 * program.definition.count() / mesh["tensor"]
+    gathered = (2 + _RECOMPUTED[model.compute.remat]) * weights * config.accumulation_steps
+    rows = config.data.batch_size / (mesh["data"] * mesh["fsdp"])
+    sizes = defaultdict(int, program.definition.sizes)
+    positions = rows * sizes["position"] * sizes["layers"]
+    stream = 2 * positions / mesh["sequence"] * sizes["embed"]
+    keys = 4 * positions * sizes["kv_heads"] * sizes["head_dim"] / mesh["tensor"]
+    ring = {axis: (size - 1) / size for axis, size in mesh.items()}
+    sent = (
+        ring["fsdp"] * (gathered + 2 * weights)
+        + ring["data"] * 2 * 2 * weights / mesh["fsdp"]
+        + ring["tensor"] * 2 * (4 + 2 * _RECOMPUTED[model.compute.remat]) * stream
+        + ring["sequence"] * (2 + _RECOMPUTED[model.compute.remat]) * keys
+    )
+    network = sent / chip.ici_bandwidth
+    if slices > 1 and chip.dcn_bandwidth:
+        network += 2 * 2 * weights / mesh["fsdp"] / chip.dcn_bandwidth
+    return max(compute, network) + 0.1 * min(compute, network)

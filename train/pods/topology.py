@@ -1,0 +1,113 @@
+"""A TPU topology without a TPU: the devices that the real compiler compiles for, or a clear word why not."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import math
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mupax.train.parallel.chips import CHIPS, Chip
+
+EXAMPLES = "v5e:16x16, v5p:4x4x4, v6e:16x16 or v4:4x4x4"
+_OUTSIDE = {
+    # No machine to ask: without these libtpu tries the network for a minute, and complains.
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+    # Several processes may compile at once where none of them holds a TPU.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    # The compiler needs no TPU, and must not look for one.
+    "JAX_PLATFORMS": "cpu",
+    # What is compiled for devices that are not here cannot be read back.
+    "JAX_ENABLE_COMPILATION_CACHE": "false",
+}
+
+
+class TopologyError(ValueError):
+    """A topology that does not exist, or no compiler for it. The text says what to write or install."""
+
+
+def chip_of(topology: str) -> Chip:
+    """The chip of a topology such as v5e:16x16.
+
+    Raises:
+        TopologyError: the text is not CHIP:AxB or CHIP:AxBxC, or the chip is not in the table.
+    """
+    found = re.fullmatch(r"([\w ]+):(\d+(?:x\d+){1,2})", topology)
+    if found is None:
+        raise TopologyError(f"{topology!r} is not a topology; write CHIP:AxB or CHIP:AxBxC, such as {EXAMPLES}")
+    name, dims = found[1], found[2].split("x")
+    if name not in CHIPS:
+        raise TopologyError(f"no chip is named {name!r}; write one of {', '.join(CHIPS)}, as in {EXAMPLES}")
+    chip = CHIPS[name]
+    if len(dims) > chip.torus or math.prod(map(int, dims)) < 1:
+        raise TopologyError(
+            f"{topology}: chips of {name} are wired in {chip.torus} dimensions; write such as "
+            + (f"{name}:4x4" if chip.torus == 2 else f"{name}:4x4x4")
+        )
+    return chip
+
+
+def ready() -> None:
+    """Let the TPU compiler run where there is no TPU. To be called before JAX is imported.
+
+    Raises:
+        TopologyError: libtpu is not installed.
+    """
+    if importlib.util.find_spec("libtpu") is None:
+        raise TopologyError(
+            "the TPU compiler is not installed; pip install 'mupax[tpu]' (no TPU is needed to compile for one)"
+        )
+    for name, value in _OUTSIDE.items():
+        os.environ.setdefault(name, value)
+
+
+def devices(topology: str, slices: int = 1) -> Sequence[Any]:
+    """The devices of a topology, for `mupax.train.core.program.assemble`; none of them exists.
+
+    Args:
+        topology: chip and shape of one slice, such as v5e:16x16.
+        slices: slices beside each other, joined by the slow network.
+
+    Raises:
+        TopologyError: as `chip_of` and `ready`, or the compiler does not know the shape.
+    """
+    chip = chip_of(topology)
+    if slices < 1:
+        raise TopologyError(f"--slices is {slices}; write a whole number of at least 1")
+    ready()
+    from jax.experimental import topologies
+
+    options: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
+    if chip.name == "v4":
+        # Both cores of a chip as one device, as on the machines.
+        options["chip_config_name"] = "megacore"
+    try:
+        with quiet():
+            made = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options)
+    except Exception as error:  # jaxlib's own, with the reason in its text
+        said = str(error).partition(": ")[2] or str(error)
+        raise TopologyError(f"no topology {topology}: {said.strip()}\nwrite such as {EXAMPLES}") from error
+    return made.devices
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """The TPU library writes to the process's stderr whatever Python says; shown only where it fails."""
+    sys.stderr.flush()
+    saved = os.dup(2)
+    with tempfile.TemporaryFile() as said:
+        os.dup2(said.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)

@@ -1,0 +1,1 @@
+"""Other runs' parameters: read, converted between forms, and carried into a model."""

@@ -1,0 +1,1 @@
+"""A larger model of a checkpoint, with the same function."""

@@ -1,0 +1,132 @@
+"""Which entries of a larger model's axes come from a smaller model's, and whether there is such a way at all."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from mupax.presets import ParamSpec, Role
+from mupax.train.reuse.transplant import Index, first
+from mupax.zoo.transformer import TransformerConfig
+
+SIZES = {
+    "width": "embed", "depth": "layers", "num_heads": "heads", "kv_heads": "kv_heads", "heads_dim": "head_dim", "mlp_dim": "mlp",
+}  # fmt: skip
+"""What grows: a property of the model, and the axis."""
+
+FREE = {"width", "depth", "num_heads", "head_dim", "num_kv_heads", "mlp_ratio", "norm_eps", "rope_theta", "compute"}
+"""Fields that growth may change; norm_eps and rope_theta to go with a wider stream and wider heads."""
+
+GROWN = (Role.QUERY, Role.KEY, Role.VALUE, Role.ATTENTION_OUT, Role.MLP_IN, Role.MLP_OUT, Role.TOKEN_EMBEDDING,
+         Role.PATCH_EMBEDDING, Role.POSITION, Role.READOUT)  # fmt: skip
+"""Roles of matrices, whose new entries the table tells of; gains start at 1 and biases at 0."""
+
+
+class GrowError(ValueError):
+    """A model that a checkpoint cannot grow into. The text says why and what to write."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """Index of every axis that grows."""
+
+    along: dict[str, Index]
+    rotated: Index
+    """Of head_dim where rotary positions turn it: queries and keys."""
+    copies: int
+    """Key heads that one old key head becomes."""
+    notes: list[str]
+
+    def of(self, spec: ParamSpec, axis: str, size: int) -> Index:
+        """The index of a parameter's axis."""
+        if axis == "head_dim" and (spec.of or spec.role) in (Role.QUERY, Role.KEY):
+            return self.rotated
+        return self.along.get(axis, np.arange(size))
+
+
+def axes(before: TransformerConfig, after: TransformerConfig) -> Axes:
+    """How the axes of two models correspond.
+
+    Raises:
+        GrowError: something shrinks or differs that growth does not change, or has no way that keeps the function.
+    """
+    _check(before, after)
+    heads, kv_heads, copies = _heads(before, after)
+    along = {axis: first(getattr(before, size), getattr(after, size)) for size, axis in SIZES.items()}
+    rotated, notes = _rotated(before, after)
+    return Axes({**along, "heads": heads, "kv_heads": kv_heads}, rotated, copies, notes)
+
+
+def _check(before: TransformerConfig, after: TransformerConfig) -> None:
+    if before.family != after.family:
+        raise GrowError(f"the checkpoint is a {before.family} and --to a {after.family}; name a model of its family")
+    if before.centered:
+        raise GrowError(
+            "a centred model is its network minus that of its first step, which the checkpoint does not hold"
+        )
+    for field in dataclasses.fields(before):
+        name = field.name
+        if name not in FREE and getattr(before, name) != getattr(after, name):
+            was = getattr(before, name)
+            raise GrowError(
+                f"model.{name} is {was} in the checkpoint and {getattr(after, name)} in --to; growth keeps it: add "
+                f"--set {name}={was} (and change it with --init-from afterwards)"
+            )
+    for size in SIZES:
+        if getattr(after, size) < getattr(before, size):
+            was = getattr(before, size)
+            # Without head_dim a head is the width over the heads, and more heads are smaller ones.
+            instead = f"; add head_dim={was} to --set" if size == "heads_dim" else ""
+            raise GrowError(f"{size} would shrink from {was} to {getattr(after, size)}; growth only adds{instead}")
+    if before.qk_norm and after.heads_dim != before.heads_dim:
+        raise GrowError(
+            "queries and keys are normalized (qk_norm) over the head dimension, and new entries of a head would change what "
+            f"the old ones are divided by; keep head_dim {before.heads_dim} and add heads"
+        )
+    wider = after.width != before.width
+    if wider and before.tied_readout and not before.norm_gain:
+        raise GrowError(
+            "a wider stream needs a norm gain before a tied readout, and this model has none; keep its width"
+        )
+
+
+def _heads(before: TransformerConfig, after: TransformerConfig) -> tuple[Index, Index, int]:
+    """Indices of query and key heads, each query head with its own key head as before."""
+    there, here = before.num_heads // before.kv_heads, after.num_heads // after.kv_heads
+    copies = max(1, there // here)
+    if (here < there and there % here) or after.kv_heads < before.kv_heads * copies:
+        raise GrowError(
+            f"{before.num_heads} query heads over {before.kv_heads} key heads cannot become {after.num_heads} over "
+            f"{after.kv_heads}: a key head serves {there} query heads and would serve {here}; make it more, or a divisor of "
+            f"{there} with at least {before.kv_heads * copies} key heads"
+        )
+    kv_heads, heads = np.full(after.kv_heads, -1), np.full(after.num_heads, -1)
+    for old in range(before.kv_heads):
+        for copy in range(copies):
+            kv_heads[old * copies + copy] = old
+        for query in range(there):
+            at = (old * copies + query // here) * here + query % here if copies > 1 else old * here + query
+            heads[at] = old * there + query
+    return heads, kv_heads, copies
+
+
+def _rotated(before: TransformerConfig, after: TransformerConfig) -> tuple[Index, list[str]]:
+    """Index of a head's entries that positions turn: pair i of N/2 turns theta^(-2i/N) a position, and keeps doing so."""
+    small, large = before.heads_dim, after.heads_dim
+    theta, new_theta = before.rotary_theta, after.rotary_theta
+    if theta is None or new_theta is None:
+        return first(small, large), []
+    turns, grown = (-np.arange(n // 2) / (n // 2) * np.log(base) for n, base in ((small, theta), (large, new_theta)))
+    pairs = np.abs(turns[:, None] - grown[None]).argmin(1)
+    if len(set(pairs)) < len(pairs):
+        raise GrowError(f"rope_theta {new_theta} has no {small // 2} frequencies near those of {theta}; keep it")
+    index = np.full(large, -1)
+    index[pairs], index[pairs + large // 2] = np.arange(small // 2), np.arange(small // 2) + small // 2
+    if np.allclose(turns, grown[pairs], atol=1e-6):
+        return index, []
+    fitting = theta ** (large / small)
+    return index, [
+        f"rotary pairs of head_dim {large} turn at other frequencies than those of {small}: the function changes "
+        f"(a multiple of {small}, or --set rope_theta={fitting:.10g}, keeps it)"
+    ]

@@ -1,0 +1,171 @@
+"""Grow a network and keep its function: more and wider heads, a wider MLP, a wider stream, more layers.
+
+New units start at the preset's initialization and write nothing yet: what would carry their output into the stream is zero.
+So gradients reach what is zero at once, and the units themselves a step later; no two are alike (Chen et al. 2016, Net2Net,
+split units instead, whose copies Adam keeps equal). In the plain network of `train/reuse/plain.py`, where a preset has no
+multipliers, with D width and N head dimension before, D' and N' after:
+
+| grown     | zero, where new                          | so that the function stays                                      |
+|-----------|------------------------------------------|-----------------------------------------------------------------|
+| layers    | their attention out and MLP out          | a new layer, on top, adds nothing                               |
+| MLP       | rows of MLP out                          |                                                                 |
+| heads     | rows of attention out                    | a key head that serves fewer query heads is copied              |
+| head_dim  | columns of key, rows of attention out    | queries x (N'/N)^1/2; rotary pairs keep their frequencies       |
+| embed     | columns of all that writes the stream    | norm gains (else what reads the norm) x (D/D')^1/2; a LayerNorm |
+|           |                                          | needs a stream of mean 0: what writes it is centred             |
+
+What is left is the norms' eps under a wider stream, which counts D'/D times (model.norm_eps x D/D' is exact). Then the
+preset of the new size takes out its own multipliers. Gradients of old entries are as before, and moments move with them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from mupax.presets import ParamSpec, Role
+from mupax.train.reuse import transplant
+from mupax.train.reuse.grow import axes as grow_axes
+from mupax.train.reuse.grow.axes import GROWN
+from mupax.train.reuse.start.plan import Row, Side, check_carried, role_of
+from mupax.train.reuse.transplant import Move
+from mupax.zoo.huggingface.weights import Params
+from mupax.zoo.transformer import TransformerConfig, transformer
+
+EMBEDS = (Role.TOKEN_EMBEDDING, Role.PATCH_EMBEDDING, Role.POSITION)
+OUTS = (Role.ATTENTION_OUT, Role.MLP_OUT)
+READS = (Role.QUERY, Role.KEY, Role.VALUE, Role.MLP_IN, Role.READOUT)
+
+
+@dataclasses.dataclass(frozen=True)
+class Growth:
+    """How every parameter of the larger model comes from the smaller one's."""
+
+    moves: dict[str, Move]
+    rows: list[Row]
+    notes: list[str]
+    """Why the function is not exactly the one before; empty where it is, but for rounding."""
+    silent: dict[str, np.ndarray]
+    """Where a new entry is zero, by name; it broadcasts against the parameter."""
+
+    def fresh(self) -> set[str]:
+        """Parameters with new entries."""
+        return {name for name, move in self.moves.items() if not np.all(move.carried())}
+
+    def silenced(self, fresh: Params) -> Params:
+        """Initial parameters with what writes for new units at zero."""
+        return {name: np.where(self.silent[name], 0, w) if name in self.silent else w for name, w in fresh.items()}
+
+
+def plan(there: Side, here: Side) -> Growth:
+    """Grow one model into another.
+
+    Raises:
+        GrowError: the other is no larger form of it, or the function could not be kept and need not be lost; the text says
+            which field, and what to write.
+    """
+    before, after = (transformer(side.model, "growth") for side in (there, here))
+    axes = grow_axes.axes(before, after)
+    check_carried(there, here)
+    exact, notes = _notes(before, after, axes)
+    moves: dict[str, Move] = {}
+    rows: list[Row] = []
+    silent: dict[str, np.ndarray] = {}
+    for name, spec in here.definition.specs.items():
+        along = tuple(
+            axes.of(spec, axis, size)
+            for axis, size in zip(spec.axes, here.definition.abstract[name].shape, strict=True)
+        )
+        layers = along[0] if spec.stacked else None
+        scale = _scale(spec, before, after) * transplant.ratio(there.scales[name], here.scales[name], layers)
+        moves[name] = Move(
+            source=name,
+            along=along,
+            scale=scale,
+            prepared=_centred(spec, name, before, after) if exact else np.asarray,
+            copies=axes.copies if "kv_heads" in spec.axes else 1,
+        )
+        if (zero := _silent(spec, along)) is not None:
+            silent[name] = zero
+        shapes = there.definition.abstract[name].shape, here.definition.abstract[name].shape
+        rows.append(Row(name, role_of(spec), *shapes, *_said(spec, moves[name], *shapes, zero)))
+    return Growth(moves, rows, notes, silent)
+
+
+def _scale(spec: ParamSpec, before: TransformerConfig, after: TransformerConfig) -> float:
+    """What an entry is taken times in the plain network."""
+    wider, role = (before.width / after.width) ** 0.5, spec.of or spec.role
+    scale = 1.0
+    if role is Role.QUERY and spec.role is not Role.NORM_GAIN:
+        scale *= (after.heads_dim / before.heads_dim) ** 0.5
+    stream_norm = spec.role is Role.NORM_GAIN and spec.of is None
+    if before.norm_gain:
+        return scale * wider if stream_norm else scale
+    if spec.role in READS:
+        return scale * wider
+    return scale / wider if spec.role is Role.BIAS and spec.of is Role.NORM_GAIN else scale
+
+
+def _centred(spec: ParamSpec, name: str, before: TransformerConfig, after: TransformerConfig):
+    """Takes the mean over the stream out of what writes it, which no LayerNorm sees, nor any gradient."""
+    role = spec.of or spec.role
+    writes = role in (*EMBEDS, *OUTS) and spec.axes[-1] == "embed"
+    if before.norm != "layernorm" or before.width == after.width or not writes:
+        return np.asarray
+    return lambda w: w - w.mean(-1, keepdims=True, dtype=np.float64).astype(np.float32)
+
+
+def _silent(spec: ParamSpec, along: Sequence[np.ndarray]) -> np.ndarray | None:
+    """Where new entries are zero; None where they start as the preset has it."""
+    if spec.role in (*EMBEDS, *OUTS):
+        return np.ones([1] * len(along), bool)
+    if spec.role is not Role.KEY:
+        return None
+    # Only in heads and layers that are not new themselves: there the output is silent.
+    sides = dict(zip(spec.axes, transplant.sides(along), strict=True))
+    return sides["layers"] & sides["kv_heads"] & ~sides["head_dim"]
+
+
+def _notes(before: TransformerConfig, after: TransformerConfig, axes: grow_axes.Axes) -> tuple[bool, list[str]]:
+    """Whether a wider stream is exact, and what is not."""
+    notes, ratio = list(axes.notes), after.width / before.width
+    tied = before.tied_readout
+    if ratio > 1 and tied and before.norm == "layernorm":
+        notes.append(
+            "a wider stream under LayerNorm needs token embeddings of mean 0, and as a tied readout these need their mean: "
+            "the function changes (an untied model, or one with rmsnorm, keeps it)"
+        )
+        return False, notes
+    if ratio > 1 and not np.isclose(after.norm_eps, before.norm_eps / ratio, rtol=1e-3):
+        notes.append(
+            f"the norms' eps counts {ratio:g} times: of a norm's output about {after.norm_eps * (ratio - 1) / 2:.1g} where the "
+            f"stream's variance is 1 (--set norm_eps={before.norm_eps / ratio:g} is exact)"
+        )
+    return True, notes
+
+
+def _said(
+    spec: ParamSpec, move: Move, old: tuple[int, ...], new: tuple[int, ...], zero: np.ndarray | None
+) -> tuple[str, str]:
+    """Action and reason."""
+    low, high = float(np.min(move.scale)), float(np.max(move.scale))
+    words = [] if low == high == 1 else [f"x {low:.4g}" + ("" if low == high else f" to {high:.4g}")]
+    grown = [f"{axis} {a} to {b}" for axis, a, b in zip(spec.axes, old, new, strict=True) if a != b]
+    if move.copies > 1:
+        words.insert(0, f"every key head {move.copies} times")
+    if not grown:
+        return ("converted", ", ".join(words)) if words else ("kept", "")
+    if not np.all(move.carried()) and spec.role in GROWN:
+        words.append(
+            "new: "
+            + (
+                "0"
+                if zero is not None and zero.all()
+                else "initialized"
+                if zero is None
+                else "initialized, 0 in old heads"
+            )
+        )
+    return "grown", ", ".join([*grown, *words])

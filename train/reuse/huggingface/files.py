@@ -1,0 +1,104 @@
+"""Weights as files: in a preset's form with our names, or as `transformers` reads them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from mupax.train.config.record import model_to_json
+from mupax.train.config.run import PresetConfig, preset_for
+from mupax.train.core.factors import resolve
+from mupax.train.reuse.source import CONFIG, FORMAT, MODEL, Source, WeightsError, place, preset_record
+from mupax.zoo.build import definition
+from mupax.zoo.huggingface import config as huggingface
+from mupax.zoo.huggingface import weights
+from mupax.zoo.huggingface.tensorfile import DType, write_tensors
+from mupax.zoo.transformer import transformer
+
+
+def check_free(out: Path) -> None:
+    """Whether weights may be written here, to be known before they are read.
+
+    Raises:
+        WeightsError: the folder holds something, or cannot be made.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise WeightsError(f"--out {out} is not an empty folder; give another one")
+    there = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise WeightsError(f"--out {out}: cannot write into {there}; give another folder")
+
+
+def write_imported(source: Source, given: PresetConfig, out: Path, origin: str) -> dict[str, Any]:
+    """Write weights in a preset's form: our names in safetensors, and `model.json`.
+
+    Args:
+        source: what `read` found.
+        given: the preset.
+        out: folder, made here.
+        origin: where they came from, for the record.
+
+    Returns:
+        What is recorded of the preset.
+
+    Raises:
+        WeightsError: the folder holds something, or the weights do not fit their own model.
+        PresetError, FoldError: the preset cannot be used on this model.
+    """
+    preset, model = preset_for(given, source.model), definition(source.model)
+    factors = resolve(preset, model, preset.optimizers[0])
+    params = place(source, model, factors)
+    record = {
+        "format": FORMAT,
+        "model": model_to_json(source.model),
+        "preset": preset_record(given, preset, model, factors),
+        "from": origin,
+    }
+    check_free(out)
+    out.mkdir(parents=True, exist_ok=True)
+    write_tensors(out, sorted(params.items()), dtype=source.model.compute.param_dtype)
+    (out / MODEL).write_text(json.dumps(record, indent=2) + "\n")
+    return record["preset"]
+
+
+def write_huggingface(source: Source, out: Path, dtype: DType, separator: int | None = None) -> dict[str, Any]:
+    """Write weights as `transformers` reads them: config.json and safetensors.
+
+    config.json has a key `mupax` that says which preset the weights come from and what was folded into each.
+
+    Args:
+        source: what `read` found.
+        out: folder, made here.
+        dtype: type of the stored weights.
+        separator: token that ends a text.
+
+    Raises:
+        WeightsError: the folder holds something.
+        ConfigError: no family of theirs computes this model.
+        TensorFileError: the type cannot hold the weights.
+
+    Returns:
+        config.json.
+    """
+    model = transformer(source.model, "export")
+    fields = huggingface.to_huggingface(model, dtype=dtype, separator=separator)
+    if source.preset:
+        fields["mupax"] = source.preset
+    check_free(out)
+    out.mkdir(parents=True, exist_ok=True)
+    write_tensors(out, weights.to_huggingface(model, source.params), dtype=dtype, metadata={"format": "pt"})
+    (out / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
+    return fields
+
+
+def copy_tokenizer(tokenizer: Path, separator: int, out: Path) -> None:
+    """Add a run's tokenizer.json, and what makes `AutoTokenizer` take it; the separator both ends and begins a text."""
+    from tokenizers import Tokenizer
+
+    token = Tokenizer.from_file(str(tokenizer)).id_to_token(separator)
+    shutil.copyfile(tokenizer, out / "tokenizer.json")
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": token, "bos_token": token}
+    (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,144 @@
+"""`--init-from PATH`: the state a run starts with, made from a checkpoint or from safetensors; and the table of what became of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from mupax.presets import terminal
+from mupax.train.checkpoints.workdir import RECORD
+from mupax.train.config.record import from_json, to_json
+from mupax.train.config.run import Config, InitConfig
+from mupax.train.core import state
+from mupax.train.core.program import Program
+from mupax.train.core.state import TrainState
+from mupax.train.parallel.processes import Processes
+from mupax.train.reuse import plain, transplant
+from mupax.train.reuse import source as pretrained
+from mupax.train.reuse.source import Source
+from mupax.train.reuse.start.plan import InitError, Row, Side, plan
+from mupax.zoo.build import definition
+from mupax.zoo.huggingface.tensorfile import read_json
+from mupax.zoo.huggingface.weights import Params
+
+
+class Start(NamedTuple):
+    """What a run starts with, on the host."""
+
+    source: str
+    params: Params
+    """float32."""
+    opt_state: Any
+    """None where it starts anew."""
+    rows: list[Row]
+    notes: list[str]
+
+
+def settled(config: Config, folder: Path, held: bool, processes: Processes) -> Config:
+    """The config with the source it is to have: the exact step, for a new run; what it recorded, for one gone on with.
+
+    A run that has a checkpoint never reads the source again; one that was stopped before its first starts from it once more.
+    """
+    asked = config.init
+    if held:
+        recorded = read_json(folder / RECORD).get("config", {}).get("init")
+        init = from_json({**to_json(config), "init": recorded}).init if recorded else InitConfig()
+        return dataclasses.replace(config, init=init)
+    if asked.init_from is None:
+        return config
+    found = processes.told("init_from", lambda: str(pretrained.located(Path(asked.init_from or ""))))
+    return dataclasses.replace(config, init=dataclasses.replace(asked, init_from=found))
+
+
+def prepare(program: Program) -> Start | None:
+    """Read the source and fit it to the run; None where the run has none. Nothing is written or put on devices.
+
+    Raises:
+        InitError, CarryError: it does not fit; the text says what differs and which flags name it.
+        WeightsError, TensorFileError, ConfigError: nothing of this kind there, or files that are not whole.
+    """
+    config = program.config
+    asked = config.init
+    if asked.init_from is None:
+        return None
+    try:
+        source = pretrained.read(Path(asked.init_from), part="ema" if asked.init_ema else "params")
+        before = definition(source.model)
+        there = Side(source.model, before, source.scales, source.logits)
+        factors = program.run.factors
+        here = Side(
+            config.model,
+            program.definition,
+            plain.scales(program.definition, factors),
+            pretrained.logits_of(program.definition, factors),
+        )
+        made = plan(there, here, asked)
+    except (InitError, plain.FoldError) as error:
+        raise InitError(f"--init-from {asked.init_from}: {error}") from error
+    fresh = state.fresh_params(program.definition, config.seed, program.stds, made.fresh())
+    params = transplant.parameters(made.moves, source.stored, fresh, list(program.definition.specs))
+    moments, notes = None, [*source.notes, *_notes(source, config)]
+    if asked.init_optimizer:
+        if source.run is None:
+            raise InitError(f"--init-optimizer: {asked.init_from} holds no optimizer state, only weights; leave it out")
+        old = pretrained.whole_state(Path(asked.init_from), source.run[0]).opt_state
+        moments = transplant.optimizer_state(made.moves, old, program.abstract.opt_state)
+        notes += transplant.overshoot_notes(config.optimizer) if made.fresh() else []
+    return Start(asked.init_from, params, moments, made.rows, notes)
+
+
+def initial_state(program: Program, start: Start | None) -> TrainState:
+    """The state at step 0, every array in its type and on its devices: fresh, or what `prepare` found."""
+    if start is None:
+        return program.initial_state()
+    abstract = program.abstract
+    params = {name: placed(start.params[name], leaf) for name, leaf in abstract.params.items()}
+    begun = program.initializer.started(params)
+    if start.opt_state is None:
+        return begun
+    return begun._replace(opt_state=jax.tree.map(placed, start.opt_state, abstract.opt_state))
+
+
+def show(console: Console, title: str, rows: list[Row], notes: list[str]) -> None:
+    """Print the table of what became of every parameter."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for column in ("parameter", "role", "there", "here", "", "why"):
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        there, here = ("x".join(map(str, shape)) if shape is not None else "" for shape in (row.there, row.here))
+        table.add_row(row.name, row.role, there, here, row.action, row.reason)
+    wide = console if console.is_terminal else Console(file=console.file, width=terminal.UNBOUNDED, quiet=console.quiet)
+    wide.print(title, highlight=False)
+    wide.print(table, highlight=False)
+    counts = {action: sum(row.action == action for row in rows) for action in dict.fromkeys(row.action for row in rows)}
+    wide.print(", ".join(f"{count} {action}" for action, count in counts.items()), highlight=False)
+    for note in notes:
+        wide.print(f"note: {note}", highlight=False)
+
+
+def placed(value: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array of the host, on its devices and in its type; every process puts its part."""
+    host = np.asarray(value).astype(leaf.dtype)
+    assert leaf.sharding is not None
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: host[index])
+
+
+def _notes(source: Source, config: Config) -> list[str]:
+    found = []
+    if source.run is not None and config.data.task == "tokens":
+        there, here = source.run[0].data.tokenizer, config.data.tokenizer
+        if there != here:
+            found.append(
+                f"the source reads tokens of {there} and this run of {here}; the same numbers are other text then"
+            )
+    times = source.preset.get("norm_eps_times")
+    if isinstance(times, float):
+        found.append(f"the source's skips are folded: its norms' eps counts up to {times:.3g} times")
+    return found

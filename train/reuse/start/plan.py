@@ -1,0 +1,227 @@
+"""What becomes of every parameter of a checkpoint in a run that starts from it: kept, converted, resized, new or dropped.
+
+The function of the source is kept wherever the two models have the same parameters, whatever their presets: both are the
+plain network of `train/reuse/plain.py`, and a parameter moves by the ratio of what the two presets take it times. Everything else
+is refused unless the command line names it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mupax.presets import ParamSpec
+from mupax.train.config.patterns import chosen
+from mupax.train.config.run import InitConfig
+from mupax.train.reuse import plain, transplant
+from mupax.train.reuse.start import positions
+from mupax.train.reuse.transplant import Move
+from mupax.zoo.definition import Definition
+from mupax.zoo.families import ModelConfig
+
+RESIZABLE = ("position", "vocab", "classes")
+"""Axes whose first entries can be kept (of images' positions: the grid interpolated)."""
+
+UNSEEN = ("activation", "norm", "norm_eps", "positions", "rope_theta", "qk_norm", "pool", "patch_size", "channels")
+"""Fields of a model that change its function and that the shapes of parameters need not show."""
+
+GROWING = ("embed", "heads", "kv_heads", "head_dim", "mlp", "layers")
+
+SHOWN = 4
+"""Differences that a refusal lists."""
+
+
+class InitError(ValueError):
+    """A checkpoint that a run cannot start from, as asked. The text says what differs and what to write."""
+
+
+class Row(NamedTuple):
+    """One parameter of the table."""
+
+    name: str
+    role: str
+    there: tuple[int, ...] | None
+    here: tuple[int, ...] | None
+    action: str
+    """kept, converted, resized, new or dropped."""
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """A model, and what its preset takes every parameter times."""
+
+    model: ModelConfig
+    definition: Definition
+    scales: plain.Scales
+    logits: Any
+    """What it takes the attention logits times: a number, or one per layer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Moves by name, and the table. A parameter without a move is new."""
+
+    moves: dict[str, Move]
+    rows: list[Row]
+
+    def fresh(self) -> set[str]:
+        """Parameters with entries that do not come from the source."""
+        moved = {name for name, move in self.moves.items() if np.all(move.carried())}
+        return {row.name for row in self.rows if row.here is not None} - moved
+
+
+def plan(there: Side, here: Side, asked: InitConfig) -> Plan:
+    """How a run starts from a source.
+
+    Args:
+        there: the source.
+        here: the run.
+        asked: what may be new, resized, dropped, or differ.
+
+    Raises:
+        InitError: the two differ in something that was not named; the text has the flags that name it.
+        ConfigError: a pattern that means no parameter.
+    """
+    _check_models(there.model, here.model, asked.init_change)
+    check_carried(there, here)
+    specs, before = here.definition.specs, there.definition
+    new = chosen(asked.init_new, specs, "--init-new")
+    resize = chosen(asked.init_resize, specs, "--init-resize")
+    drop = chosen(asked.init_drop, before.specs, "--init-drop")
+    moves: dict[str, Move] = {}
+    rows: list[Row] = []
+    refused: list[tuple[str, str, str]] = []
+
+    for name, spec in specs.items():
+        role, shape = role_of(spec), here.definition.abstract[name].shape
+        source = name if name in before.specs else _tied_to(there.model, name)
+        old = before.abstract[source].shape if source in before.specs else None
+        if source is not None and source != name and old is not None:
+            old = old[::-1]
+        if name in new:
+            rows.append(Row(name, role, old, shape, "new", "asked for"))
+        elif source is None or old is None:
+            refused.append((f"{name} {shape} is not there", "--init-new", name))
+        elif old == shape or (name in resize and _differing(spec, old, shape) <= set(RESIZABLE)):
+            moves[name] = _move(name, source, spec, old, shape, there, here)
+            rows.append(Row(name, role, old, shape, *_said(moves[name], name, old, shape, there, here)))
+        else:
+            flag = "--init-resize" if _differing(spec, old, shape) <= {"position", "vocab"} else "--init-new"
+            refused.append((f"{name} is {old} there and {shape} here", flag, name))
+    for name, spec in before.specs.items():
+        if name not in specs and name in drop:
+            rows.append(Row(name, role_of(spec), before.abstract[name].shape, None, "dropped", "asked for"))
+        elif name not in specs:
+            refused.append((f"{name} {before.abstract[name].shape} is not here", "--init-drop", name))
+    if refused:
+        raise InitError(_refusal(refused, there.model, here.model))
+    return Plan(moves, rows)
+
+
+def _check_models(there: ModelConfig, here: ModelConfig, allowed: Sequence[str]) -> None:
+    if there.family != here.family:
+        raise InitError(f"it is a {there.family}, and this run trains a {here.family}; give --model one of its family")
+    if there.centered or here.centered:
+        raise InitError(
+            "a centred model is its network minus that of its first step, which no checkpoint holds; "
+            "write --model.no-centered, and give a source that is not centred"
+        )
+    if unknown := [field for field in allowed if field not in UNSEEN]:
+        raise InitError(f"--init-change {unknown[0]}: write one of {', '.join(UNSEEN)}")
+    differing = [field for field in UNSEEN if getattr(there, field, None) != getattr(here, field, None)]
+    if here.sizes().get("position") and getattr(here, "positions", None) == "learned" == getattr(
+        there, "positions", None
+    ):
+        differing = [field for field in differing if field != "rope_theta"]
+    if wrong := [field for field in differing if field not in allowed]:
+        said = [f"model.{f} is {getattr(there, f)} there and {getattr(here, f)} here" for f in wrong]
+        flags = " ".join(f"--model.{f.replace('_', '-')} {getattr(there, f)}" for f in wrong)
+        raise InitError(
+            f"{'; '.join(said)}\nthe same weights are another function then; write {flags}, or to start from them all the "
+            f"same --init-change {' '.join(wrong)}"
+        )
+
+
+def check_carried(there: Side, here: Side) -> None:
+    """What no parameter can carry must be the same on both sides."""
+    if not here.model.absorbs_logit_scale and there.logits != here.logits:
+        raise InitError(
+            f"attention logits are taken times {there.logits!r:.60} there and {here.logits!r:.60} here, and where queries are normalized "
+            "without gains (model.qk_norm) no parameter can carry the difference; take the source's preset and base"
+        )
+    own = [plain.GAIN in side.definition.specs for side in (there, here)]
+    by = [side.scales.get(plain.GAIN, np.ones(())) for side in (there, here)]
+    if not any(own) and by[0] != by[1]:
+        raise InitError(
+            f"the tied readout is taken times {by[0]:g} there and {by[1]:g} here, and without norm gains no parameter can "
+            "carry the difference; take the source's preset and base"
+        )
+
+
+def _move(
+    name: str, source: str, spec: ParamSpec, old: tuple[int, ...], shape: tuple[int, ...], there: Side, here: Side
+) -> Move:
+    """A parameter that comes from the source's, resized where the shapes differ."""
+    along = tuple(transplant.first(a, b) for a, b in zip(old, shape, strict=True))
+    scale = transplant.ratio(there.scales[source], here.scales[name])
+    move = Move(source=source, along=along, scale=scale, transposed=source != name)
+    before, after = there.model, here.model
+    if old == shape or name != "position" or not (before.position_grid and after.position_grid):
+        return move
+    return dataclasses.replace(
+        move,
+        along=tuple(map(transplant.same, shape)),
+        prepared=lambda position: positions.resized(position, before, after),
+        moments_along=(np.full(shape[0], -1), transplant.same(shape[1])),
+    )
+
+
+def _said(
+    move: Move, name: str, old: tuple[int, ...], shape: tuple[int, ...], there: Side, here: Side
+) -> tuple[str, str]:
+    """Action and reason."""
+    low, high = float(np.min(move.scale)), float(np.max(move.scale))
+    times = "" if low == high == 1 else f"x {low:.4g}" + ("" if low == high else f" to {high:.4g}")
+    if move.moments_along is not None:
+        sides = [f"{model.position_grid}^2" for model in (there.model, here.model)]
+        return "resized", ", ".join(filter(None, [f"bicubic, {' to '.join(sides)} patches", times]))
+    if old != shape:
+        sizes = [(a, b) for a, b in zip(old, shape, strict=True) if a != b]
+        said = [f"first {min(a, b)} kept, {b - a} new" if b > a else f"first {b} of {a} kept" for a, b in sizes]
+        return "resized", ", ".join(filter(None, [*said, times]))
+    if move.transposed:
+        return "converted", ", ".join(filter(None, ["the embedding it was tied to", times]))
+    return ("converted", f"{times}, the presets' multipliers") if times else ("kept", "")
+
+
+def role_of(spec: ParamSpec) -> str:
+    """A role as the table says it: a bias with its matrix."""
+    return f"{spec.of.value} {spec.role.value}" if spec.of else spec.role.value
+
+
+def _tied_to(model: ModelConfig, name: str) -> str | None:
+    return "token" if name == "readout" and model.tied_readout else None
+
+
+def _differing(spec: ParamSpec, old: tuple[int, ...], shape: tuple[int, ...]) -> set[str]:
+    if len(old) != len(shape):
+        return {"rank"}
+    return {axis for axis, a, b in zip(spec.axes, old, shape, strict=True) if a != b}
+
+
+def _refusal(refused: list[tuple[str, str, str]], there: ModelConfig, here: ModelConfig) -> str:
+    said = [text for text, _, _ in refused]
+    more = [f"and {len(said) - SHOWN} more"] if len(said) > SHOWN else []
+    flags = {flag: [n for _, f, n in refused if f == flag] for flag in ("--init-new", "--init-resize", "--init-drop")}
+    words = " ".join(f"{flag} {' '.join(names)}" for flag, names in flags.items() if names)
+    bigger = all(there.sizes()[axis] <= here.sizes().get(axis, 0) for axis in GROWING) and any(
+        there.sizes()[axis] < here.sizes().get(axis, 0) for axis in GROWING
+    )
+    said = "; ".join([*said[:SHOWN], *more])
+    if bigger:
+        return f"{said}\nthis model is larger: `python -m train grow` makes the checkpoint one of it, with the same function"
+    return f"{said}\nto start all the same, add {words}"

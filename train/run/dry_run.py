@@ -1,0 +1,93 @@
+"""`--dry-run`: what a run would do, from shapes alone. Nothing is allocated, downloaded or written."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import jax
+import numpy as np
+
+from mupax.presets import terminal
+from mupax.train.config.run import Config
+from mupax.train.core.program import Program, assemble
+from mupax.zoo import flops
+
+
+def run(config: Config) -> int:
+    """Print the run's shapes, its preset's table, its cost and its memory; returns the exit code 0.
+
+    Raises:
+        ConfigError, PresetError, MeshError: what does not fit, as the run itself would say.
+    """
+    program = assemble(config)
+    if config.recipe:
+        print(terminal.wrapped(f"{config.recipe}: {program.preset.describe()}"))
+    print(_parameters(program))
+    for caution in program.preset.cautions(program.definition.sizes, program.config.optimizer.name):
+        print(terminal.wrapped(f"caution: {caution}"))
+    print(_costs(program))
+    return 0
+
+
+def _parameters(program: Program) -> str:
+    # Short heads and no column for the sharding: 80 columns hold most models' rows.
+    title = "parameters" + (" (a/b in a shape: split b ways)" if program.mesh.size > 1 else "")
+    rows = [["name", "shape", "mult.", "std", "lr", "eps", "decay"]]
+    optimizer, factors = program.config.optimizer, program.run.factors
+    decay = program.run.hyper.weight_decay
+    for name, leaf in program.abstract.params.items():
+        numbers = [factors.multiplier[name], program.stds[name]]
+        if name in program.trained:
+            numbers += [
+                factors.lr[name] * optimizer.peak_lr,
+                factors.eps[name] * optimizer.eps,
+                factors.weight_decay[name] * decay,
+            ]
+        axes = itertools.zip_longest(leaf.shape, leaf.sharding.spec)
+        shape = "x".join(f"{size}/{program.mesh.shape[axis]}" if axis else str(size) for size, axis in axes)
+        cells = [*map(_number, numbers), *([] if name in program.trained else ["frozen", "", ""])]
+        rows.append([name, shape, *cells])
+    return f"{title}\n{terminal.table(rows, left=('name', 'shape'))}\n"
+
+
+def _number(number: np.ndarray) -> str:
+    """One number, or those of the first and the last layer where they differ."""
+    first, last = float(number.flat[0]), float(number.flat[-1])
+    return f"{first:.3g}" if first == last else f"{first:.2g}..{last:.2g}"
+
+
+def _costs(program: Program) -> str:
+    config, model = program.config, program.config.model
+    unit, per_step = model.unit, config.data.batch_size * model.units
+    train_flops = flops.train_flops(model)
+    mesh = " x ".join(f"{axis} {size}" for axis, size in program.mesh.shape.items() if size > 1) or "one device"
+    rows = {
+        "parameters": f"{program.definition.count():,}"
+        + (f", {program.frozen:,} of them frozen" if program.frozen else ""),
+        "batch": f"{config.data.batch_size} {f'x {model.units} ' if model.units > 1 else ''}{unit}s",
+        "steps": f"{config.steps:,}, {config.steps * per_step:,} {unit}s",
+        "FLOPs": f"{train_flops:.3g} per {unit}, {train_flops * per_step * config.steps:.3g} in all",
+        "mesh": f"{mesh} ({program.mesh.devices.flat[0].device_kind})",
+        "state per device": _bytes(_per_device(program.abstract)),
+    }
+    memory = program.compile_train().memory_analysis()
+    if memory is not None:
+        temporary = memory.temp_size_in_bytes
+        rows["step needs"] = f"{_bytes(temporary)} for activations and gradients, compiled for this mesh"
+        rows["peak per device"] = f"about {_bytes(memory.argument_size_in_bytes + temporary)}"
+    return f"cost\n{terminal.table([*rows.items()], indent=1)}"
+
+
+def _per_device(abstract: object) -> int:
+    """Bytes of the state on one device."""
+    leaves = jax.tree.leaves(abstract)
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} GiB"

@@ -1,0 +1,135 @@
+"""`python -m train eval WORKDIR`: loss and accuracy of any checkpoint of a run on its evaluation data, or on other data.
+
+The numbers are those that the run itself wrote at that step. Without --step the newest checkpoint is meant; where the run
+keeps a moving average of its parameters, that is evaluated, as in the run. The run's flags --data.*, --mesh.* and
+--model.compute.* work here too: --data.name text:PATH evaluates on another text, --mesh.data 1 on a single device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mupax.presets import terminal
+
+READ = ("--data.", "--mesh.", "--model.compute.")
+"""Flags of a run that an evaluation reads."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's own flags."""
+    made = argparse.ArgumentParser(
+        prog="python -m train eval",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument("workdir", type=Path, metavar="WORKDIR", help="folder of a run, or WORKDIR/checkpoints/STEP")
+    made.add_argument("--step", type=int, help="checkpoint (the newest)")
+    made.add_argument(
+        "--ema", action=argparse.BooleanOptionalAction, help="the moving average, or not (where the run keeps one)"
+    )
+    made.add_argument("--json", type=Path, metavar="PATH", help="also write the numbers to a file")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Evaluate and show; 0 when done, 2 on bad input.
+
+    Raises:
+        UsageError: a flag that an evaluation does not read.
+        WorkdirError: no such run, step or average, or a damaged checkpoint.
+        ConfigError, DataError, MeshError: settings or data that do not fit the model.
+    """
+    try:
+        args, rest = parser().parse_known_args(list(argv))
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 2
+    from mupax.train.checkpoints import saved_run
+    from mupax.train.config import cli
+    from mupax.train.run.report import metrics
+
+    for word in rest:
+        if word.startswith("--") and not word.startswith(READ):
+            own = "--step, --ema, --json"
+            raise cli.UsageError(
+                f"eval does not read {word.partition('=')[0]}; it takes {own}, and a run's {', '.join(READ)}*"
+            )
+    found = saved_run.find(args.workdir, args.step, args.ema)
+    found = found._replace(config=cli.parse("eval", lambda: found.config, rest).config)
+
+    console = terminal.console()
+    numbers = measured(found, console)
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(metrics.to_json(numbers) + "\n")
+    show(console, numbers)
+    return 0
+
+
+def measured(found: Any, console: Any) -> dict[str, Any]:
+    """The scores of a `mupax.train.checkpoints.saved_run.Trained`, and on what they were measured.
+
+    Raises:
+        DataError: the data is cut into other tokens than those the model knows.
+    """
+    from mupax.train import data as data_sources
+    from mupax.train.core.program import assemble
+    from mupax.train.data import DataError
+    from mupax.train.run.evaluate import evaluate
+
+    config = found.config
+    program = assemble(config)
+    data = data_sources.load(config.data, config.model, seed=config.data_seed, note=console.print)
+    known, here = found.facts.get("tokenizer"), data.facts.get("tokenizer")
+    if known is not None and known != here:
+        raise DataError(
+            f"the model was trained on tokens of {known}, and {config.data.name} is cut into those of {here}; "
+            "give --data.tokenizer the run's own, as bytes or the path of its tokenizer.json"
+        )
+    params, eval_fn, numbers = found.params(program.abstract), program.compile_eval(), program.numbers()
+    began = time.monotonic()
+    scores = evaluate(eval_fn, params, numbers, data, program.eval_feed())
+    assert scores is not None, "an evaluation that nobody stops has scores"
+    text = {"bits_per_byte": scores.bits_per_byte(data.bytes_per_token)} if data.kind == "tokens" else {}
+    return {
+        "workdir": str(found.workdir),
+        "step": found.step,
+        "weights": found.weights,
+        "data": data.facts["name"],
+        "digest": data.facts.get("digest"),
+        "data_of_the_run": data.facts.get("digest") == found.facts.get("digest"),
+        "loss": scores.loss,
+        "accuracy": scores.accuracy,
+        "perplexity": scores.perplexity,
+        **text,
+        "examples": data.eval_size,
+        "targets": scores.targets,
+        "seconds": time.monotonic() - began,
+    }
+
+
+def show(console: Any, numbers: dict[str, Any]) -> None:
+    """The numbers as a table."""
+    from rich.table import Table
+
+    other = "" if numbers["data_of_the_run"] else ", other data than the run's"
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    rows = {
+        "weights": "moving average" if numbers["weights"] == "ema" else "parameters",
+        "loss": f"{numbers['loss']:.4f} nats",
+        "perplexity": f"{numbers['perplexity']:.4g}",
+        "bits per byte": f"{numbers['bits_per_byte']:.4f}" if "bits_per_byte" in numbers else None,
+        "accuracy": f"{100 * numbers['accuracy']:.2f} %",
+        "examples": f"{numbers['examples']:,}, {numbers['targets']:,} targets",
+        "time": f"{numbers['seconds']:.1f} s",
+    }
+    for name, value in rows.items():
+        if value is not None:
+            table.add_row(name, value)
+    title = f"step {numbers['step']} of {Path(numbers['workdir']).name} on {numbers['data']}{other}"
+    console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
+    console.print(table, highlight=False)

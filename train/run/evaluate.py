@@ -1,0 +1,68 @@
+"""A model's loss and accuracy over all evaluation examples: as a run sees them, and any checkpoint of it afterwards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from mupax.train.core.step import Run, Sums
+from mupax.train.data import Data
+from mupax.train.parallel.feed import Feed
+from mupax.train.run.prefetch import Prefetch
+from mupax.zoo.definition import Arrays
+
+
+class Scores(NamedTuple):
+    """Means over the targets of the evaluation examples."""
+
+    loss: float
+    """Nats per target."""
+    accuracy: float
+    targets: int
+
+    @property
+    def perplexity(self) -> float:
+        """e^loss; inf where that is no number of a computer."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    def bits_per_byte(self, bytes_per_token: float) -> float:
+        """Bits to code a byte of the text."""
+        return self.loss / math.log(2) / bytes_per_token
+
+
+def evaluate(
+    eval_fn: jax.stages.Compiled,
+    params: Arrays,
+    numbers: Run,
+    data: Data,
+    feed: Feed,
+    *,
+    begin: Callable[[], bool] = lambda: True,
+    done: Callable[[], None] = lambda: None,
+) -> Scores | None:
+    """Scores over all evaluation examples; every process of a run calls this alike.
+
+    Args:
+        eval_fn: the compiled evaluation step.
+        params: the model's.
+        numbers: given to it beside them.
+        data: whose evaluation examples.
+        feed: puts them on the mesh.
+        begin: asked before every batch whether to go on; where it says no, there are no scores.
+        done: told after every batch is with the devices.
+    """
+    total: Sums | None = None
+    with Prefetch(data.eval_batches(*feed.rows), feed.put) as batches:
+        for batch in batches:
+            if not begin():
+                return None
+            sums = eval_fn(params, numbers, batch)
+            done()
+            total = sums if total is None else jax.tree.map(np.add, total, jax.device_get(sums))
+    assert total is not None, "data without evaluation examples"
+    loss, correct, weight = (float(x) for x in jax.device_get(total))
+    return Scores(loss / weight, correct / weight, int(weight))

@@ -1,0 +1,303 @@
+"""The numbers of a run: metrics.jsonl, mirrored to TensorBoard and Weights & Biases.
+
+metrics.jsonl holds one JSON object per optimizer step and one per evaluation, in the order they were written, and every
+ten seconds and at the end one about speed, which covers the steps since the one before it:
+
+    {"step": 12, "loss": 2.31, "lr": 0.001, "grad_norm": 0.84, "tokens": 8192, "seconds": 0.21}
+    {"step": 500, "eval_loss": 1.62, "eval_accuracy": 0.51}
+    {"step": 512, "perf_step_seconds_p50": 0.21, "perf_data_wait": 0.001, "perf_flops_per_second": 3.1e+11}
+
+* loss, accuracy: means over the targets of the step's batch, before its update; the loss in nats. eval_loss and
+  eval_accuracy: those over the evaluation examples. eval_weights: "ema" where they are the moving average's.
+* lr: learning rate of the step, at base size. grad_norm: of the whole gradient, before clipping.
+* tokens or images: targets of the step that count. seconds: from the end of the step before to the end of this one.
+* perf_step_seconds_p50, _p90, _p99: percentiles of `seconds`: so many percent of the steps took no longer.
+* perf_data_wait: share of the time in which the devices had nothing to do because the next batch was not there.
+* perf_flops_per_second: model FLOPs (`mupax.zoo.flops`: no norms, nothing that remat computes again) of all devices together.
+* perf_mfu: that over the peak of the devices (`mupax.train.parallel.hardware`); only where the peak is known.
+* perf_memory_peak_bytes: the most that a device of the first process had in use since the start; where devices count it.
+* perf_compile_seconds: what compiling the steps took; in the first such row of a session.
+
+The first step of a session, which warms up, evaluations and checkpoints are in no perf_ number.
+
+It is strict JSON: a number that is not finite is null, and `nonfinite` names it, as in
+`{"step": 13, "loss": null, "nonfinite": {"loss": "nan"}}`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FILE_NAME = "metrics.jsonl"
+_INTERVAL_S = 0.2
+"""How long a row may wait in memory. A killed run loses at most this much."""
+
+
+class MetricsError(ValueError):
+    """Metrics that cannot be read or logged as asked. The text says what to do instead."""
+
+
+class DiskError(RuntimeError):
+    """Metrics that the disk does not take. The text says how the run goes on."""
+
+
+class MetricsWriter:
+    """Writes the rows of one run. Rows reach the disk within a second, from a thread of their own.
+
+    A step pays only for putting its row in a queue. What goes wrong in the thread (a full disk, say) is raised by the
+    next `write`, or by `close`. Only one process of a run may hold a writer. Use it as a context manager, or close it.
+
+    Args:
+        workdir: folder of the run; made if missing. Gets `metrics.jsonl`, and `tensorboard/` if asked.
+        tensorboard: also write TensorBoard events.
+        wandb: Weights & Biases project to log to as well; None does not.
+        resume_step: the step that was restored: rows of later steps are dropped, so that no step appears twice. None
+            starts a new file in place of any old one.
+        config: what Weights & Biases shows as the run's settings.
+
+    Raises:
+        MetricsError: wandb is asked for and cannot start, or the file to continue holds something else than metrics.
+    """
+
+    def __init__(
+        self,
+        workdir: Path | str,
+        *,
+        tensorboard: bool = False,
+        wandb: str | None = None,
+        resume_step: int | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.path = Path(workdir) / FILE_NAME
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # Mirrors first: where one cannot start, the old file is untouched.
+        self._mirrors: list[_TensorBoard | _Wandb] = []
+        if wandb is not None:
+            self._mirrors.append(_Wandb(wandb, self.path.parent, config, new=resume_step is None))
+        if tensorboard:
+            self._mirrors.append(_TensorBoard(self.path.parent / "tensorboard", resume_step))
+        _keep_until(self.path, resume_step)
+        self._file = self.path.open("a", encoding="utf-8")
+        self._rows: queue.SimpleQueue[tuple[dict[str, Any], float]] = queue.SimpleQueue()
+        self._error: Exception | None = None
+        self._draining = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+        self._thread.start()
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one row: `step`, and numbers (a 0-d array is one too), strings, booleans or None."""
+        if self._stop.is_set():
+            raise MetricsError(f"{self.path} is closed; write the row before close()")
+        if "step" not in row:
+            raise MetricsError(f"a metrics row needs a step; this one has only {', '.join(row) or 'nothing'}")
+        self._raise_error()
+        self._rows.put((dict(row), time.time()))
+
+    def flush(self) -> None:
+        """Return when every row so far is on disk, where no kill and no power cut takes it away."""
+        try:
+            with self._draining:
+                self._drain()
+                os.fsync(self._file.fileno())
+                for mirror in self._mirrors:
+                    mirror.flush()
+        except OSError as error:
+            self._error = self._error or error
+        self._raise_error()
+
+    def close(self) -> None:
+        """Write what is left and close every file. Closing twice does nothing more."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        self._thread.join()
+        for close in (self._file.close, *(mirror.close for mirror in self._mirrors)):
+            try:
+                close()
+            except OSError as error:
+                self._error = self._error or error
+        self._raise_error()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            if isinstance(error, OSError):
+                raise DiskError(
+                    f"could not write {self.path}: {error.strerror}; checkpoints are as they were: "
+                    "make room and add --resume to go on from the newest"
+                ) from error
+            raise RuntimeError(f"could not write {self.path}: {error}") from error
+
+    def _run(self) -> None:
+        last = False
+        while not last:
+            last = self._stop.wait(_INTERVAL_S)
+            try:
+                with self._draining:
+                    self._drain()
+            except Exception as error:  # The thread must outlive it: the training thread raises it.
+                self._error = error
+
+    def _drain(self) -> None:
+        try:
+            while not self._rows.empty():
+                row, walltime = self._rows.get()
+                numbers = {key: _number(key, value) for key, value in row.items()}
+                self._file.write(to_json(numbers) + "\n")
+                for mirror in self._mirrors:
+                    mirror.write(numbers, walltime)
+        finally:
+            self._file.flush()
+
+
+def read(path: Path | str) -> list[dict[str, Any]]:
+    """All rows of a metrics.jsonl, in file order. A last line torn by a kill is left out.
+
+    Raises:
+        MetricsError: another line is not a metrics row; the text has its number.
+        FileNotFoundError: there is no such file.
+    """
+    rows = []
+    lines = Path(path).read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+                raise ValueError("not an object with a whole step")
+        except ValueError as error:
+            if number == len(lines):  # No newline after it: the write was cut off.
+                continue
+            raise MetricsError(f"{path} line {number} is not a metrics row ({error}); remove the line") from error
+        rows.append(row)
+    return rows
+
+
+def has_evaluation(workdir: Path | str, step: int) -> bool:
+    """Whether the run in this folder has written the evaluation of a step; a kill or a signal may have come before."""
+    path = Path(workdir) / FILE_NAME
+    return path.exists() and any(row["step"] == step and "eval_loss" in row for row in read(path))
+
+
+def to_json(row: Mapping[str, Any]) -> str:
+    """One row as strict JSON on one line: a non-finite number becomes null and is named under `nonfinite`."""
+    nonfinite = {key: str(value) for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
+    if not nonfinite:
+        return json.dumps(row, allow_nan=False)
+    return json.dumps({**row, **dict.fromkeys(nonfinite), "nonfinite": nonfinite}, allow_nan=False)
+
+
+def _keep_until(path: Path, step: int | None) -> None:
+    """Cut the file back to the rows up to `step` (None: to nothing). A kill leaves the old file or the new one."""
+    rows = [] if step is None or not path.exists() else [row for row in read(path) if row["step"] <= step]
+    temporary = path.with_suffix(".jsonl.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.writelines(to_json(row) + "\n" for row in rows)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _number(key: str, value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if getattr(value, "shape", None) == ():
+        return value.item()
+    raise TypeError(
+        f"metric {key!r} is {type(value).__name__} of shape {getattr(value, 'shape', '?')}; give one number"
+    )
+
+
+def _tag(key: str) -> str:
+    group, _, name = key.partition("_")
+    return f"{group}/{name}" if group in ("eval", "perf") else f"train/{key}"
+
+
+def _scalars(row: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        _tag(key): value
+        for key, value in row.items()
+        if key != "step" and isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
+
+
+class _TensorBoard:
+    def __init__(self, logdir: Path, resume_step: int | None) -> None:
+        from tensorboardX import FileWriter
+
+        # Protocol buffers make their classes when they are imported, which a type checker cannot see.
+        from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+
+        self._summary = Summary
+        self._writer = FileWriter(str(logdir), flush_secs=1)
+        # TensorBoard then hides what an earlier session logged at this step and after.
+        if resume_step is not None:
+            self._writer.add_event(Event(file_version="brain.Event:2"), step=resume_step + 1)
+            self._writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step=resume_step + 1)
+
+    def write(self, row: Mapping[str, Any], walltime: float) -> None:
+        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in _scalars(row).items()]
+        if values:
+            self._writer.add_summary(self._summary(value=values), row["step"], walltime)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    def __init__(self, project: str, workdir: Path, config: Mapping[str, Any] | None, *, new: bool) -> None:
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise MetricsError(
+                f"log.wandb is given, but wandb cannot be imported ({error}); "
+                "run `pip install 'mupax[wandb]'`, or leave --log.wandb out"
+            ) from error
+
+        id_file = workdir / "wandb_id"
+        run_id = None if new or not id_file.exists() else id_file.read_text(encoding="utf-8").strip()
+        try:
+            self._run = wandb.init(
+                project=project,
+                dir=str(workdir),
+                name=workdir.name,
+                id=run_id,
+                resume="allow",
+                config=dict(config or {}),
+            )
+        except wandb.errors.Error as error:
+            raise MetricsError(
+                f"wandb did not start ({error}); run `wandb login`, set WANDB_MODE=offline, or leave --log.wandb out"
+            ) from error
+        # Our own step axis: wandb's would refuse the steps between the checkpoint and the end of the stopped session.
+        self._run.define_metric("*", step_metric="step")
+        id_file.write_text(self._run.id, encoding="utf-8")
+
+    def write(self, row: Mapping[str, Any], walltime: float) -> None:
+        self._run.log({"step": row["step"], **_scalars(row)})
+
+    def flush(self) -> None:
+        pass  # what is lost is sent again from where the run goes on
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,303 @@
+"""What a person sees when a run is over: loss.png, a picture of predictions, and the summary in the terminal."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from mupax.train.run.report import metrics, plotting
+from mupax.train.run.report.progress import duration, quantity
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from mupax.train.data.interface import Reference
+
+_GRID = (8, 5)
+"""Columns and rows of the picture of predictions."""
+_CELL = 1.28
+"""Height of its cells over their width."""
+
+
+def loss_plot(
+    metrics_path: Path | str,
+    out_png: Path | str,
+    references: Sequence[Reference] = (),
+    title: str = "",
+    *,
+    bytes_per_token: float = 1.0,
+) -> None:
+    """Draw the training loss, the evaluations and the reference models over steps.
+
+    A language model's loss is drawn in nats per byte, so that tokenizers compare. An image model gets a second panel
+    with its accuracy, where rows have `eval_accuracy` (and `accuracy`, of training batches).
+
+    Args:
+        metrics_path: a metrics.jsonl with at least one row.
+        out_png: picture to write.
+        references: drawn as horizontal lines in the panel of their unit.
+        title: shown above the panels.
+        bytes_per_token: mean bytes of text per token; divides a language model's losses.
+
+    Raises:
+        metrics.MetricsError: the file has no rows, or a line of it is not a metrics row.
+    """
+    # Figure without pyplot: it touches nothing global and needs no screen.
+    from matplotlib.figure import Figure
+
+    rows = _rows(metrics_path)
+    unit = _unit(rows)
+    scale = bytes_per_token if unit == "tokens" else 1.0
+    steps, losses = _series(rows, "loss", scale)
+    accuracies = _series(rows, "eval_accuracy", 0.01)
+    panels = 2 if unit == "images" and accuracies[0].size else 1
+    figure = Figure(figsize=(7.6, 4.4 if panels == 1 else 6.2), dpi=150, layout="constrained")
+    upper, *lower = figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0]
+    for axes in (upper, *lower):
+        plotting.style(axes, min(row["step"] for row in rows), max(row["step"] for row in rows))
+
+    smooth = _training(upper, steps, losses)
+    upper.set_ylabel("loss (nats per byte)" if unit == "tokens" else "loss (nats per image)", color=plotting.INK)
+    upper.set_title(title, loc="left", fontsize=12, fontweight="bold", color=plotting.INK, pad=26)
+    lines = [(r.value, f"{r.name} {r.value:.3f}") for r in references if r.unit == "nats/byte" and unit == "tokens"]
+    evaluations = _series(rows, "eval_loss", scale)
+    extremes = np.nanquantile(losses, [0.002, 0.998]) if np.isfinite(losses).any() else []
+    around = np.array([*smooth, *extremes])
+    _evaluations(upper, evaluations, lines, "{:.3f}", gap=0.06 * panels**0.5, log=True, around=around)
+    # Above the panel, where no line runs.
+    upper.legend(
+        loc="lower left", bbox_to_anchor=(-0.01, 1), ncols=2, frameon=False, labelcolor=plotting.INK, fontsize=9
+    )
+    for axes in lower:
+        axes.set_ylabel("accuracy (%)", color=plotting.INK)
+        smooth = _training(axes, *_series(rows, "accuracy", 0.01))
+        lines = [(100 * r.value, f"{r.name} {100 * r.value:.2f}") for r in references if r.unit == "accuracy"]
+        _evaluations(axes, accuracies, lines, "{:.2f}", gap=0.085, log=False, around=smooth)
+    per_step = {row[unit] for row in rows if unit in row}
+    each = f" ({per_step.pop():,} {unit} each)" if len(per_step) == 1 else ""
+    (upper, *lower)[-1].set_xlabel(f"optimizer step{each}", color=plotting.INK)
+    figure.savefig(out_png)
+
+
+def prediction_picture(
+    images: np.ndarray,
+    targets: np.ndarray,
+    predictions: np.ndarray,
+    class_names: Sequence[str] | None,
+    out_png: Path | str,
+) -> None:
+    """Draw test images with the predicted label: the wrong ones first, marked with the truth, at most half the grid.
+
+    Args:
+        images: float [N, H, W, C], C = 1 or 3, in any normalization per channel: the smallest value of a channel over
+            all images is drawn black and the largest at full strength.
+        targets: true classes, int [N].
+        predictions: predicted classes, int [N].
+        class_names: names of the classes; their numbers unless given.
+        out_png: picture to write.
+
+    Raises:
+        ValueError: no images, images of another shape, or counts that differ.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+    images, targets, predictions = np.asarray(images, np.float32), np.asarray(targets), np.asarray(predictions)
+    if images.ndim != 4 or images.shape[-1] not in (1, 3) or not len(images):
+        raise ValueError(f"images are {images.shape}; give [N, H, W, C] with N >= 1 and C = 1 or 3")
+    if targets.shape != images.shape[:1] or predictions.shape != images.shape[:1]:
+        raise ValueError(
+            f"{len(images)} images need as many targets and predictions, not {targets.shape}, {predictions.shape}"
+        )
+    low, high = images.min((0, 1, 2)), images.max((0, 1, 2))
+    pixels = (images - low) / np.where(high > low, high - low, 1)
+    right = targets == predictions
+    wrong_first = np.flatnonzero(~right)[: _GRID[0] * _GRID[1] // 2]
+    shown = np.concatenate([wrong_first, np.flatnonzero(right)])[: _GRID[0] * _GRID[1]]
+    columns = min(_GRID[0], len(shown))
+    rows = math.ceil(len(shown) / columns)
+    # Inches, and so are the coordinates: a cell is 1 wide and _CELL high, the image above and its label below.
+    width, height = max(4.5, columns), _CELL * rows + 0.4
+    figure = Figure(figsize=(width, height), dpi=150)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_axis_off()
+    for cell, index in enumerate(shown):
+        left, top = cell % columns, _CELL * (cell // columns)
+        extent = (left + 0.06, left + 0.94, top + 0.94, top + 0.06)
+        picture = pixels[index] if images.shape[-1] == 3 else pixels[index, ..., 0]
+        axes.imshow(picture, extent=extent, cmap="gray", vmin=0, vmax=1, interpolation="nearest", aspect="equal")
+        label, color = _class_name(class_names, int(predictions[index])), plotting.INK
+        if not right[index]:
+            truth = _class_name(class_names, int(targets[index]))
+            label = f"{label}, is {truth}" if len(label + truth) <= 8 else f"{label},\nis {truth}"
+            color = plotting.ORANGE
+            axes.add_patch(
+                Rectangle((left + 0.06, top + 0.06), 0.88, 0.88, fill=False, edgecolor=plotting.ORANGE, linewidth=2.5)
+            )
+        weight = "normal" if right[index] else "bold"
+        axes.text(left + 0.5, top + 1.0, label, ha="center", va="top", fontsize=7.5, color=color, fontweight=weight)
+    axes.set(xlim=(0, width), ylim=(height - 0.4, -0.4))  # After imshow, which moves them.
+    marked = "; framed: wrong, with the true class" if len(wrong_first) else ""
+    heading = f"{right.sum():,} of {len(right):,} right ({100 * right.mean():.1f} %){marked}"
+    axes.text(0.06, -0.14, heading, va="center", fontsize=9, color=plotting.INK)
+    figure.savefig(out_png)
+
+
+def summary(
+    console: Console,
+    metrics_path: Path | str,
+    *,
+    name: str,
+    preset: str,
+    parameters: int,
+    seconds: float,
+    references: Sequence[Reference] = (),
+    bytes_per_token: float = 1.0,
+    facts: Mapping[str, str] | None = None,
+    files: Sequence[Path | str] = (),
+) -> None:
+    """Print how a run ended: its results beside the reference models, its cost, and where its files are.
+
+    Args:
+        console: where to print.
+        metrics_path: the run's metrics.jsonl.
+        name: of the run, for the title.
+        preset: the parameterization in words, such as "mup relative to lm-proxy".
+        parameters: of the model.
+        seconds: wall-clock time of the session.
+        references: compared with the last evaluation where it has their unit.
+        bytes_per_token: mean bytes of text per token; divides a language model's losses.
+        facts: more lines, by their label.
+        files: what was written, shown relative to the current folder.
+    """
+    rows = _rows(metrics_path)
+    unit = _unit(rows)
+    scale, per = (bytes_per_token, "nats/byte") if unit == "tokens" else (1.0, "nats/image")
+    table = Table.grid(padding=(0, 3, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+
+    loss = ("evaluation loss", "nats/byte", _last(rows, "eval_loss", scale), per)
+    accuracy = ("evaluation accuracy", "accuracy", _last(rows, "eval_accuracy"), "")
+    for label, reference_unit, ours, remark in (accuracy, loss) if unit == "images" else (loss, accuracy):
+        if ours is None:
+            continue
+        table.add_row(Text(label, "bold"), Text(_quality(ours, reference_unit), "bold"), remark)
+        for reference in references:
+            if reference.unit == reference_unit and (unit == "tokens" or reference_unit == "accuracy"):
+                value = _quality(reference.value, reference_unit)
+                table.add_row(f"  {reference.name}", value, _compared(console, ours, reference))
+    steps, losses = _series(rows, "loss")
+    if len(steps):
+        count = max(1, min(100, len(steps) // 20))
+        mean = losses[-count:].mean() / scale
+        table.add_row("training loss", f"{mean:.4f}", f"{per}, mean of the last {count} steps" if count > 1 else per)
+
+    rates = [row[unit] / row["seconds"] for row in rows if row.get("seconds") and unit in row]
+    rate = f", {quantity(float(np.median(rates)))} {unit}/s while training" if rates else ""
+    lines = {
+        "time": f"{duration(seconds)}{rate}",
+        "model": f"{parameters:,} parameters",
+        "preset": preset,
+        **(facts or {}),
+    }
+    if files:
+        lines["files"] = "\n".join(_relative(file) for file in files)
+    below = Table.grid(padding=(0, 3, 0, 0))
+    below.add_column(no_wrap=True)
+    below.add_column(overflow="fold")
+    for label, line in lines.items():
+        below.add_row(label, Text(line))
+    heading = Text(f"{name}: {rows[-1]['step']:,} steps done", "bold")
+    console.print(Panel(Group(table, "", below), title=heading, title_align="left", padding=(1, 2), expand=False))
+
+
+def _rows(path: Path | str) -> list[dict[str, Any]]:
+    rows = metrics.read(path)
+    if not rows:
+        raise metrics.MetricsError(f"{path} has no rows, there is nothing to report; train at least one step")
+    return rows
+
+
+def _unit(rows: Sequence[Mapping[str, Any]]) -> str:
+    return "images" if any("images" in row for row in rows) else "tokens"
+
+
+def _series(rows: Sequence[Mapping[str, Any]], key: str, scale: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values / scale of one column; what was not finite is nan."""
+    points = [(row["step"], row[key] / scale) for row in rows if row.get(key) is not None]
+    points += [(row["step"], math.nan) for row in rows if key in row.get("nonfinite", ())]
+    points.sort(key=lambda point: point[0])
+    return np.array([step for step, _ in points]), np.array([value for _, value in points], np.float64)
+
+
+def _training(axes: Axes, steps: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Every step in a light line and their smoothed course, which is returned."""
+    smooth = plotting.smoothed(values)
+    axes.plot(steps, values, color=plotting.BLUE, alpha=0.25, linewidth=0.8)
+    axes.plot(steps, smooth, color=plotting.BLUE, linewidth=1.8, label="training (smoothed)")
+    return smooth
+
+
+def _evaluations(
+    axes: Axes,
+    points: tuple[np.ndarray, np.ndarray],
+    lines: Sequence[tuple[float, str]],
+    form: str,
+    *,
+    gap: float,
+    log: bool,
+    around: np.ndarray,
+) -> None:
+    """Evaluations and reference lines, named in the right margin. Sets the limits of y to hold them and `around`."""
+    steps, values = points
+    inside = [values, [value for value, _ in lines], around]
+    axes.plot(steps, values, color=plotting.ORANGE, marker="o", markersize=3.5, linewidth=1.2, label="evaluation")
+    for value, _ in lines:
+        axes.axhline(value, color=plotting.GREY, linestyle=(0, (5, 3)), linewidth=1.0, zorder=1)
+    plotting.limits(axes, np.concatenate(inside), log=log)
+    labels = [(value, text, plotting.GREY) for value, text in lines]
+    if values.size and math.isfinite(values[-1]):
+        labels.append((float(values[-1]), f"evaluation {form.format(values[-1])}", plotting.ORANGE))
+    plotting.margin_labels(axes, labels, gap)
+
+
+def _class_name(names: Sequence[str] | None, index: int) -> str:
+    # ImageNet's names are lists of synonyms.
+    name = str(index) if names is None else names[index].split(",")[0]
+    return name if len(name) <= 12 else f"{name[:11]}…"
+
+
+def _last(rows: Sequence[Mapping[str, Any]], key: str, scale: float = 1.0) -> float | None:
+    """The last value / scale of a column; nan where it was not finite, None where it has no value."""
+    values = _series(rows, key, scale)[1]
+    return float(values[-1]) if values.size else None
+
+
+def _quality(value: float, unit: str) -> str:
+    return f"{100 * value:.2f} %" if unit == "accuracy" else f"{value:.4f}"
+
+
+def _compared(console: Console, ours: float, reference: Reference) -> Text:
+    good, bad = ("+", "x") if console.options.ascii_only else ("✓", "✗")
+    if math.isnan(ours):
+        return Text(f"{bad} diverged", "red")
+    gain = ours - reference.value if reference.unit == "accuracy" else reference.value - ours
+    size = f"{100 * abs(gain):.2f} points" if reference.unit == "accuracy" else f"{abs(gain):.4f}"
+    return Text(f"{good} better by {size}", "green") if gain >= 0 else Text(f"{bad} worse by {size}", "red")
+
+
+def _relative(path: Path | str) -> str:
+    """Relative to the current folder where it lies below it."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative

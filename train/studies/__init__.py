@@ -1,0 +1,1 @@
+"""Commands that train many small models to answer one question."""

@@ -1,0 +1,246 @@
+"""Rates for a model that nobody wrote a preset for: every layer takes an equal part off the loss, features move at speed 1.
+
+The desiderata of Chizat and Netrapalli 2023 (arXiv 2311.18718), solved at a reference initialization (`mupax.train.studies.check.feature_speed`
+measures them). Balanced contributions and loss decay: rate_l = 1 / (L <∇_l, u_l>), L layers with the embedding and the
+readout, u_l the optimizer's first update at unit rate (SGD ∇_l, so 1 / (L ‖∇_l‖²) as in the source; derived here: Adam and Lion
+sign ∇_l, so 1 / (L ‖∇_l‖₁); Muon nearly the nuclear norm). Feature learning: ‖b‖_rms = 1 / (m cos θ) at the last layer,
+reached by scaling the readout.
+
+At these rates a step at peak_lr p takes p nats off the loss to first order, whatever the model: start near p = 0.1.
+The theory is for SGD and a first step; query and key gradients that wake up later are not foreseen. Signal propagation is
+the reference's business: for a deep one take branches of depth^-1/2, without which cos θ falls with depth.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mupax import presets
+from mupax.presets import ParamSpec, Preset, PresetError, Role, Scales
+from mupax.presets.rule import Number
+from mupax.presets.tuned.measured import Measured, Table, measured
+from mupax.train.config.run import OptimizerConfig
+from mupax.train.core import optimizer as chains
+from mupax.train.core.adam import rows
+from mupax.train.core.factors import Factors, Numbers, init_stds, resolve
+from mupax.train.studies.check.feature_speed import Flow, Speeds, layer_names, of_model, refuse_tied
+from mupax.zoo.definition import Arrays, Definition
+
+_CLOSE = 0.01
+"""The output scale is found when the last feature's speed is this near 1."""
+
+_ROUNDS = 20
+
+_ROUNDING = 1e-6
+"""A gradient below this share of the whole is round-off, and a rate from it would be noise."""
+
+
+class Parts(NamedTuple):
+    """What each (group, layer) has: group to float32 [layers], or [1] outside the stack."""
+
+    gradient: dict[str, jax.Array]
+    """‖∇‖."""
+    slope: dict[str, jax.Array]
+    """<∇, u>: nats per unit of this part's own rate."""
+
+
+def balance(
+    definition: Definition,
+    batch: Mapping[str, Any],
+    config: OptimizerConfig,
+    *,
+    reference: Preset | None = None,
+    seed: int = 0,
+    centered: bool = False,
+) -> Measured:
+    """Derive a preset from backward passes over one batch at the reference initialization.
+
+    Within a layer every group (`ParamSpec.group`) has an equal part too, so that gains and biases move at any size. The
+    formula gives the output scale from one pass exactly while logits are small; passes repeat until it holds.
+
+    Args:
+        definition: a ViT, an untied decoder, or a model that `mupax.train.studies.check.feature_speed.of_model` can take apart.
+        batch: `inputs`, `targets`, `weights`; larger ones have less noise in the gradient.
+        config: the optimizer. Its rate, schedule, decay and clipping play no part.
+        reference: initialization, multipliers, eps and decay (lr * wd per group) come from here; `sp` unless given.
+        seed: of the initialization.
+        centered: train f - f at initialization.
+
+    Returns:
+        A preset for this model at these sizes; its `table` can be saved and loaded (`mupax.presets.tuned.measured`).
+
+    Raises:
+        PresetError: a tied readout, a parameter without gradient at this initialization (such as all below a readout of
+            zero), or two of one group that the reference gives different numbers.
+    """
+    refuse_tied(definition)
+    reference = reference or presets.get("sp")
+    factors = resolve(reference, definition, config.name, "independent")
+    params = jax.jit(definition.initialize)(np.uint32(seed), init_stds(reference, definition))
+    # Compiled once: the output scale is data.
+    program = jax.jit(lambda p, f, b: moment(definition, p, f, b, config, centered=centered))
+    found, scale, tried = factors, 1.0, []
+    for _ in range(_ROUNDS):
+        found = _with_output(definition, factors, scale)
+        speeds, parts = program(params, found, dict(batch))
+        speed = float(speeds.speed_rms[-1])
+        _check_gradients(parts)
+        if abs(speed - 1) < _CLOSE:
+            break
+        tried.append((scale, speed))
+        scale = next_scale(tried)
+    else:
+        raise PresetError(f"no output scale makes the last feature move at speed 1 (at {scale:.3g} it is {speed:.3g})")
+    rates = balanced(definition, parts)
+    return measured(_table(definition, found, init_stds(reference, definition), reference, rates, config.name))
+
+
+def next_scale(tried: Sequence[tuple[float, float]]) -> float:
+    """The output scale to try next, from pairs of (scale, speed of the last feature) in order, for a speed of 1.
+
+    Speed goes as scale^-1 while logits are small and more steeply beyond, where steps that trust the -1 swing from side to
+    side: two pairs tell the power.
+    """
+    (scale, speed), power = tried[-1], -1.0
+    if len(tried) > 1:
+        before, was = tried[-2]
+        power = min(max(math.log(speed / was) / math.log(scale / before), -4.0), -0.25)
+    return scale * speed ** (-1 / power)
+
+
+def moment(
+    definition: Definition,
+    params: Arrays,
+    factors: Factors,
+    batch: Mapping[str, Any],
+    config: OptimizerConfig,
+    *,
+    centered: bool = False,
+) -> tuple[Speeds, Parts]:
+    """The speeds under the balanced rates at one place, and every part's gradient and slope."""
+    unit = direction(definition, factors, config)
+
+    def flow(grads: Arrays) -> Arrays:
+        updates = unit(grads)
+        rates = balanced(definition, parts_of(definition, grads, updates))
+        return {n: -rows(_fit(rates[s.group], s), updates[n]) * updates[n] for n, s in definition.specs.items()}
+
+    speeds, grads = of_model(definition, params, factors, batch, flow, centered=centered)
+    return speeds, parts_of(definition, grads, unit(grads))
+
+
+def direction(definition: Definition, factors: Factors, config: OptimizerConfig) -> Flow:
+    """Gradients by name to u by name: the optimizer's own first update at rate 1, without clipping or decay."""
+    tx = chains.build(dataclasses.replace(config, clip_norm=None), definition.specs)
+    hyper = chains.Hyper(peak_lr=1.0, schedule=1.0, weight_decay=0.0, eps=config.eps)
+    ones = factors._replace(lr={name: jnp.ones_like(rate) for name, rate in factors.lr.items()})
+
+    def unit(grads: Arrays) -> Arrays:
+        updates: Any = tx.update(grads, tx.init(grads), None, factors=ones, hyper=hyper)[0]
+        return {name: -updates[name] for name in grads}
+
+    return unit
+
+
+def descent(definition: Definition, factors: Factors, config: OptimizerConfig) -> Flow:
+    """Gradients by name to dw/dt = -lr u: the optimizer's first step under a preset's rates, per unit of peak_lr."""
+    unit = direction(definition, factors, config)
+
+    def flow(grads: Arrays) -> Arrays:
+        return {name: -rows(factors.lr[name], u) * u for name, u in unit(grads).items()}
+
+    return flow
+
+
+def balanced(definition: Definition, parts: Parts) -> dict[str, jax.Array]:
+    """rate = 1 / (L G <∇, u>) of every (group, layer), in a chain of L layers with G groups in this one."""
+    layers = definition.sizes["layers"] + 2
+    groups = [{definition.specs[name].group for name in names} for names in layer_names(definition)]
+    return {group: 1 / (layers * len(here) * parts.slope[group]) for here in groups for group in here}
+
+
+def parts_of(definition: Definition, grads: Arrays, updates: Arrays) -> Parts:
+    """What each (group, layer) has of gradients by name and the optimizer's unit updates by name."""
+    squares: dict[str, jax.Array] = {}
+    slopes: dict[str, jax.Array] = {}
+    for name, spec in definition.specs.items():
+        g, u = (x[name].astype(jnp.float32) for x in (grads, updates))
+        layers = g.shape[0] if spec.stacked else 1
+        for total, product in ((squares, g * g), (slopes, g * u)):
+            total[spec.group] = total.get(spec.group, jnp.zeros(layers)) + jnp.sum(product.reshape(layers, -1), axis=1)
+    return Parts({group: jnp.sqrt(square) for group, square in squares.items()}, slopes)
+
+
+def _check_gradients(parts: Parts) -> None:
+    whole = math.sqrt(sum(float(jnp.sum(g**2)) for g in parts.gradient.values()))
+    if not 0 < whole < math.inf:
+        raise PresetError(
+            f"the gradient at the reference initialization has norm {whole}; start from another reference"
+        )
+    for group, norms in parts.gradient.items():
+        for layer, norm in enumerate(norms.tolist()):
+            if not norm > _ROUNDING * whole or not float(parts.slope[group][layer]) > 0:
+                raise PresetError(
+                    f"{group}, layer {layer}: no gradient at the reference initialization ({norm:.1e} of {whole:.1e}), "
+                    "so no rate can be derived; start what multiplies it away from zero, or leave the parameter out"
+                )
+
+
+def _fit(rate: jax.Array, spec: ParamSpec) -> jax.Array:
+    return rate if spec.stacked else rate[0]
+
+
+def _with_output(definition: Definition, factors: Factors, scale: float) -> Factors:
+    multiplier: Numbers = {
+        name: (number * scale).astype(np.float32) if definition.specs[name].role is Role.READOUT else number
+        for name, number in factors.multiplier.items()
+    }
+    return factors._replace(multiplier=multiplier)
+
+
+def _table(
+    definition: Definition,
+    factors: Factors,
+    stds: Numbers,
+    reference: Preset,
+    rates: Mapping[str, jax.Array],
+    optimizer: str,
+) -> Table:
+    scales: dict[str, Scales] = {}
+    for name, spec in definition.specs.items():
+        row = Scales(
+            multiplier=_plain(factors.multiplier[name]),
+            init_std=_plain(stds[name]),
+            lr=_plain(np.asarray(rates[spec.group])),
+            eps=_plain(factors.eps[name]),
+            weight_decay=_plain(factors.weight_decay[name]),
+        )
+        if scales.setdefault(spec.group, row) != row:
+            raise PresetError(
+                f"{name}: {reference.name} gives another of the group {spec.group} other numbers; give them roles apart"
+            )
+    kinds = {declared["kind"] for declared in definition.factors.values()}
+    sizes = definition.sizes
+    return Table(
+        scales=scales,
+        logits=reference.logit_scale(sizes) if "logits" in kinds else 1.0,
+        residual=tuple(
+            (reference.residual_scale(sizes, layer, "attention"), reference.residual_scale(sizes, layer, "mlp"))
+            for layer in (range(sizes["layers"]) if "branch" in kinds else ())
+        ),
+        sizes=dict(sizes),
+        optimizer=optimizer,
+        source=f"balanced from {reference.describe()}",
+    )
+
+
+def _plain(numbers: np.ndarray) -> Number:
+    values = [float(x) for x in numbers.flat]
+    return values[0] if len(set(values)) == 1 else tuple(values)

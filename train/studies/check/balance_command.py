@@ -1,0 +1,160 @@
+"""`python -m train balance MODEL|RECIPE --out PATH.json`: rates per layer from one batch, for where no preset has a rule.
+
+By the feature speed formula (Chizat and Netrapalli 2023, 2311.18718): measures cos θ and the four desiderata of every
+block at initialization, derives the learning rates and the output scale that satisfy them, and writes them as a preset
+that `--preset measured:PATH.json` names. A recipe brings its data, optimizer and preset; a model of `python -m zoo` gets
+random inputs, Adam and sp. The preset gives initialization, multipliers, eps and decay, and the rates to compare with.
+The recipe's flags --model.*, --preset.*, --optimizer.*, --data.* and --seed work here too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mupax.presets import terminal
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mupax.presets.tuned.measured import Table as Measurements
+    from mupax.train.config.run import Config
+    from mupax.train.studies.check.feature_speed import Speeds
+    from mupax.zoo.definition import Definition
+
+OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "muon", "lion")
+READ = ("--model", "--preset", "--optimizer", "--data", "--seed")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's own flags."""
+    made = argparse.ArgumentParser(
+        prog="python -m train balance",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument("name", metavar="MODEL|RECIPE", help="a recipe, or a model of `python -m zoo`")
+    made.add_argument("--out", required=True, type=Path, metavar="PATH.json", help="where to write the measured preset")
+    made.add_argument("--optimizer", choices=OPTIMIZERS, help="whose rates (the recipe's; adam for a model)")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, derive, write, measure again; 0 when done."""
+    try:
+        args, rest = parser().parse_known_args(list(argv))
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 2
+    config = configured(args, rest)
+    import jax
+
+    from mupax import presets
+    from mupax.presets.tuned import measured
+    from mupax.train.config.run import preset_of
+    from mupax.train.studies.check import observables
+    from mupax.zoo.build import definition
+
+    console, model = terminal.console(), definition(config.model)
+    reference, batch = preset_of(config), batch_of(config, args.name, console)
+    given: Any = {"seed": config.seed, "centered": config.model.centered}
+    found = observables.balance(model, batch, config.optimizer, reference=reference, **given)
+    source = f"{args.name}, {found.table.source}, seed {config.seed}"
+    measured.save(dataclasses.replace(found.table, source=source), args.out)
+    again = presets.get(f"measured:{args.out}")
+    before, after = jax.device_get(observables.desiderata(model, batch, config.optimizer, reference, again, **given))
+    show(console, model, before, after, found.table, reference.describe())
+    console.print(f"written to {args.out}; use it with --preset measured:{args.out} --preset.base None", soft_wrap=True)
+    return 0
+
+
+def configured(args: argparse.Namespace, rest: Sequence[str]) -> Config:
+    """The run whose model, data, optimizer and reference are measured.
+
+    Raises:
+        UsageError: a flag that measuring does not read, or a folder that is not there.
+        ConfigError: no recipe or model has the name, or values that do not fit together.
+    """
+    from mupax.train.config import cli
+    from mupax.train.config.recipes import RECIPES
+    from mupax.train.config.run import Config, DataConfig, OptimizerConfig, PresetConfig
+    from mupax.zoo import configs
+
+    for word in rest:
+        flag = word.partition("=")[0]
+        if flag.startswith("--") and flag.partition(".")[0] not in READ:
+            raise cli.UsageError(
+                f"balance does not read {flag}; beside --out it takes {', '.join(READ)} and their fields"
+            )
+    if not args.out.absolute().parent.is_dir():
+        raise cli.UsageError(f"--out {args.out}: there is no folder {args.out.parent}; make it, or write another path")
+
+    def bare() -> Config:
+        return Config(
+            recipe=args.name,
+            model=configs.get(args.name),
+            data=DataConfig(name="random", batch_size=1),
+            preset=PresetConfig(name="sp"),
+            optimizer=OptimizerConfig(name="adam"),
+            steps=1,
+        )
+
+    chosen = ["--optimizer.name", args.optimizer] if args.optimizer else []
+    return cli.parse(f"balance {args.name}", RECIPES.get(args.name, bare), [*rest, *chosen]).config
+
+
+def batch_of(config: Config, name: str, console: Console) -> Mapping[str, Any]:
+    """The recipe's first training batch, or random inputs and labels for a model without data."""
+    from mupax.train import data
+    from mupax.train.config.recipes import RECIPES
+    from mupax.train.studies.check import models
+
+    if name not in RECIPES:
+        return models.batch(config.model)
+    return data.load(config.data, config.model, seed=config.data_seed, note=console.print).train_batch(0)
+
+
+def show(
+    console: Console, model: Definition, before: Speeds, after: Speeds, table: Measurements, reference: str
+) -> None:
+    """Every layer before and after, the four desiderata, and the derived rates."""
+    from rich.table import Table
+
+    depth = model.sizes["layers"]
+    layers = Table(title=f"layers, before ({reference}) | after", title_justify="left", box=None, padding=(0, 1))
+    for column in ("layer", "cos θ", "feature rms", "speed rms", "part of the loss decay"):
+        layers.add_column(column, justify="left" if column == "layer" else "right", no_wrap=True)
+    for index, name in enumerate(("embedding", *(f"block {i}" for i in range(depth)), "readout")):
+        feature = (("cosine", index), ("feature_rms", index), ("speed_rms", index)) if index <= depth else ()
+        cells = [" | ".join(f"{getattr(speeds, what)[at]:.3g}" for speeds in (before, after)) for what, at in feature]
+        parts = (speeds.contribution[index] / speeds.loss_decay for speeds in (before, after))
+        layers.add_row(name, *(cells or [""] * 3), " | ".join(f"{part:.3g}" for part in parts))
+    console.print(layers)
+
+    wanted = Table(title="desiderata, at peak_lr 1", title_justify="left", box=None, padding=(0, 1))
+    for column in ("", "wanted", "before", "after"):
+        wanted.add_column(column, no_wrap=True)
+    for name, target, value in (
+        (
+            "signal propagation (feature rms)",
+            "about 1",
+            lambda s: f"{min(s.feature_rms):.3g} to {max(s.feature_rms):.3g}",
+        ),
+        ("feature learning (speed rms, last)", "1", lambda s: f"{s.speed_rms[-1]:.3g}"),
+        ("loss decay (nats)", "1", lambda s: f"{s.loss_decay:.3g}"),
+        ("balance (largest part / smallest)", "1", lambda s: f"{max(s.contribution) / min(s.contribution):.3g}"),
+    ):
+        wanted.add_row(name, target, value(before), value(after))
+    console.print(wanted)
+
+    rates = Table(title=f"derived rates, {table.optimizer}", title_justify="left", box=None, padding=(0, 1))
+    for column in ("group", "multiplier", "rate, first layer", "rate, last layer"):
+        rates.add_column(column, justify="left" if column == "group" else "right", no_wrap=True)
+    for group, scales in sorted(table.scales.items()):
+        lr = scales.lr if isinstance(scales.lr, tuple) else (scales.lr,)
+        multiplier = scales.multiplier[0] if isinstance(scales.multiplier, tuple) else scales.multiplier
+        rates.add_row(group, f"{multiplier:.3g}", f"{lr[0]:.3g}", f"{lr[-1]:.3g}")
+    console.print(rates)

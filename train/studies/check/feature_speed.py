@@ -1,0 +1,245 @@
+"""The feature speed formula: how fast features move at a given moment, and why, exactly and from one batch.
+
+    ‖df_v/dt‖ = sum_{l <= v} η_l ‖∇_l‖² / (cos θ_v ‖b_v‖)        (Chizat and Netrapalli 2023, arXiv 2311.18718)
+
+for layers f_v = layer_v(w_v, f_{v-1}) and the flow dw_l/dt = -η_l ∇_l; b_v is dLoss/df_v, θ_v the angle between df_v/dt
+and -b_v (the backward-feature angle). For another optimizer with update u_l, η_l ‖∇_l‖² becomes η_l <∇_l, u_l>. It holds
+because every path from w_l, l <= v, to the loss leads through f_v; a weight that acts twice breaks it.
+One backward pass gives every ∇_l and b_v, one JVP every df_v/dt; nothing is a finite difference.
+
+Time is in units of the rates (a step of SGD at peak_lr 1 is one), losses in nats, norms are Frobenius over the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from mupax.presets import EMBEDDINGS, PresetError
+from mupax.train.core.factors import Factors
+from mupax.zoo.definition import Arrays, Definition
+from mupax.zoo.param import multiplied
+
+Flow = Callable[[Any], Any]
+"""Gradients to velocities dw/dt of the same structure, such as -η ∇."""
+
+
+class Chain(NamedTuple):
+    """A network as layers that each see only the one before."""
+
+    layers: Sequence[Callable[[Any, Any], jax.Array]]
+    """(w_v, f_{v-1}) -> f_v; the first takes the input."""
+    loss: Callable[[Any, jax.Array], jax.Array]
+    """(w of the readout, last f) -> mean loss, []."""
+
+
+class Speeds(NamedTuple):
+    """One moment of a chain of V layers and a readout under a flow. float32; v counts layers, l layers and readout."""
+
+    loss: jax.Array
+    """[]."""
+    feature: jax.Array
+    """‖f_v‖, [V]."""
+    speed: jax.Array
+    """‖df_v/dt‖, [V]."""
+    backward: jax.Array
+    """‖b_v‖, [V]."""
+    cosine: jax.Array
+    """cos θ_v, [V]; not a number where a feature stands still."""
+    gradient: jax.Array
+    """‖∇_l‖, [V + 1]."""
+    contribution: jax.Array
+    """-<∇_l, dw_l/dt> = η_l <∇_l, u_l>, what layer l takes off the loss per unit of time, [V + 1]."""
+    entries: jax.Array
+    """Numbers in f_v, batch and positions included: m of the desiderata, [V]."""
+
+    @property
+    def formula(self) -> jax.Array:
+        """The right-hand side: sum_{l <= v} contribution_l / (cos θ_v ‖b_v‖), [V]. Equal to `speed`."""
+        return jnp.cumsum(self.contribution[..., :-1], axis=-1) / (self.cosine * self.backward)
+
+    @property
+    def feature_rms(self) -> jax.Array:
+        """Signal propagation asks for Θ(1), [V]."""
+        return self.feature / jnp.sqrt(self.entries)
+
+    @property
+    def speed_rms(self) -> jax.Array:
+        """Feature learning asks for Θ(1) at the last layer, [V]."""
+        return self.speed / jnp.sqrt(self.entries)
+
+    @property
+    def backward_rms(self) -> jax.Array:
+        """With loss decay, the same asks for Θ(1 / (m cos θ)) at the last layer, [V]."""
+        return self.backward / jnp.sqrt(self.entries)
+
+    @property
+    def loss_decay(self) -> jax.Array:
+        """|dLoss/dt| in nats, Θ(1) if loss decays, []. Balanced contributions: each layer has an equal part."""
+        return jnp.sum(self.contribution, axis=-1)
+
+
+def measure(chain: Chain, params: Sequence[Any], inputs: Any, flow: Flow) -> tuple[Speeds, list[Any]]:
+    """Every quantity of the formula. Pure: jit it, or vmap it over seeds.
+
+    Args:
+        chain: V layers and a loss.
+        params: V + 1 trees of floating-point arrays: every layer's and the readout's.
+        inputs: of the first layer.
+        flow: gradients (a list like `params`) to velocities.
+
+    Returns:
+        The speeds, and the gradients.
+    """
+
+    def forward(params: Sequence[Any], deltas: Sequence[Any]) -> tuple[jax.Array, list[jax.Array]]:
+        x, features = inputs, []
+        for layer, w, delta in zip(chain.layers, params, deltas, strict=False):
+            x = layer(w, x) + delta
+            features.append(x)
+        return chain.loss(params[-1], x), features
+
+    params = list(params)
+    shapes = jax.eval_shape(lambda p: forward(p, [0.0] * len(chain.layers))[1], params)
+    # A zero added to what each layer gives: its gradient is the backward signal there.
+    zeros = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in shapes]
+    (loss, features), (grads, signals) = jax.value_and_grad(forward, argnums=(0, 1), has_aux=True)(params, zeros)
+    velocities = flow(grads)
+    _, speeds = jax.jvp(lambda p: forward(p, zeros)[1], (params,), (velocities,))
+    dots = jnp.stack([-dot(df, b) for df, b in zip(speeds, signals, strict=True)])
+    speed, backward = jnp.stack([norm(df) for df in speeds]), jnp.stack([norm(b) for b in signals])
+    return Speeds(
+        loss=loss,
+        feature=jnp.stack([norm(f) for f in features]),
+        speed=speed,
+        backward=backward,
+        cosine=dots / (speed * backward),
+        gradient=jnp.stack([norm(g) for g in grads]),
+        contribution=jnp.stack([-dot(g, w) for g, w in zip(grads, velocities, strict=True)]),
+        entries=jnp.asarray([f.size for f in features], jnp.float32),
+    ), grads
+
+
+def dot(a: Any, b: Any) -> jax.Array:
+    """Inner product of two trees, float32 []. Products and sums, so that no matrix unit rounds them."""
+    parts = jax.tree.map(lambda x, y: jnp.sum(x.astype(jnp.float32) * y.astype(jnp.float32)), a, b)
+    return jax.tree.reduce(jnp.add, parts, jnp.float32(0))
+
+
+def norm(a: Any) -> jax.Array:
+    """Frobenius norm of a tree, float32 []."""
+    return jnp.sqrt(dot(a, a))
+
+
+def of_model(
+    definition: Definition,
+    params: Arrays,
+    factors: Factors,
+    batch: Mapping[str, Any],
+    flow: Callable[[Arrays], Arrays],
+    *,
+    centered: bool = False,
+) -> tuple[Speeds, Arrays]:
+    """`measure` for a model of the zoo: layers are the embedding and each block, with norm and readout last.
+
+    Args:
+        definition: of a ViT, an untied decoder, or any model with `embed(inputs)`, `block` (one module whose parameters
+            are stacked along "layers") and `read(h)`.
+        params: where to measure.
+        factors: multipliers of the forward pass.
+        batch: `inputs`, `targets`, `weights` (see `mupax.train.core.step`).
+        flow: gradients by name to velocities by name.
+        centered: the output is f - f at initialization, and this is initialization.
+
+    Returns:
+        The speeds (feature 0 is the embedding, feature i what block i gives), and the gradients by name.
+
+    Raises:
+        PresetError: the readout shares the embedding's table, which then acts on the loss past every feature; or the
+            model is not made of these parts.
+    """
+    chain = _chain(definition, params, factors, batch, centered)
+
+    def whole(grads: list[Arrays]) -> list[Arrays]:
+        return split(definition, flow(join(definition, grads)))
+
+    speeds, grads = measure(chain, split(definition, params), batch["inputs"], whole)
+    return speeds, join(definition, grads)
+
+
+def refuse_tied(definition: Definition) -> None:
+    """Whether the formula holds for the readout.
+
+    Raises:
+        PresetError: it shares the token embedding's table.
+    """
+    if any(declared["kind"] == "readout" for declared in definition.factors.values()):
+        raise PresetError(
+            "the readout is tied to the token embedding, which then acts both before every block and after the last: "
+            "no feature carries its whole effect and the formula does not hold; write tied=False (--model.no-tied) to measure"
+        )
+
+
+def layer_names(definition: Definition) -> tuple[list[str], list[str], list[str]]:
+    """Names of the parameters of the embedding, of the blocks (each stacked over layers), and of norm and readout."""
+    embed, block, read = [], [], []
+    for name, spec in definition.specs.items():
+        first = spec.role in EMBEDDINGS or spec.of in EMBEDDINGS
+        (block if spec.stacked else embed if first else read).append(name)
+    return embed, block, read
+
+
+def split(definition: Definition, arrays: Arrays) -> list[Arrays]:
+    """Arrays by name as a list over layers: embedding, every block, norm and readout."""
+    embed, block, read = layer_names(definition)
+    blocks = [{name: arrays[name][index] for name in block} for index in range(definition.sizes["layers"])]
+    return [{name: arrays[name] for name in embed}, *blocks, {name: arrays[name] for name in read}]
+
+
+def join(definition: Definition, parts: Sequence[Arrays]) -> Arrays:
+    """The inverse of `split`."""
+    stacked = {name: jnp.stack([part[name] for part in parts[1:-1]]) for name in parts[1]}
+    found = {**parts[0], **stacked, **parts[-1]}
+    return {name: found[name] for name in definition.specs}
+
+
+def _chain(definition: Definition, params: Arrays, factors: Factors, batch: Mapping[str, Any], centered: bool) -> Chain:
+    refuse_tied(definition)
+
+    def bound(own: Arrays, index: int | None = None) -> Any:
+        multipliers, forward = dict(factors.multiplier), dict(factors.forward)
+        if index is not None:
+            # One layer of the stack, as a stack of one.
+            own = {name: w[None] for name, w in own.items()}
+            multipliers |= {name: multipliers[name][index : index + 1] for name in own}
+            forward = {name: number[index : index + 1] for name, number in forward.items()}
+        return definition.bind(multiplied({**params, **own}, multipliers), forward)
+
+    def embed(own: Arrays, inputs: jax.Array) -> jax.Array:
+        return bound(own).embed(inputs)
+
+    def block(index: int, own: Arrays, h_BTD: jax.Array) -> jax.Array:
+        graph, stacked = nnx.split(bound(own, index).block)
+        return nnx.merge(graph, jax.tree.map(lambda w: w[0], stacked))(h_BTD)
+
+    def loss(own: Arrays, h_BTD: jax.Array) -> jax.Array:
+        logits = bound(own).read(h_BTD)
+        logits = logits - jax.lax.stop_gradient(logits) if centered else logits
+        nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+        return jnp.sum(nll * batch["weights"]) / jnp.sum(batch["weights"])
+
+    model = bound({})
+    if "layers" not in definition.sizes or not all(
+        callable(getattr(model, part, None)) for part in ("embed", "block", "read")
+    ):
+        raise PresetError(
+            "the model cannot be taken apart into layers; give it the methods embed(inputs) and read(h), and a module "
+            "`block` whose parameters are stacked along 'layers' (or call mupax.train.studies.check.feature_speed.measure with a Chain of your own)"
+        )
+    blocks = [lambda own, h, i=index: block(i, own, h) for index in range(definition.sizes["layers"])]
+    return Chain([embed, *blocks], loss)

@@ -1,0 +1,182 @@
+"""A coordinate check as a person reads it (one line per observable), as JSON, and as a figure."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from mupax.train.studies.check import check
+from mupax.train.studies.check.check import Finding
+
+_COLOURS = {"as predicted": "green", "measured": "dim"}
+_OWN = ("weight", "movement", "gradient")
+_PANEL_COLUMNS = 7
+_STEP_COLOURS = {0: "#999999", 1: "#56B4E9", 3: "#0072B2", 10: "#D55E00"}
+
+
+def show(console: Console, findings: Sequence[Finding], title: str) -> None:
+    """One line per observable and step, worst first within what theory speaks of, and the verdict."""
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
+    for column, side in (
+        ("observable", "left"),
+        ("after", "right"),
+        ("slope", "right"),
+        ("95 %", "left"),
+        ("theory", "right"),
+        ("verdict", "left"),
+    ):
+        table.add_column(column, justify=side, no_wrap=True)  # pyright: ignore[reportArgumentType]
+    for finding in sorted(findings, key=lambda f: (f.ok, f.observable, f.step)):
+        colour = _COLOURS.get(finding.verdict, "bold red")
+        theory = "" if finding.expected is None else _band(finding)
+        table.add_row(
+            finding.observable,
+            str(finding.step),
+            f"{finding.slope:+.2f}",
+            f"[{finding.low:+.2f}, {finding.high:+.2f}]",
+            theory,
+            f"[{colour}]{_words(finding)}[/{colour}]",
+        )
+    console.print(table)
+    console.print(verdict_line(findings))
+
+
+def _band(finding: Finding) -> str:
+    assert finding.expected is not None
+    slope, below, above = finding.expected.slope, finding.expected.below, finding.expected.above
+    return f"{slope:+.2f} (-{below:.2f} +{above:.2f})"
+
+
+def _words(finding: Finding) -> str:
+    return finding.verdict + (f" through {', '.join(finding.roles)}" if finding.roles else "")
+
+
+def verdict_line(findings: Sequence[Finding]) -> str:
+    """The verdict in a line: the observables that gave a wrong rule away, and the roles whose own lines are wrong."""
+    bad = [f for f in findings if not f.ok]
+    if not findings:
+        return "[bold red]fails[/bold red]: nothing was measured that theory speaks of"
+    if not bad:
+        return f"[bold green]passes[/bold green]: all {len(findings)} observables as predicted"
+    seen = dict.fromkeys(f"{f.observable} {_words(f)}" for f in bad if "/" not in f.observable)
+    groups: dict[str, list[str]] = {}
+    for what, _, group in (f.observable.partition("/") for f in bad):
+        if group:
+            groups.setdefault(group, []).append(what)
+    # A wrong weight or movement is its role's own; a wrong gradient may come from elsewhere.
+    order = sorted(groups, key=lambda group: min(_OWN.index(what) for what in groups[group]))
+    own = [f"{group} ({', '.join(dict.fromkeys(groups[group]))})" for group in order]
+    parts = ["; ".join(_first(list(seen)))] if seen else []
+    parts += [f"by role: {', '.join(_first(own))}"] if own else []
+    return f"[bold red]fails[/bold red]: {'; '.join(parts)}"
+
+
+def _first(names: list[str], count: int = 6) -> list[str]:
+    return names[:count] + ([f"and {len(names) - count} more"] if len(names) > count else [])
+
+
+def to_json(findings: Sequence[Finding], about: dict[str, Any]) -> dict[str, Any]:
+    """`verdict` (pass or fail), what was run, and per observable `slope`, `low`, `high`, `predicted`, `ok`."""
+    return {
+        "verdict": "pass" if check.passes(findings) else "fail",
+        **about,
+        "observables": [
+            {
+                "observable": f.observable,
+                "step": f.step,
+                "slope": _finite(f.slope),
+                "low": _finite(f.low),
+                "high": _finite(f.high),
+                "predicted": None if f.expected is None else f.expected.slope,
+                "ok": f.ok,
+                "verdict": f.verdict,
+                "roles": list(f.roles),
+                "values": [_finite(v) for v in f.values],
+            }
+            for f in findings
+        ],
+    }
+
+
+def write_json(path: Path | str, findings: Sequence[Finding], about: dict[str, Any]) -> None:
+    """Write `to_json` as a file."""
+    Path(path).write_text(json.dumps(to_json(findings, about), indent=2) + "\n")
+
+
+def figure(path: Path | str, findings: Sequence[Finding], sizes: Sequence[float], axis: str, title: str) -> None:
+    """One small log-log panel per observable: a line per step, theory dashed, the slope of the last or the first wrong step in the title."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    names = sorted(dict.fromkeys(f.observable for f in findings), key=_kind)
+    rows = max(1, math.ceil(len(names) / _PANEL_COLUMNS))
+    drawn = Figure(figsize=(1.9 * _PANEL_COLUMNS, 1.75 * rows + 0.6), layout="constrained")
+    FigureCanvasAgg(drawn)
+    drawn.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=11, fontweight="bold")
+    panels = list(drawn.subplots(rows, _PANEL_COLUMNS, squeeze=False).flat)
+    for index, (panel, name) in enumerate(zip(panels, names, strict=False)):
+        own = [f for f in findings if f.observable == name]
+        _panel(panel, own, sizes)
+        if index + _PANEL_COLUMNS < len(names):
+            panel.set_xticklabels([])
+    for panel in panels[len(names) :]:
+        panel.set_visible(False)
+    lines = {line.get_label(): line for panel in panels for line in panel.get_lines()}
+    if lines:
+        order = sorted(
+            lines, key=lambda label: (label == "theory", int(label.split()[-1]) if label[-1].isdigit() else 0)
+        )
+        drawn.legend(
+            [lines[label] for label in order], order, loc="upper right", ncols=len(order), fontsize=8, frameon=False
+        )
+    drawn.supxlabel(axis, fontsize=9)
+    drawn.savefig(path, dpi=130)
+
+
+def _kind(observable: str) -> int:
+    """Activations first, then their changes, then what single weights do."""
+    kinds = ("change", "update", "weight", "movement", "gradient")
+    return next((place for place, kind in enumerate(kinds, 1) if observable.startswith(kind)), 0)
+
+
+def _panel(panel: Any, own: Sequence[Finding], sizes: Sequence[float]) -> None:
+    """One observable at every step read."""
+    shown = next((f for f in own if not f.ok), own[-1])
+    for f in own:
+        style = {"marker": "o", "markersize": 2.5, "linewidth": 1.2}
+        panel.plot(sizes, f.values, color=_STEP_COLOURS.get(f.step, "#000000"), label=f"step {f.step}", **style)
+    if shown.expected is not None and all(value > 0 for value in shown.values):
+        centre, middle = _geometric_mean(shown.values), _geometric_mean(sizes)
+        theory = [centre * (size / middle) ** shown.expected.slope for size in sizes]
+        panel.plot(sizes, theory, color="#555555", linewidth=0.8, linestyle=(0, (3, 2)), label="theory", zorder=0)
+    predicted = "" if shown.expected is None else f"  (theory {shown.expected.slope:+.2f})"
+    verdict, colour = ("", "black") if shown.ok else (f"\n{shown.verdict} at step {shown.step}", "#B00020")
+    name = shown.observable.replace("/", ", ")
+    panel.set_title(f"{name}\n{shown.slope:+.2f}{predicted}{verdict}", fontsize=6.5, color=colour)
+    panel.set_xscale("log", base=2)
+    seen = [value for f in own for value in f.values if value > 0]
+    if seen:
+        panel.set_yscale("log", base=2)
+        # What does not move should look as if it does not: no panel shows less than a factor of 16.
+        centre, half = math.sqrt(max(seen) * min(seen)), max(4.0, 1.4 * math.sqrt(max(seen) / min(seen)))
+        panel.set_ylim(centre / half, centre * half)
+    panel.set_xticks(list(sizes), [f"{size:g}" for size in sizes])
+    panel.tick_params(labelsize=5, length=2)
+    panel.minorticks_off()
+    panel.grid(color="#EEEEEE", linewidth=0.5)
+    for side in ("top", "right"):
+        panel.spines[side].set_visible(False)
+
+
+def _geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

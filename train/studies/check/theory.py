@@ -1,0 +1,234 @@
+"""What theory expects of every observable of `mupax.train.studies.check.observables`: `mupax.presets.analysis.limits` evaluated for the growth of a series of models.
+
+Finite sizes stray from exponents. How far, on rules known to be right, was measured once by `scripts/allowances.py` and
+lies in `allowances.json`; a measured slope may stray by that and `MARGIN` more, in the direction it was seen to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from mupax.presets import VECTORS, ParamSpec, Preset, PresetError, Role, Rule
+from mupax.presets.analysis.limits import SPECS, Limit
+from mupax.presets.power import axis
+from mupax.zoo.definition import Definition
+
+STEPS = (0, 1, 3, 10)
+"""Optimizer steps after which observables are read."""
+
+ALLOWANCES = Path(__file__).with_name("allowances.json")
+NO_LIMIT = " without a limit"
+"""Marks the allowances of rules under which something explodes as this size grows."""
+
+MARGIN = {"weight": 0.04, "movement": 0.08, "gradient": 0.12}
+"""Room around theory and the measured allowance, by kind of observable; `CHANGE_MARGIN` for activations."""
+
+CHANGE_MARGIN = 0.12
+
+_ROLES = {spec.role: name for name, spec in SPECS.items() if spec.role is not Role.TOKEN_EMBEDDING}
+_EMBEDDINGS = (Role.TOKEN_EMBEDDING, Role.PATCH_EMBEDDING, Role.POSITION)
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """What theory says of one observable: its exponent, how far finite sizes may stray, and whether that is healthy.
+
+    Attributes:
+        slope: exponent in the grown size.
+        below: how much less a measured slope may be.
+        above: how much more.
+        trouble: what a practitioner should hear where the exponent itself is bad, such as "explodes"; None where it is fine.
+        roles: the weights whose steps theory blames for the trouble.
+    """
+
+    slope: float
+    below: float = 0.15
+    above: float = 0.15
+    trouble: str | None = None
+    roles: tuple[str, ...] = ()
+
+
+def growth(first: Mapping[str, int], last: Mapping[str, int]) -> tuple[dict[str, float], float]:
+    """Exponent of every axis that grows, and the factor by which the fastest one does.
+
+    Raises:
+        PresetError: nothing grows.
+    """
+    logs = {axis: math.log2(last[axis] / size) for axis, size in first.items() if last.get(axis, size) != size}
+    if not logs or max(logs.values()) <= 0:
+        raise PresetError(f"no size grows from {dict(first)} to {dict(last)}; give the check models of growing size")
+    fastest = max(logs.values())
+    return {axis: value / fastest for axis, value in logs.items()}, 2.0**fastest
+
+
+def label(exponents: Mapping[str, float]) -> str:
+    """Which allowance applies: head_dim, heads, depth, or width for anything else that widens."""
+    if "layers" in exponents:
+        return "depth"
+    return {(True, False): "head_dim", (False, True): "heads"}.get(
+        ("head_dim" in exponents, "heads" in exponents), "width"
+    )
+
+
+def of(
+    preset: Preset, first: Definition, last: Definition, optimizer: str, *, strict: bool = False
+) -> dict[tuple[str, int], Expected]:
+    """Expectation per (observable, step).
+
+    Args:
+        preset: the rules that are meant to hold.
+        first: the smallest model of the series.
+        last: the largest.
+        optimizer: whose updates.
+        strict: without margins and allowances, to measure the latter.
+    """
+    exponents, _ = growth(first.sizes, last.sizes)
+    family = preset.family(optimizer)
+    limit = Limit(preset, family, exponents)
+    late = _slopes(preset, first, limit)
+    # At initialization the backward signal of q and k is not aligned with the values, up to N^1/2 less: logits that much smaller
+    # say what follows from it. It aligns slowly, and what reaches the stream through attention starts small: changes may
+    # be anywhere from a whole N^1/2 less to what theory says in the end.
+    lost = (limit.aligned - limit.n / 2) / limit.n if limit.n else 0.0
+    first_gradient, early = (
+        _slopes(slower, first, Limit(slower, family, exponents))
+        for slower in (dataclasses.replace(preset, logits=preset.logits * axis("head_dim") ** -x) for x in (lost, 0.5))
+    )
+    worst = max((slope for key, slope in late.items() if _grows(key, slope)), default=0.0)
+    allowed = {} if strict else _allowed(f"{family} {label(exponents)}", worst > 0)
+    found = {}
+    for (name, step), slope in late.items():
+        margin = 0.0 if strict else MARGIN.get(name.partition("/")[0], CHANGE_MARGIN)
+        below, above = allowed.get(f"{name} @{step}", (0.0, 0.0))
+        if _of_first_gradient(name, step):
+            slope = first_gradient[name, step]
+        elif step > 0:
+            slow = early[name, step] if _feels_alignment(name, family) else slope
+            below, above = below + max(0.0, slope - slow), above + max(0.0, slow - slope)
+        grows = _grows((name, step), slope)
+        if grows or step > 1:
+            # What explodes soon leaves the regime in which it grows by a power law, and so does what trains beside it.
+            below += slope if grows else worst
+        trouble, roles = ("explodes", _blamed(name, limit)) if grows else (None, ())
+        found[name, step] = Expected(slope, margin + below, margin + above, trouble, roles)
+    if preset.zero_readout:
+        found = {key: said for key, said in found.items() if not _waits_for_readout(*key)}
+    return found
+
+
+def _waits_for_readout(name: str, step: int) -> bool:
+    """Whether a readout that starts at zero leaves this at zero: nothing else has a gradient before its first step."""
+    kind, _, group = name.partition("/")
+    if step == 0:
+        return name in ("logits", "weight/readout") or (kind == "gradient" and not group.startswith("readout"))
+    return step == 1 and name != "change logits" and not group.startswith("readout")
+
+
+def _blamed(name: str, limit: Limit) -> tuple[str, ...]:
+    """The weights behind an observable that grows."""
+    if (what := name.partition(" ")[2]) in ("query", "key", "embedding"):
+        return (what,)
+    moved = {"update attention": "attention logits", "change residual": "stream", "change logits": "output"}
+    return limit.moved_by(moved[name]) if name in moved else ()
+
+
+def _grows(observed: tuple[str, int], slope: float) -> bool:
+    return observed[1] > 0 and slope > 0.01
+
+
+def eps_dominates(preset: Preset) -> Preset:
+    """What Adam does where eps is far above every gradient: an update is gradient / eps, SGD at the rate lr / eps."""
+
+    def rule(spec: ParamSpec) -> Rule:
+        row = preset.rule(spec)
+        return dataclasses.replace(row, sgd=row.adam / row.eps)
+
+    return dataclasses.replace(preset, rule=rule)
+
+
+def _of_first_gradient(name: str, step: int) -> bool:
+    """Whether the observable is made of the gradient at initialization and nothing later: then nothing is aligned yet."""
+    return (step, name.partition("/")[0]) in ((0, "gradient"), (1, "movement"), (1, "update query"), (1, "update key"))
+
+
+def _feels_alignment(name: str, family: str) -> bool:
+    if name.startswith(("change logits", "change residual")):
+        return True
+    return family == "sgd"
+
+
+def _slopes(preset: Preset, definition: Definition, limit: Limit) -> dict[tuple[str, int], float]:
+    start = {
+        "embedding": limit.embedded,
+        "query": limit.q,
+        "key": limit.k,
+        "attention": limit.attention,
+        "variance over heads": 2 * limit.attention,
+        "contribution": limit.contribution,
+        "logits": limit.random("readout"),
+    }
+    change = {
+        "change embedding": limit.step("embedding"),
+        "update query": limit.dq,
+        "update key": limit.dk,
+        "update attention": limit.d_attention,
+        "change logits": limit.d_output,
+        "change residual": limit.features + limit.stream,
+    }
+    found = {(name, 0): slope for name, slope in start.items()}
+    found |= {(name, step): slope for name, slope in change.items() for step in STEPS[1:]}
+    for spec in definition.specs.values():
+        found |= _weights(preset, spec, limit)
+    return found
+
+
+def _weights(preset: Preset, spec: ParamSpec, limit: Limit) -> dict[tuple[str, int], float]:
+    """Initial size, movement and gradient of one parameter group; what theory has no word for is left out."""
+    row, family = preset.row(spec), limit.family
+    found: dict[tuple[str, int], float] = {}
+    if spec.role is not Role.BIAS:
+        found[f"weight/{spec.group}", 0] = limit.x(row.multiplier * row.init_std)
+    name = "embedding" if spec.role in _EMBEDDINGS else _ROLES.get(spec.role)
+    gradient = limit.gradient[name] if name is not None else _vector_gradient(spec, limit)
+    if family in ("adam", "lion"):
+        found[f"movement/{spec.group}", 1] = limit.x(row.multiplier * row.lr(family))
+    elif name is not None:
+        found[f"movement/{spec.group}", 1] = limit.step(name)
+    elif gradient is not None and family == "sgd":
+        found[f"movement/{spec.group}", 1] = limit.x(row.multiplier * row.lr(family)) + gradient
+    if gradient is not None:
+        found[f"gradient/{spec.group}", 0] = gradient - limit.x(row.eps_of(family))
+    return found
+
+
+def _vector_gradient(spec: ParamSpec, limit: Limit) -> float | None:
+    """Exponent of a gain's or bias' gradient: that of the matrix beside it, whose input has entries Theta(1)."""
+    beside = {name: limit.gradient[name] - limit.x(limit.rows[name].multiplier) for name in SPECS}
+    if spec.role not in VECTORS:
+        return None
+    if spec.role is Role.NORM_GAIN and spec.of in (Role.QUERY, Role.KEY):
+        return None  # summed over heads, more or less aligned: theory gives a band, not an exponent
+    if not spec.in_block:
+        if spec.of is Role.READOUT:
+            return 0.0
+        return beside["embedding"] if spec.of in _EMBEDDINGS else limit.weight("readout")
+    if spec.of in (Role.ATTENTION_OUT, Role.MLP_OUT):
+        return beside["MLP out"] - limit.hidden
+    if spec.role is Role.BIAS and spec.of in _ROLES:
+        return beside[_ROLES[spec.of]]
+    return max(beside["value"], beside["MLP in"])
+
+
+def _allowed(study: str, explodes: bool) -> dict[str, tuple[float, float]]:
+    known = _allowances()
+    return known.get(study + NO_LIMIT if explodes else study, known.get(study, {}))
+
+
+@functools.cache
+def _allowances() -> dict[str, dict[str, tuple[float, float]]]:
+    return json.loads(ALLOWANCES.read_text())["allowances"] if ALLOWANCES.exists() else {}

@@ -1,0 +1,1 @@
+"""Many points of learning rates, seeds, constants and sizes, with one compilation per shape."""

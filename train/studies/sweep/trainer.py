@@ -1,0 +1,186 @@
+"""Points of a sweep that are one program: trained all at once along a stacked axis, or one after another.
+
+Both are a `Trainer`: a compiled step over `count` points. In turn `count` is 1 and the step is the very one of a run alone,
+so that its losses are the same to the bit; together every array of state and numbers has a first axis [count].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mupax.train.core.program import Program
+from mupax.train.core.state import TrainState
+from mupax.train.core.step import Batch, Run, batch_sums, make_train_step
+from mupax.zoo import partition
+
+_OF_MEMORY = 0.8
+"""Share of what a device has left that a pack may fill."""
+
+Step = Callable[[TrainState, Run, Batch], tuple[TrainState, dict[str, jax.Array]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """A compiled program for points of one shape.
+
+    Attributes:
+        program: of any one of the points.
+        count: points that it trains at once.
+        abstract: shapes and shardings of its state.
+        step: (state, numbers, batch) -> (state, metrics).
+        begin: programs of the points -> (state, numbers) at step 0.
+        placed: a restored state in the layout that the step takes.
+        score: (parameters, numbers, batch) -> `Sums`.
+        temporary: bytes per device while a step runs, all points together; 0 where the backend does not say.
+        beside: packs to train at the same time, in threads.
+    """
+
+    program: Program
+    count: int
+    abstract: TrainState
+    step: Step
+    begin: Callable[[Sequence[Program]], tuple[TrainState, Run]]
+    placed: Callable[[TrainState], TrainState]
+    score: Callable[..., Any]
+    temporary: int
+    beside: int = 1
+
+
+def alone(program: Program) -> Trainer:
+    """One point at a time, by the step of a run alone."""
+    compiled = program.compile_train()
+
+    def begin(points: Sequence[Program]) -> tuple[TrainState, Run]:
+        (point,) = points
+        return placed(point.initial_state()), point.numbers()
+
+    def placed(state: TrainState) -> TrainState:
+        return program.placed(state, compiled)
+
+    score = _once(lambda: program.compile_eval(compiled))
+    return Trainer(program, 1, program.abstract, compiled, begin, placed, score, _bytes(compiled))
+
+
+def together(program: Program, count: int) -> Trainer:
+    """`count` points at once: the step mapped over a first axis, which the mesh axis `sweep` splits.
+
+    Args:
+        program: of any one of the points.
+        count: a multiple of the mesh axis `sweep`.
+    """
+    mesh, config = program.mesh, program.config
+    spread = "sweep" if mesh.shape["sweep"] > 1 else None
+    over = NamedSharding(mesh, PartitionSpec(spread))
+
+    def stacked(leaf: Any) -> jax.ShapeDtypeStruct:
+        given = getattr(leaf, "sharding", None)
+        spec = given.spec if isinstance(given, NamedSharding) else ()
+        return jax.ShapeDtypeStruct(
+            (count, *np.shape(leaf)), leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(spread, *spec))
+        )
+
+    def shardings(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+    abstract = jax.tree.map(stacked, program.abstract)
+    numbers: Any = jax.tree.map(stacked, program.abstract_run())
+    feed, scored = program.train_feed().abstract, program.eval_feed().abstract
+    one = make_train_step(program.definition, program.tx, config.accumulation_steps, program.layout)
+
+    def many(state: TrainState, run: Run, batch: Batch) -> Any:
+        return jax.vmap(one, in_axes=(0, 0, None), spmd_axis_name=spread)(state, run, batch)
+
+    compiled = (
+        jax.jit(
+            many,
+            in_shardings=(shardings(abstract), shardings(numbers), program.layout.batch(feed)),
+            out_shardings=(shardings(abstract), over),
+            donate_argnums=0,
+        )
+        .lower(abstract, numbers, feed)
+        .compile(compiler_options=program.compiler_options())
+    )
+
+    def evaluated(params: Any, run: Run, batch: Batch) -> Any:
+        def sums(params: Any, run: Run) -> Any:
+            with partition.using(program.layout):
+                return batch_sums(program.definition, params, run, batch)
+
+        return jax.vmap(sums, spmd_axis_name=spread)(params, run)
+
+    score = _once(lambda: jax.jit(evaluated, out_shardings=over).lower(abstract.evaluated, numbers, scored).compile())
+    births = jax.jit(jax.vmap(program.definition.initialize), out_shardings=shardings(abstract.params))
+    begins = jax.jit(jax.vmap(program.initializer.beside), out_shardings=shardings(abstract))
+
+    def begin(points: Sequence[Program]) -> tuple[TrainState, Run]:
+        seeds = np.array([point.config.seed for point in points], np.uint32)
+        stds = jax.tree.map(lambda *each: np.stack(each), *(point.stds for point in points))
+        runs = jax.tree.map(lambda *each: np.stack(each), *(point.run for point in points))
+        if config.model.centered:
+            runs = runs._replace(reference=births(seeds, stds))
+        return begins(births(seeds, stds)), jax.device_put(runs, shardings(numbers))
+
+    return Trainer(program, count, abstract, compiled, begin, lambda state: state, score, _bytes(compiled))
+
+
+def fitting(program: Program, points: int, one: Trainer | None = None) -> int:
+    """How many of so many points fit into a device's memory at once, as a multiple of the mesh axis `sweep`.
+
+    Args:
+        program: of any one of them.
+        points: how many there are.
+        one: the trainer of one point, if it is compiled: its memory is then known better than from the state's size.
+    """
+    ways = program.mesh.shape["sweep"]
+    most = math.ceil(points / ways) * ways
+    state = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.abstract))
+    each = max(one.temporary if one is not None else 0, 3 * state)
+    free = _free_bytes(program.mesh.devices.flat[0])
+    if free is None or not each:
+        return most
+    packs = math.ceil(most / max(ways, int(_OF_MEMORY * free / each) * ways))
+    return math.ceil(points / packs / ways) * ways  # packs of one size, so that one program serves them all
+
+
+def _free_bytes(device: Any) -> int | None:
+    """Memory that a device has left; None where nobody says."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
+    if device.platform != "cpu":
+        return None
+    try:  # virtual devices share the machine's memory
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // jax.local_device_count()
+    except (ValueError, OSError):
+        return None
+
+
+def _bytes(compiled: jax.stages.Compiled) -> int:
+    found = compiled.memory_analysis()
+    if found is None:
+        return 0
+    whole = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
+    return int(whole - found.alias_size_in_bytes)
+
+
+def _once(make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """A program that is compiled where it is first called: a sweep that never evaluates compiles no evaluation."""
+    made: list[Callable[..., Any]] = []
+    lock = threading.Lock()
+
+    def call(*args: Any) -> Any:
+        with lock:
+            if not made:
+                made.append(make())
+        return made[0](*args)
+
+    return call

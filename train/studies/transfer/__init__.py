@@ -1,0 +1,1 @@
+"""Whether the best learning rate stays as the model grows."""

@@ -1,0 +1,115 @@
+"""Loss against learning rate, one curve per size: the picture of a transfer study."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mupax.train.run.report import plotting
+from mupax.train.run.report.plotting import INK, ORANGE
+from mupax.train.studies.transfer.drift import Analysis
+from mupax.train.studies.transfer.fit import Curve
+from mupax.train.studies.transfer.study import Measured
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WIDE = 3.0
+"""Greatest loss over the least from which on the axis of losses is logarithmic."""
+
+
+def draw(path: Path, studies: Sequence[tuple[Measured, Analysis]], title: str) -> None:
+    """Panels side by side with shared axes, one per study of an axis; PNG.
+
+    Curves go from light (smallest) to dark (largest); faint points are seeds, a cross at the top a rate at which a seed
+    diverged, a ringed point a fitted optimum with its interval, the dashed line the smallest size's optimum.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(max(7.5, 1.2 + 3.9 * len(studies)), 4.3), layout="constrained")
+    FigureCanvasAgg(drawn)
+    panels: list[Axes] = list(drawn.subplots(1, len(studies), sharex=True, sharey=True, squeeze=False).flat)
+    drawn.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
+    for panel, (measured, analysis) in zip(panels, studies, strict=True):
+        draw_study(panel, analysis, _curves(measured))
+        panel.set_title(f"{measured.study.label}\n{drift_words(analysis)}", fontsize=10, loc="left", color=INK)
+        panel.set_xlabel("peak learning rate", fontsize=9)
+        panel.grid(color="#E6E6E6", linewidth=0.8)
+        panel.set_axisbelow(True)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.tick_params(colors="#444444", labelsize=9)
+    limits(panels, [curve for measured, _ in studies for curve in _curves(measured)])
+    panels[0].set_ylabel("training loss (nats), mean over the last tenth", fontsize=9)
+    panels[-1].legend(
+        title=studies[0][0].study.axis,
+        fontsize=9,
+        title_fontsize=9,
+        frameon=False,
+        loc="center left",
+        bbox_to_anchor=(1, 0.5),
+    )
+    drawn.savefig(path, dpi=130)
+
+
+def draw_study(panel: Axes, analysis: Analysis, curves: Sequence[Curve]) -> None:
+    """The curves and optima of one study into a panel."""
+    from matplotlib import colormaps
+
+    for at, (size, curve) in enumerate(zip(analysis.sizes, curves, strict=True)):
+        colour = colormaps["Blues"](0.35 + 0.65 * at / max(1, len(curves) - 1))
+        _curve(panel, curve, colour, f"{size}")
+        found, optimum = analysis.fits[at], analysis.optima[at]
+        if found.trouble:
+            continue
+        if math.isfinite(optimum.half_width):
+            panel.errorbar(found.optimum, found.loss, xerr=optimum.half_width, color=ORANGE, capsize=3, zorder=4)
+        panel.plot(found.optimum, found.loss, "o", ms=5, mfc=colour, mec=ORANGE, mew=1.4, zorder=5)
+    if not analysis.fits[0].trouble:
+        panel.axvline(analysis.fits[0].optimum, color="#888888", linewidth=1, linestyle=(0, (4, 3)), zorder=0)
+    panel.xaxis.set_major_locator(_whole())
+    panel.xaxis.set_major_formatter(lambda x, _: f"$2^{{{x:g}}}$")
+
+
+def drift_words(analysis: Analysis) -> str:
+    """The drift and the verdict, as a panel's title says them."""
+    if len(analysis.sizes) == 1:
+        found = analysis.fits[0]
+        return found.trouble or f"best rate {2.0**found.optimum:.3g}"
+    drift = analysis.drift
+    if not math.isfinite(drift.value):
+        return "undecided: no drift could be fitted"
+    width = f" ± {drift.half_width:.2f}" if math.isfinite(drift.half_width) else ""
+    return f"{drift.value:+.2f}{width} octaves per doubling: {analysis.verdict}"
+
+
+def _curves(measured: Measured) -> list[Curve]:
+    return [measured.curve(at) for at in range(len(measured.study.sizes))]
+
+
+def _curve(panel: Axes, curve: Curve, colour: Any, label: str) -> None:
+    mean = curve.mean_of_all
+    known = np.isfinite(mean)
+    panel.plot(curve.x[known], mean[known], "-", color=colour, linewidth=1.8, marker="o", markersize=3.5, label=label)
+    for seed in range(curve.losses.shape[1]):
+        panel.plot(curve.x, curve.losses[:, seed], "o", color=colour, markersize=2.2, alpha=0.35, zorder=1)
+    top = {"transform": panel.get_xaxis_transform(), "clip_on": False, "in_layout": False}
+    panel.plot(curve.x[~known], np.ones((~known).sum()), "x", color=colour, markersize=6, **top)
+
+
+def limits(panels: Sequence[Axes], curves: Sequence[Curve]) -> None:
+    """Fit the axis of losses to every finite one."""
+    losses = np.concatenate([curve.losses.ravel() for curve in curves])
+    losses = losses[np.isfinite(losses)]
+    for panel in panels:
+        plotting.limits(panel, losses, log=bool(losses.size and losses.max() > WIDE * losses.min() > 0))
+
+
+def _whole() -> Any:
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(nbins=6, integer=True)

@@ -1,0 +1,171 @@
+"""The best learning rate of one size from noisy losses on a grid of rates: a weighted parabola near the least one.
+
+It goes, in log2 rate, through the seeds' mean losses within an octave of the grid's best, or through those of its neighbours
+where the grid is coarser. The grid and the parabola are symmetric where real losses are steeper above the optimum, so it lies
+up to a tenth or two of an octave too low; at sizes whose curves have one shape, alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from mupax.train.config.grids import power
+
+STEP = 0.5
+"""Octaves between neighbouring rates of a study's grid."""
+OCTAVE = 1.0
+"""The fit takes rates this near to the best one of the grid, in octaves."""
+REACH = 1.5
+"""The weights (tricube) reach zero at this distance from the fitted optimum, in octaves; on a coarse grid further out."""
+UNEVEN = 1.5
+"""A rate this many of the best one's gaps away is still next to it: grids as 0.001, 0.003, 0.01 are not even."""
+STEEP = 5.0
+"""A rate whose excess loss is so many times the median one in the window lies past the edge of stability, on no parabola."""
+NOT_CONVEX = "its losses near the best rate are not convex"
+OUTSIDE = "the fitted minimum lies outside the rates that trained"
+NOISE = (NOT_CONVEX, OUTSIDE)
+"""Troubles of a fit that more seeds may end."""
+AT_THE_END = "its best rate is at the end of the grid"
+SIDES = 2
+"""Rates wanted on either side of the best one, where they are `STEP` apart; one where they are further."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """Losses of one size.
+
+    Attributes:
+        x: log2 of the rates [R], increasing; of a study, multiples of `STEP`.
+        losses: [R, S], inf where a seed diverged, nan where it was not run.
+        first: seeds by which rates are chosen; those after them were only run near the minimum.
+    """
+
+    x: np.ndarray
+    losses: np.ndarray
+    first: int
+
+    @property
+    def mean(self) -> np.ndarray:
+        """Mean over the first seeds that each rate has [R]; inf where one of them diverged."""
+        return np.nanmean(self.losses[:, : self.first], axis=1)
+
+    @property
+    def mean_of_all(self) -> np.ndarray:
+        """Mean over all seeds that each rate has [R], for the eye; inf where one of them diverged."""
+        return np.nanmean(self.losses, axis=1)
+
+    @property
+    def best(self) -> int:
+        """Index of the rate with the least mean, of the first where every rate diverged."""
+        return int(np.argmin(np.where(np.isfinite(self.mean), self.mean, np.inf)))
+
+    @property
+    def gap(self) -> float:
+        """Octaves from the best rate to the one next to it; `STEP` where there is no other."""
+        return float(min(np.abs(np.delete(self.x, self.best) - self.x[self.best]), default=STEP))
+
+    def window(self) -> np.ndarray:
+        """Rates that the fit takes, bool [R]; none where every rate diverged.
+
+        Chosen from the first seeds alone, so that seeds added later do not move it.
+        """
+        mean, best = self.mean, self.best
+        if not np.isfinite(mean).any():
+            return np.zeros(len(mean), bool)
+        near = (np.abs(self.x - self.x[best]) <= max(OCTAVE, UNEVEN * self.gap) + 1e-9) & np.isfinite(mean)
+        excess = mean - mean[best]
+        above = excess[near & (excess > 0)]
+        steep = STEEP * np.median(above) if above.size else np.inf
+        return near & (excess <= steep)
+
+    def missing(self, step: float = STEP) -> list[float]:
+        """Rates (log2) to add until the best one has its neighbours on either side, `step` octaves apart.
+
+        Beyond one that diverged none is wanted.
+        """
+        mean, best = self.mean, self.x[self.best]
+        if not np.isfinite(mean).any():
+            return [float(self.x[0]) - step * n for n in range(1, 2 * SIDES + 1)]
+        wanted = []
+        for side in (-1, 1):
+            for n in range(1, (SIDES if step <= STEP + 1e-9 else 1) + 1):
+                rate = float(best + side * n * step)
+                measured = mean[np.abs(self.x - rate) <= (UNEVEN - 1) * step + 1e-9]
+                if not len(measured):
+                    wanted.append(rate)
+                elif not np.isfinite(measured).all():
+                    break
+        return wanted
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """A size's minimum.
+
+    Attributes:
+        optimum: log2 of the best rate; nan where there is `trouble`.
+        loss: at it.
+        curvature: loss per octave squared (half the second derivative).
+        used: log2 of the rates in the fit.
+        trouble: why there is no optimum; empty where there is one.
+        missing: log2 of the rates to add where the grid ends or is too coarse beside the best one.
+    """
+
+    optimum: float
+    loss: float
+    curvature: float
+    used: tuple[float, ...]
+    trouble: str = ""
+    missing: tuple[float, ...] = ()
+
+    @property
+    def why(self) -> str:
+        """The trouble, and the rates that may end it."""
+        rates = ", ".join(power(2.0**x) for x in self.missing)
+        return f"{self.trouble}; train at {rates} too" if rates else self.trouble
+
+
+def parabola(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Vertex, loss there and curvature of the weighted parabolas through y [B, n] at x [n]; nan where one opens downwards.
+
+    The weights are centred at the vertex, which is found by going there a few times from the least point.
+    """
+    centre = x[np.argmin(y, axis=1)]
+    reach = max(REACH, REACH * float((x[2:] - x[:-2]).max()))  # three rates have weight wherever the centre is
+    a = b = c = vertex = np.full(len(y), np.nan)
+    for _ in range(6):
+        u = x[None, :] - centre[:, None]
+        weight = np.clip(1 - np.abs(u / reach) ** 3, 0, None) ** 3
+        powers = np.stack([u**0, u, u**2], axis=-1)  # [B, n, 3]
+        normal = np.einsum("bni,bn,bnj->bij", powers, weight, powers)
+        c, b, a = np.linalg.solve(normal, np.einsum("bni,bn,bn->bi", powers, weight, y)[..., None])[..., 0].T
+        with np.errstate(divide="ignore", invalid="ignore"):
+            vertex = np.where(a > 0, centre - b / (2 * a), np.nan)
+        centre = np.where(a > 0, np.clip(vertex, x[0], x[-1]), centre)
+    u = vertex - centre
+    return vertex, c + b * u + a * u**2, np.where(a > 0, a, np.nan)
+
+
+def fit(curve: Curve, seeds: int) -> Fit:
+    """The minimum of a size's curve, from its first `seeds` seeds."""
+    window = curve.window()
+    trained = window & np.isfinite(curve.losses[:, :seeds]).all(axis=1)
+    used = tuple(float(x) for x in curve.x[trained])
+    nothing = (math.nan, math.nan, math.nan, used)
+    if not window.any():
+        return Fit(*nothing, "every rate diverged")
+    if missing := curve.missing(curve.gap):
+        return Fit(*nothing, AT_THE_END, tuple(missing))
+    if len(used) < 3:
+        between = tuple(float(curve.x[curve.best] + side * curve.gap / 2) for side in (-1, 1))
+        return Fit(*nothing, "fewer than three rates near the best one trained from every seed", between)
+    mean = curve.losses[trained, :seeds].mean(axis=1)
+    vertex, loss, curvature = (float(value[0]) for value in parabola(curve.x[trained], mean[None]))
+    if math.isnan(curvature):
+        return Fit(*nothing, NOT_CONVEX)
+    if not used[0] <= vertex <= used[-1]:
+        return Fit(*nothing, OUTSIDE)
+    return Fit(vertex, loss, curvature, used)

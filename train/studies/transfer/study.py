@@ -1,0 +1,261 @@
+"""What a transfer study is: one structure at growing sizes, the rates and seeds to train at each, and when to stop.
+
+A study asks for points in rounds, each after the losses of the one before. At the smallest size it starts from five rates
+around the recipe's, at every other from five around the optimum of the size before, and adds rates until the best has two on
+either side. Then it adds the two rates around the smallest size's optimum, whose loss is the price of not tuning; then
+seeds, one at a time at the rates near each optimum, until the drift is known well enough or its minutes end. Where more seeds
+leave a size without a minimum, its rates are chosen anew from all of them.
+
+All points see the same batches; seed n initializes every size and rate alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from mupax import presets
+from mupax.train.config import sizes as sizes_of_models
+from mupax.train.config.run import Config, PresetConfig, preset_of
+from mupax.train.studies.sweep.rows import Row
+from mupax.train.studies.transfer.drift import TOLERANCE, Analysis, analyse
+from mupax.train.studies.transfer.fit import NOISE, SIDES, STEP, Curve, fit
+from mupax.zoo.configs import ConfigError
+
+MOST_RATES = 17
+"""Rates at one size after which the search for its minimum ends."""
+
+Runner = Callable[[Sequence[Config]], Sequence[Row]]
+"""Trains the points and gives their rows in the same order; `mupax.train.studies.sweep.sweep.run` in a folder."""
+
+Point = tuple[int, float, int]
+"""(index of the size, rate in steps of `STEP` octaves, whole in a study, seed from 0)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """When a study ends.
+
+    Attributes:
+        seeds: at every rate.
+        max_seeds: near the minima.
+        minutes: of training, of one study; training that was resumed counts too.
+    """
+
+    seeds: int = 3
+    max_seeds: int = 8
+    minutes: float = 20.0
+
+    def __post_init__(self) -> None:
+        if self.seeds < 1 or self.max_seeds < self.seeds:
+            raise ConfigError(f"--seeds {self.seeds} and --max-seeds {self.max_seeds}: write 1 <= seeds <= max-seeds")
+        if not self.minutes > 0:
+            raise ConfigError(f"--minutes is {self.minutes}; write a number above 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Study:
+    """A preset and an axis.
+
+    Attributes:
+        label: the preset, for a person.
+        axis: what grows, of `mupax.train.config.sizes.AXES`.
+        sizes: of it, increasing.
+        configs: a run of each size, whose rate and seed the points replace.
+        trained: the same runs as they are trained, under a preset that gives the same numbers; `configs` unless given.
+    """
+
+    label: str
+    axis: str
+    sizes: tuple[int, ...]
+    configs: tuple[Config, ...]
+    trained: tuple[Config, ...] = ()
+
+    def config(self, point: Point) -> Config:
+        """The run of a point."""
+        at, rate, seed = point
+        config = (self.trained or self.configs)[at]
+        return dataclasses.replace(
+            config,
+            seed=config.seed + seed,
+            data=dataclasses.replace(config.data, seed=config.data_seed),
+            optimizer=dataclasses.replace(config.optimizer, peak_lr=2.0 ** (rate * STEP)),
+        )
+
+
+def plan(config: Config, axis: str, sizes: Sequence[int], preset: PresetConfig, label: str) -> Study:
+    """A study of a recipe's model along one axis, its preset relative to the smallest size unless `preset` has a base.
+
+    Raises:
+        ConfigError: fewer than two sizes, or one that the model cannot have.
+        PresetError: a preset that does not exist or takes no such constant.
+    """
+    if len(sizes) < 2:
+        raise ConfigError(f"--grow {axis}: a drift needs at least two sizes, as {axis}=16,32,64,128")
+    models = [sizes_of_models.grown(config.model, axis, size) for size in sorted(sizes)]
+    if preset.base is None and not presets.get(preset.name).baseless:
+        preset = dataclasses.replace(preset, base=sizes_of_models.text(models[0].base_sizes()))
+    configs = tuple(dataclasses.replace(config, model=model, preset=preset) for model in models)
+    for each in configs:
+        preset_of(each)
+    return Study(label=label, axis=axis, sizes=tuple(sorted(sizes)), configs=configs)
+
+
+@dataclasses.dataclass
+class Measured:
+    """A study and the rows it has so far.
+
+    Attributes:
+        study: what is measured.
+        first: seeds at every rate.
+        rows: of the points that are trained.
+        stopped: why the study asks for no more; empty while it does.
+        chosen: seeds by which a size's rates are chosen, where they are more than `first`.
+    """
+
+    study: Study
+    first: int
+    rows: dict[Point, Row] = dataclasses.field(default_factory=dict)
+    stopped: str = ""
+    chosen: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """Of training."""
+        return sum(row.seconds for row in self.rows.values())
+
+    def curve(self, at: int) -> Curve:
+        """Losses of one size, at the rates that have their first seeds."""
+        seeds = 1 + max((seed for _, _, seed in self.rows), default=-1)
+        rates = sorted(
+            {r for i, r, _ in self.rows if i == at and all((at, r, s) in self.rows for s in range(self.first))}
+        )
+        losses = [[self._loss((at, r, s)) for s in range(seeds)] for r in rates]
+        return Curve(np.array(rates, float) * STEP, np.array(losses, float).reshape(len(rates), seeds), self._first(at))
+
+    def analysis(self) -> Analysis | None:
+        """What the curves say; None before every size has one."""
+        curves = [self.curve(at) for at in range(len(self.study.sizes))]
+        return analyse(self.study.sizes, curves) if all(len(curve.x) for curve in curves) else None
+
+    def wanted(self, limits: Limits) -> list[Point]:
+        """Points to train next; none when the study is over, and then `stopped` says why."""
+        points = self._rates(limits)
+        if not points and self._choose_anew():
+            points = self._rates(limits)
+        if not points:
+            return self._seed(limits)
+        if self.seconds < 60 * limits.minutes:
+            return points
+        self.stopped = f"the {limits.minutes:g} minutes ended before every size had its minimum inside the grid"
+        return []
+
+    def _first(self, at: int) -> int:
+        return self.chosen.get(at, self.first)
+
+    def _choose_anew(self) -> bool:
+        """Choose the rates of sizes that noise leaves without a minimum by all their seeds; whether any is chosen anew."""
+        analysis = self.analysis()
+        if analysis is None:
+            return False
+        noisy = [at for at, found in enumerate(analysis.fits) if found.trouble in NOISE]
+        anew = [at for at in noisy if analysis.seeds > self._first(at)]
+        self.chosen |= dict.fromkeys(anew, analysis.seeds)
+        return bool(anew)
+
+    def _loss(self, point: Point) -> float:
+        return self.rows[point].loss if point in self.rows else math.nan
+
+    def _rates(self, limits: Limits) -> list[Point]:
+        """The missing rates of the first size that has not all it needs."""
+        centre, transferred = round(math.log2(self.study.configs[0].optimizer.peak_lr) / STEP), None
+        for at in range(len(self.study.sizes)):
+            curve = self.curve(at)
+            if not len(curve.x):
+                wanted = list(range(centre - SIDES, centre + SIDES + 1))
+            elif len(curve.x) < MOST_RATES and (missing := curve.missing()):
+                wanted = [round(x / STEP) for x in missing]
+            else:
+                found = fit(curve, self.first)
+                if not found.trouble:
+                    centre = round(found.optimum / STEP)
+                elif np.isfinite(curve.mean).any():
+                    centre = round(curve.x[int(np.argmin(curve.mean))] / STEP)
+                if at == 0:
+                    transferred = None if found.trouble else found.optimum / STEP
+                wanted = []
+                if at and transferred is not None:
+                    wanted = [math.floor(transferred), math.ceil(transferred)]
+            if at in self.chosen:
+                wanted += [round(x / STEP) for x in curve.x[curve.window()]]
+            points: list[Point] = [
+                (at, rate, seed) for rate in dict.fromkeys(wanted) for seed in range(self._first(at))
+            ]
+            if points := [point for point in points if point not in self.rows]:
+                return points
+        return []
+
+    def _seed(self, limits: Limits) -> list[Point]:
+        """One more seed at the rates of every size's fit, or the reason why not."""
+        analysis = self.analysis()
+        noisy = [found.trouble in NOISE for found in analysis.fits] if analysis else []
+        if analysis is None or sum(not f.trouble for f in analysis.fits) + sum(noisy) < 2:
+            self.stopped = "fewer than two sizes have a minimum; more seeds would not help"
+            return []
+        if analysis.drift.half_width <= TOLERANCE and not any(noisy):
+            self.stopped = f"the drift is known to {TOLERANCE} octaves per doubling"
+            return []
+        seed = analysis.seeds
+        if seed >= limits.max_seeds:
+            self.stopped = f"all {limits.max_seeds} seeds are used"
+            return []
+        points, seconds = [], 0.0
+        for at in range(len(self.study.sizes)):
+            curve = self.curve(at)
+            own = [row.seconds for (i, _, _), row in self.rows.items() if i == at]
+            rates = [round(x / STEP) for x in curve.x[curve.window()]]
+            missing = [(at, rate, seed) for rate in rates if (at, rate, seed) not in self.rows]
+            points += missing
+            seconds += len(missing) * sum(own) / len(own)
+        if self.seconds + seconds > 60 * limits.minutes:
+            self.stopped = f"the {limits.minutes:g} minutes would not hold another seed"
+            return []
+        return points
+
+
+def measure(
+    studies: Sequence[Study], run: Runner, limits: Limits, tell: Callable[[str], None] = lambda line: None
+) -> list[Measured]:
+    """Train what the studies ask for until none asks for more.
+
+    The studies' points go to `run` together, a round at a time, so that those of one size may share a program.
+
+    Args:
+        studies: to measure.
+        run: trains points, or knows them from before.
+        limits: of each study.
+        tell: is told a line per round.
+    """
+    found = [Measured(study, limits.seeds) for study in studies]
+    while True:
+        asked = [(measured, point) for measured in found for point in measured.wanted(limits)]
+        if not asked:
+            return found
+        tell(_round(asked))
+        rows = run([measured.study.config(point) for measured, point in asked])
+        for (measured, point), row in zip(asked, rows, strict=True):
+            measured.rows[point] = row
+
+
+def _round(asked: Sequence[tuple[Measured, Point]]) -> str:
+    groups: dict[str, list[Point]] = {}
+    for measured, point in asked:
+        study = measured.study
+        groups.setdefault(f"{study.label} {study.axis} {study.sizes[point[0]]}", []).append(point)
+    return "; ".join(
+        f"{name}: {len({rate for _, rate, _ in points})} rates, {len({seed for _, _, seed in points})} seeds"
+        for name, points in groups.items()
+    )

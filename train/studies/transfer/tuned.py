@@ -1,0 +1,126 @@
+"""A study's result as a tuned preset: the smallest size's best rate, and what the study knows about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import inspect
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from mupax.presets import PRESETS
+from mupax.presets.tuned import find
+from mupax.presets.tuned.find import Tuned
+from mupax.train.config.run import preset_of
+from mupax.train.studies.transfer.drift import Analysis, Interval
+from mupax.train.studies.transfer.report import provenance
+from mupax.train.studies.transfer.study import Measured
+from mupax.zoo.configs import ConfigError
+
+
+class NoMinimum(RuntimeError):
+    """A study that is trained, and whose losses have no minimum to save."""
+
+
+def check_name(name: str, preset: str) -> None:
+    """Refuse a name that cannot be saved, before anything is trained.
+
+    Raises:
+        PresetError: it is no name.
+        ConfigError: the project itself has a tuned preset of that name.
+    """
+    if name.endswith(".json"):
+        of_path(name, preset)
+        return
+    find.check_name(name)
+    if (find.FOLDER / f"{preset}.{name}.json").exists():
+        raise ConfigError(f"--save-tuned {name}: {preset}:{name} comes with the project; write another name")
+
+
+def save(name: str, label: str, judged: Sequence[tuple[Measured, Analysis]], command: str) -> tuple[Path, str]:
+    """Write the tuned preset, and give its path and what `--preset` takes.
+
+    Args:
+        name: its name, to be found in `mupax.presets.tuned.find.OWN_FOLDER`; or the path of a file PRESET.NAME.json.
+        label: of the studies that it is of.
+        judged: all studies; those relative to the same base as the first are its evidence.
+        command: that was written.
+
+    Raises:
+        NoMinimum: the smallest size has no fitted best rate.
+    """
+    own = [(measured, analysis) for measured, analysis in judged if measured.study.label == label]
+    preset = own[0][0].study.configs[0].preset
+    of_base = [(m, a) for m, a in own if m.study.configs[0].preset.base == preset.base]
+    path = Path(name) if name.endswith(".json") else find.OWN_FOLDER / f"{preset.name}.{name}.json"
+    made = made_of(of_path(name, preset.name) if name.endswith(".json") else name, of_base, command)
+    find.save(made, path)
+    found = path.parent.resolve() in (find.FOLDER, find.OWN_FOLDER.resolve())
+    return path, made.use if found else f"{made.preset}:{path}"
+
+
+def made_of(name: str, judged: Sequence[tuple[Measured, Analysis]], command: str) -> Tuned:
+    """The tuned preset of studies of one preset with one base; arguments and errors as `save`."""
+    measured, analysis = judged[0]
+    fitted, config = analysis.fits[0], measured.study.configs[0]
+    if fitted.trouble:
+        where = f"at {measured.study.axis} {analysis.sizes[0]}"
+        raise NoMinimum(f"every point is trained, but there is no rate to save: {where}, {fitted.why}")
+    resolved, curve, opt = preset_of(config), measured.curve(0), config.optimizer
+    takes = inspect.signature(PRESETS[config.preset.name]).parameters  # `given` has what a preset fixes, too
+    units = config.model.units
+    numbers = {
+        **{f: getattr(opt, f) for f in ("name", "b1", "b2", "eps", "weight_decay", "decay", "momentum", "clip_norm")},
+        "peak_lr": float(f"{2.0**fitted.optimum:.4g}"),
+        "schedule": opt.schedule,
+        "warmup_fraction": round(min(1.0, opt.warmup_steps / config.steps), 4),
+        "final_lr_fraction": opt.final_lr_fraction,
+    }
+    models = {tuple(c.model.base_sizes().items()) for m, _ in judged for c in m.study.configs}
+    return Tuned(
+        name=name,
+        preset=config.preset.name,
+        constants={name: value for name, value in resolved.given.items() if name in takes},
+        form=config.preset.form,
+        base=None if resolved.base is None else dict(resolved.base),
+        optimizer=numbers,
+        provenance={
+            "recipe": config.recipe,
+            "data": config.data.name,
+            "unit": config.model.unit,
+            "seen": config.steps * config.data.batch_size * units,
+            "steps": config.steps,
+            "batch": config.data.batch_size,
+            "sizes": [dict(model) for model in sorted(models)],
+            "seeds": analysis.seeds,
+            "log2_lr": [float(x) for x in curve.x],
+            "loss": [_number(loss) for loss in curve.mean],
+            "log2_optimum": _interval(analysis.optima[0]),
+            "transfer": [
+                {"axis": m.study.axis, "sizes": list(a.sizes), "verdict": a.verdict, "drift": _interval(a.drift)}
+                for m, a in judged
+                if len(a.sizes) > 1
+            ],
+            "versions": provenance(),
+            "command": command,
+            "date": datetime.date.today().isoformat(),
+        },
+    )
+
+
+def of_path(path: str, preset: str) -> str:
+    """The name in PRESET.NAME.json."""
+    name = Path(path).name.removesuffix(".json").removeprefix(f"{preset}.")
+    if not Path(path).name.startswith(f"{preset}."):
+        raise ConfigError(f"--save-tuned {path}: write a file name {preset}.NAME.json")
+    find.check_name(name)
+    return name
+
+
+def _interval(interval: Interval) -> dict[str, float | None]:
+    return {name: _number(value) for name, value in dataclasses.asdict(interval).items()}
+
+
+def _number(value: float) -> float | None:
+    return round(float(value), 5) if math.isfinite(value) else None

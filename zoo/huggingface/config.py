@@ -1,0 +1,281 @@
+"""Model configs in the form of Hugging Face's `transformers`: GPT-2, Llama and ViT, both ways.
+
+A decoder with learned positions is a GPT-2, one with rotary positions a Llama. What a family's code cannot compute is
+refused with its reason, in both directions: no weight is taken or given for a model that would be another function.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from mupax.zoo.configs import ConfigError, DecoderConfig, ViTConfig
+from mupax.zoo.huggingface.fields import Fields, shown
+from mupax.zoo.transformer import TransformerConfig
+
+Family = Literal["gpt2", "llama", "vit"]
+
+ACTIVATIONS = {
+    "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_fast": "gelu",
+    "gelu": "gelu_exact",
+    "gelu_python": "gelu_exact",
+    "relu": "relu",
+}
+"""Their names of activations to ours; gelu_new, gelu_pytorch_tanh and gelu_fast are one function."""
+
+ARCHITECTURES: dict[Family, str] = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "vit": "ViTForImageClassification",
+}
+
+_QKV = tuple(f"block.attention.{name}_bias" for name in ("query", "key", "value"))
+_ATTENTION = (*_QKV, "block.attention.out_bias")
+_MLP = tuple(f"block.mlp.{name}_bias" for name in ("up", "gate", "down"))
+
+
+class Published(NamedTuple):
+    """A model as its config.json describes it."""
+
+    family: Family
+    model: TransformerConfig
+    zeros: frozenset[str]
+    """Parameters that our model has, the file does not, and that are zero there."""
+
+
+def family_of(model: TransformerConfig) -> Family:
+    """The architecture whose files can hold such a model."""
+    if model.task == "images":
+        return "vit"
+    return "gpt2" if model.rotary_theta is None else "llama"
+
+
+def pixels(model: TransformerConfig) -> tuple[int, int, int]:
+    """Image size, patch size and channels of a vision transformer."""
+    image_size, _, channels = model.example()["inputs"].shape
+    return image_size, math.isqrt(model.sizes()["patch"] // channels), channels
+
+
+def to_huggingface(model: TransformerConfig, *, dtype: str = "float32", separator: int | None = None) -> dict[str, Any]:
+    """config.json of a model.
+
+    Args:
+        model: the model.
+        dtype: type of the stored weights.
+        separator: token that ends a text, where generation stops; None where there is none.
+
+    Raises:
+        ConfigError: the family's code cannot compute this model; the text has every reason.
+    """
+    family = family_of(model)
+    if reasons := _reasons(model, family):
+        raise ConfigError(f"transformers' {family} cannot hold this model: {'; '.join(reasons)}")
+    shared = {"model_type": family, "architectures": [ARCHITECTURES[family]], "dtype": dtype}
+    theirs = next(name for name, ours in ACTIVATIONS.items() if ours == model.activation) if not model.gated else "silu"
+    sizes = model.sizes()
+    if family == "vit":
+        labels = {str(i): f"LABEL_{i}" for i in range(sizes["classes"])}
+        image_size, patch_size, channels = pixels(model)
+        return {
+            **shared,
+            **_sizes(model),
+            "hidden_act": theirs,
+            "layer_norm_eps": model.norm_eps,
+            "image_size": image_size,
+            "patch_size": patch_size,
+            "num_channels": channels,
+            "qkv_bias": True,
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+            "id2label": labels,
+            "label2id": {label: int(i) for i, label in labels.items()},
+        }
+    text = {
+        **shared,
+        "vocab_size": sizes["vocab"],
+        "tie_word_embeddings": model.tied_readout,
+        "bos_token_id": separator,
+        "eos_token_id": separator,
+        "pad_token_id": None,
+    }
+    if family == "llama":
+        return {
+            **text,
+            **_sizes(model),
+            "head_dim": model.heads_dim,
+            "num_key_value_heads": model.kv_heads,
+            "hidden_act": theirs,
+            "rms_norm_eps": model.norm_eps,
+            "max_position_embeddings": sizes["position"],
+            "attention_bias": model.bias,
+            "mlp_bias": model.bias,
+            "attention_dropout": 0.0,
+            # The first is read by transformers 5, the second by those before.
+            "rope_parameters": {"rope_type": "default", "rope_theta": model.rotary_theta},
+            "rope_theta": model.rotary_theta,
+        }
+    return {
+        **text,
+        "n_embd": model.width,
+        "n_layer": model.depth,
+        "n_head": model.num_heads,
+        "n_inner": model.mlp_dim,
+        "n_positions": sizes["position"],
+        "activation_function": theirs,
+        "layer_norm_epsilon": model.norm_eps,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    }
+
+
+def from_huggingface(fields: Mapping[str, Any]) -> Published:
+    """The model that a config.json describes. Fields left out have the defaults of `transformers`.
+
+    Raises:
+        ConfigError: another architecture, a feature that our models lack, or a value of the wrong kind.
+    """
+    kind = fields.get("model_type")
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
+        raise ConfigError(f"config.json: model_type is {shown(kind)}; only {', '.join(ARCHITECTURES)} are read")
+    read = Fields(fields)
+    match kind:
+        case "gpt2":
+            published = _gpt2(read)
+        case "llama":
+            published = _llama(read)
+        case _:
+            published = _vit(read)
+    if reasons := _reasons(published.model, kind):
+        raise ConfigError(f"config.json: {'; '.join(reasons)}")
+    return published
+
+
+def _reasons(model: TransformerConfig, family: Family) -> list[str]:
+    """Why the family's code would compute another function; empty where it would not."""
+    found = []
+    if model.centered:
+        found.append("model.centered trains the difference of two networks, and a file holds one")
+    if model.qk_norm:
+        found.append("model.qk_norm normalizes queries and keys, which it does not")
+    if family == "llama":
+        if model.norm != "rmsnorm" or not model.gated:
+            found.append(f"with rotary positions it needs rmsnorm and swiglu, not {model.norm} and {model.activation}")
+        if model.width % model.num_heads:
+            found.append(f"it needs model.width {model.width} to be a multiple of model.num_heads {model.num_heads}")
+        return found
+    if model.norm != "layernorm":
+        found.append("it has LayerNorm, which subtracts the mean, and model.norm is rmsnorm")
+    if model.gated:
+        found.append("its MLP has no gate, and model.activation is swiglu")
+    if model.kv_heads != model.num_heads:
+        found.append(
+            f"it has no grouped queries, and model.num_kv_heads is {model.kv_heads} of {model.num_heads} heads"
+        )
+    if model.num_heads * model.heads_dim != model.width:
+        found.append(
+            f"its heads fill the width, and {model.num_heads} heads of {model.heads_dim} are not {model.width}"
+        )
+    if family == "vit" and "cls" not in model.parameters():
+        found.append("it classifies by the CLS token, and model.pool is mean; train with --model.pool cls to export")
+    return found
+
+
+def _sizes(model: TransformerConfig) -> dict[str, int]:
+    return {
+        "hidden_size": model.width,
+        "num_hidden_layers": model.depth,
+        "num_attention_heads": model.num_heads,
+        "intermediate_size": model.mlp_dim,
+    }
+
+
+def _gpt2(read: Fields) -> Published:
+    read.refuse("scale_attn_weights", True, "attention logits without head_dim^-1/2")
+    read.refuse("scale_attn_by_inverse_layer_idx", False, "attention logits divided by the layer's number")
+    read.refuse("add_cross_attention", False, "attention to an encoder")
+    width = read.whole("n_embd", 768)
+    model = DecoderConfig(
+        width=width,
+        depth=read.whole("n_layer", 12),
+        num_heads=read.whole("n_head", 12),
+        mlp_ratio=read.whole("n_inner", 4 * width) / width,
+        activation=read.choice("activation_function", "gelu_new", ACTIVATIONS),
+        norm_eps=read.number("layer_norm_epsilon", 1e-5),
+        vocab_size=read.whole("vocab_size", 50257),
+        seq_len=read.whole("n_positions", 1024),
+        tied=read.flag("tie_word_embeddings", True),
+    )
+    return Published("gpt2", model, frozenset())
+
+
+def _llama(read: Fields) -> Published:
+    if read.text("hidden_act", "silu") not in ("silu", "swish"):
+        raise ConfigError(f"config.json: hidden_act is {shown(read.fields['hidden_act'])}, and our gated MLP has silu")
+    width, heads = read.whole("hidden_size", 4096), read.whole("num_attention_heads", 32)
+    head_dim, kv_heads = read.whole("head_dim", max(1, width // heads)), read.whole("num_key_value_heads", heads)
+    attention, mlp = read.flag("attention_bias", False), read.flag("mlp_bias", False)
+    model = DecoderConfig(
+        width=width,
+        depth=read.whole("num_hidden_layers", 32),
+        num_heads=heads,
+        head_dim=None if heads * head_dim == width else head_dim,
+        num_kv_heads=None if kv_heads == heads else kv_heads,
+        mlp_ratio=read.whole("intermediate_size", 11008) / width,
+        activation="swiglu",
+        norm="rmsnorm",
+        norm_eps=read.number("rms_norm_eps", 1e-6),
+        bias=attention or mlp,
+        positions="rotary",
+        rope_theta=_rope_theta(read),
+        vocab_size=read.whole("vocab_size", 32000),
+        seq_len=read.whole("max_position_embeddings", 2048),
+        tied=read.flag("tie_word_embeddings", False),
+    )
+    zeros = () if attention == mlp else _MLP if attention else _ATTENTION
+    return Published("llama", model, frozenset(zeros))
+
+
+def _vit(read: Fields) -> Published:
+    width = read.whole("hidden_size", 768)
+    labels = read.fields.get("id2label")
+    classes = len(labels) if isinstance(labels, dict) and labels else read.whole("num_labels", 2)
+    model = ViTConfig(
+        width=width,
+        depth=read.whole("num_hidden_layers", 12),
+        num_heads=read.whole("num_attention_heads", 12),
+        mlp_ratio=read.whole("intermediate_size", 3072) / width,
+        activation=read.choice("hidden_act", "gelu", ACTIVATIONS),
+        norm_eps=read.number("layer_norm_eps", 1e-12),
+        image_size=read.side("image_size", 224),
+        patch_size=read.side("patch_size", 16),
+        channels=read.whole("num_channels", 3),
+        num_classes=classes,
+        pool="cls",
+    )
+    return Published("vit", model, frozenset() if read.flag("qkv_bias", True) else frozenset(_QKV))
+
+
+def _rope_theta(read: Fields) -> float:
+    """The base of rotary positions; other kinds than the plain one are refused."""
+    given = read.fields.get("rope_parameters")
+    for rope in (given, read.fields.get("rope_scaling")):
+        if rope is None:
+            continue
+        if not isinstance(rope, dict):
+            raise ConfigError(f"config.json: rotary parameters are {shown(rope)}, not an object")
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            raise ConfigError(
+                f"config.json: rotary positions of type {shown(kind)} change the frequencies with the context; "
+                "our models have the plain ones (type default) only"
+            )
+        if rope.get("partial_rotary_factor", 1) != 1:
+            raise ConfigError("config.json: partial_rotary_factor turns only a part of each head; ours turn all of it")
+    if read.fields.get("partial_rotary_factor", 1) != 1:
+        raise ConfigError("config.json: partial_rotary_factor turns only a part of each head; ours turn all of it")
+    holder = read if given is None or "rope_theta" not in given else Fields(given)
+    return holder.number("rope_theta", 10_000.0)

@@ -1,0 +1,198 @@
+"""Weights in the layout of Hugging Face's `transformers`: names and tensors of GPT-2, Llama and ViT, both ways.
+
+Ours are stacked over layers and keep heads apart; theirs are one matrix per layer, [out, in] but for GPT-2's, which are
+[in, out] with query, key and value side by side. Names on disk have the prefix of the model with its head; files of
+the bare model, without it, are read too. Only names and tensors here: multipliers are folded by whoever calls.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from mupax.zoo.huggingface.config import Published, family_of, pixels
+from mupax.zoo.huggingface.names import HEADS, PREFIX, Shape, Tensor, our_shapes, tensors
+from mupax.zoo.huggingface.tensorfile import TensorFileError, Tensors
+from mupax.zoo.transformer import TransformerConfig
+
+Params = dict[str, np.ndarray]
+
+WITHOUT_MEANING = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", "embeddings.mask_token")
+"""Ends of names that files of older versions hold beside the weights: masks, tables, the token of another training task."""
+
+POOLER = "pooler."
+"""A layer after the bare ViT that no classifier reads."""
+
+_LARGEST_ZEROS = 2**28
+
+
+class Loaded(NamedTuple):
+    """Parameters read from a file, float32, and what was not read."""
+
+    params: Params
+    dropped: list[str]
+    """Tensors of the file that no model here has, and that change no output."""
+    zeros: list[str]
+    """Parameters that are zero because the file does not hold them."""
+
+
+def to_huggingface(model: TransformerConfig, params: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+    """Names and tensors of a file, one by one.
+
+    Args:
+        model: the model, which `mupax.zoo.huggingface.config.to_huggingface` can say.
+        params: our parameters as the plain network has them, multipliers folded. Gains and biases that the model
+            does not have are written as ones and zeros, which is the same function.
+    """
+    prefix, shapes = PREFIX[family_of(model)], our_shapes(model)
+    for tensor in tensors(model):
+        for i in range(model.depth if tensor.stacked else 1):
+            parts = []
+            for ours in tensor.ours:
+                if ours in params:
+                    value = params[ours][i] if tensor.stacked else params[ours]
+                else:
+                    value = np.full(shapes[ours].whole, ours.endswith("gain"), np.float32)
+                parts.append(_theirs(value, tensor, shapes[ours], model))
+            name = tensor.name.format(i=i)
+            yield (name if name in HEADS else prefix + name), np.concatenate(parts, -1) if len(parts) > 1 else parts[0]
+
+
+def from_huggingface(files: Tensors, published: Published) -> Loaded:
+    """Our parameters from a file of theirs.
+
+    Raises:
+        TensorFileError: a tensor that is missing, has another shape, or that this architecture does not have.
+    """
+    model, family = published.model, published.family
+    found = _without_prefix(files, PREFIX[family])
+    # Before any loop over layers: a config may claim millions of them.
+    if model.depth > len(found):
+        raise TensorFileError(f"{files.path}: {len(found)} tensors cannot be the {model.depth} layers of config.json")
+    shapes, zeros = our_shapes(model), set(published.zeros)
+    if family == "vit" and not any(name.startswith("classifier.") for name in found):
+        zeros |= {"readout", "readout_bias"}
+        if math.prod(shapes["readout"].whole) > _LARGEST_ZEROS:
+            raise TensorFileError(
+                f"{files.path}: no classifier, and {model.sizes()['classes']} classes are too many to add"
+            )
+    used: set[str] = set()
+    for tensor in tensors(model):  # every shape before any array is made
+        if not zeros >= set(tensor.ours):
+            names = {tensor.name.format(i=i) for i in range(model.depth if tensor.stacked else 1)}
+            for name in sorted(names):
+                _check(files, found, name, _their_shape(tensor, shapes, model))
+            used |= names
+    params: Params = {}
+    for tensor in tensors(model):
+        make = np.zeros if zeros >= set(tensor.ours) else np.empty
+        params |= {ours: make(_stacked(shapes[ours].whole, tensor, model), np.float32) for ours in tensor.ours}
+        if make is np.zeros:
+            continue
+        for i in range(model.depth if tensor.stacked else 1):
+            value = files.read(found[tensor.name.format(i=i)])
+            _place(value, tensor, shapes, params, i if tensor.stacked else None)
+    if "block.attention.key_bias" not in model.parameters():
+        params.pop("block.attention.key_bias", None)  # softmax does not see it: exactly the same function
+    left = sorted(set(found) - used)
+    dropped = [name for name in left if name.endswith(WITHOUT_MEANING) or name.startswith(POOLER)]
+    if "lm_head.weight" in left and model.tied_readout:
+        _check_tied(files, found["lm_head.weight"], params["token"])
+        dropped.append("lm_head.weight")
+    if unknown := sorted(set(left) - set(dropped)):
+        raise TensorFileError(
+            f"{files.path}: {len(unknown)} tensors that a {family} of this config does not have, such as "
+            f"{', '.join(ascii(name)[1:-1][:60] for name in unknown[:3])}; the model is another than config.json says"
+        )
+    return Loaded(params, dropped, sorted(zeros & set(params)))
+
+
+def _theirs(value: np.ndarray, tensor: Tensor, shape: Shape, model: TransformerConfig) -> np.ndarray:
+    """One parameter (of one layer) of ours as they have it."""
+    match tensor.layout:
+        case "linear" | "conv1d":
+            matrix = value.reshape(shape.matrix)
+            return matrix.T if tensor.layout == "linear" else matrix
+        case "flat":
+            return value.reshape(-1)
+        case "led":
+            return value.reshape((1,) * (3 - value.ndim) + value.shape)
+        case "conv2d":
+            _, side, channels = pixels(model)
+            return value.reshape(side, side, channels, -1).transpose(3, 2, 0, 1)
+    return value
+
+
+def _their_shape(tensor: Tensor, shapes: Mapping[str, Shape], model: TransformerConfig) -> tuple[int, ...]:
+    """Shape of a tensor of theirs, with nothing of that size made."""
+    shape = shapes[tensor.ours[0]]
+    match tensor.layout:
+        case "linear" | "conv1d":
+            rows = shape.matrix[0]
+            columns = sum(shapes[ours].matrix[1] for ours in tensor.ours)
+            return (columns, rows) if tensor.layout == "linear" else (rows, columns)
+        case "flat":
+            return (sum(math.prod(shapes[ours].whole) for ours in tensor.ours),)
+        case "led":
+            return (1,) * (3 - len(shape.whole)) + shape.whole
+        case "conv2d":
+            _, side, channels = pixels(model)
+            return (model.width, channels, side, side)
+    return shape.whole
+
+
+def _place(
+    value: np.ndarray,
+    tensor: Tensor,
+    shapes: Mapping[str, Shape],
+    params: Params,
+    layer: int | None,
+) -> None:
+    """The inverse of `_theirs`: into the parameters that the tensor holds side by side."""
+    if tensor.layout == "linear":
+        value = value.T
+    elif tensor.layout == "conv2d":
+        value = value.transpose(2, 3, 1, 0)
+    start = 0
+    for ours in tensor.ours:
+        target, size = params[ours] if layer is None else params[ours][layer], value.shape[-1]
+        if len(tensor.ours) > 1:
+            size = math.prod(shapes[ours].whole) // (value.shape[0] if value.ndim > 1 else 1)
+        target[...] = value[..., start : start + size].reshape(shapes[ours].whole)
+        start += size
+
+
+def _stacked(shape: tuple[int, ...], tensor: Tensor, model: TransformerConfig) -> tuple[int, ...]:
+    return (model.depth, *shape) if tensor.stacked else shape
+
+
+def _without_prefix(files: Tensors, prefix: str) -> dict[str, str]:
+    """Name without the prefix to name in the file."""
+    found: dict[str, str] = {}
+    for name in files.shapes:
+        short = name.removeprefix(prefix)
+        if short in found:
+            raise TensorFileError(
+                f"{files.path}: holds both {found[short][:60]!a} and {name[:60]!a}, which are one tensor"
+            )
+        found[short] = name
+    return found
+
+
+def _check(files: Tensors, found: Mapping[str, str], name: str, shape: tuple[int, ...]) -> None:
+    if name not in found:
+        raise TensorFileError(f"{files.path}: the tensor {name} {shape} is missing")
+    if files.shapes[found[name]] != shape:
+        there = files.shapes[found[name]]
+        raise TensorFileError(f"{files.path}: the tensor {name} has shape {there}; by config.json it would be {shape}")
+
+
+def _check_tied(files: Tensors, name: str, token: np.ndarray) -> None:
+    if files.shapes[name] != token.shape or not np.array_equal(files.read(name), token):
+        raise TensorFileError(
+            f"{files.path}: config.json says that the readout is the embedding (tie_word_embeddings), and "
+            "lm_head.weight differs from it; write tie_word_embeddings false to read it as its own matrix"
+        )

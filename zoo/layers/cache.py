@@ -1,0 +1,61 @@
+"""Keys and values of what a decoder has read, so that its next token costs one position. All shapes are static.
+
+L layers, B batch, K key heads, S longest context, N head dimension, H query heads, T new positions. Heads stand before
+positions: a product with the keys of one head then reads memory in order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mupax.zoo.transformer import TransformerConfig
+
+
+class Cache(NamedTuple):
+    """Positions 0 to length - 1 hold what was read; the rest is whatever lies there, and no query sees it."""
+
+    keys: jax.Array
+    """[L, B, K, S, N], rotated where positions are rotary."""
+    values: jax.Array
+    """[L, B, K, S, N]."""
+    length: jax.Array
+    """int32 []."""
+
+    def put(self, layer: jax.Array | int, k_BTKN: jax.Array, v_BTKN: jax.Array) -> Cache:
+        """With the keys and values of the T positions from `length` on, which must fit; `length` stays."""
+        at = (layer, 0, 0, self.length, 0)
+
+        def written(all_LBKSN: jax.Array, new_BTKN: jax.Array) -> jax.Array:
+            new = new_BTKN.swapaxes(1, 2)[None].astype(all_LBKSN.dtype)
+            return jax.lax.dynamic_update_slice(all_LBKSN, new, at)
+
+        return self._replace(keys=written(self.keys, k_BTKN), values=written(self.values, v_BTKN))
+
+
+def empty(config: TransformerConfig, batch: int) -> Cache:
+    """Nothing read, for so many sequences of at most its context's tokens."""
+    shape = (config.depth, batch, config.kv_heads, config.sizes()["position"], config.heads_dim)
+    dtype = jnp.dtype(config.compute.dtype)
+    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.int32(0))
+
+
+def attend_cached(q_BTHN: jax.Array, cache: Cache, layer: jax.Array | int) -> jax.Array:
+    """softmax(q.k) v of T queries, at the positions from `cache.length` on, over everything up to each of them.
+
+    Their own keys and values are in the cache already. Logits are taken as they are; softmax is in float32.
+    """
+    batch, length, heads, size = q_BTHN.shape
+    k_BKSN, v_BKSN = cache.keys[layer], cache.values[layer]
+    kv_heads, source = k_BKSN.shape[1:3]
+    # Queries that share a key head, side by side: one product reads its keys once.
+    q = q_BTHN.reshape(batch, length, kv_heads, -1, size).transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, size)
+    logits = jnp.einsum("bkqn,bksn->bkqs", q, k_BKSN, preferred_element_type=jnp.float32)
+    seen_TS = jnp.arange(source) <= cache.length + jnp.arange(length)[:, None]
+    logits = logits.reshape(batch, kv_heads, -1, length, source)
+    weights = jax.nn.softmax(jnp.where(seen_TS, logits, jnp.finfo(jnp.float32).min), axis=-1)
+    weights = weights.reshape(batch, kv_heads, -1, source).astype(v_BKSN.dtype)
+    y = jnp.einsum("bkqs,bksn->bkqn", weights, v_BKSN).reshape(batch, kv_heads, -1, length, size)
+    return y.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, size).astype(q_BTHN.dtype)

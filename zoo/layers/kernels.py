@@ -1,0 +1,159 @@
+"""softmax(q.k) v by the fastest implementation there is: cuDNN flash on GPU, splash (Pallas) on TPU, XLA elsewhere.
+
+B batch, T query and S key positions, H heads, K key heads, N head dimension. Logits are taken as they are: any scale is
+already in q. Softmax is in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from mupax.zoo import partition
+from mupax.zoo.families import AttentionName, ConfigError
+
+SAVED = "attention"
+"""Name by which a remat policy may keep what the splash kernel's gradient needs: its output and the softmax's norm."""
+
+LANES = 128
+"""Positions that a splash kernel works on at least at once."""
+
+BLOCKS = (512, 256, LANES)
+"""Positions of a splash block: the largest that divides them, queries and keys apart. MaxText's default is the first."""
+
+
+def attend(
+    q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *, causal: bool, implementation: AttentionName = "auto"
+) -> jax.Array:
+    """Attention by the named implementation, on whatever devices are being compiled for.
+
+    Raises:
+        ConfigError: the named one cannot do this; the text says why.
+    """
+    if implementation == "auto":
+        kernels: tuple[AttentionName, ...] = ("splash", "cudnn", "xla")
+        implementation = next(name for name in kernels if not why_not(name, q_BTHN, k_BSKN, causal))
+    elif reason := why_not(implementation, q_BTHN, k_BSKN, causal):
+        raise ConfigError(f"model.compute.attention {implementation}: {reason}; write auto or xla")
+    match implementation:
+        case "splash":
+            return splash_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal)
+        case "cudnn":
+            return cudnn_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal)
+    split = any(partition.splits(axis) for axis in ("sequence", "heads", "kv_heads"))
+    if partition.platform() == "cpu" and not split:
+        return merged_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal)
+    return jax.nn.dot_product_attention(q_BTHN, k_BSKN, v_BSKN, scale=1.0, is_causal=causal, implementation="xla")
+
+
+def why_not(implementation: AttentionName, q_BTHN: jax.Array, k_BSKN: jax.Array, causal: bool) -> str | None:
+    """Why this implementation cannot attend here; None where it can."""
+    platform, size = partition.platform(), q_BTHN.shape[-1]
+    match implementation:
+        case "splash":
+            if platform != "tpu":
+                return f"the kernel is for TPUs, and this is compiled for {platform}"
+            ways = partition.ways("sequence")
+            if q_BTHN.shape[1] % (LANES * ways) or k_BSKN.shape[1] % LANES:
+                return f"a device's {q_BTHN.shape[1] // ways} positions are not a multiple of {LANES}"
+        case "cudnn":
+            if platform != "gpu":
+                return f"the kernel is for GPUs, and this is compiled for {platform}"
+            if q_BTHN.dtype not in (jnp.bfloat16, jnp.float16):
+                return f"the kernel is for bfloat16, and model.compute.dtype is {q_BTHN.dtype}"
+            if size % 8 or size > 128:
+                return f"the head dimension {size} is not a multiple of 8 up to 128"
+            if causal and partition.splits("sequence"):
+                return "its causal mask cannot begin at a later position, as split positions need"
+            if any(
+                float(device.compute_capability) < 8.0 for device in jax.local_devices() if device.platform == "gpu"
+            ):
+                return "the kernel needs compute capability 8.0 or later"
+    return None
+
+
+def merged_attention(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *, causal: bool) -> jax.Array:
+    """XLA's products with batch and heads merged into one dimension, the layout that CPUs like best."""
+    batch, length, heads, size = q_BTHN.shape
+    source, groups = k_BSKN.shape[1], heads // k_BSKN.shape[2]
+
+    def rows(x: jax.Array, repeat: int) -> jax.Array:
+        x = jnp.repeat(x, repeat, axis=2) if repeat > 1 else x
+        return x.swapaxes(1, 2).reshape(batch * heads, x.shape[1], size)
+
+    q, k, v = rows(q_BTHN, 1), rows(k_BSKN, groups), rows(v_BSKN, groups)
+    logits = jnp.einsum("btn,bsn->bts", q, k, preferred_element_type=jnp.float32)
+    if causal:
+        logits = jnp.where(jnp.tri(length, source, dtype=bool), logits, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
+    y = jnp.einsum("bts,bsn->btn", weights, v)
+    return y.reshape(batch, heads, length, size).swapaxes(1, 2)
+
+
+def cudnn_attention(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *, causal: bool) -> jax.Array:
+    """cuDNN's flash attention, on every device's own batch and heads."""
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return jax.nn.dot_product_attention(q, k, v, scale=1.0, is_causal=causal, implementation="cudnn")
+
+    return _on_devices(local, (q_BTHN, k_BSKN, v_BSKN))
+
+
+def splash_attention(
+    q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *, causal: bool, interpret: bool = False
+) -> jax.Array:
+    """The Pallas kernel for TPUs, on every device's own batch, queries and heads, with all keys of those heads.
+
+    Args:
+        q_BTHN: queries; T a multiple of 128 on every device.
+        k_BSKN: keys; S a multiple of 128.
+        v_BSKN: values.
+        causal: query t sees keys 0..t, whichever device it lies on.
+        interpret: run the kernel as ordinary operations, on any platform.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    length, source, shards = q_BTHN.shape[1], k_BSKN.shape[1], partition.ways("sequence")
+    block_q = next(size for size in BLOCKS if length // shards % size == 0)
+    block_kv = next(size for size in BLOCKS if source % size == 0)
+    blocks = splash.BlockSizes(
+        block_q=block_q, block_kv=block_kv, block_kv_compute=block_kv, block_q_dq=block_q, block_kv_dq=block_kv,
+        block_q_dkv=block_q, block_kv_dkv=block_kv, block_kv_dkv_compute=block_kv,
+    )  # fmt: skip
+    # What the kernel knows of its mask, block by block: where a mask depends on the query, a device gets its own rows.
+    axis = "sequence" if causal else None
+    mask = masks.CausalMask((length, source)) if causal else masks.FullMask((length // shards, source))
+    kernel = splash.make_splash_mha(
+        masks.MultiHeadMask([mask] * (q_BTHN.shape[2] // partition.ways("heads"))), block_sizes=blocks,
+        head_shards=1, q_seq_shards=shards if causal else 1, residual_checkpoint_name=SAVED, interpret=interpret,
+    )  # fmt: skip
+    known, structure = jax.tree.flatten(kernel)
+    places = tuple((axis,) if x.ndim == 1 else (None, axis, None) for x in known)
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, *known: jax.Array) -> jax.Array:
+        run = jax.vmap(jax.tree.unflatten(structure, known))
+        return run(q.swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2)).swapaxes(1, 2)
+
+    return _on_devices(local, (q_BTHN, k_BSKN, v_BSKN), known, places)
+
+
+def _on_devices(
+    local: Callable[..., jax.Array],
+    qkv: tuple[jax.Array, jax.Array, jax.Array],
+    more: Sequence[jax.Array] = (),
+    places: tuple[partition.Axes, ...] = (),
+) -> jax.Array:
+    """A kernel that the compiler cannot split, on every device's own batch, queries and heads."""
+    q, k, v = qkv
+    layout = partition.current()
+    if layout is None:
+        return local(q, k, v, *more)
+    if k.shape[2] % layout.ways("kv_heads") or layout.names("kv_heads") != layout.names("heads"):
+        # Key heads lie otherwise than the queries that use them: give every query head its own.
+        k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    batch = "batch" if q.shape[0] % layout.ways("batch") == 0 else None
+    mine, all_keys = (batch, "sequence", "heads", None), (batch, None, "heads", None)
+    return layout.local(local, (mine, all_keys, all_keys, *places), mine)(q, k, v, *more)
