@@ -10,37 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from mupax.presets import constants as constants_of
 from mupax.presets.forms import FORMS, Form
-from mupax.presets.papers.completep import completep
-from mupax.presets.papers.effective_theory import hybrid, maximal_update, ntk
-from mupax.presets.papers.infinite_limits import depth_mup, mup, mup_half
-from mupax.presets.papers.layerwise import sp_layerwise
-from mupax.presets.papers.spectral import spectral
-from mupax.presets.papers.standard import sp, standard
-from mupax.presets.papers.unit import u_mup
+from mupax.presets.papers import PRESETS
 from mupax.presets.power import Power
 from mupax.presets.preset import Preset
 from mupax.presets.roles import AXES, EMBEDDINGS, VECTORS, ParamSpec, PresetError, Role
 from mupax.presets.rule import Decay, Rule, Scales
-
-PRESETS: dict[str, Callable[..., Preset]] = {
-    "sp": sp,
-    "mup": mup,
-    "mup-half": mup_half,
-    "depth-mup": depth_mup,
-    "completep": completep,
-    "ntk": ntk,
-    "hybrid": hybrid,
-    "maximal-update": maximal_update,
-    "standard": standard,
-    "u-mup": u_mup,
-    "spectral": spectral,
-    "sp-layerwise": sp_layerwise,
-}
-"""Name to the function that makes the preset from its constants."""
 
 
 def get(

@@ -14,8 +14,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from mupax import presets
-from mupax.presets import Preset, constants, terminal
+from mupax import presets, terminal
+from mupax.presets import Preset, constants
 from mupax.presets.analysis import table, verdicts
 from mupax.presets.rule import FAMILIES
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 2
     except ValueError as error:
-        if not type(error).__module__.startswith(("presets", "zoo")):
+        if not type(error).__module__.startswith("mupax."):
             raise
         print(f"error: {error}", file=sys.stderr)
         return 2

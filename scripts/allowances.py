@@ -29,7 +29,7 @@ PROVED = {
     "heads": [("mup", {}), ("mup-half", {})],
     "width": [("mup", {}), ("mup-half", {})],
     "depth": [("depth-mup", {"alpha_l": 0.5}), ("depth-mup", {"alpha_l": 1.0})],
-    f"depth{expectation.NO_LIMIT}": [("mup", {})],
+    f"depth{theory.NO_LIMIT}": [("mup", {})],
 }
 """Study to the rules it trains; its first word is the size that grows."""
 

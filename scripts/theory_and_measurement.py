@@ -72,7 +72,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "",
         "Exponents of observables as one size grows eightfold from width 64, 4 heads, depth 2, under Adam: theory from the preset's",
         "rules alone (`python -m presets limits`), then the measured slope and its 95 % interval over four seeds. Small sizes stray",
-        "from exponents even where the rule is exact; how far was measured once (`train/studies/check/allowances.json`). What explodes soon leaves",
+        "from exponents even where the rule is exact; how far was measured once (`allowances.json`). What explodes soon leaves",
         "the regime of its power law and may fall short of it; without a rule for depth the tokens of a deep stream grow alike, and",
         "allowances in depth are wide. The last column says what `python -m train check` makes of all observables. `standard` is `sp`",
         "by another name. Made by `python -m scripts.theory_and_measurement`.",

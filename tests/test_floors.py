@@ -1,4 +1,4 @@
-"""A folder imports only from folders below it: presets <- zoo <- train <- scripts. Read from the source by `ast`."""
+"""Rooms and floors: a room imports only from rooms on floors below it, and no modules import in a circle. Read by `ast`."""
 
 from __future__ import annotations
 
@@ -8,60 +8,146 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FLOORS = ("presets", "zoo", "train", "scripts")
-NUMERIC = ("scripts/figures/kernels.py", "scripts/figures/attention_kernels.py")
-"""The files of presets that need numpy; nothing there imports them but one another."""
-ENTRY_IMPORTER = "mupax/__main__.py"
-"""The `mupax` command: the one file that may import entry points."""
+PACKAGES = ("presets", "zoo", "train")
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("mupax",),
+    ("presets",),
+    ("presets/papers",),
+    ("presets/tuned", "presets/analysis"),
+    ("presets/__init__.py",),
+    ("zoo", "zoo/layers"),
+    ("zoo/huggingface",),
+    ("train/config",),
+    ("train/parallel", "train/data"),
+    ("train/core",),
+    ("train/checkpoints", "train/pods"),
+    ("train/reuse",),
+    ("train/run",),
+    ("train/studies",),
+    ("entry points",),
+    ("scripts",),
+)
+"""Rooms by floor, the lowest first; rooms of one floor do not see each other, but for the two of `TOGETHER`.
+
+`presets.get` looks presets up by name, so it is above all of them.
+"""
+TOGETHER = {"zoo", "zoo/layers"}
+"""A model family is made of layers, and layers read the configs beside it: one room in two folders."""
+HEAVY = ("jax", "jaxlib", "flax", "optax", "orbax", "numpy")
+PURE = ("presets", "presets/papers", "presets/tuned", "presets/analysis")
+"""Rooms that import none of `HEAVY`: theory needs neither arrays nor a device."""
 
 pytestmark = pytest.mark.core
 
 
-def imports(source: str) -> list[tuple[str, bool]]:
-    """Every module that the source imports, and whether inside a function. `from a import b` counts as a and as a.b."""
-    found: list[tuple[str, bool]] = []
+def imports(source: str, package: bool = False) -> list[tuple[str, bool]]:
+    """Every module that the source imports, and whether at the top. `from a import b` counts as a.b, and as a unless b is a module."""
+    modules: list[tuple[str, bool]] = []
 
-    def visit(node: ast.AST, inside: bool) -> None:
-        inside = inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+    def visit(node: ast.AST, top: bool) -> None:
+        top = top and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        top = top and not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
         if isinstance(node, ast.Import):
-            found.extend((alias.name, inside) for alias in node.names)
+            modules.extend((alias.name, top) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
-            found.extend([(module, inside), *((f"{module}.{alias.name}", inside) for alias in node.names)])
+            names = [f"{module}.{alias.name}" for alias in node.names]
+            modules.extend((name, top) for name in names)
+            if not all(map(file_of, names)):
+                modules.append((module, top))
         for child in ast.iter_child_nodes(node):
-            visit(child, inside)
+            visit(child, top)
 
-    visit(ast.parse(source), False)
-    return found
+    visit(ast.parse(source), True)
+    return modules
+
+
+def room(path: str) -> str:
+    """The room of a file, by its path from the root; a `__main__.py` is an entry point, on the highest floor but one."""
+    folders = path.split("/")[:-1]
+    if path in ("train/__init__.py", "presets/__init__.py"):
+        return "mupax" if path.startswith("train") else path
+    if path.endswith("__main__.py") and folders[:1] != ["scripts"]:
+        return "entry points"
+    rooms = {name for floor in FLOORS for name in floor}
+    return next(name for end in range(len(folders), 0, -1) if (name := "/".join(folders[:end])) in rooms)
+
+
+def floor(name: str) -> int:
+    return next(number for number, rooms in enumerate(FLOORS) if name in rooms)
+
+
+def file_of(module: str) -> str | None:
+    """The file of a module of ours, by its path from the root."""
+    parts = module.split(".")
+    if parts[0] == "mupax" and parts[1:2] and parts[1] in PACKAGES:
+        parts = parts[1:]
+    path = "/".join(parts)
+    return next((name for name in (f"{path}.py", f"{path}/__init__.py") if (ROOT / name).is_file()), None)
 
 
 def violations(path: str, source: str) -> list[str]:
-    """What the file at `path` (relative to the root) must not import."""
-    floor = path.split("/", 1)[0]
-    above = FLOORS[FLOORS.index(floor) + 1 :]
-    entry = path.endswith("__main__.py")
-    wrong = []
-    for module, inside in imports(source):
-        top = module.split(".", 1)[0]
+    """What the file at `path` (from the root) must not import."""
+    own, wrong = room(path), []
+    for module, top in imports(source):
         if module.startswith("."):
             wrong.append(f"{path}: relative import {module}")
-        elif top in above and not ((entry or path == ENTRY_IMPORTER) and inside):
-            wrong.append(f"{path}: {floor} imports {module}, a floor above it")
-        elif floor == "presets" and path not in NUMERIC and f"{module.replace('.', '/')}.py" in NUMERIC:
-            wrong.append(f"{path}: imports {module}, which needs numpy")
-        elif floor == "presets" and top == "numpy" and path in NUMERIC:
-            pass
-        elif floor == "presets" and top in ("jax", "jaxlib", "flax", "optax", "orbax", "numpy"):
-            wrong.append(f"{path}: presets is pure Python and imports {module}")
-        elif "__main__" in module.split(".") and path != ENTRY_IMPORTER:
+        elif module.split(".")[0] in PACKAGES:
+            wrong.append(f"{path}: {module} has another name where mupax is installed; write mupax.{module}")
+        elif module.split(".")[0] in HEAVY and own in PURE:
+            wrong.append(f"{path}: {own} is pure Python and imports {module}")
+        elif "__main__" in module.split(".") and path != "mupax/__main__.py":
             wrong.append(f"{path}: imports the entry point {module}")
+        elif (target := file_of(module)) and "__main__" not in module:
+            other = room(target)
+            allowed = other == own or floor(other) < floor(own) or {own, other} <= TOGETHER
+            if not allowed:
+                wrong.append(f"{path}: {own} imports {module}, which is in {other}, not on a floor below")
+            elif own == "entry points" and top and floor(other) >= floor("train/core"):
+                wrong.append(f"{path}: an entry point imports {module} inside the function that needs it")
     return wrong
 
 
 def sources() -> list[str]:
-    found = [path.relative_to(ROOT).as_posix() for floor in FLOORS for path in sorted((ROOT / floor).rglob("*.py"))]
-    assert {path.split("/", 1)[0] for path in found} >= {"presets", "zoo", "train"}
-    return found
+    folders = ("mupax", *PACKAGES, "scripts")
+    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [path.relative_to(ROOT).as_posix() for path in paths]
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of files that reach one another by imports: Tarjan's strongly connected components of two or more."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    groups: list[list[str]] = []
+
+    def connect(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in graph.get(node, ()):
+            if other not in index:
+                connect(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            group = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            groups.append(sorted(group))
+
+    for node in graph:
+        if node not in index:
+            connect(node)
+    return [group for group in groups if len(group) > 1]
+
+
+def import_graph() -> dict[str, set[str]]:
+    """File to the files of ours that it imports, wherever in it; a package counts where nothing in it is named."""
+    graph: dict[str, set[str]] = {}
+    for path in sources():
+        targets = {target for module, _ in imports((ROOT / path).read_text()) if (target := file_of(module))}
+        graph[path] = {target for target in targets if target != path and not target.endswith("__init__.py")}
+    return graph
 
 
 def test_every_file_keeps_to_its_floor():
@@ -69,25 +155,43 @@ def test_every_file_keeps_to_its_floor():
     assert not wrong, "\n".join(wrong)
 
 
+def test_no_files_import_in_a_circle():
+    assert circles(import_graph()) == []
+
+
+def test_control_a_circle_is_seen():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+
+
+def test_every_room_is_there_and_has_at_most_twelve_files():
+    folders = {Path(path).parent for path in sources() if not path.startswith("scripts")}
+    rooms = {name for floor in FLOORS for name in floor if (ROOT / name).is_dir()}
+    assert rooms - {"scripts"} <= {folder.as_posix() for folder in folders}
+    counts = {folder.as_posix(): len(list((ROOT / folder).glob("*.py"))) for folder in folders}
+    assert {folder: count for folder, count in counts.items() if count > 12} == {}
+
+
 @pytest.mark.parametrize(
     ("path", "source"),
     [
         ("presets/planted.py", "import jax"),
-        ("presets/planted.py", "from flax import nnx"),
-        ("presets/planted.py", "def f():\n    from zoo import configs"),
-        ("presets/planted.py", "import numpy"),
-        ("presets/planted.py", "from presets import kernels"),
-        ("scripts/figures/kernels.py", "import jax"),
-        ("presets/__main__.py", "from zoo import configs"),
+        ("presets/analysis/planted.py", "from flax import nnx"),
+        ("presets/planted.py", "def f():\n    from mupax.zoo import configs"),
+        ("presets/planted.py", "from zoo import configs"),
         ("zoo/planted.py", "from mupax.train.config.run import Config"),
-        ("zoo/planted.py", "class A:\n    def f(self):\n        import train"),
-        ("train/planted.py", "import scripts.figure"),
+        ("zoo/planted.py", "class A:\n    def f(self):\n        from mupax.train.core import step"),
+        ("zoo/layers/planted.py", "from mupax.zoo.huggingface import names"),
+        ("train/core/planted.py", "import scripts.tune"),
+        ("train/core/planted.py", "from mupax.train.run import loop"),
+        ("train/parallel/planted.py", "from mupax.train.data import interface"),
+        ("train/reuse/grow/planted.py", "def f():\n    from mupax.train.run import loop"),
         ("train/data/planted.py", "from .. import config"),
-        ("train/planted.py", "from train import __main__"),
-        ("train/planted.py", "def f():\n    from mupax.zoo.__main__ import main"),
+        ("train/run/planted.py", "from mupax.train import __main__"),
+        ("train/run/planted.py", "def f():\n    from mupax.zoo.__main__ import main"),
+        ("train/__main__.py", "from mupax.train.run import loop"),
     ],
 )
-def test_control_a_planted_import_is_found(path: str, source: str):
+def test_control_a_planted_import_is_caught(path: str, source: str):
     assert violations(path, source)
 
 
@@ -95,12 +199,12 @@ def test_control_a_planted_import_is_found(path: str, source: str):
     ("path", "source"),
     [
         ("presets/planted.py", "import math\nfrom mupax.presets.roles import Role"),
-        ("presets/__main__.py", "def main():\n    from zoo import configs"),
-        ("scripts/figures/kernels.py", "import numpy\nfrom presets import attention_kernels"),
-        ("zoo/planted.py", "import jax\nimport presets"),
-        ("train/planted.py", "from zoo import configs"),
+        ("presets/__main__.py", "def main():\n    from mupax.zoo import configs"),
+        ("zoo/layers/planted.py", "import jax\nfrom mupax.zoo import configs"),
+        ("train/run/planted.py", "from mupax.train.core import step"),
+        ("train/studies/sweep/planted.py", "from mupax.train.run import loop"),
         ("mupax/__main__.py", "def main():\n    from mupax.zoo.__main__ import main"),
-        ("scripts/planted.py", "from train import data"),
+        ("scripts/planted.py", "from mupax.train import data"),
     ],
 )
 def test_allowed_imports_pass(path: str, source: str):

@@ -60,7 +60,7 @@ def test_a_pipe_that_nobody_reads_is_no_error(words: str) -> None:
 def test_rich_in_a_pipe_that_nobody_reads_is_no_error() -> None:
     program = """
 import sys
-from presets import terminal
+from mupax import terminal
 sys.exit(terminal.quiet_in_pipes(lambda: terminal.console().print("a table") or 0)())
 """
     assert unread("-c", program) == (141, "")

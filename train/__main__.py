@@ -18,26 +18,38 @@ import threading
 import traceback
 from collections.abc import Iterator, Sequence
 
-from mupax.presets import terminal
+from mupax import terminal
 
 MESSAGE_LINES = 10
 """Longest message for bad input."""
 
-OWN = ("presets", "zoo", "train")
+OWN = "mupax"
 
 COMMANDS = {
-    "check": "measure what a preset does as one size grows, and hold it against theory",
-    "sweep": "train many points of rates, seeds, constants and sizes, with one compilation per shape",
-    "transfer": "whether the best learning rate stays as the model grows: fits, drift, price, a report",
-    "compile": "compile a recipe for a TPU pod, without a TPU: memory, collectives, least step time",
-    "balance": "derive rates per layer from one batch, as a preset, for where none has a rule",
-    "checkpoints": "list a run's checkpoints, their sizes and health, and verify them",
-    "grow": "make a larger model of a checkpoint, with the same function and the optimizer's state",
-    "eval": "loss and accuracy of any checkpoint, on its data or on other data",
-    "generate": "text from any checkpoint of a language model",
-    "convert": "carry a run's checkpoint into another form of its preset",
+    "check": ("studies.check.command", "measure what a preset does as one size grows, and hold it against theory"),
+    "sweep": (
+        "studies.sweep.command",
+        "train many points of rates, seeds, constants and sizes, with one compilation per shape",
+    ),
+    "transfer": (
+        "studies.transfer.command",
+        "whether the best learning rate stays as the model grows: fits, drift, price, a report",
+    ),
+    "compile": ("pods.command", "compile a recipe for a TPU pod, without a TPU: memory, collectives, least step time"),
+    "balance": (
+        "studies.check.balance_command",
+        "derive rates per layer from one batch, as a preset, for where none has a rule",
+    ),
+    "checkpoints": ("checkpoints.command", "list a run's checkpoints, their sizes and health, and verify them"),
+    "grow": (
+        "reuse.grow.command",
+        "make a larger model of a checkpoint, with the same function and the optimizer's state",
+    ),
+    "eval": ("run.eval_command", "loss and accuracy of any checkpoint, on its data or on other data"),
+    "generate": ("reuse.generate.command", "text from any checkpoint of a language model"),
+    "convert": ("reuse.forms_command", "carry a run's checkpoint into another form of its preset"),
 }
-"""First words that are not recipes; `train/NAME_command.py` is each one's."""
+"""First words that are not recipes: the module of each under `mupax.train`, whose `main` runs it, and what it does."""
 
 
 class _Stopped(BaseException):
@@ -77,12 +89,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _bad_input(error: Exception) -> bool:
     """A subclass of ValueError that this project defines: every such error's text says what to write instead."""
-    return isinstance(error, ValueError) and type(error).__module__.partition(".")[0] in OWN
+    return isinstance(error, ValueError) and type(error).__module__.partition(".")[0] == OWN
 
 
 def _told(error: Exception) -> bool:
     """A failure of the machine that this project has a class for: its text says what to do, a traceback would hide it."""
-    return isinstance(error, RuntimeError) and type(error).__module__.partition(".")[0] in OWN
+    return isinstance(error, RuntimeError) and type(error).__module__.partition(".")[0] == OWN
 
 
 def _command(argv: list[str]) -> int:
@@ -95,7 +107,7 @@ def _command(argv: list[str]) -> int:
         return 0
     name = argv[0]
     if name in COMMANDS:
-        return importlib.import_module(f"train.{name}_command").main(argv[1:])
+        return importlib.import_module(f"mupax.train.{COMMANDS[name][0]}").main(argv[1:])
     if name not in RECIPES:
         near = difflib.get_close_matches(name, [*RECIPES, *COMMANDS], n=1)
         hint = f"did you mean {near[0]}? " if near else ""
@@ -138,7 +150,7 @@ def _overview() -> str:
     parts = [
         "usage: python -m train RECIPE [--FLAG VALUE ...]",
         f"recipes:\n{terminal.table(recipes, indent=2)}",
-        f"commands:\n{terminal.table([*COMMANDS.items()], indent=2)}",
+        f"commands:\n{terminal.table([[name, line] for name, (_, line) in COMMANDS.items()], indent=2)}",
         terminal.wrapped("`python -m train RECIPE --help` lists the flags of one, `--dry-run` shows what it would do."),
     ]
     return "\n\n".join(parts)

@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from mupax.presets import terminal
+from mupax import terminal
 
 USAGE = """usage: python -m zoo [list] [--json]             names, sizes, parameters, FLOPs of one forward pass
        python -m zoo describe NAME [--json]     every parameter: path, role, shape, axes, count
@@ -67,7 +67,7 @@ def _carry(argv: list[str]) -> int:
     try:
         return command.main(argv)
     except ValueError as error:
-        if type(error).__module__.partition(".")[0] not in ("presets", "zoo", "train"):
+        if type(error).__module__.partition(".")[0] != "mupax":
             raise
         return _wrong(str(error))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from importlib import import_module
 from typing import Any, ClassVar, Literal
 
 from mupax.presets.roles import MATRICES, ParamSpec, Role
@@ -76,9 +77,7 @@ class ViTConfig(ImageModel, TransformerConfig):
 
     def module(self, rngs: Any) -> Any:
         """The vision transformer."""
-        from mupax.zoo.vit import ViT
-
-        return ViT(self, rngs)
+        return import_module("mupax.zoo.vit").ViT(self, rngs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,9 +124,7 @@ class DecoderConfig(TokenModel, TransformerConfig):
 
     def module(self, rngs: Any) -> Any:
         """The decoder."""
-        from mupax.zoo.decoder import Decoder
-
-        return Decoder(self, rngs)
+        return import_module("mupax.zoo.decoder").Decoder(self, rngs)
 
 
 def _vit(width: int, depth: int, num_heads: int, patch_size: int, image_size: int = 224) -> ViTConfig:

@@ -54,3 +54,12 @@ def si(number: float) -> str:
         number /= 1000
     digits = max(0, 3 - len(f"{abs(number):.0f}")) if letter else 0
     return f"{number:.{digits}f}{' ' if letter else ''}{letter}"
+
+
+def gib(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} GiB"

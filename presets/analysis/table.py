@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mupax.presets import terminal
+from mupax import terminal
 from mupax.presets.preset import Preset
 from mupax.presets.roles import ParamSpec
 from mupax.presets.rule import Decay

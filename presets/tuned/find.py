@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mupax.presets.forms import Form
+from mupax.presets.papers import PRESETS
 from mupax.presets.roles import PresetError
 from mupax.presets.tuned import schema
 
@@ -183,7 +184,5 @@ def _pairs(values: Mapping[str, Any]) -> str:
 
 
 def _tuned(given: Any) -> Tuned:
-    from mupax import presets
-
-    schema.check(given, presets.PRESETS)
+    schema.check(given, PRESETS)
     return Tuned(**{name: value for name, value in given.items() if name != "format"})

@@ -149,7 +149,7 @@ def test_zero_readout_starts_at_zero_and_changes_nothing_else():
 def test_presets_import_quickly_and_without_jax_numpy_or_tyro():
     """100 ms is the import itself, taken best of five: a shared machine delays any one of them."""
     code = (
-        "import sys, time; t = time.perf_counter(); import presets; t = time.perf_counter() - t; "
+        "import sys, time; t = time.perf_counter(); import mupax.presets; t = time.perf_counter() - t; "
         "heavy = {'jax', 'numpy', 'tyro', 'flax', 'optax'} & set(sys.modules); assert not heavy, heavy; print(t)"
     )
     times = [

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mupax.presets import terminal
+from mupax import terminal
 
 
 def parser() -> argparse.ArgumentParser:

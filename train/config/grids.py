@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import TYPE_CHECKING
 
 from mupax.zoo.configs import ConfigError
+
+if TYPE_CHECKING:
+    from mupax.train.config.run import Config
 
 
 def parse(text: str) -> tuple[float, ...]:
@@ -50,3 +55,13 @@ def _number(word: str, text: str) -> float:
     if isinstance(value, complex) or not math.isfinite(value):
         raise ConfigError(f"grid {text!r}: {word.strip()!r} is not a number; write one such as 0.001 or 2^-10")
     return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A point: the size that grew (0 where none did), what else was varied in words, and its config."""
+
+    size: int
+    varied: str
+    label: str
+    config: Config

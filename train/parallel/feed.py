@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from mupax.train.core.step import Batch
 from mupax.train.parallel.sharding import MeshLayout
 
 
@@ -45,7 +44,7 @@ class Feed:
         self.rows = tuple(parts)
         """Rows of the global batch that this process makes, in this order."""
 
-    def put(self, batch: Mapping[str, np.ndarray]) -> Batch:
+    def put(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         """The global batch on the mesh, from this process' rows of it."""
         if jax.process_count() == 1:
             return jax.device_put(dict(batch), self._shardings)

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mupax.presets import terminal
+from mupax import terminal
+from mupax.zoo.describe import gib
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -163,12 +164,3 @@ def _temporaries(report: dict[str, Any]) -> Table:
     for row in report["temporaries"]:
         table.add_row(gib(row["bytes"]), row["shape"], row["op_name"] or row["name"], row["source"])
     return table
-
-
-def gib(count: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(count) < 1024:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} GiB"

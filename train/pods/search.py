@@ -18,10 +18,10 @@ from mupax.train.core.program import Program, assemble
 from mupax.train.parallel.chips import Chip
 from mupax.train.parallel.mesh import MeshError
 from mupax.train.pods import estimates, topology
-from mupax.train.pods.command import gib
 from mupax.train.pods.compiled import compile_for
 from mupax.zoo import flops
 from mupax.zoo.configs import ComputeConfig
+from mupax.zoo.describe import gib
 
 MOST_TENSOR = 16
 """Widest tensor axis tried: beyond it a layer's sums over activations take longer than its products on every chip here."""

@@ -8,7 +8,7 @@ import math
 import jax
 import numpy as np
 
-from mupax.presets import terminal
+from mupax import terminal
 from mupax.train.config.run import Config
 from mupax.train.core.program import Program, assemble
 from mupax.zoo import flops

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mupax.presets import terminal
+from mupax import terminal
 
 READ = ("--data.", "--mesh.", "--model.compute.")
 """Flags of a run that an evaluation reads."""

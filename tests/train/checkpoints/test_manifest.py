@@ -352,9 +352,12 @@ def save_under_a_limit(run: Path) -> None:
 
 
 def test_a_real_limit_on_files_fails_the_save_and_not_the_run(run: Path) -> None:
-    here = Path(__file__).resolve().parent
-    code = "import sys; from pathlib import Path; from test_manifest import save_under_a_limit as save; save(Path(sys.argv[1]))"
-    environ = {**os.environ, "PYTHONPATH": f"{here}{os.pathsep}{here.parent}"}
+    root = Path(__file__).resolve().parents[3]
+    name = "tests.train.checkpoints.test_manifest"
+    code = (
+        f"import sys; from pathlib import Path; from {name} import save_under_a_limit as save; save(Path(sys.argv[1]))"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(root)}
     done = subprocess.run(
         [sys.executable, "-c", code, str(run)], env=environ, capture_output=True, text=True, check=False
     )

@@ -16,7 +16,8 @@ from mupax.train.parallel.processes import Processes
 @pytest.mark.core
 def test_a_second_run_on_a_workdir_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from mupax.train.parallel.processes import Processes; from mupax.train.checkpoints.workdir import locked\n"
+        "import sys, time; from pathlib import Path; from mupax.train.parallel.processes import Processes; "
+        "from mupax.train.checkpoints.workdir import locked\n"
         "with locked(Path(sys.argv[1]), Processes()):\n    print('held', flush=True); time.sleep(600)"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]

@@ -124,7 +124,8 @@ def test_answers_come_within_a_second(flag: str) -> None:
 def test_a_signal_ends_the_run_with_its_code(number: signal.Signals, code: int) -> None:
     # The children of a shell's background job ignore SIGINT.
     program = """
-import signal, sys, time, types, train
+import signal, sys, time, types
+import mupax.train.run
 signal.signal(signal.SIGINT, signal.default_int_handler)
 def run(config):
     try:

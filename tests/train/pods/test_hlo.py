@@ -20,7 +20,7 @@ pytestmark = pytest.mark.core
 
 LAYERS, WIDTH, HIDDEN, ROWS = 5, 256, 512, 64
 MESH = {"fsdp": 2, "tensor": 2}
-TPU = (Path(__file__).parent / "hlo" / "tpu-v5e-2x2.txt").read_text()
+TPU = (Path(__file__).parent / "tpu-v5e-2x2.txt").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mupax.presets import terminal
+from mupax import terminal
 from mupax.train.config.record import model_from_json, model_to_json
 from mupax.zoo import configs
 from mupax.zoo.configs import ModelConfig

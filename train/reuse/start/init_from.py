@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from mupax.presets import terminal
+from mupax import terminal
 from mupax.train.checkpoints.workdir import RECORD
 from mupax.train.config.record import from_json, to_json
 from mupax.train.config.run import Config, InitConfig

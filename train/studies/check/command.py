@@ -11,7 +11,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
-from mupax.presets import terminal
+from mupax import terminal
 
 AXES = ("head_dim", "heads", "depth", "width", "mlp", "kv_heads")
 RATES = {"adam": 2e-3, "adamw": 2e-3, "sgd": 0.2, "momentum": 0.05, "muon": 2e-3, "lion": 1e-3}

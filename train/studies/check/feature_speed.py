@@ -239,7 +239,7 @@ def _chain(definition: Definition, params: Arrays, factors: Factors, batch: Mapp
     ):
         raise PresetError(
             "the model cannot be taken apart into layers; give it the methods embed(inputs) and read(h), and a module "
-            "`block` whose parameters are stacked along 'layers' (or call mupax.train.studies.check.feature_speed.measure with a Chain of your own)"
+            "`block` whose parameters are stacked along 'layers' (or call feature_speed.measure with a Chain of your own)"
         )
     blocks = [lambda own, h, i=index: block(i, own, h) for index in range(definition.sizes["layers"])]
     return Chain([embed, *blocks], loss)

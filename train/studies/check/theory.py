@@ -1,4 +1,4 @@
-"""What theory expects of every observable of `mupax.train.studies.check.observables`: `mupax.presets.analysis.limits` evaluated for the growth of a series of models.
+"""What theory expects of every observable (observables.py): `presets.analysis.limits` for the growth of a series of models.
 
 Finite sizes stray from exponents. How far, on rules known to be right, was measured once by `scripts/allowances.py` and
 lies in `allowances.json`; a measured slope may stray by that and `MARGIN` more, in the direction it was seen to.

@@ -16,25 +16,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mupax.presets import terminal
+from mupax import terminal
+from mupax.train.config.grids import Planned
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mupax.train.config.run import Config
     from mupax.train.studies.sweep.rows import Row
 
 MOST_POINTS = 2000
-
-
-@dataclasses.dataclass(frozen=True)
-class Planned:
-    """A point: the size that grew (0 where none did), what else was varied in words, and its config."""
-
-    size: int
-    varied: str
-    label: str
-    config: Config
 
 
 def parser() -> argparse.ArgumentParser:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from mupax.train.studies.sweep.command import Planned
+from mupax.train.config.grids import Planned
 from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.transfer.drift import Analysis, analyse
 from mupax.train.studies.transfer.fit import STEP

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mupax.presets import terminal
+from mupax import terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
