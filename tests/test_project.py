@@ -1,8 +1,7 @@
-"""The project's own files: packages, what git tracks, configs that are read, interpreters that CI finds."""
+"""The project's own files: packages, what git tracks, interpreters that CI finds."""
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import tomllib
@@ -12,8 +11,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-CODE = ("presets", "zoo", "train", "scripts")
-CONFIGS = ("train/config/run.py", "train/config/devices.py", "zoo/configs.py")
 
 pytestmark = pytest.mark.core
 
@@ -56,59 +53,6 @@ def test_no_tracked_file_names_a_machine():
 )
 def test_control_a_machine_path_is_found(text: bytes):
     assert MACHINE.search(text)
-
-
-# Configs
-
-
-def fields(source: str) -> dict[str, list[str]]:
-    """Dataclass name to the names of its fields."""
-    found = {}
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(d) for d in node.decorator_list):
-            lines = [line for line in node.body if isinstance(line, ast.AnnAssign)]
-            annotated = [line.target for line in lines if "ClassVar" not in ast.unparse(line.annotation)]
-            found[node.name] = [target.id for target in annotated if isinstance(target, ast.Name)]
-    return found
-
-
-def names_read(source: str) -> set[str]:
-    """Names x of every `something.x` that is read, and literal names where the file has a getattr over such names.
-
-    A config's own checks in `__post_init__` do not count: a field that is only checked does nothing.
-    """
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and node.name == "__post_init__":
-            node.body = [ast.Pass()]
-    nodes = list(ast.walk(tree))
-    read = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
-    if any(
-        isinstance(n, ast.Call) and ast.unparse(n.func) == "getattr" and isinstance(n.args[1], ast.Name) for n in nodes
-    ):
-        read |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    return read
-
-
-def unread(definitions: str, sources: list[str]) -> list[str]:
-    read = set().union(*map(names_read, sources))
-    return [f"{owner}.{name}" for owner, names in fields(definitions).items() for name in names if name not in read]
-
-
-@pytest.mark.parametrize("config", CONFIGS)
-def test_every_config_field_is_read(config: str):
-    sources = [path.read_text() for folder in CODE for path in sorted((ROOT / folder).rglob("*.py"))]
-    definitions = (ROOT / config).read_text()
-    assert fields(definitions)
-    assert unread(definitions, sources) == []
-
-
-def test_control_an_unread_field_is_found():
-    checks = "    def __post_init__(self):\n        assert self.forgotten >= 0\n"
-    planted = f"@dataclasses.dataclass(frozen=True)\nclass C:\n    width: int\n    forgotten: int = 0\n{checks}"
-    reader = "def f(c):\n    c.forgotten = 'forgotten'\n    return c.width\n"
-    assert unread(planted, [planted, reader]) == ["C.forgotten"]
-    assert unread(planted, [planted, reader, "def g(c):\n    return [getattr(c, x) for x in ('forgotten',)]"]) == []
 
 
 # .ci/run

@@ -1,0 +1,286 @@
+"""No field of a config is dead: a changed value changes the program, its numbers, the data, the run's files, or what a test shows.
+
+`FIELDS` says of every field how that is decided and with which value. A field without an entry fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import io
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from mupax.train import data as data_sources
+from mupax.train.config.run import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    DistributedConfig,
+    LogConfig,
+    MeshConfig,
+    OptimizerConfig,
+    PresetConfig,
+)
+from mupax.train.core.program import assemble
+from mupax.train.data.text.batches import TokenData
+from mupax.train.parallel import distributed
+from mupax.train.run import loop
+from mupax.zoo.configs import ComputeConfig, DecoderConfig, ViTConfig
+from tests.train.run.test_loop import folder
+
+__all__ = ["folder"]  # a fixture
+
+TESTS = next(path for path in Path(__file__).resolve().parents if path.name == "tests")
+
+TOKENS = Config(
+    recipe="lm-tiny",
+    model=DecoderConfig(
+        width=16, depth=2, num_heads=2, mlp_ratio=2, vocab_size=256, seq_len=16, compute=ComputeConfig(layers="scan")
+    ),
+    data=DataConfig(name="text:text.txt", batch_size=8, eval_batch_size=16, eval_examples=30, tokenizer="bytes"),
+    preset=PresetConfig(name="depth-mup", base="lm-proxy"),
+    optimizer=OptimizerConfig(peak_lr=0.01, weight_decay=0.1, eps=1e-4, warmup_steps=1, schedule="cosine"),
+    checkpoint=CheckpointConfig(every_steps=2),
+    steps=6,
+)  # fmt: skip
+RUN = dataclasses.replace(TOKENS, model=dataclasses.replace(TOKENS.model, depth=1), log=LogConfig(samples=False))
+WSD = dataclasses.replace(TOKENS, optimizer=OptimizerConfig(schedule="wsd", decay_steps=2))
+MUON = dataclasses.replace(TOKENS, optimizer=OptimizerConfig(name="muon"))
+IMAGES = dataclasses.replace(
+    TOKENS,
+    recipe="vit-digits",
+    model=ViTConfig(
+        width=16, depth=2, num_heads=2, mlp_ratio=2, image_size=8, patch_size=4, channels=1, num_classes=10
+    ),
+    data=DataConfig(name="digits", batch_size=8),
+    preset=PresetConfig(name="mup", base="vit-proxy"),
+)  # fmt: skip
+
+
+def changed(config: Any, path: str, value: Any) -> Any:
+    """The config with another value of the field at a dotted path."""
+    name, _, rest = path.partition(".")
+    return dataclasses.replace(config, **{name: changed(getattr(config, name), rest, value) if rest else value})
+
+
+# What shows a field. Each gives something that is compared between two configs.
+
+
+@functools.cache
+def program(config: Config) -> str:
+    """Digest of the abstract state with its shardings, the step's jaxpr, all numbers it is given, and the mesh."""
+    made = assemble(config)
+    leaves, shape = jax.tree.flatten(made.abstract)
+    jaxpr = re.sub(r"0x[0-9a-f]+", "", str(made.trace_train().jaxpr))
+    numbers = [(np.asarray(leaf).tobytes(), np.shape(leaf)) for leaf in jax.tree.leaves((made.run, made.stds))]
+    mesh = [device.id for device in made.mesh.devices.flat], made.mesh.shape
+    feed = made.eval_feed().rows
+    parts = [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves], shape, jaxpr, numbers, mesh, feed
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def start(config: Config) -> bytes:
+    """The initial parameters."""
+    return b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(assemble(config).initial_state().params))
+
+
+def data(config: Config) -> str:
+    """Digest of the first training batch and of all evaluation batches, and where prepared data lie."""
+    source = data_sources.load(config.data, config.model, seed=config.data_seed, note=lambda _: None)
+    batches = [source.train_batch(0), *source.eval_batches()]
+    base = config.data.data_dir
+    prepared = sorted(path.name for path in Path(base).iterdir()) if base else ()
+    parts = [
+        [(name, array.shape, array.tobytes()) for name, array in sorted(batch.items())] for batch in batches
+    ], prepared  # fmt: skip
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+@functools.cache
+def run(config: Config) -> tuple[list[str], dict[str, Any]]:
+    """The files of a run by name, checkpoints among them, and what it prints of its course."""
+    text, out = Path("text.txt").absolute(), io.StringIO()
+    with tempfile.TemporaryDirectory() as here, contextlib.chdir(here):
+        shutil.copy(text, here)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            assert loop.run(config) == 0
+        files = {re.sub(r"(/events\.|/checkpoints/\d+/).*", r"\1", str(path)) for path in Path().rglob("*.*")}
+        folders = {str(path) for path in Path().rglob("checkpoints/*") if path.name.isdigit()}
+        rows = [path.read_text().count("eval_loss") for path in Path().rglob("metrics.jsonl")]
+    said = {
+        "evaluations": rows,
+        "hangs": "watchdog:" in out.getvalue(),
+        "lines": bool(re.search(r"(?m)^step +\d", out.getvalue())),
+    }
+    return sorted(files | folders), said
+
+
+def slow_run(config: Config) -> Any:
+    """`run` where the data take their time."""
+    read = TokenData.train_batch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TokenData, "train_batch", lambda *given: time.sleep(2.5 * (given[1] == 3)) or read(*given))
+        return run.__wrapped__(config)
+
+
+def joined(config: Config) -> Any:
+    """What JAX is told of the other processes."""
+    told: list[Any] = []
+
+    class Ended(Exception):
+        pass
+
+    def initialize(**given: Any) -> None:
+        told.append(given)
+        raise Ended
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.distributed, "initialize", initialize)
+        with contextlib.suppress(Ended), distributed.joined(config.distributed):
+            pass
+    return told
+
+
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """A test that shows a field on a user's way, by its file in tests/ and words of it."""
+
+    file: str
+    words: str
+
+
+Way = tuple[Callable[[Config], Any], Config, Any] | Shown
+TWO = changed(TOKENS, "distributed", DistributedConfig(coordinator="localhost:1", processes=2, process=1))
+
+
+def on(way: Callable[[Config], Any], config: Config, owner: str = "", **values: Any) -> dict[str, Way]:
+    """Entries for fields of one owner: the way, the config, and the other value of each."""
+    return {f"{owner}{name}": (way, config, value) for name, value in values.items()}
+
+
+FIELDS: dict[str, Way] = {
+    **on(program, TOKENS, "model.", width=32, depth=3, num_heads=4, head_dim=6, num_kv_heads=1, mlp_ratio=3.0),
+    **on(program, TOKENS, "model.", activation="relu", norm="rmsnorm", norm_eps=1e-3, norm_gain=False, bias=False),
+    **on(
+        program,
+        TOKENS,
+        "model.",
+        qk_norm=True,
+        centered=True,
+        vocab_size=257,
+        seq_len=12,
+        positions="rotary",
+        tied=True,
+    ),
+    "model.rope_theta": (program, changed(TOKENS, "model.positions", "rotary"), 100.0),
+    **on(program, IMAGES, "model.", image_size=12, patch_size=2, channels=3, num_classes=9, pool="cls"),
+    **on(program, TOKENS, "model.compute.", layers="unrolled", remat="block", projections="fused"),
+    **on(program, TOKENS, "model.compute.", cross_entropy="chunked", param_dtype="bfloat16", dtype="bfloat16"),
+    "model.compute.attention": Shown("zoo/layers/test_kernels.py", 'attention="splash"'),
+    **on(program, TOKENS, "preset.", name="sp", base=None, form="mean-field", alpha_a=0.75, gamma0=0.5),
+    **on(program, TOKENS, "preset.", beta0=0.5, constants=("beta0=0.25",), zero_readout=True),
+    **on(
+        program, TOKENS, "optimizer.", name="sgd", peak_lr=0.02, weight_decay=0.2, decay="independent", b1=0.8, b2=0.9
+    ),
+    **on(
+        program, TOKENS, "optimizer.", eps=1e-5, clip_norm=1.0, schedule="linear", warmup_steps=2, final_lr_fraction=0.1
+    ),
+    "preset.alpha_l": (program, changed(TOKENS, "model.depth", 5), 0.75),
+    "optimizer.momentum": (program, MUON, 0.8),
+    "optimizer.decay_steps": (program, WSD, 3),
+    "ema.decay": (program, TOKENS, 0.9),
+    **on(program, TOKENS, "mesh.", fsdp=2, sequence=2, tensor=2),
+    "mesh.data": (program, changed(TOKENS, "mesh", MeshConfig(data=1, fsdp=-1)), 2),
+    "mesh.rules": (program, changed(TOKENS, "mesh.tensor", 2), ("mlp=none",)),
+    "mesh.sweep": Shown("train/run/test_loop_errors.py", "--mesh.sweep 2"),
+    "mesh.slices": Shown("train/parallel/test_mesh_islands.py", "slices"),
+    **on(data, TOKENS, "data.", name="python_corpus", batch_size=4, seed=5, eval_batch_size=8, eval_examples=20),
+    "data.tokenizer": (data, changed(TOKENS, "model.vocab_size", 300), "bpe:300"),
+    **on(data, IMAGES, "data.", augment=False, split="writer"),
+    "data.data_dir": Shown("train/data/sources/test_published.py", "data_dir"),
+    "init.init_from": Shown("train/reuse/start/test_init_from_run.py", "--init-from"),
+    "init.init_optimizer": Shown("train/reuse/start/test_init_from_run.py", "--init-optimizer"),
+    "init.init_ema": Shown("train/reuse/start/test_init_from_run.py", "--init-ema"),
+    "init.init_new": Shown("train/reuse/start/test_init_from_run.py", "--init-new"),
+    "init.init_resize": Shown("train/reuse/start/test_init_from_run.py", "--init-resize"),
+    "init.init_drop": Shown("train/reuse/start/test_init_from_run.py", "--init-drop"),
+    "init.init_change": Shown("train/reuse/start/test_init_from.py", "--init-change"),
+    **on(joined, TWO, "distributed.", coordinator="localhost:2", processes=3, process=0),
+    **on(joined, TWO, "distributed.", timeout_seconds=77, heartbeat_seconds=66),
+    **on(run, RUN, "checkpoint.", every_steps=3, keep=1),
+    "faults.bad_numbers": Shown("train/core/test_nonfinite.py", "--bad-numbers"),
+    "faults.most_in_a_row": Shown("train/core/test_nonfinite.py", "--faults.most-in-a-row"),
+    **on(program, TOKENS, "faults.", spike_deviations=4.0, skip_spikes=True),
+    "faults.watchdog_seconds": (slow_run, changed(RUN, "faults.watchdog_seconds", 100.0), 1.0),
+    **on(run, RUN, "log.", eval_every_steps=2, tensorboard=False, samples=True, profile="3:5", progress=False),
+    "log.wandb": Shown("train/run/report/test_metrics.py", "wandb="),
+    **on(program, TOKENS, steps=9, freeze=("bias",), train_only=("bias",)),
+    **on(run, RUN, recipe="mine", workdir="there"),
+    "accumulation_steps": (program, changed(TOKENS, "data.batch_size", 16), 2),
+    "seed": (start, TOKENS, 1),
+    "resume": Shown("train/checkpoints/test_checkpointer.py", "--resume"),
+    "resume_change": Shown("train/run/test_resume.py", "--resume-change"),
+    "xla_flags": Shown("train/parallel/test_xla_flags.py", "xla_flags"),
+}
+
+
+def paths(config: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted paths of all fields of a config."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from paths(value, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}"
+
+
+def is_dead(path: str, way: Way) -> bool:
+    """Whether another value of a field changes nothing."""
+    if isinstance(way, Shown):
+        return way.words not in (TESTS / way.file).read_text()
+    observe, config, value = way
+    return observe(config) == observe(changed(config, path, value))
+
+
+def test_every_field_says_how_it_is_decided() -> None:
+    assert set(FIELDS) == {*paths(TOKENS), *paths(IMAGES)}
+
+
+@pytest.mark.parametrize("path", FIELDS)
+def test_a_field_is_not_dead(path: str) -> None:
+    assert not is_dead(path, FIELDS[path])
+
+
+@pytest.mark.parametrize("way", [run.__wrapped__, data, joined, start])
+def test_control_nothing_changed_is_nothing_seen(way: Callable[[Config], Any]) -> None:
+    config = TWO if way is joined else RUN
+    assert way(config) == way(changed(config, "recipe", config.recipe))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Planted(OptimizerConfig):
+    """Two fields that nobody reads; one has the name of a field that is read of another owner."""
+
+    forgotten: float = 0.0
+    depth: int = 1
+
+
+def test_control_planted_dead_fields_are_seen() -> None:
+    config = changed(TOKENS, "optimizer", Planted(**dataclasses.asdict(TOKENS.optimizer)))
+    planted = {"optimizer.forgotten", "optimizer.depth"}
+    assert set(paths(config)) - set(FIELDS) == planted, "a field without an entry"
+    assert [name for name in sorted(planted) if is_dead(name, (program, config, 2))] == sorted(planted)
+    assert not is_dead("optimizer.peak_lr", (program, config, 2.0))
+    assert is_dead("log.wandb", Shown("train/run/report/test_metrics.py", "no such words " + "in it"))
