@@ -1,9 +1,10 @@
 """Measure how far finite sizes stray from theory on rules known to be right, and write train/studies/check/allowances.json.
 
-    python -m scripts.allowances [--optimizers adam sgd] [--studies head_dim heads width depth ...]
+    python -m scripts.allowances [--optimizers adam sgd] [--studies head_dim heads width depth ...] [--tied]
 
 Takes the family of presets whose exponents are proved (mup, mup-half, depth-mup at both ends), every way to grow and both
-optimizers on the smallest decoder and ViT, and keeps per observable the farthest slope below and above theory.
+optimizers on the smallest decoder, tied and not, and ViT, and keeps per observable the farthest slope below and above theory; of the
+tied decoder what goes farther than the others.
 Without a depth rule training has no limit in depth, and finite sizes stray farther: that is a study of its own, on mup.
 Run it again only when an observable, a size or a theory changes; the result is data with the command that made it.
 """
@@ -11,6 +12,7 @@ Run it again only when an observable, a size or a theory changes; the result is 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import platform
 import re
@@ -41,15 +43,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--optimizers", nargs="+", default=["adam", "sgd"])
     parser.add_argument("--studies", nargs="+", default=list(PROVED), choices=list(PROVED))
+    parser.add_argument("--tied", action="store_true", help="the tied decoder alone, beside what the file holds")
     args = parser.parse_args()
     path = theory.ALLOWANCES
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"allowances": {}}
     for optimizer in args.optimizers:
         for study in args.studies:
             allowed: dict[str, list[float]] = {}
-            for model in MODELS:
-                _stray(model, study, optimizer, allowed)
-            known["allowances"][f"{optimizer} {study}"] = dict(sorted(allowed.items()))
+            if not args.tied:
+                for model in MODELS:
+                    _stray(configs.get(model), study, optimizer, allowed)
+                known["allowances"][f"{optimizer} {study}"] = dict(sorted(allowed.items()))
+            untied = known["allowances"][f"{optimizer} {study}"]
+            allowed = {name: list(band) for name, band in untied.items()}
+            _stray(dataclasses.replace(configs.get("lm-proxy"), tied=True), study, optimizer, allowed)  # pyright: ignore[reportCallIssue]
+            farther = {name: band for name, band in sorted(allowed.items()) if band != untied.get(name, [0.0, 0.0])}
+            known["allowances"][f"{optimizer} {study}{theory.TIED}"] = farther
             known["command"] = "python -m scripts.allowances"
             known["versions"] = {"python": platform.python_version(), "jax": jax.__version__}
             path.write_text(_compact(known) + "\n")
@@ -60,9 +69,9 @@ def _compact(known: dict[str, Any]) -> str:
     return re.sub(r"\[\s+([-\d.]+),\s+([-\d.]+)\s+\]", r"[\1, \2]", json.dumps(known, indent=1))
 
 
-def _stray(model: str, study: str, optimizer: str, allowed: dict[str, list[float]]) -> None:
+def _stray(model: configs.ModelConfig, study: str, optimizer: str, allowed: dict[str, list[float]]) -> None:
     """Widen `allowed` by one study: per observable and step, how far below and above theory the mean slope lies."""
-    grown = models.series(configs.get(model), study.split()[0], 4)
+    grown = models.series(model, study.split()[0], 4)
     config = OptimizerConfig(name=optimizer, peak_lr=RATES[optimizer], schedule="constant", eps=1e-12)  # pyright: ignore
     definitions = [build.definition(one) for one in grown]
     series = check.Series(definitions, config)
@@ -76,7 +85,7 @@ def _stray(model: str, study: str, optimizer: str, allowed: dict[str, list[float
             band = allowed.setdefault(f"{finding.observable} @{finding.step}", [0.0, 0.0])
             band[0] = max(band[0], round(-above - finding.expected.below, 2))
             band[1] = max(band[1], round(above - finding.expected.above, 2))
-        print(optimizer, study, model, name, constants, flush=True)
+        print(optimizer, study, type(model).__name__, name, constants, flush=True)
 
 
 if __name__ == "__main__":

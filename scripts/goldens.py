@@ -8,6 +8,7 @@ exponent is a changed line. `tests/presets/test_goldens.py` compares.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mupax import presets
-from mupax.presets import Preset
+from mupax.presets import Preset, PresetError
 from mupax.presets.analysis import table
 from mupax.zoo.build import definition
 from mupax.zoo.configs import DecoderConfig, ModelConfig, ViTConfig
@@ -58,6 +59,24 @@ def goldens() -> Iterator[tuple[str, str]]:
                 for alpha_a, alpha_l in itertools.product(EXPONENTS, EXPONENTS)
             ]
             yield f"pairs-depth-mup-{family}-{optimizer}.txt", "\n".join(pairs)
+    for optimizer in OPTIMIZERS:
+        yield f"tied-{optimizer}.txt", "\n".join(_tied(optimizer))
+
+
+def _tied(optimizer: str) -> Iterator[str]:
+    """Every preset's table of a decoder's shared embedding and readout, or its reason to refuse them."""
+    base, *grown = (dataclasses.replace(model, tied=True) for model in MODELS["decoder"])  # pyright: ignore[reportCallIssue]
+    model = definition(base)
+    assert model.tied_readout is not None
+    specs = {"token": model.specs["token"], "tied_readout": model.tied_readout}
+    for name in presets.PRESETS:
+        preset = _relative(name, base)
+        if optimizer not in preset.optimizers:
+            continue
+        try:
+            yield table.golden(preset, specs, [size.sizes() for size in grown], optimizer)
+        except PresetError as error:
+            yield f"{error}\n"
 
 
 def _relative(name: str, base: ModelConfig, **constants: Any) -> Preset:

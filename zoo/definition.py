@@ -72,6 +72,11 @@ class Definition:
             for (name, spec), leaf in zip(self.specs.items(), self.abstract.values(), strict=True)
         }
 
+    @property
+    def tied_readout(self) -> ParamSpec | None:
+        """Declaration of a readout that shares the token embedding's table; None for any other model."""
+        return next((factor["spec"] for factor in self.factors.values() if factor["kind"] == "readout"), None)
+
     def count(self) -> int:
         """Trainable numbers."""
         return sum(leaf.size for leaf in self.abstract.values())

@@ -8,12 +8,13 @@ Heads, logits and depth after Bordelon et al. 2024 (2405.15712) and Tensor Progr
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 
 from mupax.presets.power import Power
 from mupax.presets.preset import Preset
-from mupax.presets.roles import MATRICES
+from mupax.presets.roles import MATRICES, Role
 
 LIMITS: dict[str, dict[str, float]] = {
     "head_dim": {"head_dim": 1.0, "embed": 1.0, "mlp": 1.0},
@@ -28,6 +29,8 @@ SPECS = {
 }
 """The matrices of the model, by the names of the report."""
 
+_TIED = dataclasses.replace(SPECS["embedding"], role=Role.READOUT, fan_in=("embed",), tied=True)
+
 
 class Limit:
     """Exponents of everything in one limit, worked out in the order of a training step: forward, backward, update.
@@ -40,11 +43,17 @@ class Limit:
         preset: whose rules.
         family: column of the rules, a value of `mupax.presets.rule.FAMILIES`.
         growth: axis to the power of the size that goes to infinity.
+        tied: the readout is the token embedding's table, so that its std and rates are the table's and only its multiplier
+            is its own. One logit then differs from all others at initialization: `contact`.
     """
 
-    def __init__(self, preset: Preset, family: str, growth: Mapping[str, float]) -> None:
-        self.preset, self.family, self.growth = preset, family, growth
-        self.rows = {name: preset.row(spec) for name, spec in SPECS.items()}
+    def __init__(self, preset: Preset, family: str, growth: Mapping[str, float], *, tied: bool = False) -> None:
+        self.preset, self.family, self.growth, self.tied = preset, family, growth, tied
+        self.rows = {name: preset.row(spec) for name, spec in SPECS.items() if not (tied and name == "readout")}
+        if tied:
+            table = self.rows["embedding"]
+            own = preset.row(_TIED).multiplier
+            self.rows["readout"] = dataclasses.replace(table, multiplier=table.multiplier * own)
         self.fan_in = {name: self._size(spec.fan_in) for name, spec in SPECS.items()}
         self.fan_out = {name: self._size(spec.fan_out) for name, spec in SPECS.items()}
         self.n, self.layers = growth.get("head_dim", 0.0), growth.get("layers", 0.0)
@@ -80,6 +89,10 @@ class Limit:
         self.contribution = self.branch + self.block
         self.embedded = self.weight("embedding")
         self.stream = max(self.embedded, self.contribution + self.layers / 2)
+        # The input token's own logit under a tied readout: a E_t . h / rms(h), where h = E_t + other terms independent of E_t.
+        # E_t . E_t is a sum of D squares, D and not D^1/2: 1 + (1 - 1) under `mup`, (1 - s) / 2 in the effective theory
+        # (Dinan, Yaida and Zhang 2023, 2304.02034, footnote 19).
+        self.contact = self.weight("readout") + self.fan_in["readout"] + self.embedded - self.stream
 
     def _differentiate(self) -> None:
         """Gradients of the weights as stored, at unit gradient of the output."""
@@ -89,6 +102,7 @@ class Limit:
         at_hidden = at_branch + self.weight("MLP out") + self.fan_out["MLP out"] / 2
         grouped = (self.growth.get("heads", 0.0) - self.growth.get("kv_heads", 0.0)) / 2
         self.gradient = {
+            # A tied table's gradient as a readout, a["readout"], has this exponent too: the std is the same.
             "embedding": a["embedding"] + self.weight("readout") - self.embedded,
             "value": a["value"] + at_heads + grouped,
             "attention out": a["attention out"] + at_branch + self.v,

@@ -29,6 +29,11 @@ def test_every_preset_family_and_exponent_pair_is_there():
     pairs = (goldens.FOLDER / "pairs-depth-mup-decoder-sgd.txt").read_text()
     assert pairs.count("depth-mup alpha_a=") == 9
     assert all(f"alpha_a={a} alpha_l={b}" in pairs for a in ("0.5", "0.75", "1") for b in ("0.5", "0.75", "1"))
+    tied = (goldens.FOLDER / "tied-adam.txt").read_text()
+    assert [
+        line.split()[0].rstrip(",:") for line in tied.splitlines() if line.endswith(("; adam", "untie it"))
+    ] == list(PRESETS)
+    assert tied.count("a tied readout would need two rates") == 2
 
 
 def test_control_a_changed_exponent_is_one_changed_line(monkeypatch: pytest.MonkeyPatch):

@@ -178,7 +178,7 @@ def refuse_tied(definition: Definition) -> None:
     Raises:
         PresetError: it shares the token embedding's table.
     """
-    if any(declared["kind"] == "readout" for declared in definition.factors.values()):
+    if definition.tied_readout is not None:
         raise PresetError(
             "the readout is tied to the token embedding, which then acts both before every block and after the last: "
             "no feature carries its whole effect and the formula does not hold; write tied=False (--model.no-tied) to measure"

@@ -98,9 +98,16 @@ def observe(
     the change through their own weights alone; the variance of attention logits over heads;
     per parameter group the weight (as it acts, multiplier included), its movement since initialization, and the
     gradient over the group's eps factor.
+
+    With a readout tied to the embedding `logits` leaves out the input token's own, and `contact logit` is that one: at
+    initialization a E_t . h / rms(h) with h = E_t + other terms is a sum of D squares, where every other logit is a sum of D
+    products of either sign. It is D^1/2 times larger: of order one under `mup`, whose other logits vanish as D^-1/2, and
+    D^1/2 under `ntk`. `change logits` is of all of them: what training adds has one exponent.
     """
     now = _inside(definition, params, factors, batch)
     seen = {name: rms(x) for name, x in now.items()}
+    if definition.tied_readout is not None:
+        seen |= _apart(now["logits"], batch["inputs"])
     seen |= {f"change {name}": rms(x - start[name]) for name, x in now.items() if name not in _BY_OWN_WEIGHTS}
     if "query" in now:
         # What they owe to their own weights, at the inputs they had: the stream below moves too, and would hide it.
@@ -157,9 +164,15 @@ def desiderata(
     return found
 
 
-def rms(x: jax.Array) -> jax.Array:
-    """Root mean square over all entries, float32 []."""
-    return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))
+def rms(x: jax.Array, where: jax.Array | None = None) -> jax.Array:
+    """Root mean square over all entries, or those where a mask is true, float32 []."""
+    return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), where=where))
+
+
+def _apart(logits_BTV: jax.Array, tokens_BT: jax.Array) -> dict[str, jax.Array]:
+    """The input token's own logit (`contact logit`) and all others (`logits`)."""
+    contact_BTV = jnp.arange(logits_BTV.shape[-1]) == tokens_BT[..., None]
+    return {"logits": rms(logits_BTV, ~contact_BTV), "contact logit": rms(logits_BTV, contact_BTV)}
 
 
 def _inside(definition: Definition, params: Arrays, factors: Factors, batch: Batch) -> dict[str, jax.Array]:

@@ -25,6 +25,9 @@ ALLOWANCES = Path(__file__).with_name("allowances.json")
 NO_LIMIT = " without a limit"
 """Marks the allowances of rules under which something explodes as this size grows."""
 
+TIED = " tied"
+"""Marks what a tied readout adds to the allowances of a study."""
+
 MARGIN = {"weight": 0.04, "movement": 0.08, "gradient": 0.12}
 """Room around theory and the measured allowance, by kind of observable; `CHANGE_MARGIN` for activations."""
 
@@ -89,18 +92,19 @@ def of(
     """
     exponents, _ = growth(first.sizes, last.sizes)
     family = preset.family(optimizer)
-    limit = Limit(preset, family, exponents)
+    tied = first.tied_readout is not None
+    limit = Limit(preset, family, exponents, tied=tied)
     late = _slopes(preset, first, limit)
     # At initialization the backward signal of q and k is not aligned with the values, up to N^1/2 less: logits that much smaller
     # say what follows from it. It aligns slowly, and what reaches the stream through attention starts small: changes may
     # be anywhere from a whole N^1/2 less to what theory says in the end.
     lost = (limit.aligned - limit.n / 2) / limit.n if limit.n else 0.0
     first_gradient, early = (
-        _slopes(slower, first, Limit(slower, family, exponents))
+        _slopes(slower, first, Limit(slower, family, exponents, tied=tied))
         for slower in (dataclasses.replace(preset, logits=preset.logits * axis("head_dim") ** -x) for x in (lost, 0.5))
     )
     worst = max((slope for key, slope in late.items() if _grows(key, slope)), default=0.0)
-    allowed = {} if strict else _allowed(f"{family} {label(exponents)}", worst > 0)
+    allowed = {} if strict else _allowed(f"{family} {label(exponents)}", explodes=worst > 0, tied=tied)
     found = {}
     for (name, step), slope in late.items():
         margin = 0.0 if strict else MARGIN.get(name.partition("/")[0], CHANGE_MARGIN)
@@ -115,8 +119,10 @@ def of(
             # What explodes soon leaves the regime in which it grows by a power law, and so does what trains beside it.
             below += slope if grows else worst
         trouble, roles = ("explodes", _blamed(name, limit)) if grows else (None, ())
+        if name == "contact logit":
+            above += _crossover(limit)
         found[name, step] = Expected(slope, margin + below, margin + above, trouble, roles)
-    if preset.zero_readout:
+    if preset.zero_readout and not tied:  # a tied table is never zero
         found = {key: said for key, said in found.items() if not _waits_for_readout(*key)}
     return found
 
@@ -127,6 +133,14 @@ def _waits_for_readout(name: str, step: int) -> bool:
     if step == 0:
         return name in ("logits", "weight/readout") or (kind == "gradient" and not group.startswith("readout"))
     return step == 1 and name != "change logits" and not group.startswith("readout")
+
+
+def _crossover(limit: Limit) -> float:
+    """How far the embedding's share of the stream, over the stream's size, lies above its exponent at finite depth.
+
+    The size squared is a sum of two power laws, embedding and branches; between them the slope is that of neither.
+    """
+    return abs(limit.embedded - limit.contribution - limit.layers / 2) if limit.layers else 0.0
 
 
 def _blamed(name: str, limit: Limit) -> tuple[str, ...]:
@@ -172,6 +186,8 @@ def _slopes(preset: Preset, definition: Definition, limit: Limit) -> dict[tuple[
         "contribution": limit.contribution,
         "logits": limit.random("readout"),
     }
+    if definition.tied_readout is not None:
+        start["contact logit"] = limit.contact
     change = {
         "change embedding": limit.step("embedding"),
         "update query": limit.dq,
@@ -213,6 +229,11 @@ def _vector_gradient(spec: ParamSpec, limit: Limit) -> float | None:
         return None
     if spec.role is Role.NORM_GAIN and spec.of in (Role.QUERY, Role.KEY):
         return None  # summed over heads, more or less aligned: theory gives a band, not an exponent
+    if spec.role is Role.NORM_GAIN and limit.tied and abs(limit.contact) > 0.01:
+        # Summed over tokens in concert as far as softmax believes the input token: p E_t . E_t, a sum of squares. Where its
+        # logit grows or falls p goes to a constant as no power law does: 0.62, 0.91, 0.99, 1.00 under `sp` growing head_dim
+        # from 64 to 512, a slope of +0.22, and the gain's gradient has -0.31 and -0.35 in place of -1/2.
+        return None
     if not spec.in_block:
         if spec.of is Role.READOUT:
             return 0.0
@@ -224,9 +245,11 @@ def _vector_gradient(spec: ParamSpec, limit: Limit) -> float | None:
     return max(beside["value"], beside["MLP in"])
 
 
-def _allowed(study: str, explodes: bool) -> dict[str, tuple[float, float]]:
+def _allowed(study: str, *, explodes: bool, tied: bool) -> dict[str, tuple[float, float]]:
     known = _allowances()
-    return known.get(study + NO_LIMIT if explodes else study, known.get(study, {}))
+    if explodes and study + NO_LIMIT in known:
+        study += NO_LIMIT
+    return known.get(study, {}) | (known.get(study + TIED, {}) if tied else {})
 
 
 @functools.cache

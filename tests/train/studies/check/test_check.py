@@ -10,6 +10,7 @@ import runpy
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -18,6 +19,7 @@ from mupax.presets import Preset, Role
 from mupax.presets.power import axis
 from mupax.train.__main__ import main
 from mupax.train.config.run import OptimizerConfig
+from mupax.train.core.factors import init_stds, resolve
 from mupax.train.studies.check import check, models, report, theory
 from mupax.train.studies.check.check import Expected, Finding
 from mupax.train.studies.check.command import RATES
@@ -30,16 +32,22 @@ SIZES, SEEDS = 4, 3
 # One process compiles each series once.
 
 
+LM = configs.get("lm-proxy")
+TIED = dataclasses.replace(LM, tied=True)
+
+
 @functools.cache
-def series(grow: str, optimizer: str = "adam", model: str = "lm-proxy") -> check.Series:
+def series(grow: str, optimizer: str = "adam", model: configs.ModelConfig = LM) -> check.Series:
     config = OptimizerConfig(name=optimizer, peak_lr=RATES[optimizer], schedule="constant", eps=1e-12)
-    grown = models.series(configs.get(model), grow, SIZES)
+    grown = models.series(model, grow, SIZES)
     return check.Series([build.definition(one) for one in grown], config)
 
 
-def findings(trained: Preset, grow: str, optimizer: str = "adam", meant: Preset | None = None) -> list[Finding]:
+def findings(
+    trained: Preset, grow: str, optimizer: str = "adam", meant: Preset | None = None, model: configs.ModelConfig = LM
+) -> list[Finding]:
     """Train one preset, ask theory about another (the same unless given)."""
-    sized = series(grow, optimizer)
+    sized = series(grow, optimizer, model)
     batch = models.batch(models.smallest(configs.get("lm-proxy")))
     expected = theory.of(meant or trained, sized.definitions[0], sized.definitions[-1], optimizer)
     ratios = [2.0**i for i in range(SIZES)]
@@ -77,6 +85,67 @@ def test_right_rules_pass(name, grow, constants):
     found = findings(preset(name, **constants), grow)
     assert len(found) > 30
     assert check.passes(found), wrong(found)
+
+
+TIED_RULES = [(name, grow) for name in ("mup", "mup-half", "depth-mup", "completep") for grow in ("head_dim", "heads")]
+
+
+@pytest.mark.parametrize(("name", "grow"), [*TIED_RULES, ("depth-mup", "depth"), ("completep", "depth")])
+def test_right_rules_pass_with_a_tied_readout(name, grow):
+    found = findings(preset(name), grow, model=TIED)
+    assert {"logits", "contact logit"} <= {f.observable for f in found}
+    assert check.passes(found), wrong(found)
+
+
+@pytest.mark.parametrize("name", ["mup", "ntk"])
+def test_right_rules_pass_with_a_tied_readout_under_sgd(name):
+    found = findings(preset(name), "head_dim", "sgd", model=TIED)
+    assert check.passes(found), wrong(found)
+
+
+@pytest.mark.parametrize("name", ["sp", "ntk"])
+@pytest.mark.parametrize("grow", ["head_dim", "heads", "depth"])
+def test_tied_sp_and_ntk_move_as_theory_says(name, grow):
+    found = findings(preset(name), grow, model=TIED)
+    assert all(f.agrees for f in found), wrong(found)
+    assert check.passes(found) == (name == "ntk" and grow != "depth")
+    contact = next(f for f in found if f.observable == "contact logit")
+    assert contact.expected is not None
+    assert contact.expected.slope == (-0.5 if grow == "depth" else 0.5)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "telltale"),
+    [
+        (Mutant("readout", "multiplier", 0.25), "logits @0"),
+        (Mutant("readout", "multiplier", -0.5), "logits @0"),
+        (Mutant("token_embedding", "lr", 0.25), "movement/token_embedding @1"),
+        (Mutant("token_embedding", "lr", -0.5), "movement/token_embedding @1"),
+    ],
+)
+def test_a_wrong_rule_of_a_tied_table_is_caught(mutant, telltale):
+    right = preset("mup")
+    assert telltale in wrong(findings(mutant.of(right), "head_dim", meant=right, model=TIED))
+
+
+def test_control_with_the_contact_logit_among_them_the_logits_at_the_start_contradict_theory():
+    """Why it is judged apart: E_t . E_t / D does not vanish, and one logit in 64 of order one outweighs 63 of D^-1/2."""
+    right, sized = preset("mup"), series("head_dim", model=TIED)
+    measured = sized.measure(right, models.batch(models.smallest(TIED)), SEEDS)
+    others, contact, vocab = measured["logits"], measured["contact logit"], 64
+    both = np.sqrt(((vocab - 1) * others**2 + contact**2) / vocab)
+    expected = theory.of(right, sized.definitions[0], sized.definitions[-1], "adam")
+    for values, agrees in ((others, True), (both, False)):
+        found = check.judge(check.fit({"logits": values}, [1, 2, 4, 8], steps=(0,)), expected)
+        assert [f.agrees for f in found] == [agrees], found
+    # Both are parts of what the model returns.
+    last = sized.definitions[-1]
+    factors, batch = resolve(right, last), models.batch(models.smallest(TIED))
+    params = jax.jit(last.initialize)(0, init_stds(right, last))
+    logits = np.asarray(last.apply(params, factors.multiplier, factors.forward, batch["inputs"]))
+    assert np.sqrt(np.mean(logits**2)) == pytest.approx(both[-1, 0, 0], rel=1e-3)
+    own = np.take_along_axis(logits, batch["inputs"][..., None], axis=-1)
+    assert np.sqrt(np.mean(own**2)) == pytest.approx(contact[-1, 0, 0], rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["ntk", "hybrid"])
