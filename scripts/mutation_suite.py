@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mupax import presets
+from mupax.presets import Role
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.studies.check import check, models, mutants, theory
 from mupax.train.studies.check.check import Finding
@@ -42,6 +43,7 @@ class Study:
         peak_lr: rate at base size.
         preset: the right rule, by name.
         grow: the size that grows; mutants are powers of `size`, the axis that grows with it.
+        tied: the model with its readout tied to the token embedding; of its mutants those of this table and its readout.
         besides: leave out the parameter groups that this model has too.
         columns: which to mutate.
         exponents: by how much.
@@ -55,6 +57,7 @@ class Study:
     preset: str = "mup"
     grow: str = "head_dim"
     size: str = "embed"
+    tied: bool = False
     besides: str | None = None
     columns: tuple[str, ...] = mutants.COLUMNS
     exponents: tuple[float, ...] = mutants.EXPONENTS
@@ -74,6 +77,7 @@ STUDIES = (
         **_EPS_MATTERS,
     ),
     Study(name="decoder, SGD", model="lm-proxy", optimizer="sgd", peak_lr=RATES["sgd"], exponents=(0.5, -0.5)),
+    Study(name="tied decoder, Adam", model="lm-proxy", tied=True),
 )
 
 
@@ -111,7 +115,10 @@ class Suite:
 
     def __init__(self, study: Study) -> None:
         self.study = study
-        grown = models.series(configs.get(study.model), study.grow, SIZES)
+        model: configs.ModelConfig = configs.get(study.model)
+        if study.tied:
+            model = dataclasses.replace(model, tied=True)  # pyright: ignore[reportCallIssue]
+        grown = models.series(model, study.grow, SIZES)
         config = OptimizerConfig(
             name=study.optimizer, peak_lr=study.peak_lr, schedule="constant", eps=study.eps, decay="coupled"
         )
@@ -123,7 +130,9 @@ class Suite:
 
     def mutants(self) -> Iterator[Mutant]:
         """Every mutant of the study."""
-        study, specs = self.study, self._definitions[0].specs.values()
+        study, specs = self.study, list(self._definitions[0].specs.values())
+        if (readout := self._definitions[0].tied_readout) is not None:
+            specs = [*(spec for spec in specs if spec.role is Role.TOKEN_EMBEDDING), readout]
         if study.besides is not None:
             known = build.definition(models.smallest(configs.get(study.besides))).specs.values()
             specs = [spec for spec in specs if spec.group not in {one.group for one in known}]

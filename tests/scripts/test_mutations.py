@@ -57,6 +57,23 @@ def test_one_mutant_per_role_that_only_a_vit_has(group, column):
     assert outcome.trains_alike == (outcome.same_numbers or column == "eps")
 
 
+@pytest.mark.parametrize(
+    ("group", "column"),
+    [("readout", "multiplier"), *(("token_embedding", column) for column in COLUMNS)],
+)
+@pytest.mark.parametrize("exponent", [0.25, -0.25])
+def test_a_wrong_tied_readout_or_table_is_caught(group, column, exponent):
+    outcome = suite(5).run(Mutant(group, column, exponent))
+    assert outcome.by is not None
+    assert outcome.trains_alike == (column == "eps")
+
+
+@pytest.mark.core
+def test_a_tied_readout_has_a_multiplier_and_no_other_column_to_get_wrong():
+    mutants = {(mutant.group, mutant.column) for mutant in Suite(STUDIES[5]).mutants()}
+    assert mutants == {("readout", "multiplier"), *(("token_embedding", column) for column in COLUMNS)}
+
+
 @pytest.mark.parametrize("group", ["block.key", "block.mlp_out", "readout"])
 def test_a_wrong_eps_is_a_wrong_rate_where_eps_is_above_the_gradients(group):
     outcome = suite(2).run(Mutant(group, "eps", goal(group)))

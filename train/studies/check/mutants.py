@@ -65,9 +65,17 @@ def all_of(
     exponents: Iterable[float] = EXPONENTS,
     columns: Iterable[str] = COLUMNS,
 ) -> Iterator[Mutant]:
-    """Every mutant of the parameter groups that have the size in their rules: in depth, those inside a block."""
-    groups = dict.fromkeys(spec.group for spec in specs if size != "layers" or spec.in_block)
+    """Every mutant of the parameter groups that have the size in their rules: in depth, those inside a block.
+
+    Args:
+        specs: of the model's parameters; a tied readout among them has a multiplier and nothing else to get wrong.
+        size: logical axis that carries the error.
+        exponents: powers of the error.
+        columns: which columns.
+    """
+    tied = {spec.group: spec.tied for spec in specs if size != "layers" or spec.in_block}
     for exponent in exponents:
-        for group in groups:
+        for group in tied:
             for column in columns:
-                yield Mutant(group, column, exponent, size)
+                if column == "multiplier" or not tied[group]:
+                    yield Mutant(group, column, exponent, size)
