@@ -6,10 +6,13 @@ import difflib
 import sys
 from collections.abc import Sequence
 
+from mupax import __version__
+
 COMMANDS = {
     "train": "train a recipe, or run one of its commands",
     "presets": "list parameterizations and print their tables",
     "zoo": "list and describe models, import and export weights",
+    "--version": "the version of what is installed",
 }
 
 
@@ -36,7 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from mupax.zoo.__main__ import main as zoo_main
 
         return zoo_main(rest)
-    usage = "\n".join(["usage: mupax COMMAND ...", *(f"  {name:<8} {line}" for name, line in COMMANDS.items())])
+    usage = "\n".join(["usage: mupax COMMAND ...", *(f"  {name:<9} {line}" for name, line in COMMANDS.items())])
+    if command == "--version":
+        print(f"mupax {__version__}")
+        return 0
     if command in ("-h", "--help"):
         print(usage)
         return 0

@@ -63,11 +63,11 @@ def imports(source: str, package: bool = False) -> list[tuple[str, bool]]:
 
 
 def room(path: str) -> str:
-    """The room of a file, by its path from the root; a `__main__.py` is an entry point, on the highest floor but one."""
+    """The room of a file, by its path from the root; a `__main__.py`, and what `mupax.train` exports, on the highest floor but one."""
     folders = path.split("/")[:-1]
-    if path in ("train/__init__.py", "presets/__init__.py"):
-        return "mupax" if path.startswith("train") else path
-    if path.endswith("__main__.py") and folders[:1] != ["scripts"]:
+    if path == "presets/__init__.py":
+        return path
+    if path == "train/__init__.py" or (path.endswith("__main__.py") and folders[:1] != ["scripts"]):
         return "entry points"
     rooms = {name for floor in FLOORS for name in floor}
     return next(name for end in range(len(folders), 0, -1) if (name := "/".join(folders[:end])) in rooms)

@@ -85,7 +85,7 @@ def run(line: str) -> int:
     command, arguments = words[1], words[2:]
     if command == "train" and arguments[0] not in USES_A_RUN and not set(arguments) & set(RUNS_NOTHING):
         arguments.append("--dry-run")
-    main: Callable[[list[str]], int] = import_module(f"{command}.__main__").main
+    main: Callable[[list[str]], int] = import_module(f"mupax.{command}.__main__").main
     try:
         return main(arguments)
     except SystemExit as stop:
@@ -132,7 +132,7 @@ def test_presets_need_neither_our_models_nor_our_loop():
             len([line for line in block.splitlines() if line.strip()]) <= longest_lines
         )  # the formatter adds blank ones
         assert "nnx" in block
-        assert not re.search(r"^\s*(from|import) (zoo|train)\b", block, re.MULTILINE)
+        assert not re.search(r"^\s*from mupax(\.| import )(zoo|train)\b", block, re.MULTILINE)
 
 
 def test_files_named_in_the_documents_exist():

@@ -1,1 +1,50 @@
-"""Everything that runs: data, mesh, optimizer, step, loop, checkpoints."""
+"""Everything that runs: data, mesh, optimizer, step, loop, checkpoints.
+
+from mupax import train
+config = dataclasses.replace(train.RECIPES["lm-tiny"](), steps=200)
+train.fit(config)                 # what `mupax train lm-tiny --steps 200` does; the exit code
+train.assemble(config.resolved()) # the model, step and optimizer of it, to run by yourself
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mupax.train.config.devices import DistributedConfig, MeshConfig
+    from mupax.train.config.recipes import RECIPES
+    from mupax.train.config.run import CheckpointConfig, Config, DataConfig, OptimizerConfig, PresetConfig
+    from mupax.train.core.program import Program, assemble
+    from mupax.train.run.loop import run as fit
+
+__all__ = [
+    "RECIPES",
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "DistributedConfig",
+    "MeshConfig",
+    "OptimizerConfig",
+    "PresetConfig",
+    "Program",
+    "assemble",
+    "fit",
+]
+
+_PLACES = {
+    "RECIPES": "config.recipes",
+    "DistributedConfig": "config.devices",
+    "MeshConfig": "config.devices",
+    "Program": "core.program",
+    "assemble": "core.program",
+    "fit": "run.loop",
+}
+"""Name to its module where that is not `config.run`; read when first asked for, since some import JAX."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    module = importlib.import_module(f"mupax.train.{_PLACES.get(name, 'config.run')}")
+    return getattr(module, "run" if name == "fit" else name)

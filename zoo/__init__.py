@@ -1,1 +1,36 @@
-"""Flax NNX transformers that say of every parameter what it is, and nothing of meshes, optimizers or presets."""
+"""Flax NNX transformers that say of every parameter what it is, and nothing of meshes, optimizers or presets.
+
+from mupax import zoo
+config = zoo.get("vit-s16")          # sizes, parameters() and factors() without JAX
+model = config.module(nnx.Rngs(0))   # the NNX module
+zoo.define(lambda: MyModel(...))     # specs, shapes and graph of any module whose parameters carry a spec
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mupax.zoo.configs import CONFIGS, ComputeConfig, ConfigError, DecoderConfig, ModelConfig, ViTConfig, get
+    from mupax.zoo.definition import Definition, define
+
+__all__ = [
+    "CONFIGS",
+    "ComputeConfig",
+    "ConfigError",
+    "DecoderConfig",
+    "Definition",
+    "ModelConfig",
+    "ViTConfig",
+    "define",
+    "get",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    # The second imports JAX.
+    module = "definition" if name in ("Definition", "define") else "configs"
+    return getattr(importlib.import_module(f"mupax.zoo.{module}"), name)

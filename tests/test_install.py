@@ -1,0 +1,160 @@
+"""What `pip install` leaves: one name in site-packages, a command that trains, an API that a type checker resolves.
+
+The wheel lies in an environment of its own, which borrows the dependencies and has nothing of the checkout.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from mupax import __version__
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = {".json", ".typed"}
+"""Suffixes of what the product reads beside its code."""
+
+pytestmark = pytest.mark.slow
+
+
+def execute(words: list[str], folder: Path, **variables: str) -> str:
+    """Standard output of a command that must succeed, run in `folder` with the checkout on no path.
+
+    Args:
+        words: of the command.
+        folder: where it runs.
+        **variables: of its environment, beside those of this process.
+    """
+    environment = {**os.environ, "XLA_FLAGS": "", **variables}
+    environment.pop("PYTHONPATH", None)
+    done = subprocess.run(
+        words,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    return done.stdout
+
+
+def product() -> set[str]:
+    """Files of the checkout that belong into a distribution, as its paths."""
+    folders = ("mupax", "presets", "zoo", "train")
+    listed = execute(["git", "ls-files", "-co", "--exclude-standard", "--", *folders], ROOT).splitlines()
+    files = {name for name in listed if (ROOT / name).is_file()}  # the links to folders are none
+    assert {Path(name).suffix for name in files} == {".py", *DATA}
+    return {name if name.startswith("mupax/") else f"mupax/{name}" for name in files}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that is built from the sdist, as an index would have both."""
+    folder = tmp_path_factory.mktemp("distributions")
+    execute([sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(folder)], ROOT)
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as sdist:
+        assert [member.name for member in sdist.getmembers() if not member.isfile()] == []
+        names = {member.name.partition("/")[2] for member in sdist.getmembers()}
+        sdist.extractall(folder, filter="data")
+    assert names - {"PKG-INFO", ".gitignore", "pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE"} == product()
+    unpacked = archive.with_name(archive.name.removesuffix(".tar.gz"))
+    execute([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)], unpacked)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the programs of an environment with this wheel."""
+    folder = tmp_path_factory.mktemp("environment")
+    execute([sys.executable, "-m", "venv", "--without-pip", str(folder)], folder)
+    python = str(folder / "bin" / "python")
+    install = [
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--no-compile",
+        "--disable-pip-version-check",
+        str(wheel),
+    ]
+    execute([sys.executable, "-m", "pip", "--python", python, *install], folder)
+    (packages,) = folder.glob("lib/python*/site-packages")  # lib64 is a link to it
+    assert {path.name for path in packages.iterdir()} == {"mupax", f"mupax-{__version__}.dist-info"}
+    # Last, so that the installer saw an empty environment. The .pth files of a folder that comes from a .pth are not read:
+    # an editable install of the checkout stays out.
+    borrowed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    (packages / "dependencies.pth").write_text("\n".join(sorted(borrowed)))
+    return folder / "bin"
+
+
+def test_a_wheel_holds_one_name_and_every_file_of_it(wheel: Path):
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        links = [entry.filename for entry in archive.infolist() if entry.external_attr >> 28 == 0xA]
+    assert names == product()
+    assert links == []
+    assert {"mupax/py.typed", "mupax/train/studies/check/allowances.json"} < names
+    assert wheel.name == f"mupax-{__version__}-py3-none-any.whl"
+
+
+def test_the_installed_command_trains(environment: Path, tmp_path: Path):
+    assert execute([str(environment / "mupax"), "--version"], tmp_path) == f"mupax {__version__}\n"
+    flags = "--steps 2 --model.width 32 --model.num-heads 2 --model.depth 1 --data.batch-size 2 --data.eval-examples 4"
+    sizes = "--optimizer.warmup-steps 1 --log.no-samples --preset.base None"
+    execute([str(environment / "mupax"), "train", "lm-tiny", *flags.split(), *sizes.split()], tmp_path)
+    assert (tmp_path / "runs" / "lm-tiny" / "checkpoints" / "2").is_dir()
+
+
+IMPORTS = f"""
+import sys
+import mupax, mupax.presets, mupax.zoo, mupax.train
+
+light = [name for name in ("jax", "flax", "numpy") if name in sys.modules]
+assert not light, f"importing mupax imports {{light}}"
+for package in (mupax.presets, mupax.zoo, mupax.train):
+    for name in package.__all__:
+        assert getattr(package, name) is not None
+ours = [module.__file__ for name, module in sys.modules.items() if name.partition(".")[0] == "mupax"]
+outside = [path for path in ours if not path.startswith(sys.prefix)]
+assert len(ours) > 20 and not outside, f"not of the wheel: {{outside}}"
+assert not any(sys.modules.get(name) for name in ("presets", "zoo", "train")) and {str(ROOT)!r} not in sys.path
+print(mupax.__version__)
+"""
+
+
+def test_the_installed_api_comes_from_the_wheel_and_is_light(environment: Path, tmp_path: Path):
+    assert execute([str(environment / "python"), "-I", "-c", IMPORTS], tmp_path) == f"{__version__}\n"
+
+
+TYPED = """
+from typing import assert_type
+
+from mupax import presets, train, zoo
+
+assert_type(presets.get("mup"), presets.Preset)
+assert_type(zoo.get("gpt2").sizes(), dict[str, int])
+assert_type(train.RECIPES["lm-tiny"](), train.Config)
+assert_type(train.assemble(train.RECIPES["lm-tiny"]()), train.Program)
+assert_type(train.fit(train.RECIPES["lm-tiny"]()), int)
+"""
+
+
+def test_a_type_checker_resolves_the_api_where_it_is_installed(environment: Path, tmp_path: Path):
+    (tmp_path / "theirs.py").write_text(TYPED)
+    check = [sys.executable, "-m", "pyright", "--pythonpath", str(environment / "python"), "theirs.py"]
+    assert "0 errors" in execute(check, tmp_path, PYRIGHT_PYTHON_GLOBAL_NODE="0")
+    (tmp_path / "theirs.py").write_text(TYPED.replace("dict[str, int]", "dict[str, str]"))
+    with pytest.raises(AssertionError, match="assert_type"):
+        execute(check, tmp_path, PYRIGHT_PYTHON_GLOBAL_NODE="0")
