@@ -113,7 +113,7 @@ def undeclared(sources: list[str], declared: set[str]) -> set[str]:
     """Modules that the sources import and no declared distribution provides."""
     providers = packages_distributions()
     tops = {module.split(".")[0] for source in sources for module in imported(source)}
-    outside = tops - set(sys.stdlib_module_names) - {"presets", "zoo", "train", "scripts", "tests", "conftest"}
+    outside = tops - set(sys.stdlib_module_names) - {"mupax", "scripts", "tests", "conftest", "examples"}
     return {top for top in outside if not declared & {normalized(name) for name in providers.get(top, [top])}}
 
 
