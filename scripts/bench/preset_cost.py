@@ -23,11 +23,12 @@ import optax
 from jax.experimental.layout import Format, Layout
 
 from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
+from mupax.train.core.compile import free_format
 from mupax.train.core.loss import cross_entropy
 from mupax.train.core.optimizer import schedule_table
 from mupax.train.core.program import Program, abstract_batch, assemble
 from mupax.train.core.state import TrainState
-from mupax.train.core.step import Run, free_format, make_train_step
+from mupax.train.core.step import StepInputs, make_train_step
 from mupax.train.pods import topology
 from mupax.zoo import configs, partition
 from mupax.zoo.configs import ComputeConfig, DecoderConfig
@@ -115,7 +116,7 @@ def folded(program: Program) -> jax.stages.Compiled:
     known = ones._replace(forward={n: np.full_like(x, neutral(program, n)) for n, x in factors.forward.items()})
     step = make_train_step(program.definition, program.tx, program.config.accumulation_steps, program.layout)
 
-    def with_ones(state: TrainState, run: Run, batch: Any) -> Any:
+    def with_ones(state: TrainState, run: StepInputs, batch: Any) -> Any:
         return step(state, run._replace(factors=known), batch)
 
     state: Any = jax.tree.map(free_format, program.abstract) if program.free else place

@@ -27,7 +27,7 @@ from flax import nnx
 from mupax.train.core.loss import of_logits
 from mupax.train.core.program import Program, assemble
 from mupax.train.core.state import TrainState
-from mupax.train.core.step import Run
+from mupax.train.core.step import StepInputs
 from mupax.zoo.configs import ComputeConfig
 from mupax.zoo.layers.kernels import attend
 from mupax.zoo.transformer import transformer
@@ -155,7 +155,7 @@ def update(program: Program) -> Part:
 
     run, state, opt = program.numbers(), program.initial_state(), program.config.optimizer
 
-    def updated(state: TrainState, grads: Any, run: Run) -> Any:
+    def updated(state: TrainState, grads: Any, run: StepInputs) -> Any:
         hyper = run.hyper.at(state.step)
         updates, opt_state = program.tx.update(grads, state.opt_state, state.params, factors=run.factors, hyper=hyper)
         params: Any = optax.apply_updates(state.params, updates)

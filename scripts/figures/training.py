@@ -18,7 +18,7 @@ from mupax.presets import Role
 from mupax.train import data
 from mupax.train.config.run import Config, DataConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.program import Program, assemble
-from mupax.train.core.step import Batch, Run, logits_of
+from mupax.train.core.step import Batch, StepInputs, logits_of
 from mupax.train.studies.check.activations import internals
 from mupax.zoo import configs
 from mupax.zoo.configs import ComputeConfig
@@ -114,7 +114,7 @@ def _preset(alpha_a: float, alpha_l: float, gamma0: float, beta0: float) -> Pres
     return PresetConfig(name="depth-mup", base=None, alpha_a=alpha_a, alpha_l=alpha_l, gamma0=gamma0, beta0=beta0)
 
 
-def with_constants(run: Run, program: Program, ends: float = 4.0) -> Run:
+def with_constants(run: StepInputs, program: Program, ends: float = 4.0) -> StepInputs:
     """The run's numbers with the constants of the authors' code.
 
     Args:
@@ -145,7 +145,7 @@ class Seen:
     step: int
     params: dict[str, jax.Array]
     start: dict[str, jax.Array]
-    run: Run
+    run: StepInputs
 
 
 class Trainer:

@@ -20,7 +20,7 @@ from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import optimizer
 from mupax.train.core.factors import init_stds, resolve
 from mupax.train.core.state import TrainState
-from mupax.train.core.step import Run, gradients, make_train_step
+from mupax.train.core.step import StepInputs, gradients, make_train_step
 from mupax.zoo.build import definition
 from mupax.zoo.configs import DecoderConfig, ModelConfig, ViTConfig
 
@@ -85,7 +85,7 @@ def first_step(family: str, name: str, preset: Preset) -> Any:
     """Parameters before, gradients, parameters after and loss of one step from a fresh start."""
     model = built(family)
     config = config_of(name)
-    run = Run(resolve(preset, model, config.name, config.decay), optimizer.hyper(config, 3))
+    run = StepInputs(resolve(preset, model, config.name, config.decay), optimizer.hyper(config, 3))
     before = initializer(family)(3, init_stds(preset, model))
     return jax.device_get((before, *stepper(family, PROGRAMS.get(name, name))(before, run, batch_of(family))))
 
@@ -189,7 +189,7 @@ def test_tied_readouts_train_or_are_refused_with_the_reason():
     tx = optimizer.build(config, model.specs)
 
     @jax.jit
-    def losses(stds: Any, run: Run, batch: Any):
+    def losses(stds: Any, run: StepInputs, batch: Any):
         params = model.initialize(0, stds)
         state = TrainState(jnp.zeros([], jnp.int32), params, tx.init(params))
         return jax.lax.scan(
@@ -203,7 +203,7 @@ def test_tied_readouts_train_or_are_refused_with_the_reason():
     for name in presets.PRESETS:
         preset = made(name)
         try:
-            run = Run(resolve(preset, model, "adamw"), optimizer.hyper(config, 5))
+            run = StepInputs(resolve(preset, model, "adamw"), optimizer.hyper(config, 5))
         except PresetError as error:
             refused[name] = str(error)
             continue

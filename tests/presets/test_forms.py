@@ -19,7 +19,7 @@ from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import optimizer
 from mupax.train.core.factors import init_stds, resolve
 from mupax.train.core.state import TrainState
-from mupax.train.core.step import Run, make_train_step
+from mupax.train.core.step import StepInputs, make_train_step
 from mupax.train.reuse.forms import convert, theta
 from mupax.zoo.build import definition
 from mupax.zoo.configs import DecoderConfig, ViTConfig
@@ -95,17 +95,17 @@ def normals(family: str):
     return jax.jit(model.initialize)(0, stds)
 
 
-def start(family: str, name: str, preset: presets.Preset) -> tuple[TrainState, Run]:
+def start(family: str, name: str, preset: presets.Preset) -> tuple[TrainState, StepInputs]:
     model, config = built(family), CONFIGS[name]
     stds = init_stds(preset, model)
     params = {
         n: w * stds[n].reshape(stds[n].shape + (1,) * (w.ndim - stds[n].ndim)) for n, w in normals(family).items()
     }
-    run = Run(resolve(preset, model, config.name, config.decay), optimizer.hyper(config, STEPS))
+    run = StepInputs(resolve(preset, model, config.name, config.decay), optimizer.hyper(config, STEPS))
     return TrainState(jnp.zeros([], jnp.int32), params, trainer(family, name)[1].init(params)), run
 
 
-def effective(state: TrainState, run: Run) -> dict[str, np.ndarray]:
+def effective(state: TrainState, run: StepInputs) -> dict[str, np.ndarray]:
     """multiplier * w: what the model computes with."""
     a = run.factors.multiplier
     return {n: np.asarray(w) * a[n].reshape(a[n].shape + (1,) * (w.ndim - a[n].ndim)) for n, w in state.params.items()}

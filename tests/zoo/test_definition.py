@@ -17,9 +17,9 @@ from mupax import presets
 from mupax.presets import ParamSpec, Preset, PresetError, Role
 from mupax.train.config.run import MeshConfig, OptimizerConfig
 from mupax.train.core import optimizer, state
-from mupax.train.core import step as steps
+from mupax.train.core.compile import compile_train_step
 from mupax.train.core.factors import init_stds, resolve
-from mupax.train.core.step import Run
+from mupax.train.core.step import StepInputs
 from mupax.train.parallel.mesh import make_mesh
 from mupax.train.parallel.sharding import MeshLayout
 from mupax.zoo.build import build, definition
@@ -90,7 +90,7 @@ def test_a_users_own_model_trains() -> None:
     layout = MeshLayout(make_mesh(MeshConfig(data=1), jax.devices()[:1]))
     tx = optimizer.build(config)
     abstract = state.abstract_state(found, tx, layout)
-    run = Run(resolve(preset, found, config.name), optimizer.hyper(config, 30))
+    run = StepInputs(resolve(preset, found, config.name), optimizer.hyper(config, 30))
     random = np.random.default_rng(1)
     inputs = random.standard_normal((32, 3)).astype(np.float32)
     batch = {
@@ -98,7 +98,7 @@ def test_a_users_own_model_trains() -> None:
         "targets": np.argmax(inputs, axis=1).astype(np.int32),
         "weights": np.ones(32, np.float32),
     }
-    train = steps.compile_train_step(found, tx, abstract, layout, run, batch)
+    train = compile_train_step(found, tx, abstract, layout, run, batch)
     now = state.Initializer(found, tx, abstract).state(0, init_stds(preset, found))
     losses = []
     for _ in range(30):

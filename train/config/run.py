@@ -339,6 +339,15 @@ class Config:
         """What seeds data order and augmentation."""
         return self.seed if self.data.seed is None else self.data.seed
 
+    def evaluates_after(self, step: int) -> bool:
+        """Whether an evaluation is due after so many steps."""
+        every = self.log.eval_every_steps
+        return step > 0 and (step == self.steps or (every is not None and step % every == 0))
+
+    def saves_after(self, step: int) -> bool:
+        """Whether a checkpoint is due after so many steps."""
+        return step == self.steps or step % self.checkpoint.every_steps == 0
+
     def resolved(self) -> Config:
         """The same run with the defaults that depend on other fields written out."""
         return dataclasses.replace(

@@ -16,8 +16,9 @@ from mupax.presets import Preset
 from mupax.train.config import patterns, sharding_rules
 from mupax.train.config.run import Config, preset_of
 from mupax.train.core import guards, nonfinite, optimizer, state
+from mupax.train.core.compile import compile_eval_step, trace_train_step
 from mupax.train.core.factors import Numbers, init_stds, resolve
-from mupax.train.core.step import Batch, Run, compile_eval_step, trace_train_step
+from mupax.train.core.step import Batch, StepInputs
 from mupax.train.parallel import mesh as meshes
 from mupax.train.parallel import xla_flags
 from mupax.train.parallel.feed import Feed
@@ -39,12 +40,17 @@ class Program:
     abstract: state.TrainState
     initializer: state.Initializer
     stds: Numbers
-    run: Run
+    run: StepInputs
 
     @property
     def mesh(self) -> Mesh:
         """The devices."""
         return self.layout.mesh
+
+    @property
+    def mesh_text(self) -> str:
+        """The mesh axes that split something, for people."""
+        return " x ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items() if size > 1) or "one device"
 
     def initial_state(self) -> state.TrainState:
         """A fresh state on the mesh."""
@@ -70,14 +76,14 @@ class Program:
         """How many numbers the frozen parameters have."""
         return sum(leaf.size for name, leaf in self.abstract.params.items() if name not in self.trained)
 
-    def numbers(self) -> Run:
+    def numbers(self) -> StepInputs:
         """The run's numbers on the mesh, with the initial parameters where the model's output is centred."""
         run = jax.device_put(self.run, self.layout.whole)
         if not self.config.model.centered:
             return run
         return run._replace(reference=self.initializer.params(self.config.seed, self.stds))
 
-    def abstract_run(self) -> Run:
+    def abstract_run(self) -> StepInputs:
         return self.run._replace(reference=self.abstract.params) if self.config.model.centered else self.run
 
     def trace_train(self) -> jax.stages.Traced:
@@ -169,8 +175,8 @@ def assemble(config: Config, devices: Sequence[Any] | None = None, *, swept: boo
     return Program(config, model, preset, layout, tx, abstract, initializer, init_stds(preset, model), numbers)
 
 
-def _numbers(config: Config, preset: Preset, model: Definition, trained: Collection[str]) -> Run:
-    numbers = Run(
+def _numbers(config: Config, preset: Preset, model: Definition, trained: Collection[str]) -> StepInputs:
+    numbers = StepInputs(
         resolve(preset, model, config.optimizer.name, config.optimizer.decay).moving(trained),
         optimizer.hyper(config.optimizer, config.steps),
         ema_decay=None if config.ema.decay is None else np.float32(config.ema.decay),

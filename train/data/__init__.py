@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from mupax.train.data.interface import Data, DataError, ReadError, Reference
+from mupax.train.data.interface import Data, DataError, ReadError, Reference, reading
 
 if TYPE_CHECKING:
     from mupax.train.config.run import DataConfig
     from mupax.zoo.configs import ModelConfig
 
-__all__ = ["Data", "DataError", "ReadError", "Reference", "load"]
+__all__ = ["Data", "DataError", "ReadError", "Reference", "load", "reading"]
 
 
 def load(config: DataConfig, model: ModelConfig, *, seed: int, note: Callable[[str], None] = print) -> Data:

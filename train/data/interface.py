@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -27,6 +27,19 @@ class DataError(ValueError):
 
 class ReadError(RuntimeError):
     """Data that the machine does not give, for the time being or for good. The text says what it answers."""
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    """Turns what the machine refuses while data are read into an error of the data.
+
+    Raises:
+        ReadError: in place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ReadError(f"cannot read the data: {error}") from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -61,14 +61,13 @@ def _costs(program: Program) -> str:
     config, model = program.config, program.config.model
     unit, per_step = model.unit, config.data.batch_size * model.units
     train_flops = flops.train_flops(model)
-    mesh = " x ".join(f"{axis} {size}" for axis, size in program.mesh.shape.items() if size > 1) or "one device"
     rows = {
         "parameters": f"{program.definition.count():,}"
         + (f", {program.frozen:,} of them frozen" if program.frozen else ""),
         "batch": f"{config.data.batch_size} {f'x {model.units} ' if model.units > 1 else ''}{unit}s",
         "steps": f"{config.steps:,}, {config.steps * per_step:,} {unit}s",
         "FLOPs": f"{train_flops:.3g} per {unit}, {train_flops * per_step * config.steps:.3g} in all",
-        "mesh": f"{mesh} ({program.mesh.devices.flat[0].device_kind})",
+        "mesh": f"{program.mesh_text} ({program.mesh.devices.flat[0].device_kind})",
         "state per device": _bytes(_per_device(program.abstract)),
     }
     memory = program.compile_train().memory_analysis()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from mupax.train.core.step import Run, Sums
+from mupax.train.core.step import StepInputs, Sums
 from mupax.train.data import Data
 from mupax.train.parallel.feed import Feed
 from mupax.train.run.prefetch import Prefetch
@@ -37,31 +39,26 @@ class Scores(NamedTuple):
 def evaluate(
     eval_fn: jax.stages.Compiled,
     params: Arrays,
-    numbers: Run,
+    inputs: StepInputs,
     data: Data,
     feed: Feed,
-    *,
-    begin: Callable[[], bool] = lambda: True,
-    done: Callable[[], None] = lambda: None,
-) -> Scores | None:
+    dispatching: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+) -> Scores:
     """Scores over all evaluation examples; every process of a run calls this alike.
 
     Args:
         eval_fn: the compiled evaluation step.
         params: the model's.
-        numbers: given to it beside them.
+        inputs: read by the step besides them.
         data: whose evaluation examples.
         feed: puts them on the mesh.
-        begin: asked before every batch whether to go on; where it says no, there are no scores.
-        done: told after every batch is with the devices.
+        dispatching: entered around every program; what it raises ends the evaluation.
     """
     total: Sums | None = None
     with Prefetch(data.eval_batches(*feed.rows), feed.put) as batches:
         for batch in batches:
-            if not begin():
-                return None
-            sums = eval_fn(params, numbers, batch)
-            done()
+            with dispatching():
+                sums = eval_fn(params, inputs, batch)
             total = sums if total is None else jax.tree.map(np.add, total, jax.device_get(sums))
     assert total is not None, "data without evaluation examples"
     loss, correct, weight = (float(x) for x in jax.device_get(total))

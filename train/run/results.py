@@ -7,39 +7,109 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, Protocol
+from types import TracebackType
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from mupax.train.config.run import FaultsConfig
-from mupax.train.core.nonfinite import BadNumbers
+from mupax.train.core.nonfinite import BadNumbers, culprit
+from mupax.train.core.program import Program
+from mupax.train.data import Data
+from mupax.train.parallel import hardware
+from mupax.train.run.report.metrics import MetricsWriter
+from mupax.train.run.report.profile import Profile
 from mupax.train.run.report.progress import Progress
 from mupax.train.run.report.timing import Timing
-
-
-class Writer(Protocol):
-    """Where rows go: a `MetricsWriter`, or nowhere."""
-
-    def write(self, row: Mapping[str, Any], /) -> None: ...
-
-    def flush(self) -> None: ...
+from mupax.train.run.runtime import Runtime
+from mupax.train.run.start import Position
+from mupax.zoo import flops
 
 
 class NoWriter:
     """The metrics of a process that is not the first: nowhere."""
 
-    def write(self, row: Mapping[str, Any], /) -> None:
-        pass
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Forget a row."""
 
     def flush(self) -> None:
-        pass
+        """Nothing to do."""
 
     def __enter__(self) -> NoWriter:
         return self
 
     def __exit__(self, *exception: object) -> None:
         pass
+
+
+class Report:
+    """What one attempt at a run tells files and the terminal; a context manager.
+
+    Args:
+        program: of the run.
+        data: of the run.
+        rt: the run's surroundings.
+        position: where the attempt starts.
+        compile_seconds: what compiling took.
+        left_out: batches that rollbacks passed over.
+    """
+
+    def __init__(
+        self, program: Program, data: Data, rt: Runtime, position: Position, compile_seconds: float, left_out: int
+    ) -> None:
+        config, log = rt.config, rt.config.log
+        flops_per_unit = flops.train_flops(config.model)
+        peak = hardware.peak_flops(jax.devices()[0].device_kind, config.model.compute.dtype)
+        peak = None if peak is None else peak * program.mesh.size
+        self.writer: MetricsWriter | NoWriter = NoWriter()
+        if rt.leader:
+            step = position.step if position.keeps_rows else None
+            self.writer = MetricsWriter(rt.folder, tensorboard=log.tensorboard, wandb=log.wandb, resume_step=step)
+        self.progress = Progress(config.steps, position.step, data.kind, peak, flops_per_unit, rt.console, log.progress)
+        self.timing = Timing(
+            data.kind, flops_per_unit, peak, compile_seconds, lambda: hardware.memory_peak(jax.local_devices())
+        )
+        trained = {name: spec for name, spec in program.definition.specs.items() if name in program.trained}
+        self.results = Results(
+            data.kind,
+            self.writer,
+            self.progress,
+            self.timing,
+            config.faults,
+            lambda squares: culprit(squares, trained, program.definition.abstract),
+            left_out,
+        )
+        steps = log.profile_steps if rt.leader else None
+        self.profile = Profile(steps, rt.folder / "profile", self.results.paused, self.progress.note)
+        self._entered, self._profiling = contextlib.ExitStack(), contextlib.ExitStack()
+
+    def evaluated(self, row: dict[str, Any]) -> None:
+        """Write and show the row of an evaluation."""
+        self.writer.write(row)
+        self.progress.evaluated(row)
+
+    def finish(self, step: int) -> None:
+        """Write what is left of all steps up to this one, waiting for the devices.
+
+        Raises:
+            BadNumbers: one of them ends the run under its policy.
+        """
+        self.results.finish()
+        self._profiling.close()
+        self.results.report_speed(step)
+
+    def __enter__(self) -> Report:
+        self._entered.enter_context(self.writer)
+        self._entered.enter_context(self.progress)
+        self._entered.enter_context(self._profiling)
+        self._profiling.enter_context(self.profile)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._entered.__exit__(kind, error, trace)
 
 
 class Results:
@@ -58,7 +128,7 @@ class Results:
     def __init__(
         self,
         unit: Literal["tokens", "images"],
-        writer: Writer,
+        writer: MetricsWriter | NoWriter,
         progress: Progress,
         timing: Timing,
         faults: FaultsConfig,

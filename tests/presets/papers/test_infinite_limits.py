@@ -19,7 +19,7 @@ from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import optimizer
 from mupax.train.core.factors import init_stds, resolve
 from mupax.train.core.state import TrainState
-from mupax.train.core.step import Run, make_train_step
+from mupax.train.core.step import StepInputs, make_train_step
 from mupax.zoo.build import build, definition
 from mupax.zoo.configs import DecoderConfig, ViTConfig
 from mupax.zoo.param import Factor
@@ -87,7 +87,7 @@ def trained(config: DecoderConfig | ViTConfig, name: str, preset_name: str, base
     sp = presets.get("sp")
     params = jax.jit(model.initialize)(0, init_stds(sp, model))
     tx = optimizer.build(CHAINS[name], model.specs)
-    run = Run(resolve(preset, model, name), optimizer.hyper(CHAINS[name], STEPS))
+    run = StepInputs(resolve(preset, model, name), optimizer.hyper(CHAINS[name], STEPS))
     step = make_train_step(model, tx)
 
     def train(params, run, batch):

@@ -76,11 +76,12 @@ def untrained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int | None]]:
     """Runs end before their first step; what they would start from: the state's step and the step restored."""
     seen: list[tuple[int, int | None]] = []
 
-    def end_at_once(session: Any, state: Any, restored: int | None) -> Any:
-        seen.append((int(state.step), restored))
-        return state
+    def end_at_once(session: Any, position: Any) -> Any:
+        assert int(position.state.step) == position.step
+        seen.append((position.step, position.step if position.keeps_rows else None))
+        return position.state
 
-    monkeypatch.setattr(loop._Session, "train", end_at_once)
+    monkeypatch.setattr(loop, "train_with_rollbacks", end_at_once)
     monkeypatch.setattr(loop.finish, "leave", lambda *_: None)
     return seen
 
@@ -192,12 +193,13 @@ def test_an_unfinished_checkpoint_is_not_used(whole: Done, untrained: list) -> N
 
 def test_restored_arrays_lie_where_this_run_wants_them(whole: Done, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(loop._Session, "train", lambda session, state, restored: seen.append((session, state)) or state)
+    monkeypatch.setattr(loop, "train_with_rollbacks", lambda *arguments: seen.append(arguments) or arguments[1].state)
     monkeypatch.setattr(loop.finish, "leave", lambda *_: None)
     assert (
         train("--workdir", "whole", "--resume", "--mesh.data", "1", "--mesh.fsdp", "4", "--mesh.tensor", "2").code == 0
     )
-    (session, state), = seen  # fmt: skip
+    (session, position), = seen  # fmt: skip
+    state = position.state
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == jax.tree.map(
         lambda leaf: leaf.sharding, session.program.abstract
     )

@@ -18,7 +18,7 @@ from mupax import presets
 from mupax.train.config.run import MeshConfig
 from mupax.train.core import loss
 from mupax.train.core.factors import init_stds, resolve
-from mupax.train.core.step import Run, gradients
+from mupax.train.core.step import StepInputs, gradients
 from mupax.train.parallel.mesh import make_mesh
 from mupax.train.parallel.sharding import MeshLayout
 from mupax.zoo import partition
@@ -178,7 +178,7 @@ def test_a_tied_model_trains_the_same_with_either() -> None:
     found = []
     for how in ("plain", "chunked"):
         made = definition(dataclasses.replace(model, compute=ComputeConfig(cross_entropy=how)))
-        run: Any = Run(resolve(presets.get("mup", base={"embed": 4}), made), None)  # the tied readout is halved
+        run: Any = StepInputs(resolve(presets.get("mup", base={"embed": 4}), made), None)  # the tied readout is halved
         params = made.initialize(0, init_stds(presets.get("sp"), made))
         found.append(jax.jit(lambda params, made=made, run=run: gradients(made, params, run, batch, 2))(params))
     assert_close(found[1], found[0], 1e-4)

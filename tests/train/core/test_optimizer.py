@@ -22,9 +22,9 @@ from mupax import presets
 from mupax.presets import ParamSpec, Role
 from mupax.train.config.run import MeshConfig, OptimizerConfig
 from mupax.train.core import optimizer, state
-from mupax.train.core import step as steps
+from mupax.train.core.compile import compile_train_step
 from mupax.train.core.factors import Factors, resolve
-from mupax.train.core.step import Run
+from mupax.train.core.step import StepInputs
 from mupax.train.parallel.mesh import make_mesh
 from mupax.train.parallel.sharding import MeshLayout
 from mupax.zoo.build import definition
@@ -214,8 +214,8 @@ def compiled(name: str, config: OptimizerConfig) -> tuple[Any, Any]:
     found, tx = model_of(name), optimizer.build(config)
     layout = MeshLayout(make_mesh(MeshConfig(data=1), jax.devices()[:1]))
     abstract = state.abstract_state(found, tx, layout)
-    run = Run(resolve(presets.get("sp"), found, config.name, config.decay), optimizer.hyper(config, 20))
-    train = steps.compile_train_step(found, tx, abstract, layout, run, example(name)[1])
+    run = StepInputs(resolve(presets.get("sp"), found, config.name, config.decay), optimizer.hyper(config, 20))
+    train = compile_train_step(found, tx, abstract, layout, run, example(name)[1])
     return train, jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract)
 
 
@@ -224,7 +224,7 @@ def first_update(name: str, config: OptimizerConfig, factors: Factors) -> dict[s
     params, batch = example(name)
     train, start = compiled(name, config)
     begin = jax.tree.map(jnp.array, start._replace(params=params))
-    after, _ = train(begin, Run(factors, optimizer.hyper(config, 20)), batch)
+    after, _ = train(begin, StepInputs(factors, optimizer.hyper(config, 20)), batch)
     return {n: np.asarray(after.params[n], np.float64) - w for n, w in params.items()}
 
 

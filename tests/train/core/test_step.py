@@ -16,7 +16,7 @@ from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConf
 from mupax.train.core import step as steps
 from mupax.train.core.factors import resolve
 from mupax.train.core.program import Program, assemble
-from mupax.train.core.step import Run
+from mupax.train.core.step import StepInputs
 from mupax.zoo.configs import ComputeConfig, DecoderConfig, ViTConfig
 
 DECODER = DecoderConfig(
@@ -79,7 +79,7 @@ def stepped(config: Config = CONFIG) -> tuple[Program, Any, Any, dict[str, float
     return made, before, after, scalars(metrics)
 
 
-def logits_of(made: Program, params: Any, run: Run, inputs: Any) -> jax.Array:
+def logits_of(made: Program, params: Any, run: StepInputs, inputs: Any) -> jax.Array:
     return jax.jit(lambda *given: steps.logits_of(made.definition, *given))(params, run, inputs)
 
 
@@ -186,7 +186,7 @@ def test_every_preset_runs_the_same_program() -> None:
     train, losses = compiled(), {}
     for name in ("sp", "mup", "mup-half", "depth-mup"):
         preset = presets.get(name, base={"embed": 5, "heads": 3, "kv_heads": 1, "head_dim": 2, "mlp": 7, "layers": 1})
-        run = Run(resolve(preset, made.definition, "adamw"), made.run.hyper._replace(peak_lr=np.float32(0.1)))
+        run = StepInputs(resolve(preset, made.definition, "adamw"), made.run.hyper._replace(peak_lr=np.float32(0.1)))
         after, _ = train(copied(before), run, batch_of())
         after, metrics = train(after, run, batch_of())
         losses[name] = float(metrics["loss"])

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.program import Program, assemble
-from mupax.train.core.step import Run
+from mupax.train.core.step import StepInputs
 from mupax.train.parallel.mesh import MeshError, make_mesh
 from mupax.zoo.configs import ComputeConfig, DecoderConfig, ViTConfig
 
@@ -120,7 +120,7 @@ def test_five_steps_agree_with_one_device(run: str, mesh: str) -> None:
 
 def test_control_a_rate_of_one_percent_more_does_not_agree() -> None:
     made = program("decoder", "one")
-    other = Run(made.run.factors, made.run.hyper._replace(peak_lr=np.float32(1.01 * 0.01)))
+    other = StepInputs(made.run.factors, made.run.hyper._replace(peak_lr=np.float32(1.01 * 0.01)))
     step, state = made.compile_train(), made.initial_state()
     for index in range(STEPS):
         state, _ = step(state, other, batch("decoder", index))

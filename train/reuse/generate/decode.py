@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mupax.train.core.step import Run
+from mupax.train.core.step import StepInputs
 from mupax.train.parallel.sharding import MeshLayout
 from mupax.train.reuse.generate.sampling import DecodingError, Sampling
 from mupax.zoo import partition
@@ -79,7 +79,7 @@ class Generator:
         definition: Definition,
         model: TransformerConfig,
         params: Arrays,
-        numbers: Run,
+        numbers: StepInputs,
         *,
         sampling: Sampling = DEFAULT,
         samples: int = 1,

@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 
 from mupax.train.core.program import Program
-from mupax.train.core.step import Run, logits_of
+from mupax.train.core.step import StepInputs, logits_of
 from mupax.train.data import Data
 from mupax.train.reuse.generate.decode import Generator
 from mupax.train.run.report import metrics, report
@@ -26,7 +26,7 @@ def leave(
     program: Program,
     data: Data,
     params: Arrays,
-    numbers: Run,
+    numbers: StepInputs,
     folder: Path,
     console: Console,
     seconds: float,
@@ -86,7 +86,7 @@ def leave(
     )
 
 
-def _sample(program: Program, model: TransformerConfig, data: Data, params: Arrays, numbers: Run) -> str:
+def _sample(program: Program, model: TransformerConfig, data: Data, params: Arrays, numbers: StepInputs) -> str:
     """A short prompt, continued."""
     generator = Generator(program.definition, model, params, numbers, layout=program.layout)
     prompt = data.encode(_PROMPT)

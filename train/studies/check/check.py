@@ -15,7 +15,7 @@ from scipy import stats
 from mupax.presets import Preset, PresetError
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import factors, optimizer
-from mupax.train.core.step import Run
+from mupax.train.core.step import StepInputs
 from mupax.train.studies.check import observables, theory
 from mupax.train.studies.check.theory import STEPS, Expected
 from mupax.zoo.definition import Definition
@@ -111,7 +111,7 @@ class Series:
         numbers = optimizer.hyper(self.config, self.steps + 1)
         found: list[dict[str, np.ndarray]] = []
         for probe in self._probes:
-            run = Run(factors.resolve(preset, probe.definition, self.config.name, self.config.decay), numbers)
+            run = StepInputs(factors.resolve(preset, probe.definition, self.config.name, self.config.decay), numbers)
             stds = factors.init_stds(preset, probe.definition)
             found.append(probe.record(run, stds, batch, np.arange(seeds, dtype=np.uint32)))
         if any(one.keys() != found[0].keys() for one in found):

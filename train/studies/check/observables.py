@@ -23,7 +23,7 @@ from mupax.train.core.adam import rows
 from mupax.train.core.factors import Factors, init_stds, resolve
 from mupax.train.core.optimizer import Hyper
 from mupax.train.core.state import TrainState
-from mupax.train.core.step import Run, gradients
+from mupax.train.core.step import StepInputs, gradients
 from mupax.train.studies.check.activations import attention_of, internals
 from mupax.train.studies.check.balance import balance, descent
 from mupax.train.studies.check.feature_speed import Speeds, of_model
@@ -52,7 +52,9 @@ class Probe:
         self.definition, self.tx, self.steps = definition, tx, steps
         self._program = jax.jit(lambda seeds, *given: jax.lax.map(lambda seed: self._one(seed, *given), seeds))
 
-    def record(self, run: Run, stds: dict[str, np.ndarray], batch: Batch, seeds: np.ndarray) -> dict[str, np.ndarray]:
+    def record(
+        self, run: StepInputs, stds: dict[str, np.ndarray], batch: Batch, seeds: np.ndarray
+    ) -> dict[str, np.ndarray]:
         """Train from each seed on one batch, measuring before the first step and after every one.
 
         Args:
@@ -66,7 +68,7 @@ class Probe:
         """
         return jax.device_get(self._program(seeds, run, stds, dict(batch)))
 
-    def _one(self, seed: jax.Array, run: Run, stds: Arrays, batch: Batch) -> Observed:
+    def _one(self, seed: jax.Array, run: StepInputs, stds: Arrays, batch: Batch) -> Observed:
         definition, tx = self.definition, self.tx
         params = definition.initialize(seed, stds)
         start = _inside(definition, params, run.factors, batch)

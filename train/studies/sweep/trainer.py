@@ -19,13 +19,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
-from mupax.train.core.step import Batch, Run, batch_sums, make_train_step
+from mupax.train.core.step import Batch, StepInputs, batch_sums, make_train_step
 from mupax.zoo import partition
 
 _OF_MEMORY = 0.8
 """Share of what a device has left that a pack may fill."""
 
-Step = Callable[[TrainState, Run, Batch], tuple[TrainState, dict[str, jax.Array]]]
+Step = Callable[[TrainState, StepInputs, Batch], tuple[TrainState, dict[str, jax.Array]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Trainer:
     count: int
     abstract: TrainState
     step: Step
-    begin: Callable[[Sequence[Program]], tuple[TrainState, Run]]
+    begin: Callable[[Sequence[Program]], tuple[TrainState, StepInputs]]
     placed: Callable[[TrainState], TrainState]
     score: Callable[..., Any]
     temporary: int
@@ -59,7 +59,7 @@ def alone(program: Program) -> Trainer:
     """One point at a time, by the step of a run alone."""
     compiled = program.compile_train()
 
-    def begin(points: Sequence[Program]) -> tuple[TrainState, Run]:
+    def begin(points: Sequence[Program]) -> tuple[TrainState, StepInputs]:
         (point,) = points
         return placed(point.initial_state()), point.numbers()
 
@@ -96,7 +96,7 @@ def together(program: Program, count: int) -> Trainer:
     feed, scored = program.train_feed().abstract, program.eval_feed().abstract
     one = make_train_step(program.definition, program.tx, config.accumulation_steps, program.layout)
 
-    def many(state: TrainState, run: Run, batch: Batch) -> Any:
+    def many(state: TrainState, run: StepInputs, batch: Batch) -> Any:
         return jax.vmap(one, in_axes=(0, 0, None), spmd_axis_name=spread)(state, run, batch)
 
     compiled = (
@@ -110,8 +110,8 @@ def together(program: Program, count: int) -> Trainer:
         .compile(compiler_options=program.compiler_options())
     )
 
-    def evaluated(params: Any, run: Run, batch: Batch) -> Any:
-        def sums(params: Any, run: Run) -> Any:
+    def evaluated(params: Any, run: StepInputs, batch: Batch) -> Any:
+        def sums(params: Any, run: StepInputs) -> Any:
             with partition.using(program.layout):
                 return batch_sums(program.definition, params, run, batch)
 
@@ -121,7 +121,7 @@ def together(program: Program, count: int) -> Trainer:
     births = jax.jit(jax.vmap(program.definition.initialize), out_shardings=shardings(abstract.params))
     begins = jax.jit(jax.vmap(program.initializer.beside), out_shardings=shardings(abstract))
 
-    def begin(points: Sequence[Program]) -> tuple[TrainState, Run]:
+    def begin(points: Sequence[Program]) -> tuple[TrainState, StepInputs]:
         seeds = np.array([point.config.seed for point in points], np.uint32)
         stds = jax.tree.map(lambda *each: np.stack(each), *(point.stds for point in points))
         runs = jax.tree.map(lambda *each: np.stack(each), *(point.run for point in points))

@@ -59,7 +59,7 @@ def uneven(name: str) -> tuple[feature_speed.Speeds, dict, dict]:
     rates = {n: rng.uniform(0.2, 5.0, found.lr[n].shape).astype(np.float32) for n in params}
     flow = descent(definition, found._replace(lr=rates), config("sgd"))
     speeds, grads = jax.jit(lambda *given: feature_speed.of_model(definition, *given, flow))(params, found, batch)
-    run = step.Run(found, optimizer.hyper(config("sgd"), 1))
+    run = step.StepInputs(found, optimizer.hyper(config("sgd"), 1))
     whole, sums = jax.jit(lambda p, b: step.gradients(definition, p, run, b, 1))(params, batch)
     assert float(speeds.loss) == pytest.approx(float(sums.loss / sums.weight), rel=1e-6)
     return jax.device_get((speeds, grads, whole))
@@ -289,7 +289,7 @@ def test_a_saved_table_trains(name, optimizer_name, centered, tmp_path):
         np.testing.assert_array_equal(one, other)
     settings = config(optimizer_name, peak_lr=2e-3)
     tx = optimizer.build(settings, definition.specs)
-    run = step.Run(found, optimizer.hyper(settings, 9), params if centered else None)
+    run = step.StepInputs(found, optimizer.hyper(settings, 9), params if centered else None)
     train_step = jax.jit(step.make_train_step(definition, tx))
     state, losses = TrainState(jnp.int32(0), params, tx.init(params)), []
     for _ in range(2):

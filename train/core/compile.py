@@ -1,0 +1,102 @@
+"""The step on a mesh: shardings, memory layouts, lowering. One executable per run, for training and for evaluation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import optax
+from jax.experimental.layout import Format, Layout
+
+from mupax.train.core.loss import Sums
+from mupax.train.core.state import TrainState, shardings_of
+from mupax.train.core.step import Batch, StepInputs, batch_sums, make_train_step
+from mupax.train.parallel.sharding import MeshLayout
+from mupax.zoo import partition
+from mupax.zoo.definition import Arrays, Definition
+
+
+def free_format(leaf: jax.ShapeDtypeStruct) -> Format:
+    """A leaf of the state where it is to lie, in whatever layout the compiler likes best."""
+    return Format(Layout.AUTO, leaf.sharding)
+
+
+def trace_train_step(
+    definition: Definition,
+    tx: optax.GradientTransformationExtraArgs,
+    abstract: TrainState,
+    layout: MeshLayout,
+    run: StepInputs,
+    batch: Batch,
+    accumulation_steps: int = 1,
+    *,
+    free: bool = False,
+) -> jax.stages.Traced:
+    """The step traced for a mesh: state donated, batch split by the layout, numbers replicated.
+
+    `run` and `batch` (the global one) may be arrays or their shapes. With `free` the compiler chooses how the state's
+    arrays lie in memory: `input_formats` of the compiled step says how it takes them.
+    """
+    whole, shardings = layout.whole, shardings_of(abstract)
+    run_shardings = _run_shardings(run, shardings, layout)
+    placed = jax.tree.map(free_format, abstract) if free else shardings
+    jitted = jax.jit(
+        make_train_step(definition, tx, accumulation_steps, layout),
+        in_shardings=(placed, run_shardings, layout.batch(batch)),
+        out_shardings=(placed, whole),
+        donate_argnums=0,
+    )
+    state: Any = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), abstract) if free else abstract
+    return jitted.trace(state, run, batch)
+
+
+def _run_shardings(run: StepInputs, shardings: TrainState, layout: MeshLayout) -> StepInputs:
+    whole: Any = layout.whole
+    return StepInputs(whole, whole, None if run.reference is None else shardings.params, whole, whole)
+
+
+def compile_train_step(
+    definition: Definition,
+    tx: optax.GradientTransformationExtraArgs,
+    abstract: TrainState,
+    layout: MeshLayout,
+    run: StepInputs,
+    batch: Batch,
+    accumulation_steps: int = 1,
+) -> jax.stages.Compiled:
+    """The step of `trace_train_step` as one executable.
+
+    A compiled executable cannot retrace: a shape that changed during a run is an error, never a second compilation.
+    """
+    return trace_train_step(definition, tx, abstract, layout, run, batch, accumulation_steps).lower().compile()
+
+
+def compile_eval_step(
+    definition: Definition,
+    abstract: TrainState,
+    layout: MeshLayout,
+    run: StepInputs,
+    batch: Batch,
+    formats: TrainState | None = None,
+) -> jax.stages.Compiled:
+    """(params, run, batch) -> `Sums` of the batch, for the parameters that `TrainState.evaluated` gives.
+
+    With `formats` the parameters lie in memory as they say, those of the training step.
+    """
+    whole, shardings = layout.whole, shardings_of(abstract)
+    run_shardings = _run_shardings(run, shardings, layout)
+    placed: Any = shardings if formats is None else formats
+    params = abstract.evaluated
+    if formats is not None:
+        params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+
+    def evaluate(params: Arrays, run: StepInputs, batch: Batch) -> Sums:
+        with partition.using(layout):
+            return batch_sums(definition, params, run, batch)
+
+    jitted = jax.jit(
+        evaluate,
+        in_shardings=(placed.evaluated, run_shardings, layout.batch(batch)),
+        out_shardings=whole,
+    )
+    return jitted.lower(params, run, batch).compile()

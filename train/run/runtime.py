@@ -1,0 +1,99 @@
+"""What a run stands on while it trains: its processes, the signals that stop it, its folder, a watchdog and a console."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+from mupax.train.checkpoints import workdir
+from mupax.train.config.run import Config
+from mupax.train.parallel import distributed
+from mupax.train.parallel.processes import Processes
+from mupax.train.parallel.signals import StopRequest
+from mupax.train.parallel.watchdog import Watchdog
+from mupax.train.run import agreement
+
+
+class Interrupted(Exception):
+    """A signal has asked the run to stop; all its processes have run the same programs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Runtime:
+    """One process' view of a run's surroundings (`runtime` makes it).
+
+    Attributes:
+        config: of the run; its `init` is the recorded one where the run goes on.
+        folder: the work folder, locked for this run.
+        resumed: whether an earlier part of the run lies in the folder.
+        processes: of the run; process 0 prints and writes.
+        stop: hears SIGINT and SIGTERM.
+        watchdog: speaks after a long silence.
+        console: prints on process 0 alone.
+    """
+
+    config: Config
+    folder: Path
+    resumed: bool
+    processes: Processes
+    stop: StopRequest
+    watchdog: Watchdog
+    console: Console
+
+    @property
+    def leader(self) -> bool:
+        """Whether this is the process that prints and writes."""
+        return self.processes.leader
+
+    @contextlib.contextmanager
+    def dispatching(self, awaited: str) -> Iterator[None]:
+        """One more program on all devices, which every process runs or none.
+
+        Args:
+            awaited: what the run waits for from now on, for the watchdog.
+
+        Raises:
+            Interrupted: a signal came first.
+        """
+        if not self.stop.claim():
+            raise Interrupted
+        self.watchdog.waiting(awaited)
+        yield
+        self.stop.done()
+
+    def fail(self, text: str) -> int:
+        """The exit code 1, after saying on process 0 what went wrong."""
+        Console(stderr=True, quiet=not self.leader).print(f"error: {text}", style="red", highlight=False)
+        return 1
+
+
+@contextlib.contextmanager
+def runtime(config: Config) -> Iterator[Runtime]:
+    """The surroundings of a run while entered.
+
+    Raises:
+        ConfigError, WorkdirError, DistributedError: flags that differ between processes, or a folder that cannot be used.
+        SystemExit: a signal came with nothing to save.
+    """
+    with (
+        StopRequest(distributed.joins(config.distributed)) as stop,
+        distributed.joined(config.distributed) as processes,
+    ):
+        stop.join(processes)
+        agreement.check_config(config, processes)
+        folder, resumed = workdir.claim_together(config, processes)
+        with workdir.locked(folder, processes), Watchdog(config.faults.watchdog_seconds) as watchdog:
+            config = _with_source(config, folder, resumed, processes)
+            yield Runtime(config, folder, resumed, processes, stop, watchdog, Console(quiet=not processes.leader))
+
+
+def _with_source(config: Config, folder: Path, resumed: bool, processes: Processes) -> Config:
+    if config.init.init_from is None and not resumed:
+        return config
+    from mupax.train.reuse.start import init_from
+
+    return init_from.settled(config, folder, resumed, processes)

@@ -1,0 +1,144 @@
+"""Where a run starts: from its newest checkpoint, from another run's parameters, or fresh; and what it says of that."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from mupax.train import data as data_sources
+from mupax.train.checkpoints import workdir
+from mupax.train.checkpoints.checkpointer import Checkpoints
+from mupax.train.core.program import Program
+from mupax.train.core.state import TrainState
+from mupax.train.data import Data
+from mupax.train.run import agreement, resume
+from mupax.train.run.report import metrics
+from mupax.train.run.runtime import Runtime
+from mupax.zoo.huggingface.tensorfile import read_json
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """A state to train from.
+
+    Attributes:
+        state: whose arrays the first step takes over.
+        step: optimizer steps done.
+        keeps_rows: whether metrics up to that step are there already, and kept.
+        evaluated: whether nothing is left to evaluate at that step.
+    """
+
+    state: TrainState
+    step: int
+    keeps_rows: bool
+    evaluated: bool = True
+
+
+def load_data(program: Program, runtime: Runtime) -> Data:
+    """The run's data; process 0 prepares what the others then read.
+
+    Raises:
+        DataError: the data is missing, damaged, does not fit the model, or is not what process 0 has.
+    """
+    config = program.config
+    with runtime.processes.leader_first("data"):
+        data = data_sources.load(config.data, config.model, seed=config.data_seed, note=runtime.console.print)
+    agreement.check_data(data, runtime.processes)
+    return data
+
+
+def starting_position(program: Program, data: Data, checkpoints: Checkpoints, runtime: Runtime) -> Position:
+    """Where the run starts, after writing config.json.
+
+    In the work folder       The state                                     Its metrics
+    a whole checkpoint       the newest that is whole                      kept up to its step
+    a run without one        `--init-from` as recorded, else fresh         begun anew
+    nothing                  `--init-from`, else fresh                     begun anew
+
+    Raises:
+        InitError, ResumeError, WorkdirError: what does not fit; nothing was written, and checkpoints are as they were.
+    """
+    config, console = program.config, runtime.console
+    if not runtime.resumed:
+        start = _prepared(program)  # what does not fit is refused before anything is written
+        _record(program, data, runtime, step=0)
+        _announce(program, data, runtime)
+        if config.resume:
+            console.print(f"nothing to resume in {runtime.folder.name}: starting at step 0")
+        return Position(_initial(program, start, runtime), step=0, keeps_rows=False)
+    before = runtime.processes.told("recorded", lambda: read_json(runtime.folder / workdir.RECORD)["config"])
+    if checkpoints.latest is None:
+        _announce(program, data, runtime)
+        console.print(f"nothing to resume in {runtime.folder.name}: no checkpoint yet, starting at step 0")
+        position = Position(_initial(program, _prepared(program), runtime), step=0, keeps_rows=True)
+    else:
+        state = checkpoints.restore(program.abstract, expected_facts(program, data))
+        step = int(state.step)  # an earlier one, where the newest was damaged
+        resume.check(before, config, step)
+        console.print(f"resuming {config.recipe} at step {step} of {config.steps}")
+        evaluated = not config.evaluates_after(step) or runtime.processes.told(
+            "evaluated", lambda: metrics.has_evaluation(runtime.folder, step)
+        )
+        position = Position(state, step, keeps_rows=True, evaluated=evaluated)
+    for change in resume.changes(before, config):
+        console.print(f"changed since: {change}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+    _record(program, data, runtime, position.step)
+    return position
+
+
+def rewound(program: Program, data: Data, checkpoints: Checkpoints) -> TrainState:
+    """The state of the newest checkpoint, or the one that the run began with where there is none yet."""
+    if checkpoints.latest is None:
+        return _initial(program, _prepared(program))
+    return checkpoints.restore(program.abstract, expected_facts(program, data))
+
+
+def expected_facts(program: Program, data: Data) -> dict[str, Any] | None:
+    """Facts that a checkpoint's data must have; None where any will do."""
+    return None if "data" in program.config.resume_change else data.facts
+
+
+def _prepared(program: Program) -> Any:
+    if program.config.init.init_from is None:
+        return None
+    from mupax.train.reuse.start import init_from
+
+    return init_from.prepare(program)
+
+
+def _initial(program: Program, start: Any, runtime: Runtime | None = None) -> TrainState:
+    if start is None:
+        return program.initial_state()
+    from mupax.train.reuse.start import init_from
+
+    if runtime is not None:
+        init_from.show(runtime.console, f"starting from {start.source}", start.rows, start.notes)
+    return init_from.initial_state(program, start)
+
+
+def _record(program: Program, data: Data, runtime: Runtime, step: int) -> None:
+    if runtime.leader:
+        preset, flags = program.preset.describe(), program.compiler_options()
+        workdir.record(runtime.folder, program.config, data.facts, preset, flags, step)
+
+
+def _announce(program: Program, data: Data, runtime: Runtime) -> None:
+    config, console = program.config, runtime.console
+    console.print(
+        f"[bold]{config.recipe}[/bold]: {program.definition.count():,} parameters"
+        + (f" ({program.frozen:,} frozen)" if program.frozen else "")
+        + f" under {program.preset.name}"
+        + (f" relative to {config.preset.base}" if config.preset.base else " in absolute form")
+        + f", {config.optimizer.name} at {config.optimizer.peak_lr:g}",
+        highlight=False,
+    )
+    examples = "sequences" if data.kind == "tokens" else "images"
+    console.print(
+        f"{data.facts['name']}: {data.train_size:,} training and {data.eval_size:,} evaluation {examples}; "
+        f"{program.mesh_text} ({jax.devices()[0].device_kind})",
+        highlight=False,
+    )
+    for caution in program.preset.cautions(program.definition.sizes, config.optimizer.name):
+        console.print(f"caution: {caution}", style="yellow", highlight=False)
