@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mupax.presets.roles import ParamSpec, Role, block_matrix
-from mupax.zoo.families import FactorSpec, ImageModel
+from mupax.presets.roles import FactorSpec, ParamSpec, Role, block_matrix
+from mupax.zoo.families import ImageModel
 from mupax.zoo.layers.block import residual_stack
 from mupax.zoo.layers.linear import Norm, project
 from mupax.zoo.param import Init

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+from typing import Literal
 
 
 class PresetError(ValueError):
@@ -119,6 +120,24 @@ class ParamSpec:
         parts = ["block"] if self.in_block else []
         parts += [self.of.value] if self.of else []
         return ".".join([*parts, self.role.value])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FactorSpec:
+    """A number that the forward pass multiplies by. A parameterization sets it; nothing trains or saves it.
+
+    Attributes:
+        kind: "logits" of attention, [layers]; "skip" and "branch" of a residual stack, [layers, 2 (attention, mlp)]; "readout",
+            [], of one that shares the embedding's table.
+        shape: of the factor.
+        value: until a parameterization sets it.
+        spec: declaration of a readout that has no array of its own.
+    """
+
+    kind: Literal["logits", "skip", "branch", "readout"]
+    shape: tuple[int, ...]
+    value: float = 1.0
+    spec: ParamSpec | None = None
 
 
 def block_matrix(role: Role, axes: tuple[str, ...], fan_in: tuple[str, ...]) -> ParamSpec:

@@ -18,7 +18,6 @@ from typing import Any
 from mupax import presets
 from mupax.presets import Preset, PresetError
 from mupax.presets.analysis import table
-from mupax.zoo.build import definition
 from mupax.zoo.configs import DecoderConfig, ModelConfig, ViTConfig
 
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "goldens"
@@ -46,7 +45,7 @@ MODELS: dict[str, tuple[ModelConfig, ModelConfig, ModelConfig]] = {
 def goldens() -> Iterator[tuple[str, str]]:
     """(file name, text) of every golden file."""
     for family, (base, *grown) in MODELS.items():
-        specs = definition(base).specs
+        specs = dict(sorted(base.parameters().items()))
         sizes = [model.sizes() for model in grown]
         for optimizer in OPTIMIZERS:
             for name in presets.PRESETS:

@@ -11,30 +11,25 @@ import difflib
 from importlib import import_module
 from typing import Any, ClassVar, Literal
 
-from mupax.presets.roles import MATRICES, ParamSpec, Role
-from mupax.zoo.families import (
-    AttentionName,
-    ComputeConfig,
-    ConfigError,
-    CrossEntropy,
-    FactorSpec,
-    ImageModel,
-    ModelConfig,
-    TokenModel,
-)
+from mupax.presets.roles import MATRICES, FactorSpec, ParamSpec, Role
+from mupax.zoo.families import ComputeConfig, ConfigError, ImageModel, ModelConfig, TokenModel
 from mupax.zoo.transformer import TransformerConfig
 
 __all__ = [
     "CONFIGS",
-    "AttentionName",
+    "FAMILIES",
     "ComputeConfig",
     "ConfigError",
-    "CrossEntropy",
     "DecoderConfig",
     "ModelConfig",
     "ViTConfig",
+    "family_class",
     "get",
 ]
+
+
+FAMILIES = {"vit": f"{__name__}:ViTConfig", "decoder": f"{__name__}:DecoderConfig"}
+"""Family to where its config is. A family that is not listed is called by that place itself, module:Class."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,3 +183,25 @@ def get(name: str) -> ModelConfig:
         return CONFIGS[name]
     near = difflib.get_close_matches(name, CONFIGS, n=3) or list(CONFIGS)
     raise ConfigError(f"no model is named {name!r}; did you mean {', '.join(near)}? `python -m zoo` lists them all")
+
+
+def family_class(name: str) -> type[ModelConfig]:
+    """The config class of a family.
+
+    Args:
+        name: one of `FAMILIES`, or module:Class. Such a module is imported.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    module, _, attribute = FAMILIES.get(name, name).partition(":")
+    if all(part.isidentifier() for part in [*module.split("."), attribute]):
+        try:
+            found = getattr(import_module(module), attribute, None)
+        except ImportError:
+            found = None
+        if isinstance(found, type) and issubclass(found, ModelConfig):
+            return found
+    raise ConfigError(
+        f"model.family is {name!r:.80}; write one of {', '.join(FAMILIES)}, or module:Class of a config that can be imported here"
+    )

@@ -1,26 +1,21 @@
 """What a model family is: a frozen config that says all the rest of the project asks of a model. Imports no JAX.
 
 A parameter is declared once, in `ModelConfig.parameters()`: modules, counts, FLOPs, shardings, presets' tables and the names in
-files of others are made from it. A family is one file with its config and module, named in `FAMILIES` or by its class alone.
+files of others are made from it. A family is one file with its config and module, named in `mupax.zoo.configs.FAMILIES` or by its class alone.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-import importlib
 import math
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from mupax.presets.roles import ParamSpec, Role
-
-FAMILIES = {"vit": "mupax.zoo.configs:ViTConfig", "decoder": "mupax.zoo.configs:DecoderConfig"}
-"""Family to where its config is. A family that is not listed is called by that place itself, module:Class."""
+from mupax.presets.roles import FactorSpec, ParamSpec, Role
 
 AttentionName = Literal["auto", "xla", "cudnn", "splash"]
 CrossEntropy = Literal["auto", "plain", "chunked"]
 Task = Literal["tokens", "images"]
-Kind = Literal["logits", "skip", "branch", "readout"]
 
 
 class ConfigError(ValueError):
@@ -32,24 +27,6 @@ class ArraySpec(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: Literal["int32", "float32"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FactorSpec:
-    """A number that the forward pass multiplies by. A parameterization sets it; nothing trains or saves it.
-
-    Attributes:
-        kind: "logits" of attention, [layers]; "skip" and "branch" of a residual stack, [layers, 2 (attention, mlp)]; "readout",
-            [], of one that shares the embedding's table.
-        shape: of the factor.
-        value: until a parameterization sets it.
-        spec: declaration of a readout that has no array of its own.
-    """
-
-    kind: Kind
-    shape: tuple[int, ...]
-    value: float = 1.0
-    spec: ParamSpec | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +54,7 @@ class ModelConfig(abc.ABC):
     """A model as data, whatever its family. A subclass takes its task from `TokenModel` or `ImageModel`."""
 
     family: ClassVar[str]
-    """Name in `FAMILIES`; module:Class where it has none."""
+    """Name in `mupax.zoo.configs.FAMILIES`; module:Class where it has none."""
     task: ClassVar[Task]
     """What it reads: the data that it fits has this kind."""
     causal: ClassVar[bool] = False
@@ -260,25 +237,3 @@ class ImageModel(ModelConfig):
     def input_text(self) -> str:
         """What the model reads, in a few words."""
         return f"{self.image_size}x{self.image_size}x{self.channels}, patch {self.patch_size}"
-
-
-def family_class(name: str) -> type[ModelConfig]:
-    """The config class of a family.
-
-    Args:
-        name: one of `FAMILIES`, or module:Class. Such a module is imported.
-
-    Raises:
-        ConfigError: there is none of that name.
-    """
-    module, _, attribute = FAMILIES.get(name, name).partition(":")
-    if all(part.isidentifier() for part in [*module.split("."), attribute]):
-        try:
-            found = getattr(importlib.import_module(module), attribute, None)
-        except ImportError:
-            found = None
-        if isinstance(found, type) and issubclass(found, ModelConfig):
-            return found
-    raise ConfigError(
-        f"model.family is {name!r:.80}; write one of {', '.join(FAMILIES)}, or module:Class of a config that can be imported here"
-    )

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mupax.presets.roles import ParamSpec, Role
-from mupax.zoo.families import FactorSpec, ModelConfig
+from mupax.presets.roles import FactorSpec, ParamSpec, Role
+from mupax.zoo.families import ModelConfig
 
 
 class Factor(nnx.Variable):

@@ -6,8 +6,8 @@ import dataclasses
 import math
 from typing import Literal
 
-from mupax.presets.roles import MATRICES, ParamSpec, Role
-from mupax.zoo.families import ConfigError, FactorSpec, ModelConfig
+from mupax.presets.roles import MATRICES, FactorSpec, ParamSpec, Role
+from mupax.zoo.families import ConfigError, ModelConfig
 
 Norm = Literal["layernorm", "rmsnorm"]
 Activation = Literal["gelu", "gelu_exact", "relu", "swiglu"]

@@ -24,7 +24,7 @@ from mupax.train.config.run import (
     OptimizerConfig,
     PresetConfig,
 )
-from mupax.zoo.families import ComputeConfig, ConfigError, ModelConfig, family_class
+from mupax.zoo.configs import ComputeConfig, ConfigError, ModelConfig, family_class
 
 OWNERS = {
     "data": DataConfig,

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from mupax.zoo import partition
-from mupax.zoo.configs import CrossEntropy
+from mupax.zoo.families import CrossEntropy
 from mupax.zoo.layers.readout import Reading
 
 CHUNK_LOGITS = {"cpu": 2**21, "gpu": 2**27, "tpu": 2**27}

@@ -32,6 +32,28 @@ ARCHITECTURES: dict[Family, str] = {
     "vit": "ViTForImageClassification",
 }
 
+STACK = ("width", "depth", "num_heads", "mlp_dim", "norm_eps")
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+FIELDS: dict[Family, tuple[str, ...]] = {
+    "gpt2": ("n_embd", "n_layer", "n_head", "n_inner", "layer_norm_epsilon"),
+    "llama": (*_SIZES, "rms_norm_eps"),
+    "vit": (*_SIZES, "layer_norm_eps"),
+}
+"""Their names of what our `STACK` names."""
+
+DEFAULTS: dict[Family, tuple[float, ...]] = {
+    "gpt2": (768, 12, 12, 0, 1e-5),
+    "llama": (4096, 32, 32, 11008, 1e-6),
+    "vit": (768, 12, 12, 3072, 1e-12),
+}
+"""What a field left out is; 0 is four widths."""
+
+DROPOUTS: dict[Family, tuple[str, ...]] = {
+    "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    "llama": ("attention_dropout",),
+    "vit": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+}
+
 _QKV = tuple(f"block.attention.{name}_bias" for name in ("query", "key", "value"))
 _ATTENTION = (*_QKV, "block.attention.out_bias")
 _MLP = tuple(f"block.mlp.{name}_bias" for name in ("up", "gate", "down"))
@@ -73,23 +95,23 @@ def to_huggingface(model: TransformerConfig, *, dtype: str = "float32", separato
     family = family_of(model)
     if reasons := _reasons(model, family):
         raise ConfigError(f"transformers' {family} cannot hold this model: {'; '.join(reasons)}")
-    shared = {"model_type": family, "architectures": [ARCHITECTURES[family]], "dtype": dtype}
-    theirs = next(name for name, ours in ACTIVATIONS.items() if ours == model.activation) if not model.gated else "silu"
+    activation = "silu" if model.gated else next(name for name, ours in ACTIVATIONS.items() if ours == model.activation)
     sizes = model.sizes()
+    shared = {
+        "model_type": family,
+        "architectures": [ARCHITECTURES[family]],
+        "dtype": dtype,
+        **{theirs: getattr(model, ours) for theirs, ours in zip(FIELDS[family], STACK, strict=True)},
+        **dict.fromkeys(DROPOUTS[family], 0.0),
+    }
     if family == "vit":
         labels = {str(i): f"LABEL_{i}" for i in range(sizes["classes"])}
-        image_size, patch_size, channels = pixels(model)
+        names = ("image_size", "patch_size", "num_channels")
         return {
             **shared,
-            **_sizes(model),
-            "hidden_act": theirs,
-            "layer_norm_eps": model.norm_eps,
-            "image_size": image_size,
-            "patch_size": patch_size,
-            "num_channels": channels,
+            **dict(zip(names, pixels(model), strict=True)),
+            "hidden_act": activation,
             "qkv_bias": True,
-            "hidden_dropout_prob": 0.0,
-            "attention_probs_dropout_prob": 0.0,
             "id2label": labels,
             "label2id": {label: int(i) for i, label in labels.items()},
         }
@@ -101,34 +123,19 @@ def to_huggingface(model: TransformerConfig, *, dtype: str = "float32", separato
         "eos_token_id": separator,
         "pad_token_id": None,
     }
-    if family == "llama":
-        return {
-            **text,
-            **_sizes(model),
-            "head_dim": model.heads_dim,
-            "num_key_value_heads": model.kv_heads,
-            "hidden_act": theirs,
-            "rms_norm_eps": model.norm_eps,
-            "max_position_embeddings": sizes["position"],
-            "attention_bias": model.bias,
-            "mlp_bias": model.bias,
-            "attention_dropout": 0.0,
-            # The first is read by transformers 5, the second by those before.
-            "rope_parameters": {"rope_type": "default", "rope_theta": model.rotary_theta},
-            "rope_theta": model.rotary_theta,
-        }
+    if family == "gpt2":
+        return {**text, "n_positions": sizes["position"], "activation_function": activation}
     return {
         **text,
-        "n_embd": model.width,
-        "n_layer": model.depth,
-        "n_head": model.num_heads,
-        "n_inner": model.mlp_dim,
-        "n_positions": sizes["position"],
-        "activation_function": theirs,
-        "layer_norm_epsilon": model.norm_eps,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
+        "head_dim": model.heads_dim,
+        "num_key_value_heads": model.kv_heads,
+        "hidden_act": activation,
+        "max_position_embeddings": sizes["position"],
+        "attention_bias": model.bias,
+        "mlp_bias": model.bias,
+        # The first is read by transformers 5, the second by those before.
+        "rope_parameters": {"rope_type": "default", "rope_theta": model.rotary_theta},
+        "rope_theta": model.rotary_theta,
     }
 
 
@@ -184,79 +191,65 @@ def _reasons(model: TransformerConfig, family: Family) -> list[str]:
     return found
 
 
-def _sizes(model: TransformerConfig) -> dict[str, int]:
-    return {
-        "hidden_size": model.width,
-        "num_hidden_layers": model.depth,
-        "num_attention_heads": model.num_heads,
-        "intermediate_size": model.mlp_dim,
-    }
+def _stack(read: Fields, family: Family) -> dict[str, Any]:
+    """Our fields of the residual stack."""
+    found: dict[str, Any] = {}
+    for ours, theirs, default in zip(STACK, FIELDS[family], DEFAULTS[family], strict=True):
+        found[ours] = read.read(theirs, default or 4 * found["width"])
+    mlp_ratio = found.pop("mlp_dim") / found["width"]
+    return {**found, "mlp_ratio": mlp_ratio}
 
 
 def _gpt2(read: Fields) -> Published:
     read.refuse("scale_attn_weights", True, "attention logits without head_dim^-1/2")
     read.refuse("scale_attn_by_inverse_layer_idx", False, "attention logits divided by the layer's number")
     read.refuse("add_cross_attention", False, "attention to an encoder")
-    width = read.whole("n_embd", 768)
     model = DecoderConfig(
-        width=width,
-        depth=read.whole("n_layer", 12),
-        num_heads=read.whole("n_head", 12),
-        mlp_ratio=read.whole("n_inner", 4 * width) / width,
+        **_stack(read, "gpt2"),
         activation=read.choice("activation_function", "gelu_new", ACTIVATIONS),
-        norm_eps=read.number("layer_norm_epsilon", 1e-5),
-        vocab_size=read.whole("vocab_size", 50257),
-        seq_len=read.whole("n_positions", 1024),
-        tied=read.flag("tie_word_embeddings", True),
+        vocab_size=read.read("vocab_size", 50257),
+        seq_len=read.read("n_positions", 1024),
+        tied=read.read("tie_word_embeddings", True),
     )
     return Published("gpt2", model, frozenset())
 
 
 def _llama(read: Fields) -> Published:
-    if read.text("hidden_act", "silu") not in ("silu", "swish"):
+    if read.read("hidden_act", "silu") not in ("silu", "swish"):
         raise ConfigError(f"config.json: hidden_act is {shown(read.fields['hidden_act'])}, and our gated MLP has silu")
-    width, heads = read.whole("hidden_size", 4096), read.whole("num_attention_heads", 32)
-    head_dim, kv_heads = read.whole("head_dim", max(1, width // heads)), read.whole("num_key_value_heads", heads)
-    attention, mlp = read.flag("attention_bias", False), read.flag("mlp_bias", False)
+    stack = _stack(read, "llama")
+    width, heads = stack["width"], stack["num_heads"]
+    head_dim, kv_heads = read.read("head_dim", max(1, width // heads)), read.read("num_key_value_heads", heads)
+    attention, mlp = read.read("attention_bias", False), read.read("mlp_bias", False)
     model = DecoderConfig(
-        width=width,
-        depth=read.whole("num_hidden_layers", 32),
-        num_heads=heads,
+        **stack,
         head_dim=None if heads * head_dim == width else head_dim,
         num_kv_heads=None if kv_heads == heads else kv_heads,
-        mlp_ratio=read.whole("intermediate_size", 11008) / width,
         activation="swiglu",
         norm="rmsnorm",
-        norm_eps=read.number("rms_norm_eps", 1e-6),
         bias=attention or mlp,
         positions="rotary",
         rope_theta=_rope_theta(read),
-        vocab_size=read.whole("vocab_size", 32000),
-        seq_len=read.whole("max_position_embeddings", 2048),
-        tied=read.flag("tie_word_embeddings", False),
+        vocab_size=read.read("vocab_size", 32000),
+        seq_len=read.read("max_position_embeddings", 2048),
+        tied=read.read("tie_word_embeddings", False),
     )
     zeros = () if attention == mlp else _MLP if attention else _ATTENTION
     return Published("llama", model, frozenset(zeros))
 
 
 def _vit(read: Fields) -> Published:
-    width = read.whole("hidden_size", 768)
     labels = read.fields.get("id2label")
-    classes = len(labels) if isinstance(labels, dict) and labels else read.whole("num_labels", 2)
     model = ViTConfig(
-        width=width,
-        depth=read.whole("num_hidden_layers", 12),
-        num_heads=read.whole("num_attention_heads", 12),
-        mlp_ratio=read.whole("intermediate_size", 3072) / width,
+        **_stack(read, "vit"),
         activation=read.choice("hidden_act", "gelu", ACTIVATIONS),
-        norm_eps=read.number("layer_norm_eps", 1e-12),
         image_size=read.side("image_size", 224),
         patch_size=read.side("patch_size", 16),
-        channels=read.whole("num_channels", 3),
-        num_classes=classes,
+        channels=read.read("num_channels", 3),
+        num_classes=len(labels) if isinstance(labels, dict) and labels else read.read("num_labels", 2),
         pool="cls",
     )
-    return Published("vit", model, frozenset() if read.flag("qkv_bias", True) else frozenset(_QKV))
+    return Published("vit", model, frozenset() if read.read("qkv_bias", True) else frozenset(_QKV))
 
 
 def _rope_theta(read: Fields) -> float:
@@ -278,4 +271,4 @@ def _rope_theta(read: Fields) -> float:
     if read.fields.get("partial_rotary_factor", 1) != 1:
         raise ConfigError("config.json: partial_rotary_factor turns only a part of each head; ours turn all of it")
     holder = read if given is None or "rope_theta" not in given else Fields(given)
-    return holder.number("rope_theta", 10_000.0)
+    return holder.read("rope_theta", 10_000.0)

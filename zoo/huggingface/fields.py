@@ -4,70 +4,60 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-from mupax.zoo.configs import ConfigError
+from mupax.zoo.families import ConfigError
 
 _LARGEST = 2**31 - 1
 
+T = TypeVar("T", int, float, bool, str)
+
+_KINDS: dict[type, Any] = {
+    bool: (lambda value: type(value) is bool, "true or false"),
+    int: (lambda value: type(value) is int and 1 <= value <= _LARGEST, f"a whole number from 1 to {_LARGEST}"),
+    float: (lambda value: type(value) in (int, float) and 0 < value < math.inf and value <= 1e30, "a number above 0"),
+    str: (lambda value: isinstance(value, str), "a text"),
+}
+"""Type of a field to whether a value is of it, and what it is called."""
+
 
 class Fields:
-    """Fields of a config by kind; one that is left out, or null, has its default.
+    """Fields of a config; one that is left out, or null, has its default, whose type every value must have.
 
-    Every method raises ConfigError where the value is of another kind.
+    Every method raises ConfigError where a value is of another kind.
     """
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self.fields = fields
 
-    def whole(self, name: str, default: int) -> int:
-        value = self._given(name, default)
-        if type(value) is not int or not 1 <= value <= _LARGEST:
-            raise ConfigError(f"config.json: {name} is {shown(value)}, not a whole number from 1 to {_LARGEST}")
-        return value
+    def read(self, name: str, default: T) -> T:
+        value, kind = self.fields.get(name), type(default)
+        value = default if value is None else value
+        fits, what = _KINDS[kind]
+        if not fits(value):
+            raise ConfigError(f"config.json: {name} is {shown(value)}, not {what}")
+        return kind(value)
 
     def side(self, name: str, default: int) -> int:
         """The side of a square, given as one number or as two equal ones."""
-        value = self._given(name, default)
+        value = self.fields.get(name)
         if isinstance(value, list):
             if len(value) != 2 or value[0] != value[1]:
                 raise ConfigError(f"config.json: {name} is {shown(value)}; our images and patches are square")
-            return Fields({name: value[0]}).whole(name, default)
-        return self.whole(name, default)
-
-    def number(self, name: str, default: float) -> float:
-        value = self._given(name, default)
-        if type(value) not in (int, float) or not 0 < value < math.inf or value > 1e30:
-            raise ConfigError(f"config.json: {name} is {shown(value)}, not a number above 0")
-        return float(value)
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self._given(name, default)
-        if type(value) is not bool:
-            raise ConfigError(f"config.json: {name} is {shown(value)}, not true or false")
-        return value
-
-    def text(self, name: str, default: str) -> str:
-        value = self._given(name, default)
-        if not isinstance(value, str):
-            raise ConfigError(f"config.json: {name} is {shown(value)}, not a text")
-        return value
+            return Fields({name: value[0]}).read(name, default)
+        return self.read(name, default)
 
     def choice(self, name: str, default: str, choices: Mapping[str, Any]) -> Any:
         """What a text that is one of several stands for."""
-        value = self.text(name, default)
+        value = self.read(name, default)
         if value not in choices:
             raise ConfigError(f"config.json: {name} is {shown(value)}; only {', '.join(choices)} are read")
         return choices[value]
 
     def refuse(self, name: str, plain: bool, what: str) -> None:
         """Refuse a switch that is not as in a plain model."""
-        if self.flag(name, plain) is not plain:
+        if self.read(name, plain) is not plain:
             raise ConfigError(f"config.json: {name} is {not plain}: {what}, which our models do not have")
-
-    def _given(self, name: str, default: Any) -> Any:
-        value = self.fields.get(name)
-        return default if value is None else value
 
 
 def shown(value: Any) -> str:
