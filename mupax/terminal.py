@@ -1,4 +1,4 @@
-"""Output for a terminal or a pipe: tables that break no word, and a silent end where the reader of a pipe leaves."""
+"""Output for a terminal or a pipe: tables that break no word, counts for people, and a silent end where the reader of a pipe leaves."""
 
 from __future__ import annotations
 
@@ -97,3 +97,22 @@ def _block(
 
 def _wrapped(line: str, width: int) -> list[str]:
     return textwrap.wrap(line, max(width, 1), break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def si(number: float) -> str:
+    """A count with three digits and its thousand's letter: 124 M."""
+    for letter in ("", "k", "M", "G", "T"):
+        if abs(number) < 999.5 or letter == "T":
+            break
+        number /= 1000
+    digits = max(0, 3 - len(f"{abs(number):.0f}")) if letter else 0
+    return f"{number:.{digits}f}{' ' if letter else ''}{letter}"
+
+
+def gib(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} GiB"

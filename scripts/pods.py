@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mupax.zoo.describe import gib
+from mupax.terminal import gib
 
 PODS = (
     ("lm-8b", "v5p:4x4x4"),

@@ -6,12 +6,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
+import math
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from mupax import terminal
+from mupax.zoo.families import ModelConfig
 
 USAGE = """usage: python -m zoo [list] [--json]             names, sizes, parameters, FLOPs of one forward pass
        python -m zoo describe NAME [--json]     every parameter: path, role, shape, axes, count
@@ -79,30 +83,28 @@ def _wrong(message: str) -> int:
 
 def _list(as_json: bool) -> int:
     from mupax.zoo.configs import CONFIGS
-    from mupax.zoo.describe import si, summaries
 
+    summaries = [_summary(name, model) for name, model in CONFIGS.items()]
     if as_json:
-        print(json.dumps(summaries(), indent=2))
+        print(json.dumps(summaries, indent=2))
         return 0
     rows: list[Sequence[str]] = [COLUMNS]
-    for name, row in zip(CONFIGS, summaries(), strict=True):
-        model = CONFIGS[name]
+    for model, row in zip(CONFIGS.values(), summaries, strict=True):
         sizes = [str(row["sizes"].get(axis, "")) for axis in ("embed", "layers", "heads", "head_dim", "mlp")]
-        counted = [si(row["parameters"]), f"{si(row['forward_flops'])} / {model.unit}"]
-        rows.append([name, model.family, *sizes, model.input_text, *counted])
+        counted = [terminal.si(row["parameters"]), f"{terminal.si(row['forward_flops'])} / {model.unit}"]
+        rows.append([row["name"], model.family, *sizes, model.input_text, *counted])
     print(terminal.table(rows, left=LEFT))
     return 0
 
 
 def _describe(name: str, as_json: bool) -> int:
     from mupax.zoo import configs
-    from mupax.zoo.describe import si, summary, tree
 
     try:
         model = configs.get(name)
     except configs.ConfigError as error:
         return _wrong(str(error))
-    row, rows = summary(name, model), tree(model)
+    row, rows = _summary(name, model), _tree(model)
     if as_json:
         print(json.dumps({**row, "tree": rows}, indent=2))
         return 0
@@ -118,8 +120,39 @@ def _describe(name: str, as_json: bool) -> int:
         table.append([leaf["path"], leaf["role"], " ".join(map(str, leaf["shape"])), axes, f"{leaf['count']:,}"])
     table.append(["total", "", "", "* fan-in", f"{sum(leaf['count'] for leaf in rows):,}"])
     print(f"\n{terminal.table(table, left=LEFT)}\n")
-    print(f"{si(row['forward_flops'])}FLOPs per {model.unit}, one forward pass")
+    print(f"{terminal.si(row['forward_flops'])}FLOPs per {model.unit}, one forward pass")
     return 0
+
+
+def _summary(name: str, model: ModelConfig) -> dict[str, Any]:
+    """Sizes, parameters and FLOPs of a model, plain values."""
+    from mupax.zoo import flops
+
+    return {
+        "name": name,
+        "family": model.family,
+        "sizes": model.sizes(),
+        "parameters": flops.params(model),
+        "forward_flops": flops.forward_flops(model),
+        "per": model.unit,
+        "config": dataclasses.asdict(model),
+    }
+
+
+def _tree(model: ModelConfig) -> list[dict[str, Any]]:
+    """One row per parameter: path, role, shape, axes, fan_in, count."""
+    sizes = model.sizes()
+    return [
+        {
+            "path": path,
+            "role": f"{spec.of.value} {spec.role.value}" if spec.of else spec.role.value,
+            "shape": (shape := [sizes[axis] for axis in spec.axes]),
+            "axes": list(spec.axes),
+            "fan_in": list(spec.fan_in),
+            "count": math.prod(shape),
+        }
+        for path, spec in sorted(model.parameters().items())
+    ]
 
 
 if __name__ == "__main__":

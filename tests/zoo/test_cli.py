@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
+from mupax.terminal import si
 from mupax.zoo import flops
 from mupax.zoo.__main__ import main
 from mupax.zoo.configs import CONFIGS
-from mupax.zoo.describe import si
 
 pytestmark = pytest.mark.core
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mupax import terminal
-from mupax.zoo.describe import gib
+from mupax.terminal import gib
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from mupax.terminal import gib
 from mupax.train.config.run import Config, MeshConfig
 from mupax.train.core.program import Program, assemble
 from mupax.train.parallel.chips import Chip
@@ -21,7 +22,6 @@ from mupax.train.pods import estimates, topology
 from mupax.train.pods.compiled import compile_for
 from mupax.zoo import flops
 from mupax.zoo.configs import ComputeConfig
-from mupax.zoo.describe import gib
 
 MOST_TENSOR = 16
 """Widest tensor axis tried: beyond it a layer's sums over activations take longer than its products on every chip here."""

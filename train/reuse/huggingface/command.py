@@ -132,7 +132,7 @@ def _tokenizer(source: Source, given: Path | None) -> tuple[str | None, Path | N
 
 
 def _say(source: Source, preset: dict[str, Any]) -> None:
-    from mupax.zoo.describe import si
+    from mupax.terminal import si
 
     model, sizes = source.model, source.model.sizes()
     count = si(sum(value.size for value in source.params.values()))
