@@ -63,12 +63,12 @@ def scale_by_muon(
     def update(updates, state, params=None, *, factors, hyper, **_):
         del params
         matrices, others = ([n for n in updates if (n in numbers) == muons] for muons in (True, False))
-        turned, done = cast(Any, muon.update)(
+        turned, done = cast("Any", muon.update)(
             _only(matrices, updates), MuonState(state.count, _only(matrices, state.mu), blank.ns_coeffs)
         )
         before = optax.ScaleByAdamState(state.count, _only(others, state.mu), _only(others, state.nu))
         eps = factors._replace(eps=_only(others, factors.eps))
-        stepped, after = cast(Any, adam.update)(_only(others, updates), before, factors=eps, hyper=hyper)
+        stepped, after = cast("Any", adam.update)(_only(others, updates), before, factors=eps, hyper=hyper)
         mu, moved = {**done.mu, **after.mu}, {**turned, **stepped}
         kept = {name: after.nu.get(name, optax.MaskedNode()) for name in updates}
         return {n: moved[n] for n in updates}, ScaleByMuonState(done.count, {n: mu[n] for n in updates}, kept)
