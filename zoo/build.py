@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from flax import nnx
 
 from mupax.presets.roles import PresetError
 from mupax.zoo.definition import Definition, define
 from mupax.zoo.families import ModelConfig
-
-
-def build(config: ModelConfig, rngs: nnx.Rngs) -> Any:
-    """The model of a config, its parameters at fan-in initialization."""
-    return config.module(rngs)
 
 
 def definition(config: ModelConfig) -> Definition:

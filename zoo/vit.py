@@ -1,4 +1,7 @@
-"""Vision transformer (Dosovitskiy et al. 2021), pre-norm. B batch, P patches, T positions, D width, C classes."""
+"""Vision transformer (Dosovitskiy et al. 2021), pre-norm. B batch, P patches in rows of G, T positions, D width, C classes or channels.
+
+I numbers of a patch, S its side.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +33,14 @@ class ViT(nnx.Module):
         """Images to the residual stream's first layer, [B, T, D]."""
         batch, size, _, channels = images_BHWC.shape
         grid, patch = size // self.config.patch_size, self.config.patch_size
-        x = images_BHWC.reshape(batch, grid, patch, grid, patch, channels).swapaxes(2, 3)
-        x_BPI = x.reshape(batch, grid * grid, patch * patch * channels).astype(self.config.compute.dtype)
+        x_BGGSSC = images_BHWC.reshape(batch, grid, patch, grid, patch, channels).swapaxes(2, 3)
+        x_BPI = x_BGGSSC.reshape(batch, grid * grid, patch * patch * channels).astype(self.config.compute.dtype)
         h_BTD = project(x_BPI, self.patch[...])
         if self.patch_bias is not None:
             h_BTD = h_BTD + self.patch_bias[...].astype(h_BTD.dtype)
         if self.cls is not None:
-            cls = jnp.broadcast_to(self.cls[...].astype(h_BTD.dtype), (batch, 1, h_BTD.shape[-1]))
-            h_BTD = jnp.concatenate([cls, h_BTD], axis=1)
+            cls_B1D = jnp.broadcast_to(self.cls[...].astype(h_BTD.dtype), (batch, 1, h_BTD.shape[-1]))
+            h_BTD = jnp.concatenate([cls_B1D, h_BTD], axis=1)
         return partition.constrain(h_BTD + self.position[...].astype(h_BTD.dtype), "batch", "sequence", None)
 
     def __call__(self, images_BHWC: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ from mupax.train.core.factors import init_stds, resolve
 from mupax.train.core.step import StepInputs
 from mupax.train.parallel.mesh import make_mesh
 from mupax.train.parallel.sharding import MeshLayout
-from mupax.zoo.build import build, definition
+from mupax.zoo.build import definition
 from mupax.zoo.configs import DecoderConfig, ModelConfig, ViTConfig
 from mupax.zoo.definition import Definition, define
 from mupax.zoo.param import Factor, initial_value
@@ -114,7 +114,7 @@ def test_nothing_is_allocated() -> None:
 
 def test_a_zoo_model_round_trips() -> None:
     model = dataclasses.replace(DECODER, tied=True, qk_norm=True, depth=1)
-    built = build(model, nnx.Rngs(3))
+    built = model.module(nnx.Rngs(3))
     found = definition(model)
     arrays = {".".join(map(str, path)): variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(built))}
     assert arrays.keys() == found.specs.keys() | found.factors.keys()

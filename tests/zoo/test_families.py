@@ -6,6 +6,8 @@ import dataclasses
 import json
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +175,18 @@ def test_the_page_on_adding_a_model_works(tmp_path: Path, monkeypatch: pytest.Mo
     rows = [json.loads(line) for line in (tmp_path / "runs" / "pixels" / "metrics.jsonl").read_text().splitlines()]
     accuracy = next(row["eval_accuracy"] for row in rows if "eval_accuracy" in row)
     assert accuracy > 0.5
+
+
+def test_what_needs_a_transformer_says_so() -> None:
+    with pytest.raises(
+        ConfigError, match=r"growing one size knows the zoo's transformers only, and the model is a examples\."
+    ):
+        check_models.smallest(MIXER)
+
+
+@pytest.mark.parametrize("words", [["presets", "table", "mup", "--model", "lm-tiny"], ["zoo", "describe", "lm-tiny"]])
+def test_a_declaration_is_read_without_jax(words: list[str]) -> None:
+    code = f"import sys; from mupax.{words[0]}.__main__ import main; main({words[1:]}); print({{'jax', 'flax'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "readout" in done.stdout
+    assert done.stdout.splitlines()[-1] == "set()"

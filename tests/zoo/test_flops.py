@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from mupax.zoo import flops
-from mupax.zoo.build import build, definition
+from mupax.zoo.build import definition
 from mupax.zoo.configs import CONFIGS, ComputeConfig, DecoderConfig, ModelConfig, ViTConfig
 
 # Small distinct sizes; every option that adds or removes a parameter or a product appears on and off.
@@ -59,7 +59,7 @@ def example(model: ModelConfig) -> jax.ShapeDtypeStruct:
 
 
 def forward(model: ModelConfig):
-    graph, state = nnx.split(build(model, nnx.Rngs(0)))
+    graph, state = nnx.split(model.module(nnx.Rngs(0)))
     return lambda x: nnx.merge(graph, state)(x)
 
 

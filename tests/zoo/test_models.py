@@ -19,7 +19,7 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
 from mupax.zoo import partition
-from mupax.zoo.build import build, definition
+from mupax.zoo.build import definition
 from mupax.zoo.configs import ComputeConfig, DecoderConfig, ModelConfig, ViTConfig
 from mupax.zoo.definition import Arrays, Definition, define
 from mupax.zoo.layers.block import REMAT, UNROLLED_DEPTH, runs_as_scan
@@ -112,7 +112,7 @@ def influence(model: ModelConfig, *, causal: bool = True) -> np.ndarray:
     length = model.seq_len
 
     def make() -> nnx.Module:
-        made = build(model, nnx.Rngs(0))
+        made = model.module(nnx.Rngs(0))
         made.block.attention.causal = causal
         return made
 

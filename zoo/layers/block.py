@@ -90,8 +90,8 @@ def residual_stack(block: nnx.Module, h_BTD: jax.Array, depth: int, compute: Com
     graph, stacked = nnx.split(block)
     scan = runs_as_scan(compute, depth)
 
-    def layer(h: jax.Array, state: nnx.State) -> tuple[jax.Array, None]:
-        return nnx.merge(graph, state)(checkpoint_name(h, BLOCK_INPUT)), None
+    def layer(h_BTD: jax.Array, state: nnx.State) -> tuple[jax.Array, None]:
+        return nnx.merge(graph, state)(checkpoint_name(h_BTD, BLOCK_INPUT)), None
 
     if (policy := REMAT[compute.remat]) is not None:
         # Inside a scan the loop already keeps XLA from merging the recomputation with the forward pass.
@@ -110,9 +110,9 @@ def cached_stack(
     graph, stacked = nnx.split(block)
     depth, length = cache.keys.shape[0], h_BTD.shape[1]
 
-    def layer(carry: tuple[jax.Array, Cache], given: tuple[jax.Array | int, nnx.State]) -> tuple[Any, None]:
-        (h, cache), (index, state) = carry, given
-        return nnx.merge(graph, state).cached(h, cache, index, fresh=fresh), None
+    def layer(stream: tuple[jax.Array, Cache], of: tuple[jax.Array | int, nnx.State]) -> tuple[Any, None]:
+        (h_BTD, cache), (index, state) = stream, of
+        return nnx.merge(graph, state).cached(h_BTD, cache, index, fresh=fresh), None
 
     # The cache is carried, not scanned over: it is then written in place, and never copied whole.
     if runs_as_scan(compute, depth):

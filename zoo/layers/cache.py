@@ -29,8 +29,8 @@ class Cache(NamedTuple):
         at = (layer, 0, 0, self.length, 0)
 
         def written(all_LBKSN: jax.Array, new_BTKN: jax.Array) -> jax.Array:
-            new = new_BTKN.swapaxes(1, 2)[None].astype(all_LBKSN.dtype)
-            return jax.lax.dynamic_update_slice(all_LBKSN, new, at)
+            new_LBKTN = new_BTKN.swapaxes(1, 2)[None].astype(all_LBKSN.dtype)
+            return jax.lax.dynamic_update_slice(all_LBKSN, new_LBKTN, at)
 
         return self._replace(keys=written(self.keys, k_BTKN), values=written(self.values, v_BTKN))
 
@@ -50,12 +50,14 @@ def attend_cached(q_BTHN: jax.Array, cache: Cache, layer: jax.Array | int) -> ja
     batch, length, heads, size = q_BTHN.shape
     k_BKSN, v_BKSN = cache.keys[layer], cache.values[layer]
     kv_heads, source = k_BKSN.shape[1:3]
-    # Queries that share a key head, side by side: one product reads its keys once.
-    q = q_BTHN.reshape(batch, length, kv_heads, -1, size).transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, size)
-    logits = jnp.einsum("bkqn,bksn->bkqs", q, k_BKSN, preferred_element_type=jnp.float32)
+    # The G queries that share a key head, side by side (Q is G x T): one product reads its keys once.
+    q_BTKGN = q_BTHN.reshape(batch, length, kv_heads, -1, size)
+    q_BKQN = q_BTKGN.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, size)
+    logits_BKQS = jnp.einsum("bkqn,bksn->bkqs", q_BKQN, k_BKSN, preferred_element_type=jnp.float32)
     seen_TS = jnp.arange(source) <= cache.length + jnp.arange(length)[:, None]
-    logits = logits.reshape(batch, kv_heads, -1, length, source)
-    weights = jax.nn.softmax(jnp.where(seen_TS, logits, jnp.finfo(jnp.float32).min), axis=-1)
-    weights = weights.reshape(batch, kv_heads, -1, source).astype(v_BKSN.dtype)
-    y = jnp.einsum("bkqs,bksn->bkqn", weights, v_BKSN).reshape(batch, kv_heads, -1, length, size)
-    return y.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, size).astype(q_BTHN.dtype)
+    logits_BKGTS = logits_BKQS.reshape(batch, kv_heads, -1, length, source)
+    weights_BKGTS = jax.nn.softmax(jnp.where(seen_TS, logits_BKGTS, jnp.finfo(jnp.float32).min), axis=-1)
+    weights_BKQS = weights_BKGTS.reshape(batch, kv_heads, -1, source).astype(v_BKSN.dtype)
+    y_BKQN = jnp.einsum("bkqs,bksn->bkqn", weights_BKQS, v_BKSN)
+    y_BKGTN = y_BKQN.reshape(batch, kv_heads, -1, length, size)
+    return y_BKGTN.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, size).astype(q_BTHN.dtype)

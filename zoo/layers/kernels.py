@@ -75,28 +75,29 @@ def why_not(implementation: AttentionName, q_BTHN: jax.Array, k_BSKN: jax.Array,
 
 
 def merged_attention(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *, causal: bool) -> jax.Array:
-    """XLA's products with batch and heads merged into one dimension, the layout that CPUs like best."""
+    """XLA's products with batch and heads merged into one dimension R, the layout that CPUs like best."""
     batch, length, heads, size = q_BTHN.shape
     source, groups = k_BSKN.shape[1], heads // k_BSKN.shape[2]
 
     def rows(x: jax.Array, repeat: int) -> jax.Array:
+        """[B, T, H, N] to [R, T, N]."""
         x = jnp.repeat(x, repeat, axis=2) if repeat > 1 else x
         return x.swapaxes(1, 2).reshape(batch * heads, x.shape[1], size)
 
-    q, k, v = rows(q_BTHN, 1), rows(k_BSKN, groups), rows(v_BSKN, groups)
-    logits = jnp.einsum("btn,bsn->bts", q, k, preferred_element_type=jnp.float32)
+    q_RTN, k_RSN, v_RSN = rows(q_BTHN, 1), rows(k_BSKN, groups), rows(v_BSKN, groups)
+    logits_RTS = jnp.einsum("btn,bsn->bts", q_RTN, k_RSN, preferred_element_type=jnp.float32)
     if causal:
-        logits = jnp.where(jnp.tri(length, source, dtype=bool), logits, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
-    y = jnp.einsum("bts,bsn->btn", weights, v)
-    return y.reshape(batch, heads, length, size).swapaxes(1, 2)
+        logits_RTS = jnp.where(jnp.tri(length, source, dtype=bool), logits_RTS, jnp.finfo(jnp.float32).min)
+    weights_RTS = jax.nn.softmax(logits_RTS, axis=-1).astype(v_RSN.dtype)
+    y_RTN = jnp.einsum("bts,bsn->btn", weights_RTS, v_RSN)
+    return y_RTN.reshape(batch, heads, length, size).swapaxes(1, 2)
 
 
 def cudnn_attention(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *, causal: bool) -> jax.Array:
     """cuDNN's flash attention, on every device's own batch and heads."""
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return jax.nn.dot_product_attention(q, k, v, scale=1.0, is_causal=causal, implementation="cudnn")
+    def local(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array) -> jax.Array:
+        return jax.nn.dot_product_attention(q_BTHN, k_BSKN, v_BSKN, scale=1.0, is_causal=causal, implementation="cudnn")
 
     return _on_devices(local, (q_BTHN, k_BSKN, v_BSKN))
 
@@ -133,9 +134,9 @@ def splash_attention(
     known, structure = jax.tree.flatten(kernel)
     places = tuple((axis,) if x.ndim == 1 else (None, axis, None) for x in known)
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, *known: jax.Array) -> jax.Array:
+    def local(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *known: jax.Array) -> jax.Array:
         run = jax.vmap(jax.tree.unflatten(structure, known))
-        return run(q.swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2)).swapaxes(1, 2)
+        return run(q_BTHN.swapaxes(1, 2), k_BSKN.swapaxes(1, 2), v_BSKN.swapaxes(1, 2)).swapaxes(1, 2)
 
     return _on_devices(local, (q_BTHN, k_BSKN, v_BSKN), known, places)
 
@@ -147,13 +148,14 @@ def _on_devices(
     places: tuple[partition.Axes, ...] = (),
 ) -> jax.Array:
     """A kernel that the compiler cannot split, on every device's own batch, queries and heads."""
-    q, k, v = qkv
+    q_BTHN, k_BSKN, v_BSKN = qkv
     layout = partition.current()
     if layout is None:
-        return local(q, k, v, *more)
-    if k.shape[2] % layout.ways("kv_heads") or layout.names("kv_heads") != layout.names("heads"):
+        return local(q_BTHN, k_BSKN, v_BSKN, *more)
+    if k_BSKN.shape[2] % layout.ways("kv_heads") or layout.names("kv_heads") != layout.names("heads"):
         # Key heads lie otherwise than the queries that use them: give every query head its own.
-        k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
-    batch = "batch" if q.shape[0] % layout.ways("batch") == 0 else None
+        groups = q_BTHN.shape[2] // k_BSKN.shape[2]
+        k_BSKN, v_BSKN = (jnp.repeat(x_BSKN, groups, axis=2) for x_BSKN in (k_BSKN, v_BSKN))
+    batch = "batch" if q_BTHN.shape[0] % layout.ways("batch") == 0 else None
     mine, all_keys = (batch, "sequence", "heads", None), (batch, None, "heads", None)
-    return layout.local(local, (mine, all_keys, all_keys, *places), mine)(q, k, v, *more)
+    return layout.local(local, (mine, all_keys, all_keys, *places), mine)(q_BTHN, k_BSKN, v_BSKN, *more)

@@ -1,4 +1,7 @@
-"""Matrix products, norms and rotary positions. Shapes: B batch, T positions, D width, N head dimension, H heads."""
+"""Matrix products, norms and rotary positions. Shapes: B batch, T positions, D width, N head dimension, H heads, I inputs, O outputs.
+
+R is all leading dimensions in one; an argument without a suffix has any number of them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from mupax.zoo.param import Init
 
 
 def project(x: jax.Array, w: jax.Array, *, inputs: int = 1, out_dtype: jnp.dtype | None = None) -> jax.Array:
-    """Contract the last `inputs` dimensions of x with the first of w, in x's dtype.
+    """Contract the last `inputs` dimensions of x [..., I] with the first of w [I, O], in x's dtype: [..., O].
 
     On CPU leading dimensions are merged into one before the product: two to three times faster. Elsewhere they stay, and
     where positions are split over devices, which a merged dimension could not be.
@@ -24,13 +27,13 @@ def project(x: jax.Array, w: jax.Array, *, inputs: int = 1, out_dtype: jnp.dtype
         return jax.lax.dot_general(
             x, w.astype(x.dtype), (contract, ((), ())), preferred_element_type=out_dtype or x.dtype
         )
-    rows = x.reshape(math.prod(lead), math.prod(summed))
-    matrix = w.astype(x.dtype).reshape(math.prod(summed), math.prod(out))
-    return jnp.matmul(rows, matrix, preferred_element_type=out_dtype or x.dtype).reshape(*lead, *out)
+    x_RI = x.reshape(math.prod(lead), math.prod(summed))
+    w_IO = w.astype(x.dtype).reshape(math.prod(summed), math.prod(out))
+    return jnp.matmul(x_RI, w_IO, preferred_element_type=out_dtype or x.dtype).reshape(*lead, *out)
 
 
 def biased(x: jax.Array, bias: nnx.Param | None) -> jax.Array:
-    """x + bias in x's dtype, or x where there is none."""
+    """x [..., O] + bias [O] in x's dtype, or x where there is none."""
     return x if bias is None else x + bias[...].astype(x.dtype)
 
 
@@ -42,6 +45,7 @@ class Norm(nnx.Module):
         self.gain, self.bias = init.maybe("gain"), init.maybe("bias")
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., D] to [..., D], in x's dtype."""
         y = x.astype(jnp.float32)
         if self.kind == "layernorm":
             y = y - jnp.mean(y, axis=-1, keepdims=True)
@@ -56,12 +60,13 @@ class Norm(nnx.Module):
 def rotary(x_BTHN: jax.Array, theta: float, start: jax.Array | None = None) -> jax.Array:
     """Rotate pairs (i, i + N/2) by position * theta^(-2i/N) (Su et al. 2021, in the half-split layout of Llama).
 
-    Positions count from `start`, int32 []; from 0 unless given.
+    Positions count from `start`, int32 []; from 0 unless given. M is N / 2.
     """
     length, half = x_BTHN.shape[1], x_BTHN.shape[-1] // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    positions = jnp.arange(length) if start is None else start + jnp.arange(length)
-    angle_TN = positions.astype(jnp.float32)[:, None] * frequency
-    cos, sin = jnp.cos(angle_TN)[None, :, None], jnp.sin(angle_TN)[None, :, None]
-    a, b = jnp.split(x_BTHN.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHN.dtype)
+    frequency_M = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    positions_T = jnp.arange(length) if start is None else start + jnp.arange(length)
+    angle_TM = positions_T.astype(jnp.float32)[:, None] * frequency_M
+    cos_BTHM, sin_BTHM = jnp.cos(angle_TM)[None, :, None], jnp.sin(angle_TM)[None, :, None]
+    a_BTHM, b_BTHM = jnp.split(x_BTHN.astype(jnp.float32), 2, axis=-1)
+    turned = [a_BTHM * cos_BTHM - b_BTHM * sin_BTHM, b_BTHM * cos_BTHM + a_BTHM * sin_BTHM]
+    return jnp.concatenate(turned, axis=-1).astype(x_BTHN.dtype)

@@ -20,7 +20,7 @@ from mupax.train.core import optimizer
 from mupax.train.core.factors import init_stds, resolve
 from mupax.train.core.state import TrainState
 from mupax.train.core.step import StepInputs, make_train_step
-from mupax.zoo.build import build, definition
+from mupax.zoo.build import definition
 from mupax.zoo.configs import DecoderConfig, ViTConfig
 from mupax.zoo.param import Factor
 
@@ -55,7 +55,7 @@ def bare(
     config: DecoderConfig | ViTConfig, name: str, params: dict[str, np.ndarray], batch: dict[str, np.ndarray]
 ) -> Any:
     """Train the NNX model as a stranger would: no specs, factors or presets, but the patch embedding's fixed D_in^-1/2."""
-    graph, state, factors = nnx.split(build(config, nnx.Rngs(0)), nnx.Param, Factor)
+    graph, state, factors = nnx.split(config.module(nnx.Rngs(0)), nnx.Param, Factor)
     paths = {".".join(map(str, path)): path for path, _ in nnx.to_flat_state(state)}
     decays = {key: definition(config).specs[key].role not in VECTORS for key in params}
     tx = bare_optax(name, decays)

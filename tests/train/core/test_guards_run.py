@@ -162,12 +162,12 @@ def test_a_role_without_a_rule_stops_a_run(monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_a_parameter_without_a_spec_stops_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    def build(config: DecoderConfig, rngs: nnx.Rngs) -> Decoder:
+    def module(config: DecoderConfig, rngs: nnx.Rngs) -> Decoder:
         model: Any = Decoder(config, rngs)
         model.extra = nnx.Param(jnp.zeros((3,)))
         return model
 
-    monkeypatch.setattr("mupax.zoo.build.build", build)
+    monkeypatch.setattr(DecoderConfig, "module", module)
     assert "parameter extra (3,) has no spec; write nnx.Param(value, spec=ParamSpec" in refused(capsys)
 
 
