@@ -65,9 +65,8 @@ def goldens() -> Iterator[tuple[str, str]]:
 def _tied(optimizer: str) -> Iterator[str]:
     """Every preset's table of a decoder's shared embedding and readout, or its reason to refuse them."""
     base, *grown = (dataclasses.replace(model, tied=True) for model in MODELS["decoder"])  # pyright: ignore[reportCallIssue]
-    model = definition(base)
-    assert model.tied_readout is not None
-    specs = {"token": model.specs["token"], "tied_readout": model.tied_readout}
+    assert base.tied_readout is not None
+    specs = {"token": base.parameters()["token"], "tied_readout": base.tied_readout}
     for name in presets.PRESETS:
         preset = _relative(name, base)
         if optimizer not in preset.optimizers:

@@ -145,9 +145,9 @@ class ModelConfig(abc.ABC):
         return True
 
     @property
-    def tied_readout(self) -> bool:
-        """Whether the readout shares the embedding's table."""
-        return any(factor.kind == "readout" for factor in self.factors().values())
+    def tied_readout(self) -> ParamSpec | None:
+        """Declaration of a readout that shares the embedding's table; None where it has its own."""
+        return next((factor.spec for factor in self.factors().values() if factor.kind == "readout"), None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -34,9 +34,8 @@ def params(model: ModelConfig) -> int:
 def forward_terms(model: ModelConfig) -> dict[str, float]:
     """FLOPs of one forward pass by kind of matrix product, per token (decoder, at full context) or per image."""
     sizes, terms = model.sizes(), dict.fromkeys(KINDS.values(), 0.0)
-    tied = [factor.spec for factor in model.factors().values() if factor.spec]
-    for spec in [*model.parameters().values(), *tied]:
-        if spec.fan_in:
+    for spec in [*model.parameters().values(), model.tied_readout]:
+        if spec and spec.fan_in:
             terms[KINDS[spec.role]] += 2 * math.prod(sizes[axis] for axis in spec.axes) * model.applications(spec)
     return {kind: flops for kind, flops in {**terms, "attention": model.attention_flops()}.items() if flops}
 

@@ -118,7 +118,7 @@ def to_huggingface(model: TransformerConfig, *, dtype: str = "float32", separato
     text = {
         **shared,
         "vocab_size": sizes["vocab"],
-        "tie_word_embeddings": model.tied_readout,
+        "tie_word_embeddings": model.tied_readout is not None,
         "bos_token_id": separator,
         "eos_token_id": separator,
         "pad_token_id": None,
