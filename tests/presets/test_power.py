@@ -11,7 +11,6 @@ import pytest
 from mupax import presets
 from mupax.presets import ParamSpec, Power, Role, Rule
 from mupax.presets.power import axis
-from mupax.zoo.build import definition
 from mupax.zoo.configs import DecoderConfig
 
 pytestmark = pytest.mark.core
@@ -68,7 +67,7 @@ def test_tables_3_8_and_9_of_tensor_programs_5():
 def test_mean_field_form_is_the_papers_model_block():
     """Section 2: v (NH)^-1/2, k and q N^-(3/2-aa) H^-1/2 with std N^(1-aa), f 1/(gamma0 N H), one rate for the blocks."""
     model = DecoderConfig(width=15, num_heads=3, depth=7, mlp_ratio=1.0, vocab_size=11, seq_len=5)
-    n, h, depth, sizes, specs = 5, 3, 7, model.sizes(), definition(model).specs
+    n, h, depth, sizes, specs = 5, 3, 7, model.sizes(), model.parameters()
     for aa, al, gamma0 in itertools.product((0.5, 0.75, 1.0), (0.5, 1.0), (1.0, 0.25)):
         preset = presets.get("depth-mup", alpha_a=aa, alpha_l=al, gamma0=gamma0, form="mean-field")
         adam = {name: preset.scales(spec, sizes, "adam") for name, spec in specs.items() if spec.role is not Role.BIAS}

@@ -8,14 +8,10 @@ import sys
 import time
 from typing import Any
 
-import jax
-import numpy as np
 import pytest
 
 from mupax import presets
 from mupax.presets import ParamSpec, PresetError, Role
-from mupax.train.core.factors import init_stds, resolve
-from mupax.zoo.build import definition
 from mupax.zoo.configs import CONFIGS, DecoderConfig, ViTConfig
 
 pytestmark = pytest.mark.core
@@ -29,7 +25,7 @@ TOKENS = DecoderConfig(width=6, num_heads=3, depth=2, vocab_size=11, seq_len=5, 
 @pytest.mark.parametrize("constants", [{}, {"alpha_a": 0.5, "alpha_l": 0.75, "gamma0": 0.25, "beta0": 4.0}])
 def test_relative_equals_absolute_at_every_size(constants: dict, optimizer: str):
     absolute = presets.get("depth-mup", **constants)
-    specs, base = definition(BASE).specs, BASE.sizes()
+    specs, base = BASE.parameters(), BASE.sizes()
     relative = absolute.relative_to(base, specs.values(), optimizer)
     for model in (BASE, GROWN, dataclasses.replace(GROWN, depth=31, mlp_ratio=3.0)):
         sizes = model.sizes()
@@ -44,28 +40,9 @@ def test_relative_equals_absolute_at_every_size(constants: dict, optimizer: str)
 
 def test_control_without_the_constants_relative_is_another_rule():
     absolute, sizes = presets.get("depth-mup"), GROWN.sizes()
-    spec = definition(BASE).specs["block.attention.query"]
+    spec = BASE.parameters()["block.attention.query"]
     bare = presets.get("depth-mup", base=BASE.base_sizes())
     assert bare.scales(spec, sizes).lr != pytest.approx(absolute.scales(spec, sizes).lr)
-
-
-def test_the_conversion_of_section_2_gives_the_same_function_at_initialization():
-    """c_A = N_base^(1/2-aa), beta = beta0 L_base^-al, gamma = gamma0 sqrt(D_base), and nothing else."""
-    aa, al, beta0, gamma0 = 0.75, 0.5, 4.0, 0.25
-    absolute = presets.get("depth-mup", alpha_a=aa, alpha_l=al, beta0=beta0, gamma0=gamma0)
-    relative = presets.get(
-        "depth-mup", base=BASE.base_sizes(), alpha_a=aa, alpha_l=al,
-        c_a=2 ** (0.5 - aa), beta0=beta0 * 2**-al, gamma0=gamma0 * 6**0.5,
-    )  # fmt: skip
-    outputs, model = [], definition(GROWN)
-    images = np.random.default_rng(0).normal(size=(3, 4, 4, 1)).astype(np.float32)
-    for preset in (absolute, relative, presets.get("depth-mup", base=BASE.base_sizes())):
-        factors, stds = resolve(preset, model), init_stds(preset, model)
-        params = jax.jit(model.initialize)(0, stds)
-        outputs.append(np.asarray(jax.jit(model.apply)(params, factors.multiplier, factors.forward, images)))
-    assert np.abs(outputs[0]).max() > 0.01
-    np.testing.assert_allclose(outputs[0], outputs[1], rtol=2e-4, atol=2e-6)
-    assert np.abs(outputs[0] - outputs[2]).max() > 0.01  # the control: unconverted constants are another function
 
 
 def test_tied_readouts():
@@ -135,7 +112,7 @@ def test_errors_say_what_to_write_instead():
 
 
 def test_zero_readout_starts_at_zero_and_changes_nothing_else():
-    sizes, readout = GROWN.sizes(), definition(BASE).specs["readout"]
+    sizes, readout = GROWN.sizes(), BASE.parameters()["readout"]
     plain, zero = presets.get("mup"), presets.get("mup", zero_readout=True)
     assert zero.scales(readout, sizes).init_std == 0
     assert dataclasses.replace(
@@ -147,9 +124,9 @@ def test_zero_readout_starts_at_zero_and_changes_nothing_else():
 
 
 def test_presets_import_quickly_and_without_jax_numpy_or_tyro():
-    """100 ms is the import itself, taken best of five: a shared machine delays any one of them."""
+    """100 ms of processor time, best of five: wall time is the machine's, too."""
     code = (
-        "import sys, time; t = time.perf_counter(); import mupax.presets; t = time.perf_counter() - t; "
+        "import sys, time; t = time.process_time(); import mupax.presets; t = time.process_time() - t; "
         "heavy = {'jax', 'numpy', 'tyro', 'flax', 'optax'} & set(sys.modules); assert not heavy, heavy; print(t)"
     )
     times = [
@@ -164,14 +141,14 @@ def test_a_7b_decoder_resolves_in_a_tenth_of_a_second():
     model = dataclasses.replace(
         CONFIGS["gpt2"], width=4096, num_heads=32, depth=32, mlp_ratio=2.6875, activation="swiglu", tied=False
     )
-    one_stack, sizes = list(definition(model).specs.values()), model.sizes()
+    one_stack, sizes = list(model.parameters().values()), model.sizes()
     specs = [spec for spec in one_stack for _ in range(32 if spec.in_block else 1)]
     assert len(specs) > 300
     preset = presets.get("depth-mup", base=CONFIGS["gpt2"].base_sizes())
     times = []
     for _ in range(5):
-        began = time.perf_counter()
+        began = time.process_time()
         resolved = [preset.scales(spec, sizes, "adamw") for spec in specs]
-        times.append(time.perf_counter() - began)
+        times.append(time.process_time() - began)
     assert len(resolved) == len(specs)
     assert min(times) < 0.1

@@ -227,3 +227,28 @@ def test_at_base_size_every_preset_has_the_numbers_of_sp(family: str, optimizer_
         found = resolve(presets.get(name, base=base), model, optimizer_name)
         jax.tree.map(np.testing.assert_array_equal, found, wanted)
         assert all((x == 1).all() for x in found.lr.values()), name
+
+
+RELATIVE_BASE = ViTConfig(
+    width=6, num_heads=3, depth=2, image_size=4, patch_size=2, channels=1, num_classes=5, qk_norm=True
+)
+RELATIVE_GROWN = dataclasses.replace(RELATIVE_BASE, width=20, num_heads=5, depth=7)
+
+
+def test_the_conversion_of_section_2_gives_the_same_function_at_initialization():
+    """c_A = N_base^(1/2-aa), beta = beta0 L_base^-al, gamma = gamma0 sqrt(D_base), and nothing else."""
+    aa, al, beta0, gamma0 = 0.75, 0.5, 4.0, 0.25
+    absolute = presets.get("depth-mup", alpha_a=aa, alpha_l=al, beta0=beta0, gamma0=gamma0)
+    relative = presets.get(
+        "depth-mup", base=RELATIVE_BASE.base_sizes(), alpha_a=aa, alpha_l=al,
+        c_a=2 ** (0.5 - aa), beta0=beta0 * 2**-al, gamma0=gamma0 * 6**0.5,
+    )  # fmt: skip
+    outputs, model = [], definition(RELATIVE_GROWN)
+    images = np.random.default_rng(0).normal(size=(3, 4, 4, 1)).astype(np.float32)
+    for preset in (absolute, relative, presets.get("depth-mup", base=RELATIVE_BASE.base_sizes())):
+        factors, stds = resolve(preset, model), init_stds(preset, model)
+        params = jax.jit(model.initialize)(0, stds)
+        outputs.append(np.asarray(jax.jit(model.apply)(params, factors.multiplier, factors.forward, images)))
+    assert np.abs(outputs[0]).max() > 0.01
+    np.testing.assert_allclose(outputs[0], outputs[1], rtol=2e-4, atol=2e-6)
+    assert np.abs(outputs[0] - outputs[2]).max() > 0.01  # the control: unconverted constants are another function

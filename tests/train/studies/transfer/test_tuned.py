@@ -1,0 +1,166 @@
+"""Tuned presets: what --preset PRESET:NAME makes of a run, and how a study becomes one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mupax.presets import PresetError
+from mupax.presets.tuned import find as tuned
+from mupax.train.__main__ import main
+from mupax.train.config import cli
+from mupax.train.config.recipes import RECIPES
+from mupax.train.config.run import Config, PresetConfig, preset_of
+from mupax.train.studies.sweep.rows import Row
+from mupax.train.studies.transfer import command
+from mupax.train.studies.transfer import study as transfer
+from mupax.train.studies.transfer import tuned as transfer_tuned
+from mupax.train.studies.transfer.drift import analyse
+from mupax.zoo.configs import ConfigError
+from scripts import tune
+from tests.presets.tuned.test_find import BASE, mine
+
+pytestmark = pytest.mark.core
+__all__ = ["mine"]
+
+
+# Runs
+
+
+def parsed(*words: str) -> Config:
+    return cli.parse("lm-tiny", RECIPES["lm-tiny"], words).config
+
+
+@pytest.mark.parametrize("flag", [("--preset", "depth-mup:mine-v1"), ("--preset.name=depth-mup:mine-v1",)])
+def test_a_run_takes_every_number(mine: tuned.Tuned, flag: tuple[str, ...]):
+    config = parsed(*flag, "--steps", "300")
+    opt, preset = config.optimizer, config.preset
+    assert (opt.name, opt.peak_lr, opt.b1, opt.b2, opt.eps) == ("adam", 0.0078, 0.8, 0.99, 1e-12)
+    assert (opt.schedule, opt.warmup_steps, opt.final_lr_fraction, opt.clip_norm) == ("linear", 30, 0.05, None)
+    assert (preset.name, preset.alpha_l, preset.constants) == ("depth-mup", 1.0, ("c_a=0.5",))
+    assert preset_of(config).base == BASE
+    # The record needs no file.
+    (tuned.OWN_FOLDER / mine.file_name).unlink()
+    assert preset_of(dataclasses.replace(config, preset=preset)).given["c_a"] == 0.5
+
+
+def test_flags_override(mine: tuned.Tuned):
+    config = parsed(
+        "--preset", "depth-mup:mine-v1", "--optimizer.peak-lr", "0.5", "--preset.alpha-l", "0.75", "--optimizer.warmup-steps", "7",
+        "--preset.base", "lm-proxy", "--optimizer.name", "adamw",
+    )  # fmt: skip
+    assert (config.optimizer.peak_lr, config.optimizer.warmup_steps) == (0.5, 7)
+    assert (config.preset.alpha_l, config.preset.base) == (0.75, "lm-proxy")
+    assert parsed("--preset", "depth-mup:mine-v1", "--preset", "sp").optimizer == parsed().optimizer
+
+
+def test_another_optimizer_is_refused(mine: tuned.Tuned):
+    with pytest.raises(ConfigError, match="is tuned for adam, and its rate means nothing to sgd"):
+        parsed("--preset", "depth-mup:mine-v1", "--optimizer.name", "sgd")
+
+
+def test_a_far_size_warns_and_a_near_one_does_not(mine: tuned.Tuned, capsys: pytest.CaptureFixture[str]):
+    parsed("--preset", "depth-mup:mine-v1", "--model.width", "2048", "--model.num-heads", "32", "--model.depth", "32")
+    assert capsys.readouterr().err == ""  # exactly three doublings of each
+    parsed("--preset", "depth-mup:mine-v1", "--model.depth", "64", "--model.num-heads", "1", "--model.width", "32")
+    said = capsys.readouterr().err
+    assert "heads" not in said  # two doublings below
+    assert "layers +4.0" in said
+    assert "3 doublings" in said
+    assert mine.distance({"head_dim": 128, "heads": 1, "layers": 4}) == {"head_dim": 1.0, "heads": -2.0}
+
+
+def test_the_command_line_says_it(mine: tuned.Tuned, capsys: pytest.CaptureFixture[str]):
+    assert main(["lm-tiny", "--preset", "depth-mup:mine-v1", "--print-config"]) == 0
+    assert json.loads(capsys.readouterr().out)["optimizer"]["peak_lr"] == 0.0078
+    assert main(["lm-tiny", "--preset", "depth-mup:yours"]) == 2
+
+
+# From a study
+
+
+def judged(preset: PresetConfig, label: str) -> tuple[transfer.Measured, Any]:
+    study = transfer.plan(RECIPES["lm-tiny"](), "head_dim", (16, 32), preset, label)
+    measured = transfer.Measured(study, 3)
+    for at in (0, 1):
+        for rate in range(-18, -9):
+            for seed in range(3):
+                loss = 2 + 0.1 * (rate / 2 + 7.2) ** 2 + 0.001 * np.random.default_rng([at, -rate, seed]).normal()
+                measured.rows[at, rate, seed] = Row("", "", loss, None, None, (), 800, 1.0, "in turn")
+    return measured, analyse(study.sizes, [measured.curve(at) for at in (0, 1)])
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [PresetConfig(name="mup-half"), PresetConfig(name="depth-mup", alpha_l=1.0, constants=("c_a=0.5",))],
+    ids=lambda preset: preset.name,
+)
+def test_a_study_becomes_a_tuned_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: PresetConfig):
+    monkeypatch.chdir(tmp_path)
+    path, use = transfer_tuned.save("ours-v1", "x", [judged(preset, "x")], "python -m train transfer lm-tiny")
+    assert (path, use) == (Path("tuned") / f"{preset.name}.ours-v1.json", f"{preset.name}:ours-v1")
+    config = parsed("--preset", use, "--steps", "1600")
+    assert config.optimizer.peak_lr == pytest.approx(2**-7.2, rel=0.02)
+    assert config.optimizer.warmup_steps == 100
+    assert preset_of(config).base == BASE
+    assert preset_of(config).given == preset_of(Config(**{**vars(RECIPES["lm-tiny"]()), "preset": preset})).given
+    found = tuned.find(use).provenance
+    assert (found["seen"], len(found["sizes"]), len(found["loss"])) == (800 * 16 * 128, 2, 9)
+    assert found["transfer"][0]["verdict"] == "transfers"
+
+
+def test_a_study_is_saved_where_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    path, use = transfer_tuned.save("deep/mup.ours-v2.json", "x", [judged(PresetConfig(), "x")], "a command")
+    assert (path, use) == (Path("deep/mup.ours-v2.json"), "mup:deep/mup.ours-v2.json")
+    assert parsed("--preset", use).preset.name == "mup"
+    with pytest.raises(ConfigError, match=r"write a file name mup\.NAME\.json"):
+        transfer_tuned.check_name("deep/other.json", "mup")
+    with pytest.raises(PresetError, match="small letters"):
+        transfer_tuned.check_name("Über", "mup")
+
+
+def test_a_study_without_a_minimum_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    measured, _ = judged(PresetConfig(), "x")
+    measured.rows = {point: row for point, row in measured.rows.items() if point[1] < -14}
+    analysis = analyse((16, 32), [measured.curve(at) for at in (0, 1)])
+    with pytest.raises(transfer_tuned.NoMinimum, match="no rate to save: at head_dim 16"):
+        transfer_tuned.save("ours-v1", "x", [(measured, analysis)], "a command")
+    assert not Path("tuned").exists()
+
+
+# The project's own
+
+
+def test_the_projects_own_studies_are_commands_that_exist(capsys: pytest.CaptureFixture[str]):
+    from scripts import tune
+
+    wanted = tune.studies(5)
+    assert len(wanted) == 12
+    for name, words in wanted.items():
+        args, rest = command.parser().parse_known_args(words)
+        preset, _, own = name.partition(":")
+        assert transfer_tuned.of_path(args.save_tuned, preset) == own
+        assert command.execute(args, [*rest, "--dry-run"], "") == 0
+        assert (
+            f"base embed=64,heads=4,kv_heads=4,head_dim=16,mlp={160 if 'lm' in name else 256},layers=2"
+            in capsys.readouterr().out
+        )
+    assert {path.stem.replace(".", ":", 1) for path in tuned.FOLDER.glob("*.json")} <= set(wanted)
+
+
+def test_what_comes_with_the_project_was_made_by_the_committed_command():
+    studies = tune.studies(minutes=1)
+    shipped = {one.use: one for one in map(tuned.load, tuned.FOLDER.glob("*.json"))}
+    assert set(studies) == set(shipped)
+    for use, words in studies.items():
+        found = shlex.split(shipped[use].provenance["command"].removeprefix("python -m train transfer "))
+        minutes = found.index("--minutes") + 1
+        assert [*found[:minutes], "1", *found[minutes + 1 :]] == words
