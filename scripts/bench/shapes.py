@@ -22,7 +22,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from mupax.train import data
-from mupax.train.config.recipes import vit_endless
+from mupax.train.config.recipes.laptop import vit_endless
 from mupax.train.config.run import Config
 from mupax.train.core.program import assemble
 from mupax.train.data.records import shapes

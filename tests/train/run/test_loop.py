@@ -23,7 +23,7 @@ from jax.experimental.layout import Format, Layout
 
 from mupax.train.__main__ import main
 from mupax.train.config.record import from_json
-from mupax.train.core import step as steps
+from mupax.train.core import compile
 from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
 from mupax.train.run.report import metrics
@@ -244,7 +244,7 @@ def test_a_state_that_lies_as_the_compiler_likes_trains_alike(plain: Done, monke
     unpatched = Program.placed
     monkeypatch.setattr(Program, "placed", placed)
     monkeypatch.setattr(Program, "free", True)
-    monkeypatch.setattr(steps, "free_format", reversed_)
+    monkeypatch.setattr(compile, "free_format", reversed_)
     assert train("--workdir", "free").code == 0
     assert seen
     assert all(order == tuple(range(len(order)))[::-1] for order in seen)

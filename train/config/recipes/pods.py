@@ -1,0 +1,129 @@
+"""Runs for accelerators: one to a pod of them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mupax.train.config.run import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LogConfig,
+    MeshConfig,
+    OptimizerConfig,
+    PresetConfig,
+)
+from mupax.zoo import configs
+from mupax.zoo.configs import ComputeConfig, ModelConfig
+
+
+def vit_s16_imagenet() -> Config:
+    """ViT-S/16 on ImageNet-1k for 90 epochs, at the base size of its preset.
+
+    Cost: about 3e18 FLOPs. Needs imagenet2012 prepared by TFDS in `--data.data-dir`.
+    Rate, decay, batch and schedule of Beyer et al. 2022 (arXiv 2205.01580), who reach 76.5 % with RandAugment and mixup;
+    with the light augmentation here expect less.
+    """
+    return _imagenet("vit-s16-imagenet", "vit-s16")
+
+
+def vit_b16_imagenet() -> Config:
+    """ViT-B/16 on ImageNet-1k for 90 epochs, with the rates of ViT-S/16 carried over by mup.
+
+    Cost: about four times vit-s16-imagenet. Needs imagenet2012 prepared by TFDS in `--data.data-dir`.
+    Expect more than vit-s16-imagenet with the same flags; tune on S/16 and keep them.
+    """
+    return _imagenet("vit-b16-imagenet", "vit-b16")
+
+
+def gpt2_c4() -> Config:
+    """GPT-2 (124 M) on 10 B tokens of C4, at the base size of its preset.
+
+    Cost: about 8e18 FLOPs. Needs C4 prepared by TFDS in `--data.data-dir`; give GPT-2's tokenizer.json as
+    `--data.tokenizer` to compare losses. Peak rate, decay and batch as in nanoGPT's reproduction of GPT-2.
+    Expect larger models to do better with the same flags: `--model gpt2-medium` keeps the rates through the preset.
+    """
+    return Config(
+        recipe="gpt2-c4",
+        model=_fast(configs.get("gpt2")),
+        data=DataConfig(name="c4", batch_size=512, eval_examples=8192, tokenizer="bpe:50257"),
+        preset=PresetConfig(name="mup", base="gpt2"),
+        optimizer=OptimizerConfig(
+            peak_lr=6e-4, weight_decay=0.1, warmup_steps=700, final_lr_fraction=0.1, clip_norm=1.0
+        ),
+        log=LogConfig(eval_every_steps=1000),
+        checkpoint=CheckpointConfig(every_steps=1000),
+        steps=20_000,
+    )
+
+
+def vit_h14() -> Config:
+    """ViT-H/14 on ImageNet-1k for 90 epochs, with the rates of ViT-S/16 carried over by mup; made for a pod.
+
+    Cost: about 1e20 FLOPs; fits TPU v5e:4x4 (`python -m train compile vit-h14 --topology v5e:4x4`). Needs imagenet2012
+    prepared by TFDS in `--data.data-dir`.
+    Expect it to overfit ImageNet-1k without stronger augmentation (Beyer et al. 2022 stop at smaller models): it is here
+    to be scaled, not for its accuracy.
+    """
+    config = _imagenet("vit-h14", "vit-h14")
+    model = dataclasses.replace(config.model, compute=ComputeConfig(dtype="bfloat16", remat="block"))
+    return dataclasses.replace(config, model=model, mesh=_SHARDED)
+
+
+def lm_1b() -> Config:
+    """A 1.2 B decoder on 25 B tokens of C4, at the base size of its preset; made for a pod.
+
+    Cost: about 2e20 FLOPs; fits TPU v5e:8x8 (`python -m train compile lm-1b --topology v5e:8x8`). Needs C4 prepared by
+    TFDS in `--data.data-dir`. Tokens are 20 per parameter (Hoffmann et al. 2022).
+    Expect nothing yet: no run of it is on record here.
+    """
+    return _pod_lm("lm-1b", batch_size=512, steps=24_000)
+
+
+def lm_8b() -> Config:
+    """An 8 B decoder of Llama 3's shape on 160 B tokens of C4, with the rates of lm-1b carried over by mup; for a pod.
+
+    Cost: about 8e21 FLOPs; fits TPU v5p:4x4x4, v5e:16x16 and v6e:16x16 (`python -m train compile lm-8b --topology
+    v5e:16x16`). Needs C4 prepared by TFDS in `--data.data-dir`. Tokens are 20 per parameter (Hoffmann et al. 2022).
+    Expect nothing yet: no run of it is on record here.
+    """
+    return _pod_lm("lm-8b", batch_size=256, steps=76_000)
+
+
+def _imagenet(name: str, model: str) -> Config:
+    return Config(
+        recipe=name,
+        model=_fast(configs.get(model)),
+        data=DataConfig(name="imagenet2012", batch_size=1024),
+        preset=PresetConfig(name="mup", base="vit-s16"),
+        optimizer=OptimizerConfig(
+            peak_lr=1e-3, b2=0.999, weight_decay=1e-4, decay="independent", warmup_steps=10_000, clip_norm=1.0
+        ),
+        log=LogConfig(eval_every_steps=6_255),
+        checkpoint=CheckpointConfig(every_steps=2_500),
+        steps=112_590,
+    )
+
+
+def _pod_lm(name: str, batch_size: int, steps: int) -> Config:
+    return Config(
+        recipe=name,
+        model=dataclasses.replace(configs.get(name), compute=ComputeConfig(dtype="bfloat16", remat="block")),
+        data=DataConfig(name="c4", batch_size=batch_size, eval_examples=8192, tokenizer="bpe:128256"),
+        preset=PresetConfig(name="mup", base="lm-1b"),
+        optimizer=OptimizerConfig(
+            peak_lr=3e-4, weight_decay=0.1, warmup_steps=2000, final_lr_fraction=0.1, clip_norm=1.0
+        ),
+        mesh=_SHARDED,
+        log=LogConfig(eval_every_steps=5000),
+        checkpoint=CheckpointConfig(every_steps=1000),
+        steps=steps,
+    )
+
+
+def _fast(model: ModelConfig) -> ModelConfig:
+    return dataclasses.replace(model, compute=ComputeConfig(dtype="bfloat16", remat="dots"))
+
+
+_SHARDED = MeshConfig(data=1, fsdp=-1)
+"""Parameters and optimizer state over every chip there is."""

@@ -1,0 +1,250 @@
+"""The parts of a run's config, one frozen dataclass for each owner of settings. Every one checks itself when it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Literal, get_args
+
+from tyro import conf
+
+from mupax.train.config.devices import at_least, check_local
+from mupax.zoo.configs import ConfigError
+from mupax.zoo.families import Task
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PresetConfig:
+    """Which parameterization, and its constants. A constant left out takes the preset's default."""
+
+    name: Annotated[str, conf.arg(aliases=("--preset",))] = "mup"
+    """Preset name (`python -m presets` lists them), or measured:PATH, a file of `python -m train balance`."""
+    base: Annotated[str | None, conf.arg(metavar="MODEL|AXIS=N,...")] = None
+    """What factors are relative to: a model, or sizes such as embed=64,head_dim=16,layers=2; None is the absolute form (base 1)."""
+    form: Literal["plain", "readout-multiplier", "mean-field", "table-9"] | None = None
+    """Where multipliers sit. Changes numbers, never training, but for clip_norm, which sees gradients as the form has them."""
+    alpha_a: float | None = None
+    """Attention logits scale as head_dim^-alpha_a, in [1/2, 1]."""
+    alpha_l: float | None = None
+    """Residual branches scale as depth^-alpha_l, in [1/2, 1] (depth-mup)."""
+    gamma0: float | None = None
+    """Amount of feature learning: the readout is divided by it."""
+    beta0: float | None = None
+    """Constant on every residual branch."""
+    constants: Annotated[tuple[str, ...], conf.arg(metavar="NAME=VALUE ...")] = ()
+    """Any other constants, such as s=0.5 (ntk), eps_scope=everywhere (completep), c_a=0.5 (mup)."""
+    zero_readout: bool = False
+    """Start the readout at zero."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "constants", tuple(self.constants))  # JSON brings a list
+
+
+Optimizer = Literal["adamw", "adam", "sgd", "momentum", "muon", "lion"]
+OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The optimizer and its schedule. Every rate, decay and eps is multiplied by the preset's scale per parameter."""
+
+    name: Optimizer = "adamw"
+    """adam is adamw without decay; momentum and sgd are one, plain where momentum is 0; muon leaves vectors and ends to Adam."""
+    peak_lr: float = 1e-3
+    """Learning rate at the end of warm-up, at base size."""
+    weight_decay: float = 0.0
+    """Pull of weights towards zero; the presets never decay gains and biases. adam has none."""
+    decay: Literal["coupled", "independent"] = "coupled"
+    """coupled: w -= lr*wd*w. independent: w -= wd*(lr/peak_lr)*w."""
+    b1: float = 0.9
+    """Decay of Adam's mean of gradients."""
+    b2: float = 0.95
+    """Decay of Adam's mean of squared gradients."""
+    eps: float = 1e-8
+    """Added to the root of Adam's second moment, at base size."""
+    momentum: float = 0.9
+    """sgd, momentum and muon: decay of the heavy-ball sum (muon: mean) of gradients."""
+    clip_norm: float | None = None
+    """Clip gradients to this global norm over all parameters; None does not clip."""
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
+    """Shape of the learning rate after warm-up; wsd is constant and then linear to the end."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up; a run of fewer steps warms up over all of them."""
+    decay_steps: int | None = None
+    """wsd only: steps of the final linear decay; a fifth of the run unless given."""
+    final_lr_fraction: float = 0.0
+    """Learning rate at the last step as a fraction of the peak (cosine, linear, wsd)."""
+
+    def __post_init__(self) -> None:
+        if self.name not in OPTIMIZERS:
+            raise ConfigError(f"no optimizer is named {self.name!r}; write {', '.join(OPTIMIZERS)}")
+        if self.name == "momentum" and self.momentum == 0:
+            raise ConfigError(
+                "optimizer.momentum is 0, which is plain SGD; write optimizer.name sgd, or a momentum above 0"
+            )
+        at_least("optimizer.", self, 0, "peak_lr", "weight_decay", "eps", "warmup_steps", "final_lr_fraction")
+        at_least("optimizer.", self, 1, "decay_steps")
+        for name in ("b1", "b2", "momentum"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"optimizer.{name} is {getattr(self, name)}; write a number in [0, 1)")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ConfigError(f"optimizer.clip_norm is {self.clip_norm}; write a number above 0, or None not to clip")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where batches come from. Batch k is a function of (seed, k, batch_size) alone."""
+
+    name: str
+    """python_corpus, digits, shapes (endless), text:PATH (a file or folder), images:PATH (a folder per class), cifar5m, or any TFDS name."""
+    batch_size: int
+    """Sequences or images per optimizer step, over all devices."""
+    seed: int | None = None
+    """Seeds data order and augmentation; the run's seed unless given, which then seeds the initialization alone."""
+    eval_batch_size: int | None = None
+    """batch_size unless given."""
+    eval_examples: int | None = None
+    """Use the first so many evaluation examples; all unless given."""
+    data_dir: str | None = None
+    """Where prepared datasets lie; the user cache folder unless given."""
+    tokenizer: str = "bytes"
+    """bytes, bpe:SIZE (trained on the training text), or the path of a tokenizer.json."""
+    augment: bool = True
+    """Light augmentation of training images."""
+    split: Literal["random", "writer"] = "random"
+    """digits only: a stratified random split, or test writers never seen in training."""
+
+    def __post_init__(self) -> None:
+        at_least("data.", self, 1, "batch_size", "eval_batch_size", "eval_examples")
+        at_least("data.", self, 0, "seed")
+        for name in ("name", "data_dir", "tokenizer"):
+            check_local(f"data.{name}", getattr(self, name))
+
+    @property
+    def task(self) -> Task | None:
+        """What models of this data read, tokens or images; None where only the dataset itself can tell."""
+        source = self.name.partition(":")[0].partition("/")[0]
+        return next((task for task, sources in _SOURCES.items() if source in sources), None)
+
+
+_SOURCES: dict[Task, tuple[str, ...]] = {
+    "tokens": ("python_corpus", "text", "c4", "lm1b", "wiki40b"),
+    "images": ("digits", "shapes", "images", "cifar5m", "mnist", "cifar10", "cifar100", "imagenet2012"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EmaConfig:
+    """A moving average of the parameters, which evaluations and samples then use."""
+
+    decay: float | None = None
+    """Of the average a step, such as 0.999; it warms up (train/core/ema.py). None keeps no average."""
+
+    def __post_init__(self) -> None:
+        if self.decay is not None and not 0 < self.decay < 1:
+            raise ConfigError(f"ema.decay is {self.decay}; write a number in (0, 1), or None to keep no average")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InitConfig:
+    """The checkpoint a run starts from instead of fresh parameters. Everything that does not fit must be named here."""
+
+    init_from: Annotated[str | None, conf.arg(metavar="PATH")] = None
+    """A workdir, one of its steps (WORKDIR/checkpoints/STEP), or a folder of safetensors (Hugging Face, `python -m zoo import`)."""
+    init_optimizer: bool = False
+    """Take over the optimizer's moments too; the run still starts at step 0."""
+    init_ema: bool = False
+    """Start from the moving average of the source's parameters."""
+    init_new: Annotated[tuple[str, ...], conf.arg(metavar="ROLE|NAME ...")] = ()
+    """Parameters to initialize anew: readout, or block.mlp.*."""
+    init_resize: Annotated[tuple[str, ...], conf.arg(metavar="ROLE|NAME ...")] = ()
+    """Positions to interpolate (images) or extend (text), vocabularies and classes whose first entries to keep."""
+    init_drop: Annotated[tuple[str, ...], conf.arg(metavar="ROLE|NAME ...")] = ()
+    """Parameters of the source to leave out."""
+    init_change: Annotated[tuple[str, ...], conf.arg(metavar="FIELD ...")] = ()
+    """Fields of the model that may differ and make another function of the same weights: activation, rope_theta."""
+
+    def __post_init__(self) -> None:
+        lists = ("init_new", "init_resize", "init_drop", "init_change")
+        for name in lists:
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON brings a list
+        check_local("--init-from", self.init_from)
+        given = [name for name in ("init_optimizer", "init_ema", *lists) if getattr(self, name)]
+        if given and self.init_from is None:
+            raise ConfigError(
+                f"--{given[0].replace('_', '-')} says how to start from a checkpoint; add --init-from PATH"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When the run is saved, beside at its end."""
+
+    every_steps: int = 500
+    """Optimizer steps between checkpoints."""
+    keep: int = 2
+    """Newest checkpoints kept."""
+
+    def __post_init__(self) -> None:
+        at_least("checkpoint.", self, 1, "every_steps", "keep")
+
+
+BadNumbers = Literal["raise", "skip", "rollback"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FaultsConfig:
+    """What becomes of steps whose loss or gradient is not finite, of loss spikes, and of a run that hangs."""
+
+    bad_numbers: Annotated[BadNumbers, conf.arg(aliases=("--bad-numbers",))] = "raise"
+    """raise: stop; skip: leave the step out; rollback: go back to the newest checkpoint and past the batches since."""
+    most_in_a_row: int = 20
+    """Steps left out one after another, or rollbacks to one checkpoint, at which the run stops under any policy."""
+    spike_deviations: float | None = 6.0
+    """A loss is a spike from so many running standard deviations above the running mean on; None counts none."""
+    skip_spikes: bool = False
+    """Leave the steps of loss spikes out."""
+    watchdog_seconds: float | None = 600.0
+    """Print what every thread is at when nothing was finished for so long; compiling does not count. None never does."""
+
+    def __post_init__(self) -> None:
+        if self.bad_numbers not in get_args(BadNumbers):
+            raise ConfigError(f"faults.bad_numbers is {self.bad_numbers!r}; write {', '.join(get_args(BadNumbers))}")
+        at_least("faults.", self, 1, "most_in_a_row", "spike_deviations", "watchdog_seconds")
+        if self.skip_spikes and self.spike_deviations is None:
+            raise ConfigError("faults.skip_spikes needs faults.spike_deviations; write a number such as 6")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """What a run reports, and where."""
+
+    eval_every_steps: int | None = None
+    """Evaluate every so many steps and at the end; only at the end when None."""
+    tensorboard: bool = True
+    """Write TensorBoard events beside metrics.jsonl."""
+    wandb: str | None = None
+    """Weights & Biases project to log to (extra `wandb`)."""
+    progress: bool = True
+    """The live progress bar; plain lines when the terminal cannot draw one."""
+    samples: bool = True
+    """Generated text (language models) or a picture of predictions (ViT) at the end."""
+    profile: Annotated[str | None, conf.arg(aliases=("--profile",), metavar="START:STOP")] = None
+    """Write an XProf trace of steps START to STOP - 1, counted from 1, into workdir/profile."""
+
+    def __post_init__(self) -> None:
+        at_least("log.", self, 1, "eval_every_steps")
+        if self.profile is not None and not self.profile_steps:
+            raise ConfigError(
+                f"log.profile is {self.profile!r}; write START:STOP with 1 <= START < STOP, "
+                "as 10:13 for the steps 10, 11 and 12"
+            )
+
+    @property
+    def profile_steps(self) -> range | None:
+        """Steps to trace; None traces nothing, and what is no range is empty."""
+        if self.profile is None:
+            return None
+        start, stop = (
+            int(part) if part.isascii() and part.isdigit() else 0 for part in self.profile.partition(":")[::2]
+        )
+        return range(start, stop) if start else range(0)
