@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 
 from mupax.train.studies.check import theory
-from mupax.train.studies.check.mutants import COLUMNS
+from scripts.mutants import COLUMNS
 from scripts.mutation_suite import MORE_SEEDS, SEEDS, SIZES, Outcome
 
 Outcomes = Mapping[str, Sequence[Outcome]]

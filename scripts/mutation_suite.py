@@ -15,11 +15,12 @@ import numpy as np
 from mupax import presets
 from mupax.presets import Role
 from mupax.train.config.run import OptimizerConfig
-from mupax.train.studies.check import check, models, mutants, theory
+from mupax.train.studies.check import check, models, theory
 from mupax.train.studies.check.check import Finding
 from mupax.train.studies.check.command import RATES
-from mupax.train.studies.check.mutants import Mutant
 from mupax.zoo import build, configs
+from scripts import mutants
+from scripts.mutants import Mutant
 
 SIZES, SEEDS, STEPS = 4, 4, 1
 """As `python -m train check`, but one step of its ten: later steps cost the most and can only reveal more."""
@@ -169,7 +170,7 @@ class Suite:
         if self.study.eps < 1e-6:
             return theory.of(self._right, first, last, optimizer)
         # Only what training does counts here: not the gradient over eps, which names a wrong eps without any step.
-        found = theory.of(theory.eps_dominates(self._right), first, last, "sgd")
+        found = theory.of(mutants.eps_dominates(self._right), first, last, "sgd")
         return {key: said for key, said in found.items() if not key[0].startswith("gradient")}
 
     def _judge(self, measured: Mapping[str, np.ndarray]) -> list[Finding]:

@@ -7,8 +7,8 @@ import functools
 import pytest
 
 from mupax.train.studies.check import check
-from mupax.train.studies.check.mutants import COLUMNS, Mutant
 from scripts import mutation_report, mutations
+from scripts.mutants import COLUMNS, Mutant
 from scripts.mutation_report import smallest
 from scripts.mutation_suite import STUDIES, Outcome, Suite
 

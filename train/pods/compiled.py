@@ -15,9 +15,8 @@ import numpy as np
 
 from mupax.train.config.run import Config
 from mupax.train.core.program import Program, assemble
-from mupax.train.parallel.chips import Chip, Roofline
+from mupax.train.parallel.hardware import Chip, Roofline
 from mupax.train.pods import buffers, checks, collectives, estimates, hlo, topology
-from mupax.train.pods.traced_flops import causal_share, matmul_flops
 from mupax.zoo import flops
 from mupax.zoo.layers.kernels import BLOCKS
 
@@ -150,8 +149,8 @@ def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
     program = assemble(config, topology.devices(name, slices))
     traced = program.trace_train()
     model = config.model
-    causal = causal_share(model.sizes()["position"], BLOCKS[0]) if model.causal else 1.0
-    counted = matmul_flops(traced.jaxpr, causal)
+    causal = estimates.causal_share(model.sizes()["position"], BLOCKS[0]) if model.causal else 1.0
+    counted = estimates.matmul_flops(traced.jaxpr, causal)
     lowered = traced.lower()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:

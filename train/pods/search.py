@@ -16,7 +16,7 @@ from rich.table import Table
 from mupax.terminal import gib
 from mupax.train.config.run import Config, MeshConfig
 from mupax.train.core.program import Program, assemble
-from mupax.train.parallel.chips import Chip
+from mupax.train.parallel.hardware import Chip
 from mupax.train.parallel.mesh import MeshError
 from mupax.train.pods import estimates, topology
 from mupax.train.pods.compiled import compile_for

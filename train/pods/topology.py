@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mupax.train.parallel.chips import CHIPS, Chip
+from mupax.train.parallel.hardware import CHIPS, Chip
 
 EXAMPLES = "v5e:16x16, v5p:4x4x4, v6e:16x16 or v4:4x4x4"
 _OUTSIDE = {

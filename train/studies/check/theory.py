@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from mupax.presets import VECTORS, ParamSpec, Preset, PresetError, Role, Rule
+from mupax.presets import VECTORS, ParamSpec, Preset, PresetError, Role
 from mupax.presets.analysis.limits import SPECS, Limit
 from mupax.presets.power import axis
 from mupax.zoo.definition import Definition
@@ -153,16 +153,6 @@ def _blamed(name: str, limit: Limit) -> tuple[str, ...]:
 
 def _grows(observed: tuple[str, int], slope: float) -> bool:
     return observed[1] > 0 and slope > 0.01
-
-
-def eps_dominates(preset: Preset) -> Preset:
-    """What Adam does where eps is far above every gradient: an update is gradient / eps, SGD at the rate lr / eps."""
-
-    def rule(spec: ParamSpec) -> Rule:
-        row = preset.rule(spec)
-        return dataclasses.replace(row, sgd=row.adam / row.eps)
-
-    return dataclasses.replace(preset, rule=rule)
 
 
 def _of_first_gradient(name: str, step: int) -> bool:

@@ -16,7 +16,7 @@ import jax
 
 from mupax.train.core.program import Program
 from mupax.train.studies.sweep import trainer as sweep_pack
-from mupax.train.studies.sweep.batches import Batches
+from mupax.train.studies.sweep.groups import Batches
 from mupax.train.studies.sweep.trainer import Trainer
 from mupax.zoo.configs import ConfigError
 

@@ -17,9 +17,8 @@ from mupax.train.checkpoints.workdir import locked
 from mupax.train.config.run import Config
 from mupax.train.parallel.processes import Processes
 from mupax.train.studies.sweep import threads
-from mupax.train.studies.sweep.batches import Batches
 from mupax.train.studies.sweep.choose import Chooser, Mode
-from mupax.train.studies.sweep.groups import Groups, Member
+from mupax.train.studies.sweep.groups import Batches, Groups, Member
 from mupax.train.studies.sweep.rows import Row, Rows, key_of
 from mupax.train.studies.sweep.work import Quiet, Stopped, Watcher, Work
 from mupax.zoo.configs import ConfigError

@@ -19,8 +19,7 @@ from mupax.train.config.run import Config
 from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
 from mupax.train.data import Data
-from mupax.train.studies.sweep.batches import Batches
-from mupax.train.studies.sweep.groups import Member
+from mupax.train.studies.sweep.groups import Batches, Member
 from mupax.train.studies.sweep.rows import How, Row, summarized
 from mupax.train.studies.sweep.trainer import Trainer
 

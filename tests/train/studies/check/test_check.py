@@ -23,9 +23,9 @@ from mupax.train.core.factors import init_stds, resolve
 from mupax.train.studies.check import check, models, report, theory
 from mupax.train.studies.check.check import Expected, Finding
 from mupax.train.studies.check.command import RATES
-from mupax.train.studies.check.mutants import Mutant
 from mupax.zoo import build, configs
 from scripts import theory_and_measurement
+from scripts.mutants import Mutant
 
 SIZES, SEEDS = 4, 3
 

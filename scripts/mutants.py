@@ -79,3 +79,13 @@ def all_of(
             for column in columns:
                 if column == "multiplier" or not tied[group]:
                     yield Mutant(group, column, exponent, size)
+
+
+def eps_dominates(preset: Preset) -> Preset:
+    """What Adam does where eps is far above every gradient: an update is gradient / eps, SGD at the rate lr / eps."""
+
+    def rule(spec: ParamSpec) -> Rule:
+        row = preset.rule(spec)
+        return dataclasses.replace(row, sgd=row.adam / row.eps)
+
+    return dataclasses.replace(preset, rule=rule)
