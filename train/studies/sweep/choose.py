@@ -1,4 +1,4 @@
-"""Whether the points of one program train faster all at once, in turn, or some side by side: known, or measured on a few steps."""
+"""Whether the points of one program train faster all at once, in turn, or several side by side: by a trial of a few steps."""
 
 from __future__ import annotations
 
@@ -36,15 +36,14 @@ class Chooser:
     Args:
         how: all points of a program at once, one after another, or whichever a trial shows to be faster; on one CPU device a
             trial also finds how many to train side by side.
-        feeds: batches for the trial.
+        batches: for the trial.
     """
 
-    def __init__(self, how: Mode, feeds: Batches) -> None:
-        self._how, self._feeds = how, feeds
-        self._made: dict[tuple[object, int], Trainer] = {}
-        self._compiling: dict[object, float] = {}
-        self._chosen: dict[object, Trainer] = {}
-        """What a trial found to be faster."""
+    def __init__(self, how: Mode, batches: Batches) -> None:
+        self._how, self._batches = how, batches
+        self._trainers: dict[tuple[object, int], Trainer] = {}
+        self._compile_seconds: dict[object, float] = {}
+        self._fastest: dict[object, Trainer] = {}
         self._slower = False
         """Whether a smaller program was seen to be slower together: a larger one is too."""
 
@@ -54,13 +53,12 @@ class Chooser:
         Args:
             key: of their program (`mupax.train.studies.sweep.groups`).
             points: all that are to be trained.
-            note: told what was chosen.
+            note: called with what was chosen.
 
         Raises:
             ConfigError: in turn is asked for on a mesh that splits a sweep.
         """
-        program, count = points[0], len(points)
-        ways = program.mesh.shape["sweep"]
+        program, count, ways = points[0], len(points), points[0].mesh.shape["sweep"]
         on_cpu = program.mesh.devices.flat[0].platform == "cpu"
         if self._how == "in-turn" and ways > 1:
             raise ConfigError(
@@ -74,18 +72,18 @@ class Chooser:
                 return self._together(key, program, fits)
             note("in turn: two points do not fit into memory at once")
         began = time.monotonic()
-        if (key, 1) not in self._made:
-            self._made[key, 1] = sweep_pack.alone(program)
-            self._compiling[key] = time.monotonic() - began
-        one = self._made[key, 1]
-        if key in self._chosen:
-            return self._chosen[key] if self._chosen[key].count <= count else one
+        if (key, 1) not in self._trainers:
+            self._trainers[key, 1] = sweep_pack.alone(program)
+            self._compile_seconds[key] = time.monotonic() - began
+        one = self._trainers[key, 1]
+        if key in self._fastest:
+            return self._fastest[key] if self._fastest[key].count <= count else one
         if self._how != "auto" or not on_cpu or count == 1 or count * program.config.steps < FEW:
             return one
         one, each, text = self._side_by_side(one, points)
-        self._made[key, 1] = self._chosen[key] = one
+        self._trainers[key, 1] = self._fastest[key] = one
         fits = sweep_pack.fitting(program, count, one)
-        little = each * program.config.steps * count < PAYS * self._compiling[key]
+        little = each * program.config.steps * count < PAYS * self._compile_seconds[key]
         if self._slower or little or fits == 1:
             note(f"in turn: {text}")
             return one
@@ -93,16 +91,15 @@ class Chooser:
         of_many = self._seconds(many, [*points, *[points[-1]] * fits][:fits]) / fits
         self._slower = of_many >= each
         if self._slower:
-            del self._made[key, fits]
+            del self._trainers[key, fits]
         else:
-            self._chosen[key] = many
+            self._fastest[key] = many
         note(f"{'in turn' if self._slower else 'together'}: {text}, {of_many * 1000:.0f} ms together")
-        return self._chosen[key]
+        return self._fastest[key]
 
     def _side_by_side(self, one: Trainer, points: Sequence[Program]) -> tuple[Trainer, float, str]:
-        """The trainer that knows how many to train at the same time, the seconds of a step and point, and what was found."""
-        times = {1: self._seconds(one, points[:1])}
-        program, best = one.program, 1
+        """The trainer with how many to train at the same time, the seconds of a step and point, and the timings in words."""
+        times, program, best = {1: self._seconds(one, points[:1])}, one.program, 1
         if program.mesh.size == 1:  # programs of many devices would wait for each other
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
             most = min(cores, len(points), sweep_pack.fitting(program, len(points), one))
@@ -113,35 +110,35 @@ class Chooser:
                 best *= 2
         words = [f"{seconds * 1000:.0f} ms {f'by {count} side by side' if count > 1 else 'one by one'}"
                  for count, seconds in times.items()]  # fmt: skip
-        return dataclasses.replace(one, beside=best), times[best], f"a step takes {', '.join(words)}"
+        return dataclasses.replace(one, concurrent=best), times[best], f"a step takes {', '.join(words)}"
 
     def _together(self, key: object, program: Program, count: int) -> Trainer:
-        if (key, count) not in self._made:
-            self._made[key, count] = sweep_pack.together(program, count)
-        return self._made[key, count]
+        if (key, count) not in self._trainers:
+            self._trainers[key, count] = sweep_pack.together(program, count)
+        return self._trainers[key, count]
 
-    def _seconds(self, trainer: Trainer, points: Sequence[Program], beside: int = 1) -> float:
-        """Of a step of a pack, the median of a few, which go nowhere; of so many packs side by side the share of one."""
-        start = threading.Barrier(beside)
+    def _seconds(self, trainer: Trainer, points: Sequence[Program], concurrent: int = 1) -> float:
+        """Median of a few steps of a pack, which go nowhere; of so many packs side by side the share of one."""
+        start = threading.Barrier(concurrent)
 
         def median() -> float:
             try:
-                state, numbers = trainer.begin(points)
-                times = []
-                with contextlib.closing(self._feeds.train(trainer.program, 0, trainer.program.train_feed())) as batches:
+                state, step_inputs = trainer.begin(points)
+                times, feed = [], trainer.program.train_feed()
+                with contextlib.closing(self._batches.train(trainer.program, 0, feed)) as batches:
                     for k, batch in zip(range(STEPS + 1), batches, strict=False):
                         if k == 1:
                             start.wait()
                         began = time.monotonic()
-                        state, metrics = trainer.step(state, numbers, batch)
+                        state, metrics = trainer.step(state, step_inputs, batch)
                         jax.block_until_ready(metrics)
                         times.append(time.monotonic() - began)
             except threading.BrokenBarrierError:
-                return 0.0  # another thread says what went wrong
+                return 0.0  # another thread raises what went wrong
             except BaseException:
                 start.abort()
                 raise
             return statistics.median(times[1:] or times)
 
-        with ThreadPoolExecutor(beside) as pool:
-            return max(future.result() for future in [pool.submit(median) for _ in range(beside)]) / beside
+        with ThreadPoolExecutor(concurrent) as pool:
+            return max(future.result() for future in [pool.submit(median) for _ in range(concurrent)]) / concurrent

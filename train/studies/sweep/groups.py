@@ -20,13 +20,15 @@ from mupax.train.parallel.feed import Feed
 
 Member = tuple[int, Program]
 """A point: its place among the sweep's configs, and its program."""
+CACHED_BYTES = 2**28
+"""Batches kept in memory, for the points that train after the first."""
 
 
 class Groups:
-    """Programs of configs; nothing is compiled or allocated, and a definition is made once per shape.
+    """Programs of configs; nothing is compiled or allocated, and a definition is built once per shape.
 
     Args:
-        devices: all there are unless given.
+        devices: all there are by default.
     """
 
     def __init__(self, devices: Sequence[Any] | None = None) -> None:
@@ -42,18 +44,17 @@ class Groups:
         groups: dict[object, list[Member]] = {}
         for index, config in enumerate(configs):
             shape = repr(shape_of(config))
-            made = self._first.get(shape)
-            program = assemble(config, self._devices, swept=True) if made is None else made.renumbered(config)
+            first = self._first.get(shape)
+            program = assemble(config, self._devices, swept=True) if first is None else first.renumbered(config)
             self._first.setdefault(shape, program)
-            groups.setdefault((shape, _structure(program)), []).append((index, program))
+            leaves, tree = jax.tree.flatten(program.run)  # a preset may have a factor that others do not
+            structure = tree, tuple((np.shape(leaf), np.asarray(leaf).dtype.str) for leaf in leaves)
+            groups.setdefault((shape, structure), []).append((index, program))
         return groups
 
 
 def shape_of(config: Config) -> Config:
-    """The config with every number that is data to the step at one value: equal shapes are one program.
-
-    A preset can still change the program, by a factor that it has and others do not; `Groups` looks at that too.
-    """
+    """The config with every number that is data to the step at one value: equal shapes are one program."""
     same = dict.fromkeys(("peak_lr", "weight_decay", "eps"), 0.0)
     schedule = {"schedule": "constant", "warmup_steps": 0, "decay_steps": None, "final_lr_fraction": 0.0}
     return dataclasses.replace(
@@ -71,29 +72,19 @@ def shape_of(config: Config) -> Config:
     )
 
 
-def _structure(program: Program) -> Any:
-    leaves, tree = jax.tree.flatten(program.run)
-    return tree, tuple((np.shape(leaf), np.asarray(leaf).dtype.str) for leaf in leaves)
-
-
-CACHED_BYTES = 2**28
-"""Batches kept in memory, for the points that train after the first."""
-
-
 class Batches:
-    """Training batches on the host, made once and kept where they are few, and the data they come from."""
+    """Training batches on the host, read once and cached where they are few, and the data they come from."""
 
     def __init__(self) -> None:
         self.note: Callable[[str], None] = lambda text: None
-        """Told, in a line, what takes time."""
+        """Called with a line about what takes time."""
         self._data: dict[Any, Data] = {}
-        self._kept: dict[Any, list[Any]] = {}
+        self._cached: dict[Any, list[Any]] = {}
         self._lock = threading.RLock()
 
     def of(self, program: Program) -> Data:
         """The data of a program."""
-        config = program.config
-        key = self._key(program)
+        config, key = program.config, self._key(program)
         with self._lock:
             if key not in self._data:
                 self._data[key] = data_sources.load(
@@ -102,20 +93,24 @@ class Batches:
             return self._data[key]
 
     def train(self, program: Program, start: int, feed: Feed) -> Generator[Batch, None, None]:
-        """Batches start, start + 1, ... on the devices."""
-        steps, kept = program.config.steps, self._kept.setdefault(self._key(program), [])
+        """Batches start, start + 1, ... on the devices.
+
+        Args:
+            program: whose data.
+            start: number of the first batch.
+            feed: puts a batch on the devices.
+        """
+        steps, cached = program.config.steps, self._cached.setdefault(self._key(program), [])
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in feed.abstract.values())
         if size * steps > CACHED_BYTES:
             with contextlib.closing(self.of(program).train_batches(start, *feed.rows)) as batches:
-                for batch in batches:
-                    yield feed.put(batch)
+                yield from map(feed.put, batches)
             return
         with self._lock:
-            if len(kept) < steps:
-                with contextlib.closing(self.of(program).train_batches(len(kept), *feed.rows)) as batches:
-                    kept.extend(next(batches) for _ in range(len(kept), steps))
-        for batch in kept[start:steps]:
-            yield feed.put(batch)
+            if len(cached) < steps:
+                with contextlib.closing(self.of(program).train_batches(len(cached), *feed.rows)) as batches:
+                    cached.extend(next(batches) for _ in range(len(cached), steps))
+        yield from map(feed.put, cached[start:steps])
 
     @staticmethod
     def _key(program: Program) -> Any:

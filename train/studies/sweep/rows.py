@@ -1,4 +1,4 @@
-"""What a sweep found, a row per point, kept in a file as points finish: points.jsonl."""
+"""What a sweep measured, a row per point, written as points finish: points.jsonl."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ FILE_NAME = "points.jsonl"
 CURVE_POINTS = 200
 LAST = 10
 """A point's loss is the mean over the last tenth of its steps."""
-
-How = Literal["together", "in turn"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,34 +45,23 @@ class Row:
     curve: tuple[float, ...]
     steps: int
     seconds: float
-    how: How
+    how: Literal["together", "in turn"]
 
     @property
     def diverged(self) -> bool:
-        """Whether training stopped being numbers."""
+        """Whether a loss or gradient was not finite."""
         return self.diverged_at is not None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; null stands for what is not finite."""
-        fields = dataclasses.asdict(self)
-        fields["loss"] = _plain(self.loss)
-        fields["curve"] = [_plain(value) for value in self.curve]
-        return fields
+        loss, *curve = (value if math.isfinite(value) else None for value in (self.loss, *self.curve))
+        return {**dataclasses.asdict(self), "loss": loss, "curve": curve}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Row:
-        """What `to_json` gave."""
-        loss, curve = fields["loss"], fields["curve"]
-        values = {"loss": _number(loss), "curve": tuple(map(_number, curve))}
-        return cls(**{**fields, **values})
-
-
-def _plain(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _number(value: float | None) -> float:
-    return math.inf if value is None else value
+        """The inverse of `to_json`."""
+        loss, *curve = (math.inf if value is None else value for value in (fields["loss"], *fields["curve"]))
+        return cls(**{**fields, "loss": loss, "curve": tuple(curve)})
 
 
 def key_of(config: Config, data_digest: str) -> str:
@@ -99,15 +86,15 @@ def key_of(config: Config, data_digest: str) -> str:
 
 def summarized(losses: np.ndarray) -> tuple[float, tuple[float, ...]]:
     """A point's loss and curve, from its losses float [steps]."""
+
+    def mean(part: np.ndarray) -> float:
+        return (
+            float(f"{part.mean():.9g}") if np.isfinite(part).all() else math.inf
+        )  # nine digits tell all float32 apart
+
     losses = np.asarray(losses, np.float64)
-    last = losses[-max(1, len(losses) // LAST) :]
-    parts = np.array_split(losses, min(CURVE_POINTS, len(losses)))
-    loss = _mean(last) if np.isfinite(losses).all() else math.inf
-    return loss, tuple(_mean(part) if np.isfinite(part).all() else math.inf for part in parts)
-
-
-def _mean(losses: np.ndarray) -> float:
-    return float(f"{losses.mean():.9g}")  # nine digits tell all float32 apart
+    loss = mean(losses[-max(1, len(losses) // LAST) :]) if np.isfinite(losses).all() else math.inf
+    return loss, tuple(map(mean, np.array_split(losses, min(CURVE_POINTS, len(losses)))))
 
 
 class Rows:
@@ -119,15 +106,12 @@ class Rows:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / FILE_NAME
-        self._rows: dict[str, Row] = {}
-        if self.path.exists():
-            text = self.path.read_bytes()
-            whole = text[: text.rfind(b"\n") + 1]
-            if len(whole) < len(text):
-                with self.path.open("r+b") as file:
-                    file.truncate(len(whole))
-            rows = [Row.from_json(json.loads(line)) for line in whole.decode().splitlines()]
-            self._rows = {row.key: row for row in rows}
+        text = self.path.read_bytes() if self.path.exists() else b""
+        complete = text[: text.rfind(b"\n") + 1]
+        if len(complete) < len(text):
+            os.truncate(self.path, len(complete))
+        rows = [Row.from_json(json.loads(line)) for line in complete.decode().splitlines()]
+        self._rows = {row.key: row for row in rows}
 
     def has(self, key: str, *, evaluated: bool) -> bool:
         """Whether a point is done, and evaluated where that is wanted and can be."""
@@ -141,7 +125,7 @@ class Rows:
         return len(self._rows)
 
     def add(self, row: Row) -> None:
-        """Keep a finished point."""
+        """Write a finished point."""
         with self.path.open("a") as file:
             file.write(json.dumps(row.to_json()) + "\n")
             file.flush()

@@ -1,7 +1,7 @@
 """Many runs that differ in numbers, trained with one compilation per shape, a row on disk as each finishes.
 
-A sweep is a list of complete configs. configs → groups of one program (sweep_groups.py) → packs (sweep_pack.py) → rows
-(sweep_rows.py); `train/studies/sweep/command.py` is its command line, `train/studies/transfer/study.py` asks for points as it learns from them.
+Complete configs -> groups of one program (groups.py) -> packs (trainer.py, work.py) -> rows (rows.py). command.py is the
+command line; transfer studies ask for points as they learn from them.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import jax
 from mupax.train.checkpoints.workdir import locked
 from mupax.train.config.run import Config
 from mupax.train.parallel.processes import Processes
-from mupax.train.studies.sweep import threads
+from mupax.train.studies.sweep import work
 from mupax.train.studies.sweep.choose import Chooser, Mode
 from mupax.train.studies.sweep.groups import Batches, Groups, Member
 from mupax.train.studies.sweep.rows import Row, Rows, key_of
-from mupax.train.studies.sweep.work import Quiet, Stopped, Watcher, Work
+from mupax.train.studies.sweep.work import OneAtATime, Stopped, Watcher, Work
 from mupax.zoo.configs import ConfigError
 
-__all__ = ["Mode", "Quiet", "Row", "Stopped", "Sweep", "Watcher", "run"]
+__all__ = ["Mode", "Row", "Stopped", "Sweep", "Watcher", "run"]
 
 
 class Sweep:
-    """Trains points as they are asked for; what it has compiled it keeps.
+    """Trains points as they are asked for, and keeps what it has compiled.
 
     Args:
-        folder: where rows and unfinished points are kept, made if missing.
+        folder: where rows and unfinished points go, created if missing.
         how: all points of a program at once, one after another, or whichever a short trial shows to be faster.
         evaluated: whether each point is evaluated after its last step.
-        stop: asked between steps whether to leave.
-        devices: all there are unless given.
+        stop: called between steps; True ends the sweep.
+        devices: all there are by default.
 
     Raises:
         ConfigError: several processes; a sweep has one.
@@ -53,18 +53,17 @@ class Sweep:
             raise ConfigError(
                 "a sweep runs in one process over its devices; start one sweep per host, each in its own folder"
             )
-        folder = folder.absolute()
-        self._folder, self._evaluated, self._stop = folder, evaluated, stop
-        self._groups, self._feeds = Groups(devices), Batches()
-        self._chooser = Chooser(how, self._feeds)
-        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._evaluated, self._stop = folder.absolute(), evaluated, stop
+        self._groups, self._batches = Groups(devices), Batches()
+        self._chooser = Chooser(how, self._batches)
+        self._folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, configs: Sequence[Config], watcher: Watcher | None = None) -> list[Row]:
         """Train every point that the folder has no row of.
 
         Args:
-            configs: the points; those that differ only in numbers (`sweep_groups.shape_of`) share a program.
-            watcher: told how it goes.
+            configs: the points; those that differ only in numbers (`groups.shape_of`) share a program.
+            watcher: shows progress.
 
         Returns:
             A row per config, in their order.
@@ -72,38 +71,33 @@ class Sweep:
         Raises:
             ConfigError, PresetError, MeshError, DataError: bad input, before the first step.
             WorkdirError: another sweep is at work in the folder.
-            Stopped: `stop` said so.
+            Stopped: `stop` returned True.
         """
-        watcher = threads.OneAtATime(watcher or Quiet())
-        self._feeds.note = watcher.note
+        watcher = OneAtATime(watcher or Watcher())
+        self._batches.note = watcher.note
         with locked(self._folder, Processes()):
-            rows = Rows(self._folder)
-            groups = self._groups.of(configs)
-            digests = {i: self._feeds.of(p).facts["digest"] for group in groups.values() for i, p in group}
+            rows, groups = Rows(self._folder), self._groups.of(configs)
+            digests = {i: self._batches.of(p).facts["digest"] for group in groups.values() for i, p in group}
             keys = {i: key_of(config, digests[i]) for i, config in enumerate(configs)}
             done = {i: rows[key] for i, key in keys.items() if rows.has(key, evaluated=self._evaluated)}
             watcher.begin(configs, done)
             for key, group in groups.items():
-                if todo := [(i, p) for i, p in _unique(group, keys) if i not in done]:
+                unique = list({keys[i]: (i, p) for i, p in reversed(group)}.values())[::-1]  # of equal points the first
+                if todo := [(i, p) for i, p in unique if i not in done]:
                     self._train(key, todo, keys, rows, watcher)
             return [rows[keys[i]] for i in range(len(configs))]
 
     def _train(self, key: object, todo: list[Member], keys: dict[int, str], rows: Rows, watcher: Watcher) -> None:
         trainer = self._chooser.trainer(key, [p for _, p in todo], watcher.note)
-        work = Work(trainer, self._feeds, self._folder, keys, self._evaluated, watcher, self._stop)
+        one = Work(trainer, self._batches, self._folder, keys, self._evaluated, watcher, self._stop)
         packs = [todo[start : start + trainer.count] for start in range(0, len(todo), trainer.count)]
-        for pack, found in threads.trained(work, packs, trainer.beside):
-            for i, row in found:
+        for pack, finished in work.trained(one, packs, trainer.concurrent):
+            for i, row in finished:
                 rows.add(row)
                 watcher.finished(i, row)
-            shutil.rmtree(work.unfinished(pack), ignore_errors=True)
+            shutil.rmtree(one.unfinished(pack), ignore_errors=True)
 
 
 def run(configs: Sequence[Config], folder: Path, *, watcher: Watcher | None = None, **how: Any) -> list[Row]:
-    """One sweep of these points; arguments as `Sweep` and its `run`."""
+    """The rows of one sweep over these points; arguments as `Sweep` and its `run`."""
     return Sweep(folder, **how).run(configs, watcher)
-
-
-def _unique(group: Sequence[Member], keys: dict[int, str]) -> list[Member]:
-    """The points of a group, of equal ones the first."""
-    return list({keys[i]: (i, program) for i, program in reversed(group)}.values())[::-1]

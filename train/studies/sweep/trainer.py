@@ -1,12 +1,13 @@
 """Points of a sweep that are one program: trained all at once along a stacked axis, or one after another.
 
 Both are a `Trainer`: a compiled step over `count` points. In turn `count` is 1 and the step is the very one of a run alone,
-so that its losses are the same to the bit; together every array of state and numbers has a first axis [count].
+so that its losses are bitwise the same; together every array of state and step inputs has a first axis [count].
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import threading
@@ -36,12 +37,12 @@ class Trainer:
         program: of any one of the points.
         count: points that it trains at once.
         abstract: shapes and shardings of its state.
-        step: (state, numbers, batch) -> (state, metrics).
-        begin: programs of the points -> (state, numbers) at step 0.
+        step: (state, step inputs, batch) -> (state, metrics).
+        begin: programs of the points -> (state, step inputs) at step 0.
         placed: a restored state in the layout that the step takes.
-        score: (parameters, numbers, batch) -> `Sums`.
+        score: (parameters, step inputs, batch) -> `Sums`.
         temporary: bytes per device while a step runs, all points together; 0 where the backend does not say.
-        beside: packs to train at the same time, in threads.
+        concurrent: packs to train at the same time, in threads.
     """
 
     program: Program
@@ -52,7 +53,7 @@ class Trainer:
     placed: Callable[[TrainState], TrainState]
     score: Callable[..., Any]
     temporary: int
-    beside: int = 1
+    concurrent: int = 1
 
 
 def alone(program: Program) -> Trainer:
@@ -78,46 +79,40 @@ def together(program: Program, count: int) -> Trainer:
         count: a multiple of the mesh axis `sweep`.
     """
     mesh, config = program.mesh, program.config
-    spread = "sweep" if mesh.shape["sweep"] > 1 else None
-    over = NamedSharding(mesh, PartitionSpec(spread))
+    split = "sweep" if mesh.shape["sweep"] > 1 else None
+    over = NamedSharding(mesh, PartitionSpec(split))
 
     def stacked(leaf: Any) -> jax.ShapeDtypeStruct:
-        given = getattr(leaf, "sharding", None)
-        spec = given.spec if isinstance(given, NamedSharding) else ()
-        return jax.ShapeDtypeStruct(
-            (count, *np.shape(leaf)), leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(spread, *spec))
-        )
+        sharding = getattr(leaf, "sharding", None)
+        spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
+        placed = NamedSharding(mesh, PartitionSpec(split, *spec))
+        return jax.ShapeDtypeStruct((count, *np.shape(leaf)), leaf.dtype, sharding=placed)
 
     def shardings(tree: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
     abstract = jax.tree.map(stacked, program.abstract)
-    numbers: Any = jax.tree.map(stacked, program.abstract_run())
+    step_inputs: Any = jax.tree.map(stacked, program.abstract_run())
     feed, scored = program.train_feed().abstract, program.eval_feed().abstract
     one = make_train_step(program.definition, program.tx, config.accumulation_steps, program.layout)
-
-    def many(state: TrainState, run: StepInputs, batch: Batch) -> Any:
-        return jax.vmap(one, in_axes=(0, 0, None), spmd_axis_name=spread)(state, run, batch)
-
-    compiled = (
-        jax.jit(
-            many,
-            in_shardings=(shardings(abstract), shardings(numbers), program.layout.batch(feed)),
-            out_shardings=(shardings(abstract), over),
-            donate_argnums=0,
-        )
-        .lower(abstract, numbers, feed)
-        .compile(compiler_options=program.compiler_options())
+    taken = shardings(abstract), shardings(step_inputs), program.layout.batch(feed)
+    many = jax.jit(
+        jax.vmap(one, in_axes=(0, 0, None), spmd_axis_name=split),
+        in_shardings=taken,
+        out_shardings=(taken[0], over),
+        donate_argnums=0,
     )
+    compiled = many.lower(abstract, step_inputs, feed).compile(compiler_options=program.compiler_options())
 
     def evaluated(params: Any, run: StepInputs, batch: Batch) -> Any:
         def sums(params: Any, run: StepInputs) -> Any:
             with partition.using(program.layout):
                 return batch_sums(program.definition, params, run, batch)
 
-        return jax.vmap(sums, spmd_axis_name=spread)(params, run)
+        return jax.vmap(sums, spmd_axis_name=split)(params, run)
 
-    score = _once(lambda: jax.jit(evaluated, out_shardings=over).lower(abstract.evaluated, numbers, scored).compile())
+    evaluate = jax.jit(evaluated, out_shardings=over)
+    score = _once(lambda: evaluate.lower(abstract.evaluated, step_inputs, scored).compile())
     births = jax.jit(jax.vmap(program.definition.initialize), out_shardings=shardings(abstract.params))
     begins = jax.jit(jax.vmap(program.initializer.beside), out_shardings=shardings(abstract))
 
@@ -127,18 +122,18 @@ def together(program: Program, count: int) -> Trainer:
         runs = jax.tree.map(lambda *each: np.stack(each), *(point.run for point in points))
         if config.model.centered:
             runs = runs._replace(reference=births(seeds, stds))
-        return begins(births(seeds, stds)), jax.device_put(runs, shardings(numbers))
+        return begins(births(seeds, stds)), jax.device_put(runs, taken[1])
 
     return Trainer(program, count, abstract, compiled, begin, lambda state: state, score, _bytes(compiled))
 
 
 def fitting(program: Program, points: int, one: Trainer | None = None) -> int:
-    """How many of so many points fit into a device's memory at once, as a multiple of the mesh axis `sweep`.
+    """How many of the points fit into a device's memory at once, as a multiple of the mesh axis `sweep`.
 
     Args:
         program: of any one of them.
-        points: how many there are.
-        one: the trainer of one point, if it is compiled: its memory is then known better than from the state's size.
+        points: their number.
+        one: the trainer of one point, if it is compiled, whose memory says more than the state's size.
     """
     ways = program.mesh.shape["sweep"]
     most = math.ceil(points / ways) * ways
@@ -153,11 +148,9 @@ def fitting(program: Program, points: int, one: Trainer | None = None) -> int:
 
 def _free_bytes(device: Any) -> int | None:
     """Memory that a device has left; None where nobody says."""
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if stats and "bytes_limit" in stats:
-        return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
     if device.platform != "cpu":
-        return None
+        stats = device.memory_stats() or {}
+        return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0)) if "bytes_limit" in stats else None
     try:  # virtual devices share the machine's memory
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // jax.local_device_count()
     except (ValueError, OSError):
@@ -165,22 +158,19 @@ def _free_bytes(device: Any) -> int | None:
 
 
 def _bytes(compiled: jax.stages.Compiled) -> int:
-    found = compiled.memory_analysis()
-    if found is None:
+    if (stats := compiled.memory_analysis()) is None:
         return 0
-    whole = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
-    return int(whole - found.alias_size_in_bytes)
+    sizes = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
+    return int(sizes - stats.alias_size_in_bytes)
 
 
-def _once(make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+def _once(compile_: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
     """A program that is compiled where it is first called: a sweep that never evaluates compiles no evaluation."""
-    made: list[Callable[..., Any]] = []
-    lock = threading.Lock()
+    lock, cached = threading.Lock(), functools.cache(compile_)
 
     def call(*args: Any) -> Any:
         with lock:
-            if not made:
-                made.append(make())
-        return made[0](*args)
+            program = cached()
+        return program(*args)
 
     return call

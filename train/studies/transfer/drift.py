@@ -26,6 +26,13 @@ RESAMPLES = 1000
 FAILED = 0.025
 """Share of resamples without a minimum from which on a price has no interval."""
 
+Resampled = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def finite(value: float, digits: int = 6) -> float | None:
+    """The value rounded, or None where it is not finite."""
+    return round(float(value), digits) if math.isfinite(value) else None
+
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
@@ -39,6 +46,10 @@ class Interval:
     def half_width(self) -> float:
         """Half of the interval."""
         return (self.high - self.low) / 2
+
+    def to_json(self, digits: int = 6) -> dict[str, float | None]:
+        """Rounded ends and value; None where not finite."""
+        return {name: finite(value, digits) for name, value in dataclasses.asdict(self).items()}
 
     def meets(self, low: float, high: float) -> bool:
         """Whether the interval has a point of [low, high]."""
@@ -92,12 +103,12 @@ def analyse(sizes: Sequence[int], curves: Sequence[Curve]) -> Analysis:
     fits = tuple(fit(curve, seeds) for curve in curves)
     drawn = np.random.default_rng(0).integers(0, max(seeds, 1), (RESAMPLES, max(seeds, 1)))
     resampled = [_resampled(curve, f, drawn) for curve, f in zip(curves, fits, strict=True)]
-    known = [i for i, f in enumerate(fits) if not f.trouble]
+    fitted = [i for i, f in enumerate(fits) if not f.trouble]
     doublings = np.log2(np.asarray(sizes, float))
-    slope = _slope(doublings[known])
+    slope = _slope(doublings[fitted])
     drift = _interval(
-        float(slope @ [fits[i].optimum for i in known]) if len(known) > 1 else math.nan,
-        sum((s * resampled[i][0] for s, i in zip(slope, known, strict=True)), np.zeros(RESAMPLES)),
+        float(slope @ [fits[i].optimum for i in fitted]) if len(fitted) > 1 else math.nan,
+        sum((s * resampled[i][0] for s, i in zip(slope, fitted, strict=True)), np.zeros(RESAMPLES)),
         seeds,
     )
     prices = tuple(_price(curves[i], fits[0], fits[i], resampled[0], resampled[i], drawn) for i in range(len(sizes)))
@@ -108,9 +119,9 @@ def analyse(sizes: Sequence[int], curves: Sequence[Curve]) -> Analysis:
 
 def paired_seeds(curves: Sequence[Curve]) -> int:
     """Seeds, counted from the first, that every size has at every rate of its window."""
-    known = [np.isnan(curve.losses[curve.window()]).sum(axis=0) == 0 for curve in curves]
     shortest = min(curve.losses.shape[1] for curve in curves)
-    together = np.stack([k[:shortest] for k in known]).all(axis=0)
+    measured = [~np.isnan(curve.losses[curve.window(), :shortest]) for curve in curves]
+    together = np.concatenate(measured).all(axis=0)
     return shortest if together.all() else int(np.argmin(together))
 
 
@@ -135,7 +146,7 @@ def _slope(doublings: np.ndarray) -> np.ndarray:
     return centred / (centred @ centred)
 
 
-def _resampled(curve: Curve, f: Fit, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _resampled(curve: Curve, f: Fit, drawn: np.ndarray) -> Resampled:
     """Vertex, loss and curvature of each resample [B]; loss and curvature nan where it has no minimum, all where `f` has none."""
     if f.trouble:
         nothing = np.full(len(drawn), np.nan)
@@ -150,12 +161,7 @@ def _resampled(curve: Curve, f: Fit, drawn: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def _price(
-    curve: Curve,
-    base: Fit,
-    own: Fit,
-    base_resampled: tuple[np.ndarray, np.ndarray, np.ndarray],
-    own_resampled: tuple[np.ndarray, np.ndarray, np.ndarray],
-    drawn: np.ndarray,
+    curve: Curve, base: Fit, own: Fit, base_resampled: Resampled, own_resampled: Resampled, drawn: np.ndarray
 ) -> Interval:
     """Loss at the base's best rate over the least loss: on the parabola within its rates, else between measured rates."""
     if base.trouble or own.trouble:
@@ -182,7 +188,8 @@ def _price(
 def _worse(
     sizes: Sequence[int], curves: Sequence[Curve], base: Fit
 ) -> tuple[tuple[tuple[int, float, Interval], ...], int]:
-    found, compared = [], 0
+    """Where a size is worse than the one before it, and how many sizes and learning rates were compared."""
+    worse, compared = [], 0
     for size, before, after in zip(sizes[1:], curves, curves[1:], strict=False):
         for x in np.intersect1d(before.x, after.x):
             if base.trouble or abs(x - base.optimum) > OCTAVE:
@@ -194,10 +201,9 @@ def _worse(
             change = large[both] - small[both]
             compared += 1
             if not np.isfinite(change).all():
-                found.append((size, float(x), Interval(math.inf, math.inf, math.inf)))
+                worse.append((size, float(x), Interval(math.inf, math.inf, math.inf)))
             elif (mean := float(change.mean())) > 0:
-                half = math.inf
-                if len(change) > 1:
-                    half = float(stdtrit(len(change) - 1, 0.975) * change.std(ddof=1) / math.sqrt(len(change)))
-                found.append((size, float(x), Interval(mean, mean - half, mean + half)))
-    return tuple(found), compared
+                n = len(change)
+                half = float(stdtrit(n - 1, 0.975) * change.std(ddof=1) / math.sqrt(n)) if n > 1 else math.inf
+                worse.append((size, float(x), Interval(mean, mean - half, mean + half)))
+    return tuple(worse), compared

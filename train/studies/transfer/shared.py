@@ -22,33 +22,23 @@ from mupax.zoo.build import definition
 def shared(studies: Sequence[Study]) -> list[Study]:
     """The studies, their points under `sp`, or under the preset of an earlier study, where that changes no number."""
     seen: list[tuple[Config, list[np.ndarray]]] = []
-    return [
-        dataclasses.replace(study, trained=tuple(_first(config, seen) for config in study.configs)) for study in studies
-    ]
 
-
-def _first(config: Config, seen: list[tuple[Config, list[np.ndarray]]]) -> Config:
-    """The first of `sp`, `seen` and the config itself that trains as it does; is added to `seen`."""
-    ours = _numbers(config)
-    if ours is None:
+    def first(config: Config) -> Config:
+        """The first of `sp`, `seen` and the config itself that trains as it does; is added to `seen`."""
+        if (ours := _preset_arrays(config)) is None:
+            return config
+        plain = dataclasses.replace(config, preset=PresetConfig(name="sp", base=config.preset.base))
+        for other, its in [(plain, _preset_arrays(plain)), *seen]:
+            same_run = dataclasses.replace(other, preset=config.preset) == config
+            if its is not None and same_run and len(ours) == len(its) and all(map(np.array_equal, ours, its)):
+                return other
+        seen.append((config, ours))
         return config
-    plain = dataclasses.replace(config, preset=PresetConfig(name="sp", base=config.preset.base))
-    for other, its in [(plain, _numbers(plain)), *seen]:
-        if its is not None and _same_run(config, other) and _equal(ours, its):
-            return other
-    seen.append((config, ours))
-    return config
+
+    return [dataclasses.replace(study, trained=tuple(map(first, study.configs))) for study in studies]
 
 
-def _same_run(config: Config, other: Config) -> bool:
-    return dataclasses.replace(other, preset=config.preset) == config
-
-
-def _equal(ours: list[np.ndarray], its: list[np.ndarray]) -> bool:
-    return len(ours) == len(its) and all(np.array_equal(a, b) for a, b in zip(ours, its, strict=True))
-
-
-def _numbers(config: Config) -> list[np.ndarray] | None:
+def _preset_arrays(config: Config) -> list[np.ndarray] | None:
     """All that a preset decides in a run: factors and initial standard deviations; None where it has no rule for this one."""
     try:
         preset, model = preset_of(config), definition(config.model)

@@ -65,7 +65,7 @@ class Study:
         axis: what grows, of `mupax.train.config.sizes.AXES`.
         sizes: of it, increasing.
         configs: a run of each size, whose rate and seed the points replace.
-        trained: the same runs as they are trained, under a preset that gives the same numbers; `configs` unless given.
+        trained: the same runs as they are trained, under a preset that gives the same numbers; `configs` by default.
     """
 
     label: str
@@ -133,24 +133,28 @@ class Measured:
         rates = sorted(
             {r for i, r, _ in self.rows if i == at and all((at, r, s) in self.rows for s in range(self.first))}
         )
-        losses = [[self._loss((at, r, s)) for s in range(seeds)] for r in rates]
+        points = [[(at, r, s) for s in range(seeds)] for r in rates]
+        losses = [[self.rows[point].loss if point in self.rows else math.nan for point in row] for row in points]
         return Curve(np.array(rates, float) * STEP, np.array(losses, float).reshape(len(rates), seeds), self._first(at))
 
     def analysis(self) -> Analysis | None:
-        """What the curves say; None before every size has one."""
+        """Fits and intervals of the curves; None before every size has one."""
         curves = [self.curve(at) for at in range(len(self.study.sizes))]
         return analyse(self.study.sizes, curves) if all(len(curve.x) for curve in curves) else None
 
     def wanted(self, limits: Limits) -> list[Point]:
         """Points to train next; none when the study is over, and then `stopped` says why."""
-        points = self._rates(limits)
+        points = self._rates()
         if not points and self._choose_anew():
-            points = self._rates(limits)
+            points = self._rates()
         if not points:
             return self._seed(limits)
         if self.seconds < 60 * limits.minutes:
             return points
-        self.stopped = f"the {limits.minutes:g} minutes ended before every size had its minimum inside the grid"
+        return self._stop(f"the {limits.minutes:g} minutes ended before every size had its minimum inside the grid")
+
+    def _stop(self, why: str) -> list[Point]:
+        self.stopped = why
         return []
 
     def _first(self, at: int) -> int:
@@ -158,36 +162,31 @@ class Measured:
 
     def _choose_anew(self) -> bool:
         """Choose the rates of sizes that noise leaves without a minimum by all their seeds; whether any is chosen anew."""
-        analysis = self.analysis()
-        if analysis is None:
+        if (analysis := self.analysis()) is None:
             return False
-        noisy = [at for at, found in enumerate(analysis.fits) if found.trouble in NOISE]
+        noisy = [at for at, fitted in enumerate(analysis.fits) if fitted.trouble in NOISE]
         anew = [at for at in noisy if analysis.seeds > self._first(at)]
         self.chosen |= dict.fromkeys(anew, analysis.seeds)
         return bool(anew)
 
-    def _loss(self, point: Point) -> float:
-        return self.rows[point].loss if point in self.rows else math.nan
-
-    def _rates(self, limits: Limits) -> list[Point]:
+    def _rates(self) -> list[Point]:
         """The missing rates of the first size that has not all it needs."""
         centre, transferred = round(math.log2(self.study.configs[0].optimizer.peak_lr) / STEP), None
         for at in range(len(self.study.sizes)):
-            curve = self.curve(at)
+            curve, wanted = self.curve(at), []
             if not len(curve.x):
                 wanted = list(range(centre - SIDES, centre + SIDES + 1))
             elif len(curve.x) < MOST_RATES and (missing := curve.missing()):
                 wanted = [round(x / STEP) for x in missing]
             else:
-                found = fit(curve, self.first)
-                if not found.trouble:
-                    centre = round(found.optimum / STEP)
+                fitted = fit(curve, self.first)
+                if not fitted.trouble:
+                    centre = round(fitted.optimum / STEP)
                 elif np.isfinite(curve.mean).any():
                     centre = round(curve.x[int(np.argmin(curve.mean))] / STEP)
                 if at == 0:
-                    transferred = None if found.trouble else found.optimum / STEP
-                wanted = []
-                if at and transferred is not None:
+                    transferred = None if fitted.trouble else fitted.optimum / STEP
+                elif transferred is not None:
                     wanted = [math.floor(transferred), math.ceil(transferred)]
             if at in self.chosen:
                 wanted += [round(x / STEP) for x in curve.x[curve.window()]]
@@ -201,17 +200,13 @@ class Measured:
     def _seed(self, limits: Limits) -> list[Point]:
         """One more seed at the rates of every size's fit, or the reason why not."""
         analysis = self.analysis()
-        noisy = [found.trouble in NOISE for found in analysis.fits] if analysis else []
+        noisy = [fitted.trouble in NOISE for fitted in analysis.fits] if analysis else []
         if analysis is None or sum(not f.trouble for f in analysis.fits) + sum(noisy) < 2:
-            self.stopped = "fewer than two sizes have a minimum; more seeds would not help"
-            return []
+            return self._stop("fewer than two sizes have a minimum; more seeds would not help")
         if analysis.drift.half_width <= TOLERANCE and not any(noisy):
-            self.stopped = f"the drift is known to {TOLERANCE} octaves per doubling"
-            return []
-        seed = analysis.seeds
-        if seed >= limits.max_seeds:
-            self.stopped = f"all {limits.max_seeds} seeds are used"
-            return []
+            return self._stop(f"the drift is known to {TOLERANCE} octaves per doubling")
+        if (seed := analysis.seeds) >= limits.max_seeds:
+            return self._stop(f"all {limits.max_seeds} seeds are used")
         points, seconds = [], 0.0
         for at in range(len(self.study.sizes)):
             curve = self.curve(at)
@@ -221,8 +216,7 @@ class Measured:
             points += missing
             seconds += len(missing) * sum(own) / len(own)
         if self.seconds + seconds > 60 * limits.minutes:
-            self.stopped = f"the {limits.minutes:g} minutes would not hold another seed"
-            return []
+            return self._stop(f"the {limits.minutes:g} minutes would not hold another seed")
         return points
 
 
@@ -235,27 +229,23 @@ def measure(
 
     Args:
         studies: to measure.
-        run: trains points, or knows them from before.
+        run: trains points, or has their rows from before.
         limits: of each study.
-        tell: is told a line per round.
+        tell: called with a line per round.
     """
-    found = [Measured(study, limits.seeds) for study in studies]
-    while True:
-        asked = [(measured, point) for measured in found for point in measured.wanted(limits)]
-        if not asked:
-            return found
-        tell(_round(asked))
+    every = [Measured(study, limits.seeds) for study in studies]
+    while asked := [(measured, point) for measured in every for point in measured.wanted(limits)]:
+        groups: dict[str, list[Point]] = {}
+        for measured, point in asked:
+            study = measured.study
+            groups.setdefault(f"{study.label} {study.axis} {study.sizes[point[0]]}", []).append(point)
+        tell(
+            "; ".join(
+                f"{name}: {len({rate for _, rate, _ in points})} rates, {len({seed for _, _, seed in points})} seeds"
+                for name, points in groups.items()
+            )
+        )
         rows = run([measured.study.config(point) for measured, point in asked])
         for (measured, point), row in zip(asked, rows, strict=True):
             measured.rows[point] = row
-
-
-def _round(asked: Sequence[tuple[Measured, Point]]) -> str:
-    groups: dict[str, list[Point]] = {}
-    for measured, point in asked:
-        study = measured.study
-        groups.setdefault(f"{study.label} {study.axis} {study.sizes[point[0]]}", []).append(point)
-    return "; ".join(
-        f"{name}: {len({rate for _, rate, _ in points})} rates, {len({seed for _, _, seed in points})} seeds"
-        for name, points in groups.items()
-    )
+    return every

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import inspect
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +11,7 @@ from mupax.presets import PRESETS
 from mupax.presets.tuned import find
 from mupax.presets.tuned.find import Tuned
 from mupax.train.config.run import preset_of
-from mupax.train.studies.transfer.drift import Analysis, Interval
+from mupax.train.studies.transfer.drift import Analysis, finite
 from mupax.train.studies.transfer.report import provenance
 from mupax.train.studies.transfer.study import Measured
 from mupax.zoo.configs import ConfigError
@@ -54,13 +52,13 @@ def save(name: str, label: str, judged: Sequence[tuple[Measured, Analysis]], com
     preset = own[0][0].study.configs[0].preset
     of_base = [(m, a) for m, a in own if m.study.configs[0].preset.base == preset.base]
     path = Path(name) if name.endswith(".json") else find.OWN_FOLDER / f"{preset.name}.{name}.json"
-    made = made_of(of_path(name, preset.name) if name.endswith(".json") else name, of_base, command)
-    find.save(made, path)
-    found = path.parent.resolve() in (find.FOLDER, find.OWN_FOLDER.resolve())
-    return path, made.use if found else f"{made.preset}:{path}"
+    tuned = of_studies(of_path(name, preset.name) if name.endswith(".json") else name, of_base, command)
+    find.save(tuned, path)
+    by_name = path.parent.resolve() in (find.FOLDER, find.OWN_FOLDER.resolve())
+    return path, tuned.use if by_name else f"{tuned.preset}:{path}"
 
 
-def made_of(name: str, judged: Sequence[tuple[Measured, Analysis]], command: str) -> Tuned:
+def of_studies(name: str, judged: Sequence[tuple[Measured, Analysis]], command: str) -> Tuned:
     """The tuned preset of studies of one preset with one base; arguments and errors as `save`."""
     measured, analysis = judged[0]
     fitted, config = analysis.fits[0], measured.study.configs[0]
@@ -68,9 +66,9 @@ def made_of(name: str, judged: Sequence[tuple[Measured, Analysis]], command: str
         where = f"at {measured.study.axis} {analysis.sizes[0]}"
         raise NoMinimum(f"every point is trained, but there is no rate to save: {where}, {fitted.why}")
     resolved, curve, opt = preset_of(config), measured.curve(0), config.optimizer
-    takes = inspect.signature(PRESETS[config.preset.name]).parameters  # `given` has what a preset fixes, too
+    takes = inspect.signature(PRESETS[config.preset.name]).parameters  # `given` holds what a preset fixes, too
     units = config.model.units
-    numbers = {
+    optimizer = {
         **{f: getattr(opt, f) for f in ("name", "b1", "b2", "eps", "weight_decay", "decay", "momentum", "clip_norm")},
         "peak_lr": float(f"{2.0**fitted.optimum:.4g}"),
         "schedule": opt.schedule,
@@ -84,7 +82,7 @@ def made_of(name: str, judged: Sequence[tuple[Measured, Analysis]], command: str
         constants={name: value for name, value in resolved.given.items() if name in takes},
         form=config.preset.form,
         base=None if resolved.base is None else dict(resolved.base),
-        optimizer=numbers,
+        optimizer=optimizer,
         provenance={
             "recipe": config.recipe,
             "data": config.data.name,
@@ -95,10 +93,10 @@ def made_of(name: str, judged: Sequence[tuple[Measured, Analysis]], command: str
             "sizes": [dict(model) for model in sorted(models)],
             "seeds": analysis.seeds,
             "log2_lr": [float(x) for x in curve.x],
-            "loss": [_number(loss) for loss in curve.mean],
-            "log2_optimum": _interval(analysis.optima[0]),
+            "loss": [finite(loss, 5) for loss in curve.mean],
+            "log2_optimum": analysis.optima[0].to_json(5),
             "transfer": [
-                {"axis": m.study.axis, "sizes": list(a.sizes), "verdict": a.verdict, "drift": _interval(a.drift)}
+                {"axis": m.study.axis, "sizes": list(a.sizes), "verdict": a.verdict, "drift": a.drift.to_json(5)}
                 for m, a in judged
                 if len(a.sizes) > 1
             ],
@@ -116,11 +114,3 @@ def of_path(path: str, preset: str) -> str:
         raise ConfigError(f"--save-tuned {path}: write a file name {preset}.NAME.json")
     find.check_name(name)
     return name
-
-
-def _interval(interval: Interval) -> dict[str, float | None]:
-    return {name: _number(value) for name, value in dataclasses.asdict(interval).items()}
-
-
-def _number(value: float) -> float | None:
-    return round(float(value), 5) if math.isfinite(value) else None

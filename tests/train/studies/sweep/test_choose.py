@@ -110,7 +110,7 @@ def test_side_by_side_a_stop_saves_all_and_an_error_ends_all(
     assert [row.curve for row in rows] == [row.curve for row in on_one]
     assert not list((tmp_path / "unfinished").iterdir())
 
-    class Fails(sweep.Quiet):
+    class Fails(sweep.Watcher):
         def training(self, points: Any, step: int, losses: Any) -> None:
             raise OSError("the screen is gone")
 
@@ -118,7 +118,7 @@ def test_side_by_side_a_stop_saves_all_and_an_error_ends_all(
         sweep.run(chosen, tmp_path / "fails", watcher=Fails(), devices=one)
 
 
-class Crowded(sweep.Quiet):
+class Crowded(sweep.Watcher):
     """A watcher that takes its time, and knows whether it was told two things at once."""
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ from mupax.train.studies.sweep import rows as sweep_rows
 from mupax.train.studies.sweep import study, sweep, work
 from mupax.train.studies.sweep.rows import Row, Rows
 from mupax.train.studies.transfer import figure as transfer_figure
-from mupax.train.studies.transfer import find as transfer_tuned
+from mupax.train.studies.transfer import tuned as transfer_tuned
 from mupax.zoo import configs
 from mupax.zoo.configs import DecoderConfig
 from scripts.bench import sweep_cost
@@ -265,7 +265,7 @@ def test_a_signal_stops_the_command_which_then_goes_on(
     assert len(after.splitlines()) == 4
 
 
-class Noted(sweep.Quiet):
+class Noted(sweep.Watcher):
     def __init__(self, notes: list[str]) -> None:
         self.notes = notes
 
