@@ -40,7 +40,8 @@ def test_a_second_run_on_a_workdir_is_refused_until_the_first_is_gone(tmp_path: 
 MOMENTS = """
 import os, signal, sys
 from pathlib import Path
-from train import recipes, workdir
+from mupax.train.checkpoints import workdir
+from mupax.train.config import recipes
 from mupax.train.parallel.processes import Processes
 import dataclasses
 

@@ -92,7 +92,7 @@ def test_a_plain_process_joins_nobody() -> None:
 def test_who_waits_too_long_says_for_whom() -> None:
     # In a process of its own: the library would end this one.
     code = (
-        "from mupax.train.config.run import DistributedConfig; from train import distributed\n"
+        "from mupax.train.config.run import DistributedConfig; from mupax.train.parallel import distributed\n"
         "c = DistributedConfig(coordinator='localhost:9', processes=2, process=1, timeout_seconds=1)\n"
         "with distributed.joined(c): pass"
     )

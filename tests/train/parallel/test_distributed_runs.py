@@ -31,7 +31,8 @@ DRIVER = """
 import hashlib, json, os, signal, sys
 import jax
 from jax.experimental import mesh_utils
-from train import feed, finish
+from mupax.train.parallel import feed
+from mupax.train.run.report import finish
 
 if os.environ.get("ALTERNATE"):
     in_order = mesh_utils.create_device_mesh

@@ -88,7 +88,7 @@ def test_control_the_compiler_refuses_what_it_does_not_know(options: dict[str, V
 # In a process of its own: the TPU compiler takes its settings from the environment when it is loaded, and only once.
 AHEAD = """
 import json, sys
-from train import topology
+from mupax.train.pods import topology
 topology.ready()
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec

@@ -133,7 +133,7 @@ from jax.experimental import topologies
 from scripts.bench.torch_step import config_of
 from mupax.train.config.run import MeshConfig
 from mupax.train.core.program import assemble
-from zoo import configs
+from mupax.zoo import configs
 from mupax.zoo.configs import ComputeConfig
 
 devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices

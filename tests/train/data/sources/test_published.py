@@ -107,7 +107,7 @@ def test_packed_text_opens_without_tfds(tmp_path: Path) -> None:
     prepare(tmp_path, TEXT, {"train": sentences(0, 20), "test": sentences(20, 25)})
     load("tiny", tmp_path, SHORT)
     code = (
-        "import sys; from train import data; from mupax.train.config.run import DataConfig; from mupax.zoo.configs import get\n"
+        "import sys; from mupax.train import data; from mupax.train.config.run import DataConfig; from mupax.zoo.configs import get\n"
         "import dataclasses\n"
         f"config = DataConfig(name='tiny', batch_size=2, data_dir={str(tmp_path)!r})\n"
         "found = data.load(config, dataclasses.replace(get('lm-tiny'), seq_len=7), seed=0)\n"
