@@ -18,7 +18,6 @@ from typing import Any
 from mupax import presets
 from mupax.presets import Preset, PresetError
 from mupax.presets.analysis import table
-from mupax.zoo.build import definition
 from mupax.zoo.configs import DecoderConfig, ModelConfig, ViTConfig
 
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "goldens"

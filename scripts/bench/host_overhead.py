@@ -28,7 +28,8 @@ import jax
 import numpy as np
 
 from mupax.train.config.run import CheckpointConfig, Config, DataConfig, LogConfig, OptimizerConfig, PresetConfig
-from mupax.train.core.program import Program, abstract_batch, assemble
+from mupax.train.core.program import Program, assemble
+from mupax.train.parallel.feed import abstract_batch
 from mupax.train.run import loop
 from mupax.zoo import configs
 

@@ -26,9 +26,10 @@ from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConf
 from mupax.train.core.compile import free_format
 from mupax.train.core.loss import cross_entropy
 from mupax.train.core.optimizer import schedule_table
-from mupax.train.core.program import Program, abstract_batch, assemble
+from mupax.train.core.program import Program, assemble
 from mupax.train.core.state import TrainState
 from mupax.train.core.step import StepInputs, make_train_step
+from mupax.train.parallel.feed import abstract_batch
 from mupax.train.pods import topology
 from mupax.zoo import configs, partition
 from mupax.zoo.configs import ComputeConfig, DecoderConfig

@@ -31,7 +31,8 @@ from mupax.train.checkpoints import digests, manifest
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import CheckpointConfig, MeshConfig
-from mupax.train.core.program import abstract_batch, assemble
+from mupax.train.core.program import assemble
+from mupax.train.parallel.feed import abstract_batch
 
 FACTS = {"digest": "none"}
 BATCH = 4

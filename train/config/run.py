@@ -109,6 +109,11 @@ class Config:
         """What seeds data order and augmentation."""
         return self.seed if self.data.seed is None else self.data.seed
 
+    @property
+    def eval_batch_size(self) -> int:
+        """Examples of an evaluation batch, over all devices."""
+        return self.data.eval_batch_size or self.data.batch_size
+
     def evaluates_after(self, step: int) -> bool:
         """Whether an evaluation is due after so many steps."""
         every = self.log.eval_every_steps
@@ -123,7 +128,7 @@ class Config:
         return dataclasses.replace(
             self,
             workdir=self.workdir or str(Path("runs") / self.recipe),
-            data=dataclasses.replace(self.data, eval_batch_size=self.data.eval_batch_size or self.data.batch_size),
+            data=dataclasses.replace(self.data, eval_batch_size=self.eval_batch_size),
         )
 
 

@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -15,17 +14,17 @@ from jax.sharding import Mesh
 from mupax.presets import Preset
 from mupax.train.config import patterns, sharding_rules
 from mupax.train.config.run import Config, preset_of
-from mupax.train.core import guards, nonfinite, optimizer, state
+from mupax.train.core import guards, nonfinite, optimizer
 from mupax.train.core.compile import compile_eval_step, trace_train_step
 from mupax.train.core.factors import Numbers, init_stds, resolve
-from mupax.train.core.step import Batch, StepInputs
+from mupax.train.core.state import Initializer, TrainState, abstract_state
+from mupax.train.core.step import StepInputs
 from mupax.train.parallel import mesh as meshes
 from mupax.train.parallel import xla_flags
-from mupax.train.parallel.feed import Feed
+from mupax.train.parallel.feed import Feed, abstract_batch
 from mupax.train.parallel.sharding import MeshLayout
 from mupax.zoo.build import definition
 from mupax.zoo.definition import Definition
-from mupax.zoo.families import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +36,8 @@ class Program:
     preset: Preset
     layout: MeshLayout
     tx: optax.GradientTransformationExtraArgs
-    abstract: state.TrainState
-    initializer: state.Initializer
+    abstract: TrainState
+    initializer: Initializer
     stds: Numbers
     run: StepInputs
 
@@ -52,7 +51,7 @@ class Program:
         """The mesh axes that split something, for people."""
         return " x ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items() if size > 1) or "one device"
 
-    def initial_state(self) -> state.TrainState:
+    def initial_state(self) -> TrainState:
         """A fresh state on the mesh."""
         return self.initializer.state(self.config.seed, self.stds)
 
@@ -87,23 +86,27 @@ class Program:
         return self.run._replace(reference=self.abstract.params) if self.config.model.centered else self.run
 
     def trace_train(self) -> jax.stages.Traced:
-        """The training step, (state, run, batch) -> (state, metrics), not compiled yet."""
-        batch = self._abstract_batch()
-        accumulation = self.config.accumulation_steps
+        """The training step, (state, inputs, batch) -> (state, metrics), not compiled yet."""
+        config, inputs = self.config, self.abstract_run()
+        batch = abstract_batch(config.model, config.data.batch_size)
+        accumulation = config.accumulation_steps
         return trace_train_step(
-            self.definition,
-            self.tx,
-            self.abstract,
-            self.layout,
-            self.abstract_run(),
-            batch,
-            accumulation,
-            free=self.free,
+            self.definition, self.tx, self.abstract, self.layout, inputs, batch, accumulation, free=self.free
         )
 
     def compile_train(self) -> jax.stages.Compiled:
-        """The training step: (state, run, batch) -> (state, metrics), for a state as `placed` gives it."""
+        """The training step: (state, inputs, batch) -> (state, metrics), for a state as `placed` gives it."""
         return self.trace_train().lower().compile(compiler_options=self.compiler_options())
+
+    def compile_eval(self, train: jax.stages.Compiled | None = None) -> jax.stages.Compiled:
+        """The evaluation step: (params, inputs, batch) -> Sums, for parameters that lie as the training step has them."""
+        formats = _formats(train) if train is not None and self.free else None
+        batch = abstract_batch(self.config.model, self.config.eval_batch_size)
+        return compile_eval_step(self.definition, self.abstract, self.layout, self.abstract_run(), batch, formats)
+
+    def compiler_options(self) -> dict[str, Any]:
+        """Flags that the training step is compiled with."""
+        return xla_flags.compiler_options(self.mesh.devices.flat[0].platform, self.config.xla_flags)
 
     @property
     def free(self) -> bool:
@@ -114,33 +117,17 @@ class Program:
         """
         return self.mesh.devices.flat[0].platform == "tpu"
 
-    def placed(self, given: state.TrainState, step: jax.stages.Compiled) -> state.TrainState:
-        """A state, as initialized or restored, in the layouts that the compiled training step takes; `given` is used up."""
-        return jax.device_put(given, _formats(step), donate=True) if self.free else given
-
-    def compiler_options(self) -> dict[str, Any]:
-        """Flags that the training step is compiled with."""
-        return xla_flags.compiler_options(self.mesh.devices.flat[0].platform, self.config.xla_flags)
-
-    def compile_eval(self, beside: jax.stages.Compiled | None = None) -> jax.stages.Compiled:
-        """The evaluation step: (params, run, batch) -> Sums; `beside` a training step, of the parameters as that one has them."""
-        formats = _formats(beside) if beside is not None and self.free else None
-        batch = self._abstract_eval_batch()
-        return compile_eval_step(self.definition, self.abstract, self.layout, self.abstract_run(), batch, formats)
+    def placed(self, state: TrainState, step: jax.stages.Compiled) -> TrainState:
+        """The state in the layouts that the compiled training step takes; the one before is used up."""
+        return jax.device_put(state, _formats(step), donate=True) if self.free else state
 
     def train_feed(self) -> Feed:
         """This process' way of training batches to the mesh."""
-        return Feed(self._abstract_batch(), self.layout)
+        return Feed(abstract_batch(self.config.model, self.config.data.batch_size), self.layout)
 
     def eval_feed(self) -> Feed:
         """This process' way of evaluation batches to the mesh."""
-        return Feed(self._abstract_eval_batch(), self.layout)
-
-    def _abstract_batch(self) -> Batch:
-        return abstract_batch(self.config.model, self.config.data.batch_size)
-
-    def _abstract_eval_batch(self) -> Batch:
-        return abstract_batch(self.config.model, self.config.data.eval_batch_size or self.config.data.batch_size)
+        return Feed(abstract_batch(self.config.model, self.config.eval_batch_size), self.layout)
 
 
 def _formats(step: jax.stages.Compiled) -> Any:
@@ -164,14 +151,14 @@ def assemble(config: Config, devices: Sequence[Any] | None = None, *, swept: boo
     if not swept:
         meshes.refuse_sweep(layout.mesh)
     layout.check_batch(config.data.batch_size, config.accumulation_steps)
-    layout.check_batch(config.data.eval_batch_size or config.data.batch_size, 1, "data.eval_batch_size")
+    layout.check_batch(config.eval_batch_size, 1, "data.eval_batch_size")
     layout.check_positions(config.model)
     model = definition(config.model)
     trained = patterns.trained(config.train_only, config.freeze, model.specs)
     tx = optimizer.build(config.optimizer, trained)
     numbers = _numbers(config, preset, model, trained)
-    abstract = state.abstract_state(model, tx, layout, averaged=config.ema.decay is not None, trained=trained)
-    initializer = state.Initializer(model, tx, abstract, trained)
+    abstract = abstract_state(model, tx, layout, averaged=config.ema.decay is not None, trained=trained)
+    initializer = Initializer(model, tx, abstract, trained)
     return Program(config, model, preset, layout, tx, abstract, initializer, init_stds(preset, model), numbers)
 
 
@@ -184,9 +171,3 @@ def _numbers(config: Config, preset: Preset, model: Definition, trained: Collect
     )
     guards.check_run(preset, model, numbers.factors, config.optimizer)
     return numbers
-
-
-def abstract_batch(model: ModelConfig, batch_size: int) -> Batch:
-    """Shapes of a batch of the model's examples."""
-    example = model.example().items()
-    return {name: jax.ShapeDtypeStruct((batch_size, *of.shape), jnp.dtype(of.dtype)) for name, of in example}  # pyright: ignore

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from mupax.train.parallel.sharding import MeshLayout
+from mupax.zoo.families import ModelConfig
 
 
 class Feed:
@@ -59,3 +60,9 @@ class Feed:
             return array[first : first + stop - start][(slice(None), *index[1:])]
 
         return jax.make_array_from_callback(self._shapes[name], self._shardings[name], part)
+
+
+def abstract_batch(model: ModelConfig, batch_size: int) -> dict[str, Any]:
+    """Shapes of a batch of the model's examples."""
+    example = model.example().items()
+    return {name: jax.ShapeDtypeStruct((batch_size, *of.shape), jax.numpy.dtype(of.dtype)) for name, of in example}  # pyright: ignore

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from mupax.presets import Role
 from mupax.train.core.loss import CHUNK_LOGITS, LEAST_ROWS
-from mupax.train.core.program import Program, abstract_batch
+from mupax.train.core.program import Program
+from mupax.train.parallel.feed import abstract_batch
 
 Terms = dict[str, int]
 
