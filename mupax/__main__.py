@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
-from collections.abc import Sequence
 
-from mupax import __version__
+from mupax import __version__, command_line, terminal
 
 COMMANDS = {
     "train": "train a recipe, or run one of its commands",
@@ -16,37 +14,26 @@ COMMANDS = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `python -m COMMAND ARGUMENTS` for the COMMAND named first.
-
-    Args:
-        argv: words after `mupax`; those of the process unless given.
-
-    Returns:
-        The exit code of the command, 2 where there is no such command.
-    """
-    command, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+@terminal.entry_point
+def main(argv: list[str]) -> int:
+    """The exit code of `python -m COMMAND ARGUMENTS` for the COMMAND named first."""
+    command, words = command_line.first_word("mupax", {"command": COMMANDS}, argv)
     # The one place outside tests that imports entry points, each only when it is asked for.
     if command == "train":
         from mupax.train.__main__ import main as train_main
 
-        return train_main(rest)
+        return train_main(words)
     if command == "presets":
         from mupax.presets.__main__ import main as presets_main
 
-        return presets_main(rest)
+        return presets_main(words)
     if command == "zoo":
         from mupax.zoo.__main__ import main as zoo_main
 
-        return zoo_main(rest)
-    usage = "\n".join(["usage: mupax COMMAND ...", *(f"  {name:<9} {line}" for name, line in COMMANDS.items())])
-    if command == "--version":
-        print(f"mupax {__version__}")
-        return 0
-    if command in ("-h", "--help"):
-        print(usage)
-        return 0
-    near = difflib.get_close_matches(command, COMMANDS, n=1)
-    hint = f"; did you mean `mupax {near[0]}`?" if near else ""
-    print(f"mupax has no command {command!r}{hint}\n{usage}", file=sys.stderr)
-    return 2
+        return zoo_main(words)
+    print(f"mupax {__version__}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

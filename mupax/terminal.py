@@ -1,4 +1,4 @@
-"""Output for a terminal or a pipe: tables that break no word, counts for people, and a silent end where the reader of a pipe leaves."""
+"""Output for a terminal or a pipe: tables that break no word, counts for people, errors as one message, and an exit code."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ import shutil
 import signal
 import sys
 import textwrap
+import traceback
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, ParamSpec
+from typing import TYPE_CHECKING, Protocol
+
+from mupax.errors import MupaxError, MupaxFailure
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-Arguments = ParamSpec("Arguments")
 GAP = 2
 """Spaces between columns."""
+MESSAGE_LINES = 10
+"""Longest message for bad input."""
 UNBOUNDED = 1_000_000
 """Width of a pipe or file: nothing there is wrapped or cut."""
 
@@ -32,7 +36,7 @@ def wrapped(line: str) -> str:
 
 
 def console() -> Console:
-    """Rich's console for standard output, `UNBOUNDED` in a pipe; it leaves a broken one to `quiet_in_pipes`."""
+    """Rich's console for standard output, `UNBOUNDED` in a pipe; it leaves a broken one to `entry_point`."""
     from rich.console import Console
 
     class Piped(Console):
@@ -42,17 +46,44 @@ def console() -> Console:
     return Piped(width=None if sys.stdout.isatty() else UNBOUNDED, highlight=False)
 
 
-def quiet_in_pipes(main: Callable[Arguments, int]) -> Callable[Arguments, int]:
-    """An entry point that ends silently with 141, as the shell has it, where its reader (`| head`) has read enough."""
+class EntryPoint(Protocol):
+    """A command line of the process, or of a test."""
+
+    def __call__(self, argv: Sequence[str] | None = None) -> int:
+        """The exit code."""
+        ...
+
+
+def entry_point(main: Callable[[list[str]], int]) -> EntryPoint:
+    """A command line that always returns an exit code: that of `main`, or what became of it.
+
+    1 it failed, 2 bad input (one message on stderr), 130 Ctrl-C, 141 the reader of its pipe (`| head`) has read enough.
+
+    Args:
+        main: takes the words of a command line; those of the process where they are left out.
+    """
 
     @functools.wraps(main)
-    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
+    def run(argv: Sequence[str] | None = None) -> int:
         try:
-            code = main(*args, **kwargs)
+            code = main(list(sys.argv[1:] if argv is None else argv))
             sys.stdout.flush()  # the interpreter's own flush at exit could only complain
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 128 + signal.SIGPIPE
+        except SystemExit as stop:
+            return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+        except MupaxError as error:
+            print("\n".join(f"error: {error}".splitlines()[:MESSAGE_LINES]), file=sys.stderr)
+            return 2
+        except MupaxFailure as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        except Exception:
+            traceback.print_exc()
+            return 1
         return code
 
     return run

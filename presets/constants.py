@@ -10,6 +10,8 @@ from typing import Any
 from mupax.presets.roles import PresetError
 
 Constants = dict[str, float | str]
+FLAGS = ("alpha_a", "alpha_l", "gamma0", "beta0")
+"""Those that have a flag of their own."""
 
 
 def read(pairs: Iterable[str], given: Mapping[str, float | str | None] | None = None) -> dict[str, Any]:

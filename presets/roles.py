@@ -7,8 +7,10 @@ import difflib
 import enum
 from typing import Literal
 
+from mupax.errors import MupaxError
 
-class PresetError(ValueError):
+
+class PresetError(MupaxError):
     """A parameterization, role or size that cannot be used. The text says what to write instead."""
 
 

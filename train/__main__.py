@@ -8,22 +8,14 @@ Exit codes: 0 done, 1 the run failed, 2 bad input (one message on stderr), 130 a
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
-import inspect
 import json
 import signal
 import sys
 import threading
-import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from mupax import terminal
-
-MESSAGE_LINES = 10
-"""Longest message for bad input."""
-
-OWN = "mupax"
 
 COMMANDS = {
     "check": ("studies.check.command", "measure what a preset does as one size grows, and hold it against theory"),
@@ -56,80 +48,38 @@ class _Stopped(BaseException):
     """SIGTERM arrived. Not an Exception, so that nothing below takes it for a failure of its own."""
 
 
-@terminal.quiet_in_pipes
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line and return its exit code.
-
-    Args:
-        argv: the words after `python -m train`; those of the process unless given.
-    """
-    argv = list(sys.argv[1:] if argv is None else argv)
+@terminal.entry_point
+def main(argv: list[str]) -> int:
+    """The exit code of a command line, which is the words after `python -m train`."""
     try:
         with _terminable():
             return _command(argv)
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
     except _Stopped:
         return 128 + signal.SIGTERM
-    except BrokenPipeError:  # no failure of the run
-        raise
-    except Exception as error:
-        if _bad_input(error):
-            lines = f"error: {error}".splitlines()
-            print("\n".join(lines[:MESSAGE_LINES]), file=sys.stderr)
-            return 2
-        if _told(error):
-            print(f"error: {error}", file=sys.stderr)
-        else:
-            traceback.print_exc()
-        return 1
-
-
-def _bad_input(error: Exception) -> bool:
-    """A subclass of ValueError that this project defines: every such error's text says what to write instead."""
-    return isinstance(error, ValueError) and type(error).__module__.partition(".")[0] == OWN
-
-
-def _told(error: Exception) -> bool:
-    """A failure of the machine that this project has a class for: its text says what to do, a traceback would hide it."""
-    return isinstance(error, RuntimeError) and type(error).__module__.partition(".")[0] == OWN
 
 
 def _command(argv: list[str]) -> int:
+    from mupax import command_line
+    from mupax.train.config import cli
     from mupax.train.config.devices import check_words
     from mupax.train.config.recipes import RECIPES
 
     check_words(argv)
-    if not argv or argv[0] in ("-h", "--help"):
-        print(_overview())
-        return 0
-    name = argv[0]
+    recipes = {name: command_line.summary(recipe) for name, recipe in RECIPES.items()}
+    commands = {name: line for name, (_, line) in COMMANDS.items()}
+    name, words = command_line.first_word("python -m train", {"recipe": recipes, "command": commands}, argv)
     if name in COMMANDS:
-        return importlib.import_module(f"mupax.train.{COMMANDS[name][0]}").main(argv[1:])
-    if name not in RECIPES:
-        near = difflib.get_close_matches(name, [*RECIPES, *COMMANDS], n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        kind = "the first word is a recipe, not a flag" if name.startswith("-") else f"no recipe is named {name!r}"
-        print(
-            f"error: {kind}; {hint}the recipes are {', '.join(RECIPES)}, the commands {', '.join(COMMANDS)}",
-            file=sys.stderr,
-        )
-        return 2
-
-    from mupax.train.config import cli
-
-    command = cli.parse(name, RECIPES[name], argv[1:])
+        return importlib.import_module(f"mupax.train.{COMMANDS[name][0]}").main(words)
+    command = cli.parse(name, RECIPES[name], words)
     if command.print_config:
         from mupax.train.config.record import to_json
 
         print(json.dumps(to_json(command.config), indent=2))
         return 0
     if command.dry_run:
-        from mupax.train.run import dry_run as dryrun
+        from mupax.train.run import dry_run
 
-        return dryrun.run(command.config)
+        return dry_run.run(command.config)
 
     steps, warmup = command.config.steps, command.config.optimizer.warmup_steps
     if steps < warmup:
@@ -141,19 +91,6 @@ def _command(argv: list[str]) -> int:
     from mupax.train.run import loop
 
     return loop.run(command.config)
-
-
-def _overview() -> str:
-    from mupax.train.config.recipes import RECIPES
-
-    recipes = [[name, (inspect.getdoc(recipe) or "").splitlines()[0]] for name, recipe in RECIPES.items()]
-    parts = [
-        "usage: python -m train RECIPE [--FLAG VALUE ...]",
-        f"recipes:\n{terminal.table(recipes, indent=2)}",
-        f"commands:\n{terminal.table([[name, line] for name, (_, line) in COMMANDS.items()], indent=2)}",
-        terminal.wrapped("`python -m train RECIPE --help` lists the flags of one, `--dry-run` shows what it would do."),
-    ]
-    return "\n\n".join(parts)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import dataclasses
 import math
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from mupax.errors import MupaxError
 from mupax.presets.roles import FactorSpec, ParamSpec, Role
 
 AttentionName = Literal["auto", "xla", "cudnn", "splash"]
@@ -18,7 +19,7 @@ CrossEntropy = Literal["auto", "plain", "chunked"]
 Task = Literal["tokens", "images"]
 
 
-class ConfigError(ValueError):
+class ConfigError(MupaxError):
     """A model config that cannot be built. The text says what to write instead."""
 
 

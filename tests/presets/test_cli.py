@@ -84,8 +84,8 @@ def test_text_has_the_forward_scales_and_the_rules(capsys: pytest.CaptureFixture
             "mup has no rule for the optimizer 'adagrad'",
         ),
         (["table", "mup", "--model", "gpt2", "--form", "plain"], "a tied readout has no plain form"),
-        (["table", "mup"], "the following arguments are required: --model"),
-        (["tabel"], "invalid choice: 'tabel'"),
+        (["table", "mup"], "this needs --model NAME"),
+        (["tabel"], "no command is named 'tabel'; did you mean table?"),
     ],
 )
 def test_wrong_input_exits_2_with_one_message(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]):
@@ -137,7 +137,7 @@ def test_compare_puts_presets_side_by_side(capsys: pytest.CaptureFixture[str]):
         (["limits", "completep", "--constant", "eps_scope=all"], "write blocks or everywhere"),
         (["limits", "ntk", "--constant", "s"], "the constant 's': write NAME=VALUE, such as s=0.5"),
         (["compare", "mup", "sq"], "no preset is named 'sq'"),
-        (["compare"], "the following arguments are required: PRESET"),
+        (["compare"], "compare needs presets, such as compare mup sp"),
     ],
 )
 def test_wrong_words_of_limits_and_compare(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]):

@@ -64,12 +64,12 @@ def test_describe_as_json_is_the_built_model(name: str, capsys: pytest.CaptureFi
     ("argv", "said"),
     [
         (["describe", "gpt3"], "did you mean gpt2"),
-        (["describe"], "describe takes one model name"),
-        (["describe", "gpt2", "lm-tiny"], "describe takes one model name, not 2"),
+        (["describe"], "this needs NAME"),
+        (["describe", "gpt2", "lm-tiny"], "nothing takes the word 'lm-tiny'"),
         (["describ", "gpt2"], "did you mean describe?"),
         (["gpt2"], "python -m zoo describe gpt2"),
-        (["list", "gpt2"], "python -m zoo describe gpt2"),
-        (["--jsn"], "the only one is --json"),
+        (["list", "gpt2"], "nothing takes the word 'gpt2'"),
+        (["--jsn"], "no flag is named --jsn; did you mean --json?"),
         (["describe", "gpt2", "--deep"], "no flag is named --deep"),
     ],
 )
@@ -83,7 +83,7 @@ def test_a_wrong_word_is_answered(argv: list[str], said: str, capsys: pytest.Cap
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
-    assert "describe NAME" in capsys.readouterr().out
+    assert "describe  Every parameter of a model" in capsys.readouterr().out
 
 
 def test_the_list_imports_no_jax() -> None:

@@ -1,45 +1,43 @@
-"""`python -m train checkpoints WORKDIR`: the checkpoints of a run: steps, sizes, age and health.
-
-Health is what the manifest says and the sizes of its files; with --verify every file and every array is read and compared
-with its digest. Nothing is changed. Exit code 0 where all are good, 1 where one is damaged.
-"""
+"""`python -m train checkpoints WORKDIR`: the checkpoints of a run: steps, sizes, age and health."""
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from mupax import terminal
+from tyro import conf
+
+from mupax import command_line, terminal
+from mupax.command_line import Switch
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command's flags."""
-    made = argparse.ArgumentParser(
-        prog="python -m train checkpoints",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    made.add_argument("workdir", type=Path, metavar="WORKDIR", help="folder of a run")
-    made.add_argument("--verify", action="store_true", help="read every file and array, not their sizes alone")
-    made.add_argument("--json", type=Path, metavar="PATH", help="also write what is shown to a file")
-    return made
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpoints:
+    """The checkpoints of a run: steps, sizes, age and health.
+
+    Health is what the manifest says and the sizes of its files; with --verify every file and every array is read and compared
+    with its digest. Nothing is changed. Exit code 0 where all are good, 1 where one is damaged.
+    """
+
+    workdir: Annotated[conf.Positional[Path], conf.arg(metavar="WORKDIR")]
+    """Folder of a run."""
+    verify: Switch = False
+    """Read every file and array, not their sizes alone."""
+    json: Path | None = None
+    """Also write what is shown to a file."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Show the checkpoints; 0 where all are good, 1 where one is damaged, 2 on bad input.
+    """Shows the checkpoints; 0 where all are good, 1 where one is damaged.
 
     Raises:
-        WorkdirError: no run there.
+        UsageError, WorkdirError: wrong flags, or no run there.
     """
-    try:
-        args = parser().parse_args(list(argv))
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 2
+    args = command_line.parse(Checkpoints, "python -m train checkpoints", argv)
 
     from mupax.train.checkpoints.workdir import RECORD, WorkdirError
 

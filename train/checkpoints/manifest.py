@@ -17,6 +17,7 @@ from typing import Any
 
 import xxhash
 
+from mupax.errors import MupaxError
 from mupax.train.checkpoints import digests
 from mupax.zoo.huggingface.tensorfile import TensorFileError, read_json
 
@@ -24,7 +25,7 @@ NAME = "manifest.json"
 FORMAT = "mupax-checkpoint-1"
 
 
-class DamagedError(ValueError):
+class DamagedError(MupaxError):
     """A checkpoint that is not what was saved. The text names the file or array."""
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mupax.errors import MupaxError
 from mupax.train.config.record import to_json
 from mupax.train.config.run import Config
 from mupax.train.parallel.processes import Processes
@@ -28,7 +29,7 @@ CHECKPOINTS, SET_ASIDE = "checkpoints", "set-aside"
 _PACKAGES = ("mupax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
-class WorkdirError(ValueError):
+class WorkdirError(MupaxError):
     """A folder this run must not write into, or a run it cannot continue. The text says what to write instead."""
 
 

@@ -157,7 +157,7 @@ def preset_for(given: PresetConfig, model: ModelConfig) -> presets.Preset:
                 f"write one of {', '.join(alike) or 'its sizes, as embed=64,layers=2'}, or None for the absolute form"
             )
         base = named.base_sizes()
-    flags = {name: getattr(given, name) for name in ("alpha_a", "alpha_l", "gamma0", "beta0")}
+    flags = {name: getattr(given, name) for name in constants.FLAGS}
     return presets.get(
         given.name,
         base=base,

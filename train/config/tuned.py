@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from mupax.presets import PRESETS
+from mupax.presets import PRESETS, constants
 from mupax.presets.tuned import find as tuned
 from mupax.presets.tuned.find import FAR, Tuned
 from mupax.train.config import sizes
@@ -18,8 +18,6 @@ from mupax.train.config.run import Config, PresetConfig
 from mupax.zoo.configs import ConfigError
 
 FLAGS = ("--preset", "--preset.name")
-CONSTANTS = ("alpha_a", "alpha_l", "gamma0", "beta0")
-"""Those that have a field of their own."""
 _SAME = ({"adam", "adamw"}, {"sgd", "momentum"})
 """Optimizers whose rates mean the same."""
 
@@ -46,7 +44,7 @@ def applied(config: Config, argv: Sequence[str], steps: str | None) -> tuple[Con
                 words[where] = f"{flag}={found.preset}" if equals else found.preset
     if found is None:
         return config, words, None
-    flags: dict[str, Any] = {name: float(x) for name, x in found.constants.items() if name in CONSTANTS}
+    flags: dict[str, Any] = {name: float(x) for name, x in found.constants.items() if name in constants.FLAGS}
     preset = PresetConfig(
         name=found.preset,
         base=None if found.base is None else sizes.text(found.base),

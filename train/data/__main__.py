@@ -5,30 +5,38 @@ The embedded ones prepare themselves when a run asks for them; large ones are be
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import socket
 import sys
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
+from tyro import conf
+
+from mupax import command_line, terminal
 from mupax.train.data import DataError
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0 done, 1 it could not be prepared, 2 bad input."""
-    parser = argparse.ArgumentParser(prog="python -m mupax.train.data", description=(__doc__ or "").split("\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    prepare = commands.add_parser("prepare", help="write a data set as array_record")
-    prepare.add_argument("name", help="python_corpus, digits, cifar5m, c4, imagenet2012 or any other TFDS name")
-    prepare.add_argument("--data-dir", help="folder of prepared data sets (the user's cache unless given)")
-    arguments = parser.parse_args(argv)
-    try:
-        return _prepare(arguments.name, arguments.data_dir)
-    except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+@terminal.entry_point
+def main(argv: list[str]) -> int:
+    """The exit code of a command line: 0 done, 1 it could not be prepared, 2 bad input."""
+    return command_line.run("python -m mupax.train.data", {"prepare": Prepare}, argv)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepare:
+    """Write a data set as array_record."""
+
+    name: Annotated[conf.Positional[str], conf.arg(metavar="NAME")]
+    """python_corpus, digits, cifar5m, c4, imagenet2012 or any other TFDS name."""
+    data_dir: str | None = None
+    """Folder of prepared data sets (the user's cache unless given)."""
+
+    def run(self) -> int:
+        """0 when prepared, 1 when TFDS could not."""
+        return _prepare(self.name, self.data_dir)
 
 
 def _prepare(name: str, data_dir: str | None) -> int:

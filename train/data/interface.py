@@ -12,6 +12,8 @@ import dataclasses
 from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
+from mupax.errors import MupaxError, MupaxFailure
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -21,11 +23,11 @@ _BATCHES_AHEAD = 4
 _FOREVER = 2**40
 
 
-class DataError(ValueError):
+class DataError(MupaxError):
     """Data that is missing, damaged or does not fit the model. The text says which file or command is needed."""
 
 
-class ReadError(RuntimeError):
+class ReadError(MupaxFailure):
     """Data that the machine does not give, for the time being or for good. The text says what it answers."""
 
 

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mupax.errors import MupaxError
 from mupax.train.config.run import DistributedConfig
 from mupax.train.parallel.processes import Processes
 
@@ -19,7 +20,7 @@ _BY_HAND = {"coordinator": "JAX_COORDINATOR_ADDRESS", "processes": "JAX_NUM_PROC
 """Field of the config to the variable that stands for it."""
 
 
-class DistributedError(ValueError):
+class DistributedError(MupaxError):
     """Processes that cannot find each other. The text says what to write instead."""
 
 

@@ -12,11 +12,12 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+from mupax.errors import MupaxError
 from mupax.train.config.run import MeshConfig
 from mupax.train.config.sharding_rules import MESH_AXES, parse_slices
 
 
-class MeshError(ValueError):
+class MeshError(MupaxError):
     """A mesh that these devices, this model or this batch do not fit. The text says what divides."""
 
 

@@ -1,19 +1,20 @@
-"""`python -m train compile RECIPE --topology v5e:16x16`: compile a recipe's step for a TPU pod, without a TPU.
-
-The real TPU compiler (extra `tpu`) compiles the run's own step for devices that are not here, and says what a device
-would need: memory, FLOPs, collectives, clock cycles. Every flag of the recipe applies. Nothing is allocated or trained.
-"""
+"""`python -m train compile RECIPE --topology v5e:16x16`: compile a recipe's step for a TPU pod, without a TPU."""
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from mupax import terminal
+from tyro import conf
+
+from mupax import command_line, terminal
+from mupax.command_line import Switch
 from mupax.terminal import gib
+from mupax.train.config import cli
+from mupax.train.config.devices import at_least
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,52 +22,44 @@ if TYPE_CHECKING:
     from mupax.train.config.run import Config
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command's own flags; a recipe's flags stand beside them."""
-    made = argparse.ArgumentParser(
-        prog="python -m train compile",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        epilog="Further flags are the recipe's: `python -m train RECIPE --help` lists them.",
-    )
-    made.add_argument("recipe", metavar="RECIPE", help="a recipe of `python -m train`")
-    made.add_argument(
-        "--topology", required=True, metavar="CHIP:AxB", help="v5e:16x16, v5p:4x4x4, v6e:16x16, v4:4x4x4, ..."
-    )
-    made.add_argument(
-        "--slices", type=int, default=1, metavar="N", help="so many of them, joined by the slow network (1)"
-    )
-    made.add_argument("--json", type=Path, metavar="PATH", help="write the report as JSON")
-    made.add_argument("--hlo", type=Path, metavar="PATH", help="write the optimized program as text")
-    made.add_argument(
-        "--search", action="store_true", help="try meshes, remat policies and microbatches, and print the best that fit"
-    )
-    made.add_argument("--limit", type=int, default=6, metavar="N", help="with --search: compile at most so many (6)")
-    return made
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compile:
+    """A recipe's step compiled for a TPU pod, without a TPU.
+
+    The real TPU compiler (extra `tpu`) compiles the run's own step for devices that are not here, and says what a device
+    would need: memory, FLOPs, collectives, clock cycles. Every flag of the recipe applies (`python -m train RECIPE --help`
+    lists them). Nothing is allocated or trained.
+    """
+
+    recipe: Annotated[conf.Positional[str], conf.arg(metavar="RECIPE")]
+    """A recipe of `python -m train`."""
+    topology: Annotated[str, conf.arg(metavar="CHIP:AxB")]
+    """v5e:16x16, v5p:4x4x4, v6e:16x16, v4:4x4x4, ..."""
+    slices: Annotated[int, conf.arg(metavar="N")] = 1
+    """So many of them, joined by the slow network."""
+    json: Annotated[Path | None, conf.arg(metavar="PATH")] = None
+    """Write the report as JSON."""
+    hlo: Annotated[Path | None, conf.arg(metavar="PATH")] = None
+    """Write the optimized program as text."""
+    search: Switch = False
+    """Try meshes, remat policies and microbatches, and print the best that fit."""
+    limit: Annotated[int, conf.arg(metavar="N")] = 6
+    """With --search: compile at most so many."""
+
+    def __post_init__(self) -> None:
+        at_least("--", self, 1, "slices", "limit")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compile and print: 0 where the step fits, 1 where it does not, 2 on bad input."""
-    try:
-        args, rest = parser().parse_known_args(list(argv))
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 2
-    return run(args, _config(args, rest))
-
-
-def _config(args: argparse.Namespace, rest: Sequence[str]) -> Config:
-    from mupax.train.config import cli
+    """Compiles and prints: 0 where the step fits, 1 where it does not; raises as `mupax.train.config.cli.parse`."""
+    args, rest = command_line.parse_known(Compile, "python -m train compile", argv)
     from mupax.train.pods import topology
-    from mupax.zoo.configs import ConfigError
 
     topology.chip_of(args.topology)
-    if args.limit < 1:
-        raise ConfigError(f"--limit is {args.limit}; write a whole number of at least 1")
-    return cli.parse(args.recipe, cli.recipe(args.recipe), rest).config
+    return run(args, cli.parse(args.recipe, cli.recipe(args.recipe), rest, command_line.flags(Compile)).config)
 
 
-def run(args: argparse.Namespace, config: Config) -> int:
+def run(args: Compile, config: Config) -> int:
     """Compile one configuration, or search for a better one; print and write."""
     from mupax.train.pods import topology
 

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mupax.errors import MupaxError
 from mupax.train.parallel.hardware import CHIPS, Chip
 
 EXAMPLES = "v5e:16x16, v5p:4x4x4, v6e:16x16 or v4:4x4x4"
@@ -31,7 +32,7 @@ _OUTSIDE = {
 }
 
 
-class TopologyError(ValueError):
+class TopologyError(MupaxError):
     """A topology that does not exist, or no compiler for it. The text says what to write or install."""
 
 

@@ -1,39 +1,43 @@
-"""`python -m train convert WORKDIR --form FORM --out WORKDIR`: a run's newest checkpoint in another form of its preset.
-
-The same training goes on from there with other numbers: weights and moments move by the abc symmetry (`mupax.train.reuse.forms`).
-Continue with the flags of the run, `--preset.form FORM --workdir OUT --resume`. The old run is left as it is.
-"""
+"""`python -m train convert WORKDIR --form FORM --out WORKDIR`: a run's newest checkpoint in another form of its preset."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
-from mupax.presets import FORMS
+from tyro import conf
+
+from mupax import command_line
+from mupax.presets import Form
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command's flags."""
-    made = argparse.ArgumentParser(
-        prog="python -m train convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    made.add_argument("workdir", type=Path, metavar="WORKDIR", help="folder of the run")
-    made.add_argument("--form", required=True, choices=FORMS, help="where multipliers shall sit")
-    made.add_argument(
-        "--out", required=True, type=Path, metavar="WORKDIR", help="folder of the run to come, new or empty"
-    )
-    return made
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Convert:
+    """A run's newest checkpoint in another form of its preset.
+
+    The same training goes on from there with other numbers: weights and moments move by the abc symmetry
+    (`mupax.train.reuse.forms`). Continue with the flags of the run, `--preset.form FORM --workdir OUT --resume`. The old run
+    is left as it is.
+    """
+
+    workdir: Annotated[conf.Positional[Path], conf.arg(metavar="WORKDIR")]
+    """Folder of the run."""
+    form: Form
+    """Where multipliers shall sit."""
+    out: Annotated[Path, conf.arg(metavar="WORKDIR")]
+    """Folder of the run to come, new or empty."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Convert; 0 when done, 2 on bad input."""
-    try:
-        args = parser().parse_args(list(argv))
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 2
+    """Converts; 0 when done.
+
+    Raises:
+        UsageError, WorkdirError: wrong flags, no run there, or a folder that is not empty.
+    """
+    args = command_line.parse(Convert, "python -m train convert", argv)
     from mupax.train.checkpoints import workdir
 
     config_file = args.workdir / workdir.RECORD

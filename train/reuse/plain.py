@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from mupax.errors import MupaxError
 from mupax.presets import Role
 from mupax.train.core.factors import Factors
 from mupax.zoo.definition import Definition
@@ -33,7 +34,7 @@ GAIN = "norm.gain"
 """The gain that a tied readout's multiplier goes into, also where the model has none (it is 1 then)."""
 
 
-class FoldError(ValueError):
+class FoldError(MupaxError):
     """A model whose multipliers cannot be folded, or not undone."""
 
 

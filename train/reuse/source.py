@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from mupax.errors import MupaxError
 from mupax.presets import Preset
 from mupax.train.checkpoints import manifest
 from mupax.train.checkpoints.workdir import CHECKPOINTS, RECORD
@@ -44,7 +45,7 @@ LOGITS = "block.attention.logit_scale"
 """The factor of attention logits, by its name in a definition."""
 
 
-class WeightsError(ValueError):
+class WeightsError(MupaxError):
     """Weights that are not there, or that do not fit. The text says which and what to write instead."""
 
 

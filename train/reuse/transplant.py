@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import optax
 
+from mupax.errors import MupaxError
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.reuse import plain
 from mupax.train.reuse.forms import POWERS
@@ -23,7 +24,7 @@ Index = np.ndarray
 """For every index along a new axis, the old index that it comes from; -1 where there is none."""
 
 
-class CarryError(ValueError):
+class CarryError(MupaxError):
     """A state that cannot become another's. The text says why."""
 
 

@@ -1,64 +1,52 @@
-"""`python -m train eval WORKDIR`: loss and accuracy of any checkpoint of a run on its evaluation data, or on other data.
-
-The numbers are those that the run itself wrote at that step. Without --step the newest checkpoint is meant; where the run
-keeps a moving average of its parameters, that is evaluated, as in the run. The run's flags --data.*, --mesh.* and
---model.compute.* work here too: --data.name text:PATH evaluates on another text, --mesh.data 1 on a single device.
-"""
+"""`python -m train eval WORKDIR`: loss and accuracy of any checkpoint of a run on its evaluation data, or on other data."""
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mupax import terminal
+from mupax import command_line, terminal
+from mupax.train.config import cli
 
 READ = ("--data.", "--mesh.", "--model.compute.")
 """Flags of a run that an evaluation reads."""
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command's own flags."""
-    made = argparse.ArgumentParser(
-        prog="python -m train eval",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    made.add_argument("workdir", type=Path, metavar="WORKDIR", help="folder of a run, or WORKDIR/checkpoints/STEP")
-    made.add_argument("--step", type=int, help="checkpoint (the newest)")
-    made.add_argument(
-        "--ema", action=argparse.BooleanOptionalAction, help="the moving average, or not (where the run keeps one)"
-    )
-    made.add_argument("--json", type=Path, metavar="PATH", help="also write the numbers to a file")
-    return made
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluate(cli.CheckpointFlags):
+    """Loss and accuracy of any checkpoint of a run on its evaluation data, or on other data.
+
+    The numbers are those that the run itself wrote at that step. Without --step the newest checkpoint is meant; where the run
+    keeps a moving average of its parameters, that is evaluated, as in the run. The run's flags --data.*, --mesh.* and
+    --model.compute.* work here too: --data.name text:PATH evaluates on another text, --mesh.data 1 on a single device.
+    """
+
+    json: Path | None = None
+    """Also write the numbers to a file."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Evaluate and show; 0 when done, 2 on bad input.
+    """Evaluates and shows; 0 when done.
 
     Raises:
         UsageError: a flag that an evaluation does not read.
         WorkdirError: no such run, step or average, or a damaged checkpoint.
         ConfigError, DataError, MeshError: settings or data that do not fit the model.
     """
-    try:
-        args, rest = parser().parse_known_args(list(argv))
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 2
+    args, rest = command_line.parse_known(Evaluate, "python -m train eval", argv)
     from mupax.train.checkpoints import saved_run
-    from mupax.train.config import cli
     from mupax.train.run.report import metrics
 
     for word in rest:
         if word.startswith("--") and not word.startswith(READ):
             own = "--step, --ema, --json"
-            raise cli.UsageError(
+            raise command_line.UsageError(
                 f"eval does not read {word.partition('=')[0]}; it takes {own}, and a run's {', '.join(READ)}*"
             )
-    found = saved_run.find(args.workdir, args.step, args.ema)
+    found = saved_run.find(args.workdir, args.step, args.average)
     found = found._replace(config=cli.parse("eval", lambda: found.config, rest).config)
 
     console = terminal.console()

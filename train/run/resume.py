@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from mupax.errors import MupaxError
 from mupax.train.config.record import from_json, to_json
 from mupax.train.config.run import Config
 from mupax.train.core.optimizer import schedule_table
@@ -17,7 +18,7 @@ _APART = ("recipe", "init", "distributed", "checkpoint", "log", "workdir", "resu
 """Fields of a config that leave training as it is, and what is settled elsewhere."""
 
 
-class ResumeError(ValueError):
+class ResumeError(MupaxError):
     """A run that cannot go on as asked. The text says what would happen and what to write."""
 
 

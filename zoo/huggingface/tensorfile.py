@@ -17,6 +17,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from mupax.errors import MupaxError
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -30,7 +32,7 @@ SHARD_BYTES = 5 * 10**9
 _JSON_BYTES = 64 * 2**20
 
 
-class TensorFileError(ValueError):
+class TensorFileError(MupaxError):
     """A file that holds no usable weights. The text says which, and what is wrong with it."""
 
 

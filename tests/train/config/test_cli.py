@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from mupax import train
+from mupax import command_line, train
 from mupax.presets import PRESETS
-from mupax.train.__main__ import main
-from mupax.train.config import cli
+from mupax.train.__main__ import COMMANDS, main
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import from_json, to_json
 from mupax.train.config.run import CheckpointConfig, Config, DataConfig, InitConfig, OptimizerConfig, preset_of
@@ -57,6 +56,32 @@ def refused(capsys: Capture, *argv: str) -> str:
     assert 1 <= len(err.splitlines()) <= 10
     assert err.startswith("error: ")
     return err
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("compile lm-tiny", "this needs --topology CHIP:AxB"),
+        ("compile", "this needs RECIPE and --topology CHIP:AxB"),
+        ("sweep lm-tiny --seed-count 2", "did you mean --seed"),
+        ("sweep lm-tiny --seeds 0", "--seeds is 0; write a number of at least 1"),
+        ("sweep lm-tiny --how both", "--how needs one of 'auto', 'in-turn', 'together', not 'both'"),
+        ("sweep lm-tny", "no recipe is named 'lm-tny'; did you mean lm-tiny?"),
+        ("checkpoints w --verfy", "no flag is named --verfy; did you mean --verify?"),
+        ("generate w --prompt a --tokens many", "--tokens needs a whole number, not 'many'"),
+        ("eval w --ema --no-ema", "--ema and --no-ema exclude each other"),
+        ("check --presett mup", "did you mean --preset"),
+        ("grow w", "this needs --out WORKDIR"),
+    ],
+)
+def test_commands_answer_as_recipes_do(words: str, text: str, capsys: Capture) -> None:
+    assert text in refused(capsys, *words.split())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name: str, capsys: Capture) -> None:
+    assert main([name, "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: python -m train {name} ")
 
 
 # What a command line becomes
@@ -177,7 +202,9 @@ def test_help_lists_recipes(capsys: Capture) -> None:
 def test_help_of_a_recipe_has_every_flag(name: str, capsys: Capture) -> None:
     assert main([name, "--help"]) == 0
     out = capsys.readouterr().out
-    assert [flag for flag in cli.flags(RECIPES[name]()) if f"{flag} " not in out and f"{flag}," not in out] == []
+    assert [
+        flag for flag in command_line.flags(RECIPES[name]()) if f"{flag} " not in out and f"{flag}," not in out
+    ] == []
     assert "--recipe" not in out
     assert (inspect.getdoc(RECIPES[name]) or "").splitlines()[0] in out
 

@@ -56,8 +56,11 @@ def test_what_cannot_be_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for words, text in (
         (["none", "--form", "plain", "--out", "x"], "none holds no run (config.json is missing)"),
         (["full", "--form", "plain", "--out", "full"], "full is there already; give --out a new folder"),
-        (["full", "--form", "mean", "--out", "x"], "invalid choice: 'mean'"),
-        (["full", "--form", "plain"], "the following arguments are required: --out"),
+        (
+            ["full", "--form", "mean", "--out", "x"],
+            "--form needs one of 'mean-field', 'plain', 'readout-multiplier', 'table-9', not 'mean'",
+        ),
+        (["full", "--form", "plain"], "this needs --out WORKDIR"),
     ):
         assert main(["convert", *words]) == 2
         assert text in capsys.readouterr().err

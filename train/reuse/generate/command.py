@@ -1,20 +1,18 @@
-"""`python -m train generate WORKDIR --prompt TEXT`: text from any checkpoint of a language model.
-
-The text goes to stdout as it is made, what it took to stderr. Without --step the newest checkpoint writes; where the run
-keeps a moving average of its parameters, that does. One device makes it, with a cache of keys and values, so that a token
-costs one position. A model has a longest context (model.seq_len): of a longer prompt its end is read, and a text that
-reaches it goes on with its own last half as context. The same seed gives the same text.
-"""
+"""`python -m train generate WORKDIR --prompt TEXT`: text from any checkpoint of a language model."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+from tyro import conf
+
+from mupax import command_line
+from mupax.train.config.cli import CheckpointFlags
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,43 +24,42 @@ UNFINISHED = "\ufffd"
 """What bytes that are no character yet come out as."""
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command's flags."""
-    made = argparse.ArgumentParser(
-        prog="python -m train generate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    made.add_argument("workdir", type=Path, metavar="WORKDIR", help="folder of a run, or WORKDIR/checkpoints/STEP")
-    made.add_argument(
-        "--prompt", required=True, metavar="TEXT", help="what to continue; - reads stdin, '' begins a document"
-    )
-    made.add_argument("--tokens", type=int, default=200, metavar="N", help="how many to add (%(default)s)")
-    made.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 takes the likeliest (%(default)s)")
-    made.add_argument("--top-k", type=int, metavar="K", help="draw among the K likeliest tokens (all)")
-    made.add_argument("--top-p", type=float, metavar="P", help="draw among the likeliest that have P together (all)")
-    made.add_argument("--seed", type=int, default=0, help="of the draws (%(default)s)")
-    made.add_argument("--samples", type=int, default=1, metavar="N", help="texts, made side by side (%(default)s)")
-    made.add_argument("--step", type=int, help="checkpoint (the newest)")
-    made.add_argument(
-        "--ema", action=argparse.BooleanOptionalAction, help="the moving average, or not (where the run keeps one)"
-    )
-    return made
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generate(CheckpointFlags):
+    """Text from any checkpoint of a language model.
+
+    The text goes to stdout as it is made, what it took to stderr. Without --step the newest checkpoint writes; where the run
+    keeps a moving average of its parameters, that does. One device makes it, with a cache of keys and values, so that a token
+    costs one position. A model has a longest context (model.seq_len): of a longer prompt its end is read, and a text that
+    reaches it goes on with its own last half as context. The same seed gives the same text.
+    """
+
+    prompt: Annotated[str, conf.arg(metavar="TEXT")]
+    """What to continue; - reads stdin, '' begins a document."""
+    tokens: Annotated[int, conf.arg(metavar="N")] = 200
+    """How many to add."""
+    temperature: Annotated[float, conf.arg(metavar="T")] = 0.8
+    """0 takes the likeliest."""
+    top_k: Annotated[int | None, conf.arg(metavar="K")] = None
+    """Draw among the K likeliest tokens; all unless given."""
+    top_p: Annotated[float | None, conf.arg(metavar="P")] = None
+    """Draw among the likeliest that have P together; all unless given."""
+    seed: int = 0
+    """Of the draws."""
+    samples: Annotated[int, conf.arg(metavar="N")] = 1
+    """Texts, made side by side."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the text; 0 when done, 2 on bad input.
+    """Writes the text; 0 when done.
 
     Raises:
+        UsageError: wrong flags.
         WorkdirError: no such run, step or average, a damaged checkpoint, or no language model.
         DecodingError: a number out of its range, or a model that has diverged.
         DataError: the run's tokenizer is not here.
     """
-    try:
-        args = parser().parse_args(list(argv))
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 2
+    args = command_line.parse(Generate, "python -m train generate", argv)
     from mupax.train.checkpoints import saved_run
     from mupax.train.checkpoints.workdir import WorkdirError
     from mupax.train.reuse.generate.sampling import DecodingError, Sampling
@@ -72,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     for name, least in (("tokens", 0), ("samples", 1), ("seed", 0)):
         if getattr(args, name) < least:
             raise DecodingError(f"--{name} is {getattr(args, name)}; write a whole number of at least {least}")
-    found = saved_run.find(args.workdir, args.step, args.ema)
+    found = saved_run.find(args.workdir, args.step, args.average)
     if not found.config.model.generates:
         raise WorkdirError(f"the run in {args.workdir} trained a {found.config.model.family}; only decoders write text")
     import numpy as np

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from mupax.errors import MupaxError
 
-class DecodingError(ValueError):
+
+class DecodingError(MupaxError):
     """A text that cannot be made as asked. The text says what to write instead."""
 
 

@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 
+from mupax.errors import MupaxError
 from mupax.presets import ParamSpec, Role
 from mupax.train.reuse.transplant import Index, first
 from mupax.zoo.transformer import TransformerConfig
@@ -23,7 +24,7 @@ GROWN = (Role.QUERY, Role.KEY, Role.VALUE, Role.ATTENTION_OUT, Role.MLP_IN, Role
 """Roles of matrices, whose new entries the table tells of; gains start at 1 and biases at 0."""
 
 
-class GrowError(ValueError):
+class GrowError(MupaxError):
     """A model that a checkpoint cannot grow into. The text says why and what to write."""
 
 

@@ -1,19 +1,16 @@
-"""`python -m train grow CHECKPOINT --to MODEL --out WORKDIR`: go on with a larger model that computes what the smaller one did.
-
-Writes a run of the larger model at the same step, with the optimizer's state: `--resume` goes on from there with the next
-batch and the rates that the run's preset has for the new size. The old run is left as it is.
-"""
+"""`python -m train grow CHECKPOINT --to MODEL --out WORKDIR`: go on with a larger model that computes what the smaller one did."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from mupax import terminal
+from tyro import conf
+
+from mupax import command_line, terminal
 from mupax.train.config.record import model_from_json, model_to_json
 from mupax.zoo import configs
 from mupax.zoo.configs import ModelConfig
@@ -29,40 +26,33 @@ EXAMPLES = 4
 """Sequences or images that logits are compared on."""
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command's flags."""
-    made = argparse.ArgumentParser(
-        prog="python -m train grow",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    made.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a workdir, or WORKDIR/checkpoints/STEP")
-    made.add_argument(
-        "--to", metavar="MODEL", help="larger model of `python -m zoo`; the checkpoint's own unless given"
-    )
-    made.add_argument(
-        "--set",
-        nargs="+",
-        default=[],
-        metavar="FIELD=VALUE",
-        help="of the larger model: num_heads=8 mlp_ratio=4 depth=6",
-    )
-    made.add_argument(
-        "--steps", type=int, metavar="N", help="last step of the run that goes on; the old run's unless given"
-    )
-    made.add_argument(
-        "--out", required=True, type=Path, metavar="WORKDIR", help="folder of the run to come, new or empty"
-    )
-    return made
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grow:
+    """A larger model that computes what the smaller one did, as a run to go on with.
+
+    Writes a run of the larger model at the same step, with the optimizer's state: `--resume` goes on from there with the
+    next batch and the rates that the run's preset has for the new size. The old run is left as it is.
+    """
+
+    checkpoint: Annotated[conf.Positional[Path], conf.arg(metavar="CHECKPOINT")]
+    """A workdir, or WORKDIR/checkpoints/STEP."""
+    to: Annotated[str | None, conf.arg(metavar="MODEL")] = None
+    """Larger model of `python -m zoo`; the checkpoint's own unless given."""
+    set: Annotated[tuple[str, ...], conf.arg(metavar="FIELD=VALUE ...")] = ()
+    """Of the larger model: num_heads=8 mlp_ratio=4 depth=6."""
+    steps: Annotated[int | None, conf.arg(metavar="N")] = None
+    """Last step of the run that goes on; the old run's unless given."""
+    out: Annotated[Path, conf.arg(metavar="WORKDIR")]
+    """Folder of the run to come, new or empty."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Grow; 0 when done, 2 on bad input."""
-    try:
-        args = parser().parse_args(list(argv))
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 2
+    """Grows; 0 when done.
+
+    Raises:
+        UsageError, GrowError, ConfigError, WeightsError: wrong flags, or a model that does not fit.
+    """
+    args = command_line.parse(Grow, "python -m train grow", argv)
     from mupax.train.reuse.grow.axes import GrowError
 
     if args.to is None and not args.set:

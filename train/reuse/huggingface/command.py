@@ -1,111 +1,81 @@
-"""`python -m zoo import PATH --out FOLDER` and `python -m zoo export PATH --out FOLDER`.
-
-import reads weights of Hugging Face (config.json and safetensors) and writes them in a preset's form, for
-`python -m train ... --init-from FOLDER`. export writes a run, or weights imported before, as `transformers` reads them:
-multipliers are folded into the weights, and config.json says which.
-"""
+"""`python -m zoo import PATH --out FOLDER` and `python -m zoo export PATH --out FOLDER`."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
+import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from mupax import presets
-from mupax.presets import constants
-from mupax.train.config.devices import check_words
-from mupax.train.config.run import PresetConfig
+from tyro import conf
+
+from mupax.train.config.cli import PresetFlags
 
 if TYPE_CHECKING:
     from mupax.train.reuse.source import Source
 
-CONSTANTS = ("alpha_a", "alpha_l", "gamma0", "beta0")
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Import(PresetFlags):
+    """Weights of Hugging Face (config.json and safetensors) in a preset's form, for `python -m train --init-from FOLDER`."""
+
+    path: Annotated[conf.Positional[Path], conf.arg(metavar="PATH")]
+    """Folder with config.json and safetensors, or its file."""
+    preset: Annotated[str, conf.arg(metavar="NAME")] = "sp"
+    """A preset of `python -m presets`."""
+    out: Annotated[Path, conf.arg(metavar="FOLDER")]
+    """A new or empty folder."""
+
+    def run(self) -> int:
+        """0 when written; raises what does not fit."""
+        from mupax.train.reuse import source as pretrained
+        from mupax.train.reuse.huggingface import files as pretrained_files
+
+        config = self.config(self.preset)
+        pretrained_files.check_free(self.out)
+        source = pretrained.read(self.path)
+        preset = pretrained_files.write_imported(source, config, self.out, str(self.path))
+        _print_summary(source, preset)
+        print(f"written to {self.out} under {preset['described']}")
+        return 0
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run `import ...` or `export ...`; 0 when done.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Export:
+    """A run, or imported weights, as `transformers` reads them: multipliers are folded into the weights."""
 
-    Raises:
-        ValueError: of this project's kinds; bad input.
-    """
-    try:
-        args = _parser().parse_args(list(argv))
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 2
-    check_words(argv)
-    return {"import": _import, "export": _export}[args.command](args)
+    path: Annotated[conf.Positional[Path], conf.arg(metavar="PATH")]
+    """Workdir, workdir/checkpoints/STEP, or an imported folder."""
+    out: Annotated[Path, conf.arg(metavar="FOLDER")]
+    """A new or empty folder."""
+    step: Annotated[int | None, conf.arg(metavar="N")] = None
+    """Which checkpoint of a workdir; the newest unless given."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the stored weights."""
+    tokenizer: Annotated[Path | None, conf.arg(metavar="FILE")] = None
+    """tokenizer.json to add where the run's is not here."""
 
+    def run(self) -> int:
+        """0 when written; raises what does not fit."""
+        from mupax.train.data.text import tokenizer
+        from mupax.train.reuse import source as pretrained
+        from mupax.train.reuse.huggingface import files as pretrained_files
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m zoo", description=__doc__, allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True)
-    kind = argparse.RawDescriptionHelpFormatter
-    into = commands.add_parser("import", help="weights of Hugging Face in a preset's form", formatter_class=kind)
-    into.add_argument("path", type=Path, metavar="PATH", help="folder with config.json and safetensors, or its file")
-    into.add_argument("--preset", default="sp", metavar="NAME", help="`python -m presets` lists them (default sp)")
-    into.add_argument(
-        "--base", "--preset.base", metavar="MODEL", help="model that factors are relative to; else absolute"
-    )
-    into.add_argument("--form", "--preset.form", choices=presets.FORMS, help="where multipliers sit")
-    for name in CONSTANTS:
-        flag = name.replace("_", "-")
-        into.add_argument(f"--{flag}", f"--preset.{flag}", dest=name, type=float, metavar="X", help="of the preset")
-    into.add_argument(
-        "--constants", "--preset.constants", nargs="+", default=(), metavar="NAME=VALUE", help="others of the preset"
-    )
-    out = commands.add_parser("export", help="a run as transformers reads it", formatter_class=kind)
-    out.add_argument("path", type=Path, metavar="PATH", help="workdir, workdir/checkpoints/STEP, or an imported folder")
-    out.add_argument("--step", type=int, metavar="N", help="which checkpoint of a workdir; the newest unless given")
-    out.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="of the stored weights"
-    )
-    out.add_argument(
-        "--tokenizer", type=Path, metavar="FILE", help="tokenizer.json to add where the run's is not found"
-    )
-    for command in (into, out):
-        command.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="a new or empty folder")
-    return parser
-
-
-def _import(args: argparse.Namespace) -> int:
-    from mupax.train.reuse import source as pretrained
-    from mupax.train.reuse.huggingface import files as pretrained_files
-
-    given = PresetConfig(
-        name=args.preset,
-        base=args.base,
-        form=args.form,
-        constants=tuple(f"{name}={value}" for name, value in constants.read(args.constants).items()),
-        **{name: getattr(args, name) for name in CONSTANTS},
-    )
-    pretrained_files.check_free(args.out)
-    source = pretrained.read(args.path)
-    preset = pretrained_files.write_imported(source, given, args.out, str(args.path))
-    _say(source, preset)
-    print(f"written to {args.out} under {preset['described']}")
-    return 0
-
-
-def _export(args: argparse.Namespace) -> int:
-    from mupax.train.data.text import tokenizer
-    from mupax.train.reuse import source as pretrained
-    from mupax.train.reuse.huggingface import files as pretrained_files
-
-    pretrained_files.check_free(args.out)
-    source = pretrained.read(args.path, args.step)
-    name, file = _tokenizer(source, args.tokenizer)
-    separator = tokenizer.Subwords(file).separator if file else tokenizer.Bytes().separator if name == "bytes" else None
-    pretrained_files.write_huggingface(source, args.out, args.dtype, separator)
-    if file is not None and separator is not None:
-        pretrained_files.copy_tokenizer(file, separator, args.out)
-    _say(source, source.preset)
-    print(f"written to {args.out}" + (f"; folded from {source.preset.get('described')}" if source.preset else ""))
-    if name == "bytes":
-        print("tokens are bytes, ids 0 to 255, for which there is no tokenizer.json: ids = list(text.encode())")
-    elif name and file is None:
-        print(f"the tokenizer {name} was not found on this machine; give its file as --tokenizer FILE")
-    return 0
+        pretrained_files.check_free(self.out)
+        source = pretrained.read(self.path, self.step)
+        name, file = _tokenizer(source, self.tokenizer)
+        separator = (
+            tokenizer.Subwords(file).separator if file else tokenizer.Bytes().separator if name == "bytes" else None
+        )
+        pretrained_files.write_huggingface(source, self.out, self.dtype, separator)
+        if file is not None and separator is not None:
+            pretrained_files.copy_tokenizer(file, separator, self.out)
+        _print_summary(source, source.preset)
+        print(f"written to {self.out}" + (f"; folded from {source.preset.get('described')}" if source.preset else ""))
+        if name == "bytes":
+            print("tokens are bytes, ids 0 to 255, for which there is no tokenizer.json: ids = list(text.encode())")
+        elif name and file is None:
+            print(f"the tokenizer {name} was not found on this machine; give its file as --tokenizer FILE")
+        return 0
 
 
 def _tokenizer(source: Source, given: Path | None) -> tuple[str | None, Path | None]:
@@ -131,7 +101,7 @@ def _tokenizer(source: Source, given: Path | None) -> tuple[str | None, Path | N
     return name, file if file.is_file() else None
 
 
-def _say(source: Source, preset: dict[str, Any]) -> None:
+def _print_summary(source: Source, preset: dict[str, Any]) -> None:
     from mupax.terminal import si
 
     model, sizes = source.model, source.model.sizes()

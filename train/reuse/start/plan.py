@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mupax.errors import MupaxError
 from mupax.presets import ParamSpec
 from mupax.train.config.patterns import chosen
 from mupax.train.config.run import InitConfig
@@ -34,7 +35,7 @@ SHOWN = 4
 """Differences that a refusal lists."""
 
 
-class InitError(ValueError):
+class InitError(MupaxError):
     """A checkpoint that a run cannot start from, as asked. The text says what differs and what to write."""
 
 

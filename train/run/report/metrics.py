@@ -36,16 +36,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mupax.errors import MupaxError, MupaxFailure
+
 FILE_NAME = "metrics.jsonl"
 _INTERVAL_S = 0.2
 """How long a row may wait in memory. A killed run loses at most this much."""
 
 
-class MetricsError(ValueError):
+class MetricsError(MupaxError):
     """Metrics that cannot be read or logged as asked. The text says what to do instead."""
 
 
-class DiskError(RuntimeError):
+class DiskError(MupaxFailure):
     """Metrics that the disk does not take. The text says how the run goes on."""
 
 

@@ -1,21 +1,17 @@
-"""`python -m train balance MODEL|RECIPE --out PATH.json`: rates per layer from one batch, for where no preset has a rule.
-
-By the feature speed formula (Chizat and Netrapalli 2023, 2311.18718): measures cos θ and the four desiderata of every
-block at initialization, derives the learning rates and the output scale that satisfy them, and writes them as a preset
-that `--preset measured:PATH.json` names. A recipe brings its data, optimizer and preset; a model of `python -m zoo` gets
-random inputs, Adam and sp. The preset gives initialization, multipliers, eps and decay, and the rates to compare with.
-The recipe's flags --model.*, --preset.*, --optimizer.*, --data.* and --seed work here too.
-"""
+"""`python -m train balance MODEL|RECIPE --out PATH.json`: rates per layer from one batch, for where no preset has a rule."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from mupax import terminal
+from tyro import conf
+
+from mupax import command_line, terminal
+from mupax.train.config import cli
+from mupax.train.config.sections import Optimizer
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,30 +21,31 @@ if TYPE_CHECKING:
     from mupax.train.studies.check.feature_speed import Speeds
     from mupax.zoo.definition import Definition
 
-OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "muon", "lion")
 READ = ("--model", "--preset", "--optimizer", "--data", "--seed")
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command's own flags."""
-    made = argparse.ArgumentParser(
-        prog="python -m train balance",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    made.add_argument("name", metavar="MODEL|RECIPE", help="a recipe, or a model of `python -m zoo`")
-    made.add_argument("--out", required=True, type=Path, metavar="PATH.json", help="where to write the measured preset")
-    made.add_argument("--optimizer", choices=OPTIMIZERS, help="whose rates (the recipe's; adam for a model)")
-    return made
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Balance:
+    """Rates per layer from one batch, for where no preset has a rule.
+
+    By the feature speed formula (Chizat and Netrapalli 2023, 2311.18718): measures cos θ and the four desiderata of every
+    block at initialization, derives the learning rates and the output scale that satisfy them, and writes them as a preset
+    that `--preset measured:PATH.json` names. A recipe brings its data, optimizer and preset; a model of `python -m zoo` gets
+    random inputs, Adam and sp. The preset gives initialization, multipliers, eps and decay, and the rates to compare with.
+    The recipe's flags --model.*, --preset.*, --optimizer.*, --data.* and --seed work here too.
+    """
+
+    name: Annotated[conf.Positional[str], conf.arg(metavar="MODEL|RECIPE")]
+    """A recipe, or a model of `python -m zoo`."""
+    out: Annotated[Path, conf.arg(metavar="PATH.json")]
+    """Where to write the measured preset."""
+    optimizer: Optimizer | None = None
+    """Whose rates; the recipe's, or adam for a model."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure, derive, write, measure again; 0 when done."""
-    try:
-        args, rest = parser().parse_known_args(list(argv))
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 2
+    """Measures, derives, writes, measures again; 0 when done; raises as `configured`."""
+    args, rest = command_line.parse_known(Balance, "python -m train balance", argv)
     config = configured(args, rest)
     import jax
 
@@ -71,14 +68,13 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def configured(args: argparse.Namespace, rest: Sequence[str]) -> Config:
+def configured(args: Balance, rest: Sequence[str]) -> Config:
     """The run whose model, data, optimizer and reference are measured.
 
     Raises:
         UsageError: a flag that measuring does not read, or a folder that is not there.
         ConfigError: no recipe or model has the name, or values that do not fit together.
     """
-    from mupax.train.config import cli
     from mupax.train.config.recipes import RECIPES
     from mupax.train.config.run import Config, DataConfig, OptimizerConfig, PresetConfig
     from mupax.zoo import configs
@@ -86,11 +82,13 @@ def configured(args: argparse.Namespace, rest: Sequence[str]) -> Config:
     for word in rest:
         flag = word.partition("=")[0]
         if flag.startswith("--") and flag.partition(".")[0] not in READ:
-            raise cli.UsageError(
+            raise command_line.UsageError(
                 f"balance does not read {flag}; beside --out it takes {', '.join(READ)} and their fields"
             )
     if not args.out.absolute().parent.is_dir():
-        raise cli.UsageError(f"--out {args.out}: there is no folder {args.out.parent}; make it, or write another path")
+        raise command_line.UsageError(
+            f"--out {args.out}: there is no folder {args.out.parent}; make it, or write another path"
+        )
 
     def bare() -> Config:
         return Config(

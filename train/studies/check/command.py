@@ -1,98 +1,70 @@
-"""`python -m train check MODEL`: measure what a preset does as one size grows, and hold it against theory.
-
-Takes the structure of a named model (norm, activation, positions, biases, grouped heads, ties) at small sizes, grows one
-of them over a few doublings, trains every size for ten steps from several seeds on one batch, and fits log-log slopes.
-"""
+"""`python -m train check MODEL`: measure what a preset does as one size grows, and hold it against theory."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import time
 from collections.abc import Sequence
+from typing import Annotated, Literal
 
-from mupax import terminal
+from tyro import conf
 
-AXES = ("head_dim", "heads", "depth", "width", "mlp", "kv_heads")
-RATES = {"adam": 2e-3, "adamw": 2e-3, "sgd": 0.2, "momentum": 0.05, "muon": 2e-3, "lion": 1e-3}
+from mupax import command_line, terminal
+from mupax.command_line import Switch
+from mupax.train.config.cli import ConstantFlags
+from mupax.train.config.sections import Optimizer
+
+RATES: dict[Optimizer, float] = {"adam": 2e-3, "adamw": 2e-3, "sgd": 0.2, "momentum": 0.05, "muon": 2e-3, "lion": 1e-3}
 """Peak rates at which ten steps move the small base model visibly and stay in its linear regime."""
 
-CONSTANTS = ("alpha_a", "alpha_l", "gamma0", "beta0")
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Check(ConstantFlags):
+    """What a preset does as one size grows, measured and held against theory.
 
-def parser() -> argparse.ArgumentParser:
-    """The command's flags."""
-    made = argparse.ArgumentParser(
-        prog="python -m train check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    made.add_argument(
-        "model",
-        nargs="?",
-        default="lm-proxy",
-        metavar="MODEL",
-        help="a model of `python -m zoo`, for its structure (lm-proxy)",
-    )
-    made.add_argument(
-        "--preset", "--preset.name", default="mup", metavar="NAME", help="a preset of `python -m presets` (mup)"
-    )
-    for name in CONSTANTS:
-        made.add_argument(
-            f"--preset.{name.replace('_', '-')}", dest=name, type=float, metavar="X", help="a constant of the preset"
-        )
-    made.add_argument(
-        "--constants",
-        "--preset.constants",
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="NAME=VALUE",
-        help="any other constant of the preset, such as s=0.5",
-    )
-    made.add_argument(
-        "--grow",
-        choices=AXES,
-        default="head_dim",
-        help="which size grows (head_dim); width doubles heads and head_dim in turn",
-    )
-    made.add_argument("--optimizer", "--optimizer.name", default="adam", choices=list(RATES), help="whose rates (adam)")
-    made.add_argument(
-        "--peak-lr",
-        "--optimizer.peak-lr",
-        dest="peak_lr",
-        type=float,
-        metavar="X",
-        help="rate at base size; by optimizer unless given",
-    )
-    made.add_argument("--sizes", type=int, default=4, metavar="N", help="how many sizes, each twice the one before (4)")
-    made.add_argument("--seeds", type=int, default=4, metavar="N", help="initializations per size (4)")
-    made.add_argument("--json", metavar="PATH", help="write verdict and slopes as JSON")
-    made.add_argument("--figure", metavar="PATH", help="draw every observable against size (PNG)")
-    made.add_argument("--dry-run", action="store_true", help="print the sizes and what theory expects; measure nothing")
-    return made
+    Takes the structure of a named model (norm, activation, positions, biases, grouped heads, ties) at small sizes, grows one
+    of them over a few doublings, trains every size for ten steps from several seeds on one batch, and fits log-log slopes.
+    """
+
+    model: Annotated[conf.Positional[str], conf.arg(metavar="MODEL")] = "lm-proxy"
+    """A model of `python -m zoo`, for its structure."""
+    preset: Annotated[str, conf.arg(aliases=("--preset.name",), metavar="NAME")] = "mup"
+    """A preset of `python -m presets`."""
+    grow: Literal["head_dim", "heads", "depth", "width", "mlp", "kv_heads"] = "head_dim"
+    """Which size grows; width doubles heads and head_dim in turn."""
+    optimizer: Annotated[Optimizer, conf.arg(aliases=("--optimizer.name",))] = "adam"
+    """Whose rates."""
+    peak_lr: Annotated[float | None, conf.arg(aliases=("--optimizer.peak-lr",), metavar="X")] = None
+    """Rate at base size; by optimizer unless given."""
+    sizes: Annotated[int, conf.arg(metavar="N")] = 4
+    """How many sizes, each twice the one before."""
+    seeds: Annotated[int, conf.arg(metavar="N")] = 4
+    """Initializations per size."""
+    json: Annotated[str | None, conf.arg(metavar="PATH")] = None
+    """Write verdict and slopes as JSON."""
+    figure: Annotated[str | None, conf.arg(metavar="PATH")] = None
+    """Draw every observable against size (PNG)."""
+    dry_run: Switch = False
+    """Print the sizes and what theory expects; measure nothing."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the check: 0 when every slope is as predicted and healthy, 1 when one is not, 2 on bad input."""
-    try:
-        args = parser().parse_args(list(argv))
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 2
-    return run(args)
+    """Measures, judges, prints, writes: 0 when every slope is as predicted and healthy, 1 when one is not.
 
-
-def run(args: argparse.Namespace) -> int:
-    """Measure, judge, print, write."""
+    Raises:
+        UsageError, ConfigError, PresetError: what does not fit.
+    """
+    args = command_line.parse(Check, "python -m train check", argv)
     from mupax import presets
-    from mupax.presets import constants
     from mupax.presets.analysis.verdicts import refuse_uneven
-    from mupax.train.config.run import OptimizerConfig
+    from mupax.train.config.sections import OptimizerConfig
     from mupax.train.studies.check import check, models, report, theory
     from mupax.zoo import build, configs
 
     if args.sizes < 2 or args.seeds < 1:
         raise configs.ConfigError("a slope needs --sizes of at least 2 and --seeds of at least 1")
     started = time.monotonic()
-    given = constants.read(args.constants, {name: getattr(args, name) for name in CONSTANTS})
+    given = args.values()
     grown = models.series(configs.get(args.model), args.grow, args.sizes)
     preset = presets.get(args.preset, **given)
     if not preset.baseless:

@@ -1,23 +1,23 @@
-"""`python -m train sweep RECIPE`: many runs that differ in learning rate, seed, constants or size, as one command.
-
-Points that differ in numbers alone (rate, decay, warm-up, seed, constants of the preset) are trained with one compilation; a
-size compiles once. Every point sees the same batches in the same order. The same command goes on where it was stopped.
-What is not listed here is a flag of the recipe (`python -m train RECIPE --help`) and holds for every point.
-"""
+"""`python -m train sweep RECIPE`: many runs that differ in learning rate, seed, constants or size, as one command."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from mupax import terminal
+from tyro import conf
+
+from mupax import command_line, terminal
+from mupax.command_line import Repeated, Switch
+from mupax.train.config import cli, grids, sizes
+from mupax.train.config.devices import at_least
 from mupax.train.config.grids import Planned
+from mupax.zoo.configs import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,59 +27,52 @@ if TYPE_CHECKING:
 MOST_POINTS = 2000
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command's own flags."""
-    made = argparse.ArgumentParser(
-        prog="python -m train sweep",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    made.add_argument("recipe", metavar="RECIPE", help="a recipe of `python -m train --help`")
-    made.add_argument("--lr", metavar="GRID", help="peak rates: 2^-12:2^-4:9, or numbers with commas (the recipe's)")
-    made.add_argument("--seeds", type=int, default=1, metavar="N", help="initializations per point (1)")
-    made.add_argument(
-        "--sizes", metavar="AXIS=N,...", help="models: width=64,128,256, head_dim=, heads=, depth= or mlp="
-    )
-    made.add_argument(
-        "--vary",
-        action="append",
-        default=[],
-        metavar="FLAG=GRID",
-        help="any other flag of the recipe with its values, as preset.gamma0=0.5,1,2; may come several times",
-    )
-    made.add_argument(
-        "--how",
-        default="auto",
-        choices=["auto", "together", "in-turn"],
-        help="all points of a shape at once, one after another, or what a trial shows to be faster, on a CPU some side by side (auto)",
-    )
-    made.add_argument("--no-eval", action="store_true", help="do not evaluate after the last step")
-    made.add_argument("--out", metavar="FOLDER", help="where rows and the summary go (runs/sweep-RECIPE)")
-    made.add_argument("--json", metavar="PATH", help="write all rows and what they were made of (FOLDER/sweep.json)")
-    made.add_argument(
-        "--save-tuned",
-        metavar="NAME",
-        help="save the smallest size's best rate as the tuned preset PRESET:NAME",
-    )
-    made.add_argument("--dry-run", action="store_true", help="list the points and their programs; train nothing")
-    return made
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """Many runs that differ in learning rate, seed, constants or size, as one command.
+
+    Points that differ in numbers alone (rate, decay, warm-up, seed, constants of the preset) are trained with one
+    compilation; a size compiles once. Every point sees the same batches in the same order. The same command goes on where it
+    was stopped. What is not listed here is a flag of the recipe (`python -m train RECIPE --help`) and holds for every point.
+    """
+
+    recipe: Annotated[conf.Positional[str], conf.arg(metavar="RECIPE")]
+    """A recipe of `python -m train --help`."""
+    lr: Annotated[str | None, conf.arg(metavar="GRID")] = None
+    """Peak rates: 2^-12:2^-4:9, or numbers with commas; the recipe's unless given."""
+    seeds: Annotated[int, conf.arg(metavar="N")] = 1
+    """Initializations per point."""
+    sizes: Annotated[str | None, conf.arg(metavar="AXIS=N,...")] = None
+    """Models: width=64,128,256, head_dim=, heads=, depth= or mlp=."""
+    vary: Annotated[Repeated, conf.arg(metavar="FLAG=GRID")] = ()
+    """Any other flag of the recipe with its values, as preset.gamma0=0.5,1,2."""
+    how: Literal["auto", "together", "in-turn"] = "auto"
+    """All points of a shape at once, one after another, or what a trial shows to be faster, on a CPU some side by side."""
+    no_eval: Switch = False
+    """Do not evaluate after the last step."""
+    out: Annotated[str | None, conf.arg(metavar="FOLDER")] = None
+    """Where rows and the summary go; runs/sweep-RECIPE unless given."""
+    json: Annotated[str | None, conf.arg(metavar="PATH")] = None
+    """Write all rows and what they were made of; FOLDER/sweep.json unless given."""
+    save_tuned: Annotated[str | None, conf.arg(metavar="NAME")] = None
+    """Save the smallest size's best rate as the tuned preset PRESET:NAME."""
+    dry_run: Switch = False
+    """List the points and their programs; train nothing."""
+
+    def __post_init__(self) -> None:
+        at_least("--", self, 1, "seeds")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a sweep and return its exit code.
+    """Sweeps: 0 when every point has its row, 1 when `--save-tuned` has no best rate to save, 130 or 143 stopped by a signal.
 
-    It is 0 when every point has its row, 1 when `--save-tuned` has no best rate to save, 2 on bad input, and 130 or 143 when
-    stopped by a signal.
+    Raises:
+        UsageError, ConfigError, PresetError: what does not fit.
     """
-    try:
-        args, rest = parser().parse_known_args(list(argv))
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 2
+    args, rest = command_line.parse_known(Sweep, "python -m train sweep", argv)
     found = points(args, rest)
     if args.save_tuned:
-        from mupax.train.studies.transfer import tuned as tuned
-        from mupax.zoo.configs import ConfigError
+        from mupax.train.studies.transfer import tuned
 
         tuned.check_name(args.save_tuned, found[0].config.preset.name)
         if len({point.varied for point in found}) > 1:
@@ -91,27 +84,21 @@ def main(argv: Sequence[str]) -> int:
     return _run(args, found, ["python", "-m", "train", "sweep", *argv])
 
 
-def points(args: argparse.Namespace, rest: Sequence[str]) -> list[Planned]:
+def points(args: Sweep, rest: Sequence[str]) -> list[Planned]:
     """Every point.
 
     Raises:
         ConfigError: no such recipe, grid, axis or flag, or more points than anyone means.
     """
-    from mupax.train.config import cli, grids, sizes
-    from mupax.zoo.configs import ConfigError
-
     recipe = cli.recipe(args.recipe)
-    if args.seeds < 1:
-        raise ConfigError(f"--seeds is {args.seeds}; write a number of at least 1")
     if "--workdir" in rest or "--resume" in rest:
         raise ConfigError("a sweep has --out in place of --workdir, and goes on by itself without --resume")
-    own = [*parser()._option_string_actions]
     varied = [_varied(text) for text in args.vary]
     axis, grown = sizes.parse(args.sizes) if args.sizes else ("", (0,))
     found: list[Planned] = []
     for values in itertools.product(*(values for _, values in varied)):
         words = [word for (flag, _), value in zip(varied, values, strict=True) for word in (f"--{flag}", value)]
-        config = cli.parse(args.recipe, recipe, [*rest, *words], own).config
+        config = cli.parse(args.recipe, recipe, [*rest, *words], command_line.flags(Sweep)).config
         label = " ".join(f"{flag.rpartition('.')[2]} {value}" for (flag, _), value in zip(varied, values, strict=True))
         rates = grids.parse(args.lr) if args.lr else (config.optimizer.peak_lr,)
         for size, lr, seed in itertools.product(grown, rates, range(args.seeds)):
@@ -131,20 +118,15 @@ def points(args: argparse.Namespace, rest: Sequence[str]) -> list[Planned]:
 
 
 def _varied(text: str) -> tuple[str, list[str]]:
-    from mupax.zoo.configs import ConfigError
-
     flag, equals, values = (part.strip() for part in text.lstrip("-").partition("="))
     if not (flag and equals and values):
         raise ConfigError(f"--vary {text!r}: write FLAG=VALUE,VALUE, as preset.gamma0=0.5,1,2")
     if ":" in values:
-        from mupax.train.config import grids as grids
-
         return flag, [f"{value:.10g}" for value in grids.parse(values)]
     return flag, [value.strip() for value in values.split(",")]
 
 
 def _dry_run(found: Sequence[Planned]) -> int:
-    from mupax.train.config.grids import power
     from mupax.train.studies.sweep import groups as sweep_groups
 
     groups = list(sweep_groups.Groups().of([point.config for point in found]).values())
@@ -157,13 +139,13 @@ def _dry_run(found: Sequence[Planned]) -> int:
         seeds = sorted({config.seed for config in configs})
         print(
             f"  {', '.join(filter(None, labels)) or configs[0].recipe}: {len(group)} points, "
-            f"rates {' '.join(map(power, rates))}, seeds {' '.join(map(str, seeds))}, "
+            f"rates {' '.join(map(grids.power, rates))}, seeds {' '.join(map(str, seeds))}, "
             f"{group[0][1].definition.count():,} parameters, {configs[0].steps} steps"
         )
     return 0
 
 
-def _run(args: argparse.Namespace, found: Sequence[Planned], command: Sequence[str]) -> int:
+def _run(args: Sweep, found: Sequence[Planned], command: Sequence[str]) -> int:
 
     from mupax.train.parallel.signals import StopRequest
     from mupax.train.studies.sweep import sweep
@@ -201,7 +183,7 @@ def _run(args: argparse.Namespace, found: Sequence[Planned], command: Sequence[s
 
 
 def _study(
-    args: argparse.Namespace,
+    args: Sweep,
     found: Sequence[Planned],
     rows: Sequence[Row],
     folder: Path,

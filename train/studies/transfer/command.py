@@ -1,86 +1,76 @@
-"""`python -m train transfer RECIPE --grow head_dim=16,32,64,128`: does the best learning rate stay as the model grows?
-
-Trains the recipe's model at each size over a grid of learning rates, half octaves apart, from several seeds on the same
-batches; fits each size's best rate, and reports how far it drifts as the size doubles, what not tuning the larger sizes
-costs, and whether bigger is better near the transferred rate. --compare puts other presets beside, --control one that should
-drift. The grid grows until every minimum lies inside, seeds are added until the drift is known to 0.15 octaves per doubling
-or --minutes of training end. The preset is relative to the smallest size unless --preset.base is given.
-
-FOLDER gets points.jsonl, transfer.json, transfer.html and a PNG per axis; the same command goes on where it was stopped.
-What is not listed here is a flag of the recipe (`python -m train RECIPE --help`) and holds for every point.
-"""
+"""`python -m train transfer RECIPE --grow head_dim=16,32,64,128`: does the best learning rate stay as the model grows?"""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from mupax import terminal
+from tyro import conf
+
+from mupax import command_line, terminal
+from mupax.command_line import Repeated
+from mupax.presets import constants
+from mupax.train.config import cli, sizes
+from mupax.train.config.run import PresetConfig
+from mupax.zoo.configs import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mupax.train.config.run import Config, PresetConfig
+    from mupax.train.config.run import Config
     from mupax.train.studies.transfer.study import Runner, Study
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command's own flags."""
-    made = argparse.ArgumentParser(
-        prog="python -m train transfer",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    made.add_argument("recipe", metavar="RECIPE", help="a recipe of `python -m train --help`")
-    made.add_argument(
-        "--grow",
-        action="append",
-        required=True,
-        metavar="AXIS=N,N,...",
-        help="what grows alone: head_dim, heads, width, depth or mlp; may come several times, each is a study",
-    )
-    made.add_argument(
-        "--compare",
-        nargs="+",
-        default=[],
-        metavar="PRESET",
-        help="other presets side by side; constants after commas: depth-mup,alpha_l=1",
-    )
-    made.add_argument("--control", metavar="PRESET", help="a preset that should drift, to hold the others against")
-    made.add_argument("--seeds", type=int, default=3, metavar="N", help="initializations at every rate (3)")
-    made.add_argument("--max-seeds", type=int, default=8, metavar="N", help="initializations near the minima (8)")
-    made.add_argument("--minutes", type=float, default=20.0, metavar="M", help="training time of one study (20)")
-    made.add_argument("--out", type=Path, metavar="FOLDER", help="where everything goes (runs/transfer-RECIPE)")
-    made.add_argument(
-        "--how", default="auto", choices=["auto", "together", "in-turn"], help="as `python -m train sweep` (auto)"
-    )
-    made.add_argument(
-        "--save-tuned",
-        metavar="NAME",
-        help="save the smallest size's best rate as --preset PRESET:NAME; NAME may be the path of a .json",
-    )
-    return made
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """Whether the best learning rate stays as the model grows.
+
+    Trains the recipe's model at each size over a grid of learning rates, half octaves apart, from several seeds on the same
+    batches; fits each size's best rate, and reports how far it drifts as the size doubles, what not tuning the larger sizes
+    costs, and whether bigger is better near the transferred rate. --compare puts other presets beside, --control one that
+    should drift. The grid grows until every minimum lies inside, seeds are added until the drift is known to 0.15 octaves per
+    doubling or --minutes of training end. The preset is relative to the smallest size unless --preset.base is given.
+
+    FOLDER gets points.jsonl, transfer.json, transfer.html and a PNG per axis; the same command goes on where it was stopped.
+    What is not listed here is a flag of the recipe (`python -m train RECIPE --help`) and holds for every point.
+    """
+
+    recipe: Annotated[conf.Positional[str], conf.arg(metavar="RECIPE")]
+    """A recipe of `python -m train --help`."""
+    grow: Annotated[Repeated, conf.arg(metavar="AXIS=N,N,...")]
+    """What grows alone: head_dim, heads, width, depth or mlp; each is a study."""
+    compare: Annotated[tuple[str, ...], conf.arg(metavar="PRESET ...")] = ()
+    """Other presets side by side; constants after commas: depth-mup,alpha_l=1."""
+    control: Annotated[str | None, conf.arg(metavar="PRESET")] = None
+    """A preset that should drift, to hold the others against."""
+    seeds: Annotated[int, conf.arg(metavar="N")] = 3
+    """Initializations at every rate."""
+    max_seeds: Annotated[int, conf.arg(metavar="N")] = 8
+    """Initializations near the minima."""
+    minutes: Annotated[float, conf.arg(metavar="M")] = 20.0
+    """Training time of one study."""
+    out: Annotated[Path | None, conf.arg(metavar="FOLDER")] = None
+    """Where everything goes; runs/transfer-RECIPE unless given."""
+    how: Literal["auto", "together", "in-turn"] = "auto"
+    """As `python -m train sweep`."""
+    save_tuned: Annotated[str | None, conf.arg(metavar="NAME")] = None
+    """Save the smallest size's best rate as --preset PRESET:NAME; NAME may be the path of a .json."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a study: 0 when it is done, whatever it found, 2 on bad input, 130 or 143 stopped by a signal."""
-    try:
-        args, rest = parser().parse_known_args(list(argv))
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 2
+    """Runs a study: 0 when it is done, whatever it shows, 130 or 143 stopped by a signal; raises as `execute`."""
+    args, rest = command_line.parse_known(Transfer, "python -m train transfer", argv)
     return execute(args, rest, "python -m train transfer " + shlex.join(argv))
 
 
-def execute(args: argparse.Namespace, rest: Sequence[str], command: str, run: Runner | None = None) -> int:
+def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | None = None) -> int:
     """Measure, judge, print, write.
 
     Args:
-        args: of `parser`.
+        args: flags of the command.
         rest: flags of the recipe.
         command: that was written, for the record.
         run: trains points; the sweep engine in the folder unless given.
@@ -123,15 +113,13 @@ def execute(args: argparse.Namespace, rest: Sequence[str], command: str, run: Ru
     return _report(args, folder, measured, control, command, console, _label(config.preset))
 
 
-def plans(args: argparse.Namespace, rest: Sequence[str], config: Config) -> tuple[list[Study], str | None]:
+def plans(args: Transfer, rest: Sequence[str], config: Config) -> tuple[list[Study], str | None]:
     """The studies, axis by axis and preset by preset, and the control's label.
 
     Raises:
         ConfigError, PresetError: a size, preset or constant that does not fit.
     """
-    from mupax.train.config import sizes
     from mupax.train.studies.transfer import study as transfer
-    from mupax.zoo.configs import ConfigError
 
     based = any(word.partition("=")[0] == "--preset.base" for word in rest)
     base = config.preset.base if based else None
@@ -152,27 +140,20 @@ def plans(args: argparse.Namespace, rest: Sequence[str], config: Config) -> tupl
     ], control
 
 
-def _recipe(args: argparse.Namespace, rest: Sequence[str]) -> tuple[Config, bool]:
-    from mupax.train.config import cli
-    from mupax.zoo.configs import ConfigError
-
+def _recipe(args: Transfer, rest: Sequence[str]) -> tuple[Config, bool]:
     if "--workdir" in rest or "--resume" in rest:
         raise ConfigError("a study has --out in place of --workdir, and goes on by itself without --resume")
-    found = cli.parse(args.recipe, cli.recipe(args.recipe), rest, [*parser()._option_string_actions])
+    found = cli.parse(args.recipe, cli.recipe(args.recipe), rest, command_line.flags(Transfer))
     return dataclasses.replace(found.config, workdir=None), found.dry_run
 
 
 def _entry(text: str, base: str | None) -> PresetConfig:
-    from mupax.train.config.run import PresetConfig
-
-    name, *constants = (part.strip() for part in text.split(","))
-    return PresetConfig(name=name, base=base, constants=tuple(constants))
+    name, *given = (part.strip() for part in text.split(","))
+    return PresetConfig(name=name, base=base, constants=tuple(given))
 
 
 def _label(preset: PresetConfig) -> str:
-    from mupax.train.config.tuned import CONSTANTS
-
-    flags = [f"{name}={getattr(preset, name):g}" for name in CONSTANTS if getattr(preset, name) is not None]
+    flags = [f"{name}={getattr(preset, name):g}" for name in constants.FLAGS if getattr(preset, name) is not None]
     return " ".join([preset.name, *flags, *preset.constants])
 
 
@@ -207,7 +188,7 @@ def _engine(folder: Path, how: Any, console: Console, stop: Any) -> Runner:
 
 
 def _report(
-    args: argparse.Namespace,
+    args: Transfer,
     folder: Path,
     measured: Sequence[Any],
     control: str | None,

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Sequence
 from pathlib import Path
 
+from mupax.errors import MupaxFailure
 from mupax.presets import PRESETS
 from mupax.presets.tuned import find
 from mupax.presets.tuned.find import Tuned
@@ -17,7 +18,7 @@ from mupax.train.studies.transfer.study import Measured
 from mupax.zoo.configs import ConfigError
 
 
-class NoMinimum(RuntimeError):
+class NoMinimum(MupaxFailure):
     """A study that is trained, and whose losses have no minimum to save."""
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from mupax.command_line import parse_known
 from mupax.presets.__main__ import main as presets_main
 from mupax.presets.tuned.measured import load
 from mupax.train import data
@@ -21,7 +22,7 @@ from mupax.train.config.record import from_json, to_json
 from mupax.train.config.run import preset_of
 from mupax.train.core.program import assemble
 from mupax.train.studies.check import observables
-from mupax.train.studies.check.balance_command import batch_of, configured, parser
+from mupax.train.studies.check.balance_command import Balance, batch_of, configured
 
 GROUPS = {"block.query", "block.attention_out", "block.mlp_in", "readout", "patch_embedding", "norm_gain"}
 LAYERS = ("embedding", "block 0", "block 1", "readout")
@@ -92,7 +93,8 @@ def test_the_table_of_presets_takes_it_too(written: tuple[Path, str], capsys: py
 
 
 def test_a_recipe_brings_its_data_optimizer_and_preset(tmp_path: Path):
-    args, rest = parser().parse_known_args(["vit-digits", "--out", str(tmp_path / "x.json"), "--data.batch-size", "5"])
+    words = ["vit-digits", "--out", str(tmp_path / "x.json"), "--data.batch-size", "5"]
+    args, rest = parse_known(Balance, "python -m train balance", words)
     config, recipe = configured(args, rest), RECIPES["vit-digits"]()
     assert (config.preset, config.optimizer, config.model) == (recipe.preset, recipe.optimizer, recipe.model)
     batch = batch_of(config, args.name, Console(quiet=True))
@@ -148,10 +150,13 @@ def test_what_grows_has_no_measured_numbers(written: tuple[Path, str], capsys: p
     ("words", "text"),
     [
         (["no-such", "--out", "x.json"], "no model is named 'no-such'"),
-        (["lm-tiny"], "the following arguments are required: --out"),
+        (["lm-tiny"], "this needs --out PATH.json"),
         (["lm-tiny", "--out", "no-such/x.json"], "there is no folder no-such"),
         (["lm-tiny", "--out", "x.json", "--steps", "3"], "balance does not read --steps"),
-        (["lm-tiny", "--out", "x.json", "--optimizer", "adagrad"], "invalid choice: 'adagrad'"),
+        (
+            ["lm-tiny", "--out", "x.json", "--optimizer", "adagrad"],
+            "--optimizer needs one of 'adam', 'adamw', 'lion', 'momentum', 'muon', 'sgd', not 'adagrad'",
+        ),
         (["lm-tiny", "--out", "x.json", "--model.widht", "3"], "did you mean --model.width?"),
         (["lm-tiny", "--out", "x.json", "--preset", "ntk", "--optimizer", "lion"], "ntk has no rule for the optimizer"),
         (["gpt2", "--out", "x.json"], "write tied=False (--model.no-tied) to measure"),

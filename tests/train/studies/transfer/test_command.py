@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mupax.command_line import parse_known
 from mupax.presets import PresetError
 from mupax.train.__main__ import main
 from mupax.train.studies.sweep.rows import Row
@@ -19,7 +20,7 @@ from tests.train.studies.transfer.test_study import Trained
 
 def command(folder: Path, *words: str, run: Callable[..., list[Row]] | None = None) -> int:
     argv = ["lm-tiny", "--grow", "head_dim=16,32,64", "--out", str(folder), *words]
-    args, rest = transfer_command.parser().parse_known_args(argv)
+    args, rest = parse_known(transfer_command.Transfer, "python -m train transfer", argv)
     return transfer_command.execute(args, rest, "python -m train transfer ...", run or Trained())
 
 

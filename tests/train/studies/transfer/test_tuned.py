@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mupax.command_line import parse_known
 from mupax.presets import PresetError
 from mupax.presets.tuned import find as tuned
 from mupax.train.__main__ import main
@@ -145,9 +146,9 @@ def test_the_projects_own_studies_are_commands_that_exist(capsys: pytest.Capture
     wanted = tune.studies(5)
     assert len(wanted) == 12
     for name, words in wanted.items():
-        args, rest = command.parser().parse_known_args(words)
+        args, rest = parse_known(command.Transfer, "python -m train transfer", words)
         preset, _, own = name.partition(":")
-        assert transfer_tuned.of_path(args.save_tuned, preset) == own
+        assert transfer_tuned.of_path(args.save_tuned or "", preset) == own
         assert command.execute(args, [*rest, "--dry-run"], "") == 0
         assert (
             f"base embed=64,heads=4,kv_heads=4,head_dim=16,mlp={160 if 'lm' in name else 256},layers=2"

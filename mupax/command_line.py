@@ -1,0 +1,253 @@
+"""Every command line of mupax: frozen dataclasses as flags, by tyro, and one clear message for whatever does not fit.
+
+A command is a dataclass whose fields are its flags and their docstrings its help. Imports no JAX: `--help` and every wrong
+word answer within a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import inspect
+import io
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Protocol, TypeVar, get_type_hints
+
+import tyro
+from tyro import conf
+
+from mupax import terminal
+from mupax.errors import MupaxError
+
+T = TypeVar("T")
+Switch = Annotated[bool, conf.FlagCreatePairsOff]
+"""A flag without a value."""
+Repeated = Annotated[tuple[str, ...], conf.UseAppendAction]
+"""A flag that may come several times."""
+
+BOX = "│╭╮╰╯─ "
+"""What tyro draws around its messages."""
+COLOUR = re.compile(r"\x1b\[[\d;]*m")
+MISSING = re.compile(r"^[│| ] {5}(\S.*?) *[│|]?$", re.MULTILINE)
+"""A flag or word that tyro lists as missing; its help stands further right."""
+
+
+def _choices(match: re.Match[str]) -> str:
+    # tyro holds the choices in a set, whose order differs from one process to the next.
+    names = sorted(set(re.findall(r"'([^']*)'", match[3])) - {"None"})
+    return f"{match[2]} needs one of {', '.join(map(repr, names))}, not {match[1]}"
+
+
+PLAIN = (
+    (r"Error parsing (\S+): invalid literal for int\(\) with base 10: ('.*')", r"\1 needs a whole number, not \2"),
+    (r"Error parsing (\S+): could not convert string to float: ('.*')", r"\1 needs a number, not \2"),
+    (r"Error parsing (\S+): no type matching \{None\}\|INT .* \[(.*)\]\.", r"\1 needs a whole number or None, not \2"),
+    (r"Error parsing (\S+): no type matching \{None\}\|FLOAT .* \[(.*)\]\.", r"\1 needs a number or None, not \2"),
+    (r"invalid choice ('.*') for argument '(\S+)'\. Expected one of \((.*)\)\.", _choices),
+    (r"Missing value for argument '(\S+)'\..*", r"\1 needs a value after it"),
+)
+"""tyro's message, and ours that says what to write. A message not listed is shown as tyro has it."""
+
+
+class Runnable(Protocol):
+    """A command: a dataclass of its flags, and what to do with them."""
+
+    def run(self) -> int:
+        """The exit code."""
+        ...
+
+
+class UsageError(MupaxError):
+    """A command line that says nothing this project understands."""
+
+
+def parse(command: type[T], prog: str, argv: Sequence[str]) -> T:
+    """The command with its flags as `argv` has them; raises as `parse_known`, and UsageError for a flag that it has not.
+
+    Args:
+        command: dataclass of the flags.
+        prog: what was written before `argv`.
+        argv: the words that follow.
+    """
+    parsed, rest = parse_known(command, prog, argv)
+    refuse(rest, flags(command), prog)
+    return parsed
+
+
+def parse_known(
+    command: type[T], prog: str, argv: Sequence[str], default: T | None = None, description: str | None = None
+) -> tuple[T, list[str]]:
+    """The command with its flags as `argv` has them, and the words that are none of its flags.
+
+    Args:
+        command: dataclass of the flags.
+        prog: what was written before `argv`.
+        argv: the words that follow.
+        default: what flags change; the fields' own defaults unless given.
+        description: above the flags in `--help`; the docstring of `command` unless given.
+
+    Raises:
+        SystemExit: code 0, after `--help` was printed.
+        UsageError: a flag that is missing, or a value of the wrong kind.
+        MupaxError: of the command's own, where values do not fit together.
+    """
+    message = io.StringIO()
+    start: dict[str, Any] = {} if default is None else {"default": default}
+    try:
+        with contextlib.redirect_stderr(message):
+            return tyro.cli(
+                conf.AvoidSubcommands[command],  # pyright: ignore
+                prog=prog,
+                description=description or inspect.getdoc(command),
+                args=list(argv),
+                return_unknown_args=True,
+                **start,
+            )
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise _own_error(stop) or UsageError(f"{_unboxed(message.getvalue())}\n{_help(prog)}") from None
+
+
+def refuse(rest: Sequence[str], known: Sequence[str], prog: str) -> None:
+    """Raises UsageError for the first of the words that nothing took, with the flags that are most like it.
+
+    Args:
+        rest: the words.
+        known: every flag that is read.
+        prog: what was written before the flags.
+    """
+    if not rest:
+        return
+    word = next((word for word in rest if word.startswith("-")), rest[0])
+    if not word.startswith("-"):
+        text = f"nothing takes the word {word!r}; write flags as --NAME VALUE, and switches such as --resume without a value"
+        raise UsageError(f"{text}\n{_help(prog)}")
+    flag = word.partition("=")[0].replace("_", "-")
+    best = sorted([*known, "--help"], key=lambda other: _likeness(flag, other), reverse=True)
+    near = [other for other in best[:2] if _likeness(flag, other) > max(0.6, _likeness(flag, best[0]) - 0.1)]
+    hint = f"did you mean {' or '.join(near)}?" if near else "none is like it"
+    raise UsageError(f"no flag is named {flag}; {hint}\n{_help(prog)}")
+
+
+def flags(owner: Any, prefix: str = "") -> list[str]:
+    """Every flag of a command, as it is written.
+
+    Args:
+        owner: the dataclass, or an instance of it where fields are dataclasses too.
+        prefix: of the flags' names.
+    """
+    names: list[str] = []
+    hints = get_type_hints(owner if isinstance(owner, type) else type(owner), include_extras=True)
+    for field in dataclasses.fields(owner):
+        metadata = getattr(hints[field.name], "__metadata__", ())
+        marks, value = {str(mark) for mark in metadata}, getattr(owner, field.name, None)
+        word = field.name.replace("_", "-")
+        if marks & {"Suppress", "Positional"}:
+            continue
+        if dataclasses.is_dataclass(value):
+            bare = "OmitArgPrefixes" in marks or any(getattr(each, "name", None) == "" for each in metadata)
+            names += flags(value, prefix if bare else f"{prefix}{word}.")
+            continue
+        names += [f"--{prefix}{word}", *(alias for each in metadata for alias in getattr(each, "aliases", None) or ())]
+        names += [f"--{prefix}no-{word}"] if isinstance(value, bool) and "FlagCreatePairsOff" not in marks else []
+    return names
+
+
+def first_word(
+    prog: str, sections: Mapping[str, Mapping[str, Any]], argv: Sequence[str], default: str | None = None
+) -> tuple[str, list[str]]:
+    """The word that says which command is meant, and the words after it.
+
+    Args:
+        prog: what was written before `argv`.
+        sections: what a word may be, such as a recipe, to such words with what each does.
+        argv: all words.
+        default: the command of a line that begins with a flag, or has no word.
+
+    Raises:
+        SystemExit: code 0, after an overview was printed for `--help`, or for no word where there is no default.
+        UsageError: no command has that name.
+    """
+    if argv[:1] in (["-h"], ["--help"]) or not (argv or default):
+        print("\n\n".join([f"usage: {prog} {'|'.join(sections).upper()} [--FLAG VALUE ...]", *_overview(sections)]))
+        print(f"\n{terminal.wrapped(f'`{prog} {next(iter(sections)).upper()} --help` lists the flags of one.')}")
+        raise SystemExit(0)
+    if default and (not argv or argv[0].startswith("-")):
+        return default, [*argv]
+    word, *rest = argv
+    if not any(word in names for names in sections.values()):
+        kind, names = next(iter(sections)), [name for names in sections.values() for name in names]
+        near = difflib.get_close_matches(word, names, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        wrong = f"the first word is a {kind}, not a flag" if word.startswith("-") else f"no {kind} is named {word!r}"
+        lists = ", ".join(
+            f"the {kind}s {'are ' * (not i)}{', '.join(names)}" for i, (kind, names) in enumerate(sections.items())
+        )
+        raise UsageError(f"{wrong}; {hint}{lists}")
+    return word, rest
+
+
+def run(prog: str, commands: Mapping[str, type[Runnable]], argv: Sequence[str], default: str | None = None) -> int:
+    """The exit code of the command that the first word names; raises as `first_word` and `parse`.
+
+    Args:
+        prog: what was written before `argv`.
+        commands: name to dataclass.
+        argv: all words.
+        default: the command of a line that begins with a flag, or has no word.
+    """
+    lines = {name: summary(command) for name, command in commands.items()}
+    name, words = first_word(prog, {"command": lines}, argv, default)
+    return parse(commands[name], f"{prog} {name}", words).run()
+
+
+def summary(documented: Any) -> str:
+    """The first line of a docstring."""
+    return (inspect.getdoc(documented) or "").partition("\n")[0]
+
+
+def _overview(sections: Mapping[str, Mapping[str, str]]) -> list[str]:
+    return [f"{kind}s:\n{terminal.table([*names.items()], indent=2)}" for kind, names in sections.items()]
+
+
+def _help(prog: str) -> str:
+    return f"`{prog} --help` lists all flags"
+
+
+def _own_error(stop: BaseException) -> MupaxError | None:
+    """The error of a config that tyro caught and turned into `stop`: its text is complete, tyro's box cuts it up."""
+    error = stop.__cause__ or stop.__context__
+    while error is not None and not isinstance(error, MupaxError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _unboxed(text: str) -> str:
+    """What tyro says above its first rule, as one line of plain words."""
+    paragraph = []
+    for line in COLOUR.sub("", text).splitlines()[1:]:
+        words = line.strip(BOX)
+        if not words.strip("-+|"):  # a rule; of ASCII where the terminal cannot draw
+            if paragraph:
+                break
+            continue
+        paragraph.append(words)
+    if paragraph and paragraph[0].startswith("Missing from"):
+        return f"this needs {' and '.join(MISSING.findall(COLOUR.sub('', text).partition('For full helptext')[0]))}"
+    message = " ".join(paragraph) or COLOUR.sub("", text).strip()
+    for theirs, plain in PLAIN:
+        message = re.sub(theirs, plain, message)
+    return message
+
+
+def _likeness(flag: str, other: str) -> float:
+    """How near two flags are, mostly by what follows the last dot: people leave out or mistake the owner."""
+    owner, _, name = flag.lstrip("-").rpartition(".")
+    other_owner, _, other_name = other.lstrip("-").rpartition(".")
+    alike = difflib.SequenceMatcher(None, name, other_name).ratio()
+    if set(name.split("-")) <= set(other_name.split("-")):
+        alike = max(alike, 0.9)
+    return 0.8 * alike + 0.2 * difflib.SequenceMatcher(None, owner, other_owner).ratio()
