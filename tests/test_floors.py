@@ -146,8 +146,15 @@ def import_graph() -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for path in sources():
         targets = {target for module, _ in imports((ROOT / path).read_text()) if (target := file_of(module))}
-        graph[path] = {target for target in targets if target != path and not target.endswith("__init__.py")}
+        graph[path] = {target for target in targets if target != path}
     return graph
+
+
+def modules_alone(graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The graph without arrows to packages, which import what they export."""
+    return {
+        path: {target for target in targets if not target.endswith("__init__.py")} for path, targets in graph.items()
+    }
 
 
 def test_every_file_keeps_to_its_floor():
@@ -156,7 +163,7 @@ def test_every_file_keeps_to_its_floor():
 
 
 def test_no_files_import_in_a_circle():
-    assert circles(import_graph()) == []
+    assert circles(modules_alone(import_graph())) == []
 
 
 def test_control_a_circle_is_seen():

@@ -110,7 +110,8 @@ def test_a_wheel_holds_one_name_and_every_file_of_it(wheel: Path):
 
 
 def test_the_installed_command_trains(environment: Path, tmp_path: Path):
-    assert execute([str(environment / "mupax"), "--version"], tmp_path) == f"mupax {__version__}\n"
+    for command in ([str(environment / "mupax")], [str(environment / "python"), "-m", "mupax"]):
+        assert execute([*command, "--version"], tmp_path) == f"mupax {__version__}\n"
     flags = "--steps 2 --model.width 32 --model.num-heads 2 --model.depth 1 --data.batch-size 2 --data.eval-examples 4"
     sizes = "--optimizer.warmup-steps 1 --log.no-samples --preset.base None"
     execute([str(environment / "mupax"), "train", "lm-tiny", *flags.split(), *sizes.split()], tmp_path)

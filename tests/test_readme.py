@@ -1,7 +1,7 @@
 """What the documents tell a person to type works: shell lines and Python blocks are read from them and run.
 
-Cheap variants stand in for what is slow: a training line gets `--dry-run`, a `make` line `make --dry-run`. Installing
-commands are only looked at. Everything else runs as written, in this process, in an empty folder.
+Cheap variants stand in for what is slow: a training line gets `--dry-run`, a `make` line `make --dry-run`. Everything else runs
+as written, in this process, in a folder with what `make train` leaves. Paths and modules that the documents name exist.
 """
 
 from __future__ import annotations
@@ -10,23 +10,27 @@ import contextlib
 import io
 import json
 import os
+import pkgutil
 import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
-from importlib import import_module
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
+from mupax import __main__ as mupax
+
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md", "CONTRIBUTING.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+MODULES = tuple(name for name in DOCUMENTS if name.startswith("docs/add_a_"))
+"""Pages whose Python is a module to save, which a test beside what is added does."""
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 RUNS_NOTHING = ("--dry-run", "--print-config", "--help")
 USES_A_RUN = ("checkpoints", "eval", "generate", "grow")
-"""Commands of `python -m train` that are cheap, and are run as written on what `make train` leaves, here after two steps."""
+"""Commands of `mupax train` that are cheap, and are run as written on what `make train` leaves, here after two steps."""
 
 
 def blocks(document: str, language: str) -> list[str]:
@@ -59,35 +63,41 @@ def folders_of_the_reader(path: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A workdir as `make train` leaves it, but for the number of steps."""
+    """A folder with the workdir that `make train` leaves, but for the number of steps, and with its export."""
     folder = tmp_path_factory.mktemp("trained")
-    words = (
-        "train lm-tiny --steps 2 --optimizer.warmup-steps 1 --data.batch-size 8 --data.eval-examples 8 --log.no-samples"
-    )
+    words = "lm-tiny --steps 2 --optimizer.warmup-steps 1 --data.batch-size 8 --data.eval-examples 8 --log.no-samples"
     with folders_of_the_reader(folder), contextlib.redirect_stdout(io.StringIO()):
-        assert import_module("mupax.train.__main__").main([*words.split()[1:], "--workdir", "runs/lm-tiny"]) == 0
-    return folder / "runs"
+        assert mupax.main(["train", *words.split(), "--workdir", "runs/lm-tiny"]) == 0
+        assert mupax.main(["zoo", "export", "runs/lm-tiny", "--out", "exported"]) == 0
+    return folder
+
+
+def copied(trained: Path, folder: Path, text: str) -> None:
+    """Puts into `folder` what the text of a command or block reads and does not write."""
+    for name in ("runs", "exported"):
+        if re.search(rf"(?<!workdir )(?<!out ){name}\b", text):
+            shutil.copytree(trained / name, folder / name)
 
 
 def run(line: str) -> int:
     """Exit code of one command of the documents."""
-    words = shlex.split(line)
+    words = shlex.split(line.removesuffix("&"))
     while "=" in words[0]:
         variable, value = words.pop(0).split("=", 1)
         assert value in os.environ[variable], f"the tests run without {variable}={value}"
     if words[0] == "make":
         assert len(words) > 1
         return subprocess.run(["make", "--dry-run", *words[1:]], cwd=ROOT, capture_output=True, check=False).returncode
-    if words[0].endswith("python"):
-        assert words[1] == "-m"
+    if words[0].startswith("scripts/"):
+        assert "--dry-run" in words
+        return subprocess.run(words, cwd=ROOT, check=False, stdout=subprocess.DEVNULL).returncode
+    if words[:2] == ["python", "-m"]:
         words = ["mupax", *words[2:]]
     assert words[0] == "mupax", f"the documents say {line!r}, and nothing here knows how to check it"
-    command, arguments = words[1], words[2:]
-    if command == "train" and arguments[0] not in USES_A_RUN and not set(arguments) & set(RUNS_NOTHING):
-        arguments.append("--dry-run")
-    main: Callable[[list[str]], int] = import_module(f"mupax.{command}.__main__").main
+    if words[1] == "train" and words[2] not in USES_A_RUN and not set(words) & set(RUNS_NOTHING):
+        words.append("--dry-run")
     try:
-        return main(arguments)
+        return mupax.main(words[1:])
     except SystemExit as stop:
         return int(stop.code or 0)
 
@@ -97,14 +107,13 @@ def test_the_documents_have_commands():
 
 
 @pytest.mark.parametrize("line", shell_lines())
-def test_a_command_works(line: str, tmp_path: Path, request: pytest.FixtureRequest):
+def test_a_command_works(line: str, tmp_path: Path, trained: Path):
     shown, errors = io.StringIO(), io.StringIO()
-    if re.search(rf"train ({'|'.join(USES_A_RUN)}) |--init-from", line):
-        shutil.copytree(request.getfixturevalue("trained"), tmp_path / "runs")
+    copied(trained, tmp_path, line)
     with folders_of_the_reader(tmp_path), contextlib.redirect_stdout(shown), contextlib.redirect_stderr(errors):
         code = run(line)
     assert code == 0, f"{line}\n{shown.getvalue()[-2000:]}\n{errors.getvalue()[-2000:]}"
-    assert line.startswith("make ") or shown.getvalue().strip(), f"{line} says nothing"
+    assert line.startswith(("make ", "scripts/")) or shown.getvalue().strip(), f"{line} says nothing"
 
 
 @pytest.mark.parametrize(
@@ -115,12 +124,12 @@ def test_control_a_wrong_command_fails(line: str, tmp_path: Path):
         assert run(line) != 0
 
 
-def test_python_blocks_run(tmp_path: Path):
-    examples = blocks("README.md", "python")
-    assert examples
-    for block in examples:
+@pytest.mark.parametrize("document", [name for name in DOCUMENTS if blocks(name, "python") and name not in MODULES])
+def test_python_blocks_run(document: str, tmp_path: Path, trained: Path):
+    for block in blocks(document, "python"):
+        copied(trained, tmp_path, block)
         with contextlib.chdir(tmp_path):
-            exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})
+            exec(compile(block, document, "exec"), {"__name__": "__main__"})
 
 
 def test_presets_need_neither_our_models_nor_our_loop():
@@ -128,14 +137,51 @@ def test_presets_need_neither_our_models_nor_our_loop():
     examples = [block for block in blocks("README.md", "python") if "presets" in block]
     assert examples
     for block in examples:
-        assert (
-            len([line for line in block.splitlines() if line.strip()]) <= longest_lines
-        )  # the formatter adds blank ones
+        # The formatter adds blank ones.
+        assert len([line for line in block.splitlines() if line.strip()]) <= longest_lines
         assert "nnx" in block
         assert not re.search(r"^\s*from mupax(\.| import )(zoo|train)\b", block, re.MULTILINE)
 
 
-def test_files_named_in_the_documents_exist():
-    for document in DOCUMENTS:
-        for target in re.findall(r"\]\((?!http|#)([^)]+)\)", (ROOT / document).read_text()):
-            assert (ROOT / target).exists(), f"{document} links to {target}"
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
+
+
+NAMED = re.compile(r"\b(?:\w[\w.-]*/)+[\w.-]+\.(?:py|sh|json|jsonl|md|png|yaml)\b|\bmupax(?:\.\w+)+")
+"""Paths with a folder and modules, in prose, tables and code."""
+ELSEWHERE = ("runs/", "splash_attention/")
+"""What a run writes, and JAX's own kernels in what the compiler says."""
+
+
+def missing(document: str, text: str) -> list[str]:
+    """What the text of a document (by its path from the root) names and is not there."""
+    gone = []
+    for name in NAMED.findall(text):
+        if name.startswith("mupax.") and not name.endswith((".py", ".md")):
+            with contextlib.suppress(AttributeError, ImportError):
+                pkgutil.resolve_name(name)
+                continue
+            gone.append(name)
+        elif not name.startswith(ELSEWHERE) and not any((folder / name).exists() for folder in places(document)):
+            gone.append(name)
+    return gone
+
+
+def places(document: str) -> tuple[Path, ...]:
+    return ROOT, (ROOT / document).parent
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, "CHANGELOG.md"])
+def test_files_and_modules_named_in_the_documents_exist(document: str):
+    assert missing(document, (ROOT / document).read_text()) == []
+
+
+def test_control_a_moved_file_is_missed():
+    text = "`train/loop.py`, `train/run/loop.py:12`, [x](docs/running.md), mupax.train.loop and `mupax.train.run.loop`"
+    assert missing("README.md", text) == ["train/loop.py", "mupax.train.loop"]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_in_the_documents_lead_somewhere(document: str):
+    for target in re.findall(r"\]\((?!http|#)([^)#]+)", (ROOT / document).read_text()):
+        assert ((ROOT / document).parent / target).exists(), f"{document} links to {target}"

@@ -145,8 +145,8 @@ def test_wrong_words_of_limits_and_compare(argv: list[str], text: str, capsys: p
     assert text in capsys.readouterr().err
 
 
-def test_the_table_of_the_readme_is_the_printed_one(capsys: pytest.CaptureFixture[str]):
-    text = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+def test_the_table_of_the_document_is_the_printed_one(capsys: pytest.CaptureFixture[str]):
+    text = (Path(__file__).resolve().parents[2] / "docs" / "presets.md").read_text()
     argv = re.search(r"`presets (compare .* --summary --markdown)` prints this table", text)
     assert argv is not None
     assert main(argv[1].split()) == 0
