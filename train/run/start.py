@@ -13,7 +13,7 @@ from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
 from mupax.train.data import Data
-from mupax.train.run import agreement, resume
+from mupax.train.run import agreement
 from mupax.train.run.report import metrics
 from mupax.train.run.runtime import Runtime
 from mupax.zoo.huggingface.tensorfile import read_json
@@ -68,6 +68,8 @@ def starting_position(program: Program, data: Data, checkpoints: Checkpoints, ru
         if config.resume:
             console.print(f"nothing to resume in {runtime.folder.name}: starting at step 0")
         return Position(_initial(program, start, runtime), step=0, keeps_rows=False)
+    from mupax.train.run import resume
+
     before = runtime.processes.told("recorded", lambda: read_json(runtime.folder / workdir.RECORD)["config"])
     if checkpoints.latest is None:
         _announce(program, data, runtime)

@@ -12,7 +12,6 @@ from rich.console import Console
 from mupax.train.core.program import Program
 from mupax.train.core.step import StepInputs, logits_of
 from mupax.train.data import Data
-from mupax.train.reuse.generate.decode import Generator
 from mupax.train.run.report import metrics, report
 from mupax.zoo.definition import Arrays
 from mupax.zoo.transformer import TransformerConfig, transformer
@@ -88,6 +87,8 @@ def leave(
 
 def _sample(program: Program, model: TransformerConfig, data: Data, params: Arrays, numbers: StepInputs) -> str:
     """A short prompt, continued."""
+    from mupax.train.reuse.generate.decode import Generator
+
     generator = Generator(program.definition, model, params, numbers, layout=program.layout)
     prompt = data.encode(_PROMPT)
     new = generator.complete(prompt, _SAMPLE_TOKENS, program.config.seed)[0]
