@@ -1,12 +1,12 @@
 """A run, from its config to its last checkpoint: what is called here, in this order, is what happens.
 
-`runtime.py` has what a run stands on, `start.py` where it begins, `results.py` what it says of itself.
+`runtime.py` has what a run stands on, `start.py` where it begins, `session.py` what its steps have in common, `results.py`
+what it says of itself.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import time
 from functools import partial
 from typing import Any
@@ -17,15 +17,16 @@ import numpy as np
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.config.run import Config
 from mupax.train.core.nonfinite import BadNumbers
-from mupax.train.core.program import Program, assemble
+from mupax.train.core.program import assemble
 from mupax.train.core.state import TrainState
-from mupax.train.core.step import Batch, StepInputs
-from mupax.train.data import Data, DataError, ReadError, reading
+from mupax.train.core.step import Batch
+from mupax.train.data import DataError, ReadError, reading
 from mupax.train.run.evaluate import evaluate
 from mupax.train.run.prefetch import Prefetch
 from mupax.train.run.report import finish
 from mupax.train.run.results import Report
 from mupax.train.run.runtime import Interrupted, Runtime, runtime
+from mupax.train.run.session import Session, compiled
 from mupax.train.run.start import Position, load_data, rewound, starting_position
 
 IN_FLIGHT = 2
@@ -50,7 +51,9 @@ def run(config: Config) -> int:
         data = load_data(program, rt)
         with Checkpoints(rt.folder, rt.config.checkpoint.keep, rt.processes, rt.console.print) as checkpoints:
             position = starting_position(program, data, checkpoints, rt)
-            session = Session.compiled(program, data, checkpoints, rt, position)
+            session = compiled(program, data, checkpoints, rt)
+            if position.step < rt.config.steps:
+                rt.console.print(f"compiled in {session.compile_seconds:.1f} s")
             rt.stop.defer()
             try:
                 state = train_with_rollbacks(session, position)
@@ -63,42 +66,8 @@ def run(config: Config) -> int:
         if stopped := rt.processes.told("stopped", lambda: rt.stop.exit_code):
             return stopped
         rt.stop.release()
-        seconds = time.monotonic() - session.began
-        speed = session.report_facts
-        finish.leave(program, data, state.evaluated, session.inputs, rt.folder, rt.console, seconds, speed, rt.leader)
+        finish.leave(session, state.evaluated)
         return 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Session:
-    """What all steps of one run have in common."""
-
-    program: Program
-    data: Data
-    checkpoints: Checkpoints
-    rt: Runtime
-    step_fn: jax.stages.Compiled
-    eval_fn: jax.stages.Compiled
-    inputs: StepInputs
-    """Numbers of the step, on the devices."""
-    began: float
-    """On the monotonic clock, before compiling."""
-    compile_seconds: float
-    report_facts: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Lines of the summary about how fast it went, by their label; those of the last attempt."""
-
-    @classmethod
-    def compiled(
-        cls, program: Program, data: Data, checkpoints: Checkpoints, rt: Runtime, position: Position
-    ) -> Session:
-        """The session of a run, its two programs compiled: the only compilations that the run does."""
-        began, inputs = time.monotonic(), program.numbers()
-        step_fn = program.compile_train()
-        eval_fn = program.compile_eval(step_fn)
-        seconds = time.monotonic() - began
-        if position.step < program.config.steps:
-            rt.console.print(f"compiled in {seconds:.1f} s")
-        return cls(program, data, checkpoints, rt, step_fn, eval_fn, inputs, began, seconds)
 
 
 def train_with_rollbacks(session: Session, position: Position) -> TrainState:
@@ -166,7 +135,7 @@ def train(session: Session, position: Position) -> TrainState:
         report.finish(step)
         if reason is not None:
             stop_early(session, report, state, step, reason)
-    session.report_facts.update(report.timing.facts())
+    session.speed.update(report.timing.facts())
     rt.watchdog.waiting("the last checkpoint to be on disk")
     return state
 

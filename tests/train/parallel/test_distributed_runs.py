@@ -61,14 +61,14 @@ def watched_put(self, batch):
     show("rows", json.dumps(dict(zip(rows, hashes, strict=True))))
     return put(self, batch)
 
-def watched_leave(program, data, params, *rest):
+def watched_leave(session, params):
     digest = hashlib.sha256()
     for name, value in sorted(params.items()):
         shards = {str(shard.index): shard.data for shard in value.addressable_shards}
         for index in sorted(shards):
             digest.update(name.encode() + index.encode() + bytes(memoryview(shards[index])))
     show("digest", digest.hexdigest())
-    leave(program, data, params, *rest)
+    leave(session, params)
 
 feed.Feed.put, finish.leave = watched_put, watched_leave
 from mupax.train.__main__ import main

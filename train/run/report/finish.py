@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
 from pathlib import Path
 
 import jax
@@ -13,6 +13,7 @@ from mupax.train.core.program import Program
 from mupax.train.core.step import StepInputs, logits_of
 from mupax.train.data import Data
 from mupax.train.run.report import metrics, report
+from mupax.train.run.session import Session
 from mupax.zoo.definition import Arrays
 from mupax.zoo.transformer import TransformerConfig, transformer
 
@@ -21,32 +22,17 @@ _SAMPLE_TOKENS = 400
 _PICTURE_IMAGES = 512
 
 
-def leave(
-    program: Program,
-    data: Data,
-    params: Arrays,
-    numbers: StepInputs,
-    folder: Path,
-    console: Console,
-    seconds: float,
-    speed: Mapping[str, str],
-    leader: bool = True,
-) -> None:
+def leave(session: Session, params: Arrays) -> None:
     """Write loss.png, sample.txt or predictions.png into the run's folder, and print the summary.
 
     Every process of the run calls this, since each holds a part of the parameters; one of them writes.
 
     Args:
-        program: of the run.
-        data: of the run.
+        session: of the run that is done.
         params: the trained parameters.
-        numbers: given to the model beside them.
-        folder: of the run.
-        console: where to print.
-        seconds: wall-clock time of the session.
-        speed: lines of the summary about how fast it went, by their label.
-        leader: whether this process writes.
     """
+    program, data, numbers, rt = session.program, session.data, session.inputs, session.rt
+    folder, console, leader = rt.folder, rt.console, rt.leader
     config = program.config
     relative = f"relative to {config.preset.base}" if config.preset.base else "in absolute form"
     preset = f"{program.preset.label}, {relative}"
@@ -77,10 +63,10 @@ def leave(
         name=config.recipe,
         preset=preset,
         parameters=program.definition.count(),
-        seconds=seconds,
+        seconds=time.monotonic() - session.began,
         references=references,
         bytes_per_token=data.bytes_per_token,
-        facts=speed,
+        facts=session.speed,
         files=[*files, curve, folder / "config.json"],
     )
 
