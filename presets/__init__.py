@@ -13,12 +13,11 @@ import difflib
 from collections.abc import Mapping
 
 from mupax.presets import constants as constants_of
-from mupax.presets.forms import FORMS, Form
 from mupax.presets.papers import PRESETS
 from mupax.presets.power import Power
 from mupax.presets.preset import Preset
 from mupax.presets.roles import AXES, EMBEDDINGS, VECTORS, ParamSpec, PresetError, Role
-from mupax.presets.rule import Decay, Rule, Scales
+from mupax.presets.rule import FORMS, Decay, Form, Rule, Scales
 
 
 def get(
@@ -35,7 +34,7 @@ def get(
         name: one of `PRESETS`; PRESET:NAME, tuned (`mupax.presets.tuned.find`), whose base, form and constants hold unless given; or a
             file of measured scales: `measured:PATH`, or a path that ends in .json.
         base: size of each axis at which every factor is 1 (`config.base_sizes()`); None is the absolute form.
-        form: where multipliers sit (`forms`); the preset's native form unless given.
+        form: where multipliers sit (`rule`); the preset's native form unless given.
         zero_readout: start the readout at zero.
         **constants: the preset's own, such as `alpha_l=0.5`; a text of a number will do.
 

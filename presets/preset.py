@@ -6,11 +6,9 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
-from mupax.presets import forms
-from mupax.presets.forms import Form
 from mupax.presets.power import Power
 from mupax.presets.roles import EMBEDDINGS, VECTORS, ParamSpec, PresetError, Role
-from mupax.presets.rule import FAMILIES, Decay, Rule, Scales
+from mupax.presets.rule import FAMILIES, FORMS, Decay, Form, Rule, Scales, theta
 
 Branch = Literal["attention", "mlp"]
 
@@ -66,7 +64,7 @@ class Preset:
         if self.form == "table-9" and "sgd" not in self.optimizers:
             raise PresetError(f"{self.name} has no table-9 form: it has no SGD rates to make equal; write form 'plain'")
         if not spec.tied:
-            return rule.moved(forms.theta(rule, spec, self.form))
+            return rule.moved(theta(rule, spec, self.form))
         if self.form == "plain":
             raise PresetError(
                 f"{self.name}: a tied readout has no plain form, its table is the token embedding's; "
@@ -75,7 +73,7 @@ class Preset:
         # The table's rates move with the embedding's theta. The readout's own multiplier stays: it acts on the table as the
         # forward pass sees it, multiplied by theta and divided by it.
         embedding = ParamSpec(role=Role.TOKEN_EMBEDDING, axes=spec.axes)
-        moved = rule.moved(forms.theta(self.rule(embedding), embedding, self.form))
+        moved = rule.moved(theta(self.rule(embedding), embedding, self.form))
         return dataclasses.replace(moved, multiplier=rule.multiplier)
 
     def base_size(self, name: str, sizes: Mapping[str, int]) -> int:
@@ -160,7 +158,8 @@ class Preset:
         Raises:
             PresetError: no form has this name.
         """
-        forms.check(form)
+        if form not in FORMS:
+            raise PresetError(f"no form is named {form!r}; write {', '.join(map(repr, FORMS))}")
         return dataclasses.replace(self, form=form)
 
     def relative_to(

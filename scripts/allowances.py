@@ -24,7 +24,8 @@ from mupax import presets
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.studies.check import check, models, theory
 from mupax.train.studies.check.command import RATES
-from mupax.zoo import build, configs
+from mupax.zoo import configs
+from mupax.zoo.definition import definition
 
 PROVED = {
     "head_dim": [("mup", {}), ("mup-half", {})],
@@ -73,7 +74,7 @@ def _stray(model: configs.ModelConfig, study: str, optimizer: str, allowed: dict
     """Widen `allowed` by one study: per observable and step, how far below and above theory the mean slope lies."""
     grown = models.series(model, study.split()[0], 4)
     config = OptimizerConfig(name=optimizer, peak_lr=RATES[optimizer], schedule="constant", eps=1e-12)  # pyright: ignore
-    definitions = [build.definition(one) for one in grown]
+    definitions = [definition(one) for one in grown]
     series = check.Series(definitions, config)
     for name, constants in PROVED[study]:
         preset = presets.get(name, base=grown[0].base_sizes(), **constants)  # pyright: ignore[reportArgumentType]

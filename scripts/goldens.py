@@ -11,12 +11,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from mupax import presets
-from mupax.presets import Preset, PresetError
+from mupax.presets import ParamSpec, Preset, PresetError
 from mupax.presets.analysis import table
 from mupax.zoo.configs import DecoderConfig, ModelConfig, ViTConfig
 
@@ -42,6 +42,35 @@ MODELS: dict[str, tuple[ModelConfig, ModelConfig, ModelConfig]] = {
 """Base and two sizes of each family: head_dim and depth grown; heads grown (decoder: the MLP further)."""
 
 
+def golden(preset: Preset, specs: Mapping[str, ParamSpec], sizes: Iterable[Mapping[str, int]], optimizer: str) -> str:
+    """A compact text that says all a preset does to a model: forward scales, then rules and values per group.
+
+    Args:
+        preset: relative to a base, or absolute.
+        specs: name to declaration.
+        sizes: each is one `|` column of shape, multiplier, init_std, lr, eps, weight_decay.
+        optimizer: whose columns.
+    """
+    sizes = list(sizes)
+    lines = [f"{preset.describe()}; {optimizer}"]
+    for branch in ("attention", "mlp"):
+        scales = [preset.residual_scale(at, layer, branch) for at in sizes for layer in (0, at["layers"] - 1)]
+        lines.append(
+            f"{branch} branch {preset.branch} | " + " ".join(f"{skip:.5g}/{scale:.5g}" for skip, scale in scales)
+        )
+    lines.append(f"logits {preset.logits} | " + " ".join(f"{preset.logit_scale(at):.5g}" for at in sizes))
+    by_group = {spec.group: spec for spec in specs.values()}
+    for group, rule in sorted((row["group"], row) for row in table.rule_rows(preset, specs, optimizer)):
+        laws = "; ".join(rule[column] for column in ("multiplier", "init_std", "lr", "eps"))
+        values = [
+            [table.cell([at[axis] for axis in by_group[group].axes])]
+            + [f"{x:.5g}" for x in dataclasses.astuple(preset.scales(by_group[group], at, optimizer))]
+            for at in sizes
+        ]
+        lines.append(f"{group}: {laws} | " + " | ".join(" ".join(column) for column in values))
+    return "\n".join(lines) + "\n"
+
+
 def goldens() -> Iterator[tuple[str, str]]:
     """(file name, text) of every golden file."""
     for family, (base, *grown) in MODELS.items():
@@ -51,10 +80,10 @@ def goldens() -> Iterator[tuple[str, str]]:
             for name in presets.PRESETS:
                 preset = _relative(name, base)
                 if optimizer in preset.optimizers:
-                    yield f"{name}-{family}-{optimizer}.txt", table.golden(preset, specs, sizes, optimizer)
+                    yield f"{name}-{family}-{optimizer}.txt", golden(preset, specs, sizes, optimizer)
         for optimizer in ("adam", "sgd"):
             pairs = [
-                table.golden(_relative("depth-mup", base, alpha_a=alpha_a, alpha_l=alpha_l), specs, sizes, optimizer)
+                golden(_relative("depth-mup", base, alpha_a=alpha_a, alpha_l=alpha_l), specs, sizes, optimizer)
                 for alpha_a, alpha_l in itertools.product(EXPONENTS, EXPONENTS)
             ]
             yield f"pairs-depth-mup-{family}-{optimizer}.txt", "\n".join(pairs)
@@ -72,7 +101,7 @@ def _tied(optimizer: str) -> Iterator[str]:
         if optimizer not in preset.optimizers:
             continue
         try:
-            yield table.golden(preset, specs, [size.sizes() for size in grown], optimizer)
+            yield golden(preset, specs, [size.sizes() for size in grown], optimizer)
         except PresetError as error:
             yield f"{error}\n"
 

@@ -18,7 +18,8 @@ from mupax.train.config.run import OptimizerConfig
 from mupax.train.studies.check import check, models, theory
 from mupax.train.studies.check.check import Finding
 from mupax.train.studies.check.command import RATES
-from mupax.zoo import build, configs
+from mupax.zoo import configs
+from mupax.zoo.definition import definition
 from scripts import mutants
 from scripts.mutants import Mutant
 
@@ -123,7 +124,7 @@ class Suite:
         config = OptimizerConfig(
             name=study.optimizer, peak_lr=study.peak_lr, schedule="constant", eps=study.eps, decay="coupled"
         )
-        self._definitions = [build.definition(one) for one in grown]
+        self._definitions = [definition(one) for one in grown]
         self._series = check.Series(self._definitions, config, STEPS)
         self._batch = models.batch(grown[0])
         self._known: dict[int, dict[str, np.ndarray]] = {}
@@ -135,7 +136,7 @@ class Suite:
         if (readout := self._definitions[0].tied_readout) is not None:
             specs = [*(spec for spec in specs if spec.role is Role.TOKEN_EMBEDDING), readout]
         if study.besides is not None:
-            known = build.definition(models.smallest(configs.get(study.besides))).specs.values()
+            known = definition(models.smallest(configs.get(study.besides))).specs.values()
             specs = [spec for spec in specs if spec.group not in {one.group for one in known}]
         return mutants.all_of(specs, study.size, study.exponents, study.columns)
 

@@ -26,9 +26,8 @@ from mupax.train.core.factors import init_stds, resolve
 from mupax.train.reuse import plain as fold
 from mupax.train.reuse import source as pretrained
 from mupax.train.reuse.huggingface import files
-from mupax.zoo.build import definition
 from mupax.zoo.configs import DecoderConfig, ViTConfig
-from mupax.zoo.definition import Definition
+from mupax.zoo.definition import Definition, definition
 from mupax.zoo.huggingface import config as huggingface
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "huggingface.md"

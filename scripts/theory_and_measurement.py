@@ -20,7 +20,8 @@ from mupax import presets
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.studies.check import check, models, report, theory
 from mupax.train.studies.check.command import RATES
-from mupax.zoo import build, configs
+from mupax.zoo import configs
+from mupax.zoo.definition import definition
 
 OUT = Path(__file__).parent.parent / "docs" / "theory-and-measurement"
 NAMES = (
@@ -38,7 +39,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for axis in GROWN:
         grown = models.series(configs.get("lm-proxy"), axis, 4)
-        definitions = [build.definition(one) for one in grown]
+        definitions = [definition(one) for one in grown]
         config = OptimizerConfig(name="adam", peak_lr=RATES["adam"], schedule="constant", eps=1e-12)
         series = check.Series(definitions, config)
         known: dict[Any, dict[str, np.ndarray]] = {}

@@ -9,8 +9,7 @@ from mupax.zoo import partition
 from mupax.zoo.configs import DecoderConfig
 from mupax.zoo.layers.block import Block, cached_stack, residual_stack
 from mupax.zoo.layers.cache import Cache
-from mupax.zoo.layers.linear import Norm
-from mupax.zoo.layers.readout import Reading
+from mupax.zoo.layers.linear import Norm, Reading
 from mupax.zoo.param import Init
 
 

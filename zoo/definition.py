@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 
 from mupax.presets.roles import ParamSpec, PresetError
+from mupax.zoo.families import ModelConfig
 from mupax.zoo.param import Factor, initial_value, multiplied
 
 Arrays = dict[str, Any]
@@ -121,6 +122,22 @@ def define(make: Callable[[], nnx.Module], *, sizes: Mapping[str, int] | None = 
                 raise PresetError(f"axis {axis!r} is {size} in {name} but {found[axis][0]} in {found[axis][1]}")
         specs[name], abstract[name] = spec, jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
     return Definition(graph, specs, abstract, factors, {axis: size for axis, (size, _) in found.items()})
+
+
+def definition(config: ModelConfig) -> Definition:
+    """The model of a config without its numbers; nothing is allocated.
+
+    Raises:
+        PresetError: the module's parameters are not those that the config declares.
+    """
+    model, declared = define(lambda: config.module(nnx.Rngs(0)), sizes=config.sizes()), config.parameters()
+    for name in sorted(declared.keys() | model.specs.keys()):
+        if declared.get(name) != model.specs.get(name):
+            raise PresetError(
+                f"{name}: the config of {config.family} declares {declared.get(name, 'no such parameter')}, and its module "
+                f"makes {model.specs.get(name, 'none')}; make it with init.param({name.rpartition('.')[2]!r})"
+            )
+    return model
 
 
 def _path(name: str) -> tuple[str | int, ...]:

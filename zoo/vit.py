@@ -12,8 +12,7 @@ from flax import nnx
 from mupax.zoo import partition
 from mupax.zoo.configs import ViTConfig
 from mupax.zoo.layers.block import Block, residual_stack
-from mupax.zoo.layers.linear import Norm, project
-from mupax.zoo.layers.readout import Reading
+from mupax.zoo.layers.linear import Norm, Reading, project
 from mupax.zoo.param import Init
 
 

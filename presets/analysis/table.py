@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from mupax import terminal
@@ -76,44 +76,16 @@ def rule_rows(preset: Preset, specs: Mapping[str, ParamSpec], optimizer: str = "
     return list(found.values())
 
 
-def golden(preset: Preset, specs: Mapping[str, ParamSpec], sizes: Iterable[Mapping[str, int]], optimizer: str) -> str:
-    """A compact text that says all a preset does to a model: forward scales, then rules and values per group.
-
-    Args:
-        preset: relative to a base, or absolute.
-        specs: name to declaration.
-        sizes: each is one `|` column of shape, multiplier, init_std, lr, eps, weight_decay.
-        optimizer: whose columns.
-    """
-    sizes = list(sizes)
-    lines = [f"{preset.describe()}; {optimizer}"]
-    for branch in ("attention", "mlp"):
-        scales = [preset.residual_scale(at, layer, branch) for at in sizes for layer in (0, at["layers"] - 1)]
-        lines.append(
-            f"{branch} branch {preset.branch} | " + " ".join(f"{skip:.5g}/{scale:.5g}" for skip, scale in scales)
-        )
-    lines.append(f"logits {preset.logits} | " + " ".join(f"{preset.logit_scale(at):.5g}" for at in sizes))
-    by_group = {spec.group: spec for spec in specs.values()}
-    for group, rule in sorted((row["group"], row) for row in rule_rows(preset, specs, optimizer)):
-        laws = "; ".join(rule[column] for column in ("multiplier", "init_std", "lr", "eps"))
-        values = [
-            [_cell([at[axis] for axis in by_group[group].axes])]
-            + [f"{x:.5g}" for x in dataclasses.astuple(preset.scales(by_group[group], at, optimizer))]
-            for at in sizes
-        ]
-        lines.append(f"{group}: {laws} | " + " | ".join(" ".join(column) for column in values))
-    return "\n".join(lines) + "\n"
-
-
 def text(table: list[dict[str, Any]]) -> str:
     """Rows as columns for the terminal or pipe, numbers to four digits."""
     if not table:
         return ""
-    cells = [list(table[0]), *([_cell(value) for value in row.values()] for row in table)]
+    cells = [list(table[0]), *([cell(value) for value in row.values()] for row in table)]
     return terminal.table(cells, left=("name", "role", "shape", "group", "fan_in"))
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
+    """A value as a table shows it: a shape as 2x3, one number per layer as first..last, others to four digits."""
     if isinstance(value, list):
         return "x".join(map(str, value)) or "scalar"
     if isinstance(value, tuple):  # one number per layer: first and last

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from mupax.presets import forms
 from mupax.presets.papers.infinite_limits import N, rows
 from mupax.presets.power import ONE, at_most_one, product
 from mupax.presets.preset import Preset
 from mupax.presets.roles import ParamSpec, Role
-from mupax.presets.rule import Rule
+from mupax.presets.rule import Rule, theta
 
 
 def spectral() -> Preset:
@@ -28,7 +27,7 @@ def spectral() -> Preset:
     def rule(spec: ParamSpec) -> Rule:
         row = rows("spectral", spec, 1.0, None)
         if spec.role is Role.READOUT:
-            return row if spec.tied else row.moved(forms.theta(row, spec, "plain"))
+            return row if spec.tied else row.moved(theta(row, spec, "plain"))
         if row.muon is None:
             return row
         n_in, n_out = product(spec.fan_in), product(spec.fan_out)

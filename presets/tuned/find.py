@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mupax.presets.forms import Form
 from mupax.presets.papers import PRESETS
 from mupax.presets.roles import PresetError
+from mupax.presets.rule import Form
 from mupax.presets.tuned import schema
 
 FOLDER = Path(__file__).parent

@@ -15,11 +15,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mupax.presets.forms import Form
 from mupax.presets.power import ONE
 from mupax.presets.preset import Branch, Preset
 from mupax.presets.roles import AXES, ParamSpec, PresetError
-from mupax.presets.rule import FAMILIES, Decay, Number, Rule, Scales
+from mupax.presets.rule import FAMILIES, Decay, Form, Number, Rule, Scales
 
 FORMAT = "measured scales 1"
 """First entry of the file; another layout gets another number."""

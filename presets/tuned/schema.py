@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from mupax.presets import constants as constants_of
-from mupax.presets.forms import FORMS
 from mupax.presets.roles import AXES, PresetError
-from mupax.presets.rule import FAMILIES
+from mupax.presets.rule import FAMILIES, FORMS
 
 FORMAT = "tuned preset 1"
 """First entry of a file; another layout gets another number."""

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mupax.train.core.loss import cross_entropy
-from mupax.zoo.layers.readout import Reading
+from mupax.zoo.layers.linear import Reading
 from scripts.bench.in_turns import add_arguments, compared, in_turns, machine, one_core, write
 
 

@@ -24,11 +24,11 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     from mupax.train.config.run import OptimizerConfig
     from mupax.train.studies.check import check, models
     from mupax.train.studies.check import theory as expectation
-    from mupax.zoo import build
+    from mupax.zoo.definition import definition
 
     grown = models.series(configs.get("vit-tiny"), "heads", len(settings["width"]))
     assert [one.width for one in grown] == settings["width"], "the check's models are of other widths"
-    definitions = [build.definition(one) for one in grown]
+    definitions = [definition(one) for one in grown]
     config = OptimizerConfig(name="adamw", peak_lr=settings["peak_lr"], schedule="constant", eps=1e-12)
     series = check.Series(definitions, config, 1)
     found: dict[str, Any] = {"measured": {}, "theory": {}}

@@ -22,7 +22,7 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     from mupax.train.config.run import PresetConfig, preset_of
     from mupax.train.studies.check import theory as expectation
     from mupax.train.studies.transfer import study as transfer
-    from mupax.zoo.build import definition
+    from mupax.zoo.definition import definition
 
     config = recipes.RECIPES[settings["recipe"]]()
     model = dataclasses.replace(config.model, **settings["model"])

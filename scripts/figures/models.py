@@ -72,9 +72,9 @@ def at_initialization(
     import jax
 
     from mupax.train.core import factors
-    from mupax.zoo import build
+    from mupax.zoo.definition import definition as define_model
 
-    definition = build.definition(config)
+    definition = define_model(config)
 
     @jax.jit
     def program(seed: Any, stds: Any, multipliers: Any, forwards: Any) -> Any:

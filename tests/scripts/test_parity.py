@@ -16,8 +16,8 @@ from mupax.train.config.run import PresetConfig, preset_for
 from mupax.train.core.factors import init_stds, resolve
 from mupax.train.reuse import plain, source
 from mupax.train.reuse.huggingface import files
-from mupax.zoo.build import definition
 from mupax.zoo.configs import CONFIGS, DecoderConfig
+from mupax.zoo.definition import definition
 from scripts import parity
 from scripts.bench import generate_uncached
 

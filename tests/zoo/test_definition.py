@@ -22,9 +22,8 @@ from mupax.train.core.factors import init_stds, resolve
 from mupax.train.core.step import StepInputs
 from mupax.train.parallel.mesh import make_mesh
 from mupax.train.parallel.sharding import MeshLayout
-from mupax.zoo.build import definition
 from mupax.zoo.configs import DecoderConfig, ModelConfig, ViTConfig
-from mupax.zoo.definition import Definition, define
+from mupax.zoo.definition import Definition, define, definition
 from mupax.zoo.param import Factor, initial_value
 
 pytestmark = pytest.mark.core

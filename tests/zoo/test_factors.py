@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mupax.zoo.build import definition
 from mupax.zoo.configs import DecoderConfig, ModelConfig, ViTConfig
-from mupax.zoo.definition import Arrays, Definition
+from mupax.zoo.definition import Arrays, Definition, definition
 from mupax.zoo.layers.block import residual_stack
 
 FORWARD = 2e-5

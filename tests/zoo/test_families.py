@@ -37,8 +37,8 @@ from mupax.train.run import loop
 from mupax.train.studies.check import check
 from mupax.train.studies.check import models as check_models
 from mupax.zoo import flops
-from mupax.zoo.build import definition
 from mupax.zoo.configs import CONFIGS, FAMILIES, ConfigError, ModelConfig, family_class
+from mupax.zoo.definition import definition
 
 MIXER = MixerConfig(width=16, depth=3, mixing=10, mlp_ratio=2, image_size=8, patch_size=2, channels=1, num_classes=10)
 BASE = PresetConfig(name="mup", base="embed=8,mlp=16,layers=3")

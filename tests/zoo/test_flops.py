@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 
 from mupax.zoo import flops
-from mupax.zoo.build import definition
 from mupax.zoo.configs import CONFIGS, ComputeConfig, DecoderConfig, ModelConfig, ViTConfig
+from mupax.zoo.definition import definition
 
 # Small distinct sizes; every option that adds or removes a parameter or a product appears on and off.
 DECODER = DecoderConfig(width=30, depth=3, num_heads=5, vocab_size=37, seq_len=11, mlp_ratio=1.7)

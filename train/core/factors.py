@@ -44,7 +44,7 @@ def resolve(preset: Preset, definition: Definition, optimizer: str = "adam", dec
 
     Args:
         preset: from `presets.get`.
-        definition: the model, from `mupax.zoo.build.definition` or `mupax.zoo.definition.define`.
+        definition: the model, from `mupax.zoo.definition.definition` or `mupax.zoo.definition.define`.
         optimizer: a name the preset has a rule for.
         decay: how weight decay enters the update.
 

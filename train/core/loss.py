@@ -19,7 +19,7 @@ import optax
 
 from mupax.zoo import partition
 from mupax.zoo.families import CrossEntropy
-from mupax.zoo.layers.readout import Reading
+from mupax.zoo.layers.linear import Reading
 
 CHUNK_LOGITS = {"cpu": 2**21, "gpu": 2**27, "tpu": 2**27}
 """Logits of one chunk on one device: on CPU what its caches hold, elsewhere half a gigabyte of float32."""

@@ -23,8 +23,7 @@ from mupax.train.parallel import mesh as meshes
 from mupax.train.parallel import xla_flags
 from mupax.train.parallel.feed import Feed, abstract_batch
 from mupax.train.parallel.sharding import MeshLayout
-from mupax.zoo.build import definition
-from mupax.zoo.definition import Definition
+from mupax.zoo.definition import Definition, definition
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,9 +23,8 @@ from mupax.train.config.run import Config, MeshConfig, PresetConfig, preset_for
 from mupax.train.core.factors import Factors, resolve
 from mupax.train.reuse import plain as fold
 from mupax.zoo import flops
-from mupax.zoo.build import definition
 from mupax.zoo.configs import ModelConfig
-from mupax.zoo.definition import Definition
+from mupax.zoo.definition import Definition, definition
 from mupax.zoo.huggingface import config as huggingface
 from mupax.zoo.huggingface import weights
 from mupax.zoo.huggingface.tensorfile import Tensors, read_json

@@ -1,11 +1,12 @@
 """Matrix products, norms and rotary positions. Shapes: B batch, T positions, D width, N head dimension, H heads, I inputs, O outputs.
 
-R is all leading dimensions in one; an argument without a suffix has any number of them.
+V is vocabulary or classes, R all leading dimensions in one; an argument without a suffix has any number of them.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,26 @@ def project(x: jax.Array, w: jax.Array, *, inputs: int = 1, out_dtype: jnp.dtype
 def biased(x: jax.Array, bias: nnx.Param | None) -> jax.Array:
     """x [..., O] + bias [O] in x's dtype, or x where there is none."""
     return x if bias is None else x + bias[...].astype(x.dtype)
+
+
+class Reading(NamedTuple):
+    """What logits are made of, apart so that a loss may compute them in parts: scale * features @ weight + bias, in float32."""
+
+    features: jax.Array
+    """[..., D], in the type that products are computed in."""
+    weight: jax.Array
+    """[D, V]."""
+    scale: jax.Array | None = None
+    """[]; that of a readout through the embedding."""
+    bias: jax.Array | None = None
+    """[V]."""
+
+    def logits(self) -> jax.Array:
+        """All of them, float32 [..., V]."""
+        logits = project(self.features, self.weight, out_dtype=jnp.float32)
+        if self.scale is not None:
+            logits = self.scale * logits
+        return logits if self.bias is None else logits + self.bias
 
 
 class Norm(nnx.Module):

@@ -20,8 +20,8 @@ from mupax.train.config import patterns
 from mupax.train.config.run import Config, DataConfig, EmaConfig, MeshConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.program import Program, assemble
 from mupax.train.core.state import TrainState
-from mupax.zoo.build import definition
 from mupax.zoo.configs import ConfigError, DecoderConfig
+from mupax.zoo.definition import definition
 
 DECODER = DecoderConfig(width=16, depth=1, num_heads=4, mlp_ratio=1.5, vocab_size=16, seq_len=7)
 WHOLE = Config(

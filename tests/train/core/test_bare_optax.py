@@ -20,8 +20,8 @@ from mupax.train.core import optimizer
 from mupax.train.core.factors import init_stds, resolve
 from mupax.train.core.state import TrainState
 from mupax.train.core.step import StepInputs, make_train_step
-from mupax.zoo.build import definition
 from mupax.zoo.configs import DecoderConfig, ViTConfig
+from mupax.zoo.definition import definition
 from mupax.zoo.param import Factor
 
 STEPS = 10

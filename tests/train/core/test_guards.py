@@ -20,9 +20,8 @@ from mupax.train.core import optimizer
 from mupax.train.core.factors import resolve
 from mupax.train.core.guards import check_chain
 from mupax.train.core.muon import dimension_numbers
-from mupax.zoo.build import definition
 from mupax.zoo.configs import DecoderConfig
-from mupax.zoo.definition import define
+from mupax.zoo.definition import define, definition
 
 LM = DecoderConfig(width=12, num_heads=3, depth=2, vocab_size=11, seq_len=5)
 MODEL = definition(LM)

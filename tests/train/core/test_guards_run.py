@@ -21,9 +21,9 @@ from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import guards, optimizer
 from mupax.train.core.factors import resolve
 from mupax.train.core.program import Program, assemble
-from mupax.zoo.build import definition
 from mupax.zoo.configs import DecoderConfig
 from mupax.zoo.decoder import Decoder
+from mupax.zoo.definition import definition
 
 pytestmark = pytest.mark.core
 

@@ -22,9 +22,9 @@ from mupax.train.core.step import StepInputs, gradients
 from mupax.train.parallel.mesh import make_mesh
 from mupax.train.parallel.sharding import MeshLayout
 from mupax.zoo import partition
-from mupax.zoo.build import definition
 from mupax.zoo.configs import ComputeConfig, DecoderConfig
-from mupax.zoo.layers.readout import Reading
+from mupax.zoo.definition import definition
+from mupax.zoo.layers.linear import Reading
 
 B, T, D, V = 8, 6, 16, 24
 MESHES: dict[str, dict[str, int]] = {

@@ -27,9 +27,8 @@ from mupax.train.core.factors import Factors, resolve
 from mupax.train.core.step import StepInputs
 from mupax.train.parallel.mesh import make_mesh
 from mupax.train.parallel.sharding import MeshLayout
-from mupax.zoo.build import definition
 from mupax.zoo.configs import DecoderConfig, ViTConfig
-from mupax.zoo.definition import Definition, define
+from mupax.zoo.definition import Definition, define, definition
 from mupax.zoo.param import Factor
 
 HOLDS, SEEN = 3e-5, 1e-3

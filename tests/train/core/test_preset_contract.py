@@ -21,8 +21,8 @@ from mupax.train.core import optimizer
 from mupax.train.core.factors import init_stds, resolve
 from mupax.train.core.state import TrainState
 from mupax.train.core.step import StepInputs, gradients, make_train_step
-from mupax.zoo.build import definition
 from mupax.zoo.configs import DecoderConfig, ModelConfig, ViTConfig
+from mupax.zoo.definition import definition
 
 MODELS: dict[str, ModelConfig] = {
     "decoder": DecoderConfig(

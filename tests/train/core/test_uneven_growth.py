@@ -22,8 +22,8 @@ from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import optimizer
 from mupax.train.core.factors import init_stds, resolve
 from mupax.train.core.step import StepInputs, gradients
-from mupax.zoo.build import definition
 from mupax.zoo.configs import DecoderConfig
+from mupax.zoo.definition import definition
 
 BASE = DecoderConfig(
     width=32, num_heads=4, depth=1, mlp_ratio=1, vocab_size=17, seq_len=12, bias=False, norm_gain=False

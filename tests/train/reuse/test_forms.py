@@ -21,8 +21,8 @@ from mupax.train.core.factors import init_stds, resolve
 from mupax.train.core.state import TrainState
 from mupax.train.core.step import StepInputs, make_train_step
 from mupax.train.reuse.forms import convert, theta
-from mupax.zoo.build import definition
 from mupax.zoo.configs import DecoderConfig, ViTConfig
+from mupax.zoo.definition import definition
 
 LM = DecoderConfig(width=16, num_heads=4, depth=4, mlp_ratio=4, vocab_size=11, seq_len=5, qk_norm=True)
 VIT = ViTConfig(

@@ -14,9 +14,8 @@ from mupax import presets
 from mupax.presets import VECTORS, Preset
 from mupax.train.core.factors import Factors, resolve
 from mupax.train.reuse import plain as fold
-from mupax.zoo.build import definition
 from mupax.zoo.configs import DecoderConfig, ModelConfig, ViTConfig
-from mupax.zoo.definition import Definition
+from mupax.zoo.definition import Definition, definition
 
 pytestmark = pytest.mark.core
 

@@ -20,8 +20,8 @@ from mupax.train.core.factors import resolve
 from mupax.train.reuse import source as pretrained
 from mupax.train.reuse.huggingface import files as pretrained_files
 from mupax.zoo.__main__ import main
-from mupax.zoo.build import definition
 from mupax.zoo.configs import DecoderConfig
+from mupax.zoo.definition import definition
 from mupax.zoo.huggingface import weights
 from mupax.zoo.huggingface.config import to_huggingface
 from mupax.zoo.huggingface.tensorfile import Tensors, write_tensors

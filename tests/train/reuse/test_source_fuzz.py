@@ -19,8 +19,8 @@ from mupax.train.config.run import PresetConfig
 from mupax.train.reuse import source as pretrained
 from mupax.train.reuse.huggingface import files as pretrained_files
 from mupax.train.reuse.source import WeightsError
-from mupax.zoo.build import definition
 from mupax.zoo.configs import ConfigError, DecoderConfig
+from mupax.zoo.definition import definition
 from mupax.zoo.huggingface import weights
 from mupax.zoo.huggingface.config import to_huggingface
 from mupax.zoo.huggingface.tensorfile import INDEX, SINGLE, TensorFileError, write_tensors

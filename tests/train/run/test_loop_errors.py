@@ -12,7 +12,7 @@ from mupax.train.data import DataError
 from mupax.train.data.text.batches import TokenData
 from mupax.train.run.report import metrics
 from mupax.zoo import configs
-from mupax.zoo.build import definition
+from mupax.zoo.definition import definition
 from tests.train.run.test_loop import STEPS, TINY, folder, rows, train
 
 __all__ = ["folder"]  # a fixture

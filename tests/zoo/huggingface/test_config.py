@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mupax.zoo.build import definition
 from mupax.zoo.configs import ConfigError, DecoderConfig, ModelConfig, ViTConfig
+from mupax.zoo.definition import definition
 from mupax.zoo.huggingface import names, weights
 from mupax.zoo.huggingface.config import family_of, from_huggingface, to_huggingface
 from mupax.zoo.huggingface.tensorfile import TensorFileError, Tensors, write_tensors

@@ -12,8 +12,8 @@ import pytest
 
 from mupax import presets
 from mupax.train.core.factors import init_stds, resolve
-from mupax.zoo.build import definition
 from mupax.zoo.configs import ComputeConfig, DecoderConfig
+from mupax.zoo.definition import definition
 from mupax.zoo.layers import cache as caches
 
 GPT2 = DecoderConfig(width=20, depth=2, num_heads=5, mlp_ratio=1.5, vocab_size=17, seq_len=11, tied=True)

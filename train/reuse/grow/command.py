@@ -206,7 +206,7 @@ def logits(program: Program, params: Any, inputs: Any) -> np.ndarray:
     import jax
     import numpy as np
 
-    from mupax.zoo.build import definition
+    from mupax.zoo.definition import definition
 
     model = program.config.model
     plain = definition(dataclasses.replace(model, compute=dataclasses.replace(model.compute, dtype="float32")))

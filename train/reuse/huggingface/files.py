@@ -12,7 +12,7 @@ from mupax.train.config.record import model_to_json
 from mupax.train.config.run import PresetConfig, preset_for
 from mupax.train.core.factors import resolve
 from mupax.train.reuse.source import CONFIG, FORMAT, MODEL, Source, WeightsError, place, preset_record
-from mupax.zoo.build import definition
+from mupax.zoo.definition import definition
 from mupax.zoo.huggingface import config as huggingface
 from mupax.zoo.huggingface import weights
 from mupax.zoo.huggingface.tensorfile import DType, write_tensors

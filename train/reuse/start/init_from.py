@@ -24,7 +24,7 @@ from mupax.train.reuse import plain, transplant
 from mupax.train.reuse import source as pretrained
 from mupax.train.reuse.source import Source
 from mupax.train.reuse.start.plan import InitError, Row, Side, plan
-from mupax.zoo.build import definition
+from mupax.zoo.definition import definition
 from mupax.zoo.huggingface.tensorfile import read_json
 from mupax.zoo.huggingface.weights import Params
 

@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     from mupax.presets.tuned import measured
     from mupax.train.config.run import preset_of
     from mupax.train.studies.check import observables
-    from mupax.zoo.build import definition
+    from mupax.zoo.definition import definition
 
     console, model = terminal.console(), definition(config.model)
     reference, batch = preset_of(config), batch_of(config, args.name, console)

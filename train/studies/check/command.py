@@ -59,7 +59,8 @@ def main(argv: Sequence[str]) -> int:
     from mupax.presets.analysis.verdicts import refuse_uneven
     from mupax.train.config.sections import OptimizerConfig
     from mupax.train.studies.check import check, models, report, theory
-    from mupax.zoo import build, configs
+    from mupax.zoo import configs
+    from mupax.zoo.definition import definition
 
     if args.sizes < 2 or args.seeds < 1:
         raise configs.ConfigError("a slope needs --sizes of at least 2 and --seeds of at least 1")
@@ -72,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
     optimizer = OptimizerConfig(
         name=args.optimizer, peak_lr=args.peak_lr or RATES[args.optimizer], schedule="constant", eps=1e-12
     )
-    definitions = [build.definition(config) for config in grown]
+    definitions = [definition(config) for config in grown]
     refuse_uneven(preset, definitions[-1].sizes, args.optimizer)
     if args.dry_run:
         for config in grown:

@@ -16,7 +16,7 @@ from mupax.presets import PresetError
 from mupax.train.config.run import Config, PresetConfig, preset_of
 from mupax.train.core.factors import init_stds, resolve
 from mupax.train.studies.transfer.study import Study
-from mupax.zoo.build import definition
+from mupax.zoo.definition import definition
 
 
 def shared(studies: Sequence[Study]) -> list[Study]:

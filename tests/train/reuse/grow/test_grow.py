@@ -20,8 +20,8 @@ from mupax.train.reuse import plain, source, transplant
 from mupax.train.reuse.grow import grow
 from mupax.train.reuse.grow.axes import GrowError
 from mupax.train.reuse.start.plan import Side
-from mupax.zoo.build import definition
 from mupax.zoo.configs import DecoderConfig, ModelConfig, ViTConfig
+from mupax.zoo.definition import definition
 
 pytestmark = pytest.mark.core
 

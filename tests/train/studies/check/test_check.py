@@ -23,7 +23,8 @@ from mupax.train.core.factors import init_stds, resolve
 from mupax.train.studies.check import check, models, report, theory
 from mupax.train.studies.check.check import Expected, Finding
 from mupax.train.studies.check.command import RATES
-from mupax.zoo import build, configs
+from mupax.zoo import configs
+from mupax.zoo.definition import definition
 from scripts import theory_and_measurement
 from scripts.mutants import Mutant
 
@@ -40,7 +41,7 @@ TIED = dataclasses.replace(LM, tied=True)
 def series(grow: str, optimizer: str = "adam", model: configs.ModelConfig = LM) -> check.Series:
     config = OptimizerConfig(name=optimizer, peak_lr=RATES[optimizer], schedule="constant", eps=1e-12)
     grown = models.series(model, grow, SIZES)
-    return check.Series([build.definition(one) for one in grown], config)
+    return check.Series([definition(one) for one in grown], config)
 
 
 def findings(

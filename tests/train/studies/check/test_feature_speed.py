@@ -20,8 +20,9 @@ from mupax.train.core import factors, optimizer, step
 from mupax.train.core.state import TrainState
 from mupax.train.studies.check import feature_speed, models
 from mupax.train.studies.check.balance import balance, descent, direction, next_scale, parts_of
-from mupax.zoo import build, configs
+from mupax.zoo import configs
 from mupax.zoo.definition import define
+from mupax.zoo.definition import definition as define_model
 
 MODELS = {
     "decoder": dataclasses.replace(
@@ -42,7 +43,7 @@ def config(name: str, **changes) -> OptimizerConfig:
 
 @functools.cache
 def model(name: str):
-    return build.definition(MODELS[name]), models.batch(MODELS[name])
+    return define_model(MODELS[name]), models.batch(MODELS[name])
 
 
 def start(definition, preset, optimizer_name: str = "adam", seed: int = 3):
@@ -139,7 +140,7 @@ def test_normalized_gradients_are_balanced_by_the_inverse_of_their_norm():
 
 def test_a_tied_readout_is_refused():
     tied = dataclasses.replace(MODELS["decoder"], tied=True)
-    definition, batch = build.definition(tied), models.batch(tied)
+    definition, batch = define_model(tied), models.batch(tied)
     params, found = start(definition, presets.get("sp"))
     with pytest.raises(PresetError, match=r"tied to the token embedding.*write tied=False"):
         feature_speed.of_model(definition, params, found, batch, lambda g: g)
