@@ -105,6 +105,15 @@ def test_raise_stops_and_says_where(spoilt: set[int]) -> None:
     assert [row["step"] for row in rows("raised") if "loss" in row] == list(range(1, STEPS + 1))
 
 
+def test_the_culprit_is_one_of_the_trained_parameters_where_others_are_frozen(spoilt: set[int]) -> None:
+    spoilt.add(1)
+    done = train("--workdir", "frozen", "--freeze", "token_embedding", "block.attention.*")
+    assert done.code == 1, done.err
+    assert "the gradient of block.attention_norm.gain (role norm_gain, layer 0), the first of" in " ".join(
+        done.err.split()
+    )
+
+
 def test_skip_counts_and_is_exact_under_resume(spoilt: set[int]) -> None:
     spoilt |= {2, 6, 7}
     done = train("--workdir", "skipped", "--bad-numbers", "skip")
