@@ -8,12 +8,10 @@ converges: a random quantity becomes the same for every initialization.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 
 from mupax.presets.analysis.limits import LIMITS, Limit
 from mupax.presets.preset import Preset
-from mupax.presets.roles import PresetError
 
 SYMBOLS = {"head_dim": "N", "heads": "H", "depth": "L"}
 
@@ -31,9 +29,6 @@ DESCRIPTIVE = (
     "weight movement, q, k",
 )
 """Observables that describe a rule without speaking for or against it; the others judge it."""
-
-UNEVEN = 1.4
-"""How many times too large a change may become by widths that do not grow together: less than the steps of a rate's search."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,37 +141,3 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     """Rows as a Markdown table."""
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
-
-
-def refuse_uneven(preset: Preset, sizes: Mapping[str, int], optimizer: str = "adam") -> None:
-    """Whether widths may grow from the base to these sizes in these proportions.
-
-    The limits of `LIMITS` keep F/D, N*H/D and H/H_kv fixed. Along any other line the same calculation says what moves; depth is
-    left as it is. It speaks of growth alone: where a width is below the base's, nothing is said.
-
-    Args:
-        preset: relative to a base.
-        sizes: of the model.
-        optimizer: whose updates: some growth is safe under SGD and not under Adam.
-
-    Raises:
-        PresetError: a change is more than `UNEVEN` times what it is where all widths grow together; the text names the axes.
-    """
-    ratios = preset.ratios(sizes)
-    widths = {axis: ratios[axis] for axis in ("embed", "mlp", "heads", "kv_heads", "head_dim") if axis in ratios}
-    largest = max(widths.values(), default=1.0)
-    if preset.base is None or largest <= 1.0 or min(widths.values()) < 1.0:
-        return
-    growth = {axis: math.log(ratio) / math.log(largest) for axis, ratio in widths.items()}
-    family = preset.family(optimizer)
-    found = Limit(preset, family, growth).observables()
-    together = [Limit(preset, family, LIMITS[limit]).observables() for limit in ("head_dim", "heads")]
-    for row in ("change of attention logits", "change of the stream", "change of the output"):
-        beyond = found[row] - max(max(at[row] for at in together), 0.0)
-        if largest**beyond > UNEVEN:
-            grown = ", ".join(f"{axis} x{ratio:.3g}" for axis, ratio in widths.items())
-            fastest = max(widths, key=widths.__getitem__)
-            raise PresetError(
-                f"{preset.name} under {optimizer} does not allow growing {grown}: {row} explodes as {fastest}^{found[row]:.2g}; "
-                f"grow the widths together (head_dim or heads with embed and mlp), or take a base of the same proportions"
-            )

@@ -16,7 +16,6 @@ from tyro import conf
 from mupax import command_line, presets
 from mupax.command_line import Switch
 from mupax.presets import constants
-from mupax.train.config import tuned
 from mupax.train.config.run import Config, PresetConfig, preset_of
 from mupax.zoo import configs
 from mupax.zoo.configs import ConfigError
@@ -111,13 +110,19 @@ def parse(name: str, recipe: Callable[[], Config], argv: Sequence[str], more_fla
         PresetError: no such preset, tuned or not, or a constant out of its range.
     """
     prog = f"python -m train {name}"
-    default, argv, preset = tuned.applied(_with_model(recipe(), argv), list(argv), _value_of("--steps", argv))
+    default, preset = _with_model(recipe(), argv), None
+    if any(":" in word for word in argv):  # perhaps --preset PRESET:NAME
+        from mupax.train.config import tuned
+
+        default, argv, preset = tuned.applied(default, argv, _value_of("--steps", argv))
     start = Command(config=default)
     command, rest = command_line.parse_known(Command, prog, argv, start, inspect.getdoc(recipe))
     command_line.refuse(rest, [*command_line.flags(start), *more_flags], prog)
     _check_read(command.config, argv)
     preset_of(command.config)
     if preset:
+        from mupax.train.config import tuned
+
         tuned.check(preset, command.config)
     return dataclasses.replace(command, config=command.config.resolved())
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mupax.presets import PRESETS, constants
-from mupax.presets.tuned import find as tuned
-from mupax.presets.tuned.find import FAR, Tuned
 from mupax.train.config import sizes
 from mupax.train.config.run import Config, PresetConfig
 from mupax.zoo.configs import ConfigError
+
+if TYPE_CHECKING:
+    from mupax.presets.tuned.find import Tuned
 
 FLAGS = ("--preset", "--preset.name")
 _SAME = ({"adam", "adamw"}, {"sgd", "momentum"})
@@ -33,6 +34,8 @@ def applied(config: Config, argv: Sequence[str], steps: str | None) -> tuple[Con
     Raises:
         PresetError: no such tuned preset, or a file that is none.
     """
+    from mupax.presets.tuned import find as tuned
+
     words, found = list(argv), None
     for at, word in enumerate(words):
         flag, equals, value = word.partition("=")
@@ -71,6 +74,8 @@ def check(found: Tuned, config: Config) -> None:
             f"{found.use} is tuned for {own}, and its rate means nothing to {name}; leave --optimizer.name out, "
             f"or write --preset {found.preset} and tune {name}"
         )
+    from mupax.presets.tuned.find import FAR
+
     distance = found.distance(config.model.base_sizes())
     far = {axis: doublings for axis, doublings in distance.items() if abs(doublings) > FAR}
     if far:

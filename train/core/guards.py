@@ -19,8 +19,7 @@ import numpy as np
 import optax
 
 from mupax.presets import VECTORS, Preset, PresetError
-from mupax.presets.analysis.verdicts import refuse_uneven
-from mupax.presets.tuned.measured import Measured
+from mupax.presets.analysis.uneven import refuse_uneven
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import optimizer as chains
 from mupax.train.core.factors import Factors, resolve
@@ -49,7 +48,7 @@ def check_run(preset: Preset, definition: Definition, factors: Factors, config: 
     """
     refuse_uneven(preset, definition.sizes, config.name)
     chosen = {"decay", "decay_width"} & set(preset.given)
-    if config.weight_decay == 0 or config.name == "adam" or chosen or isinstance(preset, Measured):
+    if config.weight_decay == 0 or config.name == "adam" or chosen or preset.name == "measured":
         return
     for name, decay in factors.weight_decay.items():
         pull = decay * factors.lr[name] if config.decay == "coupled" else decay

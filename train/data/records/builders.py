@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow_datasets as tfds
 from absl import logging
 
-from mupax.train.data.records import cifar5m, corpus
+from mupax.train.data.records import cifar5m
 
 
 class PythonCorpus(tfds.core.GeneratorBasedBuilder):
@@ -33,6 +33,8 @@ class PythonCorpus(tfds.core.GeneratorBasedBuilder):
         return {side: self._generate_examples(side) for side in ("train", "eval")}
 
     def _generate_examples(self, side: str) -> Iterator[tuple[int, dict[str, Any]]]:
+        from mupax.train.data.records import corpus
+
         files = [(name, path) for name, path in corpus.python_files() if corpus.side(name) == side]
         for i, (name, path) in enumerate(files):
             yield i, {"path": name, "text": path.read_bytes()}
