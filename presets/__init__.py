@@ -13,7 +13,7 @@ import difflib
 from collections.abc import Mapping
 
 from mupax.presets import constants as constants_of
-from mupax.presets.papers import PRESETS
+from mupax.presets.papers import ALIASES, PRESETS
 from mupax.presets.power import Power
 from mupax.presets.preset import Preset
 from mupax.presets.roles import AXES, EMBEDDINGS, VECTORS, ParamSpec, PresetError, Role
@@ -41,6 +41,7 @@ def get(
     Raises:
         PresetError: no such preset, constant, axis, form or file.
     """
+    name = ALIASES.get(name, name)
     if name.partition(":")[0] in PRESETS and ":" in name:
         from mupax.presets.tuned import find as tuned
 
@@ -81,6 +82,7 @@ def _unknown(name: str) -> str:
 
 
 __all__ = [
+    "ALIASES",
     "AXES",
     "EMBEDDINGS",
     "FORMS",

@@ -1,4 +1,4 @@
-"""Standard parameterization: `sp`, what a trainer without a preset does.
+"""Standard parameterization: `sp`, what a trainer without a preset does; `standard` in the effective theory.
 
 | role                             | multiplier | init std        | lr | eps | weight decay |
 |----------------------------------|------------|-----------------|----|-----|--------------|
@@ -22,15 +22,6 @@ from mupax.presets.rule import Rule
 
 def sp() -> Preset:
     """Standard parameterization: fan-in init, one learning rate, logits 1/sqrt(N); the best rate drifts with size."""
-    return _standard("sp")
-
-
-def standard() -> Preset:
-    """The effective theory's name for `sp`: the same numbers."""
-    return _standard("standard")
-
-
-def _standard(name: str) -> Preset:
 
     def rule(spec: ParamSpec) -> Rule:
         root = product(spec.fan_in) ** -0.5
@@ -41,7 +32,7 @@ def _standard(name: str) -> Preset:
         return Rule(init_std=root)
 
     return Preset(
-        name=name,
+        name="sp",
         rule=rule,
         native_form="plain",
         form="plain",

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, get_args
 
 from tyro import conf
 
+from mupax.presets import ALIASES
 from mupax.train.config.devices import at_least, check_local
 from mupax.zoo.configs import ConfigError
 from mupax.zoo.families import Task
@@ -37,6 +38,7 @@ class PresetConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "constants", tuple(self.constants))  # JSON brings a list
+        object.__setattr__(self, "name", ALIASES.get(self.name, self.name))
 
 
 Optimizer = Literal["adamw", "adam", "sgd", "momentum", "muon", "lion"]

@@ -136,6 +136,12 @@ def test_preset_is_an_alias(flag: list[str], capsys: Capture) -> None:
     assert printed(capsys, "lm-tiny", *flag).preset.name == "sp"
 
 
+def test_an_older_name_of_a_preset_is_read_and_not_written(capsys: Capture) -> None:
+    assert printed(capsys, "lm-tiny", "--preset", "standard").preset.name == "sp"
+    written = to_json(RECIPES["lm-tiny"]())
+    assert from_json({**written, "preset": {**written["preset"], "name": "standard"}}).preset.name == "sp"
+
+
 def test_preset_constants(capsys: Capture) -> None:
     constants = "--preset.alpha-a 0.75 --preset.alpha-l 0.5 --preset.gamma0 0.2 --preset.beta0 3"
     preset = printed(capsys, "lm-tiny", "--preset", "depth-mup", *constants.split()).preset

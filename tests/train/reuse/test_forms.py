@@ -116,7 +116,7 @@ def made(name: str, form: presets.Form | None = None, **constants) -> presets.Pr
     return presets.get(name, base=None if baseless else BASE, form=form, **constants)
 
 
-SAME = {("sp", "table-9"), ("standard", "table-9")}
+SAME = {("sp", "table-9")}
 """Forms whose numbers are the native ones: sp has one SGD rate already."""
 
 CASES = [
