@@ -7,6 +7,8 @@ WORKDIR ?= runs/$(RECIPE)
 ARGS ?=
 # Test processes at once; each one has eight virtual CPU devices.
 JOBS ?= 2
+# A folder of tests: make quick PKG=zoo, PKG=train/data; those of presets need no JAX.
+PKG ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -15,7 +17,7 @@ SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13)
 LOCK := $(BIN)/uv pip compile pyproject.toml --quiet --universal --generate-hashes --python-version 3.11 \
 	--fork-strategy requires-python --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock"
 
-.PHONY: help train test check parity tpu core figures lock clean
+.PHONY: help train quick test check costs parity tpu core figures lock clean
 .DEFAULT_GOAL := help
 
 help: ## What can be made
@@ -26,6 +28,9 @@ help: ## What can be made
 train: $(VENV)/.locked ## Install, then train RECIPE; an interrupted run continues
 	$(BIN)/python -m train $(RECIPE) --workdir $(WORKDIR) --resume $(ARGS)
 
+quick: $(VENV)/.locked-dev ## The near and cheap tests, in a minute; PKG=presets or another folder of tests: only its
+	$(BIN)/python -m pytest -q $(if $(PKG),,-n $(JOBS) --dist loadfile) -m quick tests/$(PKG) $(ARGS)
+
 test: check ## Install, then check format, lint and types and run every test
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not alone and not parity and not tpu"
 	$(BIN)/python -m pytest -m alone
@@ -34,6 +39,9 @@ check: $(VENV)/.locked-dev ## Format, lint and types only
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	PYRIGHT_PYTHON_GLOBAL_NODE=0 $(BIN)/pyright --pythonpath $(BIN)/python
+
+costs: $(VENV)/.locked-dev ## Record the processor time of every test file, which orders them and says which are quick (ARGS=tests/zoo: of some)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not alone and not parity and not tpu" --costs $(ARGS)
 
 parity: $(VENV)/.locked-dev ## Logits and greedy text against transformers (Python 3.11; installs torch, which no lock file has)
 	$(PIP) install --quiet "torch==2.13.0" "transformers>=5,<6"

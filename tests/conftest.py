@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import json
+import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 DEVICES = 8
 ROOT = Path(__file__).resolve().parent.parent
+COSTS = Path(__file__).with_name("costs.json")
+"""Processor seconds of each test file, child processes included; `pytest --costs` writes those of the files it runs."""
+QUICK_SECONDS = 6.0
+"""`make quick` has the core tests of files recorded to cost at most so much."""
 
 # Read once, when JAX or a BLAS is first imported; the tests' own threads are enough for the cores.
-# Hundreds of small programs: without LLVM's optimizations compiling them takes a third of the time. `make core` leaves them on.
+# Hundreds of small programs that run for milliseconds: compiled without LLVM's optimizations, by XLA's older and simpler emitter
+# of fusions, and in one piece each, they take a third of the processor time. `make core` has XLA as users have it.
 LEVEL = "--xla_backend_optimization_level"
+QUICKLY = (f"{LEVEL}=0", "--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1")
 _GIVEN = os.environ.get("XLA_FLAGS", "")
-_FLAGS = [_GIVEN, *([] if LEVEL in _GIVEN else [f"{LEVEL}=0"]), f"--xla_force_host_platform_device_count={DEVICES}"]
+_FLAGS = [_GIVEN, *(() if LEVEL in _GIVEN else QUICKLY), f"--xla_force_host_platform_device_count={DEVICES}"]
 os.environ["XLA_FLAGS"] = " ".join(_FLAGS).strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["MPLBACKEND"] = "agg"
@@ -46,9 +56,48 @@ def programs_end_with_their_module(request: pytest.FixtureRequest) -> Iterator[N
         gc.collect()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--costs", action="store_true", help=f"write what each test file costs to {COSTS.name}")
+
+
+def file_of(item: pytest.Item) -> str:
+    return item.path.relative_to(ROOT).as_posix()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`make tpu` brings the TPU compiler; a run of everything does without."""
-    if importlib.util.find_spec("libtpu") is None:
-        for item in items:
-            if item.get_closest_marker("tpu"):
-                item.add_marker(pytest.mark.skip(reason="libtpu, the TPU compiler, is not installed (make tpu)"))
+    """Dear files first, so that no worker begins one when the others are done; and the marks that no file sets itself."""
+    costs = json.loads(COSTS.read_text())
+    items.sort(key=lambda item: -costs.get(file_of(item), math.inf))
+    libtpu = importlib.util.find_spec("libtpu")
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if "core" in marks and not marks & {"alone", "slow"} and costs.get(file_of(item), math.inf) <= QUICK_SECONDS:
+            item.add_marker("quick")
+        if "tpu" in marks and libtpu is None:  # `make tpu` brings the compiler; a run of everything does without
+            item.add_marker(pytest.mark.skip(reason="libtpu, the TPU compiler, is not installed (make tpu)"))
+
+
+_spent: Counter[str] = Counter()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    before = sum(os.times()[:4])
+    result = yield
+    _spent[file_of(item)] += sum(os.times()[:4]) - before
+    return result
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker of pytest-xdist is done: what its files cost."""
+    _spent.update(getattr(node, "workeroutput", {}).get("spent", {}))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["spent"] = dict(_spent)
+    elif session.config.getoption("--costs"):
+        costs = json.loads(COSTS.read_text()) | {path: round(seconds, 1) for path, seconds in _spent.items()}
+        lines = sorted(f"{json.dumps(path)}: {cost}" for path, cost in costs.items() if (ROOT / path).is_file())
+        COSTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")

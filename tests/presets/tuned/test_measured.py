@@ -10,6 +10,8 @@ import pytest
 from mupax.presets import ParamSpec, PresetError, Role, Scales
 from mupax.presets.tuned.measured import FORMAT, Table, load, measured, save
 
+pytestmark = pytest.mark.core
+
 SIZES = {"layers": 3, "embed": 7, "mlp": 11}
 UP = ParamSpec(role=Role.MLP_IN, axes=("layers", "embed", "mlp"), fan_in=("embed",), in_block=True)
 READOUT = ParamSpec(role=Role.READOUT, axes=("embed", "classes"), fan_in=("embed",))

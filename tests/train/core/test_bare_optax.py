@@ -25,8 +25,8 @@ from mupax.zoo.definition import definition
 from mupax.zoo.param import Factor
 
 STEPS = 10
-PLAINLY: Any = {"xla_backend_optimization_level": 0}
-"""Compiler option without which LLVM joins multiplications and additions as the fusions of each program happen to fall."""
+PLAINLY: Any = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": True}
+"""Compiler options without which LLVM joins multiplications and additions as the fusions of each program happen to fall."""
 
 LM = DecoderConfig(width=12, num_heads=3, depth=2, vocab_size=11, seq_len=5, bias=True)
 VIT = ViTConfig(width=12, num_heads=3, depth=2, image_size=6, patch_size=3, channels=1, num_classes=7)
@@ -81,21 +81,31 @@ def bare(
 
 
 @functools.cache
-def trained(config: DecoderConfig | ViTConfig, name: str, preset_name: str, based: bool) -> Any:
+def initial(config: DecoderConfig | ViTConfig) -> Any:
     model = definition(config)
-    preset = presets.get(preset_name, base=config.base_sizes() if based else None)
-    sp = presets.get("sp")
-    params = jax.jit(model.initialize)(0, init_stds(sp, model))
+    return jax.jit(model.initialize)(0, init_stds(presets.get("sp"), model))
+
+
+@functools.cache
+def trainer(config: DecoderConfig | ViTConfig, name: str) -> Any:
+    """One program for every preset: what a preset says is data."""
+    model = definition(config)
     tx = optimizer.build(CHAINS[name], model.specs)
-    run = StepInputs(resolve(preset, model, name), optimizer.hyper(CHAINS[name], STEPS))
     step = make_train_step(model, tx)
 
     def train(params, run, batch):
         state = TrainState(jnp.zeros([], jnp.int32), params, tx.init(params))
         return jax.lax.scan(lambda state, _: step(state, run, batch), state, None, STEPS)
 
-    state, metrics = jax.jit(train, compiler_options=PLAINLY)(params, run, batch_of(config))
-    return params, state.params, metrics["loss"]
+    return jax.jit(train, compiler_options=PLAINLY)
+
+
+@functools.cache
+def trained(config: DecoderConfig | ViTConfig, name: str, preset_name: str, based: bool) -> Any:
+    preset = presets.get(preset_name, base=config.base_sizes() if based else None)
+    run = StepInputs(resolve(preset, definition(config), name), optimizer.hyper(CHAINS[name], STEPS))
+    state, metrics = trainer(config, name)(initial(config), run, batch_of(config))
+    return initial(config), state.params, metrics["loss"]
 
 
 @pytest.mark.parametrize("name", CHAINS)

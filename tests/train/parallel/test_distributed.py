@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from mupax.train.checkpoints import workdir
-from mupax.train.config.recipes import lm_tiny
+from mupax.train.config.recipes.laptop import lm_tiny
 from mupax.train.config.run import Config, DistributedConfig
 from mupax.train.data import Data, DataError, Reference
 from mupax.train.data.interface import ALL_ROWS, Batch

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mupax.train import data
-from mupax.train.config.recipes import vit_endless
+from mupax.train.config.recipes.laptop import vit_endless
 from mupax.train.config.run import DataConfig
 from mupax.train.data.records import shapes
 from mupax.train.data.sources import shapes as endless
