@@ -45,9 +45,9 @@ def get(
     if name.partition(":")[0] in PRESETS and ":" in name:
         from mupax.presets.tuned import find as tuned
 
-        found = tuned.find(name)
-        base, form = base or found.base, form or found.form
-        name, constants = found.preset, {**found.constants, **constants}
+        study = tuned.find(name)
+        base, form = base or study.base, form or study.form
+        name, constants = study.preset, {**study.constants, **constants}
     if name.startswith("measured:") or name.endswith(".json"):
         preset = _measured(name.removeprefix("measured:"), zero_readout, constants)
     elif name in PRESETS:

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mupax.presets.papers import PRESETS
 from mupax.presets.roles import PresetError
 from mupax.presets.rule import Form
 from mupax.presets.tuned import schema
@@ -63,22 +62,18 @@ class Tuned:
 
     def distance(self, sizes: Mapping[str, int]) -> dict[str, float]:
         """Doublings from the nearest studied size, per axis beyond them; negative where the model is smaller."""
-        found = {}
+        doublings = {}
         for axis, size in sizes.items():
             studied = [model[axis] for model in self.provenance["sizes"] if axis in model]
             if studied and not min(studied) <= size <= max(studied):
-                found[axis] = math.log2(size / (max(studied) if size > max(studied) else min(studied)))
-        return found
+                doublings[axis] = math.log2(size / (max(studied) if size > max(studied) else min(studied)))
+        return doublings
 
 
 def files() -> dict[str, Path]:
     """PRESET:NAME to file: the project's, and the user's own that have other names."""
-    found: dict[str, Path] = {}
-    for folder in (OWN_FOLDER, FOLDER):
-        for path in sorted(folder.glob("*.json")):
-            preset, _, name = path.stem.partition(".")
-            found[f"{preset}:{name}"] = path
-    return dict(sorted(found.items()))
+    paths = [path for folder in (OWN_FOLDER, FOLDER) for path in folder.glob("*.json")]
+    return dict(sorted((path.stem.replace(".", ":", 1), path) for path in {p.name: p for p in paths}.values()))
 
 
 def find(word: str) -> Tuned:
@@ -89,10 +84,10 @@ def find(word: str) -> Tuned:
     """
     preset, _, name = word.partition(":")
     if name.endswith(".json"):
-        found = load(name)
-        if found.preset != preset:
-            raise PresetError(f"{name} is tuned for {found.preset}; write {found.preset}:{name}")
-        return found
+        tuned = load(name)
+        if tuned.preset != preset:
+            raise PresetError(f"{name} is tuned for {tuned.preset}; write {tuned.preset}:{name}")
+        return tuned
     known = files()
     if word in known:
         return load(known[word])
@@ -109,19 +104,17 @@ def load(path: str | Path) -> Tuned:
     Raises:
         PresetError: the file cannot be read, or an entry is missing, unknown or not what it must be; names file and entry.
     """
-    try:
-        given = json.loads(Path(path).read_text())
-        return _tuned(given)
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise PresetError(
-            f"{path}: no tuned preset ({error}); `python -m train transfer ... --save-tuned` writes one"
-        ) from error
-    except PresetError as error:
-        raise PresetError(f"{path}: {error}") from error
+    return schema.load(
+        path, _tuned, "no tuned preset ({error}); `python -m train transfer ... --save-tuned` writes one"
+    )
 
 
 def save(tuned: Tuned, path: Path) -> None:
     """Check and write it.
+
+    Args:
+        tuned: what to write.
+        path: of the file; its folder is made.
 
     Raises:
         PresetError: what `load` would refuse.
@@ -140,34 +133,34 @@ def check_name(name: str) -> None:
 
 def summary(tuned: Tuned) -> str:
     """One line: the rate, what it was found on, and how it transferred."""
-    found, optimizer = tuned.provenance, tuned.optimizer
-    evidence = "; ".join(f"{grown['axis']} {_said(grown)}" for grown in found["transfer"]) or "one size"
-    return f"{optimizer['name']} {optimizer['peak_lr']:.3g} on {found['data']}, {found['seen']:,} {found['unit']}s; {evidence}"
+    study, optimizer = tuned.provenance, tuned.optimizer
+    evidence = "; ".join(f"{grown['axis']} {_verdict(grown)}" for grown in study["transfer"]) or "one size"
+    return f"{optimizer['name']} {optimizer['peak_lr']:.3g} on {study['data']}, {study['seen']:,} {study['unit']}s; {evidence}"
 
 
 def described(tuned: Tuned) -> str:
     """Everything about one, in lines."""
-    found, curve = tuned.provenance, zip(tuned.provenance["log2_lr"], tuned.provenance["loss"], strict=True)
-    optimum = found["log2_optimum"]
+    study, curve = tuned.provenance, zip(tuned.provenance["log2_lr"], tuned.provenance["loss"], strict=True)
+    optimum = study["log2_optimum"]
     lines = [
         f"{tuned.use}: {summary(tuned)}",
         f"base       {_pairs(tuned.base) if tuned.base else 'none'}",
         f"constants  {_pairs(tuned.constants) or 'none'}; form {tuned.form or 'its own'}",
         f"optimizer  {_pairs(tuned.optimizer)}",
-        f"optimum    2^{optimum['value']:.2f} {_bounds(optimum)}, from {found['seeds']} paired seeds",
+        f"optimum    2^{optimum['value']:.2f} {_bounds(optimum)}, from {study['seeds']} paired seeds",
         "curve      " + ", ".join(f"2^{x:g} {'diverged' if y is None else f'{y:.4f}'}" for x, y in curve),
         *(
-            f"grown      {grown['axis']} {', '.join(map(str, grown['sizes']))}: {_said(grown)}"
-            for grown in found["transfer"]
+            f"grown      {one['axis']} {', '.join(map(str, one['sizes']))}: {_verdict(one)}"
+            for one in study["transfer"]
         ),
-        f"run        {found['recipe']}, {found['steps']} steps of batch {found['batch']}",
-        f"command    {found['command']}",
-        f"versions   {_pairs(found['versions'])}, {found['date']}",
+        f"run        {study['recipe']}, {study['steps']} steps of batch {study['batch']}",
+        f"command    {study['command']}",
+        f"versions   {_pairs(study['versions'])}, {study['date']}",
     ]
     return "\n".join(lines)
 
 
-def _said(grown: Mapping[str, Any]) -> str:
+def _verdict(grown: Mapping[str, Any]) -> str:
     drift = grown["drift"]
     if drift["value"] is None:
         return "undecided"
@@ -183,6 +176,6 @@ def _pairs(values: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in values.items())
 
 
-def _tuned(given: Any) -> Tuned:
-    schema.check(given, PRESETS)
-    return Tuned(**{name: value for name, value in given.items() if name != "format"})
+def _tuned(contents: Any) -> Tuned:
+    schema.check(contents)
+    return Tuned(**{name: value for name, value in contents.items() if name != "format"})

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import json
+import operator
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,10 +21,12 @@ from mupax.presets.power import ONE
 from mupax.presets.preset import Branch, Preset
 from mupax.presets.roles import AXES, ParamSpec, PresetError
 from mupax.presets.rule import FAMILIES, Decay, Form, Number, Rule, Scales
+from mupax.presets.tuned import schema
 
 FORMAT = "measured scales 1"
 """First entry of the file; another layout gets another number."""
 
+_WHAT = "a table of measured scales: "
 _COLUMNS = tuple(field.name for field in dataclasses.fields(Scales))
 
 
@@ -77,7 +81,13 @@ class Measured(Preset):
     def scales(
         self, spec: ParamSpec, sizes: Mapping[str, int], optimizer: str = "adam", decay: Decay = "coupled"
     ) -> Scales:
-        """The table's numbers for a parameter; arguments as `Preset.scales`.
+        """The table's numbers for a parameter.
+
+        Args:
+            spec: the parameter's declaration.
+            sizes: those that were measured.
+            optimizer: of the family that was measured.
+            decay: how weight decay enters.
 
         Raises:
             PresetError: another size or another kind of optimizer than was measured, or a group that was not.
@@ -98,22 +108,16 @@ class Measured(Preset):
         scales = self.table.scales[spec.group]
         return scales if decay == "independent" else dataclasses.replace(scales, weight_decay=_per_rate(scales))
 
-    def factors(
-        self, spec: ParamSpec, sizes: Mapping[str, int], optimizer: str = "adam", decay: Decay = "coupled"
-    ) -> Scales:
-        """The same as `scales`: nothing here is relative."""
-        return self.scales(spec, sizes, optimizer, decay)
+    factors = scales
+    """Nothing here is relative."""
 
     def base_values(self, spec: ParamSpec, sizes: Mapping[str, int]) -> Scales:
-        """1 in every column: the table is absolute."""
         return Scales(multiplier=1.0, init_std=1.0, lr=1.0, eps=1.0, weight_decay=1.0)
 
     def logit_scale(self, sizes: Mapping[str, int]) -> float:
-        """What attention logits are multiplied by."""
         return self.table.logits
 
     def residual_scale(self, sizes: Mapping[str, int], layer: int, branch: Branch) -> tuple[float, float]:
-        """(skip, branch) multipliers of one residual addition."""
         return self.table.residual[layer][branch == "mlp"] if self.table.residual else (1.0, 1.0)
 
     def with_form(self, form: Form) -> NoReturn:
@@ -140,7 +144,12 @@ def measured(table: Table) -> Measured:
 
 
 def save(table: Table, path: str | Path) -> None:
-    """Write the table as JSON."""
+    """Write the table as JSON.
+
+    Args:
+        table: what to write.
+        path: of the file.
+    """
     Path(path).write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(table)}, indent=1) + "\n")
 
 
@@ -150,38 +159,26 @@ def load(path: str | Path) -> Table:
     Raises:
         PresetError: the file cannot be read, or an entry is missing, unknown or not a number it can be.
     """
-    try:
-        return _table(json.loads(Path(path).read_text()))
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise PresetError(
-            f"{path}: no table of measured scales ({error}); write one with mupax.presets.tuned.measured.save"
-        ) from error
-    except PresetError as error:
-        raise PresetError(f"{path}: {error}") from error
+    hint = "no table of measured scales ({error}); write one with mupax.presets.tuned.measured.save"
+    return schema.load(path, _table, hint)
 
 
-def _table(given: Any) -> Table:
-    if not isinstance(given, dict) or given.get("format") != FORMAT:
+def _table(contents: Any) -> Table:
+    if not isinstance(contents, dict) or contents.get("format") != FORMAT:
         _bad(f'not a table of this version; its first entry must be "format": "{FORMAT}"')
     named = {field.name for field in dataclasses.fields(Table)}
-    _same_keys("the table", set(given) - {"format"}, named)
-    if not all(isinstance(given[name], dict) for name in ("scales", "sizes")):
+    schema.same_keys(f"{_WHAT}the table", contents.keys() - {"format"}, sorted(named))
+    if not all(isinstance(contents[name], dict) for name in ("scales", "sizes")):
         _bad("scales and sizes must be objects")
-    for group, row in given["scales"].items():
-        _same_keys(group, set(row) if isinstance(row, dict) else set(), set(_COLUMNS))
-    rows = {group: Scales(**{c: _tuples(x) for c, x in row.items()}) for group, row in given["scales"].items()}
-    residual: Any = _tuples(given["residual"])
+    for group, row in contents["scales"].items():
+        schema.same_keys(f"{_WHAT}{group}", row if isinstance(row, dict) else (), sorted(_COLUMNS))
+    rows = {group: Scales(**{c: _tuples(x) for c, x in row.items()}) for group, row in contents["scales"].items()}
+    residual: Any = _tuples(contents["residual"])
     if not isinstance(residual, tuple) or not all(
         isinstance(pairs, tuple) and all(isinstance(pair, tuple) for pair in pairs) for pairs in residual
     ):
         _bad("residual must be a list of pairs of pairs")
-    return Table(**{name: given[name] for name in named - {"scales", "residual"}}, scales=rows, residual=residual)
-
-
-def _same_keys(where: str, found: set[str], wanted: set[str]) -> None:
-    if found != wanted:
-        missing, unknown = sorted(wanted - found), sorted(found - wanted)
-        _bad(f"{where} must have {', '.join(sorted(wanted))}; missing {missing}, unknown {unknown}")
+    return Table(**{name: contents[name] for name in named - {"scales", "residual"}}, scales=rows, residual=residual)
 
 
 def _tuples(value: Any) -> Any:
@@ -199,11 +196,10 @@ def _check(what: str, value: Any, layers: int | None, *, zero: bool = False) -> 
 
 
 def _per_rate(scales: Scales) -> Number:
-    if not isinstance(scales.lr, tuple) and not isinstance(scales.weight_decay, tuple):
-        return scales.weight_decay / scales.lr
-    count = max(len(x) for x in (scales.lr, scales.weight_decay) if isinstance(x, tuple))
-    lr, wd = (x if isinstance(x, tuple) else (x,) * count for x in (scales.lr, scales.weight_decay))
-    return tuple(decay / rate for decay, rate in zip(wd, lr, strict=True))
+    wd, lr = scales.weight_decay, scales.lr
+    if isinstance(wd, tuple):
+        return tuple(map(operator.truediv, wd, lr if isinstance(lr, tuple) else itertools.repeat(lr)))
+    return tuple(wd / rate for rate in lr) if isinstance(lr, tuple) else wd / lr
 
 
 def _no_rule(spec: ParamSpec) -> Rule:
@@ -214,4 +210,4 @@ def _no_rule(spec: ParamSpec) -> Rule:
 
 
 def _bad(why: str) -> NoReturn:
-    raise PresetError(f"a table of measured scales: {why}")
+    raise PresetError(f"{_WHAT}{why}")

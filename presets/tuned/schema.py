@@ -1,13 +1,16 @@
-"""What a tuned preset's file must have, entry by entry. `presets/tuned/find.py` says what each means."""
+"""What a tuned preset's file must have, entry by entry (`mupax.presets.tuned.find` says what each means), and reading such files."""
 
 from __future__ import annotations
 
+import json
 import re
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 from mupax.presets import constants as constants_of
+from mupax.presets.papers import PRESETS
 from mupax.presets.roles import AXES, PresetError
 from mupax.presets.rule import FAMILIES, FORMS
 
@@ -15,6 +18,7 @@ FORMAT = "tuned preset 1"
 """First entry of a file; another layout gets another number."""
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
+T = TypeVar("T")
 Check = tuple[Callable[[Any], bool], str]
 
 _TEXT: Check = (lambda v: isinstance(v, str) and bool(v), "a text")
@@ -95,43 +99,73 @@ _GROWN: dict[str, Check] = {
 }
 
 
-def check(given: Any, makers: Mapping[str, Callable[..., Any]]) -> None:
-    """Check a file's contents.
-
-    Args:
-        given: what JSON gave.
-        makers: preset name to the function that makes it (`presets.PRESETS`).
+def check(contents: Any) -> None:
+    """Check a file's contents, as JSON has them.
 
     Raises:
         PresetError: an entry is missing, unknown or not what it must be; names the entry and says what it must be.
     """
-    _check("the file", given, _SCHEMA)
-    if given["preset"] not in makers:
-        _bad("preset", given["preset"], f"one of {', '.join(makers)}")
-    constants_of.check(given["preset"], given["constants"], makers)
-    _check("optimizer", given["optimizer"], _OPTIMIZER)
-    found = given["provenance"]
-    _check("provenance", found, _PROVENANCE)
-    for size in found["sizes"] or [None]:
+    _check("the file", contents, _SCHEMA)
+    if contents["preset"] not in PRESETS:
+        _bad("preset", contents["preset"], f"one of {', '.join(PRESETS)}")
+    constants_of.check(contents["preset"], contents["constants"], PRESETS)
+    _check("optimizer", contents["optimizer"], _OPTIMIZER)
+    study = contents["provenance"]
+    _check("provenance", study, _PROVENANCE)
+    for size in study["sizes"] or [None]:
         if not _SIZES[0](size):
             _bad("provenance.sizes", size, _SIZES[1])
-    if len(found["loss"]) != len(found["log2_lr"]):
-        _bad("provenance.loss", found["loss"], f"as many as log2_lr, which has {len(found['log2_lr'])}")
-    _check("provenance.log2_optimum", found["log2_optimum"], _INTERVAL)
-    for grown in found["transfer"]:
+    if len(study["loss"]) != len(study["log2_lr"]):
+        _bad("provenance.loss", study["loss"], f"as many as log2_lr, which has {len(study['log2_lr'])}")
+    _check("provenance.log2_optimum", study["log2_optimum"], _INTERVAL)
+    for grown in study["transfer"]:
         _check("provenance.transfer", grown, _GROWN)
         _check("provenance.transfer.drift", grown["drift"], {**_INTERVAL, "value": _or_null(_NUMBER)})
 
 
-def _check(where: str, given: Any, schema: Mapping[str, Check]) -> None:
-    if not isinstance(given, dict):
-        _bad(where, given, "an object")
-    if set(given) != set(schema):
-        missing, unknown = sorted(set(schema) - set(given)), sorted(set(given) - set(schema))
-        raise PresetError(f"{where} must have {', '.join(schema)}; missing {missing}, unknown {unknown}")
+def load(path: str | Path, parse: Callable[[Any], T], missing: str) -> T:
+    """What a JSON file holds.
+
+    Args:
+        path: of the file, for messages too.
+        parse: makes it from the contents.
+        missing: what to say where there is no such file, with {error} in it.
+
+    Raises:
+        PresetError: the file cannot be read, or `parse` refuses it; names file and entry.
+    """
+    try:
+        return parse(json.loads(Path(path).read_text()))
+    except PresetError as error:
+        raise PresetError(f"{path}: {error}") from error
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise PresetError(f"{path}: {missing.format(error=error)}") from error
+
+
+def same_keys(where: str, keys: Iterable[str], wanted: Iterable[str]) -> None:
+    """Whether an object has the entries that it must have.
+
+    Args:
+        where: begins the message.
+        keys: of the object.
+        wanted: those it must have, in the order of the message.
+
+    Raises:
+        PresetError: some are missing or unknown.
+    """
+    wanted = tuple(wanted)
+    missing, unknown = sorted(set(wanted) - set(keys)), sorted(set(keys) - set(wanted))
+    if missing or unknown:
+        raise PresetError(f"{where} must have {', '.join(wanted)}; missing {missing}, unknown {unknown}")
+
+
+def _check(where: str, value: Any, schema: Mapping[str, Check]) -> None:
+    if not isinstance(value, dict):
+        _bad(where, value, "an object")
+    same_keys(where, value, schema)
     for name, (fits, wanted) in schema.items():
-        if not fits(given[name]):
-            _bad(name if where == "the file" else f"{where}.{name}", given[name], wanted)
+        if not fits(value[name]):
+            _bad(name if where == "the file" else f"{where}.{name}", value[name], wanted)
 
 
 def _is_number(value: Any) -> bool:
