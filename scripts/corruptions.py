@@ -57,7 +57,7 @@ class Saved:
 
 
 def bits(state: Any) -> dict[str, bytes]:
-    """Every array of a state, to the bit."""
+    """Every array of a state, bitwise."""
     return {name: np.asarray(leaf).tobytes() for name, leaf in named(state.arrays()).items()}
 
 

@@ -4,7 +4,7 @@
 
 Tiny runs of a decoder (accumulation, moving average) and a ViT, of one process and of two, get SIGKILL, SIGTERM, SIGINT or
 two signals in short order, in whatever phase they are, and are resumed until the last step. Every run must then have the
-parameters, optimizer state, counters and metrics rows of the undisturbed run, to the bit. What the file holds counts; the
+parameters, optimizer state, counters and metrics rows of the undisturbed run, bitwise. What the file holds counts; the
 rest is run. Processes are forked from one that has everything imported, so that a start takes a second.
 """
 
@@ -181,7 +181,7 @@ def left(workdir: Path, steps: int) -> dict[str, Any]:
 
 
 def differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    """In words; none where two runs are the same to the bit."""
+    """In words; none where two runs are bitwise equal."""
     said = (
         []
         if found["rows"] == wanted["rows"]
@@ -269,7 +269,7 @@ def page(runs: Sequence[dict[str, Any]]) -> str:
         "# Killed runs that went on",
         "",
         f"{len(kills)} times a signal was sent at a random moment to one of {len(runs)} runs, which were resumed until they were",
-        f"done; **{len(runs) - len(differ)} of {len(runs)} runs ended as the undisturbed one did, to the bit**: every row of metrics without",
+        f"done; **{len(runs) - len(differ)} of {len(runs)} runs ended bitwise as the undisturbed one did**: every row of metrics without",
         "times, every digest of parameters, optimizer state, moving average and counters in the verified last checkpoint. Made by",
         f"`{COMMAND}`, which says what the runs are; each signal with its moment, its phase and the exit codes is in `kills.json`.",
         "",

@@ -149,7 +149,7 @@ def _alike(outcomes: Outcomes) -> list[str]:
 def _reason(column: str, mine: Sequence[Outcome]) -> str:
     if mine[0].same_numbers:
         why = "a bias starts at zero whatever its std" if column == "init_std" else "this optimizer has none"
-        return f"the program gets the same numbers to the bit, {why}"
+        return f"the program gets bitwise the same numbers, {why}"
     farthest = max(one.change for one in mine)
     differ = f"by more than a factor of 2^{farthest:.1g}" if farthest else "in a single bit"
     why = "eps is far below every gradient; " if column == "eps" else ""

@@ -89,7 +89,7 @@ class Outcome:
 
     Attributes:
         group, column, exponent: the mutant.
-        same_numbers: the program was given the right rule's numbers to the bit, so that nothing had to be run.
+        same_numbers: the program was given bitwise the right rule's numbers, so that nothing had to be run.
         change: the farthest that any activation, or change of one, lies from the right rule's at the same seed, size and
             step, as a power of two.
         seeds: how many initializations the verdict took.

@@ -44,7 +44,7 @@ ABOUT = {
     "generate": "One greedy text that fills the context, by `python -m train generate`'s loop and with the whole context read anew "
     "for every token; both write the same tokens. `lm-tiny`: width 128, depth 4, 120 tokens. `gpt2`: its layout at width 256, "
     "depth 4, vocabulary 2048, 248 tokens.",
-    "sweep_cost": "`lm-tiny`, 9 rates and 2 seeds, as `python -m train sweep` and as one `python -m train` a point, from the start of "
+    "sweep_cost": "`lm-tiny`, 9 learning rates and 2 seeds, as `python -m train sweep` and as one `python -m train` a point, from the start of "
     "the process to its exit; some of the runs were started, and the median stands for all.",
 }
 HEAD = """# Performance
@@ -58,7 +58,7 @@ GPU = """## One GPU against PyTorch
 
 Not measured: no GPU was at hand. `python -m scripts.bench.gpu_mfu --json gpu.json` tries GPT-2 (124 M), GPT-2 medium (350 M), a
 1 B decoder and ViT-S/16 and B/16 at 224 in bfloat16 at growing batches, each beside PyTorch with flash attention under
-`torch.compile` in the same run, and prints step time, rate and MFU of the best of both.
+`torch.compile` in the same run, and prints step time, throughput and MFU of the best of both.
 """
 
 

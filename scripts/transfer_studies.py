@@ -41,17 +41,17 @@ ABOUT = {
     "heads": "The same, heads growing at head dimension 16: here `mup` and `mup-half` are one rule, trained once.",
     "depth": "A vision transformer under SGD with momentum, layers growing at width 64.",
     "depth-adam": "The decoder under Adam, layers growing at width 64. Here the control drifts little: what plain `mup` loses with depth "
-    "is quality, deeper is worse at most rates near the best. A likely cause, not tested by itself: in 100 steps of "
-    "Adam most is learnt by embedding and readout, whose rates no rule of depth changes.",
+    "is quality, deeper is worse at most learning rates near the best. A likely cause, not tested by itself: in 100 steps of "
+    "Adam most is learnt by embedding and readout, whose learning rates no rule of depth changes.",
 }
 HEAD = """# Does the learning rate transfer?
 
-Small models grown eightfold in one dimension at a time: rates half an octave apart, the same batches for every point, the same
-seeds at every size. The best rate is the vertex of a parabola through the seeds' mean losses within an octave of the grid's
+Small models grown eightfold in one dimension at a time: learning rates half an octave apart, the same batches for every point, the
+same seeds at every size. The best learning rate is the vertex of a parabola through the seeds' mean losses within an octave of the grid's
 best; drift is its slope against the size, intervals are 95 % from a bootstrap over seeds (`train/studies/transfer/drift.py`). A preset
 **transfers** where the drift is known to ± 0.15 octaves per doubling and meets 0 ± 0.15; the control must drift. The price of
-not tuning is the loss at the smallest size's best rate less that at the size's own. Where the control, tuned anew at the
-largest size, ends below a preset's least loss, the preset's rates transfer and its other constants are what is left to tune.
+not tuning is the loss at the smallest size's best learning rate less that at the size's own. Where the control, tuned anew at the
+largest size, ends below a preset's least loss, the preset's learning rates transfer and its other constants are what is left to tune.
 
 Made by `python -m scripts.transfer_studies`, which goes on where it was stopped; every row is in `docs/transfer/*/points.jsonl`
 with the command that trains it alone.

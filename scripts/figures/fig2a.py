@@ -37,7 +37,7 @@ def rows(settings: Settings, data: Data) -> list[Row]:
     """Drift of the optimum per rule: none predicted where the parameterization is right, and a control."""
     return [
         rates.row(
-            f"octaves that the best rate moves per doubling of N, {name}",
+            f"octaves that the best learning rate moves per doubling of N, {name}",
             settings["head_dim"],
             data[name],
             predicted=0,
@@ -58,7 +58,7 @@ _RULES = {"alpha_A = 1": {"alpha_a": 1.0}, "alpha_A = 1/2": {"alpha_a": 0.5}, "s
 FIGURE = Figure(
     title="Figure 2a: transfer of the learning rate over N",
     source="figure 2a of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
-    about="Training loss, mean over the last tenth of the steps, of the paper's ViT (centred output, constant rate, SGD with "
+    about="Training loss, mean over the last tenth of the steps, of the paper's ViT (centred output, constant learning rate, SGD with "
     "momentum) on a grid of half octaves as N grows with the number of heads fixed, paired seeds and the same batches "
     "everywhere, on scikit-learn's digits (the paper: CIFAR-5M). The optimum is `python -m train transfer`'s fit; a language "
     "model's studies, under Adam, are in [transfer.md](transfer.md).",

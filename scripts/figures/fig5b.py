@@ -68,7 +68,7 @@ FIGURE = Figure(
     title="Figure 5b: loss against compute in depth",
     source="figure 5b of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
     about="Training loss of the paper's ViT on the endless image set against training FLOPs as depth grows by either rule from one "
-    "base model, at which branches and all rates are the same (the paper's two runs have other widths and rates).",
+    "base model, at which branches and all learning rates are the same (the paper's two runs have other widths and learning rates).",
     small={**fig6.FIGURE.small, "axes": ["depth"], "seeds": 4, "alpha_l": [1.0, 0.5]},
     full={**fig6.FIGURE.full, "axes": ["depth"], "alpha_l": [1.0, 0.5]},
     measure=measure,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import matplotlib.figure
 
 PREDICTED = {"maximal-update": 0.0}
-"""Drift that theory fixes; of the others it says that something moves with the width, not where the best rate goes."""
+"""Drift that theory fixes; of the others it says that something moves with the width, not where the best learning rate goes."""
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
@@ -48,10 +48,10 @@ def _widths(settings: Settings) -> list[int]:
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
-    """Drift of the best rate between the two widths."""
+    """Drift of the best learning rate between the two widths."""
     found = []
     for name, of_preset in data.items():
-        what = f"octaves that the best rate of AdamW moves per doubling of the width, {name}"
+        what = f"octaves that the best learning rate of AdamW moves per doubling of the width, {name}"
         row = rates.row(what, _widths(settings), of_preset, predicted=PREDICTED.get(name))
         kept = f"To first order the residual stream's first step would stay at {of_preset['kept_step']:+g}."
         found.append(dataclasses.replace(row, note=f"{row.note} {kept}"))

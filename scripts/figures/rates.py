@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mupax.train.config.run import Config
 
 AROUND = 1.5
-"""Octaves around each curve's best rate that a figure's axis of losses shows; its subject is where the minima lie."""
+"""Octaves around each curve's best learning rate that a figure's axis of losses shows; its subject is where the minima lie."""
 DIVERGED = -1.0
 """Stands in a record for the loss of a run that diverged, which JSON has no number for; null for a run that was not made."""
 
@@ -28,7 +28,7 @@ DIVERGED = -1.0
 def measure(
     configs: Mapping[str, Sequence[Config]], sizes: Sequence[int], limits: Mapping[str, Any], work: Path
 ) -> dict[str, Any]:
-    """Find the best rate of every size.
+    """Find the best learning rate of every size.
 
     Args:
         configs: name of a study to a run per size.
@@ -74,11 +74,11 @@ def curves(of_study: Data) -> list[Curve]:
 
 
 def row(what: str, sizes: Sequence[int], of_study: Data, **more: Any) -> Row:
-    """The drift of a study's best rate in octaves per doubling; `more` are fields of `Row`."""
+    """The drift of a study's best learning rate in octaves per doubling; `more` are fields of `Row`."""
     found = analyse(sizes, curves(of_study))
     price = found.prices[-1].value
     cost = f"costs {price:.2g} nats" if math.isfinite(price) else "diverges or lies outside the grid"
-    note = f"From {found.seeds} paired seeds; at {sizes[-1]} the best rate of {sizes[0]} {cost}."
+    note = f"From {found.seeds} paired seeds; at {sizes[-1]} the best learning rate of {sizes[0]} {cost}."
     drift = found.drift
     band = {"tolerance": TOLERANCE, "note": note, **more}
     return Row(what=what, measured=drift.value, low=drift.low, high=drift.high, **band)

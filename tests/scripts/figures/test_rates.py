@@ -19,7 +19,7 @@ LIMITS = {"seeds": 3, "max_seeds": 3, "minutes": 1.0}
 
 
 def _made_up(drift: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict:
-    """A study whose best rate is 2^-6 at 16 and moves by `drift`; an octave above it runs diverge."""
+    """A study whose best learning rate is 2^-6 at 16 and moves by `drift`; an octave above it runs diverge."""
 
     def run(configs):
         return [_row(config, drift) for config in configs]
@@ -47,7 +47,7 @@ def test_a_drift_is_found_and_judged(drift: float, monkeypatch: pytest.MonkeyPat
     row = rates.row("drift", SIZES, kept, predicted=0)
     assert row.measured == pytest.approx(drift, abs=0.05)
     assert row.verdict == ("does not reproduce" if drift else "reproduces")
-    assert "3 paired seeds; at 64 the best rate of 16 " in row.note
+    assert "3 paired seeds; at 64 the best learning rate of 16 " in row.note
     rates.draw("made up", "N", SIZES, {"one": kept}).savefig(tmp_path / "one.png")
 
 
