@@ -5,11 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mupax import presets
+from mupax import presets, train, zoo
 from mupax.presets import ParamSpec, Role
-from mupax.train.config.run import OptimizerConfig
 from mupax.train.studies.check import check
-from mupax.zoo.definition import define
 
 POSITIONS, PATCH, CLASSES, DEPTH = 16, 12, 10, 2
 
@@ -51,9 +49,9 @@ def main() -> bool:
     rng = np.random.default_rng(0)
     images, labels = rng.standard_normal((32, POSITIONS, PATCH)).astype(np.float32), rng.integers(0, CLASSES, 32)
     batch = {"inputs": images, "targets": labels.astype(np.int32), "weights": np.ones(32, np.float32)}
-    models = [define(lambda width=width: Mixer(width)) for width in (64, 128, 256, 512)]
+    models = [zoo.define(lambda width=width: Mixer(width)) for width in (64, 128, 256, 512)]
     mup = presets.get("mup", base={"embed": 64, "mlp": 128})
-    adam = OptimizerConfig(name="adam", peak_lr=2e-3, schedule="constant", eps=1e-12)
+    adam = train.OptimizerConfig(name="adam", peak_lr=2e-3, schedule="constant", eps=1e-12)
     findings = check.study(models, mup, adam, batch)
     for finding in findings:
         print(f"{finding.observable:28} after {finding.step:2} {finding.slope:+.2f}  {finding.verdict}")
