@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
+from mupax.presets.optimizers import OPTIMIZERS, Family
 from mupax.presets.power import Power
 from mupax.presets.roles import EMBEDDINGS, VECTORS, ParamSpec, PresetError, Role
-from mupax.presets.rule import FAMILIES, FORMS, Decay, Form, Rule, Scales, theta
+from mupax.presets.rule import FORMS, Decay, Form, Rule, Scales, theta
 
 Branch = Literal["attention", "mlp"]
 
@@ -25,8 +26,7 @@ class Preset:
         logits: scale of attention logits relative to N_base^-1/2.
         branch: scale of every residual branch (with `residual`: how it scales in the sizes).
         residual: (sizes, layer, branch) -> (skip, branch scale), for a rule that differs over depth.
-        optimizers: names the preset has a rule for.
-        no_rule: why it has none for others, by optimizer name.
+        no_rule: optimizer families that the source has no rule for, and why.
         baseless: the source's numbers are absolute, and there is no relative form.
         base: size of each axis at which every factor is 1; None is the absolute form (base 1 everywhere).
         constants: per `ParamSpec.group`, what multiplies the default base values (tuned, or an absolute form's).
@@ -42,8 +42,7 @@ class Preset:
     logits: Power
     branch: Power
     residual: Callable[[Mapping[str, int], int, Branch], tuple[float, float]] | None = None
-    optimizers: tuple[str, ...] = tuple(FAMILIES)
-    no_rule: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    no_rule: Mapping[Family, str] = dataclasses.field(default_factory=dict)
     baseless: bool = False
     base: Mapping[str, int] | None = None
     constants: Mapping[str, Scales] = dataclasses.field(default_factory=dict)
@@ -61,7 +60,7 @@ class Preset:
         rule = self.rule(spec)
         if self.form == self.native_form:
             return rule
-        if self.form == "table-9" and "sgd" not in self.optimizers:
+        if self.form == "table-9" and "sgd" in self.no_rule:
             raise PresetError(f"{self.name} has no table-9 form: it has no SGD rates to make equal; write form 'plain'")
         if not spec.tied:
             return rule.moved(theta(rule, spec, self.form))
@@ -93,15 +92,20 @@ class Preset:
         family = self.family(optimizer)
         return self.row(spec).factors(self.ratios(sizes), self.base or {}, family, decay)
 
-    def family(self, optimizer: str) -> str:
+    @property
+    def optimizers(self) -> tuple[str, ...]:
+        """Names of the optimizers that the preset has a rule for."""
+        return tuple(name for name, optimizer in OPTIMIZERS.items() if optimizer.family not in self.no_rule)
+
+    def family(self, optimizer: str) -> Family:
         """The column of the table that an optimizer follows.
 
         Raises:
             PresetError: the preset has no rule for it; the text says why where the source does.
         """
         if optimizer in self.optimizers:
-            return FAMILIES[optimizer]
-        why = f" ({self.no_rule[optimizer]})" if optimizer in self.no_rule else ""
+            return OPTIMIZERS[optimizer].family
+        why = f" ({self.no_rule[OPTIMIZERS[optimizer].family]})" if optimizer in OPTIMIZERS else ""
         raise PresetError(
             f"{self.name} has no rule for the optimizer {optimizer!r}{why}; it has one for {', '.join(self.optimizers)}"
         )
@@ -207,12 +211,12 @@ class Preset:
             found.append(f"mlp/embed is {m['mlp'] / m['embed']:.3g} times the base's; transfer is not proved")
         if abs(m["heads"] / m["kv_heads"] - 1) > 0.01:
             found.append(f"heads/kv_heads is {m['heads'] / m['kv_heads']:.3g} times the base's; transfer is not proved")
-        alpha_a = self.given.get("alpha_a", 1.0)
-        if isinstance(alpha_a, float) and alpha_a < 1 and m["head_dim"] > 1 and FAMILIES.get(optimizer) == "sgd":
+        alpha_a, family = self.given.get("alpha_a", 1.0), self.family(optimizer)
+        if isinstance(alpha_a, float) and alpha_a < 1 and m["head_dim"] > 1 and family == "sgd":
             found.append(
                 f"SGD has no stable limit in head_dim at alpha_a={alpha_a:g}: q, k gradients grow once they align"
             )
-        if optimizer == "lion":
+        if family == "lion":
             found.append("Lion follows Adam's rule here, and a study found that it does not transfer (2404.05728)")
         return found
 

@@ -21,16 +21,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal, get_args
 
+from mupax.presets.optimizers import Family
 from mupax.presets.power import ONE, Power
 from mupax.presets.roles import VECTORS, ParamSpec, Role
 
 Decay = Literal["coupled", "independent"]
 Form = Literal["plain", "readout-multiplier", "mean-field", "table-9"]
 FORMS: tuple[Form, ...] = get_args(Form)
-
-FAMILIES = {"adam": "adam", "adamw": "adam", "sgd": "sgd", "momentum": "sgd", "muon": "muon", "lion": "lion"}
-"""Optimizer name to the column of rules it follows. Heavy-ball momentum without dampening scales as SGD."""
-
 
 Number = float | tuple[float, ...]
 """One number, or one per layer of a stacked parameter (only measured tables have the latter)."""
@@ -84,12 +81,12 @@ class Rule:
     init_constant: float = 1.0
     mean_field: Power = ONE
 
-    def lr(self, family: str) -> Power:
-        """The learning rate's column of an optimizer family (a value of `FAMILIES`)."""
+    def lr(self, family: Family) -> Power:
+        """The learning rate's column of an optimizer family."""
         muon = self.adam if self.muon is None else self.muon
         return {"sgd": self.sgd, "adam": self.adam, "lion": self.adam, "muon": muon}[family]
 
-    def eps_of(self, family: str) -> Power:
+    def eps_of(self, family: Family) -> Power:
         """Adam's eps scales; Muon's orthogonalization, SGD and Lion have none that matters."""
         on_adam = family == "adam" or (family == "muon" and self.muon is None)
         return self.eps if on_adam else ONE
@@ -116,7 +113,7 @@ class Rule:
             eps=self.eps * eps,
         )
 
-    def factors(self, ratios: Mapping[str, float], base: Mapping[str, float], family: str, decay: Decay) -> Scales:
+    def factors(self, ratios: Mapping[str, float], base: Mapping[str, float], family: Family, decay: Decay) -> Scales:
         """Every column at these ratios of size to base size."""
         lr = self.lr(family)(ratios, base)
         wd = self.decay(ratios, base) / (lr if decay == "coupled" else 1.0) if self.decays else 0.0

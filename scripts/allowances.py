@@ -21,9 +21,9 @@ from typing import Any
 import jax
 
 from mupax import presets
+from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.studies.check import check, models, theory
-from mupax.train.studies.check.command import RATES
 from mupax.zoo import configs
 from mupax.zoo.definition import definition
 
@@ -73,7 +73,7 @@ def _compact(known: dict[str, Any]) -> str:
 def _stray(model: configs.ModelConfig, study: str, optimizer: str, allowed: dict[str, list[float]]) -> None:
     """Widen `allowed` by one study: per observable and step, how far below and above theory the mean slope lies."""
     grown = models.series(model, study.split()[0], 4)
-    config = OptimizerConfig(name=optimizer, peak_lr=RATES[optimizer], schedule="constant", eps=1e-12)  # pyright: ignore
+    config = OptimizerConfig(name=optimizer, peak_lr=OPTIMIZERS[optimizer].check_lr, schedule="constant", eps=1e-12)
     definitions = [definition(one) for one in grown]
     series = check.Series(definitions, config)
     for name, constants in PROVED[study]:

@@ -13,15 +13,16 @@ import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from mupax import presets
 from mupax.presets import ParamSpec, Preset, PresetError
 from mupax.presets.analysis import table
+from mupax.presets.optimizers import Family
 from mupax.zoo.configs import DecoderConfig, ModelConfig, ViTConfig
 
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "goldens"
-OPTIMIZERS = ("adam", "sgd", "muon", "lion")
+OPTIMIZERS: tuple[Family, ...] = get_args(Family)
 """One per column of the rules: adamw reads adam's, momentum sgd's."""
 EXPONENTS = (0.5, 0.75, 1.0)
 

@@ -14,10 +14,10 @@ import numpy as np
 
 from mupax import presets
 from mupax.presets import Role
+from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.studies.check import check, models, theory
 from mupax.train.studies.check.check import Finding
-from mupax.train.studies.check.command import RATES
 from mupax.zoo import configs
 from mupax.zoo.definition import definition
 from scripts import mutants
@@ -55,7 +55,7 @@ class Study:
     model: str
     optimizer: Literal["adam", "sgd"] = "adam"
     eps: float = 1e-12
-    peak_lr: float = RATES["adam"]
+    peak_lr: float = OPTIMIZERS["adam"].check_lr
     preset: str = "mup"
     grow: str = "head_dim"
     size: str = "embed"
@@ -66,7 +66,12 @@ class Study:
 
 
 _SMALL = (0.5, -0.5, 0.25, -0.25)
-_EPS_MATTERS: dict[str, Any] = {"eps": 1.0, "peak_lr": RATES["sgd"], "columns": ("eps",), "exponents": _SMALL}
+_EPS_MATTERS: dict[str, Any] = {
+    "eps": 1.0,
+    "peak_lr": OPTIMIZERS["sgd"].check_lr,
+    "columns": ("eps",),
+    "exponents": _SMALL,
+}
 
 STUDIES = (
     Study(name="decoder, Adam", model="lm-proxy"),
@@ -78,7 +83,13 @@ STUDIES = (
         besides="lm-proxy",
         **_EPS_MATTERS,
     ),
-    Study(name="decoder, SGD", model="lm-proxy", optimizer="sgd", peak_lr=RATES["sgd"], exponents=(0.5, -0.5)),
+    Study(
+        name="decoder, SGD",
+        model="lm-proxy",
+        optimizer="sgd",
+        peak_lr=OPTIMIZERS["sgd"].check_lr,
+        exponents=(0.5, -0.5),
+    ),
     Study(name="tied decoder, Adam", model="lm-proxy", tied=True),
 )
 

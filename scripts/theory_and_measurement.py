@@ -17,9 +17,9 @@ import jax
 import numpy as np
 
 from mupax import presets
+from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.studies.check import check, models, report, theory
-from mupax.train.studies.check.command import RATES
 from mupax.zoo import configs
 from mupax.zoo.definition import definition
 
@@ -40,7 +40,7 @@ def main() -> None:
     for axis in GROWN:
         grown = models.series(configs.get("lm-proxy"), axis, 4)
         definitions = [definition(one) for one in grown]
-        config = OptimizerConfig(name="adam", peak_lr=RATES["adam"], schedule="constant", eps=1e-12)
+        config = OptimizerConfig(name="adam", peak_lr=OPTIMIZERS["adam"].check_lr, schedule="constant", eps=1e-12)
         series = check.Series(definitions, config)
         known: dict[Any, dict[str, np.ndarray]] = {}
         for name in NAMES:

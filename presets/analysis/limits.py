@@ -12,6 +12,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
+from mupax.presets.optimizers import Family
 from mupax.presets.power import Power
 from mupax.presets.preset import Preset
 from mupax.presets.roles import MATRICES, Role
@@ -41,14 +42,15 @@ class Limit:
 
     Args:
         preset: whose rules.
-        family: column of the rules, a value of `mupax.presets.rule.FAMILIES`.
+        family: column of the rules, an optimizer's family.
         growth: axis to the power of the size that goes to infinity.
         tied: the readout is the token embedding's table, so that its std and rates are the table's and only its multiplier
             is its own. One logit then differs from all others at initialization: `contact`.
     """
 
-    def __init__(self, preset: Preset, family: str, growth: Mapping[str, float], *, tied: bool = False) -> None:
-        self.preset, self.family, self.growth, self.tied = preset, family, growth, tied
+    def __init__(self, preset: Preset, family: Family, growth: Mapping[str, float], *, tied: bool = False) -> None:
+        self.preset, self.growth, self.tied = preset, growth, tied
+        self.family: Family = family
         self.rows = {name: preset.row(spec) for name, spec in SPECS.items() if not (tied and name == "readout")}
         if tied:
             table = self.rows["embedding"]

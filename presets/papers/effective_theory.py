@@ -85,7 +85,6 @@ def effective_theory(name: str, s: float, *, alpha_a: float = 0.5, init: str = "
         form="plain",
         logits=N**-alpha_a,
         branch=ONE,
-        optimizers=("adam", "adamw", "sgd", "momentum"),
         no_rule={"muon": "the paper has SGD and AdamW", "lion": "the paper has SGD and AdamW"},
         given=given,
     )

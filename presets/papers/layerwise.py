@@ -51,6 +51,5 @@ def sp_layerwise() -> Preset:
         form="plain",
         logits=N**-0.5,
         branch=ONE,
-        optimizers=("adam", "adamw", "sgd", "momentum"),
         no_rule={"muon": reason, "lion": reason},
     )

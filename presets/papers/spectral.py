@@ -46,6 +46,5 @@ def spectral() -> Preset:
         form="plain",
         logits=N**-1,
         branch=ONE,
-        optimizers=("adam", "adamw", "sgd", "momentum", "muon"),
         no_rule={"lion": "the paper has no rule for sign updates"},
     )

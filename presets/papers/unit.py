@@ -78,8 +78,7 @@ def u_mup(*, alpha_res: float = 1.0, alpha_ratio: float = 1.0, embedding_exponen
         logits=N**-1,
         branch=L**-0.5,
         residual=residual,
-        optimizers=("adam", "adamw"),
-        no_rule=dict.fromkeys(("sgd", "momentum", "muon", "lion"), _NO_SGD),
+        no_rule={"sgd": _NO_SGD, "muon": _NO_SGD, "lion": _NO_SGD},
         baseless=True,
         given={key: value for key, (value, default) in chosen.items() if value != default},
     )

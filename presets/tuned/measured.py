@@ -17,10 +17,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from mupax.presets.optimizers import OPTIMIZERS, Family
 from mupax.presets.power import ONE
 from mupax.presets.preset import Branch, Preset
 from mupax.presets.roles import AXES, ParamSpec, PresetError
-from mupax.presets.rule import FAMILIES, Decay, Form, Number, Rule, Scales
+from mupax.presets.rule import Decay, Form, Number, Rule, Scales
 from mupax.presets.tuned import schema
 
 FORMAT = "measured scales 1"
@@ -40,7 +41,7 @@ class Table:
         logits: what attention logits are multiplied by.
         residual: per layer ((skip, branch) of attention, (skip, branch) of the MLP); empty: all are 1.
         sizes: size of every logical axis of the measured model.
-        optimizer: whose rates these are, a name in `mupax.presets.rule.FAMILIES`.
+        optimizer: whose rates these are, a name in `mupax.presets.optimizers.OPTIMIZERS`.
         source: where the numbers come from, for a person.
     """
 
@@ -52,8 +53,8 @@ class Table:
     source: str = ""
 
     def __post_init__(self) -> None:
-        if self.optimizer not in FAMILIES:
-            _bad(f"no optimizer is named {self.optimizer!r}; write {', '.join(FAMILIES)}")
+        if self.optimizer not in OPTIMIZERS:
+            _bad(f"no optimizer is named {self.optimizer!r}; write {', '.join(OPTIMIZERS)}")
         for axis, size in self.sizes.items():
             if axis not in AXES or type(size) is not int or size < 1:
                 _bad(f"size {axis}={size!r}: write a logical axis ({', '.join(AXES)}) and a whole number of at least 1")
@@ -127,7 +128,7 @@ class Measured(Preset):
 
 def measured(table: Table) -> Measured:
     """The table as a preset, for the optimizers whose update is the one it was measured with."""
-    family = FAMILIES[table.optimizer]
+    families: set[Family] = {optimizer.family for optimizer in OPTIMIZERS.values()}
     return Measured(
         name="measured",
         rule=_no_rule,
@@ -135,8 +136,9 @@ def measured(table: Table) -> Measured:
         form="plain",
         logits=ONE,
         branch=ONE,
-        optimizers=tuple(name for name, of in FAMILIES.items() if of == family),
-        no_rule={name: f"it was measured with {table.optimizer}" for name, of in FAMILIES.items() if of != family},
+        no_rule=dict.fromkeys(
+            families - {OPTIMIZERS[table.optimizer].family}, f"it was measured with {table.optimizer}"
+        ),
         baseless=True,
         given={"optimizer": table.optimizer},
         table=table,

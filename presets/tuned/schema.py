@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from mupax.presets import constants as constants_of
+from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.papers import PRESETS
 from mupax.presets.roles import AXES, PresetError
-from mupax.presets.rule import FAMILIES, FORMS
+from mupax.presets.rule import FORMS
 
 FORMAT = "tuned preset 1"
 """First entry of a file; another layout gets another number."""
@@ -60,7 +61,7 @@ _SCHEMA: dict[str, Check] = {
     "provenance": _OBJECT,
 }
 _OPTIMIZER: dict[str, Check] = {
-    "name": _one_of(*FAMILIES),
+    "name": _one_of(*OPTIMIZERS),
     "peak_lr": _ABOVE,
     "b1": _FRACTION,
     "b2": _FRACTION,

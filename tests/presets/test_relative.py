@@ -87,7 +87,7 @@ def test_errors_say_what_to_write_instead():
         r"no form is named 'flat'; write 'plain', 'readout-multiplier', 'mean-field', 'table-9'": (
             lambda: presets.get("mup", form="flat")  # pyright: ignore[reportArgumentType]
         ),
-        r"mup has no rule for the optimizer 'adagrad'; it has one for adam, adamw, sgd, momentum": (
+        r"mup has no rule for the optimizer 'adagrad'; it has one for adamw, adam, sgd, momentum": (
             lambda: presets.get("mup").family("adagrad")
         ),
         r"axis 'embed' has no size|needs the size of axis 'embed'": (

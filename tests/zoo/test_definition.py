@@ -87,7 +87,7 @@ def test_a_users_own_model_trains() -> None:
     preset = presets.get("depth-mup", base={"embed": 5, "mlp": 5, "layers": 1})
     config = OptimizerConfig(peak_lr=0.02, schedule="constant")
     layout = MeshLayout(make_mesh(MeshConfig(data=1), jax.devices()[:1]))
-    tx = optimizer.build(config)
+    tx = optimizer.build(config, found.specs)
     abstract = state.abstract_state(found, tx, layout)
     run = StepInputs(resolve(preset, found, config.name), optimizer.hyper(config, 30))
     random = np.random.default_rng(1)

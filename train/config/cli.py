@@ -16,7 +16,9 @@ from tyro import conf
 from mupax import command_line, presets
 from mupax.command_line import Switch
 from mupax.presets import constants
+from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.run import Config, PresetConfig, preset_of
+from mupax.train.config.sections import source
 from mupax.zoo import configs
 from mupax.zoo.configs import ConfigError
 
@@ -154,19 +156,21 @@ def _with_model(config: Config, argv: Sequence[str]) -> Config:
     return dataclasses.replace(config, model=model, data=data)
 
 
+def _of_optimizers(name: str) -> dict[str, tuple[bool, str]]:
+    """Fields that only some optimizers read: whether the one of this name ignores it, and one that reads it."""
+    readers = {field: other for other, optimizer in reversed(OPTIMIZERS.items()) for field in optimizer.reads}
+    reads = OPTIMIZERS[name].reads
+    return {
+        field.replace("_", "-"): (field not in reads, f"--optimizer.name {reader}") for field, reader in readers.items()
+    }
+
+
 def _check_read(config: Config, argv: Sequence[str]) -> None:
     """A flag that the run would silently ignore is an error; a recipe's own value of it is not."""
     given = {word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")}
     opt, data = config.optimizer, config.data
-    adam, heavy_ball = opt.name in ("adam", "adamw", "muon"), opt.name in ("sgd", "momentum", "muon")
-    tokens = data.task == "tokens"
     unread = {
-        "b1": (not adam and opt.name != "lion", "--optimizer.name adamw"),
-        "b2": (not adam and opt.name != "lion", "--optimizer.name adamw"),
-        "eps": (not adam, "--optimizer.name adamw"),
-        "momentum": (not heavy_ball, "--optimizer.name sgd"),
-        "weight-decay": (opt.name == "adam", "--optimizer.name adamw"),
-        "decay": (opt.name == "adam", "--optimizer.name adamw"),
+        **_of_optimizers(opt.name),
         "decay-steps": (opt.schedule != "wsd", "--optimizer.schedule wsd"),
         "final-lr-fraction": (opt.schedule == "constant", "--optimizer.schedule cosine"),
     }
@@ -175,11 +179,11 @@ def _check_read(config: Config, argv: Sequence[str]) -> None:
         if ignored and flag in given:
             by = f"schedule {opt.schedule}" if "schedule" in instead else opt.name
             raise ConfigError(f"{flag} is not read by {by}; leave it out, or write {instead}")
-    for flag, ignored in {
-        "--data.split": data.name != "digits",
-        "--data.tokenizer": data.task == "images",
-        "--data.augment": tokens or data.name == "shapes",
-        "--data.no-augment": tokens or data.name == "shapes",
+    for flag, field in {
+        "--data.split": "split",
+        "--data.tokenizer": "tokenizer",
+        "--data.augment": "augment",
+        "--data.no-augment": "augment",
     }.items():
-        if ignored and flag in given:
+        if flag in given and field not in source(data.name).reads:
             raise ConfigError(f"{flag} is not read with the data {data.name}; leave it out")

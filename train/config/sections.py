@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
 
 from tyro import conf
 
 from mupax.presets import ALIASES
+from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.devices import at_least, check_local
 from mupax.zoo.configs import ConfigError
 from mupax.zoo.families import Task
@@ -41,15 +42,11 @@ class PresetConfig:
         object.__setattr__(self, "name", ALIASES.get(self.name, self.name))
 
 
-Optimizer = Literal["adamw", "adam", "sgd", "momentum", "muon", "lion"]
-OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The optimizer and its schedule. Every rate, decay and eps is multiplied by the preset's scale per parameter."""
 
-    name: Optimizer = "adamw"
+    name: Annotated[str, conf.arg(metavar="|".join(OPTIMIZERS))] = "adamw"
     """adam is adamw without decay; momentum and sgd are one, plain where momentum is 0; muon leaves vectors and ends to Adam."""
     peak_lr: float = 1e-3
     """Learning rate at the end of warm-up, at base size."""
@@ -92,6 +89,45 @@ class OptimizerConfig:
             raise ConfigError(f"optimizer.clip_norm is {self.clip_norm}; write a number above 0, or None not to clip")
 
 
+class Source(NamedTuple):
+    """A kind of data."""
+
+    loader: str
+    """module:function; (DataConfig, ModelConfig, seed, note) -> `mupax.train.data.interface.Data`."""
+    task: Task | None
+    """What models of it read; None where only the data set itself can tell."""
+    reads: frozenset[str]
+    """The fields of `DataConfig` that it reads and not every one does. Any other is refused as a flag."""
+
+
+_FOLDER = "mupax.train.data.sources"
+_TEXT, _IMAGES = frozenset({"tokenizer"}), frozenset({"augment"})
+SOURCES: dict[str, Source] = {
+    "python_corpus": Source(f"{_FOLDER}.text:python_corpus", "tokens", _TEXT),
+    "digits": Source(f"{_FOLDER}.digits:digits", "images", _IMAGES | {"split"}),
+    "shapes": Source(f"{_FOLDER}.shapes:striped_shapes", "images", frozenset()),
+    "cifar5m": Source(f"{_FOLDER}.published:cifar5m", "images", _IMAGES),
+    "text:PATH": Source(f"{_FOLDER}.text:own_text", "tokens", _TEXT),
+    "images:PATH": Source(f"{_FOLDER}.folders:own_images", "images", _IMAGES),
+}
+"""data.name to its source. To add one, write its loader and a line here; docs/add_a_dataset.md is an example."""
+_PUBLISHED: dict[str, Task] = {
+    **dict.fromkeys(("c4", "lm1b", "wiki40b"), "tokens"),
+    **dict.fromkeys(("mnist", "cifar10", "cifar100", "imagenet2012"), "images"),
+}
+"""What some data sets of TFDS are, known before they are opened."""
+
+
+def source(name: str) -> Source:
+    """The source of a data.name; any that `SOURCES` does not have is a data set of TFDS."""
+    kind, colon, _ = name.partition(":")
+    if known := SOURCES.get(f"{kind}:PATH" if colon else name):
+        return known
+    task = _PUBLISHED.get(kind.partition("/")[0])
+    reads = {"tokens": _TEXT, "images": _IMAGES, None: _TEXT | _IMAGES}[task]
+    return Source(f"{_FOLDER}.published:tfds_data", task, reads)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Where batches come from. Batch k is a function of (seed, k, batch_size) alone."""
@@ -123,15 +159,8 @@ class DataConfig:
 
     @property
     def task(self) -> Task | None:
-        """What models of this data read, tokens or images; None where only the dataset itself can tell."""
-        source = self.name.partition(":")[0].partition("/")[0]
-        return next((task for task, sources in _SOURCES.items() if source in sources), None)
-
-
-_SOURCES: dict[Task, tuple[str, ...]] = {
-    "tokens": ("python_corpus", "text", "c4", "lm1b", "wiki40b"),
-    "images": ("digits", "shapes", "images", "cifar5m", "mnist", "cifar10", "cifar100", "imagenet2012"),
-}
+        """What models of this data read, tokens or images; None where only the data set itself can tell."""
+        return source(self.name).task
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

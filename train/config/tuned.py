@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mupax.presets import PRESETS, constants
+from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config import sizes
 from mupax.train.config.run import Config, PresetConfig
 from mupax.zoo.configs import ConfigError
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from mupax.presets.tuned.find import Tuned
 
 FLAGS = ("--preset", "--preset.name")
-_SAME = ({"adam", "adamw"}, {"sgd", "momentum"})
-"""Optimizers whose rates mean the same."""
 
 
 def applied(config: Config, argv: Sequence[str], steps: str | None) -> tuple[Config, list[str], Tuned | None]:
@@ -69,7 +68,7 @@ def check(found: Tuned, config: Config) -> None:
         ConfigError: the optimizer's name, and what to write instead.
     """
     own, name = found.optimizer["name"], config.optimizer.name
-    if name != own and not any({name, own} <= same for same in _SAME):
+    if OPTIMIZERS[name].family != OPTIMIZERS[own].family:
         raise ConfigError(
             f"{found.use} is tuned for {own}, and its rate means nothing to {name}; leave --optimizer.name out, "
             f"or write --preset {found.preset} and tune {name}"

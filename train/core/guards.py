@@ -20,10 +20,11 @@ import optax
 
 from mupax.presets import VECTORS, Preset, PresetError
 from mupax.presets.analysis.uneven import refuse_uneven
+from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import optimizer as chains
 from mupax.train.core.factors import Factors, resolve
-from mupax.train.core.muon import dimension_numbers
+from mupax.train.core.transforms import dimension_numbers
 from mupax.zoo.definition import Arrays, Definition
 
 TOLERANCE = 0.02
@@ -48,7 +49,12 @@ def check_run(preset: Preset, definition: Definition, factors: Factors, config: 
     """
     refuse_uneven(preset, definition.sizes, config.name)
     chosen = {"decay", "decay_width"} & set(preset.given)
-    if config.weight_decay == 0 or config.name == "adam" or chosen or preset.name == "measured":
+    if (
+        config.weight_decay == 0
+        or "weight_decay" not in OPTIMIZERS[config.name].reads
+        or chosen
+        or preset.name == "measured"
+    ):
         return
     for name, decay in factors.weight_decay.items():
         pull = decay * factors.lr[name] if config.decay == "coupled" else decay
@@ -90,7 +96,7 @@ def check_chain(
     ours = reference(definition, preset, optimizer)
     found, wanted = _sizes(update(grads, params)), _sizes(ours(grads, params))
     # Muon leaves the rest to Adam, and how fast the two go is the user's to choose.
-    matrices = dimension_numbers(definition.specs) if optimizer == "muon" else {}
+    matrices = dimension_numbers(definition.specs) if preset.family(optimizer) == "muon" else {}
     for group in ([n for n in wanted if n in matrices], [n for n in wanted if n not in matrices]):
         if group:
             _check_rates({n: found[n] / wanted[n] for n in group}, rates, preset)
@@ -106,7 +112,7 @@ def check_chain(
 
 def reference(definition: Definition, preset: Preset, optimizer: str) -> Update:
     """The first step of the loop's own chain at peak rate 1, without decay or schedule."""
-    config = OptimizerConfig(name=optimizer, peak_lr=1.0, schedule="constant")  # pyright: ignore[reportArgumentType]
+    config = OptimizerConfig(name=optimizer, peak_lr=1.0, schedule="constant")
     tx = chains.build(config, definition.specs)
     factors, hyper = resolve(preset, definition, optimizer), chains.hyper(config, 1).at(jnp.int32(0))
 

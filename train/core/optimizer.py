@@ -7,6 +7,7 @@ Factors and hyperparameters reach the chain as extra arguments of `update`, so t
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -16,10 +17,9 @@ import numpy as np
 import optax
 
 from mupax.presets import ParamSpec
+from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.run import OptimizerConfig
-from mupax.train.core.adam import rows, scale_by_adam
-from mupax.train.core.muon import scale_by_muon
-from mupax.zoo.configs import ConfigError
+from mupax.train.core.transforms import rows
 
 
 class Hyper(NamedTuple):
@@ -41,7 +41,7 @@ def hyper(config: OptimizerConfig, steps: int) -> Hyper:
     return Hyper(
         peak_lr=np.float32(config.peak_lr),
         schedule=schedule_table(config, steps),
-        weight_decay=np.float32(0.0 if config.name == "adam" else config.weight_decay),
+        weight_decay=np.float32(config.weight_decay if "weight_decay" in OPTIMIZERS[config.name].reads else 0.0),
         eps=np.float32(config.eps),
     )
 
@@ -69,31 +69,15 @@ def schedule_table(config: OptimizerConfig, steps: int) -> np.ndarray:
     return np.concatenate([ramp, np.broadcast_to(body, (steps - warmup,))]).astype(np.float32)
 
 
-def build(
-    config: OptimizerConfig, specs: Mapping[str, ParamSpec] | None = None
-) -> optax.GradientTransformationExtraArgs:
+def build(config: OptimizerConfig, specs: Mapping[str, ParamSpec]) -> optax.GradientTransformationExtraArgs:
     """The chain of a config. Clipping is global over raw gradients; everything after it is per parameter.
 
     Args:
         config: names the optimizer and its constants.
-        specs: name to declaration of every parameter; only Muon needs it, to see which are matrices, and how.
-
-    Raises:
-        ConfigError: muon without specs.
+        specs: name to declaration of every parameter that it moves.
     """
-    match config.name:
-        case "sgd" | "momentum":
-            direction = optax.trace(config.momentum) if config.momentum else optax.identity()
-        case "muon":
-            if specs is None:
-                raise ConfigError(
-                    "muon must be told which parameters are matrices; write build(config, definition.specs)"
-                )
-            direction = scale_by_muon(specs, config.momentum, config.b1, config.b2)
-        case "lion":
-            direction = optax.scale_by_lion(config.b1, config.b2)
-        case _:
-            direction = scale_by_adam(config.b1, config.b2)
+    module, _, function = OPTIMIZERS[config.name].direction.partition(":")
+    direction = getattr(importlib.import_module(module), function)(config, specs)
     coupled = config.decay == "coupled"
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm) if config.clip_norm is not None else optax.identity(),

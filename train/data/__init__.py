@@ -1,15 +1,16 @@
 """Data: batches by index from text and images. `load` is the way in; importing this package imports nothing heavy.
 
-Text goes text.py → tokenizer.py, packing.py → tokens.py; images go digits.py, folders.py → images.py, augment.py, or are
-drawn as they are asked for, shapes.py → endless.py; data sets known to TFDS go published.py → either. All of them come
-out behind interface.Data.
+`mupax.train.config.sections.SOURCES` names a loader for each kind of data, all in sources/. A loader finds its examples, on disk
+by records/, and gives them out as batches by text/ or images/, behind `interface.Data`.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from mupax.train.config.sections import source
 from mupax.train.data.interface import Data, DataError, ReadError, Reference, reading
 
 if TYPE_CHECKING:
@@ -36,19 +37,5 @@ def load(config: DataConfig, model: ModelConfig, *, seed: int, note: Callable[[s
     """
     if seed < 0:
         raise DataError(f"seed is {seed}; write a whole number of at least 0")
-    name = config.name
-    if name == "python_corpus" or name.startswith("text:"):
-        from mupax.train.data.sources import text
-
-        opened = text.python_corpus if name == "python_corpus" else text.own_text
-    elif name == "digits":
-        from mupax.train.data.sources.digits import digits as opened
-    elif name == "shapes":
-        from mupax.train.data.sources.shapes import striped_shapes as opened
-    elif name.startswith("images:"):
-        from mupax.train.data.sources.folders import own_images as opened
-    else:
-        from mupax.train.data.sources import published
-
-        opened = published.cifar5m if name == "cifar5m" else published.tfds_data
-    return opened(config, model, seed, note)
+    module, _, function = source(config.name).loader.partition(":")
+    return getattr(importlib.import_module(module), function)(config, model, seed, note)

@@ -12,19 +12,11 @@ from typing import Any
 import optax
 
 from mupax.presets import Preset, PresetError
-from mupax.train.core.adam import rows
+from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.core.factors import Numbers, resolve
-from mupax.train.core.muon import ScaleByMuonState
 from mupax.train.core.state import TrainState
+from mupax.train.core.transforms import rows
 from mupax.zoo.definition import Arrays, Definition
-
-POWERS: dict[type, dict[str, int]] = {
-    optax.ScaleByAdamState: {"mu": 1, "nu": 2},
-    ScaleByMuonState: {"mu": 1, "nu": 2},
-    optax.ScaleByLionState: {"mu": 1},
-    optax.TraceState: {"trace": 1},
-}
-"""Optimizer state to the power of theta that each of its fields takes."""
 
 
 def convert(
@@ -48,7 +40,9 @@ def convert(
         return {name: w / rows(thetas[name], w) for name, w in weights.items()}
 
     average = None if state.ema is None else moved(state.ema)
-    return TrainState(state.step, moved(state.params), _moments(state.opt_state, thetas), average, state.health)
+    return TrainState(
+        state.step, moved(state.params), _moments(state.opt_state, thetas, optimizer), average, state.health
+    )
 
 
 def theta(definition: Definition, before: Preset, after: Preset, optimizer: str = "adam") -> Numbers:
@@ -77,16 +71,21 @@ def _eps_power(preset: Preset, definition: Definition, name: str, optimizer: str
     return 1 if on_adam else 0
 
 
-def _moments(opt_state: Any, thetas: Numbers) -> Any:
-    powers = POWERS.get(type(opt_state))
-    if powers is not None:
+def _moments(opt_state: Any, thetas: Numbers, optimizer: str) -> Any:
+    if powers := powers_of(opt_state, optimizer):
         return opt_state._replace(
             **{field: _times(getattr(opt_state, field), thetas, p) for field, p in powers.items()}
         )
     if isinstance(opt_state, tuple):
-        parts = [_moments(part, thetas) for part in opt_state]
+        parts = [_moments(part, thetas, optimizer) for part in opt_state]
         return type(opt_state)(*parts) if hasattr(opt_state, "_fields") else tuple(parts)
     return opt_state
+
+
+def powers_of(opt_state: Any, optimizer: str) -> dict[str, int]:
+    """The power of the gradient in each field of an optimizer's state that holds a moment; empty for another part of a chain."""
+    fields = getattr(opt_state, "_fields", ())
+    return {field: power for field, power in OPTIMIZERS[optimizer].moments.items() if field in fields}
 
 
 def _times(moments: Mapping[str, Any], thetas: Numbers, power: int) -> Arrays:

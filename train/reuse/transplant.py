@@ -15,9 +15,10 @@ import numpy as np
 import optax
 
 from mupax.errors import MupaxError
+from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.reuse import plain
-from mupax.train.reuse.forms import POWERS
+from mupax.train.reuse.forms import powers_of
 from mupax.zoo.huggingface.weights import Params
 
 Index = np.ndarray
@@ -115,7 +116,7 @@ def overshoot(b1: float, b2: float) -> float:
 
 def overshoot_notes(config: OptimizerConfig) -> list[str]:
     """What to say where entries are new in a state that goes on; nothing where `overshoot` is small."""
-    times = overshoot(config.b1, config.b2) if config.name in ("adam", "adamw", "muon") else 1.0
+    times = overshoot(config.b1, config.b2) if "nu" in OPTIMIZERS[config.name].moments else 1.0
     if times < 1.2:
         return []
     return [
@@ -124,13 +125,14 @@ def overshoot_notes(config: OptimizerConfig) -> list[str]:
     ]
 
 
-def optimizer_state(moves: Mapping[str, Move], old: Any, new: Any) -> Any:
+def optimizer_state(moves: Mapping[str, Move], old: Any, new: Any, optimizer: str) -> Any:
     """The optimizer state of a new model.
 
     Args:
         moves: by new name.
         old: the source's state.
         new: a state of the new model, or its shapes, for the form of the result. Moments of parameters without a move are 0.
+        optimizer: the name of both.
 
     Raises:
         CarryError: the two are of other optimizers.
@@ -140,7 +142,7 @@ def optimizer_state(moves: Mapping[str, Move], old: Any, new: Any) -> Any:
             f"the optimizer's state there is a {type(old).__name__} and here a {type(new).__name__}: the moments of one "
             "optimizer mean nothing to another; take the same optimizer, or start its state anew"
         )
-    if (powers := POWERS.get(type(new))) is not None:
+    if powers := powers_of(new, optimizer):
         moved = {
             field: {
                 name: leaf
@@ -157,7 +159,7 @@ def optimizer_state(moves: Mapping[str, Move], old: Any, new: Any) -> Any:
             raise CarryError(
                 "the optimizers' chains differ in length; take the same optimizer, or start its state anew"
             )
-        parts = [optimizer_state(moves, before, after) for before, after in zip(old, new, strict=True)]
+        parts = [optimizer_state(moves, before, after, optimizer) for before, after in zip(old, new, strict=True)]
         return type(new)(*parts) if hasattr(new, "_fields") else tuple(parts)
     return old
 

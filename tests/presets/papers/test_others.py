@@ -266,9 +266,9 @@ def test_sp_layerwise_rows():
 @pytest.mark.parametrize(
     ("name", "optimizer", "why"),
     [
-        ("ntk", "muon", r"\(the paper has SGD and AdamW\); it has one for adam, adamw, sgd, momentum"),
+        ("ntk", "muon", r"\(the paper has SGD and AdamW\); it has one for adamw, adam, sgd, momentum"),
         ("hybrid", "lion", r"\(the paper has SGD and AdamW\)"),
-        ("u-mup", "sgd", r"\(the paper has Adam only\); it has one for adam, adamw"),
+        ("u-mup", "sgd", r"\(the paper has Adam only\); it has one for adamw, adam"),
         ("u-mup", "muon", r"\(the paper has Adam only\)"),
         ("spectral", "lion", r"\(the paper has no rule for sign updates\)"),
         ("sp-layerwise", "muon", r"\(the paper has SGD and Adam\)"),

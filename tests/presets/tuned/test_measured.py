@@ -63,7 +63,7 @@ def test_a_file_brings_it_back_number_for_number(tmp_path):
     [
         (lambda p: p.scales(UP, {**SIZES, "embed": 14}), "embed=7 and the model has 14"),
         (lambda p: p.scales(UP, {"embed": 7}), "layers=3 and the model has None"),
-        (lambda p: p.scales(UP, SIZES, "sgd"), r"'sgd' \(it was measured with adamw\); it has one for adam, adamw"),
+        (lambda p: p.scales(UP, SIZES, "sgd"), r"'sgd' \(it was measured with adamw\); it has one for adamw, adam"),
         (lambda p: p.scales(UP, SIZES, "lion"), "measured with adamw"),
         (lambda p: p.scales(GAIN, SIZES), "no row 'norm_gain'"),
         (lambda p: p.row(UP), "no power law"),

@@ -257,7 +257,7 @@ def test_a_wrong_first_word(words: str, said: str, capsys: Capture) -> None:
         ("--optimizer.clip-norm off", "--optimizer.clip-norm needs a number or None, not 'off'"),
         (
             "--optimizer.name sdg",
-            "--optimizer.name needs one of 'adam', 'adamw', 'lion', 'momentum', 'muon', 'sgd', not 'sdg'",
+            "--optimizer.schedule needs one of 'constant', 'cosine', 'linear', 'wsd', not 'sdg'",
         ),
         ("--preset.form mean", "'mean-field', 'plain', 'readout-multiplier', 'table-9'"),
     ],
@@ -351,10 +351,10 @@ def test_control_the_same_flags_pass_where_they_are_read(capsys: Capture) -> Non
 def test_messages_hold_on_a_terminal_with_colours(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert main(["lm-tiny", "--optimizer.name", "sdg"]) == 2
+    assert main(["lm-tiny", "--optimizer.schedule", "sdg"]) == 2
     err = capsys.readouterr().err
     assert "\x1b" not in err
-    assert "--optimizer.name needs one of 'adam', 'adamw', 'lion', 'momentum', 'muon', 'sgd', not 'sdg'" in err
+    assert "--optimizer.schedule needs one of 'constant', 'cosine', 'linear', 'wsd', not 'sdg'" in err
 
 
 # Configs on disk

@@ -134,8 +134,8 @@ def test_an_optimizer_without_a_rule_stops_a_run_with_the_reason(capsys: pytest.
 
 
 def test_sgd_and_momentum_are_two_chains():
-    plain, heavy = (optimizer.build(OptimizerConfig(name="sgd", momentum=momentum)) for momentum in (0.0, 0.5))
-    ball = optimizer.build(OptimizerConfig(name="momentum", momentum=0.5))
+    plain, heavy = (optimizer.build(OptimizerConfig(name="sgd", momentum=momentum), {}) for momentum in (0.0, 0.5))
+    ball = optimizer.build(OptimizerConfig(name="momentum", momentum=0.5), {})
     ones: Any = {"w": jnp.ones(3)}
     model = resolve(
         presets.get("sp"), definition(DecoderConfig(width=4, num_heads=1, depth=1, vocab_size=3, seq_len=2))

@@ -210,7 +210,8 @@ def gradient_function(name: str) -> Callable[..., Any]:
 @functools.cache
 def compiled(name: str, config: OptimizerConfig) -> tuple[Any, Any]:
     """The step that a run compiles, and the state it starts from."""
-    found, tx = model_of(name), optimizer.build(config)
+    found = model_of(name)
+    tx = optimizer.build(config, found.specs)
     layout = MeshLayout(make_mesh(MeshConfig(data=1), jax.devices()[:1]))
     abstract = state.abstract_state(found, tx, layout)
     run = StepInputs(resolve(presets.get("sp"), found, config.name, config.decay), optimizer.hyper(config, 20))

@@ -44,7 +44,7 @@ def test_at_base_size_the_chain_is_optax(config: OptimizerConfig, known: Callabl
     config = dataclasses.replace(config, peak_lr=0.1, schedule="linear", warmup_steps=2)
     mask, random = {"a": True, "b": False}, np.random.default_rng(0)
     ours, theirs = (
-        optimizer.build(config),
+        optimizer.build(config, {}),
         known(lambda step: jnp.asarray([0.05, 0.1, 0.1, 0.2 / 3, 0.1 / 3])[step], mask),
     )
     numbers, factors = optimizer.hyper(config, 5), rows_of_ones(mask)
@@ -63,7 +63,7 @@ def test_at_base_size_the_chain_is_optax(config: OptimizerConfig, known: Callabl
 @pytest.mark.core
 def test_clipping_is_global_and_before_every_factor() -> None:
     config = OptimizerConfig(name="sgd", peak_lr=1.0, schedule="constant", clip_norm=2.0)
-    tx, numbers = optimizer.build(config), optimizer.hyper(config, 3).at(jnp.int32(0))
+    tx, numbers = optimizer.build(config, {}), optimizer.hyper(config, 3).at(jnp.int32(0))
     updates: Any
     factors = rows_of_ones({"a": True, "b": True})._replace(
         lr={"a": np.array(100, np.float32), "b": np.array(1, np.float32)}

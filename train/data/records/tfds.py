@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mupax.train.config.sections import SOURCES
 from mupax.train.data import cache
 from mupax.train.data.interface import DataError
 
-OWN_NAMES = ("python_corpus", "digits", "shapes", "cifar5m", "text:PATH", "images:PATH")
 CONFIGS = {"c4": "c4/en"}
 """The configuration meant where a data set has several and none is named."""
 _NOT_LISTED = ("c4",)  # TFDS has it, in a module that its list leaves out
@@ -184,9 +184,9 @@ def _missing(name: str, dataset: str, base: Path, given: str | None) -> str:
 
 def unknown(name: str, base: Path) -> str:
     """What to say of a name that is no data set's."""
-    names: Sequence[str] = [*OWN_NAMES, *known(), *(sub.name for sub in base.glob("*") if sub.is_dir())]
+    names: Sequence[str] = [*SOURCES, *known(), *(sub.name for sub in base.glob("*") if sub.is_dir())]
     near = difflib.get_close_matches(name, list(dict.fromkeys(names)), n=3)  # a prepared one is there twice
-    hint = f"did you mean {', '.join(near)}?" if near else f"write one of {', '.join(OWN_NAMES)} or a TFDS name"
+    hint = f"did you mean {', '.join(near)}?" if near else f"write one of {', '.join(SOURCES)} or a TFDS name"
     return f"no data is named {name!r}; {hint}"
 
 

@@ -194,7 +194,7 @@ def grow(path: Path, before: Config, after: Config, load: Any) -> tuple[Program,
     names = list(other.definition.specs)
     params = transplant.parameters(made.moves, old.params, fresh, names)
     average = None if old.ema is None else transplant.parameters(made.moves, old.ema, fresh, names)
-    moments = transplant.optimizer_state(made.moves, old.opt_state, other.abstract.opt_state)
+    moments = transplant.optimizer_state(made.moves, old.opt_state, other.abstract.opt_state, after.optimizer.name)
     grown = states.TrainState(old.step, params, moments, average, old.health)
     grown = jax.tree.map(init_from.placed, grown, other.abstract)
     batch = load().eval_batch(0)["inputs"][:EXAMPLES]

@@ -89,7 +89,7 @@ def prepare(program: Program) -> Start | None:
         if source.run is None:
             raise InitError(f"--init-optimizer: {asked.init_from} holds no optimizer state, only weights; leave it out")
         old = pretrained.whole_state(Path(asked.init_from), source.run[0]).opt_state
-        moments = transplant.optimizer_state(made.moves, old, program.abstract.opt_state)
+        moments = transplant.optimizer_state(made.moves, old, program.abstract.opt_state, config.optimizer.name)
         notes += transplant.overshoot_notes(config.optimizer) if made.fresh() else []
     return Start(asked.init_from, params, moments, made.rows, notes)
 

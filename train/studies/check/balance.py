@@ -28,8 +28,8 @@ from mupax.presets.rule import Number
 from mupax.presets.tuned.measured import Measured, Table, measured
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import optimizer as chains
-from mupax.train.core.adam import rows
 from mupax.train.core.factors import Factors, Numbers, init_stds, resolve
+from mupax.train.core.transforms import rows
 from mupax.train.studies.check.feature_speed import Flow, Speeds, layer_names, of_model, refuse_tied
 from mupax.zoo.definition import Arrays, Definition
 

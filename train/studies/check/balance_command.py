@@ -11,7 +11,6 @@ from tyro import conf
 
 from mupax import command_line, terminal
 from mupax.train.config import cli
-from mupax.train.config.sections import Optimizer
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,7 +38,7 @@ class Balance:
     """A recipe, or a model of `python -m zoo`."""
     out: Annotated[Path, conf.arg(metavar="PATH.json")]
     """Where to write the measured preset."""
-    optimizer: Optimizer | None = None
+    optimizer: Annotated[str | None, conf.arg(metavar="NAME")] = None
     """Whose rates; the recipe's, or adam for a model."""
 
 

@@ -11,11 +11,8 @@ from tyro import conf
 
 from mupax import command_line, terminal
 from mupax.command_line import Switch
+from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.cli import ConstantFlags
-from mupax.train.config.sections import Optimizer
-
-RATES: dict[Optimizer, float] = {"adam": 2e-3, "adamw": 2e-3, "sgd": 0.2, "momentum": 0.05, "muon": 2e-3, "lion": 1e-3}
-"""Peak rates at which ten steps move the small base model visibly and stay in its linear regime."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +29,7 @@ class Check(ConstantFlags):
     """A preset of `python -m presets`."""
     grow: Literal["head_dim", "heads", "depth", "width", "mlp", "kv_heads"] = "head_dim"
     """Which size grows; width doubles heads and head_dim in turn."""
-    optimizer: Annotated[Optimizer, conf.arg(aliases=("--optimizer.name",))] = "adam"
+    optimizer: Annotated[str, conf.arg(aliases=("--optimizer.name",), metavar="NAME")] = "adam"
     """Whose rates."""
     peak_lr: Annotated[float | None, conf.arg(aliases=("--optimizer.peak-lr",), metavar="X")] = None
     """Rate at base size; by optimizer unless given."""
@@ -70,9 +67,8 @@ def main(argv: Sequence[str]) -> int:
     preset = presets.get(args.preset, **given)
     if not preset.baseless:
         preset = presets.get(args.preset, base=grown[0].base_sizes(), **given)
-    optimizer = OptimizerConfig(
-        name=args.optimizer, peak_lr=args.peak_lr or RATES[args.optimizer], schedule="constant", eps=1e-12
-    )
+    optimizer = OptimizerConfig(name=args.optimizer, schedule="constant", eps=1e-12)
+    optimizer = dataclasses.replace(optimizer, peak_lr=args.peak_lr or OPTIMIZERS[optimizer.name].check_lr)
     definitions = [definition(config) for config in grown]
     refuse_uneven(preset, definitions[-1].sizes, args.optimizer)
     if args.dry_run:

@@ -19,11 +19,11 @@ from flax import nnx
 
 from mupax.presets import Preset
 from mupax.train.config.run import OptimizerConfig
-from mupax.train.core.adam import rows
 from mupax.train.core.factors import Factors, init_stds, resolve
 from mupax.train.core.optimizer import Hyper
 from mupax.train.core.state import TrainState
 from mupax.train.core.step import StepInputs, gradients
+from mupax.train.core.transforms import rows
 from mupax.train.studies.check.activations import attention_of, internals
 from mupax.train.studies.check.balance import balance, descent
 from mupax.train.studies.check.feature_speed import Speeds, of_model

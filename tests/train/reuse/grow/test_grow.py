@@ -217,7 +217,7 @@ def test_every_optimizers_state_goes_along(name: Any) -> None:
     config = OptimizerConfig(name=name)
     one, other = (build(config, at.definition.specs) for at in (grown.there, grown.here))
     old = jax.tree.map(lambda leaf: np.full(leaf.shape, 3, leaf.dtype), one.init(grown.old))
-    new = transplant.optimizer_state(grown.plan.moves, old, jax.eval_shape(other.init, grown.new))
+    new = transplant.optimizer_state(grown.plan.moves, old, jax.eval_shape(other.init, grown.new), name)
     shapes = jax.tree.map(np.shape, jax.eval_shape(other.init, grown.new))
     assert jax.tree.map(np.shape, new) == shapes
     counts = [leaf for leaf in jax.tree.leaves(new) if np.ndim(leaf) == 0]
@@ -226,7 +226,7 @@ def test_every_optimizers_state_goes_along(name: Any) -> None:
     assert set(np.unique(mu)) == {0, 3}
     other_kind = build(OptimizerConfig(name="lion" if name != "lion" else "adamw"), grown.here.definition.specs)
     with pytest.raises(transplant.CarryError, match="moments of one optimizer mean nothing to another"):
-        transplant.optimizer_state(grown.plan.moves, old, jax.eval_shape(other_kind.init, grown.new))
+        transplant.optimizer_state(grown.plan.moves, old, jax.eval_shape(other_kind.init, grown.new), name)
 
 
 def test_how_far_adams_first_steps_go() -> None:

@@ -155,7 +155,7 @@ def test_what_grows_has_no_measured_numbers(written: tuple[Path, str], capsys: p
         (["lm-tiny", "--out", "x.json", "--steps", "3"], "balance does not read --steps"),
         (
             ["lm-tiny", "--out", "x.json", "--optimizer", "adagrad"],
-            "--optimizer needs one of 'adam', 'adamw', 'lion', 'momentum', 'muon', 'sgd', not 'adagrad'",
+            "no optimizer is named 'adagrad'; write adamw, adam, sgd, momentum, muon, lion",
         ),
         (["lm-tiny", "--out", "x.json", "--model.widht", "3"], "did you mean --model.width?"),
         (["lm-tiny", "--out", "x.json", "--preset", "ntk", "--optimizer", "lion"], "ntk has no rule for the optimizer"),

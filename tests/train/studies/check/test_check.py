@@ -16,13 +16,13 @@ import pytest
 
 from mupax import presets
 from mupax.presets import Preset, Role
+from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.power import axis
 from mupax.train.__main__ import main
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core.factors import init_stds, resolve
 from mupax.train.studies.check import check, models, report, theory
 from mupax.train.studies.check.check import Expected, Finding
-from mupax.train.studies.check.command import RATES
 from mupax.zoo import configs
 from mupax.zoo.definition import definition
 from scripts import theory_and_measurement
@@ -39,7 +39,7 @@ TIED = dataclasses.replace(LM, tied=True)
 
 @functools.cache
 def series(grow: str, optimizer: str = "adam", model: configs.ModelConfig = LM) -> check.Series:
-    config = OptimizerConfig(name=optimizer, peak_lr=RATES[optimizer], schedule="constant", eps=1e-12)
+    config = OptimizerConfig(name=optimizer, peak_lr=OPTIMIZERS[optimizer].check_lr, schedule="constant", eps=1e-12)
     grown = models.series(model, grow, SIZES)
     return check.Series([definition(one) for one in grown], config)
 

@@ -1,0 +1,74 @@
+"""The optimizers there are: one line each, with all that the rest of the project asks about one by name. Pure data.
+
+To add one, write the function that makes its direction and a line here; docs/add_an_optimizer.md is an example.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+Family = Literal["adam", "sgd", "muon", "lion"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """What an optimizer is to presets, configs and checkpoints.
+
+    Attributes:
+        family: whose learning rates it follows, in presets' tables and in `limits`. sgd: updates are as large as gradients;
+            adam: gradients are divided by their size; lion: their sign is taken; muon: matrices are orthogonalized and all
+            else is on Adam. Optimizers of one family can be given one learning rate.
+        direction: module:function; (OptimizerConfig, specs) -> the optax transformation of gradients into the direction of an
+            update, before decay, learning rate and sign. The function alone imports JAX.
+        reads: the fields of `OptimizerConfig` that it reads and not every optimizer does. Any other is refused as a flag.
+        moments: fields of its state that hold one array per parameter, and the power of the gradient that each is.
+        check_lr: peak learning rate at which ten steps move the small models of `python -m train check` visibly and stay in
+            their linear regime.
+    """
+
+    family: Family
+    direction: str
+    reads: frozenset[str]
+    moments: dict[str, int]
+    check_lr: float
+
+
+_TRANSFORMS = "mupax.train.core.transforms"
+_DECAY = {"weight_decay", "decay"}
+_ADAM = Optimizer(
+    family="adam",
+    direction=f"{_TRANSFORMS}:adam",
+    reads=frozenset({"b1", "b2", "eps"}),
+    moments={"mu": 1, "nu": 2},
+    check_lr=2e-3,
+)
+_SGD = Optimizer(
+    family="sgd",
+    direction=f"{_TRANSFORMS}:sgd",
+    reads=frozenset({"momentum", *_DECAY}),
+    moments={"trace": 1},
+    check_lr=0.2,
+)
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    "adamw": dataclasses.replace(_ADAM, reads=_ADAM.reads | _DECAY),
+    "adam": _ADAM,
+    "sgd": _SGD,
+    "momentum": dataclasses.replace(_SGD, check_lr=0.05),
+    "muon": Optimizer(
+        family="muon",
+        direction=f"{_TRANSFORMS}:muon",
+        reads=frozenset({"b1", "b2", "eps", "momentum", *_DECAY}),
+        moments={"mu": 1, "nu": 2},
+        check_lr=2e-3,
+    ),
+    "lion": Optimizer(
+        family="lion",
+        direction=f"{_TRANSFORMS}:lion",
+        reads=frozenset({"b1", "b2", *_DECAY}),
+        moments={"mu": 1},
+        check_lr=1e-3,
+    ),
+}
+"""Name to what it is. adam is adamw without decay; momentum and sgd are one (heavy ball without dampening scales as SGD)."""
