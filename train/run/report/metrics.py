@@ -241,23 +241,15 @@ def _scalars(row: Mapping[str, Any]) -> dict[str, float]:
 
 class _TensorBoard:
     def __init__(self, logdir: Path, resume_step: int | None) -> None:
-        from tensorboardX import FileWriter
+        from tensorboardX import SummaryWriter
 
-        # Protocol buffers make their classes when they are imported, which a type checker cannot see.
-        from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
-        from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
-
-        self._summary = Summary
-        self._writer = FileWriter(str(logdir), flush_secs=1)
-        # TensorBoard then hides what an earlier session logged at this step and after.
-        if resume_step is not None:
-            self._writer.add_event(Event(file_version="brain.Event:2"), step=resume_step + 1)
-            self._writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step=resume_step + 1)
+        # TensorBoard then hides what an earlier session logged after this step.
+        purge_step = None if resume_step is None else resume_step + 1
+        self._writer = SummaryWriter(str(logdir), flush_secs=1, purge_step=purge_step)
 
     def write(self, row: Mapping[str, Any], walltime: float) -> None:
-        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in _scalars(row).items()]
-        if values:
-            self._writer.add_summary(self._summary(value=values), row["step"], walltime)
+        for tag, value in _scalars(row).items():
+            self._writer.add_scalar(tag, value, row["step"], walltime)
 
     def flush(self) -> None:
         self._writer.flush()
