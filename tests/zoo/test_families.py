@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -160,21 +158,6 @@ def test_it_trains_is_saved_and_goes_on_bitwise(tmp_path: Path) -> None:
 def test_a_family_that_is_none(name: str) -> None:
     with pytest.raises(ConfigError, match=r"model\.family is .*; write one of vit, decoder, or module:Class"):
         family_class(name)
-
-
-def test_the_page_on_adding_a_model_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "add_a_model.md").read_text()
-    family, command = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len([line for line in family.splitlines() if line.strip()]) <= 30
-    (tmp_path / "pixels.py").write_text(f"{family}\n\n{command}")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    runpy.run_path("pixels.py", run_name="__main__")
-    found = saved_run.find(tmp_path / "runs" / "pixels")
-    assert (found.step, found.config.model.family) == (50, "pixels:PixelsConfig")
-    rows = [json.loads(line) for line in (tmp_path / "runs" / "pixels" / "metrics.jsonl").read_text().splitlines()]
-    accuracy = next(row["eval_accuracy"] for row in rows if "eval_accuracy" in row)
-    assert accuracy > 0.5
 
 
 def test_what_needs_a_transformer_says_so() -> None:

@@ -255,10 +255,7 @@ def test_a_wrong_first_word(words: str, said: str, capsys: Capture) -> None:
         ("--steps 1.5", "--steps needs a whole number, not '1.5'"),
         ("--optimizer.peak-lr high", "--optimizer.peak-lr needs a number, not 'high'"),
         ("--optimizer.clip-norm off", "--optimizer.clip-norm needs a number or None, not 'off'"),
-        (
-            "--optimizer.name sdg",
-            "--optimizer.schedule needs one of 'constant', 'cosine', 'linear', 'wsd', not 'sdg'",
-        ),
+        ("--optimizer.name sdg", "no optimizer is named 'sdg'; write adamw, adam, sgd, momentum, muon, lion"),
         ("--preset.form mean", "'mean-field', 'plain', 'readout-multiplier', 'table-9'"),
     ],
 )

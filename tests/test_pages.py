@@ -1,0 +1,72 @@
+"""The pages docs/add_a_*.md: each example is what a reader saves and runs, at most 30 lines, and trains."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mupax import presets
+from mupax.presets import PRESETS, PresetError
+from mupax.presets.optimizers import OPTIMIZERS
+from mupax.train.__main__ import main
+from mupax.train.checkpoints import saved_run
+from mupax.train.config.sections import SOURCES
+from mupax.train.reuse.forms import powers_of
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+@pytest.fixture(autouse=True)
+def tables() -> Iterator[None]:
+    """The tables without what a page has added to them."""
+    before = [(table, dict(table)) for table in (OPTIMIZERS, SOURCES, PRESETS)]
+    yield
+    for table, rows in before:
+        table.clear()
+        table.update(rows)
+
+
+@pytest.mark.parametrize(
+    ("page", "accuracy"),
+    [("add_a_model", 0.5), ("add_an_optimizer", 0.5), ("add_a_dataset", 0.9), ("add_a_preset", 0.5)],
+)
+def test_a_page_works(
+    page: str, accuracy: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (DOCS / f"{page}.md").read_text()
+    example, command = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len([line for line in example.splitlines() if line.strip()]) <= 30
+    (name,) = re.findall(r"Save this as `(\w+)\.py`", text)
+    (tmp_path / f"{name}.py").write_text(f"{example}\n\n{command}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(f"{name}.py", run_name="__main__")
+    recipe = name.replace("_", "-")
+    workdir = tmp_path / "runs" / recipe
+    assert saved_run.find(workdir).step == 50
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    assert next(row["eval_accuracy"] for row in rows if "eval_accuracy" in row) > accuracy
+
+    if page == "add_a_model":
+        assert saved_run.find(workdir).config.model.family == "pixels:PixelsConfig"
+    elif page == "add_a_preset":
+        assert "0.25" in capsys.readouterr().out.splitlines()
+        with pytest.raises(PresetError, match="no rule for the optimizer 'muon' .its updates do not grow"):
+            presets.get(recipe).family("muon")
+    elif page == "add_an_optimizer":
+        import optax
+
+        assert powers_of(optax.TraceState({}), recipe) == {"trace": 1}
+        refused(["--optimizer.name", recipe, "--optimizer.eps", "1"], "--optimizer.eps is not read by signum", capsys)
+    else:
+        refused(["--data.name", recipe, "--data.tokenizer", "bytes"], "is images and the model", capsys)
+
+
+def refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lm-tiny", *words, "--dry-run"]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
