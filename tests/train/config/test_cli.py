@@ -255,7 +255,10 @@ def test_a_wrong_first_word(words: str, said: str, capsys: Capture) -> None:
         ("--steps 1.5", "--steps needs a whole number, not '1.5'"),
         ("--optimizer.peak-lr high", "--optimizer.peak-lr needs a number, not 'high'"),
         ("--optimizer.clip-norm off", "--optimizer.clip-norm needs a number or None, not 'off'"),
-        ("--optimizer.name sdg", "no optimizer is named 'sdg'; write adamw, adam, sgd, momentum, muon, lion"),
+        (
+            "--optimizer.schedule sdg",
+            "--optimizer.schedule needs one of 'constant', 'cosine', 'linear', 'wsd', not 'sdg'",
+        ),
         ("--preset.form mean", "'mean-field', 'plain', 'readout-multiplier', 'table-9'"),
     ],
 )
@@ -268,6 +271,7 @@ def test_a_wrong_flag(words: str, said: str, capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ("--optimizer.name sdg", "no optimizer is named 'sdg'; write adamw, adam, sgd, momentum, muon, lion"),
         ("--steps 0", "steps is 0; write a number of at least 1"),
         ("--seed -1", "seed is -1"),
         ("--data.batch-size 16 --accumulation-steps 5", "write accumulation_steps 4"),
