@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import gzip
-import hashlib
 import itertools
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -41,13 +38,6 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-@pytest.fixture(scope="module")
-def python_corpus(tmp_path_factory: pytest.TempPathFactory) -> data.Data:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MUPAX_DATA", str(tmp_path_factory.mktemp("corpus")))
-        return data.load(DataConfig(name="python_corpus", batch_size=4), MODEL, seed=0, note=lambda line: None)
-
-
 def quiet(line: str) -> None:
     """Takes notes and does nothing."""
 
@@ -73,67 +63,6 @@ def many(count: int = 60) -> dict[str, str]:
 
 def as_text(ids: np.ndarray) -> str:
     return bytes(ids.astype(np.uint8)).decode()
-
-
-# The corpus
-
-
-def test_corpus_is_the_library_without_tests_and_packages() -> None:
-    names = [name for name, _ in corpus.python_files()]
-    assert {"pydoc_data/topics.py", "json/decoder.py", "os.py"} <= set(names)
-    parts = {part for name in names for part in name.split("/")}
-    assert not parts & {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    assert not any(name.startswith("_sysconfigdata") for name in names)
-    assert names == sorted(set(names))
-
-
-def test_corpus_leaves_out_what_it_says(tmp_path: Path) -> None:
-    kept = {"a.py": "a", "pkg/b.py": "b"}
-    left_out = [
-        "test/c.py",
-        "pkg/tests/d.py",
-        "site-packages/e.py",
-        "config-3.11-x/f.py",
-        "_sysconfigdata_x.py",
-        "g.txt",
-    ]
-    write(tmp_path, {**kept, **dict.fromkeys(left_out, "x")})
-    assert [name for name, _ in corpus.python_files(tmp_path)] == list(kept)
-
-
-def test_a_python_without_sources_says_so(tmp_path: Path) -> None:
-    with pytest.raises(data.DataError, match="no sources of the Python standard library"):
-        corpus.python_files(tmp_path)
-
-
-def test_split_is_by_path_alone() -> None:
-    sides = {name: corpus.side(name) for name, _ in corpus.python_files()}
-    for name, side in sides.items():
-        number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
-        assert (side == "eval") == (number < 0.08 * 2**64)
-    assert 0.04 < sum(side == "eval" for side in sides.values()) / len(sides) < 0.13
-    # One file is a sixteenth of the corpus and unlike the rest; evaluation would be on that file.
-    assert sides["pydoc_data/topics.py"] == "train"
-
-
-def test_corpus_facts(python_corpus: data.Data) -> None:
-    facts = python_corpus.facts
-    assert facts["python"] == platform.python_version()
-    sizes = [path.stat().st_size for _, path in corpus.python_files()]
-    assert facts["files"] == len(sizes)
-    assert facts["train_bytes"] + facts["eval_bytes"] == sum(sizes) + len(sizes)  # and an end per document
-    assert 0.04 < facts["eval_bytes"] / sum(sizes) < 0.13
-    assert len(str(facts["digest"])) == 16
-
-
-def test_corpus_tokens_are_the_files(python_corpus: data.Data) -> None:
-    """Every file stands whole on its side, and nothing else does."""
-    assert isinstance(python_corpus, TokenData)
-    for side, tokens in (("train", python_corpus._train), ("eval", python_corpus._eval)):
-        documents = bytes(np.asarray(tokens, np.uint8)).split(b"\0")
-        assert documents.pop() == b""
-        files = [path.read_bytes() for name, path in corpus.python_files() if corpus.side(name) == side]
-        assert collections.Counter(documents) == collections.Counter(files)
 
 
 # A user's own text

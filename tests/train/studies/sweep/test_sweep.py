@@ -15,24 +15,16 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
-from mupax import presets
-from mupax.presets.tuned import find
 from mupax.train.__main__ import main
 from mupax.train.checkpoints.checkpointer import Checkpoints
-from mupax.train.config import grids
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.program import Program
-from mupax.train.studies.sweep import command as sweep_command
 from mupax.train.studies.sweep import groups as sweep_groups
 from mupax.train.studies.sweep import rows as sweep_rows
-from mupax.train.studies.sweep import study, sweep, work
+from mupax.train.studies.sweep import sweep, work
 from mupax.train.studies.sweep.rows import Row, Rows
-from mupax.train.studies.transfer import figure as transfer_figure
-from mupax.train.studies.transfer import tuned as transfer_tuned
-from mupax.zoo import configs
 from mupax.zoo.configs import DecoderConfig
 from scripts.bench import sweep_cost
 
@@ -291,176 +283,3 @@ COMMAND = (
     "lm-tiny --model.width 16 --model.num-heads 2 --model.depth 1 --model.seq-len 16 --data.batch-size 8 "
     "--data.eval-examples 20 --optimizer.warmup-steps 2 --steps 4"
 )
-
-
-def test_the_command_ends_in_a_table_and_a_file(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = f"sweep {COMMAND} --data.name {text} --lr 2^-9:2^-7:2 --vary preset.gamma0=0.5,1 --sizes heads=4".split()
-    assert main([*words, "--dry-run"]) == 0
-    assert "4 points in 1 program" in capsys.readouterr().out
-    assert main([*words, "--out", str(tmp_path / "out")]) == 0
-    out = capsys.readouterr().out
-    assert "heads 4 gamma0 0.5" in out
-    assert "2^-9" in out
-    assert "lowest evaluation loss" in out
-    found = json.loads((tmp_path / "out" / "sweep.json").read_text())
-    assert len(found["points"]) == 4
-    assert all(point["eval_loss"] > 0 for point in found["points"])
-    assert {point["command"].count("--preset.gamma0 0.5") for point in found["points"]} == {0, 1}
-    assert main([*words, "--out", str(tmp_path / "out")]) == 0
-    assert "4 of 4 points are done already" in capsys.readouterr().out
-
-
-@pytest.mark.core
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("lm-tin --lr 0.1", "no recipe is named 'lm-tin'"),
-        ("lm-tiny --lr 2^-12:2^-4", "write START:STOP:COUNT"),
-        ("lm-tiny --lr 0:1:3", "needs numbers above 0"),
-        ("lm-tiny --lr a,b", "'a' is not a number"),
-        ("lm-tiny --sizes girth=3", "no size is named 'girth'"),
-        ("lm-tiny --sizes heads=2,2", "different whole numbers"),
-        ("lm-tiny --sizes width=100", "no multiple of the head dimension 32; write width 96"),
-        ("lm-tiny --seeds 0", "--seeds is 0"),
-        ("lm-tiny --vary preset.gamma0", "write FLAG=VALUE,VALUE"),
-        ("lm-tiny --vary preset.gama0=1", "no flag is named --preset.gama0; did you mean --preset.gamma0"),
-        ("lm-tiny --no-such 3", "no flag is named --no-such"),
-        ("lm-tiny --lrs 3", "no flag is named --lrs; did you mean --lr?"),
-        ("lm-tiny --workdir x", "a sweep has --out"),
-        ("lm-tiny --lr 2^-9:2^-5:1001 --seeds 2", "more than 2000 points"),
-        ("lm-tiny --how in-turn --mesh.data 4 --mesh.sweep 2", "in turn uses no mesh axis sweep, which is 2"),
-    ],
-)
-def test_what_is_no_sweep_is_refused(
-    words: str, said: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = words if "--mesh" not in words else f"{COMMAND} {words.partition(' ')[2]} --data.name {text}"
-    assert main(["sweep", *given.split(), "--out", str(tmp_path / "out")]) == 2
-    err = capsys.readouterr().err
-    assert said in err
-    assert len(err.splitlines()) <= 10
-
-
-@pytest.mark.core
-def test_the_best_rate_of_a_sweep_becomes_a_tuned_preset(text: str, tmp_path: Path) -> None:
-    rates, best = 2.0 ** np.arange(-10, -4.9, 0.5), -7.3
-    found = [
-        sweep_command.Planned(0, "", "", dataclasses.replace(config, preset=PresetConfig(name="mup", base="lm-proxy")))
-        for config in points(config_of(text), rates)
-    ]
-    losses = [1 + (np.log2(p.config.optimizer.peak_lr) - best) ** 2 + 0.01 * p.config.seed for p in found]
-    rows = [Row(str(i), "", loss, None, None, (), STEPS, 1.0, "in turn") for i, loss in enumerate(losses)]
-    judged = study.judged(found, rows, "")
-    path, word = transfer_tuned.save(str(tmp_path / "mup.mine.json"), "mup", judged, "the command")
-    assert word == f"mup:{path}"
-    saved = find.load(path)
-    assert np.log2(saved.optimizer["peak_lr"]) == pytest.approx(best, abs=0.001)
-    assert saved.base == presets.get("mup", base=configs.get("lm-proxy").base_sizes()).base
-    assert saved.provenance["transfer"] == []
-    transfer_figure.draw(tmp_path / "sweep.png", judged, "a title")
-    assert (tmp_path / "sweep.png").stat().st_size > 5000
-
-
-def swept(
-    lr: str, losses: Iterable[float], text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *more: str
-) -> tuple[int, list[Any]]:
-    """Exit code of the command whose points end with these losses, and the figures that it drew."""
-    rows = [Row(str(i), "", loss, None, None, (), 4, 1.0, "in turn") for i, loss in enumerate(losses)]
-    drawn: list[Any] = []
-    save = Figure.savefig
-    monkeypatch.setattr(sweep, "run", lambda configs, *_, **__: rows[: len(configs)])
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k)))
-    words = ["sweep", *COMMAND.split(), "--data.name", text, "--lr", lr, "--out", str(folder), *more]
-    return main(words), drawn
-
-
-def test_a_sweep_over_whole_octaves_has_a_best_rate_and_all_its_points_in_sight(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    losses, path = [2.960, 2.799, 2.725, 2.758, 2.885], tmp_path / "mup.mine.json"
-    code, [figure] = swept("2^-8:2^-4:5", losses, text, tmp_path, monkeypatch, "--save-tuned", str(path))
-    assert code == 0, capsys.readouterr().err
-    # The vertex of the parabola through the three lowest.
-    assert np.log2(find.load(path).optimizer["peak_lr"]) == pytest.approx(-6 + 0.041 / 0.214, abs=1e-3)
-    (panel,) = figure.axes
-    assert panel.get_ylim()[0] < min(losses) < max(losses) < panel.get_ylim()[1]
-    assert panel.get_xlim()[0] < -8 < -4 < panel.get_xlim()[1]
-
-
-@pytest.mark.parametrize(
-    "lr", ["2^-8:2^-4:17", "2^-8:2^-4:7", "2^-10:2^-2:5", "0.001,0.003,0.01,0.03,0.1", "0.01,0.02,0.05"]
-)
-def test_the_best_rate_is_fitted_on_any_spacing(
-    lr: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path, best = tmp_path / "mup.mine.json", -5.7
-    losses = 2 + 0.1 * (np.log2(grids.parse(lr)) - best) ** 2
-    code, _ = swept(lr, losses, text, tmp_path, monkeypatch, "--save-tuned", str(path))
-    assert code == 0, capsys.readouterr().err
-    assert np.log2(find.load(path).optimizer["peak_lr"]) == pytest.approx(best, abs=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("lr", "losses", "said"),
-    [
-        ("2^-8:2^-4:5", [3.0, 2.9, 2.8, 2.7, 2.65], "at the end of the grid; train at 2^-3 too"),
-        ("2^-8:2^-4:5", [2.6, 2.9, 2.8, 2.7, 2.65], "at the end of the grid; train at 2^-9 too"),
-        ("2^-6:2^-4:5", [3.0, 2.9, 2.8, 2.7, 2.75], "at the end of the grid; train at 2^-3.5 too"),
-        ("0.001,0.01,0.1", [3.0, 2.9, 2.8], "at the end of the grid; train at 2^0 too"),
-        ("2^-8:2^-4:5", [3.0, 2.9, 2.8, np.inf, np.inf], "from every seed; train at 2^-6.5, 2^-5.5 too"),
-    ],
-)
-def test_a_sweep_without_a_best_rate_says_what_to_add(
-    lr: str,
-    losses: list[float],
-    said: str,
-    text: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    code, figures = swept(lr, losses, text, tmp_path, monkeypatch)
-    assert (code, len(figures)) == (0, 1)
-    (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
-    assert note.startswith("note: no best rate for mup at width 16: ")
-    assert note.endswith(said)
-    path = tmp_path / "mup.mine.json"
-    code, _ = swept(lr, losses, text, tmp_path, monkeypatch, "--save-tuned", str(path))
-    assert code == 1
-    out, err = capsys.readouterr()
-    assert err.startswith("error: every point is trained, but there is no rate to save: at width 16, ")
-    assert err.endswith(f"{said}\n")
-    assert (tmp_path / "sweep.json").exists()
-    assert "picture in" in out
-    assert not path.exists()
-
-
-def test_a_tuned_preset_of_several_choices_is_refused_before_training(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sweep, "run", lambda *_, **__: pytest.fail("trained"))
-    words = f"sweep {COMMAND} --data.name {text} --lr 2^-8:2^-4:5 --vary preset.gamma0=0.5,1 --save-tuned mine"
-    assert main([*words.split(), "--out", str(tmp_path)]) == 2
-    assert "--save-tuned mine: the sweep varied more than rate, seed and size" in capsys.readouterr().err
-
-
-def test_the_benchmark_counts_whole_commands(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ran: list[str] = []
-
-    def run(words: list[str]) -> float:
-        ran.append(words[0])
-        assert main([*words, "--data.name", text, "--log.no-tensorboard", "--log.no-samples"]) == 0
-        return 3.0
-
-    monkeypatch.setattr(sweep_cost, "_seconds", run)
-    words = ["--tiny", "--rates", "2", "--seeds", "1", "--steps", "3", "--alone", "1", "--json"]
-    assert sweep_cost.main([*words, str(tmp_path / "cost.json")]) == 0
-    assert ran == ["lm-tiny", "sweep", "lm-tiny"]
-    found = json.loads((tmp_path / "cost.json").read_text())
-    whole, step = found["results"]
-    assert whole["ms"] == {"sweep": 3000.0, "runs of their own": 6000.0}
-    assert whole["ratio"] == {"runs of their own": 0.5}
-    assert step["ratio"]["runs of their own"] > 0
-    capsys.readouterr()
