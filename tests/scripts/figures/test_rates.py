@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mupax.presets.papers import ALIASES
 from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.transfer import study
 from scripts.figures import fig2a, fig_effective_trained, rates, result
@@ -95,5 +96,7 @@ def test_the_runs_of_the_effective_theory(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert {name: of_preset["kept_step"] for name, of_preset in found.items()} == pytest.approx(
         {"standard": -1.0, "ntk": 0.5, "hybrid": 0.25, "maximal-update": 0.0}
     )
-    assert {config.preset.name for grown in asked.values() for config in grown} == set(asked)
+    assert {config.preset.name for grown in asked.values() for config in grown} == {
+        ALIASES.get(name, name) for name in asked
+    }
     assert [config.model.num_heads for config in asked["ntk"]] == [4, 16]
