@@ -1,0 +1,48 @@
+"""Runs of version 0.1.0, before names and rooms changed, go on: tests/fixtures/runs-of-0.1.0.tar.xz holds two at step 3 of 6."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[3]
+WORDS = (
+    "vit-digits --model.width 8 --model.num-heads 2 --model.head-dim 4 --model.depth 2 --data.batch-size 8 --steps 6 "
+    "--checkpoint.every-steps 3 --optimizer.schedule constant --optimizer.warmup-steps 2 --log.no-tensorboard "
+    "--log.no-samples --log.no-progress --data.eval-examples 8 --xla-flags none --log.eval-every-steps 6 --resume"
+)
+
+
+def losses(workdir: Path) -> dict[int, float]:
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"), [("adamw", "--model.no-bias"), ("muon", "--ema.decay 0.5")], ids=["adamw", "muon"]
+)
+def test_a_run_of_the_version_before_goes_on(optimizer: str, words: str, tmp_path: Path) -> None:
+    with tarfile.open(ROOT / "tests" / "fixtures" / "runs-of-0.1.0.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    workdir = tmp_path / optimizer
+    before = losses(workdir)
+    command = [sys.executable, "-m", "mupax", "train", *WORDS.split(), *words.split(), "--optimizer.name", optimizer]
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # one device, as it had
+    done = subprocess.run(
+        [*command, "--workdir", str(workdir)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "resuming vit-digits at step 3 of 6" in done.stdout
+    after = losses(workdir)
+    assert list(after) == [1, 2, 3, 4, 5, 6]
+    # Another jax rounds in another order.
+    same = (jax.__version__, sys.version_info[:2]) == ("0.10.2", (3, 11))
+    np.testing.assert_allclose(list(after.values()), list(before.values()), rtol=0 if same else 1e-4)
