@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
@@ -131,9 +132,7 @@ class Preset:
 
         A tied readout has the embedding's std 1, so its fan_in^-1/2 sits in the multiplier.
         """
-        root = 1.0
-        for name in spec.fan_in:
-            root *= self.base_size(name, sizes) ** -0.5
+        root = math.prod((self.base_size(name, sizes) ** -0.5 for name in spec.fan_in), start=1.0)
         on_multiplier = spec.role in EMBEDDINGS or spec.tied
         zero = spec.role is Role.BIAS or (spec.role is Role.READOUT and self.zero_readout and not spec.tied)
         std = 0.0 if zero else self.rule(spec).init_constant
@@ -204,34 +203,39 @@ class Preset:
     def cautions(self, sizes: Mapping[str, int], optimizer: str = "adam") -> list[str]:
         """What to know before trusting the table at these sizes: growth it was not derived for, one sentence each."""
         m = self.ratios(sizes)
-        found = list(self.warnings)
+        cautions = list(self.warnings)
         if self.base is None or not {"embed", "mlp", "heads", "kv_heads"} <= m.keys():
-            return found
-        if abs(m["mlp"] / m["embed"] - 1) > 0.01:
-            found.append(f"mlp/embed is {m['mlp'] / m['embed']:.3g} times the base's; transfer is not proved")
-        if abs(m["heads"] / m["kv_heads"] - 1) > 0.01:
-            found.append(f"heads/kv_heads is {m['heads'] / m['kv_heads']:.3g} times the base's; transfer is not proved")
+            return cautions
+        for above, below in (("mlp", "embed"), ("heads", "kv_heads")):
+            if abs(m[above] / m[below] - 1) > 0.01:
+                cautions.append(
+                    f"{above}/{below} is {m[above] / m[below]:.3g} times the base's; transfer is not proved"
+                )
         alpha_a, family = self.given.get("alpha_a", 1.0), self.family(optimizer)
         if isinstance(alpha_a, float) and alpha_a < 1 and m["head_dim"] > 1 and family == "sgd":
-            found.append(
+            cautions.append(
                 f"SGD has no stable limit in head_dim at alpha_a={alpha_a:g}: q, k gradients grow once they align"
             )
         if family == "lion":
-            found.append("Lion follows Adam's rule here, and a study found that it does not transfer (2404.05728)")
-        return found
+            cautions.append("Lion follows Adam's rule here, and a study found that it does not transfer (2404.05728)")
+        return cautions
 
     @property
     def label(self) -> str:
         """Name and the constants that are not its defaults."""
-        shown = (
-            f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in self.given.items()
+        return " ".join(
+            [self.name, *(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in self.given.items())]
         )
-        return " ".join([self.name, *shown])
 
     def describe(self) -> str:
         """One line: name, constants, form and base."""
         base = "absolute" if self.base is None else "base " + " ".join(f"{k}={v}" for k, v in self.base.items())
         return f"{self.label}, {self.form}, {base}"
+
+
+def changed(**constants: tuple[float | str | None, float | str | None]) -> dict[str, float | str]:
+    """Constants that are not their defaults, each (value, default), as `Preset.given` has them."""
+    return {name: value for name, (value, default) in constants.items() if value is not None and value != default}
 
 
 def _size(name: str, sizes: Mapping[str, int]) -> int:

@@ -1,8 +1,4 @@
-"""The zoo's models: vision transformer and decoder as data, and the named ones. Imports no JAX, so `--help` answers at once.
-
-A config is the one place that knows a model's sizes. `sizes()` gives them under the logical axis names that parameters
-and presets use; `base_sizes()` the subset a preset compares against (the sizes that can grow without bound).
-"""
+"""The zoo's models: vision transformer and decoder as data, and the named ones. Imports no JAX, so `--help` answers at once."""
 
 from __future__ import annotations
 
@@ -46,7 +42,6 @@ class ViTConfig(ImageModel, TransformerConfig):
         return self.num_patches + (self.pool == "cls")
 
     def parameters(self) -> dict[str, ParamSpec]:
-        """The stack between patches and classes."""
         patch = ParamSpec(role=Role.PATCH_EMBEDDING, axes=("patch", "embed"), fan_in=("patch",))
         readout = ParamSpec(role=Role.READOUT, axes=("embed", "classes"), fan_in=("embed",))
         cls = ParamSpec(role=Role.TOKEN_EMBEDDING, axes=("embed",))
@@ -61,17 +56,12 @@ class ViTConfig(ImageModel, TransformerConfig):
         }
 
     def splitting_hint(self, ways: int) -> tuple[str, str]:
-        """What the positions are made of, and what to write where they do not split so many ways."""
-        made_of, instead = super().splitting_hint(ways)
+        patches, instead = super().splitting_hint(ways)
         if self.pool == "mean":
-            return made_of, instead
-        return (
-            f" ({self.num_patches} patches and the CLS token)",
-            instead if self.num_patches % ways else "--model.pool mean",
-        )
+            return patches, instead
+        return patches.replace(")", " and the CLS token)"), instead if self.num_patches % ways else "--model.pool mean"
 
     def module(self, rngs: Any) -> Any:
-        """The vision transformer."""
         return import_module("mupax.zoo.vit").ViT(self, rngs)
 
 
@@ -98,11 +88,9 @@ class DecoderConfig(TokenModel, TransformerConfig):
 
     @property
     def rotary_theta(self) -> float | None:
-        """Base wavelength of rotary positions; None without them."""
         return self.rope_theta if self.positions == "rotary" else None
 
     def parameters(self) -> dict[str, ParamSpec]:
-        """The stack between the token embedding and the readout."""
         learned = {"position": ParamSpec(role=Role.POSITION, axes=("position", "embed"))}
         return {
             "token": MATRICES["token"],
@@ -112,13 +100,11 @@ class DecoderConfig(TokenModel, TransformerConfig):
         }
 
     def factors(self) -> dict[str, FactorSpec]:
-        """Those of the stack, and the multiplier of a readout through the token embedding."""
         tied = ParamSpec(role=Role.READOUT, axes=("vocab", "embed"), fan_in=("embed",), tied=True)
         factor = FactorSpec(kind="readout", shape=(), value=self.width**-0.5, spec=tied)
         return {**super().factors(), **({"tied_readout": factor} if self.tied else {})}
 
     def module(self, rngs: Any) -> Any:
-        """The decoder."""
         return import_module("mupax.zoo.decoder").Decoder(self, rngs)
 
 
@@ -197,11 +183,11 @@ def family_class(name: str) -> type[ModelConfig]:
     module, _, attribute = FAMILIES.get(name, name).partition(":")
     if all(part.isidentifier() for part in [*module.split("."), attribute]):
         try:
-            found = getattr(import_module(module), attribute, None)
+            config = getattr(import_module(module), attribute, None)
         except ImportError:
-            found = None
-        if isinstance(found, type) and issubclass(found, ModelConfig):
-            return found
+            config = None
+        if isinstance(config, type) and issubclass(config, ModelConfig):
+            return config
     raise ConfigError(
         f"model.family is {name!r:.80}; write one of {', '.join(FAMILIES)}, or module:Class of a config that can be imported here"
     )

@@ -49,7 +49,6 @@ class Decoder(nnx.Module):
         return cached_stack(self.block, h_BTD, cache, self.config.compute, fresh=fresh)
 
     def reading(self, tokens_BT: jax.Array) -> Reading:
-        """What the logits are made of."""
         return self._reading(residual_stack(self.block, self.embed(tokens_BT), self.config.depth, self.config.compute))
 
     def read(self, h_BTD: jax.Array) -> jax.Array:

@@ -109,7 +109,6 @@ class ModelConfig(abc.ABC):
 
     def applications(self, spec: ParamSpec) -> float:
         """How often one unit (a token, an image) goes through a matrix: once per position of the residual stream."""
-        del spec
         return self.sizes()["position"] // self.units
 
     def attention_flops(self) -> float:
@@ -162,17 +161,14 @@ class TokenModel(ModelConfig):
     """Longest context, and the number of learned positions."""
 
     def sizes(self) -> dict[str, int]:
-        """Every logical axis of this model and its size."""
         return {**self.base_sizes(), "vocab": self.vocab_size, "position": self.seq_len}
 
     def example(self) -> dict[str, ArraySpec]:
-        """Tokens, the next tokens and their weights, each [T]."""
         tokens = ArraySpec((self.seq_len,), "int32")
         return {"inputs": tokens, "targets": tokens, "weights": tokens._replace(dtype="float32")}
 
     @property
     def input_text(self) -> str:
-        """What the model reads, in a few words."""
         return f"{self.seq_len} of {self.vocab_size} tokens"
 
 
@@ -198,43 +194,31 @@ class ImageModel(ModelConfig):
 
     @property
     def num_patches(self) -> int:
-        """Patches of one image."""
         return self.position_grid**2
 
     @property
     def seq_len(self) -> int:
-        """Positions in the residual stream."""
         return self.num_patches
 
     @property
     def position_grid(self) -> int:
-        """Patches along a side."""
         return self.image_size // self.patch_size
 
     def sizes(self) -> dict[str, int]:
-        """Every logical axis of this model and its size."""
         patch = self.patch_size**2 * self.channels
         return {**self.base_sizes(), "patch": patch, "position": self.seq_len, "classes": self.num_classes}
 
     def example(self) -> dict[str, ArraySpec]:
-        """One image, its class and its weight."""
-        pixels = (self.image_size, self.image_size, self.channels)
-        return {
-            "inputs": ArraySpec(pixels, "float32"),
-            "targets": ArraySpec((), "int32"),
-            "weights": ArraySpec((), "float32"),
-        }
+        pixels = ArraySpec((self.image_size, self.image_size, self.channels), "float32")
+        return {"inputs": pixels, "targets": ArraySpec((), "int32"), "weights": ArraySpec((), "float32")}
 
     def applications(self, spec: ParamSpec) -> float:
         """The read-in once per patch, the readout once, the stack once per position."""
         return {Role.PATCH_EMBEDDING: self.num_patches, Role.READOUT: 1}.get(spec.role, self.seq_len)
 
     def splitting_hint(self, ways: int) -> tuple[str, str]:
-        """What the positions are made of, and what to write where they do not split so many ways."""
-        del ways
         return f" ({self.num_patches} patches)", "another --model.patch-size"
 
     @property
     def input_text(self) -> str:
-        """What the model reads, in a few words."""
         return f"{self.image_size}x{self.image_size}x{self.channels}, patch {self.patch_size}"

@@ -22,21 +22,15 @@ class Layout(Protocol):
     platform: str
     """cpu, gpu or tpu: that of the devices, which need not be this machine's."""
 
-    def splits(self, axis: str) -> bool:
-        """Whether a logical axis is split over more than one device."""
-        ...
+    def splits(self, axis: str) -> bool: ...
 
     def names(self, axis: str | None) -> tuple[str, ...]:
         """The mesh axes that split a logical axis, for collectives inside `local`; empty where nothing does."""
         ...
 
-    def ways(self, axis: str | None) -> int:
-        """Parts that a logical axis is split into."""
-        ...
+    def ways(self, axis: str | None) -> int: ...
 
-    def constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
-        """The same array, laid out by the logical axes of its dimensions."""
-        ...
+    def constrain(self, x: jax.Array, axes: Axes) -> jax.Array: ...
 
     def local(self, function: Callable[..., Any], inputs: tuple[Axes, ...], outputs: Any) -> Callable[..., Any]:
         """`function` on every device's own part: for kernels that the compiler cannot split.
@@ -69,23 +63,19 @@ def current() -> Layout | None:
 
 def platform() -> str:
     """cpu, gpu or tpu, whichever is being compiled for."""
-    layout = _CURRENT.get()
-    return jax.default_backend() if layout is None else layout.platform
+    return jax.default_backend() if (layout := current()) is None else layout.platform
 
 
 def splits(axis: str) -> bool:
     """Whether a logical axis is split over more than one device."""
-    layout = _CURRENT.get()
-    return layout is not None and layout.splits(axis)
+    return (layout := current()) is not None and layout.splits(axis)
 
 
 def ways(axis: str) -> int:
     """Parts that a logical axis is split into."""
-    layout = _CURRENT.get()
-    return 1 if layout is None else layout.ways(axis)
+    return 1 if (layout := current()) is None else layout.ways(axis)
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """x, laid out by the logical axes of its dimensions."""
-    layout = _CURRENT.get()
-    return x if layout is None else layout.constrain(x, axes)
+    return x if (layout := current()) is None else layout.constrain(x, axes)

@@ -67,22 +67,18 @@ class TransformerConfig(ModelConfig):
 
     @property
     def mlp_dim(self) -> int:
-        """MLP hidden size F."""
         return round(self.mlp_ratio * self.width)
 
     @property
     def heads_dim(self) -> int:
-        """Dimension per head N."""
         return self.head_dim if self.head_dim is not None else self.width // self.num_heads
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads K."""
         return self.num_kv_heads if self.num_kv_heads is not None else self.num_heads
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP has a gate beside its up projection."""
         return self.activation == "swiglu"
 
     @property
@@ -96,7 +92,6 @@ class TransformerConfig(ModelConfig):
         return None
 
     def base_sizes(self) -> dict[str, int]:
-        """Sizes that a parameterization takes to infinity, by logical axis name."""
         return {
             "embed": self.width,
             "heads": self.num_heads,

@@ -29,7 +29,6 @@ class ViT(nnx.Module):
         self.readout, self.readout_bias = init.param("readout"), init.maybe("readout_bias")
 
     def embed(self, images_BHWC: jax.Array) -> jax.Array:
-        """Images to the residual stream's first layer, [B, T, D]."""
         batch, size, _, channels = images_BHWC.shape
         grid, patch = size // self.config.patch_size, self.config.patch_size
         x_BGGSSC = images_BHWC.reshape(batch, grid, patch, grid, patch, channels).swapaxes(2, 3)
@@ -46,13 +45,10 @@ class ViT(nnx.Module):
         return self.reading(images_BHWC).logits()
 
     def reading(self, images_BHWC: jax.Array) -> Reading:
-        """What the logits are made of."""
-        return self._reading(
-            residual_stack(self.block, self.embed(images_BHWC), self.config.depth, self.config.compute)
-        )
+        h_BTD = self.embed(images_BHWC)
+        return self._reading(residual_stack(self.block, h_BTD, self.config.depth, self.config.compute))
 
     def read(self, h_BTD: jax.Array) -> jax.Array:
-        """The residual stream's last layer, [B, T, D], to float32 logits [B, C]."""
         return self._reading(h_BTD).logits()
 
     def _reading(self, h_BTD: jax.Array) -> Reading:

@@ -195,7 +195,7 @@ class Limit:
         return max(-self.growth.get("embed", 0.0), heads + blocks)
 
     def observables(self) -> dict[str, float]:
-        found = {
+        exponents = {
             "residual stream": self.stream,
             "one block's share of the stream": self.contribution,
             "all blocks' share of the stream": self.contribution + self.layers / 2,
@@ -213,19 +213,15 @@ class Limit:
             "q, k backward signal, aligned": self.logits + self.k + self.aligned,
         }
         groups = {"q, k": ("query", "key"), "block": ("value", "attention out", "MLP in", "MLP out")}
-        for name, members in {"embedding": ("embedding",), **groups, "readout": ("readout",)}.items():
-            found[f"weight movement, {name}"] = _farthest(*(self.movement(member) for member in members))
-        if self.family in ("adam", "muon"):
-            for name, members in {"embedding": ("embedding",), **groups, "readout": ("readout",)}.items():
-                over = [
-                    self.gradient[m] - self.x(self.rows[m].eps_of(self.family))
-                    for m in members
-                    if not self.orthogonal(m)
-                ]
-                if over:
-                    found[f"gradient over eps, {name}"] = min(over)
-        found["lr * weight decay"] = _farthest(*(self.x(row.decay) for row in self.rows.values()))
-        return found
+        groups = {"embedding": ("embedding",), **groups, "readout": ("readout",)}
+        for name, members in groups.items():
+            exponents[f"weight movement, {name}"] = _farthest(*map(self.movement, members))
+        for name, members in groups.items() if self.family in ("adam", "muon") else ():
+            if on_adam := [weight for weight in members if not self.orthogonal(weight)]:
+                over = (self.gradient[weight] - self.x(self.rows[weight].eps_of(self.family)) for weight in on_adam)
+                exponents[f"gradient over eps, {name}"] = min(over)
+        exponents["lr * weight decay"] = _farthest(*(self.x(row.decay) for row in self.rows.values()))
+        return exponents
 
 
 def _farthest(*exponents: float) -> float:

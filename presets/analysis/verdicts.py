@@ -52,12 +52,13 @@ def verdicts(preset: Preset, optimizer: str = "adam") -> dict[str, dict[str, Ent
     family = preset.family(optimizer)
     columns = {limit: Limit(preset, family, growth).observables() for limit, growth in LIMITS.items()}
     rows = list(next(iter(columns.values())))
-    return {row: {limit: _entry(row, limit, columns[limit], family) for limit in LIMITS} for row in rows}
-
-
-def _entry(row: str, limit: str, column: Mapping[str, float], family: str) -> Entry:
-    exponent = round(column[row], 10) + 0.0
-    return Entry(exponent, _verdict(row, limit, exponent, column, family))
+    return {
+        row: {
+            limit: Entry(x := round(column[row], 10) + 0.0, _verdict(row, limit, x, column, family))
+            for limit, column in columns.items()
+        }
+        for row in rows
+    }
 
 
 def _verdict(row: str, limit: str, exponent: float, column: Mapping[str, float], family: str) -> str:
@@ -98,9 +99,8 @@ def wrong(preset: Preset, optimizer: str = "adam") -> dict[str, list[tuple[str, 
 def limits_rows(preset: Preset, optimizer: str = "adam") -> list[list[str]]:
     """Every observable and its cell per limit, with a header row."""
     rows = [["observable", *(f"{limit} ({SYMBOLS[limit]})" for limit in LIMITS)]]
-    for row, at in verdicts(preset, optimizer).items():
-        rows.append([row, *(_cell(entry, limit) for limit, entry in at.items())])
-    return rows
+    table = verdicts(preset, optimizer)
+    return [*rows, *([row, *(_cell(entry, limit) for limit, entry in at.items())] for row, at in table.items())]
 
 
 def compare_rows(presets: Sequence[Preset], optimizer: str = "adam") -> list[list[str]]:
@@ -121,20 +121,18 @@ def summary_rows(presets: Sequence[Preset], optimizer: str = "adam") -> list[lis
     for preset in presets:
         cells = []
         for limit, entries in wrong(preset, optimizer).items():
-            words = {}
+            worst: dict[str, tuple[str, float]] = {}
             for row, entry in entries:
-                if entry.verdict not in words or abs(entry.exponent) > abs(words[entry.verdict][1].exponent):
-                    words[entry.verdict] = (row, entry)
-            said = [f"{word} ({row} {SYMBOLS[limit]}^{entry.exponent:g})" for word, (row, entry) in words.items()]
-            cells.append("; ".join(said) or "stable")
+                if abs(entry.exponent) > abs(worst.get(entry.verdict, ("", 0.0))[1]):
+                    worst[entry.verdict] = (row, entry.exponent)
+            words = [f"{word} ({row} {SYMBOLS[limit]}^{exponent:g})" for word, (row, exponent) in worst.items()]
+            cells.append("; ".join(words) or "stable")
         rows.append([preset.name, *cells])
     return rows
 
 
 def _cell(entry: Entry, limit: str) -> str:
-    if entry.exponent == 0:
-        return entry.verdict
-    return f"{entry.verdict} {SYMBOLS[limit]}^{entry.exponent:g}"
+    return entry.verdict if entry.exponent == 0 else f"{entry.verdict} {SYMBOLS[limit]}^{entry.exponent:g}"
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:

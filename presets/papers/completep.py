@@ -22,7 +22,7 @@ import dataclasses
 
 from mupax.presets.papers.infinite_limits import D, L, infinite_limits
 from mupax.presets.power import ONE, product
-from mupax.presets.preset import Preset
+from mupax.presets.preset import Preset, changed
 from mupax.presets.roles import ParamSpec, PresetError
 from mupax.presets.rule import Rule
 
@@ -52,9 +52,8 @@ def completep(
             row = dataclasses.replace(row, decay=row.adam * product(spec.fan_in))
         return row
 
-    chosen = {"alpha_a": alpha_a, "alpha_l": alpha_l, "eps_scope": eps_scope, "decay": decay, "beta0": beta0}
-    defaults = {"alpha_a": 1.0, "alpha_l": 1.0, "eps_scope": "blocks", "decay": None, "beta0": 1.0}
-    given = {key: value for key, value in chosen.items() if value != defaults[key]}
+    powers = changed(alpha_a=(alpha_a, 1.0), alpha_l=(alpha_l, 1.0))
+    given = powers | changed(eps_scope=(eps_scope, "blocks"), decay=(decay, None), beta0=(beta0, 1.0))
     drifts = decay != "rate" and alpha_l < 1
     drift = f"lr*wd of block matrices goes as layers^{alpha_l - 1:g} (completep's own table); decay=rate keeps it fixed"
     return dataclasses.replace(family, rule=rule, given=given, warnings=(drift,) if drifts else ())

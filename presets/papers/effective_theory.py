@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from mupax.presets.papers.infinite_limits import D, N, heads_summed
 from mupax.presets.power import ONE, product
-from mupax.presets.preset import Preset
+from mupax.presets.preset import Preset, changed
 from mupax.presets.roles import VECTORS, ParamSpec, PresetError, Role
 from mupax.presets.rule import Rule
 
@@ -76,8 +76,6 @@ def effective_theory(name: str, s: float, *, alpha_a: float = 0.5, init: str = "
         adam = m_in**-1 * m_out**-0.5 * D ** (s / 2)
         return Rule(init_std=m_in**-0.5, sgd=m_in**-1 * D**s, adam=adam, eps=gradient, init_constant=constant)
 
-    chosen_constants = {"s": s, "alpha_a": alpha_a, "init": init}
-    given = {k: v for k, v in chosen_constants.items() if v != {"alpha_a": 0.5, "init": "paper"}.get(k)}
     return Preset(
         name=name,
         rule=rule,
@@ -85,8 +83,8 @@ def effective_theory(name: str, s: float, *, alpha_a: float = 0.5, init: str = "
         form="plain",
         logits=N**-alpha_a,
         branch=ONE,
-        no_rule={"muon": "the paper has SGD and AdamW", "lion": "the paper has SGD and AdamW"},
-        given=given,
+        no_rule=dict.fromkeys(("muon", "lion"), "the paper has SGD and AdamW"),
+        given=changed(s=(s, None), alpha_a=(alpha_a, 0.5), init=(init, "paper")),
     )
 
 

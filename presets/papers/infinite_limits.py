@@ -31,7 +31,7 @@ from __future__ import annotations
 import dataclasses
 
 from mupax.presets.power import ONE, Power, axis, product
-from mupax.presets.preset import Preset
+from mupax.presets.preset import Preset, changed
 from mupax.presets.roles import EMBEDDINGS, VECTORS, ParamSpec, PresetError, Role
 from mupax.presets.rule import Rule
 
@@ -165,15 +165,7 @@ def infinite_limits(
             row = dataclasses.replace(row, decay=D**decay_width)
         return row
 
-    given = {
-        "alpha_a": alpha_a,
-        "alpha_l": alpha_l,
-        "gamma0": gamma0,
-        "beta0": beta0,
-        "c_a": c_a,
-        "decay_width": decay_width,
-    }
-    defaults = {"gamma0": 1.0, "beta0": 1.0, "c_a": 1.0, "decay_width": 0.0}
+    ours = changed(gamma0=(gamma0, 1.0), beta0=(beta0, 1.0), c_a=(c_a, 1.0), decay_width=(decay_width, 0.0))
     return Preset(
         name=name,
         rule=rule,
@@ -181,7 +173,7 @@ def infinite_limits(
         form="readout-multiplier",
         logits=c_a * N**-alpha_a,
         branch=beta0 * (L**-alpha_l if alpha_l is not None else ONE),
-        given={key: value for key, value in given.items() if value is not None and value != defaults.get(key)},
+        given=changed(alpha_a=(alpha_a, None), alpha_l=(alpha_l, None)) | ours,
     )
 
 

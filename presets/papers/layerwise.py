@@ -43,7 +43,6 @@ def sp_layerwise() -> Preset:
                 return Rule(sgd=D**0.5, eps=gradient)
         return Rule(init_std=m_in**-0.5, sgd=m_in**-1 * D**0.5, adam=m_in**-1, eps=gradient)
 
-    reason = "the paper has SGD and Adam"
     return Preset(
         name="sp-layerwise",
         rule=rule,
@@ -51,5 +50,5 @@ def sp_layerwise() -> Preset:
         form="plain",
         logits=N**-0.5,
         branch=ONE,
-        no_rule={"muon": reason, "lion": reason},
+        no_rule=dict.fromkeys(("muon", "lion"), "the paper has SGD and Adam"),
     )

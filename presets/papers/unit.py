@@ -25,11 +25,9 @@ from collections.abc import Mapping
 
 from mupax.presets.papers.infinite_limits import D, L, N, heads_summed
 from mupax.presets.power import ONE, product
-from mupax.presets.preset import Branch, Preset
+from mupax.presets.preset import Branch, Preset, changed
 from mupax.presets.roles import VECTORS, ParamSpec, PresetError, Role
 from mupax.presets.rule import Rule
-
-_NO_SGD = "the paper has Adam only"
 
 
 def u_mup(*, alpha_res: float = 1.0, alpha_ratio: float = 1.0, embedding_exponent: float = -0.5) -> Preset:
@@ -65,11 +63,6 @@ def u_mup(*, alpha_res: float = 1.0, alpha_ratio: float = 1.0, embedding_exponen
         tau_sq = attention_sq / before if branch == "attention" else mlp_sq / (before + attention_sq)
         return 1 / math.sqrt(1 + tau_sq), math.sqrt(tau_sq / (1 + tau_sq))
 
-    chosen = {
-        "alpha_res": (alpha_res, 1.0),
-        "alpha_ratio": (alpha_ratio, 1.0),
-        "embedding_exponent": (embedding_exponent, -0.5),
-    }
     return Preset(
         name="u-mup",
         rule=rule,
@@ -78,7 +71,9 @@ def u_mup(*, alpha_res: float = 1.0, alpha_ratio: float = 1.0, embedding_exponen
         logits=N**-1,
         branch=L**-0.5,
         residual=residual,
-        no_rule={"sgd": _NO_SGD, "muon": _NO_SGD, "lion": _NO_SGD},
+        no_rule=dict.fromkeys(("sgd", "muon", "lion"), "the paper has Adam only"),
         baseless=True,
-        given={key: value for key, (value, default) in chosen.items() if value != default},
+        given=changed(
+            alpha_res=(alpha_res, 1.0), alpha_ratio=(alpha_ratio, 1.0), embedding_exponent=(embedding_exponent, -0.5)
+        ),
     )

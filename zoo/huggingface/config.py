@@ -17,20 +17,15 @@ from mupax.zoo.transformer import TransformerConfig
 Family = Literal["gpt2", "llama", "vit"]
 
 ACTIVATIONS = {
-    "gelu_new": "gelu",
-    "gelu_pytorch_tanh": "gelu",
-    "gelu_fast": "gelu",
-    "gelu": "gelu_exact",
-    "gelu_python": "gelu_exact",
+    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu"),
+    **dict.fromkeys(("gelu", "gelu_python"), "gelu_exact"),
     "relu": "relu",
 }
 """Their names of activations to ours; gelu_new, gelu_pytorch_tanh and gelu_fast are one function."""
 
 ARCHITECTURES: dict[Family, str] = {
-    "gpt2": "GPT2LMHeadModel",
-    "llama": "LlamaForCausalLM",
-    "vit": "ViTForImageClassification",
-}
+    "gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "vit": "ViTForImageClassification"
+}  # fmt: skip
 
 STACK = ("width", "depth", "num_heads", "mlp_dim", "norm_eps")
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
@@ -105,15 +100,14 @@ def to_huggingface(model: TransformerConfig, *, dtype: str = "float32", separato
         **dict.fromkeys(DROPOUTS[family], 0.0),
     }
     if family == "vit":
-        labels = {str(i): f"LABEL_{i}" for i in range(sizes["classes"])}
-        names = ("image_size", "patch_size", "num_channels")
+        labels = [f"LABEL_{i}" for i in range(sizes["classes"])]
         return {
             **shared,
-            **dict(zip(names, pixels(model), strict=True)),
+            **dict(zip(("image_size", "patch_size", "num_channels"), pixels(model), strict=True)),
             "hidden_act": activation,
             "qkv_bias": True,
-            "id2label": labels,
-            "label2id": {label: int(i) for i, label in labels.items()},
+            "id2label": {str(i): label for i, label in enumerate(labels)},
+            "label2id": {label: i for i, label in enumerate(labels)},
         }
     text = {
         **shared,
@@ -148,56 +142,43 @@ def from_huggingface(fields: Mapping[str, Any]) -> Published:
     kind = fields.get("model_type")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise ConfigError(f"config.json: model_type is {shown(kind)}; only {', '.join(ARCHITECTURES)} are read")
-    read = Fields(fields)
-    match kind:
-        case "gpt2":
-            published = _gpt2(read)
-        case "llama":
-            published = _llama(read)
-        case _:
-            published = _vit(read)
-    if reasons := _reasons(published.model, kind):
+    published = {"gpt2": _gpt2, "llama": _llama, "vit": _vit}[kind](Fields(fields))
+    if reasons := _reasons(published.model, published.family):
         raise ConfigError(f"config.json: {'; '.join(reasons)}")
     return published
 
 
 def _reasons(model: TransformerConfig, family: Family) -> list[str]:
     """Why the family's code would compute another function; empty where it would not."""
-    found = []
-    if model.centered:
-        found.append("model.centered trains the difference of two networks, and a file holds one")
-    if model.qk_norm:
-        found.append("model.qk_norm normalizes queries and keys, which it does not")
+    width, heads, kv_heads, size = model.width, model.num_heads, model.kv_heads, model.heads_dim
+    refused = {
+        "model.centered trains the difference of two networks, and a file holds one": model.centered,
+        "model.qk_norm normalizes queries and keys, which it does not": model.qk_norm,
+    }
     if family == "llama":
-        if model.norm != "rmsnorm" or not model.gated:
-            found.append(f"with rotary positions it needs rmsnorm and swiglu, not {model.norm} and {model.activation}")
-        if model.width % model.num_heads:
-            found.append(f"it needs model.width {model.width} to be a multiple of model.num_heads {model.num_heads}")
-        return found
-    if model.norm != "layernorm":
-        found.append("it has LayerNorm, which subtracts the mean, and model.norm is rmsnorm")
-    if model.gated:
-        found.append("its MLP has no gate, and model.activation is swiglu")
-    if model.kv_heads != model.num_heads:
-        found.append(
-            f"it has no grouped queries, and model.num_kv_heads is {model.kv_heads} of {model.num_heads} heads"
-        )
-    if model.num_heads * model.heads_dim != model.width:
-        found.append(
-            f"its heads fill the width, and {model.num_heads} heads of {model.heads_dim} are not {model.width}"
-        )
-    if family == "vit" and "cls" not in model.parameters():
-        found.append("it classifies by the CLS token, and model.pool is mean; train with --model.pool cls to export")
-    return found
+        kinds = f"with rotary positions it needs rmsnorm and swiglu, not {model.norm} and {model.activation}"
+        refused[kinds] = model.norm != "rmsnorm" or not model.gated
+        refused[f"it needs model.width {width} to be a multiple of model.num_heads {heads}"] = bool(width % heads)
+    else:
+        refused |= {
+            "it has LayerNorm, which subtracts the mean, and model.norm is rmsnorm": model.norm != "layernorm",
+            "its MLP has no gate, and model.activation is swiglu": model.gated,
+            f"it has no grouped queries, and model.num_kv_heads is {kv_heads} of {heads} heads": kv_heads != heads,
+            f"its heads fill the width, and {heads} heads of {size} are not {width}": heads * size != width,
+            "it classifies by the CLS token, and model.pool is mean; train with --model.pool cls to export": (
+                family == "vit" and "cls" not in model.parameters()
+            ),
+        }
+    return [reason for reason, holds in refused.items() if holds]
 
 
 def _stack(read: Fields, family: Family) -> dict[str, Any]:
     """Our fields of the residual stack."""
-    found: dict[str, Any] = {}
+    stack: dict[str, Any] = {}
     for ours, theirs, default in zip(STACK, FIELDS[family], DEFAULTS[family], strict=True):
-        found[ours] = read.read(theirs, default or 4 * found["width"])
-    mlp_ratio = found.pop("mlp_dim") / found["width"]
-    return {**found, "mlp_ratio": mlp_ratio}
+        stack[ours] = read.read(theirs, default or 4 * stack["width"])
+    stack["mlp_ratio"] = stack.pop("mlp_dim") / stack["width"]
+    return stack
 
 
 def _gpt2(read: Fields) -> Published:
@@ -254,8 +235,8 @@ def _vit(read: Fields) -> Published:
 
 def _rope_theta(read: Fields) -> float:
     """The base of rotary positions; other kinds than the plain one are refused."""
-    given = read.fields.get("rope_parameters")
-    for rope in (given, read.fields.get("rope_scaling")):
+    parameters, scaling = read.fields.get("rope_parameters"), read.fields.get("rope_scaling")
+    for rope in (parameters, scaling):
         if rope is None:
             continue
         if not isinstance(rope, dict):
@@ -266,9 +247,6 @@ def _rope_theta(read: Fields) -> float:
                 f"config.json: rotary positions of type {shown(kind)} change the frequencies with the context; "
                 "our models have the plain ones (type default) only"
             )
-        if rope.get("partial_rotary_factor", 1) != 1:
-            raise ConfigError("config.json: partial_rotary_factor turns only a part of each head; ours turn all of it")
-    if read.fields.get("partial_rotary_factor", 1) != 1:
+    if any(holder.get("partial_rotary_factor", 1) != 1 for holder in (parameters or {}, scaling or {}, read.fields)):
         raise ConfigError("config.json: partial_rotary_factor turns only a part of each head; ours turn all of it")
-    holder = read if given is None or "rope_theta" not in given else Fields(given)
-    return holder.read("rope_theta", 10_000.0)
+    return Fields({**read.fields, **(parameters or {})}).read("rope_theta", 10_000.0)

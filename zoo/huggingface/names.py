@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 from mupax.zoo.huggingface.config import Family, family_of
 from mupax.zoo.transformer import TransformerConfig
@@ -32,17 +32,6 @@ class Tensor:
     @property
     def stacked(self) -> bool:
         return "{i}" in self.name
-
-
-def tensors(model: TransformerConfig) -> list[Tensor]:
-    """Every tensor of a model's file, without the prefix."""
-    match family_of(model):
-        case "gpt2":
-            return _gpt2(model)
-        case "llama":
-            return _llama(model)
-        case _:
-            return _vit(model)
 
 
 class Shape(NamedTuple):
@@ -78,76 +67,63 @@ def our_shapes(model: TransformerConfig) -> dict[str, Shape]:
     return {name: shape(name) for tensor in tensors(model) for name in tensor.ours}
 
 
-def _gpt2(model: TransformerConfig) -> list[Tensor]:
-    qkv = tuple(f"block.attention.{name}" for name in ("query", "key", "value"))
-    block = "h.{i}."
-    found = [
-        Tensor("wte.weight", ("token",), "same"),
-        Tensor("wpe.weight", ("position",), "same"),
-        *_norm(block + "ln_1", "block.attention_norm"),
-        Tensor(block + "attn.c_attn.weight", qkv, "conv1d"),
-        Tensor(block + "attn.c_attn.bias", tuple(f"{name}_bias" for name in qkv), "flat"),
-        *_matrix(block + "attn.c_proj", "block.attention.out", "conv1d"),
-        *_norm(block + "ln_2", "block.mlp_norm"),
-        *_matrix(block + "mlp.c_fc", "block.mlp.up", "conv1d"),
-        *_matrix(block + "mlp.c_proj", "block.mlp.down", "conv1d"),
-        *_norm("ln_f", "norm"),
-    ]
-    return [*found, *_lm_head(model)]
+_GPT2 = """
+wte.weight same token
+wpe.weight same position
+h.{i}.ln_1 norm block.attention_norm
+h.{i}.attn.c_attn.weight conv1d block.attention.query block.attention.key block.attention.value
+h.{i}.attn.c_attn.bias flat block.attention.query_bias block.attention.key_bias block.attention.value_bias
+h.{i}.attn.c_proj conv1d block.attention.out
+h.{i}.ln_2 norm block.mlp_norm
+h.{i}.mlp.c_fc conv1d block.mlp.up
+h.{i}.mlp.c_proj conv1d block.mlp.down
+ln_f norm norm
+"""
+_LLAMA = """
+embed_tokens.weight same token
+layers.{i}.self_attn.q_proj linear block.attention.query
+layers.{i}.self_attn.k_proj linear block.attention.key
+layers.{i}.self_attn.v_proj linear block.attention.value
+layers.{i}.self_attn.o_proj linear block.attention.out
+layers.{i}.mlp.gate_proj linear block.mlp.gate
+layers.{i}.mlp.up_proj linear block.mlp.up
+layers.{i}.mlp.down_proj linear block.mlp.down
+layers.{i}.input_layernorm.weight flat block.attention_norm.gain
+layers.{i}.post_attention_layernorm.weight flat block.mlp_norm.gain
+norm.weight flat norm.gain
+"""
+_VIT = """
+embeddings.cls_token led cls
+embeddings.position_embeddings led position
+embeddings.patch_embeddings.projection.weight conv2d patch
+embeddings.patch_embeddings.projection.bias flat patch_bias
+encoder.layer.{i}.layernorm_before norm block.attention_norm
+encoder.layer.{i}.attention.attention.query linear block.attention.query
+encoder.layer.{i}.attention.attention.key linear block.attention.key
+encoder.layer.{i}.attention.attention.value linear block.attention.value
+encoder.layer.{i}.attention.output.dense linear block.attention.out
+encoder.layer.{i}.layernorm_after norm block.mlp_norm
+encoder.layer.{i}.intermediate.dense linear block.mlp.up
+encoder.layer.{i}.output.dense linear block.mlp.down
+layernorm norm norm
+classifier linear readout
+"""
+_TABLES: dict[Family, str] = {"gpt2": _GPT2, "llama": _LLAMA, "vit": _VIT}
+"""Their name, the layout and our names. A name without .weight or .bias is both: those of a matrix, or gain and bias of a norm."""
 
 
-def _llama(model: TransformerConfig) -> list[Tensor]:
-    block, attention, mlp = "layers.{i}.", "block.attention.", "block.mlp."
-    matrices = {
-        "self_attn.q_proj": f"{attention}query",
-        "self_attn.k_proj": f"{attention}key",
-        "self_attn.v_proj": f"{attention}value",
-        "self_attn.o_proj": f"{attention}out",
-        "mlp.gate_proj": f"{mlp}gate",
-        "mlp.up_proj": f"{mlp}up",
-        "mlp.down_proj": f"{mlp}down",
-    }
-    return [
-        Tensor("embed_tokens.weight", ("token",), "same"),
-        *[
-            tensor
-            for theirs, ours in matrices.items()
-            for tensor in _matrix(block + theirs, ours, "linear")[: 1 + model.bias]
-        ],
-        Tensor(block + "input_layernorm.weight", ("block.attention_norm.gain",), "flat"),
-        Tensor(block + "post_attention_layernorm.weight", ("block.mlp_norm.gain",), "flat"),
-        Tensor("norm.weight", ("norm.gain",), "flat"),
-        *_lm_head(model),
-    ]
-
-
-def _vit(model: TransformerConfig) -> list[Tensor]:
-    block, attention = "encoder.layer.{i}.", "block.attention."
-    return [
-        Tensor("embeddings.cls_token", ("cls",), "led"),
-        Tensor("embeddings.position_embeddings", ("position",), "led"),
-        Tensor("embeddings.patch_embeddings.projection.weight", ("patch",), "conv2d"),
-        Tensor("embeddings.patch_embeddings.projection.bias", ("patch_bias",), "flat"),
-        *_norm(block + "layernorm_before", "block.attention_norm"),
-        *_matrix(block + "attention.attention.query", f"{attention}query", "linear"),
-        *_matrix(block + "attention.attention.key", f"{attention}key", "linear"),
-        *_matrix(block + "attention.attention.value", f"{attention}value", "linear"),
-        *_matrix(block + "attention.output.dense", f"{attention}out", "linear"),
-        *_norm(block + "layernorm_after", "block.mlp_norm"),
-        *_matrix(block + "intermediate.dense", "block.mlp.up", "linear"),
-        *_matrix(block + "output.dense", "block.mlp.down", "linear"),
-        *_norm("layernorm", "norm"),
-        *_matrix("classifier", "readout", "linear"),
-    ]
-
-
-def _norm(theirs: str, ours: str) -> list[Tensor]:
-    return [Tensor(f"{theirs}.weight", (f"{ours}.gain",), "flat"), Tensor(f"{theirs}.bias", (f"{ours}.bias",), "flat")]
-
-
-def _matrix(theirs: str, ours: str, layout: Layout) -> list[Tensor]:
-    return [Tensor(f"{theirs}.weight", (ours,), layout), Tensor(f"{theirs}.bias", (f"{ours}_bias",), "flat")]
-
-
-def _lm_head(model: TransformerConfig) -> list[Tensor]:
-    return [] if model.tied_readout else [Tensor("lm_head.weight", ("readout",), "linear")]
+def tensors(model: TransformerConfig) -> list[Tensor]:
+    """Every tensor of a model's file, without the prefix."""
+    family, tensors = family_of(model), []
+    for line in _TABLES[family].strip().splitlines():
+        theirs, layout, *ours = line.split()
+        if layout != "norm" and theirs.endswith((".weight", ".bias", "_token", "_embeddings")):
+            tensors.append(Tensor(theirs, tuple(ours), cast("Layout", layout)))
+            continue
+        weight = (f"{ours[0]}.gain", "flat") if layout == "norm" else (ours[0], layout)
+        tensors.append(Tensor(f"{theirs}.weight", weight[:1], cast("Layout", weight[1])))
+        if family != "llama" or model.bias:
+            tensors.append(Tensor(f"{theirs}.bias", (ours[0] + (".bias" if layout == "norm" else "_bias"),), "flat"))
+    if family == "vit" or model.tied_readout:
+        return tensors
+    return [*tensors, Tensor("lm_head.weight", ("readout",), "linear")]

@@ -67,9 +67,8 @@ def why_not(implementation: AttentionName, q_BTHN: jax.Array, k_BSKN: jax.Array,
                 return f"the head dimension {size} is not a multiple of 8 up to 128"
             if causal and partition.splits("sequence"):
                 return "its causal mask cannot begin at a later position, as split positions need"
-            if any(
-                float(device.compute_capability) < 8.0 for device in jax.local_devices() if device.platform == "gpu"
-            ):
+            gpus = (device for device in jax.local_devices() if device.platform == "gpu")
+            if any(float(device.compute_capability) < 8.0 for device in gpus):
                 return "the kernel needs compute capability 8.0 or later"
     return None
 
