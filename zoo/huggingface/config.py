@@ -1,7 +1,7 @@
 """Model configs in the form of Hugging Face's `transformers`: GPT-2, Llama and ViT, both ways.
 
 A decoder with learned positions is a GPT-2, one with rotary positions a Llama. What a family's code cannot compute is
-refused with its reason, in both directions: no weight is taken or given for a model that would be another function.
+refused with its reason, in both directions.
 """
 
 from __future__ import annotations
@@ -37,10 +37,8 @@ FIELDS: dict[Family, tuple[str, ...]] = {
 """Their names of what our `STACK` names."""
 
 DEFAULTS: dict[Family, tuple[float, ...]] = {
-    "gpt2": (768, 12, 12, 0, 1e-5),
-    "llama": (4096, 32, 32, 11008, 1e-6),
-    "vit": (768, 12, 12, 3072, 1e-12),
-}
+    "gpt2": (768, 12, 12, 0, 1e-5), "llama": (4096, 32, 32, 11008, 1e-6), "vit": (768, 12, 12, 3072, 1e-12)
+}  # fmt: skip
 """What a field left out is; 0 is four widths."""
 
 DROPOUTS: dict[Family, tuple[str, ...]] = {

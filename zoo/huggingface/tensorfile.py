@@ -54,7 +54,7 @@ class Tensors:
         self.path = path
         self._files: dict[str, Any] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        file = _found(path)
+        file = _file_of(path)
         if file.name.endswith(".json"):
             self._open_indexed(file)
         else:
@@ -78,7 +78,7 @@ class Tensors:
         if not isinstance(weight_map, dict) or not weight_map:
             raise TensorFileError(f"{index}: no weight_map from tensor names to files")
         opened: dict[str, Any] = {}
-        held: dict[str, set[str]] = {}
+        names: dict[str, set[str]] = {}
         for name, file in weight_map.items():
             if not _plain(file):
                 raise TensorFileError(
@@ -87,8 +87,8 @@ class Tensors:
                 )
             if file not in opened:
                 opened[file] = _opened(index.parent / file)
-                held[file] = set(opened[file].keys())
-            if name not in held[file]:
+                names[file] = set(opened[file].keys())
+            if name not in names[file]:
                 raise TensorFileError(f"{index}: {_short(name)} is said to be in {file}, which does not hold it")
             self._add(name, opened[file], file)
 
@@ -171,7 +171,7 @@ def write_tensors(
             value = np.ascontiguousarray(array, dtype=stored)
         if not np.isfinite(value).all() and np.isfinite(array).all():
             raise TensorFileError(f"{name} has values that {dtype} cannot hold; write float32 or bfloat16")
-        if waiting and sum(held.nbytes for held in waiting.values()) + value.nbytes > shard_bytes:
+        if waiting and sum(other.nbytes for other in waiting.values()) + value.nbytes > shard_bytes:
             flush()
         waiting[name] = value
         total += value.nbytes
@@ -186,22 +186,20 @@ def write_tensors(
     return [folder / name for name in names]
 
 
-def _found(path: Path) -> Path:
+def _file_of(path: Path) -> Path:
     """The file to open for a path: itself, or what a folder holds."""
     if path.is_file() and path.name.endswith((".safetensors", ".safetensors.index.json")):
         return path
-    if path.is_dir():
-        for name in (SINGLE, INDEX):
-            if (path / name).is_file():
-                return path / name
-        others = sorted(path.glob("*.bin")) + sorted(path.glob("*.pt")) + sorted(path.glob("*.pth"))
-        if others:
-            raise TensorFileError(
-                f"{path}: {others[0].name} is a pickle, which can run any code when it is opened; only safetensors is read. "
-                "Most repositories offer it too; otherwise save the model again with `model.save_pretrained(FOLDER)`"
-            )
-        raise TensorFileError(f"{path}: holds neither {SINGLE} nor {INDEX}")
-    raise TensorFileError(f"{path}: no such file or folder of safetensors")
+    if not path.is_dir():
+        raise TensorFileError(f"{path}: no such file or folder of safetensors")
+    if whole := next((path / name for name in (SINGLE, INDEX) if (path / name).is_file()), None):
+        return whole
+    if pickle := next((file for ending in ("bin", "pt", "pth") for file in sorted(path.glob(f"*.{ending}"))), None):
+        raise TensorFileError(
+            f"{path}: {pickle.name} is a pickle, which can run any code when it is opened; only safetensors is read. "
+            "Most repositories offer it too; otherwise save the model again with `model.save_pretrained(FOLDER)`"
+        )
+    raise TensorFileError(f"{path}: holds neither {SINGLE} nor {INDEX}")
 
 
 def _opened(file: Path) -> Any:

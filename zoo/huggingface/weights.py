@@ -52,10 +52,11 @@ def to_huggingface(model: TransformerConfig, params: Mapping[str, np.ndarray]) -
         for i in range(model.depth if tensor.stacked else 1):
             parts = []
             for ours in tensor.ours:
-                if ours in params:
-                    value = params[ours][i] if tensor.stacked else params[ours]
-                else:
+                value = params.get(ours)
+                if value is None:
                     value = np.full(shapes[ours].whole, ours.endswith("gain"), np.float32)
+                elif tensor.stacked:
+                    value = value[i]
                 parts.append(_theirs(value, tensor, shapes[ours], model))
             name = tensor.name.format(i=i)
             yield (name if name in HEADS else prefix + name), np.concatenate(parts, -1) if len(parts) > 1 else parts[0]
@@ -64,16 +65,22 @@ def to_huggingface(model: TransformerConfig, params: Mapping[str, np.ndarray]) -
 def from_huggingface(files: Tensors, published: Published) -> Loaded:
     """Our parameters from a file of theirs.
 
+    Args:
+        files: its tensors.
+        published: the model that its config.json describes.
+
     Raises:
         TensorFileError: a tensor that is missing, has another shape, or that this architecture does not have.
     """
     model, family = published.model, published.family
-    found = _without_prefix(files, PREFIX[family])
+    names_in_file = _without_prefix(files, PREFIX[family])
     # Before any loop over layers: a config may claim millions of them.
-    if model.depth > len(found):
-        raise TensorFileError(f"{files.path}: {len(found)} tensors cannot be the {model.depth} layers of config.json")
+    if model.depth > len(names_in_file):
+        raise TensorFileError(
+            f"{files.path}: {len(names_in_file)} tensors cannot be the {model.depth} layers of config.json"
+        )
     shapes, zeros = our_shapes(model), set(published.zeros)
-    if family == "vit" and not any(name.startswith("classifier.") for name in found):
+    if family == "vit" and not any(name.startswith("classifier.") for name in names_in_file):
         zeros |= {"readout", "readout_bias"}
         if math.prod(shapes["readout"].whole) > _LARGEST_ZEROS:
             raise TensorFileError(
@@ -84,23 +91,24 @@ def from_huggingface(files: Tensors, published: Published) -> Loaded:
         if not zeros >= set(tensor.ours):
             names = {tensor.name.format(i=i) for i in range(model.depth if tensor.stacked else 1)}
             for name in sorted(names):
-                _check(files, found, name, _their_shape(tensor, shapes, model))
+                _check(files, names_in_file, name, _their_shape(tensor, shapes, model))
             used |= names
     params: Params = {}
     for tensor in tensors(model):
         make = np.zeros if zeros >= set(tensor.ours) else np.empty
-        params |= {ours: make(_stacked(shapes[ours].whole, tensor, model), np.float32) for ours in tensor.ours}
+        layers = (model.depth,) if tensor.stacked else ()
+        params |= {ours: make(layers + shapes[ours].whole, np.float32) for ours in tensor.ours}
         if make is np.zeros:
             continue
         for i in range(model.depth if tensor.stacked else 1):
-            value = files.read(found[tensor.name.format(i=i)])
+            value = files.read(names_in_file[tensor.name.format(i=i)])
             _place(value, tensor, shapes, params, i if tensor.stacked else None)
     if "block.attention.key_bias" not in model.parameters():
         params.pop("block.attention.key_bias", None)  # softmax does not see it: exactly the same function
-    left = sorted(set(found) - used)
+    left = sorted(set(names_in_file) - used)
     dropped = [name for name in left if name.endswith(WITHOUT_MEANING) or name.startswith(POOLER)]
     if "lm_head.weight" in left and model.tied_readout:
-        _check_tied(files, found["lm_head.weight"], params["token"])
+        _check_tied(files, names_in_file["lm_head.weight"], params["token"])
         dropped.append("lm_head.weight")
     if unknown := sorted(set(left) - set(dropped)):
         raise TensorFileError(
@@ -144,13 +152,7 @@ def _their_shape(tensor: Tensor, shapes: Mapping[str, Shape], model: Transformer
     return shape.whole
 
 
-def _place(
-    value: np.ndarray,
-    tensor: Tensor,
-    shapes: Mapping[str, Shape],
-    params: Params,
-    layer: int | None,
-) -> None:
+def _place(value: np.ndarray, tensor: Tensor, shapes: Mapping[str, Shape], params: Params, layer: int | None) -> None:
     """The inverse of `_theirs`: into the parameters that the tensor holds side by side."""
     if tensor.layout == "linear":
         value = value.T
@@ -165,28 +167,24 @@ def _place(
         start += size
 
 
-def _stacked(shape: tuple[int, ...], tensor: Tensor, model: TransformerConfig) -> tuple[int, ...]:
-    return (model.depth, *shape) if tensor.stacked else shape
-
-
 def _without_prefix(files: Tensors, prefix: str) -> dict[str, str]:
     """Name without the prefix to name in the file."""
-    found: dict[str, str] = {}
+    names_in_file: dict[str, str] = {}
     for name in files.shapes:
         short = name.removeprefix(prefix)
-        if short in found:
+        if short in names_in_file:
             raise TensorFileError(
-                f"{files.path}: holds both {found[short][:60]!a} and {name[:60]!a}, which are one tensor"
+                f"{files.path}: holds both {names_in_file[short][:60]!a} and {name[:60]!a}, which are one tensor"
             )
-        found[short] = name
-    return found
+        names_in_file[short] = name
+    return names_in_file
 
 
-def _check(files: Tensors, found: Mapping[str, str], name: str, shape: tuple[int, ...]) -> None:
-    if name not in found:
+def _check(files: Tensors, names_in_file: Mapping[str, str], name: str, shape: tuple[int, ...]) -> None:
+    if name not in names_in_file:
         raise TensorFileError(f"{files.path}: the tensor {name} {shape} is missing")
-    if files.shapes[found[name]] != shape:
-        there = files.shapes[found[name]]
+    if files.shapes[names_in_file[name]] != shape:
+        there = files.shapes[names_in_file[name]]
         raise TensorFileError(f"{files.path}: the tensor {name} has shape {there}; by config.json it would be {shape}")
 
 
