@@ -25,7 +25,7 @@ from mupax import __main__ as mupax
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
-MODULES = tuple(name for name in DOCUMENTS if name.startswith("docs/add_a_"))
+MODULES = tuple(name for name in DOCUMENTS if name.startswith("docs/add_a"))
 """Pages whose Python is a module to save, which a test beside what is added does."""
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 RUNS_NOTHING = ("--dry-run", "--print-config", "--help")
