@@ -14,34 +14,34 @@ FLAGS = ("alpha_a", "alpha_l", "gamma0", "beta0")
 """Those that have a flag of their own."""
 
 
-def read(pairs: Iterable[str], given: Mapping[str, float | str | None] | None = None) -> dict[str, Any]:
+def read(pairs: Iterable[str], flags: Mapping[str, float | str | None] | None = None) -> dict[str, Any]:
     """NAME=VALUE texts as a dictionary, beside constants that have flags of their own; alpha-l is alpha_l.
 
     Args:
         pairs: the texts.
-        given: constant to its flag's value; None where the flag was left out.
+        flags: constant to its flag's value; None where the flag was left out.
 
     Raises:
         PresetError: a text without "=", or a constant given twice.
     """
-    found: dict[str, Any] = {name: value for name, value in (given or {}).items() if value is not None}
+    values: dict[str, Any] = {name: value for name, value in (flags or {}).items() if value is not None}
     for pair in pairs:
         name, equals, value = (part.strip() for part in pair.partition("="))
         name = name.replace("-", "_")
         if not (equals and name and value):
             raise PresetError(f"the constant {pair!r}: write NAME=VALUE, such as s=0.5 or eps_scope=everywhere")
-        if name in found:
-            raise PresetError(f"the constant {name} is given twice, as {found[name]} and {value}; write it once")
-        found[name] = value
-    return found
+        if name in values:
+            raise PresetError(f"the constant {name} is given twice, as {values[name]} and {value}; write it once")
+        values[name] = value
+    return values
 
 
-def check(preset: str, given: Mapping[str, Any], makers: Mapping[str, Callable[..., Any]]) -> Constants:
+def check(preset: str, values: Mapping[str, Any], makers: Mapping[str, Callable[..., Any]]) -> Constants:
     """The constants as the preset takes them: texts of numbers as numbers.
 
     Args:
         preset: a name in `makers`.
-        given: constant to number or text.
+        values: constant to number or text.
         makers: preset name to the function that makes it.
 
     Raises:
@@ -49,7 +49,7 @@ def check(preset: str, given: Mapping[str, Any], makers: Mapping[str, Callable[.
     """
     known = inspect.signature(makers[preset]).parameters
     checked: Constants = {}
-    for name, value in given.items():
+    for name, value in values.items():
         if name not in known:
             others = [other for other, make in makers.items() if name in inspect.signature(make).parameters]
             hint = f"; {name} is a constant of {', '.join(others)}" if others else ""

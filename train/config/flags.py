@@ -19,22 +19,22 @@ def words(config: Config) -> list[str] | None:
     if config.recipe not in RECIPES:
         return None
     base = RECIPES[config.recipe]()
-    found: list[str] = []
+    flags: list[str] = []
     bare = dataclasses.replace(config.model, compute=base.model.compute)
     named = [name for name, model in CONFIGS.items() if dataclasses.replace(model, compute=base.model.compute) == bare]
     if named and bare != base.model:
-        found += ["--model", named[0]]
+        flags += ["--model", named[0]]
         data = dataclasses.replace(base.data, name=config.data.name)
         base = dataclasses.replace(base, model=bare, data=data)
-        found += ["--data.name", shlex.quote(config.data.name)] if data != RECIPES[config.recipe]().data else []
+        flags += ["--data.name", shlex.quote(config.data.name)] if data != RECIPES[config.recipe]().data else []
     if base.model.family != config.model.family:
         return None
     differing = _differing(base.resolved(), config.resolved(), "")
-    return None if differing is None else [*found, *differing]
+    return None if differing is None else [*flags, *differing]
 
 
 def _differing(base: Any, config: Any, prefix: str) -> list[str] | None:
-    found: list[str] = []
+    flags: list[str] = []
     for field in dataclasses.fields(config):
         was, value = getattr(base, field.name), getattr(config, field.name)
         if was == value or (not prefix and field.name in ELSEWHERE):
@@ -44,13 +44,13 @@ def _differing(base: Any, config: Any, prefix: str) -> list[str] | None:
             inner = _differing(was, value, f"{prefix}{field.name.replace('_', '-')}.")
             if inner is None:
                 return None
-            found += inner
+            flags += inner
         elif isinstance(value, bool):
-            found.append(flag if value else f"--{prefix}no-{field.name.replace('_', '-')}")
+            flags.append(flag if value else f"--{prefix}no-{field.name.replace('_', '-')}")
         elif isinstance(value, tuple):
             if not value:
                 return None
-            found += [flag, *map(shlex.quote, map(str, value))]
+            flags += [flag, *map(shlex.quote, map(str, value))]
         else:
-            found += [flag, shlex.quote(str(value))]
-    return found
+            flags += [flag, shlex.quote(str(value))]
+    return flags

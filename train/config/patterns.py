@@ -22,19 +22,24 @@ def chosen(patterns: Sequence[str], specs: Mapping[str, ParamSpec], flag: str) -
     Raises:
         ConfigError: a pattern that means none; the text has what comes nearest.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     for pattern in patterns:
-        hit = {n for n, s in specs.items() if pattern in _said(s) or fnmatchcase(n, pattern)}
+        hit = {n for n, s in specs.items() if pattern in _words(s) or fnmatchcase(n, pattern)}
         if not hit:
-            roles = [role.value for role in Role if any(role.value in _said(s) for s in specs.values())]
+            roles = [role.value for role in Role if any(role.value in _words(s) for s in specs.values())]
             near = difflib.get_close_matches(pattern, [*roles, *specs], n=3) or roles
             raise ConfigError(f"{flag} {pattern}: no parameter has this role or name; did you mean {', '.join(near)}?")
-        found |= hit
-    return found
+        names |= hit
+    return names
 
 
 def trained(train_only: Sequence[str], freeze: Sequence[str], specs: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
     """The parameters that a run trains: those of `train_only` (all where it is empty) without those of `freeze`.
+
+    Args:
+        train_only: patterns of `chosen`.
+        freeze: the same.
+        specs: name to declaration.
 
     Raises:
         ConfigError: a pattern that means none, or nothing left to train.
@@ -46,6 +51,6 @@ def trained(train_only: Sequence[str], freeze: Sequence[str], specs: Mapping[str
     return {name: spec for name, spec in specs.items() if name in left}
 
 
-def _said(spec: ParamSpec) -> set[str]:
+def _words(spec: ParamSpec) -> set[str]:
     """Words that mean a parameter."""
     return {spec.role.value, (spec.of or spec.role).value, spec.group}

@@ -59,8 +59,8 @@ def model_from_json(fields: Mapping[str, Any]) -> ModelConfig:
     """The model that `model_to_json` wrote; raises as `from_json`."""
     fields = _object("model", fields)
     owner = family_class(str(fields.pop("family", None)))
-    fields["compute"] = _made(ComputeConfig, "model.compute.", fields.get("compute", {}))
-    return _made(owner, "model.", fields)
+    fields["compute"] = _make(ComputeConfig, "model.compute.", fields.get("compute", {}))
+    return _make(owner, "model.", fields)
 
 
 def from_json(fields: Mapping[str, Any]) -> Config:
@@ -74,11 +74,11 @@ def from_json(fields: Mapping[str, Any]) -> Config:
     fields["model"] = model_from_json(fields.get("model", {}))
     for name, owner in OWNERS.items():
         if name in fields:
-            fields[name] = _made(owner, f"{name}.", fields[name])
-    return _made(Config, "", fields)
+            fields[name] = _make(owner, f"{name}.", fields[name])
+    return _make(Config, "", fields)
 
 
-def _made(owner: type[T], prefix: str, fields: Mapping[str, Any]) -> T:
+def _make(owner: type[T], prefix: str, fields: Mapping[str, Any]) -> T:
     known = [field.name for field in dataclasses.fields(owner)]  # pyright: ignore[reportArgumentType]
     hints = get_type_hints(owner)
     for name, value in _object(prefix.rstrip(".") or "the config", fields).items():
@@ -86,7 +86,7 @@ def _made(owner: type[T], prefix: str, fields: Mapping[str, Any]) -> T:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
             raise ConfigError(f"no config has a field {prefix}{name}; did you mean {prefix}{near}?")
         if not _fits(value, hints[name]):
-            raise ConfigError(f"{prefix}{name} is {value!r:.60}; it must be {_said(hints[name])}")
+            raise ConfigError(f"{prefix}{name} is {value!r:.60}; it must be {_type_name(hints[name])}")
     try:
         return owner(**fields)
     except TypeError as error:
@@ -115,5 +115,5 @@ def _fits(value: Any, hint: Any) -> bool:
     return isinstance(value, hint)
 
 
-def _said(hint: Any) -> str:
+def _type_name(hint: Any) -> str:
     return str(hint) if get_origin(hint) else hint.__name__

@@ -31,7 +31,12 @@ def parse(text: str) -> tuple[str, tuple[int, ...]]:
 
 
 def of(model: ModelConfig, axis: str) -> int:
-    """The model's size along an axis."""
+    """The model's size along an axis.
+
+    Args:
+        model: of any family.
+        axis: of `AXES`.
+    """
     return model.sizes()[{"width": "embed", "depth": "layers"}.get(axis, axis)]
 
 
@@ -77,15 +82,15 @@ def of_text(text: str) -> dict[str, int]:
     Raises:
         ConfigError: a part that is no AXIS=N. Axes that do not exist are for `presets.get` to refuse.
     """
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, _, size = (word.strip() for word in part.partition("="))
-        if not (axis and size.isascii() and size.isdigit()) or axis in found:
+        if not (axis and size.isascii() and size.isdigit()) or axis in sizes:
             raise ConfigError(
                 f"preset.base {text}: {part!r} is no AXIS=N; write each axis once, as embed=64,head_dim=16"
             )
-        found[axis] = int(size)
-    return found
+        sizes[axis] = int(size)
+    return sizes
 
 
 def text(sizes: Mapping[str, int]) -> str:
