@@ -22,6 +22,7 @@ from mupax.train.config.run import OptimizerConfig
 from mupax.train.studies.check import check, models, report, theory
 from mupax.zoo import configs
 from mupax.zoo.definition import definition
+from scripts.mutants import preset_arrays
 
 OUT = Path(__file__).parent.parent / "docs" / "theory-and-measurement"
 NAMES = (
@@ -47,7 +48,7 @@ def main() -> None:
             absolute = name == "u-mup"
             preset = presets.get(name, base=None if absolute else grown[0].base_sizes())
             expected = theory.of(preset, definitions[0], definitions[-1], "adam")
-            numbers = series.numbers(preset)
+            numbers = preset_arrays(series, preset)
             if numbers not in known:  # many presets are the same rule along one axis
                 known[numbers] = series.measure(preset, models.batch(grown[0]))
             found = check.judge(check.fit(known[numbers], [1, 2, 4, 8]), expected)

@@ -17,7 +17,7 @@ from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.__main__ import main
 from mupax.train.checkpoints import saved_run
 from mupax.train.config.sections import SOURCES
-from mupax.train.reuse.forms import powers_of
+from mupax.train.reuse.transplant import powers_of
 
 DOCS = Path(__file__).parents[1] / "docs"
 

@@ -44,7 +44,7 @@ class Trained(NamedTuple):
             manifest.verified(folder)
         except manifest.DamagedError as error:
             raise WorkdirError(
-                f"checkpoint {self.step} of {self.workdir} is damaged: {error}; give another with --step"
+                f"checkpoint {self.step} of {self.workdir} is damaged: {error}; give another with --step or as {folder.parent}/STEP"
             ) from error
         stored: Any = ocp.metadata(str(folder)).metadata
         wanted = getattr(abstract, self.weights)

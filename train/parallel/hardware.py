@@ -148,3 +148,13 @@ class Roofline:
     def utilization(self, model_flops: float, chip: Chip) -> float:
         """MFU: FLOPs that the model needs on this chip (no recomputation), over what it could do in the step's time."""
         return model_flops / (self.seconds * chip.peak_flops)
+
+    def to_json(self, model_flops: float, chip: Chip) -> dict[str, Any]:
+        """The times, what bounds them, the step time and the MFU.
+
+        Args:
+            model_flops: that the model needs on this chip.
+            chip: which.
+        """
+        bounds = {"bound": self.bound, "step_seconds": self.seconds, "mfu": self.utilization(model_flops, chip)}
+        return {**dataclasses.asdict(self), **bounds}

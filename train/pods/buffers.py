@@ -54,96 +54,80 @@ def read(folder: Path, module: hlo.Module) -> Temporaries | None:
 
 
 def of(assignment: str, live_ranges: str, module: hlo.Module) -> Temporaries | None:
-    """The same from the two files' texts."""
-    size, values = _values(assignment)
+    """The temporaries, from the texts of the two files; None where there are none.
+
+    Args:
+        assignment: of buffers.
+        live_ranges: of values.
+        module: the optimized program.
+    """
+    size, total, values = _values(assignment)
     if not values:
         return None
     ranges = {}
-    for line in live_ranges.splitlines():
-        if line.startswith("  Live ranges at"):
-            break
-        if found := _RANGE.match(line):
-            ranges[found[1].removesuffix("{}")] = (int(found[2]), int(found[3]))
-    timed = [(value, *ranges[value[0]]) for value in values if value[0] in ranges]
-    moments = sorted({start for _, start, _ in timed})
-    best = max(moments, key=lambda t: sum(_distinct(_alive(timed, t)).values()), default=0)
+    for line in live_ranges.partition("\n  Live ranges at")[0].splitlines():
+        if match := _RANGE.match(line):
+            ranges[match[1].removesuffix("{}")] = (int(match[2]), int(match[3]))
+
+    def alive(moment: int) -> list[Value]:
+        """Values at a moment."""
+        return [value for value in values if (r := ranges.get(value[0])) and r[0] <= moment <= r[1]]
+
+    def live_bytes(moment: int) -> int:
+        """Bytes of the values at a moment; those that share a place are counted once."""
+        places: dict[int, int] = {}
+        for _, bytes_, offset, _ in alive(moment):
+            places[offset] = max(bytes_, places.get(offset, 0))
+        return sum(places.values())
+
     instructions = {name: i for c in module.computations.values() for name, i in c.items()}
-    named: dict[tuple[int, int], tuple[str, str]] = {}
-    for name, bytes_, offset, shape in _alive(timed, best):
-        known = named.get((offset, bytes_))
+    named: dict[tuple[int, int], Buffer] = {}
+    moments = sorted({ranges[name][0] for name, *_ in values if name in ranges})
+    for name, bytes_, offset, shape in alive(max(moments, key=live_bytes, default=0)):
         # Of several names of one place, one that says where it comes from.
-        if known is None or not _says(known[0], instructions, module):
-            named[offset, bytes_] = (name, shape)
-    live = [_buffer(name, bytes_, shape, instructions, module) for (_, bytes_), (name, shape) in named.items()]
-    return Temporaries(size, _total(assignment), tuple(sorted(live, key=lambda buffer: -buffer.bytes)))
+        if (offset, bytes_) not in named or not named[offset, bytes_].op_name:
+            origin = _origin(instructions.get(name.partition("{")[0]), instructions, module)
+            op_name, source = (origin.op_name, module.source(origin)) if origin is not None else ("", "")
+            named[offset, bytes_] = Buffer(name, bytes_, re.sub(r"\{[^}]*\}", "", shape), op_name, source)
+    return Temporaries(size, total, tuple(sorted(named.values(), key=lambda buffer: -buffer.bytes)))
 
 
 Value = tuple[str, int, int, str]
 
 
-def _values(assignment: str) -> tuple[int, list[Value]]:
-    """Size of the temporary allocation in main memory (color 0), and name, bytes, offset and type of its values."""
-    size, values, inside = 0, [], False
+def _values(assignment: str) -> tuple[int, int, list[Value]]:
+    """Bytes of temporaries and of all in main memory (color 0), and name, bytes, offset and type of the temporaries' values."""
+    size, total, values, inside = 0, 0, [], False
     for line in assignment.splitlines():
-        if found := _ALLOCATION.match(line):
-            inside = found[2] in (None, "0") and "preallocated-temp" in found[3]
-            size += int(found[1]) if inside else 0
-        elif inside and (found := _VALUE.match(line)):
-            values.append((found[1].removesuffix("{}"), int(found[2]), int(found[3]), found[4]))
-    return size, values
-
-
-def _total(assignment: str) -> int:
-    found = filter(None, map(_ALLOCATION.match, assignment.splitlines()))
-    return sum(int(one[1]) for one in found if one[2] in (None, "0") and "thread-local" not in one[3])
-
-
-def _alive(timed: list[tuple[Value, int, int]], moment: int) -> list[Value]:
-    return [value for value, start, stop in timed if start <= moment <= stop]
-
-
-def _distinct(values: list[Value]) -> dict[int, int]:
-    """Offset to bytes: values that share a place are counted once."""
-    places: dict[int, int] = {}
-    for _, bytes_, offset, _ in values:
-        places[offset] = max(bytes_, places.get(offset, 0))
-    return places
-
-
-def _instruction(name: str, instructions: dict[str, hlo.Instruction]) -> hlo.Instruction | None:
-    return instructions.get(name.partition("{")[0])
-
-
-def _says(name: str, instructions: dict[str, hlo.Instruction], module: hlo.Module) -> bool:
-    found = _origin(_instruction(name, instructions), instructions, module)
-    return found is not None and bool(found.op_name)
-
-
-def _buffer(name: str, bytes_: int, shape: str, instructions: dict[str, hlo.Instruction], module: hlo.Module) -> Buffer:
-    found = _origin(_instruction(name, instructions), instructions, module)
-    op_name, source = (found.op_name, module.source(found)) if found is not None else ("", "")
-    return Buffer(name, bytes_, re.sub(r"\{[^}]*\}", "", shape), op_name, source)
+        if match := _ALLOCATION.match(line):
+            main = match[2] in (None, "0")
+            inside = main and "preallocated-temp" in match[3]
+            size += int(match[1]) if inside else 0
+            total += int(match[1]) if main and "thread-local" not in match[3] else 0
+        elif inside and (match := _VALUE.match(line)):
+            values.append((match[1].removesuffix("{}"), int(match[2]), int(match[3]), match[4]))
+    return size, total, values
 
 
 def _origin(
-    made: hlo.Instruction | None, instructions: dict[str, hlo.Instruction], module: hlo.Module, steps: int = 8
+    result: hlo.Instruction | None, instructions: dict[str, hlo.Instruction], module: hlo.Module, steps: int = 8
 ) -> hlo.Instruction | None:
     """The instruction whose metadata says where an array comes from: its own, or that of what it wraps or copies."""
-    if made is None or made.op_name or not steps:
-        return made
-    if made.opcode == "fusion":
-        inside = [i for computation in made.called() for i in module.computations[computation].values() if i.op_name]
-        return max(inside, key=lambda i: i.bytes, default=made)
-    if made.opcode == "parameter":
-        # What a loop carries: the loop.
-        body = next(name for name, c in module.computations.items() if c.get(made.name) is made)
-        return next((i for i in instructions.values() if i.opcode == "while" and body in i.called()), made)
-    if not made.operands:
-        # Room that is made for a loop to fill: the loop, which takes it in a tuple.
-        user = next((i for i in instructions.values() if made.name in i.operands), made)
+    if result is None or result.op_name or not steps:
+        return result
+    if result.opcode == "fusion":
+        inside = [i for computation in result.called() for i in module.computations[computation].values() if i.op_name]
+        return max(inside, key=lambda i: i.bytes, default=result)
+    if result.opcode == "parameter":
+        # State of a loop: the loop.
+        body = next(name for name, c in module.computations.items() if c.get(result.name) is result)
+        return next((i for i in instructions.values() if i.opcode == "while" and body in i.called()), result)
+    if not result.operands:
+        # Room for a loop to fill: the loop, which takes it in a tuple.
+        user = next((i for i in instructions.values() if result.name in i.operands), result)
         return next((i for i in instructions.values() if user.name in i.operands), user)
-    for operand in made.operands:
+    for operand in result.operands:
         origin = _origin(instructions.get(operand), instructions, module, steps - 1)
         if origin is not None and origin.op_name:
             return origin
-    return made
+    return result

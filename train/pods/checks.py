@@ -1,4 +1,4 @@
-"""What a compiled step must not do: gather a whole stack of layers, keep optimizer state whole, or send more than its mesh asks."""
+"""What a compiled step must not do: gather a whole stack of layers, replicate optimizer state, or send more than its mesh asks."""
 
 from __future__ import annotations
 
@@ -20,39 +20,35 @@ _RECOMPUTED = {"none": 0, "dots": 1, "block": 1, "offload": 1}
 """Forward passes of a block that the backward pass may need again, and then its parameters too."""
 
 
-def problems(program: Program, found: Iterable[Collective], state_shardings: Any) -> list[str]:
+def problems(program: Program, collectives: Iterable[Collective], state_shardings: Any) -> list[str]:
     """Everything wrong with a compiled step, in words; empty where nothing is.
 
     Args:
         program: what was compiled.
-        found: its collectives.
+        collectives: its.
         state_shardings: how the compiled step takes its state, in the state's structure.
     """
-    found = list(found)
-    ways = math.prod(program.mesh.shape[axis] for axis in ("tensor",))
+    collectives = list(collectives)
     stacks = {
         name: program.definition.abstract[name].shape
         for name, spec in program.definition.specs.items()
         if spec.in_block and len(spec.axes) > 2
     }
-    return [
-        *whole_stacks(found, stacks, ways),
-        *whole_moments(program, state_shardings),
-        *unrequired(program, found),
-    ]
+    stacked = whole_stacks(collectives, stacks, program.mesh.shape["tensor"])
+    return [*stacked, *whole_moments(program, state_shardings), *unrequired(program, collectives)]
 
 
-def whole_stacks(found: Iterable[Collective], stacks: Mapping[str, tuple[int, ...]], ways: int = 1) -> list[str]:
+def whole_stacks(collectives: Iterable[Collective], stacks: Mapping[str, tuple[int, ...]], ways: int = 1) -> list[str]:
     """All-gathers of the parameters of all layers at once: memory that scanning over layers is there to save.
 
     Args:
-        found: collectives.
+        collectives: of a program.
         stacks: parameter to shape, layers first.
         ways: parts that a matrix stays split into.
     """
     return [
         f"{one.name} gathers all layers of {name} at once: {dims}"
-        for one in found
+        for one in collectives
         if one.kind == "all-gather"
         for dims in one.results
         for name, shape in stacks.items()
@@ -76,14 +72,15 @@ def whole_moments(program: Program, state_shardings: Any) -> list[str]:
     return wrong
 
 
-def unrequired(program: Program, found: Iterable[Collective]) -> list[str]:
+def unrequired(program: Program, collectives: Iterable[Collective]) -> list[str]:
     """Mesh axes over which the layer loop sends more than it must."""
-    allowed, sent = required(program), defaultdict(float)
-    # The compiler may take one layer out of the loop.
-    depth = program.definition.sizes["layers"]
-    layers = {depth, depth - 1}
+    allowed, sent, config, sizes = required(program), defaultdict(float), program.config, program.definition.sizes
+    layers = {sizes["layers"], sizes["layers"] - 1}  # the compiler may take one layer out of the loop
+    # Norm gains, biases and row statistics: a few vectors per layer and position.
+    vectors = sizes["embed"] + config.data.batch_size * sizes["position"] / program.mesh.size
+    small = 64.0 * sizes["layers"] * config.accumulation_steps * vectors
     names: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for one in found:
+    for one in collectives:
         if layers & set(one.trips):
             sent[one.axes] += one.bytes * one.times
             names[one.axes].append(one.name)
@@ -91,7 +88,7 @@ def unrequired(program: Program, found: Iterable[Collective]) -> list[str]:
         f"over {' x '.join(axes)} the layer loop sends {size:.3g} bytes, and needs {allowed.get(axes, 0.0):.3g} "
         f"({', '.join(names[axes][:5])})"
         for axes, size in sent.items()
-        if size > SLACK * allowed.get(axes, 0.0) + _small(program)
+        if size > SLACK * allowed.get(axes, 0.0) + small
     ]
 
 
@@ -123,10 +120,3 @@ def required(program: Program) -> dict[tuple[str, ...], float]:
             axes = tuple(summed[first : first + count])
             allowed[axes] = allowed.get(axes, 0.0) + (0.0 if axes in (("fsdp",), ("sequence",)) else gradients)
     return allowed
-
-
-def _small(program: Program) -> float:
-    """Norm gains, biases and row statistics: a few vectors per layer and position."""
-    config, sizes = program.config, program.definition.sizes
-    rows = config.data.batch_size * sizes["position"]
-    return 64.0 * sizes["layers"] * config.accumulation_steps * (sizes["embed"] + rows / program.mesh.size)

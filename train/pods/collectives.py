@@ -6,20 +6,14 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
 from mupax.train.pods import hlo
 
-KINDS = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-    "ragged-all-to-all",
-)
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast",
+         "ragged-all-to-all")  # fmt: skip
 
 _LISTS = re.compile(r"replica_groups=(\{\{[\d,{} ]*\}\})")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)")
@@ -52,16 +46,9 @@ class Collective:
     @property
     def wire_bytes(self) -> float:
         """Bytes that a device sends in one execution, by the ring algorithm (all-to-all: to every other directly)."""
-        n = self.group_size
-        match self.kind:
-            case "all-reduce":
-                return 2 * self.bytes * (n - 1) / n
-            case "collective-permute" | "collective-broadcast":
-                return self.bytes
-            case "all-to-all" | "ragged-all-to-all":
-                return self.bytes * (n - 1) / n
-            case _:
-                return self.bytes * (n - 1) / n
+        if self.kind in ("collective-permute", "collective-broadcast"):
+            return self.bytes
+        return (2 if self.kind == "all-reduce" else 1) * self.bytes * (self.group_size - 1) / self.group_size
 
 
 def collectives(module: hlo.Module, mesh: Mapping[str, int]) -> list[Collective]:
@@ -71,33 +58,32 @@ def collectives(module: hlo.Module, mesh: Mapping[str, int]) -> list[Collective]
         module: the optimized program.
         mesh: axis name to size, in the order of the mesh's dimensions.
     """
-    found: dict[tuple[str, str], Collective] = {}
+    by_channel: dict[tuple[str, str], Collective] = {}
     for executed in module.executed:
         for where, instruction, kind in _within(module, executed):
             groups = replica_groups(instruction.attributes, math.prod(mesh.values()))
             axes, size = axes_of(groups, mesh, pairs=kind == "collective-permute")
             if size < 2:
                 continue
-            # A collective that is carried along by several fusions has one channel in all of them.
+            # A collective that several fusions hold parts of has one channel in all of them.
             channel = re.search(r"channel_id=(\d+)", instruction.attributes)
             key = (executed.computation, channel[1] if channel else instruction.name)
-            carrier = executed.instruction
-            found.setdefault(
-                key,
-                Collective(
-                    kind=kind,
-                    bytes=_payload(where, instruction, kind, size),
-                    axes=axes,
-                    group_size=size,
-                    times=executed.times,
-                    trips=executed.trips,
-                    results=tuple(hlo.array_dims(instruction.shape)),
-                    name=instruction.name,
-                    op_name=instruction.op_name or carrier.op_name,
-                    source=module.source(instruction) or module.source(carrier),
-                ),
+            holder = executed.instruction
+            sent = sum(where[name].bytes for name in instruction.operands if name in where)
+            collective = Collective(
+                kind=kind,
+                bytes=sent * size if kind == "all-gather" else sent,
+                axes=axes,
+                group_size=size,
+                times=executed.times,
+                trips=executed.trips,
+                results=tuple(hlo.array_dims(instruction.shape)),
+                name=instruction.name,
+                op_name=instruction.op_name or holder.op_name,
+                source=module.source(instruction) or module.source(holder),
             )
-    return list(found.values())
+            by_channel.setdefault(key, collective)
+    return list(by_channel.values())
 
 
 def _within(
@@ -123,25 +109,20 @@ def _kind(opcode: str) -> str | None:
     return base if base in KINDS else None
 
 
-def _payload(where: dict[str, hlo.Instruction], instruction: hlo.Instruction, kind: str, size: int) -> int:
-    given = sum(where[name].bytes for name in instruction.operands if name in where)
-    return given * size if kind == "all-gather" else given
-
-
 def replica_groups(attributes: str, devices: int) -> list[list[int]]:
     """Groups of partition numbers, from any of the forms that HLO writes them in; of a permute its (source, target) pairs.
 
     Raises:
         ValueError: a form that is not known.
     """
-    if found := _LISTS.search(attributes):
-        return [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d, ]+)\}", found[1])]
-    if found := _IOTA.search(attributes):
-        return _iota(found[2]).reshape(_ints(found[1])).tolist()
-    if found := _MESH.search(attributes):
-        return _mesh_groups(found[1], found[2], found[3])
-    if found := _PAIRS.search(attributes):
-        return [[int(n) for n in pair.split(",")] for pair in re.findall(r"\{([\d, ]+)\}", f"{found[1]}}}")]
+    if match := _LISTS.search(attributes):
+        return [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d, ]+)\}", match[1])]
+    if match := _IOTA.search(attributes):
+        return _iota(match[2]).reshape(_ints(match[1])).tolist()
+    if match := _MESH.search(attributes):
+        return _mesh_groups(match[1], match[2], match[3])
+    if match := _PAIRS.search(attributes):
+        return [[int(n) for n in pair.split(",")] for pair in re.findall(r"\{([\d, ]+)\}", f"{match[1]}}}")]
     if "replica_groups={}" in attributes:
         return [list(range(devices))]
     raise ValueError(f"replica groups in a form that is not known: {attributes[:200]}")
@@ -169,9 +150,9 @@ def _mesh_groups(mesh: str, device_ids: str | None, named: str) -> list[list[int
     else:
         numbers = np.array(_ints(device_ids)) if device_ids else np.arange(math.prod(sizes.values()))
     grid = numbers.reshape([parts[name][i] for name, i in axes])
-    kept = [k for k, axis in enumerate(axes) if axis not in varied]
-    order = [*kept, *(axes.index(axis) for axis in varied)]
-    return grid.transpose(order).reshape(math.prod(grid.shape[k] for k in kept), -1).tolist()
+    fixed = [k for k, axis in enumerate(axes) if axis not in varied]
+    order = [*fixed, *(axes.index(axis) for axis in varied)]
+    return grid.transpose(order).reshape(math.prod(grid.shape[k] for k in fixed), -1).tolist()
 
 
 def _ints(text: str) -> list[int]:
@@ -188,28 +169,13 @@ def axes_of(groups: list[list[int]], mesh: Mapping[str, int], *, pairs: bool = F
     return names, math.prod(mesh[name] for name in names) if pairs else max(map(len, groups))
 
 
-def table(found: Iterable[Collective]) -> list[dict[str, object]]:
+def table(collectives: Iterable[Collective]) -> list[dict[str, Any]]:
     """Sums by kind, axes and loop, largest total first: what a report shows."""
-    rows: dict[tuple[str, tuple[str, ...], tuple[int, ...]], dict[str, object]] = {}
-    for one in found:
-        row = rows.setdefault(
-            (one.kind, one.axes, one.trips),
-            {
-                "kind": one.kind,
-                "axes": list(one.axes),
-                "group_size": one.group_size,
-                "loop_trips": list(one.trips),
-                "count": 0,
-                "executions": 0,
-                "bytes": 0,
-                "wire_bytes": 0.0,
-            },
-        )
-        for name, more in {
-            "count": 1,
-            "executions": one.times,
-            "bytes": one.bytes * one.times,
-            "wire_bytes": one.wire_bytes * one.times,
-        }.items():
-            row[name] += more  # pyright: ignore[reportOperatorIssue]
-    return sorted(rows.values(), key=lambda row: -row["wire_bytes"])  # pyright: ignore[reportOperatorIssue]
+    rows: dict[tuple[str, tuple[str, ...], tuple[int, ...]], dict[str, Any]] = {}
+    for one in collectives:
+        where = {"kind": one.kind, "axes": [*one.axes], "group_size": one.group_size, "loop_trips": [*one.trips]}
+        sums = {"count": 0, "executions": 0, "bytes": 0, "wire_bytes": 0.0}
+        row = rows.setdefault((one.kind, one.axes, one.trips), {**where, **sums})
+        for name, more in zip(sums, (1, one.times, one.bytes * one.times, one.wire_bytes * one.times), strict=True):
+            row[name] += more
+    return sorted(rows.values(), key=lambda row: -row["wire_bytes"])

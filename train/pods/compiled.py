@@ -61,8 +61,7 @@ class Compiled:
     def model_flops(self) -> float:
         """FLOPs that the model needs for a step, counted from its sizes (see `mupax.zoo.flops`): what utilization is of."""
         config = self.program.config
-        model = config.model
-        return flops.train_flops(model) * config.data.batch_size * model.units
+        return flops.train_flops(config.model) * config.data.batch_size * config.model.units
 
     def collectives(self) -> list[collectives.Collective]:
         """Every collective of a step."""
@@ -92,16 +91,15 @@ class Compiled:
 
     def report(self) -> dict[str, Any]:
         """Everything as JSON."""
-        config, roofline = self.program.config, self.roofline()
-        mesh = {axis: size for axis, size in self.program.mesh.shape.items() if size > 1}
-        named = [] if self.temporaries is None else self.temporaries.live
-        expected = estimates.expected(self.program)
+        config, roofline, module = self.program.config, self.roofline(), self.module
+        live = [] if self.temporaries is None else self.temporaries.live
+        expected, devices = estimates.expected(self.program), self.program.mesh.size
         return {
             "recipe": config.recipe,
             "fits": self.fits,
             "chip": self.chip.name,
-            "devices": self.program.mesh.size,
-            "mesh": mesh,
+            "devices": devices,
+            "mesh": {axis: size for axis, size in self.program.mesh.shape.items() if size > 1},
             "batch_size": config.data.batch_size,
             "accumulation_steps": config.accumulation_steps,
             "compute": dataclasses.asdict(config.model.compute),
@@ -114,20 +112,13 @@ class Compiled:
             "peak_over_expected": self.used_bytes / sum(expected.values()),
             "flops_per_step": self.model_flops,
             "traced_flops_per_step": self.traced_flops,
-            "hbm_traffic_per_device": self.module.hbm_bytes if self.module else None,
-            "estimated_cycles": self.module.cycles if self.module else None,
-            "loops_of_unknown_length": self.module.unknown_loops if self.module else None,
+            "hbm_traffic_per_device": module.hbm_bytes if module else None,
+            "estimated_cycles": module.cycles if module else None,
+            "loops_of_unknown_length": module.unknown_loops if module else None,
             "collectives": collectives.table(self.collectives()),
             "problems": self.problems(),
-            "roofline": None
-            if roofline is None
-            else {
-                **dataclasses.asdict(roofline),
-                "bound": roofline.bound,
-                "step_seconds": roofline.seconds,
-                "mfu": roofline.utilization(self.model_flops / self.program.mesh.size, self.chip),
-            },
-            "temporaries": [dataclasses.asdict(b) for b in named if b.bytes >= NAMED_SHARE * self.used_bytes],
+            "roofline": roofline and roofline.to_json(self.model_flops / devices, self.chip),
+            "temporaries": [dataclasses.asdict(b) for b in live if b.bytes >= NAMED_SHARE * self.used_bytes],
             "compile_seconds": round(self.seconds, 1),
             "jax": jax.__version__,
         }
@@ -147,8 +138,7 @@ def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
     """
     chip = topology.chip_of(name)
     program = assemble(config, topology.devices(name, slices))
-    traced = program.trace_train()
-    model = config.model
+    traced, model = program.trace_train(), config.model
     causal = estimates.causal_share(model.sizes()["position"], BLOCKS[0]) if model.causal else 1.0
     counted = estimates.matmul_flops(traced.jaxpr, causal)
     lowered = traced.lower()
@@ -159,12 +149,12 @@ def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
                 options = program.compiler_options() | buffers.dump_options(Path(folder))
                 executable = lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
-            said = str(error)
-            used = _USED.search(said) or _TEMPORARIES.search(said)
+            temporaries = _TEMPORARIES.search(str(error))
+            used = _USED.search(str(error)) or temporaries
             if used is None:
                 raise
             need, limit = (int(float(used[i]) * _UNITS[used[i + 1]]) for i in (1, 3))
-            if not _USED.search(said):
+            if used is temporaries:
                 need += estimates.expected(program)["state"]  # which stands beside the temporaries
             return Compiled(program, chip, time.monotonic() - began, need, limit, {}, counted, None, None, "", None)
         took = time.monotonic() - began
@@ -185,19 +175,9 @@ def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
         used_bytes = temporaries.total_bytes + memory["code"]
     else:
         used_bytes = sum(memory.values()) - 2 * memory["alias"]
-    return Compiled(
-        program,
-        chip,
-        took,
-        used_bytes,
-        chip.hbm_bytes,
-        memory,
-        counted,
-        module,
-        temporaries,
-        text,
-        executable.input_shardings[0][0],
-    )
+    state = executable.input_shardings[0][0]
+    limit = chip.hbm_bytes
+    return Compiled(program, chip, took, used_bytes, limit, memory, counted, module, temporaries, text, state)
 
 
 def _bandwidth(mesh: jax.sharding.Mesh, axes: tuple[str, ...], chip: Chip) -> tuple[float | None, bool]:

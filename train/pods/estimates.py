@@ -94,16 +94,16 @@ def _per_position(program: Program) -> dict[str, float]:
 
 def _saved(program: Program) -> int:
     """What the forward pass keeps for the backward pass, of all layers."""
-    model, made = program.config.model, _per_position(program)
-    kept = {
-        "none": sum(made.values()),
+    model, each = program.config.model, _per_position(program)
+    stored = {
+        "none": sum(each.values()),
         # Products alone: not their activations, nor norms.
-        "dots": made["stream"] + made["qkv"] + 2 * made["attended"] + made["middle"] + made["hidden"],
-        "block": made["stream"],
+        "dots": each["stream"] + each["qkv"] + 2 * each["attended"] + each["middle"] + each["hidden"],
+        "block": each["stream"],
         "offload": 0.0,
     }
     return int(
-        program.definition.sizes["layers"] * _positions(program) * kept[model.compute.remat] * _itemsize(program)
+        program.definition.sizes["layers"] * _positions(program) * stored[model.compute.remat] * _itemsize(program)
     )
 
 
@@ -136,9 +136,9 @@ def _outputs(program: Program) -> int:
 def _backward(program: Program) -> Terms:
     """While the backward pass is in a layer's MLP, with the gradients of the layers behind it."""
     specs = program.definition.specs
-    made = _per_position(program)
+    each = _per_position(program)
     # The hidden layer's gradient lies beside it, as does the stream's.
-    layer = sum(made.values()) + made["activated"] + made["stream"] - made["norms"] / 2
+    layer = sum(each.values()) + each["activated"] + each["stream"] - each["norms"] / 2
     block = {name: leaf for name, leaf in program.abstract.params.items() if specs[name].in_block}
     whole = sum(leaf.size // leaf.shape[0] for leaf in block.values() if leaf.ndim > 2)
     return {

@@ -20,8 +20,6 @@ _CALLED = re.compile(
     r"\b(?:calls|to_apply|body|condition|true_computation|false_computation|async_computation)=%?([\w.\-]+)"
 )
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-_KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _TRANSPARENT = ("bitcast", "copy", "convert", "reshape", "broadcast", "copy-start", "copy-done")
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "while", "call", "conditional"}
 
@@ -49,14 +47,12 @@ class Instruction:
     @property
     def op_name(self) -> str:
         """Where in the traced program it comes from, such as jit(step)/jvp()/while/body/dot_general."""
-        found = re.search(r'op_name="([^"]*)"', self.attributes)
-        return found[1] if found else ""
+        return _group(r'op_name="([^"]*)"', self.attributes)
 
     @property
     def cycles(self) -> int:
         """Clock cycles the compiler expects; 0 where it says nothing."""
-        found = _CYCLES.search(self.attributes)
-        return int(found[1]) if found else 0
+        return int(_group(r'"estimated_cycles":"(\d+)"', self.attributes) or 0)
 
     def called(self) -> list[str]:
         """Names of the computations that it runs; of a loop the body alone."""
@@ -93,11 +89,11 @@ class Module:
 
     def source(self, instruction: Instruction) -> str:
         """file:line in this project that the instruction comes from, or ''."""
-        found = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
-        if found:
-            return self.sources.get(found[1], "")
-        found = re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes)
-        return f"{_short(found[1])}:{found[2]}" if found else ""
+        match = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
+        if match:
+            return self.sources.get(match[1], "")
+        match = re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes)
+        return f"{_short(match[1])}:{match[2]}" if match else ""
 
     @cached_property
     def executed(self) -> list[Executed]:
@@ -117,12 +113,11 @@ class Module:
 
     def trip_count(self, computation: str, loop: Instruction) -> int | None:
         """How often a loop's body runs, or None where the program does not say."""
-        if known := _KNOWN_TRIPS.search(loop.attributes):
-            return int(known[1])
-        found = re.search(r"condition=%?([\w.\-]+)", loop.attributes)
-        if found is None:
+        if trips := _group(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
+            return int(trips)
+        if not (name := _group(r"condition=%?([\w.\-]+)", loop.attributes)):
             return None
-        condition = self.computations[found[1]]
+        condition = self.computations[name]
         test = next(i for i in condition.values() if i.root)
         if test.opcode == "fusion":
             # The comparison alone, of the condition's own values.
@@ -133,19 +128,15 @@ class Module:
         start, stop = (self._value(condition, name, computation, loop) for name in test.operands)
         return None if start is None or stop is None else max(0, stop - start)
 
-    def _value(
-        self, where: dict[str, Instruction], name: str, outer: str | None = None, loop: Instruction | None = None
-    ) -> int | None:
-        """The integer that a scalar is; of a loop's own values, the one it enters with."""
-        found = where.get(name)
-        while found is not None and found.opcode in _TRANSPARENT and found.operands:
-            found = where.get(found.operands[0])
-        if found is None:
-            return None
-        if found.opcode == "constant":
-            return int(found.arguments) if re.fullmatch(r"-?\d+", found.arguments) else None
-        if found.opcode == "get-tuple-element" and loop is not None and outer is not None:
-            index = re.search(r"index=(\d+)", found.attributes)
+    def _value(self, where: dict[str, Instruction], name: str, outer: str = "", loop: Instruction | None = None):
+        """The integer that a scalar is, None if unknown; of a loop's own values, the one it enters with."""
+        source = where.get(name)
+        while source is not None and source.opcode in _TRANSPARENT and source.operands:
+            source = where.get(source.operands[0])
+        if source is not None and source.opcode == "constant":
+            return int(source.arguments) if re.fullmatch(r"-?\d+", source.arguments) else None
+        if source is not None and source.opcode == "get-tuple-element" and loop is not None:
+            index = re.search(r"index=(\d+)", source.attributes)
             entered = self.computations[outer].get(loop.operands[0])
             if index and entered is not None and entered.opcode == "tuple":
                 return self._value(self.computations[outer], entered.operands[int(index[1])])
@@ -167,7 +158,7 @@ class Module:
     def _cycles(self, instruction: Instruction) -> int:
         if instruction.cycles or instruction.opcode != "fusion":
             return instruction.cycles
-        # A fusion that also carries a collective along has its estimates inside.
+        # A fusion that also holds a part of a collective has its estimates inside.
         return sum(self._cycles(i) for name in instruction.called() for i in self.computations[name].values())
 
     @property
@@ -187,19 +178,18 @@ class Module:
         if instruction.opcode == "dynamic-update-slice":
             return 2 * read[1]
         if instruction.opcode == "copy-start":
-            return sum(read) + (written - sum(read))
+            return written
         if instruction.opcode != "fusion":
             return written + sum(read)
         inner = self.computations[instruction.called()[0]]
         parameters = {int(i.arguments): i for i in inner.values() if i.opcode == "parameter"}
         for index, size in enumerate(read):
-            users = [i for i in inner.values() if parameters[index].name in i.operands] if size else []
+            name = parameters[index].name
+            users = [i for i in inner.values() if name in i.operands] if size else []
             if users and all(i.opcode in ("dynamic-slice", "gather") for i in users):
                 # One layer of a stack is read, not the stack.
                 read[index] = min(size, sum(i.bytes for i in users))
-            elif users and all(
-                i.opcode == "dynamic-update-slice" and i.operands[0] == parameters[index].name for i in users
-            ):
+            elif users and all(i.opcode == "dynamic-update-slice" and i.operands[0] == name for i in users):
                 # One layer of a stack is written in place.
                 update = sum(inner[i.operands[1]].bytes for i in users if i.operands[1] in inner)
                 read[index], written = 0, max(0, written - size) + update
@@ -208,23 +198,21 @@ class Module:
 
 def array_bytes(shape: str, *, hbm_only: bool = False) -> list[int]:
     """Bytes of every array in a type's text, without padding; optionally only those in main memory, not on the chip."""
-    found = []
-    for dtype, dims, layout in _ARRAY.findall(shape):
-        if hbm_only and re.search(r"S\([1-9]", layout):
-            continue
-        elements = math.prod(int(d) for d in dims.split(",") if d)
-        found.append(math.ceil(elements * _bits(dtype) / 8))
-    return found
+    arrays = [(re.search(r"\d+", a), b, c) for a, b, c in _ARRAY.findall(shape)]
+    return [
+        math.ceil(math.prod(_ints(dims)) * (int(bits[0]) if bits else 8) / 8)  # pred is a byte
+        for bits, dims, layout in arrays
+        if not (hbm_only and re.search(r"S\([1-9]", layout))
+    ]
 
 
 def array_dims(shape: str) -> list[tuple[int, ...]]:
     """Dimensions of every array in a type's text."""
-    return [tuple(int(d) for d in dims.split(",") if d) for _, dims, _ in _ARRAY.findall(shape)]
+    return [_ints(dims) for _, dims, _ in _ARRAY.findall(shape)]
 
 
-def _bits(dtype: str) -> int:
-    digits = re.search(r"\d+", dtype)
-    return int(digits[0]) if digits else 8  # pred is a byte
+def _ints(dims: str) -> tuple[int, ...]:
+    return tuple(int(d) for d in dims.split(",") if d)
 
 
 def parse(text: str) -> Module:
@@ -270,35 +258,33 @@ def _instruction(line: str) -> Instruction:
 
 def _closing(line: str, start: int) -> int:
     depth = 0
-    for found in re.compile(r"[()]").finditer(line, start):
-        depth += 1 if found[0] == "(" else -1
+    for match in re.compile(r"[()]").finditer(line, start):
+        depth += 1 if match[0] == "(" else -1
         if depth == 0:
-            return found.start()
+            return match.start()
     raise ValueError(f"brackets do not close in {line[:200]}")
-
-
-_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
 
 def _sources(text: str) -> dict[str, str]:
     """Stack frame number to the innermost file:line of this project, from the tables at the module's head."""
-    tables: dict[str, dict[str, str]] = {name: {} for name in _TABLES}
-    current = None
-    for line in text.splitlines():
-        if line in tables:
-            current = tables[line]
-        elif line.endswith("{") and _COMPUTATION.match(line):
-            break
-        elif current is not None and (entry := re.match(r"(\d+) (.*)", line)):
-            current[entry[1]] = entry[2]
+    head = re.split(r"^(?:ENTRY )?%?[\w.\-]+ \(.*\{$", text, maxsplit=1, flags=re.MULTILINE)[0]
+    tables = {
+        name: dict(re.findall(r"^(\d+) (.*)$", part, re.MULTILINE))
+        for name, part in re.findall(r"^(FileNames|FileLocations|StackFrames)\n((?:\d+ .*\n)*)", head, re.MULTILINE)
+    }
     frames = {}
-    for number, frame in tables["StackFrames"].items():
-        location = re.search(r"file_location_id=(\d+)", frame)
-        where = tables["FileLocations"].get(location[1], "") if location else ""
-        file, at = re.search(r"file_name_id=(\d+)", where), re.search(r"\bline=(\d+)", where)
-        if file and at:
-            frames[number] = f"{_short(tables['FileNames'].get(file[1], '').strip(chr(34)))}:{at[1]}"
+    for number, frame in tables.get("StackFrames", {}).items():
+        where = tables.get("FileLocations", {}).get(_group(r"file_location_id=(\d+)", frame), "")
+        file, line = _group(r"file_name_id=(\d+)", where), _group(r"\bline=(\d+)", where)
+        if file and line:
+            frames[number] = f"{_short(tables.get('FileNames', {}).get(file, '').strip(chr(34)))}:{line}"
     return frames
+
+
+def _group(pattern: str, text: str) -> str:
+    """The first group of the first match, or ''."""
+    match = re.search(pattern, text)
+    return match[1] if match else ""
 
 
 def _short(path: str) -> str:

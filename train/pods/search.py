@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from mupax import terminal
 from mupax.terminal import gib
 from mupax.train.config.run import Config, MeshConfig
 from mupax.train.core.program import Program, assemble
@@ -44,16 +44,11 @@ class Candidate:
     @property
     def words(self) -> str:
         """What it changes, as flags."""
-        mesh, config = self.config.mesh, self.config
-        axes = [f"--mesh.{axis} {getattr(mesh, axis)}" for axis in ("data", "fsdp", "sequence", "tensor")]
-        changed = [word for word in axes if not word.endswith(" 1") or word == "--mesh.data 1"]
-        return " ".join(
-            [
-                *changed,
-                f"--model.compute.remat {config.model.compute.remat}",
-                f"--accumulation-steps {config.accumulation_steps}",
-            ]
-        )
+        config, mesh = self.config, dataclasses.asdict(self.config.mesh)
+        words = [f"--mesh.{axis} {mesh[axis]}" for axis in ("data", "fsdp", "sequence", "tensor")]
+        words = [word for word in words if not word.endswith(" 1") or word == "--mesh.data 1"]
+        remat = f"--model.compute.remat {config.model.compute.remat}"
+        return " ".join([*words, remat, f"--accumulation-steps {config.accumulation_steps}"])
 
 
 def search(config: Config, name: str, slices: int, limit: int, console: Console) -> list[dict[str, Any]]:
@@ -78,9 +73,7 @@ def search(config: Config, name: str, slices: int, limit: int, console: Console)
         raise MeshError(f"no mesh of {len(devices)} chips fits this model and batch; write another --data.batch-size")
     room = [one for one in tried if one.bytes <= chip.hbm_bytes]
     # Where nothing is expected to fit, the smallest are tried: the estimate may be wrong.
-    chosen = (
-        sorted(room, key=lambda one: one.seconds)[:limit] if room else sorted(tried, key=lambda one: one.bytes)[:limit]
-    )
+    chosen = sorted(room or tried, key=lambda one: one.seconds if room else one.bytes)[:limit]
     console.print(f"{len(tried)} configurations, {len(room)} expected to fit; compiling {len(chosen)}")
     reports = []
     for number, one in enumerate(chosen, 1):
@@ -90,22 +83,20 @@ def search(config: Config, name: str, slices: int, limit: int, console: Console)
     return sorted(reports, key=lambda report: (not report["fits"], _seconds(report)))
 
 
-def table(reports: list[dict[str, Any]], title: str) -> Table:
-    """The reports of `search`, best first."""
-    made = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for column in ("flags", "fits", "memory", "step", "bound", "MFU"):
-        made.add_column(column, justify="left" if column in ("flags", "bound") else "right", overflow="fold")
+def table(reports: list[dict[str, Any]], title: str) -> str:
+    """The reports of `search` as text, best first.
+
+    Args:
+        reports: of `search`.
+        title: line above them.
+    """
+    rows = [("flags", "fits", "memory", "step", "bound", "MFU")]
     for report in reports:
-        roofline = report["roofline"] or {}
-        made.add_row(
-            report["flags"],
-            "yes" if report["fits"] else "no",
-            gib(report["peak_bytes_per_device"]),
-            f"{roofline['step_seconds']:.3g} s" if roofline else "-",
-            roofline.get("bound", "-").replace("_", " "),
-            f"{roofline['mfu']:.1%}" if roofline else "-",
-        )
-    return made
+        line = report["roofline"] or {}
+        step, bound, mfu = (f"{line['step_seconds']:.3g} s", line["bound"], f"{line['mfu']:.1%}") if line else "---"
+        fits, memory = "yes" if report["fits"] else "no", gib(report["peak_bytes_per_device"])
+        rows.append((report["flags"], fits, memory, step, bound.replace("_", " "), mfu))
+    return f"{title}\n{terminal.table(rows, left=('flags', 'bound'))}"
 
 
 def _seconds(report: dict[str, Any]) -> float:
@@ -132,14 +123,14 @@ def _candidates(config: Config, chip: Chip, devices: Any, slices: int) -> Iterat
             yield Candidate(changed, _estimate(estimated, chip, slices), size)
 
 
-def _meshes(devices: int, slices: int, given: MeshConfig) -> Iterator[MeshConfig]:
+def _meshes(devices: int, slices: int, mesh: MeshConfig) -> Iterator[MeshConfig]:
     """Every way to split the devices over data, fsdp, sequence and tensor; slices lie along data."""
     sizes = [n for n in range(1, devices + 1) if devices % n == 0]
     for data, fsdp, sequence in itertools.product(sizes, repeat=3):
         tensor, left = divmod(devices, data * fsdp * sequence)
         if left or not 1 <= tensor <= MOST_TENSOR or data % slices:
             continue
-        yield dataclasses.replace(given, data=data, fsdp=fsdp, sequence=sequence, tensor=tensor)
+        yield dataclasses.replace(mesh, data=data, fsdp=fsdp, sequence=sequence, tensor=tensor)
 
 
 def _estimate(program: Program, chip: Chip, slices: int) -> float:

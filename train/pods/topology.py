@@ -1,4 +1,4 @@
-"""A TPU topology without a TPU: the devices that the real compiler compiles for, or a clear word why not."""
+"""A TPU topology without a TPU: the devices that the real compiler compiles for, or an error that says why not."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def chip_of(topology: str) -> Chip:
     Raises:
         TopologyError: the text is not CHIP:AxB or CHIP:AxBxC, or the chip is not in the table.
     """
-    found = re.fullmatch(r"([\w ]+):(\d+(?:x\d+){1,2})", topology)
-    if found is None:
+    match = re.fullmatch(r"([\w ]+):(\d+(?:x\d+){1,2})", topology)
+    if match is None:
         raise TopologyError(f"{topology!r} is not a topology; write CHIP:AxB or CHIP:AxBxC, such as {EXAMPLES}")
-    name, dims = found[1], found[2].split("x")
+    name, dims = match[1], match[2].split("x")
     if name not in CHIPS:
         raise TopologyError(f"no chip is named {name!r}; write one of {', '.join(CHIPS)}, as in {EXAMPLES}")
     chip = CHIPS[name]
@@ -76,7 +76,7 @@ def devices(topology: str, slices: int = 1) -> Sequence[Any]:
 
     Args:
         topology: chip and shape of one slice, such as v5e:16x16.
-        slices: slices beside each other, joined by the slow network.
+        slices: slices, joined by the slow network.
 
     Raises:
         TopologyError: as `chip_of` and `ready`, or the compiler does not know the shape.
@@ -93,11 +93,11 @@ def devices(topology: str, slices: int = 1) -> Sequence[Any]:
         options["chip_config_name"] = "megacore"
     try:
         with quiet():
-            made = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options)
+            described = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options)
     except Exception as error:  # jaxlib's own, with the reason in its text
-        said = str(error).partition(": ")[2] or str(error)
-        raise TopologyError(f"no topology {topology}: {said.strip()}\nwrite such as {EXAMPLES}") from error
-    return made.devices
+        reason = str(error).partition(": ")[2] or str(error)
+        raise TopologyError(f"no topology {topology}: {reason.strip()}\nwrite such as {EXAMPLES}") from error
+    return described.devices
 
 
 @contextlib.contextmanager
@@ -105,8 +105,8 @@ def quiet() -> Iterator[None]:
     """The TPU library writes to the process's stderr whatever Python says; shown only where it fails."""
     sys.stderr.flush()
     saved = os.dup(2)
-    with tempfile.TemporaryFile() as said:
-        os.dup2(said.fileno(), 2)
+    with tempfile.TemporaryFile() as output:
+        os.dup2(output.fileno(), 2)
         try:
             yield
         finally:

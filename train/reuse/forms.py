@@ -1,4 +1,4 @@
-"""Carry a training state from one form of a preset to another: the same model, the same next step, other numbers.
+"""Convert a training state from one form of a preset to another: the same model, the same next step, other numbers.
 
 A multiplier theta times larger has weight / theta, first moment or momentum * theta, second moment * theta^2
 (the abc symmetry, Tensor Programs IV; moments derived from it).
@@ -6,16 +6,15 @@ A multiplier theta times larger has weight / theta, first moment or momentum * t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-import optax
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from mupax.presets import Preset, PresetError
-from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.core.factors import Numbers, resolve
 from mupax.train.core.state import TrainState
-from mupax.train.core.transforms import rows
+from mupax.train.reuse import transplant
+from mupax.train.reuse.transplant import Move
 from mupax.zoo.definition import Arrays, Definition
 
 
@@ -35,61 +34,36 @@ def convert(
         PresetError: the two differ in more than their form; the text names a parameter and a column.
     """
     thetas = theta(definition, before, after, optimizer)
+    moves = {
+        name: Move(source=name, along=tuple(map(transplant.same, w.shape)), scale=1 / np.asarray(thetas[name], float))
+        for name, w in state.params.items()
+    }
 
     def moved(weights: Arrays) -> Arrays:
-        return {name: w / rows(thetas[name], w) for name, w in weights.items()}
+        return transplant.parameters(moves, weights, {}, list(weights))
 
+    moments = transplant.optimizer_state(moves, state.opt_state, state.opt_state, optimizer)
     average = None if state.ema is None else moved(state.ema)
-    return TrainState(
-        state.step, moved(state.params), _moments(state.opt_state, thetas, optimizer), average, state.health
-    )
+    converted = state._replace(params=moved(state.params), opt_state=moments, ema=average)
+    return jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), converted, state)
 
 
 def theta(definition: Definition, before: Preset, after: Preset, optimizer: str = "adam") -> Numbers:
-    """How many times larger each multiplier is under `after`.
+    """How many times larger each multiplier is under `after`; arguments as for `convert`.
 
     Raises:
         PresetError: the change is not the symmetry.
     """
     one, other = (resolve(preset, definition, optimizer) for preset in (before, after))
     thetas = {name: other.multiplier[name] / one.multiplier[name] for name in definition.specs}
-    power = -2 if before.family(optimizer) == "sgd" else -1
+    family = before.family(optimizer)
     for name, factor in thetas.items():
-        for column, exponent in {"lr": power, "eps": _eps_power(before, definition, name, optimizer)}.items():
-            wanted = getattr(one, column)[name] * factor**exponent
+        on_adam = family == "adam" or (family == "muon" and before.row(definition.specs[name]).muon is None)
+        for column, power in {"lr": -2 if family == "sgd" else -1, "eps": int(on_adam)}.items():
+            wanted = getattr(one, column)[name] * factor**power
             if abs(getattr(other, column)[name] / wanted - 1).max() > 1e-5:
                 raise PresetError(
                     f"{name}: {column} is not what the multiplier's change asks for, so {after.describe()} is another "
                     f"parameterization than {before.describe()}; convert only between forms of one preset"
                 )
     return thetas
-
-
-def _eps_power(preset: Preset, definition: Definition, name: str, optimizer: str) -> int:
-    family = preset.family(optimizer)
-    on_adam = family == "adam" or (family == "muon" and preset.row(definition.specs[name]).muon is None)
-    return 1 if on_adam else 0
-
-
-def _moments(opt_state: Any, thetas: Numbers, optimizer: str) -> Any:
-    if powers := powers_of(opt_state, optimizer):
-        return opt_state._replace(
-            **{field: _times(getattr(opt_state, field), thetas, p) for field, p in powers.items()}
-        )
-    if isinstance(opt_state, tuple):
-        parts = [_moments(part, thetas, optimizer) for part in opt_state]
-        return type(opt_state)(*parts) if hasattr(opt_state, "_fields") else tuple(parts)
-    return opt_state
-
-
-def powers_of(opt_state: Any, optimizer: str) -> dict[str, int]:
-    """The power of the gradient in each field of an optimizer's state that holds a moment; empty for another part of a chain."""
-    fields = getattr(opt_state, "_fields", ())
-    return {field: power for field, power in OPTIMIZERS[optimizer].moments.items() if field in fields}
-
-
-def _times(moments: Mapping[str, Any], thetas: Numbers, power: int) -> Arrays:
-    return {
-        name: m if isinstance(m, optax.MaskedNode) else m * rows(thetas[name] ** power, m)
-        for name, m in moments.items()
-    }

@@ -1,4 +1,4 @@
-"""Fold a preset's multipliers into the weights of a plain pre-norm transformer, and take them out again.
+"""Absorb a preset's multipliers into the weights of a plain pre-norm transformer, and restore them.
 
 A model here computes with multiplier * w, scales attention logits by a number of its own, and adds branches by
 h <- skip * h + branch * f(norm(h)). A plain one has neither multipliers nor scales: logits q.k N^-1/2, h <- h + f(norm(h)).
@@ -17,15 +17,20 @@ output where the stream's variance is 1.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from mupax.errors import MupaxError
-from mupax.presets import Role
+from mupax.presets import Preset, Role
+from mupax.train.config.run import PresetConfig
 from mupax.train.core.factors import Factors
 from mupax.zoo.definition import Definition
+
+LOGITS = "block.attention.logit_scale"
+"""The factor of attention logits, by its name in a definition."""
 
 Scales = dict[str, np.ndarray]
 """Parameter to the number that its weight is taken times, float64 [] or [layers]."""
@@ -34,8 +39,8 @@ GAIN = "norm.gain"
 """The gain that a tied readout's multiplier goes into, also where the model has none (it is 1 then)."""
 
 
-class FoldError(MupaxError):
-    """A model whose multipliers cannot be folded, or not undone."""
+class AbsorbError(MupaxError):
+    """A model whose multipliers cannot be absorbed, or not restored."""
 
 
 def scales(definition: Definition, factors: Factors) -> Scales:
@@ -46,16 +51,16 @@ def scales(definition: Definition, factors: Factors) -> Scales:
         factors: from `mupax.train.core.factors.resolve`.
 
     Raises:
-        FoldError: a factor is zero or not finite.
+        AbsorbError: a factor is zero or not finite.
 
-    Where queries are normalized without a gain (qk_norm, norm_gain false) no weight can carry the logits' scale; a definition
-    does not show that, so whoever folds such a model must compare the two scales itself.
+    Where queries are normalized without a gain (qk_norm, norm_gain false) no weight can hold the logits' scale; a definition
+    does not show that, so callers must compare the two scales themselves.
     """
     forward = {kind: _factor(definition, factors, kind) for kind in ("logits", "branch", "skip", "readout")}
     query = forward["logits"] * definition.sizes.get("head_dim", 1) ** 0.5
     normalized = any(spec.role is Role.NORM_GAIN and spec.of is Role.QUERY for spec in definition.specs.values())
     branch = forward["branch"] / np.cumprod(forward["skip"].reshape(-1)).reshape(forward["skip"].shape)
-    found: Scales = {}
+    by: Scales = {}
     for name, spec in definition.specs.items():
         scale = np.asarray(factors.multiplier[name], np.float64)
         match spec.of or spec.role:
@@ -67,13 +72,13 @@ def scales(definition: Definition, factors: Factors) -> Scales:
                 scale = scale * branch[:, 1]
             case Role.NORM_GAIN if not spec.in_block:
                 scale = scale * forward["readout"]
-        found[name] = scale
-    if GAIN not in found and forward["readout"] != 1:
-        found[GAIN] = forward["readout"]
-    for name, scale in found.items():
+        by[name] = scale
+    if GAIN not in by and forward["readout"] != 1:
+        by[GAIN] = forward["readout"]
+    for name, scale in by.items():
         if not (np.isfinite(scale).all() and (scale != 0).all()):
-            raise FoldError(f"{name}: its multiplier is {scale}, which a weight cannot carry")
-    return found
+            raise AbsorbError(f"{name}: its multiplier is {scale}, which a weight cannot carry")
+    return by
 
 
 def ones(params: Mapping[str, Any]) -> Scales:
@@ -81,17 +86,16 @@ def ones(params: Mapping[str, Any]) -> Scales:
     return {name: np.ones(()) for name in params}
 
 
-def fold(params: Mapping[str, Any], by: Scales) -> dict[str, np.ndarray]:
+def absorb_multipliers(params: Mapping[str, Any], by: Scales) -> dict[str, np.ndarray]:
     """Weights of the plain network, float32: what is stored times its scale. A gain that was not there is added."""
-    folded = {name: times(w, by[name]) for name, w in params.items()}
-    if GAIN in by and GAIN not in folded:
-        width = next(w.shape[-1] for name, w in folded.items() if name == "token")
-        folded[GAIN] = np.full(width, by[GAIN], np.float32)
-    return folded
+    absorbed = {name: times(w, by[name]) for name, w in params.items()}
+    if GAIN in by and GAIN not in absorbed:
+        absorbed[GAIN] = np.full(absorbed["token"].shape[-1], by[GAIN], np.float32)
+    return absorbed
 
 
-def unfold(params: Mapping[str, Any], by: Scales) -> dict[str, np.ndarray]:
-    """The inverse of `fold`, for parameters that the model has."""
+def restore_multipliers(params: Mapping[str, Any], by: Scales) -> dict[str, np.ndarray]:
+    """The inverse of `absorb_multipliers`, for parameters that the model has."""
     return {name: times(w, 1 / by[name]) for name, w in params.items()}
 
 
@@ -106,6 +110,41 @@ def times(w: Any, scale: np.ndarray) -> np.ndarray:
 def to_json(by: Scales) -> dict[str, float | list[float]]:
     """Scales as plain numbers: one where all layers have the same, to the last bit."""
     return {n: float(s.flat[0]) if np.ptp(s) == 0 else [float(x) for x in s] for n, s in by.items()}
+
+
+def logits_of(definition: Definition, factors: Factors) -> Any:
+    """What a preset takes attention logits times: a number, or one per layer where they differ."""
+    numbers = factors.forward.get(LOGITS)
+    return definition.sizes.get("head_dim", 1) ** -0.5 if numbers is None else _number(numbers)
+
+
+def preset_record(fields: PresetConfig, preset: Preset, model: Definition, factors: Factors) -> dict[str, Any]:
+    """What is written beside weights: the preset, its forward factors, and what each weight is taken times to be plain.
+
+    `norm_eps_times` is there where the stream's skips were absorbed: up to so many times the eps of a norm counts, which
+    is the one thing that no weight can hold.
+
+    Args:
+        fields: the preset's config.
+        preset: what it resolved to.
+        model: whose weights.
+        factors: the preset's, for this model.
+    """
+    kinds = {declared["kind"]: name for name, declared in model.factors.items() if name in factors.forward}
+    skips = [factors.forward[kinds["skip"]]] if "skip" in kinds else []
+    inexact = {"norm_eps_times": float(np.prod(skips[0], dtype=np.float64) ** -2)} if skips else {}
+    return {
+        **inexact,
+        "described": preset.describe(),
+        "fields": {name: value for name, value in dataclasses.asdict(fields).items() if value not in (None, (), False)},
+        "base": dict(preset.base) if preset.base else None,
+        "factors": {kind: _number(factors.forward[name]) for kind, name in kinds.items()},
+        "scales": to_json(scales(model, factors)),
+    }
+
+
+def _number(numbers: np.ndarray) -> Any:
+    return float(numbers.flat[0]) if np.ptp(numbers) == 0 else np.asarray(numbers).tolist()
 
 
 def _factor(definition: Definition, factors: Factors, kind: str) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Carry parameters, optimizer moments and averages into a model of other sizes or another preset, entry by entry.
+"""Transplant parameters, optimizer moments and averages into a model of other sizes or another preset, entry by entry.
 
 A new entry is s * the old one that it comes from, or has none. The network computes the same with s * w as with w
 before, so that gradients are those of before over s: first moments (and momentum) move by 1/s, second ones by 1/s^2.
@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 
@@ -18,14 +19,14 @@ from mupax.errors import MupaxError
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.reuse import plain
-from mupax.train.reuse.forms import powers_of
+from mupax.zoo.families import ModelConfig
 from mupax.zoo.huggingface.weights import Params
 
 Index = np.ndarray
 """For every index along a new axis, the old index that it comes from; -1 where there is none."""
 
 
-class CarryError(MupaxError):
+class TransplantError(MupaxError):
     """A state that cannot become another's. The text says why."""
 
 
@@ -48,27 +49,27 @@ class Move:
 
     def weights(self, old: Any, fresh: np.ndarray | None) -> np.ndarray:
         """The new parameter: what comes from the old one, and the fresh numbers elsewhere (None: all comes from it)."""
-        moved = self._times(_taken(self._lying(self.prepared(_plain(old))), self.along), 1)
-        if fresh is None:
-            return moved
-        return np.where(self.carried(), moved, np.asarray(fresh).astype(np.float32))
+        prepared = self.prepared(_float32(old))
+        moved = plain.times(_taken(prepared.T if self.transposed else prepared, self.along), self.scale)
+        return moved if fresh is None else np.where(self.transplanted(), moved, _float32(fresh))
 
-    def carried(self) -> Any:
+    def transplanted(self) -> Any:
         """Whether an entry comes from the source, bool, broadcasting against the new parameter."""
         return functools.reduce(np.logical_and, sides(self.along), np.True_)
 
     def moment(self, old: Any, power: int) -> np.ndarray:
         """A moment of gradients to some power; 0 where entries are new (see `overshoot`)."""
         along = self.along if self.moments_along is None else self.moments_along
-        taken = _taken(self._lying(_plain(old)), along)
-        # Gradients of copies add up to that of the original; of squares the sum is kept too, as for independent ones.
-        return self._times(taken / self.copies if self.copies > 1 else taken, -power)
+        moments = _float32(old)
+        taken = _taken(moments.T if self.transposed else moments, along)
+        # Gradients of copies add up to that of the original; of squares the sum stays too, as for independent ones.
+        return plain.times(taken / self.copies if self.copies > 1 else taken, self.scale**-power)
 
-    def _lying(self, array: np.ndarray) -> np.ndarray:
-        return array.T if self.transposed else array
-
-    def _times(self, array: np.ndarray, power: int) -> np.ndarray:
-        return plain.times(array, self.scale**power)
+    @property
+    def times(self) -> str:
+        """The scale in words; empty where it is 1."""
+        low, high = float(np.min(self.scale)), float(np.max(self.scale))
+        return "" if low == high == 1 else f"x {low:.4g}" + ("" if low == high else f" to {high:.4g}")
 
 
 def sides(along: Sequence[Index]) -> list[np.ndarray]:
@@ -87,18 +88,52 @@ def first(before: int, after: int) -> Index:
 
 
 def ratio(there: np.ndarray, here: np.ndarray, layers: Index | None = None) -> np.ndarray:
-    """there / here, where either may be per layer; what it is for a new layer says nothing."""
+    """there / here, where either may be per layer; of a new layer it is arbitrary.
+
+    Args:
+        there: scale of the source's parameter.
+        here: of the new one.
+        layers: index of the layers, where they grow.
+    """
     if layers is not None and there.ndim:
         there = there[np.maximum(layers, 0)]
     return np.asarray(there, np.float64) / np.asarray(here, np.float64)
 
 
+def resized(position_TD: np.ndarray, before: ModelConfig, after: ModelConfig) -> np.ndarray:
+    """Positions for another grid.
+
+    Args:
+        position_TD: of `before`, [T, D].
+        before: the model that they are of.
+        after: the model that they are for. A class token that only it has gets a row of zeros.
+
+    Returns:
+        float32 [T', D]. A grid of the same size keeps its numbers.
+    """
+    old, new = before.position_grid, after.position_grid
+    own = position_TD.shape[0] - old**2  # the class token's row, first
+    grid_GGD = position_TD[own:].astype(np.float32).reshape(old, old, -1)
+    if old != new:
+        shape = (new, new, grid_GGD.shape[-1])
+        # Smaller grids are filtered before they are sampled (antialias), as timm does it.
+        grid_GGD = np.asarray(jax.image.resize(grid_GGD, shape, "bicubic", antialias=True))
+    class_row = position_TD[:own] if own else np.zeros_like(position_TD[:1])
+    class_row = class_row[: after.sizes()["position"] - new**2]
+    return np.concatenate([class_row, grid_GGD.reshape(-1, grid_GGD.shape[-1])]).astype(np.float32)
+
+
 def parameters(moves: Mapping[str, Move], old: Mapping[str, Any], fresh: Params, names: list[str]) -> Params:
-    """Every new parameter, float32; those without a move are the fresh ones."""
+    """Every new parameter, float32.
+
+    Args:
+        moves: by new name.
+        old: the source's parameters.
+        fresh: initial ones, for those without a move and for new entries.
+        names: of the new parameters.
+    """
     return {
-        name: moves[name].weights(old[moves[name].source], fresh.get(name))
-        if name in moves
-        else np.asarray(fresh[name]).astype(np.float32)
+        name: moves[name].weights(old[moves[name].source], fresh.get(name)) if name in moves else _float32(fresh[name])
         for name in names
     }
 
@@ -125,6 +160,17 @@ def overshoot_notes(config: OptimizerConfig) -> list[str]:
     ]
 
 
+def powers_of(opt_state: Any, optimizer: str) -> dict[str, int]:
+    """The power of the gradient in each field of an optimizer's state that holds a moment; empty for another part of a chain.
+
+    Args:
+        opt_state: the state of a part of the chain.
+        optimizer: name of the whole.
+    """
+    fields = getattr(opt_state, "_fields", ())
+    return {field: power for field, power in OPTIMIZERS[optimizer].moments.items() if field in fields}
+
+
 def optimizer_state(moves: Mapping[str, Move], old: Any, new: Any, optimizer: str) -> Any:
     """The optimizer state of a new model.
 
@@ -135,10 +181,10 @@ def optimizer_state(moves: Mapping[str, Move], old: Any, new: Any, optimizer: st
         optimizer: the name of both.
 
     Raises:
-        CarryError: the two are of other optimizers.
+        TransplantError: the two are of other optimizers.
     """
     if type(old) is not type(new):
-        raise CarryError(
+        raise TransplantError(
             f"the optimizer's state there is a {type(old).__name__} and here a {type(new).__name__}: the moments of one "
             "optimizer mean nothing to another; take the same optimizer, or start its state anew"
         )
@@ -152,11 +198,11 @@ def optimizer_state(moves: Mapping[str, Move], old: Any, new: Any, optimizer: st
             }
             for field in powers
         }
-        kept = {field: getattr(old, field) for field in new._fields if field not in powers}
-        return new._replace(**kept, **moved)
+        rest = {field: getattr(old, field) for field in new._fields if field not in powers}
+        return new._replace(**rest, **moved)
     if isinstance(new, tuple):
         if len(old) != len(new):
-            raise CarryError(
+            raise TransplantError(
                 "the optimizers' chains differ in length; take the same optimizer, or start its state anew"
             )
         parts = [optimizer_state(moves, before, after, optimizer) for before, after in zip(old, new, strict=True)]
@@ -176,12 +222,10 @@ def _taken(array: np.ndarray, along: tuple[Index, ...]) -> np.ndarray:
     for axis, index in enumerate(along):
         if not np.array_equal(index, same(array.shape[axis])):
             array = np.take(array, np.maximum(index, 0), axis)
-    return (
-        array
-        if all((index >= 0).all() for index in along)
-        else np.where(functools.reduce(np.logical_and, sides(along)), array, np.float32(0))
-    )
+    if all((index >= 0).all() for index in along):
+        return array
+    return np.where(functools.reduce(np.logical_and, sides(along)), array, np.float32(0))
 
 
-def _plain(array: Any) -> np.ndarray:
+def _float32(array: Any) -> np.ndarray:
     return np.asarray(array).astype(np.float32)

@@ -60,7 +60,7 @@ def difference(model: ModelConfig, preset: Preset, change: Any = None) -> float:
     by = fold.scales(built, factors)
     if change is not None:
         by = change(by)
-    folded = fold.fold(params, by)
+    folded = fold.absorb_multipliers(params, by)
     full = definition(dataclasses.replace(model, norm_gain=True)) if fold.GAIN not in built.specs else built
     folded = {name: folded.get(name, np.ones(leaf.shape, np.float32)) for name, leaf in full.abstract.items()}
     plain = {
@@ -91,7 +91,9 @@ def test_unfolding_is_the_inverse() -> None:
         built = definition(model)
         params, factors = numbers(built, preset)
         by = fold.scales(built, factors)
-        back = fold.unfold({name: w for name, w in fold.fold(params, by).items() if name in params}, by)
+        back = fold.restore_multipliers(
+            {name: w for name, w in fold.absorb_multipliers(params, by).items() if name in params}, by
+        )
         for name, w in params.items():
             np.testing.assert_allclose(back[name], w, rtol=2e-7, err_msg=name)
 
@@ -117,7 +119,7 @@ def test_what_cannot_be_folded_is_refused() -> None:
     built = definition(TIED)
     factors = resolve(presets.get("mup"), built)
     zero = factors._replace(forward={**factors.forward, "block.branch": np.zeros((3, 2))})
-    with pytest.raises(fold.FoldError, match="a weight cannot carry"):
+    with pytest.raises(fold.AbsorbError, match="a weight cannot carry"):
         fold.scales(built, zero)
 
 

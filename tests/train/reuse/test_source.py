@@ -60,7 +60,7 @@ def zoo(*words: Any) -> tuple[int, str, str]:
 
 def loaded(path: Path, model: DecoderConfig, given: PresetConfig) -> dict[str, np.ndarray]:
     preset, built = preset_for(given, model), definition(model)
-    return pretrained.load_weights(path, built, resolve(preset, built))
+    return pretrained.place(pretrained.read(path), built, resolve(preset, built))
 
 
 def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
@@ -166,12 +166,19 @@ def test_a_run_is_exported_and_comes_back(run: Path, tmp_path: Path) -> None:
     source = pretrained.read(run)
     model, given = source.model, PresetConfig(**record["fields"])
     assert isinstance(model, DecoderConfig)
-    built = definition(model)
-    stored = pretrained._checkpoint(run / "checkpoints" / "3", built)
+    stored = source.stored
     assert_same(loaded(tmp_path / "hf", model, given), stored)
     assert_same(loaded(run, model, given), stored)
     # Control: another step has other weights.
     assert np.abs(loaded(run / "checkpoints" / "2", model, given)["token"] - stored["token"]).max() > 1e-4
+
+
+def test_a_source_has_the_logits_of_its_preset(run: Path) -> None:
+    source = pretrained.read(run)
+    assert source.run is not None
+    built, preset = definition(source.model), preset_for(source.run[0].preset, source.model)
+    assert source.logits == pretrained.plain.logits_of(built, resolve(preset, built))
+    assert source.logits != built.sizes["head_dim"] ** -0.5  # control: another than without a preset
 
 
 def test_a_step_can_be_named_in_either_way(run: Path, tmp_path: Path) -> None:
@@ -252,9 +259,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused(run: Path, tmp_path: Path) ->
     shutil.copytree(run, copy)
     shutil.rmtree(copy / "checkpoints" / "3" / "state")
     (copy / "checkpoints" / "3" / "_CHECKPOINT_METADATA").unlink()
-    assert "checkpoint 3 is damaged: _CHECKPOINT_METADATA is missing" in wrong(
-        tmp_path, "export", copy, "--out", tmp_path / "new"
-    )
+    assert "is damaged: _CHECKPOINT_METADATA is missing" in wrong(tmp_path, "export", copy, "--out", tmp_path / "new")
 
 
 def test_help_names_both() -> None:

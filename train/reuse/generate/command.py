@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     args = command_line.parse(Generate, "python -m train generate", argv)
     from mupax.train.checkpoints import saved_run
     from mupax.train.checkpoints.workdir import WorkdirError
-    from mupax.train.reuse.generate.sampling import DecodingError, Sampling
+    from mupax.train.reuse.generate.decode import DecodingError, Sampling
 
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     sampling.check()

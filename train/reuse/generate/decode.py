@@ -6,6 +6,7 @@ token's number alone: not on how many samples or tokens are asked for.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -14,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mupax.errors import MupaxError
 from mupax.train.core.step import StepInputs
 from mupax.train.parallel.sharding import MeshLayout
-from mupax.train.reuse.generate.sampling import DecodingError, Sampling
 from mupax.zoo import partition
 from mupax.zoo.definition import Arrays, Definition
 from mupax.zoo.layers import cache as caches
@@ -27,6 +28,32 @@ MOST = 64
 """Tokens that the devices make before the host looks at them, at most."""
 _LIVELY_S = 0.1
 """How long a reader may wait for the next tokens, where one does not take longer."""
+
+
+class DecodingError(MupaxError):
+    """A text that cannot be made as asked. The text says what to write instead."""
+
+
+class Sampling(NamedTuple):
+    """How a token is drawn from logits. Filters apply in this order: temperature, top-k, top-p."""
+
+    temperature: float = 0.8
+    """Divides the logits; 0 takes the likeliest token."""
+    top_k: int | None = None
+    """Draw among the k likeliest tokens only: of tied ones those of lower number."""
+    top_p: float | None = None
+    """Draw among the fewest likeliest tokens that have at least this probability together (Holtzman et al. 2020)."""
+
+    def check(self) -> None:
+        """Raises DecodingError where a number is out of its range."""
+        if not 0 <= self.temperature < math.inf:
+            raise DecodingError(
+                f"temperature is {self.temperature}; write 0 for the likeliest token, or a positive number"
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise DecodingError(f"top-k is {self.top_k}; write at least 1, or leave it out to draw among all tokens")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise DecodingError(f"top-p is {self.top_p}; write a probability above 0 and up to 1, or leave it out")
 
 
 DEFAULT = Sampling()
@@ -49,13 +76,13 @@ def draw(logits_BV: jax.Array, keys_B: jax.Array, sampling: Sampling) -> jax.Arr
     return jnp.take_along_axis(ids_BK, picked_B[:, None], axis=-1)[:, 0]
 
 
-class _Said(NamedTuple):
-    """Where a text stands on the devices: one cache per network, and the newest token, which none has read yet."""
+class _Text(NamedTuple):
+    """A text on the devices: one cache per network, and the newest token, which none has read yet."""
 
-    caches: tuple[caches.Cache, ...]
-    token_B: jax.Array
-    sound: jax.Array
-    """Whether all logits so far were numbers, bool []."""
+    caches: Any
+    token_B: Any
+    finite: Any
+    """Whether all logits so far were finite, bool []."""
 
 
 class Generator:
@@ -65,9 +92,9 @@ class Generator:
         definition: of the model.
         model: its config.
         params: of the model.
-        numbers: given to it beside them; with a reference where its output is centred.
+        step_inputs: factors, and a reference where the model's output is centred.
         sampling: how tokens are drawn.
-        samples: B, texts made side by side from one prompt.
+        samples: B, texts continued side by side from one prompt.
         layout: the mesh that the parameters lie on; None for one device.
 
     Raises:
@@ -79,7 +106,7 @@ class Generator:
         definition: Definition,
         model: TransformerConfig,
         params: Arrays,
-        numbers: StepInputs,
+        step_inputs: StepInputs,
         *,
         sampling: Sampling = DEFAULT,
         samples: int = 1,
@@ -89,16 +116,17 @@ class Generator:
         if samples < 1:
             raise DecodingError(f"samples is {samples}; write at least 1")
         self._definition, self._model, self._sampling, self.samples = definition, model, sampling, samples
-        self._layout, self._forward = layout, numbers.factors.forward
-        self._traces = 0
-        networks = (params,) if numbers.reference is None else (params, numbers.reference)
+        self._layout, self._forward = layout, step_inputs.factors.forward
+        self.compilations = 0
+        """Programs compiled so far."""
+        networks = (params,) if step_inputs.reference is None else (params, step_inputs.reference)
         # Multiplied once, not for every token.
-        apart = jax.jit(lambda networks, by: tuple(multiplied(dict(one), by) for one in networks))
-        self._weights = apart(networks, numbers.factors.multiplier)
-        whole = None if layout is None else layout.whole
-        self._fill = jax.jit(self._filled, out_shardings=None if whole is None else _Said(None, whole, whole))  # pyright: ignore
-        told = None if whole is None else (_Said(None, whole, whole), whole)  # pyright: ignore[reportArgumentType]
-        self._extend = jax.jit(self._extended, donate_argnums=2, out_shardings=told)
+        apply = jax.jit(lambda networks, by: tuple(multiplied(dict(one), by) for one in networks))
+        self._weights = apply(networks, step_inputs.factors.multiplier)
+        placed = None if layout is None else _Text(None, layout.whole, layout.whole)
+        self._fill = jax.jit(self._filled, out_shardings=placed)
+        extended = None if layout is None else (placed, layout.whole)
+        self._extend = jax.jit(self._extended, donate_argnums=2, out_shardings=extended)
 
     def complete(self, prompt: np.ndarray, length: int, seed: int = 0) -> np.ndarray:
         """`length` new tokens after the prompt, int32 [B, length]; arguments and errors as for `stream`."""
@@ -124,90 +152,65 @@ class Generator:
             raise DecodingError(f"a prompt is at least one token; this one is {prompt.dtype} of shape {prompt.shape}")
         limit, key = self._model.sizes()["position"], jax.random.key(seed)
         text_BT = np.broadcast_to(prompt.astype(np.int32), (self.samples, prompt.size))[:, -limit:]
-        said, made, held, count = None, 0, limit, 1
-        while made < length:
+        text, number, context, count = None, 0, limit, 1
+        while number < length:
             began = time.monotonic()
-            if said is None or held == limit:
-                context_BT = text_BT if said is None else text_BT[:, -max(limit // 2, 1) :]
-                held = context_BT.shape[1]
-                said = self._fill(
-                    self._weights, self._forward, _padded(context_BT, limit), np.int32(held), key, np.int32(made)
-                )
-                new_BT = np.asarray(said.token_B)[:, None]
+            if text is None or context == limit:
+                context_BT = text_BT if text is None else text_BT[:, -max(limit // 2, 1) :]
+                context, padded_BT = context_BT.shape[1], _padded(context_BT, limit)
+                text = self._fill(self._weights, self._forward, padded_BT, np.int32(context), key, np.int32(number))
+                new_BT = np.asarray(text.token_B)[:, None]
             else:
-                steps = min(count, length - made, limit - held)
-                said, out_BT = self._extend(self._weights, self._forward, said, np.int32(steps), key, np.int32(made))
-                held, new_BT = held + steps, np.asarray(out_BT)[:, :steps]
+                steps = min(count, length - number, limit - context)
+                counts = np.int32(steps), key, np.int32(number)
+                text, out_BT = self._extend(self._weights, self._forward, text, *counts)
+                context, new_BT = context + steps, np.asarray(out_BT)[:, :steps]
                 # More where they come fast; what is drawn does not depend on it.
                 count = min(2 * count, MOST) if time.monotonic() - began < _LIVELY_S / 2 else max(count // 2, 1)
-            if not said.sound:
+            if not text.finite:
                 raise DecodingError("the logits hold nan or inf: the model has diverged, there is nothing to sample")
-            made += new_BT.shape[1]
+            number += new_BT.shape[1]
             text_BT = np.concatenate([text_BT, new_BT], axis=1)[:, -limit:]
             yield new_BT
 
-    @property
-    def compilations(self) -> int:
-        """Programs compiled so far."""
-        return self._traces
-
     def _filled(
-        self,
-        weights: tuple[Arrays, ...],
-        forward: Arrays,
-        text_BT: jax.Array,
-        length: jax.Array,
-        key: jax.Array,
-        made: jax.Array,
-    ) -> _Said:
+        self, weights: Any, forward: Arrays, text_BT: jax.Array, length: jax.Array, key: jax.Array, number: jax.Array
+    ) -> _Text:
         """Read a text that is padded on the right, and draw a token after its `length` tokens."""
-        empty = caches.empty(self._model, self.samples)
-        logits, read = self._read(weights, forward, text_BT, (empty,) * len(weights), length - 1, fresh=True)
-        token = self._drawn(logits, key, made)
-        return _Said(tuple(one._replace(length=length) for one in read), token, _sound(logits))
+        empty = (caches.empty(self._model, self.samples),) * len(weights)
+        logits_BV, read = self._read(weights, forward, text_BT, empty, length - 1, fresh=True)
+        token_B = self._drawn(logits_BV, key, number)
+        return _Text(tuple(one._replace(length=length) for one in read), token_B, _finite(logits_BV))
 
     def _extended(
-        self,
-        weights: tuple[Arrays, ...],
-        forward: Arrays,
-        said: _Said,
-        steps: jax.Array,
-        key: jax.Array,
-        made: jax.Array,
-    ) -> tuple[_Said, jax.Array]:
-        """Draw `steps` more tokens, at most `MOST`: where the text stands then, and they, int32 [B, MOST]."""
+        self, weights: Any, forward: Arrays, text: _Text, steps: jax.Array, key: jax.Array, number: jax.Array
+    ) -> tuple[_Text, jax.Array]:
+        """Draw `steps` more tokens, at most `MOST`: the text after them, and they, int32 [B, MOST]."""
 
-        def body(carry: tuple[jax.Array, _Said, jax.Array]) -> tuple[jax.Array, _Said, jax.Array]:
-            index, said, out_BT = carry
-            logits, read = self._read(weights, forward, said.token_B[:, None], said.caches, jnp.int32(0), fresh=False)
-            token = self._drawn(logits, key, made + index)
-            out_BT = jax.lax.dynamic_update_slice(out_BT, token[:, None], (0, index))
-            return index + 1, _Said(read, token, said.sound & _sound(logits)), out_BT
+        def body(loop: tuple[jax.Array, _Text, jax.Array]) -> tuple[jax.Array, _Text, jax.Array]:
+            index, text, out_BT = loop
+            last_B1 = text.token_B[:, None]
+            logits_BV, read = self._read(weights, forward, last_B1, text.caches, jnp.int32(0), fresh=False)
+            token_B = self._drawn(logits_BV, key, number + index)
+            out_BT = jax.lax.dynamic_update_slice(out_BT, token_B[:, None], (0, index))
+            return index + 1, _Text(read, token_B, text.finite & _finite(logits_BV)), out_BT
 
-        start = jnp.int32(0), said, jnp.zeros((self.samples, MOST), jnp.int32)
-        _, said, out_BT = jax.lax.while_loop(lambda carry: carry[0] < steps, body, start)
-        return said, out_BT
+        start = jnp.int32(0), text, jnp.zeros((self.samples, MOST), jnp.int32)
+        return jax.lax.while_loop(lambda loop: loop[0] < steps, body, start)[1:]
 
     def _read(
-        self,
-        weights: tuple[Arrays, ...],
-        forward: Arrays,
-        text_BT: jax.Array,
-        held: tuple[caches.Cache, ...],
-        at: jax.Array,
-        *,
-        fresh: bool,
+        self, weights: Any, forward: Arrays, text_BT: jax.Array, read: Any, at: jax.Array, *, fresh: bool
     ) -> tuple[jax.Array, tuple[caches.Cache, ...]]:
         """Logits [B, V] after the token at a position of the text, and the caches with all of it."""
-        self._traces += 1  # runs when a program is traced, and never again
-        logits, read = [], []
+        self.compilations += 1  # runs when a program is traced, and never again
+        logits, after = [], []
         with partition.using(self._layout):
-            for params, one in zip(weights, held, strict=True):
+            for params, cache in zip(weights, read, strict=True):
                 net: Any = self._definition.bind(params, forward)
-                h_BTD, after = net.cached(text_BT, one, fresh=fresh)
+                h_BTD, filled = net.cached(text_BT, cache, fresh=fresh)
                 logits.append(net.read(jax.lax.dynamic_slice_in_dim(h_BTD, at, 1, axis=1))[:, 0])
-                read.append(after)
-        return logits[0] - logits[1] if len(logits) == 2 else logits[0], tuple(read)
+                after.append(filled)
+        return logits[0] - logits[1] if len(logits) == 2 else logits[0], tuple(after)
 
     def _drawn(self, logits_BV: jax.Array, key: jax.Array, number: jax.Array) -> jax.Array:
         keys_B = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, number), jnp.arange(self.samples))
@@ -220,6 +223,6 @@ def _padded(text_BT: np.ndarray, limit: int) -> np.ndarray:
     return np.pad(text_BT, ((0, 0), (0, size - text_BT.shape[1])))
 
 
-def _sound(logits_BV: jax.Array) -> jax.Array:
+def _finite(logits_BV: jax.Array) -> jax.Array:
     # Logits of -inf are masked tokens, as long as one is not.
     return jnp.all(jnp.isfinite(jnp.max(logits_BV, axis=-1)))

@@ -167,7 +167,6 @@ def grow(path: Path, before: Config, after: Config, load: Any) -> tuple[Program,
     from mupax.train.config.run import MeshConfig
     from mupax.train.core import state as states
     from mupax.train.core.program import assemble
-    from mupax.train.reuse import plain as fold
     from mupax.train.reuse import source as pretrained
     from mupax.train.reuse import transplant as transplant
     from mupax.train.reuse.grow import grow as growing
@@ -179,15 +178,7 @@ def grow(path: Path, before: Config, after: Config, load: Any) -> tuple[Program,
         assemble(dataclasses.replace(config, mesh=MeshConfig(data=1)), jax.local_devices()[:1])
         for config in (before, after)
     )
-    there, here = (
-        Side(
-            p.config.model,
-            p.definition,
-            fold.scales(p.definition, p.run.factors),
-            pretrained.logits_of(p.definition, p.run.factors),
-        )
-        for p in (one, other)
-    )
+    there, here = (Side.of(p.config.model, p.definition, p.run.factors) for p in (one, other))
     made = growing.plan(there, here)
     old = pretrained.whole_state(path, before)
     fresh = made.silenced(states.fresh_params(other.definition, after.seed, other.stds, made.fresh()))

@@ -29,7 +29,7 @@ from mupax.presets import ParamSpec, Role
 from mupax.train.reuse import transplant
 from mupax.train.reuse.grow import axes as grow_axes
 from mupax.train.reuse.grow.axes import GROWN
-from mupax.train.reuse.start.plan import Row, Side, check_carried, role_of
+from mupax.train.reuse.start.plan import Row, Side, check_unmovable, role_of
 from mupax.train.reuse.transplant import Move
 from mupax.zoo.huggingface.weights import Params
 from mupax.zoo.transformer import TransformerConfig, transformer
@@ -52,7 +52,7 @@ class Growth:
 
     def fresh(self) -> set[str]:
         """Parameters with new entries."""
-        return {name for name, move in self.moves.items() if not np.all(move.carried())}
+        return {name for name, move in self.moves.items() if not np.all(move.transplanted())}
 
     def silenced(self, fresh: Params) -> Params:
         """Initial parameters with what writes for new units at zero."""
@@ -68,7 +68,7 @@ def plan(there: Side, here: Side) -> Growth:
     """
     before, after = (transformer(side.model, "growth") for side in (there, here))
     axes = grow_axes.axes(before, after)
-    check_carried(there, here)
+    check_unmovable(there, here)
     exact, notes = _notes(before, after, axes)
     moves: dict[str, Move] = {}
     rows: list[Row] = []
@@ -90,7 +90,7 @@ def plan(there: Side, here: Side) -> Growth:
         if (zero := _silent(spec, along)) is not None:
             silent[name] = zero
         shapes = there.definition.abstract[name].shape, here.definition.abstract[name].shape
-        rows.append(Row(name, role_of(spec), *shapes, *_said(spec, moves[name], *shapes, zero)))
+        rows.append(Row(name, role_of(spec), *shapes, *_action(spec, moves[name], *shapes, zero)))
     return Growth(moves, rows, notes, silent)
 
 
@@ -146,26 +146,16 @@ def _notes(before: TransformerConfig, after: TransformerConfig, axes: grow_axes.
     return True, notes
 
 
-def _said(
+def _action(
     spec: ParamSpec, move: Move, old: tuple[int, ...], new: tuple[int, ...], zero: np.ndarray | None
 ) -> tuple[str, str]:
     """Action and reason."""
-    low, high = float(np.min(move.scale)), float(np.max(move.scale))
-    words = [] if low == high == 1 else [f"x {low:.4g}" + ("" if low == high else f" to {high:.4g}")]
+    words = [f"every key head {move.copies} times"] if move.copies > 1 else []
+    words += [move.times] if move.times else []
     grown = [f"{axis} {a} to {b}" for axis, a, b in zip(spec.axes, old, new, strict=True) if a != b]
-    if move.copies > 1:
-        words.insert(0, f"every key head {move.copies} times")
     if not grown:
         return ("converted", ", ".join(words)) if words else ("kept", "")
-    if not np.all(move.carried()) and spec.role in GROWN:
-        words.append(
-            "new: "
-            + (
-                "0"
-                if zero is not None and zero.all()
-                else "initialized"
-                if zero is None
-                else "initialized, 0 in old heads"
-            )
-        )
+    if not np.all(move.transplanted()) and spec.role in GROWN:
+        start = "initialized" if zero is None else "0" if zero.all() else "initialized, 0 in old heads"
+        words.append(f"new: {start}")
     return "grown", ", ".join([*grown, *words])

@@ -11,7 +11,8 @@ from typing import Any
 from mupax.train.config.record import model_to_json
 from mupax.train.config.run import PresetConfig, preset_for
 from mupax.train.core.factors import resolve
-from mupax.train.reuse.source import CONFIG, FORMAT, MODEL, Source, WeightsError, place, preset_record
+from mupax.train.reuse import plain
+from mupax.train.reuse.source import CONFIG, FORMAT, MODEL, Source, WeightsError, place
 from mupax.zoo.definition import definition
 from mupax.zoo.huggingface import config as huggingface
 from mupax.zoo.huggingface import weights
@@ -32,12 +33,12 @@ def check_free(out: Path) -> None:
         raise WeightsError(f"--out {out}: cannot write into {there}; give another folder")
 
 
-def write_imported(source: Source, given: PresetConfig, out: Path, origin: str) -> dict[str, Any]:
+def write_imported(source: Source, fields: PresetConfig, out: Path, origin: str) -> dict[str, Any]:
     """Write weights in a preset's form: our names in safetensors, and `model.json`.
 
     Args:
-        source: what `read` found.
-        given: the preset.
+        source: from `read`.
+        fields: the preset.
         out: folder, made here.
         origin: where they came from, for the record.
 
@@ -46,15 +47,15 @@ def write_imported(source: Source, given: PresetConfig, out: Path, origin: str) 
 
     Raises:
         WeightsError: the folder holds something, or the weights do not fit their own model.
-        PresetError, FoldError: the preset cannot be used on this model.
+        PresetError, AbsorbError: the preset cannot be used on this model.
     """
-    preset, model = preset_for(given, source.model), definition(source.model)
+    preset, model = preset_for(fields, source.model), definition(source.model)
     factors = resolve(preset, model, preset.optimizers[0])
     params = place(source, model, factors)
     record = {
         "format": FORMAT,
         "model": model_to_json(source.model),
-        "preset": preset_record(given, preset, model, factors),
+        "preset": plain.preset_record(fields, preset, model, factors),
         "from": origin,
     }
     check_free(out)
@@ -70,7 +71,7 @@ def write_huggingface(source: Source, out: Path, dtype: DType, separator: int | 
     config.json has a key `mupax` that says which preset the weights come from and what was folded into each.
 
     Args:
-        source: what `read` found.
+        source: from `read`.
         out: folder, made here.
         dtype: type of the stored weights.
         separator: token that ends a text.

@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from mupax import terminal
 from mupax.train.checkpoints.workdir import RECORD
@@ -53,15 +51,15 @@ def settled(config: Config, folder: Path, held: bool, processes: Processes) -> C
         return dataclasses.replace(config, init=init)
     if asked.init_from is None:
         return config
-    found = processes.told("init_from", lambda: str(pretrained.located(Path(asked.init_from or ""))))
-    return dataclasses.replace(config, init=dataclasses.replace(asked, init_from=found))
+    path = processes.told("init_from", lambda: str(pretrained.located(Path(asked.init_from or ""))))
+    return dataclasses.replace(config, init=dataclasses.replace(asked, init_from=path))
 
 
 def prepare(program: Program) -> Start | None:
     """Read the source and fit it to the run; None where the run has none. Nothing is written or put on devices.
 
     Raises:
-        InitError, CarryError: it does not fit; the text says what differs and which flags name it.
+        InitError, TransplantError: it does not fit; the text says what differs and which flags name it.
         WeightsError, TensorFileError, ConfigError: nothing of this kind there, or files that are not whole.
     """
     config = program.config
@@ -70,28 +68,21 @@ def prepare(program: Program) -> Start | None:
         return None
     try:
         source = pretrained.read(Path(asked.init_from), part="ema" if asked.init_ema else "params")
-        before = definition(source.model)
-        there = Side(source.model, before, source.scales, source.logits)
-        factors = program.run.factors
-        here = Side(
-            config.model,
-            program.definition,
-            plain.scales(program.definition, factors),
-            pretrained.logits_of(program.definition, factors),
-        )
-        made = plan(there, here, asked)
-    except (InitError, plain.FoldError) as error:
+        there = Side(source.model, definition(source.model), source.scales, source.logits)
+        here = Side.of(config.model, program.definition, program.run.factors)
+        planned = plan(there, here, asked)
+    except (InitError, plain.AbsorbError) as error:
         raise InitError(f"--init-from {asked.init_from}: {error}") from error
-    fresh = state.fresh_params(program.definition, config.seed, program.stds, made.fresh())
-    params = transplant.parameters(made.moves, source.stored, fresh, list(program.definition.specs))
+    fresh = state.fresh_params(program.definition, config.seed, program.stds, planned.fresh())
+    params = transplant.parameters(planned.moves, source.stored, fresh, list(program.definition.specs))
     moments, notes = None, [*source.notes, *_notes(source, config)]
     if asked.init_optimizer:
         if source.run is None:
             raise InitError(f"--init-optimizer: {asked.init_from} holds no optimizer state, only weights; leave it out")
         old = pretrained.whole_state(Path(asked.init_from), source.run[0]).opt_state
-        moments = transplant.optimizer_state(made.moves, old, program.abstract.opt_state, config.optimizer.name)
-        notes += transplant.overshoot_notes(config.optimizer) if made.fresh() else []
-    return Start(asked.init_from, params, moments, made.rows, notes)
+        moments = transplant.optimizer_state(planned.moves, old, program.abstract.opt_state, config.optimizer.name)
+        notes += transplant.overshoot_notes(config.optimizer) if planned.fresh() else []
+    return Start(asked.init_from, params, moments, planned.rows, notes)
 
 
 def initial_state(program: Program, start: Start | None) -> TrainState:
@@ -100,27 +91,29 @@ def initial_state(program: Program, start: Start | None) -> TrainState:
         return program.initial_state()
     abstract = program.abstract
     params = {name: placed(start.params[name], leaf) for name, leaf in abstract.params.items()}
-    begun = program.initializer.started(params)
+    state = program.initializer.started(params)
     if start.opt_state is None:
-        return begun
-    return begun._replace(opt_state=jax.tree.map(placed, start.opt_state, abstract.opt_state))
+        return state
+    return state._replace(opt_state=jax.tree.map(placed, start.opt_state, abstract.opt_state))
 
 
 def show(console: Console, title: str, rows: list[Row], notes: list[str]) -> None:
-    """Print the table of what became of every parameter."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for column in ("parameter", "role", "there", "here", "", "why"):
-        table.add_column(column, overflow="fold")
+    """Print the table of what became of every parameter.
+
+    Args:
+        console: where.
+        title: above the table.
+        rows: of the table.
+        notes: below it.
+    """
+    table = [("parameter", "role", "there", "here", "", "why")]
     for row in rows:
         there, here = ("x".join(map(str, shape)) if shape is not None else "" for shape in (row.there, row.here))
-        table.add_row(row.name, row.role, there, here, row.action, row.reason)
-    wide = console if console.is_terminal else Console(file=console.file, width=terminal.UNBOUNDED, quiet=console.quiet)
-    wide.print(title, highlight=False)
-    wide.print(table, highlight=False)
-    counts = {action: sum(row.action == action for row in rows) for action in dict.fromkeys(row.action for row in rows)}
-    wide.print(", ".join(f"{count} {action}" for action, count in counts.items()), highlight=False)
-    for note in notes:
-        wide.print(f"note: {note}", highlight=False)
+        table.append((row.name, row.role, there, here, row.action, row.reason))
+    actions = [row.action for row in rows]
+    counts = ", ".join(f"{actions.count(action)} {action}" for action in dict.fromkeys(actions))
+    for line in (title, terminal.table(table), counts, *(f"note: {note}" for note in notes)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def placed(value: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -131,14 +124,9 @@ def placed(value: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _notes(source: Source, config: Config) -> list[str]:
-    found = []
-    if source.run is not None and config.data.task == "tokens":
-        there, here = source.run[0].data.tokenizer, config.data.tokenizer
-        if there != here:
-            found.append(
-                f"the source reads tokens of {there} and this run of {here}; the same numbers are other text then"
-            )
-    times = source.preset.get("norm_eps_times")
-    if isinstance(times, float):
-        found.append(f"the source's skips are folded: its norms' eps counts up to {times:.3g} times")
-    return found
+    notes, here = [], config.data.tokenizer
+    if source.run is not None and config.data.task == "tokens" and (there := source.run[0].data.tokenizer) != here:
+        notes.append(f"the source reads tokens of {there} and this run of {here}; the same numbers are other text then")
+    if isinstance(times := source.preset.get("norm_eps_times"), float):
+        notes.append(f"the source's skips are folded: its norms' eps counts up to {times:.3g} times")
+    return notes

@@ -17,8 +17,8 @@ from mupax.errors import MupaxError
 from mupax.presets import ParamSpec
 from mupax.train.config.patterns import chosen
 from mupax.train.config.run import InitConfig
+from mupax.train.core.factors import Factors
 from mupax.train.reuse import plain, transplant
-from mupax.train.reuse.start import positions
 from mupax.train.reuse.transplant import Move
 from mupax.zoo.definition import Definition
 from mupax.zoo.families import ModelConfig
@@ -61,6 +61,17 @@ class Side:
     logits: Any
     """What it takes the attention logits times: a number, or one per layer."""
 
+    @classmethod
+    def of(cls, model: ModelConfig, definition: Definition, factors: Factors) -> Side:
+        """A model under a preset.
+
+        Args:
+            model: its config.
+            definition: of it.
+            factors: of the preset.
+        """
+        return cls(model, definition, plain.scales(definition, factors), plain.logits_of(definition, factors))
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -71,7 +82,7 @@ class Plan:
 
     def fresh(self) -> set[str]:
         """Parameters with entries that do not come from the source."""
-        moved = {name for name, move in self.moves.items() if np.all(move.carried())}
+        moved = {name for name, move in self.moves.items() if np.all(move.transplanted())}
         return {row.name for row in self.rows if row.here is not None} - moved
 
 
@@ -88,7 +99,7 @@ def plan(there: Side, here: Side, asked: InitConfig) -> Plan:
         ConfigError: a pattern that means no parameter.
     """
     _check_models(there.model, here.model, asked.init_change)
-    check_carried(there, here)
+    check_unmovable(there, here)
     specs, before = here.definition.specs, there.definition
     new = chosen(asked.init_new, specs, "--init-new")
     resize = chosen(asked.init_resize, specs, "--init-resize")
@@ -96,7 +107,6 @@ def plan(there: Side, here: Side, asked: InitConfig) -> Plan:
     moves: dict[str, Move] = {}
     rows: list[Row] = []
     refused: list[tuple[str, str, str]] = []
-
     for name, spec in specs.items():
         role, shape = role_of(spec), here.definition.abstract[name].shape
         source = name if name in before.specs else _tied_to(there.model, name)
@@ -109,7 +119,7 @@ def plan(there: Side, here: Side, asked: InitConfig) -> Plan:
             refused.append((f"{name} {shape} is not there", "--init-new", name))
         elif old == shape or (name in resize and _differing(spec, old, shape) <= set(RESIZABLE)):
             moves[name] = _move(name, source, spec, old, shape, there, here)
-            rows.append(Row(name, role, old, shape, *_said(moves[name], name, old, shape, there, here)))
+            rows.append(Row(name, role, old, shape, *_action(moves[name], name, old, shape, there, here)))
         else:
             flag = "--init-resize" if _differing(spec, old, shape) <= {"position", "vocab"} else "--init-new"
             refused.append((f"{name} is {old} there and {shape} here", flag, name))
@@ -134,31 +144,38 @@ def _check_models(there: ModelConfig, here: ModelConfig, allowed: Sequence[str])
     if unknown := [field for field in allowed if field not in UNSEEN]:
         raise InitError(f"--init-change {unknown[0]}: write one of {', '.join(UNSEEN)}")
     differing = [field for field in UNSEEN if getattr(there, field, None) != getattr(here, field, None)]
-    if here.sizes().get("position") and getattr(here, "positions", None) == "learned" == getattr(
-        there, "positions", None
-    ):
+    learned = getattr(here, "positions", None) == "learned" == getattr(there, "positions", None)
+    if here.sizes().get("position") and learned:
         differing = [field for field in differing if field != "rope_theta"]
     if wrong := [field for field in differing if field not in allowed]:
-        said = [f"model.{f} is {getattr(there, f)} there and {getattr(here, f)} here" for f in wrong]
+        fields = [f"model.{f} is {getattr(there, f)} there and {getattr(here, f)} here" for f in wrong]
         flags = " ".join(f"--model.{f.replace('_', '-')} {getattr(there, f)}" for f in wrong)
         raise InitError(
-            f"{'; '.join(said)}\nthe same weights are another function then; write {flags}, or to start from them all the "
+            f"{'; '.join(fields)}\nthe same weights are another function then; write {flags}, or to start from them all the "
             f"same --init-change {' '.join(wrong)}"
         )
 
 
-def check_carried(there: Side, here: Side) -> None:
-    """What no parameter can carry must be the same on both sides."""
+def check_unmovable(there: Side, here: Side) -> None:
+    """Refuse what no parameter can make up for: other scales of logits or readout.
+
+    Args:
+        there: the source.
+        here: the run.
+
+    Raises:
+        InitError: they differ.
+    """
     if not here.model.absorbs_logit_scale and there.logits != here.logits:
         raise InitError(
             f"attention logits are taken times {there.logits!r:.60} there and {here.logits!r:.60} here, and where queries are normalized "
             "without gains (model.qk_norm) no parameter can carry the difference; take the source's preset and base"
         )
-    own = [plain.GAIN in side.definition.specs for side in (there, here)]
-    by = [side.scales.get(plain.GAIN, np.ones(())) for side in (there, here)]
-    if not any(own) and by[0] != by[1]:
+    gains = any(plain.GAIN in side.definition.specs for side in (there, here))
+    before, after = (side.scales.get(plain.GAIN, np.ones(())) for side in (there, here))
+    if not gains and before != after:
         raise InitError(
-            f"the tied readout is taken times {by[0]:g} there and {by[1]:g} here, and without norm gains no parameter can "
+            f"the tied readout is taken times {before:g} there and {after:g} here, and without norm gains no parameter can "
             "carry the difference; take the source's preset and base"
         )
 
@@ -176,27 +193,27 @@ def _move(
     return dataclasses.replace(
         move,
         along=tuple(map(transplant.same, shape)),
-        prepared=lambda position: positions.resized(position, before, after),
+        prepared=lambda position: transplant.resized(position, before, after),
         moments_along=(np.full(shape[0], -1), transplant.same(shape[1])),
     )
 
 
-def _said(
+def _action(
     move: Move, name: str, old: tuple[int, ...], shape: tuple[int, ...], there: Side, here: Side
 ) -> tuple[str, str]:
     """Action and reason."""
-    low, high = float(np.min(move.scale)), float(np.max(move.scale))
-    times = "" if low == high == 1 else f"x {low:.4g}" + ("" if low == high else f" to {high:.4g}")
     if move.moments_along is not None:
         sides = [f"{model.position_grid}^2" for model in (there.model, here.model)]
-        return "resized", ", ".join(filter(None, [f"bicubic, {' to '.join(sides)} patches", times]))
-    if old != shape:
+        action, reason = "resized", [f"bicubic, {' to '.join(sides)} patches"]
+    elif old != shape:
         sizes = [(a, b) for a, b in zip(old, shape, strict=True) if a != b]
-        said = [f"first {min(a, b)} kept, {b - a} new" if b > a else f"first {b} of {a} kept" for a, b in sizes]
-        return "resized", ", ".join(filter(None, [*said, times]))
-    if move.transposed:
-        return "converted", ", ".join(filter(None, ["the embedding it was tied to", times]))
-    return ("converted", f"{times}, the presets' multipliers") if times else ("kept", "")
+        reason = [f"first {min(a, b)} kept, {b - a} new" if b > a else f"first {b} of {a} kept" for a, b in sizes]
+        action = "resized"
+    elif move.transposed:
+        action, reason = "converted", ["the embedding it was tied to"]
+    else:
+        return ("converted", f"{move.times}, the presets' multipliers") if move.times else ("kept", "")
+    return action, ", ".join([*reason, move.times] if move.times else reason)
 
 
 def role_of(spec: ParamSpec) -> str:
@@ -215,14 +232,11 @@ def _differing(spec: ParamSpec, old: tuple[int, ...], shape: tuple[int, ...]) ->
 
 
 def _refusal(refused: list[tuple[str, str, str]], there: ModelConfig, here: ModelConfig) -> str:
-    said = [text for text, _, _ in refused]
-    more = [f"and {len(said) - SHOWN} more"] if len(said) > SHOWN else []
+    more = [f"and {len(refused) - SHOWN} more"] if len(refused) > SHOWN else []
+    text = "; ".join([*(differs for differs, _, _ in refused[:SHOWN]), *more])
+    growth = [here.sizes().get(axis, 0) - there.sizes()[axis] for axis in GROWING]
+    if min(growth) >= 0 < max(growth):
+        return f"{text}\nthis model is larger: `python -m train grow` makes the checkpoint one of it, with the same function"
     flags = {flag: [n for _, f, n in refused if f == flag] for flag in ("--init-new", "--init-resize", "--init-drop")}
     words = " ".join(f"{flag} {' '.join(names)}" for flag, names in flags.items() if names)
-    bigger = all(there.sizes()[axis] <= here.sizes().get(axis, 0) for axis in GROWING) and any(
-        there.sizes()[axis] < here.sizes().get(axis, 0) for axis in GROWING
-    )
-    said = "; ".join([*said[:SHOWN], *more])
-    if bigger:
-        return f"{said}\nthis model is larger: `python -m train grow` makes the checkpoint one of it, with the same function"
-    return f"{said}\nto start all the same, add {words}"
+    return f"{text}\nto start all the same, add {words}"

@@ -16,7 +16,7 @@ def internals(model: Any, inputs: jax.Array) -> dict[str, jax.Array]:
     """Activations of one forward pass.
 
     Args:
-        model: a zoo model, or any NNX model. One with a method `internals(inputs)` says itself what it shows.
+        model: a zoo model, or any NNX model. One with a method `internals(inputs)` is asked instead.
         inputs: what the model is called with.
 
     Returns:
@@ -41,18 +41,14 @@ def internals(model: Any, inputs: jax.Array) -> dict[str, jax.Array]:
         return out_BTD, here
 
     embedding = model.embed(inputs)
-    out_BTD, found = jax.lax.scan(layer, embedding, stacked)
-    return {"embedding": embedding, **found, "logits": model.read(out_BTD)}
+    out_BTD, by_layer = jax.lax.scan(layer, embedding, stacked)
+    return {"embedding": embedding, **by_layer, "logits": model.read(out_BTD)}
 
 
 def attention_of(model: Any, attended_LBTD: jax.Array) -> dict[str, jax.Array]:
     """Queries, keys and attention logits of every layer for given inputs of the attention matrices (`attended`)."""
     graph, stacked = nnx.split(model.block)
-
-    def layer(_: None, given: tuple[nnx.State, jax.Array]) -> tuple[None, dict[str, jax.Array]]:
-        return None, _attention(nnx.merge(graph, given[0]), given[1])
-
-    return jax.lax.scan(layer, None, (stacked, attended_LBTD))[1]
+    return jax.lax.map(lambda layer: _attention(nnx.merge(graph, layer[0]), layer[1]), (stacked, attended_LBTD))
 
 
 def _attention(block: Any, attended_BTD: jax.Array) -> dict[str, jax.Array]:

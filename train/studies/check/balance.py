@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mupax import presets
-from mupax.presets import ParamSpec, Preset, PresetError, Role, Scales
+from mupax.presets import Preset, PresetError, Role, Scales
 from mupax.presets.rule import Number
 from mupax.presets.tuned.measured import Measured, Table, measured
 from mupax.train.config.run import OptimizerConfig
@@ -34,12 +34,10 @@ from mupax.train.studies.check.feature_speed import Flow, Speeds, layer_names, o
 from mupax.zoo.definition import Arrays, Definition
 
 _CLOSE = 0.01
-"""The output scale is found when the last feature's speed is this near 1."""
-
+"""The output scale is right when the last feature's speed is this near 1."""
 _ROUNDS = 20
-
 _ROUNDING = 1e-6
-"""A gradient below this share of the whole is round-off, and a rate from it would be noise."""
+"""A gradient below this share of the total is round-off, and a rate from it would be noise."""
 
 
 class Parts(NamedTuple):
@@ -86,10 +84,14 @@ def balance(
     params = jax.jit(definition.initialize)(np.uint32(seed), init_stds(reference, definition))
     # Compiled once: the output scale is data.
     program = jax.jit(lambda p, f, b: moment(definition, p, f, b, config, centered=centered))
-    found, scale, tried = factors, 1.0, []
+    scaled, scale, tried = factors, 1.0, []
     for _ in range(_ROUNDS):
-        found = _with_output(definition, factors, scale)
-        speeds, parts = program(params, found, dict(batch))
+        multiplier: Numbers = {
+            name: (number * scale).astype(np.float32) if definition.specs[name].role is Role.READOUT else number
+            for name, number in factors.multiplier.items()
+        }
+        scaled = factors._replace(multiplier=multiplier)
+        speeds, parts = program(params, scaled, dict(batch))
         speed = float(speeds.speed_rms[-1])
         _check_gradients(parts)
         if abs(speed - 1) < _CLOSE:
@@ -99,7 +101,7 @@ def balance(
     else:
         raise PresetError(f"no output scale makes the last feature move at speed 1 (at {scale:.3g} it is {speed:.3g})")
     rates = balanced(definition, parts)
-    return measured(_table(definition, found, init_stds(reference, definition), reference, rates, config.name))
+    return measured(_table(definition, scaled, init_stds(reference, definition), reference, rates, config.name))
 
 
 def next_scale(tried: Sequence[tuple[float, float]]) -> float:
@@ -130,7 +132,8 @@ def moment(
     def flow(grads: Arrays) -> Arrays:
         updates = unit(grads)
         rates = balanced(definition, parts_of(definition, grads, updates))
-        return {n: -rows(_fit(rates[s.group], s), updates[n]) * updates[n] for n, s in definition.specs.items()}
+        own = {n: rates[s.group] if s.stacked else rates[s.group][0] for n, s in definition.specs.items()}
+        return {n: -rows(rate, updates[n]) * updates[n] for n, rate in own.items()}
 
     speeds, grads = of_model(definition, params, factors, batch, flow, centered=centered)
     return speeds, parts_of(definition, grads, unit(grads))
@@ -179,30 +182,18 @@ def parts_of(definition: Definition, grads: Arrays, updates: Arrays) -> Parts:
 
 
 def _check_gradients(parts: Parts) -> None:
-    whole = math.sqrt(sum(float(jnp.sum(g**2)) for g in parts.gradient.values()))
-    if not 0 < whole < math.inf:
+    total = math.sqrt(sum(float(jnp.sum(g**2)) for g in parts.gradient.values()))
+    if not 0 < total < math.inf:
         raise PresetError(
-            f"the gradient at the reference initialization has norm {whole}; start from another reference"
+            f"the gradient at the reference initialization has norm {total}; start from another reference"
         )
     for group, norms in parts.gradient.items():
         for layer, norm in enumerate(norms.tolist()):
-            if not norm > _ROUNDING * whole or not float(parts.slope[group][layer]) > 0:
+            if not norm > _ROUNDING * total or not float(parts.slope[group][layer]) > 0:
                 raise PresetError(
-                    f"{group}, layer {layer}: no gradient at the reference initialization ({norm:.1e} of {whole:.1e}), "
+                    f"{group}, layer {layer}: no gradient at the reference initialization ({norm:.1e} of {total:.1e}), "
                     "so no rate can be derived; start what multiplies it away from zero, or leave the parameter out"
                 )
-
-
-def _fit(rate: jax.Array, spec: ParamSpec) -> jax.Array:
-    return rate if spec.stacked else rate[0]
-
-
-def _with_output(definition: Definition, factors: Factors, scale: float) -> Factors:
-    multiplier: Numbers = {
-        name: (number * scale).astype(np.float32) if definition.specs[name].role is Role.READOUT else number
-        for name, number in factors.multiplier.items()
-    }
-    return factors._replace(multiplier=multiplier)
 
 
 def _table(

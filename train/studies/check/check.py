@@ -32,11 +32,11 @@ class Finding:
     """One observable at one step, measured and judged.
 
     Attributes:
-        observable: name as `mupax.train.studies.check.observables` gives it.
+        observable: name, as in `mupax.train.studies.check.observables`.
         step: optimizer steps taken.
         slope: mean over seeds of the log-log slope; `low` and `high` its 95 % interval. Not a number where all is zero.
         values: geometric mean over seeds at every size.
-        expected: the theory's word, None where it has none.
+        expected: by theory, None where it has no prediction.
     """
 
     observable: str
@@ -109,24 +109,14 @@ class Series:
             PresetError: the sizes show different observables, so no slope can be fitted.
         """
         numbers = optimizer.hyper(self.config, self.steps + 1)
-        found: list[dict[str, np.ndarray]] = []
+        recorded: list[dict[str, np.ndarray]] = []
         for probe in self._probes:
             run = StepInputs(factors.resolve(preset, probe.definition, self.config.name, self.config.decay), numbers)
             stds = factors.init_stds(preset, probe.definition)
-            found.append(probe.record(run, stds, batch, np.arange(seeds, dtype=np.uint32)))
-        if any(one.keys() != found[0].keys() for one in found):
+            recorded.append(probe.record(run, stds, batch, np.arange(seeds, dtype=np.uint32)))
+        if any(one.keys() != recorded[0].keys() for one in recorded):
             raise PresetError("the models to compare have different parameters; grow sizes only, not structure")
-        return {name: np.stack([np.asarray(one[name], np.float64) for one in found]) for name in found[0]}
-
-    def numbers(self, preset: Preset) -> tuple[tuple[str, str, bytes], ...]:
-        """All that a preset gives the programs, at every size: equal numbers are equal trainings."""
-        found: list[tuple[str, str, bytes]] = []
-        for definition in self.definitions:
-            columns = factors.resolve(preset, definition, self.config.name, self.config.decay)._asdict()
-            columns["init_std"] = factors.init_stds(preset, definition)
-            for column, of in columns.items():
-                found += [(column, name, value.tobytes()) for name, value in of.items()]
-        return tuple(found)
+        return {name: np.stack([np.asarray(one[name], np.float64) for one in recorded]) for name in recorded[0]}
 
 
 def fit(measured: Mapping[str, np.ndarray], sizes: Sequence[float], steps: Sequence[int] = STEPS) -> list[Finding]:
@@ -149,8 +139,7 @@ def fit(measured: Mapping[str, np.ndarray], sizes: Sequence[float], steps: Seque
             y = np.log2(np.maximum(at, _FLOOR))
             slopes = x @ y / (x @ x)
             mean, seeds = float(slopes.mean()), len(slopes)
-            spread = float(slopes.std(ddof=1)) / math.sqrt(seeds) if seeds > 1 else 0.0
-            half = spread * float(stats.t.ppf(0.975, seeds - 1)) if seeds > 1 else 0.0
+            half = float(stats.sem(slopes) * stats.t.ppf(0.975, seeds - 1)) if seeds > 1 else 0.0
             typical = tuple(float(v) for v in 2.0 ** y.mean(axis=1))
             findings.append(Finding(name, step, mean, mean - half, mean + half, typical, None))
     return findings

@@ -74,11 +74,6 @@ class Speeds(NamedTuple):
         return self.speed / jnp.sqrt(self.entries)
 
     @property
-    def backward_rms(self) -> jax.Array:
-        """With loss decay, the same asks for Θ(1 / (m cos θ)) at the last layer, [V]."""
-        return self.backward / jnp.sqrt(self.entries)
-
-    @property
     def loss_decay(self) -> jax.Array:
         """|dLoss/dt| in nats, Θ(1) if loss decays, []. Balanced contributions: each layer has an equal part."""
         return jnp.sum(self.contribution, axis=-1)
@@ -204,8 +199,8 @@ def split(definition: Definition, arrays: Arrays) -> list[Arrays]:
 def join(definition: Definition, parts: Sequence[Arrays]) -> Arrays:
     """The inverse of `split`."""
     stacked = {name: jnp.stack([part[name] for part in parts[1:-1]]) for name in parts[1]}
-    found = {**parts[0], **stacked, **parts[-1]}
-    return {name: found[name] for name in definition.specs}
+    joined = {**parts[0], **stacked, **parts[-1]}
+    return {name: joined[name] for name in definition.specs}
 
 
 def _chain(definition: Definition, params: Arrays, factors: Factors, batch: Mapping[str, Any], centered: bool) -> Chain:
@@ -233,10 +228,8 @@ def _chain(definition: Definition, params: Arrays, factors: Factors, batch: Mapp
         nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
         return jnp.sum(nll * batch["weights"]) / jnp.sum(batch["weights"])
 
-    model = bound({})
-    if "layers" not in definition.sizes or not all(
-        callable(getattr(model, part, None)) for part in ("embed", "block", "read")
-    ):
+    model, parts = bound({}), ("embed", "block", "read")
+    if "layers" not in definition.sizes or not all(callable(getattr(model, part, None)) for part in parts):
         raise PresetError(
             "the model cannot be taken apart into layers; give it the methods embed(inputs) and read(h), and a module "
             "`block` whose parameters are stacked along 'layers' (or call feature_speed.measure with a Chain of your own)"

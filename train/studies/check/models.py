@@ -69,11 +69,8 @@ def batch(model: ModelConfig) -> dict[str, np.ndarray]:
     if model.task == "images":
         shape = (2 * _EXAMPLES, *example)
         targets = rng.integers(0, outputs, shape[0]).astype(np.int32)
-        return {
-            "inputs": rng.standard_normal(shape).astype(np.float32),
-            "targets": targets,
-            "weights": np.ones(shape[0], np.float32),
-        }
-    tokens = rng.integers(0, outputs, (_EXAMPLES, example[0] + 1)).astype(np.int32)
-    weights = np.ones((_EXAMPLES, *example), np.float32)
-    return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
+        inputs = rng.standard_normal(shape).astype(np.float32)
+    else:
+        tokens = rng.integers(0, outputs, (_EXAMPLES, example[0] + 1)).astype(np.int32)
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    return {"inputs": inputs, "targets": targets, "weights": np.ones(targets.shape, np.float32)}

@@ -8,7 +8,7 @@ At initialization `desiderata` measures those of the feature speed formula, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -50,7 +50,7 @@ class Probe:
 
     def __init__(self, definition: Definition, tx: optax.GradientTransformationExtraArgs, steps: int) -> None:
         self.definition, self.tx, self.steps = definition, tx, steps
-        self._program = jax.jit(lambda seeds, *given: jax.lax.map(lambda seed: self._one(seed, *given), seeds))
+        self._program = jax.jit(lambda seeds, *inputs: jax.lax.map(lambda seed: self._one(seed, *inputs), seeds))
 
     def record(
         self, run: StepInputs, stds: dict[str, np.ndarray], batch: Batch, seeds: np.ndarray
@@ -119,17 +119,13 @@ def observe(
         seen["variance over heads"] = jnp.mean(jnp.var(now["attention"], axis=2))
     acting = multiplied(params, factors.multiplier)
     began = multiplied(initial, factors.multiplier)
-    columns: dict[str, Callable[[str], jax.Array]] = {
-        "weight": lambda name: acting[name],
-        "movement": lambda name: acting[name] - began[name],
-        "gradient": lambda name: grads[name] / rows(factors.eps[name], grads[name]),
-    }
-    for what, array in columns.items():
-        groups: dict[str, list[jax.Array]] = {}
-        for name, spec in definition.specs.items():
-            groups.setdefault(spec.group, []).append(rms(array(name)))
-        seen |= {f"{what}/{group}": rms(jnp.stack(values)) for group, values in groups.items()}
-    return seen
+    groups: dict[str, list[jax.Array]] = {}
+    for name, spec in definition.specs.items():
+        gradient = grads[name] / rows(factors.eps[name], grads[name])
+        columns = {"weight": acting[name], "movement": acting[name] - began[name], "gradient": gradient}
+        for what, array in columns.items():
+            groups.setdefault(f"{what}/{spec.group}", []).append(rms(array))
+    return seen | {name: rms(jnp.stack(values)) for name, values in groups.items()}
 
 
 def desiderata(
@@ -159,11 +155,9 @@ def desiderata(
         params = definition.initialize(jnp.uint32(seed), stds)
         return of_model(definition, params, factors, batch, descent(definition, factors, config), centered=centered)[0]
 
-    found = []
-    for preset in presets:
-        factors = resolve(preset, definition, config.name, "independent")
-        found.append(measure(init_stds(preset, definition), factors, dict(batch)))
-    return found
+    factors = [resolve(preset, definition, config.name, "independent") for preset in presets]
+    stds = [init_stds(preset, definition) for preset in presets]
+    return [measure(own, one, dict(batch)) for own, one in zip(stds, factors, strict=True)]
 
 
 def rms(x: jax.Array, where: jax.Array | None = None) -> jax.Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,34 +24,15 @@ _STEP_COLOURS = {0: "#999999", 1: "#56B4E9", 3: "#0072B2", 10: "#D55E00"}
 def show(console: Console, findings: Sequence[Finding], title: str) -> None:
     """One line per observable and step, worst first within what theory speaks of, and the verdict."""
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
-    for column, side in (
-        ("observable", "left"),
-        ("after", "right"),
-        ("slope", "right"),
-        ("95 %", "left"),
-        ("theory", "right"),
-        ("verdict", "left"),
-    ):
-        table.add_column(column, justify=side, no_wrap=True)  # pyright: ignore[reportArgumentType]
-    for finding in sorted(findings, key=lambda f: (f.ok, f.observable, f.step)):
-        colour = _COLOURS.get(finding.verdict, "bold red")
-        theory = "" if finding.expected is None else _band(finding)
-        table.add_row(
-            finding.observable,
-            str(finding.step),
-            f"{finding.slope:+.2f}",
-            f"[{finding.low:+.2f}, {finding.high:+.2f}]",
-            theory,
-            f"[{colour}]{_words(finding)}[/{colour}]",
-        )
+    for column in ("observable", "after", "slope", "95 %", "theory", "verdict"):
+        table.add_column(column, justify="right" if column in ("after", "slope", "theory") else "left", no_wrap=True)
+    for f in sorted(findings, key=lambda f: (f.ok, f.observable, f.step)):
+        colour, theory = _COLOURS.get(f.verdict, "bold red"), f.expected
+        band = "" if theory is None else f"{theory.slope:+.2f} (-{theory.below:.2f} +{theory.above:.2f})"
+        interval, words = f"[{f.low:+.2f}, {f.high:+.2f}]", f"[{colour}]{_words(f)}[/{colour}]"
+        table.add_row(f.observable, str(f.step), f"{f.slope:+.2f}", interval, band, words)
     console.print(table)
     console.print(verdict_line(findings))
-
-
-def _band(finding: Finding) -> str:
-    assert finding.expected is not None
-    slope, below, above = finding.expected.slope, finding.expected.below, finding.expected.above
-    return f"{slope:+.2f} (-{below:.2f} +{above:.2f})"
 
 
 def _words(finding: Finding) -> str:
@@ -82,26 +64,19 @@ def _first(names: list[str], count: int = 6) -> list[str]:
 
 
 def to_json(findings: Sequence[Finding], about: dict[str, Any]) -> dict[str, Any]:
-    """`verdict` (pass or fail), what was run, and per observable `slope`, `low`, `high`, `predicted`, `ok`."""
-    return {
-        "verdict": "pass" if check.passes(findings) else "fail",
-        **about,
-        "observables": [
-            {
-                "observable": f.observable,
-                "step": f.step,
-                "slope": _finite(f.slope),
-                "low": _finite(f.low),
-                "high": _finite(f.high),
-                "predicted": None if f.expected is None else f.expected.slope,
-                "ok": f.ok,
-                "verdict": f.verdict,
-                "roles": list(f.roles),
-                "values": [_finite(v) for v in f.values],
-            }
-            for f in findings
-        ],
-    }
+    """`verdict` (pass or fail), what was run, and per observable `slope`, `low`, `high`, `predicted`, `ok`.
+
+    Args:
+        findings: of a check.
+        about: what was run.
+    """
+    rows = [
+        {"observable": f.observable, "step": f.step, "slope": _finite(f.slope), "low": _finite(f.low),
+         "high": _finite(f.high), "predicted": None if f.expected is None else f.expected.slope, "ok": f.ok,
+         "verdict": f.verdict, "roles": list(f.roles), "values": [_finite(v) for v in f.values]}
+        for f in findings
+    ]  # fmt: skip
+    return {"verdict": "pass" if check.passes(findings) else "fail", **about, "observables": rows}
 
 
 def write_json(path: Path | str, findings: Sequence[Finding], about: dict[str, Any]) -> None:
@@ -110,39 +85,42 @@ def write_json(path: Path | str, findings: Sequence[Finding], about: dict[str, A
 
 
 def figure(path: Path | str, findings: Sequence[Finding], sizes: Sequence[float], axis: str, title: str) -> None:
-    """One small log-log panel per observable: a line per step, theory dashed, the slope of the last or the first wrong step in the title."""
+    """Draw a small log-log panel per observable: a line per step, theory dashed, the last or first wrong slope in its title.
+
+    Args:
+        path: of the picture.
+        findings: of a check.
+        sizes: that grew.
+        axis: their name.
+        title: above all.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    names = sorted(dict.fromkeys(f.observable for f in findings), key=_kind)
+    def kind(observable: str) -> int:
+        """Activations first, then their changes, then what single weights do."""
+        kinds = ("change", "update", "weight", "movement", "gradient")
+        return next((place for place, name in enumerate(kinds, 1) if observable.startswith(name)), 0)
+
+    names = sorted(dict.fromkeys(f.observable for f in findings), key=kind)
     rows = max(1, math.ceil(len(names) / _PANEL_COLUMNS))
     drawn = Figure(figsize=(1.9 * _PANEL_COLUMNS, 1.75 * rows + 0.6), layout="constrained")
     FigureCanvasAgg(drawn)
     drawn.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=11, fontweight="bold")
     panels = list(drawn.subplots(rows, _PANEL_COLUMNS, squeeze=False).flat)
     for index, (panel, name) in enumerate(zip(panels, names, strict=False)):
-        own = [f for f in findings if f.observable == name]
-        _panel(panel, own, sizes)
+        _panel(panel, [f for f in findings if f.observable == name], sizes)
         if index + _PANEL_COLUMNS < len(names):
             panel.set_xticklabels([])
     for panel in panels[len(names) :]:
         panel.set_visible(False)
-    lines = {line.get_label(): line for panel in panels for line in panel.get_lines()}
-    if lines:
-        order = sorted(
-            lines, key=lambda label: (label == "theory", int(label.split()[-1]) if label[-1].isdigit() else 0)
-        )
-        drawn.legend(
-            [lines[label] for label in order], order, loc="upper right", ncols=len(order), fontsize=8, frameon=False
-        )
+    lines = {str(line.get_label()): line for panel in panels for line in panel.get_lines()}
+    order = sorted(lines, key=lambda label: (label == "theory", int(label.split()[-1]) if label[-1].isdigit() else 0))
+    if order:
+        handles = [lines[label] for label in order]
+        drawn.legend(handles, order, loc="upper right", ncols=len(order), fontsize=8, frameon=False)
     drawn.supxlabel(axis, fontsize=9)
     drawn.savefig(path, dpi=130)
-
-
-def _kind(observable: str) -> int:
-    """Activations first, then their changes, then what single weights do."""
-    kinds = ("change", "update", "weight", "movement", "gradient")
-    return next((place for place, kind in enumerate(kinds, 1) if observable.startswith(kind)), 0)
 
 
 def _panel(panel: Any, own: Sequence[Finding], sizes: Sequence[float]) -> None:
@@ -152,7 +130,7 @@ def _panel(panel: Any, own: Sequence[Finding], sizes: Sequence[float]) -> None:
         style = {"marker": "o", "markersize": 2.5, "linewidth": 1.2}
         panel.plot(sizes, f.values, color=_STEP_COLOURS.get(f.step, "#000000"), label=f"step {f.step}", **style)
     if shown.expected is not None and all(value > 0 for value in shown.values):
-        centre, middle = _geometric_mean(shown.values), _geometric_mean(sizes)
+        centre, middle = statistics.geometric_mean(shown.values), statistics.geometric_mean(sizes)
         theory = [centre * (size / middle) ** shown.expected.slope for size in sizes]
         panel.plot(sizes, theory, color="#555555", linewidth=0.8, linestyle=(0, (3, 2)), label="theory", zorder=0)
     predicted = "" if shown.expected is None else f"  (theory {shown.expected.slope:+.2f})"
@@ -170,12 +148,7 @@ def _panel(panel: Any, own: Sequence[Finding], sizes: Sequence[float]) -> None:
     panel.tick_params(labelsize=5, length=2)
     panel.minorticks_off()
     panel.grid(color="#EEEEEE", linewidth=0.5)
-    for side in ("top", "right"):
-        panel.spines[side].set_visible(False)
-
-
-def _geometric_mean(values: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
+    panel.spines[["top", "right"]].set_visible(False)
 
 
 def _finite(value: float) -> float | None:

@@ -105,7 +105,7 @@ def of(
     )
     worst = max((slope for key, slope in late.items() if _grows(key, slope)), default=0.0)
     allowed = {} if strict else _allowed(f"{family} {label(exponents)}", explodes=worst > 0, tied=tied)
-    found = {}
+    expected = {}
     for (name, step), slope in late.items():
         margin = 0.0 if strict else MARGIN.get(name.partition("/")[0], CHANGE_MARGIN)
         below, above = allowed.get(f"{name} @{step}", (0.0, 0.0))
@@ -121,10 +121,10 @@ def of(
         trouble, roles = ("explodes", _blamed(name, limit)) if grows else (None, ())
         if name == "contact logit":
             above += _crossover(limit)
-        found[name, step] = Expected(slope, margin + below, margin + above, trouble, roles)
+        expected[name, step] = Expected(slope, margin + below, margin + above, trouble, roles)
     if preset.zero_readout and not tied:  # a tied table is never zero
-        found = {key: said for key, said in found.items() if not _waits_for_readout(*key)}
-    return found
+        return {key: one for key, one in expected.items() if not _waits_for_readout(*key)}
+    return expected
 
 
 def _waits_for_readout(name: str, step: int) -> bool:
@@ -186,35 +186,35 @@ def _slopes(preset: Preset, definition: Definition, limit: Limit) -> dict[tuple[
         "change logits": limit.d_output,
         "change residual": limit.features + limit.stream,
     }
-    found = {(name, 0): slope for name, slope in start.items()}
-    found |= {(name, step): slope for name, slope in change.items() for step in STEPS[1:]}
+    slopes = {(name, 0): slope for name, slope in start.items()}
+    slopes |= {(name, step): slope for name, slope in change.items() for step in STEPS[1:]}
     for spec in definition.specs.values():
-        found |= _weights(preset, spec, limit)
-    return found
+        slopes |= _weights(preset, spec, limit)
+    return slopes
 
 
 def _weights(preset: Preset, spec: ParamSpec, limit: Limit) -> dict[tuple[str, int], float]:
     """Initial size, movement and gradient of one parameter group; what theory has no word for is left out."""
     row, family = preset.row(spec), limit.family
-    found: dict[tuple[str, int], float] = {}
+    slopes: dict[tuple[str, int], float] = {}
     if spec.role is not Role.BIAS:
-        found[f"weight/{spec.group}", 0] = limit.x(row.multiplier * row.init_std)
+        slopes[f"weight/{spec.group}", 0] = limit.x(row.multiplier * row.init_std)
     name = "embedding" if spec.role in _EMBEDDINGS else _ROLES.get(spec.role)
     gradient = limit.gradient[name] if name is not None else _vector_gradient(spec, limit)
     if family in ("adam", "lion"):
-        found[f"movement/{spec.group}", 1] = limit.x(row.multiplier * row.lr(family))
+        slopes[f"movement/{spec.group}", 1] = limit.x(row.multiplier * row.lr(family))
     elif name is not None:
-        found[f"movement/{spec.group}", 1] = limit.step(name)
+        slopes[f"movement/{spec.group}", 1] = limit.step(name)
     elif gradient is not None and family == "sgd":
-        found[f"movement/{spec.group}", 1] = limit.x(row.multiplier * row.lr(family)) + gradient
+        slopes[f"movement/{spec.group}", 1] = limit.x(row.multiplier * row.lr(family)) + gradient
     if gradient is not None:
-        found[f"gradient/{spec.group}", 0] = gradient - limit.x(row.eps_of(family))
-    return found
+        slopes[f"gradient/{spec.group}", 0] = gradient - limit.x(row.eps_of(family))
+    return slopes
 
 
 def _vector_gradient(spec: ParamSpec, limit: Limit) -> float | None:
     """Exponent of a gain's or bias' gradient: that of the matrix beside it, whose input has entries Theta(1)."""
-    beside = {name: limit.gradient[name] - limit.x(limit.rows[name].multiplier) for name in SPECS}
+    of_matrix = {name: limit.gradient[name] - limit.x(limit.rows[name].multiplier) for name in SPECS}
     if spec.role not in VECTORS:
         return None
     if spec.role is Role.NORM_GAIN and spec.of in (Role.QUERY, Role.KEY):
@@ -227,19 +227,19 @@ def _vector_gradient(spec: ParamSpec, limit: Limit) -> float | None:
     if not spec.in_block:
         if spec.of is Role.READOUT:
             return 0.0
-        return beside["embedding"] if spec.of in _EMBEDDINGS else limit.weight("readout")
+        return of_matrix["embedding"] if spec.of in _EMBEDDINGS else limit.weight("readout")
     if spec.of in (Role.ATTENTION_OUT, Role.MLP_OUT):
-        return beside["MLP out"] - limit.hidden
+        return of_matrix["MLP out"] - limit.hidden
     if spec.role is Role.BIAS and spec.of in _ROLES:
-        return beside[_ROLES[spec.of]]
-    return max(beside["value"], beside["MLP in"])
+        return of_matrix[_ROLES[spec.of]]
+    return max(of_matrix["value"], of_matrix["MLP in"])
 
 
 def _allowed(study: str, *, explodes: bool, tied: bool) -> dict[str, tuple[float, float]]:
-    known = _allowances()
-    if explodes and study + NO_LIMIT in known:
+    studies = _allowances()
+    if explodes and study + NO_LIMIT in studies:
         study += NO_LIMIT
-    return known.get(study, {}) | (known.get(study + TIED, {}) if tied else {})
+    return studies.get(study, {}) | (studies.get(study + TIED, {}) if tied else {})
 
 
 @functools.cache

@@ -22,7 +22,7 @@ def judged(points: Sequence[Planned], rows: Sequence[Row], axis: str) -> list[Ju
         rows: theirs.
         axis: what grew; "" where nothing did.
     """
-    found = []
+    studies = []
     for varied in dict.fromkeys(point.varied for point in points):
         own = [(point, row) for point, row in zip(points, rows, strict=True) if point.varied == varied]
         sizes = sorted({point.size for point, _ in own})
@@ -41,5 +41,5 @@ def judged(points: Sequence[Planned], rows: Sequence[Row], axis: str) -> list[Ju
         )
         seeds = 1 + max(seed for _, _, seed in measured)
         whole = Measured(study, seeds, measured)
-        found.append((whole, analyse(study.sizes, [whole.curve(at) for at in range(len(sizes))])))
-    return found
+        studies.append((whole, analyse(study.sizes, [whole.curve(at) for at in range(len(sizes))])))
+    return studies

@@ -23,10 +23,15 @@ WIDE = 3.0
 
 
 def draw(path: Path, studies: Sequence[tuple[Measured, Analysis]], title: str) -> None:
-    """Panels side by side with shared axes, one per study of an axis; PNG.
+    """Write a PNG of panels side by side with shared axes, one per study of an axis.
 
     Curves go from light (smallest) to dark (largest); faint points are seeds, a cross at the top a rate at which a seed
     diverged, a ringed point a fitted optimum with its interval, the dashed line the smallest size's optimum.
+
+    Args:
+        path: of the picture.
+        studies: of one axis.
+        title: above all.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -45,41 +50,36 @@ def draw(path: Path, studies: Sequence[tuple[Measured, Analysis]], title: str) -
         panel.tick_params(colors="#444444", labelsize=9)
     limits(panels, [curve for measured, _ in studies for curve in _curves(measured)])
     panels[0].set_ylabel("training loss (nats), mean over the last tenth", fontsize=9)
-    panels[-1].legend(
-        title=studies[0][0].study.axis,
-        fontsize=9,
-        title_fontsize=9,
-        frameon=False,
-        loc="center left",
-        bbox_to_anchor=(1, 0.5),
-    )
+    outside = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
+    panels[-1].legend(title=studies[0][0].study.axis, fontsize=9, title_fontsize=9, frameon=False, **outside)
     drawn.savefig(path, dpi=130)
 
 
 def draw_study(panel: Axes, analysis: Analysis, curves: Sequence[Curve]) -> None:
     """The curves and optima of one study into a panel."""
     from matplotlib import colormaps
+    from matplotlib.ticker import MaxNLocator
 
     for at, (size, curve) in enumerate(zip(analysis.sizes, curves, strict=True)):
         colour = colormaps["Blues"](0.35 + 0.65 * at / max(1, len(curves) - 1))
         _curve(panel, curve, colour, f"{size}")
-        found, optimum = analysis.fits[at], analysis.optima[at]
-        if found.trouble:
+        fitted, optimum = analysis.fits[at], analysis.optima[at]
+        if fitted.trouble:
             continue
         if math.isfinite(optimum.half_width):
-            panel.errorbar(found.optimum, found.loss, xerr=optimum.half_width, color=ORANGE, capsize=3, zorder=4)
-        panel.plot(found.optimum, found.loss, "o", ms=5, mfc=colour, mec=ORANGE, mew=1.4, zorder=5)
+            panel.errorbar(fitted.optimum, fitted.loss, xerr=optimum.half_width, color=ORANGE, capsize=3, zorder=4)
+        panel.plot(fitted.optimum, fitted.loss, "o", ms=5, mfc=colour, mec=ORANGE, mew=1.4, zorder=5)
     if not analysis.fits[0].trouble:
         panel.axvline(analysis.fits[0].optimum, color="#888888", linewidth=1, linestyle=(0, (4, 3)), zorder=0)
-    panel.xaxis.set_major_locator(_whole())
+    panel.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     panel.xaxis.set_major_formatter(lambda x, _: f"$2^{{{x:g}}}$")
 
 
 def drift_words(analysis: Analysis) -> str:
     """The drift and the verdict, as a panel's title says them."""
     if len(analysis.sizes) == 1:
-        found = analysis.fits[0]
-        return found.trouble or f"best rate {2.0**found.optimum:.3g}"
+        fitted = analysis.fits[0]
+        return fitted.trouble or f"best rate {2.0**fitted.optimum:.3g}"
     drift = analysis.drift
     if not math.isfinite(drift.value):
         return "undecided: no drift could be fitted"
@@ -93,12 +93,12 @@ def _curves(measured: Measured) -> list[Curve]:
 
 def _curve(panel: Axes, curve: Curve, colour: Any, label: str) -> None:
     mean = curve.mean_of_all
-    known = np.isfinite(mean)
-    panel.plot(curve.x[known], mean[known], "-", color=colour, linewidth=1.8, marker="o", markersize=3.5, label=label)
+    finite = np.isfinite(mean)
+    panel.plot(curve.x[finite], mean[finite], "-", color=colour, linewidth=1.8, marker="o", markersize=3.5, label=label)
     for seed in range(curve.losses.shape[1]):
         panel.plot(curve.x, curve.losses[:, seed], "o", color=colour, markersize=2.2, alpha=0.35, zorder=1)
     top = {"transform": panel.get_xaxis_transform(), "clip_on": False, "in_layout": False}
-    panel.plot(curve.x[~known], np.ones((~known).sum()), "x", color=colour, markersize=6, **top)
+    panel.plot(curve.x[~finite], np.ones((~finite).sum()), "x", color=colour, markersize=6, **top)
 
 
 def limits(panels: Sequence[Axes], curves: Sequence[Curve]) -> None:
@@ -107,9 +107,3 @@ def limits(panels: Sequence[Axes], curves: Sequence[Curve]) -> None:
     losses = losses[np.isfinite(losses)]
     for panel in panels:
         plotting.limits(panel, losses, log=bool(losses.size and losses.max() > WIDE * losses.min() > 0))
-
-
-def _whole() -> Any:
-    from matplotlib.ticker import MaxNLocator
-
-    return MaxNLocator(nbins=6, integer=True)

@@ -57,8 +57,8 @@ def comparison(studies: Studies, control: str | None) -> list[dict[str, Any]]:
         others = [a for m, a in studies if m.study.label == control != label and m.study.axis == axis]
         for other in others[:1]:
             own_price, its_price = analysis.prices[-1].value, other.prices[-1].value
-            known = math.isfinite(analysis.drift.half_width) and math.isfinite(other.drift.half_width)
-            apart = known and not analysis.drift.meets(other.drift.low, other.drift.high)
+            bounded = math.isfinite(analysis.drift.half_width) and math.isfinite(other.drift.half_width)
+            apart = bounded and not analysis.drift.meets(other.drift.low, other.drift.high)
             row = {"axis": axis, "preset": label, "control": control, "apart": apart, "price": _price(own_price)}
             row |= {"control_price": _price(its_price), "below_half": bool(own_price < its_price / 2)}
             compared.append(row)
@@ -163,8 +163,8 @@ def rows(measured: Measured, analysis: Analysis) -> list[list[str]]:
         fitted, optimum, price = analysis.fits[at], analysis.optima[at], analysis.prices[at]
         half = f"± {optimum.half_width:.2f}" if math.isfinite(optimum.half_width) else "unknown"
         best = [f"2^{fitted.optimum:.2f} = {2.0**fitted.optimum:.3g}", half, f"{fitted.loss:.4f}"]
-        known = f" [{price.low:.3f}, {price.high:.3f}]" if math.isfinite(price.high) else ""
-        cost = f"{price.value:.3f}{known}" if math.isfinite(price.value) else "diverges"
+        bounded = f" [{price.low:.3f}, {price.high:.3f}]" if math.isfinite(price.high) else ""
+        cost = f"{price.value:.3f}{bounded}" if math.isfinite(price.value) else "diverges"
         table.append(
             [
                 f"{study.axis} {size}",
@@ -242,12 +242,10 @@ def _html_table(lines: Iterable[Iterable[Any]]) -> str:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write JSON."""
+    """Write a value as JSON."""
     path.write_text(json.dumps(value, indent=1) + "\n")
 
 
 def _price(value: float) -> float | str:
     """Rounded; a word where it is no number."""
-    if math.isnan(value):
-        return "unknown"
-    return round(value, 4) if math.isfinite(value) else "diverges"
+    return "unknown" if math.isnan(value) else round(value, 4) if math.isfinite(value) else "diverges"

@@ -1,10 +1,10 @@
 """What a transfer study is: one structure at growing sizes, the rates and seeds to train at each, and when to stop.
 
-A study asks for points in rounds, each after the losses of the one before. At the smallest size it starts from five rates
-around the recipe's, at every other from five around the optimum of the size before, and adds rates until the best has two on
-either side. Then it adds the two rates around the smallest size's optimum, whose loss is the price of not tuning; then
-seeds, one at a time at the rates near each optimum, until the drift is known well enough or its minutes end. Where more seeds
-leave a size without a minimum, its rates are chosen anew from all of them.
+A study asks for points in rounds, each after the losses of the one before. At the smallest size it starts from five
+learning rates around the recipe's, at every other from five around the optimum of the size before, and adds rates until the
+best has two on either side; then the two rates around the smallest size's optimum, whose loss is the price of not tuning;
+then seeds, one at a time at the rates near each optimum, until the drift is known well enough or its minutes end. Where
+more seeds leave a size without a minimum, its rates are chosen anew from all of them.
 
 All points see the same batches; seed n initializes every size and rate alike.
 """
@@ -29,7 +29,7 @@ MOST_RATES = 17
 """Rates at one size after which the search for its minimum ends."""
 
 Runner = Callable[[Sequence[Config]], Sequence[Row]]
-"""Trains the points and gives their rows in the same order; `mupax.train.studies.sweep.sweep.run` in a folder."""
+"""Trains points and returns their rows in the same order, such as `mupax.train.studies.sweep.sweep.run` in a folder."""
 
 Point = tuple[int, float, int]
 """(index of the size, rate in steps of `STEP` octaves, whole in a study, seed from 0)."""
@@ -88,6 +88,13 @@ class Study:
 
 def plan(config: Config, axis: str, sizes: Sequence[int], preset: PresetConfig, label: str) -> Study:
     """A study of a recipe's model along one axis, its preset relative to the smallest size unless `preset` has a base.
+
+    Args:
+        config: the recipe's run.
+        axis: what grows.
+        sizes: of it.
+        preset: under which.
+        label: the preset, for a person.
 
     Raises:
         ConfigError: fewer than two sizes, or one that the model cannot have.

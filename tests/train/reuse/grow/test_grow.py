@@ -74,7 +74,7 @@ PRESETS = {
 def side(model: ModelConfig, preset: Preset) -> tuple[Side, Factors]:
     built = definition(model)
     factors = resolve(preset, built, preset.optimizers[0])
-    return Side(model, built, plain.scales(built, factors), source.logits_of(built, factors)), factors
+    return Side(model, built, plain.scales(built, factors), source.plain.logits_of(built, factors)), factors
 
 
 def draw(at: Side, factors: Factors, seed: int = 0) -> dict[str, np.ndarray]:
@@ -190,14 +190,14 @@ def test_moments_go_where_the_gradients_are() -> None:
     old, new = gradients(grown.there, grown.before, grown.old), gradients(grown.here, grown.after, grown.new)
     for name, move in grown.plan.moves.items():
         for power in (1, 2):
-            moved, want = move.moment(old[name] ** power, power), np.where(move.carried(), new[name] ** power, 0)
+            moved, want = move.moment(old[name] ** power, power), np.where(move.transplanted(), new[name] ** power, 0)
             np.testing.assert_allclose(moved, want, rtol=2e-3, atol=2e-4 * np.abs(want).max(), err_msg=name)
 
 
 def test_new_units_learn_and_no_two_are_alike() -> None:
     grown = Grown(*LARGE["lm"], PRESETS["mup"])
     first = gradients(grown.here, grown.after, grown.new)
-    fresh = ~np.asarray(grown.plan.moves["block.mlp.down"].carried())[:, :, 0]
+    fresh = ~np.asarray(grown.plan.moves["block.mlp.down"].transplanted())[:, :, 0]
     rows = first["block.mlp.down"][fresh]
     assert (np.abs(rows).max(1) > 0).all()
     assert len(np.unique(rows.round(9), axis=0)) == len(rows)
@@ -225,7 +225,7 @@ def test_every_optimizers_state_goes_along(name: Any) -> None:
     mu = next(leaf for path, leaf in jax.tree.leaves_with_path(new) if "block.mlp.down" in jax.tree_util.keystr(path))
     assert set(np.unique(mu)) == {0, 3}
     other_kind = build(OptimizerConfig(name="lion" if name != "lion" else "adamw"), grown.here.definition.specs)
-    with pytest.raises(transplant.CarryError, match="moments of one optimizer mean nothing to another"):
+    with pytest.raises(transplant.TransplantError, match="moments of one optimizer mean nothing to another"):
         transplant.optimizer_state(grown.plan.moves, old, jax.eval_shape(other_kind.init, grown.new), name)
 
 

@@ -11,8 +11,8 @@ import pytest
 from mupax import presets
 from mupax.train.config.run import InitConfig
 from mupax.train.reuse import transplant
-from mupax.train.reuse.start import positions
 from mupax.train.reuse.start.plan import InitError, Plan, plan
+from mupax.train.reuse.transplant import resized
 from mupax.zoo.configs import ConfigError, ModelConfig
 from tests.train.reuse.grow.test_grow import BASE, LM, TIED, VIT, draw, inputs_of, logits, side
 
@@ -117,7 +117,7 @@ def test_interpolated_positions() -> None:
     y, x = np.mgrid[:5, :5].astype(np.float32)
     plane = np.stack([0 * x + 3, x, 2 * y - x], -1).reshape(25, 3)
     cls = np.full((1, 3), 7, np.float32)
-    out = positions.resized(np.concatenate([cls, plane]), small, large)
+    out = resized(np.concatenate([cls, plane]), small, large)
     np.testing.assert_array_equal(out[0], cls[0])
     grid = out[1:].reshape(10, 10, 3)
     np.testing.assert_allclose(grid[..., 0], 3, rtol=1e-6)
@@ -125,9 +125,9 @@ def test_interpolated_positions() -> None:
     np.testing.assert_allclose(grid[3:-3, 3:-3, 1], np.broadcast_to(inner[3:-3], (4, 4)), atol=1e-5)
     np.testing.assert_allclose(grid[3:-3, 3:-3, 2], 2 * inner[3:-3, None] - inner[None, 3:-3], atol=1e-5)
     mean = dataclasses.replace(small, pool="mean")
-    np.testing.assert_array_equal(positions.resized(plane, mean, mean), plane)
-    np.testing.assert_array_equal(positions.resized(plane, mean, small)[1:], plane)
-    np.testing.assert_array_equal(positions.resized(np.concatenate([cls, plane]), small, mean), plane)
+    np.testing.assert_array_equal(resized(plane, mean, mean), plane)
+    np.testing.assert_array_equal(resized(plane, mean, small)[1:], plane)
+    np.testing.assert_array_equal(resized(np.concatenate([cls, plane]), small, mean), plane)
 
 
 def test_a_longer_context_and_another_vocabulary() -> None:

@@ -260,7 +260,9 @@ def test_derived_rates_satisfy_the_desiderata(name, optimizer_name, centered):
     np.testing.assert_allclose(here.speed_rms[-1], 1, atol=0.011)
     # The same two, as the source states them: ‖b‖_rms = Θ(1 / (m cos θ)).
     share = 1 - 1 / layers
-    np.testing.assert_allclose(here.backward_rms[-1] * here.entries[-1] * here.cosine[-1], share, rtol=0.02)
+    np.testing.assert_allclose(
+        here.backward[-1] / here.entries[-1] ** 0.5 * here.entries[-1] * here.cosine[-1], share, rtol=0.02
+    )
     assert np.all((here.feature_rms > 0.3) & (here.feature_rms < 3))
     np.testing.assert_allclose(here.formula, here.speed, rtol=1e-5)
     assert float(here.loss) == pytest.approx(np.log(5), rel=1e-6) or not centered
