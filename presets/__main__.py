@@ -17,7 +17,7 @@ from mupax import command_line, presets, terminal
 from mupax.command_line import Switch
 from mupax.presets.analysis import table, verdicts
 from mupax.train.config.cli import ConstantFlags, PresetFlags
-from mupax.train.config.run import preset_for
+from mupax.train.config.preset import preset_for
 
 
 @terminal.entry_point

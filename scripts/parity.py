@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mupax.presets import VECTORS
-from mupax.train.config.run import PresetConfig, preset_for
+from mupax.train.config.preset import PresetConfig, preset_for
 from mupax.train.core.factors import init_stds, resolve
 from mupax.train.reuse import plain as fold
 from mupax.train.reuse import source as pretrained

@@ -19,7 +19,7 @@ PREDICTED = {"maximal-update": 0.0}
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
     """See `rates.measure`; a study per preset, with the rate's drift that would keep the first step as it is."""
     from mupax.train.config import recipes
-    from mupax.train.config.run import PresetConfig, preset_of
+    from mupax.train.config.preset import PresetConfig, preset_of
     from mupax.train.studies.check import theory as expectation
     from mupax.train.studies.transfer import study as transfer
     from mupax.zoo.definition import definition

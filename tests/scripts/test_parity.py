@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mupax.train.config.run import PresetConfig, preset_for
+from mupax.train.config.preset import PresetConfig, preset_for
 from mupax.train.core.factors import init_stds, resolve
 from mupax.train.reuse import plain, source
 from mupax.train.reuse.huggingface import files

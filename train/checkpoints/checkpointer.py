@@ -18,12 +18,12 @@ from typing import Any
 from orbax.checkpoint import v1 as ocp
 
 from mupax.train.checkpoints import digests, manifest
+from mupax.train.checkpoints.folder import SAVING, CheckpointFolder
 from mupax.train.checkpoints.manifest import Manifest
-from mupax.train.checkpoints.workdir import CHECKPOINTS, SET_ASIDE, WorkdirError
+from mupax.train.checkpoints.workdir import WorkdirError
 from mupax.train.core.state import TrainState
 from mupax.train.parallel.processes import Processes
 
-_SAVING, _DELETING = ".saving", ".deleting"
 _PATIENCE_S = 30.0
 """How long training waits for the save before at the next one. A disk that takes longer must not stop it."""
 _ORBAX = threading.Lock()
@@ -49,22 +49,23 @@ class Checkpoints:
         self, workdir: Path, keep: int, processes: Processes | None = None, note: Callable[[str], None] = print
     ) -> None:
         logging.getLogger("absl").setLevel(logging.ERROR)  # orbax narrates every save
-        self.folder, self._keep, self._note = workdir / CHECKPOINTS, keep, note
+        self.files, self._note = CheckpointFolder(workdir, keep, note), note
+        self.folder = self.files.path
         self._processes = processes or Processes()
         self._asked, self._saved = 0, self.latest
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
-        self._told(self._tidy)
+        self._told(self.files.tidy)
 
     @property
     def steps(self) -> list[int]:
         """Steps of the checkpoints, oldest first."""
-        return manifest.steps(self.folder)
+        return self.files.steps
 
     @property
     def latest(self) -> int | None:
         """Step of the newest checkpoint."""
-        return max(self.steps, default=None)
+        return self.files.latest
 
     def save(self, step: int, state: TrainState, facts: dict[str, Any], *, last: bool = False) -> None:
         """Start saving; the arrays are on the host before this returns, so that the next step may reuse their memory.
@@ -84,7 +85,7 @@ class Checkpoints:
             return
         self.wait()
         self._saved, self._failure = step, None
-        arrays, folder = state.arrays(), self.folder / f"{step}{_SAVING}"
+        arrays, folder = state.arrays(), self.folder / f"{step}{SAVING}"
         named = digests.named(arrays)
         _ORBAX.acquire()  # until `_finish` has the result
         try:
@@ -137,8 +138,8 @@ class Checkpoints:
             if not problems and state is not None:
                 self._saved = step
                 return state
-            self._told(lambda step=step, problems=problems: self._set_aside(step, problems))
-        raise WorkdirError(self._none_good())
+            self._told(lambda step=step, problems=problems: self.files.set_aside(step, problems))
+        raise WorkdirError(self.files.none_good())
 
     def _load(self, folder: Path, abstract: TrainState) -> tuple[TrainState, list[str]]:
         with _ORBAX:
@@ -221,20 +222,9 @@ class Checkpoints:
                 whole["files"] |= each["files"]
                 for name, entry in each["arrays"].items():
                     whole["arrays"][name]["shards"] += entry["shards"]
-            self._publish(folder, Manifest(step=step, data=facts, **whole))
+            self.files.publish(folder, Manifest(step=step, data=facts, **whole))
         except Exception as error:
             self._failed(step, error)
-
-    def _publish(self, folder: Path, whole: Manifest) -> None:
-        manifest.write(folder, whole)
-        if (self.folder / str(whole.step)).exists():  # one without a manifest, copied here by somebody
-            self._set_aside(whole.step, ["another was saved"])
-        folder.replace(self.folder / str(whole.step))
-        manifest.sync_folder(self.folder)
-        for step in self.steps[: -self._keep]:
-            doomed = self.folder / f"{step}{_DELETING}"  # half deleted, it must not look like a checkpoint
-            (self.folder / str(step)).replace(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
 
     def _failed(self, step: int, error: Exception) -> None:
         text = str(error).replace(f"{self.folder}/", "")  # its paths may be longer than what happened
@@ -246,47 +236,8 @@ class Checkpoints:
         kept = f"the last good one is {before}" if before is not None else "there is no other yet"
         self._note(f"{self._failure}; {kept}")
         if self._processes.leader:  # what was written of it takes room that the next one needs
-            for left in self.folder.glob(f"{step}{_SAVING}*"):
+            for left in self.folder.glob(f"{step}{SAVING}*"):
                 shutil.rmtree(left, ignore_errors=True)
-
-    def _tidy(self) -> None:
-        """Remove what interrupted saves left, set aside what has no manifest."""
-        if not self.folder.is_dir():
-            return
-        for path in self.folder.iterdir():
-            name, dot, _ = path.name.partition(".")
-            if name.isdigit() and dot:
-                shutil.rmtree(path, ignore_errors=True)
-            elif name.isdigit() and not (path / manifest.NAME).is_file():
-                self._set_aside(int(name), [f"{manifest.NAME} is missing"])
-        if self.latest is None and any((self.folder / SET_ASIDE).glob("*")):
-            raise WorkdirError(self._none_good())
-
-    def _set_aside(self, step: int, problems: list[str]) -> None:
-        folder, target = self.folder / SET_ASIDE, self.folder / SET_ASIDE / str(step)
-        number = 0
-        while target.exists():
-            number += 1
-            target = folder / f"{step}.{number}"
-        try:
-            folder.mkdir(exist_ok=True)
-            (self.folder / str(step)).replace(target)
-        except OSError as error:
-            raise WorkdirError(
-                f"checkpoint {step} is damaged ({manifest.some(problems)}) and cannot be moved: {error.strerror}"
-            ) from error
-        before = self.latest
-        then = "no other is left" if before is None else f"going back to checkpoint {before}"
-        self._note(
-            f"checkpoint {step} is damaged: {manifest.some(problems)}; set aside as {target.relative_to(self.folder.parent)}, {then}"
-        )
-
-    def _none_good(self) -> str:
-        held = ", ".join(sorted(path.name for path in (self.folder / SET_ASIDE).glob("*")))
-        return (
-            f"no good checkpoint is left in {self.folder}; those set aside in {SET_ASIDE}/ ({held}) are damaged. Nothing was "
-            "overwritten: put a copy of a good one there, or start again with another --workdir"
-        )
 
     def _told(self, value: Callable[[], Any]) -> Any:
         """What process 0 finds, on every process."""

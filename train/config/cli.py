@@ -17,7 +17,8 @@ from mupax import command_line, presets
 from mupax.command_line import Switch
 from mupax.presets import constants
 from mupax.presets.optimizers import OPTIMIZERS
-from mupax.train.config.run import Config, PresetConfig, preset_of
+from mupax.train.config.preset import PresetConfig, preset_of
+from mupax.train.config.run import Config
 from mupax.train.config.sections import source
 from mupax.zoo import configs
 from mupax.zoo.configs import ConfigError

@@ -12,10 +12,8 @@ from typing import Annotated, Literal, get_args
 
 from tyro import conf
 
-from mupax import presets
-from mupax.presets import constants
-from mupax.train.config import sizes
 from mupax.train.config.devices import DistributedConfig, MeshConfig, at_least, check_local
+from mupax.train.config.preset import PresetConfig
 from mupax.train.config.sections import (
     CheckpointConfig,
     DataConfig,
@@ -24,10 +22,8 @@ from mupax.train.config.sections import (
     InitConfig,
     LogConfig,
     OptimizerConfig,
-    PresetConfig,
 )
 from mupax.zoo.configs import CONFIGS, ConfigError, ModelConfig
-from mupax.zoo.configs import get as get_model
 
 ResumeChange = Literal["schedule", "data"]
 
@@ -130,38 +126,3 @@ class Config:
             workdir=self.workdir or str(Path("runs") / self.recipe),
             data=dataclasses.replace(self.data, eval_batch_size=self.eval_batch_size),
         )
-
-
-def preset_of(config: Config) -> presets.Preset:
-    """The run's parameterization, relative to the sizes of `config.preset.base`.
-
-    Raises:
-        PresetError: no such preset, or a constant it does not take or that is out of range.
-        ConfigError: the base is neither sizes nor a model's name, or a model of another family.
-    """
-    return preset_for(config.preset, config.model)
-
-
-def preset_for(given: PresetConfig, model: ModelConfig) -> presets.Preset:
-    """A parameterization for a model of this family; raises as `preset_of`."""
-    if given.base is None:
-        base = None
-    elif "=" in given.base:
-        base = sizes.of_text(given.base)
-    else:
-        named = get_model(given.base)
-        if named.family != model.family:
-            alike = [name for name, other in CONFIGS.items() if other.family == model.family]
-            raise ConfigError(
-                f"preset.base {given.base} is a {named.family} and the model a {model.family}; "
-                f"write one of {', '.join(alike) or 'its sizes, as embed=64,layers=2'}, or None for the absolute form"
-            )
-        base = named.base_sizes()
-    flags = {name: getattr(given, name) for name in constants.FLAGS}
-    return presets.get(
-        given.name,
-        base=base,
-        form=given.form,
-        zero_readout=given.zero_readout,
-        **constants.read(given.constants, flags),
-    )

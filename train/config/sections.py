@@ -7,39 +7,10 @@ from typing import Annotated, Literal, NamedTuple, get_args
 
 from tyro import conf
 
-from mupax.presets import ALIASES
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.devices import at_least, check_local
 from mupax.zoo.configs import ConfigError
 from mupax.zoo.families import Task
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PresetConfig:
-    """Which parameterization, and its constants. A constant left out takes the preset's default."""
-
-    name: Annotated[str, conf.arg(aliases=("--preset",))] = "mup"
-    """Preset name (`python -m presets` lists them), or measured:PATH, a file of `python -m train balance`."""
-    base: Annotated[str | None, conf.arg(metavar="MODEL|AXIS=N,...")] = None
-    """What factors are relative to: a model, or sizes such as embed=64,head_dim=16,layers=2; None is the absolute form (base 1)."""
-    form: Literal["plain", "readout-multiplier", "mean-field", "table-9"] | None = None
-    """Where multipliers sit. Changes numbers, never training, but for clip_norm, which sees gradients as the form has them."""
-    alpha_a: float | None = None
-    """Attention logits scale as head_dim^-alpha_a, in [1/2, 1]."""
-    alpha_l: float | None = None
-    """Residual branches scale as depth^-alpha_l, in [1/2, 1] (depth-mup)."""
-    gamma0: float | None = None
-    """Amount of feature learning: the readout is divided by it."""
-    beta0: float | None = None
-    """Constant on every residual branch."""
-    constants: Annotated[tuple[str, ...], conf.arg(metavar="NAME=VALUE ...")] = ()
-    """Any other constants, such as s=0.5 (ntk), eps_scope=everywhere (completep), c_a=0.5 (mup)."""
-    zero_readout: bool = False
-    """Start the readout at zero."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "constants", tuple(self.constants))  # JSON brings a list
-        object.__setattr__(self, "name", ALIASES.get(self.name, self.name))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,8 @@ from jax.sharding import Mesh
 
 from mupax.presets import Preset
 from mupax.train.config import patterns, sharding_rules
-from mupax.train.config.run import Config, preset_of
+from mupax.train.config.preset import preset_of
+from mupax.train.config.run import Config
 from mupax.train.core import guards, nonfinite, optimizer
 from mupax.train.core.compile import compile_eval_step, trace_train_step
 from mupax.train.core.factors import Numbers, init_stds, resolve

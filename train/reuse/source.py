@@ -18,8 +18,9 @@ import numpy as np
 from mupax.errors import MupaxError
 from mupax.train.checkpoints import saved_run
 from mupax.train.checkpoints.workdir import CHECKPOINTS, RECORD
+from mupax.train.config.preset import preset_for
 from mupax.train.config.record import from_json, model_from_json
-from mupax.train.config.run import Config, MeshConfig, preset_for
+from mupax.train.config.run import Config, MeshConfig
 from mupax.train.core.factors import Factors, resolve
 from mupax.train.reuse import plain
 from mupax.zoo import flops

@@ -13,9 +13,10 @@ import pytest
 from mupax import command_line, train
 from mupax.presets import PRESETS
 from mupax.train.__main__ import COMMANDS, main
+from mupax.train.config.preset import preset_of
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import from_json, to_json
-from mupax.train.config.run import CheckpointConfig, Config, DataConfig, OptimizerConfig, preset_of
+from mupax.train.config.run import CheckpointConfig, Config, DataConfig, OptimizerConfig
 from mupax.zoo import configs
 from mupax.zoo.configs import ConfigError, DecoderConfig
 

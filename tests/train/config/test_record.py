@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from mupax.errors import MupaxError
+from mupax.train.config.preset import preset_of
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import from_json, model_from_json, model_to_json, to_json
-from mupax.train.config.run import preset_of
 from mupax.zoo.configs import CONFIGS, ConfigError
 
 pytestmark = pytest.mark.core

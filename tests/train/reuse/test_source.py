@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from mupax.train.__main__ import main as train_main
-from mupax.train.config.run import PresetConfig, preset_for
+from mupax.train.config.preset import PresetConfig, preset_for
 from mupax.train.core.factors import resolve
 from mupax.train.reuse import source as pretrained
 from mupax.train.reuse.huggingface import files as pretrained_files

@@ -207,7 +207,7 @@ def logits(program: Program, params: Any, inputs: Any) -> np.ndarray:
 
 def command(config: Config) -> str:
     """The command that goes on with a run from its config, as short as it can be said."""
-    from mupax.train.config.flags import words
+    from mupax.train.config.record import words
 
     found = words(config)
     if found is None:

@@ -8,8 +8,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from mupax.train.config.preset import PresetConfig, preset_for
 from mupax.train.config.record import model_to_json
-from mupax.train.config.run import PresetConfig, preset_for
 from mupax.train.core.factors import resolve
 from mupax.train.reuse import plain
 from mupax.train.reuse.source import CONFIG, FORMAT, MODEL, Source, WeightsError, place

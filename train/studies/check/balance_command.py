@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
     from mupax import presets
     from mupax.presets.tuned import measured
-    from mupax.train.config.run import preset_of
+    from mupax.train.config.preset import preset_of
     from mupax.train.studies.check import observables
     from mupax.zoo.definition import definition
 

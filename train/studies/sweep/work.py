@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from mupax.train.checkpoints.checkpointer import Checkpoints
-from mupax.train.config import flags
+from mupax.train.config import record
 from mupax.train.config.run import Config
 from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
@@ -125,7 +125,7 @@ class Work:
             first = int(np.argmin(np.isfinite(losses[:, place]))) + 1 if diverged[place] else None
             loss, curve = summarized(np.where(np.arange(steps) + 1 < (first or steps + 1), losses[:, place], np.inf))
             score = None if scores is None or first else float(scores[place])
-            words = flags.words(program.config)
+            words = record.words(program.config)
             command = " ".join(["python -m train", program.config.recipe, *words]) if words is not None else ""
             how = "in turn" if trainer.count == 1 else "together"
             rows.append((i, Row(self.keys[i], command, loss, score, first, curve, steps, round(seconds, 3), how)))

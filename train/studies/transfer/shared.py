@@ -13,7 +13,8 @@ import jax
 import numpy as np
 
 from mupax.presets import PresetError
-from mupax.train.config.run import Config, PresetConfig, preset_of
+from mupax.train.config.preset import PresetConfig, preset_of
+from mupax.train.config.run import Config
 from mupax.train.core.factors import init_stds, resolve
 from mupax.train.studies.transfer.study import Study
 from mupax.zoo.definition import definition

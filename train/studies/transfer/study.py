@@ -19,7 +19,8 @@ import numpy as np
 
 from mupax import presets
 from mupax.train.config import sizes as sizes_of_models
-from mupax.train.config.run import Config, PresetConfig, preset_of
+from mupax.train.config.preset import PresetConfig, preset_of
+from mupax.train.config.run import Config
 from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.transfer.drift import TOLERANCE, Analysis, analyse
 from mupax.train.studies.transfer.fit import NOISE, SIDES, STEP, Curve, fit

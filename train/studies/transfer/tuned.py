@@ -11,7 +11,7 @@ from mupax.errors import MupaxFailure
 from mupax.presets import PRESETS
 from mupax.presets.tuned import find
 from mupax.presets.tuned.find import Tuned
-from mupax.train.config.run import preset_of
+from mupax.train.config.preset import preset_of
 from mupax.train.studies.transfer.drift import Analysis, finite
 from mupax.train.studies.transfer.report import provenance
 from mupax.train.studies.transfer.study import Measured

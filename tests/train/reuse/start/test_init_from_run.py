@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mupax.train.__main__ import main
-from mupax.train.config import cli, flags
+from mupax.train.config import cli, record
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import from_json
 from mupax.train.core.program import assemble
@@ -154,4 +154,4 @@ def test_a_run_is_grown_and_goes_on(here: Path, capsys: pytest.CaptureFixture[st
         assert main(words.split()) == 2
         assert text in capsys.readouterr().err
         assert not Path("x").exists()
-    assert flags.words(dataclasses.replace(config, recipe="mine")) is None
+    assert record.words(dataclasses.replace(config, recipe="mine")) is None

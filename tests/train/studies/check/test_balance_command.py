@@ -17,9 +17,9 @@ from mupax.presets.tuned.measured import load
 from mupax.train import data
 from mupax.train.__main__ import main
 from mupax.train.config.cli import parse
+from mupax.train.config.preset import preset_of
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import from_json, to_json
-from mupax.train.config.run import preset_of
 from mupax.train.core.program import assemble
 from mupax.train.studies.check import observables
 from mupax.train.studies.check.balance_command import Balance, batch_of, configured

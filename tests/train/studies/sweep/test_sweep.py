@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from mupax.train.__main__ import main
-from mupax.train.checkpoints.checkpointer import Checkpoints
+from mupax.train.checkpoints.folder import CheckpointFolder
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.program import Program
@@ -202,9 +202,9 @@ def test_a_save_that_fails_leaves_the_one_before_to_go_on_from(
     monkeypatch.setattr(work, "FETCH_EVERY", 4)
     monkeypatch.setattr(work, "SAVE_EVERY_S", 0.0)
     asked: list[int] = []
-    publish = Checkpoints._publish
+    publish = CheckpointFolder.publish
 
-    def full(self: Checkpoints, folder: Path, whole: Any) -> None:
+    def full(self: CheckpointFolder, folder: Path, whole: Any) -> None:
         if whole.step > 4:
             raise OSError("no space left")
         publish(self, folder, whole)
@@ -215,7 +215,7 @@ def test_a_save_that_fails_leaves_the_one_before_to_go_on_from(
 
     chosen, notes = points(config_of(text))[:1], []
     with monkeypatch.context() as patch:
-        patch.setattr(Checkpoints, "_publish", full)
+        patch.setattr(CheckpointFolder, "publish", full)
         with pytest.raises(sweep.Stopped):
             sweep.run(chosen, tmp_path, how="in-turn", stop=stop, watcher=Noted(notes))
     assert notes == [f"checkpoint {k} could not be saved: no space left; the last good one is 4" for k in (8, 9)]

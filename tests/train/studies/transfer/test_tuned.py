@@ -16,8 +16,9 @@ from mupax.presets import PresetError
 from mupax.presets.tuned import find as tuned
 from mupax.train.__main__ import main
 from mupax.train.config import cli
+from mupax.train.config.preset import PresetConfig, preset_of
 from mupax.train.config.recipes import RECIPES
-from mupax.train.config.run import Config, PresetConfig, preset_of
+from mupax.train.config.run import Config
 from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.transfer import command
 from mupax.train.studies.transfer import study as transfer

@@ -1,0 +1,81 @@
+"""Which parameterization a run has, and the preset that it names."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from tyro import conf
+
+from mupax import presets
+from mupax.presets import constants
+from mupax.presets.papers import ALIASES
+from mupax.train.config import sizes
+from mupax.zoo.configs import CONFIGS, ConfigError, ModelConfig
+from mupax.zoo.configs import get as get_model
+
+if TYPE_CHECKING:
+    from mupax.train.config.run import Config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PresetConfig:
+    """Which parameterization, and its constants. A constant left out takes the preset's default."""
+
+    name: Annotated[str, conf.arg(aliases=("--preset",))] = "mup"
+    """Preset name (`python -m presets` lists them), or measured:PATH, a file of `python -m train balance`."""
+    base: Annotated[str | None, conf.arg(metavar="MODEL|AXIS=N,...")] = None
+    """What factors are relative to: a model, or sizes such as embed=64,head_dim=16,layers=2; None is the absolute form (base 1)."""
+    form: Literal["plain", "readout-multiplier", "mean-field", "table-9"] | None = None
+    """Where multipliers sit. Changes numbers, never training, but for clip_norm, which sees gradients as the form has them."""
+    alpha_a: float | None = None
+    """Attention logits scale as head_dim^-alpha_a, in [1/2, 1]."""
+    alpha_l: float | None = None
+    """Residual branches scale as depth^-alpha_l, in [1/2, 1] (depth-mup)."""
+    gamma0: float | None = None
+    """Amount of feature learning: the readout is divided by it."""
+    beta0: float | None = None
+    """Constant on every residual branch."""
+    constants: Annotated[tuple[str, ...], conf.arg(metavar="NAME=VALUE ...")] = ()
+    """Any other constants, such as s=0.5 (ntk), eps_scope=everywhere (completep), c_a=0.5 (mup)."""
+    zero_readout: bool = False
+    """Start the readout at zero."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "constants", tuple(self.constants))  # JSON brings a list
+        object.__setattr__(self, "name", ALIASES.get(self.name, self.name))
+
+
+def preset_of(config: Config) -> presets.Preset:
+    """The run's parameterization, relative to the sizes of `config.preset.base`.
+
+    Raises:
+        PresetError: no such preset, or a constant it does not take or that is out of range.
+        ConfigError: the base is neither sizes nor a model's name, or a model of another family.
+    """
+    return preset_for(config.preset, config.model)
+
+
+def preset_for(given: PresetConfig, model: ModelConfig) -> presets.Preset:
+    """A parameterization for a model of this family; raises as `preset_of`."""
+    if given.base is None:
+        base = None
+    elif "=" in given.base:
+        base = sizes.of_text(given.base)
+    else:
+        named = get_model(given.base)
+        if named.family != model.family:
+            alike = [name for name, other in CONFIGS.items() if other.family == model.family]
+            raise ConfigError(
+                f"preset.base {given.base} is a {named.family} and the model a {model.family}; "
+                f"write one of {', '.join(alike) or 'its sizes, as embed=64,layers=2'}, or None for the absolute form"
+            )
+        base = named.base_sizes()
+    flags = {name: getattr(given, name) for name in constants.FLAGS}
+    return presets.get(
+        given.name,
+        base=base,
+        form=given.form,
+        zero_readout=given.zero_readout,
+        **constants.read(given.constants, flags),
+    )
