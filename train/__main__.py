@@ -21,22 +21,19 @@ COMMANDS = {
     "check": ("studies.check.command", "measure what a preset does as one size grows, and hold it against theory"),
     "sweep": (
         "studies.sweep.command",
-        "train many points of rates, seeds, constants and sizes, with one compilation per shape",
+        "train many learning rates, seeds, constants and sizes; one compilation a shape",
     ),
     "transfer": (
         "studies.transfer.command",
-        "whether the best learning rate stays as the model grows: fits, drift, price, a report",
+        "whether the best learning rate stays as the model grows: drift, price, report",
     ),
     "compile": ("pods.command", "compile a recipe for a TPU pod, without a TPU: memory, collectives, least step time"),
     "balance": (
         "studies.check.balance_command",
-        "derive rates per layer from one batch, as a preset, for where none has a rule",
+        "derive learning rates per layer from one batch, where none has a rule",
     ),
     "checkpoints": ("checkpoints.command", "list a run's checkpoints, their sizes and health, and verify them"),
-    "grow": (
-        "reuse.grow.command",
-        "make a larger model of a checkpoint, with the same function and the optimizer's state",
-    ),
+    "grow": ("reuse.grow.command", "make a larger model of a checkpoint, with the same function"),
     "eval": ("run.eval_command", "loss and accuracy of any checkpoint, on its data or on other data"),
     "generate": ("reuse.generate.command", "text from any checkpoint of a language model"),
     "convert": ("reuse.forms_command", "carry a run's checkpoint into another form of its preset"),

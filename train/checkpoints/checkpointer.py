@@ -58,11 +58,6 @@ class Checkpoints:
         self._told(self.files.tidy)
 
     @property
-    def steps(self) -> list[int]:
-        """Steps of the checkpoints, oldest first."""
-        return self.files.steps
-
-    @property
     def latest(self) -> int | None:
         """Step of the newest checkpoint."""
         return self.files.latest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal, Protocol
 
 from tyro import conf
 
@@ -14,8 +14,14 @@ from mupax.train.config import sizes
 from mupax.zoo.configs import CONFIGS, ConfigError, ModelConfig
 from mupax.zoo.configs import get as get_model
 
-if TYPE_CHECKING:
-    from mupax.train.config.run import Config
+
+class Parameterized(Protocol):
+    """A run's config, as far as its parameterization goes."""
+
+    @property
+    def preset(self) -> PresetConfig: ...
+    @property
+    def model(self) -> ModelConfig: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +52,7 @@ class PresetConfig:
         object.__setattr__(self, "name", ALIASES.get(self.name, self.name))
 
 
-def preset_of(config: Config) -> presets.Preset:
+def preset_of(config: Parameterized) -> presets.Preset:
     """The run's parameterization, relative to the sizes of `config.preset.base`.
 
     Raises:

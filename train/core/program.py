@@ -46,11 +46,6 @@ class Program:
         """The devices."""
         return self.layout.mesh
 
-    @property
-    def mesh_text(self) -> str:
-        """The mesh axes that split something, for people."""
-        return " x ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items() if size > 1) or "one device"
-
     def initial_state(self) -> TrainState:
         """A fresh state on the mesh."""
         return self.initializer.state(self.config.seed, self.stds)

@@ -132,3 +132,8 @@ def _sizes(config: MeshConfig, devices: int) -> dict[str, int]:
 
 def _named(sizes: dict[str, int]) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size not in (1, -1)) or "a mesh of one device"
+
+
+def described(mesh: Mesh) -> str:
+    """The axes that split something, for people: `data 2 x fsdp 4`."""
+    return " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"

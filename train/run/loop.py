@@ -95,10 +95,9 @@ def train_with_rollbacks(session: Session, position: Position) -> TrainState:
             rollbacks[step] += 1
             if rollbacks[step] > faults.most_in_a_row:
                 raise
-            count = bad.step - step
-            text = f"{bad.what}; back to step {step}, going on {count} batches later"
+            text = f"{bad.what}; back to step {step}, going on {bad.step - step} batches later"
             session.rt.console.print(text, style="yellow", highlight=False)
-            left_out = jax.device_put(np.int32(passed_over + count), session.program.layout.whole)
+            left_out = jax.device_put(np.int32(passed_over + bad.step - step), session.program.layout.whole)
             position = Position(state._replace(health=state.health._replace(left_out=left_out)), step, keeps_rows=True)
 
 
@@ -143,8 +142,6 @@ def train(session: Session, position: Position) -> TrainState:
 def next_batch(batches: Prefetch[Any, Batch], report: Report, rt: Runtime, step: int) -> Batch:
     """The batch of a step, on the devices.
 
-    Where it is not there yet, the time from the end of the last step counts as waiting for data.
-
     Raises:
         Interrupted: a signal came first.
         DataError, ReadError: it cannot be read.
@@ -154,7 +151,7 @@ def next_batch(batches: Prefetch[Any, Batch], report: Report, rt: Runtime, step:
         if batches.ready:
             return next(batches)
         report.results.report()
-        began = time.monotonic()
+        began = time.monotonic()  # the end of the last step: from here on the devices wait for data
         while not batches.wait(_LISTEN_S):
             if rt.stop.now():
                 raise Interrupted
@@ -164,10 +161,7 @@ def next_batch(batches: Prefetch[Any, Batch], report: Report, rt: Runtime, step:
 
 
 def save_and_evaluate(session: Session, report: Report, state: TrainState, step: int) -> None:
-    """What is due after a step.
-
-    The state is saved first: what the evaluation meets, a torn file say, must not cost it. It is made up on resume.
-    """
+    """What is due after a step; the state first: what an evaluation meets, a torn file say, must not cost it."""
     config = session.rt.config
     saves, evaluates = config.saves_after(step), config.evaluates_after(step)
     if not (saves or evaluates):
@@ -181,7 +175,7 @@ def save_and_evaluate(session: Session, report: Report, state: TrainState, step:
 
 
 def save(session: Session, report: Report, state: TrainState, step: int, *, wait: bool) -> None:
-    """Start saving. Rows first: a checkpoint whose rows are missing would leave a gap in them."""
+    """Start saving, rows first: a checkpoint without its rows would leave a gap in them."""
     session.rt.watchdog.waiting(f"the checkpoint of step {step}")
     report.writer.flush()
     session.checkpoints.save(step, state, session.data.facts, last=wait)

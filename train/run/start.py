@@ -13,6 +13,7 @@ from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
 from mupax.train.data import Data
+from mupax.train.parallel.mesh import described
 from mupax.train.run import agreement
 from mupax.train.run.report import metrics
 from mupax.train.run.runtime import Runtime
@@ -139,7 +140,7 @@ def _announce(program: Program, data: Data, runtime: Runtime) -> None:
     examples = "sequences" if data.kind == "tokens" else "images"
     console.print(
         f"{data.facts['name']}: {data.train_size:,} training and {data.eval_size:,} evaluation {examples}; "
-        f"{program.mesh_text} ({jax.devices()[0].device_kind})",
+        f"{described(program.mesh)} ({jax.devices()[0].device_kind})",
         highlight=False,
     )
     for caution in program.preset.cautions(program.definition.sizes, config.optimizer.name):

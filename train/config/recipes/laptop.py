@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from mupax.train.config.run import CheckpointConfig, Config, DataConfig, LogConfig, OptimizerConfig, PresetConfig
+from mupax.train.config.preset import PresetConfig
+from mupax.train.config.run import CheckpointConfig, Config, DataConfig, LogConfig, OptimizerConfig
 from mupax.zoo import configs
 
 
