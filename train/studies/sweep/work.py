@@ -183,7 +183,7 @@ def _save(saves: Checkpoints, folder: Path, step: int, state: TrainState, losses
         file.flush()
         os.fsync(file.fileno())
     saves.save(step, state, facts, last=True)
-    current = {f"losses-{k}.npy" for k in (step, *saves.steps)}  # the one before counts until this one is whole
+    current = {f"losses-{k}.npy" for k in (step, *saves.files.steps)}  # the one before counts until this one is whole
     for old in folder.glob("losses-*.npy"):
         if old.name not in current:
             old.unlink()
