@@ -114,7 +114,7 @@ def test_the_page_counts_misses_and_says_why_others_are_none():
     assert (
         "- study: `a` lr x m^-0.5, which moves some activation by a factor of 2^2. The right rule itself strays" in page
     )
-    assert "the same numbers to the bit, a bias starts at zero whatever its std (1 mutants: `b.bias`)" in page
+    assert "bitwise the same numbers, a bias starts at zero whatever its std (1 mutants: `b.bias`)" in page
     assert "| study | eps |  |  | 1, 1 seen |" in page
 
 

@@ -10,8 +10,9 @@ import types
 
 import pytest
 
-from mupax import command_line, train
+from mupax import command_line
 from mupax.presets import PRESETS
+from mupax.train import run as train_run
 from mupax.train.__main__ import COMMANDS, main
 from mupax.train.config.preset import preset_of
 from mupax.train.config.recipes import RECIPES
@@ -33,7 +34,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     configs_run: list[Config] = []
     loop = types.SimpleNamespace(run=lambda config: configs_run.append(config) or 0)
     monkeypatch.setitem(sys.modules, "mupax.train.run.loop", loop)
-    monkeypatch.setattr(train, "loop", loop, raising=False)
+    monkeypatch.setattr(train_run, "loop", loop, raising=False)
     return configs_run
 
 

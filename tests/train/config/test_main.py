@@ -10,7 +10,6 @@ import types
 
 import pytest
 
-from mupax import train
 from mupax.errors import MupaxError, MupaxFailure
 from mupax.presets import PresetError
 from mupax.train import run as train_run
@@ -32,7 +31,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     configs_run: list[Config] = []
     loop = types.SimpleNamespace(run=lambda config: configs_run.append(config) or 0)
     monkeypatch.setitem(sys.modules, "mupax.train.run.loop", loop)
-    monkeypatch.setattr(train, "loop", loop, raising=False)
+    monkeypatch.setattr(train_run, "loop", loop, raising=False)
     return configs_run
 
 

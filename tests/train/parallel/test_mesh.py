@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -181,6 +182,7 @@ def test_a_state_is_born_on_its_devices() -> None:
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(state.params))
     there = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.params))
     assert there < 0.3 * whole
+    chex.assert_tree_is_sharded(state.arrays(), devices=list(made.mesh.devices.flat))
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == jax.tree.map(lambda leaf: leaf.sharding, made.abstract)
 
 

@@ -71,9 +71,10 @@ def test_a_flag_is_known_and_leaves_the_loss(name: str, program: Program, withou
 @pytest.mark.core
 def test_control_an_option_reaches_the_program() -> None:
     lowered = jax.jit(lambda x: jnp.tanh(x) * 2 + x).lower(jnp.zeros(3))
+    emitters = {"xla_cpu_use_fusion_emitters": True}  # which tests do without
     fused, apart = (
         (lowered.compile(compiler_options=options).as_text() or "").count(" fusion(")
-        for options in ({}, {"xla_disable_hlo_passes": "fusion"})
+        for options in (emitters, {**emitters, "xla_disable_hlo_passes": "fusion"})
     )
     assert fused < apart  # Each operation is wrapped by itself.
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -255,6 +256,27 @@ def test_a_state_that_lies_as_the_compiler_likes_trains_alike(plain: Done, monke
     seen.clear()
     assert train("--workdir", "free", "--resume", "--resume-change", "schedule", "--steps", str(STEPS + 1)).code == 0
     assert seen
+
+
+def test_a_run_traces_its_step_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps, evaluations, checkpoints and a learning rate that changes with every step: one trace, one program."""
+    make, traced = compile.make_train_step, []
+
+    def counted(*arguments: Any) -> Any:
+        step = chex.assert_max_traces(make(*arguments), n=1)
+        traced.append(step)
+        return step
+
+    monkeypatch.setattr(compile, "make_train_step", counted)
+    assert train("--workdir", "traced").code == 0
+    assert len(traced) == 1
+
+
+def test_control_a_second_trace_is_an_error() -> None:
+    step = jax.jit(chex.assert_max_traces(lambda x: 2 * x, n=1))
+    step(np.ones(2))
+    with pytest.raises(AssertionError, match="traced > 1 times"):
+        step(np.ones(3))
 
 
 # The same run otherwise

@@ -14,6 +14,7 @@ import pytest
 
 from mupax import presets
 from mupax.presets import PresetError
+from mupax.presets.tuned import measured
 from mupax.presets.tuned.measured import load, save
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import factors, optimizer, step
@@ -284,7 +285,7 @@ def test_a_saved_table_trains(name, optimizer_name, centered, tmp_path):
     definition, batch = model(name)
     preset = derived(name, optimizer_name, centered)
     save(preset.table, tmp_path / "table.json")
-    again = presets.measured.measured(load(tmp_path / "table.json"))
+    again = measured.measured(load(tmp_path / "table.json"))
     params, found = start(definition, preset, optimizer_name)
     for one, other in zip(
         jax.tree.leaves(found), jax.tree.leaves(start(definition, again, optimizer_name)[1]), strict=True
