@@ -76,8 +76,8 @@ def test_greedy_text_is_the_same(preset: str, tmp_path: Path) -> None:
     built, made = definition(model), preset_for(given, model)
     factors = resolve(made, built)
     params = parity.random_params(built, init_stds(made, built))
-    folded = plain.fold(params, plain.scales(built, factors))
-    record = source.plain.preset_record(given, made, built, factors)
+    folded = plain.absorb_multipliers(params, plain.scales(built, factors))
+    record = plain.preset_record(given, made, built, factors)
     files.write_huggingface(source.Source(model, folded, plain.ones(folded), record, []), tmp_path / "hf", "float32")
 
     prompt, length = np.frombuffer(b"def __init__(self, ", np.uint8).astype(np.int32), 100
