@@ -28,7 +28,7 @@ def write_images(root: Path) -> None:
         for label in ("dark", "light"):
             (root / side / label).mkdir(parents=True)
             for i in range(count):
-                pixels = draw.integers(0, 128, (12, 12), np.uint8) + (128 if label == "light" else 0)
+                pixels = draw.integers(0, 128, (48, 48), np.uint8) + (128 if label == "light" else 0)
                 Image.fromarray(pixels.astype(np.uint8)).save(root / side / label / f"{i}.jpg")
 
 
