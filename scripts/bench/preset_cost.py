@@ -95,7 +95,7 @@ def without_factors(program: Program) -> jax.stages.Compiled:
 
     abstract = found.abstract
     batch = abstract_batch(config.model, config.data.batch_size)
-    place = program.layout.whole
+    place = program.layout.replicated
     # As the run does: where the compiler may choose how the state lies in memory, it may here too.
     state: Any = Format(Layout.AUTO, place) if program.free else place
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), abstract)
@@ -112,7 +112,7 @@ def folded(program: Program) -> jax.stages.Compiled:
 
     (state, run, batch) -> (state, metrics), as the run's; the factors in `run` are not looked at.
     """
-    factors, place = program.run.factors, program.layout.whole
+    factors, place = program.run.factors, program.layout.replicated
     ones = jax.tree.map(lambda x: (np.asarray(x) != 0).astype(np.float32), factors)
     known = ones._replace(forward={n: np.full_like(x, neutral(program, n)) for n, x in factors.forward.items()})
     step = make_train_step(program.definition, program.tx, program.config.accumulation_steps, program.layout)

@@ -55,7 +55,7 @@ class Checkpoints:
         self._asked, self._saved = 0, self.latest
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
-        self._told(self.files.tidy)
+        self._broadcast(self.files.tidy)
 
     @property
     def latest(self) -> int | None:
@@ -75,7 +75,7 @@ class Checkpoints:
         """
         if step == self._saved:
             return
-        if not last and not self._told(self._ready):
+        if not last and not self._broadcast(self._ready):
             self._note(f"checkpoint {step} is left out: the disk has not yet taken the one of step {self._saved}")
             return
         self.wait()
@@ -124,7 +124,7 @@ class Checkpoints:
             WorkdirError: no checkpoint is good, or it was trained on other data, or holds other arrays than this run's.
         """
         self.wait()
-        while (step := self._told(lambda: self.latest)) is not None:
+        while (step := self._broadcast(lambda: self.latest)) is not None:
             folder = self.folder / str(step)
             problems, state = self._problems(folder), None
             if not problems:
@@ -133,7 +133,7 @@ class Checkpoints:
             if not problems and state is not None:
                 self._saved = step
                 return state
-            self._told(lambda step=step, problems=problems: self.files.set_aside(step, problems))
+            self._broadcast(lambda step=step, problems=problems: self.files.set_aside(step, problems))
         raise WorkdirError(self.files.none_good())
 
     def _load(self, folder: Path, abstract: TrainState) -> tuple[TrainState, list[str]]:
@@ -151,15 +151,15 @@ class Checkpoints:
         except (manifest.DamagedError, OSError) as error:
             found = [str(error)]
         if found := self._agreed(found):
-            spoilt = self._told(lambda: manifest.spoilt(folder, whole) if whole else [])
+            spoilt = self._broadcast(lambda: manifest.spoilt(folder, whole) if whole else [])
             found = [manifest.some(found), *spoilt]
         return found
 
     def _agreed(self, problems: list[str]) -> list[str]:
         """The problems of all processes, on every one."""
         self._asked += 1
-        gathered = self._processes.gathered(f"problems/{self._asked}", problems)
-        return self._told(lambda: [line for part in gathered or () for line in part])
+        gathered = self._processes.gather(f"problems/{self._asked}", problems)
+        return self._broadcast(lambda: [line for part in gathered or () for line in part])
 
     def _check_fits(self, found: Manifest, abstract: TrainState, facts: dict[str, Any] | None) -> None:
         if facts is not None and found.data.get("digest") != facts.get("digest"):
@@ -206,7 +206,7 @@ class Checkpoints:
         finally:
             _ORBAX.release()
         try:
-            parts = processes.gathered(key, part)
+            parts = processes.gather(key, part)
             if parts is None:
                 self._failure = part.get("error")
                 return
@@ -234,10 +234,10 @@ class Checkpoints:
             for left in self.folder.glob(f"{step}{SAVING}*"):
                 shutil.rmtree(left, ignore_errors=True)
 
-    def _told(self, value: Callable[[], Any]) -> Any:
+    def _broadcast(self, value: Callable[[], Any]) -> Any:
         """What process 0 finds, on every process."""
         self._asked += 1
-        return self._processes.told(f"checkpoints/{self._asked}", value)
+        return self._processes.broadcast(f"checkpoints/{self._asked}", value)
 
     def __enter__(self) -> Checkpoints:
         return self

@@ -85,7 +85,7 @@ def claim_together(config: Config, processes: Processes) -> tuple[Path, bool]:
 
     if processes.count == 1:
         return claim(config)
-    where, held = processes.told("workdir", claimed)
+    where, held = processes.broadcast("workdir", claimed)
     path = Path(where)
     for _ in range(20):  # a network file system may remember for some seconds that a file was missing
         if seen := (path / _SHARED).exists():
@@ -96,7 +96,7 @@ def claim_together(config: Config, processes: Processes) -> tuple[Path, bool]:
             f"process {processes.index} does not see the workdir {path} of process 0, where all processes save their part "
             "of a checkpoint; give --workdir a folder that all hosts share (NFS, Lustre, a mounted bucket)"
         )
-    processes.meet("workdir")
+    processes.barrier("workdir")
     if processes.leader:
         (path / _SHARED).unlink()
     return path, held

@@ -37,13 +37,13 @@ def trace_train_step(
     `run` and `batch` (the global one) may be arrays or their shapes. With `free` the compiler chooses how the state's
     arrays lie in memory: `input_formats` of the compiled step says how it takes them.
     """
-    whole, shardings = layout.whole, shardings_of(abstract)
+    replicated, shardings = layout.replicated, shardings_of(abstract)
     run_shardings = _run_shardings(run, shardings, layout)
     placed = jax.tree.map(free_format, abstract) if free else shardings
     jitted = jax.jit(
         make_train_step(definition, tx, accumulation_steps, layout),
         in_shardings=(placed, run_shardings, layout.batch(batch)),
-        out_shardings=(placed, whole),
+        out_shardings=(placed, replicated),
         donate_argnums=0,
     )
     state: Any = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), abstract) if free else abstract
@@ -51,8 +51,10 @@ def trace_train_step(
 
 
 def _run_shardings(run: StepInputs, shardings: TrainState, layout: MeshLayout) -> StepInputs:
-    whole: Any = layout.whole
-    return StepInputs(whole, whole, None if run.reference is None else shardings.params, whole, whole)
+    replicated: Any = layout.replicated
+    return StepInputs(
+        replicated, replicated, None if run.reference is None else shardings.params, replicated, replicated
+    )
 
 
 def compile_train_step(
@@ -83,7 +85,7 @@ def compile_eval_step(
 
     With `formats` the parameters lie in memory as they say, those of the training step.
     """
-    whole, shardings = layout.whole, shardings_of(abstract)
+    replicated, shardings = layout.replicated, shardings_of(abstract)
     run_shardings = _run_shardings(run, shardings, layout)
     placed: Any = shardings if formats is None else formats
     params = abstract.evaluated
@@ -97,6 +99,6 @@ def compile_eval_step(
     jitted = jax.jit(
         evaluate,
         in_shardings=(placed.evaluated, run_shardings, layout.batch(batch)),
-        out_shardings=whole,
+        out_shardings=replicated,
     )
     return jitted.lower(params, run, batch).compile()

@@ -72,7 +72,7 @@ class Program:
 
     def numbers(self) -> StepInputs:
         """The run's numbers on the mesh, with the initial parameters where the model's output is centred."""
-        run = jax.device_put(self.run, self.layout.whole)
+        run = jax.device_put(self.run, self.layout.replicated)
         if not self.config.model.centered:
             return run
         return run._replace(reference=self.initializer.params(self.config.seed, self.stds))

@@ -57,7 +57,7 @@ def abstract_state(
         averaged: whether the state has a moving average.
         trained: names of the parameters that the optimizer moves; all unless given.
     """
-    whole, shardings = layout.whole, layout.parameters(definition)
+    replicated, shardings = layout.replicated, layout.parameters(definition)
     params = {
         n: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[n])
         for n, leaf in definition.abstract.items()
@@ -74,12 +74,12 @@ def abstract_state(
         beside,
         jax.eval_shape(tx.init, moving),
         moving,
-        transform_non_params=lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole),
+        transform_non_params=lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated),
         is_leaf=lambda node: isinstance(node, optax.MaskedNode),
     )
     average = {n: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding) for n, p in params.items()}
-    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
-    health = Health(*(jax.ShapeDtypeStruct((), number.dtype, sharding=whole) for number in Health()))
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
+    health = Health(*(jax.ShapeDtypeStruct((), number.dtype, sharding=replicated) for number in Health()))
     return TrainState(step, params, opt_state, average if averaged else None, health)
 
 

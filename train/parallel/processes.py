@@ -20,7 +20,7 @@ _POLL_S = 1.0
 """How often a process says that it is alive and looks whether another has failed."""
 _FOREVER_MS = 7 * 24 * 3600 * 1000
 """Another process may prepare data for hours; its failure ends the wait."""
-_ALIVE, _FAILED, _TOLD, _GATHERED = "mupax/alive", "mupax/failed", "mupax/told", "mupax/gathered"
+_ALIVE, _FAILED, _BROADCAST, _GATHER = "mupax/alive", "mupax/failed", "mupax/broadcast", "mupax/gather"
 
 
 class Processes:
@@ -45,7 +45,7 @@ class Processes:
         """Whether this is the process that prints and writes."""
         return self.index == 0
 
-    def told(self, name: str, value: Callable[[], Any]) -> Any:
+    def broadcast(self, name: str, value: Callable[[], Any]) -> Any:
         """What `value` returns on process 0, on every process; the others wait for it.
 
         Args:
@@ -55,12 +55,12 @@ class Processes:
         if self._client is None:
             return value()
         if not self.leader:
-            return json.loads(self._client.blocking_key_value_get(f"{_TOLD}/{name}", _FOREVER_MS))
+            return json.loads(self._client.blocking_key_value_get(f"{_BROADCAST}/{name}", _FOREVER_MS))
         said = value()
-        self._client.key_value_set(f"{_TOLD}/{name}", json.dumps(said))
+        self._client.key_value_set(f"{_BROADCAST}/{name}", json.dumps(said))
         return said
 
-    def gathered(self, name: str, value: Any) -> list[Any] | None:
+    def gather(self, name: str, value: Any) -> list[Any] | None:
         """On process 0, what every process gives, in their order; None on the others, which do not wait.
 
         Args:
@@ -70,11 +70,11 @@ class Processes:
         if self._client is None:
             return [value]
         if not self.leader:
-            self._client.key_value_set(f"{_GATHERED}/{name}/{self.index}", json.dumps(value))
+            self._client.key_value_set(f"{_GATHER}/{name}/{self.index}", json.dumps(value))
             return None
         found = [value]
         for index in range(1, self.count):
-            key = f"{_GATHERED}/{name}/{index}"
+            key = f"{_GATHER}/{name}/{index}"
             found.append(json.loads(self._client.blocking_key_value_get(key, _FOREVER_MS)))
             self._client.key_value_delete(key)
         return found
@@ -83,12 +83,12 @@ class Processes:
     def leader_first(self, name: str) -> Iterator[None]:
         """Process 0 does what is inside; then the others do, and find what it has left for them."""
         if not self.leader:
-            self.told(name, lambda: None)
+            self.broadcast(name, lambda: None)
         yield
         if self.leader:
-            self.told(name, lambda: None)
+            self.broadcast(name, lambda: None)
 
-    def meet(self, name: str) -> None:
+    def barrier(self, name: str) -> None:
         """Wait until every process is here."""
         if self._client is not None:
             self._client.wait_at_barrier(f"mupax/{name}", _FOREVER_MS)
@@ -115,7 +115,7 @@ class Processes:
 
     def close(self) -> None:
         """The end of a run that went well, for all at once."""
-        self.meet("end")
+        self.barrier("end")
         self._done.set()
 
     def fail(self, error: BaseException) -> None:

@@ -63,7 +63,7 @@ class MeshLayout:
         )
 
     @property
-    def whole(self) -> NamedSharding:
+    def replicated(self) -> NamedSharding:
         """Whole on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
 

@@ -20,7 +20,7 @@ def check_config(config: Config, processes: Processes) -> None:
         ConfigError: the text names the field.
     """
     mine = json.loads(json.dumps({**to_json(config), "distributed": None}))
-    for path, first, own in differences(processes.told("config", lambda: mine), mine):
+    for path, first, own in differences(processes.broadcast("config", lambda: mine), mine):
         raise ConfigError(
             f"process {processes.index} has {path} {own} and process 0 has {first}; start all processes with the same flags"
         )
@@ -33,7 +33,7 @@ def check_data(data: Data, processes: Processes) -> None:
         DataError: the digests differ.
     """
     found = data.facts.get("digest")
-    first = processes.told("data digest", lambda: found)
+    first = processes.broadcast("data digest", lambda: found)
     if first != found:
         raise DataError(
             f"process {processes.index} has {data.facts['name']} with digest {found}, process 0 with {first}; "

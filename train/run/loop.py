@@ -61,9 +61,9 @@ def run(config: Config) -> int:
                 checkpoints.wait()
                 return rt.fail(failure.told(checkpoints.latest, rt.config.faults))
         # Every process has saved its part when process 0 has left the block above; what it was told holds for all.
-        if unsaved := rt.processes.told("unsaved", checkpoints.wait):
+        if unsaved := rt.processes.broadcast("unsaved", checkpoints.wait):
             return rt.fail(unsaved)
-        if stopped := rt.processes.told("stopped", lambda: rt.stop.exit_code):
+        if stopped := rt.processes.broadcast("stopped", lambda: rt.stop.exit_code):
             return stopped
         rt.stop.release()
         finish.leave(session, state.evaluated)
@@ -97,7 +97,7 @@ def train_with_rollbacks(session: Session, position: Position) -> TrainState:
                 raise
             text = f"{bad.what}; back to step {step}, going on {bad.step - step} batches later"
             session.rt.console.print(text, style="yellow", highlight=False)
-            left_out = jax.device_put(np.int32(passed_over + bad.step - step), session.program.layout.whole)
+            left_out = jax.device_put(np.int32(passed_over + bad.step - step), session.program.layout.replicated)
             position = Position(state._replace(health=state.health._replace(left_out=left_out)), step, keeps_rows=True)
 
 

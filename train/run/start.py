@@ -71,7 +71,7 @@ def starting_position(program: Program, data: Data, checkpoints: Checkpoints, ru
         return Position(_initial(program, start, runtime), step=0, keeps_rows=False)
     from mupax.train.run import resume
 
-    before = runtime.processes.told("recorded", lambda: read_json(runtime.folder / workdir.RECORD)["config"])
+    before = runtime.processes.broadcast("recorded", lambda: read_json(runtime.folder / workdir.RECORD)["config"])
     if checkpoints.latest is None:
         _announce(program, data, runtime)
         console.print(f"nothing to resume in {runtime.folder.name}: no checkpoint yet, starting at step 0")
@@ -81,7 +81,7 @@ def starting_position(program: Program, data: Data, checkpoints: Checkpoints, ru
         step = int(state.step)  # an earlier one, where the newest was damaged
         resume.check(before, config, step)
         console.print(f"resuming {config.recipe} at step {step} of {config.steps}")
-        evaluated = not config.evaluates_after(step) or runtime.processes.told(
+        evaluated = not config.evaluates_after(step) or runtime.processes.broadcast(
             "evaluated", lambda: metrics.has_evaluation(runtime.folder, step)
         )
         position = Position(state, step, keeps_rows=True, evaluated=evaluated)

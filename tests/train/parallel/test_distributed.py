@@ -83,9 +83,9 @@ def test_a_part_of_what_it_takes_is_refused(config: DistributedConfig, environ: 
 def test_a_plain_process_joins_nobody() -> None:
     with distributed.joined(ALONE) as processes:
         assert (processes.index, processes.count, processes.leader) == (0, 1, True)
-        assert processes.told("x", lambda: 3) == 3
+        assert processes.broadcast("x", lambda: 3) == 3
         with processes.leader_first("y"):
-            processes.meet("z")
+            processes.barrier("z")
     assert not jax.distributed.is_initialized()
 
 
@@ -156,7 +156,7 @@ def test_all_are_told_what_process_0_knows_and_it_goes_first() -> None:
     def work(processes: Processes) -> Any:
         with processes.leader_first("work"):
             order.append(processes.index)
-        return processes.told("x", lambda: {"from": processes.index})
+        return processes.broadcast("x", lambda: {"from": processes.index})
 
     assert both(work) == [{"from": 0}, {"from": 0}]
     assert order == [0, 1]
@@ -197,7 +197,7 @@ def test_one_process_claims_the_folder_and_the_others_must_see_it(
 
     monkeypatch.setattr(workdir.time, "sleep", lambda seconds: None)
     lost = Store()
-    lost.values["mupax/told/workdir"] = '["/nowhere", false]'
+    lost.values["mupax/broadcast/workdir"] = '["/nowhere", false]'
     with pytest.raises(
         workdir.WorkdirError, match=r"^process 1 does not see the workdir /nowhere of process 0, where all"
     ):

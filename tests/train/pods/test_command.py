@@ -124,9 +124,9 @@ def test_control_whole_moments_are_caught() -> None:
     program = assemble(config_of(MeshConfig(data=1, fsdp=8)))
     good = jax.tree.map(lambda leaf: leaf.sharding, program.abstract)
     assert checks.whole_moments(program, good) == []
-    whole = jax.tree.map(lambda _: program.layout.whole, program.abstract.opt_state)
+    whole = jax.tree.map(lambda _: program.layout.replicated, program.abstract.opt_state)
     found = checks.whole_moments(program, good._replace(opt_state=whole))
-    matrices = sum(leaf.sharding != program.layout.whole for leaf in program.abstract.params.values())
+    matrices = sum(leaf.sharding != program.layout.replicated for leaf in program.abstract.params.values())
     assert len(found) == 2 * matrices  # both moments of every parameter that is split
 
 

@@ -123,9 +123,9 @@ class Generator:
         # Multiplied once, not for every token.
         apply = jax.jit(lambda networks, by: tuple(multiplied(dict(one), by) for one in networks))
         self._weights = apply(networks, step_inputs.factors.multiplier)
-        placed = None if layout is None else _Text(None, layout.whole, layout.whole)
+        placed = None if layout is None else _Text(None, layout.replicated, layout.replicated)
         self._fill = jax.jit(self._filled, out_shardings=placed)
-        extended = None if layout is None else (placed, layout.whole)
+        extended = None if layout is None else (placed, layout.replicated)
         self._extend = jax.jit(self._extended, donate_argnums=2, out_shardings=extended)
 
     def complete(self, prompt: np.ndarray, length: int, seed: int = 0) -> np.ndarray:

@@ -51,7 +51,7 @@ def settled(config: Config, folder: Path, held: bool, processes: Processes) -> C
         return dataclasses.replace(config, init=init)
     if asked.init_from is None:
         return config
-    path = processes.told("init_from", lambda: str(pretrained.located(Path(asked.init_from or ""))))
+    path = processes.broadcast("init_from", lambda: str(pretrained.located(Path(asked.init_from or ""))))
     return dataclasses.replace(config, init=dataclasses.replace(asked, init_from=path))
 
 

@@ -46,7 +46,7 @@ def leave(session: Session, params: Arrays) -> None:
         files.append(folder / "predictions.png")
         logits = jax.jit(
             lambda params, numbers, inputs: logits_of(program.definition, params, numbers, inputs),
-            out_shardings=program.layout.whole,
+            out_shardings=program.layout.replicated,
         )
         seen = _guessed(data, lambda images: logits(params, numbers, images))
         if leader:
