@@ -163,7 +163,7 @@ def first_word(
 
     Args:
         prog: what was written before `argv`.
-        sections: what a word may be, such as a recipe, to such words with what each does.
+        sections: what a word may be, such as a recipe, to such words with what each does: a line, or what has a docstring.
         argv: all words.
         default: the command of a line that begins with a flag, or has no word.
 
@@ -199,18 +199,18 @@ def run(prog: str, commands: Mapping[str, type[Runnable]], argv: Sequence[str], 
         argv: all words.
         default: the command of a line that begins with a flag, or has no word.
     """
-    lines = {name: summary(command) for name, command in commands.items()}
-    name, words = first_word(prog, {"command": lines}, argv, default)
+    name, words = first_word(prog, {"command": commands}, argv, default)
     return parse(commands[name], f"{prog} {name}", words).run()
 
 
-def summary(documented: Any) -> str:
-    """The first line of a docstring."""
-    return (inspect.getdoc(documented) or "").partition("\n")[0]
+def summary(what: Any) -> str:
+    """The first line of a docstring; a text as it is."""
+    return what if isinstance(what, str) else (inspect.getdoc(what) or "").partition("\n")[0]
 
 
-def _overview(sections: Mapping[str, Mapping[str, str]]) -> list[str]:
-    return [f"{kind}s:\n{terminal.table([*names.items()], indent=2)}" for kind, names in sections.items()]
+def _overview(sections: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    lines = {kind: [(name, summary(what)) for name, what in names.items()] for kind, names in sections.items()}
+    return [f"{kind}s:\n{terminal.table(rows, indent=2)}" for kind, rows in lines.items()]
 
 
 def _help(prog: str) -> str:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 import string
 
 import pytest
@@ -87,10 +88,12 @@ def unsound(walk: list[tuple[str, str]], graph: dict[str, set[str]]) -> list[str
     """Files of a walk that neither import nor are imported by one before them, and names that their file does not have."""
     wrong, before = [], set[str]()
     for path, said in walk:
-        # A table may name a module where importing it would be an arrow up.
-        loader = "." + path.removesuffix(".py").split("/")[-1] + ":"
-        named = any(path in graph[other] or loader in (ROOT / other).read_text() for other in before)
-        if before and not (graph[path] & before or named):
+        # A table may name a module: one above it, or one that is imported when it is looked up.
+        loader = re.compile(rf"[\".]{Path(path).stem}:")
+        seen = before.union(*(graph[other] for other in before))
+        tables = before | {other for other in seen if other.endswith("__init__.py")}
+        named = any(loader.search((ROOT / table).read_text()) for table in tables)
+        if before and not (graph[path] & before or path in seen or named):
             wrong.append(f"{path} has no import to or from what stands before it")
         words = set(re.findall(r"\w+", (ROOT / path).read_text()))
         names = re.findall(r"`(?:\w+\.)*(\w+)(?:\(\))?`", said)

@@ -62,9 +62,8 @@ def _command(argv: list[str]) -> int:
     from mupax.train.config.recipes import RECIPES
 
     check_words(argv)
-    recipes = {name: command_line.summary(recipe) for name, recipe in RECIPES.items()}
     commands = {name: line for name, (_, line) in COMMANDS.items()}
-    name, words = command_line.first_word("python -m train", {"recipe": recipes, "command": commands}, argv)
+    name, words = command_line.first_word("python -m train", {"recipe": RECIPES, "command": commands}, argv)
     if name in COMMANDS:
         return importlib.import_module(f"mupax.train.{COMMANDS[name][0]}").main(words)
     command = cli.parse(name, RECIPES[name], words)

@@ -229,7 +229,7 @@ def test_no_words_at_all_list_recipes_and_commands(capsys: Capture) -> None:
     [
         ("lm-tyni", "did you mean lm-tiny?"),
         ("--steps 3", "the first word is a recipe"),
-        ("zzz", "the recipes are lm-tiny, vit-tiny"),
+        ("zzz", "the recipes are lm-tiny, vit-digits"),
     ],
 )
 def test_a_wrong_first_word(words: str, said: str, capsys: Capture) -> None:
@@ -245,7 +245,7 @@ def test_a_wrong_first_word(words: str, said: str, capsys: Capture) -> None:
         ("--batch-size 3", "did you mean --data.batch-size"),
         ("--stesp 3", "did you mean --steps?"),
         ("--zzz", "none is like it"),
-        ("--recipe vit-tiny", "no flag is named --recipe"),
+        ("--recipe vit-digits", "no flag is named --recipe"),
         ("--model.patch-size 3", "no flag is named --model.patch-size"),
         ("twelve", "nothing takes the word 'twelve'"),
         ("--resume yes", "nothing takes the word 'yes'"),

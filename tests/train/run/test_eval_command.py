@@ -24,7 +24,7 @@ LM = (
     "--log.eval-every-steps 2 --checkpoint.every-steps 2 --log.no-tensorboard --ema.decay 0.5 --workdir lm"
 )
 VIT = (
-    "vit-tiny --model.width 16 --model.depth 1 --model.num-heads 2 --data.batch-size 16 --data.eval-batch-size 512 "
+    "vit-digits --model.width 16 --model.depth 1 --model.num-heads 2 --data.batch-size 16 --data.eval-batch-size 512 "
     "--optimizer.warmup-steps 1 --steps 2 --log.no-tensorboard --log.no-samples --workdir vit"
 )
 

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mupax.train.config.recipes import laptop, papers, pods
+from mupax.table import Table
 from mupax.train.config.run import Config
 
-RECIPES: dict[str, Callable[[], Config]] = {
-    "lm-tiny": laptop.lm_tiny,
-    "vit-tiny": laptop.vit_tiny,
-    "vit-digits": laptop.vit_digits,
-    "vit-endless": laptop.vit_endless,
-    "bordelon-vit": papers.bordelon_vit,
-    "bordelon-lm": papers.bordelon_lm,
-    "vit-s16-imagenet": pods.vit_s16_imagenet,
-    "vit-b16-imagenet": pods.vit_b16_imagenet,
-    "gpt2-c4": pods.gpt2_c4,
-    "vit-h14": pods.vit_h14,
-    "lm-1b": pods.lm_1b,
-    "lm-8b": pods.lm_8b,
-}
+RECIPES: Table[Callable[[], Config]] = Table(
+    __name__,
+    {
+        "lm-tiny": "laptop:lm_tiny",
+        "vit-digits": "laptop:vit_digits",
+        "vit-endless": "laptop:vit_endless",
+        "bordelon-vit": "papers:bordelon_vit",
+        "bordelon-lm": "papers:bordelon_lm",
+        "vit-s16-imagenet": "pods:vit_s16_imagenet",
+        "vit-b16-imagenet": "pods:vit_b16_imagenet",
+        "gpt2-c4": "pods:gpt2_c4",
+        "vit-h14": "pods:vit_h14",
+        "lm-1b": "pods:lm_1b",
+        "lm-8b": "pods:lm_8b",
+    },
+)
 """Name to recipe. The name is the first word after `python -m train`."""

@@ -46,14 +46,6 @@ def vit_digits() -> Config:
     )
 
 
-def vit_tiny() -> Config:
-    """The run of vit-digits, under the name of its model.
-
-    Cost and expected result: those of vit-digits.
-    """
-    return dataclasses.replace(vit_digits(), recipe="vit-tiny")
-
-
 def vit_endless() -> Config:
     """A vision transformer on images that never repeat, striped shapes in clutter drawn as they are asked for, under mup.
 
