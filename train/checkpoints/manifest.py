@@ -19,7 +19,7 @@ import xxhash
 
 from mupax.errors import MupaxError
 from mupax.train.checkpoints import digests
-from mupax.zoo.huggingface.tensorfile import TensorFileError, read_json
+from mupax.zoo.checked_json import JsonError, read_json
 
 NAME = "manifest.json"
 FORMAT = "mupax-checkpoint-1"
@@ -89,7 +89,7 @@ def read(folder: Path) -> Manifest:
         raise DamagedError(f"{NAME} is missing")
     try:
         whole = read_json(folder / NAME)
-    except TensorFileError as error:
+    except JsonError as error:
         raise DamagedError(f"{NAME}: {str(error).removeprefix(f'{folder / NAME}: ')}") from error
     if whole.get("format") != FORMAT:
         raise DamagedError(f"{NAME} has format {whole.get('format')!r:.40}; this version reads {FORMAT}")

@@ -68,7 +68,7 @@ def find(path: Path, step: int | None = None, ema: bool | None = None) -> Traine
 
     Raises:
         WorkdirError: no run there, no such step, or no average.
-        ConfigError, TensorFileError: a record that is none.
+        ConfigError, JsonError: a record that is none.
     """
     folder = path.absolute()
     if folder.name.isdigit() and folder.parent.name == CHECKPOINTS:
@@ -78,7 +78,7 @@ def find(path: Path, step: int | None = None, ema: bool | None = None) -> Traine
     if not (folder / RECORD).is_file():
         raise WorkdirError(f"{path} holds no run ({RECORD} is missing); write the workdir of one")
     from mupax.train.checkpoints import manifest  # late: it brings JAX along
-    from mupax.zoo.huggingface.tensorfile import read_json
+    from mupax.zoo.checked_json import read_json
 
     fields = read_json(folder / RECORD)
     if "config" not in fields:

@@ -24,11 +24,12 @@ from mupax.train.config.run import Config, MeshConfig
 from mupax.train.core.factors import Factors, resolve
 from mupax.train.reuse import plain
 from mupax.zoo import flops
+from mupax.zoo.checked_json import read_json
 from mupax.zoo.configs import ModelConfig
 from mupax.zoo.definition import Definition, definition
 from mupax.zoo.huggingface import config as huggingface
 from mupax.zoo.huggingface import weights
-from mupax.zoo.huggingface.tensorfile import Tensors, read_json
+from mupax.zoo.huggingface.tensorfile import Tensors
 from mupax.zoo.huggingface.weights import Params
 
 if TYPE_CHECKING:
@@ -92,7 +93,8 @@ def read(path: Path, step: int | None = None, *, part: Literal["params", "ema"] 
         part: of a run, its parameters or their moving average.
 
     Raises:
-        WeightsError, WorkdirError, TensorFileError, ConfigError: nothing of this kind there, or files that do not fit together.
+        WeightsError, WorkdirError, JsonError, TensorFileError, ConfigError: nothing of this kind there, or files that do not
+            fit together.
     """
     folder = path if path.is_dir() else path.parent
     if (folder.parent / RECORD).is_file() and folder.name == CHECKPOINTS:

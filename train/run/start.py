@@ -17,7 +17,7 @@ from mupax.train.parallel.mesh import described
 from mupax.train.run import agreement
 from mupax.train.run.report import metrics
 from mupax.train.run.runtime import Runtime
-from mupax.zoo.huggingface.tensorfile import read_json
+from mupax.zoo.checked_json import read_json
 
 
 @dataclasses.dataclass(frozen=True)

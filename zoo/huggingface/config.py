@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+from mupax.zoo.checked_json import Fields, shown
 from mupax.zoo.configs import ConfigError, DecoderConfig, ViTConfig
-from mupax.zoo.huggingface.fields import Fields, shown
 from mupax.zoo.transformer import TransformerConfig
 
 Family = Literal["gpt2", "llama", "vit"]

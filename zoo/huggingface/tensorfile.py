@@ -1,4 +1,4 @@
-"""Safetensors files and JSON of strangers: read without executing anything, and checked before a byte of data is used.
+"""Safetensors files of strangers: read without executing anything, and checked before a byte of data is used.
 
 A model is one file, or several with an index `model.safetensors.index.json` that says which file holds which tensor.
 The `safetensors` library checks each file (header length, offsets that overlap, leave holes or disagree with shapes);
@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from mupax.errors import MupaxError
+from mupax.zoo.checked_json import read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -28,8 +29,6 @@ READABLE = ("F32", "BF16", "F16")
 
 SHARD_BYTES = 5 * 10**9
 """Data of one file at most, unless a single tensor is larger."""
-
-_JSON_BYTES = 64 * 2**20
 
 
 class TensorFileError(MupaxError):
@@ -47,7 +46,8 @@ class Tensors:
         shapes: tensor name to shape, of every tensor, before any is read.
 
     Raises:
-        TensorFileError: nothing there, a file that is not safetensors, or an index that does not fit its files.
+        TensorFileError, JsonError: nothing there, a file that is not safetensors, or an index that is no JSON or does not
+            fit its files.
     """
 
     def __init__(self, path: Path) -> None:
@@ -103,31 +103,6 @@ class Tensors:
         if not all(shape):
             raise TensorFileError(f"{file}: the tensor {_short(name)} of shape {shape} is empty")
         self.shapes[name], self._files[name] = shape, opened
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        TensorFileError: no such file, too large, or not an object.
-    """
-    try:
-        if not path.is_file():
-            raise TensorFileError(f"{path}: no such file")
-        if path.stat().st_size > _JSON_BYTES:
-            raise TensorFileError(f"{path}: larger than {_JSON_BYTES // 2**20} MiB, which no JSON of a model is")
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise TensorFileError(f"{path}: {error.strerror}") from error
-    except RecursionError as error:
-        raise TensorFileError(f"{path}: not JSON that can be read: nested too deep") from error
-    except TensorFileError:
-        raise
-    except ValueError as error:  # not JSON, not UTF-8, or a number of thousands of digits
-        raise TensorFileError(f"{path}: not JSON: {_short(str(error))}") from error
-    if not isinstance(value, dict):
-        raise TensorFileError(f"{path}: not a JSON object")
-    return value
 
 
 def write_tensors(

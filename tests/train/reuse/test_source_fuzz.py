@@ -19,6 +19,7 @@ from mupax.train.config.run import PresetConfig
 from mupax.train.reuse import source as pretrained
 from mupax.train.reuse.huggingface import files as pretrained_files
 from mupax.train.reuse.source import WeightsError
+from mupax.zoo.checked_json import JsonError
 from mupax.zoo.configs import ConfigError, DecoderConfig
 from mupax.zoo.definition import definition
 from mupax.zoo.huggingface import weights
@@ -26,7 +27,7 @@ from mupax.zoo.huggingface.config import to_huggingface
 from mupax.zoo.huggingface.tensorfile import INDEX, SINGLE, TensorFileError, write_tensors
 
 MODEL = DecoderConfig(width=4, depth=2, num_heads=2, mlp_ratio=1.5, vocab_size=7, seq_len=3, tied=True)
-REFUSED = (TensorFileError, WeightsError, ConfigError)
+REFUSED = (JsonError, TensorFileError, WeightsError, ConfigError)
 MUTATIONS = 800
 """Of one kind; a quarter of them where a good file needs a model to be built."""
 SECONDS = 0.5

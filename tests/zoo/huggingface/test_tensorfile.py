@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mupax.zoo.huggingface.tensorfile import INDEX, SINGLE, TensorFileError, Tensors, read_json, write_tensors
+from mupax.zoo.huggingface.tensorfile import INDEX, SINGLE, TensorFileError, Tensors, write_tensors
 
 pytestmark = pytest.mark.core
 
@@ -151,27 +151,6 @@ def test_pickles_are_named_and_not_opened(tmp_path: Path) -> None:
 
 def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / SINGLE)  # reading it would wait for ever
-    os.mkfifo(tmp_path / "config.json")
     for path in (tmp_path, tmp_path / SINGLE, tmp_path / "none"):
         with pytest.raises(TensorFileError):
             Tensors(path)
-    with pytest.raises(TensorFileError, match="no such file"):
-        read_json(tmp_path / "config.json")
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"[" * 200_000, "too deep"),
-        (b'{"a":' * 200_000, "too deep"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "not JSON"),
-        (b"{", "not JSON"),
-        (b"\xff\xfe\x00", "not JSON"),
-        (b"[1]", "not a JSON object"),
-        (b"", "not JSON"),
-    ],
-)
-def test_json_that_is_none_is_refused(content: bytes, said: str, tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_bytes(content)
-    with pytest.raises(TensorFileError, match=said):
-        read_json(tmp_path / "x.json")

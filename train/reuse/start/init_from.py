@@ -22,8 +22,8 @@ from mupax.train.reuse import plain, transplant
 from mupax.train.reuse import source as pretrained
 from mupax.train.reuse.source import Source
 from mupax.train.reuse.start.plan import InitError, Row, Side, plan
+from mupax.zoo.checked_json import read_json
 from mupax.zoo.definition import definition
-from mupax.zoo.huggingface.tensorfile import read_json
 from mupax.zoo.huggingface.weights import Params
 
 
@@ -60,7 +60,7 @@ def prepare(program: Program) -> Start | None:
 
     Raises:
         InitError, TransplantError: it does not fit; the text says what differs and which flags name it.
-        WeightsError, TensorFileError, ConfigError: nothing of this kind there, or files that are not whole.
+        WeightsError, JsonError, TensorFileError, ConfigError: nothing of this kind there, or files that are not whole.
     """
     config = program.config
     asked = config.init
