@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,11 @@ from mupax.train.pods import hlo
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast",
          "ragged-all-to-all")  # fmt: skip
 
-_LISTS = re.compile(r"replica_groups=(\{\{[\d,{} ]*\}\})")
+_LISTS = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)")
 _MESH = re.compile(
     r"replica_groups=@?\w*mesh\[([^\]]*)\](?:, device_ids=\((\[[\d,]+\](?:T\([\d,]+\))?|[\d,]+)\))?\s*\{([^}]*)\}"
 )
-_PAIRS = re.compile(r"source_target_pairs=\{([\d,{} ]*)\}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +59,7 @@ def collectives(module: hlo.Module, mesh: Mapping[str, int]) -> list[Collective]
     """
     by_channel: dict[tuple[str, str], Collective] = {}
     for executed in module.executed:
-        for where, instruction, kind in _within(module, executed):
+        for computation, instruction, kind in _within(module, executed.instruction, executed.computation):
             groups = replica_groups(instruction.attributes, math.prod(mesh.values()))
             axes, size = axes_of(groups, mesh, pairs=kind == "collective-permute")
             if size < 2:
@@ -68,8 +67,8 @@ def collectives(module: hlo.Module, mesh: Mapping[str, int]) -> list[Collective]
             # A collective that several fusions hold parts of has one channel in all of them.
             channel = re.search(r"channel_id=(\d+)", instruction.attributes)
             key = (executed.computation, channel[1] if channel else instruction.name)
-            holder = executed.instruction
-            sent = sum(where[name].bytes for name in instruction.operands if name in where)
+            holder, where = executed.instruction, module.computations[computation]
+            sent = sum(where[name].bytes for name in instruction.operands)
             collective = Collective(
                 kind=kind,
                 bytes=sent * size if kind == "all-gather" else sent,
@@ -87,26 +86,18 @@ def collectives(module: hlo.Module, mesh: Mapping[str, int]) -> list[Collective]
 
 
 def _within(
-    module: hlo.Module, executed: hlo.Executed
-) -> Iterable[tuple[dict[str, hlo.Instruction], hlo.Instruction, str]]:
-    instruction = executed.instruction
-    if kind := _kind(instruction.opcode):
-        yield module.computations[executed.computation], instruction, kind
-    if instruction.opcode == "fusion":
+    module: hlo.Module, instruction: hlo.Instruction, computation: str
+) -> Iterator[tuple[str, hlo.Instruction, str]]:
+    """The collectives that an instruction is or that its fusion holds: computation, instruction and kind of each."""
+    kind = instruction.opcode.removesuffix("-start")
+    if kind in KINDS:
+        # A sum of which every device keeps its own part is one operation on TPU.
+        scattered = kind == "all-reduce" and "reduce-scatter" in computation
+        yield computation, instruction, "reduce-scatter" if scattered else kind
+    elif kind == "fusion":
         for name in instruction.called():
-            inner = module.computations[name]
-            for one in inner.values():
-                if kind := _kind(one.opcode):
-                    # A sum of which every device keeps its own part is one operation on TPU.
-                    scattered = kind == "all-reduce" and "reduce-scatter" in name
-                    yield inner, one, "reduce-scatter" if scattered else kind
-                elif one.opcode == "fusion":
-                    yield from _within(module, hlo.Executed(one, name, executed.trips))
-
-
-def _kind(opcode: str) -> str | None:
-    base = opcode.removesuffix("-start")
-    return base if base in KINDS else None
+            for one in module.computations[name].values():
+                yield from _within(module, one, name)
 
 
 def replica_groups(attributes: str, devices: int) -> list[list[int]]:
@@ -116,13 +107,11 @@ def replica_groups(attributes: str, devices: int) -> list[list[int]]:
         ValueError: a form that is not known.
     """
     if match := _LISTS.search(attributes):
-        return [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d, ]+)\}", match[1])]
+        return [_ints(group) for group in re.findall(r"\{([\d, ]+)\}", match[1])]
     if match := _IOTA.search(attributes):
         return _iota(match[2]).reshape(_ints(match[1])).tolist()
     if match := _MESH.search(attributes):
         return _mesh_groups(match[1], match[2], match[3])
-    if match := _PAIRS.search(attributes):
-        return [[int(n) for n in pair.split(",")] for pair in re.findall(r"\{([\d, ]+)\}", f"{match[1]}}}")]
     if "replica_groups={}" in attributes:
         return [list(range(devices))]
     raise ValueError(f"replica groups in a form that is not known: {attributes[:200]}")
@@ -131,8 +120,8 @@ def replica_groups(attributes: str, devices: int) -> list[list[int]]:
 def _iota(text: str) -> np.ndarray:
     """`[2,4]T(1,0)`: the numbers from 0 in that shape, transposed."""
     dims, _, order = text.partition("T")
-    numbers = np.arange(math.prod(_ints(dims))).reshape(_ints(dims))
-    return numbers.transpose(_ints(order)) if order else numbers
+    ids = np.arange(math.prod(_ints(dims))).reshape(_ints(dims))
+    return ids.transpose(_ints(order)) if order else ids
 
 
 def _mesh_groups(mesh: str, device_ids: str | None, named: str) -> list[list[int]]:
@@ -145,14 +134,11 @@ def _mesh_groups(mesh: str, device_ids: str | None, named: str) -> list[list[int
             parts[name] = [int(before), int(size), sizes[name] // int(before) // int(size)]
         varied.append((name, 1 if before else 0))
     axes = [(name, i) for name, split in parts.items() for i in range(len(split))]
-    if device_ids and device_ids.startswith("["):
-        numbers = _iota(device_ids)
-    else:
-        numbers = np.array(_ints(device_ids)) if device_ids else np.arange(math.prod(sizes.values()))
-    grid = numbers.reshape([parts[name][i] for name, i in axes])
-    fixed = [k for k, axis in enumerate(axes) if axis not in varied]
-    order = [*fixed, *(axes.index(axis) for axis in varied)]
-    return grid.transpose(order).reshape(math.prod(grid.shape[k] for k in fixed), -1).tolist()
+    ids = device_ids or f"[{math.prod(sizes.values())}]"
+    grid = (_iota(ids) if ids.startswith("[") else np.array(_ints(ids))).reshape([parts[name][i] for name, i in axes])
+    places = [axes.index(axis) for axis in varied]
+    groups = np.moveaxis(grid, places, range(-len(places), 0))
+    return groups.reshape(-1, math.prod(grid.shape[k] for k in places)).tolist()
 
 
 def _ints(text: str) -> list[int]:

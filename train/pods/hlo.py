@@ -11,14 +11,11 @@ import re
 from collections.abc import Iterator
 from functools import cached_property
 
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_END = re.compile(r"^\}(, \w+=\S*)?$")
-_NAME = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
-_OPCODE = re.compile(r"([\w\-]+)\(")
+_COMPUTATION = re.compile(r"^(ENTRY )?%([\w.\-]+) \([^\n]*\{\n(.*?)\n\}(?:, \w+=\S*)?$", re.MULTILINE | re.DOTALL)
+_NEXT = re.compile(r"\n(?=\s+(?:ROOT )?%[\w.\-]+ = )")  # the attributes of a kernel hold line breaks
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%([\w.\-]+) = (.+?) ([\w\-]+)\(([^)]*)\)(.*)", re.DOTALL)
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](\{[^}]*\})?")
-_CALLED = re.compile(
-    r"\b(?:calls|to_apply|body|condition|true_computation|false_computation|async_computation)=%?([\w.\-]+)"
-)
+_CALLED = re.compile(r"\b(?:calls|to_apply|true_computation|false_computation|async_computation)=%([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRANSPARENT = ("bitcast", "copy", "convert", "reshape", "broadcast", "copy-start", "copy-done")
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "while", "call", "conditional"}
@@ -54,10 +51,10 @@ class Instruction:
         """Clock cycles the compiler expects; 0 where it says nothing."""
         return int(_group(r'"estimated_cycles":"(\d+)"', self.attributes) or 0)
 
-    def called(self) -> list[str]:
-        """Names of the computations that it runs; of a loop the body alone."""
+    def called(self, part: str = "body") -> list[str]:
+        """Names of the computations that it runs; of a loop the body alone, or the condition."""
         if self.opcode == "while":
-            return re.findall(r"body=%?([\w.\-]+)", self.attributes)
+            return re.findall(rf"{part}=%([\w.\-]+)", self.attributes)
         if branches := _BRANCHES.search(self.attributes):
             return re.findall(r"[\w.\-]+", branches[1])
         return _CALLED.findall(self.attributes)
@@ -89,11 +86,7 @@ class Module:
 
     def source(self, instruction: Instruction) -> str:
         """file:line in this project that the instruction comes from, or ''."""
-        match = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
-        if match:
-            return self.sources.get(match[1], "")
-        match = re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes)
-        return f"{_short(match[1])}:{match[2]}" if match else ""
+        return self.sources.get(_group(r"stack_frame_id=(\d+)", instruction.attributes), "")
 
     @cached_property
     def executed(self) -> list[Executed]:
@@ -115,32 +108,20 @@ class Module:
         """How often a loop's body runs, or None where the program does not say."""
         if trips := _group(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
             return int(trips)
-        if not (name := _group(r"condition=%?([\w.\-]+)", loop.attributes)):
-            return None
-        condition = self.computations[name]
+        outside, condition = self.computations[computation], self.computations[loop.called("condition")[0]]
         test = next(i for i in condition.values() if i.root)
-        if test.opcode == "fusion":
-            # The comparison alone, of the condition's own values.
-            inner = next(i for i in self.computations[test.called()[0]].values() if i.root)
-            test = dataclasses.replace(test, opcode=inner.opcode, attributes=inner.attributes)
-        if test.opcode != "compare" or "direction=LT" not in test.attributes or len(test.operands) != 2:
+        if test.opcode != "compare" or "direction=LT" not in test.attributes:
             return None
-        start, stop = (self._value(condition, name, computation, loop) for name in test.operands)
-        return None if start is None or stop is None else max(0, stop - start)
-
-    def _value(self, where: dict[str, Instruction], name: str, outer: str = "", loop: Instruction | None = None):
-        """The integer that a scalar is, None if unknown; of a loop's own values, the one it enters with."""
-        source = where.get(name)
-        while source is not None and source.opcode in _TRANSPARENT and source.operands:
-            source = where.get(source.operands[0])
-        if source is not None and source.opcode == "constant":
-            return int(source.arguments) if re.fullmatch(r"-?\d+", source.arguments) else None
-        if source is not None and source.opcode == "get-tuple-element" and loop is not None:
-            index = re.search(r"index=(\d+)", source.attributes)
-            entered = self.computations[outer].get(loop.operands[0])
-            if index and entered is not None and entered.opcode == "tuple":
-                return self._value(self.computations[outer], entered.operands[int(index[1])])
-        return None
+        bounds = [_origin(condition, name) for name in test.operands]
+        for k, bound in enumerate(bounds):
+            entered = outside[loop.operands[0]]
+            if bound.opcode == "get-tuple-element" and entered.opcode == "tuple":
+                index = int(_group(r"index=(\d+)", bound.attributes))
+                bounds[k] = _origin(outside, entered.operands[index])
+        if not all(bound.opcode == "constant" and bound.arguments.lstrip("-").isdigit() for bound in bounds):
+            return None
+        start, stop = (int(bound.arguments) for bound in bounds)
+        return max(0, stop - start)
 
     @property
     def unknown_loops(self) -> int:
@@ -169,10 +150,8 @@ class Module:
     def _moved(self, instruction: Instruction, computation: str) -> int:
         if instruction.opcode in _FREE or instruction.opcode.endswith(("-done", "-update")):
             return 0
-        where = self.computations[computation]
-        operands = [where.get(name) for name in instruction.operands]
-        written = sum(array_bytes(instruction.shape, hbm_only=True))
-        read = [sum(array_bytes(o.shape, hbm_only=True)) if o is not None else 0 for o in operands]
+        operands = [self.computations[computation][name] for name in instruction.operands]
+        written, *read = (sum(array_bytes(i.shape, hbm_only=True)) for i in (instruction, *operands))
         if instruction.opcode in ("dynamic-slice", "slice", "gather"):
             return written + min(written, read[0])
         if instruction.opcode == "dynamic-update-slice":
@@ -221,71 +200,43 @@ def parse(text: str) -> Module:
     Raises:
         ValueError: text without an entry computation.
     """
-    computations: dict[str, dict[str, Instruction]] = {}
-    entry, current, lines = "", "", []
-    for line in text.splitlines():
-        if not current:
-            if line.endswith("{") and (head := _COMPUTATION.match(line)):
-                current, lines = head[2], []
-                entry = current if head[1] else entry
-        elif _END.match(line):
-            computations[current] = {i.name: i for i in map(_instruction, lines)}
-            current = ""
-        elif _NAME.match(line):
-            lines.append(line)
-        else:
-            # The attributes of a kernel hold line breaks.
-            lines[-1] += line
+    computations, entry = {}, ""
+    for mark, name, body in _COMPUTATION.findall(text):
+        computations[name] = {i.name: i for i in map(_instruction, _NEXT.split(body))}
+        entry = name if mark else entry
     if not entry:
         raise ValueError("the text is not an optimized HLO module: it has no ENTRY computation")
     return Module(computations, entry, _sources(text))
 
 
 def _instruction(line: str) -> Instruction:
-    head = _NAME.match(line)
-    assert head is not None, line[:200]
-    start = head.end()
-    end = _closing(line, start) + 1 if line[start] == "(" else line.index(" ", start)
-    opcode = _OPCODE.match(line, end + 1)
-    assert opcode is not None, line[:200]
-    last = _closing(line, opcode.end() - 1)
-    inside = line[opcode.end() : last]
-    operands = tuple(re.findall(r"%([\w.\-]+)", inside))
-    if not operands and opcode[1] not in ("constant", "parameter", "iota"):
-        operands = tuple(re.findall(r"([A-Za-z_][\w.\-]*)(?:,|$)", re.sub(r"/\*.*?\*/", "", inside)))
-    return Instruction(head[2], opcode[1], line[start:end], operands, line[last + 1 :], inside.strip(), bool(head[1]))
+    match = _INSTRUCTION.match(line)
+    assert match is not None, line[:200]
+    root, name, shape, opcode, arguments, attributes = match.groups()
+    operands = tuple(re.findall(r"%([\w.\-]+)", arguments))
+    return Instruction(name, opcode, shape, operands, attributes, arguments, bool(root))
 
 
-def _closing(line: str, start: int) -> int:
-    depth = 0
-    for match in re.compile(r"[()]").finditer(line, start):
-        depth += 1 if match[0] == "(" else -1
-        if depth == 0:
-            return match.start()
-    raise ValueError(f"brackets do not close in {line[:200]}")
+def _origin(computation: dict[str, Instruction], name: str) -> Instruction:
+    """What makes the value that an instruction only passes on."""
+    instruction = computation[name]
+    while instruction.opcode in _TRANSPARENT:
+        instruction = computation[instruction.operands[0]]
+    return instruction
 
 
 def _sources(text: str) -> dict[str, str]:
     """Stack frame number to the innermost file:line of this project, from the tables at the module's head."""
-    head = re.split(r"^(?:ENTRY )?%?[\w.\-]+ \(.*\{$", text, maxsplit=1, flags=re.MULTILINE)[0]
-    tables = {
-        name: dict(re.findall(r"^(\d+) (.*)$", part, re.MULTILINE))
-        for name, part in re.findall(r"^(FileNames|FileLocations|StackFrames)\n((?:\d+ .*\n)*)", head, re.MULTILINE)
+    names = dict(re.findall(r'^(\d+) "(.*)"$', _group(r"(?m)^FileNames\n((?:\d.*\n)*)", text), re.MULTILINE))
+    lines = {
+        number: f"{'/'.join(names[file].split('/')[-2:])}:{line}"
+        for number, file, line in re.findall(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", text, re.MULTILINE)
     }
-    frames = {}
-    for number, frame in tables.get("StackFrames", {}).items():
-        where = tables.get("FileLocations", {}).get(_group(r"file_location_id=(\d+)", frame), "")
-        file, line = _group(r"file_name_id=(\d+)", where), _group(r"\bline=(\d+)", where)
-        if file and line:
-            frames[number] = f"{_short(tables.get('FileNames', {}).get(file, '').strip(chr(34)))}:{line}"
-    return frames
+    frames = re.findall(r"^(\d+) \{file_location_id=(\d+)", text, re.MULTILINE)
+    return {number: lines[place] for number, place in frames if place in lines}
 
 
 def _group(pattern: str, text: str) -> str:
     """The first group of the first match, or ''."""
     match = re.search(pattern, text)
     return match[1] if match else ""
-
-
-def _short(path: str) -> str:
-    return "/".join(path.split("/")[-2:])
