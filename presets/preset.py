@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 from mupax.presets.optimizers import OPTIMIZERS, Family
-from mupax.presets.power import Power
+from mupax.presets.power import ONE, Power
 from mupax.presets.roles import EMBEDDINGS, VECTORS, ParamSpec, PresetError, Role
 from mupax.presets.rule import FORMS, Decay, Form, Rule, Scales, theta
 
@@ -22,10 +22,10 @@ class Preset:
     Attributes:
         name: as given to `presets.get`.
         rule: the table, one `Rule` per spec, in the preset's native form.
-        native_form: the form of the source's table.
-        form: where multipliers sit; changes numbers, never training.
         logits: scale of attention logits relative to N_base^-1/2.
         branch: scale of every residual branch (with `residual`: how it scales in the sizes).
+        native_form: the form of the source's table.
+        form: where multipliers sit; changes numbers, never training. None is the native form.
         residual: (sizes, layer, branch) -> (skip, branch scale), for a rule that differs over depth.
         no_rule: optimizer families that the source has no rule for, and why.
         baseless: the source's numbers are absolute, and there is no relative form.
@@ -38,10 +38,10 @@ class Preset:
 
     name: str
     rule: Callable[[ParamSpec], Rule]
-    native_form: Form
-    form: Form
     logits: Power
-    branch: Power
+    branch: Power = ONE
+    native_form: Form = "plain"
+    form: Form | None = None
     residual: Callable[[Mapping[str, int], int, Branch], tuple[float, float]] | None = None
     no_rule: Mapping[Family, str] = dataclasses.field(default_factory=dict)
     baseless: bool = False
@@ -59,7 +59,7 @@ class Preset:
                 an SGD rule to make global.
         """
         rule = self.rule(spec)
-        if self.form == self.native_form:
+        if self.form is None or self.form == self.native_form:
             return rule
         if self.form == "table-9" and "sgd" in self.no_rule:
             raise PresetError(f"{self.name} has no table-9 form: it has no SGD rates to make equal; write form 'plain'")
@@ -230,7 +230,7 @@ class Preset:
     def describe(self) -> str:
         """One line: name, constants, form and base."""
         base = "absolute" if self.base is None else "base " + " ".join(f"{k}={v}" for k, v in self.base.items())
-        return f"{self.label}, {self.form}, {base}"
+        return f"{self.label}, {self.form or self.native_form}, {base}"
 
 
 def changed(**constants: tuple[float | str | None, float | str | None]) -> dict[str, float | str]:

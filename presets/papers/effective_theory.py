@@ -20,7 +20,7 @@ s = 1 is `mup` in plain form but for the logits: with N its logit updates grow, 
 from __future__ import annotations
 
 from mupax.presets.papers.infinite_limits import D, N, heads_summed
-from mupax.presets.power import ONE, product
+from mupax.presets.power import product
 from mupax.presets.preset import Preset, changed
 from mupax.presets.roles import VECTORS, ParamSpec, PresetError, Role
 from mupax.presets.rule import Rule
@@ -79,10 +79,7 @@ def effective_theory(name: str, s: float, *, alpha_a: float = 0.5, init: str = "
     return Preset(
         name=name,
         rule=rule,
-        native_form="plain",
-        form="plain",
         logits=N**-alpha_a,
-        branch=ONE,
         no_rule=dict.fromkeys(("muon", "lion"), "the paper has SGD and AdamW"),
         given=changed(s=(s, None), alpha_a=(alpha_a, 0.5), init=(init, "paper")),
     )

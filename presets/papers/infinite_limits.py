@@ -170,7 +170,6 @@ def infinite_limits(
         name=name,
         rule=rule,
         native_form="readout-multiplier",
-        form="readout-multiplier",
         logits=c_a * N**-alpha_a,
         branch=beta0 * (L**-alpha_l if alpha_l is not None else ONE),
         given=changed(alpha_a=(alpha_a, None), alpha_l=(alpha_l, None)) | ours,

@@ -14,7 +14,7 @@ The output at initialization stays Theta(1), so that gradients shrink as D^-1/2 
 from __future__ import annotations
 
 from mupax.presets.papers.infinite_limits import D, N, heads_summed
-from mupax.presets.power import ONE, product
+from mupax.presets.power import product
 from mupax.presets.preset import Preset
 from mupax.presets.roles import VECTORS, ParamSpec, PresetError, Role
 from mupax.presets.rule import Rule
@@ -46,9 +46,6 @@ def sp_layerwise() -> Preset:
     return Preset(
         name="sp-layerwise",
         rule=rule,
-        native_form="plain",
-        form="plain",
         logits=N**-0.5,
-        branch=ONE,
         no_rule=dict.fromkeys(("muon", "lion"), "the paper has SGD and Adam"),
     )

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 
 from mupax.presets.papers.infinite_limits import N, rows
-from mupax.presets.power import ONE, at_most_one, product
+from mupax.presets.power import at_most_one, product
 from mupax.presets.preset import Preset
 from mupax.presets.roles import ParamSpec, Role
 from mupax.presets.rule import Rule, theta
@@ -42,9 +42,6 @@ def spectral() -> Preset:
     return Preset(
         name="spectral",
         rule=rule,
-        native_form="plain",
-        form="plain",
         logits=N**-1,
-        branch=ONE,
         no_rule={"lion": "the paper has no rule for sign updates"},
     )

@@ -14,7 +14,7 @@ attention logits * N^-1/2, branches * 1. One learning rate for all, so the best 
 
 from __future__ import annotations
 
-from mupax.presets.power import ONE, axis, product
+from mupax.presets.power import axis, product
 from mupax.presets.preset import Preset
 from mupax.presets.roles import VECTORS, ParamSpec, Role
 from mupax.presets.rule import Rule
@@ -31,11 +31,4 @@ def sp() -> Preset:
             return Rule(multiplier=root)
         return Rule(init_std=root)
 
-    return Preset(
-        name="sp",
-        rule=rule,
-        native_form="plain",
-        form="plain",
-        logits=axis("head_dim") ** -0.5,
-        branch=ONE,
-    )
+    return Preset(name="sp", rule=rule, logits=axis("head_dim") ** -0.5)

@@ -67,7 +67,6 @@ def u_mup(*, alpha_res: float = 1.0, alpha_ratio: float = 1.0, embedding_exponen
         name="u-mup",
         rule=rule,
         native_form="mean-field",
-        form="mean-field",
         logits=N**-1,
         branch=L**-0.5,
         residual=residual,

@@ -132,10 +132,7 @@ def measured(table: Table) -> Measured:
     return Measured(
         name="measured",
         rule=_no_rule,
-        native_form="plain",
-        form="plain",
         logits=ONE,
-        branch=ONE,
         no_rule=dict.fromkeys(
             families - {OPTIMIZERS[table.optimizer].family}, f"it was measured with {table.optimizer}"
         ),
