@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 import string
+from pathlib import Path
 
 import pytest
 

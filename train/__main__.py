@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
 def _command(argv: list[str]) -> int:
     from mupax import command_line
     from mupax.train.config import cli
-    from mupax.train.config.devices import check_words
+    from mupax.train.config.checks import check_words
     from mupax.train.config.recipes import RECIPES
 
     check_words(argv)

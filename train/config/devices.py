@@ -1,54 +1,92 @@
-"""Where a run runs: the mesh of its devices, and how its processes find each other. A part of `train/config/run.py`."""
+"""Where a run runs: the mesh of its devices, which of its axes split what, and how processes find each other. No JAX."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import re
-from collections.abc import Sequence
+import difflib
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated
 
 from tyro import conf
 
-from mupax.train.config import sharding_rules as rules
+from mupax.presets.roles import AXES as PARAMETER_AXES
+from mupax.train.config.checks import at_least
 from mupax.zoo.configs import ConfigError
 
+MESH_AXES = ("data", "fsdp", "sequence", "tensor", "sweep")
+"""Axes of every mesh, in the order of its array: what communicates least comes first."""
 
-def at_least(owner: str, config: object, smallest: float, *names: str) -> None:
-    """Raise ConfigError where a field of a config is a number below, or none; None is no number."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not smallest <= value < math.inf:
-            raise ConfigError(f"{owner}{name} is {value}; write a number of at least {smallest}")
+Rules = Mapping[str, tuple[str, ...]]
+"""Logical axis to the mesh axes that split it, the first one outermost. An axis not named is whole on every device."""
+
+DEFAULT: Rules = {
+    "batch": ("data", "fsdp"),
+    "sequence": ("sequence",),
+    "embed": ("fsdp",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "vocab": ("tensor",),
+    "classes": ("tensor",),
+}
+"""The table that holds where a run says nothing else (`mesh.rules`)."""
+
+MAY_STAY_WHOLE = frozenset({"vocab", "classes", "kv_heads"})
+"""Logical axes kept whole where the mesh axis does not divide them: rarely round, and not worth refusing a run."""
+
+_TARGETS = tuple(axis for axis in MESH_AXES if axis != "sweep")
+_LOGICAL = ("batch", "sequence", *(axis for axis in PARAMETER_AXES if axis != "layers"))
 
 
-_ADDRESS = re.compile(r"(?:\w+:)?([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
-_TEXT_FLAGS = ("--prompt",)
-"""Flags whose value is a person's words, not a path."""
-
-
-def check_local(name: str, path: str | None) -> None:
-    """Raise ConfigError where a path is an address: pathlib would make a folder here of gs://bucket/run, without a word.
+def parse_rules(words: Sequence[str]) -> Rules:
+    """The default table with rules of the form LOGICAL=MESH[,MESH...] or LOGICAL=none put over it.
 
     Args:
-        name: of the field, flag or variable, for the message.
-        path: what it says; text:, images: and measured: may stand before it.
+        words: such as ["mlp=fsdp", "vocab=none", "batch=data,fsdp"].
+
+    Raises:
+        ConfigError: a rule of another form, an axis that does not exist, or one that is named twice.
     """
-    if path is not None and (address := _ADDRESS.match(path)):
-        raise ConfigError(
-            f"{name} is {path}, and {address[1]}:// is no folder of this machine, the only place that is read or written; "
-            "mount the bucket (gcsfuse, mount-s3) or copy the files here, and write the path of that folder"
-        )
+    given: dict[str, tuple[str, ...]] = {}
+    for word in words:
+        logical, equals, right = word.partition("=")
+        if not equals:
+            raise ConfigError(f"mesh.rules has {word!r}; write LOGICAL=MESH, such as mlp=tensor or vocab=none")
+        _known(logical, _LOGICAL, "logical axis", word)
+        if logical in given:
+            raise ConfigError(f"mesh.rules names {logical} twice; write one rule with a comma, such as batch=data,fsdp")
+        names = () if right == "none" else tuple(right.split(","))
+        for name in names:
+            _known(name, _TARGETS, "mesh axis", word)
+        if len(set(names)) != len(names):
+            raise ConfigError(f"mesh.rules has {word!r}, which names a mesh axis twice; write it once")
+        given[logical] = names
+    return {**DEFAULT, **given}
 
 
-def check_words(argv: Sequence[str]) -> None:
-    """`check_local` for every word of a command line."""
-    before = ""
-    for word in argv:
-        flag, _, value = word.partition("=") if word.startswith("--") else (before, "", word)
-        if flag not in _TEXT_FLAGS:
-            check_local(flag or "the path", value)
-        before = word if word.startswith("--") else ""
+def parse_slices(words: Sequence[str]) -> dict[str, int]:
+    """Mesh axis to the number of slices along it, from words of the form AXIS=N.
+
+    Raises:
+        ConfigError: a word of another form, an axis that does not exist, or one that is named twice.
+    """
+    given: dict[str, int] = {}
+    for word in words:
+        axis, _, number = word.partition("=")
+        if not (number.isdecimal() and int(number)):
+            raise ConfigError(f"mesh.slices has {word!r}; write AXIS=N with a number of slices, such as data=2")
+        _known(axis, _TARGETS, "mesh axis", word, "mesh.slices")
+        if axis in given:
+            raise ConfigError(f"mesh.slices names {axis} twice; write it once")
+        given[axis] = int(number)
+    return given
+
+
+def _known(name: str, names: Collection[str], kind: str, word: str, field: str = "mesh.rules") -> None:
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"write one of {', '.join(names)}"
+        raise ConfigError(f"{field} has {word!r}, but no {kind} is named {name!r}; {hint}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,8 +111,8 @@ class MeshConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", tuple(self.rules))  # JSON brings a list
         object.__setattr__(self, "slices", tuple(self.slices))
-        rules.parse(self.rules)
-        rules.parse_slices(self.slices)
+        parse_rules(self.rules)
+        parse_slices(self.slices)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Annotated, Literal, Protocol
 
 from tyro import conf
@@ -10,7 +11,6 @@ from tyro import conf
 from mupax import presets
 from mupax.presets import constants
 from mupax.presets.papers import ALIASES
-from mupax.train.config import sizes
 from mupax.zoo.configs import CONFIGS, ConfigError, ModelConfig
 from mupax.zoo.configs import get as get_model
 
@@ -67,7 +67,7 @@ def preset_for(given: PresetConfig, model: ModelConfig) -> presets.Preset:
     if given.base is None:
         base = None
     elif "=" in given.base:
-        base = sizes.of_text(given.base)
+        base = base_sizes(given.base)
     else:
         named = get_model(given.base)
         if named.family != model.family:
@@ -85,3 +85,25 @@ def preset_for(given: PresetConfig, model: ModelConfig) -> presets.Preset:
         zero_readout=given.zero_readout,
         **constants.read(given.constants, flags),
     )
+
+
+def base_sizes(text: str) -> dict[str, int]:
+    """The sizes that a text such as embed=64,head_dim=16 names, by logical axis.
+
+    Raises:
+        ConfigError: a part that is no AXIS=N. Axes that do not exist are for `presets.get` to refuse.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = (word.strip() for word in part.partition("="))
+        if not (axis and size.isascii() and size.isdigit()) or axis in sizes:
+            raise ConfigError(
+                f"preset.base {text}: {part!r} is no AXIS=N; write each axis once, as embed=64,head_dim=16"
+            )
+        sizes[axis] = int(size)
+    return sizes
+
+
+def base_text(sizes: Mapping[str, int]) -> str:
+    """Sizes as `preset.base` takes them: what `base_sizes` reads."""
+    return ",".join(f"{axis}={size}" for axis, size in sizes.items())

@@ -12,7 +12,8 @@ from typing import Annotated, Literal, get_args
 
 from tyro import conf
 
-from mupax.train.config.devices import DistributedConfig, MeshConfig, at_least, check_local
+from mupax.train.config.checks import at_least, check_local
+from mupax.train.config.devices import DistributedConfig, MeshConfig
 from mupax.train.config.preset import PresetConfig
 from mupax.train.config.sections import (
     CheckpointConfig,

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, NamedTuple, get_args
 from tyro import conf
 
 from mupax.presets.optimizers import OPTIMIZERS
-from mupax.train.config.devices import at_least, check_local
+from mupax.train.config.checks import at_least, check_local
 from mupax.zoo.configs import ConfigError
 from mupax.zoo.families import Task
 
@@ -139,7 +139,7 @@ class EmaConfig:
     """A moving average of the parameters, which evaluations and samples then use."""
 
     decay: float | None = None
-    """Of the average a step, such as 0.999; it warms up (train/core/ema.py). None keeps no average."""
+    """Of the average a step, such as 0.999; it warms up (`train/core/state.py`). None keeps no average."""
 
     def __post_init__(self) -> None:
         if self.decay is not None and not 0 < self.decay < 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 from mupax.zoo.configs import ConfigError, ModelConfig
 from mupax.zoo.transformer import TransformerConfig, transformer
@@ -74,25 +73,3 @@ def grown(model: ModelConfig, axis: str, size: int) -> TransformerConfig:
         head_dim=None if model.head_dim is None else head_dim,
         num_kv_heads=None if model.num_kv_heads is None else heads * model.kv_heads // model.num_heads,
     )
-
-
-def of_text(text: str) -> dict[str, int]:
-    """The sizes that a text such as embed=64,head_dim=16 names, by logical axis.
-
-    Raises:
-        ConfigError: a part that is no AXIS=N. Axes that do not exist are for `presets.get` to refuse.
-    """
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        axis, _, size = (word.strip() for word in part.partition("="))
-        if not (axis and size.isascii() and size.isdigit()) or axis in sizes:
-            raise ConfigError(
-                f"preset.base {text}: {part!r} is no AXIS=N; write each axis once, as embed=64,head_dim=16"
-            )
-        sizes[axis] = int(size)
-    return sizes
-
-
-def text(sizes: Mapping[str, int]) -> str:
-    """Sizes as `preset.base` takes them: what `of_text` reads."""
-    return ",".join(f"{axis}={size}" for axis, size in sizes.items())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mupax.presets import PRESETS, constants
 from mupax.presets.optimizers import OPTIMIZERS
-from mupax.train.config import sizes
+from mupax.train.config.preset import base_text
 from mupax.train.config.run import Config, PresetConfig
 from mupax.zoo.configs import ConfigError
 
@@ -49,7 +49,7 @@ def applied(config: Config, argv: Sequence[str], steps: str | None) -> tuple[Con
     flags: dict[str, Any] = {name: float(x) for name, x in study.constants.items() if name in constants.FLAGS}
     preset = PresetConfig(
         name=study.preset,
-        base=None if study.base is None else sizes.text(study.base),
+        base=None if study.base is None else base_text(study.base),
         form=study.form,
         constants=tuple(f"{name}={value}" for name, value in study.constants.items() if name not in flags),
         **flags,

@@ -11,8 +11,14 @@ from typing import NamedTuple
 import numpy as np
 
 from mupax.presets import Decay, ParamSpec, Preset, PresetError, Scales
+from mupax.presets.analysis.uneven import refuse_uneven
+from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.rule import Number
+from mupax.train.config.run import OptimizerConfig
 from mupax.zoo.definition import Definition
+
+TOLERANCE = 0.02
+"""Relative difference of two rates that are the same: betas and Nesterov momentum change a first step by a common factor."""
 
 Numbers = dict[str, np.ndarray]
 """Name to float32 [] or, for a parameter stacked over layers, [layers]."""
@@ -84,6 +90,41 @@ def init_stds(preset: Preset, definition: Definition) -> Numbers:
         return _number(scales.init_std, spec, definition)
 
     return {name: one(spec) for name, spec in definition.specs.items()}
+
+
+def check_run(preset: Preset, definition: Definition, factors: Factors, config: OptimizerConfig) -> None:
+    """Whether the model has grown from the base in a way that the preset's rules cover.
+
+    Args:
+        preset: the run's.
+        definition: its model.
+        factors: `resolve` of the two.
+        config: its optimizer.
+
+    Raises:
+        PresetError: widths have not grown together and something explodes for it, or the pull lr*wd of a parameter is not
+            what it is at the base, unless a constant of the preset was named that asks for it.
+    """
+    refuse_uneven(preset, definition.sizes, config.name)
+    chosen = {"decay", "decay_width"} & set(preset.given)
+    if (
+        config.weight_decay == 0
+        or "weight_decay" not in OPTIMIZERS[config.name].reads
+        or chosen
+        or preset.name == "measured"
+    ):
+        return
+    for name, decay in factors.weight_decay.items():
+        pull = decay * factors.lr[name] if config.decay == "coupled" else decay
+        worst = float(pull.flat[np.argmax(np.abs(pull - 1))])
+        if decay.any() and abs(worst - 1) > TOLERANCE:
+            how = "give its rule a decay that keeps it"
+            if preset.name == "completep":
+                how = "write the constant decay=rate to keep it, or decay=table to accept it"
+            raise PresetError(
+                f"{name}: lr*wd is {worst:.3g} times its value at the base under {preset.label}, and drifts as the model grows; "
+                f"{how} (or train without weight decay)"
+            )
 
 
 def _number(value: Number, spec: ParamSpec, definition: Definition) -> np.ndarray:

@@ -1,11 +1,7 @@
-"""What would undo a preset is refused by name: a run's growth and decay, and an optax chain of one's own.
+"""What an optax chain written by hand around `presets.Preset.scales` does to a preset, by its answers to a few gradients.
 
-`check_run`: what a run refuses before anything is allocated. By then `mupax.zoo.definition.define` has refused a parameter
-without spec and `mupax.train.core.factors.resolve` a role without rule. A schedule is one number a step and touches no ratio of rates.
-
-`check_chain`: for an optax chain written by hand around `presets.Preset.scales`; probes it with one gradient and one
-parameter. Catches rates applied twice, not at all, or over an optimizer that scales by shape itself
-(`optax.contrib.muon`), and lr*wd that differs between parameters, which would drift as they grow.
+`check_chain` finds rates applied twice, not at all, or over an optimizer that scales by shape itself (`optax.contrib.muon`), and
+lr*wd that differs between parameters, which would drift as they grow. A schedule is one number a step and touches no ratio of rates.
 """
 
 from __future__ import annotations
@@ -19,54 +15,14 @@ import numpy as np
 import optax
 
 from mupax.presets import VECTORS, Preset, PresetError
-from mupax.presets.analysis.uneven import refuse_uneven
-from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import optimizer as chains
-from mupax.train.core.factors import Factors, resolve
+from mupax.train.core.factors import TOLERANCE, resolve
 from mupax.train.core.transforms import dimension_numbers
 from mupax.zoo.definition import Arrays, Definition
 
-TOLERANCE = 0.02
-"""Relative difference of two rates that are the same: betas and Nesterov momentum change a first step by a common factor."""
-
 Update = Callable[[Arrays, Arrays], Arrays]
 """(gradients, parameters) -> updates of the first step."""
-
-
-def check_run(preset: Preset, definition: Definition, factors: Factors, config: OptimizerConfig) -> None:
-    """Whether the model has grown from the base in a way that the preset's rules cover.
-
-    Args:
-        preset: the run's.
-        definition: its model.
-        factors: `resolve` of the two.
-        config: its optimizer.
-
-    Raises:
-        PresetError: widths have not grown together and something explodes for it, or the pull lr*wd of a parameter is not
-            what it is at the base, unless a constant of the preset was named that asks for it.
-    """
-    refuse_uneven(preset, definition.sizes, config.name)
-    chosen = {"decay", "decay_width"} & set(preset.given)
-    if (
-        config.weight_decay == 0
-        or "weight_decay" not in OPTIMIZERS[config.name].reads
-        or chosen
-        or preset.name == "measured"
-    ):
-        return
-    for name, decay in factors.weight_decay.items():
-        pull = decay * factors.lr[name] if config.decay == "coupled" else decay
-        worst = float(pull.flat[np.argmax(np.abs(pull - 1))])
-        if decay.any() and abs(worst - 1) > TOLERANCE:
-            how = "give its rule a decay that keeps it"
-            if preset.name == "completep":
-                how = "write the constant decay=rate to keep it, or decay=table to accept it"
-            raise PresetError(
-                f"{name}: lr*wd is {worst:.3g} times its value at the base under {preset.label}, and drifts as the model grows; "
-                f"{how} (or train without weight decay)"
-            )
 
 
 def check_chain(

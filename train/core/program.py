@@ -12,12 +12,13 @@ import optax
 from jax.sharding import Mesh
 
 from mupax.presets import Preset
-from mupax.train.config import patterns, sharding_rules
+from mupax.train.config import patterns
+from mupax.train.config.devices import parse_rules
 from mupax.train.config.preset import preset_of
 from mupax.train.config.run import Config
-from mupax.train.core import guards, nonfinite, optimizer
+from mupax.train.core import nonfinite, optimizer
 from mupax.train.core.compile import compile_eval_step, trace_train_step
-from mupax.train.core.factors import Numbers, init_stds, resolve
+from mupax.train.core.factors import Numbers, check_run, init_stds, resolve
 from mupax.train.core.state import Initializer, TrainState, abstract_state
 from mupax.train.core.step import StepInputs
 from mupax.train.parallel import mesh as meshes
@@ -142,7 +143,7 @@ def assemble(config: Config, devices: Sequence[Any] | None = None, *, swept: boo
         ConfigError, PresetError, MeshError: what does not fit, and what to write instead.
     """
     preset = preset_of(config)
-    layout = MeshLayout(meshes.make_mesh(config.mesh, devices), sharding_rules.parse(config.mesh.rules))
+    layout = MeshLayout(meshes.make_mesh(config.mesh, devices), parse_rules(config.mesh.rules))
     if not swept:
         meshes.refuse_sweep(layout.mesh)
     layout.check_batch(config.data.batch_size, config.accumulation_steps)
@@ -164,5 +165,5 @@ def _numbers(config: Config, preset: Preset, model: Definition, trained: Collect
         ema_decay=None if config.ema.decay is None else np.float32(config.ema.decay),
         limits=nonfinite.limits(config.faults),
     )
-    guards.check_run(preset, model, numbers.factors, config.optimizer)
+    check_run(preset, model, numbers.factors, config.optimizer)
     return numbers

@@ -12,7 +12,6 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mupax.train.core import ema
 from mupax.train.core.nonfinite import Health
 from mupax.train.parallel.sharding import MeshLayout
 from mupax.zoo.definition import Arrays, Definition
@@ -26,7 +25,7 @@ class TrainState(NamedTuple):
     params: Arrays
     opt_state: Any
     ema: Arrays | None = None
-    """Moving average of the parameters, float32 (`mupax.train.core.ema`); None where the run keeps none."""
+    """Moving average of the parameters, float32 (`averaged`); None where the run keeps none."""
     health: Health = Health()
     """Counters of steps left out and of spikes, and what else it takes to count on."""
 
@@ -115,7 +114,7 @@ class Initializer:
         self._spread = jax.jit(lambda params: params, out_shardings=shardings.params)
 
         def beside(params: Arrays) -> TrainState:
-            average = None if abstract.ema is None else ema.start(params)
+            average = None if abstract.ema is None else average_of(params)
             return TrainState(jnp.zeros([], jnp.int32), params, tx.init(_moving(params, trained)), average)
 
         self.beside = beside
@@ -150,3 +149,27 @@ def fresh_params(
 
 def _moving(params: Arrays, trained: Collection[str] | None) -> Arrays:
     return params if trained is None else {name: w for name, w in params.items() if name in trained}
+
+
+def average_of(params: Arrays) -> Arrays:
+    """The moving average before the first step, float32 whatever parameters are stored in: bfloat16 would round small moves away."""
+    return {name: jnp.array(w, jnp.float32, copy=True) for name, w in params.items()}
+
+
+def averaged(average: Arrays, params: Arrays, decay: jax.Array, step: jax.Array) -> Arrays:
+    """The exponential moving average of the parameters (Polyak and Juditsky 1992) after a step.
+
+        average + (1 - d_t) (params - average),    d_t = min(decay, (1 + t) / (10 + t))
+
+    The warm-up of the decay, that of TensorFlow's `ExponentialMovingAverage(num_updates)` and of diffusers' `EMAModel`, lets the
+    average forget where it starts: after t steps it reaches about a tenth of the run so far back, until `decay` is less. A
+    parameter that never moves is its average to the last bit.
+
+    Args:
+        average: before the step.
+        params: after it.
+        decay: float32 [].
+        step: steps done before it, t, int32 [].
+    """
+    rest = 1 - jnp.minimum(decay, (1.0 + step) / (10.0 + step))
+    return {name: old + rest * (params[name] - old) for name, old in average.items()}

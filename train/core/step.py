@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mupax.train.core import ema, nonfinite
+from mupax.train.core import nonfinite
 from mupax.train.core.factors import Factors
 from mupax.train.core.loss import Sums, cross_entropy, of_logits
 from mupax.train.core.optimizer import Hyper
-from mupax.train.core.state import TrainState
+from mupax.train.core.state import TrainState, averaged
 from mupax.zoo import partition
 from mupax.zoo.definition import Arrays, Definition
 
@@ -107,7 +107,7 @@ def make_train_step(
         hyper, trained = run.hyper.at(state.step), {name: state.params[name] for name in grads}
         updates, opt_state = tx.update(grads, state.opt_state, trained, factors=run.factors, hyper=hyper)
         params: Any = {**state.params, **optax.apply_updates(trained, updates)}  # pyright: ignore[reportGeneralTypeIssues]
-        average = None if state.ema is None else ema.update(state.ema, params, run.ema_decay, state.step)
+        average = None if state.ema is None else averaged(state.ema, params, run.ema_decay, state.step)
         squares = nonfinite.squares(grads, definition.specs)
         loss, grad_norm = sums.loss / sums.weight, jnp.sqrt(jnp.sum(squares))
         verdict, health = nonfinite.judge(state.health, run.limits, loss, grad_norm)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mupax.train.config.devices import check_local
+from mupax.train.config.checks import check_local
 from mupax.train.data.interface import DataError
 
 Note = Callable[[str], None]

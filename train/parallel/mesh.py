@@ -13,8 +13,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from mupax.errors import MupaxError
+from mupax.train.config.devices import MESH_AXES, parse_slices
 from mupax.train.config.run import MeshConfig
-from mupax.train.config.sharding_rules import MESH_AXES, parse_slices
 
 
 class MeshError(MupaxError):

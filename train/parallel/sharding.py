@@ -13,8 +13,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mupax.presets import ParamSpec
-from mupax.train.config import sharding_rules as rule_tables
-from mupax.train.config.sharding_rules import MAY_STAY_WHOLE, Rules
+from mupax.train.config.devices import DEFAULT, MAY_STAY_WHOLE, Rules
 from mupax.train.parallel.mesh import MeshError
 from mupax.zoo.definition import Definition
 from mupax.zoo.families import ModelConfig
@@ -30,7 +29,7 @@ class MeshLayout:
             first one takes it.
     """
 
-    def __init__(self, mesh: Mesh, rules: Rules = rule_tables.DEFAULT) -> None:
+    def __init__(self, mesh: Mesh, rules: Rules = DEFAULT) -> None:
         self.mesh, self.rules = mesh, rules
         self.platform = mesh.devices.flat[0].platform
 

@@ -14,7 +14,7 @@ from mupax import command_line, terminal
 from mupax.command_line import Switch
 from mupax.terminal import gib
 from mupax.train.config import cli
-from mupax.train.config.devices import at_least
+from mupax.train.config.checks import at_least
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -69,13 +69,13 @@ def _costs(program: Program) -> str:
         "steps": f"{config.steps:,}, {config.steps * per_step:,} {unit}s",
         "FLOPs": f"{train_flops:.3g} per {unit}, {train_flops * per_step * config.steps:.3g} in all",
         "mesh": f"{described(program.mesh)} ({program.mesh.devices.flat[0].device_kind})",
-        "state per device": _bytes(_per_device(program.abstract)),
+        "state per device": terminal.gib(_per_device(program.abstract)),
     }
     memory = program.compile_train().memory_analysis()
     if memory is not None:
         temporary = memory.temp_size_in_bytes
-        rows["step needs"] = f"{_bytes(temporary)} for activations and gradients, compiled for this mesh"
-        rows["peak per device"] = f"about {_bytes(memory.argument_size_in_bytes + temporary)}"
+        rows["step needs"] = f"{terminal.gib(temporary)} for activations and gradients, compiled for this mesh"
+        rows["peak per device"] = f"about {terminal.gib(memory.argument_size_in_bytes + temporary)}"
     return f"cost\n{terminal.table([*rows.items()], indent=1)}"
 
 
@@ -83,11 +83,3 @@ def _per_device(abstract: object) -> int:
     """Bytes of the state on one device."""
     leaves = jax.tree.leaves(abstract)
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} GiB"

@@ -1,7 +1,6 @@
 """A run, from its config to its last checkpoint: what is called here, in this order, is what happens.
 
-`runtime.py` has what a run stands on, `start.py` where it begins, `session.py` what its steps have in common, `results.py`
-what it says of itself.
+`runtime.py` has what a run stands on, `start.py` what it begins with, `results.py` what it says of itself.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from mupax.train.run.prefetch import Prefetch
 from mupax.train.run.report import finish
 from mupax.train.run.results import Report
 from mupax.train.run.runtime import Interrupted, Runtime, runtime
-from mupax.train.run.session import Session, compiled
-from mupax.train.run.start import Position, load_data, rewound, starting_position
+from mupax.train.run.start import Position, Session, compiled, load_data, rewound, starting_position
 
 IN_FLIGHT = 2
 """Steps queued on the device before the host waits for the oldest: enough to hide the host's work."""

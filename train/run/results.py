@@ -19,9 +19,8 @@ from mupax.train.core.program import Program
 from mupax.train.data import Data
 from mupax.train.parallel import hardware
 from mupax.train.run.report.metrics import MetricsWriter
-from mupax.train.run.report.profile import Profile
 from mupax.train.run.report.progress import Progress
-from mupax.train.run.report.timing import Timing
+from mupax.train.run.report.timing import Profile, Timing
 from mupax.train.run.runtime import Runtime
 from mupax.train.run.start import Position
 from mupax.zoo import flops

@@ -15,7 +15,6 @@ from mupax.train.parallel import distributed
 from mupax.train.parallel.processes import Processes
 from mupax.train.parallel.signals import StopRequest
 from mupax.train.parallel.watchdog import Watchdog
-from mupax.train.run import agreement
 
 
 class Interrupted(Exception):
@@ -84,7 +83,10 @@ def runtime(config: Config) -> Iterator[Runtime]:
         distributed.joined(config.distributed) as processes,
     ):
         stop.join(processes)
-        agreement.check_config(config, processes)
+        if processes.count > 1:
+            from mupax.train.run import agreement
+
+            agreement.check_config(config, processes)
         folder, resumed = workdir.claim_together(config, processes)
         with workdir.locked(folder, processes), Watchdog(config.faults.watchdog_seconds) as watchdog:
             config = _with_source(config, folder, resumed, processes)

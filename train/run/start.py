@@ -1,8 +1,9 @@
-"""Where a run starts: from its newest checkpoint, from another run's parameters, or fresh; and what it says of that."""
+"""What a run starts with: its data, its compiled steps, and a state from its newest checkpoint, another run's parameters, or fresh."""
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import Any
 
 import jax
@@ -12,9 +13,9 @@ from mupax.train.checkpoints import workdir
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
+from mupax.train.core.step import StepInputs
 from mupax.train.data import Data
 from mupax.train.parallel.mesh import described
-from mupax.train.run import agreement
 from mupax.train.run.report import metrics
 from mupax.train.run.runtime import Runtime
 from mupax.zoo.checked_json import read_json
@@ -37,6 +38,33 @@ class Position:
     evaluated: bool = True
 
 
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """One run on its devices (`compiled` makes it)."""
+
+    program: Program
+    data: Data
+    checkpoints: Checkpoints
+    rt: Runtime
+    step_fn: jax.stages.Compiled
+    eval_fn: jax.stages.Compiled
+    inputs: StepInputs
+    """Numbers of the step, on the devices."""
+    began: float
+    """On the monotonic clock, before compiling."""
+    compile_seconds: float
+    speed: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Lines of the summary about how fast it went, by their label; those of the last attempt."""
+
+
+def compiled(program: Program, data: Data, checkpoints: Checkpoints, rt: Runtime) -> Session:
+    """The session of a run, its two programs compiled: the only compilations that the run does."""
+    began, step_fn = time.monotonic(), program.compile_train()
+    eval_fn = program.compile_eval(step_fn)
+    seconds = time.monotonic() - began
+    return Session(program, data, checkpoints, rt, step_fn, eval_fn, program.numbers(), began, seconds)
+
+
 def load_data(program: Program, runtime: Runtime) -> Data:
     """The run's data; process 0 prepares what the others then read.
 
@@ -46,7 +74,10 @@ def load_data(program: Program, runtime: Runtime) -> Data:
     config = program.config
     with runtime.processes.leader_first("data"):
         data = data_sources.load(config.data, config.model, seed=config.data_seed, note=runtime.console.print)
-    agreement.check_data(data, runtime.processes)
+    if runtime.processes.count > 1:
+        from mupax.train.run import agreement
+
+        agreement.check_data(data, runtime.processes)
     return data
 
 

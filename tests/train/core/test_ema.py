@@ -17,9 +17,8 @@ import pytest
 
 from mupax.train.__main__ import main
 from mupax.train.config.run import Config, DataConfig, EmaConfig, MeshConfig, OptimizerConfig, PresetConfig
-from mupax.train.core import ema
 from mupax.train.core.program import Program, assemble
-from mupax.train.core.state import TrainState
+from mupax.train.core.state import TrainState, averaged
 from mupax.train.reuse.forms import convert
 from mupax.train.run.report import metrics
 from mupax.zoo.configs import ComputeConfig, ConfigError, DecoderConfig
@@ -77,9 +76,9 @@ def test_the_average_is_that_of_the_formula_and_changes_no_step() -> None:
 def test_the_decay_warms_up_and_a_parameter_that_stands_still_is_its_average() -> None:
     still, ones = {"w": jnp.float32(1 / 3)}, {"w": jnp.float32(1)}
     for step, decay in ((0, 1 / 10), (1, 2 / 11), (90, 91 / 100), (8990, 0.999), (10**6, 0.999)):
-        moved = ema.update({"w": jnp.float32(0)}, ones, jnp.float32(0.999), jnp.int32(step))
+        moved = averaged({"w": jnp.float32(0)}, ones, jnp.float32(0.999), jnp.int32(step))
         assert float(moved["w"]) == pytest.approx(1 - decay, rel=1e-4)
-        assert ema.update(still, still, jnp.float32(0.999), jnp.int32(step))["w"] == still["w"]
+        assert averaged(still, still, jnp.float32(0.999), jnp.int32(step))["w"] == still["w"]
 
 
 def test_the_average_is_float32_and_lies_where_its_parameter_does() -> None:

@@ -19,7 +19,7 @@ from mupax.train.config.cli import parse
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import guards, optimizer
-from mupax.train.core.factors import resolve
+from mupax.train.core.factors import check_run, resolve
 from mupax.train.core.program import Program, assemble
 from mupax.zoo.configs import DecoderConfig
 from mupax.zoo.decoder import Decoder
@@ -81,7 +81,7 @@ def test_key_heads_alone_are_refused_in_a_run_too():
     model = definition(dataclasses.replace(base, num_kv_heads=12))
     preset, config = presets.get("mup", base=base.base_sizes()), OptimizerConfig(name="adam")
     with pytest.raises(PresetError, match=r"mup under adam does not allow growing .*kv_heads x12.* as kv_heads\^0\.5"):
-        guards.check_run(preset, model, resolve(preset, model, "adam"), config)
+        check_run(preset, model, resolve(preset, model, "adam"), config)
 
 
 # Decay

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mupax.train.config.devices import DEFAULT
+from mupax.train.config.devices import parse_rules as parse
 from mupax.train.config.run import MeshConfig
-from mupax.train.config.sharding_rules import DEFAULT, parse
 from mupax.train.parallel.mesh import MeshError, make_mesh
 from mupax.zoo.configs import ConfigError
 

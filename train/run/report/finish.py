@@ -13,13 +13,12 @@ from mupax.train.core.program import Program
 from mupax.train.core.step import StepInputs, logits_of
 from mupax.train.data import Data
 from mupax.train.run.report import metrics, report
-from mupax.train.run.session import Session
+from mupax.train.run.start import Session
 from mupax.zoo.definition import Arrays
 from mupax.zoo.transformer import TransformerConfig, transformer
 
 _PROMPT = "def "
 _SAMPLE_TOKENS = 400
-_PICTURE_IMAGES = 512
 
 
 def leave(session: Session, params: Arrays) -> None:
@@ -31,7 +30,7 @@ def leave(session: Session, params: Arrays) -> None:
         session: of the run that is done.
         params: the trained parameters.
     """
-    program, data, numbers, rt = session.program, session.data, session.inputs, session.rt
+    program, data, inputs, rt = session.program, session.data, session.inputs, session.rt
     folder, console, leader = rt.folder, rt.console, rt.leader
     config = program.config
     relative = f"relative to {config.preset.base}" if config.preset.base else "in absolute form"
@@ -39,18 +38,20 @@ def leave(session: Session, params: Arrays) -> None:
     files = [folder / metrics.FILE_NAME]
     if config.log.samples and config.model.generates:
         files.append(folder / "sample.txt")
-        text = _sample(program, transformer(config.model, "writing a sample"), data, params, numbers)
+        text = _sample(program, transformer(config.model, "writing a sample"), data, params, inputs)
         if leader:
             _show(text, files[-1], console)
     elif config.log.samples and config.model.task == "images":
+        from mupax.train.run.report import picture
+
         files.append(folder / "predictions.png")
         logits = jax.jit(
-            lambda params, numbers, inputs: logits_of(program.definition, params, numbers, inputs),
+            lambda params, inputs, images: logits_of(program.definition, params, inputs, images),
             out_shardings=program.layout.replicated,
         )
-        seen = _guessed(data, lambda images: logits(params, numbers, images))
+        shown = picture.guesses(data, lambda images: logits(params, inputs, images))
         if leader:
-            report.prediction_picture(seen["inputs"], seen["targets"], seen["guess"], data.class_names, files[-1])
+            picture.prediction_picture(**shown, class_names=data.class_names, out_png=files[-1])
     if not leader:
         return
     references = data.references()
@@ -71,11 +72,11 @@ def leave(session: Session, params: Arrays) -> None:
     )
 
 
-def _sample(program: Program, model: TransformerConfig, data: Data, params: Arrays, numbers: StepInputs) -> str:
+def _sample(program: Program, model: TransformerConfig, data: Data, params: Arrays, inputs: StepInputs) -> str:
     """A short prompt, continued."""
     from mupax.train.reuse.generate.decode import Generator
 
-    generator = Generator(program.definition, model, params, numbers, layout=program.layout)
+    generator = Generator(program.definition, model, params, inputs, layout=program.layout)
     prompt = data.encode(_PROMPT)
     new = generator.complete(prompt, _SAMPLE_TOKENS, program.config.seed)[0]
     return data.decode(np.concatenate([prompt, new]))
@@ -85,19 +86,3 @@ def _show(text: str, out: Path, console: Console) -> None:
     out.write_text(text, encoding="utf-8")
     console.rule("sample", style="dim")
     console.print(text, markup=False, highlight=False, style="dim")
-
-
-def _guessed(data: Data, logits_fn) -> dict[str, np.ndarray]:
-    """Test images, their classes and what the model takes them for."""
-    batches = data.eval_batches()
-    shown: dict[str, list[np.ndarray]] = {"inputs": [], "targets": [], "guess": []}
-    count = 0
-    for batch in batches:
-        real = batch["weights"] > 0
-        guess = np.asarray(logits_fn(batch["inputs"])).argmax(axis=-1)
-        for name, array in (("inputs", batch["inputs"]), ("targets", batch["targets"]), ("guess", guess)):
-            shown[name].append(array[real])
-        count += int(real.sum())
-        if count >= _PICTURE_IMAGES:
-            break
-    return {name: np.concatenate(parts) for name, parts in shown.items()}

@@ -19,7 +19,7 @@ import numpy as np
 
 from mupax import presets
 from mupax.train.config import sizes as sizes_of_models
-from mupax.train.config.preset import PresetConfig, preset_of
+from mupax.train.config.preset import PresetConfig, base_text, preset_of
 from mupax.train.config.run import Config
 from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.transfer.drift import TOLERANCE, Analysis, analyse
@@ -105,7 +105,7 @@ def plan(config: Config, axis: str, sizes: Sequence[int], preset: PresetConfig, 
         raise ConfigError(f"--grow {axis}: a drift needs at least two sizes, as {axis}=16,32,64,128")
     models = [sizes_of_models.grown(config.model, axis, size) for size in sorted(sizes)]
     if preset.base is None and not presets.get(preset.name).baseless:
-        preset = dataclasses.replace(preset, base=sizes_of_models.text(models[0].base_sizes()))
+        preset = dataclasses.replace(preset, base=base_text(models[0].base_sizes()))
     configs = tuple(dataclasses.replace(config, model=model, preset=preset) for model in models)
     for each in configs:
         preset_of(each)

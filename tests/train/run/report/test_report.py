@@ -11,6 +11,7 @@ from PIL import Image
 from rich.console import Console
 
 from mupax.train.run.report import metrics, plotting, report
+from mupax.train.run.report import picture as picture_module
 
 pytestmark = pytest.mark.core
 
@@ -159,7 +160,9 @@ def test_margin_labels_keep_their_distance_and_stay_near():
 
 
 def picture(tmp_path, figures, images, targets, predictions, names=None):
-    report.prediction_picture(images, np.array(targets), np.array(predictions), names, tmp_path / "predictions.png")
+    picture_module.prediction_picture(
+        images, np.array(targets), np.array(predictions), names, tmp_path / "predictions.png"
+    )
     (axes,) = figures[-1].axes
     return axes
 
@@ -199,7 +202,7 @@ def test_all_right_says_nothing_of_frames(tmp_path, figures):
 @pytest.mark.parametrize("shape", [(0, 3, 3, 1), (4, 3, 3, 2), (4, 3, 3)])
 def test_images_of_another_shape_are_refused(tmp_path, shape):
     with pytest.raises(ValueError, match="C = 1 or 3"):
-        report.prediction_picture(np.zeros(shape), np.zeros(4), np.zeros(4), None, tmp_path / "x.png")
+        picture_module.prediction_picture(np.zeros(shape), np.zeros(4), np.zeros(4), None, tmp_path / "x.png")
 
 
 def summary(path, width=80, **options):
