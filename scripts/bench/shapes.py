@@ -25,8 +25,7 @@ from mupax.train import data
 from mupax.train.config.recipes.laptop import vit_endless
 from mupax.train.config.run import Config
 from mupax.train.core.program import assemble
-from mupax.train.data.records import shapes
-from mupax.train.data.sources import shapes as endless
+from mupax.train.data.sources import shapes
 from mupax.train.run.evaluate import evaluate
 from mupax.train.run.prefetch import Prefetch
 
@@ -47,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     found["images_per_second_on_one_core"] = round(speed())
     found["linear"] = {
-        "images": endless.LINEAR_IMAGES,
-        "accuracy": endless.linear_accuracy(endless.LINEAR_IMAGES, EVAL_IMAGES),
+        "images": shapes.LINEAR_IMAGES,
+        "accuracy": shapes.linear_accuracy(shapes.LINEAR_IMAGES, EVAL_IMAGES),
     }
     print(json.dumps(found), flush=True)
     picture().savefig(args.json.with_suffix(".png"))

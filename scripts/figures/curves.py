@@ -84,7 +84,7 @@ def _units(config: Config) -> int:
 
 def _key(config: Config, ends: float) -> str:
     from mupax.train.data import cache
-    from mupax.train.data.records import shapes
+    from mupax.train.data.sources import shapes
 
     return cache.digest(repr(config), f"{ends}", shapes.VERSION)
 

@@ -77,7 +77,7 @@ SOURCES: dict[str, Source] = {
     "python_corpus": Source(f"{_FOLDER}.text:python_corpus", "tokens", _TEXT),
     "digits": Source(f"{_FOLDER}.digits:digits", "images", _IMAGES | {"split"}),
     "shapes": Source(f"{_FOLDER}.shapes:striped_shapes", "images", frozenset()),
-    "cifar5m": Source(f"{_FOLDER}.published:cifar5m", "images", _IMAGES),
+    "cifar5m": Source(f"{_FOLDER}.cifar5m:cifar5m", "images", _IMAGES),
     "text:PATH": Source(f"{_FOLDER}.text:own_text", "tokens", _TEXT),
     "images:PATH": Source(f"{_FOLDER}.folders:own_images", "images", _IMAGES),
 }

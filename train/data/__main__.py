@@ -40,41 +40,43 @@ class Prepare:
 
 
 def _prepare(name: str, data_dir: str | None) -> int:
-    from mupax.train.data.records import corpus
-    from mupax.train.data.records import tfds as prepared
-    from mupax.train.data.sources import published
+    from mupax.train.data import cache
+    from mupax.train.data.records import builders, corpus
 
     if name == "python_corpus":
         config = corpus.content_digest(corpus.python_files())
-        prepared.embedded("PythonCorpus", data_dir, print, config=config)
+        builders.embedded(builders.PythonCorpus, data_dir, print, config=config)
     elif name == "digits":
-        prepared.embedded("Digits", data_dir, print)
+        builders.embedded(builders.Digits, data_dir, print)
     elif name == "shapes":
         print("shapes are drawn as a run asks for them; there is nothing to prepare")
         return 0
     elif name == "cifar5m":
-        published.cifar5m_parts(data_dir, print)
+        from mupax.train.data.sources import cifar5m
+
+        cifar5m.prepared_parts(data_dir, print)
     else:
         return _prepare_published(name, data_dir)
-    print(f"{name} is prepared in {prepared.data_dir(data_dir)}")
+    print(f"{name} is prepared in {cache.data_sets(data_dir)}")
     return 0
 
 
 def _prepare_published(name: str, data_dir: str | None) -> int:
     """Lets TFDS download and write one of its own data sets."""
     from mupax.train.data import cache
-    from mupax.train.data.records import tfds as prepared
+    from mupax.train.data.sources import published
 
+    base = cache.data_sets(data_dir)
     dataset = name.partition(":")[0].partition("/")[0]
-    if dataset not in prepared.known():
-        raise DataError(prepared.unknown(name, prepared.data_dir(data_dir)))
-    base = cache.folder(base=prepared.data_dir(data_dir))
+    if dataset not in published.known():
+        raise DataError(published.unknown(name, base))
+    cache.folder(base=base)
     import tensorflow_datasets as tfds
 
     if dataset == "c4":
         import tensorflow_datasets.text.c4  # registers it: TFDS does not by itself
     try:
-        full: Any = prepared.CONFIGS.get(name, name)
+        full: Any = published.CONFIGS.get(name, name)
         builder = tfds.builder(full, data_dir=base, file_format="array_record", try_gcs=False)
         _reach(builder, base)
         builder.download_and_prepare(file_format="array_record")

@@ -31,6 +31,16 @@ def root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mupax"
 
 
+def data_sets(data_dir: str | None) -> Path:
+    """data.data_dir, or the folder of data sets in the cache."""
+    return Path(data_dir).expanduser() if data_dir else root() / "tfds"
+
+
+def prepare_again(folder: Path) -> str:
+    """What to do about a data set whose folder is damaged."""
+    return f"Delete that folder and prepare it again (python -m mupax.train.data prepare {folder.parent.name})"
+
+
 def folder(*parts: str, base: Path | None = None) -> Path:
     """The folder root/parts (or base/parts), made if it is not there.
 

@@ -17,6 +17,8 @@ from mupax.errors import MupaxError, MupaxFailure
 if TYPE_CHECKING:
     import numpy as np
 
+    from mupax.train.config.sections import DataConfig
+
 Batch = dict[str, "np.ndarray"]
 ALL_ROWS = slice(None)
 _BATCHES_AHEAD = 4
@@ -61,13 +63,11 @@ class Data(abc.ABC):
     * tokens: `inputs` int32 [B, T], `targets` int32 [B, T] (the next token), `weights` float32 [B, T].
     * images: `inputs` float32 [B, H, W, C] in [-1, 1], `targets` int32 [B], `weights` float32 [B].
 
-    Attributes:
-        kind: what an example is.
-        facts: name, `digest` and sizes, ready for JSON. A run resumes only on data of the same digest.
+    Args:
+        config: sizes of batches, over all processes, and how many evaluation examples to use.
+        facts: `digest` and sizes, ready for JSON; the name is added. A run resumes only on data of the same digest.
         train_size: training examples per epoch (sequences or images).
-        eval_size: evaluation examples.
-        batch_size: examples per training batch, over all processes.
-        eval_batch_size: examples per evaluation batch, over all processes.
+        eval_size: evaluation examples that there are.
         threads: how many make batches ahead of time, each a batch.
         class_names: a name per label; None for tokens.
         bytes_per_token: bytes of text per token of the evaluation text; nats per byte = nats per token / this.
@@ -77,21 +77,20 @@ class Data(abc.ABC):
 
     def __init__(
         self,
+        config: DataConfig,
         *,
         facts: dict[str, Any],
         train_size: int,
         eval_size: int,
-        batch_size: int,
-        eval_batch_size: int | None,
         threads: int = 2,
         class_names: list[str] | None = None,
         bytes_per_token: float = 1.0,
     ) -> None:
-        self.facts = facts
+        self.facts = {"name": config.name, **facts}
         self.train_size = train_size
-        self.eval_size = eval_size
-        self.batch_size = batch_size
-        self.eval_batch_size = eval_batch_size or batch_size
+        self.eval_size = min(eval_size, config.eval_examples or eval_size)
+        self.batch_size = config.batch_size
+        self.eval_batch_size = config.eval_batch_size or config.batch_size
         self.threads = threads
         self.class_names = class_names
         self.bytes_per_token = bytes_per_token
@@ -118,9 +117,9 @@ class Data(abc.ABC):
         count = -(-self.eval_size // self.eval_batch_size)
         return _ahead(lambda j: _joined(self.eval_batch, j, rows), 0, count, self.threads)
 
-    @abc.abstractmethod
     def references(self) -> list[Reference]:
         """Simple models trained on this training data, measured on these evaluation examples; cached on disk."""
+        return []
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids of a text, int32 [length].

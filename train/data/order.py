@@ -7,10 +7,8 @@ Nothing is stored and nothing is skipped through: example i of the run is found 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
 
 ORDER, WINDOWS, AUGMENTATION, EVALUATION = range(4)
 """Purposes of random numbers; each draws from a stream of its own."""
@@ -18,8 +16,6 @@ ORDER, WINDOWS, AUGMENTATION, EVALUATION = range(4)
 
 def rng(seed: int, purpose: int, index: int) -> np.random.Generator:
     """Random numbers that depend on the run's seed, what they are for, and an index (batch or epoch)."""
-    import numpy as np
-
     return np.random.default_rng([seed, purpose, index])
 
 
@@ -34,7 +30,6 @@ class Shuffle:
 
     def __init__(self, size: int, seed: int, purpose: int = ORDER) -> None:
         import grain
-        import numpy as np
 
         self.size = size
         # grain takes seed + epoch for each epoch: hash first, or run 1 would repeat run 0 from its second epoch.
@@ -43,8 +38,6 @@ class Shuffle:
 
     def __call__(self, indices: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
         """(epoch, position) of the run's examples `indices`: both int64, positions in [0, size)."""
-        import numpy as np
-
         i = np.fromiter(indices, np.int64)
         return i // self.size, np.fromiter((self._shuffled[int(j)] for j in i), np.int64, len(i))
 

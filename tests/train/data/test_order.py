@@ -7,8 +7,9 @@ import threading
 import numpy as np
 import pytest
 
+from mupax.train.config.run import DataConfig
 from mupax.train.data import order
-from mupax.train.data.interface import ALL_ROWS, Batch, Data, DataError, Reference
+from mupax.train.data.interface import ALL_ROWS, Batch, Data, DataError
 
 pytestmark = pytest.mark.core
 
@@ -23,11 +24,10 @@ class Numbers(Data):
 
     def __init__(self, size: int, batch_size: int, seed: int, eval_batch_size: int | None = None) -> None:
         super().__init__(
-            facts={"name": "numbers", "digest": "0"},
+            DataConfig(name="numbers", batch_size=batch_size, eval_batch_size=eval_batch_size),
+            facts={"digest": "0"},
             train_size=size,
             eval_size=size,
-            batch_size=batch_size,
-            eval_batch_size=eval_batch_size,
         )
         self._shuffle = order.Shuffle(size, seed)
         self.made_by: set[str] = set()
@@ -38,9 +38,6 @@ class Numbers(Data):
 
     def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
         return {"inputs": np.array(order.batch_indices(j, self.eval_batch_size, rows))}
-
-    def references(self) -> list[Reference]:
-        return []
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 101])

@@ -19,8 +19,8 @@ import pytest
 
 from mupax.train.checkpoints import workdir
 from mupax.train.config.recipes.laptop import lm_tiny
-from mupax.train.config.run import Config, DistributedConfig
-from mupax.train.data import Data, DataError, Reference
+from mupax.train.config.run import Config, DataConfig, DistributedConfig
+from mupax.train.data import Data, DataError
 from mupax.train.data.interface import ALL_ROWS, Batch
 from mupax.train.parallel import distributed
 from mupax.train.parallel.distributed import DistributedError, place
@@ -243,7 +243,7 @@ class Table(Data):
     """A data set whose every batch is the same table."""
 
     def __init__(self, whole: Batch) -> None:
-        super().__init__(facts={}, train_size=8, eval_size=8, batch_size=8, eval_batch_size=8)
+        super().__init__(DataConfig(name="table", batch_size=8), facts={}, train_size=8, eval_size=8)
         self.whole = whole
 
     def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
@@ -251,9 +251,6 @@ class Table(Data):
 
     def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
         return self.train_batch(j, rows)
-
-    def references(self) -> list[Reference]:
-        return []
 
 
 def test_rows_of_a_process_are_those_that_its_devices_hold(monkeypatch: pytest.MonkeyPatch) -> None:

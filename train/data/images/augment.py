@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
 
 View = Callable[[Sequence["np.ndarray"], "np.ndarray"], "np.ndarray"]
 """(B images uint8 [h, w, C], numbers float64 [B, NUMBERS]) -> float32 [B, H, W, C]."""
@@ -28,15 +26,11 @@ _EVAL_CROP = 224 / 256
 
 def as_is(images: Sequence[np.ndarray], numbers: np.ndarray) -> np.ndarray:
     """Images that have the model's size already, unchanged."""
-    import numpy as np
-
     return np.stack(images).astype(np.float32)
 
 
 def jitter(images: Sequence[np.ndarray], numbers: np.ndarray) -> np.ndarray:
     """A small rotation, scale and shift about the centre, bilinear, black outside: for small drawings like digits."""
-    import numpy as np
-
     x_BHWC = np.stack(images).astype(np.float32)
     _, H, W, _ = x_BHWC.shape
     angle, log_scale, down, right = (2 * numbers[:, :4].T - 1) * np.array(
@@ -51,8 +45,6 @@ def jitter(images: Sequence[np.ndarray], numbers: np.ndarray) -> np.ndarray:
 
 def _bilinear(images: np.ndarray, y: np.ndarray, x: np.ndarray) -> np.ndarray:
     """images [B, H, W, C] at the points (y, x) [B, h, w], zero outside."""
-    import numpy as np
-
     B, H, W, _ = images.shape
     padded = np.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)))
     y, x = np.clip(y + 1, 0, H + 1 - 1e-6), np.clip(x + 1, 0, W + 1 - 1e-6)
@@ -66,8 +58,6 @@ def _bilinear(images: np.ndarray, y: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 def shift_and_flip(images: Sequence[np.ndarray], numbers: np.ndarray) -> np.ndarray:
     """A crop of the mirror-padded image at a random place, and a mirror image half of the time: CIFAR's usual view."""
-    import numpy as np
-
     x_BHWC = np.stack(images)
     B, H, W, _ = x_BHWC.shape
     p, q = round(_PAD * H), round(_PAD * W)
@@ -83,8 +73,6 @@ def random_crop(size: int) -> View:
     """Random-resized crop (Szegedy et al. 2015) of size x size, mirrored half of the time."""
 
     def view(images: Sequence[np.ndarray], numbers: np.ndarray) -> np.ndarray:
-        import numpy as np
-
         return np.stack([one(image, *row) for image, row in zip(images, numbers, strict=True)])
 
     def one(image: np.ndarray, u: float, v: float, mirror: float, a: float, r: float) -> np.ndarray:
@@ -104,8 +92,6 @@ def centre_crop(size: int) -> View:
     """The central 7/8 of the shorter side, as a square of size x size."""
 
     def view(images: Sequence[np.ndarray], numbers: np.ndarray) -> np.ndarray:
-        import numpy as np
-
         return np.stack([one(image) for image in images])
 
     def one(image: np.ndarray) -> np.ndarray:
@@ -119,7 +105,6 @@ def centre_crop(size: int) -> View:
 
 def _resized(image: np.ndarray, box: tuple[int, int, int, int], size: int) -> np.ndarray:
     """The box (left, top, right, bottom) of image [H, W, C] as float32 [size, size, C]."""
-    import numpy as np
     from PIL import Image
 
     flat = image[..., 0] if image.shape[-1] == 1 else image

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from mupax.train.data import order
 from mupax.train.data.images import augment
-from mupax.train.data.interface import ALL_ROWS, Batch, Data, DataError, Reference
+from mupax.train.data.interface import ALL_ROWS, Batch, Data, DataError
 from mupax.zoo.families import ImageModel, ModelConfig
 
 if TYPE_CHECKING:
-    import numpy as np
+    from mupax.train.config.sections import DataConfig
 
 
 class Images(Protocol):
@@ -28,15 +30,12 @@ class ImageData(Data):
     """Labelled images as batches in [-1, 1].
 
     Args:
+        config: sizes of batches, and whether to augment.
         train: training images.
-        eval_: evaluation images.
-        train_view: what training shows of them.
-        eval_view: what evaluation shows.
+        eval_: evaluation images, of which the first so many of a fixed shuffled order may be used.
+        views: what training shows of them, and what evaluation shows; that of evaluation for both where data.augment is off.
         white: the raw value that becomes 1; 0 becomes -1.
         seed: seed of the order and of the views.
-        batch_size: images per batch.
-        eval_batch_size: images per evaluation batch; batch_size unless given.
-        eval_examples: use the first so many evaluation images of a fixed shuffled order.
         threads: how many make batches; decoding image files keeps many busy.
         class_names: a name per label.
         facts: what to record.
@@ -46,45 +45,38 @@ class ImageData(Data):
 
     def __init__(
         self,
+        config: DataConfig,
         train: Images,
         eval_: Images,
         *,
-        train_view: augment.View,
-        eval_view: augment.View,
+        views: tuple[augment.View, augment.View],
         white: float = 255.0,
         seed: int,
-        batch_size: int,
-        eval_batch_size: int | None = None,
-        eval_examples: int | None = None,
         threads: int = 2,
         class_names: list[str],
         facts: dict[str, Any],
     ) -> None:
         super().__init__(
+            config,
             facts={**facts, "train_images": len(train), "eval_images": len(eval_), "classes": len(class_names)},
             train_size=len(train),
-            eval_size=min(len(eval_), eval_examples or len(eval_)),
-            batch_size=batch_size,
-            eval_batch_size=eval_batch_size,
+            eval_size=len(eval_),
             threads=threads,
             class_names=class_names,
         )
         self.train, self.eval = train, eval_
-        self._train_view, self._eval_view, self._white, self._seed = train_view, eval_view, white, seed
+        self._train_view, self._eval_view = views if config.augment else (views[1], views[1])
+        self._white, self._seed = white, seed
         self._shuffle = order.Shuffle(len(train), seed)
         self._eval_shuffle = order.Shuffle(len(eval_), 0, order.EVALUATION)
 
     def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
-        import numpy as np
-
         _, positions = self._shuffle(order.batch_indices(k, self.batch_size, rows))
         numbers = order.rng(self._seed, order.AUGMENTATION, k).random((self.batch_size, augment.NUMBERS))
         inputs, targets = self._seen(self.train, positions, self._train_view, numbers[rows])
         return {"inputs": inputs, "targets": targets, "weights": np.ones(len(targets), np.float32)}
 
     def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
-        import numpy as np
-
         indices = np.array(order.batch_indices(j, self.eval_batch_size, rows))
         # A row past the end shows the first image again, at weight 0.
         positions = self.eval_positions(np.where(indices < self.eval_size, indices, 0))
@@ -95,15 +87,10 @@ class ImageData(Data):
         """Which evaluation images the examples `indices` are, int64: the fixed shuffled order."""
         return self._eval_shuffle(indices)[1]
 
-    def references(self) -> list[Reference]:
-        return []
-
     def _seen(
         self, source: Images, positions: np.ndarray, view: augment.View, numbers: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """float32 [b, H, W, C] in [-1, 1] and int32 [b] of the images at `positions`."""
-        import numpy as np
-
         found = [source[int(i)] for i in positions]
         raw = view([image for image, _ in found], numbers)
         return raw * np.float32(2 / self._white) - np.float32(1), np.array([label for _, label in found], np.int32)

@@ -7,16 +7,52 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import importlib_resources  # noqa: F401  tensorflow_datasets uses it and does not ask for it
 import numpy as np
 import tensorflow_datasets as tfds
 from absl import logging
 
-from mupax.train.data.records import cifar5m
+from mupax.train.data import cache
+from mupax.train.data.interface import DataError
+from mupax.train.data.records import corpus
+
+
+class Source(Sequence[dict[str, Any]]):
+    """The records of one split, read at random; array_record has checksums, so what is read is what was written.
+
+    Args:
+        builder: of a prepared data set.
+        split: name of the split, or a slice of it.
+        decoders: how to decode features, if not as they are.
+
+    Raises:
+        DataError: when it is made or read, where a file is missing or damaged.
+    """
+
+    def __init__(self, builder: Any, split: str, decoders: Any = None) -> None:
+        self._folder = Path(builder.data_path)
+        with self._reading():
+            self._records = builder.as_data_source(split=split, decoders=decoders)
+            self._length = len(self._records)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, i: int) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        with self._reading():
+            return self._records[i]
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, RuntimeError, ValueError) as error:  # what array_record and protobuf raise
+            reason = str(error).splitlines()[0][:200]
+            raise DataError(f"{self._folder} is damaged: {reason}. {cache.prepare_again(self._folder)}") from error
 
 
 class PythonCorpus(tfds.core.GeneratorBasedBuilder):
@@ -26,15 +62,12 @@ class PythonCorpus(tfds.core.GeneratorBasedBuilder):
     pkg_dir_path: Any = Path(__file__).parent
 
     def _info(self) -> tfds.core.DatasetInfo:
-        features = tfds.features.FeaturesDict({"path": tfds.features.Text(), "text": tfds.features.Text()})
-        return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
+        return info(self, {"path": tfds.features.Text(), "text": tfds.features.Text()})
 
     def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
         return {side: self._generate_examples(side) for side in ("train", "eval")}
 
     def _generate_examples(self, side: str) -> Iterator[tuple[int, dict[str, Any]]]:
-        from mupax.train.data.records import corpus
-
         files = [(name, path) for name, path in corpus.python_files() if corpus.side(name) == side]
         for i, (name, path) in enumerate(files):
             yield i, {"path": name, "text": path.read_bytes()}
@@ -56,9 +89,7 @@ class Digits(tfds.core.GeneratorBasedBuilder):
             "label": tfds.features.ClassLabel(num_classes=10),
             "held_out": np.bool_,
         }
-        return tfds.core.DatasetInfo(
-            builder=self, features=tfds.features.FeaturesDict(features), disable_shuffling=True
-        )
+        return info(self, features)
 
     def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
         return {"train": self._generate_examples()}
@@ -75,46 +106,42 @@ class Digits(tfds.core.GeneratorBasedBuilder):
             yield i, {"image": image, "label": int(digits.target[i]), "held_out": bool(np.isin(i, test))}
 
 
-class Cifar5m(tfds.core.GeneratorBasedBuilder):
-    """One part of CIFAR-5M (Nakkiran et al. 2021), 32 x 32 colour images of CIFAR-10's classes made by a diffusion model.
+def info(builder: tfds.core.DatasetBuilder, features: dict[str, Any]) -> tfds.core.DatasetInfo:
+    """What a builder says of its data set: records with these features, in the order they are made in."""
+    return tfds.core.DatasetInfo(builder=builder, features=tfds.features.FeaturesDict(features), disable_shuffling=True)
 
-    A builder config per part: TFDS prepares a config in full or not at all, so a preparation that was stopped goes on
-    with the part it was at.
+
+def embedded(kind: type, data_dir: str | None, note: cache.Note, *, config: str | None = None, **arguments: Any) -> Any:
+    """The TFDS builder of an embedded data set, prepared if it is not.
 
     Args:
-        source: the part's npz; only preparing needs it.
-        **kwargs: of a TFDS builder.
+        kind: its class.
+        data_dir: data.data_dir.
+        note: told what takes time.
+        config: name of the builder config.
+        **arguments: of the builder.
+
+    Raises:
+        DataError: the folder cannot be written.
     """
+    base = cache.data_sets(data_dir)
+    builder_config = tfds.core.BuilderConfig(name=config) if config else None
 
-    VERSION = tfds.core.Version("1.0.0")
-    pkg_dir_path: Any = Path(__file__).parent
-    BUILDER_CONFIGS: ClassVar = [tfds.core.BuilderConfig(name=name) for name in cifar5m.PARTS]
+    def opened() -> tuple[Any, bool]:
+        with quiet():
+            builder = kind(data_dir=base, file_format="array_record", config=builder_config, **arguments)
+            return builder, builder.is_prepared()
 
-    def __init__(self, *, source: Path | None = None, **kwargs: Any) -> None:
-        self._source = source
-        super().__init__(**kwargs)
-
-    def _info(self) -> tfds.core.DatasetInfo:
-        features = {
-            "image": tfds.features.Tensor(shape=cifar5m.IMAGE_SHAPE, dtype=np.uint8),
-            "label": tfds.features.ClassLabel(names=cifar5m.CLASSES),
-        }
-        return tfds.core.DatasetInfo(
-            builder=self, features=tfds.features.FeaturesDict(features), disable_shuffling=True
-        )
-
-    def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
-        return {"train": self._generate_examples()}
-
-    def _generate_examples(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        assert self._source is not None
-        for i, (image, label) in enumerate(cifar5m.examples(self._source)):
-            yield i, {"image": image, "label": label}
-
-
-def content_config(digest: str) -> tfds.core.BuilderConfig:
-    """The builder config of a corpus of this digest."""
-    return tfds.core.BuilderConfig(name=digest)
+    builder, ready = opened()
+    if not ready:
+        cache.folder(base=base)
+        with cache.lock(base / f"{kind.__name__}.lock", note):
+            builder, ready = opened()  # another process may have prepared it while this one waited
+            if not ready:
+                note(f"preparing {builder.name} in {builder.data_path}")
+                with quiet():
+                    builder.download_and_prepare(file_format="array_record")
+    return builder
 
 
 @contextlib.contextmanager

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from mupax.train.data import cache
 from mupax.train.data.images import augment, batches
 from mupax.train.data.interface import DataError, Reference
 from mupax.zoo.configs import ModelConfig
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from mupax.train.config.run import DataConfig
 
 CLASSES = [str(digit) for digit in range(10)]
@@ -46,8 +46,6 @@ class DigitData(batches.ImageData):
     eval: Arrays
 
     def references(self) -> list[Reference]:
-        import numpy as np
-
         chosen = self.eval_positions(range(self.eval_size))
         key = cache.digest(str(self.facts["digest"]), np.sort(chosen).tobytes())
         found = cache.remembered(
@@ -74,30 +72,25 @@ def digits(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) 
         DataError: a model that does not fit, or a cache that cannot be written.
     """
     batches.check_size("digits", batches.vision_model("digits", model, CLASSES), _SIZE, channels=1)
-    from mupax.train.data.records import tfds
+    from mupax.train.data.records import builders
 
-    x, y, held_out = _read(tfds.Source(tfds.embedded("Digits", config.data_dir, note), "train"))
+    x, y, held_out = _read(builders.Source(builders.embedded(builders.Digits, config.data_dir, note), "train"))
     test = by_writer(y) if config.split == "writer" else held_out
     digest = cache.digest(x.tobytes(), y.tobytes(), test.tobytes())
     return DigitData(
+        config,
         Arrays(x[~test], y[~test]),
         Arrays(x[test], y[test]),
-        train_view=augment.jitter if config.augment else augment.as_is,
-        eval_view=augment.as_is,
+        views=(augment.jitter, augment.as_is),
         white=_WHITE,
         seed=seed,
-        batch_size=config.batch_size,
-        eval_batch_size=config.eval_batch_size,
-        eval_examples=config.eval_examples,
         class_names=CLASSES,
-        facts={"name": "digits", "digest": digest, "split": config.split},
+        facts={"digest": digest, "split": config.split},
     )
 
 
 def _read(source: Sequence) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """All images uint8 [N, 8, 8, 1], their labels int32 [N], and which the random split tests on, bool [N]."""
-    import numpy as np
-
     records = [source[i] for i in range(len(source))]
     x, y, held_out = (np.array([r[key] for r in records]) for key in ("image", "label", "held_out"))
     return x, y.astype(np.int32), held_out
@@ -109,8 +102,6 @@ def by_writer(labels: np.ndarray) -> np.ndarray:
     Raises:
         DataError: no form starts there, so these are not the digits this was written for.
     """
-    import numpy as np
-
     if not np.array_equal(labels[FIRST_TEST_FORM : FIRST_TEST_FORM + 30], np.arange(30) % 10):
         raise DataError("this scikit-learn's digits are in another order; use data.split random")
     return np.arange(len(labels)) >= FIRST_TEST_FORM

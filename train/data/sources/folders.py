@@ -14,13 +14,14 @@ from concurrent import futures
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from mupax.train.data import cache
 from mupax.train.data.images import augment, batches
 from mupax.train.data.interface import DataError
 from mupax.train.data.records import corpus
 
 if TYPE_CHECKING:
-    import numpy as np
     from PIL import Image
 
     from mupax.train.config.run import DataConfig
@@ -76,7 +77,6 @@ def decoded(file: Path | io.BytesIO, channels: int, name: str) -> np.ndarray:
     Raises:
         DataError: it is damaged, too large, of values without a range or no image that PIL knows.
     """
-    import numpy as np
     from PIL import Image, ImageOps
 
     with _opened(file, name) as image:
@@ -128,17 +128,14 @@ def own_images(config: DataConfig, model: ModelConfig, seed: int, note: cache.No
 
     cache.remembered(f"images-{digest}", headers)  # a file to refuse is better named now than in mid-run
     return batches.ImageData(
+        config,
         Files(train, vision.channels),
         Files(eval_, vision.channels),
-        train_view=augment.random_crop(vision.image_size) if config.augment else augment.centre_crop(vision.image_size),
-        eval_view=augment.centre_crop(vision.image_size),
+        views=(augment.random_crop(vision.image_size), augment.centre_crop(vision.image_size)),
         seed=seed,
-        batch_size=config.batch_size,
-        eval_batch_size=config.eval_batch_size,
-        eval_examples=config.eval_examples,
         threads=decoding_threads(),
         class_names=classes,
-        facts={"name": config.name, "digest": digest},
+        facts={"digest": digest},
     )
 
 

@@ -1,25 +1,43 @@
-"""Opens data sets that others publish: CIFAR-5M from its npz files, and whatever TFDS has prepared, by name."""
+"""Data sets that others publish: whatever TFDS has prepared in array_record, by name. What is missing is said at once.
+
+A prepared data set is looked for as a folder, DATA_DIR/NAME[/CONFIG]/VERSION; no registry and no network is asked.
+"""
 
 from __future__ import annotations
 
 import bisect
+import difflib
 import io
 import itertools
+import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
+from mupax.train.config.sections import SOURCES
 from mupax.train.data import cache
 from mupax.train.data.images import augment, batches
 from mupax.train.data.interface import Data, DataError
-from mupax.train.data.records import cifar5m as npz
-from mupax.train.data.records import tfds as prepared
 from mupax.train.data.sources import folders, text
 from mupax.zoo.families import ModelConfig
 
 if TYPE_CHECKING:
-    import numpy as np
+    from mupax.train.config.sections import DataConfig
 
-    from mupax.train.config.run import DataConfig
+CONFIGS = {"c4": "c4/en"}
+"""The configuration meant where a data set has several and none is named."""
+_NOT_LISTED = ("c4",)  # TFDS has it, in a module that its list leaves out
+_VERSION = re.compile(r"\d+\.\d+\.\d+")
+
+
+class DataSet(NamedTuple):
+    """A prepared data set: its folder, the digest of its description, and the splits to train and to evaluate on."""
+
+    folder: Path
+    digest: str
+    splits: dict[str, str]
 
 
 class Records:
@@ -48,113 +66,72 @@ class Records:
         return image, label
 
 
-def cifar5m(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> batches.ImageData:
-    """CIFAR-5M: parts 0 to 4 to train on, part 5 to test on.
-
-    Each part is prepared from `partN.npz` in the data folder, one at a time; parts that are prepared need no npz.
-
-    Raises:
-        DataError: a part is missing or damaged, or the model does not fit.
-    """
-    vision = batches.vision_model(config.name, model, npz.CLASSES)
-    batches.check_size(config.name, vision, npz.IMAGE_SHAPE[0], npz.IMAGE_SHAPE[-1])
-    sources = {part: prepared.Source(builder, "train") for part, builder in cifar5m_parts(config.data_dir, note)}
-    return _image_data(
-        config,
-        Records([sources[part] for part in npz.PARTS if part != npz.TEST_PART], "image", "label", vision.channels),
-        Records([sources[npz.TEST_PART]], "image", "label", vision.channels),
-        views=(augment.shift_and_flip, augment.as_is),
-        seed=seed,
-        class_names=npz.CLASSES,
-        digest=cache.digest(*(part for source in sources.values() for part in _marks(source))),
-    )
-
-
-def _marks(source: Sequence) -> list[bytes]:
-    """What tells a part of CIFAR-5M from any other: its length, first and last image."""
-    return [len(source).to_bytes(8, "little"), *(source[i]["image"].tobytes() for i in (0, len(source) - 1))]
-
-
-def cifar5m_parts(given: str | None, note: cache.Note) -> list[tuple[str, Any]]:
-    """(part, builder) of all parts, prepared.
-
-    Raises:
-        DataError: a part is neither prepared nor there as npz, said before any is prepared.
-    """
-    base = prepared.data_dir(given)
-    version = "1.0.0/dataset_info.json"
-    files = {part: base / f"{part}.npz" for part in npz.PARTS if not (base / "cifar5m" / part / version).exists()}
-    missing = [file.name for file in files.values() if not file.exists()]
-    if missing:
-        raise DataError(
-            f"cifar5m needs {', '.join(missing)} in {base}; get them from {npz.SOURCE}, "
-            "or set data.data_dir to the folder that has them"
-        )
-    return [
-        (part, prepared.embedded("Cifar5m", given, note, config=part, source=files.get(part))) for part in npz.PARTS
-    ]
-
-
 def tfds_data(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> Data:
     """A prepared TFDS data set by name: text for a decoder, labelled images for a vision transformer.
 
     Raises:
         DataError: it is not prepared or has no such features, or the model does not fit.
     """
-    found = prepared.find(config.name, config.data_dir)
+    data_set = find(config.name, config.data_dir)
     if model.task == "tokens":
-        return _text(found, config, model, seed, note)
-    return _images(found, config, model, seed)
+        return _text(data_set, config, model, seed, note)
+    return _images(data_set, config, model, seed)
 
 
-def _text(found: prepared.Found, config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> Data:
+def _text(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> Data:
     def documents() -> text.Documents:
         import tensorflow_datasets as tfds
 
-        builder = found.builder()
-        feature = _feature(builder, found, (tfds.features.Text,), "text")
-        splits = {"train": found.train, "eval": found.eval}
-        return {side: text.Records(prepared.Source(builder, split), feature) for side, split in splits.items()}
+        from mupax.train.data.records import builders
 
-    key = f"{config.name.replace('/', '-').replace(':', '-')}-{found.digest}"
-    return text.open_text(config, model, seed, note, key, documents, {"version": found.folder.name})
+        builder = tfds.builder_from_directory(data_set.folder)
+        feature = _feature(builder, data_set, (tfds.features.Text,), "text")
+        return {side: text.Records(builders.Source(builder, split), feature) for side, split in data_set.splits.items()}
+
+    key = f"{config.name.replace('/', '-').replace(':', '-')}-{data_set.digest}"
+    return text.open_text(config, model, seed, note, key, documents, {"version": data_set.folder.name})
 
 
-def _images(found: prepared.Found, config: DataConfig, model: ModelConfig, seed: int) -> Data:
+def _images(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int) -> Data:
     import tensorflow_datasets as tfds
 
-    builder = found.builder()
-    image = _feature(builder, found, (tfds.features.Image, tfds.features.Tensor), "image")
-    label = _feature(builder, found, (tfds.features.ClassLabel,), "label")
-    features = builder.info.features
+    from mupax.train.data.records import builders
+
+    builder = tfds.builder_from_directory(data_set.folder)
+    image = _feature(builder, data_set, (tfds.features.Image, tfds.features.Tensor), "image")
+    label = _feature(builder, data_set, (tfds.features.ClassLabel,), "label")
+    features: Any = builder.info.features
     vision = batches.vision_model(config.name, model, features[label].names)
-    height, width, channels = features[image].shape
+    height, width, channels = features[image].shape  # None: any
     size = vision.image_size
     if channels is None:
         folders.check_channels(config.name, vision.channels)
     # Images of any size, or of one larger than the model's, are cropped; smaller ones are not blown up.
-    small = height is not None and width is not None and min(height, width) <= size
-    expected: Any = height if small else size
-    batches.check_size(config.name, vision, expected, channels or vision.channels)
+    small = None not in (height, width) and min(height, width) <= size
+    batches.check_size(config.name, vision, height if small else size, channels or vision.channels)
     if (height, width) == (size, size):
         views = (augment.jitter if channels == 1 else augment.shift_and_flip, augment.as_is)
     else:
         views = (augment.random_crop(size), augment.centre_crop(size))
     # Image files stay bytes, for PIL to decode: TFDS would want OpenCV or TensorFlow.
     skip: Any = {image: tfds.decode.SkipDecoding()} if isinstance(features[image], tfds.features.Image) else None
-    sources = [prepared.Source(builder, split, skip) for split in (found.train, found.eval)]
-    return _image_data(
+    train, eval_ = (
+        Records([builders.Source(builder, data_set.splits[side], skip)], image, label, vision.channels)
+        for side in ("train", "eval")
+    )
+    return batches.ImageData(
         config,
-        Records(sources[:1], image, label, vision.channels),
-        Records(sources[1:], image, label, vision.channels),
+        train,
+        eval_,
         views=views,
         seed=seed,
+        threads=folders.decoding_threads(),
         class_names=features[label].names,
-        digest=found.digest,
+        facts={"digest": data_set.digest},
     )
 
 
-def _feature(builder: Any, found: prepared.Found, kinds: tuple[type, ...], usual: str) -> str:
+def _feature(builder: Any, data_set: DataSet, kinds: tuple[type, ...], usual: str) -> str:
     """The feature of the usual name, or else the only one of these kinds."""
     features = builder.info.features
     matching = [name for name, feature in features.items() if type(feature) in kinds]
@@ -165,30 +142,74 @@ def _feature(builder: Any, found: prepared.Found, kinds: tuple[type, ...], usual
     if len(matching) == 1:
         return matching[0]
     raise DataError(
-        f"{found.folder} has no feature {usual!r}, only {', '.join(sorted(features))}; is it the right kind of data?"
+        f"{data_set.folder} has no feature {usual!r}, only {', '.join(sorted(features))}; is it the right kind of data?"
     )
 
 
-def _image_data(
-    config: DataConfig,
-    train: Records,
-    eval_: Records,
-    *,
-    views: tuple[augment.View, augment.View],
-    seed: int,
-    class_names: list[str],
-    digest: str,
-) -> batches.ImageData:
-    return batches.ImageData(
-        train,
-        eval_,
-        train_view=views[0] if config.augment else views[1],
-        eval_view=views[1],
-        seed=seed,
-        batch_size=config.batch_size,
-        eval_batch_size=config.eval_batch_size,
-        eval_examples=config.eval_examples,
-        threads=folders.decoding_threads(),
-        class_names=class_names,
-        facts={"name": config.name, "digest": digest},
-    )
+def find(name: str, data_dir: str | None) -> DataSet:
+    """The prepared TFDS data set `name` ("c4", "c4/en", "mnist:3.0.1") in data.data_dir or the cache.
+
+    Raises:
+        DataError: it is not there, or not in array_record; the text has the command that prepares it.
+    """
+    base = cache.data_sets(data_dir)
+    dataset, _, version = name.partition(":")
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.+-]*)?", dataset):
+        raise DataError(unknown(name, base))
+    folder = base / dataset
+    if not _versions(folder) and dataset in CONFIGS:
+        folder = base / CONFIGS[dataset]
+    versions = _versions(folder)
+    if not versions:
+        configs = sorted(sub.name for sub in folder.iterdir() if _versions(sub)) if folder.is_dir() else []
+        if configs:
+            raise DataError(f"{folder} has several configurations; write data.name as {dataset}/{configs[0]}")
+        if dataset.split("/")[0] not in known():
+            raise DataError(unknown(name, base))
+        where = f" --data-dir {data_dir}" if data_dir else ""
+        command = f"python -m mupax.train.data prepare {name}{where}"
+        raise DataError(f"{name} is not prepared in {base}; run `{command}`, or set data.data_dir")
+    if version and version not in versions:
+        raise DataError(f"{folder} has no version {version}, only {', '.join(versions)}")
+    return _described(folder / (version or versions[-1]))
+
+
+def _described(folder: Path) -> DataSet:
+    content = cache.read_json(folder / "dataset_info.json")
+    splits = [split.get("name") for split in (content or {}).get("splits", [])]
+    if content is None or not (folder / "features.json").exists():
+        raise DataError(f"{folder} has no whole dataset_info.json and features.json. {cache.prepare_again(folder)}")
+    formats = [content.get("fileFormat"), *content.get("alternativeFileFormats", [])]
+    if "array_record" not in formats:
+        raise DataError(
+            f"{folder} is in {formats[0] or 'tfrecord'}, which only TensorFlow reads; prepare it with "
+            "file_format='array_record', or convert it: "
+            f"python -m tensorflow_datasets.scripts.convert_format --dataset_dir={folder} --out_file_format=array_record"
+        )
+    if "train" not in splits:
+        raise DataError(f"{folder} has no split train, only {', '.join(map(str, splits))}")
+    digest = cache.digest((folder / "dataset_info.json").read_bytes(), (folder / "features.json").read_bytes())
+    held_out = next((split for split in ("validation", "test") if split in splits), None)
+    train, eval_ = ("train", held_out) if held_out else ("train[:95%]", "train[95%:]")
+    return DataSet(folder, digest, {"train": train, "eval": eval_})
+
+
+def _versions(folder: Path) -> list[str]:
+    """Versions prepared in a folder, oldest first."""
+    names = [file.parent.name for file in folder.glob("*/dataset_info.json") if _VERSION.fullmatch(file.parent.name)]
+    return sorted(names, key=lambda version: tuple(map(int, version.split("."))))
+
+
+def unknown(name: str, base: Path) -> str:
+    """What to say of a name that is no data set's."""
+    names = [*SOURCES, *known(), *(sub.name for sub in base.glob("*") if sub.is_dir())]
+    near = difflib.get_close_matches(name, list(dict.fromkeys(names)), n=3)  # a prepared one is there twice
+    hint = f"did you mean {', '.join(near)}?" if near else f"write one of {', '.join(SOURCES)} or a TFDS name"
+    return f"no data is named {name!r}; {hint}"
+
+
+def known() -> list[str]:
+    """Names of the data sets that TFDS can prepare."""
+    import tensorflow_datasets as tfds
+
+    return [*tfds.list_builders(with_community_datasets=False), *_NOT_LISTED]

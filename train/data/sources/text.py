@@ -58,10 +58,10 @@ def python_corpus(config: DataConfig, model: ModelConfig, seed: int, note: cache
     content = corpus.content_digest(files)
 
     def documents() -> Documents:
-        from mupax.train.data.records import tfds
+        from mupax.train.data.records import builders
 
-        builder = tfds.embedded("PythonCorpus", config.data_dir, note, config=content)
-        return {side: Records(tfds.Source(builder, side), "text") for side in packing.SIDES}
+        builder = builders.embedded(builders.PythonCorpus, config.data_dir, note, config=content)
+        return {side: Records(builders.Source(builder, side), "text") for side in packing.SIDES}
 
     facts = {"python": platform.python_version(), "files": len(files), "text_digest": content}
     return open_text(config, model, seed, note, f"python_corpus-{content}", documents, facts)
@@ -121,15 +121,12 @@ def open_text(
     sides = packing.prepared(key, documents, encoder, note)
     digest = cache.digest(encoder.key, *(sides[side].digest for side in packing.SIDES))
     return TokenData(
-        config.name,
+        config,
         sides["train"],
         sides["eval"],
         encoder,
         seq_len=model.seq_len,
         seed=seed,
-        batch_size=config.batch_size,
-        eval_batch_size=config.eval_batch_size,
-        eval_examples=config.eval_examples,
         facts={"digest": digest, **facts},
     )
 

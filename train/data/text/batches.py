@@ -10,28 +10,27 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mupax.train.data import order
 from mupax.train.data.interface import ALL_ROWS, Batch, Data, DataError, Reference
 from mupax.train.data.text.packing import Packed
 from mupax.train.data.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    import numpy as np
+    from mupax.train.config.sections import DataConfig
 
 
 class TokenData(Data):
     """Windows of a packed corpus.
 
     Args:
-        name: data.name, for messages.
+        config: sizes of batches.
         train: packed training text of N tokens; an epoch is (N - T) // T windows.
         eval_: packed evaluation text.
         tokenizer: made the tokens.
         seq_len: T, tokens predicted per window.
         seed: seed of the order and of the offsets.
-        batch_size: windows per batch.
-        eval_batch_size: windows per evaluation batch; batch_size unless given.
-        eval_examples: use the first so many evaluation windows.
         facts: more to record about the corpus.
 
     Raises:
@@ -42,28 +41,25 @@ class TokenData(Data):
 
     def __init__(
         self,
-        name: str,
+        config: DataConfig,
         train: Packed,
         eval_: Packed,
         tokenizer: Tokenizer,
         *,
         seq_len: int,
         seed: int,
-        batch_size: int,
-        eval_batch_size: int | None = None,
-        eval_examples: int | None = None,
         facts: dict[str, Any],
     ) -> None:
         for side, packed, least in (("training", train, 2 * seq_len), ("evaluation", eval_, 2)):
             if len(packed.tokens) < least:
                 raise DataError(
-                    f"the {side} text of {name} has {len(packed.tokens):,} tokens; sequences of {seq_len} need at "
+                    f"the {side} text of {config.name} has {len(packed.tokens):,} tokens; sequences of {seq_len} need at "
                     f"least {least:,}. Give more text (or more files: they are split by file), or a smaller model.seq_len"
                 )
         windows = -(-(len(eval_.tokens) - 1) // seq_len)
         super().__init__(
+            config,
             facts={
-                "name": name,
                 **facts,
                 "tokenizer": tokenizer.key,
                 "train_tokens": len(train.tokens),
@@ -72,9 +68,7 @@ class TokenData(Data):
                 "eval_bytes": eval_.text_bytes,
             },
             train_size=(len(train.tokens) - seq_len) // seq_len,
-            eval_size=min(windows, eval_examples or windows),
-            batch_size=batch_size,
-            eval_batch_size=eval_batch_size,
+            eval_size=windows,
             bytes_per_token=eval_.text_bytes / len(eval_.tokens),
         )
         self._train, self._eval, self.tokenizer = train.tokens, eval_.tokens, tokenizer
@@ -83,8 +77,6 @@ class TokenData(Data):
         self._eval_shuffle = order.Shuffle(windows, 0, order.EVALUATION)
 
     def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
-        import numpy as np
-
         epochs, windows = self._shuffle(order.batch_indices(k, self.batch_size, rows))
         starts = [self._offset(int(e)) + w * self._seq_len for e, w in zip(epochs, windows, strict=True)]
         tokens = np.empty((len(starts), self._seq_len + 1), np.int32)
@@ -93,8 +85,6 @@ class TokenData(Data):
         return _batch(tokens, np.ones((len(starts), self._seq_len), np.float32))
 
     def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
-        import numpy as np
-
         indices = order.batch_indices(j, self.eval_batch_size, rows)
         tokens = np.zeros((len(indices), self._seq_len + 1), np.int32)
         weights = np.zeros((len(indices), self._seq_len), np.float32)
@@ -107,8 +97,6 @@ class TokenData(Data):
 
     def eval_targets(self) -> np.ndarray:
         """Which tokens of the evaluation text are predicted, bool [eval_tokens]: all but the first, if all are used."""
-        import numpy as np
-
         mask = np.zeros(len(self._eval), bool)
         for window in self._eval_shuffle(range(self.eval_size))[1]:
             mask[window * self._seq_len + 1 : (window + 1) * self._seq_len + 1] = True

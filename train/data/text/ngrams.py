@@ -9,13 +9,11 @@ a context h, t(h) the number of different bytes seen after it, and h' the contex
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from mupax.train.data import cache
 from mupax.train.data.interface import Reference
-
-if TYPE_CHECKING:
-    import numpy as np
 
 _NAMES = {3: "byte trigram", 4: "byte 4-gram"}
 _MOST_BYTES = 1 << 25
@@ -31,7 +29,6 @@ def references(train: np.ndarray, eval_: np.ndarray, targets: np.ndarray, digest
         targets: the bytes of `eval_` that are predicted, bool [M] (16 MB of them, evenly spread, if there are more).
         digest: of the data, to name the cached result.
     """
-    import numpy as np
 
     def compute() -> dict[str, float]:
         positions = np.flatnonzero(targets)
@@ -56,8 +53,6 @@ def nats_per_byte(train: np.ndarray, text: np.ndarray, positions: np.ndarray, or
     Returns:
         float64 [P] per order.
     """
-    import numpy as np
-
     if not 1 <= order <= 4:
         raise ValueError(f"order {order}: a 32-bit key holds 1 to 4 bytes")
     p = np.full(len(positions), 1 / 256)
@@ -81,8 +76,6 @@ def nats_per_byte(train: np.ndarray, text: np.ndarray, positions: np.ndarray, or
 
 def _keys(text: np.ndarray, positions: np.ndarray, n: int) -> np.ndarray:
     """The n bytes of `text` that end at each position, as one uint32 [P]."""
-    import numpy as np
-
     keys = np.zeros(len(positions), np.uint32)
     for i in range(n):
         keys = (keys << np.uint32(8)) | text[positions - (n - 1 - i)]
@@ -95,7 +88,5 @@ def _context(keys: np.ndarray, n: int) -> np.ndarray:
 
 def _lookup(known: np.ndarray, values: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """values where keys are among the sorted known ones, else 0."""
-    import numpy as np
-
     at = np.minimum(np.searchsorted(known, keys), len(known) - 1)
     return np.where(known[at] == keys, values[at], 0)

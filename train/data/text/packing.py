@@ -15,14 +15,13 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard
+
+import numpy as np
 
 from mupax.train.data import cache
 from mupax.train.data.interface import DataError
 from mupax.train.data.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    import numpy as np
 
 SIDES = ("train", "eval")
 _FORMAT = 1
@@ -75,8 +74,6 @@ def pack(documents: Mapping[str, Sequence[Document]], tokenizer: Tokenizer, fold
 def _pack_side(
     documents: Sequence[Document], side: str, tokenizer: Tokenizer, folder: Path, note: cache.Note
 ) -> dict[str, Any]:
-    import numpy as np
-
     dtype, path, state = _dtype(tokenizer.vocab_size), folder / f"{side}.bin", folder / f"{side}.json"
     start = {**_NOTHING, "dtype": dtype}
     done = _vouched(cache.read_json(state), path, start)
@@ -113,8 +110,6 @@ def _pack_side(
 
 def _vouched(state: dict[str, Any] | None, path: Path, start: dict[str, Any]) -> dict[str, Any]:
     """The progress to go on from: the saved one if the file holds all it says, else the start."""
-    import numpy as np
-
     if not _whole(state) or state["dtype"] != start["dtype"] or not path.exists():
         return start
     return state if path.stat().st_size >= state["tokens"] * np.dtype(start["dtype"]).itemsize else start
@@ -142,8 +137,6 @@ def open_packed(folder: Path, tokenizer: Tokenizer) -> tuple[dict[str, Packed] |
 
     Sizes are always checked, contents where that takes no time.
     """
-    import numpy as np
-
     path = folder / "manifest.json"
     if not path.exists():
         return None, ""

@@ -9,12 +9,11 @@ import dataclasses
 import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+import numpy as np
 
 from mupax.train.data.interface import DataError
-
-if TYPE_CHECKING:
-    import numpy as np
 
 _SEPARATOR = "<|endoftext|>"
 _SEPARATORS = (_SEPARATOR, "</s>", "<eos>", "[SEP]")
@@ -56,8 +55,6 @@ class Bytes:
     separator: int = 0
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        import numpy as np
-
         return [np.frombuffer(text, np.uint8).astype(np.int32) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -95,8 +92,6 @@ class Subwords:
         self.separator = found[0]
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        import numpy as np
-
         # The library spreads a batch over the cores.
         found = self._library.encode_batch_fast([_decoded(text) for text in texts], add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in found]

@@ -22,7 +22,7 @@ from mupax.train.config.run import DataConfig
 from mupax.train.data.__main__ import main
 from mupax.train.data.images import batches
 from mupax.train.data.records import builders
-from mupax.train.data.records import tfds as prepared
+from mupax.train.data.sources import published
 from mupax.train.data.text.batches import TokenData
 from mupax.zoo import configs
 from mupax.zoo.configs import DecoderConfig, ModelConfig, ViTConfig
@@ -304,4 +304,4 @@ def test_command_without_a_network(
 
 
 def test_names_of_tfds_are_known() -> None:
-    assert {"c4", "imagenet2012", "mnist"} <= set(prepared.known())
+    assert {"c4", "imagenet2012", "mnist"} <= set(published.known())

@@ -11,8 +11,7 @@ import pytest
 from mupax.train import data
 from mupax.train.config.recipes.laptop import vit_endless
 from mupax.train.config.run import DataConfig
-from mupax.train.data.records import shapes
-from mupax.train.data.sources import shapes as endless
+from mupax.train.data.sources import shapes
 from mupax.zoo import configs
 from mupax.zoo.configs import ModelConfig
 
@@ -123,16 +122,6 @@ def test_evaluation_images_are_the_same_for_every_seed_and_counted_once() -> Non
     assert first.class_names == shapes.CLASSES
 
 
-def test_records_are_those_of_a_data_source() -> None:
-    source = shapes.Shapes(seed=2, length=100)
-    assert len(source) == 100
-    records = source.__getitems__([4, 9])
-    assert np.array_equal(records[1]["image"], source[9]["image"])
-    assert records[1]["label"] == source[9]["label"]
-    with pytest.raises(IndexError, match="image 100 of 100"):
-        source[100]
-
-
 def test_a_model_that_does_not_fit_is_refused() -> None:
     for change, message in (
         ({"image_size": 16}, r"32 x 32 pixels with 3 channels.*--model\.image-size 32 --model\.channels 3"),
@@ -147,7 +136,7 @@ def test_a_model_that_does_not_fit_is_refused() -> None:
 
 def test_the_linear_model_is_fitted_to_training_images(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MUPAX_DATA", str(tmp_path))
-    monkeypatch.setattr(endless, "LINEAR_IMAGES", 200)
+    monkeypatch.setattr(shapes, "LINEAR_IMAGES", 200)
     (reference,) = load(eval_examples=50).references()
     assert reference.unit == "accuracy"
     assert 0 <= reference.value < 0.4

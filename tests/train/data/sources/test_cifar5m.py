@@ -13,7 +13,7 @@ import pytest
 from mupax.train import data
 from mupax.train.config.run import DataConfig
 from mupax.train.data.__main__ import main
-from mupax.train.data.records import cifar5m
+from mupax.train.data.sources import cifar5m
 from mupax.zoo import configs
 from mupax.zoo.configs import ModelConfig, ViTConfig
 
