@@ -36,7 +36,7 @@ COMMANDS = {
     "grow": ("reuse.grow.command", "make a larger model of a checkpoint, with the same function"),
     "eval": ("run.eval_command", "loss and accuracy of any checkpoint, on its data or on other data"),
     "generate": ("reuse.generate.command", "text from any checkpoint of a language model"),
-    "convert": ("reuse.forms_command", "carry a run's checkpoint into another form of its preset"),
+    "convert": ("reuse.forms", "carry a run's checkpoint into another form of its preset"),
 }
 """First words that are not recipes: the module of each under `mupax.train`, whose `main` runs it, and what it does."""
 

@@ -30,7 +30,7 @@ from mupax.train.config.run import (
     PresetConfig,
 )
 from mupax.train.core.program import assemble
-from mupax.train.reuse import source
+from mupax.train.reuse import runs
 from mupax.train.run import loop
 from mupax.train.studies.check import check
 from mupax.train.studies.check import models as check_models
@@ -136,7 +136,7 @@ def test_it_trains_is_saved_and_goes_on_bitwise(tmp_path: Path) -> None:
     states = []
     for folder in (whole, part):
         found = saved_run.find(folder)
-        states.append(source.whole_state(folder / "checkpoints" / "5", found.config))
+        states.append(runs.whole_state(folder / "checkpoints" / "5", runs.on_one_device(found.config)))
     assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
     for one, other in zip(*map(jax.tree.leaves, states), strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))

@@ -25,6 +25,19 @@ class Trained(NamedTuple):
     step: int
     weights: Literal["params", "ema"]
 
+    def verified(self) -> Path:
+        """The folder of the step; raises WorkdirError where a file in it is not as it was written."""
+        from mupax.train.checkpoints import manifest
+
+        folder = self.workdir / CHECKPOINTS / str(self.step)
+        try:
+            manifest.verified(folder)
+        except manifest.DamagedError as error:
+            raise WorkdirError(
+                f"checkpoint {self.step} of {self.workdir} is damaged: {error}; give another with --step or as {folder.parent}/STEP"
+            ) from error
+        return folder
+
     def params(self, abstract: Any) -> Arrays:
         """The weights, each array restored straight into its sharding.
 
@@ -37,15 +50,7 @@ class Trained(NamedTuple):
         import jax
         from orbax.checkpoint import v1 as ocp
 
-        from mupax.train.checkpoints import manifest
-
-        folder = self.workdir / CHECKPOINTS / str(self.step)
-        try:
-            manifest.verified(folder)
-        except manifest.DamagedError as error:
-            raise WorkdirError(
-                f"checkpoint {self.step} of {self.workdir} is damaged: {error}; give another with --step or as {folder.parent}/STEP"
-            ) from error
+        folder = self.verified()
         stored: Any = ocp.metadata(str(folder)).metadata
         wanted = getattr(abstract, self.weights)
         shapes = {name: leaf.shape for name, leaf in stored[self.weights].items()}

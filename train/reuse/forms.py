@@ -1,21 +1,71 @@
-"""Convert a training state from one form of a preset to another: the same model, the same next step, other numbers.
+"""`python -m train convert WORKDIR --form FORM --out WORKDIR`: a training state from one form of a preset to another.
 
-A multiplier theta times larger has weight / theta, first moment or momentum * theta, second moment * theta^2
-(the abc symmetry, Tensor Programs IV; moments derived from it).
+The same model, the same next step, other numbers: a multiplier theta times larger has weight / theta, first moment or
+momentum * theta, second moment * theta^2 (the abc symmetry, Tensor Programs IV; moments derived from it).
 """
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
-import numpy as np
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from mupax.presets import Preset, PresetError
-from mupax.train.core.factors import Numbers, resolve
-from mupax.train.core.state import TrainState
-from mupax.train.reuse import transplant
-from mupax.train.reuse.transplant import Move
-from mupax.zoo.definition import Arrays, Definition
+from tyro import conf
+
+from mupax import command_line
+from mupax.presets import Form, Preset, PresetError
+
+if TYPE_CHECKING:
+    from mupax.train.core.factors import Numbers
+    from mupax.train.core.state import TrainState
+    from mupax.zoo.definition import Definition
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Convert:
+    """A run's checkpoint in another form of its preset.
+
+    The same training goes on from there with other numbers: weights and moments move by the abc symmetry
+    (`mupax.train.reuse.forms`). Continue with the flags of the run, `--preset.form FORM --workdir OUT --resume`. The old run
+    is left as it is.
+    """
+
+    workdir: Annotated[conf.Positional[Path], conf.arg(metavar="WORKDIR")]
+    """Folder of the run, whose newest checkpoint is meant, or WORKDIR/checkpoints/STEP."""
+    form: Form
+    """Where multipliers shall sit."""
+    out: Annotated[Path, conf.arg(metavar="WORKDIR")]
+    """Folder of the run to come, new or empty."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Converts; 0 when done.
+
+    Raises:
+        UsageError, WorkdirError, WeightsError: wrong flags, no run there, or a folder that is not empty.
+    """
+    args = command_line.parse(Convert, "python -m train convert", argv)
+    from mupax.train.checkpoints import saved_run
+    from mupax.train.reuse import runs
+    from mupax.train.reuse.huggingface.files import check_free
+
+    check_free(args.out)
+    run = saved_run.find(args.workdir)
+    before = run.config
+    form = dataclasses.replace(before.preset, form=args.form)
+    after = dataclasses.replace(before, preset=form, workdir=str(args.out))
+    one, other = (runs.on_one_device(config) for config in (before, after))
+    state = runs.whole_state(run.verified(), one)
+    state = convert(state, one.definition, one.preset, other.preset, before.optimizer.name)
+    step = runs.write(args.out, after, other.preset.describe(), state, run.facts)
+    print(f"step {step} of {args.workdir} ({one.preset.describe()}) is in {args.out} as {args.form}")
+    if before.optimizer.clip_norm is not None:
+        print(
+            "note: the run clips gradients by their norm, and that is another in this form; where it clips, training differs"
+        )
+    print(f"continue with the run's flags and --preset.form {args.form} --workdir {args.out} --resume")
+    return 0
 
 
 def convert(
@@ -33,18 +83,19 @@ def convert(
     Raises:
         PresetError: the two differ in more than their form; the text names a parameter and a column.
     """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from mupax.train.reuse import transplant
+    from mupax.train.reuse.transplant import Move
+
     thetas = theta(definition, before, after, optimizer)
     moves = {
         name: Move(source=name, along=tuple(map(transplant.same, w.shape)), scale=1 / np.asarray(thetas[name], float))
         for name, w in state.params.items()
     }
-
-    def moved(weights: Arrays) -> Arrays:
-        return transplant.parameters(moves, weights, {}, list(weights))
-
-    moments = transplant.optimizer_state(moves, state.opt_state, state.opt_state, optimizer)
-    average = None if state.ema is None else moved(state.ema)
-    converted = state._replace(params=moved(state.params), opt_state=moments, ema=average)
+    converted = transplant.state(moves, state, {}, state.opt_state, optimizer)
     return jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), converted, state)
 
 
@@ -54,6 +105,8 @@ def theta(definition: Definition, before: Preset, after: Preset, optimizer: str 
     Raises:
         PresetError: the change is not the symmetry.
     """
+    from mupax.train.core.factors import resolve
+
     one, other = (resolve(preset, definition, optimizer) for preset in (before, after))
     thetas = {name: other.multiplier[name] / one.multiplier[name] for name in definition.specs}
     family = before.family(optimizer)

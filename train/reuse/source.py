@@ -6,12 +6,11 @@ be made from. Nothing that is read is executed.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from mupax.train.checkpoints import saved_run
 from mupax.train.checkpoints.workdir import CHECKPOINTS, RECORD
 from mupax.train.config.preset import preset_for
 from mupax.train.config.record import from_json, model_from_json
-from mupax.train.config.run import Config, MeshConfig
+from mupax.train.config.run import Config
 from mupax.train.core.factors import Factors, resolve
 from mupax.train.reuse import plain
 from mupax.zoo import flops
@@ -31,9 +30,6 @@ from mupax.zoo.huggingface import config as huggingface
 from mupax.zoo.huggingface import weights
 from mupax.zoo.huggingface.tensorfile import Tensors
 from mupax.zoo.huggingface.weights import Params
-
-if TYPE_CHECKING:
-    from mupax.train.core.state import TrainState
 
 MODEL = "model.json"
 """Beside imported weights: the model, the preset whose form they are in, and what folds them."""
@@ -162,34 +158,6 @@ def _imported(path: Path, record: Mapping[str, Any]) -> Source:
     _check_shapes(path, files.shapes, definition(model), MODEL)
     by = _scales(preset, files)
     return Source(model, {name: files.read(name) for name in files.shapes}, by, dict(preset), [])  # pyright: ignore
-
-
-def whole_state(path: Path, config: Config) -> TrainState:
-    """The whole training state of a run's step, on one device of this process.
-
-    Args:
-        path: workdir/checkpoints/STEP.
-        config: of the run, as it recorded it.
-
-    Raises:
-        WeightsError: the checkpoint holds another state than the config says.
-    """
-    import jax
-    from orbax.checkpoint import v1 as ocp
-
-    from mupax.train.core.program import assemble
-    from mupax.train.core.state import TrainState
-
-    # One device serves any run: restoring places the arrays anew.
-    abstract = assemble(dataclasses.replace(config, mesh=MeshConfig(data=1)), jax.local_devices()[:1]).abstract.arrays()
-    stored: Any = ocp.metadata(str(path.absolute())).metadata
-    shapes, wanted = (
-        [(jax.tree_util.keystr(at), leaf.shape) for at, leaf in jax.tree.leaves_with_path(tree)]
-        for tree in (stored, abstract)
-    )
-    if [shape for _, shape in shapes] != [shape for _, shape in wanted]:
-        raise WeightsError(f"{path}: the checkpoint holds another state than {RECORD} says")
-    return TrainState(**ocp.load(str(path.absolute()), abstract))
 
 
 def _without_ema(path: Path, part: str) -> Path:

@@ -18,6 +18,7 @@ import optax
 from mupax.errors import MupaxError
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.run import OptimizerConfig
+from mupax.train.core.state import TrainState
 from mupax.train.reuse import plain
 from mupax.zoo.families import ModelConfig
 from mupax.zoo.huggingface.weights import Params
@@ -49,21 +50,27 @@ class Move:
 
     def weights(self, old: Any, fresh: np.ndarray | None) -> np.ndarray:
         """The new parameter: what comes from the old one, and the fresh numbers elsewhere (None: all comes from it)."""
-        prepared = self.prepared(_float32(old))
-        moved = plain.times(_taken(prepared.T if self.transposed else prepared, self.along), self.scale)
+        moved = plain.times(self._taken(self.prepared(_float32(old)), self.along), self.scale)
         return moved if fresh is None else np.where(self.transplanted(), moved, _float32(fresh))
 
-    def transplanted(self) -> Any:
+    def transplanted(self, along: tuple[Index, ...] | None = None) -> Any:
         """Whether an entry comes from the source, bool, broadcasting against the new parameter."""
-        return functools.reduce(np.logical_and, sides(self.along), np.True_)
+        return functools.reduce(np.logical_and, sides(along or self.along), np.True_)
 
     def moment(self, old: Any, power: int) -> np.ndarray:
         """A moment of gradients to some power; 0 where entries are new (see `overshoot`)."""
-        along = self.along if self.moments_along is None else self.moments_along
-        moments = _float32(old)
-        taken = _taken(moments.T if self.transposed else moments, along)
+        along = self.moments_along or self.along
+        taken = np.where(self.transplanted(along), self._taken(_float32(old), along), np.float32(0))
         # Gradients of copies add up to that of the original; of squares the sum stays too, as for independent ones.
         return plain.times(taken / self.copies if self.copies > 1 else taken, self.scale**-power)
+
+    def _taken(self, array: np.ndarray, along: tuple[Index, ...]) -> np.ndarray:
+        """The entries along every axis; any, where there is none."""
+        array = array.T if self.transposed else array
+        for axis, index in enumerate(along):
+            if not np.array_equal(index, same(array.shape[axis])):
+                array = np.take(array, np.maximum(index, 0), axis)
+        return array
 
     @property
     def times(self) -> str:
@@ -123,18 +130,24 @@ def resized(position_TD: np.ndarray, before: ModelConfig, after: ModelConfig) ->
     return np.concatenate([class_row, grid_GGD.reshape(-1, grid_GGD.shape[-1])]).astype(np.float32)
 
 
-def parameters(moves: Mapping[str, Move], old: Mapping[str, Any], fresh: Params, names: list[str]) -> Params:
+def state(moves: Mapping[str, Move], old: TrainState, fresh: Params, opt_state: Any, optimizer: str) -> TrainState:
+    """The whole state of a run as another's; arguments and errors as of `parameters` and `optimizer_state`."""
+    params, average = (None if w is None else parameters(moves, w, fresh) for w in (old.params, old.ema))
+    moments = optimizer_state(moves, old.opt_state, opt_state, optimizer)
+    return old._replace(params=params, opt_state=moments, ema=average)
+
+
+def parameters(moves: Mapping[str, Move], old: Mapping[str, Any], fresh: Params) -> Params:
     """Every new parameter, float32.
 
     Args:
         moves: by new name.
         old: the source's parameters.
         fresh: initial ones, for those without a move and for new entries.
-        names: of the new parameters.
     """
     return {
         name: moves[name].weights(old[moves[name].source], fresh.get(name)) if name in moves else _float32(fresh[name])
-        for name in names
+        for name in {**moves, **fresh}
     }
 
 
@@ -191,15 +204,12 @@ def optimizer_state(moves: Mapping[str, Move], old: Any, new: Any, optimizer: st
     if powers := powers_of(new, optimizer):
         moved = {
             field: {
-                name: leaf
-                if isinstance(leaf, optax.MaskedNode)
-                else _moment(moves.get(name), getattr(old, field), powers[field], leaf)
+                name: _moment(moves.get(name), getattr(old, field), power, leaf)
                 for name, leaf in getattr(new, field).items()
             }
-            for field in powers
+            for field, power in powers.items()
         }
-        rest = {field: getattr(old, field) for field in new._fields if field not in powers}
-        return new._replace(**rest, **moved)
+        return old._replace(**moved)
     if isinstance(new, tuple):
         if len(old) != len(new):
             raise TransplantError(
@@ -210,21 +220,13 @@ def optimizer_state(moves: Mapping[str, Move], old: Any, new: Any, optimizer: st
     return old
 
 
-def _moment(move: Move | None, old: Mapping[str, Any], power: int, leaf: Any) -> np.ndarray:
+def _moment(move: Move | None, old: Mapping[str, Any], power: int, leaf: Any) -> Any:
+    if isinstance(leaf, optax.MaskedNode):
+        return leaf
     there = None if move is None else old.get(move.source)
     if move is None or there is None or isinstance(there, optax.MaskedNode):
         return np.zeros(leaf.shape, np.float32)
     return move.moment(there, power)
-
-
-def _taken(array: np.ndarray, along: tuple[Index, ...]) -> np.ndarray:
-    """The entries along every axis; 0 where there is none."""
-    for axis, index in enumerate(along):
-        if not np.array_equal(index, same(array.shape[axis])):
-            array = np.take(array, np.maximum(index, 0), axis)
-    if all((index >= 0).all() for index in along):
-        return array
-    return np.where(functools.reduce(np.logical_and, sides(along)), array, np.float32(0))
 
 
 def _float32(array: Any) -> np.ndarray:

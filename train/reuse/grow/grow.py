@@ -29,7 +29,7 @@ from mupax.presets import ParamSpec, Role
 from mupax.train.reuse import transplant
 from mupax.train.reuse.grow import axes as grow_axes
 from mupax.train.reuse.grow.axes import GROWN
-from mupax.train.reuse.start.plan import Row, Side, check_unmovable, role_of
+from mupax.train.reuse.start.plan import Plan, Row, Side, check_unmovable, role_of
 from mupax.train.reuse.transplant import Move
 from mupax.zoo.huggingface.weights import Params
 from mupax.zoo.transformer import TransformerConfig, transformer
@@ -40,19 +40,13 @@ READS = (Role.QUERY, Role.KEY, Role.VALUE, Role.MLP_IN, Role.READOUT)
 
 
 @dataclasses.dataclass(frozen=True)
-class Growth:
+class Growth(Plan):
     """How every parameter of the larger model comes from the smaller one's."""
 
-    moves: dict[str, Move]
-    rows: list[Row]
     notes: list[str]
     """Why the function is not exactly the one before; empty where it is, but for rounding."""
     silent: dict[str, np.ndarray]
     """Where a new entry is zero, by name; it broadcasts against the parameter."""
-
-    def fresh(self) -> set[str]:
-        """Parameters with new entries."""
-        return {name for name, move in self.moves.items() if not np.all(move.transplanted())}
 
     def silenced(self, fresh: Params) -> Params:
         """Initial parameters with what writes for new units at zero."""

@@ -18,7 +18,7 @@ from mupax.train.core import state
 from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
 from mupax.train.parallel.processes import Processes
-from mupax.train.reuse import plain, transplant
+from mupax.train.reuse import plain, runs, transplant
 from mupax.train.reuse import source as pretrained
 from mupax.train.reuse.source import Source
 from mupax.train.reuse.start.plan import InitError, Row, Side, plan
@@ -55,8 +55,8 @@ def settled(config: Config, folder: Path, held: bool, processes: Processes) -> C
     return dataclasses.replace(config, init=dataclasses.replace(asked, init_from=path))
 
 
-def prepare(program: Program) -> Start | None:
-    """Read the source and fit it to the run; None where the run has none. Nothing is written or put on devices.
+def prepare(program: Program) -> Start:
+    """Read the source of a run that has one, and fit it to the run. Nothing is written or put on devices.
 
     Raises:
         InitError, TransplantError: it does not fit; the text says what differs and which flags name it.
@@ -64,31 +64,27 @@ def prepare(program: Program) -> Start | None:
     """
     config = program.config
     asked = config.init
-    if asked.init_from is None:
-        return None
+    assert asked.init_from is not None
     try:
         source = pretrained.read(Path(asked.init_from), part="ema" if asked.init_ema else "params")
         there = Side(source.model, definition(source.model), source.scales, source.logits)
-        here = Side.of(config.model, program.definition, program.run.factors)
-        planned = plan(there, here, asked)
+        planned = plan(there, Side.of(program), asked)
     except (InitError, plain.AbsorbError) as error:
         raise InitError(f"--init-from {asked.init_from}: {error}") from error
     fresh = state.fresh_params(program.definition, config.seed, program.stds, planned.fresh())
-    params = transplant.parameters(planned.moves, source.stored, fresh, list(program.definition.specs))
+    params = transplant.parameters(planned.moves, source.stored, fresh)
     moments, notes = None, [*source.notes, *_notes(source, config)]
     if asked.init_optimizer:
         if source.run is None:
             raise InitError(f"--init-optimizer: {asked.init_from} holds no optimizer state, only weights; leave it out")
-        old = pretrained.whole_state(Path(asked.init_from), source.run[0]).opt_state
+        old = runs.whole_state(Path(asked.init_from), runs.on_one_device(source.run[0])).opt_state
         moments = transplant.optimizer_state(planned.moves, old, program.abstract.opt_state, config.optimizer.name)
         notes += transplant.overshoot_notes(config.optimizer) if planned.fresh() else []
     return Start(asked.init_from, params, moments, planned.rows, notes)
 
 
-def initial_state(program: Program, start: Start | None) -> TrainState:
-    """The state at step 0, every array in its type and on its devices: fresh, or what `prepare` found."""
-    if start is None:
-        return program.initial_state()
+def initial_state(program: Program, start: Start) -> TrainState:
+    """The state at step 0, every array in its type and on its devices."""
     abstract = program.abstract
     params = {name: placed(start.params[name], leaf) for name, leaf in abstract.params.items()}
     state = program.initializer.started(params)

@@ -17,7 +17,7 @@ from mupax.errors import MupaxError
 from mupax.presets import ParamSpec
 from mupax.train.config.patterns import chosen
 from mupax.train.config.run import InitConfig
-from mupax.train.core.factors import Factors
+from mupax.train.core.program import Program
 from mupax.train.reuse import plain, transplant
 from mupax.train.reuse.transplant import Move
 from mupax.zoo.definition import Definition
@@ -62,15 +62,10 @@ class Side:
     """What it takes the attention logits times: a number, or one per layer."""
 
     @classmethod
-    def of(cls, model: ModelConfig, definition: Definition, factors: Factors) -> Side:
-        """A model under a preset.
-
-        Args:
-            model: its config.
-            definition: of it.
-            factors: of the preset.
-        """
-        return cls(model, definition, plain.scales(definition, factors), plain.logits_of(definition, factors))
+    def of(cls, program: Program) -> Side:
+        """A run's model under its preset."""
+        model, factors = program.definition, program.run.factors
+        return cls(program.config.model, model, plain.scales(model, factors), plain.logits_of(model, factors))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -112,7 +112,7 @@ class Grown:
         biases = {name for name, spec in self.here.definition.specs.items() if spec.role is Role.BIAS}
         fresh = {name: w * (name not in biases) for name, w in fresh.items()}
         fresh = self.plan.silenced(fresh) if silence else fresh
-        self.new = transplant.parameters(self.plan.moves, self.old, fresh, list(self.here.definition.specs))
+        self.new = transplant.parameters(self.plan.moves, self.old, fresh)
 
     def difference(self) -> float:
         want = np.asarray(logits(self.there, self.before, self.old))

@@ -39,7 +39,7 @@ class Begun:
         self.plan: Plan = plan(self.there, self.here, asked(**words))
         self.old: Any
         self.old, self.fresh = draw(self.there, self.before), draw(self.here, self.after, seed=5)
-        self.new = transplant.parameters(self.plan.moves, self.old, self.fresh, list(self.here.definition.specs))
+        self.new = transplant.parameters(self.plan.moves, self.old, self.fresh)
 
     def action(self, name: str) -> tuple[str, str]:
         return next((row.action, row.reason) for row in self.plan.rows if row.name == name)

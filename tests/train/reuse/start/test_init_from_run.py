@@ -15,6 +15,7 @@ from mupax.train.config import cli, record
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import from_json
 from mupax.train.core.program import assemble
+from mupax.train.reuse import runs
 from mupax.train.reuse import source as pretrained
 from mupax.train.reuse.start import init_from
 from tests.train.reuse.test_source import published
@@ -33,9 +34,7 @@ def train(words: str) -> int:
 def prepared(words: str) -> init_from.Start:
     """What a run would start with."""
     config = cli.parse("lm-tiny", RECIPES["lm-tiny"], [*RUN.split()[1:], *words.split()]).config
-    start = init_from.prepare(assemble(config))
-    assert start is not None
-    return start
+    return init_from.prepare(assemble(config))
 
 
 def metrics(folder: str) -> dict[int, float]:
@@ -136,7 +135,7 @@ def test_a_run_is_grown_and_goes_on(here: Path, capsys: pytest.CaptureFixture[st
     said = next(line for line in out.splitlines() if "--resume" in line).split()
     assert said[:4] == ["python", "-m", "train", "lm-tiny"]
     assert cli.parse("lm-tiny", RECIPES["lm-tiny"], said[4:]).config == dataclasses.replace(config, resume=True)
-    state = pretrained.whole_state(here / "grown" / "checkpoints" / "4", config)
+    state = runs.whole_state(here / "grown" / "checkpoints" / "4", runs.on_one_device(config))
     assert int(state.step) == 4
     assert state.ema is not None
     np.testing.assert_array_equal(state.ema["block.mlp.down"][1], 0)

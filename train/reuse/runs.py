@@ -1,0 +1,62 @@
+"""A run made of another: its whole state on one device, and the folder of a run that goes on from a state."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+from mupax.train.checkpoints import workdir
+from mupax.train.checkpoints.checkpointer import Checkpoints
+from mupax.train.config.run import Config, MeshConfig
+from mupax.train.core.program import Program, assemble
+from mupax.train.core.state import TrainState
+from mupax.train.reuse.source import WeightsError
+
+
+def on_one_device(config: Config) -> Program:
+    """The program of a config on one device, which serves any run: restoring places the arrays anew."""
+    return assemble(dataclasses.replace(config, mesh=MeshConfig(data=1)), jax.local_devices()[:1])
+
+
+def whole_state(folder: Path, program: Program) -> TrainState:
+    """The whole training state of a run's step.
+
+    Args:
+        folder: workdir/checkpoints/STEP, whose files are whole.
+        program: of the run's config, on one device.
+
+    Raises:
+        WeightsError: the checkpoint holds another state than the config says.
+    """
+    abstract, path = program.abstract.arrays(), str(folder.absolute())
+    stored: Any = ocp.metadata(path).metadata
+    if [leaf.shape for leaf in jax.tree.leaves(stored)] != [leaf.shape for leaf in jax.tree.leaves(abstract)]:
+        raise WeightsError(f"{folder}: the checkpoint holds another state than {workdir.RECORD} says")
+    return TrainState(**ocp.load(path, abstract))
+
+
+def write(out: Path, config: Config, preset: str, state: TrainState, facts: dict[str, Any]) -> int:
+    """Write a run that goes on from a state; gives the step.
+
+    Args:
+        out: its workdir, new or empty.
+        config: of the run to come.
+        preset: its preset in words.
+        state: of it.
+        facts: of its data.
+
+    Raises:
+        WorkdirError: the checkpoint could not be saved.
+    """
+    out, step = out.absolute(), int(state.step)
+    out.mkdir(parents=True, exist_ok=True)
+    workdir.record(out, config, facts, preset, {})
+    with Checkpoints(out, config.checkpoint.keep) as checkpoints:
+        checkpoints.save(step, state, facts, last=True)
+        if failure := checkpoints.wait():
+            raise workdir.WorkdirError(failure)
+    return step
