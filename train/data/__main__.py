@@ -70,7 +70,7 @@ def _prepare_published(name: str, data_dir: str | None) -> int:
     dataset = name.partition(":")[0].partition("/")[0]
     if dataset not in published.known():
         raise DataError(published.unknown(name, base))
-    cache.folder(base=base)
+    cache.folder(base)
     import tensorflow_datasets as tfds
 
     if dataset == "c4":

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -41,48 +42,48 @@ def prepare_again(folder: Path) -> str:
     return f"Delete that folder and prepare it again (python -m mupax.train.data prepare {folder.parent.name})"
 
 
-def folder(*parts: str, base: Path | None = None) -> Path:
-    """The folder root/parts (or base/parts), made if it is not there.
+def folder(path: Path) -> Path:
+    """The path, with a folder that can be written.
 
     Raises:
         DataError: it cannot be made or written.
     """
-    path = (base or root()).joinpath(*parts)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        writable = os.access(path, os.W_OK | os.X_OK)
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "no permission")
     except OSError as error:
-        raise DataError(_not_writable(path, error.strerror or str(error))) from error
-    if not writable:
-        raise DataError(_not_writable(path, "no permission"))
+        raise DataError(
+            f"cannot write prepared data to {path}: {error.strerror}. "
+            "Set MUPAX_DATA (or data.data_dir) to a folder you can write to"
+        ) from error
     return path
 
 
-def _not_writable(path: Path, why: str) -> str:
-    return (
-        f"cannot write prepared data to {path}: {why}. Set MUPAX_DATA (or data.data_dir) to a folder you can write to"
-    )
-
-
 @contextlib.contextmanager
-def lock(path: Path, note: Note) -> Iterator[None]:
-    """Holds the lock file `path`; a second process waits for the first one, and a killed one frees it.
+def lock(base: Path, name: str, note: Note) -> Iterator[None]:
+    """Holds the lock NAME.lock of a folder; a second process waits for the first one, and a killed one frees it.
 
     This is how one process prepares while others wait, whether they belong to one run or to several. Hosts that share
     no file system share no lock, and each prepares its own copy.
 
+    Args:
+        base: folder, made if it is not there.
+        name: of what is prepared.
+        note: told that this process waits.
+
     Raises:
-        DataError: the file system has no locks.
+        DataError: the folder cannot be written, or its file system has no locks.
     """
-    with path.open("a") as file:
+    with (folder(base) / f"{name}.lock").open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            note(f"waiting for another process to prepare {path.with_suffix('').name}")
+            note(f"waiting for another process to prepare {name}")
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             raise DataError(
-                f"the file system of {path.parent} has no locks ({error.strerror}), so processes could prepare the "
+                f"the file system of {base} has no locks ({error.strerror}), so processes could prepare the "
                 "same data at once. Set MUPAX_DATA to a folder on a disk of this machine"
             ) from error
         yield
@@ -110,13 +111,12 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def remembered(name: str, compute: Callable[[], dict[str, float]]) -> dict[str, float]:
     """The numbers kept under this name in the cache, or computed now and kept, if the cache can be written."""
     path = root() / "references" / f"{name}.json"
-    found = read_json(path)
-    if found is not None and all(isinstance(value, float) for value in found.values()):
-        return found
-    found = compute()
-    with contextlib.suppress(DataError):  # one that others prepared and we may only read
-        write_json(folder("references") / path.name, found)
-    return found
+    numbers = read_json(path)
+    if numbers is None or not all(isinstance(value, float) for value in numbers.values()):
+        numbers = compute()
+        with contextlib.suppress(DataError):  # one that others prepared and we may only read
+            write_json(folder(path.parent) / path.name, numbers)
+    return numbers
 
 
 def digest(*parts: str | bytes) -> str:

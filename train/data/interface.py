@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from mupax.train.config.sections import DataConfig
+    from mupax.train.data.text.tokenizer import Tokenizer
 
 Batch = dict[str, "np.ndarray"]
 ALL_ROWS = slice(None)
@@ -70,6 +71,7 @@ class Data(abc.ABC):
         eval_size: evaluation examples that there are.
         threads: how many make batches ahead of time, each a batch.
         class_names: a name per label; None for tokens.
+        tokenizer: made the tokens; None for images.
         bytes_per_token: bytes of text per token of the evaluation text; nats per byte = nats per token / this.
     """
 
@@ -84,6 +86,7 @@ class Data(abc.ABC):
         eval_size: int,
         threads: int = 2,
         class_names: list[str] | None = None,
+        tokenizer: Tokenizer | None = None,
         bytes_per_token: float = 1.0,
     ) -> None:
         self.facts = {"name": config.name, **facts}
@@ -93,6 +96,7 @@ class Data(abc.ABC):
         self.eval_batch_size = config.eval_batch_size or config.batch_size
         self.threads = threads
         self.class_names = class_names
+        self.tokenizer = tokenizer
         self.bytes_per_token = bytes_per_token
 
     @abc.abstractmethod
@@ -120,22 +124,6 @@ class Data(abc.ABC):
     def references(self) -> list[Reference]:
         """Simple models trained on this training data, measured on these evaluation examples; cached on disk."""
         return []
-
-    def encode(self, text: str) -> np.ndarray:
-        """Token ids of a text, int32 [length].
-
-        Raises:
-            DataError: this data has no tokens.
-        """
-        raise DataError(f"data {self.facts['name']!r} has {self.kind}, not tokens: there is no text to encode")
-
-    def decode(self, ids: Any) -> str:
-        """Text of token ids (any sequence of integers); bytes that are no UTF-8 come out as U+FFFD.
-
-        Raises:
-            DataError: this data has no tokens.
-        """
-        raise DataError(f"data {self.facts['name']!r} has {self.kind}, not tokens: there is no text to decode")
 
 
 def _joined(batch: Callable[[int, slice], Batch], k: int, rows: tuple[slice, ...]) -> Batch:

@@ -111,8 +111,3 @@ def test_error_in_a_thread_reaches_the_loop() -> None:
 def test_evaluation_ends_after_the_last_example() -> None:
     data = Numbers(11, batch_size=7, seed=1, eval_batch_size=4)
     assert [batch["inputs"].tolist() for batch in data.eval_batches()] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-
-
-def test_images_have_no_text() -> None:
-    with pytest.raises(DataError, match="no text to encode"):
-        Numbers(11, batch_size=2, seed=1).encode("a")

@@ -18,7 +18,6 @@ from absl import logging
 
 from mupax.train.data import cache
 from mupax.train.data.interface import DataError
-from mupax.train.data.records import corpus
 
 
 class Source(Sequence[dict[str, Any]]):
@@ -68,6 +67,8 @@ class PythonCorpus(tfds.core.GeneratorBasedBuilder):
         return {side: self._generate_examples(side) for side in ("train", "eval")}
 
     def _generate_examples(self, side: str) -> Iterator[tuple[int, dict[str, Any]]]:
+        from mupax.train.data.records import corpus
+
         files = [(name, path) for name, path in corpus.python_files() if corpus.side(name) == side]
         for i, (name, path) in enumerate(files):
             yield i, {"path": name, "text": path.read_bytes()}
@@ -134,8 +135,7 @@ def embedded(kind: type, data_dir: str | None, note: cache.Note, *, config: str 
 
     builder, ready = opened()
     if not ready:
-        cache.folder(base=base)
-        with cache.lock(base / f"{kind.__name__}.lock", note):
+        with cache.lock(base, kind.__name__, note):
             builder, ready = opened()  # another process may have prepared it while this one waited
             if not ready:
                 note(f"preparing {builder.name} in {builder.data_path}")

@@ -21,6 +21,7 @@ from mupax.train.data import cache
 from mupax.train.data.images import augment, batches
 from mupax.train.data.interface import Data, DataError
 from mupax.train.data.sources import folders, text
+from mupax.train.data.text import packing
 from mupax.zoo.families import ModelConfig
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def tfds_data(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
 
 
 def _text(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> Data:
-    def documents() -> text.Documents:
+    def documents() -> packing.Documents:
         import tensorflow_datasets as tfds
 
         from mupax.train.data.records import builders

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,6 @@ from mupax.zoo.families import ModelConfig, TokenModel
 
 if TYPE_CHECKING:
     from mupax.train.config.run import DataConfig
-
-Documents = Mapping[str, Sequence[packing.Document]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +55,7 @@ def python_corpus(config: DataConfig, model: ModelConfig, seed: int, note: cache
     files = corpus.python_files()
     content = corpus.content_digest(files)
 
-    def documents() -> Documents:
+    def documents() -> packing.Documents:
         from mupax.train.data.records import builders
 
         builder = builders.embedded(builders.PythonCorpus, config.data_dir, note, config=content)
@@ -94,7 +92,7 @@ def open_text(
     seed: int,
     note: cache.Note,
     key: str,
-    documents: Callable[[], Documents],
+    documents: Callable[[], packing.Documents],
     facts: dict[str, Any],
 ) -> TokenData:
     """Text data from documents by side of the split, prepared if it is not in the cache.
@@ -132,7 +130,7 @@ def open_text(
 
 
 def _tokenizer(
-    name: str, key: str, vocab_size: int, documents: Callable[[], Documents], note: cache.Note
+    name: str, key: str, vocab_size: int, documents: Callable[[], packing.Documents], note: cache.Note
 ) -> tokenizer.Tokenizer:
     """bytes, bpe:SIZE (trained on the training documents, kept in the cache) or a path."""
     if name == "bytes":
@@ -144,8 +142,7 @@ def _tokenizer(
         raise DataError(f"data.tokenizer {name} and a model of {vocab_size} tokens; write --model.vocab-size {size}")
     path = cache.root() / "tokenizers" / f"bpe{size}-{key}.json"
     if not path.exists():
-        base = cache.folder("tokenizers")
-        with cache.lock(base / f"{path.stem}.lock", note):
+        with cache.lock(path.parent, path.stem, note):
             if not path.exists():
                 note(f"training a tokenizer of {size:,} tokens")
                 _train(documents()["train"], size, path)

@@ -69,9 +69,10 @@ class TokenData(Data):
             },
             train_size=(len(train.tokens) - seq_len) // seq_len,
             eval_size=windows,
+            tokenizer=tokenizer,
             bytes_per_token=eval_.text_bytes / len(eval_.tokens),
         )
-        self._train, self._eval, self.tokenizer = train.tokens, eval_.tokens, tokenizer
+        self._train, self._eval = train.tokens, eval_.tokens
         self._seq_len, self._seed = seq_len, seed
         self._shuffle = order.Shuffle(self.train_size, seed)
         self._eval_shuffle = order.Shuffle(windows, 0, order.EVALUATION)
@@ -107,17 +108,11 @@ class TokenData(Data):
         return int(order.rng(self._seed, order.WINDOWS, epoch).integers(self._seq_len))
 
     def references(self) -> list[Reference]:
-        if self.tokenizer.key != "bytes":
+        if self.facts["tokenizer"] != "bytes":
             return []
         from mupax.train.data.text import ngrams
 
         return ngrams.references(self._train, self._eval, self.eval_targets(), str(self.facts["digest"]))
-
-    def encode(self, text: str) -> np.ndarray:
-        return self.tokenizer.encode([text.encode()])[0]
-
-    def decode(self, ids: Any) -> str:
-        return self.tokenizer.decode([int(i) for i in ids])
 
 
 def _batch(tokens: np.ndarray, weights: np.ndarray) -> Batch:

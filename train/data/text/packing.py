@@ -13,7 +13,7 @@ import dataclasses
 import hashlib
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
@@ -43,6 +43,10 @@ class Document(Protocol):
         ...
 
 
+Documents = Mapping[str, Sequence[Document]]
+"""The documents of each side."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Packed:
     """One side of a packed corpus.
@@ -58,12 +62,44 @@ class Packed:
     digest: str
 
 
-def pack(documents: Mapping[str, Sequence[Document]], tokenizer: Tokenizer, folder: Path, note: cache.Note) -> None:
-    """Tokenizes both sides into `folder`; goes on where a killed pass stopped.
+def prepared(key: str, documents: Callable[[], Documents], tokenizer: Tokenizer, note: cache.Note) -> dict[str, Packed]:
+    """The packed corpus `key`, from the cache or made now.
+
+    Args:
+        key: names the corpus and its content.
+        documents: called only if it must be made; returns the documents of each side.
+        tokenizer: encodes them.
+        note: told what takes time.
 
     Raises:
-        DataError: a document cannot be read.
+        DataError: the cache cannot be written, or a document cannot be read.
     """
+    name = f"{key}-{tokenizer.key}"
+    folder = cache.root() / "packed" / name
+    opened, _ = _open(folder, tokenizer)
+    if opened is not None:
+        return opened
+    with cache.lock(folder.parent, name, note):
+        opened, wrong = _open(folder, tokenizer)
+        if opened is None:
+            if wrong:
+                note(f"{wrong}; preparing it again")
+                (folder / "manifest.json").unlink()
+            note(f"tokenizing and packing {key} in {folder}")
+            try:
+                _pack(documents(), tokenizer, cache.folder(folder), note)
+            except OSError as error:
+                raise DataError(
+                    f"cannot write {folder}: {error.strerror}. Make room (what is done is kept), or set MUPAX_DATA"
+                ) from error
+            opened, wrong = _open(folder, tokenizer)
+    if opened is None:
+        raise DataError(f"{wrong} just after it was prepared; is the disk full or shared by hosts that see it late?")
+    return opened
+
+
+def _pack(documents: Documents, tokenizer: Tokenizer, folder: Path, note: cache.Note) -> None:
+    """Tokenizes both sides into `folder`; goes on where a killed pass stopped."""
     sides = {side: _pack_side(documents[side], side, tokenizer, folder, note) for side in SIDES}
     manifest = {"format": _FORMAT, "tokenizer": tokenizer.key, "vocab_size": tokenizer.vocab_size, "sides": sides}
     cache.write_json(folder / "manifest.json", manifest)
@@ -74,12 +110,14 @@ def pack(documents: Mapping[str, Sequence[Document]], tokenizer: Tokenizer, fold
 def _pack_side(
     documents: Sequence[Document], side: str, tokenizer: Tokenizer, folder: Path, note: cache.Note
 ) -> dict[str, Any]:
-    dtype, path, state = _dtype(tokenizer.vocab_size), folder / f"{side}.bin", folder / f"{side}.json"
-    start = {**_NOTHING, "dtype": dtype}
-    done = _vouched(cache.read_json(state), path, start)
+    dtype = next(dtype for dtype, bits in _DTYPES.items() if tokenizer.vocab_size <= 1 << bits)
+    path, state, itemsize = folder / f"{side}.bin", folder / f"{side}.json", np.dtype(dtype).itemsize
+    done = cache.read_json(state)
     noted = time.monotonic()
     with path.open("ab") as file:
-        file.truncate(done["tokens"] * np.dtype(dtype).itemsize)
+        if not _whole(done) or done["dtype"] != dtype or file.tell() < done["tokens"] * itemsize:
+            done = {**_NOTHING, "dtype": dtype}
+        file.truncate(done["tokens"] * itemsize)
         while done["documents"] < len(documents):
             texts, ends, first = [], [], done["documents"]
             while first < len(documents) and sum(map(len, texts)) < _STEP_BYTES:
@@ -108,13 +146,6 @@ def _pack_side(
     return done
 
 
-def _vouched(state: dict[str, Any] | None, path: Path, start: dict[str, Any]) -> dict[str, Any]:
-    """The progress to go on from: the saved one if the file holds all it says, else the start."""
-    if not _whole(state) or state["dtype"] != start["dtype"] or not path.exists():
-        return start
-    return state if path.stat().st_size >= state["tokens"] * np.dtype(start["dtype"]).itemsize else start
-
-
 def _whole(state: Any) -> TypeGuard[dict[str, Any]]:
     """Whether this is a side's progress with every field in its place."""
     return (
@@ -128,11 +159,7 @@ def _next_digest(previous: str, block: np.ndarray) -> str:
     return hashlib.sha256(previous.encode() + block.astype("<u4").tobytes()).hexdigest()
 
 
-def _dtype(vocab_size: int) -> str:
-    return next(dtype for dtype, bits in _DTYPES.items() if vocab_size <= 1 << bits)
-
-
-def open_packed(folder: Path, tokenizer: Tokenizer) -> tuple[dict[str, Packed] | None, str]:
+def _open(folder: Path, tokenizer: Tokenizer) -> tuple[dict[str, Packed] | None, str]:
     """Both sides of a packed corpus, or None and what is wrong with it ("" where it was never finished).
 
     Sizes are always checked, contents where that takes no time.
@@ -166,45 +193,3 @@ def _intact(tokens: np.ndarray, facts: dict[str, Any]) -> bool:
         digest = _next_digest(digest, tokens[start : start + count])
         start += count
     return digest == facts["digest"]
-
-
-def prepared(
-    key: str,
-    documents: Any,
-    tokenizer: Tokenizer,
-    note: cache.Note,
-) -> dict[str, Packed]:
-    """The packed corpus `key`, from the cache or made now.
-
-    Args:
-        key: names the corpus and its content.
-        documents: called only if it must be made; returns the documents of each side.
-        tokenizer: encodes them.
-        note: told what takes time.
-
-    Raises:
-        DataError: the cache cannot be written, or a document cannot be read.
-    """
-    name = f"{key}-{tokenizer.key}"
-    folder = cache.root() / "packed" / name
-    opened, _ = open_packed(folder, tokenizer)
-    if opened is not None:
-        return opened
-    base = cache.folder("packed")
-    with cache.lock(base / f"{name}.lock", note):
-        opened, wrong = open_packed(folder, tokenizer)
-        if opened is None:
-            if wrong:
-                note(f"{wrong}; preparing it again")
-                (folder / "manifest.json").unlink()
-            note(f"tokenizing and packing {key} in {folder}")
-            try:
-                pack(documents(), tokenizer, cache.folder("packed", name), note)
-            except OSError as error:
-                raise DataError(
-                    f"cannot write {folder}: {error.strerror}. Make room (what is done is kept), or set MUPAX_DATA"
-                ) from error
-            opened, wrong = open_packed(folder, tokenizer)
-    if opened is None:
-        raise DataError(f"{wrong} just after it was prepared; is the disk full or shared by hosts that see it late?")
-    return opened

@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -21,48 +21,31 @@ _SMALLEST_BPE = 257
 _TRAINING_BYTES = 1 << 28
 
 
-class Tokenizer(Protocol):
-    """What packing and sampling need of a tokenizer.
+@dataclasses.dataclass(frozen=True)
+class Bytes:
+    """One token per byte.
 
     Attributes:
-        key: names the tokenizer and its content; part of the data's digest and of file names.
+        key: names a tokenizer and its content; part of the data's digest and of file names.
         vocab_size: ids are in [0, vocab_size).
         separator: id that ends every document.
     """
-
-    @property
-    def key(self) -> str: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def separator(self) -> int: ...
-
-    def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """Ids of each text, int32 [length]."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Bytes:
-    """One token per byte."""
 
     key: str = "bytes"
     vocab_size: int = 256
     separator: int = 0
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """Ids of each text, int32 [length]."""
         return [np.frombuffer(text, np.uint8).astype(np.int32) for text in texts]
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids; bytes that are no UTF-8 come out as U+FFFD."""
         return bytes(int(i) for i in ids if i != self.separator).decode("utf-8", errors="replace")
 
 
 class Subwords:
-    """A tokenizer.json of the `tokenizers` library.
+    """A tokenizer.json of the `tokenizers` library, with what `Bytes` has.
 
     Args:
         path: the file.
@@ -96,8 +79,11 @@ class Subwords:
         found = self._library.encode_batch_fast([_decoded(text) for text in texts], add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in found]
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Iterable[int]) -> str:
         return self._library.decode([int(i) for i in ids], skip_special_tokens=True)
+
+
+Tokenizer = Bytes | Subwords
 
 
 def _decoded(text: bytes) -> str:

@@ -167,7 +167,7 @@ def _tokenizer(found: Trained) -> Any:
         def note(line: str) -> None:
             print(line, file=sys.stderr)
 
-        made = data_sources.load(config.data, config.model, seed=config.data_seed, note=note).tokenizer  # pyright: ignore
+        made = data_sources.load(config.data, config.model, seed=config.data_seed, note=note).tokenizer
     known = found.facts.get("tokenizer")
     if known not in (None, made.key):
         raise DataError(

@@ -77,9 +77,10 @@ def _sample(program: Program, model: TransformerConfig, data: Data, params: Arra
     from mupax.train.reuse.generate.decode import Generator
 
     generator = Generator(program.definition, model, params, inputs, layout=program.layout)
-    prompt = data.encode(_PROMPT)
+    assert data.tokenizer is not None
+    prompt = data.tokenizer.encode([_PROMPT.encode()])[0]
     new = generator.complete(prompt, _SAMPLE_TOKENS, program.config.seed)[0]
-    return data.decode(np.concatenate([prompt, new]))
+    return data.tokenizer.decode(np.concatenate([prompt, new]))
 
 
 def _show(text: str, out: Path, console: Console) -> None:

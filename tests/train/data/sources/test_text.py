@@ -270,9 +270,10 @@ def test_fewer_evaluation_examples(tmp_path: Path) -> None:
 
 def test_bytes_come_back(tmp_path: Path) -> None:
     found = own(write(tmp_path / "t", many()))
-    assert found.decode(found.encode("naïve ∂")) == "naïve ∂"
-    assert found.encode("aé").tolist() == [97, 195, 169]
-    assert found.decode([97, 195]) == "a�"
+    assert isinstance(found.tokenizer, tokenizer.Bytes)
+    assert found.tokenizer.decode(found.tokenizer.encode(["naïve ∂".encode()])[0]) == "naïve ∂"
+    assert found.tokenizer.encode(["aé".encode()])[0].tolist() == [97, 195, 169]
+    assert found.tokenizer.decode([97, 195]) == "a�"
     assert found.bytes_per_token == 1.0
 
 
@@ -283,10 +284,12 @@ def test_bpe_trained_on_the_training_text(tmp_path: Path, cache_folder: Path) ->
     config = DataConfig(name=f"text:{path}", batch_size=2, tokenizer="bpe:300")
     found = data.load(config, model, seed=0, note=notes.append)
     assert isinstance(found, TokenData)
-    assert found.decode(found.encode("document 7 naïve ∂\n")) == "document 7 naïve ∂\n"
+    assert isinstance(found.tokenizer, tokenizer.Subwords)
+    (ids,) = found.tokenizer.encode(["document 7 naïve ∂\n".encode()])
+    assert found.tokenizer.decode(ids) == "document 7 naïve ∂\n"
     assert 1 < found.bytes_per_token < 10
     side = [content + " naïve\n" for name, content in sorted(many().items()) if corpus.side(name) == "eval"]
-    assert found.decode(np.asarray(found._eval)) == "".join(side)
+    assert found.tokenizer.decode(np.asarray(found._eval)) == "".join(side)
     assert found.facts["eval_bytes"] == sum(len(c.encode()) + 1 for c in side)
     assert found.bytes_per_token == pytest.approx(found.facts["eval_bytes"] / len(found._eval))
     assert found._eval.max() < 300
