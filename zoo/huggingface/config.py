@@ -55,7 +55,6 @@ _MLP = tuple(f"block.mlp.{name}_bias" for name in ("up", "gate", "down"))
 class Published(NamedTuple):
     """A model as its config.json describes it."""
 
-    family: Family
     model: TransformerConfig
     zeros: frozenset[str]
     """Parameters that our model has, the file does not, and that are zero there."""
@@ -86,7 +85,7 @@ def to_huggingface(model: TransformerConfig, *, dtype: str = "float32", separato
         ConfigError: the family's code cannot compute this model; the text has every reason.
     """
     family = family_of(model)
-    if reasons := _reasons(model, family):
+    if reasons := _reasons(model):
         raise ConfigError(f"transformers' {family} cannot hold this model: {'; '.join(reasons)}")
     activation = "silu" if model.gated else next(name for name, ours in ACTIVATIONS.items() if ours == model.activation)
     sizes = model.sizes()
@@ -141,13 +140,14 @@ def from_huggingface(fields: Mapping[str, Any]) -> Published:
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise ConfigError(f"config.json: model_type is {shown(kind)}; only {', '.join(ARCHITECTURES)} are read")
     published = {"gpt2": _gpt2, "llama": _llama, "vit": _vit}[kind](Fields(fields))
-    if reasons := _reasons(published.model, published.family):
+    if reasons := _reasons(published.model):
         raise ConfigError(f"config.json: {'; '.join(reasons)}")
     return published
 
 
-def _reasons(model: TransformerConfig, family: Family) -> list[str]:
-    """Why the family's code would compute another function; empty where it would not."""
+def _reasons(model: TransformerConfig) -> list[str]:
+    """Why the code of the model's family would compute another function; empty where it would not."""
+    family = family_of(model)
     width, heads, kv_heads, size = model.width, model.num_heads, model.kv_heads, model.heads_dim
     refused = {
         "model.centered trains the difference of two networks, and a file holds one": model.centered,
@@ -190,7 +190,7 @@ def _gpt2(read: Fields) -> Published:
         seq_len=read.read("n_positions", 1024),
         tied=read.read("tie_word_embeddings", True),
     )
-    return Published("gpt2", model, frozenset())
+    return Published(model, frozenset())
 
 
 def _llama(read: Fields) -> Published:
@@ -214,7 +214,7 @@ def _llama(read: Fields) -> Published:
         tied=read.read("tie_word_embeddings", False),
     )
     zeros = () if attention == mlp else _MLP if attention else _ATTENTION
-    return Published("llama", model, frozenset(zeros))
+    return Published(model, frozenset(zeros))
 
 
 def _vit(read: Fields) -> Published:
@@ -228,7 +228,7 @@ def _vit(read: Fields) -> Published:
         num_classes=len(labels) if isinstance(labels, dict) and labels else read.read("num_labels", 2),
         pool="cls",
     )
-    return Published("vit", model, frozenset() if read.read("qkv_bias", True) else frozenset(_QKV))
+    return Published(model, frozenset() if read.read("qkv_bias", True) else frozenset(_QKV))
 
 
 def _rope_theta(read: Fields) -> float:

@@ -5,11 +5,12 @@ D width, H heads, K key heads, N head dimension, F MLP hidden, V vocabulary, T p
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Literal, NamedTuple, cast
 
-from mupax.zoo.huggingface.config import Family, family_of
+import numpy as np
+
+from mupax.zoo.huggingface.config import Family, family_of, pixels
 from mupax.zoo.transformer import TransformerConfig
 
 Layout = Literal["same", "linear", "conv1d", "flat", "led", "conv2d"]
@@ -21,50 +22,65 @@ HEADS = ("lm_head.weight", "classifier.weight", "classifier.bias")
 """Tensors outside the prefix."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Tensor:
-    """One tensor of theirs (per layer, where its name has {i}) and the parameters of ours that it holds side by side."""
+class Part(NamedTuple):
+    """A parameter of ours, of one layer, in a tensor of theirs."""
 
     name: str
-    ours: tuple[str, ...]
-    layout: Layout
+    shape: tuple[int, ...]
+    matrix: tuple[int, ...]
+    """What it is reshaped to, to lie as theirs does but for the order of its axes."""
+    axes: tuple[int, ...]
+    """The order of those in theirs."""
+
+    def theirs(self, value: np.ndarray) -> np.ndarray:
+        return value.reshape(self.matrix).transpose(self.axes)
+
+    def ours(self, value: np.ndarray) -> np.ndarray:
+        return value.transpose(np.argsort(self.axes)).reshape(self.shape)
+
+
+class Tensor(NamedTuple):
+    """One tensor of theirs (per layer, where its name has {i}) and what it holds side by side along its last axis."""
+
+    name: str
+    parts: tuple[Part, ...]
 
     @property
     def stacked(self) -> bool:
         return "{i}" in self.name
 
-
-class Shape(NamedTuple):
-    """Shape of a parameter of one layer: the axes that a product sums over, then the others."""
-
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
+    @property
+    def widths(self) -> list[int]:
+        """Size of the last axis of each part."""
+        return [part.matrix[part.axes[-1]] for part in self.parts]
 
     @property
-    def whole(self) -> tuple[int, ...]:
-        return self.inputs + self.outputs
-
-    @property
-    def matrix(self) -> tuple[int, int]:
-        """[in, out]."""
-        return math.prod(self.inputs), math.prod(self.outputs)
+    def shape(self) -> tuple[int, ...]:
+        first = self.parts[0]
+        return (*(first.matrix[axis] for axis in first.axes[:-1]), sum(self.widths))
 
 
-def our_shapes(model: TransformerConfig) -> dict[str, Shape]:
-    """Shape of every parameter that a model's file holds, from its declaration.
-
-    Our model may lack some: a bias is then as its matrix' output, and what belongs to a norm as the residual stream.
-    """
+def _part(model: TransformerConfig, name: str, layout: Layout) -> Part:
+    """Our model may lack it: a bias is then as its matrix' output, and what belongs to a norm as the residual stream."""
     specs, sizes = model.parameters(), model.sizes()
-
-    def shape(name: str) -> Shape:
-        matrix = specs.get(name.removesuffix("_bias"), None)
-        spec = specs.get(name) or (matrix.bias if matrix else None)
-        if spec is None:
-            return Shape((), (model.width,))
-        return Shape(tuple(sizes[axis] for axis in spec.fan_in), tuple(sizes[axis] for axis in spec.fan_out))
-
-    return {name: shape(name) for tensor in tensors(model) for name in tensor.ours}
+    matrix = specs.get(name.removesuffix("_bias"))
+    spec = specs.get(name) or (matrix.bias if matrix else None)
+    inputs, outputs = (spec.fan_in, spec.fan_out) if spec else ((), ("embed",))
+    inputs, outputs = (tuple(sizes[axis] for axis in axes) for axes in (inputs, outputs))
+    shape, product = inputs + outputs, (math.prod(inputs), math.prod(outputs))
+    match layout:
+        case "linear":
+            return Part(name, shape, product, (1, 0))
+        case "conv1d":
+            return Part(name, shape, product, (0, 1))
+        case "flat":
+            return Part(name, shape, (math.prod(shape),), (0,))
+        case "led":
+            return Part(name, shape, (1,) * (3 - len(shape)) + shape, (0, 1, 2))
+        case "conv2d":
+            _, side, channels = pixels(model)
+            return Part(name, shape, (side, side, channels, model.width), (3, 2, 0, 1))
+    return Part(name, shape, shape, tuple(range(len(shape))))
 
 
 _GPT2 = """
@@ -114,16 +130,23 @@ _TABLES: dict[Family, str] = {"gpt2": _GPT2, "llama": _LLAMA, "vit": _VIT}
 
 def tensors(model: TransformerConfig) -> list[Tensor]:
     """Every tensor of a model's file, without the prefix."""
-    family, tensors = family_of(model), []
+    family, found = family_of(model), []
+
+    def add(theirs: str, layout: str, *ours: str) -> None:
+        found.append(Tensor(theirs, tuple(_part(model, name, cast("Layout", layout)) for name in ours)))
+
     for line in _TABLES[family].strip().splitlines():
         theirs, layout, *ours = line.split()
-        if layout != "norm" and theirs.endswith((".weight", ".bias", "_token", "_embeddings")):
-            tensors.append(Tensor(theirs, tuple(ours), cast("Layout", layout)))
-            continue
-        weight = (f"{ours[0]}.gain", "flat") if layout == "norm" else (ours[0], layout)
-        tensors.append(Tensor(f"{theirs}.weight", weight[:1], cast("Layout", weight[1])))
-        if family != "llama" or model.bias:
-            tensors.append(Tensor(f"{theirs}.bias", (ours[0] + (".bias" if layout == "norm" else "_bias"),), "flat"))
-    if family == "vit" or model.tied_readout:
-        return tensors
-    return [*tensors, Tensor("lm_head.weight", ("readout",), "linear")]
+        if layout == "norm":
+            add(f"{theirs}.weight", "flat", f"{ours[0]}.gain")
+            if family != "llama" or model.bias:
+                add(f"{theirs}.bias", "flat", f"{ours[0]}.bias")
+        elif theirs.endswith((".weight", ".bias", "_token", "_embeddings")):
+            add(theirs, layout, *ours)
+        else:
+            add(f"{theirs}.weight", layout, *ours)
+            if family != "llama" or model.bias:
+                add(f"{theirs}.bias", "flat", f"{ours[0]}_bias")
+    if family != "vit" and not model.tied_readout:
+        add("lm_head.weight", "linear", "readout")
+    return found

@@ -7,14 +7,13 @@ the bare model, without it, are read too. Only names and tensors here: multiplie
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
-from mupax.zoo.huggingface.config import Published, family_of, pixels
-from mupax.zoo.huggingface.names import HEADS, PREFIX, Shape, Tensor, our_shapes, tensors
+from mupax.zoo.huggingface.config import Published, family_of
+from mupax.zoo.huggingface.names import HEADS, PREFIX, tensors
 from mupax.zoo.huggingface.tensorfile import TensorFileError, Tensors
 from mupax.zoo.transformer import TransformerConfig
 
@@ -47,19 +46,19 @@ def to_huggingface(model: TransformerConfig, params: Mapping[str, np.ndarray]) -
         params: our parameters as the plain network has them, multipliers folded. Gains and biases that the model
             does not have are written as ones and zeros, which is the same function.
     """
-    prefix, shapes = PREFIX[family_of(model)], our_shapes(model)
+    prefix = PREFIX[family_of(model)]
     for tensor in tensors(model):
         for i in range(model.depth if tensor.stacked else 1):
-            parts = []
-            for ours in tensor.ours:
-                value = params.get(ours)
+            values = []
+            for part in tensor.parts:
+                value = params.get(part.name)
                 if value is None:
-                    value = np.full(shapes[ours].whole, ours.endswith("gain"), np.float32)
+                    value = np.full(part.shape, part.name.endswith("gain"), np.float32)
                 elif tensor.stacked:
                     value = value[i]
-                parts.append(_theirs(value, tensor, shapes[ours], model))
+                values.append(part.theirs(value))
             name = tensor.name.format(i=i)
-            yield (name if name in HEADS else prefix + name), np.concatenate(parts, -1) if len(parts) > 1 else parts[0]
+            yield (name if name in HEADS else prefix + name), np.concatenate(values, -1) if values[1:] else values[0]
 
 
 def from_huggingface(files: Tensors, published: Published) -> Loaded:
@@ -72,41 +71,39 @@ def from_huggingface(files: Tensors, published: Published) -> Loaded:
     Raises:
         TensorFileError: a tensor that is missing, has another shape, or that this architecture does not have.
     """
-    model, family = published.model, published.family
+    model, family = published.model, family_of(published.model)
     names_in_file = _without_prefix(files, PREFIX[family])
     # Before any loop over layers: a config may claim millions of them.
     if model.depth > len(names_in_file):
         raise TensorFileError(
             f"{files.path}: {len(names_in_file)} tensors cannot be the {model.depth} layers of config.json"
         )
-    shapes, zeros = our_shapes(model), set(published.zeros)
+    zeros = set(published.zeros)
     if family == "vit" and not any(name.startswith("classifier.") for name in names_in_file):
         zeros |= {"readout", "readout_bias"}
-        if math.prod(shapes["readout"].whole) > _LARGEST_ZEROS:
-            raise TensorFileError(
-                f"{files.path}: no classifier, and {model.sizes()['classes']} classes are too many to add"
-            )
-    used: set[str] = set()
+        if (classes := model.sizes()["classes"]) * model.width > _LARGEST_ZEROS:
+            raise TensorFileError(f"{files.path}: no classifier, and {classes} classes are too many to add")
+    left = dict(names_in_file)
     for tensor in tensors(model):  # every shape before any array is made
-        if not zeros >= set(tensor.ours):
-            names = {tensor.name.format(i=i) for i in range(model.depth if tensor.stacked else 1)}
-            for name in sorted(names):
-                _check(files, names_in_file, name, _their_shape(tensor, shapes, model))
-            used |= names
+        if not zeros.issuperset(part.name for part in tensor.parts):
+            for i in range(model.depth if tensor.stacked else 1):
+                name = tensor.name.format(i=i)
+                _check(files, names_in_file, name, tensor.shape)
+                del left[name]
     params: Params = {}
     for tensor in tensors(model):
-        make = np.zeros if zeros >= set(tensor.ours) else np.empty
         layers = (model.depth,) if tensor.stacked else ()
-        params |= {ours: make(layers + shapes[ours].whole, np.float32) for ours in tensor.ours}
-        if make is np.zeros:
-            continue
-        for i in range(model.depth if tensor.stacked else 1):
+        absent = zeros.issuperset(part.name for part in tensor.parts)
+        make = np.zeros if absent else np.empty
+        params |= {part.name: make(layers + part.shape, np.float32) for part in tensor.parts}
+        for i in range(0 if absent else model.depth if tensor.stacked else 1):
             value = files.read(names_in_file[tensor.name.format(i=i)])
-            _place(value, tensor, shapes, params, i if tensor.stacked else None)
+            ends = np.cumsum(tensor.widths)[:-1]
+            for part, values in zip(tensor.parts, np.split(value, ends, axis=-1), strict=True):
+                params[part.name][i if tensor.stacked else ...] = part.ours(values)
     if "block.attention.key_bias" not in model.parameters():
         params.pop("block.attention.key_bias", None)  # softmax does not see it: exactly the same function
-    left = sorted(set(names_in_file) - used)
-    dropped = [name for name in left if name.endswith(WITHOUT_MEANING) or name.startswith(POOLER)]
+    dropped = [name for name in sorted(left) if name.endswith(WITHOUT_MEANING) or name.startswith(POOLER)]
     if "lm_head.weight" in left and model.tied_readout:
         _check_tied(files, names_in_file["lm_head.weight"], params["token"])
         dropped.append("lm_head.weight")
@@ -116,55 +113,6 @@ def from_huggingface(files: Tensors, published: Published) -> Loaded:
             f"{', '.join(ascii(name)[1:-1][:60] for name in unknown[:3])}; the model is another than config.json says"
         )
     return Loaded(params, dropped, sorted(zeros & set(params)))
-
-
-def _theirs(value: np.ndarray, tensor: Tensor, shape: Shape, model: TransformerConfig) -> np.ndarray:
-    """One parameter (of one layer) of ours as they have it."""
-    match tensor.layout:
-        case "linear" | "conv1d":
-            matrix = value.reshape(shape.matrix)
-            return matrix.T if tensor.layout == "linear" else matrix
-        case "flat":
-            return value.reshape(-1)
-        case "led":
-            return value.reshape((1,) * (3 - value.ndim) + value.shape)
-        case "conv2d":
-            _, side, channels = pixels(model)
-            return value.reshape(side, side, channels, -1).transpose(3, 2, 0, 1)
-    return value
-
-
-def _their_shape(tensor: Tensor, shapes: Mapping[str, Shape], model: TransformerConfig) -> tuple[int, ...]:
-    """Shape of a tensor of theirs, with nothing of that size made."""
-    shape = shapes[tensor.ours[0]]
-    match tensor.layout:
-        case "linear" | "conv1d":
-            rows = shape.matrix[0]
-            columns = sum(shapes[ours].matrix[1] for ours in tensor.ours)
-            return (columns, rows) if tensor.layout == "linear" else (rows, columns)
-        case "flat":
-            return (sum(math.prod(shapes[ours].whole) for ours in tensor.ours),)
-        case "led":
-            return (1,) * (3 - len(shape.whole)) + shape.whole
-        case "conv2d":
-            _, side, channels = pixels(model)
-            return (model.width, channels, side, side)
-    return shape.whole
-
-
-def _place(value: np.ndarray, tensor: Tensor, shapes: Mapping[str, Shape], params: Params, layer: int | None) -> None:
-    """The inverse of `_theirs`: into the parameters that the tensor holds side by side."""
-    if tensor.layout == "linear":
-        value = value.T
-    elif tensor.layout == "conv2d":
-        value = value.transpose(2, 3, 1, 0)
-    start = 0
-    for ours in tensor.ours:
-        target, size = params[ours] if layer is None else params[ours][layer], value.shape[-1]
-        if len(tensor.ours) > 1:
-            size = math.prod(shapes[ours].whole) // (value.shape[0] if value.ndim > 1 else 1)
-        target[...] = value[..., start : start + size].reshape(shapes[ours].whole)
-        start += size
 
 
 def _without_prefix(files: Tensors, prefix: str) -> dict[str, str]:
