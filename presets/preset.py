@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from mupax.presets.optimizers import OPTIMIZERS, Family
@@ -30,7 +30,6 @@ class Preset:
         no_rule: optimizer families that the source has no rule for, and why.
         baseless: the source's numbers are absolute, and there is no relative form.
         base: size of each axis at which every factor is 1; None is the absolute form (base 1 everywhere).
-        constants: per `ParamSpec.group`, what multiplies the default base values (tuned, or an absolute form's).
         zero_readout: start the readout at zero.
         given: the constants this preset was made with, for printing.
         warnings: what its source chose that a user should know, one sentence each.
@@ -46,7 +45,6 @@ class Preset:
     no_rule: Mapping[Family, str] = dataclasses.field(default_factory=dict)
     baseless: bool = False
     base: Mapping[str, int] | None = None
-    constants: Mapping[str, Scales] = dataclasses.field(default_factory=dict)
     zero_readout: bool = False
     given: Mapping[str, float | str] = dataclasses.field(default_factory=dict)
     warnings: tuple[str, ...] = ()
@@ -80,7 +78,9 @@ class Preset:
         """Base of an axis: 1 in the absolute form, the axis' own size where the base does not name it (finite)."""
         if self.base is None:
             return 1
-        return self.base[name] if name in self.base else _size(name, sizes)
+        if name not in self.base and name not in sizes:
+            raise PresetError(f"axis {name!r} has no size; the sizes given are {dict(sizes)}")
+        return self.base[name] if name in self.base else sizes[name]
 
     def ratios(self, sizes: Mapping[str, int]) -> dict[str, float]:
         """m_axis = size / base size of every axis in `sizes`; 1 for an axis the base does not name."""
@@ -136,14 +136,10 @@ class Preset:
         on_multiplier = spec.role in EMBEDDINGS or spec.tied
         zero = spec.role is Role.BIAS or (spec.role is Role.READOUT and self.zero_readout and not spec.tied)
         std = 0.0 if zero else self.rule(spec).init_constant
-        values = Scales(
+        return Scales(
             multiplier=root if on_multiplier else 1.0,
             init_std=std if on_multiplier or spec.role in VECTORS else std * root,
-            lr=1.0,
-            eps=1.0,
-            weight_decay=1.0,
         )
-        return values.times(self.constants[spec.group]) if spec.group in self.constants else values
 
     def logit_scale(self, sizes: Mapping[str, int]) -> float:
         """What attention logits k.q are multiplied by: N_base^-1/2 at base size, N^-1/2 under `sp`."""
@@ -165,41 +161,6 @@ class Preset:
             raise PresetError(f"no form is named {form!r}; write {', '.join(map(repr, FORMS))}")
         return dataclasses.replace(self, form=form)
 
-    def relative_to(
-        self, base: Mapping[str, int], specs: Iterable[ParamSpec], optimizer: str = "adam", decay: Decay = "coupled"
-    ) -> Preset:
-        """An absolute preset as a relative one: the same numbers at every size, its base constants the absolute factors.
-
-        Args:
-            base: the new base sizes, every axis that the rules name (`patch` too, though it is finite).
-            specs: the parameters whose base constants the new preset must carry.
-            optimizer: whose rates; the constants of another optimizer differ.
-            decay: how weight decay enters.
-
-        Raises:
-            PresetError: the preset is relative already or has no base, or the base lacks an axis.
-        """
-        if self.base is not None:
-            raise PresetError(f"{self.name} is already relative to {dict(self.base)}; start from base=None")
-        if self.baseless:
-            raise PresetError(f"{self.name} has no base: its numbers are absolute; use it as it is")
-        ratios = self.ratios(base)
-        relative = dataclasses.replace(
-            self,
-            base=dict(base),
-            logits=dataclasses.replace(self.logits, coefficient=self.logits(ratios) * _size("head_dim", base) ** 0.5),
-            branch=dataclasses.replace(self.branch, coefficient=self.branch(ratios)),
-        )
-        constants = {}
-        for spec in specs:
-            values = self.scales(spec, base, optimizer, decay).over(relative.scales(spec, base, optimizer, decay))
-            known = constants.setdefault(spec.group, values)
-            if any(abs(r - 1) > 1e-9 for r in dataclasses.astuple(values.over(known))):
-                raise PresetError(
-                    f"two parameters of the group {spec.group} have different absolute factors; give them roles apart"
-                )
-        return dataclasses.replace(relative, constants=constants)
-
     def cautions(self, sizes: Mapping[str, int], optimizer: str = "adam") -> list[str]:
         """What to know before trusting the table at these sizes: growth it was not derived for, one sentence each."""
         m = self.ratios(sizes)
@@ -207,10 +168,9 @@ class Preset:
         if self.base is None or not {"embed", "mlp", "heads", "kv_heads"} <= m.keys():
             return cautions
         for above, below in (("mlp", "embed"), ("heads", "kv_heads")):
-            if abs(m[above] / m[below] - 1) > 0.01:
-                cautions.append(
-                    f"{above}/{below} is {m[above] / m[below]:.3g} times the base's; transfer is not proved"
-                )
+            ratio = m[above] / m[below]
+            if abs(ratio - 1) > 0.01:
+                cautions.append(f"{above}/{below} is {ratio:.3g} times the base's; transfer is not proved")
         alpha_a, family = self.given.get("alpha_a", 1.0), self.family(optimizer)
         if isinstance(alpha_a, float) and alpha_a < 1 and m["head_dim"] > 1 and family == "sgd":
             cautions.append(
@@ -223,9 +183,8 @@ class Preset:
     @property
     def label(self) -> str:
         """Name and the constants that are not its defaults."""
-        return " ".join(
-            [self.name, *(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in self.given.items())]
-        )
+        constants = (f" {k}={v:g}" if isinstance(v, float) else f" {k}={v}" for k, v in self.given.items())
+        return self.name + "".join(constants)
 
     def describe(self) -> str:
         """One line: name, constants, form and base."""
@@ -236,9 +195,3 @@ class Preset:
 def changed(**constants: tuple[float | str | None, float | str | None]) -> dict[str, float | str]:
     """Constants that are not their defaults, each (value, default), as `Preset.given` has them."""
     return {name: value for name, (value, default) in constants.items() if value is not None and value != default}
-
-
-def _size(name: str, sizes: Mapping[str, int]) -> int:
-    if name not in sizes:
-        raise PresetError(f"axis {name!r} has no size; the sizes given are {dict(sizes)}")
-    return sizes[name]

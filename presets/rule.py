@@ -37,20 +37,15 @@ Number = float | tuple[float, ...]
 class Scales:
     """Numbers for one parameter. `lr`, `eps`, `weight_decay` multiply the optimizer's; `init_std` is absolute."""
 
-    multiplier: Number
-    init_std: Number
-    lr: Number
-    eps: Number
-    weight_decay: Number
+    multiplier: Number = 1.0
+    init_std: Number = 1.0
+    lr: Number = 1.0
+    eps: Number = 1.0
+    weight_decay: Number = 1.0
 
     def times(self, other: Scales) -> Scales:
         """Columnwise product."""
         return Scales(**{f.name: getattr(self, f.name) * getattr(other, f.name) for f in dataclasses.fields(self)})
-
-    def over(self, other: Scales) -> Scales:
-        """Columnwise ratio; where both are 0 (a bias' std, a decay that is off) the ratio is 1."""
-        pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self)}
-        return Scales(**{name: 1.0 if a == b == 0 else a / b for name, (a, b) in pairs.items()})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

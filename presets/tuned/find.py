@@ -55,11 +55,6 @@ class Tuned:
         """What `--preset` takes."""
         return f"{self.preset}:{self.name}"
 
-    @property
-    def file_name(self) -> str:
-        """Of its file."""
-        return f"{self.preset}.{self.name}.json"
-
     def distance(self, sizes: Mapping[str, int]) -> dict[str, float]:
         """Doublings from the nearest studied size, per axis beyond them; negative where the model is smaller."""
         doublings = {}

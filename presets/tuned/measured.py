@@ -12,7 +12,6 @@ import difflib
 import itertools
 import json
 import operator
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,7 +26,6 @@ from mupax.presets.tuned import schema
 FORMAT = "measured scales 1"
 """First entry of the file; another layout gets another number."""
 
-_WHAT = "a table of measured scales: "
 _COLUMNS = tuple(field.name for field in dataclasses.fields(Scales))
 
 
@@ -112,9 +110,6 @@ class Measured(Preset):
     factors = scales
     """Nothing here is relative."""
 
-    def base_values(self, spec: ParamSpec, sizes: Mapping[str, int]) -> Scales:
-        return Scales(multiplier=1.0, init_std=1.0, lr=1.0, eps=1.0, weight_decay=1.0)
-
     def logit_scale(self, sizes: Mapping[str, int]) -> float:
         return self.table.logits
 
@@ -128,14 +123,12 @@ class Measured(Preset):
 
 def measured(table: Table) -> Measured:
     """The table as a preset, for the optimizers whose update is the one it was measured with."""
-    families: set[Family] = {optimizer.family for optimizer in OPTIMIZERS.values()}
+    others: set[Family] = {optimizer.family for optimizer in OPTIMIZERS.values()} - {OPTIMIZERS[table.optimizer].family}
     return Measured(
         name="measured",
         rule=_no_rule,
         logits=ONE,
-        no_rule=dict.fromkeys(
-            families - {OPTIMIZERS[table.optimizer].family}, f"it was measured with {table.optimizer}"
-        ),
+        no_rule=dict.fromkeys(others, f"it was measured with {table.optimizer}"),
         baseless=True,
         given={"optimizer": table.optimizer},
         table=table,
@@ -143,12 +136,7 @@ def measured(table: Table) -> Measured:
 
 
 def save(table: Table, path: str | Path) -> None:
-    """Write the table as JSON.
-
-    Args:
-        table: what to write.
-        path: of the file.
-    """
+    """Write the table as JSON."""
     Path(path).write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(table)}, indent=1) + "\n")
 
 
@@ -166,11 +154,11 @@ def _table(contents: Any) -> Table:
     if not isinstance(contents, dict) or contents.get("format") != FORMAT:
         _bad(f'not a table of this version; its first entry must be "format": "{FORMAT}"')
     named = {field.name for field in dataclasses.fields(Table)}
-    schema.same_keys(f"{_WHAT}the table", contents.keys() - {"format"}, sorted(named))
+    schema.same_keys("a table of measured scales", contents.keys() - {"format"}, sorted(named))
     if not all(isinstance(contents[name], dict) for name in ("scales", "sizes")):
         _bad("scales and sizes must be objects")
     for group, row in contents["scales"].items():
-        schema.same_keys(f"{_WHAT}{group}", row if isinstance(row, dict) else (), sorted(_COLUMNS))
+        schema.same_keys(f"a table of measured scales: {group}", row if isinstance(row, dict) else (), sorted(_COLUMNS))
     rows = {group: Scales(**{c: _tuples(x) for c, x in row.items()}) for group, row in contents["scales"].items()}
     residual: Any = _tuples(contents["residual"])
     if not isinstance(residual, tuple) or not all(
@@ -189,8 +177,7 @@ def _check(what: str, value: Any, layers: int | None, *, zero: bool = False) -> 
     if isinstance(value, tuple) and len(value) != layers:
         _bad(f"{what} has {len(value)} numbers for {layers} layers; write one number, or one per layer")
     for number in numbers:
-        known = type(number) in (int, float) and 0 <= number <= sys.float_info.max
-        if not known or (number == 0 and not zero):
+        if not schema.is_number(number) or number < 0 or (number == 0 and not zero):
             _bad(f"{what} is {number!r}; write a finite number {'of at least' if zero else 'above'} 0")
 
 
@@ -209,4 +196,4 @@ def _no_rule(spec: ParamSpec) -> Rule:
 
 
 def _bad(why: str) -> NoReturn:
-    raise PresetError(f"{_WHAT}{why}")
+    raise PresetError(f"a table of measured scales: {why}")

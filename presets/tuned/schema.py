@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from mupax.presets import constants as constants_of
 from mupax.presets.optimizers import OPTIMIZERS
@@ -22,24 +22,10 @@ NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 T = TypeVar("T")
 Check = tuple[Callable[[Any], bool], str]
 
-_TEXT: Check = (lambda v: isinstance(v, str) and bool(v), "a text")
-_COUNT: Check = (lambda v: type(v) is int and v >= 1, "a whole number of at least 1")
-_ABOVE: Check = (lambda v: _is_number(v) and v > 0, "a number above 0")
-_AT_LEAST: Check = (lambda v: _is_number(v) and v >= 0, "a number of at least 0")
-_FRACTION: Check = (lambda v: _is_number(v) and 0 <= v <= 1, "a number from 0 to 1")
-_NUMBER: Check = (lambda v: _is_number(v), "a number")
-_NUMBERS: Check = (lambda v: isinstance(v, list) and len(v) >= 3 and all(map(_is_number, v)), "a list of numbers")
-_LOSSES: Check = (
-    lambda v: isinstance(v, list) and all(x is None or _is_number(x) for x in v),
-    "a list of numbers, null where a seed diverged",
-)
-_OBJECT: Check = (lambda v: isinstance(v, dict), "an object")
-_SIZES: Check = (
-    lambda v: isinstance(v, dict) and bool(v) and all(a in AXES and type(n) is int and n >= 1 for a, n in v.items()),
-    f"logical axes ({', '.join(AXES)}) with whole numbers of at least 1",
-)
-_TEXTS: Check = (lambda v: isinstance(v, dict) and all(isinstance(x, str) for x in v.values()), "an object of texts")
-_LISTED: Check = (lambda v: isinstance(v, list), "a list")
+
+def is_number(value: Any) -> bool:
+    """Whether a value of JSON is a finite number."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def _one_of(*names: str) -> Check:
@@ -50,54 +36,73 @@ def _or_null(check: Check) -> Check:
     return (lambda v: v is None or check[0](v), f"{check[1]}, or null")
 
 
-_SCHEMA: dict[str, Check] = {
+_TEXT: Check = (lambda v: isinstance(v, str) and bool(v), "a text")
+_COUNT: Check = (lambda v: type(v) is int and v >= 1, "a whole number of at least 1")
+_NUMBER: Check = (is_number, "a number")
+_ABOVE: Check = (lambda v: is_number(v) and v > 0, "a number above 0")
+_AT_LEAST: Check = (lambda v: is_number(v) and v >= 0, "a number of at least 0")
+_FRACTION: Check = (lambda v: is_number(v) and 0 <= v <= 1, "a number from 0 to 1")
+_OBJECT: Check = (lambda v: isinstance(v, dict), "an object")
+_LIST: Check = (lambda v: isinstance(v, list), "a list")
+_SIZES: Check = (
+    lambda v: isinstance(v, dict) and bool(v) and all(a in AXES and type(n) is int and n >= 1 for a, n in v.items()),
+    f"logical axes ({', '.join(AXES)}) with whole numbers of at least 1",
+)
+_BOUNDS = {"low": _or_null(_NUMBER), "high": _or_null(_NUMBER)}
+
+_SCHEMA: dict[str, Any] = {
     "format": (lambda v: v == FORMAT, repr(FORMAT)),
     "name": (lambda v: isinstance(v, str) and bool(NAME.fullmatch(v)), "small letters, digits and single hyphens"),
-    "preset": _TEXT,
+    "preset": (lambda v: isinstance(v, str) and v in PRESETS, f"one of {', '.join(PRESETS)}"),
     "constants": _OBJECT,
     "form": _or_null(_one_of(*FORMS)),
     "base": _or_null(_SIZES),
-    "optimizer": _OBJECT,
-    "provenance": _OBJECT,
+    "optimizer": {
+        "name": _one_of(*OPTIMIZERS),
+        "peak_lr": _ABOVE,
+        "b1": _FRACTION,
+        "b2": _FRACTION,
+        "eps": _AT_LEAST,
+        "weight_decay": _AT_LEAST,
+        "decay": _one_of("coupled", "independent"),
+        "momentum": _FRACTION,
+        "clip_norm": _or_null(_ABOVE),
+        "schedule": _one_of("constant", "cosine", "linear", "wsd"),
+        "warmup_fraction": _FRACTION,
+        "final_lr_fraction": _AT_LEAST,
+    },
+    "provenance": {
+        "recipe": _TEXT,
+        "data": _TEXT,
+        "unit": _one_of("token", "image"),
+        "seen": _COUNT,
+        "steps": _COUNT,
+        "batch": _COUNT,
+        "sizes": [_SIZES],
+        "seeds": _COUNT,
+        "log2_lr": (lambda v: isinstance(v, list) and len(v) >= 3 and all(map(is_number, v)), "a list of numbers"),
+        "loss": [(_or_null(_NUMBER)[0], "a number, or null where a seed diverged")],
+        "log2_optimum": {"value": _NUMBER, **_BOUNDS},
+        "transfer": [
+            {
+                "axis": _TEXT,
+                "sizes": (
+                    lambda v: isinstance(v, list) and len(v) >= 2 and all(map(_COUNT[0], v)),
+                    "whole numbers, two or more",
+                ),
+                "verdict": _one_of("transfers", "drifts", "undecided"),
+                "drift": {"value": _or_null(_NUMBER), **_BOUNDS},
+            }
+        ],
+        "versions": (
+            lambda v: isinstance(v, dict) and all(isinstance(x, str) for x in v.values()),
+            "an object of texts",
+        ),
+        "command": _TEXT,
+        "date": (lambda v: isinstance(v, str) and bool(re.fullmatch(r"\d{4}-\d\d-\d\d", v)), "YYYY-MM-DD"),
+    },
 }
-_OPTIMIZER: dict[str, Check] = {
-    "name": _one_of(*OPTIMIZERS),
-    "peak_lr": _ABOVE,
-    "b1": _FRACTION,
-    "b2": _FRACTION,
-    "eps": _AT_LEAST,
-    "weight_decay": _AT_LEAST,
-    "decay": _one_of("coupled", "independent"),
-    "momentum": _FRACTION,
-    "clip_norm": _or_null(_ABOVE),
-    "schedule": _one_of("constant", "cosine", "linear", "wsd"),
-    "warmup_fraction": _FRACTION,
-    "final_lr_fraction": _AT_LEAST,
-}
-_PROVENANCE: dict[str, Check] = {
-    "recipe": _TEXT,
-    "data": _TEXT,
-    "unit": _one_of("token", "image"),
-    "seen": _COUNT,
-    "steps": _COUNT,
-    "batch": _COUNT,
-    "sizes": _LISTED,
-    "seeds": _COUNT,
-    "log2_lr": _NUMBERS,
-    "loss": _LOSSES,
-    "log2_optimum": _OBJECT,
-    "transfer": _LISTED,
-    "versions": _TEXTS,
-    "command": _TEXT,
-    "date": (lambda v: isinstance(v, str) and bool(re.fullmatch(r"\d{4}-\d\d-\d\d", v)), "YYYY-MM-DD"),
-}
-_INTERVAL: dict[str, Check] = {"value": _NUMBER, "low": _or_null(_NUMBER), "high": _or_null(_NUMBER)}
-_GROWN: dict[str, Check] = {
-    "axis": _TEXT,
-    "sizes": (lambda v: isinstance(v, list) and len(v) >= 2 and all(map(_COUNT[0], v)), "two whole numbers or more"),
-    "verdict": _one_of("transfers", "drifts", "undecided"),
-    "drift": _OBJECT,
-}
+"""Entry to what fits and what it must be; to entries of its own; or, in brackets, to that of every entry of a list."""
 
 
 def check(contents: Any) -> None:
@@ -106,22 +111,15 @@ def check(contents: Any) -> None:
     Raises:
         PresetError: an entry is missing, unknown or not what it must be; names the entry and says what it must be.
     """
-    _check("the file", contents, _SCHEMA)
-    if contents["preset"] not in PRESETS:
-        _bad("preset", contents["preset"], f"one of {', '.join(PRESETS)}")
+    _check("", contents, _SCHEMA)
     constants_of.check(contents["preset"], contents["constants"], PRESETS)
-    _check("optimizer", contents["optimizer"], _OPTIMIZER)
     study = contents["provenance"]
-    _check("provenance", study, _PROVENANCE)
-    for size in study["sizes"] or [None]:
-        if not _SIZES[0](size):
-            _bad("provenance.sizes", size, _SIZES[1])
-    if len(study["loss"]) != len(study["log2_lr"]):
-        _bad("provenance.loss", study["loss"], f"as many as log2_lr, which has {len(study['log2_lr'])}")
-    _check("provenance.log2_optimum", study["log2_optimum"], _INTERVAL)
-    for grown in study["transfer"]:
-        _check("provenance.transfer", grown, _GROWN)
-        _check("provenance.transfer.drift", grown["drift"], {**_INTERVAL, "value": _or_null(_NUMBER)})
+    if not study["sizes"]:
+        raise PresetError("provenance.sizes is []; it must be a list of the sizes of every model")
+    if len(study["loss"]) != (points := len(study["log2_lr"])):
+        raise PresetError(
+            f"provenance.loss has {len(study['loss'])} entries; it must be as many as log2_lr, which has {points}"
+        )
 
 
 def load(path: str | Path, parse: Callable[[Any], T], missing: str) -> T:
@@ -160,18 +158,14 @@ def same_keys(where: str, keys: Iterable[str], wanted: Iterable[str]) -> None:
         raise PresetError(f"{where} must have {', '.join(wanted)}; missing {missing}, unknown {unknown}")
 
 
-def _check(where: str, value: Any, schema: Mapping[str, Check]) -> None:
-    if not isinstance(value, dict):
-        _bad(where, value, "an object")
-    same_keys(where, value, schema)
-    for name, (fits, wanted) in schema.items():
-        if not fits(value[name]):
-            _bad(name if where == "the file" else f"{where}.{name}", value[name], wanted)
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max
-
-
-def _bad(where: str, value: Any, wanted: str) -> NoReturn:
-    raise PresetError(f"{where} is {value!r:.60}; it must be {wanted}")
+def _check(where: str, value: Any, schema: Any) -> None:
+    fits, wanted = _OBJECT if isinstance(schema, dict) else _LIST if isinstance(schema, list) else schema
+    if not fits(value):
+        raise PresetError(f"{where or 'the file'} is {value!r:.60}; it must be {wanted}")
+    if isinstance(schema, list):
+        for entry in value:
+            _check(where, entry, schema[0])
+    elif isinstance(schema, dict):
+        same_keys(where or "the file", value, schema)
+        for name, inner in schema.items():
+            _check(f"{where}.{name}".strip("."), value[name], inner)

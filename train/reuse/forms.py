@@ -77,7 +77,7 @@ def convert(
         state: parameters and optimizer state trained under `before`.
         definition: the model.
         before: the preset of the run.
-        after: the same preset in another form (or absolute for relative, with `relative_to`'s constants).
+        after: the same preset in another form.
         optimizer: the run's.
 
     Raises:

@@ -283,7 +283,6 @@ def test_an_optimizer_without_a_rule_is_refused_with_the_reason(name: str, optim
 def test_what_cannot_be_is_refused():
     for wrong, text in {
         lambda: presets.get("u-mup", base=BASE): r"u-mup has no base: its numbers are absolute; leave the base out",
-        lambda: presets.get("u-mup").relative_to(BASE, []): r"u-mup has no base",
         lambda: presets.get("u-mup").scales(
             TIED, BIG
         ): r"u-mup: a tied readout would need two rates, D\^-0.5 as embedding and 1",

@@ -16,6 +16,7 @@ from mupax.presets.tuned import find as tuned
 
 pytestmark = pytest.mark.core
 
+FILE = "depth-mup.mine-v1.json"
 BASE = {"embed": 64, "heads": 4, "kv_heads": 4, "head_dim": 16, "mlp": 160, "layers": 4}
 
 
@@ -48,14 +49,14 @@ def made(**changes: Any) -> tuned.Tuned:
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuned.Tuned:
     """Saved where a user's own are."""
     monkeypatch.chdir(tmp_path)
-    tuned.save(made(), tuned.OWN_FOLDER / made().file_name)
+    tuned.save(made(), tuned.OWN_FOLDER / FILE)
     return made()
 
 
 def test_every_file_of_the_project_fits_the_schema():
     for path in sorted(tuned.FOLDER.glob("*.json")):
         found = tuned.load(path)
-        assert path.name == found.file_name
+        assert path.name == f"{found.preset}.{found.name}.json"
         assert presets.get(found.use).base == found.base
         optimum = found.provenance["log2_optimum"]
         assert optimum["low"] is not None, path.name
@@ -82,7 +83,7 @@ def test_a_file_comes_back_as_it_was(mine: tuned.Tuned):
         ("optimizer.name", "rmsprop", "optimizer.name is 'rmsprop'; it must be one of adam"),
         ("optimizer.warmup_fraction", 50, "it must be a number from 0 to 1"),
         ("optimizer.lr", 1, "unknown ['lr']"),
-        ("provenance.sizes", [], "provenance.sizes is None"),
+        ("provenance.sizes", [], "provenance.sizes is []"),
         ("provenance.loss", [1.0], "as many as log2_lr, which has 3"),
         ("provenance.log2_optimum", {"value": 1}, "missing ['high', 'low']"),
         ("provenance.transfer", [{}], "missing ['axis'"),
@@ -91,7 +92,7 @@ def test_a_file_comes_back_as_it_was(mine: tuned.Tuned):
     ],
 )
 def test_a_file_that_is_none_says_where_and_what(mine: tuned.Tuned, at: str, value: Any, said: str):
-    path = tuned.OWN_FOLDER / mine.file_name
+    path = tuned.OWN_FOLDER / FILE
     fields = json.loads(path.read_text())
     *owners, name = at.split(".")
     owner = fields[owners[0]] if owners else fields

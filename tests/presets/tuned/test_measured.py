@@ -68,7 +68,6 @@ def test_a_file_brings_it_back_number_for_number(tmp_path):
         (lambda p: p.scales(GAIN, SIZES), "no row 'norm_gain'"),
         (lambda p: p.row(UP), "no power law"),
         (lambda p: p.with_form("mean-field"), "no form 'mean-field'"),
-        (lambda p: p.relative_to(SIZES, [UP]), "no base"),
     ],
 )
 def test_refuses_what_was_not_measured(ask, text):

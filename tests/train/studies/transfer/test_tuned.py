@@ -48,7 +48,7 @@ def test_a_run_takes_every_number(mine: tuned.Tuned, flag: tuple[str, ...]):
     assert (preset.name, preset.alpha_l, preset.constants) == ("depth-mup", 1.0, ("c_a=0.5",))
     assert preset_of(config).base == BASE
     # The record needs no file.
-    (tuned.OWN_FOLDER / mine.file_name).unlink()
+    (tuned.OWN_FOLDER / "depth-mup.mine-v1.json").unlink()
     assert preset_of(dataclasses.replace(config, preset=preset)).given["c_a"] == 0.5
 
 
