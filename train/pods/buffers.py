@@ -38,40 +38,26 @@ class Temporaries:
     """What is alive when most of it is, largest first."""
 
 
-def dump_options(folder: Path) -> dict[str, str | bool]:
-    """Compiler options that make it write its buffer assignment into a folder."""
-    return {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
-
-
 def read(folder: Path, module: hlo.Module) -> Temporaries | None:
-    """The temporaries of the largest program dumped into `folder`; None where the compiler wrote nothing to read."""
-    files = [file for file in folder.glob("*buffer-assignment.txt") if "before" not in file.name]
-    if not files:
-        return None
-    assignment = max(files, key=lambda file: file.stat().st_size)
-    ranges = assignment.with_name(assignment.name.replace("buffer-assignment", "live-range"))
-    return of(assignment.read_text(), ranges.read_text() if ranges.exists() else "", module)
-
-
-def of(assignment: str, live_ranges: str, module: hlo.Module) -> Temporaries | None:
-    """The temporaries, from the texts of the two files; None where there are none.
+    """The temporaries of the largest program dumped into `folder`; None where there are none, or no file says so.
 
     Args:
-        assignment: of buffers.
-        live_ranges: of values.
+        folder: where the compiler wrote its buffer assignment (`xla_dump_to`).
         module: the optimized program.
     """
-    size, total, values = _values(assignment)
+    assignment = max(folder.glob("*buffer-assignment.txt"), key=lambda file: file.stat().st_size, default=None)
+    if assignment is None:
+        return None
+    size, total, values = _values(assignment.read_text())
     if not values:
         return None
-    ranges = {}
-    for line in live_ranges.partition("\n  Live ranges at")[0].splitlines():
-        if match := _RANGE.match(line):
-            ranges[match[1].removesuffix("{}")] = (int(match[2]), int(match[3]))
+    text = assignment.with_name(assignment.name.replace("buffer-assignment", "live-range")).read_text()
+    lines = map(_RANGE.match, text.partition("\n  Live ranges at")[0].splitlines())
+    ranges = {match[1].removesuffix("{}"): range(int(match[2]), int(match[3]) + 1) for match in lines if match}
 
     def alive(moment: int) -> list[Value]:
         """Values at a moment."""
-        return [value for value in values if (r := ranges.get(value[0])) and r[0] <= moment <= r[1]]
+        return [value for value in values if moment in ranges.get(value[0], ())]
 
     def live_bytes(moment: int) -> int:
         """Bytes of the values at a moment; those that share a place are counted once."""
@@ -82,7 +68,7 @@ def of(assignment: str, live_ranges: str, module: hlo.Module) -> Temporaries | N
 
     instructions = {name: i for c in module.computations.values() for name, i in c.items()}
     named: dict[tuple[int, int], Buffer] = {}
-    moments = sorted({ranges[name][0] for name, *_ in values if name in ranges})
+    moments = sorted({ranges[name].start for name, *_ in values if name in ranges})
     for name, bytes_, offset, shape in alive(max(moments, key=live_bytes, default=0)):
         # Of several names of one place, one that says where it comes from.
         if (offset, bytes_) not in named or not named[offset, bytes_].op_name:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ _RECOMPUTED = {"none": 0, "dots": 1, "block": 1, "offload": 1}
 """Forward passes of a block that the backward pass may need again, and then its parameters too."""
 
 
-def problems(program: Program, collectives: Iterable[Collective], state_shardings: Any) -> list[str]:
+def problems(program: Program, collectives: Sequence[Collective], state_shardings: Any) -> list[str]:
     """Everything wrong with a compiled step, in words; empty where nothing is.
 
     Args:
@@ -28,12 +29,8 @@ def problems(program: Program, collectives: Iterable[Collective], state_sharding
         collectives: its.
         state_shardings: how the compiled step takes its state, in the state's structure.
     """
-    collectives = list(collectives)
-    stacks = {
-        name: program.definition.abstract[name].shape
-        for name, spec in program.definition.specs.items()
-        if spec.in_block and len(spec.axes) > 2
-    }
+    specs, abstract = program.definition.specs, program.definition.abstract
+    stacks = {name: abstract[name].shape for name, spec in specs.items() if spec.in_block and len(spec.axes) > 2}
     stacked = whole_stacks(collectives, stacks, program.mesh.shape["tensor"])
     return [*stacked, *whole_moments(program, state_shardings), *unrequired(program, collectives)]
 
@@ -66,9 +63,11 @@ def whole_moments(program: Program, state_shardings: Any) -> list[str]:
         name = getattr(path[-1], "key", None)
         if name not in params or params[name].shape != leaf.shape:
             continue
-        mine, its = sharding.shard_shape(leaf.shape), params[name].sharding.shard_shape(leaf.shape)
-        if math.prod(mine) > math.prod(its):
-            wrong.append(f"the optimizer's {jax.tree_util.keystr(path)} is {mine} on a device, its parameter {its}")
+        shape, of_parameter = (each.shard_shape(leaf.shape) for each in (sharding, params[name].sharding))
+        if math.prod(shape) > math.prod(of_parameter):
+            wrong.append(
+                f"the optimizer's {jax.tree_util.keystr(path)} is {shape} on a device, its parameter {of_parameter}"
+            )
     return wrong
 
 
@@ -98,10 +97,10 @@ def required(program: Program) -> dict[tuple[str, ...], float]:
     itemsize = jnp.dtype(model.compute.dtype).itemsize
     again = _RECOMPUTED[model.compute.remat]
     specs, abstract = program.definition.specs, program.definition.abstract
-    numbers = sum(abstract[name].size for name, spec in specs.items() if spec.in_block) / mesh["tensor"]
-    weights = numbers * itemsize * config.accumulation_steps
+    count = sum(abstract[name].size for name, spec in specs.items() if spec.in_block) / mesh["tensor"]
+    weights = count * itemsize * config.accumulation_steps
     # Every device of a group sums its own gradient, which may be in float32.
-    gradients = numbers * 4 * config.accumulation_steps
+    gradients = count * 4 * config.accumulation_steps
     rows = config.data.batch_size / (mesh["data"] * mesh["fsdp"])
     sizes = defaultdict(int, program.definition.sizes)
     positions = rows * sizes["position"] * sizes["layers"] * itemsize
@@ -115,8 +114,6 @@ def required(program: Program) -> dict[tuple[str, ...], float]:
         ("sequence",): (2 + again) * keys + keys + gradients,
     }
     summed = [axis for axis in ("data", "fsdp", "sequence") if mesh[axis] > 1]
-    for count in range(1, len(summed) + 1):
-        for first in range(len(summed) - count + 1):
-            axes = tuple(summed[first : first + count])
-            allowed[axes] = allowed.get(axes, 0.0) + (0.0 if axes in (("fsdp",), ("sequence",)) else gradients)
+    for first, last in itertools.combinations_with_replacement(range(len(summed)), 2):
+        allowed.setdefault(tuple(summed[first : last + 1]), gradients)
     return allowed

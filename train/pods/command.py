@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from tyro import conf
 
@@ -15,11 +15,6 @@ from mupax.command_line import Switch
 from mupax.terminal import gib
 from mupax.train.config import cli
 from mupax.train.config.checks import at_least
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from mupax.train.config.run import Config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,104 +51,85 @@ def main(argv: Sequence[str]) -> int:
     from mupax.train.pods import topology
 
     topology.chip_of(args.topology)
-    return run(args, cli.parse(args.recipe, cli.recipe(args.recipe), rest, command_line.flags(Compile)).config)
-
-
-def run(args: Compile, config: Config) -> int:
-    """Compile one configuration, or search for a better one; print and write."""
-    from mupax.train.pods import topology
-
+    config = cli.parse(args.recipe, cli.recipe(args.recipe), rest, command_line.flags(Compile)).config
     topology.ready()
-    console = terminal.console()
-    where = f"{args.topology}" + (f" x {args.slices} slices" if args.slices > 1 else "")
+    where = f"{config.recipe} on {args.topology}" + (f" x {args.slices} slices" if args.slices > 1 else "")
     if args.search:
-        from mupax.train.pods import search as compile_search
+        from mupax.train.pods import search
 
-        reports = compile_search.search(config, args.topology, args.slices, args.limit, console)
-        console.print(compile_search.table(reports, f"{config.recipe} on {where}"))
-        found: Any = reports
-        fits = bool(reports) and reports[0]["fits"]
+        report: Any = search.search(config, args.topology, args.slices, args.limit)
+        fits = report[0]["fits"]
+        print(search.table(report, where))
     else:
         from mupax.train.pods.compiled import compile_for
 
         compiled = compile_for(config, args.topology, args.slices)
-        found = {"topology": args.topology, "slices": args.slices, **compiled.report()}
+        report = {"topology": args.topology, "slices": args.slices, **compiled.report()}
+        fits = compiled.fits
         if args.hlo is not None:
             args.hlo.write_text(compiled.text)
-        for table in tables(found, where):
-            console.print(table)
-            console.print()
-        fits = found["fits"]
+        print("\n\n".join(tables(report, where)))
     if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0 if fits else 1
 
 
-def tables(report: dict[str, Any], where: str) -> list[Table]:
-    """A report for people."""
-    from rich.table import Table
+def tables(report: dict[str, Any], where: str) -> list[str]:
+    """A report for people.
 
+    Args:
+        report: of `mupax.train.pods.compiled.Compiled`.
+        where: recipe and topology.
+    """
     peak, room = report["peak_bytes_per_device"], report["hbm_bytes_per_device"]
     mesh = " x ".join(f"{axis} {size}" for axis, size in report["mesh"].items()) or "one device"
-    summary = Table(title=f"{report['recipe']} on {where}", title_justify="left", show_header=False, box=None)
+    parts, expected = report["accumulation_steps"], report["expected_bytes_per_device"]
     rows = {
         "mesh": f"{mesh} ({report['devices']} chips)",
         "parameters": f"{report['parameters']:,}",
-        "batch": f"{report['batch_size']}"
-        + (f" in {n} microbatches" if (n := report["accumulation_steps"]) > 1 else ""),
+        "batch": f"{report['batch_size']}" + (f" in {parts} microbatches" if parts > 1 else ""),
         "compute": ", ".join(f"{name} {value}" for name, value in report["compute"].items()),
         "memory": f"{gib(peak)} of {gib(room)}: "
         + (f"fits, {gib(room - peak)} to spare" if report["fits"] else f"does not fit by {gib(peak - room)}"),
-        "expected": f"{gib(sum(report['expected_bytes_per_device'].values()))}: "
-        + ", ".join(f"{name} {gib(size)}" for name, size in report["expected_bytes_per_device"].items()),
+        "expected": f"{gib(sum(expected.values()))}: " + ", ".join(f"{name} {gib(n)}" for name, n in expected.items()),
     }
     if roofline := report["roofline"]:
-        sizes = {name: report[f"{name}_bytes_per_device"] for name in ("argument", "temporary", "output", "code")}
+        sizes = [f"{n} {gib(report[f'{n}_bytes_per_device'])}" for n in ("argument", "temporary", "output", "code")]
+        model, traced = report["flops_per_step"], report["traced_flops_per_step"]
+        cycles = f"{roofline['cycles']:.3g} s" if roofline["cycles"] else "clock not published"
+        names = ["compute", "memory", "network", *(["slow_network"] if roofline["slow_network"] else [])]
+        times = ", ".join(f"{_words(name)} {roofline[name]:.3g}" for name in names)
         rows |= {
-            "of it": ", ".join(f"{name} {gib(size)}" for name, size in sizes.items())
-            + " (output in place of arguments)",
-            "FLOPs a step": f"{report['flops_per_step']:.3g} of the model, {report['traced_flops_per_step']:.3g} with recomputation",
+            "of it": f"{', '.join(sizes)} (output in place of arguments)",
+            "FLOPs a step": f"{model:.3g} of the model, {traced:.3g} with recomputation",
             "memory traffic": f"{gib(report['hbm_traffic_per_device'])} a step and chip",
-            "estimated cycles": f"{report['estimated_cycles']:,}"
-            + (f", {roofline['cycles']:.3g} s" if roofline["cycles"] else ", clock not published"),
-            "step time": f"at least {roofline['step_seconds']:.3g} s, bound by {roofline['bound'].replace('_', ' ')} (compute "
-            f"{roofline['compute']:.3g}, memory {roofline['memory']:.3g}, network {roofline['network']:.3g}"
-            + (f", slow network {roofline['slow_network']:.3g}" if roofline["slow_network"] else "")
-            + ")",
+            "estimated cycles": f"{report['estimated_cycles']:,}, {cycles}",
+            "step time": f"at least {roofline['step_seconds']:.3g} s, bound by {_words(roofline['bound'])} ({times})",
             "MFU": f"at most {roofline['mfu']:.1%}",
         }
-    for number, problem in enumerate(report["problems"], 1):
-        rows[f"problem {number}"] = problem
+    rows |= {f"problem {number}": problem for number, problem in enumerate(report["problems"], 1)}
     rows["compiled in"] = f"{report['compile_seconds']} s"
-    for name, value in rows.items():
-        summary.add_row(name, value)
-    return [summary, *([_collectives(report), _temporaries(report)] if report["fits"] else [])]
-
-
-def _collectives(report: dict[str, Any]) -> Table:
-    from rich.table import Table
-
-    table = Table(title="collectives of one step, per chip", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for column in ("kind", "axes", "in loops of", "executions", "bytes", "sent"):
-        table.add_column(column, justify="right" if column in ("executions", "bytes", "sent") else "left")
-    for row in report["collectives"]:
-        table.add_row(
-            row["kind"],
-            " x ".join(row["axes"]),
-            " x ".join(map(str, row["loop_trips"])) or "-",
-            f"{row['executions']:,}",
-            gib(row["bytes"]),
-            gib(row["wire_bytes"]),
+    summary = f"{where}\n{terminal.table(list(rows.items()))}"
+    if not report["fits"]:
+        return [summary]
+    head = ("kind", "axes", "in loops of", "executions", "bytes", "sent")
+    sent = [
+        (
+            row["kind"], " x ".join(row["axes"]), " x ".join(map(str, row["loop_trips"])) or "-",
+            f"{row['executions']:,}", gib(row["bytes"]), gib(row["wire_bytes"]),
         )
-    return table
+        for row in report["collectives"]
+    ]  # fmt: skip
+    live = [
+        (gib(row["bytes"]), row["shape"], row["op_name"] or row["name"], row["source"]) for row in report["temporaries"]
+    ]
+    return [
+        summary,
+        f"collectives of one step, per chip\n{terminal.table([head, *sent], head[:3])}",
+        "temporaries of at least 1 % at the peak\n"
+        + terminal.table([("bytes", "shape", "made by", "at"), *live], ("shape", "made by", "at")),
+    ]
 
 
-def _temporaries(report: dict[str, Any]) -> Table:
-    from rich.table import Table
-
-    table = Table(title="temporaries of at least 1 % at the peak", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for column in ("bytes", "shape", "made by", "at"):
-        table.add_column(column, justify="right" if column == "bytes" else "left", overflow="fold")
-    for row in report["temporaries"]:
-        table.add_row(gib(row["bytes"]), row["shape"], row["op_name"] or row["name"], row["source"])
-    return table
+def _words(name: str) -> str:
+    return name.replace("_", " ")

@@ -6,7 +6,8 @@ import dataclasses
 import re
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ import numpy as np
 from mupax.train.config.run import Config
 from mupax.train.core.program import Program, assemble
 from mupax.train.parallel.hardware import Chip, Roofline
-from mupax.train.pods import buffers, checks, collectives, estimates, hlo, topology
-from mupax.zoo import flops
+from mupax.train.pods import buffers, checks, estimates, hlo, topology
+from mupax.train.pods.collectives import Collective, collectives, table
 from mupax.zoo.layers.kernels import BLOCKS
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -30,70 +31,70 @@ NAMED_SHARE = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A step compiled for a topology. Bytes are per device, FLOPs of the whole step over all devices."""
+    """A step compiled for a topology. Bytes are per device, FLOPs of the whole step over all devices.
+
+    Attributes:
+        program: the step's.
+        chip: what it is compiled for.
+        seconds: time to compile.
+        traced_flops: of all matrix products as traced, recomputation included.
+        used_bytes: main memory that a device needs at the peak, as the compiler allocates it.
+        limit_bytes: main memory that a device offers.
+        module: the optimized program; this and what follows are empty where it does not fit.
+        text: the same as HLO text.
+        memory: bytes of arguments, outputs, aliased, temporaries and code.
+        live: temporaries at the peak, largest first.
+        state_shardings: how the program takes its state.
+    """
 
     program: Program
     chip: Chip
     seconds: float
-    """Time to compile."""
-    used_bytes: int
-    """Main memory that a device needs at the peak, as the compiler allocates it."""
-    limit_bytes: int
-    """Main memory that a device offers."""
-    memory: Mapping[str, int]
-    """Bytes of arguments, outputs, aliased, temporaries and code; empty where the program does not fit."""
     traced_flops: float
-    """Of all matrix products as traced, recomputation included."""
-    module: hlo.Module | None
-    """None where the program does not fit."""
-    temporaries: buffers.Temporaries | None
-    text: str
-    """The optimized program as HLO text; empty where it does not fit."""
-    state_shardings: Any
-    """How the program takes its state; None where it does not fit."""
+    used_bytes: int
+    limit_bytes: int
+    module: hlo.Module | None = None
+    text: str = ""
+    memory: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    live: Sequence[buffers.Buffer] = ()
+    state_shardings: Any = None
 
     @property
     def fits(self) -> bool:
         """Whether the compiler found room."""
         return self.module is not None and self.used_bytes <= self.limit_bytes
 
-    @property
-    def model_flops(self) -> float:
-        """FLOPs that the model needs for a step, counted from its sizes (see `mupax.zoo.flops`): what utilization is of."""
-        config = self.program.config
-        return flops.train_flops(config.model) * config.data.batch_size * config.model.units
-
-    def collectives(self) -> list[collectives.Collective]:
+    @cached_property
+    def collectives(self) -> list[Collective]:
         """Every collective of a step."""
-        return [] if self.module is None else collectives.collectives(self.module, dict(self.program.mesh.shape))
+        return [] if self.module is None else collectives(self.module, dict(self.program.mesh.shape))
 
+    @property
     def problems(self) -> list[str]:
         """What the program does that it should not (see `mupax.train.pods.checks`)."""
-        return [] if self.module is None else checks.problems(self.program, self.collectives(), self.state_shardings)
+        return [] if self.module is None else checks.problems(self.program, self.collectives, self.state_shardings)
 
     def roofline(self) -> Roofline | None:
         """Least time of a step; None where the program does not fit."""
         if self.module is None:
             return None
-        chip, devices = self.chip, self.program.mesh.size
-        fast = slow = 0.0
-        for one in self.collectives():
+        chip, network = self.chip, {True: 0.0, False: 0.0}
+        for one in self.collectives:
             bandwidth, within = _bandwidth(self.program.mesh, one.axes, chip)
-            took = one.wire_bytes * one.times / bandwidth if bandwidth else 0.0
-            fast, slow = (fast + took, slow) if within else (fast, slow + took)
+            network[within] += one.wire_bytes * one.times / bandwidth if bandwidth else 0.0
         return Roofline(
-            compute=self.traced_flops / devices / chip.peak_flops,
+            compute=self.traced_flops / self.program.mesh.size / chip.peak_flops,
             memory=self.module.hbm_bytes / chip.hbm_bandwidth,
-            network=fast,
-            slow_network=slow,
+            network=network[True],
+            slow_network=network[False],
             cycles=self.module.cycles / chip.clock_hz if chip.clock_hz else None,
         )
 
     def report(self) -> dict[str, Any]:
         """Everything as JSON."""
         config, roofline, module = self.program.config, self.roofline(), self.module
-        live = [] if self.temporaries is None else self.temporaries.live
         expected, devices = estimates.expected(self.program), self.program.mesh.size
+        model_flops = estimates.model_flops(config)
         return {
             "recipe": config.recipe,
             "fits": self.fits,
@@ -110,15 +111,15 @@ class Compiled:
             **{f"{name}_bytes_per_device": size for name, size in self.memory.items()},
             "expected_bytes_per_device": expected,
             "peak_over_expected": self.used_bytes / sum(expected.values()),
-            "flops_per_step": self.model_flops,
+            "flops_per_step": model_flops,
             "traced_flops_per_step": self.traced_flops,
             "hbm_traffic_per_device": module.hbm_bytes if module else None,
             "estimated_cycles": module.cycles if module else None,
             "loops_of_unknown_length": module.unknown_loops if module else None,
-            "collectives": collectives.table(self.collectives()),
-            "problems": self.problems(),
-            "roofline": roofline and roofline.to_json(self.model_flops / devices, self.chip),
-            "temporaries": [dataclasses.asdict(b) for b in live if b.bytes >= NAMED_SHARE * self.used_bytes],
+            "collectives": table(self.collectives),
+            "problems": self.problems,
+            "roofline": roofline and roofline.to_json(model_flops / devices, self.chip),
+            "temporaries": [dataclasses.asdict(b) for b in self.live if b.bytes >= NAMED_SHARE * self.used_bytes],
             "compile_seconds": round(self.seconds, 1),
             "jax": jax.__version__,
         }
@@ -136,17 +137,15 @@ def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
         TopologyError: no such topology, or no compiler for it.
         ConfigError, PresetError, MeshError: as the run itself would say.
     """
-    chip = topology.chip_of(name)
-    program = assemble(config, topology.devices(name, slices))
+    program, chip = assemble(config, topology.devices(name, slices)), topology.chip_of(name)
     traced, model = program.trace_train(), config.model
     causal = estimates.causal_share(model.sizes()["position"], BLOCKS[0]) if model.causal else 1.0
-    counted = estimates.matmul_flops(traced.jaxpr, causal)
-    lowered = traced.lower()
-    began = time.monotonic()
+    flops = estimates.matmul_flops(traced.jaxpr, causal)
+    lowered, began = traced.lower(), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
+        options = program.compiler_options() | {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         try:
             with topology.quiet():
-                options = program.compiler_options() | buffers.dump_options(Path(folder))
                 executable = lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
             temporaries = _TEMPORARIES.search(str(error))
@@ -156,8 +155,8 @@ def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
             need, limit = (int(float(used[i]) * _UNITS[used[i + 1]]) for i in (1, 3))
             if used is temporaries:
                 need += estimates.expected(program)["state"]  # which stands beside the temporaries
-            return Compiled(program, chip, time.monotonic() - began, need, limit, {}, counted, None, None, "", None)
-        took = time.monotonic() - began
+            return Compiled(program, chip, time.monotonic() - began, flops, need, limit)
+        seconds = time.monotonic() - began
         text = executable.as_text() or ""
         module = hlo.parse(text)
         temporaries = buffers.read(Path(folder), module)
@@ -169,15 +168,12 @@ def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
         "temporary": stats.temp_size_in_bytes,
         "code": stats.generated_code_size_in_bytes,
     }
+    need = sum(memory.values()) - 2 * memory["alias"]
     if temporaries is not None:
         # The statistics count some buffers of loops twice; what is allocated is in the buffer assignment.
-        memory["temporary"] = temporaries.bytes
-        used_bytes = temporaries.total_bytes + memory["code"]
-    else:
-        used_bytes = sum(memory.values()) - 2 * memory["alias"]
-    state = executable.input_shardings[0][0]
-    limit = chip.hbm_bytes
-    return Compiled(program, chip, took, used_bytes, limit, memory, counted, module, temporaries, text, state)
+        memory["temporary"], need = temporaries.bytes, temporaries.total_bytes + memory["code"]
+    live, state = () if temporaries is None else temporaries.live, executable.input_shardings[0][0]
+    return Compiled(program, chip, seconds, flops, need, chip.hbm_bytes, module, text, memory, live, state)
 
 
 def _bandwidth(mesh: jax.sharding.Mesh, axes: tuple[str, ...], chip: Chip) -> tuple[float | None, bool]:

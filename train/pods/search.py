@@ -10,8 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console
-
 from mupax import terminal
 from mupax.terminal import gib
 from mupax.train.config.run import Config, MeshConfig
@@ -20,7 +18,6 @@ from mupax.train.parallel.hardware import Chip
 from mupax.train.parallel.mesh import MeshError
 from mupax.train.pods import estimates, topology
 from mupax.train.pods.compiled import compile_for
-from mupax.zoo import flops
 from mupax.zoo.configs import ComputeConfig
 
 MOST_TENSOR = 16
@@ -45,21 +42,22 @@ class Candidate:
     def words(self) -> str:
         """What it changes, as flags."""
         config, mesh = self.config, dataclasses.asdict(self.config.mesh)
-        words = [f"--mesh.{axis} {mesh[axis]}" for axis in ("data", "fsdp", "sequence", "tensor")]
-        words = [word for word in words if not word.endswith(" 1") or word == "--mesh.data 1"]
-        remat = f"--model.compute.remat {config.model.compute.remat}"
-        return " ".join([*words, remat, f"--accumulation-steps {config.accumulation_steps}"])
+        split = [axis for axis in ("data", "fsdp", "sequence", "tensor") if mesh[axis] > 1 or axis == "data"]
+        words = [
+            *(f"--mesh.{axis} {mesh[axis]}" for axis in split),
+            f"--model.compute.remat {config.model.compute.remat}",
+        ]
+        return " ".join([*words, f"--accumulation-steps {config.accumulation_steps}"])
 
 
-def search(config: Config, name: str, slices: int, limit: int, console: Console) -> list[dict[str, Any]]:
-    """Compile the `limit` most promising configurations.
+def search(config: Config, name: str, slices: int, limit: int) -> list[dict[str, Any]]:
+    """Compile the `limit` most promising configurations, and print how it goes.
 
     Args:
         config: the run; its mesh, remat policy and microbatches are replaced.
         name: topology.
         slices: how many of them.
         limit: programs to compile; the others are only estimated.
-        console: told how it goes.
 
     Returns:
         Reports of `mupax.train.pods.compiled.Compiled`, those that fit first, fastest first, with the flags that make them.
@@ -74,13 +72,14 @@ def search(config: Config, name: str, slices: int, limit: int, console: Console)
     room = [one for one in tried if one.bytes <= chip.hbm_bytes]
     # Where nothing is expected to fit, the smallest are tried: the estimate may be wrong.
     chosen = sorted(room or tried, key=lambda one: one.seconds if room else one.bytes)[:limit]
-    console.print(f"{len(tried)} configurations, {len(room)} expected to fit; compiling {len(chosen)}")
+    print(f"{len(tried)} configurations, {len(room)} expected to fit; compiling {len(chosen)}", flush=True)
     reports = []
     for number, one in enumerate(chosen, 1):
-        console.print(f"{number}/{len(chosen)}  {one.words}  (expected {one.seconds:.3g} s, {gib(one.bytes)})")
+        expected = f"(expected {one.seconds:.3g} s, {gib(one.bytes)})"
+        print(f"{number}/{len(chosen)}  {one.words}  {expected}", flush=True)
         report = compile_for(one.config, name, slices).report()
         reports.append({"flags": one.words, "topology": name, "slices": slices, **report})
-    return sorted(reports, key=lambda report: (not report["fits"], _seconds(report)))
+    return sorted(reports, key=lambda r: (not r["fits"], (r["roofline"] or {}).get("step_seconds", math.inf)))
 
 
 def table(reports: list[dict[str, Any]], title: str) -> str:
@@ -99,10 +98,6 @@ def table(reports: list[dict[str, Any]], title: str) -> str:
     return f"{title}\n{terminal.table(rows, left=('flags', 'bound'))}"
 
 
-def _seconds(report: dict[str, Any]) -> float:
-    return report["roofline"]["step_seconds"] if report["roofline"] else math.inf
-
-
 def _candidates(config: Config, chip: Chip, devices: Any, slices: int) -> Iterator[Candidate]:
     policies = typing.get_args(typing.get_type_hints(ComputeConfig)["remat"])
     for mesh in _meshes(len(devices), slices, config.mesh):
@@ -114,9 +109,8 @@ def _candidates(config: Config, chip: Chip, devices: Any, slices: int) -> Iterat
             if config.data.batch_size % (parts * program.layout.ways("batch")):
                 continue
             compute = dataclasses.replace(config.model.compute, remat=remat)
-            changed = dataclasses.replace(
-                program.config, model=dataclasses.replace(config.model, compute=compute), accumulation_steps=parts
-            )
+            model = dataclasses.replace(config.model, compute=compute)
+            changed = dataclasses.replace(program.config, model=model, accumulation_steps=parts)
             # The arrays of the state lie as before.
             estimated = dataclasses.replace(program, config=changed)
             size = sum(estimates.expected(estimated).values())
@@ -135,13 +129,11 @@ def _meshes(devices: int, slices: int, mesh: MeshConfig) -> Iterator[MeshConfig]
 
 def _estimate(program: Program, chip: Chip, slices: int) -> float:
     """Seconds of a step: products, and what the mesh must send, where the two do not overlap by a tenth."""
-    config, mesh = program.config, dict(program.mesh.shape)
-    model, devices = config.model, program.mesh.size
-    passes = 1 + _RECOMPUTED[model.compute.remat] / 3
-    compute = flops.train_flops(model) * config.data.batch_size * model.units * passes / devices / chip.peak_flops
-
+    config, mesh = program.config, program.mesh.shape
+    again = _RECOMPUTED[config.model.compute.remat]
+    compute = estimates.model_flops(config) * (1 + again / 3) / program.mesh.size / chip.peak_flops
     weights = 2 * program.definition.count() / mesh["tensor"]
-    gathered = (2 + _RECOMPUTED[model.compute.remat]) * weights * config.accumulation_steps
+    gathered = (2 + again) * weights * config.accumulation_steps
     rows = config.data.batch_size / (mesh["data"] * mesh["fsdp"])
     sizes = defaultdict(int, program.definition.sizes)
     positions = rows * sizes["position"] * sizes["layers"]
@@ -151,8 +143,8 @@ def _estimate(program: Program, chip: Chip, slices: int) -> float:
     sent = (
         ring["fsdp"] * (gathered + 2 * weights)
         + ring["data"] * 2 * 2 * weights / mesh["fsdp"]
-        + ring["tensor"] * 2 * (4 + 2 * _RECOMPUTED[model.compute.remat]) * stream
-        + ring["sequence"] * (2 + _RECOMPUTED[model.compute.remat]) * keys
+        + ring["tensor"] * 2 * (4 + 2 * again) * stream
+        + ring["sequence"] * (2 + again) * keys
     )
     network = sent / chip.ici_bandwidth
     if slices > 1 and chip.dcn_bandwidth:

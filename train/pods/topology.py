@@ -50,9 +50,9 @@ def chip_of(topology: str) -> Chip:
         raise TopologyError(f"no chip is named {name!r}; write one of {', '.join(CHIPS)}, as in {EXAMPLES}")
     chip = CHIPS[name]
     if len(dims) > chip.torus or math.prod(map(int, dims)) < 1:
+        example = f"{name}:{'x'.join('4' * chip.torus)}"
         raise TopologyError(
-            f"{topology}: chips of {name} are wired in {chip.torus} dimensions; write such as "
-            + (f"{name}:4x4" if chip.torus == 2 else f"{name}:4x4x4")
+            f"{topology}: chips of {name} are wired in {chip.torus} dimensions; write such as {example}"
         )
     return chip
 
@@ -82,8 +82,6 @@ def devices(topology: str, slices: int = 1) -> Sequence[Any]:
         TopologyError: as `chip_of` and `ready`, or the compiler does not know the shape.
     """
     chip = chip_of(topology)
-    if slices < 1:
-        raise TopologyError(f"--slices is {slices}; write a whole number of at least 1")
     ready()
     from jax.experimental import topologies
 

@@ -42,7 +42,6 @@ class Chooser:
     def __init__(self, how: Mode, batches: Batches) -> None:
         self._how, self._batches = how, batches
         self._trainers: dict[tuple[object, int], Trainer] = {}
-        self._compile_seconds: dict[object, float] = {}
         self._fastest: dict[object, Trainer] = {}
         self._slower = False
         """Whether a smaller program was seen to be slower together: a larger one is too."""
@@ -69,13 +68,9 @@ class Chooser:
             if fits > 1:
                 if fits < count:
                     note(f"{fits} points at a time fit into memory")
-                return self._together(key, program, fits)
+                return self._compiled(key, program, fits)
             note("in turn: two points do not fit into memory at once")
-        began = time.monotonic()
-        if (key, 1) not in self._trainers:
-            self._trainers[key, 1] = sweep_pack.alone(program)
-            self._compile_seconds[key] = time.monotonic() - began
-        one = self._trainers[key, 1]
+        one = self._compiled(key, program, 1)
         if key in self._fastest:
             return self._fastest[key] if self._fastest[key].count <= count else one
         if self._how != "auto" or not on_cpu or count == 1 or count * program.config.steps < FEW:
@@ -83,11 +78,11 @@ class Chooser:
         one, each, text = self._side_by_side(one, points)
         self._trainers[key, 1] = self._fastest[key] = one
         fits = sweep_pack.fitting(program, count, one)
-        little = each * program.config.steps * count < PAYS * self._compile_seconds[key]
+        little = each * program.config.steps * count < PAYS * one.compile_seconds
         if self._slower or little or fits == 1:
             note(f"in turn: {text}")
             return one
-        many = self._together(key, program, fits)
+        many = self._compiled(key, program, fits)
         of_many = self._seconds(many, [*points, *[points[-1]] * fits][:fits]) / fits
         self._slower = of_many >= each
         if self._slower:
@@ -96,6 +91,13 @@ class Chooser:
             self._fastest[key] = many
         note(f"{'in turn' if self._slower else 'together'}: {text}, {of_many * 1000:.0f} ms together")
         return self._fastest[key]
+
+    def _compiled(self, key: object, program: Program, count: int) -> Trainer:
+        if (key, count) not in self._trainers:
+            began = time.monotonic()
+            trainer = sweep_pack.alone(program) if count == 1 else sweep_pack.together(program, count)
+            self._trainers[key, count] = dataclasses.replace(trainer, compile_seconds=time.monotonic() - began)
+        return self._trainers[key, count]
 
     def _side_by_side(self, one: Trainer, points: Sequence[Program]) -> tuple[Trainer, float, str]:
         """The trainer with how many to train at the same time, the seconds of a step and point, and the timings in words."""
@@ -111,11 +113,6 @@ class Chooser:
         words = [f"{seconds * 1000:.0f} ms {f'by {count} side by side' if count > 1 else 'one by one'}"
                  for count, seconds in times.items()]  # fmt: skip
         return dataclasses.replace(one, concurrent=best), times[best], f"a step takes {', '.join(words)}"
-
-    def _together(self, key: object, program: Program, count: int) -> Trainer:
-        if (key, count) not in self._trainers:
-            self._trainers[key, count] = sweep_pack.together(program, count)
-        return self._trainers[key, count]
 
     def _seconds(self, trainer: Trainer, points: Sequence[Program], concurrent: int = 1) -> float:
         """Median of a few steps of a pack, which go nowhere; of so many packs side by side the share of one."""

@@ -26,8 +26,6 @@ from mupax.zoo import partition
 _OF_MEMORY = 0.8
 """Share of what a device has left that a pack may fill."""
 
-Step = Callable[[TrainState, StepInputs, Batch], tuple[TrainState, dict[str, jax.Array]]]
-
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
@@ -42,17 +40,19 @@ class Trainer:
         placed: a restored state in the layout that the step takes.
         score: (parameters, step inputs, batch) -> `Sums`.
         temporary: bytes per device while a step runs, all points together; 0 where the backend does not say.
+        compile_seconds: what its step took to compile.
         concurrent: packs to train at the same time, in threads.
     """
 
     program: Program
     count: int
     abstract: TrainState
-    step: Step
+    step: Callable[[TrainState, StepInputs, Batch], tuple[TrainState, dict[str, jax.Array]]]
     begin: Callable[[Sequence[Program]], tuple[TrainState, StepInputs]]
     placed: Callable[[TrainState], TrainState]
     score: Callable[..., Any]
     temporary: int
+    compile_seconds: float = 0.0
     concurrent: int = 1
 
 
@@ -60,12 +60,12 @@ def alone(program: Program) -> Trainer:
     """One point at a time, by the step of a run alone."""
     compiled = program.compile_train()
 
+    def placed(state: TrainState) -> TrainState:
+        return program.placed(state, compiled)
+
     def begin(points: Sequence[Program]) -> tuple[TrainState, StepInputs]:
         (point,) = points
         return placed(point.initial_state()), point.numbers()
-
-    def placed(state: TrainState) -> TrainState:
-        return program.placed(state, compiled)
 
     score = _once(lambda: program.compile_eval(compiled))
     return Trainer(program, 1, program.abstract, compiled, begin, placed, score, _bytes(compiled))
@@ -88,43 +88,34 @@ def together(program: Program, count: int) -> Trainer:
         placed = NamedSharding(mesh, PartitionSpec(split, *spec))
         return jax.ShapeDtypeStruct((count, *np.shape(leaf)), leaf.dtype, sharding=placed)
 
-    def shardings(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf.sharding, tree)
-
-    abstract = jax.tree.map(stacked, program.abstract)
-    step_inputs: Any = jax.tree.map(stacked, program.abstract_run())
-    feed, scored = program.train_feed().abstract, program.eval_feed().abstract
+    abstract, step_inputs = jax.tree.map(stacked, (program.abstract, program.abstract_run()))
+    taken: Any = jax.tree.map(lambda leaf: leaf.sharding, (abstract, step_inputs))
+    feed = program.train_feed().abstract
     one = make_train_step(program.definition, program.tx, config.accumulation_steps, program.layout)
-    taken = shardings(abstract), shardings(step_inputs), program.layout.batch(feed)
     many = jax.jit(
         jax.vmap(one, in_axes=(0, 0, None), spmd_axis_name=split),
-        in_shardings=taken,
+        in_shardings=(*taken, program.layout.batch(feed)),
         out_shardings=(taken[0], over),
         donate_argnums=0,
     )
     compiled = many.lower(abstract, step_inputs, feed).compile(compiler_options=program.compiler_options())
 
-    def evaluated(params: Any, run: StepInputs, batch: Batch) -> Any:
-        def sums(params: Any, run: StepInputs) -> Any:
-            with partition.using(program.layout):
-                return batch_sums(program.definition, params, run, batch)
+    def sums(params: Any, run: StepInputs, batch: Batch) -> Any:
+        with partition.using(program.layout):
+            return batch_sums(program.definition, params, run, batch)
 
-        return jax.vmap(sums, spmd_axis_name=split)(params, run)
-
-    evaluate = jax.jit(evaluated, out_shardings=over)
-    score = _once(lambda: evaluate.lower(abstract.evaluated, step_inputs, scored).compile())
-    births = jax.jit(jax.vmap(program.definition.initialize), out_shardings=shardings(abstract.params))
-    begins = jax.jit(jax.vmap(program.initializer.beside), out_shardings=shardings(abstract))
+    evaluate = jax.jit(jax.vmap(sums, in_axes=(0, 0, None), spmd_axis_name=split), out_shardings=over)
+    births = jax.jit(jax.vmap(program.definition.initialize), out_shardings=taken[0].params)
+    begins = jax.jit(jax.vmap(program.initializer.beside), out_shardings=taken[0])
 
     def begin(points: Sequence[Program]) -> tuple[TrainState, StepInputs]:
         seeds = np.array([point.config.seed for point in points], np.uint32)
-        stds = jax.tree.map(lambda *each: np.stack(each), *(point.stds for point in points))
-        runs = jax.tree.map(lambda *each: np.stack(each), *(point.run for point in points))
+        stds, runs = jax.tree.map(lambda *each: np.stack(each), *((point.stds, point.run) for point in points))
         if config.model.centered:
             runs = runs._replace(reference=births(seeds, stds))
         return begins(births(seeds, stds)), jax.device_put(runs, taken[1])
 
-    return Trainer(program, count, abstract, compiled, begin, lambda state: state, score, _bytes(compiled))
+    return Trainer(program, count, abstract, compiled, begin, lambda state: state, evaluate, _bytes(compiled))
 
 
 def fitting(program: Program, points: int, one: Trainer | None = None) -> int:
