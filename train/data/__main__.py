@@ -36,29 +36,25 @@ class Prepare:
 
     def run(self) -> int:
         """0 when prepared, 1 when TFDS could not."""
-        return _prepare(self.name, self.data_dir)
+        from mupax.train.data import cache
+        from mupax.train.data.records import builders, corpus
 
+        if self.name == "python_corpus":
+            config = corpus.content_digest(corpus.python_files())
+            builders.embedded(builders.PythonCorpus, self.data_dir, print, config=config)
+        elif self.name == "digits":
+            builders.embedded(builders.Digits, self.data_dir, print)
+        elif self.name == "shapes":
+            print("shapes are drawn as a run asks for them; there is nothing to prepare")
+            return 0
+        elif self.name == "cifar5m":
+            from mupax.train.data.sources import cifar5m
 
-def _prepare(name: str, data_dir: str | None) -> int:
-    from mupax.train.data import cache
-    from mupax.train.data.records import builders, corpus
-
-    if name == "python_corpus":
-        config = corpus.content_digest(corpus.python_files())
-        builders.embedded(builders.PythonCorpus, data_dir, print, config=config)
-    elif name == "digits":
-        builders.embedded(builders.Digits, data_dir, print)
-    elif name == "shapes":
-        print("shapes are drawn as a run asks for them; there is nothing to prepare")
+            cifar5m.prepared_parts(self.data_dir, print)
+        else:
+            return _prepare_published(self.name, self.data_dir)
+        print(f"{self.name} is prepared in {cache.data_sets(self.data_dir)}")
         return 0
-    elif name == "cifar5m":
-        from mupax.train.data.sources import cifar5m
-
-        cifar5m.prepared_parts(data_dir, print)
-    else:
-        return _prepare_published(name, data_dir)
-    print(f"{name} is prepared in {cache.data_sets(data_dir)}")
-    return 0
 
 
 def _prepare_published(name: str, data_dir: str | None) -> int:

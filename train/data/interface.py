@@ -114,31 +114,30 @@ class Data(abc.ABC):
             start: number of the first.
             *rows: parts of each batch, joined in this order; the whole unless given.
         """
-        return _ahead(lambda k: _joined(self.train_batch, k, rows), start, _FOREVER, self.threads)
+        return self._ahead(self.train_batch, rows, start, _FOREVER)
 
     def eval_batches(self, *rows: slice) -> Generator[Batch, None, None]:
         """Every evaluation example once, in whole batches or these parts of them; what the last one lacks has weight 0."""
         count = -(-self.eval_size // self.eval_batch_size)
-        return _ahead(lambda j: _joined(self.eval_batch, j, rows), 0, count, self.threads)
+        return self._ahead(self.eval_batch, rows, 0, count)
 
     def references(self) -> list[Reference]:
         """Simple models trained on this training data, measured on these evaluation examples; cached on disk."""
         return []
 
+    def _ahead(
+        self, batch: Callable[[int, slice], Batch], rows: tuple[slice, ...], start: int, stop: int
+    ) -> Generator[Batch, None, None]:
+        """Batches start, …, stop - 1 in order, prefetched by grain threads; the threads end with the iterator."""
+        import grain
+        import numpy as np
 
-def _joined(batch: Callable[[int, slice], Batch], k: int, rows: tuple[slice, ...]) -> Batch:
-    """The given parts of batch k as one."""
-    import numpy as np
+        def joined(k: int) -> Batch:
+            parts = [batch(k, part) for part in rows or (ALL_ROWS,)]
+            return parts[0] if len(parts) == 1 else {x: np.concatenate([part[x] for part in parts]) for x in parts[0]}
 
-    parts = [batch(k, part) for part in rows or (ALL_ROWS,)]
-    return parts[0] if len(parts) == 1 else {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-
-def _ahead(batch: Callable[[int], Batch], start: int, stop: int, threads: int) -> Generator[Batch, None, None]:
-    """batch(start), …, batch(stop - 1) in order, prefetched by grain threads; the threads end with the iterator."""
-    import grain
-
-    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(threads, _BATCHES_AHEAD))
-    iterator = iter(grain.MapDataset.range(start, stop).map(batch).to_iter_dataset(options))
-    with contextlib.closing(iterator):
-        yield from iterator
+        options = grain.ReadOptions(num_threads=self.threads, prefetch_buffer_size=max(self.threads, _BATCHES_AHEAD))
+        with contextlib.closing(
+            iter(grain.MapDataset.range(start, stop).map(joined).to_iter_dataset(options))
+        ) as batches:
+            yield from batches

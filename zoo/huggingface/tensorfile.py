@@ -8,6 +8,7 @@ what it does not know is checked here: types, empty tensors, and names in an ind
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +30,10 @@ READABLE = ("F32", "BF16", "F16")
 
 SHARD_BYTES = 5 * 10**9
 """Data of one file at most, unless a single tensor is larger."""
+
+
+_BARE = re.compile(r'(?!\.)[^/\\:*?"<>|]*\.safetensors')
+"""The name of a file without a folder, in any system's spelling."""
 
 
 class TensorFileError(MupaxError):
@@ -56,11 +61,10 @@ class Tensors:
         self.shapes: dict[str, tuple[int, ...]] = {}
         file = _file_of(path)
         if file.name.endswith(".json"):
-            self._open_indexed(file)
+            for part, names in _indexed(file).items():
+                self._add(file.parent / part, names)
         else:
-            opened = _opened(file)
-            for name in opened.keys():  # noqa: SIM118  (not a dictionary)
-                self._add(name, opened, file.name)
+            self._add(file)
 
     def read(self, name: str) -> np.ndarray:
         """One tensor as float32.
@@ -73,36 +77,41 @@ class Tensors:
         except (SafetensorError, ValueError, OSError) as error:
             raise TensorFileError(f"{self.path}: cannot read the tensor {name}: {error}") from error
 
-    def _open_indexed(self, index: Path) -> None:
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise TensorFileError(f"{index}: no weight_map from tensor names to files")
-        opened: dict[str, Any] = {}
-        names: dict[str, set[str]] = {}
-        for name, file in weight_map.items():
-            if not _plain(file):
+    def _add(self, file: Path, names: list[str] | None = None) -> None:
+        """Open a file for these tensors of it, or for all."""
+        opened = _opened(file)
+        stored = dict.fromkeys(opened.keys())
+        for name in stored if names is None else names:
+            if name not in stored:
                 raise TensorFileError(
-                    f"{index}: {_short(name)} is said to be in {_short(file)}; an index may only name "
-                    ".safetensors files of its own folder"
+                    f"{self.path}: {_short(name)} is said to be in {file.name}, which does not hold it"
                 )
-            if file not in opened:
-                opened[file] = _opened(index.parent / file)
-                names[file] = set(opened[file].keys())
-            if name not in names[file]:
-                raise TensorFileError(f"{index}: {_short(name)} is said to be in {file}, which does not hold it")
-            self._add(name, opened[file], file)
+            tensor = opened.get_slice(name)
+            dtype, shape = tensor.get_dtype(), tuple(tensor.get_shape())
+            if dtype not in READABLE:
+                raise TensorFileError(
+                    f"{file.name}: the tensor {_short(name)} is {dtype}; only {', '.join(READABLE)} are read "
+                    "(save a quantized model in floating point first)"
+                )
+            if not all(shape):
+                raise TensorFileError(f"{file.name}: the tensor {_short(name)} of shape {shape} is empty")
+            self.shapes[name], self._files[name] = shape, opened
 
-    def _add(self, name: str, opened: Any, file: str) -> None:
-        stored = opened.get_slice(name)
-        dtype, shape = stored.get_dtype(), tuple(stored.get_shape())
-        if dtype not in READABLE:
+
+def _indexed(index: Path) -> dict[str, list[str]]:
+    """Names of files to the tensors that an index says they hold."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise TensorFileError(f"{index}: no weight_map from tensor names to files")
+    parts: dict[str, list[str]] = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not file.isprintable() or not _BARE.fullmatch(file):
             raise TensorFileError(
-                f"{file}: the tensor {_short(name)} is {dtype}; only {', '.join(READABLE)} are read "
-                "(save a quantized model in floating point first)"
+                f"{index}: {_short(name)} is said to be in {_short(file)}; an index may only name "
+                ".safetensors files of its own folder"
             )
-        if not all(shape):
-            raise TensorFileError(f"{file}: the tensor {_short(name)} of shape {shape} is empty")
-        self.shapes[name], self._files[name] = shape, opened
+        parts.setdefault(file, []).append(name)
+    return parts
 
 
 def write_tensors(
@@ -184,17 +193,6 @@ def _opened(file: Path) -> Any:
         return safe_open(file, framework="np")
     except (SafetensorError, ValueError, OSError) as error:
         raise TensorFileError(f"{file}: not a whole safetensors file: {_short(str(error))}") from error
-
-
-def _plain(name: Any) -> bool:
-    """Whether it is the bare name of a safetensors file, in any system's spelling."""
-    return (
-        isinstance(name, str)
-        and name.isprintable()
-        and name.endswith(".safetensors")
-        and not name.startswith(".")
-        and not set(name) & set('/\\:*?"<>|')
-    )
 
 
 def _short(value: Any) -> str:

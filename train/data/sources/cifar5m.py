@@ -45,11 +45,10 @@ def cifar5m(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note)
     vision = batches.vision_model(config.name, model, CLASSES)
     batches.check_size(config.name, vision, IMAGE_SHAPE[0], IMAGE_SHAPE[-1])
     sources = [builders.Source(builder, "train") for builder in prepared_parts(config.data_dir, note)]
-    train, test = (published.Records(some, "image", "label", vision.channels) for some in (sources[:-1], sources[-1:]))
     return batches.ImageData(
         config,
-        train,
-        test,
+        published.labelled(sources[:-1], "image", "label", vision.channels),
+        published.labelled(sources[-1:], "image", "label", vision.channels),
         views=(augment.shift_and_flip, augment.as_is),
         seed=seed,
         class_names=CLASSES,

@@ -8,7 +8,7 @@ writers for 14 forms, so two forms may be of one hand; which, is not recorded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,43 +26,24 @@ FIRST_TEST_FORM = 1415
 _SIZE, _WHITE = 8, 16
 
 
-class Arrays:
-    """Images in memory: uint8 [N, H, W, C] and labels [N]."""
-
-    def __init__(self, images_NHWC: np.ndarray, labels_N: np.ndarray) -> None:
-        self.images, self.labels = images_NHWC, labels_N
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, i: int) -> tuple[np.ndarray, int]:
-        return self.images[i], int(self.labels[i])
-
-
 class DigitData(batches.ImageData):
     """Digits, with logistic regression on the same split beside them."""
-
-    train: Arrays
-    eval: Arrays
 
     def references(self) -> list[Reference]:
         chosen = self.eval_positions(range(self.eval_size))
         key = cache.digest(str(self.facts["digest"]), np.sort(chosen).tobytes())
-        found = cache.remembered(
-            f"digits-{key}", lambda: {"accuracy": logistic_accuracy(self.train, self.eval, chosen)}
-        )
-        return [Reference("logistic regression", found["accuracy"], "accuracy")]
+        train, test = [self.train[i] for i in range(self.train_size)], [self.eval[i] for i in chosen]
+        numbers = cache.remembered(f"digits-{key}", lambda: {"accuracy": logistic_accuracy(train, test)})
+        return [Reference("logistic regression", numbers["accuracy"], "accuracy")]
 
 
-def logistic_accuracy(train: Arrays, test: Arrays, chosen: np.ndarray) -> float:
-    """Accuracy on the chosen test images of multinomial logistic regression on pixels in [0, 1], L2 with C = 10."""
+def logistic_accuracy(train: Iterable[tuple[np.ndarray, int]], test: Iterable[tuple[np.ndarray, int]]) -> float:
+    """Accuracy on test images of multinomial logistic regression on pixels in [0, 1], L2 with C = 10."""
     from sklearn.linear_model import LogisticRegression
 
-    def flat(x: np.ndarray) -> np.ndarray:
-        return x.reshape(len(x), -1) / _WHITE
-
-    model = LogisticRegression(C=10, max_iter=2000).fit(flat(train.images), train.labels)
-    return float(model.score(flat(test.images[chosen]), test.labels[chosen]))
+    (x, y), (x_test, y_test) = (map(np.array, zip(*pairs, strict=True)) for pairs in (train, test))
+    model = LogisticRegression(C=10, max_iter=2000).fit(x.reshape(len(x), -1) / _WHITE, y)
+    return float(model.score(x_test.reshape(len(x_test), -1) / _WHITE, y_test))
 
 
 def digits(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> DigitData:
@@ -79,8 +60,8 @@ def digits(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) 
     digest = cache.digest(x.tobytes(), y.tobytes(), test.tobytes())
     return DigitData(
         config,
-        Arrays(x[~test], y[~test]),
-        Arrays(x[test], y[test]),
+        [(x[i], int(y[i])) for i in np.flatnonzero(~test)],
+        [(x[i], int(y[i])) for i in np.flatnonzero(test)],
         views=(augment.jitter, augment.as_is),
         white=_WHITE,
         seed=seed,

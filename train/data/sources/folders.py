@@ -10,7 +10,7 @@ import contextlib
 import io
 import os
 from collections.abc import Iterator, Sequence
-from concurrent import futures
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,18 +87,16 @@ def decoded(file: Path | io.BytesIO, channels: int, name: str) -> np.ndarray:
     return pixels.reshape(*pixels.shape[:2], channels)
 
 
-def _read_headers(paths: Sequence[Path]) -> dict[str, float]:
+def _read_headers(paths: Sequence[Path]) -> None:
     """Raises DataError unless every file has the header of an image that can be decoded."""
 
-    def read(some: Sequence[Path]) -> None:
-        for path in some:
-            with _opened(path, str(path)):
-                pass
+    def read(path: Path) -> None:
+        with _opened(path, str(path)):
+            pass
 
-    threads = decoding_threads()
-    with futures.ThreadPoolExecutor(threads) as pool:
-        list(pool.map(read, [paths[i::threads] for i in range(threads)]))
-    return {"images": float(len(paths))}
+    with ThreadPool(decoding_threads()) as pool:
+        for _ in pool.imap_unordered(read, paths, chunksize=64):
+            pass
 
 
 def decoding_threads() -> int:
@@ -120,11 +118,13 @@ def own_images(config: DataConfig, model: ModelConfig, seed: int, note: cache.No
     vision = batches.vision_model(config.name, model, classes)
     check_channels(config.name, vision.channels)
     every = [(f"{side}/{name}", file) for side, files in (("train", train), ("eval", eval_)) for name, file, _ in files]
-    digest = _digest(every)
+    # Names and sizes, not contents or times: the same for a copy of the folder, and quick for a large one.
+    digest = cache.digest(*(f"{name}:{file.stat().st_size}" for name, file in every))
 
     def headers() -> dict[str, float]:
         note(f"reading the headers of {len(every)} images")
-        return _read_headers([file for _, file in every])
+        _read_headers([file for _, file in every])
+        return {"images": float(len(every))}
 
     cache.remembered(f"images-{digest}", headers)  # a file to refuse is better named now than in mid-run
     return batches.ImageData(
@@ -145,11 +145,6 @@ def check_channels(name: str, channels: int) -> None:
         raise DataError(
             f"the model reads {channels} channels and {name} has pictures; write --model.channels 3, or 1 for grey"
         )
-
-
-def _digest(files: Sequence[tuple[str, Path]]) -> str:
-    """Names and sizes, not contents or times: the same for a copy of the folder, and quick for a large one."""
-    return cache.digest(*(f"{name}:{path.stat().st_size}" for name, path in files))
 
 
 def _split(path: Path) -> tuple[_Labelled, _Labelled, list[str]]:

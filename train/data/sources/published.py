@@ -5,15 +5,14 @@ A prepared data set is looked for as a folder, DATA_DIR/NAME[/CONFIG]/VERSION; n
 
 from __future__ import annotations
 
-import bisect
 import difflib
 import io
-import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import grain
 import numpy as np
 
 from mupax.train.config.sections import SOURCES
@@ -41,7 +40,7 @@ class DataSet(NamedTuple):
     splits: dict[str, str]
 
 
-class Records:
+def labelled(sources: Sequence[Sequence], image: str, label: str, channels: int) -> batches.Images:
     """Labelled images of TFDS data sources, one after the other.
 
     Args:
@@ -51,20 +50,14 @@ class Records:
         channels: channels to decode image files to.
     """
 
-    def __init__(self, sources: Sequence[Sequence], image: str, label: str, channels: int) -> None:
-        self._sources, self._image, self._label, self._channels = sources, image, label, channels
-        self._ends = list(itertools.accumulate(map(len, sources)))
+    def read(i: int, record: dict[str, Any]) -> tuple[np.ndarray, int]:
+        pixels = record[image]
+        if isinstance(pixels, bytes):
+            pixels = folders.decoded(io.BytesIO(pixels), channels, f"{i} of the data set")
+        return pixels, int(record[label])
 
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def __getitem__(self, i: int) -> tuple[np.ndarray, int]:
-        which = bisect.bisect_right(self._ends, i)
-        record = self._sources[which][i - (self._ends[which - 1] if which else 0)]
-        image, label = record[self._image], int(record[self._label])
-        if isinstance(image, bytes):
-            image = folders.decoded(io.BytesIO(image), self._channels, f"{i} of the data set")
-        return image, label
+    records: Any = grain.MapDataset.concatenate([grain.MapDataset.source(source) for source in sources])
+    return records.map_with_index(read)
 
 
 def tfds_data(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> Data:
@@ -117,7 +110,7 @@ def _images(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int
     # Image files stay bytes, for PIL to decode: TFDS would want OpenCV or TensorFlow.
     skip: Any = {image: tfds.decode.SkipDecoding()} if isinstance(features[image], tfds.features.Image) else None
     train, eval_ = (
-        Records([builders.Source(builder, data_set.splits[side], skip)], image, label, vision.channels)
+        labelled([builders.Source(builder, data_set.splits[side], skip)], image, label, vision.channels)
         for side in ("train", "eval")
     )
     return batches.ImageData(
