@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mupax.presets.optimizers import OPTIMIZERS, Family
+from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.power import ONE
 from mupax.presets.preset import Branch, Preset
 from mupax.presets.roles import AXES, ParamSpec, PresetError
@@ -123,12 +123,12 @@ class Measured(Preset):
 
 def measured(table: Table) -> Measured:
     """The table as a preset, for the optimizers whose update is the one it was measured with."""
-    others: set[Family] = {optimizer.family for optimizer in OPTIMIZERS.values()} - {OPTIMIZERS[table.optimizer].family}
+    family, why = OPTIMIZERS[table.optimizer].family, f"it was measured with {table.optimizer}"
     return Measured(
         name="measured",
         rule=_no_rule,
         logits=ONE,
-        no_rule=dict.fromkeys(others, f"it was measured with {table.optimizer}"),
+        no_rule={other.family: why for other in OPTIMIZERS.values() if other.family != family},
         baseless=True,
         given={"optimizer": table.optimizer},
         table=table,

@@ -39,7 +39,7 @@ def measure(name: str, rounds: int, *, tiny: bool = False) -> dict[str, Any]:
     program = assemble(config, jax.devices()[:1])
     params, numbers = program.initial_state().params, program.numbers()
     prompt, length = np.arange(1, 1 + PROMPT, dtype=np.int32), model.seq_len - PROMPT
-    made = Generator(program.definition, model, params, numbers, sampling=Sampling(temperature=0))
+    made = Generator(program, params, numbers, sampling=Sampling(temperature=0))
     logits = jax.jit(lambda params, window: logits_of(program.definition, params, numbers, window))
 
     def whole(window: np.ndarray) -> jax.Array:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro import conf
 
@@ -61,93 +62,90 @@ def main(argv: Sequence[str]) -> int:
     """
     args = command_line.parse(Generate, "python -m train generate", argv)
     from mupax.train.checkpoints import saved_run
-    from mupax.train.checkpoints.workdir import WorkdirError
-    from mupax.train.reuse.generate.decode import DecodingError, Sampling
+    from mupax.train.reuse.generate.decode import DecodingError, Generator, Sampling
 
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    sampling.check()
     for name, least in (("tokens", 0), ("samples", 1), ("seed", 0)):
         if getattr(args, name) < least:
             raise DecodingError(f"--{name} is {getattr(args, name)}; write a whole number of at least {least}")
-    found = saved_run.find(args.workdir, args.step, args.average)
-    if not found.config.model.generates:
-        raise WorkdirError(f"the run in {args.workdir} trained a {found.config.model.family}; only decoders write text")
+    run = saved_run.find(args.workdir, args.step, args.average)
+    if not run.config.model.generates:
+        raise saved_run.WorkdirError(
+            f"the run in {args.workdir} trained a {run.config.model.family}; only decoders write text"
+        )
     import numpy as np
 
-    tokenizer = _tokenizer(found)
+    from mupax.train.reuse import runs
+
+    tokenizer = _tokenizer(run)
     text = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt
     prompt = tokenizer.encode([text.encode("utf-8", "surrogateescape")])[0]
     if not prompt.size:
         prompt = np.array([tokenizer.separator], np.int32)
-    written = write(generator(found, sampling, args.samples), tokenizer, text, prompt, args.tokens, args.seed)
-    weights = "its moving average" if found.weights == "ema" else "its parameters"
-    print(f"step {found.step} of {args.workdir}, {weights}: {written}", file=sys.stderr)
+    program = runs.on_one_device(run.config)
+    params = run.params(program.abstract)
+    generator = Generator(program, params, program.numbers(), sampling=sampling, samples=args.samples)
+    cost = write(generator, tokenizer, text, prompt, args.tokens, args.seed)
+    weights = "its moving average" if run.weights == "ema" else "its parameters"
+    print(f"step {run.step} of {args.workdir}, {weights}: {cost}", file=sys.stderr)
     return 0
 
 
-def generator(found: Trained, sampling: Any, samples: int) -> Generator:
-    """The checkpoint's model on one device, ready to write."""
-    import jax
+def write(generator: Generator, tokenizer: Any, text: str, prompt: np.ndarray, length: int, seed: int) -> str:
+    """Print the prompt and its continuations, one as it is made, several when they are done.
 
-    from mupax.train.config.run import MeshConfig
-    from mupax.train.core.program import assemble
-    from mupax.train.reuse.generate.decode import Generator
+    Args:
+        generator: of the checkpoint.
+        tokenizer: of the run.
+        text: the prompt as it was written.
+        prompt: its tokens.
+        length: tokens to add.
+        seed: of the draws.
 
-    alone = dataclasses.replace(found.config, mesh=MeshConfig(data=1))
-    program = assemble(alone, jax.local_devices()[:1])
-    params, numbers = found.params(program.abstract), program.numbers()
-    given: Any = {"sampling": sampling, "samples": samples, "layout": program.layout}
-    return Generator(program.definition, alone.model, params, numbers, **given)  # pyright: ignore[reportArgumentType]
-
-
-def write(made: Generator, tokenizer: Any, text: str, prompt: np.ndarray, length: int, seed: int) -> str:
-    """Print the prompt and its continuations, one as it is made, several when they are done; returns what it took."""
+    Returns:
+        What it took, in words.
+    """
     import numpy as np
 
-    out, alone = sys.stdout, made.samples == 1
-    parts: list[np.ndarray] = []
+    alone, parts = generator.samples == 1, []
     began, fast_s, fast_tokens = time.monotonic(), 0.0, 0
-    if alone:
-        out.write(_safe(text, out))
+    show(text if alone else "")
 
     def rows() -> Iterator[list[int]]:
         nonlocal fast_s, fast_tokens
-        since, compiled = time.monotonic(), made.compilations
-        for part in made.stream(prompt, length, seed):
-            if made.compilations == compiled:  # else the time is mostly the compiler's
+        since, compiled = time.monotonic(), generator.compilations
+        for part in generator.stream(prompt, length, seed):
+            if generator.compilations == compiled:  # else the time is mostly the compiler's
                 fast_s, fast_tokens = fast_s + time.monotonic() - since, fast_tokens + part.size
             parts.append(part)
-            yield [int(token) for token in part[0]]
-            since, compiled = time.monotonic(), made.compilations
+            yield part[0].tolist()
+            since, compiled = time.monotonic(), generator.compilations
 
     for piece in pieces(rows(), tokenizer):
-        if alone:
-            out.write(_safe(piece, out))
-            out.flush()
-    if not alone:
-        for number, row in enumerate(np.concatenate(parts, axis=1) if parts else [[]] * made.samples, start=1):
-            out.write(f"--- sample {number}\n{_safe(text + tokenizer.decode(row), out)}\n")
-    else:
-        out.write("\n")
-    count, rate = length * made.samples, f", {fast_tokens / fast_s:,.0f} tokens/s once compiled" if fast_tokens else ""
+        show(piece if alone else "")
+    samples = np.concatenate(parts, axis=1) if parts else [[]] * generator.samples
+    for number, row in enumerate(samples, start=1):
+        show("\n" if alone else f"--- sample {number}\n{text}{tokenizer.decode(row)}\n")
+    count = length * generator.samples
+    rate = f", {fast_tokens / fast_s:,.0f} tokens/s once compiled" if fast_tokens else ""
     return f"{count:,} tokens in {time.monotonic() - began:.1f} s{rate}"
 
 
 def pieces(parts: Iterator[list[int]], tokenizer: Any) -> Iterator[str]:
     """Text of tokens as they come. A character whose bytes are not all there yet waits for them."""
     ids: list[int] = []
-    said = ""
+    shown = ""
     for part in parts:
         ids += part
         text = tokenizer.decode(ids)
         whole = text.rstrip(UNFINISHED)
-        if len(whole) > len(said) and whole.startswith(said):
-            yield whole[len(said) :]
-            said = whole
-    yield tokenizer.decode(ids)[len(said) :]
+        if len(whole) > len(shown) and whole.startswith(shown):
+            yield whole[len(shown) :]
+            shown = whole
+    yield tokenizer.decode(ids)[len(shown) :]
 
 
-def _tokenizer(found: Trained) -> Any:
+def _tokenizer(run: Trained) -> Any:
     """The run's tokenizer; its data only where that has made it.
 
     Raises:
@@ -157,27 +155,25 @@ def _tokenizer(found: Trained) -> Any:
     from mupax.train.data import DataError
     from mupax.train.data.text.tokenizer import Bytes, Subwords, bpe_size
 
-    config, name = found.config, found.config.data.tokenizer
+    config, name = run.config, run.config.data.tokenizer
     if name == "bytes":
-        made: Any = Bytes()
+        tokenizer: Any = Bytes()
     elif bpe_size(name) is None:
-        made = Subwords(Path(name).expanduser())
+        tokenizer = Subwords(Path(name).expanduser())
     else:
-
-        def note(line: str) -> None:
-            print(line, file=sys.stderr)
-
-        made = data_sources.load(config.data, config.model, seed=config.data_seed, note=note).tokenizer
-    known = found.facts.get("tokenizer")
-    if known not in (None, made.key):
+        note = functools.partial(print, file=sys.stderr)
+        tokenizer = data_sources.load(config.data, config.model, seed=config.data_seed, note=note).tokenizer
+    key = run.facts.get("tokenizer")
+    if key not in (None, tokenizer.key):
         raise DataError(
-            f"the run's tokens are those of {known}, and data.tokenizer {name} is {made.key} here; bring the run's tokenizer.json back"
+            f"the run's tokens are those of {key}, and data.tokenizer {name} is {tokenizer.key} here; bring the run's tokenizer.json back"
         )
-    return made
+    return tokenizer
 
 
-def _safe(text: str, out: TextIO) -> str:
-    """Without characters that a terminal would obey; a file gets the text as it is."""
-    if not out.isatty():
-        return text
-    return "".join(c if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160) else UNFINISHED for c in text)
+def show(text: str) -> None:
+    """Write to stdout at once, without characters that a terminal would obey; a file gets the text as it is."""
+    if sys.stdout.isatty():
+        text = "".join(c if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160) else UNFINISHED for c in text)
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -6,6 +6,7 @@ token's number alone: not on how many samples or tokens are asked for.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Iterator
@@ -16,13 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from mupax.errors import MupaxError
+from mupax.train.core.program import Program
 from mupax.train.core.step import StepInputs
-from mupax.train.parallel.sharding import MeshLayout
 from mupax.zoo import partition
-from mupax.zoo.definition import Arrays, Definition
+from mupax.zoo.definition import Arrays
 from mupax.zoo.layers import cache as caches
 from mupax.zoo.param import multiplied
-from mupax.zoo.transformer import TransformerConfig
+from mupax.zoo.transformer import transformer
 
 MOST = 64
 """Tokens that the devices make before the host looks at them, at most."""
@@ -34,8 +35,13 @@ class DecodingError(MupaxError):
     """A text that cannot be made as asked. The text says what to write instead."""
 
 
-class Sampling(NamedTuple):
-    """How a token is drawn from logits. Filters apply in this order: temperature, top-k, top-p."""
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn from logits. Filters apply in this order: temperature, top-k, top-p.
+
+    Raises:
+        DecodingError: a number out of its range.
+    """
 
     temperature: float = 0.8
     """Divides the logits; 0 takes the likeliest token."""
@@ -44,8 +50,7 @@ class Sampling(NamedTuple):
     top_p: float | None = None
     """Draw among the fewest likeliest tokens that have at least this probability together (Holtzman et al. 2020)."""
 
-    def check(self) -> None:
-        """Raises DecodingError where a number is out of its range."""
+    def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
             raise DecodingError(
                 f"temperature is {self.temperature}; write 0 for the likeliest token, or a positive number"
@@ -89,44 +94,32 @@ class Generator:
     """Continues texts with one model. Compiles once per power of two of prompt lengths, and once for all further tokens.
 
     Args:
-        definition: of the model.
-        model: its config.
+        program: of the run; its mesh is where the parameters lie.
         params: of the model.
-        step_inputs: factors, and a reference where the model's output is centred.
+        inputs: the program's numbers: factors, and a reference where the model's output is centred.
         sampling: how tokens are drawn.
         samples: B, texts continued side by side from one prompt.
-        layout: the mesh that the parameters lie on; None for one device.
 
     Raises:
-        DecodingError: a number out of its range.
+        ConfigError: the model is no transformer of the zoo.
     """
 
     def __init__(
-        self,
-        definition: Definition,
-        model: TransformerConfig,
-        params: Arrays,
-        step_inputs: StepInputs,
-        *,
-        sampling: Sampling = DEFAULT,
-        samples: int = 1,
-        layout: MeshLayout | None = None,
+        self, program: Program, params: Arrays, inputs: StepInputs, *, sampling: Sampling = DEFAULT, samples: int = 1
     ) -> None:
-        sampling.check()
-        if samples < 1:
-            raise DecodingError(f"samples is {samples}; write at least 1")
-        self._definition, self._model, self._sampling, self.samples = definition, model, sampling, samples
-        self._layout, self._forward = layout, step_inputs.factors.forward
+        self._model, self._definition = transformer(program.config.model, "writing text"), program.definition
+        self._layout, self._forward = program.layout, inputs.factors.forward
+        self._sampling, self.samples = sampling, samples
         self.compilations = 0
         """Programs compiled so far."""
-        networks = (params,) if step_inputs.reference is None else (params, step_inputs.reference)
+        networks = (params,) if inputs.reference is None else (params, inputs.reference)
         # Multiplied once, not for every token.
         apply = jax.jit(lambda networks, by: tuple(multiplied(dict(one), by) for one in networks))
-        self._weights = apply(networks, step_inputs.factors.multiplier)
-        placed = None if layout is None else _Text(None, layout.replicated, layout.replicated)
-        self._fill = jax.jit(self._filled, out_shardings=placed)
-        extended = None if layout is None else (placed, layout.replicated)
-        self._extend = jax.jit(self._extended, donate_argnums=2, out_shardings=extended)
+        self._weights = apply(networks, inputs.factors.multiplier)
+        whole = program.layout.replicated
+        text = _Text(None, whole, whole)
+        self._fill = jax.jit(self._filled, out_shardings=text)
+        self._extend = jax.jit(self._extended, donate_argnums=2, out_shardings=(text, whole))
 
     def complete(self, prompt: np.ndarray, length: int, seed: int = 0) -> np.ndarray:
         """`length` new tokens after the prompt, int32 [B, length]; arguments and errors as for `stream`."""

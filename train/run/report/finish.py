@@ -15,7 +15,6 @@ from mupax.train.data import Data
 from mupax.train.run.report import metrics, report
 from mupax.train.run.start import Session
 from mupax.zoo.definition import Arrays
-from mupax.zoo.transformer import TransformerConfig, transformer
 
 _PROMPT = "def "
 _SAMPLE_TOKENS = 400
@@ -38,7 +37,7 @@ def leave(session: Session, params: Arrays) -> None:
     files = [folder / metrics.FILE_NAME]
     if config.log.samples and config.model.generates:
         files.append(folder / "sample.txt")
-        text = _sample(program, transformer(config.model, "writing a sample"), data, params, inputs)
+        text = _sample(program, data, params, inputs)
         if leader:
             _show(text, files[-1], console)
     elif config.log.samples and config.model.task == "images":
@@ -72,11 +71,11 @@ def leave(session: Session, params: Arrays) -> None:
     )
 
 
-def _sample(program: Program, model: TransformerConfig, data: Data, params: Arrays, inputs: StepInputs) -> str:
+def _sample(program: Program, data: Data, params: Arrays, inputs: StepInputs) -> str:
     """A short prompt, continued."""
     from mupax.train.reuse.generate.decode import Generator
 
-    generator = Generator(program.definition, model, params, inputs, layout=program.layout)
+    generator = Generator(program, params, inputs)
     assert data.tokenizer is not None
     prompt = data.tokenizer.encode([_PROMPT.encode()])[0]
     new = generator.complete(prompt, _SAMPLE_TOKENS, program.config.seed)[0]
