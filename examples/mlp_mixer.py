@@ -80,7 +80,7 @@ class Mixer(nnx.Module):
 
     def __init__(self, config: MixerConfig, rngs: nnx.Rngs) -> None:
         self.config = config
-        init = Init.of(config, rngs)
+        init = Init(config, rngs)
         self.patch, self.readout = init.param("patch"), init.param("readout")
         self.block, self.norm = Block(init.scope("block")), Norm("rmsnorm", init.scope("norm"), 1e-5)
 

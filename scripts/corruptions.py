@@ -31,7 +31,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from mupax.train.checkpoints.checkpointer import Checkpoints
-from mupax.train.checkpoints.digests import named
+from mupax.train.checkpoints.manifest import by_name
 from mupax.train.checkpoints.workdir import CHECKPOINTS, WorkdirError
 from scripts.damage import KINDS, flip
 from scripts.performance import table
@@ -58,7 +58,7 @@ class Saved:
 
 def bits(state: Any) -> dict[str, bytes]:
     """Every array of a state, bitwise."""
-    return {name: np.asarray(leaf).tobytes() for name, leaf in named(state.arrays()).items()}
+    return {name: np.asarray(leaf).tobytes() for name, leaf in by_name(state.arrays()).items()}
 
 
 def trained(folder: Path, kind: str, processes: int) -> Saved:
@@ -113,7 +113,7 @@ def unverified(saved: Saved, newest: Path) -> str:
         loaded = ocp.load(str(newest), saved.abstract.arrays())
     except Exception:  # whatever it makes of damage
         return "error"
-    got = {name: np.asarray(leaf).tobytes() for name, leaf in named(loaded).items()}
+    got = {name: np.asarray(leaf).tobytes() for name, leaf in by_name(loaded).items()}
     return "right" if got == saved.states[STEPS[1]] else "wrong"
 
 

@@ -164,14 +164,14 @@ def phase(session: Session, workdir: Path) -> str:
 
 def latest(workdir: Path) -> int | None:
     """Step of the newest checkpoint."""
-    from mupax.train.checkpoints.manifest import steps
+    from mupax.train.checkpoints.folder import steps
 
     return max(steps(workdir / "checkpoints"), default=None)
 
 
 def left(workdir: Path, steps: int) -> dict[str, Any]:
     """What a finished run has left, without times: rows, and the digest of every shard of its verified last checkpoint."""
-    from mupax.train.checkpoints.manifest import verified
+    from mupax.train.checkpoints.folder import verified
     from mupax.train.run.report import metrics
 
     rows = [row for row in metrics.read(workdir / metrics.FILE_NAME) if "perf_data_wait" not in row]

@@ -17,7 +17,7 @@ from tyro import conf
 
 from mupax import command_line, terminal
 from mupax.command_line import Switch
-from mupax.zoo import configs
+from mupax.zoo import configs, flops
 from mupax.zoo.families import ModelConfig
 
 COLUMNS = ("model", "family", "width", "depth", "heads", "head_dim", "mlp", "input", "parameters", "forward FLOPs")
@@ -54,10 +54,10 @@ class List:
             print(json.dumps(summaries, indent=2))
             return 0
         rows: list[Sequence[str]] = [COLUMNS]
-        for model, row in zip(configs.CONFIGS.values(), summaries, strict=True):
+        for row in summaries:
             sizes = [str(row["sizes"].get(axis, "")) for axis in ("embed", "layers", "heads", "head_dim", "mlp")]
-            counted = [terminal.si(row["parameters"]), f"{terminal.si(row['forward_flops'])} / {model.unit}"]
-            rows.append([row["name"], model.family, *sizes, model.input_text, *counted])
+            costs = [terminal.si(row["parameters"]), f"{terminal.si(row['forward_flops'])} / {row['per']}"]
+            rows.append([row["name"], row["family"], *sizes, configs.CONFIGS[row["name"]].input_text, *costs])
         print(terminal.table(rows, left=LEFT))
         return 0
 
@@ -74,27 +74,24 @@ class Describe:
     def run(self) -> int:
         """0 when printed."""
         model = configs.get(self.name)
-        row, rows = _summary(self.name, model), _tree(model)
+        summary, tree = _summary(self.name, model), _tree(model)
         if self.json:
-            print(json.dumps({**row, "tree": rows}, indent=2))
+            print(json.dumps({**summary, "tree": tree}, indent=2))
             return 0
-        sizes = ", ".join(f"{axis} {size}" for axis, size in row["sizes"].items())
+        sizes = ", ".join(f"{axis} {size}" for axis, size in summary["sizes"].items())
         print(terminal.wrapped(f"{self.name}: {model.family}, {sizes}"))
-        table = [["path", "role", "shape", "axes", "parameters"]]
-        for leaf in rows:
-            fan_in = set(leaf["fan_in"])
-            axes = " ".join(f"{axis}*" if axis in fan_in else axis for axis in leaf["axes"])
-            table.append([leaf["path"], leaf["role"], " ".join(map(str, leaf["shape"])), axes, f"{leaf['count']:,}"])
-        table.append(["total", "", "", "* fan-in", f"{sum(leaf['count'] for leaf in rows):,}"])
-        print(f"\n{terminal.table(table, left=LEFT)}\n")
-        print(f"{terminal.si(row['forward_flops'])}FLOPs per {model.unit}, one forward pass")
+        rows = [["path", "role", "shape", "axes", "parameters"]]
+        for leaf in tree:
+            axes = " ".join(f"{axis}*" if axis in leaf["fan_in"] else axis for axis in leaf["axes"])
+            rows.append([leaf["path"], leaf["role"], " ".join(map(str, leaf["shape"])), axes, f"{leaf['count']:,}"])
+        rows.append(["total", "", "", "* fan-in", f"{summary['parameters']:,}"])
+        print(f"\n{terminal.table(rows, left=LEFT)}\n")
+        print(f"{terminal.si(summary['forward_flops'])}FLOPs per {model.unit}, one forward pass")
         return 0
 
 
 def _summary(name: str, model: ModelConfig) -> dict[str, Any]:
     """Sizes, parameters and FLOPs of a model, plain values."""
-    from mupax.zoo import flops
-
     return {
         "name": name,
         "family": model.family,

@@ -11,18 +11,7 @@ from mupax.presets.roles import MATRICES, FactorSpec, ParamSpec, Role
 from mupax.zoo.families import ComputeConfig, ConfigError, ImageModel, ModelConfig, TokenModel
 from mupax.zoo.transformer import TransformerConfig
 
-__all__ = [
-    "CONFIGS",
-    "FAMILIES",
-    "ComputeConfig",
-    "ConfigError",
-    "DecoderConfig",
-    "ModelConfig",
-    "ViTConfig",
-    "family_class",
-    "get",
-]
-
+__all__ = ["CONFIGS", "ComputeConfig", "ConfigError", "DecoderConfig", "ModelConfig", "ViTConfig", "get"]
 
 FAMILIES = {"vit": f"{__name__}:ViTConfig", "decoder": f"{__name__}:DecoderConfig"}
 """Family to where its config is. A family that is not listed is called by that place itself, module:Class."""

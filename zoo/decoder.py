@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from mupax.zoo import partition
 from mupax.zoo.configs import DecoderConfig
-from mupax.zoo.layers.block import Block, cached_stack, residual_stack
+from mupax.zoo.layers.block import Block, residual_stack, runs_as_scan
 from mupax.zoo.layers.cache import Cache
 from mupax.zoo.layers.linear import Norm, Reading
 from mupax.zoo.param import Init
@@ -18,7 +21,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
         self.config = config
-        init = Init.of(config, rngs)
+        init = Init(config, rngs)
         self.token, self.position = init.param("token"), init.maybe("position")
         self.block = Block(config, init.scope("block"))
         self.norm = Norm(config.norm, init.scope("norm"), config.norm_eps)
@@ -46,7 +49,20 @@ class Decoder(nnx.Module):
             fresh: the cache is empty: attention is then that of a text read whole.
         """
         h_BTD = self.embed(tokens_BT, None if fresh else cache.length)
-        return cached_stack(self.block, h_BTD, cache, self.config.compute, fresh=fresh)
+        (graph, stacked), depth = nnx.split(self.block), self.config.depth
+
+        def layer(stream: tuple[jax.Array, Cache], of: tuple[jax.Array | int, nnx.State]) -> tuple[Any, None]:
+            (h_BTD, cache), (index, state) = stream, of
+            return nnx.merge(graph, state).cached(h_BTD, cache, index, fresh=fresh), None
+
+        # The cache is carried, not scanned over: it is then written in place, and never copied whole.
+        if runs_as_scan(self.config.compute, depth):
+            (h_BTD, cache), _ = jax.lax.scan(layer, (h_BTD, cache), (jnp.arange(depth), stacked))
+        else:
+            for index in range(depth):
+                state = jax.tree.map(lambda array, i=index: array[i], stacked)
+                (h_BTD, cache), _ = layer((h_BTD, cache), (index, state))
+        return h_BTD, cache._replace(length=cache.length + tokens_BT.shape[1])
 
     def reading(self, tokens_BT: jax.Array) -> Reading:
         return self._reading(residual_stack(self.block, self.embed(tokens_BT), self.config.depth, self.config.compute))

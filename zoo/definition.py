@@ -48,12 +48,9 @@ class Definition:
         the step's memory traffic: a sum with a scaled stream is no longer written by the product that ends the branch.
         """
         ones = {n: np.ones(f["shape"], np.float32) for n, f in self.factors.items() if f["kind"] == "skip"}
-        numbers = {
-            **{n: Factor(a) for n, a in {**ones, **factors}.items()},
-            **{n: nnx.Param(a) for n, a in params.items()},
-        }
-        state = nnx.from_flat_state({_path(name): variable for name, variable in numbers.items()})
-        return nnx.merge(self.graph, state)
+        variables = {name: Factor(value) for name, value in {**ones, **factors}.items()}
+        variables |= {name: nnx.Param(value) for name, value in params.items()}
+        return nnx.merge(self.graph, nnx.from_flat_state({_path(name): leaf for name, leaf in variables.items()}))
 
     def model(self, params: Mapping[str, jax.Array], multipliers: Arrays, factors: Arrays) -> Any:
         """The model with every parameter taken as multiplier * w."""
@@ -66,11 +63,10 @@ class Definition:
     def initialize(self, seed: jax.Array | int, stds: Mapping[str, jax.Array | float]) -> Arrays:
         """Fresh parameters, each from its own key (seed, name): the same bits on every mesh. Call under `jax.jit`."""
         key = jax.random.key(seed)
+        keys = {name: jax.random.fold_in(key, zlib.crc32(name.encode())) for name in self.specs}
         return {
-            name: initial_value(
-                jax.random.fold_in(key, zlib.crc32(name.encode())), spec, leaf.shape, stds[name], leaf.dtype
-            )
-            for (name, spec), leaf in zip(self.specs.items(), self.abstract.values(), strict=True)
+            name: initial_value(keys[name], self.specs[name], leaf.shape, stds[name], leaf.dtype)
+            for name, leaf in self.abstract.items()
         }
 
     @property
@@ -96,19 +92,18 @@ def define(make: Callable[[], nnx.Module], *, sizes: Mapping[str, int] | None = 
     """
     graph, state = nnx.split(nnx.eval_shape(make))
     specs, abstract, factors = {}, {}, {}
-    found: dict[str, tuple[int, str]] = {axis: (size, "the sizes given") for axis, size in (sizes or {}).items()}
+    axes: dict[str, tuple[int, str]] = {axis: (size, "the sizes given") for axis, size in (sizes or {}).items()}
     for path, variable in nnx.to_flat_state(state):
         name = ".".join(map(str, path))
-        leaf = variable.get_value()
+        leaf, metadata = variable.get_value(), variable.get_metadata()
         if isinstance(variable, Factor):
-            metadata = variable.get_metadata()
             factors[name] = {"kind": metadata["kind"], "shape": leaf.shape, "spec": metadata.get("spec")}
             continue
         if not isinstance(variable, nnx.Param):
             raise PresetError(
                 f"{name} is {type(variable).__name__}; only nnx.Param and Factor state can be trained here"
             )
-        spec = variable.get_metadata().get("spec")
+        spec = metadata.get("spec")
         if not isinstance(spec, ParamSpec):
             raise PresetError(
                 f"parameter {name} {leaf.shape} has no spec; write nnx.Param(value, spec=ParamSpec(role=..., axes=...))"
@@ -118,10 +113,10 @@ def define(make: Callable[[], nnx.Module], *, sizes: Mapping[str, int] | None = 
                 f"parameter {name} has shape {leaf.shape} but axes {spec.axes}; name one axis per dimension"
             )
         for axis, size in zip(spec.axes, leaf.shape, strict=True):
-            if found.setdefault(axis, (size, name))[0] != size:
-                raise PresetError(f"axis {axis!r} is {size} in {name} but {found[axis][0]} in {found[axis][1]}")
+            if axes.setdefault(axis, (size, name))[0] != size:
+                raise PresetError(f"axis {axis!r} is {size} in {name} but {axes[axis][0]} in {axes[axis][1]}")
         specs[name], abstract[name] = spec, jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
-    return Definition(graph, specs, abstract, factors, {axis: size for axis, (size, _) in found.items()})
+    return Definition(graph, specs, abstract, factors, {axis: size for axis, (size, _) in axes.items()})
 
 
 def definition(config: ModelConfig) -> Definition:

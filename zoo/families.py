@@ -58,6 +58,8 @@ class ModelConfig(abc.ABC):
     """Name in `mupax.zoo.configs.FAMILIES`; module:Class where it has none."""
     task: ClassVar[Task]
     """What it reads: the data that it fits has this kind."""
+    output_axis: ClassVar[str]
+    """The logical axis of the logits."""
     causal: ClassVar[bool] = False
     """Whether a position sees only those before it."""
     generates: ClassVar[bool] = False
@@ -130,11 +132,6 @@ class ModelConfig(abc.ABC):
         return math.prod(self.example()["targets"].shape)
 
     @property
-    def output_axis(self) -> str:
-        """The logical axis of the logits."""
-        return {"tokens": "vocab", "images": "classes"}[self.task]
-
-    @property
     def position_grid(self) -> int:
         """Side of the square that learned positions lie on, after those of class tokens; 0 where they are a line."""
         return 0
@@ -155,6 +152,7 @@ class TokenModel(ModelConfig):
     """Reads tokens [B, T] and predicts the next one at every position: logits [B, T, vocab]."""
 
     task: ClassVar[Task] = "tokens"
+    output_axis: ClassVar[str] = "vocab"
 
     vocab_size: int
     seq_len: int
@@ -177,6 +175,7 @@ class ImageModel(ModelConfig):
     """Reads images [B, height, width, channels] in patches and classifies them: logits [B, classes]."""
 
     task: ClassVar[Task] = "images"
+    output_axis: ClassVar[str] = "classes"
 
     image_size: int
     """Height and width of the square input, in pixels."""

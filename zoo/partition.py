@@ -1,46 +1,81 @@
 """How activations lie on devices. Models name logical axes; whoever runs them says, by a `Layout`, what the names mean.
 
 Logical axes of activations: batch, sequence, and those that parameters have too (heads, kv_heads, mlp, vocab, classes);
-None is an axis that no device splits. Without a layout nothing is constrained and the default backend is meant.
+None is an axis that no device splits. Without a layout there is one device, of the default backend.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Axes = tuple[str | None, ...]
 
 
-class Layout(Protocol):
-    """What a model may ask of the devices it is compiled for."""
+class Layout:
+    """A mesh, and which of its axes split each logical axis.
 
-    platform: str
-    """cpu, gpu or tpu: that of the devices, which need not be this machine's."""
+    Args:
+        mesh: the devices, which need not be this machine's.
+        rules: logical axis to mesh axes, the first one outermost; an axis without any is whole on every device. Where two
+            dimensions of one array want the same mesh axis, the first one takes it.
+    """
 
-    def splits(self, axis: str) -> bool: ...
+    def __init__(self, mesh: Mesh, rules: Mapping[str, tuple[str, ...]]) -> None:
+        self.mesh, self.rules = mesh, rules
+        self.platform: str = mesh.devices.flat[0].platform
+        """cpu, gpu or tpu."""
 
     def names(self, axis: str | None) -> tuple[str, ...]:
         """The mesh axes that split a logical axis, for collectives inside `local`; empty where nothing does."""
-        ...
+        return tuple(name for name in self.rules.get(axis or "", ()) if self.mesh.shape[name] > 1)
 
-    def ways(self, axis: str | None) -> int: ...
+    def ways(self, axis: str | None) -> int:
+        """Parts that a logical axis is split into."""
+        return math.prod(self.mesh.shape[name] for name in self.names(axis))
 
-    def constrain(self, x: jax.Array, axes: Axes) -> jax.Array: ...
+    def sharding(self, axes: Axes, shape: tuple[int, ...]) -> NamedSharding:
+        """Of an array with these logical axes; a dimension that its mesh axes do not divide stays whole."""
+        return NamedSharding(self.mesh, self._spec(axes, shape))
+
+    def constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
+        """x, laid out by `sharding`."""
+        return x if self.mesh.size == 1 else jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
 
     def local(self, function: Callable[..., Any], inputs: tuple[Axes, ...], outputs: Any) -> Callable[..., Any]:
-        """`function` on every device's own part: for kernels that the compiler cannot split.
+        """`function` on every device's own part, by `jax.shard_map`: for kernels that the compiler cannot split.
 
         Args:
             function: of arrays, which it gets as one device's parts.
-            inputs: logical axes of every argument.
+            inputs: logical axes of every argument; each must divide its dimension.
             outputs: those of the result, or a tuple of them for a tuple of results.
         """
-        ...
+        if self.mesh.size == 1:
+            return function
+        several = bool(outputs) and isinstance(outputs[0], tuple)
+        out_specs = tuple(map(self._spec, outputs)) if several else self._spec(outputs)
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=tuple(map(self._spec, inputs)), out_specs=out_specs, check_vma=False
+        )
+
+    def _spec(self, axes: Axes, shape: tuple[int, ...] | None = None) -> PartitionSpec:
+        parts: list[str | tuple[str, ...] | None] = []
+        taken: set[str] = set()
+        for index, axis in enumerate(axes):
+            names = tuple(name for name in self.names(axis) if name not in taken)
+            if shape is not None and shape[index] % math.prod(self.mesh.shape[name] for name in names):
+                names = ()
+            taken.update(names)
+            parts.append(names if len(names) > 1 else next(iter(names), None))
+        return PartitionSpec(*parts)
 
 
 _CURRENT: ContextVar[Layout | None] = ContextVar("layout", default=None)
@@ -56,26 +91,16 @@ def using(layout: Layout | None) -> Iterator[None]:
         _CURRENT.reset(token)
 
 
-def current() -> Layout | None:
+def current() -> Layout:
     """The layout being traced for."""
-    return _CURRENT.get()
+    return _CURRENT.get() or _one_device()
 
 
-def platform() -> str:
-    """cpu, gpu or tpu, whichever is being compiled for."""
-    return jax.default_backend() if (layout := current()) is None else layout.platform
-
-
-def splits(axis: str) -> bool:
-    """Whether a logical axis is split over more than one device."""
-    return (layout := current()) is not None and layout.splits(axis)
-
-
-def ways(axis: str) -> int:
-    """Parts that a logical axis is split into."""
-    return 1 if (layout := current()) is None else layout.ways(axis)
+@functools.cache
+def _one_device() -> Layout:
+    return Layout(Mesh(np.array(jax.devices()[:1]), "data"), {})
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """x, laid out by the logical axes of its dimensions."""
-    return x if (layout := current()) is None else layout.constrain(x, axes)
+    return current().constrain(x, axes)

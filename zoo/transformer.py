@@ -110,20 +110,20 @@ class TransformerConfig(ModelConfig):
         if self.rotary_theta is None and not self.qk_norm:
             # Softmax ignores a shift common to all keys: a key bias would have exactly zero gradient.
             biases.pop("block.attention.key_bias", None)
-        found = {**matrices, **biases}
+        specs = {**matrices, **biases}
         if self.qk_norm and self.norm_gain:
             for name in ("query", "key"):
                 of = MATRICES[f"block.attention.{name}"].role
                 gain = ParamSpec(role=Role.NORM_GAIN, axes=("layers", "head_dim"), in_block=True, of=of)
-                found[f"block.attention.{name}_norm.gain"] = gain
+                specs[f"block.attention.{name}_norm.gain"] = gain
         for name in ("block.attention_norm", "block.mlp_norm", "norm"):
             block = name.startswith("block.")
             axes = ("layers", "embed") if block else ("embed",)
             if self.norm_gain:
-                found[f"{name}.gain"] = ParamSpec(role=Role.NORM_GAIN, axes=axes, in_block=block)
+                specs[f"{name}.gain"] = ParamSpec(role=Role.NORM_GAIN, axes=axes, in_block=block)
             if self.bias and self.norm == "layernorm":
-                found[f"{name}.bias"] = ParamSpec(role=Role.BIAS, axes=axes, in_block=block, of=Role.NORM_GAIN)
-        return found
+                specs[f"{name}.bias"] = ParamSpec(role=Role.BIAS, axes=axes, in_block=block, of=Role.NORM_GAIN)
+        return specs
 
     def factors(self) -> dict[str, FactorSpec]:
         """Scales of attention logits, N^-1/2 until a preset sets them, and of both additions of every block."""

@@ -21,7 +21,7 @@ class ViT(nnx.Module):
 
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs) -> None:
         self.config = config
-        init = Init.of(config, rngs)
+        init = Init(config, rngs)
         self.patch, self.patch_bias = init.param("patch"), init.maybe("patch_bias")
         self.cls, self.position = init.maybe("cls"), init.param("position")
         self.block = Block(config, init.scope("block"))

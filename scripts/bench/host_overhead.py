@@ -29,7 +29,7 @@ import numpy as np
 
 from mupax.train.config.run import CheckpointConfig, Config, DataConfig, LogConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.program import Program, assemble
-from mupax.train.parallel.feed import abstract_batch
+from mupax.train.parallel.sharding import abstract_batch
 from mupax.train.run import loop
 from mupax.zoo import configs
 

@@ -29,7 +29,7 @@ from mupax.train.core.optimizer import schedule_table
 from mupax.train.core.program import Program, assemble
 from mupax.train.core.state import TrainState
 from mupax.train.core.step import StepInputs, make_train_step
-from mupax.train.parallel.feed import abstract_batch
+from mupax.train.parallel.sharding import abstract_batch
 from mupax.train.pods import topology
 from mupax.zoo import configs, partition
 from mupax.zoo.configs import ComputeConfig, DecoderConfig

@@ -27,12 +27,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from mupax.train.checkpoints import digests, manifest
+from mupax.train.checkpoints import folder as disk
+from mupax.train.checkpoints import manifest
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import CheckpointConfig, MeshConfig
 from mupax.train.core.program import assemble
-from mupax.train.parallel.feed import abstract_batch
+from mupax.train.parallel.sharding import abstract_batch
 
 FACTS = {"digest": "none"}
 BATCH = 4
@@ -95,10 +96,10 @@ def measured(run: Run, workdir: Path, rounds: int) -> list[dict[str, float]]:
                 raise SystemExit(failure)
             one["write"] = time.perf_counter() - began
             folder = checkpoints.folder / str(run.done)
-            arrays, listed = digests.named(run.state.arrays()), manifest.read(folder)
-            shards = digests.host_shards(arrays)
-            one["digests"] = _timed(digests.describe, arrays, shards) + _timed(digests.of_files, folder, listed.files)
-            one["read_back"] = _timed(digests.check_stored, folder, listed.arrays)
+            arrays, listed = manifest.by_name(run.state.arrays()), manifest.read(folder)
+            shards = manifest.host_shards(arrays)
+            one["digests"] = _timed(manifest.describe_arrays, arrays, shards) + _timed(disk.file_digests, folder, 0, 1)
+            one["read_back"] = _timed(manifest.damaged_arrays, folder, listed.arrays)
             one["restore"] = _timed(checkpoints.restore, abstract, FACTS)
             if turn:  # the first warms up
                 found.append(one)

@@ -21,7 +21,7 @@ import numpy as np
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config
 from mupax.train.core.program import Program, assemble
-from mupax.train.parallel.feed import abstract_batch
+from mupax.train.parallel.sharding import abstract_batch
 from mupax.train.parallel.xla_flags import FLAGS, Value
 from scripts.bench.in_turns import compared, in_turns
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mupax.train.checkpoints import digests, manifest
+from mupax.train.checkpoints import folder, manifest
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.core.state import TrainState
 from scripts import corruptions
@@ -59,8 +59,8 @@ def test_every_kind_of_damage_is_found_and_nothing_wrong_is_restored(
 def test_control_without_digests_the_campaign_sees_wrong_restores(
     saved: Saved, no_control: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manifest, "check_files", lambda *_, **__: [])
-    monkeypatch.setattr(digests, "check_loaded", lambda *_: [])
+    monkeypatch.setattr(folder, "file_problems", lambda *_, **__: [])
+    monkeypatch.setattr(manifest, "check_loaded", lambda *_: [])
     monkeypatch.setattr(corruptions, "KINDS", {"bit flipped": _flip_a_weight})
     (result,) = campaign([saved], 1, 0, tmp_path)
     assert (result["outcome"], result["good"]) == ("wrong", False)

@@ -12,14 +12,13 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from orbax.checkpoint import v1 as ocp
 
-from mupax.train.checkpoints import digests, manifest
+from mupax.train.checkpoints import folder, manifest
 from mupax.train.checkpoints.folder import SAVING, CheckpointFolder
-from mupax.train.checkpoints.manifest import Manifest
+from mupax.train.checkpoints.manifest import DamagedError, Manifest
 from mupax.train.checkpoints.workdir import WorkdirError
 from mupax.train.core.state import TrainState
 from mupax.train.parallel.processes import Processes
@@ -30,8 +29,8 @@ _ORBAX = threading.Lock()
 """Held while orbax saves or loads: it numbers its operations per process, and two at a time wait for each other's signals."""
 
 
-class Checkpoints:
-    """The checkpoints of one run, as a context manager that ends with every save on disk.
+class Checkpoints(CheckpointFolder):
+    """The checkpoints of one run, saved and restored, as a context manager that ends with every save on disk.
 
     Every method is called by all processes of the run alike.
 
@@ -49,18 +48,12 @@ class Checkpoints:
         self, workdir: Path, keep: int, processes: Processes | None = None, note: Callable[[str], None] = print
     ) -> None:
         logging.getLogger("absl").setLevel(logging.ERROR)  # orbax narrates every save
-        self.files, self._note = CheckpointFolder(workdir, keep, note), note
-        self.folder = self.files.path
+        super().__init__(workdir, keep, note)
         self._processes = processes or Processes()
         self._asked, self._saved = 0, self.latest
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
-        self._broadcast(self.files.tidy)
-
-    @property
-    def latest(self) -> int | None:
-        """Step of the newest checkpoint."""
-        return self.files.latest
+        self._broadcast(self.tidy)
 
     def save(self, step: int, state: TrainState, facts: dict[str, Any], *, last: bool = False) -> None:
         """Start saving; the arrays are on the host before this returns, so that the next step may reuse their memory.
@@ -75,34 +68,31 @@ class Checkpoints:
         """
         if step == self._saved:
             return
-        if not last and not self._broadcast(self._ready):
+        if not last and self._thread is not None:
+            self._thread.join(_PATIENCE_S)
+        if not last and self._broadcast(lambda: self._thread is not None and self._thread.is_alive()):
             self._note(f"checkpoint {step} is left out: the disk has not yet taken the one of step {self._saved}")
             return
         self.wait()
         self._saved, self._failure = step, None
-        arrays, folder = state.arrays(), self.folder / f"{step}{SAVING}"
-        named = digests.named(arrays)
+        arrays, checkpoint = state.arrays(), self.folder / f"{step}{SAVING}"
+        named = manifest.by_name(arrays)
         _ORBAX.acquire()  # until `_finish` has the result
         try:
-            shards = digests.host_shards(named)
+            shards = manifest.host_shards(named)
             if self._processes.leader:
-                shutil.rmtree(folder, ignore_errors=True)
+                shutil.rmtree(checkpoint, ignore_errors=True)
             with ocp.Context(array_options=_array_options()):
-                response = ocp.save_async(str(folder), arrays)
+                response = ocp.save_async(str(checkpoint), arrays)
         except (OSError, ValueError, RuntimeError) as error:
-            shards, response = [], error  # told to the other processes like one that comes later
+            shards, response = [], error  # the other processes learn of it as of one that comes later
         except BaseException:
             _ORBAX.release()
             raise
         self._asked += 1
-        work = (step, folder, response, named, shards, facts, f"saved/{self._asked}")
+        work = (step, checkpoint, response, named, shards, facts, f"saved/{self._asked}")
         self._thread = threading.Thread(target=self._finish, args=work, name="checkpoint", daemon=True)
         self._thread.start()
-
-    def _ready(self) -> bool:
-        if self._thread is not None:
-            self._thread.join(_PATIENCE_S)
-        return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> str | None:
         """Wait for the save in progress; what the last save failed of, or None where it did not."""
@@ -112,7 +102,7 @@ class Checkpoints:
         return self._failure
 
     def restore(self, abstract: TrainState, facts: dict[str, Any] | None) -> TrainState:
-        """The newest state that is to the bit what was saved, each array restored straight into its sharding.
+        """The newest state that is bitwise what was saved, each array restored straight into its sharding.
 
         Whatever else is found on the way to it is set aside, and the run is told.
 
@@ -125,35 +115,33 @@ class Checkpoints:
         """
         self.wait()
         while (step := self._broadcast(lambda: self.latest)) is not None:
-            folder = self.folder / str(step)
-            problems, state = self._problems(folder), None
-            if not problems:
-                self._check_fits(manifest.read(folder), abstract, facts)
-                state, problems = self._load(folder, abstract)
-            if not problems and state is not None:
-                self._saved = step
-                return state
-            self._broadcast(lambda step=step, problems=problems: self.files.set_aside(step, problems))
-        raise WorkdirError(self.files.none_good())
+            checkpoint = self.folder / str(step)
+            content, problem = self._verified(checkpoint)
+            if content is not None and not problem:
+                self._check_fits(content, abstract, facts)
+                with _ORBAX:
+                    state = TrainState(**ocp.load(str(checkpoint), abstract.arrays()))
+                wrong = manifest.check_loaded(manifest.by_name(state.arrays()), content.arrays)
+                problem = folder.first_of(self._agreed([f"the array {name} is not what was saved" for name in wrong]))
+                if not problem:
+                    self._saved = step
+                    return state
+            self._broadcast(lambda step=step, problem=problem: self.set_aside(step, problem))
+        raise self.none_good()
 
-    def _load(self, folder: Path, abstract: TrainState) -> tuple[TrainState, list[str]]:
-        with _ORBAX:
-            state = TrainState(**ocp.load(str(folder), abstract.arrays()))
-        wrong = digests.check_loaded(digests.named(state.arrays()), manifest.read(folder).arrays)
-        return state, self._agreed([f"the array {name} is not what was saved" for name in wrong])
-
-    def _problems(self, folder: Path) -> list[str]:
-        """What is wrong with a checkpoint's files, on every process."""
-        whole: Manifest | None = None
+    def _verified(self, checkpoint: Path) -> tuple[Manifest | None, str]:
+        """The manifest of a checkpoint, and what is wrong with its files, which is the same on every process."""
+        content: Manifest | None = None
         try:
-            whole = manifest.read(folder)
-            found = manifest.check_files(folder, whole, (self._processes.index, self._processes.count))
-        except (manifest.DamagedError, OSError) as error:
-            found = [str(error)]
-        if found := self._agreed(found):
-            spoilt = self._broadcast(lambda: manifest.spoilt(folder, whole) if whole else [])
-            found = [manifest.some(found), *spoilt]
-        return found
+            content = manifest.read(checkpoint)
+            problems = folder.file_problems(checkpoint, content, (self._processes.index, self._processes.count))
+        except (DamagedError, OSError) as error:
+            problems = [str(error)]
+        if not (problems := self._agreed(problems)):
+            return content, ""
+        return content, self._broadcast(
+            lambda: folder.damage(checkpoint, content, problems) if content else folder.first_of(problems)
+        )
 
     def _agreed(self, problems: list[str]) -> list[str]:
         """The problems of all processes, on every one."""
@@ -161,19 +149,20 @@ class Checkpoints:
         gathered = self._processes.gather(f"problems/{self._asked}", problems)
         return self._broadcast(lambda: [line for part in gathered or () for line in part])
 
-    def _check_fits(self, found: Manifest, abstract: TrainState, facts: dict[str, Any] | None) -> None:
-        if facts is not None and found.data.get("digest") != facts.get("digest"):
+    def _check_fits(self, content: Manifest, abstract: TrainState, facts: dict[str, Any] | None) -> None:
+        before = content.data
+        if facts is not None and before.get("digest") != facts.get("digest"):
             raise WorkdirError(
-                f"the run was trained on {found.data.get('name')} with digest {found.data.get('digest')}, this machine has "
+                f"the run was trained on {before.get('name')} with digest {before.get('digest')}, this machine has "
                 f"{facts.get('name')} with digest {facts.get('digest')}; restore that data, "
                 "or go on with these by --resume-change data, or start again with another --workdir"
             )
-        wanted = {name: list(leaf.shape) for name, leaf in digests.named(abstract.arrays()).items()}
-        stored = {name: entry["shape"] for name, entry in found.arrays.items()}
+        wanted = {name: list(leaf.shape) for name, leaf in manifest.by_name(abstract.arrays()).items()}
+        stored = {name: entry["shape"] for name, entry in content.arrays.items()}
         if differing := sorted(n for n in wanted.keys() | stored.keys() if wanted.get(n) != stored.get(n)):
             name = differing[0]
             raise WorkdirError(
-                f"checkpoint {found.step} has another state than this run: {name} is {stored.get(name, 'missing')} there and "
+                f"checkpoint {content.step} has another state than this run: {name} is {stored.get(name, 'missing')} there and "
                 f"{wanted.get(name, 'missing')} here ({len(differing)} arrays differ); continue it with the flags and the "
                 "version it was saved by, or start another run with --workdir"
             )
@@ -181,10 +170,10 @@ class Checkpoints:
     def _finish(
         self,
         step: int,
-        folder: Path,
+        checkpoint: Path,
         response: Any,
         named: dict[str, Any],
-        shards: list[digests.Shard],
+        shards: list[manifest.Shard],
         facts: dict[str, Any],
         key: str,
     ) -> None:
@@ -194,12 +183,12 @@ class Checkpoints:
         try:
             if isinstance(response, Exception):
                 raise response
-            arrays = digests.describe(named, shards)
+            arrays = manifest.describe_arrays(named, shards)
             shards.clear()
             response.result()
-            files = digests.of_files(folder, digests.files_of(folder, processes.index, processes.count))
-            if wrong := digests.check_stored(folder, arrays):
-                raise OSError(f"the disk gives back other arrays than it was given: {manifest.some(wrong)}")
+            files = folder.file_digests(checkpoint, processes.index, processes.count)
+            if wrong := manifest.damaged_arrays(checkpoint, arrays):
+                raise OSError(f"the disk gives back other arrays than it was given: {folder.first_of(wrong)}")
             part = {"arrays": arrays, "files": files}
         except Exception as error:  # of whatever kind: the run goes on
             part = {"error": f"{type(error).__name__}: {error}"}
@@ -212,12 +201,11 @@ class Checkpoints:
                 return
             if errors := [each["error"] for each in parts if "error" in each]:
                 raise OSError(errors[0])
-            whole = parts[0]
             for each in parts[1:]:
-                whole["files"] |= each["files"]
+                part["files"] |= each["files"]
                 for name, entry in each["arrays"].items():
-                    whole["arrays"][name]["shards"] += entry["shards"]
-            self.files.publish(folder, Manifest(step=step, data=facts, **whole))
+                    part["arrays"][name]["shards"] += entry["shards"]
+            self.publish(checkpoint, Manifest(step=step, data=facts, **part))
         except Exception as error:
             self._failed(step, error)
 
@@ -242,9 +230,7 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None or isinstance(error, Exception):  # whoever stops the process at once does not wait
             self.wait()
 

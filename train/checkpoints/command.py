@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 import time
 from collections.abc import Sequence
@@ -39,87 +40,60 @@ def main(argv: Sequence[str]) -> int:
     """
     args = command_line.parse(Checkpoints, "python -m train checkpoints", argv)
 
-    from mupax.train.checkpoints.workdir import RECORD, WorkdirError
+    from mupax.train.checkpoints import workdir
 
-    if not (args.workdir / RECORD).is_file():
-        raise WorkdirError(f"{args.workdir} holds no run ({RECORD} is missing); write the workdir of one")
-    rows = listed(args.workdir, verify=args.verify)
+    workdir.read_record(args.workdir)
+    rows = _checkpoints(args.workdir, verify=args.verify)
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(rows, indent=2) + "\n")
-    if rows:
-        terminal.console().print(_table(rows))
-    else:
-        terminal.console().print(f"{args.workdir} has no checkpoint yet")
+    head = ["step", "size", "arrays", "age", "health"]
+    table = terminal.table([head, *map(_cells, rows)], left=["health"])
+    print(table if rows else f"{args.workdir} has no checkpoint yet")
     return int(any(row["damaged"] for row in rows if not row["set_aside"]))
 
 
-def listed(workdir: Path, *, verify: bool) -> list[dict[str, Any]]:
-    """One entry per checkpoint, oldest first, those set aside after the others.
-
-    Args:
-        workdir: folder of the run.
-        verify: read everything; otherwise the manifest, and of the files their sizes.
-    """
+def _checkpoints(workdir: Path, *, verify: bool) -> list[dict[str, Any]]:
+    """One entry per checkpoint, oldest first, those set aside after the others."""
     from mupax.train.checkpoints.workdir import CHECKPOINTS, SET_ASIDE
 
     folder = workdir / CHECKPOINTS
-    found = sorted((path for path in folder.glob("*") if path.name.isdigit()), key=lambda path: int(path.name))
-    return [_entry(path, verify, workdir) for path in [*found, *sorted((folder / SET_ASIDE).glob("*"))]]
+    paths = sorted((path for path in folder.glob("*") if path.name.isdigit()), key=lambda path: int(path.name))
+    return [_entry(path, verify, workdir) for path in [*paths, *sorted((folder / SET_ASIDE).glob("*"))]]
 
 
-def _entry(folder: Path, verify: bool, workdir: Path) -> dict[str, Any]:
-    from mupax.train.checkpoints import digests, manifest
+def _entry(checkpoint: Path, verify: bool, workdir: Path) -> dict[str, Any]:
+    """What the manifest and the sizes of its files say; with `verify` everything is read."""
+    from mupax.train.checkpoints import folder, manifest
     from mupax.train.checkpoints.workdir import SET_ASIDE
 
     problems: list[str] = []
     arrays: int | None = None
     try:
-        whole = manifest.verified(folder) if verify else manifest.read(folder)
-        arrays = len(whole.arrays)
+        content = folder.verified(checkpoint) if verify else manifest.read(checkpoint)
+        arrays = len(content.arrays)
         if not verify:
-            problems = manifest.check_files(folder, whole, contents=False)
-        elif wrong := digests.check_stored(folder, whole.arrays):
-            problems = [f"other arrays than were saved: {manifest.some(wrong)}"]
+            problems = folder.file_problems(checkpoint, content, contents=False)
+        elif wrong := manifest.damaged_arrays(checkpoint, content.arrays):
+            problems = [f"other arrays than were saved: {folder.first_of(wrong)}"]
     except (manifest.DamagedError, OSError) as error:
         problems = [str(error)]
-    name, _, _ = folder.name.partition(".")
+    name, _, _ = checkpoint.name.partition(".")
     return {
         "step": int(name) if name.isdigit() else None,
-        "path": str(folder.relative_to(workdir)),
-        "bytes": sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
+        "path": str(checkpoint.relative_to(workdir)),
+        "bytes": sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()),
         "arrays": arrays,
-        "age_seconds": round(time.time() - folder.stat().st_mtime, 1),
-        "set_aside": folder.parent.name == SET_ASIDE,
+        "age_seconds": round(time.time() - checkpoint.stat().st_mtime, 1),
+        "set_aside": checkpoint.parent.name == SET_ASIDE,
         "verified": verify,
-        "damaged": manifest.some(problems) or None,
+        "damaged": folder.first_of(problems) or None,
     }
 
 
-def _table(rows: list[dict[str, Any]]) -> Any:
-    from rich.table import Table
-
-    table = Table("step", "size", "arrays", "age", "health")
-    for row in rows:
-        good = "good, every bit" if row["verified"] else "whole (--verify reads every bit)"
-        health = f"damaged: {row['damaged']}" if row["damaged"] else good
-        aside = "set aside, " if row["set_aside"] else ""
-        table.add_row(
-            str(row["step"]), _size(row["bytes"]), str(row["arrays"] or ""), _age(row["age_seconds"]), aside + health
-        )
-    return table
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
-
-
-def _age(seconds: float) -> str:
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.0f} s"
+def _cells(row: dict[str, Any]) -> list[str]:
+    good = "good, every bit" if row["verified"] else "whole (--verify reads every bit)"
+    health = f"damaged: {row['damaged']}" if row["damaged"] else good
+    aside = "set aside, " if row["set_aside"] else ""
+    age = str(datetime.timedelta(seconds=round(row["age_seconds"])))
+    return [str(row["step"]), terminal.gib(row["bytes"]), str(row["arrays"] or ""), age, aside + health]

@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: which there are, how one comes to count, is deleted, or is set aside."""
+"""The folder of a run's checkpoints: which there are, whether their files are whole, how one comes to count, is deleted or set aside."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import itertools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import xxhash
 
 from mupax.train.checkpoints import manifest
-from mupax.train.checkpoints.manifest import Manifest
+from mupax.train.checkpoints.manifest import DamagedError, Manifest
 from mupax.train.checkpoints.workdir import CHECKPOINTS, SET_ASIDE, WorkdirError
 
 SAVING, DELETING = ".saving", ".deleting"
+_BLOCK = 2**20  # stays in a core's cache: reading and hashing 16 MiB at a time takes five times as long
 
 
 class CheckpointFolder:
@@ -24,78 +28,147 @@ class CheckpointFolder:
     """
 
     def __init__(self, workdir: Path, keep: int, note: Callable[[str], None]) -> None:
-        self.path, self._keep, self._note = workdir / CHECKPOINTS, keep, note
-
-    @property
-    def steps(self) -> list[int]:
-        """Steps of the checkpoints, oldest first."""
-        return manifest.steps(self.path)
+        self.folder, self._keep, self._note = workdir / CHECKPOINTS, keep, note
 
     @property
     def latest(self) -> int | None:
         """Step of the newest checkpoint."""
-        return max(self.steps, default=None)
+        return max(steps(self.folder), default=None)
 
-    def publish(self, written: Path, whole: Manifest) -> None:
+    def publish(self, written: Path, content: Manifest) -> None:
         """Give a checkpoint its manifest and its name, and only then delete those beyond `keep`.
 
         Args:
             written: the folder of its arrays.
-            whole: its manifest.
+            content: its manifest.
         """
-        manifest.write(written, whole)
-        if (self.path / str(whole.step)).exists():  # one without a manifest, copied here by somebody
-            self.set_aside(whole.step, ["another was saved"])
-        written.replace(self.path / str(whole.step))
-        manifest.sync_folder(self.path)
-        for step in self.steps[: -self._keep]:
-            doomed = self.path / f"{step}{DELETING}"  # half deleted, it must not look like a checkpoint
-            (self.path / str(step)).replace(doomed)
+        manifest.write(written, content)
+        target = self.folder / str(content.step)
+        if target.exists():  # one without a manifest, copied here by somebody
+            self.set_aside(content.step, "another was saved")
+        written.replace(target)
+        manifest.sync_folder(self.folder)
+        for step in steps(self.folder)[: -self._keep]:
+            doomed = self.folder / f"{step}{DELETING}"  # half deleted, it must not look like a checkpoint
+            (self.folder / str(step)).replace(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
 
-    def set_aside(self, step: int, problems: list[str]) -> None:
+    def set_aside(self, step: int, problem: str) -> None:
         """Move a damaged checkpoint out of the way, and say so.
 
         Args:
             step: of the checkpoint.
-            problems: what is wrong with it.
+            problem: what is wrong with it.
 
         Raises:
             WorkdirError: it cannot be moved.
         """
-        folder = self.path / SET_ASIDE
+        aside = self.folder / SET_ASIDE
         names = (str(step) if number == 0 else f"{step}.{number}" for number in itertools.count())
-        target = next(folder / name for name in names if not (folder / name).exists())
+        target = next(aside / name for name in names if not (aside / name).exists())
         try:
-            folder.mkdir(exist_ok=True)
-            (self.path / str(step)).replace(target)
+            aside.mkdir(exist_ok=True)
+            (self.folder / str(step)).replace(target)
         except OSError as error:
             raise WorkdirError(
-                f"checkpoint {step} is damaged ({manifest.some(problems)}) and cannot be moved: {error.strerror}"
+                f"checkpoint {step} is damaged ({problem}) and cannot be moved: {error.strerror}"
             ) from error
-        before = self.latest
-        then = "no other is left" if before is None else f"going back to checkpoint {before}"
+        then = "no other is left" if self.latest is None else f"going back to checkpoint {self.latest}"
         self._note(
-            f"checkpoint {step} is damaged: {manifest.some(problems)}; set aside as {target.relative_to(self.path.parent)}, {then}"
+            f"checkpoint {step} is damaged: {problem}; set aside as {target.relative_to(self.folder.parent)}, {then}"
         )
 
     def tidy(self) -> None:
         """Remove what interrupted saves left, set aside what has no manifest."""
-        if not self.path.is_dir():
+        if not self.folder.is_dir():
             return
-        for path in self.path.iterdir():
+        for path in self.folder.iterdir():
             name, dot, _ = path.name.partition(".")
             if name.isdigit() and dot:
                 shutil.rmtree(path, ignore_errors=True)
             elif name.isdigit() and not (path / manifest.NAME).is_file():
-                self.set_aside(int(name), [f"{manifest.NAME} is missing"])
-        if self.latest is None and any((self.path / SET_ASIDE).glob("*")):
-            raise WorkdirError(self.none_good())
+                self.set_aside(int(name), f"{manifest.NAME} is missing")
+        if self.latest is None and any((self.folder / SET_ASIDE).glob("*")):
+            raise self.none_good()
 
-    def none_good(self) -> str:
-        """The text for a run whose checkpoints are all damaged."""
-        held = ", ".join(sorted(path.name for path in (self.path / SET_ASIDE).glob("*")))
-        return (
-            f"no good checkpoint is left in {self.path}; those set aside in {SET_ASIDE}/ ({held}) are damaged. Nothing was "
+    def none_good(self) -> WorkdirError:
+        """For a run whose checkpoints are all damaged."""
+        names = ", ".join(sorted(path.name for path in (self.folder / SET_ASIDE).glob("*")))
+        return WorkdirError(
+            f"no good checkpoint is left in {self.folder}; those set aside in {SET_ASIDE}/ ({names}) are damaged. Nothing was "
             "overwritten: put a copy of a good one there, or start again with another --workdir"
         )
+
+
+def steps(folder: Path) -> list[int]:
+    """Steps of the checkpoints in a folder, oldest first: those that have a manifest."""
+    names = (path.parent.name for path in folder.glob(f"*/{manifest.NAME}"))
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def file_digests(checkpoint: Path, process: int, count: int) -> dict[str, list[Any]]:
+    """Size and digest of the files that one process wrote; process 0 does those that no process' folder holds, too."""
+    writers = {f"ocdbt.process_{i}": i for i in range(count)}
+    paths = [path.relative_to(checkpoint) for path in sorted(checkpoint.rglob("*")) if path.is_file()]
+    mine = [str(p) for p in paths if next((writers[part] for part in p.parts if part in writers), 0) == process]
+    return dict(zip(mine, manifest.in_threads(_file_digest, [checkpoint / path for path in mine]), strict=True))
+
+
+def _file_digest(path: Path) -> list[Any]:
+    hasher, size = xxhash.xxh3_128(), 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            hasher.update(block)
+            size += len(block)
+    return [size, hasher.hexdigest()]
+
+
+def file_problems(
+    checkpoint: Path, content: Manifest, part: tuple[int, int] = (0, 1), *, contents: bool = True
+) -> list[str]:
+    """What is wrong with the files, one line each; nothing where all is as it was written.
+
+    Args:
+        checkpoint: its folder.
+        content: its manifest.
+        part: index and count, to look at every count-th file only.
+        contents: read the files too, not their sizes alone.
+    """
+
+    def problem(name: str) -> str | None:
+        path, written = checkpoint / name, content.files[name]
+        try:
+            if path.is_symlink() or not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != written[0]:
+                return f"{name} has {path.stat().st_size} bytes, not {written[0]}"
+            if contents and _file_digest(path) != written:
+                return f"{name} has other contents than were written"
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
+        return None
+
+    return [line for line in manifest.in_threads(problem, list(content.files)[part[0] :: part[1]]) if line]
+
+
+def verified(checkpoint: Path) -> Manifest:
+    """The manifest of a checkpoint whose files are all as they were written.
+
+    Raises:
+        DamagedError: they are not; the text names the first files, and the arrays that cannot be read from them.
+    """
+    content = manifest.read(checkpoint)
+    if problems := file_problems(checkpoint, content):
+        raise DamagedError(damage(checkpoint, content, problems))
+    return content
+
+
+def damage(checkpoint: Path, content: Manifest, problems: list[str]) -> str:
+    """The first problems of the files, and the arrays that they no longer hold."""
+    arrays = manifest.damaged_arrays(checkpoint, content.arrays)
+    return first_of(problems) + (f", which spoils {first_of(arrays)}" if arrays else "")
+
+
+def first_of(problems: list[str]) -> str:
+    """The first three, and how many more."""
+    return ", ".join(problems[:3]) + (f", and {len(problems) - 3} more" if len(problems) > 3 else "")

@@ -1,8 +1,9 @@
-"""The manifest of a checkpoint: what must be in it, to the bit. A checkpoint without its whole manifest does not exist.
+"""The manifest of a checkpoint: what must be in it, bitwise. A checkpoint without its whole manifest does not exist.
 
-It holds two lists. Every array has a digest of each shard, taken from memory when it was saved: what comes back is compared
-with what was there, whatever mesh it comes back to. Every file has its size and digest, taken from the disk after the
-arrays were read back from it: damage is found before anything is loaded, without building the model.
+It holds two lists of digests (xxh3_128, which finds accidents and is no signature). Every array has one of each shard, taken
+from memory when it was saved: what comes back is compared with what was there, whatever mesh it comes back to. Every file
+has its size and one, taken from the disk after the arrays were read back from it: damage is found before anything is loaded,
+without building the model.
 """
 
 from __future__ import annotations
@@ -10,19 +11,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import xxhash
 
 from mupax.errors import MupaxError
-from mupax.train.checkpoints import digests
 from mupax.zoo.checked_json import JsonError, read_json
 
 NAME = "manifest.json"
 FORMAT = "mupax-checkpoint-1"
+_STATE = "state"  # folder of the arrays inside a checkpoint
 
 
 class DamagedError(MupaxError):
@@ -45,25 +47,13 @@ class Manifest:
     arrays: dict[str, dict[str, Any]]
     files: dict[str, list[Any]]
 
-    @property
-    def bytes(self) -> int:
-        """Size of all files."""
-        return sum(size for size, _ in self.files.values())
-
-
-def steps(folder: Path) -> list[int]:
-    """Steps of the checkpoints in a folder, oldest first: those that have a manifest."""
-    found = (path.parent.name for path in folder.glob(f"*/{NAME}"))
-    return sorted(int(name) for name in found if name.isdigit())
-
 
 def write(folder: Path, manifest: Manifest) -> None:
     """Write the manifest whole or not at all."""
     body = dataclasses.asdict(manifest)
-    text = json.dumps({"format": FORMAT, "digest": _digest_of(body), "manifest": body})
     temporary = folder / f".{NAME}.partial"
     with temporary.open("w") as file:
-        file.write(text)
+        file.write(json.dumps({"format": FORMAT, "digest": _digest_of(body), "manifest": body}))
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(folder / NAME)
@@ -88,90 +78,131 @@ def read(folder: Path) -> Manifest:
     if not (folder / NAME).is_file():
         raise DamagedError(f"{NAME} is missing")
     try:
-        whole = read_json(folder / NAME)
+        content = read_json(folder / NAME)
     except JsonError as error:
         raise DamagedError(f"{NAME}: {str(error).removeprefix(f'{folder / NAME}: ')}") from error
-    if whole.get("format") != FORMAT:
-        raise DamagedError(f"{NAME} has format {whole.get('format')!r:.40}; this version reads {FORMAT}")
-    body = whole.get("manifest")
-    if not isinstance(body, dict) or whole.get("digest") != _digest_of(body):
+    if content.get("format") != FORMAT:
+        raise DamagedError(f"{NAME} has format {content.get('format')!r:.40}; this version reads {FORMAT}")
+    body = content.get("manifest")
+    if not isinstance(body, dict) or content.get("digest") != _digest_of(body):
         raise DamagedError(f"{NAME} does not have the digest it names")
     try:
-        found = Manifest(**body)
-        _check_form(found)
+        manifest = Manifest(**body)
+        _check_form(manifest)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise DamagedError(f"{NAME} has another form than this version's: {error!s:.200}") from error
-    if folder.name.isdigit() and found.step != int(folder.name):
-        raise DamagedError(f"{NAME} is of step {found.step}")
-    return found
-
-
-def verified(folder: Path) -> Manifest:
-    """The manifest of a checkpoint whose files are all as they were written.
-
-    Raises:
-        DamagedError: they are not; the text names the first files, and the arrays that cannot be read from them.
-    """
-    found = read(folder)
-    if problems := check_files(folder, found):
-        raise DamagedError(", ".join([some(problems), *spoilt(folder, found)]))
-    return found
-
-
-def spoilt(folder: Path, manifest: Manifest) -> list[str]:
-    """A line that names the arrays which a checkpoint's files no longer hold; none where they hold all."""
-    arrays = digests.check_stored(folder, manifest.arrays)
-    return [f"which spoils {some(arrays)}"] if arrays else []
-
-
-def some(names: list[str]) -> str:
-    """The first three, and how many more."""
-    return ", ".join(names[:3]) + (f", and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def check_files(
-    folder: Path, manifest: Manifest, part: tuple[int, int] = (0, 1), *, contents: bool = True
-) -> list[str]:
-    """What is wrong with the files, one line each; nothing where all is as it was written.
-
-    Args:
-        folder: of the checkpoint.
-        manifest: its manifest.
-        part: index and count, to look at every count-th file only.
-        contents: read the files too, not their sizes alone.
-    """
-    wanted = dict(list(manifest.files.items())[part[0] :: part[1]])
-    with ThreadPoolExecutor(digests.THREADS) as pool:
-        found = pool.map(lambda path: _file_problem(folder / path, wanted[path], contents), wanted)
-        return [f"{path} {problem}" for path, problem in zip(wanted, found, strict=True) if problem]
+    if folder.name.isdigit() and manifest.step != int(folder.name):
+        raise DamagedError(f"{NAME} is of step {manifest.step}")
+    return manifest
 
 
 def _digest_of(body: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
 
 
-def _file_problem(path: Path, written: Sequence[Any], contents: bool) -> str | None:
-    try:
-        size = written[0]
-        if path.is_symlink() or not path.is_file():
-            return "is missing"
-        if path.stat().st_size != size:
-            return f"has {path.stat().st_size} bytes, not {size}"
-        same = not contents or digests.of_file(path) == list(written)
-        return None if same else "has other contents than were written"
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
-
-
 def _check_form(manifest: Manifest) -> None:
     """A manifest of a stranger may carry a right digest of anything."""
     if type(manifest.step) is not int or not isinstance(manifest.data, dict) or not manifest.files:
         raise ValueError("step, data or files")
-    for path, (size, value) in manifest.files.items():
+    for path, (size, digest) in manifest.files.items():
         parts = PurePosixPath(path)
-        if parts.is_absolute() or ".." in parts.parts or type(size) is not int or not isinstance(value, str):
+        if parts.is_absolute() or ".." in parts.parts or type(size) is not int or not isinstance(digest, str):
             raise ValueError(f"the file {path[:60]!a}")
     for name, entry in manifest.arrays.items():
         axes = [(size, axis) for index, _ in entry["shards"] for size, axis in zip(entry["shape"], index, strict=True)]
         if not all(0 <= start <= stop <= size for size, (start, stop) in axes):
             raise ValueError(f"the array {name[:60]!a}")
+
+
+# Arrays
+
+
+class Shard(NamedTuple):
+    """One shard of an array, in host memory."""
+
+    name: str
+    index: tuple[tuple[int, int], ...]
+    """Start and stop of each axis: where it lies in its array."""
+    data: np.ndarray
+
+
+def by_name(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by the names they have on disk: keys joined by dots."""
+    import jax
+
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def host_shards(arrays: Mapping[str, Any]) -> list[Shard]:
+    """The shards that this process saves, copied to the host; each part of an array on one process only."""
+    first = [(name, a.shape, s) for name, a in arrays.items() for s in a.addressable_shards if s.replica_id == 0]
+    for _, _, shard in first:
+        shard.data.copy_to_host_async()  # all at once; what is saved next finds them on the host
+    return [Shard(name, _index(shard.index, shape), np.asarray(shard.data)) for name, shape, shard in first]
+
+
+def describe_arrays(arrays: Mapping[str, Any], shards: Sequence[Shard]) -> dict[str, dict[str, Any]]:
+    """The manifest's list of arrays, with the shards of this process."""
+    entries = {name: {"shape": list(a.shape), "dtype": str(a.dtype), "shards": []} for name, a in arrays.items()}
+    for shard, digest in zip(shards, in_threads(array_digest, [shard.data for shard in shards]), strict=True):
+        entries[shard.name]["shards"].append([[list(axis) for axis in shard.index], digest])
+    return entries
+
+
+def array_digest(data: np.ndarray) -> str:
+    """xxh3_128 of an array's bytes in C order, in hexadecimal."""
+    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
+
+
+def damaged_arrays(folder: Path, arrays: Mapping[str, dict[str, Any]]) -> list[str]:
+    """Names of the arrays whose files hold something else, read without a model or devices."""
+    import tensorstore as ts
+
+    base = f"file://{folder.absolute()}/{_STATE}/"
+    context = ts.Context()
+
+    def same(name: str, entry: Mapping[str, Any]) -> bool:
+        spec = {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
+        try:
+            stored = ts.open(spec, open=True, context=context).result()
+            return list(stored.shape) == entry["shape"] and all(
+                array_digest(stored[tuple(slice(*axis) for axis in index)].read().result()) == digest
+                for index, digest in entry["shards"]
+            )
+        except Exception:  # whatever the library makes of damage
+            return False
+
+    return [name for name, ok in zip(arrays, in_threads(same, arrays, arrays.values()), strict=True) if not ok]
+
+
+def check_loaded(arrays: Mapping[str, Any], saved: Mapping[str, dict[str, Any]]) -> list[str]:
+    """Names of loaded arrays that are not those that were saved, as far as this process holds them.
+
+    The mesh may be another: a saved shard is looked for inside the array, or inside one of its shards that lie here.
+    """
+    shards = [(name, *shard) for name in arrays for shard in saved[name]["shards"]]
+    local = [(name, part, digest) for name, i, digest in shards if (part := _part(arrays[name], i)) is not None]
+    loaded = in_threads(array_digest, [part for _, part, _ in local])
+    return sorted({name for (name, _, saved), digest in zip(local, loaded, strict=True) if digest != saved})
+
+
+def _part(array: Any, index: Sequence[Sequence[int]]) -> np.ndarray | None:
+    """The part of an array where a saved shard lay; None where this process does not hold it."""
+    if array.is_fully_addressable:
+        return np.asarray(array)[tuple(slice(*axis) for axis in index)]
+    for shard in array.addressable_shards:
+        axes = list(zip(index, _index(shard.index, array.shape), strict=True))
+        if all(low <= start and stop <= high for (start, stop), (low, high) in axes):
+            return np.asarray(shard.data)[tuple(slice(start - low, stop - low) for (start, stop), (low, _) in axes)]
+    return None
+
+
+def _index(slices: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    return tuple(each.indices(size)[:2] for each, size in zip(slices, shape, strict=True))
+
+
+def in_threads(function: Callable[..., Any], *columns: Iterable[Any]) -> list[Any]:
+    """A call for every row. Hashing and reading files run outside Python's lock."""
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(function, *columns))

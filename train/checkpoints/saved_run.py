@@ -6,7 +6,9 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from mupax.train.checkpoints.workdir import CHECKPOINTS, RECORD, WorkdirError
+from mupax.train.checkpoints.folder import steps, verified
+from mupax.train.checkpoints.manifest import DamagedError
+from mupax.train.checkpoints.workdir import CHECKPOINTS, RECORD, WorkdirError, read_record
 from mupax.train.config.record import from_json
 from mupax.train.config.run import Config, EmaConfig
 
@@ -27,16 +29,15 @@ class Trained(NamedTuple):
 
     def verified(self) -> Path:
         """The folder of the step; raises WorkdirError where a file in it is not as it was written."""
-        from mupax.train.checkpoints import manifest
-
-        folder = self.workdir / CHECKPOINTS / str(self.step)
+        checkpoint = self.workdir / CHECKPOINTS / str(self.step)
         try:
-            manifest.verified(folder)
-        except manifest.DamagedError as error:
+            verified(checkpoint)
+        except DamagedError as error:
             raise WorkdirError(
-                f"checkpoint {self.step} of {self.workdir} is damaged: {error}; give another with --step or as {folder.parent}/STEP"
+                f"checkpoint {self.step} of {self.workdir} is damaged: {error}; "
+                f"give another with --step or as {checkpoint.parent}/STEP"
             ) from error
-        return folder
+        return checkpoint
 
     def params(self, abstract: Any) -> Arrays:
         """The weights, each array restored straight into its sharding.
@@ -50,8 +51,8 @@ class Trained(NamedTuple):
         import jax
         from orbax.checkpoint import v1 as ocp
 
-        folder = self.verified()
-        stored: Any = ocp.metadata(str(folder)).metadata
+        checkpoint = self.verified()
+        stored: Any = ocp.metadata(str(checkpoint)).metadata
         wanted = getattr(abstract, self.weights)
         shapes = {name: leaf.shape for name, leaf in stored[self.weights].items()}
         if shapes != {name: leaf.shape for name, leaf in wanted.items()}:
@@ -60,7 +61,7 @@ class Trained(NamedTuple):
             part: wanted if part == self.weights else jax.tree.map(lambda _: ocp.PLACEHOLDER, tree)
             for part, tree in stored.items()
         }
-        return dict(ocp.load(str(folder), asked)[self.weights])
+        return dict(ocp.load(str(checkpoint), asked)[self.weights])
 
 
 def find(path: Path, step: int | None = None, ema: bool | None = None) -> Trained:
@@ -80,28 +81,16 @@ def find(path: Path, step: int | None = None, ema: bool | None = None) -> Traine
         if step not in (None, int(folder.name)):
             raise WorkdirError(f"{path} is step {folder.name}, and --step says {step}; leave one of them out")
         folder, step = folder.parent.parent, int(folder.name)
-    if not (folder / RECORD).is_file():
-        raise WorkdirError(f"{path} holds no run ({RECORD} is missing); write the workdir of one")
-    from mupax.train.checkpoints import manifest  # late: it brings JAX along
-    from mupax.zoo.checked_json import read_json
-
-    fields = read_json(folder / RECORD)
-    if "config" not in fields:
-        raise WorkdirError(f"{path} holds no run ({RECORD} is not one of a run); write the workdir of one")
+    fields = read_record(folder)
     config, facts = from_json(fields["config"]), fields.get("data")
-    steps = manifest.steps(folder / CHECKPOINTS)
-    if not steps:
+    saved = steps(folder / CHECKPOINTS)
+    if not saved:
         raise WorkdirError(f"{path} has no checkpoint yet; let the run write one first")
-    if step is not None and step not in steps:
-        raise WorkdirError(f"{path} has no checkpoint of step {step}; there are {', '.join(map(str, steps))}")
+    if step is not None and step not in saved:
+        raise WorkdirError(f"{path} has no checkpoint of step {step}; there are {', '.join(map(str, saved))}")
     if ema and config.ema.decay is None:
         raise WorkdirError(f"the run in {path} kept no moving average (ema.decay is None); leave --ema out")
     averaged = config.ema.decay is not None if ema is None else ema
     config = config if averaged else dataclasses.replace(config, ema=EmaConfig())
-    return Trained(
-        folder,
-        config,
-        facts if isinstance(facts, dict) else {},
-        max(steps) if step is None else step,
-        "ema" if averaged else "params",
-    )
+    step, weights = max(saved) if step is None else step, "ema" if averaged else "params"
+    return Trained(folder, config, facts if isinstance(facts, dict) else {}, step, weights)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import importlib.metadata
 import json
 import os
 import platform
@@ -12,39 +11,64 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from mupax import __version__
 from mupax.errors import MupaxError
 from mupax.train.config.record import to_json
 from mupax.train.config.run import Config
 from mupax.train.parallel.processes import Processes
 from mupax.train.parallel.xla_flags import VARIABLES
+from mupax.zoo.checked_json import read_json
 
 RECORD = "config.json"
 _SHARED, _LOCK, _PROBE, _PARTIAL = ".shared", ".lock", ".writable", f".{RECORD}.partial"
 _FIRST = {_SHARED, _LOCK, _PROBE, _PARTIAL}
 """What a run writes before its record: a kill leaves some of them in a folder that is still free."""
 CHECKPOINTS, SET_ASIDE = "checkpoints", "set-aside"
-_PACKAGES = ("mupax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 class WorkdirError(MupaxError):
     """A folder this run must not write into, or a run it cannot continue. The text says what to write instead."""
 
 
-def path_of(config: Config) -> Path:
-    """The run's folder, absolute."""
-    return Path(config.workdir if config.workdir is not None else f"runs/{config.recipe}").absolute()
+def claim(config: Config, processes: Processes) -> tuple[Path, bool]:
+    """The run's folder, made by process 0 if missing, and whether an earlier part of the run lies in it.
 
-
-def claim(config: Config) -> tuple[Path, bool]:
-    """The run's folder, made if missing, and whether an earlier part of the run lies in it.
+    Args:
+        config: of the run.
+        processes: of the run.
 
     Raises:
-        WorkdirError: the folder holds something and `resume` was not asked for, holds no run, or cannot be written.
+        WorkdirError: the folder holds something and `resume` was not asked for, holds no run, or cannot be written, or this
+            process does not see the folder that process 0 has.
     """
-    path = path_of(config)
+    where, resumed = processes.broadcast("workdir", lambda: _claim(config))
+    path = Path(where)
+    if processes.count == 1:
+        return path, resumed
+    if processes.leader:
+        (path / _SHARED).touch()
+    for _ in range(20):  # a network file system may remember for some seconds that a file was missing
+        if (path / _SHARED).exists():
+            break
+        time.sleep(0.5)
+    else:
+        raise WorkdirError(
+            f"process {processes.index} does not see the workdir {path} of process 0, where all processes save their part "
+            "of a checkpoint; give --workdir a folder that all hosts share (NFS, Lustre, a mounted bucket)"
+        )
+    processes.barrier("workdir")
+    if processes.leader:
+        (path / _SHARED).unlink()
+    return path, resumed
+
+
+def _claim(config: Config) -> tuple[str, bool]:
+    path = Path(config.workdir if config.workdir is not None else f"runs/{config.recipe}").absolute()
     if path.exists() and not path.is_dir():
         raise WorkdirError(f"{_shown(path)} is a file; write --workdir with the name of a folder")
     held = path.is_dir() and any(child.name not in _FIRST for child in path.iterdir())
@@ -59,47 +83,15 @@ def claim(config: Config) -> tuple[Path, bool]:
         )
     try:
         path.mkdir(parents=True, exist_ok=True)
-        probe = path / _PROBE
-        probe.touch()
-        probe.unlink()
+        (path / _PROBE).touch()
+        (path / _PROBE).unlink()
     except OSError as error:
         raise WorkdirError(
             f"cannot write into the workdir {_shown(path)}: {error.strerror}; give --workdir another folder"
         ) from error
     if held:
-        _check_same_run(config, json.loads((path / RECORD).read_text()).get("config", {}), path)
-    return path, held
-
-
-def claim_together(config: Config, processes: Processes) -> tuple[Path, bool]:
-    """`claim` by process 0 for all processes of the run.
-
-    Raises:
-        WorkdirError: as for `claim`, or this process does not see the folder that process 0 has.
-    """
-
-    def claimed() -> tuple[str, bool]:
-        path, held = claim(config)
-        (path / _SHARED).touch()
-        return str(path), held
-
-    if processes.count == 1:
-        return claim(config)
-    where, held = processes.broadcast("workdir", claimed)
-    path = Path(where)
-    for _ in range(20):  # a network file system may remember for some seconds that a file was missing
-        if seen := (path / _SHARED).exists():
-            break
-        time.sleep(0.5)
-    if not seen:
-        raise WorkdirError(
-            f"process {processes.index} does not see the workdir {path} of process 0, where all processes save their part "
-            "of a checkpoint; give --workdir a folder that all hosts share (NFS, Lustre, a mounted bucket)"
-        )
-    processes.barrier("workdir")
-    if processes.leader:
-        (path / _SHARED).unlink()
-    return path, held
+        _check_same_run(config, read_record(path)["config"], path)
+    return str(path), held
 
 
 @contextlib.contextmanager
@@ -178,37 +170,49 @@ def record(
         flags: of the compiler.
         step: at which this part begins.
     """
-    value = {
+    content = {
         "config": to_json(config),
         "data": data_facts,
         "preset": preset,
         "xla": {"options": flags, **{name: os.environ.get(name, "") for name in VARIABLES}},
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "versions": {
+            "python": platform.python_version(),
+            "mupax": __version__,
+            **dict(zip(_PACKAGES, map(version, _PACKAGES), strict=True)),
+        },
         "platform": f"{platform.system()} {platform.machine()}",
         "git": _git_commit(),
     }
     if (path / RECORD).is_file():
-        before = json.loads((path / RECORD).read_text())
+        before = read_record(path)
         segments = before.pop("segments", [])
-        if _lasting(before) != _lasting(json.loads(json.dumps(value))):
+        if _lasting(before) != _lasting(json.loads(json.dumps(content))):
             segments = [*segments, {"until_step": step, **before}]
-        value |= {"segments": segments} if segments else {}
+        content |= {"segments": segments} if segments else {}
     temporary = path / _PARTIAL
-    temporary.write_text(json.dumps(value, indent=2) + "\n")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
     temporary.replace(path / RECORD)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """What config.json says of the run in this folder.
+
+    Raises:
+        WorkdirError: no run is there.
+        JsonError: a file that is no JSON.
+    """
+    if not (path / RECORD).is_file():
+        raise WorkdirError(f"{_shown(path)} holds no run ({RECORD} is missing); write the workdir of one")
+    content = read_json(path / RECORD)
+    if "config" not in content:
+        raise WorkdirError(f"{_shown(path)} holds no run ({RECORD} is not one of a run); write the workdir of one")
+    return content
 
 
 def _lasting(record: dict[str, Any]) -> dict[str, Any]:
     """A record without the flags that only say how this part of the run was started."""
     started = ("resume", "resume_change", "workdir")
     return {**record, "config": {name: value for name, value in record["config"].items() if name not in started}}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _git_commit() -> str | None:

@@ -108,7 +108,7 @@ def _plan(reading: Reading, targets: jax.Array) -> _Plan:
         over_vocab, vocab = layout.names(column), vocab // layout.ways(column)
         if set(layout.names("embed")) <= set(summed) and width % layout.ways("embed") == 0:
             scattered = layout.names("embed")
-    wanted = max(CHUNK_LOGITS[partition.platform()] // vocab, LEAST_ROWS)
+    wanted = max(CHUNK_LOGITS[partition.current().platform] // vocab, LEAST_ROWS)
     chunk = math.ceil(rows / math.ceil(rows / wanted))
     return _Plan(rows, chunk, tokens, column, summed, scattered, over_vocab)
 

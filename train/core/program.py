@@ -23,8 +23,7 @@ from mupax.train.core.state import Initializer, TrainState, abstract_state
 from mupax.train.core.step import StepInputs
 from mupax.train.parallel import mesh as meshes
 from mupax.train.parallel import xla_flags
-from mupax.train.parallel.feed import Feed, abstract_batch
-from mupax.train.parallel.sharding import MeshLayout
+from mupax.train.parallel.sharding import Feed, MeshLayout, abstract_batch
 from mupax.zoo.definition import Definition, definition
 
 

@@ -33,13 +33,13 @@ def joined(config: DistributedConfig) -> Iterator[Processes]:
     Raises:
         DistributedError: only a part of what it takes to find the others is given.
     """
-    found = place(config, os.environ, tpu=_on_tpu_vm())
-    if found is None:
+    others = place(config)
+    if others is None:
         yield Processes()
         return
     import jax
 
-    _connect(found, config)
+    _connect(others, config)
     from jax._src.distributed import global_state  # the store has no public name
 
     processes = Processes(jax.process_index(), jax.process_count(), global_state.client, config.heartbeat_seconds)
@@ -52,38 +52,32 @@ def joined(config: DistributedConfig) -> Iterator[Processes]:
     jax.distributed.shutdown()
 
 
-def joins(config: DistributedConfig) -> bool:
-    """Whether there are other processes to join.
-
-    Raises:
-        DistributedError: only a part of what it takes to find them is given.
-    """
-    return place(config, os.environ, tpu=_on_tpu_vm()) is not None
-
-
-def place(config: DistributedConfig, environ: Mapping[str, str], tpu: bool) -> dict[str, Any] | None:
+def place(
+    config: DistributedConfig, environ: Mapping[str, str] = os.environ, tpu: bool | None = None
+) -> dict[str, Any] | None:
     """What to tell `jax.distributed.initialize`, or None where this process is alone.
 
     Args:
         config: of the run; what it leaves out is looked for in the environment.
         environ: variables of this process.
-        tpu: whether this is a host of Cloud TPUs, which knows its pod.
+        tpu: whether this is a host of Cloud TPUs, which knows its pod; found out unless given.
 
     Raises:
         DistributedError: only a part of coordinator, number of processes and number of this one is given.
     """
-    given: dict[str, Any] = {
-        field: environ.get(variable) if getattr(config, field) is None else getattr(config, field)
-        for field, variable in _BY_HAND.items()
-    }
-    for field in ("processes", "process"):
-        if given[field] is not None:
-            given[field] = _number(given[field], _BY_HAND[field])
-    if given["processes"] == 1:
+    values: dict[str, Any] = {}
+    for field, variable in _BY_HAND.items():
+        value = environ.get(variable) if getattr(config, field) is None else getattr(config, field)
+        if field != "coordinator" and value is not None:
+            if not str(value).isdecimal():
+                raise DistributedError(f"{variable} is {value!r}; write a whole number")
+            value = int(value)
+        values[field] = value
+    if values["processes"] == 1:
         return None
-    missing = [field for field, value in given.items() if value is None]
+    missing = [field for field, value in values.items() if value is None]
     if not missing:
-        coordinator, processes, process = given.values()
+        coordinator, processes, process = values.values()
         host, _, port = coordinator.rpartition(":")
         if not (host and port.isdecimal()):
             raise DistributedError(f"distributed.coordinator is {coordinator!r}; write HOST:PORT of process 0")
@@ -92,22 +86,16 @@ def place(config: DistributedConfig, environ: Mapping[str, str], tpu: bool) -> d
                 f"distributed.process is {process} of {processes}; write a number from 0 to {processes - 1}"
             )
         return {"coordinator_address": coordinator, "num_processes": processes, "process_id": process}
-    if tpu:
+    if _on_tpu_vm() if tpu is None else tpu:
         return {}
     if "SLURM_STEP_NODELIST" in environ and int(environ.get("SLURM_NTASKS", "1")) > 1:
         return {"local_device_ids": _slurm_devices(environ)}
     if int(environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
         return {}
-    if len(missing) < len(given):
+    if len(missing) < len(values):
         wanted = " ".join(f"--distributed.{field} ({_BY_HAND[field]})" for field in missing)
         raise DistributedError(f"to join other processes by hand, {wanted} must be given too, or none of them")
     return None
-
-
-def _number(value: str | int, variable: str) -> int:
-    if not str(value).isdecimal():
-        raise DistributedError(f"{variable} is {value!r}; write a whole number")
-    return int(value)
 
 
 def _slurm_devices(environ: Mapping[str, str]) -> list[int] | None:
@@ -123,18 +111,18 @@ def _on_tpu_vm() -> bool:
     return cloud_tpu_init.running_in_cloud_tpu_vm
 
 
-def _connect(found: dict[str, Any], config: DistributedConfig) -> None:
+def _connect(others: dict[str, Any], config: DistributedConfig) -> None:
     import jax
 
     # It would take SIGTERM away from `train/parallel/signals.py`, which agrees on a step by itself and hears SIGINT too.
     jax.config.update("jax_enable_preemption_service", False)
-    late = threading.Timer(config.timeout_seconds, _too_late, (found, config.timeout_seconds))
+    late = threading.Timer(config.timeout_seconds, _too_late, (others, config.timeout_seconds))
     late.daemon = True
     late.start()
     try:
         # The service ends a process without a word for a person, on purpose later than `_too_late` and `Processes` do.
         jax.distributed.initialize(
-            **found,
+            **others,
             initialization_timeout=config.timeout_seconds + 60,
             heartbeat_timeout_seconds=config.heartbeat_seconds + 60,
         )
@@ -142,9 +130,11 @@ def _connect(found: dict[str, Any], config: DistributedConfig) -> None:
         late.cancel()
 
 
-def _too_late(found: dict[str, Any], seconds: int) -> None:
-    who = f"process {found['process_id']} of {found['num_processes']}" if "process_id" in found else "this process"
-    where = f" at {found['coordinator_address']}" if "coordinator_address" in found else ""
+def _too_late(others: dict[str, Any], seconds: int) -> None:
+    who, where = "this process", ""
+    if others.get("coordinator_address"):
+        who = f"process {others['process_id']} of {others['num_processes']}"
+        where = f" at {others['coordinator_address']}"
     print(
         f"error: {who} waited {seconds} s for process 0{where} and the others; start all of them at about the same time, "
         "check that every one reaches that host and port, or give --distributed.timeout-seconds more",

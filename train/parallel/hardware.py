@@ -8,38 +8,30 @@ from typing import Any
 
 _GIBI, _GIGA, _TERA = 2**30, 1e9, 1e12
 
-_BFLOAT16: dict[str, float] = {
+_BFLOAT16_TERA: dict[float, tuple[str, ...]] = {
     # Per JAX device: v3 and 7x show each of a chip's two cores as a device, the others a chip.
-    "TPU v3": 61.5 * _TERA,
-    "TPU v4": 275 * _TERA,
-    "TPU v5 lite": 197 * _TERA,
-    "TPU v5e": 197 * _TERA,
-    "TPU v5": 459 * _TERA,
-    "TPU v5p": 459 * _TERA,
-    "TPU v6 lite": 918 * _TERA,
-    "TPU v6e": 918 * _TERA,
-    "TPU7x": 2307 / 2 * _TERA,
-    "NVIDIA A10": 125 * _TERA,
-    "NVIDIA A30": 165 * _TERA,
-    "NVIDIA A100-SXM4-40GB": 312 * _TERA,
-    "NVIDIA A100-SXM4-80GB": 312 * _TERA,
-    "NVIDIA A100-PCIE-40GB": 312 * _TERA,
-    "NVIDIA A100 80GB PCIe": 312 * _TERA,
-    "NVIDIA H100 80GB HBM3": 989.4 * _TERA,
-    "NVIDIA H100 PCIe": 756 * _TERA,
-    "NVIDIA H100 NVL": 835.5 * _TERA,
-    "NVIDIA H200": 989.4 * _TERA,
-    "NVIDIA H200 NVL": 835.5 * _TERA,
-    "NVIDIA GH200 120GB": 989.4 * _TERA,
-    "NVIDIA GH200 480GB": 989.4 * _TERA,
-    "NVIDIA GH200 144G HBM3e": 989.4 * _TERA,
-    "NVIDIA B200": 2250 * _TERA,
-    "NVIDIA GB200": 2500 * _TERA,
-    "NVIDIA L4": 121 * _TERA,
-    "NVIDIA L40S": 362 * _TERA,
-    "NVIDIA GeForce RTX 3090": 71 * _TERA,
-    "NVIDIA GeForce RTX 4090": 165.2 * _TERA,
-    "NVIDIA GeForce RTX 5090": 209.5 * _TERA,
+    61.5: ("TPU v3",),
+    275: ("TPU v4",),
+    197: ("TPU v5 lite", "TPU v5e"),
+    459: ("TPU v5", "TPU v5p"),
+    918: ("TPU v6 lite", "TPU v6e"),
+    2307 / 2: ("TPU7x",),
+    125: ("NVIDIA A10",),
+    165: ("NVIDIA A30",),
+    312: ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"),
+    756: ("NVIDIA H100 PCIe",),
+    835.5: ("NVIDIA H100 NVL", "NVIDIA H200 NVL"),
+    989.4: (
+        *("NVIDIA H100 80GB HBM3", "NVIDIA H200"),
+        *("NVIDIA GH200 120GB", "NVIDIA GH200 480GB", "NVIDIA GH200 144G HBM3e"),
+    ),
+    2250: ("NVIDIA B200",),
+    2500: ("NVIDIA GB200",),
+    121: ("NVIDIA L4",),
+    362: ("NVIDIA L40S",),
+    71: ("NVIDIA GeForce RTX 3090",),
+    165.2: ("NVIDIA GeForce RTX 4090",),
+    209.5: ("NVIDIA GeForce RTX 5090",),
 }
 
 
@@ -58,16 +50,15 @@ def peak_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
     Returns:
         The rate, or None where it is not known, and then no utilization should be shown.
     """
-    return _BFLOAT16.get(device_kind) if dtype == "bfloat16" else None
+    if dtype != "bfloat16":
+        return None
+    return next((tera * _TERA for tera, kinds in _BFLOAT16_TERA.items() if device_kind in kinds), None)
 
 
 def memory_peak(devices: Iterable[Any]) -> int | None:
-    """The most bytes that any of these `jax.Device`s had in use since the process began, None where none counts them.
-
-    CPU devices do not.
-    """
-    stats = [device.memory_stats() or {} for device in devices]
-    return max((found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found), default=None)
+    """The most bytes that any of these `jax.Device`s had in use since the process began, None where none counts them (CPU)."""
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
+    return max((peak for peak in peaks if peak is not None), default=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,24 +128,18 @@ class Roofline:
     @property
     def bound(self) -> str:
         """The resource that takes longest."""
-        names = ("compute", "memory", "network", "slow_network", "cycles")
-        return max(names, key=lambda name: getattr(self, name) or 0.0)
+        return max(dataclasses.asdict(self), key=lambda name: getattr(self, name) or 0.0)
 
     @property
     def seconds(self) -> float:
         """Step time with everything overlapped: a bound from below, so that the utilization is one from above."""
-        return max(self.compute, self.memory, self.network, self.slow_network, self.cycles or 0.0)
+        return getattr(self, self.bound)
 
     def utilization(self, model_flops: float, chip: Chip) -> float:
         """MFU: FLOPs that the model needs on this chip (no recomputation), over what it could do in the step's time."""
         return model_flops / (self.seconds * chip.peak_flops)
 
     def to_json(self, model_flops: float, chip: Chip) -> dict[str, Any]:
-        """The times, what bounds them, the step time and the MFU.
-
-        Args:
-            model_flops: that the model needs on this chip.
-            chip: which.
-        """
-        bounds = {"bound": self.bound, "step_seconds": self.seconds, "mfu": self.utilization(model_flops, chip)}
-        return {**dataclasses.asdict(self), **bounds}
+        """The times, what bounds them, the step time and the MFU."""
+        mfu = self.utilization(model_flops, chip)
+        return {**dataclasses.asdict(self), "bound": self.bound, "step_seconds": self.seconds, "mfu": mfu}

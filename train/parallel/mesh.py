@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,22 +34,20 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     devices = jax.devices() if devices is None else devices
     sizes = _sizes(config, len(devices))
     attribute, islands = _islands(devices)
-    across = _across(config, sizes, islands)
+    across = _across(config, sizes, len(islands))
     if len(set(islands.values())) > 1:
         counts = ", ".join(f"{count} in {island}" for island, count in sorted(islands.items()))
-        raise MeshError(f"every {_ISLANDS[attribute]} must have as many devices as the others; there are {counts}")
+        name = attribute.removesuffix("_index")
+        raise MeshError(f"every {name} must have as many devices as the others; there are {counts}")
     inside = tuple(size // across[axis] for axis, size in sizes.items())
 
     def arranged(split: bool) -> np.ndarray:
         """Neighbours in the mesh are neighbours in the network; `split`: also along a part of a torus' dimension."""
         if len(islands) == 1:
             return mesh_utils.create_device_mesh(inside, devices, allow_split_physical_axes=split)
+        by_process, outside = attribute == "process_index", tuple(across.values())
         return mesh_utils.create_hybrid_device_mesh(
-            inside,
-            tuple(across.values()),
-            devices,
-            process_is_granule=attribute == "process_index",
-            allow_split_physical_axes=split,
+            inside, outside, devices, process_is_granule=by_process, allow_split_physical_axes=split
         )
 
     try:
@@ -67,9 +65,6 @@ def refuse_sweep(mesh: Mesh) -> None:
         )
 
 
-_ISLANDS = {"slice_index": "slice", "process_index": "process"}
-
-
 def _islands(devices: Sequence[Any]) -> tuple[str, Counter[int]]:
     """What tells islands of devices apart, and how many devices each has."""
     # TPU and GPU devices know their slice, which may hold many processes (TPU) or be one host (GPU).
@@ -79,19 +74,16 @@ def _islands(devices: Sequence[Any]) -> tuple[str, Counter[int]]:
     return attribute, Counter(getattr(device, attribute) for device in devices)
 
 
-def _across(config: MeshConfig, sizes: dict[str, int], islands: Counter[int]) -> dict[str, int]:
-    """Islands along every mesh axis; their product is the number of islands."""
-    count = len(islands)
-    given = parse_slices(config.slices)
-    across = {axis: given.get(axis, 1) for axis in MESH_AXES}
-    if given:
-        for axis, number in given.items():
+def _across(config: MeshConfig, sizes: dict[str, int], count: int) -> dict[str, int]:
+    """Islands along every mesh axis; their product is `count`, the number of islands."""
+    slices = parse_slices(config.slices)
+    across = {axis: slices.get(axis, 1) for axis in MESH_AXES}
+    if slices:
+        for axis, number in slices.items():
             if sizes[axis] % number:
                 raise MeshError(f"mesh.slices has {axis}={number}, which does not divide mesh.{axis} {sizes[axis]}")
-        if math.prod(given.values()) != count:
-            raise MeshError(
-                f"mesh.slices {' '.join(config.slices)} means {math.prod(given.values())} slices; there are {count}"
-            )
+        if (total := math.prod(slices.values())) != count:
+            raise MeshError(f"mesh.slices {' '.join(config.slices)} means {total} slices; there are {count}")
         return across
     left = count
     for axis in ("data", "fsdp"):
@@ -118,22 +110,18 @@ def _sizes(config: MeshConfig, devices: int) -> dict[str, int]:
     if unknown:
         if devices % known:
             raise MeshError(
-                f"the mesh needs a multiple of {known} devices ({_named(sizes)}); there are {devices}. "
+                f"the mesh needs a multiple of {known} devices ({described(sizes)}); there are {devices}. "
                 "Write smaller axes, or --mesh.data -1 alone to use what there is"
             )
         sizes[unknown[0]] = devices // known
     elif known != devices:
         raise MeshError(
-            f"the mesh needs {known} devices ({_named(sizes)}); there are {devices}. "
+            f"the mesh needs {known} devices ({described(sizes)}); there are {devices}. "
             "Write axes whose product is that, or --mesh.data -1 to use what is left"
         )
     return sizes
 
 
-def _named(sizes: dict[str, int]) -> str:
-    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size not in (1, -1)) or "a mesh of one device"
-
-
-def described(mesh: Mesh) -> str:
-    """The axes that split something, for people: `data 2 x fsdp 4`."""
-    return " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
+def described(sizes: Mapping[str, int]) -> str:
+    """The mesh axes that split something, for people: `data 2 x fsdp 4`."""
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"

@@ -20,7 +20,7 @@ _POLL_S = 1.0
 """How often a process says that it is alive and looks whether another has failed."""
 _FOREVER_MS = 7 * 24 * 3600 * 1000
 """Another process may prepare data for hours; its failure ends the wait."""
-_ALIVE, _FAILED, _BROADCAST, _GATHER = "mupax/alive", "mupax/failed", "mupax/broadcast", "mupax/gather"
+_ALIVE, _FAILED = "mupax/alive", "mupax/failed"
 
 
 class Processes:
@@ -49,35 +49,36 @@ class Processes:
         """What `value` returns on process 0, on every process; the others wait for it.
 
         Args:
-            name: of what is told, used once in a run.
+            name: used once in a run.
             value: called by process 0 alone; its result must survive JSON.
         """
         if self._client is None:
             return value()
         if not self.leader:
-            return json.loads(self._client.blocking_key_value_get(f"{_BROADCAST}/{name}", _FOREVER_MS))
-        said = value()
-        self._client.key_value_set(f"{_BROADCAST}/{name}", json.dumps(said))
-        return said
+            return self._wait_for(f"mupax/broadcast/{name}")
+        result = value()
+        self._client.key_value_set(f"mupax/broadcast/{name}", json.dumps(result))
+        return result
 
     def gather(self, name: str, value: Any) -> list[Any] | None:
-        """On process 0, what every process gives, in their order; None on the others, which do not wait.
+        """On process 0, the values of all processes, in their order; None on the others, which do not wait.
 
         Args:
-            name: of what is gathered, used once in a run.
+            name: used once in a run.
             value: of this process; it must survive JSON.
         """
-        if self._client is None:
-            return [value]
+        keys = [f"mupax/gather/{name}/{index}" for index in range(self.count)]
         if not self.leader:
-            self._client.key_value_set(f"{_GATHER}/{name}/{self.index}", json.dumps(value))
+            self._client.key_value_set(keys[self.index], json.dumps(value))
             return None
-        found = [value]
-        for index in range(1, self.count):
-            key = f"{_GATHER}/{name}/{index}"
-            found.append(json.loads(self._client.blocking_key_value_get(key, _FOREVER_MS)))
+        values = [value]
+        for key in keys[1:]:
+            values.append(self._wait_for(key))
             self._client.key_value_delete(key)
-        return found
+        return values
+
+    def _wait_for(self, key: str) -> Any:
+        return json.loads(self._client.blocking_key_value_get(key, _FOREVER_MS))
 
     @contextlib.contextmanager
     def leader_first(self, name: str) -> Iterator[None]:
@@ -93,20 +94,20 @@ class Processes:
         if self._client is not None:
             self._client.wait_at_barrier(f"mupax/{name}", _FOREVER_MS)
 
-    def say(self, key: str, value: str) -> None:
-        """Leave a word in the store; the first one under a key stays."""
+    def post(self, key: str, value: str) -> None:
+        """Leave a value in the store; the first one under a key stays."""
         with contextlib.suppress(Exception):  # it is there, or there is no store any more
             self._client.key_value_set(key, value)
 
-    def said(self, folder: str) -> dict[str, str]:
-        """The words under a key, by what follows it."""
-        return {key.removeprefix(f"{folder}/"): word for key, word in self._client.key_value_dir_get(folder)}
+    def posts(self, folder: str) -> dict[str, str]:
+        """The values under a key, by what follows it."""
+        return {key.removeprefix(f"{folder}/"): value for key, value in self._client.key_value_dir_get(folder)}
 
-    def announce(self, reason: str) -> None:
+    def post_failure(self, reason: str) -> None:
         """Tell the others that this process ends, and why; they then end too, with exit code 1."""
-        if self._client is not None and not self.closed:
+        if not self.closed:
             self._failing = True
-            self._publish(self.index, socket.gethostname(), reason)
+            self._post_failure(self.index, socket.gethostname(), reason)
 
     @property
     def closed(self) -> bool:
@@ -130,13 +131,12 @@ class Processes:
         self._failing = True
         # What JAX does at the end of a process would wait for the others, until it gives up with a stack trace.
         atexit.register(_exit)
-        self._publish(self.index, socket.gethostname(), f"{type(error).__name__}: {error}")
+        self._post_failure(self.index, socket.gethostname(), f"{type(error).__name__}: {error}")
         if self.leader:
             time.sleep(3 * _POLL_S)  # until the others have read it: process 0 takes the store with it
 
-    def _publish(self, index: int, host: str, reason: str) -> None:
-        with contextlib.suppress(Exception):  # another failure was first, or nobody is left to be told
-            self._client.key_value_set(f"{_FAILED}/first", json.dumps([index, host, reason]))
+    def _post_failure(self, index: int, host: str, reason: str) -> None:
+        self.post(f"{_FAILED}/first", json.dumps([index, host, reason]))
 
     def _watch(self) -> None:
         beat, heard = 0, time.monotonic()
@@ -167,7 +167,7 @@ class Processes:
                 seen[key] = (beat, now)
             elif now - seen[key][1] > self._silence:
                 host = beat.partition(" ")[2] or "host unknown"
-                self._publish(index, host, f"killed or cut off, not heard of for {self._silence} s")
+                self._post_failure(index, host, f"killed or cut off, not heard of for {self._silence} s")
 
     def _leave(self, why: str) -> None:
         # The main thread may hang in a collective operation that will never end: nothing but this ends the process.

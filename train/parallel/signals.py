@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from types import FrameType, TracebackType
+from types import FrameType
 
 from mupax.train.parallel.processes import Processes
 
@@ -44,10 +44,9 @@ class StopRequest:
         self.received: signal.Signals | None = None
         """The signal that the run stops by, on every process; None while there is none."""
         self._processes = Processes()
-        self._saves = False
-        self._handled = self._heard = 0
+        self._saves = self._going = False
+        self._done = self._handled = self._heard = 0
         self._leave_at: float | None = None
-        self._done, self._going = 0, False
         self._bound: int | None = None
         """Programs after which this process has promised to wait until all agree."""
         self._agreed: int | None = None
@@ -81,7 +80,7 @@ class StopRequest:
 
     def now(self) -> bool:
         """Whether to stop here, with as many programs done as were claimed."""
-        if not self._several:
+        if self._processes.count == 1:
             return self.received is not None
         with self._changed:
             return self._agreed is not None and self._done >= self._agreed
@@ -91,7 +90,7 @@ class StopRequest:
 
         All processes claim the same programs in the same order. Where a stop is being agreed on, this waits for the others.
         """
-        if not self._several:
+        if self._processes.count == 1:
             return self.received is None
         with self._changed:
             while self._bound is not None and self._done >= self._bound and self._agreed is None:
@@ -112,9 +111,7 @@ class StopRequest:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._ended.set()
         if self._before:
             for number, handler in self._before.items():
@@ -124,10 +121,6 @@ class StopRequest:
         self._thread.join()
         self._ear.close()
         self._mouth.close()
-
-    @property
-    def _several(self) -> bool:
-        return self._processes.count > 1
 
     # In the main thread, as soon as it is back in Python
 
@@ -141,12 +134,12 @@ class StopRequest:
 
     def _listen(self) -> None:
         while not self._ended.is_set():
-            waits = _POLL_S if self._several or self._leave_at is not None else None
+            waits = _POLL_S if self._processes.count > 1 or self._leave_at is not None else None
             if select.select([self._ear], [], [], waits)[0]:
                 for number in self._ear.recv(64):
                     if number in _SIGNALS:
                         self._hear(signal.Signals(number))
-            if self._several and not self._processes.closed:
+            if self._processes.count > 1 and not self._processes.closed:
                 with contextlib.suppress(Exception):  # of the network; `Processes` sees to a lost coordinator
                     self._confer()
             if self._leave_at is not None and time.monotonic() >= self._leave_at and not self._ended.is_set():
@@ -157,7 +150,7 @@ class StopRequest:
         self.received = self.received or number
         if self._heard > 1:
             self._leave_at = time.monotonic() + _AT_ONCE_S
-            self._processes.announce(f"stopped at once by a second {number.name}")
+            self._processes.post_failure(f"stopped at once by a second {number.name}")
         elif not self._saves:
             print(f"stopped by {number.name} with nothing to save: checkpoints are as they were", file=sys.stderr)
             if not self._joins:
@@ -167,22 +160,22 @@ class StopRequest:
 
     def _confer(self) -> None:
         """Ask, promise, and learn what was agreed on."""
-        processes, said = self._processes, self._processes.said(_STOP)
-        if self.received is not None and "by" not in said:
-            processes.say(f"{_STOP}/by", str(int(self.received)))
-            said = processes.said(_STOP)
-        if "by" not in said:
+        processes, posts = self._processes, self._processes.posts(_STOP)
+        if self.received is not None and "by" not in posts:
+            processes.post(f"{_STOP}/by", str(int(self.received)))
+            posts = processes.posts(_STOP)
+        if "by" not in posts:
             return
-        self.received = signal.Signals(int(said["by"]))
+        self.received = signal.Signals(int(posts["by"]))
         with self._changed:
             if not self._saves:
-                processes.say(f"{_STOP}/leave", str(processes.index))
-            elif self._saves and self._bound is None:
+                processes.post(f"{_STOP}/leave", str(processes.index))
+            elif self._bound is None:
                 self._bound = self._done + self._going
-                processes.say(f"{_STOP}/at/{processes.index}", str(self._bound))
-        said = processes.said(_STOP)
-        bounds = [int(value) for key, value in said.items() if key.startswith("at/")]
-        if "leave" in said:
+                processes.post(f"{_STOP}/at/{processes.index}", str(self._bound))
+        posts = processes.posts(_STOP)
+        bounds = [int(value) for key, value in posts.items() if key.startswith("at/")]
+        if "leave" in posts:
             self._leave_together()
         elif len(bounds) == processes.count:
             with self._changed:
@@ -191,10 +184,10 @@ class StopRequest:
 
     def _leave_together(self) -> None:
         """One process has nothing to save, so that no program of all of them can follow. Process 0 goes last."""
-        self._processes.say(f"{_STOP}/left/{self._processes.index}", "")
+        self._processes.post(f"{_STOP}/left/{self._processes.index}", "")
         until = time.monotonic() + _UNWIND_S
         while self._processes.leader and time.monotonic() < until:
-            left = [key for key in self._processes.said(_STOP) if key.startswith("left/")]
+            left = [key for key in self._processes.posts(_STOP) if key.startswith("left/")]
             if len(left) == self._processes.count:
                 break
             time.sleep(_POLL_S / 4)

@@ -10,7 +10,6 @@ import math
 import sys
 import threading
 import time
-from types import TracebackType
 from typing import TextIO
 
 
@@ -26,7 +25,6 @@ class Watchdog:
         self._seconds, self._file = seconds, file
         self._at, self._for = math.inf, ""
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def waiting(self, what: str) -> None:
         """Something was finished; next comes this."""
@@ -34,31 +32,22 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if self._seconds is not None:
-            self._thread.start()
+            threading.Thread(target=self._watch, args=(self._seconds,), name="watchdog", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._ended.set()
 
-    def _watch(self) -> None:
-        assert self._seconds is not None
+    def _watch(self, seconds: float) -> None:
         spoken = 0.0
-        while not self._ended.wait(self._seconds / 10):
-            now, at = time.monotonic(), self._at
-            if now - max(at, spoken) >= self._seconds:
-                spoken = now
-                self._speak(now - at)
-
-    def _speak(self, silence: float) -> None:
-        file = self._file or sys.stderr
-        print(
-            f"watchdog: {silence:.0f} s without anything finished; waiting for {self._for}. The threads are at:",
-            file=file,
-            flush=True,
-        )
-        try:
-            faulthandler.dump_traceback(file)
-        except (AttributeError, OSError, ValueError):  # a stream without a descriptor
-            faulthandler.dump_traceback(sys.__stderr__ or 2)
+        while not self._ended.wait(seconds / 10):
+            now, at, file = time.monotonic(), self._at, self._file or sys.stderr
+            if now - max(at, spoken) < seconds:
+                continue
+            spoken = now
+            text = f"{now - at:.0f} s without anything finished; waiting for {self._for}. The threads are at:"
+            print(f"watchdog: {text}", file=file, flush=True)
+            try:
+                faulthandler.dump_traceback(file)
+            except (AttributeError, OSError, ValueError):  # a stream without a descriptor
+                faulthandler.dump_traceback(sys.__stderr__ or 2)

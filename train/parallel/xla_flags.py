@@ -18,6 +18,9 @@ from typing import Any, Literal, NamedTuple
 
 Value = bool | int | str
 
+VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+"""Where users set flags."""
+
 _JAX_FLAGS = "docs.jax.dev/en/latest/xla_flags.html"
 _MAXTEXT = "github.com/AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py (CF_FOR_ALL_REDUCE)"
 _ALL_REDUCE = "sums gradients during computation; it takes both flags to change the program (data)"
@@ -75,9 +78,5 @@ def compiler_options(
     """
     if choice == "none":
         return {}
-    given = set(re.findall(r"--(\w+)", " ".join(environment.get(name, "") for name in VARIABLES)))
-    return {flag.name: flag.value for flag in FLAGS.get(platform, ()) if flag.name not in given}
-
-
-VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-"""Where users set flags."""
+    set_by_user = re.findall(r"--(\w+)", " ".join(environment.get(name, "") for name in VARIABLES))
+    return {flag.name: flag.value for flag in FLAGS.get(platform, ()) if flag.name not in set_by_user}

@@ -68,7 +68,7 @@ def _costs(program: Program) -> str:
         "batch": f"{config.data.batch_size} {f'x {model.units} ' if model.units > 1 else ''}{unit}s",
         "steps": f"{config.steps:,}, {config.steps * per_step:,} {unit}s",
         "FLOPs": f"{train_flops:.3g} per {unit}, {train_flops * per_step * config.steps:.3g} in all",
-        "mesh": f"{described(program.mesh)} ({program.mesh.devices.flat[0].device_kind})",
+        "mesh": f"{described(program.mesh.shape)} ({program.mesh.devices.flat[0].device_kind})",
         "state per device": terminal.gib(_per_device(program.abstract)),
     }
     memory = program.compile_train().memory_analysis()

@@ -13,7 +13,7 @@ import numpy as np
 
 from mupax.train.core.step import StepInputs, Sums
 from mupax.train.data import Data
-from mupax.train.parallel.feed import Feed
+from mupax.train.parallel.sharding import Feed
 from mupax.train.run.prefetch import Prefetch
 from mupax.zoo.definition import Arrays
 

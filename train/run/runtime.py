@@ -79,7 +79,7 @@ def runtime(config: Config) -> Iterator[Runtime]:
         SystemExit: a signal came with nothing to save.
     """
     with (
-        StopRequest(distributed.joins(config.distributed)) as stop,
+        StopRequest(distributed.place(config.distributed) is not None) as stop,
         distributed.joined(config.distributed) as processes,
     ):
         stop.join(processes)
@@ -87,7 +87,7 @@ def runtime(config: Config) -> Iterator[Runtime]:
             from mupax.train.run import agreement
 
             agreement.check_config(config, processes)
-        folder, resumed = workdir.claim_together(config, processes)
+        folder, resumed = workdir.claim(config, processes)
         with workdir.locked(folder, processes), Watchdog(config.faults.watchdog_seconds) as watchdog:
             config = _with_source(config, folder, resumed, processes)
             yield Runtime(config, folder, resumed, processes, stop, watchdog, Console(quiet=not processes.leader))

@@ -18,7 +18,6 @@ from mupax.train.data import Data
 from mupax.train.parallel.mesh import described
 from mupax.train.run.report import metrics
 from mupax.train.run.runtime import Runtime
-from mupax.zoo.checked_json import read_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +101,7 @@ def starting_position(program: Program, data: Data, checkpoints: Checkpoints, ru
         return Position(_initial(program, start, runtime), step=0, keeps_rows=False)
     from mupax.train.run import resume
 
-    before = runtime.processes.broadcast("recorded", lambda: read_json(runtime.folder / workdir.RECORD)["config"])
+    before = runtime.processes.broadcast("recorded", lambda: workdir.read_record(runtime.folder)["config"])
     if checkpoints.latest is None:
         _announce(program, data, runtime)
         console.print(f"nothing to resume in {runtime.folder.name}: no checkpoint yet, starting at step 0")
@@ -171,7 +170,7 @@ def _announce(program: Program, data: Data, runtime: Runtime) -> None:
     examples = "sequences" if data.kind == "tokens" else "images"
     console.print(
         f"{data.facts['name']}: {data.train_size:,} training and {data.eval_size:,} evaluation {examples}; "
-        f"{described(program.mesh)} ({jax.devices()[0].device_kind})",
+        f"{described(program.mesh.shape)} ({jax.devices()[0].device_kind})",
         highlight=False,
     )
     for caution in program.preset.cautions(program.definition.sizes, config.optimizer.name):

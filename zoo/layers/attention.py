@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from mupax.zoo import partition
 from mupax.zoo.families import AttentionName
-from mupax.zoo.layers.cache import Cache, attend_cached
 from mupax.zoo.layers.kernels import attend
 from mupax.zoo.layers.linear import Norm, biased, project, rotary
 from mupax.zoo.param import Init
 from mupax.zoo.transformer import TransformerConfig
+
+if TYPE_CHECKING:
+    from mupax.zoo.layers.cache import Cache
 
 
 class Attention(nnx.Module):
@@ -60,8 +64,7 @@ class Attention(nnx.Module):
         return biased(q_BTHN, self.query_bias), biased(k_BSKN, self.key_bias), biased(v_BSKN, self.value_bias)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        q_BTHN, k_BSKN, v_BSKN = self.heads(x_BTD)
-        return self._attended(q_BTHN, k_BSKN, v_BSKN)
+        return self._attended(*self.heads(x_BTD))
 
     def cached(self, x_BTD: jax.Array, cache: Cache, layer: jax.Array | int, *, fresh: bool) -> tuple[jax.Array, Cache]:
         """The same for the T positions after those in the cache, and the cache with them.
@@ -76,11 +79,11 @@ class Attention(nnx.Module):
         cache = cache.put(layer, k_BTKN, v_BTKN)
         if fresh:
             return self._attended(q_BTHN, k_BTKN, v_BTKN), cache
-        return self._projected_out(attend_cached(self._scaled(q_BTHN), cache, layer)), cache
+        return self._projected_out(cache.attend(layer, self._scaled(q_BTHN))), cache
 
     def _attended(self, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array) -> jax.Array:
-        how = self.implementation
-        return self._projected_out(attend(self._scaled(q_BTHN), k_BSKN, v_BSKN, causal=self.causal, implementation=how))
+        y_BTHN = attend(self._scaled(q_BTHN), k_BSKN, v_BSKN, causal=self.causal, implementation=self.implementation)
+        return self._projected_out(y_BTHN)
 
     def _scaled(self, q_BTHN: jax.Array) -> jax.Array:
         return q_BTHN * self.logit_scale[...].astype(q_BTHN.dtype)

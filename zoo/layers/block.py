@@ -5,7 +5,7 @@ Storage does not depend on how the stack runs, so checkpoints serve both. B batc
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,12 @@ from mupax.zoo import partition
 from mupax.zoo.families import ComputeConfig
 from mupax.zoo.layers import kernels
 from mupax.zoo.layers.attention import Attention
-from mupax.zoo.layers.cache import Cache
 from mupax.zoo.layers.linear import Norm, biased, project
 from mupax.zoo.param import Init
 from mupax.zoo.transformer import TransformerConfig
+
+if TYPE_CHECKING:
+    from mupax.zoo.layers.cache import Cache
 
 BLOCK_INPUT = "block_input"
 
@@ -58,9 +60,10 @@ class MLP(nnx.Module):
         h_BTF, g_BTF = self._projected(x_BTD)
         if g_BTF is not None:
             h_BTF = jax.nn.silu(g_BTF) * h_BTF
+        elif self.activation == "relu":
+            h_BTF = jax.nn.relu(h_BTF)
         else:
-            exact = self.activation == "gelu_exact"
-            h_BTF = jax.nn.relu(h_BTF) if self.activation == "relu" else jax.nn.gelu(h_BTF, approximate=not exact)
+            h_BTF = jax.nn.gelu(h_BTF, approximate=self.activation != "gelu_exact")
         h_BTF = partition.constrain(h_BTF, "batch", "sequence", "mlp")
         return biased(project(h_BTF, self.down[...]), self.down_bias)
 
@@ -113,7 +116,7 @@ def runs_as_scan(compute: ComputeConfig, depth: int) -> bool:
     quarter of a step (`python -m scripts.bench.layers`); elsewhere it is one, for the compile time of deep models.
     """
     if compute.layers == "auto":
-        return partition.platform() != "cpu" or depth > UNROLLED_DEPTH
+        return partition.current().platform != "cpu" or depth > UNROLLED_DEPTH
     return compute.layers == "scan"
 
 
@@ -133,24 +136,3 @@ def residual_stack(block: nnx.Module, h_BTD: jax.Array, depth: int, compute: Com
     for index in range(depth):
         h_BTD, _ = layer(h_BTD, jax.tree.map(lambda array, i=index: array[i], stacked))
     return h_BTD
-
-
-def cached_stack(
-    block: Block, h_BTD: jax.Array, cache: Cache, compute: ComputeConfig, *, fresh: bool
-) -> tuple[jax.Array, Cache]:
-    """`residual_stack` for the T positions after those in the cache, and the cache with them."""
-    graph, stacked = nnx.split(block)
-    depth, length = cache.keys.shape[0], h_BTD.shape[1]
-
-    def layer(stream: tuple[jax.Array, Cache], of: tuple[jax.Array | int, nnx.State]) -> tuple[Any, None]:
-        (h_BTD, cache), (index, state) = stream, of
-        return nnx.merge(graph, state).cached(h_BTD, cache, index, fresh=fresh), None
-
-    # The cache is carried, not scanned over: it is then written in place, and never copied whole.
-    if runs_as_scan(compute, depth):
-        (h_BTD, cache), _ = jax.lax.scan(layer, (h_BTD, cache), (jnp.arange(depth), stacked))
-    else:
-        for index in range(depth):
-            layer_state = jax.tree.map(lambda array, i=index: array[i], stacked)
-            (h_BTD, cache), _ = layer((h_BTD, cache), (index, layer_state))
-    return h_BTD, cache._replace(length=cache.length + length)

@@ -26,13 +26,32 @@ class Cache(NamedTuple):
 
     def put(self, layer: jax.Array | int, k_BTKN: jax.Array, v_BTKN: jax.Array) -> Cache:
         """With the keys and values of the T positions from `length` on, which must fit; `length` stays."""
-        at = (layer, 0, 0, self.length, 0)
 
-        def written(all_LBKSN: jax.Array, new_BTKN: jax.Array) -> jax.Array:
+        def updated(all_LBKSN: jax.Array, new_BTKN: jax.Array) -> jax.Array:
             new_LBKTN = new_BTKN.swapaxes(1, 2)[None].astype(all_LBKSN.dtype)
-            return jax.lax.dynamic_update_slice(all_LBKSN, new_LBKTN, at)
+            return jax.lax.dynamic_update_slice(all_LBKSN, new_LBKTN, (layer, 0, 0, self.length, 0))
 
-        return self._replace(keys=written(self.keys, k_BTKN), values=written(self.values, v_BTKN))
+        return self._replace(keys=updated(self.keys, k_BTKN), values=updated(self.values, v_BTKN))
+
+    def attend(self, layer: jax.Array | int, q_BTHN: jax.Array) -> jax.Array:
+        """softmax(q.k) v of T queries, at the positions from `length` on, over everything up to each of them.
+
+        Their own keys and values are in the cache already. Logits are taken as they are; softmax is in float32.
+        """
+        batch, length, heads, size = q_BTHN.shape
+        k_BKSN, v_BKSN = self.keys[layer], self.values[layer]
+        kv_heads, source = k_BKSN.shape[1:3]
+        # The G queries that share a key head, side by side (Q is G x T): one product reads its keys once.
+        q_BTKGN = q_BTHN.reshape(batch, length, kv_heads, -1, size)
+        q_BKQN = q_BTKGN.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, size)
+        logits_BKQS = jnp.einsum("bkqn,bksn->bkqs", q_BKQN, k_BKSN, preferred_element_type=jnp.float32)
+        seen_TS = jnp.arange(source) <= self.length + jnp.arange(length)[:, None]
+        logits_BKGTS = logits_BKQS.reshape(batch, kv_heads, -1, length, source)
+        weights_BKGTS = jax.nn.softmax(jnp.where(seen_TS, logits_BKGTS, jnp.finfo(jnp.float32).min), axis=-1)
+        weights_BKQS = weights_BKGTS.reshape(batch, kv_heads, -1, source).astype(v_BKSN.dtype)
+        y_BKQN = jnp.einsum("bkqs,bksn->bkqn", weights_BKQS, v_BKSN)
+        y_BKGTN = y_BKQN.reshape(batch, kv_heads, -1, length, size)
+        return y_BKGTN.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, size).astype(q_BTHN.dtype)
 
 
 def empty(config: TransformerConfig, batch: int) -> Cache:
@@ -40,24 +59,3 @@ def empty(config: TransformerConfig, batch: int) -> Cache:
     shape = (config.depth, batch, config.kv_heads, config.sizes()["position"], config.heads_dim)
     dtype = jnp.dtype(config.compute.dtype)
     return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.int32(0))
-
-
-def attend_cached(q_BTHN: jax.Array, cache: Cache, layer: jax.Array | int) -> jax.Array:
-    """softmax(q.k) v of T queries, at the positions from `cache.length` on, over everything up to each of them.
-
-    Their own keys and values are in the cache already. Logits are taken as they are; softmax is in float32.
-    """
-    batch, length, heads, size = q_BTHN.shape
-    k_BKSN, v_BKSN = cache.keys[layer], cache.values[layer]
-    kv_heads, source = k_BKSN.shape[1:3]
-    # The G queries that share a key head, side by side (Q is G x T): one product reads its keys once.
-    q_BTKGN = q_BTHN.reshape(batch, length, kv_heads, -1, size)
-    q_BKQN = q_BTKGN.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, size)
-    logits_BKQS = jnp.einsum("bkqn,bksn->bkqs", q_BKQN, k_BKSN, preferred_element_type=jnp.float32)
-    seen_TS = jnp.arange(source) <= cache.length + jnp.arange(length)[:, None]
-    logits_BKGTS = logits_BKQS.reshape(batch, kv_heads, -1, length, source)
-    weights_BKGTS = jax.nn.softmax(jnp.where(seen_TS, logits_BKGTS, jnp.finfo(jnp.float32).min), axis=-1)
-    weights_BKQS = weights_BKGTS.reshape(batch, kv_heads, -1, source).astype(v_BKSN.dtype)
-    y_BKQN = jnp.einsum("bkqs,bksn->bkqn", weights_BKQS, v_BKSN)
-    y_BKGTN = y_BKQN.reshape(batch, kv_heads, -1, length, size)
-    return y_BKGTN.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, size).astype(q_BTHN.dtype)

@@ -6,6 +6,7 @@ already in q. Softmax is in float32.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -32,30 +33,29 @@ def attend(
     Raises:
         ConfigError: the named one cannot do this; the text says why.
     """
+    layout = partition.current()
     if implementation == "auto":
         kernels: tuple[AttentionName, ...] = ("splash", "cudnn", "xla")
         implementation = next(name for name in kernels if not why_not(name, q_BTHN, k_BSKN, causal))
     elif reason := why_not(implementation, q_BTHN, k_BSKN, causal):
         raise ConfigError(f"model.compute.attention {implementation}: {reason}; write auto or xla")
-    match implementation:
-        case "splash":
-            return splash_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal)
-        case "cudnn":
-            return cudnn_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal)
-    split = any(partition.splits(axis) for axis in ("sequence", "heads", "kv_heads"))
-    if partition.platform() == "cpu" and not split:
+    if implementation == "splash":
+        return splash_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal)
+    if implementation == "cudnn":
+        return cudnn_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal)
+    if layout.platform == "cpu" and all(layout.ways(axis) == 1 for axis in ("sequence", "heads", "kv_heads")):
         return merged_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal)
     return jax.nn.dot_product_attention(q_BTHN, k_BSKN, v_BSKN, scale=1.0, is_causal=causal, implementation="xla")
 
 
 def why_not(implementation: AttentionName, q_BTHN: jax.Array, k_BSKN: jax.Array, causal: bool) -> str | None:
     """Why this implementation cannot attend here; None where it can."""
-    platform, size = partition.platform(), q_BTHN.shape[-1]
+    layout, size = partition.current(), q_BTHN.shape[-1]
+    platform, ways = layout.platform, layout.ways("sequence")
     match implementation:
         case "splash":
             if platform != "tpu":
                 return f"the kernel is for TPUs, and this is compiled for {platform}"
-            ways = partition.ways("sequence")
             if q_BTHN.shape[1] % (LANES * ways) or k_BSKN.shape[1] % LANES:
                 return f"a device's {q_BTHN.shape[1] // ways} positions are not a multiple of {LANES}"
         case "cudnn":
@@ -65,7 +65,7 @@ def why_not(implementation: AttentionName, q_BTHN: jax.Array, k_BSKN: jax.Array,
                 return f"the kernel is for bfloat16, and model.compute.dtype is {q_BTHN.dtype}"
             if size % 8 or size > 128:
                 return f"the head dimension {size} is not a multiple of 8 up to 128"
-            if causal and partition.splits("sequence"):
+            if causal and ways > 1:
                 return "its causal mask cannot begin at a later position, as split positions need"
             gpus = (device for device in jax.local_devices() if device.platform == "gpu")
             if any(float(device.compute_capability) < 8.0 for device in gpus):
@@ -94,11 +94,8 @@ def merged_attention(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *,
 
 def cudnn_attention(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *, causal: bool) -> jax.Array:
     """cuDNN's flash attention, on every device's own batch and heads."""
-
-    def local(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array) -> jax.Array:
-        return jax.nn.dot_product_attention(q_BTHN, k_BSKN, v_BSKN, scale=1.0, is_causal=causal, implementation="cudnn")
-
-    return _on_devices(local, (q_BTHN, k_BSKN, v_BSKN))
+    cudnn = functools.partial(jax.nn.dot_product_attention, scale=1.0, is_causal=causal, implementation="cudnn")
+    return _on_devices(cudnn, (q_BTHN, k_BSKN, v_BSKN))
 
 
 def splash_attention(
@@ -116,7 +113,8 @@ def splash_attention(
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    length, source, shards = q_BTHN.shape[1], k_BSKN.shape[1], partition.ways("sequence")
+    layout, length, source = partition.current(), q_BTHN.shape[1], k_BSKN.shape[1]
+    shards = layout.ways("sequence")
     block_q = next(size for size in BLOCKS if length // shards % size == 0)
     block_kv = next(size for size in BLOCKS if source % size == 0)
     blocks = splash.BlockSizes(
@@ -127,34 +125,32 @@ def splash_attention(
     axis = "sequence" if causal else None
     mask = masks.CausalMask((length, source)) if causal else masks.FullMask((length // shards, source))
     kernel = splash.make_splash_mha(
-        masks.MultiHeadMask([mask] * (q_BTHN.shape[2] // partition.ways("heads"))), block_sizes=blocks,
+        masks.MultiHeadMask([mask] * (q_BTHN.shape[2] // layout.ways("heads"))), block_sizes=blocks,
         head_shards=1, q_seq_shards=shards if causal else 1, residual_checkpoint_name=SAVED, interpret=interpret,
     )  # fmt: skip
-    known, structure = jax.tree.flatten(kernel)
-    places = tuple((axis,) if x.ndim == 1 else (None, axis, None) for x in known)
+    arrays, structure = jax.tree.flatten(kernel)
+    axes = tuple((axis,) if x.ndim == 1 else (None, axis, None) for x in arrays)
 
-    def local(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *known: jax.Array) -> jax.Array:
-        run = jax.vmap(jax.tree.unflatten(structure, known))
+    def local(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *arrays: jax.Array) -> jax.Array:
+        run = jax.vmap(jax.tree.unflatten(structure, arrays))
         return run(q_BTHN.swapaxes(1, 2), k_BSKN.swapaxes(1, 2), v_BSKN.swapaxes(1, 2)).swapaxes(1, 2)
 
-    return _on_devices(local, (q_BTHN, k_BSKN, v_BSKN), known, places)
+    return _on_devices(local, (q_BTHN, k_BSKN, v_BSKN), arrays, axes)
 
 
 def _on_devices(
     local: Callable[..., jax.Array],
     qkv: tuple[jax.Array, jax.Array, jax.Array],
-    more: Sequence[jax.Array] = (),
-    places: tuple[partition.Axes, ...] = (),
+    others: Sequence[jax.Array] = (),
+    others_axes: tuple[partition.Axes, ...] = (),
 ) -> jax.Array:
     """A kernel that the compiler cannot split, on every device's own batch, queries and heads."""
     q_BTHN, k_BSKN, v_BSKN = qkv
     layout = partition.current()
-    if layout is None:
-        return local(q_BTHN, k_BSKN, v_BSKN, *more)
     if k_BSKN.shape[2] % layout.ways("kv_heads") or layout.names("kv_heads") != layout.names("heads"):
         # Key heads lie otherwise than the queries that use them: give every query head its own.
         groups = q_BTHN.shape[2] // k_BSKN.shape[2]
         k_BSKN, v_BSKN = (jnp.repeat(x_BSKN, groups, axis=2) for x_BSKN in (k_BSKN, v_BSKN))
     batch = "batch" if q_BTHN.shape[0] % layout.ways("batch") == 0 else None
-    mine, all_keys = (batch, "sequence", "heads", None), (batch, None, "heads", None)
-    return layout.local(local, (mine, all_keys, all_keys, *places), mine)(q_BTHN, k_BSKN, v_BSKN, *more)
+    queries, keys = (batch, "sequence", "heads", None), (batch, None, "heads", None)
+    return layout.local(local, (queries, keys, keys, *others_axes), queries)(q_BTHN, k_BSKN, v_BSKN, *others)

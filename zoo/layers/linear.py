@@ -23,7 +23,8 @@ def project(x: jax.Array, w: jax.Array, *, inputs: int = 1, out_dtype: jnp.dtype
     where positions are split over devices, which a merged dimension could not be.
     """
     lead, summed, out = x.shape[: x.ndim - inputs], w.shape[:inputs], w.shape[inputs:]
-    if partition.platform() != "cpu" or partition.splits("sequence"):
+    layout = partition.current()
+    if layout.platform != "cpu" or layout.ways("sequence") > 1:
         contract = (tuple(range(x.ndim - inputs, x.ndim)), tuple(range(inputs)))
         return jax.lax.dot_general(
             x, w.astype(x.dtype), (contract, ((), ())), preferred_element_type=out_dtype or x.dtype

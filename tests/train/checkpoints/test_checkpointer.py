@@ -18,6 +18,7 @@ import pytest
 
 from mupax.train.__main__ import main
 from mupax.train.checkpoints import manifest, workdir
+from mupax.train.checkpoints.folder import steps
 from mupax.train.parallel.processes import Processes
 from mupax.train.run import loop
 from mupax.train.run.report import metrics
@@ -223,7 +224,7 @@ def test_a_damaged_checkpoint_costs_its_steps_and_nothing_else(whole: Done) -> N
     assert f"set aside as checkpoints/set-aside/{STEPS}, going back to checkpoint 6" in said
     assert f"resuming lm-tiny at step 6 of {STEPS}" in said
     assert rows(copy) == rows("whole")
-    assert manifest.steps(copy / "checkpoints") == [6, STEPS]
+    assert steps(copy / "checkpoints") == [6, STEPS]
 
 
 @pytest.mark.core

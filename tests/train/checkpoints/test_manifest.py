@@ -20,8 +20,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
-from mupax.train.checkpoints import checkpointer, command, digests, manifest
+from mupax.train.checkpoints import checkpointer, command, manifest
+from mupax.train.checkpoints import folder as disk
 from mupax.train.checkpoints.checkpointer import Checkpoints
+from mupax.train.checkpoints.folder import steps, verified
 from mupax.train.checkpoints.workdir import WorkdirError
 from mupax.train.core.state import TrainState
 
@@ -62,7 +64,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with Checkpoints(workdir, 2) as checkpoints:
         for step in (2, 3, 5):
             checkpoints.save(step, state_at(step), FACTS)
-    (workdir / "config.json").write_text("{}")
+    (workdir / "config.json").write_text('{"config": {}}')
     return workdir
 
 
@@ -104,7 +106,7 @@ def test_every_bit_comes_back_on_any_mesh(devices: int, saved: Path) -> None:
 @pytest.mark.core
 def test_the_manifest_has_a_digest_of_every_shard_and_every_file(saved: Path) -> None:
     folder = saved / "checkpoints" / "5"
-    found = manifest.verified(folder)
+    found = verified(folder)
     assert found.data == FACTS
     assert {name: len(entry["shards"]) for name, entry in found.arrays.items() if name.startswith("params")} == {
         "params.token": 8,
@@ -113,8 +115,8 @@ def test_the_manifest_has_a_digest_of_every_shard_and_every_file(saved: Path) ->
     }
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert files == {*found.files, manifest.NAME}
-    assert digests.check_stored(folder, found.arrays) == []
-    assert manifest.steps(saved / "checkpoints") == [3, 5]
+    assert manifest.damaged_arrays(folder, found.arrays) == []
+    assert steps(saved / "checkpoints") == [3, 5]
 
 
 @pytest.mark.core
@@ -128,7 +130,7 @@ def test_a_state_saved_on_two_devices_is_checked_on_eight(tmp_path: Path) -> Non
     other = np.asarray(loaded.params["token"]).copy()
     other.view(np.int32)[15, 6] ^= 1
     wrong = loaded._replace(params={**loaded.params, "token": jnp.asarray(other)})
-    assert digests.check_loaded(digests.named(wrong.arrays()), listed) == ["params.token"]
+    assert manifest.check_loaded(manifest.by_name(wrong.arrays()), listed) == ["params.token"]
 
 
 # What is damaged
@@ -155,13 +157,13 @@ def test_a_flipped_bit_is_named_set_aside_and_the_one_before_used(run: Path) -> 
     with pytest.raises(
         manifest.DamagedError, match=r"has other contents than were written, which spoils params\.token$"
     ):
-        manifest.verified(damaged)
+        verified(damaged)
     state, notes = restored(run)
     assert same(state, state_at(3))
     assert len(notes) == 1
     for words in ("checkpoint 5 is damaged", file.name, "params.token", "set-aside/5", "going back to checkpoint 3"):
         assert words in notes[0]
-    assert manifest.steps(run / "checkpoints") == [3]
+    assert steps(run / "checkpoints") == [3]
     assert (run / "checkpoints" / "set-aside" / "5" / manifest.NAME).is_file()
     assert found.step == 5
     # Control: nothing is said of what is good.
@@ -253,7 +255,7 @@ def test_another_state_or_other_data_is_refused_and_not_set_aside(run: Path) -> 
             WorkdirError, match=r"checkpoint 5 has another state than this run: ema\.gain is missing there"
         ):
             checkpoints.restore(wanted._replace(ema={"gain": wanted.params["gain"]}), FACTS)
-    assert manifest.steps(run / "checkpoints") == [3, 5]
+    assert steps(run / "checkpoints") == [3, 5]
 
 
 @pytest.mark.core
@@ -288,13 +290,13 @@ def test_a_save_that_fails_is_told_and_tried_again_at_the_next(run: Path, monkey
             patch.setattr(manifest, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
             checkpoints.save(6, state_at(6), FACTS)
             assert "No space left on device" in (checkpoints.wait() or "")
-        assert manifest.steps(run / "checkpoints") == [3, 5]  # none was deleted for the one that is not there
+        assert steps(run / "checkpoints") == [3, 5]  # none was deleted for the one that is not there
         assert not list((run / "checkpoints").glob("6*"))
         assert "checkpoint 6 could not be saved" in notes[0]
         assert "the last good one is 5" in notes[0]
         checkpoints.save(6, state_at(6), FACTS)
         assert checkpoints.wait() is None
-    assert manifest.steps(run / "checkpoints") == [5, 6]
+    assert steps(run / "checkpoints") == [5, 6]
     assert len(notes) == 1
 
 
@@ -302,17 +304,17 @@ def test_a_save_that_fails_is_told_and_tried_again_at_the_next(run: Path, monkey
 def test_a_disk_that_gives_back_something_else_is_found_before_an_older_one_is_deleted(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of_files, notes = digests.of_files, []
+    file_digests, notes = disk.file_digests, []
 
-    def broken(folder: Path, paths: Any) -> Any:
+    def broken(folder: Path, process: int, count: int) -> Any:
         flip(data_file(folder))
-        return of_files(folder, paths)
+        return file_digests(folder, process, count)
 
-    monkeypatch.setattr(digests, "of_files", broken)
+    monkeypatch.setattr(disk, "file_digests", broken)
     with Checkpoints(run, 1, note=notes.append) as checkpoints:
         checkpoints.save(6, state_at(6), FACTS)
         assert "gives back other arrays than it was given" in (checkpoints.wait() or "")
-    assert manifest.steps(run / "checkpoints") == [3, 5]
+    assert steps(run / "checkpoints") == [3, 5]
 
 
 @pytest.mark.core
@@ -332,7 +334,7 @@ def test_a_disk_that_is_too_slow_does_not_stop_training(run: Path, monkeypatch: 
         assert notes == ["checkpoint 7 is left out: the disk has not yet taken the one of step 6"]
         disk.set()
         checkpoints.save(8, state_at(8), FACTS, last=True)
-    assert manifest.steps(run / "checkpoints") == [5, 6, 8]
+    assert steps(run / "checkpoints") == [5, 6, 8]
 
 
 def save_under_a_limit(run: Path) -> None:
@@ -345,7 +347,7 @@ def save_under_a_limit(run: Path) -> None:
         checkpoints.save(6, state_at(6), FACTS)
         assert checkpoints.wait()
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        assert manifest.steps(run / "checkpoints") == [3, 5]
+        assert steps(run / "checkpoints") == [3, 5]
         checkpoints.save(7, state_at(7), FACTS)
         assert checkpoints.wait() is None
     assert "File too large" in notes[0]
@@ -362,7 +364,7 @@ def test_a_real_limit_on_files_fails_the_save_and_not_the_run(run: Path) -> None
         [sys.executable, "-c", code, str(run)], env=environ, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert manifest.steps(run / "checkpoints") == [5, 7]
+    assert steps(run / "checkpoints") == [5, 7]
 
 
 # The command

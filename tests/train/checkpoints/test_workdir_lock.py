@@ -49,7 +49,7 @@ folder, alone = Path(sys.argv[1]), Processes()
 config = dataclasses.replace(recipes.RECIPES["lm-tiny"](), workdir=str(folder))
 
 def begin(config):
-    path, held = workdir.claim_together(config, alone)
+    path, held = workdir.claim(config, alone)
     with workdir.locked(path, alone):
         workdir.record(path, config, {}, "mup", {})
     return held

@@ -189,7 +189,7 @@ def test_one_process_claims_the_folder_and_the_others_must_see_it(
 ) -> None:
     def claim(processes: Processes) -> Any:
         config: Config = dataclasses.replace(lm_tiny(), workdir=str(tmp_path / f"run{processes.index}"))
-        return workdir.claim_together(config, processes)
+        return workdir.claim(config, processes)
 
     assert both(claim) == [(tmp_path / "run0", False)] * 2
     assert not list((tmp_path / "run0").iterdir())
@@ -201,7 +201,7 @@ def test_one_process_claims_the_folder_and_the_others_must_see_it(
     with pytest.raises(
         workdir.WorkdirError, match=r"^process 1 does not see the workdir /nowhere of process 0, where all"
     ):
-        workdir.claim_together(lm_tiny(), other := Processes(1, 2, lost))
+        workdir.claim(lm_tiny(), other := Processes(1, 2, lost))
     other._done.set()
 
 
@@ -255,9 +255,8 @@ class Table(Data):
 
 def test_rows_of_a_process_are_those_that_its_devices_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     from mupax.train.config.run import MeshConfig
-    from mupax.train.parallel.feed import Feed
     from mupax.train.parallel.mesh import make_mesh
-    from mupax.train.parallel.sharding import MeshLayout
+    from mupax.train.parallel.sharding import Feed, MeshLayout
 
     layout = MeshLayout(make_mesh(MeshConfig(data=4, sequence=2)))
     shapes = {"inputs": jax.ShapeDtypeStruct((8, 6), np.int32), "targets": jax.ShapeDtypeStruct((8,), np.int32)}

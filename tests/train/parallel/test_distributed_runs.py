@@ -31,7 +31,7 @@ DRIVER = """
 import hashlib, json, os, signal, sys
 import jax
 from jax.experimental import mesh_utils
-from mupax.train.parallel import feed
+from mupax.train.parallel import sharding
 from mupax.train.run.report import finish
 
 if os.environ.get("ALTERNATE"):
@@ -44,7 +44,7 @@ if os.environ.get("ALTERNATE"):
 
     mesh_utils.create_device_mesh = in_turn
 
-put, leave, seen = feed.Feed.put, finish.leave, []
+put, leave, seen = sharding.Feed.put, finish.leave, []
 window = os.open(os.environ["WINDOW"], os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_APPEND)
 
 def show(word, what):
@@ -71,7 +71,7 @@ def watched_leave(session, params):
     show("digest", digest.hexdigest())
     leave(session, params)
 
-feed.Feed.put, finish.leave = watched_put, watched_leave
+sharding.Feed.put, finish.leave = watched_put, watched_leave
 from mupax.train.__main__ import main
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

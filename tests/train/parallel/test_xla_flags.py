@@ -16,7 +16,7 @@ import pytest
 from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.program import Program, assemble
 from mupax.train.parallel import xla_flags
-from mupax.train.parallel.feed import abstract_batch
+from mupax.train.parallel.sharding import abstract_batch
 from mupax.train.parallel.xla_flags import FLAGS, Value, compiler_options
 from mupax.zoo import configs
 

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mupax.presets.roles import ParamSpec, Role
 from mupax.zoo.configs import DecoderConfig
 from mupax.zoo.layers.kernels import attend, merged_attention
 from mupax.zoo.layers.linear import Norm, project, rotary
@@ -122,13 +121,9 @@ def test_norms_equal_their_formulas() -> None:
     random = np.random.default_rng(10)
     x = (3 + 2 * random.standard_normal((3, 5, 7))).astype(np.float32)
     gain, bias = random.standard_normal((2, 7)).astype(np.float32)
-    declared = {
-        "gain": ParamSpec(role=Role.NORM_GAIN, axes=("embed",)),
-        "bias": ParamSpec(role=Role.BIAS, axes=("embed",), of=Role.NORM_GAIN),
-    }
-    init = Init(nnx.Rngs(0), declared, {}, {"embed": 7}, jnp.dtype(jnp.float32))
-    layer = Norm("layernorm", init, 1e-5)
-    rms = Norm("rmsnorm", dataclasses.replace(init, specs={"gain": declared["gain"]}), 1e-5)
+    model = DecoderConfig(width=7, depth=1, num_heads=1, vocab_size=5, seq_len=3)
+    layer = Norm("layernorm", Init(model, nnx.Rngs(0), "norm."), 1e-5)
+    rms = Norm("rmsnorm", Init(dataclasses.replace(model, norm="rmsnorm"), nnx.Rngs(0), "norm."), 1e-5)
     assert rms.bias is None
     assert layer.gain is not None
     assert layer.bias is not None

@@ -16,7 +16,7 @@ from mupax.train.config.run import CheckpointConfig, Config, FaultsConfig, LogCo
 from mupax.train.core.program import Program, assemble
 from mupax.train.core.step import Batch
 from mupax.train.data import Data
-from mupax.train.parallel.feed import Feed
+from mupax.train.parallel.sharding import Feed
 
 Member = tuple[int, Program]
 """A point: its place among the sweep's configs, and its program."""

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from mupax.train.checkpoints.checkpointer import Checkpoints
+from mupax.train.checkpoints.folder import steps
 from mupax.train.config import record
 from mupax.train.config.run import Config
 from mupax.train.core.program import Program
@@ -183,7 +184,7 @@ def _save(saves: Checkpoints, folder: Path, step: int, state: TrainState, losses
         file.flush()
         os.fsync(file.fileno())
     saves.save(step, state, facts, last=True)
-    current = {f"losses-{k}.npy" for k in (step, *saves.files.steps)}  # the one before counts until this one is whole
+    current = {f"losses-{k}.npy" for k in (step, *steps(saves.folder))}  # the one before counts until this one is whole
     for old in folder.glob("losses-*.npy"):
         if old.name not in current:
             old.unlink()
