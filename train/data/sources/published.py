@@ -80,7 +80,7 @@ def _text(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int, 
 
         builder = tfds.builder_from_directory(data_set.folder)
         feature = _feature(builder, data_set, (tfds.features.Text,), "text")
-        return {side: text.Records(builders.Source(builder, split), feature) for side, split in data_set.splits.items()}
+        return {side: text.records(builders.Source(builder, split), feature) for side, split in data_set.splits.items()}
 
     key = f"{config.name.replace('/', '-').replace(':', '-')}-{data_set.digest}"
     return text.open_text(config, model, seed, note, key, documents, {"version": data_set.folder.name})

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import grain
 
 from mupax.train.data import cache
 from mupax.train.data.interface import DataError
@@ -20,29 +21,14 @@ if TYPE_CHECKING:
     from mupax.train.config.run import DataConfig
 
 
-@dataclasses.dataclass(frozen=True)
-class Text:
-    """A document in memory."""
-
-    content: bytes
-    ends: bool = True
-
-    def read(self) -> bytes:
-        return self.content
-
-
-class Records(Sequence[Text]):
+def records(source: Sequence[Mapping[str, Any]], feature: str) -> Any:
     """The documents of a TFDS data source, read one by one."""
 
-    def __init__(self, source: Sequence[dict[str, Any]], feature: str) -> None:
-        self._source, self._feature = source, feature
+    def document(record: Mapping[str, Any]) -> tuple[bytes, bool]:
+        content = record[feature]
+        return content.encode() if isinstance(content, str) else bytes(content), True
 
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def __getitem__(self, i: int) -> Text:  # pyright: ignore[reportIncompatibleMethodOverride]
-        content = self._source[i][self._feature]
-        return Text(content.encode() if isinstance(content, str) else bytes(content))
+    return grain.MapDataset.source(source).map(document)
 
 
 def python_corpus(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> TokenData:
@@ -59,7 +45,7 @@ def python_corpus(config: DataConfig, model: ModelConfig, seed: int, note: cache
         from mupax.train.data.records import builders
 
         builder = builders.embedded(builders.PythonCorpus, config.data_dir, note, config=content)
-        return {side: Records(builders.Source(builder, side), "text") for side in packing.SIDES}
+        return {side: records(builders.Source(builder, side), "text") for side in packing.SIDES}
 
     facts = {"python": platform.python_version(), "files": len(files), "text_digest": content}
     return open_text(config, model, seed, note, f"python_corpus-{content}", documents, facts)
@@ -74,9 +60,15 @@ def own_text(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note
     language_model(config.name, model)
     files = corpus.text_files(Path(config.name.removeprefix("text:")).expanduser(), note)
     content = corpus.stat_digest(files)
-    return open_text(
-        config, model, seed, note, f"text-{content}", lambda: corpus.text_pieces(files), {"files": len(files)}
-    )
+
+    def documents() -> packing.Documents:
+        sides = corpus.text_pieces(files).items()
+        return {
+            side: grain.MapDataset.source(pieces).map(lambda piece: (piece.read(), piece.ends))
+            for side, pieces in sides
+        }
+
+    return open_text(config, model, seed, note, f"text-{content}", documents, {"files": len(files)})
 
 
 def language_model(name: str, model: ModelConfig) -> TokenModel:
@@ -149,8 +141,7 @@ def _tokenizer(
     return tokenizer.Subwords(path)
 
 
-def _train(documents: Sequence[packing.Document], size: int, path: Path) -> None:
+def _train(documents: Any, size: int, path: Path) -> None:
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    texts: Iterable[bytes] = (documents[i].read() for i in range(len(documents)))
-    tokenizer.train_bpe(texts, size).save(str(part))
+    tokenizer.train_bpe((documents[i][0] for i in range(len(documents))), size).save(str(part))
     part.replace(path)

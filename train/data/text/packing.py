@@ -13,9 +13,9 @@ import dataclasses
 import hashlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -32,19 +32,8 @@ _DTYPES = {"<u1": 8, "<u2": 16, "<u4": 32}
 _NOTHING = {"dtype": "", "documents": 0, "tokens": 0, "text_bytes": 0, "steps": [], "digest": ""}
 
 
-class Document(Protocol):
-    """A piece of text; `ends` is False where the next piece continues it."""
-
-    @property
-    def ends(self) -> bool: ...
-
-    def read(self) -> bytes:
-        """Its bytes."""
-        ...
-
-
-Documents = Mapping[str, Sequence[Document]]
-"""The documents of each side."""
+Documents = Mapping[str, Any]
+"""Side to a sequence of (text as bytes, whether a document ends with it), each read when it is taken."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,9 +96,7 @@ def _pack(documents: Documents, tokenizer: Tokenizer, folder: Path, note: cache.
         (folder / f"{side}.json").unlink(missing_ok=True)
 
 
-def _pack_side(
-    documents: Sequence[Document], side: str, tokenizer: Tokenizer, folder: Path, note: cache.Note
-) -> dict[str, Any]:
+def _pack_side(documents: Any, side: str, tokenizer: Tokenizer, folder: Path, note: cache.Note) -> dict[str, Any]:
     dtype = next(dtype for dtype, bits in _DTYPES.items() if tokenizer.vocab_size <= 1 << bits)
     path, state, itemsize = folder / f"{side}.bin", folder / f"{side}.json", np.dtype(dtype).itemsize
     done = cache.read_json(state)
@@ -121,9 +108,9 @@ def _pack_side(
         while done["documents"] < len(documents):
             texts, ends, first = [], [], done["documents"]
             while first < len(documents) and sum(map(len, texts)) < _STEP_BYTES:
-                document = documents[first]
-                texts.append(document.read())
-                ends.append(document.ends)
+                text, end = documents[first]
+                texts.append(text)
+                ends.append(end)
                 first += 1
             separator = np.array([tokenizer.separator])
             encoded = zip(tokenizer.encode(texts), ends, strict=True)

@@ -357,7 +357,7 @@ def test_negative_seed() -> None:
 
 
 def test_records_are_text_either_way() -> None:
-    records = text.Records([{"t": "é"}, {"t": "é".encode()}], "t")
-    assert [records[i].read() for i in range(len(records))] == ["é".encode()] * 2
-    assert tokenizer.Bytes().encode([records[0].read()])[0].tolist() == [195, 169]
+    records = text.records([{"t": "é"}, {"t": "é".encode()}], "t")
+    assert [records[i] for i in range(len(records))] == [("é".encode(), True)] * 2
+    assert tokenizer.Bytes().encode([records[0][0]])[0].tolist() == [195, 169]
     assert packing.SIDES == ("train", "eval")

@@ -13,7 +13,6 @@ import pytest
 
 from mupax.train import data
 from mupax.train.data import cache
-from mupax.train.data.sources.text import Text
 from mupax.train.data.text import packing, tokenizer
 
 pytestmark = pytest.mark.core
@@ -30,11 +29,11 @@ class Documents(Sequence):
     def __len__(self) -> int:
         return len(self.texts)
 
-    def __getitem__(self, i: int) -> Text:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __getitem__(self, i: int) -> tuple[bytes, bool]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if len(self.read) == self.dies_after:
             raise KeyboardInterrupt
         self.read.append(i)
-        return Text(self.texts[i])
+        return self.texts[i], True
 
 
 @pytest.fixture(autouse=True)
