@@ -8,6 +8,7 @@ import io
 import json
 import random
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,32 @@ def test_a_tokenizer_goes_with_the_model(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "again" / "config.json").read_text())["eos_token_id"] == separator
 
 
+def test_the_tokenizer_of_a_run_is_the_one_that_made_its_tokens(
+    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by the key that the run recorded, wherever the text that trained it is."""
+    from mupax.train.data.text import tokenizer
+
+    monkeypatch.setenv("MUPAX_DATA", str(tmp_path / "cache"))
+    other, mine = (tmp_path / "cache" / "tokenizers" / f"bpe270-text-{text}.json" for text in "ab")
+    other.parent.mkdir(parents=True)
+    tokenizer.train_bpe([b"other words, of other texts"], 270).save(str(other))
+    tokenizer.train_bpe([b"a few words, a few more"], 270).save(str(mine))
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    record = json.loads((copy / "config.json").read_text())
+    record["config"]["data"]["tokenizer"] = "bpe:270"
+    record["data"]["tokenizer"] = tokenizer.Subwords(mine).key
+    (copy / "config.json").write_text(json.dumps(record))
+    assert zoo("export", copy, "--out", tmp_path / "out")[0] == 0
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == mine.read_bytes()
+    mine.unlink()
+    code, out, _ = zoo("export", copy, "--out", tmp_path / "again")
+    assert code == 0
+    assert "bpe:270 was not found on this machine; give its file as --tokenizer FILE" in out
+    assert not (tmp_path / "again" / "tokenizer.json").exists()
+
+
 # What is wrong
 
 
@@ -256,8 +283,6 @@ def test_wrong_words_are_answered(tmp_path: Path, run: Path) -> None:
 
 
 def test_a_checkpoint_that_is_not_whole_is_refused(run: Path, tmp_path: Path) -> None:
-    import shutil
-
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
     shutil.rmtree(copy / "checkpoints" / "3" / "state")

@@ -62,13 +62,11 @@ class Export:
 
         pretrained_files.check_free(self.out)
         source = pretrained.read(self.path, self.step)
-        name, file = _tokenizer(source, self.tokenizer)
-        separator = (
-            tokenizer.Subwords(file).separator if file else tokenizer.Bytes().separator if name == "bytes" else None
-        )
-        pretrained_files.write_huggingface(source, self.out, self.dtype, separator)
-        if file is not None and separator is not None:
-            pretrained_files.copy_tokenizer(file, separator, self.out)
+        name, file = (None, self.tokenizer) if self.tokenizer else _tokenizer(source)
+        encoder = tokenizer.Subwords(file) if file else tokenizer.Bytes() if name == "bytes" else None
+        pretrained_files.write_huggingface(source, self.out, self.dtype, encoder and encoder.separator)
+        if file is not None and encoder is not None:
+            pretrained_files.copy_tokenizer(file, encoder.separator, self.out)
         _print_summary(source, source.preset)
         print(f"written to {self.out}" + (f"; folded from {source.preset.get('described')}" if source.preset else ""))
         if name == "bytes":
@@ -78,27 +76,21 @@ class Export:
         return 0
 
 
-def _tokenizer(source: Source, given: Path | None) -> tuple[str | None, Path | None]:
-    """What the run calls its tokenizer, and the file of it."""
+def _tokenizer(source: Source) -> tuple[str | None, Path | None]:
+    """What the run calls its tokenizer, and the file of it: the one that made the run's tokens, or None."""
     from mupax.train.data import cache
-    from mupax.train.data.records import corpus
     from mupax.train.data.text import tokenizer
 
-    if given is not None or source.run is None or source.model.task != "tokens":
-        return None, given
+    if source.run is None or source.model.task != "tokens":
+        return None, None
     config, facts = source.run
-    name, data = config.data.tokenizer, config.data.name
+    name = config.data.tokenizer
     if name == "bytes":
         return name, None
     size = tokenizer.bpe_size(name)
-    if size is None:
-        file = Path(name).expanduser()
-    elif data.startswith("text:") and Path(data.removeprefix("text:")).expanduser().exists():
-        files = corpus.text_files(Path(data.removeprefix("text:")).expanduser(), print)
-        file = cache.root() / "tokenizers" / f"bpe{size}-text-{corpus.stat_digest(files)}.json"
-    else:
-        file = cache.root() / "tokenizers" / f"bpe{size}-{data}-{facts.get('text_digest')}.json"
-    return name, file if file.is_file() else None
+    files = (cache.root() / "tokenizers").glob(f"bpe{size}-*.json") if size else [Path(name).expanduser()]
+    key = facts.get("tokenizer")
+    return name, next((file for file in files if file.is_file() and tokenizer.Subwords(file).key == key), None)
 
 
 def _print_summary(source: Source, preset: dict[str, Any]) -> None:

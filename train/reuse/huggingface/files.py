@@ -21,7 +21,7 @@ from mupax.zoo.transformer import transformer
 
 
 def check_free(out: Path) -> None:
-    """Whether weights may be written here, to be known before they are read.
+    """Refuse a folder that weights cannot be written to, before they are read.
 
     Raises:
         WeightsError: the folder holds something, or cannot be made.
@@ -46,7 +46,7 @@ def write_imported(source: Source, fields: PresetConfig, out: Path, origin: str)
         What is recorded of the preset.
 
     Raises:
-        WeightsError: the folder holds something, or the weights do not fit their own model.
+        WeightsError: the weights do not fit their own model.
         PresetError, AbsorbError: the preset cannot be used on this model.
     """
     preset, model = preset_for(fields, source.model), definition(source.model)
@@ -58,14 +58,13 @@ def write_imported(source: Source, fields: PresetConfig, out: Path, origin: str)
         "preset": plain.preset_record(fields, preset, model, factors),
         "from": origin,
     }
-    check_free(out)
     out.mkdir(parents=True, exist_ok=True)
     write_tensors(out, sorted(params.items()), dtype=source.model.compute.param_dtype)
     (out / MODEL).write_text(json.dumps(record, indent=2) + "\n")
     return record["preset"]
 
 
-def write_huggingface(source: Source, out: Path, dtype: DType, separator: int | None = None) -> dict[str, Any]:
+def write_huggingface(source: Source, out: Path, dtype: DType, separator: int | None = None) -> None:
     """Write weights as `transformers` reads them: config.json and safetensors.
 
     config.json has a key `mupax` that says which preset the weights come from and what was folded into each.
@@ -77,22 +76,16 @@ def write_huggingface(source: Source, out: Path, dtype: DType, separator: int | 
         separator: token that ends a text.
 
     Raises:
-        WeightsError: the folder holds something.
         ConfigError: no family of theirs computes this model.
         TensorFileError: the type cannot hold the weights.
-
-    Returns:
-        config.json.
     """
     model = transformer(source.model, "export")
     fields = huggingface.to_huggingface(model, dtype=dtype, separator=separator)
     if source.preset:
         fields["mupax"] = source.preset
-    check_free(out)
     out.mkdir(parents=True, exist_ok=True)
     write_tensors(out, weights.to_huggingface(model, source.params), dtype=dtype, metadata={"format": "pt"})
     (out / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
-    return fields
 
 
 def copy_tokenizer(tokenizer: Path, separator: int, out: Path) -> None:
