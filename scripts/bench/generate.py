@@ -37,7 +37,7 @@ def measure(name: str, rounds: int, *, tiny: bool = False) -> dict[str, Any]:
     data, preset = DataConfig(name="text:none", batch_size=1), PresetConfig(name="sp")
     config = Config(recipe=name, model=model, data=data, preset=preset, mesh=MeshConfig(data=1), steps=1)
     program = assemble(config, jax.devices()[:1])
-    params, numbers = program.initial_state().params, program.numbers()
+    params, numbers = program.initial_state().params, program.step_inputs()
     prompt, length = np.arange(1, 1 + PROMPT, dtype=np.int32), model.seq_len - PROMPT
     made = Generator(program, params, numbers, sampling=Sampling(temperature=0))
     logits = jax.jit(lambda params, window: logits_of(program.definition, params, numbers, window))

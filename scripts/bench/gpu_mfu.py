@@ -71,7 +71,7 @@ def jax_point(config: Any) -> Callable[[], None]:
     from scripts.bench.torch_step import batches_of
 
     program = assemble(config, jax.devices()[:1])
-    compiled, state, run = program.compile_train(), program.initial_state(), program.numbers()
+    compiled, state, run = program.compile_train(), program.initial_state(), program.step_inputs()
     batch = jax.device_put(batches_of(program, 1)[0])
     metrics: Any = None
 

@@ -73,7 +73,7 @@ def alone(program: Program, rounds: int = 300) -> float:
     step, state, numbers, feed = (
         program.compile_train(),
         program.initial_state(),
-        program.numbers(),
+        program.step_inputs(),
         program.train_feed(),
     )
     shapes = abstract_batch(program.config.model, program.config.data.batch_size)

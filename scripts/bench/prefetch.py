@@ -65,7 +65,7 @@ class Loop:
         self.step, self.state, self.numbers = (
             self.program.compile_train(),
             self.program.initial_state(),
-            self.program.numbers(),
+            self.program.step_inputs(),
         )
 
     def turn(self, steps: int, how: Callable[..., Any]) -> float:

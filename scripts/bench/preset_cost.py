@@ -112,7 +112,7 @@ def folded(program: Program) -> jax.stages.Compiled:
 
     (state, run, batch) -> (state, metrics), as the run's; the factors in `run` are not looked at.
     """
-    factors, place = program.run.factors, program.layout.replicated
+    factors, place = program.inputs.factors, program.layout.replicated
     ones = jax.tree.map(lambda x: (np.asarray(x) != 0).astype(np.float32), factors)
     known = ones._replace(forward={n: np.full_like(x, neutral(program, n)) for n, x in factors.forward.items()})
     step = make_train_step(program.definition, program.tx, program.config.accumulation_steps, program.layout)
@@ -124,7 +124,7 @@ def folded(program: Program) -> jax.stages.Compiled:
     jitted = jax.jit(with_ones, donate_argnums=0, in_shardings=(state, place, place), out_shardings=(state, place))
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), program.abstract)
     batch = abstract_batch(program.config.model, program.config.data.batch_size)
-    return jitted.lower(shapes, program.run, batch).compile(compiler_options=program.compiler_options())
+    return jitted.lower(shapes, program.inputs, batch).compile(compiler_options=program.compiler_options())
 
 
 def neutral(program: Program, name: str) -> float:
@@ -136,7 +136,7 @@ def neutral(program: Program, name: str) -> float:
 def plain_adamw(program: Program, table: np.ndarray) -> optax.GradientTransformation:
     """`optax.adamw` with the run's constants and schedule; gains and biases do not decay there either."""
     opt = program.config.optimizer
-    decays = {name: bool(np.any(factor)) for name, factor in program.run.factors.weight_decay.items()}
+    decays = {name: bool(np.any(factor)) for name, factor in program.inputs.factors.weight_decay.items()}
     schedule = lambda count: opt.peak_lr * jnp.asarray(table)[count]  # noqa: E731
     return optax.adamw(schedule, opt.b1, opt.b2, opt.eps, weight_decay=opt.weight_decay, mask=decays)
 
@@ -163,7 +163,7 @@ def timed(program: Program, rounds: int) -> dict[str, Any]:
     tokens = random.integers(0, model.vocab_size, (program.config.data.batch_size, model.seq_len + 1), np.int32)
     weights = np.ones_like(tokens[:, 1:], np.float32)
     batch = jax.device_put({"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights})
-    state, run = program.initial_state(), program.numbers()
+    state, run = program.initial_state(), program.step_inputs()
     params = jax.tree.map(jnp.array, state.params)
     opt_state = plain_adamw(program, schedule_table(program.config.optimizer, program.config.steps)).init(params)
 

@@ -54,7 +54,7 @@ class Run:
         config = dataclasses.replace(recipe, model=model, mesh=MeshConfig(data=1))
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, batch_size=BATCH)).resolved()
         self.program = assemble(config, jax.devices()[:1])
-        self.state, self.numbers = self.program.initial_state(), self.program.numbers()
+        self.state, self.numbers = self.program.initial_state(), self.program.step_inputs()
         self._step, self._feed = self.program.compile_train(), self.program.train_feed()
         shapes = abstract_batch(model, BATCH)
         self._batch = {name: np.ones(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}

@@ -95,7 +95,7 @@ def trained(sizes: dict[str, int], steps: int) -> dict[str, Any]:
     source = data.load(config.data, config.model, seed=config.seed, note=lambda line: None)
     program = assemble(config)
     step = program.compile_train()
-    state, numbers, feed = program.placed(program.initial_state(), step), program.numbers(), program.train_feed()
+    state, numbers, feed = program.placed(program.initial_state(), step), program.step_inputs(), program.train_feed()
     with Prefetch(source.train_batches(0, *feed.rows), feed.put) as batches:
         for batch, _ in zip(batches, range(steps), strict=False):
             state, _ = step(state, numbers, batch)

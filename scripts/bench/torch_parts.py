@@ -153,7 +153,7 @@ def update(program: Program) -> Part:
 
     from scripts.bench import torch_models
 
-    run, state, opt = program.numbers(), program.initial_state(), program.config.optimizer
+    run, state, opt = program.step_inputs(), program.initial_state(), program.config.optimizer
 
     def updated(state: TrainState, grads: Any, run: StepInputs) -> Any:
         hyper = run.hyper.at(state.step)
@@ -178,7 +178,7 @@ def update(program: Program) -> Part:
 
 def zoo_model(program: Program, params: Any) -> Any:
     """The model with these parameters and the run's factors."""
-    factors = program.run.factors
+    factors = program.inputs.factors
     return program.definition.model(params, factors.multiplier, factors.forward)
 
 

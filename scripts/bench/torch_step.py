@@ -78,7 +78,7 @@ def batches_of(program: Program, count: int) -> list[dict[str, np.ndarray]]:
 
 def jax_step(program: Program, batches: Sequence[dict[str, np.ndarray]]) -> Callable[[], float]:
     """One step of the run on the next batch; returns its loss."""
-    compiled, state, run = program.compile_train(), program.initial_state(), program.numbers()
+    compiled, state, run = program.compile_train(), program.initial_state(), program.step_inputs()
     device, taken = [jax.device_put(batch) for batch in batches], 0
 
     def step() -> float:
@@ -101,7 +101,7 @@ def torch_step(program: Program, batches: Sequence[dict[str, np.ndarray]], *, co
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     model, opt = torch_models.Transformer(program.config.model), program.config.optimizer
     torch_models.load(model, jax.device_get(program.initial_state().params))
-    multipliers = program.run.factors.multiplier
+    multipliers = program.inputs.factors.multiplier
     model.patch_scale = float(multipliers.get("patch", 1.0))
     assert all((value == 1).all() for name, value in multipliers.items() if name != "patch")
     optimizer = torch_models.adamw(model, opt.peak_lr, opt.weight_decay, opt.b1, opt.b2, opt.eps)

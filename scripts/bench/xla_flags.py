@@ -46,7 +46,7 @@ def random_batch(program: Program) -> Any:
 def stepper(program: Program, options: Mapping[str, Any]) -> tuple[Callable[[], None], list[float]]:
     """A function that makes a step and waits for it, and the losses of the first steps."""
     step = program.trace_train().lower().compile(compiler_options=dict(options))
-    state, numbers, batch = program.initial_state(), program.numbers(), random_batch(program)
+    state, numbers, batch = program.initial_state(), program.step_inputs(), random_batch(program)
     losses: list[float] = []
 
     def once() -> None:

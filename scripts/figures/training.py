@@ -176,7 +176,7 @@ class Trainer:
         numbers = assemble(config, jax.devices()[:1])
         program = dataclasses.replace(numbers, initializer=self.program.initializer)  # compiled once for all runs
         start = program.initializer.params(config.seed, program.stds)
-        run = with_constants(program.numbers(), program, self.ends)
+        run = with_constants(program.step_inputs(), program, self.ends)
         state = program.placed(program.initial_state(), self._step)
         losses, seen = [], []
         for step in range(config.steps + 1):

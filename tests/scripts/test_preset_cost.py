@@ -48,7 +48,7 @@ def test_the_baseline_trains_as_the_run_does_at_base_size() -> None:
     # The two steps compared are the same step: where every factor is one they give the same numbers.
     config = preset_cost.config_of(64, 2, 8, "sp")
     made = assemble(config, jax.devices()[:1])
-    np.testing.assert_allclose(made.run.factors.multiplier["readout"], 1.0)
+    np.testing.assert_allclose(made.inputs.factors.multiplier["readout"], 1.0)
     tokens = np.random.default_rng(0).integers(0, 256, (8, 257), np.int32)
     batch: Any = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.ones((8, 256), np.float32)}
     state = made.initial_state()
@@ -57,7 +57,7 @@ def test_the_baseline_trains_as_the_run_does_at_base_size() -> None:
     opt_state = preset_cost.plain_adamw(made, table).init(params)
     ours, plain = preset_cost.with_preset(made), preset_cost.without_factors(made)
     for _ in range(3):
-        state, metrics = ours(state, made.numbers(), batch)
+        state, metrics = ours(state, made.step_inputs(), batch)
         params, opt_state, others = plain(params, opt_state, batch)
         assert {n: float(metrics[n]) for n in others} == pytest.approx(
             {n: float(v) for n, v in others.items()}, rel=1e-4
@@ -72,8 +72,8 @@ def test_a_preset_costs_nothing_on_tpu() -> None:
     assert 0.995 < ours["bytes"] / folded["bytes"] < 1.005
     # Control: a skip that is data is seen, by its memory traffic; the compiler counts even less arithmetic with it.
     skip = {"block.skip": np.ones((2, 2), np.float32)}
-    factors = made.run.factors._replace(forward={**made.run.factors.forward, **skip})
-    more = dataclasses.replace(made, run=made.run._replace(factors=factors))
+    factors = made.inputs.factors._replace(forward={**made.inputs.factors.forward, **skip})
+    more = dataclasses.replace(made, inputs=made.inputs._replace(factors=factors))
     assert preset_cost.counted(more.compile_train())["bytes"] / folded["bytes"] > 1.015
 
 
@@ -81,7 +81,7 @@ def test_control_one_product_over_activations_is_seen() -> None:
     # The skip as data, as a preset with another skip has it: the count is fine enough to see it.
     made = program(256, 4, "depth-mup")
     skip = {"block.skip": np.ones((4, 2), np.float32)}
-    run = made.run._replace(factors=made.run.factors._replace(forward={**made.run.factors.forward, **skip}))
+    run = made.inputs._replace(factors=made.inputs.factors._replace(forward={**made.inputs.factors.forward, **skip}))
     batch = preset_cost.abstract_batch(made.config.model, 8)
     compiled = compile_train_step(made.definition, made.tx, made.abstract, made.layout, run, batch)
     more, without = preset_cost.counted(compiled), preset_cost.counted(preset_cost.with_preset(made))

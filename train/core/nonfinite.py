@@ -87,7 +87,7 @@ def judge(health: Health, limits: Limits, loss: jax.Array, grad_norm: jax.Array)
     return Verdict(keep, spike), Health(*(jnp.asarray(new, old.dtype) for new, old in zip(after, health, strict=True)))
 
 
-def kept(keep: jax.Array, new: Any, old: Any) -> Any:
+def select(keep: jax.Array, new: Any, old: Any) -> Any:
     """The new tree, or the old one: a selection that the compiler joins to the update, element by element."""
     return jax.tree.map(lambda a, b: jnp.where(keep, a, b), new, old)
 
@@ -126,7 +126,7 @@ def culprit(squares: np.ndarray, specs: Mapping[str, ParamSpec], shapes: Mapping
     return where if count == 1 else f"{where}, the first of {count} parameters of {len(specs)}"
 
 
-class BadNumbers(Exception):
+class RejectedStep(Exception):
     """A step that ends the run, or sends it back, under its policy."""
 
     def __init__(self, step: int, loss: float, grad_norm: float, culprit: str | None, in_a_row: int) -> None:
@@ -136,7 +136,7 @@ class BadNumbers(Exception):
         self.what = f"{what} {says} at step {step} (loss {loss:g}, gradient norm {grad_norm:g})"
         super().__init__(self.what)
 
-    def told(self, checkpoint: int | None, faults: FaultsConfig) -> str:
+    def message(self, checkpoint: int | None, faults: FaultsConfig) -> str:
         """The text for a person.
 
         Args:

@@ -39,7 +39,8 @@ class Program:
     abstract: TrainState
     initializer: Initializer
     stds: Numbers
-    run: StepInputs
+    inputs: StepInputs
+    """On the host."""
 
     @property
     def mesh(self) -> Mesh:
@@ -57,32 +58,32 @@ class Program:
             PresetError: as `assemble`.
         """
         preset = preset_of(config)
-        stds, run = init_stds(preset, self.definition), _numbers(config, preset, self.definition, self.trained)
-        return dataclasses.replace(self, config=config, preset=preset, stds=stds, run=run)
+        stds, inputs = init_stds(preset, self.definition), _inputs(config, preset, self.definition, self.trained)
+        return dataclasses.replace(self, config=config, preset=preset, stds=stds, inputs=inputs)
 
     @property
     def trained(self) -> frozenset[str]:
         """Names of the parameters that are not frozen."""
-        return frozenset(self.run.factors.lr)
+        return frozenset(self.inputs.factors.lr)
 
     @property
     def frozen(self) -> int:
         """How many numbers the frozen parameters have."""
         return sum(leaf.size for name, leaf in self.abstract.params.items() if name not in self.trained)
 
-    def numbers(self) -> StepInputs:
-        """The run's numbers on the mesh, with the initial parameters where the model's output is centred."""
-        run = jax.device_put(self.run, self.layout.replicated)
+    def step_inputs(self) -> StepInputs:
+        """`inputs` on the mesh, with the initial parameters where the model's output is centred."""
+        inputs = jax.device_put(self.inputs, self.layout.replicated)
         if not self.config.model.centered:
-            return run
-        return run._replace(reference=self.initializer.params(self.config.seed, self.stds))
+            return inputs
+        return inputs._replace(reference=self.initializer.params(self.config.seed, self.stds))
 
-    def abstract_run(self) -> StepInputs:
-        return self.run._replace(reference=self.abstract.params) if self.config.model.centered else self.run
+    def abstract_inputs(self) -> StepInputs:
+        return self.inputs._replace(reference=self.abstract.params) if self.config.model.centered else self.inputs
 
     def trace_train(self) -> jax.stages.Traced:
         """The training step, (state, inputs, batch) -> (state, metrics), not compiled yet."""
-        config, inputs = self.config, self.abstract_run()
+        config, inputs = self.config, self.abstract_inputs()
         batch = abstract_batch(config.model, config.data.batch_size)
         accumulation = config.accumulation_steps
         return trace_train_step(
@@ -97,7 +98,7 @@ class Program:
         """The evaluation step: (params, inputs, batch) -> Sums, for parameters that lie as the training step has them."""
         formats = _formats(train) if train is not None and self.free else None
         batch = abstract_batch(self.config.model, self.config.eval_batch_size)
-        return compile_eval_step(self.definition, self.abstract, self.layout, self.abstract_run(), batch, formats)
+        return compile_eval_step(self.definition, self.abstract, self.layout, self.abstract_inputs(), batch, formats)
 
     def compiler_options(self) -> dict[str, Any]:
         """Flags that the training step is compiled with."""
@@ -151,18 +152,18 @@ def assemble(config: Config, devices: Sequence[Any] | None = None, *, swept: boo
     model = definition(config.model)
     trained = patterns.trained(config.train_only, config.freeze, model.specs)
     tx = optimizer.build(config.optimizer, trained)
-    numbers = _numbers(config, preset, model, trained)
+    inputs = _inputs(config, preset, model, trained)
     abstract = abstract_state(model, tx, layout, averaged=config.ema.decay is not None, trained=trained)
     initializer = Initializer(model, tx, abstract, trained)
-    return Program(config, model, preset, layout, tx, abstract, initializer, init_stds(preset, model), numbers)
+    return Program(config, model, preset, layout, tx, abstract, initializer, init_stds(preset, model), inputs)
 
 
-def _numbers(config: Config, preset: Preset, model: Definition, trained: Collection[str]) -> StepInputs:
-    numbers = StepInputs(
+def _inputs(config: Config, preset: Preset, model: Definition, trained: Collection[str]) -> StepInputs:
+    inputs = StepInputs(
         resolve(preset, model, config.optimizer.name, config.optimizer.decay).moving(trained),
         optimizer.hyper(config.optimizer, config.steps),
         ema_decay=None if config.ema.decay is None else np.float32(config.ema.decay),
         limits=nonfinite.limits(config.faults),
     )
-    check_run(preset, model, numbers.factors, config.optimizer)
-    return numbers
+    check_run(preset, model, inputs.factors, config.optimizer)
+    return inputs

@@ -38,9 +38,6 @@ class StepInputs(NamedTuple):
     """What counts as a spike of the loss."""
 
 
-Step = Callable[[TrainState, StepInputs, Batch], tuple[TrainState, dict[str, jax.Array]]]
-
-
 def logits_of(definition: Definition, params: Arrays, run: StepInputs, inputs: jax.Array) -> jax.Array:
     """float32 [B, T, V] or [B, V]; f - f at initialization where there is a reference, without gradient through the latter."""
     multiplier, forward = run.factors.multiplier, run.factors.forward
@@ -82,9 +79,11 @@ def gradients(
     else:
         # Microbatch i takes every accumulation_steps-th row, so that each device splits the rows it already holds.
         micros = jax.tree.map(lambda x: x.reshape(-1, accumulation_steps, *x.shape[1:]).swapaxes(0, 1), batch)
-        one = jax.eval_shape(grad, trained, jax.tree.map(lambda x: x[0], micros))
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), one)
-        add = lambda total, micro: (jax.tree.map(jnp.add, total, grad(trained, micro)), None)  # noqa: E731
+        zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(grad, trained, jax.tree.map(lambda x: x[0], micros)))
+
+        def add(total: Any, micro: Batch) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, grad(trained, micro)), None
+
         (grads, sums), _ = jax.lax.scan(add, zeros, micros)
     return jax.tree.map(lambda g: (g / sums.weight).astype(g.dtype), grads), sums
 
@@ -94,7 +93,7 @@ def make_train_step(
     tx: optax.GradientTransformationExtraArgs,
     accumulation_steps: int = 1,
     layout: partition.Layout | None = None,
-) -> Step:
+) -> Callable[[TrainState, StepInputs, Batch], tuple[TrainState, dict[str, jax.Array]]]:
     """(state, inputs, batch) -> (state, metrics). A step that `nonfinite` rejects leaves all but its counters as they were.
 
     metrics: loss (mean nats per target, before the update), accuracy, grad_norm (before clipping), lr (peak x schedule),
@@ -112,7 +111,7 @@ def make_train_step(
         loss, grad_norm = sums.loss / sums.weight, jnp.sqrt(jnp.sum(squares))
         verdict, health = nonfinite.judge(state.health, run.limits, loss, grad_norm)
         before, after = (state.params, state.opt_state, state.ema), (params, opt_state, average)
-        params, opt_state, average = nonfinite.kept(verdict.keep, after, before)
+        params, opt_state, average = nonfinite.select(verdict.keep, after, before)
         flags = [1 - verdict.keep.astype(jnp.int32), verdict.spike.astype(jnp.int32), health.in_a_row]
         metrics = {"loss": loss, "accuracy": sums.correct / sums.weight, "grad_norm": grad_norm, "weight": sums.weight}
         metrics |= {"lr": hyper.peak_lr * hyper.schedule, "verdict": jnp.stack(flags), "squares": squares}

@@ -35,8 +35,8 @@ def _parameters(program: Program) -> str:
     # Short heads and no column for the sharding: 80 columns hold most models' rows.
     title = "parameters" + (" (a/b in a shape: split b ways)" if program.mesh.size > 1 else "")
     rows = [["name", "shape", "mult.", "std", "lr", "eps", "decay"]]
-    optimizer, factors = program.config.optimizer, program.run.factors
-    decay = program.run.hyper.weight_decay
+    optimizer, factors = program.config.optimizer, program.inputs.factors
+    decay = program.inputs.hyper.weight_decay
     for name, leaf in program.abstract.params.items():
         numbers = [factors.multiplier[name], program.stds[name]]
         if name in program.trained:

@@ -78,7 +78,7 @@ def measured(found: Any, console: Any) -> dict[str, Any]:
             f"the model was trained on tokens of {known}, and {config.data.name} is cut into those of {here}; "
             "give --data.tokenizer the run's own, as bytes or the path of its tokenizer.json"
         )
-    params, eval_fn, numbers = found.params(program.abstract), program.compile_eval(), program.numbers()
+    params, eval_fn, numbers = found.params(program.abstract), program.compile_eval(), program.step_inputs()
     began = time.monotonic()
     scores = evaluate(eval_fn, params, numbers, data, program.eval_feed())
     assert scores is not None, "an evaluation that nobody stops has scores"

@@ -15,7 +15,7 @@ import numpy as np
 
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.config.run import Config
-from mupax.train.core.nonfinite import BadNumbers
+from mupax.train.core.nonfinite import RejectedStep
 from mupax.train.core.program import assemble
 from mupax.train.core.state import TrainState
 from mupax.train.core.step import Batch
@@ -55,9 +55,9 @@ def run(config: Config) -> int:
             rt.stop.defer()
             try:
                 state = train_with_rollbacks(session, position)
-            except BadNumbers as failure:
+            except RejectedStep as failure:
                 checkpoints.wait()
-                return rt.fail(failure.told(checkpoints.latest, rt.config.faults))
+                return rt.fail(failure.message(checkpoints.latest, rt.config.faults))
         # Every process has saved its part when process 0 has left the block above; what it was told holds for all.
         if unsaved := rt.processes.broadcast("unsaved", checkpoints.wait):
             return rt.fail(unsaved)
@@ -75,7 +75,7 @@ def train_with_rollbacks(session: Session, position: Position) -> TrainState:
     bitwise. So do a kill and a resume, which is why nothing needs to be saved for it.
 
     Raises:
-        BadNumbers: a step ended the run under its policy, or going back has not helped.
+        RejectedStep: a step ended the run under its policy, or going back has not helped.
         DataError, ReadError: the data cannot be read.
     """
     faults, rollbacks = session.rt.config.faults, collections.Counter[int]()
@@ -83,7 +83,7 @@ def train_with_rollbacks(session: Session, position: Position) -> TrainState:
         passed_over = int(jax.device_get(position.state.health.left_out))
         try:
             return train(session, position)
-        except BadNumbers as bad:
+        except RejectedStep as bad:
             if faults.bad_numbers != "rollback" or bad.in_a_row >= faults.most_in_a_row:
                 raise
             session.rt.watchdog.waiting("a checkpoint to go back to")
@@ -103,7 +103,7 @@ def train(session: Session, position: Position) -> TrainState:
     """The state after the last step, or after the step at which a signal came; it is saved.
 
     Raises:
-        BadNumbers: a step ended the run or sends it back, under its policy.
+        RejectedStep: a step ended the run or sends it back, under its policy.
         DataError, ReadError: the data cannot be read; the state is saved where this process can alone.
     """
     program, rt, steps = session.program, session.rt, session.rt.config.steps

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from mupax.train.config.run import FaultsConfig
-from mupax.train.core.nonfinite import BadNumbers, culprit
+from mupax.train.core.nonfinite import RejectedStep, culprit
 from mupax.train.core.program import Program
 from mupax.train.data import Data
 from mupax.train.parallel import hardware
@@ -92,7 +92,7 @@ class Report:
         """Write what is left of all steps up to this one, waiting for the devices.
 
         Raises:
-            BadNumbers: one of them ends the run under its policy.
+            RejectedStep: one of them ends the run under its policy.
         """
         self.results.finish()
         self._profiling.close()
@@ -137,7 +137,7 @@ class Results:
         self._unit, self._writer, self._progress, self._timing = unit, writer, progress, timing
         self._faults, self._culprit, self._left_out = faults, culprit, left_out
         self._pending: collections.deque[tuple[int, dict[str, jax.Array], float]] = collections.deque()
-        self._bad: BadNumbers | None = None
+        self._bad: RejectedStep | None = None
         self._newest = 0
         self._waited = 0.0
         self._clock = time.monotonic()
@@ -172,7 +172,7 @@ class Results:
         `report` may have seen further on one process than on another: all stop at the same step by asking for the same.
 
         Raises:
-            BadNumbers: a step up to this one ends the run under its policy.
+            RejectedStep: a step up to this one ends the run under its policy.
         """
         if self._bad is not None and self._bad.step <= step:
             raise self._bad
@@ -197,7 +197,7 @@ class Results:
             self._writer.write({**row, "seconds": round(seconds, 6)})
             if skipped and self._ends_the_run(values, in_a_row):
                 where = self._culprit(np.asarray(jax.device_get(squares)))
-                self._bad = BadNumbers(step, values["loss"], values["grad_norm"], where, in_a_row)
+                self._bad = RejectedStep(step, values["loss"], values["grad_norm"], where, in_a_row)
                 continue
             self._timing.step(seconds, count, waited)
             self._progress.update(

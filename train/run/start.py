@@ -61,7 +61,7 @@ def compiled(program: Program, data: Data, checkpoints: Checkpoints, rt: Runtime
     began, step_fn = time.monotonic(), program.compile_train()
     eval_fn = program.compile_eval(step_fn)
     seconds = time.monotonic() - began
-    return Session(program, data, checkpoints, rt, step_fn, eval_fn, program.numbers(), began, seconds)
+    return Session(program, data, checkpoints, rt, step_fn, eval_fn, program.step_inputs(), began, seconds)
 
 
 def load_data(program: Program, runtime: Runtime) -> Data:

@@ -54,7 +54,7 @@ def test_the_authors_constants() -> None:
     program = training.assemble(
         training.vit(head_dim=2, heads=3, depth=1, rate=1, steps=1, patch_size=16, batch_size=8)
     )
-    plain, changed = program.run.factors, training.with_constants(program.run, program, 4.0).factors
+    plain, changed = program.inputs.factors, training.with_constants(program.inputs, program, 4.0).factors
     for name, spec in program.definition.specs.items():
         ends = spec.role in (Role.PATCH_EMBEDDING, Role.POSITION, Role.READOUT)
         assert changed.lr[name] == pytest.approx(plain.lr[name] * (4 if ends else 1))

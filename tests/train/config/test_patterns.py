@@ -56,7 +56,7 @@ class Steps(NamedTuple):
 @functools.cache
 def trained(given: Config) -> Steps:
     made = assemble(given, jax.devices()[:1])
-    step, numbers, state, seen = made.compile_train(), made.numbers(), made.initial_state(), []
+    step, numbers, state, seen = made.compile_train(), made.step_inputs(), made.initial_state(), []
     states = [jax.device_get(state)]
     for batch in batches():
         state, metrics = step(state, numbers, made.train_feed().put(batch))

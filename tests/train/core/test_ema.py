@@ -47,7 +47,7 @@ def trained(config: Config) -> list[TrainState]:
     # As users have it: the older emitter of tests/conftest.py rounds as the fusions of each program happen to fall.
     step = made.trace_train().lower().compile(compiler_options={"xla_cpu_use_fusion_emitters": True})
     random = np.random.default_rng(0)
-    state, numbers = made.initial_state(), made.numbers()
+    state, numbers = made.initial_state(), made.step_inputs()
     states = [jax.device_get(state)]
     for _ in range(3):
         tokens = random.integers(0, 16, (8, 8), np.int32)

@@ -95,7 +95,7 @@ def test_decay_that_drifts_with_size_is_refused_by_name(decay: str, capsys: pyte
     assert "write the constant decay=rate to keep it, or decay=table to accept it" in err
     for choice in ("rate", "table"):
         program = made(*DRIFTING, *words, "--preset.constants", f"decay={choice}")
-        key, factors = "block.attention.key", program.run.factors
+        key, factors = "block.attention.key", program.inputs.factors
         pull = factors.weight_decay[key] * (factors.lr[key] if decay == "coupled" else 1)
         np.testing.assert_allclose(pull, {"rate": 1.0, "table": 0.5}[choice], rtol=1e-6)
 

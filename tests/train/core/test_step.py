@@ -63,7 +63,7 @@ def compiled(config: Config = CONFIG) -> Any:
 def start_of(config: Config) -> tuple[Any, Any]:
     """Initial state, and the numbers of the run with its frozen reference."""
     made = program(config)
-    return made.initial_state(), made.numbers()
+    return made.initial_state(), made.step_inputs()
 
 
 def scalars(metrics: dict[str, jax.Array]) -> dict[str, float]:
@@ -97,7 +97,7 @@ def relative_errors(got: Any, want: Any) -> list[float]:
 @pytest.mark.parametrize("config", [CONFIG, IMAGES], ids=["tokens", "images"])
 def test_the_loss_is_the_mean_over_the_targets_that_count(config: Config) -> None:
     made, before, _, metrics = stepped(config)
-    batch, run = batch_of(config), made.numbers()
+    batch, run = batch_of(config), made.step_inputs()
     logits = np.asarray(logits_of(made, before.params, run, batch["inputs"]), np.float64)
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     w = batch["weights"]
@@ -130,7 +130,7 @@ def test_the_gradient_norm_is_over_all_parameters_and_not_clipped() -> None:
         np.square(np.asarray(after.params[n], np.float64) - np.asarray(w)).sum() for n, w in before.params.items()
     )
     assert np.sqrt(total) == pytest.approx(1e-3, rel=1e-2)  # read back from float32 parameters of size one
-    loss = jax.jit(lambda p: (s := steps.batch_sums(made.definition, p, made.run, batch_of())).loss / s.weight)
+    loss = jax.jit(lambda p: (s := steps.batch_sums(made.definition, p, made.inputs, batch_of())).loss / s.weight)
     squares = sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(jax.jit(jax.grad(loss))(before.params)))
     assert metrics["grad_norm"] == pytest.approx(float(jnp.sqrt(squares)), rel=1e-5)
 
@@ -157,7 +157,7 @@ def test_control_a_mean_of_means_would_show() -> None:
     # What accumulation gives when each microbatch is averaged over its own targets.
     made, before, _, metrics = stepped()
     parts = [{name: array[i::4] for name, array in batch_of().items()} for i in range(4)]
-    summed = jax.jit(lambda part: steps.batch_sums(made.definition, before.params, made.run, part))
+    summed = jax.jit(lambda part: steps.batch_sums(made.definition, before.params, made.inputs, part))
     sums = [summed(part) for part in parts]
     assert np.mean([float(s.loss / s.weight) for s in sums]) != pytest.approx(metrics["loss"], rel=1e-3)
 
@@ -172,7 +172,7 @@ def test_jit_equals_no_jit() -> None:
     made, before, after, metrics = stepped(small)
     plain = steps.make_train_step(made.definition, made.tx)
     with jax.disable_jit():
-        eager, eager_metrics = plain(before, made.run, jax.tree.map(jnp.asarray, batch_of(small)))
+        eager, eager_metrics = plain(before, made.inputs, jax.tree.map(jnp.asarray, batch_of(small)))
     assert scalars(eager_metrics) == pytest.approx(metrics, rel=1e-5)
     assert max(relative_errors(eager, after)) < 1e-5
 
@@ -186,7 +186,7 @@ def test_every_preset_runs_the_same_program() -> None:
     train, losses = compiled(), {}
     for name in ("sp", "mup", "mup-half", "depth-mup"):
         preset = presets.get(name, base={"embed": 5, "heads": 3, "kv_heads": 1, "head_dim": 2, "mlp": 7, "layers": 1})
-        run = StepInputs(resolve(preset, made.definition, "adamw"), made.run.hyper._replace(peak_lr=np.float32(0.1)))
+        run = StepInputs(resolve(preset, made.definition, "adamw"), made.inputs.hyper._replace(peak_lr=np.float32(0.1)))
         after, _ = train(copied(before), run, batch_of())
         after, metrics = train(after, run, batch_of())
         losses[name] = float(metrics["loss"])
@@ -199,7 +199,7 @@ def test_every_preset_lowers_to_the_same_text() -> None:
     for name in ("sp", "mup", "depth-mup"):
         made = program(dataclasses.replace(CONFIG, preset=PresetConfig(name=name, base="lm-proxy")))
         step = jax.jit(steps.make_train_step(made.definition, made.tx), donate_argnums=0)
-        texts.add(step.lower(made.abstract, made.run, batch_of()).as_text())
+        texts.add(step.lower(made.abstract, made.inputs, batch_of()).as_text())
     assert len(texts) == 1
 
 
@@ -209,8 +209,8 @@ def test_a_compiled_step_refuses_another_shape() -> None:
     train = compiled()
     shorter = {name: array[:, :5] for name, array in batch_of().items()}
     with pytest.raises(TypeError, match="compiled"):
-        train(copied(before), made.numbers(), shorter)
-    unlike = made.run._replace(hyper=made.run.hyper._replace(schedule=np.ones(11, np.float32)))
+        train(copied(before), made.step_inputs(), shorter)
+    unlike = made.inputs._replace(hyper=made.inputs.hyper._replace(schedule=np.ones(11, np.float32)))
     with pytest.raises(TypeError, match="compiled"):
         train(copied(before), unlike, batch_of())
 
@@ -219,7 +219,7 @@ def test_a_compiled_step_refuses_another_shape() -> None:
 def test_the_state_is_given_away() -> None:
     made, before, _, _ = stepped()
     state = copied(before)
-    compiled()(state, made.numbers(), batch_of())
+    compiled()(state, made.step_inputs(), batch_of())
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.params, state.opt_state)))
 
 
@@ -256,11 +256,11 @@ def test_a_centred_output_is_f_minus_f_at_initialization() -> None:
 def test_the_frozen_reference_is_made_again_from_the_seed() -> None:
     made, before, _, _ = stepped(CENTRED)
     assert made is not program(CENTRED)
-    reference = program(CENTRED).numbers().reference
+    reference = program(CENTRED).step_inputs().reference
     assert reference is not None
     for name, value in before.params.items():
         np.testing.assert_array_equal(reference[name], value)
-    other = program(dataclasses.replace(CENTRED, seed=1)).numbers().reference
+    other = program(dataclasses.replace(CENTRED, seed=1)).step_inputs().reference
     assert other is not None
     assert not (np.asarray(other["token"]) == np.asarray(before.params["token"])).any()
 

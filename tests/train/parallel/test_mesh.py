@@ -80,7 +80,7 @@ def batch(run: str, step: int) -> dict[str, np.ndarray]:
 def trained(run: str, mesh: str) -> tuple[Any, Any, list[dict[str, float]]]:
     """The initial and the final state after five steps, and the metrics of each step."""
     made = program(run, mesh)
-    step, numbers = made.compile_train(), made.numbers()
+    step, numbers = made.compile_train(), made.step_inputs()
     state, rows = made.initial_state(), []
     first = jax.tree.map(jnp.copy, state)
     for index in range(STEPS):
@@ -121,7 +121,7 @@ def test_five_steps_agree_with_one_device(run: str, mesh: str) -> None:
 
 def test_control_a_rate_of_one_percent_more_does_not_agree() -> None:
     made = program("decoder", "one")
-    other = StepInputs(made.run.factors, made.run.hyper._replace(peak_lr=np.float32(1.01 * 0.01)))
+    other = StepInputs(made.inputs.factors, made.inputs.hyper._replace(peak_lr=np.float32(1.01 * 0.01)))
     step, state = made.compile_train(), made.initial_state()
     for index in range(STEPS):
         state, _ = step(state, other, batch("decoder", index))
@@ -190,7 +190,9 @@ def test_bfloat16_products_run_on_a_mesh() -> None:
     run, config = "decoder", RUNS["decoder"]
     model = dataclasses.replace(config.model, compute=ComputeConfig(dtype="bfloat16", remat="dots"))
     made = assemble(dataclasses.replace(config, model=model, mesh=MESHES["2x2x2"]))
-    state, metrics = made.compile_train()(made.initial_state(), made.numbers(), made.train_feed().put(batch(run, 0)))
+    state, metrics = made.compile_train()(
+        made.initial_state(), made.step_inputs(), made.train_feed().put(batch(run, 0))
+    )
     assert {leaf.dtype for leaf in state.params.values()} == {jnp.dtype(jnp.float32)}
     # Three blocks of rounding to 8 bits, in a loss near ln 17.
     assert float(metrics["loss"]) == pytest.approx(trained(run, "one")[2][0]["loss"], rel=0.02)

@@ -90,7 +90,7 @@ def batch(model: str, step: int, size: int = 8) -> dict[str, np.ndarray]:
 def trained(model: str, mesh: str) -> tuple[Any, Any, list[dict[str, float]], Any]:
     """The initial and the final parameters, the metrics of each of five steps, and the sums of an evaluation after them."""
     made = program(model, mesh)
-    step, numbers, state, rows = made.compile_train(), made.numbers(), made.initial_state(), []
+    step, numbers, state, rows = made.compile_train(), made.step_inputs(), made.initial_state(), []
     first = jax.device_get(state.params)
     for index in range(STEPS):
         state, metrics = step(state, numbers, made.train_feed().put(batch(model, index)))
@@ -124,7 +124,7 @@ def test_initialization_is_the_same_to_the_bit(model: str, mesh: str) -> None:
 def test_control_positions_that_do_not_see_each_other_disagree() -> None:
     # Each half of the positions alone: what a device would compute that gathered no keys.
     made = program("rotary", "one")
-    state, numbers, whole = made.initial_state(), made.numbers(), batch("rotary", 0, 4)
+    state, numbers, whole = made.initial_state(), made.step_inputs(), batch("rotary", 0, 4)
     evaluate = made.compile_eval()
     blind = {name: np.concatenate([x[:, 4:], x[:, :4]], axis=1) for name, x in whole.items()}
     seen, unseen = (float(evaluate(state.params, numbers, one).loss) for one in (whole, blind))

@@ -44,7 +44,7 @@ def program() -> Program:
 def losses(program: Program, options: dict[str, Value]) -> list[float]:
     """Of the first steps, on random tokens."""
     step = program.trace_train().lower().compile(compiler_options=options)
-    state, numbers, feed = program.initial_state(), program.numbers(), program.train_feed()
+    state, numbers, feed = program.initial_state(), program.step_inputs(), program.train_feed()
     shape = abstract_batch(program.config.model, program.config.data.batch_size)["inputs"].shape
     random, found = np.random.default_rng(0), []
     for _ in range(STEPS):

@@ -84,7 +84,7 @@ def program(config: Config) -> str:
     made = assemble(config)
     leaves, shape = jax.tree.flatten(made.abstract)
     jaxpr = re.sub(r"0x[0-9a-f]+", "", str(made.trace_train().jaxpr))
-    numbers = [(np.asarray(leaf).tobytes(), np.shape(leaf)) for leaf in jax.tree.leaves((made.run, made.stds))]
+    numbers = [(np.asarray(leaf).tobytes(), np.shape(leaf)) for leaf in jax.tree.leaves((made.inputs, made.stds))]
     mesh = [device.id for device in made.mesh.devices.flat], made.mesh.shape
     feed = made.eval_feed().rows
     parts = [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves], shape, jaxpr, numbers, mesh, feed

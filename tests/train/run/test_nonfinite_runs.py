@@ -51,7 +51,7 @@ def same(a: Any, b: Any) -> bool:
 @pytest.mark.core
 def test_a_bad_step_moves_nothing_but_the_step_and_the_counters(made: tuple[Program, Any]) -> None:
     program, step = made
-    state, numbers = program.initial_state(), program.numbers()
+    state, numbers = program.initial_state(), program.step_inputs()
     state, _ = step(state, numbers, batch_of())
     before = copied(state)
     for count in (1, 2):
@@ -72,7 +72,7 @@ def test_a_bad_step_moves_nothing_but_the_step_and_the_counters(made: tuple[Prog
 def test_the_first_parameter_is_named_with_its_role_and_layer(made: tuple[Program, Any]) -> None:
     program, step = made
     specs, shapes = program.definition.specs, program.definition.abstract
-    _, found = step(program.initial_state(), program.numbers(), batch_of())
+    _, found = step(program.initial_state(), program.step_inputs(), batch_of())
     squares = np.array(found["squares"])
     assert np.sqrt(squares.sum()) == pytest.approx(float(found["grad_norm"]), rel=1e-6)
     assert bad_numbers.culprit(squares, specs, shapes) is None

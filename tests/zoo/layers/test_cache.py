@@ -89,14 +89,14 @@ def compiled(name: str, **compute: Any) -> Compiled:
 @pytest.mark.parametrize("name", MODELS)
 def test_cached_logits_are_the_uncached_ones(name: str) -> None:
     made = compiled(name)
-    assert made.difference(made.numbers()) < CLOSE
+    assert made.difference(made.step_inputs()) < CLOSE
     assert made.traces == 1
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_scan_over_layers_has_the_same_cache(name: str) -> None:
     made = compiled(name, layers="scan", projections="fused")
-    assert made.difference(made.numbers()) < CLOSE
+    assert made.difference(made.step_inputs()) < CLOSE
 
 
 def test_every_presets_factors_reach_the_cached_model() -> None:
@@ -108,14 +108,14 @@ def test_every_presets_factors_reach_the_cached_model() -> None:
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_control_a_position_off_by_one_is_seen(name: str) -> None:
     made = compiled(name)
-    numbers = made.numbers()
+    numbers = made.step_inputs()
     whole, shifted = (np.asarray(made.whole(numbers, tokens)) for tokens in (TOKENS, np.roll(TOKENS, 1, axis=1)))
     assert np.abs(whole[:, 5] - shifted[:, 6]).max() > 1e-2 * np.abs(whole).max()
 
 
 def test_several_tokens_may_be_added_at_once() -> None:
     made = compiled("llama")
-    numbers, cache, found = made.numbers(), caches.empty(LLAMA, BATCH), []
+    numbers, cache, found = made.step_inputs(), caches.empty(LLAMA, BATCH), []
     for start, stop in ((0, 2), (2, 7), (7, 11)):
         logits, cache = made.step(numbers, TOKENS[:, start:stop], cache)
         found.append(np.asarray(logits))
@@ -126,4 +126,4 @@ def test_several_tokens_may_be_added_at_once() -> None:
 def test_bfloat16_keeps_keys_in_bfloat16_and_agrees_to_its_rounding() -> None:
     made = compiled("llama", dtype="bfloat16")
     assert caches.empty(made.model, 1).keys.dtype == jnp.bfloat16
-    assert made.difference(made.numbers()) < 2e-2
+    assert made.difference(made.step_inputs()) < 2e-2

@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
         prompt = np.array([tokenizer.separator], np.int32)
     program = runs.on_one_device(run.config)
     params = run.params(program.abstract)
-    generator = Generator(program, params, program.numbers(), sampling=sampling, samples=args.samples)
+    generator = Generator(program, params, program.step_inputs(), sampling=sampling, samples=args.samples)
     cost = write(generator, tokenizer, text, prompt, args.tokens, args.seed)
     weights = "its moving average" if run.weights == "ema" else "its parameters"
     print(f"step {run.step} of {args.workdir}, {weights}: {cost}", file=sys.stderr)

@@ -148,7 +148,7 @@ def logits(program: Program, params: Any, inputs: Any) -> np.ndarray:
 
     model = program.config.model
     exact = definition(dataclasses.replace(model, compute=dataclasses.replace(model.compute, dtype="float32")))
-    factors = program.run.factors
+    factors = program.inputs.factors
     return np.asarray(jax.jit(exact.apply)(params, factors.multiplier, factors.forward, inputs))
 
 

@@ -64,7 +64,7 @@ class Side:
     @classmethod
     def of(cls, program: Program) -> Side:
         """A run's model under its preset."""
-        model, factors = program.definition, program.run.factors
+        model, factors = program.definition, program.inputs.factors
         return cls(program.config.model, model, plain.scales(model, factors), plain.logits_of(model, factors))
 
 

@@ -47,7 +47,7 @@ class Groups:
             first = self._first.get(shape)
             program = assemble(config, self._devices, swept=True) if first is None else first.renumbered(config)
             self._first.setdefault(shape, program)
-            leaves, tree = jax.tree.flatten(program.run)  # a preset may have a factor that others do not
+            leaves, tree = jax.tree.flatten(program.inputs)  # a preset may have a factor that others do not
             structure = tree, tuple((np.shape(leaf), np.asarray(leaf).dtype.str) for leaf in leaves)
             groups.setdefault((shape, structure), []).append((index, program))
         return groups

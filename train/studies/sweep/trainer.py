@@ -65,7 +65,7 @@ def alone(program: Program) -> Trainer:
 
     def begin(points: Sequence[Program]) -> tuple[TrainState, StepInputs]:
         (point,) = points
-        return placed(point.initial_state()), point.numbers()
+        return placed(point.initial_state()), point.step_inputs()
 
     score = _once(lambda: program.compile_eval(compiled))
     return Trainer(program, 1, program.abstract, compiled, begin, placed, score, _bytes(compiled))
@@ -88,7 +88,7 @@ def together(program: Program, count: int) -> Trainer:
         placed = NamedSharding(mesh, PartitionSpec(split, *spec))
         return jax.ShapeDtypeStruct((count, *np.shape(leaf)), leaf.dtype, sharding=placed)
 
-    abstract, step_inputs = jax.tree.map(stacked, (program.abstract, program.abstract_run()))
+    abstract, step_inputs = jax.tree.map(stacked, (program.abstract, program.abstract_inputs()))
     taken: Any = jax.tree.map(lambda leaf: leaf.sharding, (abstract, step_inputs))
     feed = program.train_feed().abstract
     one = make_train_step(program.definition, program.tx, config.accumulation_steps, program.layout)
@@ -110,7 +110,7 @@ def together(program: Program, count: int) -> Trainer:
 
     def begin(points: Sequence[Program]) -> tuple[TrainState, StepInputs]:
         seeds = np.array([point.config.seed for point in points], np.uint32)
-        stds, runs = jax.tree.map(lambda *each: np.stack(each), *((point.stds, point.run) for point in points))
+        stds, runs = jax.tree.map(lambda *each: np.stack(each), *((point.stds, point.inputs) for point in points))
         if config.model.centered:
             runs = runs._replace(reference=births(seeds, stds))
         return begins(births(seeds, stds)), jax.device_put(runs, taken[1])

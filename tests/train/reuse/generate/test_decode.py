@@ -125,7 +125,7 @@ def program(model: DecoderConfig = LLAMA) -> tuple[Program, Any, Any]:
     made, noise = assemble(config, jax.devices()[:1]), np.random.default_rng(2)
     params = made.initial_state().params
     params = {n: w + 0.3 * jnp.asarray(noise.standard_normal(w.shape), w.dtype) for n, w in params.items()}
-    return made, made.numbers(), params
+    return made, made.step_inputs(), params
 
 
 def generator(model: DecoderConfig = LLAMA, sampling: Sampling = GREEDY, **more: Any) -> Generator:
@@ -201,7 +201,7 @@ def test_a_mesh_gives_the_same_text() -> None:
         )
     )
     placed = {n: jax.device_put(np.asarray(w), split.abstract.params[n].sharding) for n, w in params.items()}
-    on_mesh = Generator(split, placed, split.numbers(), sampling=GREEDY)
+    on_mesh = Generator(split, placed, split.step_inputs(), sampling=GREEDY)
     np.testing.assert_array_equal(on_mesh.complete(PROMPT, 15), generator().complete(PROMPT, 15))
 
 

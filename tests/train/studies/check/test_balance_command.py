@@ -74,7 +74,7 @@ def test_a_run_takes_the_file_as_its_preset(written: tuple[Path, str]):
         assert config.preset.name == name
         assert preset_of(from_json(json.loads(json.dumps(to_json(config))))) == preset_of(config)
         program = assemble(config)
-        np.testing.assert_allclose(program.run.factors.lr["block.attention.query"], rates, rtol=1e-6)
+        np.testing.assert_allclose(program.inputs.factors.lr["block.attention.query"], rates, rtol=1e-6)
         assert program.preset.describe().startswith("measured optimizer=sgd")
 
 
