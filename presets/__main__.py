@@ -32,7 +32,6 @@ class List:
     """Name and one line of every preset (what no command does)."""
 
     def run(self) -> int:
-        """0 when printed."""
         print(terminal.table([[name, command_line.summary(make)] for name, make in presets.PRESETS.items()]))
         return 0
 
@@ -60,7 +59,6 @@ class Table(PresetFlags):
     """Print JSON."""
 
     def run(self) -> int:
-        """0 when printed."""
         from mupax.zoo import configs
 
         model = configs.get(self.model)
@@ -96,7 +94,6 @@ class Limits(ConstantFlags):
     """Print JSON."""
 
     def run(self) -> int:
-        """0 when printed."""
         preset = presets.get(self.preset, **self.values())
         if self.json:
             rows = verdicts.verdicts(preset, self.optimizer)
@@ -126,12 +123,9 @@ class Compare:
 
     def __post_init__(self) -> None:
         if not self.names:
-            raise command_line.UsageError(
-                "compare needs presets, such as compare mup sp; `python -m presets` lists them"
-            )
+            raise command_line.UsageError("compare needs presets, such as mup sp; `python -m presets` lists them")
 
     def run(self) -> int:
-        """0 when printed."""
         compared = [presets.get(name) for name in self.names]
         rows = (verdicts.summary_rows if self.summary else verdicts.compare_rows)(compared, self.optimizer)
         if self.json:
@@ -153,7 +147,6 @@ class Tuned:
     """Print JSON."""
 
     def run(self) -> int:
-        """0 when printed."""
         from mupax.presets.tuned import find
 
         tuned = [find.find(self.name)] if self.name else [find.load(path) for path in find.files().values()]
