@@ -78,7 +78,9 @@ def test_greedy_text_is_the_same(preset: str, tmp_path: Path) -> None:
     params = parity.random_params(built, init_stds(made, built))
     folded = plain.absorb_multipliers(params, plain.scales(built, factors))
     record = plain.preset_record(given, made, built, factors)
-    files.write_huggingface(source.Source(model, folded, plain.ones(folded), record, []), tmp_path / "hf", "float32")
+    files.write_huggingface(
+        source.Source(model, folded, dict.fromkeys(folded, np.ones(())), record, []), tmp_path / "hf", "float32"
+    )
 
     prompt, length = np.frombuffer(b"def __init__(self, ", np.uint8).astype(np.int32), 100
     forward = jax.jit(built.apply)

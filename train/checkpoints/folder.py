@@ -169,6 +169,6 @@ def damage(checkpoint: Path, content: Manifest, problems: list[str]) -> str:
     return first_of(problems) + (f", which spoils {first_of(arrays)}" if arrays else "")
 
 
-def first_of(problems: list[str]) -> str:
+def first_of(problems: list[str], between: str = ", ") -> str:
     """The first three, and how many more."""
-    return ", ".join(problems[:3]) + (f", and {len(problems) - 3} more" if len(problems) > 3 else "")
+    return between.join(problems[:3]) + (f"{between}and {len(problems) - 3} more" if len(problems) > 3 else "")

@@ -81,11 +81,6 @@ def scales(definition: Definition, factors: Factors) -> Scales:
     return by
 
 
-def ones(params: Mapping[str, Any]) -> Scales:
-    """Those of weights that are the plain network's already."""
-    return {name: np.ones(()) for name in params}
-
-
 def absorb_multipliers(params: Mapping[str, Any], by: Scales) -> dict[str, np.ndarray]:
     """Weights of the plain network, float32: what is stored times its scale. A gain that was not there is added."""
     absorbed = {name: times(w, by[name]) for name, w in params.items()}
@@ -109,7 +104,7 @@ def times(w: Any, scale: np.ndarray) -> np.ndarray:
 
 def to_json(by: Scales) -> dict[str, float | list[float]]:
     """Scales as plain numbers: one where all layers have the same, to the last bit."""
-    return {n: float(s.flat[0]) if np.ptp(s) == 0 else [float(x) for x in s] for n, s in by.items()}
+    return {name: _number(scale) for name, scale in by.items()}
 
 
 def logits_of(definition: Definition, factors: Factors) -> Any:
@@ -131,10 +126,9 @@ def preset_record(fields: PresetConfig, preset: Preset, model: Definition, facto
         factors: the preset's, for this model.
     """
     kinds = {declared["kind"]: name for name, declared in model.factors.items() if name in factors.forward}
-    skips = [factors.forward[kinds["skip"]]] if "skip" in kinds else []
-    inexact = {"norm_eps_times": float(np.prod(skips[0], dtype=np.float64) ** -2)} if skips else {}
+    skips = factors.forward.get(kinds.get("skip", ""))
     return {
-        **inexact,
+        **({} if skips is None else {"norm_eps_times": float(np.prod(skips, dtype=np.float64) ** -2)}),
         "described": preset.describe(),
         "fields": {name: value for name, value in dataclasses.asdict(fields).items() if value not in (None, (), False)},
         "base": dict(preset.base) if preset.base else None,

@@ -16,6 +16,7 @@ import numpy as np
 
 from mupax.errors import MupaxError
 from mupax.train.checkpoints import saved_run
+from mupax.train.checkpoints.folder import first_of
 from mupax.train.checkpoints.workdir import CHECKPOINTS, RECORD
 from mupax.train.config.preset import preset_for
 from mupax.train.config.record import from_json, model_from_json
@@ -93,10 +94,10 @@ def read(path: Path, step: int | None = None, *, part: Literal["params", "ema"] 
             fit together.
     """
     folder = path if path.is_dir() else path.parent
-    if (folder.parent / RECORD).is_file() and folder.name == CHECKPOINTS:
-        return read(folder.parent, step, part=part)
     if folder.name.isdigit() and folder.parent.name == CHECKPOINTS:
-        return read(folder.parent.parent, int(folder.name), part=part)
+        folder, step = folder.parent, int(folder.name)
+    if folder.name == CHECKPOINTS and (folder.parent / RECORD).is_file():
+        folder = folder.parent
     if (folder / MODEL).is_file():
         return _imported(_without_ema(path, part), read_json(folder / MODEL))
     if not (folder / CONFIG).is_file():
@@ -110,9 +111,9 @@ def read(path: Path, step: int | None = None, *, part: Literal["params", "ema"] 
     published = huggingface.from_huggingface(fields)
     _without_ema(path, part)
     loaded = weights.from_huggingface(Tensors(path), published)
-    notes = [f"not read, and read by no model here: {_some(loaded.dropped)}"] if loaded.dropped else []
-    notes += [f"not in the file, so zero: {_some(loaded.zeros)}"] if loaded.zeros else []
-    return Source(published.model, loaded.params, plain.ones(loaded.params), {}, notes)
+    notes = [f"not read, and read by no model here: {first_of(loaded.dropped)}"] if loaded.dropped else []
+    notes += [f"not in the file, so zero: {first_of(loaded.zeros)}"] if loaded.zeros else []
+    return Source(published.model, loaded.params, dict.fromkeys(loaded.params, np.ones(())), {}, notes)
 
 
 def place(source: Source, definition: Definition, factors: Factors) -> dict[str, np.ndarray]:
@@ -134,15 +135,8 @@ def place(source: Source, definition: Definition, factors: Factors) -> dict[str,
     by, params, gain = plain.scales(definition, factors), dict(source.params), plain.GAIN
     if gain in params and gain not in definition.abstract and (params[gain] == np.float32(by.get(gain, 1))).all():
         del params[gain]  # the readout's multiplier alone, which this model has as such
-    wanted = {name: leaf.shape for name, leaf in definition.abstract.items()}
     shapes = {name: value.shape for name, value in params.items()}
-    differing = [
-        f"{name} is {shapes.get(name, 'missing')} and the model's {wanted.get(name, 'has none')}"
-        for name in sorted(wanted.keys() | shapes.keys())
-        if wanted.get(name) != shapes.get(name)
-    ]
-    if differing:
-        raise WeightsError(f"the weights are of another model: {_some(differing, '; ')}")
+    _check_shapes(shapes, definition, "the weights are of another model")
     placed = plain.restore_multipliers(params, by)
     return {name: np.asarray(placed[name], leaf.dtype) for name, leaf in definition.abstract.items()}
 
@@ -155,7 +149,7 @@ def _imported(path: Path, record: Mapping[str, Any]) -> Source:
     # Counted first: a model may be built only if it is no larger than the file.
     if flops.params(model) != sum(math.prod(shape) for shape in files.shapes.values()):
         raise WeightsError(f"{path}: the tensors are not the parameters of the model in {MODEL}")
-    _check_shapes(path, files.shapes, definition(model), MODEL)
+    _check_shapes(files.shapes, definition(model), f"{path}: the weights are of another model than {MODEL} says")
     by = _scales(preset, files)
     return Source(model, {name: files.read(name) for name in files.shapes}, by, dict(preset), [])  # pyright: ignore
 
@@ -201,13 +195,13 @@ def _scales(preset: Any, files: Tensors) -> plain.Scales:
     return scales
 
 
-def _check_shapes(path: Path, shapes: Mapping[str, Any], model: Definition, record: str) -> None:
+def _check_shapes(shapes: Mapping[str, tuple[int, ...]], model: Definition, error: str) -> None:
+    """Raises WeightsError where shapes are not a model's; `error` begins the message. Names may be of strangers."""
     wanted = {name: leaf.shape for name, leaf in model.abstract.items()}
-    if wrong := sorted(name for name in wanted.keys() | shapes.keys() if wanted.get(name) != shapes.get(name)):
-        shown = _some([ascii(name)[1:-1][:60] for name in wrong])
-        raise WeightsError(f"{path}: the weights are of another model than {record} says: they differ in {shown}")
-
-
-def _some(names: list[str], between: str = ", ") -> str:
-    more = f"{between}and {len(names) - 3} more" if len(names) > 3 else ""
-    return between.join(names[:3]) + more
+    differing = [
+        f"{ascii(name)[1:-1][:60]} is {shapes.get(name, 'missing')} and the model's {wanted.get(name, 'has none')}"
+        for name in sorted(wanted.keys() | shapes.keys())
+        if wanted.get(name) != shapes.get(name)
+    ]
+    if differing:
+        raise WeightsError(f"{error}: {first_of(differing, '; ')}")

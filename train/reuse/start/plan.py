@@ -15,6 +15,7 @@ import numpy as np
 
 from mupax.errors import MupaxError
 from mupax.presets import ParamSpec
+from mupax.train.checkpoints.folder import first_of
 from mupax.train.config.patterns import chosen
 from mupax.train.config.run import InitConfig
 from mupax.train.core.program import Program
@@ -31,8 +32,8 @@ UNSEEN = ("activation", "norm", "norm_eps", "positions", "rope_theta", "qk_norm"
 
 GROWING = ("embed", "heads", "kv_heads", "head_dim", "mlp", "layers")
 
-SHOWN = 4
-"""Differences that a refusal lists."""
+
+Shape = tuple[int, ...]
 
 
 class InitError(MupaxError):
@@ -44,8 +45,8 @@ class Row(NamedTuple):
 
     name: str
     role: str
-    there: tuple[int, ...] | None
-    here: tuple[int, ...] | None
+    there: Shape | None
+    here: Shape | None
     action: str
     """kept, converted, resized, new or dropped."""
     reason: str
@@ -104,17 +105,16 @@ def plan(there: Side, here: Side, asked: InitConfig) -> Plan:
     refused: list[tuple[str, str, str]] = []
     for name, spec in specs.items():
         role, shape = role_of(spec), here.definition.abstract[name].shape
-        source = name if name in before.specs else _tied_to(there.model, name)
+        source = "token" if name == "readout" and there.model.tied_readout else name
         old = before.abstract[source].shape if source in before.specs else None
-        if source is not None and source != name and old is not None:
-            old = old[::-1]
+        old = old[::-1] if old is not None and source != name else old
         if name in new:
             rows.append(Row(name, role, old, shape, "new", "asked for"))
-        elif source is None or old is None:
+        elif old is None:
             refused.append((f"{name} {shape} is not there", "--init-new", name))
         elif old == shape or (name in resize and _differing(spec, old, shape) <= set(RESIZABLE)):
-            moves[name] = _move(name, source, spec, old, shape, there, here)
-            rows.append(Row(name, role, old, shape, *_action(moves[name], name, old, shape, there, here)))
+            moves[name] = _move(name, source, old, shape, there, here)
+            rows.append(Row(name, role, old, shape, *_action(moves[name], old, shape, there, here)))
         else:
             flag = "--init-resize" if _differing(spec, old, shape) <= {"position", "vocab"} else "--init-new"
             refused.append((f"{name} is {old} there and {shape} here", flag, name))
@@ -138,11 +138,9 @@ def _check_models(there: ModelConfig, here: ModelConfig, allowed: Sequence[str])
         )
     if unknown := [field for field in allowed if field not in UNSEEN]:
         raise InitError(f"--init-change {unknown[0]}: write one of {', '.join(UNSEEN)}")
-    differing = [field for field in UNSEEN if getattr(there, field, None) != getattr(here, field, None)]
     learned = getattr(here, "positions", None) == "learned" == getattr(there, "positions", None)
-    if here.sizes().get("position") and learned:
-        differing = [field for field in differing if field != "rope_theta"]
-    if wrong := [field for field in differing if field not in allowed]:
+    free = {*allowed, "rope_theta"} if here.sizes().get("position") and learned else allowed
+    if wrong := [f for f in UNSEEN if f not in free and getattr(there, f, None) != getattr(here, f, None)]:
         fields = [f"model.{f} is {getattr(there, f)} there and {getattr(here, f)} here" for f in wrong]
         flags = " ".join(f"--model.{f.replace('_', '-')} {getattr(there, f)}" for f in wrong)
         raise InitError(
@@ -152,19 +150,16 @@ def _check_models(there: ModelConfig, here: ModelConfig, allowed: Sequence[str])
 
 
 def check_unmovable(there: Side, here: Side) -> None:
-    """Refuse what no parameter can make up for: other scales of logits or readout.
+    """Raises InitError for what no parameter can make up for: other scales of logits or readout.
 
     Args:
         there: the source.
         here: the run.
-
-    Raises:
-        InitError: they differ.
     """
     if not here.model.absorbs_logit_scale and there.logits != here.logits:
         raise InitError(
-            f"attention logits are taken times {there.logits!r:.60} there and {here.logits!r:.60} here, and where queries are normalized "
-            "without gains (model.qk_norm) no parameter can carry the difference; take the source's preset and base"
+            f"attention logits are taken times {there.logits!r:.60} there and {here.logits!r:.60} here, and where queries are "
+            "normalized without gains (model.qk_norm) no parameter can carry the difference; take the source's preset and base"
         )
     gains = any(plain.GAIN in side.definition.specs for side in (there, here))
     before, after = (side.scales.get(plain.GAIN, np.ones(())) for side in (there, here))
@@ -175,9 +170,7 @@ def check_unmovable(there: Side, here: Side) -> None:
         )
 
 
-def _move(
-    name: str, source: str, spec: ParamSpec, old: tuple[int, ...], shape: tuple[int, ...], there: Side, here: Side
-) -> Move:
+def _move(name: str, source: str, old: Shape, shape: Shape, there: Side, here: Side) -> Move:
     """A parameter that comes from the source's, resized where the shapes differ."""
     along = tuple(transplant.first(a, b) for a, b in zip(old, shape, strict=True))
     scale = transplant.ratio(there.scales[source], here.scales[name])
@@ -193,9 +186,7 @@ def _move(
     )
 
 
-def _action(
-    move: Move, name: str, old: tuple[int, ...], shape: tuple[int, ...], there: Side, here: Side
-) -> tuple[str, str]:
+def _action(move: Move, old: Shape, shape: Shape, there: Side, here: Side) -> tuple[str, str]:
     """Action and reason."""
     if move.moments_along is not None:
         sides = [f"{model.position_grid}^2" for model in (there.model, here.model)]
@@ -216,19 +207,14 @@ def role_of(spec: ParamSpec) -> str:
     return f"{spec.of.value} {spec.role.value}" if spec.of else spec.role.value
 
 
-def _tied_to(model: ModelConfig, name: str) -> str | None:
-    return "token" if name == "readout" and model.tied_readout else None
-
-
-def _differing(spec: ParamSpec, old: tuple[int, ...], shape: tuple[int, ...]) -> set[str]:
+def _differing(spec: ParamSpec, old: Shape, shape: Shape) -> set[str]:
     if len(old) != len(shape):
         return {"rank"}
     return {axis for axis, a, b in zip(spec.axes, old, shape, strict=True) if a != b}
 
 
 def _refusal(refused: list[tuple[str, str, str]], there: ModelConfig, here: ModelConfig) -> str:
-    more = [f"and {len(refused) - SHOWN} more"] if len(refused) > SHOWN else []
-    text = "; ".join([*(differs for differs, _, _ in refused[:SHOWN]), *more])
+    text = first_of([differs for differs, _, _ in refused], "; ")
     growth = [here.sizes().get(axis, 0) - there.sizes()[axis] for axis in GROWING]
     if min(growth) >= 0 < max(growth):
         return f"{text}\nthis model is larger: `python -m train grow` makes the checkpoint one of it, with the same function"
