@@ -18,6 +18,7 @@ from typing import Any
 
 from mupax.train.config.checks import check_local
 from mupax.train.data.interface import DataError
+from mupax.zoo import checked_json
 
 Note = Callable[[str], None]
 
@@ -101,11 +102,8 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file; None when there is no file, or no whole object in it."""
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
+    with contextlib.suppress(checked_json.JsonError):
+        return checked_json.read_json(path)
 
 
 def remembered(name: str, compute: Callable[[], dict[str, float]]) -> dict[str, float]:

@@ -6,12 +6,12 @@ refused with its reason, in both directions.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from mupax.zoo.checked_json import Fields, shown
 from mupax.zoo.configs import ConfigError, DecoderConfig, ViTConfig
+from mupax.zoo.families import ImageModel
 from mupax.zoo.transformer import TransformerConfig
 
 Family = Literal["gpt2", "llama", "vit"]
@@ -62,15 +62,9 @@ class Published(NamedTuple):
 
 def family_of(model: TransformerConfig) -> Family:
     """The architecture whose files can hold such a model."""
-    if model.task == "images":
+    if isinstance(model, ImageModel):
         return "vit"
     return "gpt2" if model.rotary_theta is None else "llama"
-
-
-def pixels(model: TransformerConfig) -> tuple[int, int, int]:
-    """Image size, patch size and channels of a vision transformer."""
-    image_size, _, channels = model.example()["inputs"].shape
-    return image_size, math.isqrt(model.sizes()["patch"] // channels), channels
 
 
 def to_huggingface(model: TransformerConfig, *, dtype: str = "float32", separator: int | None = None) -> dict[str, Any]:
@@ -96,15 +90,17 @@ def to_huggingface(model: TransformerConfig, *, dtype: str = "float32", separato
         **{theirs: getattr(model, ours) for theirs, ours in zip(FIELDS[family], STACK, strict=True)},
         **dict.fromkeys(DROPOUTS[family], 0.0),
     }
-    if family == "vit":
-        labels = [f"LABEL_{i}" for i in range(sizes["classes"])]
+    if isinstance(model, ImageModel):
+        labels = range(model.num_classes)
         return {
             **shared,
-            **dict(zip(("image_size", "patch_size", "num_channels"), pixels(model), strict=True)),
+            "image_size": model.image_size,
+            "patch_size": model.patch_size,
+            "num_channels": model.channels,
             "hidden_act": activation,
             "qkv_bias": True,
-            "id2label": {str(i): label for i, label in enumerate(labels)},
-            "label2id": {label: i for i, label in enumerate(labels)},
+            "id2label": {str(i): f"LABEL_{i}" for i in labels},
+            "label2id": {f"LABEL_{i}": i for i in labels},
         }
     text = {
         **shared,

@@ -6,15 +6,13 @@ D width, H heads, K key heads, N head dimension, F MLP hidden, V vocabulary, T p
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
-from mupax.zoo.huggingface.config import Family, family_of, pixels
+from mupax.zoo.families import ImageModel
+from mupax.zoo.huggingface.config import Family, family_of
 from mupax.zoo.transformer import TransformerConfig
-
-Layout = Literal["same", "linear", "conv1d", "flat", "led", "conv2d"]
-"""How a tensor of theirs lies: as ours; [out, in]; [in, out]; one axis; with axes of size 1 in front; [D, C, P, P]."""
 
 PREFIX: dict[Family, str] = {"gpt2": "transformer.", "llama": "model.", "vit": "vit."}
 
@@ -60,8 +58,12 @@ class Tensor(NamedTuple):
         return (*(first.matrix[axis] for axis in first.axes[:-1]), sum(self.widths))
 
 
-def _part(model: TransformerConfig, name: str, layout: Layout) -> Part:
-    """Our model may lack it: a bias is then as its matrix' output, and what belongs to a norm as the residual stream."""
+def _part(model: TransformerConfig, name: str, layout: str) -> Part:
+    """A parameter of ours in a layout: same (as ours), linear [out, in], conv1d [in, out], flat, led or conv2d [D, C, P, P].
+
+    Flat has one axis, and led has axes of size 1 in front, 3 in all. Our model may lack the parameter: a bias is then as
+    its matrix' output, and what belongs to a norm as the residual stream.
+    """
     specs, sizes = model.parameters(), model.sizes()
     matrix = specs.get(name.removesuffix("_bias"))
     spec = specs.get(name) or (matrix.bias if matrix else None)
@@ -78,8 +80,8 @@ def _part(model: TransformerConfig, name: str, layout: Layout) -> Part:
         case "led":
             return Part(name, shape, (1,) * (3 - len(shape)) + shape, (0, 1, 2))
         case "conv2d":
-            _, side, channels = pixels(model)
-            return Part(name, shape, (side, side, channels, model.width), (3, 2, 0, 1))
+            assert isinstance(model, ImageModel)
+            return Part(name, shape, (model.patch_size, model.patch_size, model.channels, model.width), (3, 2, 0, 1))
     return Part(name, shape, shape, tuple(range(len(shape))))
 
 
@@ -133,7 +135,7 @@ def tensors(model: TransformerConfig) -> list[Tensor]:
     family, found = family_of(model), []
 
     def add(theirs: str, layout: str, *ours: str) -> None:
-        found.append(Tensor(theirs, tuple(_part(model, name, cast("Layout", layout)) for name in ours)))
+        found.append(Tensor(theirs, tuple(_part(model, name, layout) for name in ours)))
 
     for line in _TABLES[family].strip().splitlines():
         theirs, layout, *ours = line.split()

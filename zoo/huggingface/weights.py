@@ -87,9 +87,13 @@ def from_huggingface(files: Tensors, published: Published) -> Loaded:
     for tensor in tensors(model):  # every shape before any array is made
         if not zeros.issuperset(part.name for part in tensor.parts):
             for i in range(model.depth if tensor.stacked else 1):
-                name = tensor.name.format(i=i)
-                _check(files, names_in_file, name, tensor.shape)
-                del left[name]
+                name, shape = tensor.name.format(i=i), tensor.shape
+                if name not in left:
+                    raise TensorFileError(f"{files.path}: the tensor {name} {shape} is missing")
+                if (there := files.shapes[left.pop(name)]) != shape:
+                    raise TensorFileError(
+                        f"{files.path}: the tensor {name} has shape {there}; by config.json it would be {shape}"
+                    )
     params: Params = {}
     for tensor in tensors(model):
         layers = (model.depth,) if tensor.stacked else ()
@@ -126,14 +130,6 @@ def _without_prefix(files: Tensors, prefix: str) -> dict[str, str]:
             )
         names_in_file[short] = name
     return names_in_file
-
-
-def _check(files: Tensors, names_in_file: Mapping[str, str], name: str, shape: tuple[int, ...]) -> None:
-    if name not in names_in_file:
-        raise TensorFileError(f"{files.path}: the tensor {name} {shape} is missing")
-    if files.shapes[names_in_file[name]] != shape:
-        there = files.shapes[names_in_file[name]]
-        raise TensorFileError(f"{files.path}: the tensor {name} has shape {there}; by config.json it would be {shape}")
 
 
 def _check_tied(files: Tensors, name: str, token: np.ndarray) -> None:

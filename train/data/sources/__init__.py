@@ -1,1 +1,1 @@
-"""One file a kind of data that a config can name."""
+"""One file a kind of data that a config can name. Every loader raises as `mupax.train.data.load` does."""

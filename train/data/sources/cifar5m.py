@@ -18,8 +18,7 @@ import numpy as np
 import tensorflow_datasets as tfds
 from numpy.lib import format as npy
 
-from mupax.train.data import cache
-from mupax.train.data.images import augment, batches
+from mupax.train.data import cache, images
 from mupax.train.data.interface import DataError
 from mupax.train.data.records import builders
 from mupax.train.data.sources import published
@@ -36,20 +35,16 @@ IMAGE_SHAPE = (32, 32, 3)
 _IMAGES_AT_ONCE = 4096
 
 
-def cifar5m(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> batches.ImageData:
-    """CIFAR-5M: parts 0 to 4 to train on, part 5 to test on.
-
-    Raises:
-        DataError: a part is missing or damaged, or the model does not fit.
-    """
-    vision = batches.vision_model(config.name, model, CLASSES)
-    batches.check_size(config.name, vision, IMAGE_SHAPE[0], IMAGE_SHAPE[-1])
+def cifar5m(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> images.ImageData:
+    """CIFAR-5M: parts 0 to 4 to train on, part 5 to test on."""
+    vision = images.vision_model(config.name, model, CLASSES)
+    images.check_size(config.name, vision, IMAGE_SHAPE[0], IMAGE_SHAPE[-1])
     sources = [builders.Source(builder, "train") for builder in prepared_parts(config.data_dir, note)]
-    return batches.ImageData(
+    return images.ImageData(
         config,
         published.labelled(sources[:-1], "image", "label", vision.channels),
         published.labelled(sources[-1:], "image", "label", vision.channels),
-        views=(augment.shift_and_flip, augment.as_is),
+        views=(images.shift_and_flip, images.as_is),
         seed=seed,
         class_names=CLASSES,
         facts={"digest": cache.digest(*(part for source in sources for part in _marks(source)))},

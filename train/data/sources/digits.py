@@ -8,13 +8,12 @@ writers for 14 forms, so two forms may be of one hand; which, is not recorded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mupax.train.data import cache
-from mupax.train.data.images import augment, batches
+from mupax.train.data import cache, images
 from mupax.train.data.interface import DataError, Reference
 from mupax.zoo.configs import ModelConfig
 
@@ -26,7 +25,7 @@ FIRST_TEST_FORM = 1415
 _SIZE, _WHITE = 8, 16
 
 
-class DigitData(batches.ImageData):
+class DigitData(images.ImageData):
     """Digits, with logistic regression on the same split beside them."""
 
     def references(self) -> list[Reference]:
@@ -47,34 +46,26 @@ def logistic_accuracy(train: Iterable[tuple[np.ndarray, int]], test: Iterable[tu
 
 
 def digits(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> DigitData:
-    """The digits, split as data.split says: at random but always alike (builders.py), or by writer.
-
-    Raises:
-        DataError: a model that does not fit, or a cache that cannot be written.
-    """
-    batches.check_size("digits", batches.vision_model("digits", model, CLASSES), _SIZE, channels=1)
+    """The digits, split as data.split says: at random but always alike (builders.py), or by writer."""
+    images.check_size("digits", images.vision_model("digits", model, CLASSES), _SIZE, channels=1)
     from mupax.train.data.records import builders
 
-    x, y, held_out = _read(builders.Source(builders.embedded(builders.Digits, config.data_dir, note), "train"))
+    source = builders.Source(builders.embedded(builders.Digits, config.data_dir, note), "train")
+    records = [source[i] for i in range(len(source))]
+    x, y, held_out = (np.array([record[key] for record in records]) for key in ("image", "label", "held_out"))
+    y = y.astype(np.int32)
     test = by_writer(y) if config.split == "writer" else held_out
     digest = cache.digest(x.tobytes(), y.tobytes(), test.tobytes())
     return DigitData(
         config,
         [(x[i], int(y[i])) for i in np.flatnonzero(~test)],
         [(x[i], int(y[i])) for i in np.flatnonzero(test)],
-        views=(augment.jitter, augment.as_is),
+        views=(images.jitter, images.as_is),
         white=_WHITE,
         seed=seed,
         class_names=CLASSES,
         facts={"digest": digest, "split": config.split},
     )
-
-
-def _read(source: Sequence) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """All images uint8 [N, 8, 8, 1], their labels int32 [N], and which the random split tests on, bool [N]."""
-    records = [source[i] for i in range(len(source))]
-    x, y, held_out = (np.array([r[key] for r in records]) for key in ("image", "label", "held_out"))
-    return x, y.astype(np.int32), held_out
 
 
 def by_writer(labels: np.ndarray) -> np.ndarray:

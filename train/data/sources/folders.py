@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from multiprocessing.pool import ThreadPool
@@ -15,15 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from PIL import Image, ImageOps
 
-from mupax.train.data import cache
-from mupax.train.data.images import augment, batches
+from mupax.train.data import cache, images
 from mupax.train.data.interface import DataError
 from mupax.train.data.records import corpus
 
 if TYPE_CHECKING:
-    from PIL import Image
-
     from mupax.train.config.run import DataConfig
     from mupax.zoo.configs import ModelConfig
 
@@ -55,8 +54,6 @@ class Files:
 @contextlib.contextmanager
 def _opened(file: Path | io.BytesIO, name: str) -> Iterator[Image.Image]:
     """The image, of which the header is read; what PIL raises on it, here or in the block, is a DataError with its name."""
-    from PIL import Image
-
     try:
         with Image.open(file) as image:
             if image.mode in ("I", "F"):
@@ -77,8 +74,6 @@ def decoded(file: Path | io.BytesIO, channels: int, name: str) -> np.ndarray:
     Raises:
         DataError: it is damaged, too large, of values without a range or no image that PIL knows.
     """
-    from PIL import Image, ImageOps
-
     with _opened(file, name) as image:
         ImageOps.exif_transpose(image, in_place=True)
         if image.mode.startswith("I;16"):  # convert would clip at 255
@@ -104,18 +99,13 @@ def decoding_threads() -> int:
     return min(os.cpu_count() or 2, 16)
 
 
-def own_images(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> batches.ImageData:
-    """A user's images, cropped and scaled to the model's size.
-
-    Raises:
-        DataError: no such folder, no class folders, a class without images, a file that is no image, or a model that
-            does not fit.
-    """
+def own_images(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> images.ImageData:
+    """A user's images, cropped and scaled to the model's size."""
     path = Path(config.name.removeprefix("images:")).expanduser()
     if not path.is_dir():
         raise DataError(f"no folder {path}; write data.name as images:PATH, with a folder that has a folder per class")
     train, eval_, classes = _split(path)
-    vision = batches.vision_model(config.name, model, classes)
+    vision = images.vision_model(config.name, model, classes)
     check_channels(config.name, vision.channels)
     every = [(f"{side}/{name}", file) for side, files in (("train", train), ("eval", eval_)) for name, file, _ in files]
     # Names and sizes, not contents or times: the same for a copy of the folder, and quick for a large one.
@@ -127,11 +117,11 @@ def own_images(config: DataConfig, model: ModelConfig, seed: int, note: cache.No
         return {"images": float(len(every))}
 
     cache.remembered(f"images-{digest}", headers)  # a file to refuse is better named now than in mid-run
-    return batches.ImageData(
+    return images.ImageData(
         config,
         Files(train, vision.channels),
         Files(eval_, vision.channels),
-        views=(augment.random_crop(vision.image_size), augment.centre_crop(vision.image_size)),
+        views=(images.random_crop(vision.image_size), images.centre_crop(vision.image_size)),
         seed=seed,
         threads=decoding_threads(),
         class_names=classes,
@@ -149,18 +139,16 @@ def check_channels(name: str, channels: int) -> None:
 
 def _split(path: Path) -> tuple[_Labelled, _Labelled, list[str]]:
     """Training files, evaluation files and class names (sorted)."""
-    given = next((path / name for name in _EVAL_FOLDERS if (path / name).is_dir()), None)
-    if given is not None and (path / "train").is_dir():
+    test = next((path / name for name in _EVAL_FOLDERS if (path / name).is_dir()), None)
+    if test is not None and (path / "train").is_dir():
         classes = _classes(path / "train")
-        if unknown := set(_classes(given)) - set(classes):
-            raise DataError(
-                f"{given} has class folders that {path / 'train'} has not: {', '.join(sorted(unknown)[:5])}"
-            )
-        return _files(path / "train", classes), _files(given, classes), classes
+        if unknown := set(_classes(test)) - set(classes):
+            raise DataError(f"{test} has class folders that {path / 'train'} has not: {', '.join(sorted(unknown)[:5])}")
+        train, eval_ = (list(itertools.chain(*_files(side, classes))) for side in (path / "train", test))
+        return train, eval_, classes
     classes = _classes(path)
     train, eval_ = [], []
-    for label, name in enumerate(classes):
-        files = _files(path, [name], label)
+    for name, files in zip(classes, _files(path, classes), strict=True):
         if len(files) < 2:
             raise DataError(f"class folder {path / name} has one image; give it at least two, to train and to test")
         ranked = sorted(files, key=lambda item: corpus.rank(item[0]))
@@ -181,18 +169,14 @@ def _classes(path: Path) -> list[str]:
     return classes
 
 
-def _files(path: Path, classes: list[str], first_label: int = 0) -> _Labelled:
-    """Every image of these classes below `path`, sorted within the class.
-
-    Raises:
-        DataError: a class has none.
-    """
-    found = []
-    for label, name in enumerate(classes, first_label):
+def _files(path: Path, classes: list[str]) -> list[_Labelled]:
+    """Every image of each of these classes below `path`, sorted."""
+    labelled = []
+    for label, name in enumerate(classes):
         files = sorted(f for f in (path / name).rglob("*") if f.suffix.lower() in SUFFIXES and f.is_file())
         if not files:
             raise DataError(
                 f"class folder {path / name} has no image ({', '.join(SUFFIXES)}); put images there or remove it"
             )
-        found += [(f.relative_to(path).as_posix(), f, label) for f in files]
-    return found
+        labelled.append([(f.relative_to(path).as_posix(), f, label) for f in files])
+    return labelled

@@ -16,8 +16,7 @@ import grain
 import numpy as np
 
 from mupax.train.config.sections import SOURCES
-from mupax.train.data import cache
-from mupax.train.data.images import augment, batches
+from mupax.train.data import cache, images
 from mupax.train.data.interface import Data, DataError
 from mupax.train.data.sources import folders, text
 from mupax.train.data.text import packing
@@ -40,7 +39,7 @@ class DataSet(NamedTuple):
     splits: dict[str, str]
 
 
-def labelled(sources: Sequence[Sequence], image: str, label: str, channels: int) -> batches.Images:
+def labelled(sources: Sequence[Sequence], image: str, label: str, channels: int) -> images.Images:
     """Labelled images of TFDS data sources, one after the other.
 
     Args:
@@ -61,11 +60,7 @@ def labelled(sources: Sequence[Sequence], image: str, label: str, channels: int)
 
 
 def tfds_data(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> Data:
-    """A prepared TFDS data set by name: text for a decoder, labelled images for a vision transformer.
-
-    Raises:
-        DataError: it is not prepared or has no such features, or the model does not fit.
-    """
+    """A prepared TFDS data set by name: text for a decoder, labelled images for a vision transformer."""
     data_set = find(config.name, config.data_dir)
     if model.task == "tokens":
         return _text(data_set, config, model, seed, note)
@@ -95,25 +90,25 @@ def _images(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int
     image = _feature(builder, data_set, (tfds.features.Image, tfds.features.Tensor), "image")
     label = _feature(builder, data_set, (tfds.features.ClassLabel,), "label")
     features: Any = builder.info.features
-    vision = batches.vision_model(config.name, model, features[label].names)
+    vision = images.vision_model(config.name, model, features[label].names)
     height, width, channels = features[image].shape  # None: any
     size = vision.image_size
     if channels is None:
         folders.check_channels(config.name, vision.channels)
     # Images of any size, or of one larger than the model's, are cropped; smaller ones are not blown up.
     small = None not in (height, width) and min(height, width) <= size
-    batches.check_size(config.name, vision, height if small else size, channels or vision.channels)
+    images.check_size(config.name, vision, height if small else size, channels or vision.channels)
     if (height, width) == (size, size):
-        views = (augment.jitter if channels == 1 else augment.shift_and_flip, augment.as_is)
+        views = (images.jitter if channels == 1 else images.shift_and_flip, images.as_is)
     else:
-        views = (augment.random_crop(size), augment.centre_crop(size))
+        views = (images.random_crop(size), images.centre_crop(size))
     # Image files stay bytes, for PIL to decode: TFDS would want OpenCV or TensorFlow.
     skip: Any = {image: tfds.decode.SkipDecoding()} if isinstance(features[image], tfds.features.Image) else None
     train, eval_ = (
         labelled([builders.Source(builder, data_set.splits[side], skip)], image, label, vision.channels)
         for side in ("train", "eval")
     )
-    return batches.ImageData(
+    return images.ImageData(
         config,
         train,
         eval_,

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mupax.train.data import cache, order
-from mupax.train.data.images import batches
+from mupax.train.data import cache, images, order
 from mupax.train.data.interface import ALL_ROWS, Batch, Data, Reference
 from mupax.zoo.configs import ModelConfig
 
@@ -99,13 +98,9 @@ def linear_accuracy(train_images: int, eval_images: int) -> float:
 
 
 def striped_shapes(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> EndlessData:
-    """The endless set of striped shapes; there is nothing to augment.
-
-    Raises:
-        DataError: a model that does not fit.
-    """
-    vision = batches.vision_model("shapes", model, CLASSES)
-    batches.check_size("shapes", vision, SIZE, channels=3)
+    """The endless set of striped shapes; there is nothing to augment."""
+    vision = images.vision_model("shapes", model, CLASSES)
+    images.check_size("shapes", vision, SIZE, channels=3)
     return EndlessData(config, seed)
 
 
@@ -117,14 +112,14 @@ def _seen(seed: int, stream: int, indices: np.ndarray) -> tuple[np.ndarray, np.n
 
 def render(seed: int, stream: int, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Images uint8 [B, 32, 32, 3] and labels int32 [B] of the indices int64 [B], each whatever the others are."""
-    images = np.empty((len(indices), SIZE, SIZE, 3), np.uint8)
+    images_BHWC = np.empty((len(indices), SIZE, SIZE, 3), np.uint8)
     labels = np.empty(len(indices), np.int32)
     for start in range(0, len(indices), _CHUNK):
         here = slice(start, start + _CHUNK)
         states_B = _states(seed, stream, indices[here])
         labels[here], pixels_BPC = _draw(_Numbers(states_B))
-        images[here] = pixels_BPC.reshape(-1, SIZE, SIZE, 3)
-    return images, labels
+        images_BHWC[here] = pixels_BPC.reshape(-1, SIZE, SIZE, 3)
+    return images_BHWC, labels
 
 
 def _states(seed: int, stream: int, indices: np.ndarray) -> np.ndarray:

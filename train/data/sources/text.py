@@ -32,11 +32,7 @@ def records(source: Sequence[Mapping[str, Any]], feature: str) -> Any:
 
 
 def python_corpus(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> TokenData:
-    """The text of the Python standard library.
-
-    Raises:
-        DataError: no sources here, a cache that cannot be written, or a model that does not fit.
-    """
+    """The text of the Python standard library."""
     language_model(config.name, model)
     files = corpus.python_files()
     content = corpus.content_digest(files)
@@ -52,11 +48,7 @@ def python_corpus(config: DataConfig, model: ModelConfig, seed: int, note: cache
 
 
 def own_text(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> TokenData:
-    """A user's text file or folder of text files, data.name `text:PATH`. Nothing is copied but the tokens.
-
-    Raises:
-        DataError: no text there, a cache that cannot be written, or a model that does not fit.
-    """
+    """A user's text file or folder of text files, data.name `text:PATH`. Nothing is copied but the tokens."""
     language_model(config.name, model)
     files = corpus.text_files(Path(config.name.removeprefix("text:")).expanduser(), note)
     content = corpus.stat_digest(files)
@@ -137,11 +129,7 @@ def _tokenizer(
         with cache.lock(path.parent, path.stem, note):
             if not path.exists():
                 note(f"training a tokenizer of {size:,} tokens")
-                _train(documents()["train"], size, path)
+                texts, part = documents()["train"], path.with_name(f"{path.name}.{os.getpid()}.part")
+                tokenizer.train_bpe((texts[i][0] for i in range(len(texts))), size).save(str(part))
+                part.replace(path)
     return tokenizer.Subwords(path)
-
-
-def _train(documents: Any, size: int, path: Path) -> None:
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    tokenizer.train_bpe((documents[i][0] for i in range(len(documents))), size).save(str(part))
-    part.replace(path)

@@ -13,7 +13,7 @@ from sklearn.model_selection import train_test_split
 
 from mupax.train import data
 from mupax.train.config.run import DataConfig
-from mupax.train.data.images import augment, batches
+from mupax.train.data import images
 from mupax.train.data.sources import digits
 from mupax.zoo import configs
 from mupax.zoo.configs import ViTConfig
@@ -42,11 +42,11 @@ def load(seed: int = 0, **fields) -> digits.DigitData:
     return found
 
 
-def images(source: batches.Images) -> np.ndarray:
+def pixels_of(source: images.Images) -> np.ndarray:
     return np.array([source[i][0] for i in range(len(source))])
 
 
-def labels(source: batches.Images) -> np.ndarray:
+def labels_of(source: images.Images) -> np.ndarray:
     return np.array([source[i][1] for i in range(len(source))])
 
 
@@ -55,14 +55,17 @@ def test_pixels_and_labels_are_scikit_learns() -> None:
     found = load()
     for source, chosen in ((found.train, train), (found.eval, test)):
         chosen = np.sort(chosen)
-        assert np.array_equal(images(source)[..., 0], ORIGINAL.images[chosen])
-        assert np.array_equal(labels(source), ORIGINAL.target[chosen])
+        assert np.array_equal(pixels_of(source)[..., 0], ORIGINAL.images[chosen])
+        assert np.array_equal(labels_of(source), ORIGINAL.target[chosen])
     assert (found.train_size, found.eval_size) == (1437, 360)
 
 
 def test_random_split_is_stratified_and_always_alike() -> None:
     found = load()
-    counts = np.bincount(labels(found.eval)), np.bincount(labels(found.train)) + np.bincount(labels(found.eval))
+    counts = (
+        np.bincount(labels_of(found.eval)),
+        np.bincount(labels_of(found.train)) + np.bincount(labels_of(found.eval)),
+    )
     assert np.abs(counts[0] / counts[1] - 0.2).max() < 0.01
     assert load(seed=5).facts["digest"] == found.facts["digest"]
     assert load(split="writer").facts["digest"] != found.facts["digest"]
@@ -75,7 +78,7 @@ def test_split_by_writer_is_at_the_start_of_a_form() -> None:
     assert sum(text[i:].startswith(FORM) for i in starts) >= 6  # every form has the same digits in the same order
     found = load(split="writer")
     assert (found.train_size, found.eval_size) == (1415, 382)
-    assert np.array_equal(images(found.eval)[..., 0], ORIGINAL.images[1415:])
+    assert np.array_equal(pixels_of(found.eval)[..., 0], ORIGINAL.images[1415:])
 
 
 def test_other_digits_have_no_known_writers() -> None:
@@ -91,7 +94,7 @@ def test_batches_are_in_range_and_every_image_once_an_epoch() -> None:
     pixels = np.concatenate([b["inputs"] for b in batches])
     assert (pixels.min(), pixels.max()) == (-1, 1)
     raw = np.round((pixels + 1) * 8).astype(np.uint8)
-    assert sorted(x.tobytes() for x in raw) == sorted(x.tobytes() for x in images(found.train))
+    assert sorted(x.tobytes() for x in raw) == sorted(x.tobytes() for x in pixels_of(found.train))
 
 
 def test_evaluation_is_every_image_once_and_never_augmented() -> None:
@@ -102,7 +105,7 @@ def test_evaluation_is_every_image_once_and_never_augmented() -> None:
     assert weights.sum() == 360
     kept = np.concatenate([b["inputs"] for b in seen])[weights > 0]
     raw = np.round((kept + 1) * 8).astype(np.uint8)
-    assert sorted(x.tobytes() for x in raw) == sorted(x.tobytes() for x in images(found.eval))
+    assert sorted(x.tobytes() for x in raw) == sorted(x.tobytes() for x in pixels_of(found.eval))
     again = np.concatenate([b["inputs"] for b in found.eval_batches()])
     assert np.array_equal(again[weights > 0], kept)
     assert load(batch_size=7, eval_examples=50).eval_size == 50
@@ -133,9 +136,9 @@ def test_augmentation_changes_images_lightly() -> None:
 
 def test_jitter_without_jitter_changes_nothing() -> None:
     pictures = list(np.random.default_rng(0).integers(0, 17, (5, 7, 11, 1), dtype=np.uint8))
-    out = augment.jitter(pictures, np.full((5, augment.NUMBERS), 0.5))
+    out = images.jitter(pictures, np.full((5, images.NUMBERS), 0.5))
     assert np.allclose(out, np.stack(pictures), atol=1e-4)
-    moved = augment.jitter(pictures, np.concatenate([np.full((5, 2), 0.5), np.ones((5, 3))], axis=1))
+    moved = images.jitter(pictures, np.concatenate([np.full((5, 2), 0.5), np.ones((5, 3))], axis=1))
     assert not np.allclose(moved, np.stack(pictures), atol=1)
 
 
@@ -145,7 +148,7 @@ def test_jitter_moves_turns_and_scales() -> None:
     image[10, 15] = 100
 
     def spot(angle: float = 0.5, scale: float = 0.5, down: float = 0.5, right: float = 0.5) -> np.ndarray:
-        out = augment.jitter([image], np.array([[angle, scale, down, right, 0.5]]))[0, ..., 0]
+        out = images.jitter([image], np.array([[angle, scale, down, right, 0.5]]))[0, ..., 0]
         y, x = np.indices(out.shape)
         return np.array([(out * y).sum(), (out * x).sum()]) / out.sum()
 

@@ -12,8 +12,7 @@ from PIL import ExifTags, Image
 
 from mupax.train import data
 from mupax.train.config.run import DataConfig
-from mupax.train.data import cache
-from mupax.train.data.images import augment, batches
+from mupax.train.data import cache, images
 from mupax.train.data.records import corpus
 from mupax.train.data.sources import folders
 from mupax.zoo.configs import ViTConfig
@@ -42,10 +41,10 @@ def pictures(folder: Path, count: int = 17) -> Path:
 
 def load(
     path: Path, model: ViTConfig = MODEL, seed: int = 0, note: cache.Note = lambda line: None, **fields
-) -> batches.ImageData:
+) -> images.ImageData:
     config = DataConfig(name=f"images:{path}", batch_size=fields.pop("batch_size", 8), **fields)
     found = data.load(config, model, seed=seed, note=note)
-    assert isinstance(found, batches.ImageData)
+    assert isinstance(found, images.ImageData)
     return found
 
 
@@ -202,7 +201,7 @@ def gradient(height: int, width: int) -> np.ndarray:
 
 
 def test_centre_crop_is_the_centre() -> None:
-    out = augment.centre_crop(28)([gradient(64, 32)], np.zeros((1, augment.NUMBERS)))[0]
+    out = images.centre_crop(28)([gradient(64, 32)], np.zeros((1, images.NUMBERS)))[0]
     assert out.shape == (28, 28, 3)
     assert np.allclose(out[:, :, 0].mean(), 15.5, atol=0.5)
     assert np.allclose(out[:, :, 1].mean(), 31.5, atol=0.5)
@@ -210,8 +209,8 @@ def test_centre_crop_is_the_centre() -> None:
 
 
 def test_random_crop_stays_inside_and_varies() -> None:
-    numbers = np.random.default_rng(0).random((64, augment.NUMBERS))
-    outs = augment.random_crop(9)([gradient(40, 60)] * 64, numbers)
+    numbers = np.random.default_rng(0).random((64, images.NUMBERS))
+    outs = images.random_crop(9)([gradient(40, 60)] * 64, numbers)
     assert outs.shape == (64, 9, 9, 3)
     width = np.abs(outs[:, 0, -1, 0] - outs[:, 0, 0, 0]) * 9 / 8
     height = np.abs(outs[:, -1, 0, 1] - outs[:, 0, 0, 1]) * 9 / 8
@@ -226,14 +225,14 @@ def test_random_crop_stays_inside_and_varies() -> None:
 @pytest.mark.parametrize("extreme", [0.0, 1 - 1e-9])
 def test_random_crop_of_any_shape(extreme: float) -> None:
     for shape in ((1, 50), (50, 1), (1, 1), (3, 400)):
-        out = augment.random_crop(5)([gradient(*shape)], np.full((1, augment.NUMBERS), extreme))
+        out = images.random_crop(5)([gradient(*shape)], np.full((1, images.NUMBERS), extreme))
         assert out.shape == (1, 5, 5, 3)
 
 
 def test_shift_and_flip_shifts_and_flips() -> None:
     image = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
-    middle = augment.shift_and_flip([image] * 2, np.array([[0.5, 0.5, 0.9, 0, 0], [0.5, 0.5, 0.1, 0, 0]]))
+    middle = images.shift_and_flip([image] * 2, np.array([[0.5, 0.5, 0.9, 0, 0], [0.5, 0.5, 0.1, 0, 0]]))
     assert np.array_equal(middle[0], image)
     assert np.array_equal(middle[1], image[:, ::-1])
-    corner = augment.shift_and_flip([image], np.array([[0.0, 1 - 1e-9, 0.9, 0, 0]]))[0]
+    corner = images.shift_and_flip([image], np.array([[0.0, 1 - 1e-9, 0.9, 0, 0]]))[0]
     assert np.array_equal(corner[2:, :-2], image[:-2, 2:])

@@ -19,8 +19,8 @@ from PIL import Image
 
 from mupax.train import data
 from mupax.train.config.run import DataConfig
+from mupax.train.data import images
 from mupax.train.data.__main__ import main
-from mupax.train.data.images import batches
 from mupax.train.data.records import builders
 from mupax.train.data.sources import published
 from mupax.train.data.text.batches import TokenData
@@ -156,7 +156,7 @@ def test_prepared_images_by_name(tmp_path: Path, kind: str) -> None:
     train, test = (pictures(n, actual, as_bytes=kind != "tensor") for n in (18, 6))
     prepare(tmp_path, {"image": feature, "label": LABEL}, {"train": train, "test": test})
     found = load("tiny", tmp_path, VIT)
-    assert isinstance(found, batches.ImageData)
+    assert isinstance(found, images.ImageData)
     assert found.class_names == ["ant", "bee", "cat"]
     (batch,) = found.eval_batches()
     assert batch["inputs"].shape == (6, 12, 12, 3)

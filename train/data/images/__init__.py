@@ -1,1 +1,0 @@
-"""From pictures to batches: decoding, augmentation and order."""
