@@ -12,8 +12,7 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 
-from mupax.presets import constants as constants_of
-from mupax.presets.papers import ALIASES, PRESETS
+from mupax.presets.papers import ALIASES, PRESETS, make
 from mupax.presets.power import Power
 from mupax.presets.preset import Preset
 from mupax.presets.roles import AXES, EMBEDDINGS, VECTORS, ParamSpec, PresetError, Role
@@ -51,7 +50,7 @@ def get(
     if name.startswith("measured:") or name.endswith(".json"):
         preset = _measured(name.removeprefix("measured:"), zero_readout, constants)
     elif name in PRESETS:
-        preset = PRESETS[name](**constants_of.check(name, constants, PRESETS))
+        preset = make(name, constants)
     else:
         raise PresetError(_unknown(name))
     for axis, size in (base or {}).items():

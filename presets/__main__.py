@@ -66,7 +66,7 @@ class Table(PresetFlags):
         sizes, tied = model.sizes(), {name: factor.spec for name, factor in model.factors().items() if factor.spec}
         specs = {**dict(sorted(model.parameters().items())), **tied}
         if self.rules:
-            rows: list[dict[str, Any]] = [dict(row) for row in table.rule_rows(preset, specs, self.optimizer)]
+            rows = table.rule_rows(preset, specs, self.optimizer)
         else:
             rows = table.rows(preset, specs, sizes, self.optimizer, self.decay, absolute=self.absolute)
         if self.json:
@@ -123,7 +123,7 @@ class Compare:
 
     def __post_init__(self) -> None:
         if not self.names:
-            raise command_line.UsageError("compare needs presets, such as mup sp; `python -m presets` lists them")
+            raise command_line.UsageError("compare needs presets, such as compare mup sp; `python -m presets` has all")
 
     def run(self) -> int:
         compared = [presets.get(name) for name in self.names]

@@ -51,10 +51,6 @@ class Power:
     def __truediv__(self, other: Power | float) -> Power:
         return self * (other**-1 if isinstance(other, Power) else 1.0 / other)
 
-    def exponent(self, axis: str) -> float:
-        """The power of m_axis; 0 where it does not appear. Clips do not count."""
-        return dict(self.exponents).get(axis, 0.0)
-
     def growth(self, axes: Mapping[str, float]) -> float:
         """The exponent of t as t -> infinity where each axis grows as t ** axes[axis] and the others stay."""
 

@@ -24,7 +24,6 @@ LIMITS: dict[str, dict[str, float]] = {
 }
 """Limit to the axes that grow, and how fast: N, H and L with F/D and H/H_kv fixed."""
 
-
 SPECS = {
     spec.role.value.replace("token_", "").replace("mlp_", "MLP ").replace("_", " "): spec for spec in MATRICES.values()
 }
@@ -49,13 +48,12 @@ class Limit:
     """
 
     def __init__(self, preset: Preset, family: Family, growth: Mapping[str, float], *, tied: bool = False) -> None:
-        self.preset, self.growth, self.tied = preset, growth, tied
+        self.growth, self.tied = growth, tied
         self.family: Family = family
         self.rows = {name: preset.row(spec) for name, spec in SPECS.items() if not (tied and name == "readout")}
         if tied:
-            table = self.rows["embedding"]
-            own = preset.row(_TIED).multiplier
-            self.rows["readout"] = dataclasses.replace(table, multiplier=table.multiplier * own)
+            table, of_readout = self.rows["embedding"], preset.row(_TIED).multiplier
+            self.rows["readout"] = dataclasses.replace(table, multiplier=table.multiplier * of_readout)
         self.fan_in = {name: self._size(spec.fan_in) for name, spec in SPECS.items()}
         self.fan_out = {name: self._size(spec.fan_out) for name, spec in SPECS.items()}
         self.n, self.layers = growth.get("head_dim", 0.0), growth.get("layers", 0.0)
@@ -123,20 +121,20 @@ class Limit:
         # Adam and Lion divide the gradient's size out; what eps makes of it has rows of its own.
         return self.gradient[name] if self.family == "sgd" else 0.0
 
+    def rate(self, name: str) -> float:
+        """Learning rate of the effective weight."""
+        return self.x(self.rows[name].multiplier) + self.x(self.rows[name].lr(self.family))
+
     def step(self, name: str) -> float:
         """Entries of the effective weight's change in one step."""
-        row = self.rows[name]
-        rate = self.x(row.multiplier) + self.x(row.lr(self.family))
         if self.orthogonal(name):
-            return rate - max(self.fan_in[name], self.fan_out[name]) / 2
-        return rate + self.direction(name)
+            return self.rate(name) - max(self.fan_in[name], self.fan_out[name]) / 2
+        return self.rate(name) + self.direction(name)
 
     def acts(self, name: str, entries: float = 0.0) -> float:
         """dW x for the x that made the update."""
-        row = self.rows[name]
         if self.orthogonal(name):  # spectral norm 1: rms out = rms in * (fan_in / fan_out)^1/2
-            rate = self.x(row.multiplier) + self.x(row.lr(self.family))
-            return rate + (self.fan_in[name] - self.fan_out[name]) / 2 + entries
+            return self.rate(name) + (self.fan_in[name] - self.fan_out[name]) / 2 + entries
         return self.step(name) + self.fan_in[name] + entries
 
     def orthogonal(self, name: str) -> bool:

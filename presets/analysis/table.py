@@ -11,8 +11,6 @@ from mupax.presets.preset import Preset
 from mupax.presets.roles import ParamSpec
 from mupax.presets.rule import Decay
 
-COLUMNS = ("multiplier", "init_std", "lr", "eps", "weight_decay")
-
 
 def rows(
     preset: Preset,
@@ -58,14 +56,12 @@ def forward_text(preset: Preset, sizes: Mapping[str, int]) -> str:
     )
 
 
-def rule_rows(preset: Preset, specs: Mapping[str, ParamSpec], optimizer: str = "adam") -> list[dict[str, str]]:
+def rule_rows(preset: Preset, specs: Mapping[str, ParamSpec], optimizer: str = "adam") -> list[dict[str, Any]]:
     """The rules behind the numbers, as power laws in m = size / base size, one row per distinct parameter group."""
-    family = preset.family(optimizer)
-    found: dict[str, dict[str, str]] = {}
-    for spec in specs.values():
-        rule = preset.row(spec)
-        found[spec.group] = {
-            "group": spec.group,
+    family, rules = preset.family(optimizer), {spec.group: (spec, preset.row(spec)) for spec in specs.values()}
+    return [
+        {
+            "group": group,
             "fan_in": "*".join(spec.fan_in),
             "multiplier": str(rule.multiplier),
             "init_std": str(rule.init_std),
@@ -73,7 +69,8 @@ def rule_rows(preset: Preset, specs: Mapping[str, ParamSpec], optimizer: str = "
             "eps": str(rule.eps_of(family)),
             "decays": "yes" if rule.decays else "no",
         }
-    return list(found.values())
+        for group, (spec, rule) in rules.items()
+    ]
 
 
 def text(table: list[dict[str, Any]]) -> str:

@@ -1,10 +1,17 @@
-"""One file a source: the paper's table in its docstring and one pure function under it. `PRESETS` names them all."""
+"""One file a source: the paper's table in its docstring and one pure function under it. `PRESETS` names them all.
+
+A function's arguments are the preset's constants, and its signature says which it takes and of what type.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from mupax.presets.preset import Preset
+from mupax.presets.roles import PresetError
 from mupax.table import Table
 
 PRESETS: Table[Callable[..., Preset]] = Table(
@@ -27,3 +34,61 @@ PRESETS: Table[Callable[..., Preset]] = Table(
 
 ALIASES = {"standard": "sp"}
 """Other names of presets, as papers and older files have them; nothing here writes them."""
+
+CONSTANT_FLAGS = ("alpha_a", "alpha_l", "gamma0", "beta0")
+"""Constants that have a flag of their own."""
+
+
+def read_constants(pairs: Iterable[str], flags: Mapping[str, float | str | None]) -> dict[str, Any]:
+    """NAME=VALUE texts as a dictionary, beside constants that have flags of their own; alpha-l is alpha_l.
+
+    Args:
+        pairs: the texts.
+        flags: constant to its flag's value; None where the flag was left out.
+
+    Raises:
+        PresetError: a text without "=", or a constant given twice.
+    """
+    values: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
+    for pair in pairs:
+        name, equals, value = (part.strip() for part in pair.partition("="))
+        name = name.replace("-", "_")
+        if not (equals and name and value):
+            raise PresetError(f"the constant {pair!r}: write NAME=VALUE, such as s=0.5 or eps_scope=everywhere")
+        if name in values:
+            raise PresetError(f"the constant {name} is given twice, as {values[name]} and {value}; write it once")
+        values[name] = value
+    return values
+
+
+def make(preset: str, constants: Mapping[str, Any]) -> Preset:
+    """The preset in its absolute form.
+
+    Args:
+        preset: a name in `PRESETS`.
+        constants: name to number or text; a text of a number will do.
+
+    Raises:
+        PresetError: the preset has no such constant, or a value cannot be one.
+    """
+    known = inspect.signature(PRESETS[preset]).parameters
+    checked: dict[str, float | str] = {}
+    for name, value in constants.items():
+        if name not in known:
+            others = [other for other, make in PRESETS.items() if name in inspect.signature(make).parameters]
+            hint = f"; {name} is a constant of {', '.join(others)}" if others else ""
+            raise PresetError(f"{preset} takes {', '.join(known) or 'no constants'}, not {name}{hint}")
+        # Annotations are texts here: "float", "str" or "str | None".
+        words = str(known[name].annotation).startswith("str")
+        checked[name] = str(value) if words else _number(preset, name, value, known[name].default)
+    return PRESETS[preset](**checked)
+
+
+def _number(preset: str, name: str, value: Any, default: Any) -> float:
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise PresetError(f"{preset}: {name}={value} is not a finite number; write one, such as {name}={default:g}")
+    return number

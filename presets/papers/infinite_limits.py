@@ -32,7 +32,7 @@ import dataclasses
 
 from mupax.presets.power import ONE, Power, axis, product
 from mupax.presets.preset import Preset, changed
-from mupax.presets.roles import EMBEDDINGS, VECTORS, ParamSpec, PresetError, Role
+from mupax.presets.roles import VECTORS, ParamSpec, PresetError, Role
 from mupax.presets.rule import Rule
 
 D, N, F, L = axis("embed"), axis("head_dim"), axis("mlp"), axis("layers")
@@ -40,22 +40,14 @@ HEADS_OVER_WIDTH = axis("head_dim") * axis("heads") / axis("embed")
 QUERIES_PER_KEY = axis("heads") / axis("kv_heads")
 
 
-def rows(name: str, spec: ParamSpec, alpha_a: float, alpha_l: float | None) -> Rule:
+def row_of(spec: ParamSpec, alpha_a: float, alpha_l: float | None) -> Rule:
     """The module's table at gamma0 = 1.
 
     Args:
-        name: whose table, for the error.
         spec: the parameter.
         alpha_a: attention logits scale as N^-alpha_a.
         alpha_l: branches scale as L^-alpha_l; None is no depth rule, an L nowhere.
-
-    Raises:
-        PresetError: the role has no row.
     """
-    if spec.role in VECTORS and spec.of is not Role.READOUT:
-        return _vector(spec, alpha_a, alpha_l)
-    if spec.role not in VECTORS | EMBEDDINGS | {Role.READOUT}:
-        return _matrix(spec, alpha_a, alpha_l)
     match spec.role:
         case Role.TOKEN_EMBEDDING | Role.POSITION:
             return Rule(sgd=D, eps=D**-1)
@@ -65,26 +57,18 @@ def rows(name: str, spec: ParamSpec, alpha_a: float, alpha_l: float | None) -> R
         case Role.READOUT:
             m_in = product(spec.fan_in)  # the width, in every model whose readout reads the residual stream
             return Rule(multiplier=m_in**-1, sgd=m_in, eps=m_in**-1)
-        case Role.BIAS:
+        case Role.BIAS if spec.of is Role.READOUT:
             return Rule(decays=False)
-    raise PresetError(f"{name} has no rule for the role {spec.role.value}")
-
-
-def _matrix(spec: ParamSpec, alpha_a: float, alpha_l: float | None) -> Rule:
-    m_in, m_out = product(spec.fan_in), product(spec.fan_out)
-    sgd, adam, eps = _depth(spec, alpha_l)
-    muon = (m_out / m_in) ** 0.5 * adam
-    row = Rule(init_std=m_in**-0.5, sgd=D / m_in * sgd, adam=m_in**-1 * adam, muon=muon, eps=D**-1 * eps)
-    return _branch_of(spec.role, row, alpha_a)
-
-
-def _vector(spec: ParamSpec, alpha_a: float, alpha_l: float | None) -> Rule:
-    sgd, adam, eps = _depth(spec, alpha_l)
-    row = Rule(sgd=D * sgd, adam=adam, eps=D**-1 * eps, decays=False)
-    if spec.role is Role.NORM_GAIN and spec.of in (Role.QUERY, Role.KEY):
-        summed = heads_summed(spec)
-        return _attention(row, alpha_a).times(sgd=summed**-1, eps=summed)
-    return _branch_of(spec.of, row, alpha_a)
+    sgd, adam, eps = ONE, ONE, ONE
+    if spec.in_block and alpha_l is not None:
+        sgd, adam, eps = L ** (2 * alpha_l - 1), L ** (alpha_l - 1), L**-alpha_l
+    if spec.role in VECTORS:
+        row = Rule(sgd=D * sgd, adam=adam, eps=D**-1 * eps, decays=False)
+    else:
+        m_in, m_out = product(spec.fan_in), product(spec.fan_out)
+        muon = (m_out / m_in) ** 0.5 * adam
+        row = Rule(init_std=m_in**-0.5, sgd=D / m_in * sgd, adam=m_in**-1 * adam, muon=muon, eps=D**-1 * eps)
+    return _in_branch(spec, row, alpha_a)
 
 
 def heads_summed(spec: ParamSpec) -> Power:
@@ -93,33 +77,24 @@ def heads_summed(spec: ParamSpec) -> Power:
     return D / N if of_head and not {"heads", "kv_heads"} & set(spec.axes) else ONE
 
 
-def _branch_of(role: Role | None, row: Rule, alpha_a: float) -> Rule:
-    """What the place in the block adds to a matrix' row, and to its bias'."""
+def _in_branch(spec: ParamSpec, row: Rule, alpha_a: float) -> Rule:
+    """What the place in the block adds to a matrix' row, and to those of its bias and gain."""
+    role = spec.of or spec.role
+    if role in (Role.QUERY, Role.KEY):
+        slowed = N ** (alpha_a - 1)
+        row = row.times(sgd=slowed**2, adam=slowed, eps=slowed**-1)
+        row = dataclasses.replace(row, mean_field=slowed)
+        if spec.role is Role.NORM_GAIN:
+            summed = heads_summed(spec)
+            return row.times(sgd=summed**-1, eps=summed)
     match role:
         case Role.MLP_IN:
             return row.times(eps=(F / D) ** -0.5)
-        case Role.VALUE:
-            return row.times(sgd=QUERIES_PER_KEY**-1, eps=HEADS_OVER_WIDTH**-0.5 * QUERIES_PER_KEY**0.5)
         case Role.QUERY:
-            return _attention(row, alpha_a).times(eps=HEADS_OVER_WIDTH**-0.5)
-        case Role.KEY:
-            row = _attention(row, alpha_a)
+            return row.times(eps=HEADS_OVER_WIDTH**-0.5)
+        case Role.KEY | Role.VALUE:
             return row.times(sgd=QUERIES_PER_KEY**-1, eps=HEADS_OVER_WIDTH**-0.5 * QUERIES_PER_KEY**0.5)
     return row
-
-
-def _attention(row: Rule, alpha_a: float) -> Rule:
-    """The extra N factors of everything that makes queries and keys."""
-    slowed = N ** (alpha_a - 1)
-    row = row.times(sgd=slowed**2, adam=slowed, eps=slowed**-1)
-    return dataclasses.replace(row, mean_field=slowed)
-
-
-def _depth(spec: ParamSpec, alpha_l: float | None) -> tuple[Power, Power, Power]:
-    """Depth factors of (SGD lr, Adam lr, eps) of what sits in a block."""
-    if not spec.in_block or alpha_l is None:
-        return ONE, ONE, ONE
-    return L ** (2 * alpha_l - 1), L ** (alpha_l - 1), L**-alpha_l
 
 
 def infinite_limits(
@@ -156,7 +131,7 @@ def infinite_limits(
             raise PresetError(f"{name}: {label}={value:g} must be positive; write a number above 0")
 
     def rule(spec: ParamSpec) -> Rule:
-        row = rows(name, spec, alpha_a, alpha_l)
+        row = row_of(spec, alpha_a, alpha_l)
         # Gradients go as 1/gamma0 through the readout: SGD rates * gamma0^2 (paper), eps / gamma0 (derived).
         row = row.times(sgd=gamma0**2, eps=1 / gamma0)
         if Role.READOUT in (spec.role, spec.of):

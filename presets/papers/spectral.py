@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from mupax.presets.papers.infinite_limits import N, rows
+from mupax.presets.papers.infinite_limits import N, row_of
 from mupax.presets.power import at_most_one, product
 from mupax.presets.preset import Preset
 from mupax.presets.roles import ParamSpec, Role
@@ -25,7 +25,7 @@ def spectral() -> Preset:
     """Spectral condition: init and rate of each matrix from n_out/n_in; SGD, Adam and Muon; mup where matrices are square."""
 
     def rule(spec: ParamSpec) -> Rule:
-        row = rows("spectral", spec, 1.0, None)
+        row = row_of(spec, 1.0, None)
         if spec.role is Role.READOUT:
             return row if spec.tied else row.moved(theta(row, spec, "plain"))
         if row.muon is None:

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mupax.presets import constants as constants_of
 from mupax.presets.optimizers import OPTIMIZERS
-from mupax.presets.papers import PRESETS
+from mupax.presets.papers import PRESETS, make
 from mupax.presets.roles import AXES, PresetError
 from mupax.presets.rule import FORMS
 
@@ -112,7 +111,7 @@ def check(contents: Any) -> None:
         PresetError: an entry is missing, unknown or not what it must be; names the entry and says what it must be.
     """
     _check("", contents, _SCHEMA)
-    constants_of.check(contents["preset"], contents["constants"], PRESETS)
+    make(contents["preset"], contents["constants"])
     study = contents["provenance"]
     if not study["sizes"]:
         raise PresetError("provenance.sizes is []; it must be a list of the sizes of every model")

@@ -15,7 +15,7 @@ from tyro import conf
 
 from mupax import command_line, presets
 from mupax.command_line import Switch
-from mupax.presets import constants
+from mupax.presets import papers
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.preset import PresetConfig, preset_of
 from mupax.train.config.run import Config
@@ -56,7 +56,7 @@ class ConstantFlags:
 
     def values(self) -> dict[str, Any]:
         """Constant to its value; raises PresetError for one that is no NAME=VALUE or comes twice."""
-        return constants.read(self.constants, {name: getattr(self, name) for name in constants.FLAGS})
+        return papers.read_constants(self.constants, {name: getattr(self, name) for name in papers.CONSTANT_FLAGS})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

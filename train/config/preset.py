@@ -9,8 +9,7 @@ from typing import Annotated, Literal, Protocol
 from tyro import conf
 
 from mupax import presets
-from mupax.presets import constants
-from mupax.presets.papers import ALIASES
+from mupax.presets.papers import ALIASES, CONSTANT_FLAGS, read_constants
 from mupax.zoo.configs import CONFIGS, ConfigError, ModelConfig
 from mupax.zoo.configs import get as get_model
 
@@ -77,13 +76,13 @@ def preset_for(given: PresetConfig, model: ModelConfig) -> presets.Preset:
                 f"write one of {', '.join(alike) or 'its sizes, as embed=64,layers=2'}, or None for the absolute form"
             )
         base = named.base_sizes()
-    flags = {name: getattr(given, name) for name in constants.FLAGS}
+    flags = {name: getattr(given, name) for name in CONSTANT_FLAGS}
     return presets.get(
         given.name,
         base=base,
         form=given.form,
         zero_readout=given.zero_readout,
-        **constants.read(given.constants, flags),
+        **read_constants(given.constants, flags),
     )
 
 

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mupax.presets import PRESETS, constants
 from mupax.presets.optimizers import OPTIMIZERS
+from mupax.presets.papers import CONSTANT_FLAGS, PRESETS
 from mupax.train.config.preset import base_text
 from mupax.train.config.run import Config, PresetConfig
 from mupax.zoo.configs import ConfigError
@@ -46,7 +46,7 @@ def applied(config: Config, argv: Sequence[str], steps: str | None) -> tuple[Con
                 words[where] = f"{flag}={study.preset}" if equals else study.preset
     if study is None:
         return config, words, None
-    flags: dict[str, Any] = {name: float(x) for name, x in study.constants.items() if name in constants.FLAGS}
+    flags: dict[str, Any] = {name: float(x) for name, x in study.constants.items() if name in CONSTANT_FLAGS}
     preset = PresetConfig(
         name=study.preset,
         base=None if study.base is None else base_text(study.base),

@@ -160,8 +160,10 @@ def test_at_base_size_every_factor_is_exactly_one(name: str, optimizer: str):
 def test_mup_has_no_depth_anywhere_and_is_not_alpha_l_zero():
     deep = {**BASE, **FINITE, "layers": 64}
     mup = presets.get("mup", base=BASE)
-    assert all(mup.row(spec).lr(f).exponent("layers") == 0 for spec in SPECS.values() for f in ("adam", "sgd", "muon"))
-    assert all(mup.row(spec).eps.exponent("layers") == 0 for spec in SPECS.values())
+    assert all(
+        mup.row(spec).lr(f).growth({"layers": 1.0}) == 0 for spec in SPECS.values() for f in ("adam", "sgd", "muon")
+    )
+    assert all(mup.row(spec).eps.growth({"layers": 1.0}) == 0 for spec in SPECS.values())
     assert mup.residual_scale(deep, 0, "mlp") == (1, 1)
     # alpha_l = 0 would have the SGD rate 1/L and the Adam rate 1/L in blocks.
     assert mup.factors(SPECS["value"], deep, "sgd").lr == mup.factors(SPECS["value"], deep, "adam").lr == 1

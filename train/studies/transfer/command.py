@@ -12,7 +12,7 @@ from tyro import conf
 
 from mupax import command_line, terminal
 from mupax.command_line import Repeated
-from mupax.presets import constants
+from mupax.presets.papers import CONSTANT_FLAGS
 from mupax.train.config import cli, sizes
 from mupax.train.config.run import PresetConfig
 from mupax.zoo.configs import ConfigError
@@ -153,7 +153,7 @@ def _entry(text: str, base: str | None) -> PresetConfig:
 
 
 def _label(preset: PresetConfig) -> str:
-    flags = [f"{name}={getattr(preset, name):g}" for name in constants.FLAGS if getattr(preset, name) is not None]
+    flags = [f"{name}={getattr(preset, name):g}" for name in CONSTANT_FLAGS if getattr(preset, name) is not None]
     return " ".join([preset.name, *flags, *preset.constants])
 
 
