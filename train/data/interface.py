@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from mupax.train.config.sections import DataConfig
-    from mupax.train.data.text.tokenizer import Tokenizer
 
 Batch = dict[str, "np.ndarray"]
 ALL_ROWS = slice(None)
@@ -71,7 +70,7 @@ class Data(abc.ABC):
         eval_size: evaluation examples that there are.
         threads: how many make batches ahead of time, each a batch.
         class_names: a name per label; None for tokens.
-        tokenizer: made the tokens; None for images.
+        tokenizer: what made the tokens (text/tokenizer.py); None for images.
         bytes_per_token: bytes of text per token of the evaluation text; nats per byte = nats per token / this.
     """
 
@@ -86,7 +85,7 @@ class Data(abc.ABC):
         eval_size: int,
         threads: int = 2,
         class_names: list[str] | None = None,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: Any = None,
         bytes_per_token: float = 1.0,
     ) -> None:
         self.facts = {"name": config.name, **facts}

@@ -31,7 +31,6 @@ READABLE = ("F32", "BF16", "F16")
 SHARD_BYTES = 5 * 10**9
 """Data of one file at most, unless a single tensor is larger."""
 
-
 _BARE = re.compile(r'(?!\.)[^/\\:*?"<>|]*\.safetensors')
 """The name of a file without a folder, in any system's spelling."""
 
@@ -137,22 +136,18 @@ def write_tensors(
     Raises:
         TensorFileError: a value that the type cannot hold.
     """
-    stored = jnp.dtype(dtype)
-    parts: list[Path] = []
-    where: dict[str, int] = {}
+    parts: list[list[str]] = []
     waiting: dict[str, np.ndarray] = {}
     total = 0
 
     def flush() -> None:
-        part = folder / f".part-{len(parts):05d}.safetensors"
-        save_file(waiting, part, metadata=dict(metadata or {}))
-        where.update(dict.fromkeys(waiting, len(parts)))
-        parts.append(part)
+        save_file(waiting, folder / f".part-{len(parts)}.safetensors", metadata=dict(metadata or {}))
+        parts.append(list(waiting))
         waiting.clear()
 
     for name, array in arrays:
         with np.errstate(over="ignore"):
-            value = np.ascontiguousarray(array, dtype=stored)
+            value = np.ascontiguousarray(array, dtype=jnp.dtype(dtype))
         if not np.isfinite(value).all() and np.isfinite(array).all():
             raise TensorFileError(f"{name} has values that {dtype} cannot hold; write float32 or bfloat16")
         if waiting and sum(other.nbytes for other in waiting.values()) + value.nbytes > shard_bytes:
@@ -160,14 +155,15 @@ def write_tensors(
         waiting[name] = value
         total += value.nbytes
     flush()
-    names = [f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts))]
-    names = [SINGLE] if len(parts) == 1 else names
-    for part, name in zip(parts, names, strict=True):
-        part.replace(folder / name)
-    if len(parts) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": {name: names[i] for name, i in where.items()}}
+    count = len(parts)
+    files = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    for i, file in enumerate(files):
+        (folder / f".part-{i}.safetensors").replace(folder / file)
+    if count > 1:
+        weight_map = {name: file for file, names in zip(files, parts, strict=True) for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    return [folder / name for name in names]
+    return [folder / file for file in files]
 
 
 def _file_of(path: Path) -> Path:

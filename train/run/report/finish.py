@@ -76,7 +76,6 @@ def _sample(program: Program, data: Data, params: Arrays, inputs: StepInputs) ->
     from mupax.train.reuse.generate.decode import Generator
 
     generator = Generator(program, params, inputs)
-    assert data.tokenizer is not None
     prompt = data.tokenizer.encode([_PROMPT.encode()])[0]
     new = generator.complete(prompt, _SAMPLE_TOKENS, program.config.seed)[0]
     return data.tokenizer.decode(np.concatenate([prompt, new]))
