@@ -1,7 +1,7 @@
 """Data: batches by index from text and images. `load` is the way in; importing this package imports nothing heavy.
 
 `mupax.train.config.sections.SOURCES` names a loader for each kind of data, all in sources/. A loader finds its examples, on disk
-by records/, and gives them out as batches by text/ or images/, behind `interface.Data`.
+by records/, and gives them out as batches by text/ or images.py, behind `interface.Data`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import abc
 import contextlib
 import dataclasses
 from collections.abc import Callable, Generator, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from mupax.errors import MupaxError, MupaxFailure
 
@@ -55,6 +55,7 @@ class Reference:
     unit: Literal["nats/byte", "accuracy"]
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Data(abc.ABC):
     """Training and evaluation batches of one data set, in an order fixed by the seed.
 
@@ -62,41 +63,32 @@ class Data(abc.ABC):
 
     * tokens: `inputs` int32 [B, T], `targets` int32 [B, T] (the next token), `weights` float32 [B, T].
     * images: `inputs` float32 [B, H, W, C] in [-1, 1], `targets` int32 [B], `weights` float32 [B].
-
-    Args:
-        config: sizes of batches, over all processes, and how many evaluation examples to use.
-        facts: `digest` and sizes, ready for JSON; the name is added. A run resumes only on data of the same digest.
-        train_size: training examples per epoch (sequences or images).
-        eval_size: evaluation examples that there are.
-        threads: how many make batches ahead of time, each a batch.
-        class_names: a name per label; None for tokens.
-        tokenizer: what made the tokens (text/tokenizer.py); None for images.
-        bytes_per_token: bytes of text per token of the evaluation text; nats per byte = nats per token / this.
     """
 
-    kind: Literal["tokens", "images"]
+    kind: ClassVar[Literal["tokens", "images"]]
+    config: DataConfig
+    """Sizes of batches, over all processes, and how many evaluation examples to use."""
+    _: dataclasses.KW_ONLY
+    facts: dict[str, Any]
+    """`digest` and sizes, ready for JSON; the name is added. A run resumes only on data of the same digest."""
+    train_size: int
+    """Training examples per epoch (sequences or images)."""
+    eval_size: int
+    """Evaluation examples: all there are when it is made, then those in use."""
+    threads: int = 2
+    """How many make batches ahead of time, each a batch."""
+    class_names: list[str] | None = None
+    """A name per label; None for tokens."""
+    tokenizer: Any = None
+    """What made the tokens (text/tokenizer.py); None for images."""
+    bytes_per_token: float = 1.0
+    """Bytes of text per token of the evaluation text; nats per byte = nats per token / this."""
 
-    def __init__(
-        self,
-        config: DataConfig,
-        *,
-        facts: dict[str, Any],
-        train_size: int,
-        eval_size: int,
-        threads: int = 2,
-        class_names: list[str] | None = None,
-        tokenizer: Any = None,
-        bytes_per_token: float = 1.0,
-    ) -> None:
-        self.facts = {"name": config.name, **facts}
-        self.train_size = train_size
-        self.eval_size = min(eval_size, config.eval_examples or eval_size)
-        self.batch_size = config.batch_size
-        self.eval_batch_size = config.eval_batch_size or config.batch_size
-        self.threads = threads
-        self.class_names = class_names
-        self.tokenizer = tokenizer
-        self.bytes_per_token = bytes_per_token
+    def __post_init__(self) -> None:
+        self.facts = {"name": self.config.name, **self.facts}
+        self.eval_size = min(self.eval_size, self.config.eval_examples or self.eval_size)
+        self.batch_size = self.config.batch_size
+        self.eval_batch_size = self.config.eval_batch_size or self.batch_size
 
     @abc.abstractmethod
     def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:

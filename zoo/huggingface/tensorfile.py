@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from mupax.errors import MupaxError
-from mupax.zoo.checked_json import read_json
+from mupax.zoo.checked_json import read_json, shown
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -83,17 +83,17 @@ class Tensors:
         for name in stored if names is None else names:
             if name not in stored:
                 raise TensorFileError(
-                    f"{self.path}: {_short(name)} is said to be in {file.name}, which does not hold it"
+                    f"{self.path}: {shown(name)} is said to be in {file.name}, which does not hold it"
                 )
             tensor = opened.get_slice(name)
             dtype, shape = tensor.get_dtype(), tuple(tensor.get_shape())
             if dtype not in READABLE:
                 raise TensorFileError(
-                    f"{file.name}: the tensor {_short(name)} is {dtype}; only {', '.join(READABLE)} are read "
+                    f"{file.name}: the tensor {shown(name)} is {dtype}; only {', '.join(READABLE)} are read "
                     "(save a quantized model in floating point first)"
                 )
             if not all(shape):
-                raise TensorFileError(f"{file.name}: the tensor {_short(name)} of shape {shape} is empty")
+                raise TensorFileError(f"{file.name}: the tensor {shown(name)} of shape {shape} is empty")
             self.shapes[name], self._files[name] = shape, opened
 
 
@@ -106,7 +106,7 @@ def _indexed(index: Path) -> dict[str, list[str]]:
     for name, file in weight_map.items():
         if not isinstance(file, str) or not file.isprintable() or not _BARE.fullmatch(file):
             raise TensorFileError(
-                f"{index}: {_short(name)} is said to be in {_short(file)}; an index may only name "
+                f"{index}: {shown(name)} is said to be in {shown(file)}; an index may only name "
                 ".safetensors files of its own folder"
             )
         parts.setdefault(file, []).append(name)
@@ -188,10 +188,4 @@ def _opened(file: Path) -> Any:
     try:
         return safe_open(file, framework="np")
     except (SafetensorError, ValueError, OSError) as error:
-        raise TensorFileError(f"{file}: not a whole safetensors file: {_short(str(error))}") from error
-
-
-def _short(value: Any) -> str:
-    """What a stranger wrote, cut and without characters that would act on a terminal."""
-    text = value if isinstance(value, str) and value.isprintable() else ascii(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+        raise TensorFileError(f"{file}: not a whole safetensors file: {shown(str(error))}") from error

@@ -109,7 +109,12 @@ def from_huggingface(files: Tensors, published: Published) -> Loaded:
         params.pop("block.attention.key_bias", None)  # softmax does not see it: exactly the same function
     dropped = [name for name in sorted(left) if name.endswith(WITHOUT_MEANING) or name.startswith(POOLER)]
     if "lm_head.weight" in left and model.tied_readout:
-        _check_tied(files, names_in_file["lm_head.weight"], params["token"])
+        name, token = names_in_file["lm_head.weight"], params["token"]
+        if files.shapes[name] != token.shape or not np.array_equal(files.read(name), token):
+            raise TensorFileError(
+                f"{files.path}: config.json says that the readout is the embedding (tie_word_embeddings), and "
+                "lm_head.weight differs from it; write tie_word_embeddings false to read it as its own matrix"
+            )
         dropped.append("lm_head.weight")
     if unknown := sorted(set(left) - set(dropped)):
         raise TensorFileError(
@@ -130,11 +135,3 @@ def _without_prefix(files: Tensors, prefix: str) -> dict[str, str]:
             )
         names_in_file[short] = name
     return names_in_file
-
-
-def _check_tied(files: Tensors, name: str, token: np.ndarray) -> None:
-    if files.shapes[name] != token.shape or not np.array_equal(files.read(name), token):
-        raise TensorFileError(
-            f"{files.path}: config.json says that the readout is the embedding (tie_word_embeddings), and "
-            "lm_head.weight differs from it; write tie_word_embeddings false to read it as its own matrix"
-        )

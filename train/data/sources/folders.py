@@ -10,7 +10,7 @@ import contextlib
 import io
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -82,16 +82,9 @@ def decoded(file: Path | io.BytesIO, channels: int, name: str) -> np.ndarray:
     return pixels.reshape(*pixels.shape[:2], channels)
 
 
-def _read_headers(paths: Sequence[Path]) -> None:
-    """Raises DataError unless every file has the header of an image that can be decoded."""
-
-    def read(path: Path) -> None:
-        with _opened(path, str(path)):
-            pass
-
-    with ThreadPool(decoding_threads()) as pool:
-        for _ in pool.imap_unordered(read, paths, chunksize=64):
-            pass
+def _check_header(path: Path) -> None:
+    with _opened(path, str(path)):
+        pass
 
 
 def decoding_threads() -> int:
@@ -113,8 +106,9 @@ def own_images(config: DataConfig, model: ModelConfig, seed: int, note: cache.No
 
     def headers() -> dict[str, float]:
         note(f"reading the headers of {len(every)} images")
-        _read_headers([file for _, file in every])
-        return {"images": float(len(every))}
+        with ThreadPool(decoding_threads()) as pool:
+            checked = pool.imap_unordered(_check_header, (file for _, file in every), chunksize=64)
+            return {"images": float(sum(1 for _ in checked))}
 
     cache.remembered(f"images-{digest}", headers)  # a file to refuse is better named now than in mid-run
     return images.ImageData(

@@ -116,16 +116,9 @@ def render(seed: int, stream: int, indices: np.ndarray) -> tuple[np.ndarray, np.
     labels = np.empty(len(indices), np.int32)
     for start in range(0, len(indices), _CHUNK):
         here = slice(start, start + _CHUNK)
-        states_B = _states(seed, stream, indices[here])
-        labels[here], pixels_BPC = _draw(_Numbers(states_B))
+        labels[here], pixels_BPC = _draw(_Numbers(seed, stream, indices[here]))
         images_BHWC[here] = pixels_BPC.reshape(-1, SIZE, SIZE, 3)
     return images_BHWC, labels
-
-
-def _states(seed: int, stream: int, indices: np.ndarray) -> np.ndarray:
-    """A random state per image, uint64 [B]; different for different indices, since mixing is one to one."""
-    key = np.random.SeedSequence([seed, stream]).generate_state(1, np.uint64)[0]
-    return _mix(indices.astype(np.uint64) ^ key)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -136,16 +129,20 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 class _Numbers:
-    """The random numbers of some images: SplitMix64 from a state each, taken in the same order for all."""
+    """The random numbers of some images: SplitMix64 from a state each, taken in the same order for all.
 
-    def __init__(self, states_B: np.ndarray) -> None:
-        self._states, self._taken = states_B, 0
+    The states of different indices are different, since mixing is one to one.
+    """
+
+    def __init__(self, seed: int, stream: int, indices: np.ndarray) -> None:
+        key = np.random.SeedSequence([seed, stream]).generate_state(1, np.uint64)[0]
+        self._states_B, self._taken = _mix(indices.astype(np.uint64) ^ key), 0
 
     def words(self, count: int) -> np.ndarray:
         """uint64 [B, count]."""
         steps = np.arange(self._taken + 1, self._taken + count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
         self._taken += count
-        return _mix(self._states[:, None] + steps)
+        return _mix(self._states_B[:, None] + steps)
 
     def uniform(self, low: float, high: float, *shape: int) -> np.ndarray:
         """float32 [B, *shape] in [low, high)."""

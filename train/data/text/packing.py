@@ -9,13 +9,12 @@ A killed pass goes on at the last step: the file is cut back to what the progres
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -36,19 +35,15 @@ Documents = Mapping[str, Any]
 """Side to a sequence of (text as bytes, whether a document ends with it), each read when it is taken."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Packed:
-    """One side of a packed corpus.
-
-    Attributes:
-        tokens: all ids, [count], uint8, uint16 or uint32, mapped from disk.
-        text_bytes: bytes of text these stand for; the end of a document counts as one.
-        digest: of the ids, step by step.
-    """
+class Packed(NamedTuple):
+    """One side of a packed corpus."""
 
     tokens: np.ndarray
+    """All ids, [count], uint8, uint16 or uint32, mapped from disk."""
     text_bytes: int
+    """Bytes of text these stand for; the end of a document counts as one."""
     digest: str
+    """Of the ids, step by step."""
 
 
 def prepared(key: str, documents: Callable[[], Documents], tokenizer: Tokenizer, note: cache.Note) -> dict[str, Packed]:
