@@ -48,36 +48,28 @@ def get(
         base, form = base or study.base, form or study.form
         name, constants = study.preset, {**study.constants, **constants}
     if name.startswith("measured:") or name.endswith(".json"):
-        preset = _measured(name.removeprefix("measured:"), zero_readout, constants)
+        from mupax.presets.tuned import measured
+
+        path, words = name.removeprefix("measured:"), [*constants, *(["zero_readout"] if zero_readout else [])]
+        if words:
+            raise PresetError(f"measured scales take no constants, not {words[0]}; they are all in {path}")
+        preset = measured.measured(measured.load(path))
     elif name in PRESETS:
         preset = make(name, constants)
     else:
-        raise PresetError(_unknown(name))
+        near = difflib.get_close_matches(name, PRESETS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        known = f"the presets are {', '.join(PRESETS)}, or measured:PATH of a file"
+        raise PresetError(f"no preset is named {name!r}; {hint}{known}")
     for axis, size in (base or {}).items():
         if axis not in AXES or size < 1:
             raise PresetError(f"base {axis}={size}: write a logical axis ({', '.join(AXES)}) and a size of at least 1")
     if form is not None:
         preset = preset.with_form(form)
     if preset.baseless and base is not None:
-        raise PresetError(
-            f"{preset.name} has no base: its numbers are absolute; leave the base out (base=None, --preset.base None)"
-        )
+        leave = "leave the base out (base=None, --preset.base None)"
+        raise PresetError(f"{preset.name} has no base: its numbers are absolute; {leave}")
     return dataclasses.replace(preset, base=dict(base) if base is not None else None, zero_readout=zero_readout)
-
-
-def _measured(path: str, zero_readout: bool, constants: Mapping[str, float | str]) -> Preset:
-    from mupax.presets.tuned import measured
-
-    if constants or zero_readout:
-        what = next(iter(constants), "zero_readout")
-        raise PresetError(f"measured scales take no constants, not {what}; they are all in {path}")
-    return measured.measured(measured.load(path))
-
-
-def _unknown(name: str) -> str:
-    near = difflib.get_close_matches(name, PRESETS, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"no preset is named {name!r}; {hint}the presets are {', '.join(PRESETS)}, or measured:PATH of a file"
 
 
 __all__ = [

@@ -36,33 +36,19 @@ class Optimizer:
 
 _TRANSFORMS = "mupax.train.core.transforms"
 _DECAY = {"weight_decay", "decay"}
+_ADAM_READS, _ADAM_MOMENTS = frozenset({"b1", "b2", "eps"}), {"mu": 1, "nu": 2}
 _ADAM = Optimizer(
-    family="adam",
-    direction=f"{_TRANSFORMS}:adam",
-    reads=frozenset({"b1", "b2", "eps"}),
-    moments={"mu": 1, "nu": 2},
-    check_lr=2e-3,
+    family="adam", direction=f"{_TRANSFORMS}:adam", reads=_ADAM_READS, moments=_ADAM_MOMENTS, check_lr=2e-3
 )
-_SGD = Optimizer(
-    family="sgd",
-    direction=f"{_TRANSFORMS}:sgd",
-    reads=frozenset({"momentum", *_DECAY}),
-    moments={"trace": 1},
-    check_lr=0.2,
-)
+_SGD_READS = frozenset({"momentum", *_DECAY})
+_SGD = Optimizer(family="sgd", direction=f"{_TRANSFORMS}:sgd", reads=_SGD_READS, moments={"trace": 1}, check_lr=0.2)
 
 OPTIMIZERS: dict[str, Optimizer] = {
-    "adamw": dataclasses.replace(_ADAM, reads=_ADAM.reads | _DECAY),
+    "adamw": dataclasses.replace(_ADAM, reads=_ADAM_READS | _DECAY),
     "adam": _ADAM,
     "sgd": _SGD,
     "momentum": dataclasses.replace(_SGD, check_lr=0.05),
-    "muon": Optimizer(
-        family="muon",
-        direction=f"{_TRANSFORMS}:muon",
-        reads=frozenset({"b1", "b2", "eps", "momentum", *_DECAY}),
-        moments={"mu": 1, "nu": 2},
-        check_lr=2e-3,
-    ),
+    "muon": dataclasses.replace(_ADAM, family="muon", direction=f"{_TRANSFORMS}:muon", reads=_ADAM_READS | _SGD_READS),
     "lion": Optimizer(
         family="lion",
         direction=f"{_TRANSFORMS}:lion",

@@ -44,9 +44,9 @@ class Power:
     __rmul__ = __mul__
 
     def __pow__(self, exponent: float) -> Power:
-        kept = tuple((axis, e * exponent) for axis, e in self.exponents if e * exponent)
+        exponents = tuple((axis, e * exponent) for axis, e in self.exponents if e * exponent)
         clips = tuple((inner, power * exponent) for inner, power in self.clips if power * exponent)
-        return Power(self.coefficient**exponent, kept, clips)
+        return Power(self.coefficient**exponent, exponents, clips)
 
     def __truediv__(self, other: Power | float) -> Power:
         return self * (other**-1 if isinstance(other, Power) else 1.0 / other)

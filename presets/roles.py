@@ -96,8 +96,7 @@ class ParamSpec:
             raise PresetError(f"{self.role.value}: only gains and biases say which role they belong to (of={self.of})")
         if self.tied and self.role is not Role.READOUT:
             raise PresetError(f"{self.role.value}: only a readout can be tied")
-        matrix = self.role not in VECTORS | EMBEDDINGS
-        if matrix and not self.fan_in:
+        if self.role not in VECTORS | EMBEDDINGS and not self.fan_in:
             raise PresetError(f"{self.role.value}: a matrix needs fan_in, the names of the axes it sums over")
 
     @property

@@ -50,15 +50,13 @@ def verdicts(preset: Preset, optimizer: str = "adam") -> dict[str, dict[str, Ent
         PresetError: the preset has no rule for the optimizer.
     """
     family = preset.family(optimizer)
-    columns = {limit: Limit(preset, family, growth).observables() for limit, growth in LIMITS.items()}
-    rows = list(next(iter(columns.values())))
-    return {
-        row: {
-            limit: Entry(x := round(column[row], 10) + 0.0, _verdict(row, limit, x, column, family))
-            for limit, column in columns.items()
-        }
-        for row in rows
-    }
+    table: dict[str, dict[str, Entry]] = {}
+    for limit, growth in LIMITS.items():
+        column = Limit(preset, family, growth).observables()
+        for row, exponent in column.items():
+            x = round(exponent, 10) + 0.0
+            table.setdefault(row, {})[limit] = Entry(x, _verdict(row, limit, x, column, family))
+    return table
 
 
 def _verdict(row: str, limit: str, exponent: float, column: Mapping[str, float], family: str) -> str:

@@ -99,9 +99,9 @@ def load(path: str | Path) -> Tuned:
     Raises:
         PresetError: the file cannot be read, or an entry is missing, unknown or not what it must be; names file and entry.
     """
-    return schema.load(
-        path, _tuned, "no tuned preset ({error}); `python -m train transfer ... --save-tuned` writes one"
-    )
+    hint = "no tuned preset ({error}); `python -m train transfer ... --save-tuned` writes one"
+    fields = schema.load(path, schema.checked, hint)
+    return Tuned(**{name: value for name, value in fields.items() if name != "format"})
 
 
 def save(tuned: Tuned, path: Path) -> None:
@@ -115,7 +115,7 @@ def save(tuned: Tuned, path: Path) -> None:
         PresetError: what `load` would refuse.
     """
     fields = {"format": schema.FORMAT, **asdict(tuned)}
-    _tuned(json.loads(json.dumps(fields)))
+    schema.checked(json.loads(json.dumps(fields)))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(fields, indent=1) + "\n")
 
@@ -144,10 +144,7 @@ def described(tuned: Tuned) -> str:
         f"optimizer  {_pairs(tuned.optimizer)}",
         f"optimum    2^{optimum['value']:.2f} {_bounds(optimum)}, from {study['seeds']} paired seeds",
         "curve      " + ", ".join(f"2^{x:g} {'diverged' if y is None else f'{y:.4f}'}" for x, y in curve),
-        *(
-            f"grown      {one['axis']} {', '.join(map(str, one['sizes']))}: {_verdict(one)}"
-            for one in study["transfer"]
-        ),
+        *(f"grown      {g['axis']} {', '.join(map(str, g['sizes']))}: {_verdict(g)}" for g in study["transfer"]),
         f"run        {study['recipe']}, {study['steps']} steps of batch {study['batch']}",
         f"command    {study['command']}",
         f"versions   {_pairs(study['versions'])}, {study['date']}",
@@ -169,8 +166,3 @@ def _bounds(interval: Mapping[str, float | None]) -> str:
 
 def _pairs(values: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in values.items())
-
-
-def _tuned(contents: Any) -> Tuned:
-    schema.check(contents)
-    return Tuned(**{name: value for name, value in contents.items() if name != "format"})

@@ -26,8 +26,6 @@ from mupax.presets.tuned import schema
 FORMAT = "measured scales 1"
 """First entry of the file; another layout gets another number."""
 
-_COLUMNS = tuple(field.name for field in dataclasses.fields(Scales))
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Table:
@@ -59,16 +57,20 @@ class Table:
         layers = self.sizes.get("layers")
         if self.residual and len(self.residual) != layers:
             _bad(f"residual has {len(self.residual)} layers and sizes say {layers}; write one entry per layer")
-        _check("logits", self.logits, None)
+        _check("logits", self.logits)
         for layer, pairs in enumerate(self.residual):
             if [len(pair) for pair in pairs] != [2, 2]:
                 _bad(f"residual {layer} must be two pairs, (skip, branch) of attention and of the MLP")
             for number in (*pairs[0], *pairs[1]):
-                _check(f"residual {layer}", number, None, zero=True)
+                _check(f"residual {layer}", number, zero=True)
         for group, scales in self.scales.items():
-            for column in _COLUMNS:
-                zero = column in ("init_std", "weight_decay", "eps")
-                _check(f"{group} {column}", getattr(scales, column), layers, zero=zero)
+            for column, value in vars(scales).items():
+                if isinstance(value, tuple) and len(value) != layers:
+                    _bad(
+                        f"{group} {column} has {len(value)} numbers for {layers} layers; write one number, or one per layer"
+                    )
+                for number in value if isinstance(value, tuple) else (value,):
+                    _check(f"{group} {column}", number, zero=column in ("init_std", "weight_decay", "eps"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,32 +155,28 @@ def load(path: str | Path) -> Table:
 def _table(contents: Any) -> Table:
     if not isinstance(contents, dict) or contents.get("format") != FORMAT:
         _bad(f'not a table of this version; its first entry must be "format": "{FORMAT}"')
-    named = {field.name for field in dataclasses.fields(Table)}
-    schema.same_keys("a table of measured scales", contents.keys() - {"format"}, sorted(named))
+    named, columns = (sorted(field.name for field in dataclasses.fields(kind)) for kind in (Table, Scales))
+    schema.same_keys("a table of measured scales", contents.keys() - {"format"}, named)
     if not all(isinstance(contents[name], dict) for name in ("scales", "sizes")):
         _bad("scales and sizes must be objects")
     for group, row in contents["scales"].items():
-        schema.same_keys(f"a table of measured scales: {group}", row if isinstance(row, dict) else (), sorted(_COLUMNS))
+        schema.same_keys(f"a table of measured scales: {group}", row if isinstance(row, dict) else (), columns)
     rows = {group: Scales(**{c: _tuples(x) for c, x in row.items()}) for group, row in contents["scales"].items()}
     residual: Any = _tuples(contents["residual"])
     if not isinstance(residual, tuple) or not all(
         isinstance(pairs, tuple) and all(isinstance(pair, tuple) for pair in pairs) for pairs in residual
     ):
         _bad("residual must be a list of pairs of pairs")
-    return Table(**{name: contents[name] for name in named - {"scales", "residual"}}, scales=rows, residual=residual)
+    return Table(**{**{name: contents[name] for name in named}, "scales": rows, "residual": residual})
 
 
 def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def _check(what: str, value: Any, layers: int | None, *, zero: bool = False) -> None:
-    numbers = value if isinstance(value, tuple) else (value,)
-    if isinstance(value, tuple) and len(value) != layers:
-        _bad(f"{what} has {len(value)} numbers for {layers} layers; write one number, or one per layer")
-    for number in numbers:
-        if not schema.is_number(number) or number < 0 or (number == 0 and not zero):
-            _bad(f"{what} is {number!r}; write a finite number {'of at least' if zero else 'above'} 0")
+def _check(what: str, number: Any, *, zero: bool = False) -> None:
+    if not schema.is_number(number) or number < 0 or (number == 0 and not zero):
+        _bad(f"{what} is {number!r}; write a finite number {'of at least' if zero else 'above'} 0")
 
 
 def _per_rate(scales: Scales) -> Number:

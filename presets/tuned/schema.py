@@ -104,8 +104,8 @@ _SCHEMA: dict[str, Any] = {
 """Entry to what fits and what it must be; to entries of its own; or, in brackets, to that of every entry of a list."""
 
 
-def check(contents: Any) -> None:
-    """Check a file's contents, as JSON has them.
+def checked(contents: Any) -> dict[str, Any]:
+    """A file's contents, as JSON has them, where they are a tuned preset's.
 
     Raises:
         PresetError: an entry is missing, unknown or not what it must be; names the entry and says what it must be.
@@ -119,6 +119,7 @@ def check(contents: Any) -> None:
         raise PresetError(
             f"provenance.loss has {len(study['loss'])} entries; it must be as many as log2_lr, which has {points}"
         )
+    return contents
 
 
 def load(path: str | Path, parse: Callable[[Any], T], missing: str) -> T:

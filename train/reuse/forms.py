@@ -92,7 +92,7 @@ def convert(
 
     thetas = theta(definition, before, after, optimizer)
     moves = {
-        name: Move(source=name, along=tuple(map(transplant.same, w.shape)), scale=1 / np.asarray(thetas[name], float))
+        name: Move(source=name, along=tuple(map(np.arange, w.shape)), scale=1 / np.asarray(thetas[name], float))
         for name, w in state.params.items()
     }
     converted = transplant.state(moves, state, {}, state.opt_state, optimizer)

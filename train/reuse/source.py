@@ -36,7 +36,6 @@ MODEL = "model.json"
 """Beside imported weights: the model, the preset whose form they are in, and what folds them."""
 
 FORMAT = "mupax-weights-1"
-
 CONFIG = "config.json"
 
 
@@ -98,18 +97,20 @@ def read(path: Path, step: int | None = None, *, part: Literal["params", "ema"] 
         folder, step = folder.parent, int(folder.name)
     if folder.name == CHECKPOINTS and (folder.parent / RECORD).is_file():
         folder = folder.parent
-    if (folder / MODEL).is_file():
-        return _imported(_without_ema(path, part), read_json(folder / MODEL))
-    if not (folder / CONFIG).is_file():
+    imported = (folder / MODEL).is_file()
+    if not imported and not (folder / CONFIG).is_file():
         raise WeightsError(
             f"{path}: no run and no weights there ({CONFIG} is missing); give a workdir, workdir/{CHECKPOINTS}/STEP, "
             "a folder of `python -m zoo import`, or one of Hugging Face with config.json and safetensors"
         )
-    fields = read_json(folder / CONFIG)
-    if "model_type" not in fields and "config" in fields:
+    fields = read_json(folder / (MODEL if imported else CONFIG))
+    if not imported and "model_type" not in fields and "config" in fields:
         return _run(folder, fields, step, part)
+    if part == "ema":
+        raise WeightsError(f"{path}: holds weights, and no moving average beside them; leave --init-ema out")
+    if imported:
+        return _imported(path, fields)
     published = huggingface.from_huggingface(fields)
-    _without_ema(path, part)
     loaded = weights.from_huggingface(Tensors(path), published)
     notes = [f"not read, and read by no model here: {first_of(loaded.dropped)}"] if loaded.dropped else []
     notes += [f"not in the file, so zero: {first_of(loaded.zeros)}"] if loaded.zeros else []
@@ -152,14 +153,6 @@ def _imported(path: Path, record: Mapping[str, Any]) -> Source:
     _check_shapes(files.shapes, definition(model), f"{path}: the weights are of another model than {MODEL} says")
     by = _scales(preset, files)
     return Source(model, {name: files.read(name) for name in files.shapes}, by, dict(preset), [])  # pyright: ignore
-
-
-def _without_ema(path: Path, part: str) -> Path:
-    if part == "ema":
-        raise WeightsError(
-            f"{path}: holds weights of one kind, and no moving average beside them; leave --init-ema out"
-        )
-    return path
 
 
 def _run(workdir: Path, recorded: Mapping[str, Any], step: int | None, part: Literal["params", "ema"]) -> Source:

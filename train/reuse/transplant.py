@@ -68,7 +68,7 @@ class Move:
         """The entries along every axis; any, where there is none."""
         array = array.T if self.transposed else array
         for axis, index in enumerate(along):
-            if not np.array_equal(index, same(array.shape[axis])):
+            if not np.array_equal(index, np.arange(array.shape[axis])):
                 array = np.take(array, np.maximum(index, 0), axis)
         return array
 
@@ -82,11 +82,6 @@ class Move:
 def sides(along: Sequence[Index]) -> list[np.ndarray]:
     """Whether the indices of each axis come from the source; they broadcast against the array."""
     return [(index >= 0).reshape(-1, *[1] * (len(along) - axis - 1)) for axis, index in enumerate(along)]
-
-
-def same(size: int) -> Index:
-    """An axis that is as before."""
-    return np.arange(size)
 
 
 def first(before: int, after: int) -> Index:
@@ -119,15 +114,14 @@ def resized(position_TD: np.ndarray, before: ModelConfig, after: ModelConfig) ->
         float32 [T', D]. A grid of the same size keeps its numbers.
     """
     old, new = before.position_grid, after.position_grid
-    own = position_TD.shape[0] - old**2  # the class token's row, first
-    grid_GGD = position_TD[own:].astype(np.float32).reshape(old, old, -1)
+    own, width = position_TD.shape[0] - old**2, position_TD.shape[1]  # the class token's row, first
+    grid_GGD = position_TD[own:].astype(np.float32).reshape(old, old, width)
     if old != new:
-        shape = (new, new, grid_GGD.shape[-1])
         # Smaller grids are filtered before they are sampled (antialias), as timm does it.
-        grid_GGD = np.asarray(jax.image.resize(grid_GGD, shape, "bicubic", antialias=True))
+        grid_GGD = np.asarray(jax.image.resize(grid_GGD, (new, new, width), "bicubic", antialias=True))
     class_row = position_TD[:own] if own else np.zeros_like(position_TD[:1])
     class_row = class_row[: after.sizes()["position"] - new**2]
-    return np.concatenate([class_row, grid_GGD.reshape(-1, grid_GGD.shape[-1])]).astype(np.float32)
+    return np.concatenate([class_row, grid_GGD.reshape(-1, width)]).astype(np.float32)
 
 
 def state(moves: Mapping[str, Move], old: TrainState, fresh: Params, opt_state: Any, optimizer: str) -> TrainState:

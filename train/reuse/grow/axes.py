@@ -19,10 +19,6 @@ SIZES = {
 FREE = {"width", "depth", "num_heads", "head_dim", "num_kv_heads", "mlp_ratio", "norm_eps", "rope_theta", "compute"}
 """Fields that growth may change; norm_eps and rope_theta to go with a wider stream and wider heads."""
 
-GROWN = (Role.QUERY, Role.KEY, Role.VALUE, Role.ATTENTION_OUT, Role.MLP_IN, Role.MLP_OUT, Role.TOKEN_EMBEDDING,
-         Role.PATCH_EMBEDDING, Role.POSITION, Role.READOUT)  # fmt: skip
-"""Roles of matrices, whose new entries the table tells of; gains start at 1 and biases at 0."""
-
 
 class GrowError(MupaxError):
     """A model that a checkpoint cannot grow into. The text says why and what to write."""
@@ -67,26 +63,24 @@ def _check(before: TransformerConfig, after: TransformerConfig) -> None:
             "a centred model is its network minus that of its first step, which the checkpoint does not hold"
         )
     for field in dataclasses.fields(before):
-        name = field.name
-        if name not in FREE and getattr(before, name) != getattr(after, name):
-            was = getattr(before, name)
+        name, was, now = field.name, getattr(before, field.name), getattr(after, field.name)
+        if name not in FREE and was != now:
             raise GrowError(
-                f"model.{name} is {was} in the checkpoint and {getattr(after, name)} in --to; growth keeps it: add "
+                f"model.{name} is {was} in the checkpoint and {now} in --to; growth keeps it: add "
                 f"--set {name}={was} (and change it with --init-from afterwards)"
             )
     for size in SIZES:
-        if getattr(after, size) < getattr(before, size):
-            was = getattr(before, size)
+        was, now = getattr(before, size), getattr(after, size)
+        if now < was:
             # Without head_dim a head is the width over the heads, and more heads are smaller ones.
             instead = f"; add head_dim={was} to --set" if size == "heads_dim" else ""
-            raise GrowError(f"{size} would shrink from {was} to {getattr(after, size)}; growth only adds{instead}")
+            raise GrowError(f"{size} would shrink from {was} to {now}; growth only adds{instead}")
     if before.qk_norm and after.heads_dim != before.heads_dim:
         raise GrowError(
             "queries and keys are normalized (qk_norm) over the head dimension, and new entries of a head would change what "
             f"the old ones are divided by; keep head_dim {before.heads_dim} and add heads"
         )
-    wider = after.width != before.width
-    if wider and before.tied_readout and not before.norm_gain:
+    if after.width != before.width and before.tied_readout and not before.norm_gain:
         raise GrowError(
             "a wider stream needs a norm gain before a tied readout, and this model has none; keep its width"
         )

@@ -25,11 +25,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mupax.presets import ParamSpec, Role
+from mupax.presets import VECTORS, ParamSpec, Role
 from mupax.train.reuse import transplant
 from mupax.train.reuse.grow import axes as grow_axes
-from mupax.train.reuse.grow.axes import GROWN
-from mupax.train.reuse.start.plan import Plan, Row, Side, check_unmovable, role_of
+from mupax.train.reuse.start.plan import Plan, Row, Shape, Side, check_unmovable, role_of
 from mupax.train.reuse.transplant import Move
 from mupax.zoo.huggingface.weights import Params
 from mupax.zoo.transformer import TransformerConfig, transformer
@@ -68,41 +67,31 @@ def plan(there: Side, here: Side) -> Growth:
     rows: list[Row] = []
     silent: dict[str, np.ndarray] = {}
     for name, spec in here.definition.specs.items():
-        along = tuple(
-            axes.of(spec, axis, size)
-            for axis, size in zip(spec.axes, here.definition.abstract[name].shape, strict=True)
-        )
+        old, new = there.definition.abstract[name].shape, here.definition.abstract[name].shape
+        along = tuple(axes.of(spec, axis, size) for axis, size in zip(spec.axes, new, strict=True))
         layers = along[0] if spec.stacked else None
         scale = _scale(spec, before, after) * transplant.ratio(there.scales[name], here.scales[name], layers)
-        moves[name] = Move(
-            source=name,
-            along=along,
-            scale=scale,
-            prepared=_centred(spec, name, before, after) if exact else np.asarray,
-            copies=axes.copies if "kv_heads" in spec.axes else 1,
-        )
+        prepared = _centred(spec, before, after) if exact else np.asarray
+        copies = axes.copies if "kv_heads" in spec.axes else 1
+        moves[name] = Move(source=name, along=along, scale=scale, prepared=prepared, copies=copies)
         if (zero := _silent(spec, along)) is not None:
             silent[name] = zero
-        shapes = there.definition.abstract[name].shape, here.definition.abstract[name].shape
-        rows.append(Row(name, role_of(spec), *shapes, *_action(spec, moves[name], *shapes, zero)))
+        rows.append(Row(name, role_of(spec), old, new, *_action(spec, moves[name], old, new, zero)))
     return Growth(moves, rows, notes, silent)
 
 
 def _scale(spec: ParamSpec, before: TransformerConfig, after: TransformerConfig) -> float:
     """What an entry is taken times in the plain network."""
-    wider, role = (before.width / after.width) ** 0.5, spec.of or spec.role
-    scale = 1.0
-    if role is Role.QUERY and spec.role is not Role.NORM_GAIN:
-        scale *= (after.heads_dim / before.heads_dim) ** 0.5
-    stream_norm = spec.role is Role.NORM_GAIN and spec.of is None
+    wider, of_query = (before.width / after.width) ** 0.5, Role.QUERY in (spec.role, spec.of)
+    scale = (after.heads_dim / before.heads_dim) ** 0.5 if of_query and spec.role is not Role.NORM_GAIN else 1.0
     if before.norm_gain:
-        return scale * wider if stream_norm else scale
+        return scale * wider if spec.role is Role.NORM_GAIN and spec.of is None else scale
     if spec.role in READS:
         return scale * wider
     return scale / wider if spec.role is Role.BIAS and spec.of is Role.NORM_GAIN else scale
 
 
-def _centred(spec: ParamSpec, name: str, before: TransformerConfig, after: TransformerConfig):
+def _centred(spec: ParamSpec, before: TransformerConfig, after: TransformerConfig):
     """Takes the mean over the stream out of what writes it, which no LayerNorm sees, nor any gradient."""
     role = spec.of or spec.role
     writes = role in (*EMBEDS, *OUTS) and spec.axes[-1] == "embed"
@@ -125,8 +114,7 @@ def _silent(spec: ParamSpec, along: Sequence[np.ndarray]) -> np.ndarray | None:
 def _notes(before: TransformerConfig, after: TransformerConfig, axes: grow_axes.Axes) -> tuple[bool, list[str]]:
     """Whether a wider stream is exact, and what is not."""
     notes, ratio = list(axes.notes), after.width / before.width
-    tied = before.tied_readout
-    if ratio > 1 and tied and before.norm == "layernorm":
+    if ratio > 1 and before.tied_readout and before.norm == "layernorm":
         notes.append(
             "a wider stream under LayerNorm needs token embeddings of mean 0, and as a tied readout these need their mean: "
             "the function changes (an untied model, or one with rmsnorm, keeps it)"
@@ -140,16 +128,14 @@ def _notes(before: TransformerConfig, after: TransformerConfig, axes: grow_axes.
     return True, notes
 
 
-def _action(
-    spec: ParamSpec, move: Move, old: tuple[int, ...], new: tuple[int, ...], zero: np.ndarray | None
-) -> tuple[str, str]:
+def _action(spec: ParamSpec, move: Move, old: Shape, new: Shape, zero: np.ndarray | None) -> tuple[str, str]:
     """Action and reason."""
     words = [f"every key head {move.copies} times"] if move.copies > 1 else []
     words += [move.times] if move.times else []
     grown = [f"{axis} {a} to {b}" for axis, a, b in zip(spec.axes, old, new, strict=True) if a != b]
     if not grown:
         return ("converted", ", ".join(words)) if words else ("kept", "")
-    if not np.all(move.transplanted()) and spec.role in GROWN:
+    if not np.all(move.transplanted()) and spec.role not in VECTORS:  # gains start at 1 and biases at 0
         start = "initialized" if zero is None else "0" if zero.all() else "initialized, 0 in old heads"
         words.append(f"new: {start}")
     return "grown", ", ".join([*grown, *words])

@@ -180,9 +180,9 @@ def _move(name: str, source: str, old: Shape, shape: Shape, there: Side, here: S
         return move
     return dataclasses.replace(
         move,
-        along=tuple(map(transplant.same, shape)),
+        along=tuple(map(np.arange, shape)),
         prepared=lambda position: transplant.resized(position, before, after),
-        moments_along=(np.full(shape[0], -1), transplant.same(shape[1])),
+        moments_along=(np.full(shape[0], -1), np.arange(shape[1])),
     )
 
 
