@@ -15,22 +15,12 @@ if TYPE_CHECKING:
     from mupax.zoo.configs import CONFIGS, ComputeConfig, ConfigError, DecoderConfig, ModelConfig, ViTConfig, get
     from mupax.zoo.definition import Definition, define
 
-__all__ = [
-    "CONFIGS",
-    "ComputeConfig",
-    "ConfigError",
-    "DecoderConfig",
-    "Definition",
-    "ModelConfig",
-    "ViTConfig",
-    "define",
-    "get",
-]
+__all__ = ["CONFIGS", "ComputeConfig", "ConfigError", "DecoderConfig", "ModelConfig", "ViTConfig", "get"]
+__all__ += ["Definition", "define"]  # they import JAX
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    # The second imports JAX.
     module = "definition" if name in ("Definition", "define") else "configs"
     return getattr(importlib.import_module(f"mupax.zoo.{module}"), name)

@@ -10,10 +10,10 @@ from flax import nnx
 
 from mupax.zoo import partition
 from mupax.zoo.configs import DecoderConfig
+from mupax.zoo.definition import Init
 from mupax.zoo.layers.block import Block, residual_stack, runs_as_scan
 from mupax.zoo.layers.cache import Cache
 from mupax.zoo.layers.linear import Norm, Reading
-from mupax.zoo.param import Init
 
 
 class Decoder(nnx.Module):

@@ -11,9 +11,9 @@ from flax import nnx
 
 from mupax.zoo import partition
 from mupax.zoo.configs import ViTConfig
+from mupax.zoo.definition import Init
 from mupax.zoo.layers.block import Block, residual_stack
 from mupax.zoo.layers.linear import Norm, Reading, project
-from mupax.zoo.param import Init
 
 
 class ViT(nnx.Module):

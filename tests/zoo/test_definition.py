@@ -23,8 +23,7 @@ from mupax.train.core.step import StepInputs
 from mupax.train.parallel.mesh import make_mesh
 from mupax.train.parallel.sharding import MeshLayout
 from mupax.zoo.configs import DecoderConfig, ModelConfig, ViTConfig
-from mupax.zoo.definition import Definition, define, definition
-from mupax.zoo.param import Factor, initial_value
+from mupax.zoo.definition import Definition, Factor, define, definition, initial_value
 
 pytestmark = pytest.mark.core
 

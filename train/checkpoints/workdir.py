@@ -17,7 +17,7 @@ from typing import Any
 
 from mupax import __version__
 from mupax.errors import MupaxError
-from mupax.train.config.record import to_json
+from mupax.train.config.record import completed, differences, text_of, to_json
 from mupax.train.config.run import Config
 from mupax.train.parallel.processes import Processes
 from mupax.train.parallel.xla_flags import VARIABLES
@@ -28,6 +28,11 @@ _SHARED, _LOCK, _PROBE, _PARTIAL = ".shared", ".lock", ".writable", f".{RECORD}.
 _FIRST = {_SHARED, _LOCK, _PROBE, _PARTIAL}
 """What a run writes before its record: a kill leaves some of them in a folder that is still free."""
 CHECKPOINTS, SET_ASIDE = "checkpoints", "set-aside"
+_FIXED = (
+    *("model.", "preset.", "ema.", "optimizer.name", "seed", "train_only", "freeze"),
+    *("data.name", "data.batch_size", "data.tokenizer", "data.split", "data.seed"),
+)
+"""Beginnings of the fields that a run keeps. Every constant of a preset multiplies something in the forward pass."""
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
@@ -90,7 +95,7 @@ def _claim(config: Config) -> tuple[str, bool]:
             f"cannot write into the workdir {_shown(path)}: {error.strerror}; give --workdir another folder"
         ) from error
     if held:
-        _check_same_run(config, read_record(path)["config"], path)
+        _check_same_run(config, path)
     return str(path), held
 
 
@@ -121,38 +126,16 @@ def locked(path: Path, processes: Processes) -> Iterator[None]:
         yield
 
 
-def _check_same_run(config: Config, before: dict[str, Any], path: Path) -> None:
+def _check_same_run(config: Config, path: Path) -> None:
     """Refuse to continue a run whose arrays or batches would no longer mean the same."""
-    now = json.loads(json.dumps(to_json(config)))
-    # Owner to fields; all of them where none are named. Every constant of a preset multiplies something in the forward pass.
-    fixed = {
-        "model": set(),
-        "optimizer": {"name"},
-        "data": {"name", "batch_size", "tokenizer", "split", "seed"},
-        "preset": set(),
-        "ema": set(),
-    }
-    for owner, fields in fixed.items():
-        old, new = before.get(owner, {}), now[owner]
-        for field in sorted(fields or new.keys() - {"compute"}):
-            if field in old and old[field] != new[field]:
-                was, now_is = (" ".join(x) if isinstance(x, list) else x for x in (old[field], new[field]))
-                raise WorkdirError(
-                    f"the run in {_shown(path)} has {owner}.{field} {was}, not {now_is}; "
-                    f"continue it with --{owner}.{field.replace('_', '-')} {was}, or start another with --workdir"
-                )
-    for field in ("train_only", "freeze"):
-        was, now_is = (" ".join(fields.get(field, ())) or "nothing" for fields in (before, now))
-        if was != now_is:
-            flag = f"--{field.replace('_', '-')}"
+    now = to_json(config)
+    for field, *values in differences(completed(read_record(path)["config"], now), now):
+        if field.startswith(_FIXED) and not field.startswith("model.compute."):
+            flag, (was, now_is) = f"--{field.replace('_', '-')}", map(text_of, values)
             how = f"without {flag}" if was == "nothing" else f"with {flag} {was}"
             raise WorkdirError(
-                f"the run in {_shown(path)} has {flag} {was}, not {now_is}; continue it {how}, or start another with --workdir"
+                f"the run in {_shown(path)} has {field} {was}, not {now_is}; continue it {how}, or start another with --workdir"
             )
-    if before.get("seed", config.seed) != config.seed:
-        raise WorkdirError(
-            f"the run in {_shown(path)} has seed {before['seed']}; continue it with --seed {before['seed']}"
-        )
 
 
 def record(

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import shlex
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from mupax.train.config.recipes import RECIPES
@@ -48,8 +49,8 @@ _FAR = 2**53
 
 
 def to_json(config: Config) -> dict[str, Any]:
-    """The config as nested dictionaries of plain values; the model also says its `family`."""
-    return {**dataclasses.asdict(config), "model": model_to_json(config.model)}
+    """The config as JSON reads it: dictionaries, lists and plain values; the model also says its `family`."""
+    return json.loads(json.dumps({**dataclasses.asdict(config), "model": model_to_json(config.model)}))
 
 
 def model_to_json(model: ModelConfig) -> dict[str, Any]:
@@ -78,6 +79,31 @@ def from_json(fields: Mapping[str, Any]) -> Config:
         if name in fields:
             fields[name] = _make(owner, f"{name}.", fields[name])
     return _make(Config, "", fields)
+
+
+def completed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `now` with the values of `before`, where it has them: another version may have recorded others."""
+    return {
+        name: completed(before[name], value)
+        if isinstance(value, dict) and isinstance(before.get(name), dict)
+        else before.get(name, value)
+        for name, value in now.items()
+    }
+
+
+def differences(first: dict[str, Any], second: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Name and both values of every field in which two configs differ, both as `to_json` gives them."""
+    for name in sorted({*first, *second}):
+        a, b = first.get(name), second.get(name)
+        if isinstance(a, dict) and isinstance(b, dict):
+            yield from differences(a, b, f"{prefix}{name}.")
+        elif a != b:
+            yield f"{prefix}{name}", a, b
+
+
+def text_of(value: Any) -> str:
+    """A field's value as it is written on a command line; of an empty list `nothing`."""
+    return " ".join(map(str, value)) or "nothing" if isinstance(value, list) else str(value)
 
 
 def _make(owner: type[T], prefix: str, fields: Mapping[str, Any]) -> T:

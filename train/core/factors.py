@@ -27,7 +27,7 @@ Numbers = dict[str, np.ndarray]
 class Factors(NamedTuple):
     """What a preset gives a model and its optimizer, one entry per parameter.
 
-    `forward` has one per `mupax.zoo.param.Factor`, but for a skip that is 1 everywhere: the program is then made without it.
+    `forward` has one per `mupax.zoo.definition.Factor`, but for a skip that is 1 everywhere: the program is then made without it.
     """
 
     multiplier: Numbers

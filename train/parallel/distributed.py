@@ -1,119 +1,173 @@
-"""Brings the processes of a run together: TPU pods, SLURM, MPI, Kubernetes, or by hand. A plain process stays alone.
+"""Several processes of one run: how they join, what they tell each other, and how a failure of one ends all.
 
-JAX finds the coordinator where the environment names it; what is decided here is whether there is anything to join.
+They talk through the key-value store of JAX's coordination service, which process 0 keeps.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import json
 import os
+import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from mupax.errors import MupaxError
+import jax
+from jax._src import distributed as _distributed  # the store has no public name
+
 from mupax.train.config.run import DistributedConfig
 from mupax.train.parallel.processes import Processes
 
-_BY_HAND = {"coordinator": "JAX_COORDINATOR_ADDRESS", "processes": "JAX_NUM_PROCESSES", "process": "JAX_PROCESS_ID"}
-"""Field of the config to the variable that stands for it."""
+_POLL_S = 1.0
+"""How often a process says that it is alive and looks whether another has failed."""
+_FOREVER_MS = 7 * 24 * 3600 * 1000
+"""Another process may prepare data for hours; its failure ends the wait."""
+_ALIVE, _FAILED = "mupax/alive", "mupax/failed"
 
 
-class DistributedError(MupaxError):
-    """Processes that cannot find each other. The text says what to write instead."""
+class Cluster(Processes):
+    """The processes of a run, seen from one of them.
+
+    Args:
+        index: number of this process; 0 leads.
+        count: how many there are.
+        client: of JAX's coordination service.
+        heartbeat_seconds: how long a process may be silent before it counts as dead.
+    """
+
+    def __init__(self, index: int, count: int, client: Any, heartbeat_seconds: float = 30) -> None:
+        self.index, self.count, self._client = index, count, client
+        self._silence = heartbeat_seconds
+        self._done, self._failing = threading.Event(), False
+        threading.Thread(target=self._watch, name="processes", daemon=True).start()
+
+    @property
+    def closed(self) -> bool:
+        return self._done.is_set()
+
+    def broadcast(self, name: str, value: Callable[[], Any]) -> Any:
+        if not self.leader:
+            return self._wait_for(f"mupax/broadcast/{name}")
+        result = value()
+        self._client.key_value_set(f"mupax/broadcast/{name}", json.dumps(result))
+        return result
+
+    def gather(self, name: str, value: Any) -> list[Any] | None:
+        keys = [f"mupax/gather/{name}/{index}" for index in range(self.count)]
+        if not self.leader:
+            self._client.key_value_set(keys[self.index], json.dumps(value))
+            return None
+        values = [value]
+        for key in keys[1:]:
+            values.append(self._wait_for(key))
+            self._client.key_value_delete(key)
+        return values
+
+    def _wait_for(self, key: str) -> Any:
+        return json.loads(self._client.blocking_key_value_get(key, _FOREVER_MS))
+
+    def barrier(self, name: str) -> None:
+        self._client.wait_at_barrier(f"mupax/{name}", _FOREVER_MS)
+
+    def post(self, key: str, value: str) -> None:
+        with contextlib.suppress(Exception):  # it is there, or there is no store any more
+            self._client.key_value_set(key, value)
+
+    def posts(self, folder: str) -> dict[str, str]:
+        return {key.removeprefix(f"{folder}/"): value for key, value in self._client.key_value_dir_get(folder)}
+
+    def post_failure(self, reason: str) -> None:
+        if not self.closed:
+            self._failing = True
+            self._post_failure(self.index, socket.gethostname(), reason)
+
+    def close(self) -> None:
+        """The end of a run that went well, for all at once."""
+        self.barrier("end")
+        self._done.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others why this process ends, unless another one's end is the reason: then it ends as they do.
+
+        The exit code of every process is then 1.
+        """
+        if _may_follow_from_another(error):
+            time.sleep(self._silence + 3 * _POLL_S)  # the watch ends this process if another is found to have failed
+        self._failing = True
+        # What JAX does at the end of a process would wait for the others, until it gives up with a stack trace.
+        atexit.register(_exit)
+        self._post_failure(self.index, socket.gethostname(), f"{type(error).__name__}: {error}")
+        if self.leader:
+            time.sleep(3 * _POLL_S)  # until the others have read it: process 0 takes the store with it
+
+    def _post_failure(self, index: int, host: str, reason: str) -> None:
+        self.post(f"{_FAILED}/first", json.dumps([index, host, reason]))
+
+    def _watch(self) -> None:
+        beat, heard = 0, time.monotonic()
+        seen: dict[str, tuple[str, float]] = {}
+        while not self._done.wait(_POLL_S):
+            beat += 1
+            try:
+                self._client.key_value_set(f"{_ALIVE}/{self.index}", f"{beat} {socket.gethostname()}", True)
+                if self.leader:
+                    self._look_for_silence(seen)
+                failures = self._client.key_value_dir_get(_FAILED)
+                heard = time.monotonic()
+            except Exception:  # any error of the network; the store may answer again
+                failures = []
+                if time.monotonic() - heard > self._silence:
+                    failures = [("", json.dumps([0, "the coordinator", f"no answer for {self._silence} s"]))]
+            if failures and not self._failing and not self._done.is_set():
+                index, host, reason = json.loads(failures[0][1])
+                self._leave(f"process {index} ({host}) failed: {reason}")
+
+    def _look_for_silence(self, seen: dict[str, tuple[str, float]]) -> None:
+        """Process 0: a process whose beat has stood still is declared dead."""
+        now, beats = time.monotonic(), dict(self._client.key_value_dir_get(_ALIVE))
+        for index in range(1, self.count):
+            key = f"{_ALIVE}/{index}"
+            beat = beats.get(key, "")
+            if seen.setdefault(key, (beat, now))[0] != beat:
+                seen[key] = (beat, now)
+            elif now - seen[key][1] > self._silence:
+                host = beat.partition(" ")[2] or "host unknown"
+                self._post_failure(index, host, f"killed or cut off, not heard of for {self._silence} s")
+
+    def _leave(self, why: str) -> None:
+        # The main thread may hang in a collective operation that will never end: nothing but this ends the process.
+        print("\n".join(f"error: {why}".splitlines()[:10]), file=sys.stderr, flush=True)
+        if self.leader:
+            time.sleep(3 * _POLL_S)
+        _exit()
+
+
+def _exit() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _may_follow_from_another(error: BaseException) -> bool:
+    """Whether the error may only say that another process went away in the middle of a collective operation."""
+    text = str(error)
+    return (isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in text) or "Gloo" in text
 
 
 @contextlib.contextmanager
-def joined(config: DistributedConfig) -> Iterator[Processes]:
+def joined(others: dict[str, Any], config: DistributedConfig) -> Iterator[Cluster]:
     """Join the other processes for as long as this is entered. Enter it before anything asks JAX for its devices.
 
     An exception that leaves it is told to the others, which then end too, within seconds, with exit code 1 and its text.
 
-    Raises:
-        DistributedError: only a part of what it takes to find the others is given.
-    """
-    others = place(config)
-    if others is None:
-        yield Processes()
-        return
-    import jax
-
-    _connect(others, config)
-    from jax._src.distributed import global_state  # the store has no public name
-
-    processes = Processes(jax.process_index(), jax.process_count(), global_state.client, config.heartbeat_seconds)
-    try:
-        yield processes
-    except BaseException as error:
-        processes.fail(error)
-        raise
-    processes.close()
-    jax.distributed.shutdown()
-
-
-def place(
-    config: DistributedConfig, environ: Mapping[str, str] = os.environ, tpu: bool | None = None
-) -> dict[str, Any] | None:
-    """What to tell `jax.distributed.initialize`, or None where this process is alone.
-
     Args:
-        config: of the run; what it leaves out is looked for in the environment.
-        environ: variables of this process.
-        tpu: whether this is a host of Cloud TPUs, which knows its pod; found out unless given.
-
-    Raises:
-        DistributedError: only a part of coordinator, number of processes and number of this one is given.
+        others: where they are (`processes.place`).
+        config: how long to wait for them.
     """
-    values: dict[str, Any] = {}
-    for field, variable in _BY_HAND.items():
-        value = environ.get(variable) if getattr(config, field) is None else getattr(config, field)
-        if field != "coordinator" and value is not None:
-            if not str(value).isdecimal():
-                raise DistributedError(f"{variable} is {value!r}; write a whole number")
-            value = int(value)
-        values[field] = value
-    if values["processes"] == 1:
-        return None
-    missing = [field for field, value in values.items() if value is None]
-    if not missing:
-        coordinator, processes, process = values.values()
-        host, _, port = coordinator.rpartition(":")
-        if not (host and port.isdecimal()):
-            raise DistributedError(f"distributed.coordinator is {coordinator!r}; write HOST:PORT of process 0")
-        if not 0 <= process < processes:
-            raise DistributedError(
-                f"distributed.process is {process} of {processes}; write a number from 0 to {processes - 1}"
-            )
-        return {"coordinator_address": coordinator, "num_processes": processes, "process_id": process}
-    if _on_tpu_vm() if tpu is None else tpu:
-        return {}
-    if "SLURM_STEP_NODELIST" in environ and int(environ.get("SLURM_NTASKS", "1")) > 1:
-        return {"local_device_ids": _slurm_devices(environ)}
-    if int(environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
-        return {}
-    if len(missing) < len(values):
-        wanted = " ".join(f"--distributed.{field} ({_BY_HAND[field]})" for field in missing)
-        raise DistributedError(f"to join other processes by hand, {wanted} must be given too, or none of them")
-    return None
-
-
-def _slurm_devices(environ: Mapping[str, str]) -> list[int] | None:
-    """All GPUs of the node where SLURM starts one task on each; JAX alone would take the first and leave the others idle."""
-    gpus = environ.get("SLURM_GPUS_ON_NODE", "")
-    alone = environ.get("SLURM_NTASKS") == environ.get("SLURM_STEP_NUM_NODES")
-    return list(range(int(gpus))) if alone and gpus.isdecimal() else None
-
-
-def _on_tpu_vm() -> bool:
-    from jax._src import cloud_tpu_init  # what jax.distributed.initialize itself asks
-
-    return cloud_tpu_init.running_in_cloud_tpu_vm
-
-
-def _connect(others: dict[str, Any], config: DistributedConfig) -> None:
-    import jax
-
     # It would take SIGTERM away from `train/parallel/signals.py`, which agrees on a step by itself and hears SIGINT too.
     jax.config.update("jax_enable_preemption_service", False)
     late = threading.Timer(config.timeout_seconds, _too_late, (others, config.timeout_seconds))
@@ -128,6 +182,15 @@ def _connect(others: dict[str, Any], config: DistributedConfig) -> None:
         )
     finally:
         late.cancel()
+    client = _distributed.global_state.client
+    processes = Cluster(jax.process_index(), jax.process_count(), client, config.heartbeat_seconds)
+    try:
+        yield processes
+    except BaseException as error:
+        processes.fail(error)
+        raise
+    processes.close()
+    jax.distributed.shutdown()
 
 
 def _too_late(others: dict[str, Any], seconds: int) -> None:

@@ -1,12 +1,9 @@
-"""What devices can do and what they hold: peak rates for the model FLOPs utilization (MFU), memory, TPU chips, rooflines."""
+"""What devices can do and what they hold: peak rates for the model FLOPs utilization (MFU), and memory."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from typing import Any
-
-_GIBI, _GIGA, _TERA = 2**30, 1e9, 1e12
 
 _BFLOAT16_TERA: dict[float, tuple[str, ...]] = {
     # Per JAX device: v3 and 7x show each of a chip's two cores as a device, the others a chip.
@@ -52,94 +49,10 @@ def peak_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
     """
     if dtype != "bfloat16":
         return None
-    return next((tera * _TERA for tera, kinds in _BFLOAT16_TERA.items() if device_kind in kinds), None)
+    return next((tera * 1e12 for tera, kinds in _BFLOAT16_TERA.items() if device_kind in kinds), None)
 
 
 def memory_peak(devices: Iterable[Any]) -> int | None:
     """The most bytes that any of these `jax.Device`s had in use since the process began, None where none counts them (CPU)."""
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
     return max((peak for peak in peaks if peak is not None), default=None)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Chip:
-    """One chip, which is one JAX device. Rates are per second."""
-
-    name: str
-    """As topologies are written, such as v5e."""
-    hbm_bytes: int
-    """Main memory."""
-    peak_flops: float
-    """Dense bfloat16 products, a multiply-add counted as two."""
-    hbm_bandwidth: float
-    """Bytes to and from main memory."""
-    ici_bandwidth: float
-    """Bytes over all links to neighbours, in one direction: half of what is published as bidirectional."""
-    torus: int
-    """Dimensions of the network of neighbours."""
-    dcn_bandwidth: float | None
-    """Bytes to other slices, in one direction; None where it is not published."""
-    clock_hz: float | None
-    """Clock of the matrix units; None where it is not published and does not follow from the peak."""
-
-
-CHIPS = {
-    chip.name: chip
-    for chip in (
-        Chip(
-            name="v4", hbm_bytes=32 * _GIBI, peak_flops=275 * _TERA, hbm_bandwidth=1200 * _GIGA,
-            ici_bandwidth=300 * _GIGA, torus=3, dcn_bandwidth=None, clock_hz=1.05 * _GIGA,
-        ),
-        Chip(
-            name="v5e", hbm_bytes=16 * _GIBI, peak_flops=197 * _TERA, hbm_bandwidth=819 * _GIGA,
-            ici_bandwidth=200 * _GIGA, torus=2, dcn_bandwidth=6400 / 256 / 8 * _GIGA, clock_hz=1.5 * _GIGA,
-        ),
-        Chip(
-            name="v5p", hbm_bytes=95 * _GIBI, peak_flops=459 * _TERA, hbm_bandwidth=2765 * _GIGA,
-            ici_bandwidth=600 * _GIGA, torus=3, dcn_bandwidth=50 / 8 * _GIGA, clock_hz=1.75 * _GIGA,
-        ),
-        Chip(
-            name="v6e", hbm_bytes=32 * _GIBI, peak_flops=918 * _TERA, hbm_bandwidth=1638 * _GIGA,
-            ici_bandwidth=400 * _GIGA, torus=2, dcn_bandwidth=25600 / 256 / 8 * _GIGA, clock_hz=None,
-        ),
-    )
-}  # fmt: skip
-"""Chip by the first word of a topology.
-
-Sources: Google Cloud's "System architecture" page of each version (memory, peak, memory bandwidth; links as
-"bidirectional ICI bandwidth per chip" or, in Gbps, one direction; data centre network per pod of 256 or per chip).
-v4: Jouppi et al. 2023 (arXiv 2304.01433), table 4: six links of 50 GB/s, 1050 MHz. v5e and v5p publish no clock: it is
-peak / (2 x 128 x 128 x matrix units), with 4 and 8 units. The pages of v6e give a peak that its two 256 x 256 units
-would reach at 3.5 GHz only, so no clock is claimed.
-"""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Roofline:
-    """The least time of a step by each resource, in seconds, if every other one were free."""
-
-    compute: float
-    memory: float
-    network: float
-    slow_network: float
-    cycles: float | None
-    """Of the compiler's estimated cycles, where the clock is known. Has no collectives, and no overlap between chips."""
-
-    @property
-    def bound(self) -> str:
-        """The resource that takes longest."""
-        return max(dataclasses.asdict(self), key=lambda name: getattr(self, name) or 0.0)
-
-    @property
-    def seconds(self) -> float:
-        """Step time with everything overlapped: a bound from below, so that the utilization is one from above."""
-        return getattr(self, self.bound)
-
-    def utilization(self, model_flops: float, chip: Chip) -> float:
-        """MFU: FLOPs that the model needs on this chip (no recomputation), over what it could do in the step's time."""
-        return model_flops / (self.seconds * chip.peak_flops)
-
-    def to_json(self, model_flops: float, chip: Chip) -> dict[str, Any]:
-        """The times, what bounds them, the step time and the MFU."""
-        mfu = self.utilization(model_flops, chip)
-        return {**dataclasses.asdict(self), "bound": self.bound, "step_seconds": self.seconds, "mfu": mfu}

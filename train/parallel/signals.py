@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from types import FrameType
+from typing import Any
 
 from mupax.train.parallel.processes import Processes
 
@@ -51,7 +52,7 @@ class StopRequest:
         """Programs after which this process has promised to wait until all agree."""
         self._agreed: int | None = None
         self._changed = threading.Condition()
-        self._before: dict[signal.Signals, object] = {}
+        self._handlers_before: dict[signal.Signals, Any] = {}
         self._wakeup_before = -1
         self._ear, self._mouth = socket.socketpair()
         self._ended = threading.Event()
@@ -107,15 +108,15 @@ class StopRequest:
         if threading.current_thread() is threading.main_thread():
             self._mouth.setblocking(False)
             self._wakeup_before = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
-            self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+            self._handlers_before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
         self._thread.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._ended.set()
-        if self._before:
-            for number, handler in self._before.items():
-                signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+        if self._handlers_before:
+            for number, handler in self._handlers_before.items():
+                signal.signal(number, handler)
             signal.set_wakeup_fd(self._wakeup_before)
         self._mouth.send(b"\0")
         self._thread.join()
@@ -139,7 +140,7 @@ class StopRequest:
                 for number in self._ear.recv(64):
                     if number in _SIGNALS:
                         self._hear(signal.Signals(number))
-            if self._processes.count > 1 and not self._processes.closed:
+            if not self._processes.closed:
                 with contextlib.suppress(Exception):  # of the network; `Processes` sees to a lost coordinator
                     self._confer()
             if self._leave_at is not None and time.monotonic() >= self._leave_at and not self._ended.is_set():
@@ -184,11 +185,10 @@ class StopRequest:
 
     def _leave_together(self) -> None:
         """One process has nothing to save, so that no program of all of them can follow. Process 0 goes last."""
-        self._processes.post(f"{_STOP}/left/{self._processes.index}", "")
-        until = time.monotonic() + _UNWIND_S
-        while self._processes.leader and time.monotonic() < until:
-            left = [key for key in self._processes.posts(_STOP) if key.startswith("left/")]
-            if len(left) == self._processes.count:
+        processes, until = self._processes, time.monotonic() + _UNWIND_S
+        processes.post(f"{_STOP}/left/{processes.index}", "")
+        while processes.leader and time.monotonic() < until:
+            if sum(key.startswith("left/") for key in processes.posts(_STOP)) == processes.count:
                 break
             time.sleep(_POLL_S / 4)
         _leave(self.exit_code)

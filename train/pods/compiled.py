@@ -16,9 +16,9 @@ import numpy as np
 
 from mupax.train.config.run import Config
 from mupax.train.core.program import Program, assemble
-from mupax.train.parallel.hardware import Chip, Roofline
 from mupax.train.pods import buffers, checks, estimates, hlo, topology
 from mupax.train.pods.collectives import Collective, collectives, table
+from mupax.train.pods.topology import Chip
 from mupax.zoo.layers.kernels import BLOCKS
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -27,6 +27,37 @@ _USED = re.compile(rf"Used {_SIZE} of {_SIZE} hbm")
 _TEMPORARIES = re.compile(rf"temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)")
 NAMED_SHARE = 0.01
 """Temporaries of at least this share of the peak are named in a report."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """The least time of a step by each resource, in seconds, if every other one were free."""
+
+    compute: float
+    memory: float
+    network: float
+    slow_network: float
+    cycles: float | None
+    """Of the compiler's estimated cycles, where the clock is known. Has no collectives, and no overlap between chips."""
+
+    @property
+    def bound(self) -> str:
+        """The resource that takes longest."""
+        return max(dataclasses.asdict(self), key=lambda name: getattr(self, name) or 0.0)
+
+    @property
+    def seconds(self) -> float:
+        """Step time with everything overlapped: a bound from below, so that the utilization is one from above."""
+        return getattr(self, self.bound)
+
+    def utilization(self, model_flops: float, chip: Chip) -> float:
+        """MFU: FLOPs that the model needs on this chip (no recomputation), over what it could do in the step's time."""
+        return model_flops / (self.seconds * chip.peak_flops)
+
+    def to_json(self, model_flops: float, chip: Chip) -> dict[str, Any]:
+        """The times, what bounds them, the step time and the MFU."""
+        mfu = self.utilization(model_flops, chip)
+        return {**dataclasses.asdict(self), "bound": self.bound, "step_seconds": self.seconds, "mfu": mfu}
 
 
 @dataclasses.dataclass(frozen=True)

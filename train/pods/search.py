@@ -14,10 +14,10 @@ from mupax import terminal
 from mupax.terminal import gib
 from mupax.train.config.run import Config, MeshConfig
 from mupax.train.core.program import Program, assemble
-from mupax.train.parallel.hardware import Chip
 from mupax.train.parallel.mesh import MeshError
 from mupax.train.pods import estimates, topology
 from mupax.train.pods.compiled import compile_for
+from mupax.train.pods.topology import Chip
 from mupax.zoo.configs import ComputeConfig
 
 MOST_TENSOR = 16

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from typing import Any
-
-from mupax.train.config.record import to_json
+from mupax.train.config.record import differences, to_json
 from mupax.train.config.run import Config
 from mupax.train.data import Data, DataError
 from mupax.train.parallel.processes import Processes
@@ -19,7 +15,7 @@ def check_config(config: Config, processes: Processes) -> None:
     Raises:
         ConfigError: the text names the field.
     """
-    mine = json.loads(json.dumps({**to_json(config), "distributed": None}))
+    mine = {**to_json(config), "distributed": None}
     for path, first, own in differences(processes.broadcast("config", lambda: mine), mine):
         raise ConfigError(
             f"process {processes.index} has {path} {own} and process 0 has {first}; start all processes with the same flags"
@@ -39,13 +35,3 @@ def check_data(data: Data, processes: Processes) -> None:
             f"process {processes.index} has {data.facts['name']} with digest {found}, process 0 with {first}; "
             "copy the prepared data of one host to all, or set MUPAX_DATA to a folder that they share"
         )
-
-
-def differences(first: dict[str, Any], own: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Name and both values of every field in which two configs differ, both as JSON."""
-    for name in sorted({*first, *own}):
-        a, b = first.get(name), own.get(name)
-        if isinstance(a, dict) and isinstance(b, dict):
-            yield from differences(a, b, f"{prefix}{name}.")
-        elif a != b:
-            yield f"{prefix}{name}", a, b

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from mupax.errors import MupaxError
-from mupax.train.config.record import from_json, to_json
+from mupax.train.config.record import completed, differences, from_json, text_of, to_json
 from mupax.train.config.run import Config
 from mupax.train.core.optimizer import schedule_table
-from mupax.train.run.agreement import differences
 
 JUMP = 1.5
 """Learning rates of one step, of the schedule before and of the new one, further apart than this ratio are a jump."""
@@ -29,9 +27,8 @@ def changes(before: Mapping[str, Any], config: Config) -> list[str]:
         before: the config that the run has recorded, as JSON; a field that it lacks was not there yet.
         config: of this part of the run.
     """
-    now = json.loads(json.dumps(to_json(config)))  # which has lists where a config has tuples
-    now = {name: value for name, value in now.items() if name not in _APART}
-    return [f"{name} {_text(old)} -> {_text(new)}" for name, old, new in differences(_completed(before, now), now)]
+    now = {name: value for name, value in to_json(config).items() if name not in _APART}
+    return [f"{name} {text_of(old)} -> {text_of(new)}" for name, old, new in differences(completed(before, now), now)]
 
 
 def check(before: Mapping[str, Any], config: Config, step: int) -> None:
@@ -53,7 +50,7 @@ def check(before: Mapping[str, Any], config: Config, step: int) -> None:
     if config.steps == step or "schedule" in config.resume_change:
         return
     now = to_json(config)
-    old, new = (learning_rate(from_json(fields), step) for fields in ({**_completed(before, now), "resume": True}, now))
+    old, new = (learning_rate(from_json(fields), step) for fields in ({**completed(before, now), "resume": True}, now))
     if max(old, new) > JUMP * min(old, new):
         shown = [line for line in changes(before, config) if line.startswith(("steps ", "optimizer."))]
         raise ResumeError(
@@ -66,17 +63,3 @@ def learning_rate(config: Config, step: int) -> float:
     """That of the step after so many, at base size; after the last step, that of the last."""
     table = schedule_table(config.optimizer, config.steps)
     return config.optimizer.peak_lr * float(table[min(step, len(table) - 1)])
-
-
-def _completed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `now` with the values of `before`, where it has them: another version may have recorded others."""
-    return {
-        name: _completed(before[name], value)
-        if isinstance(value, dict) and isinstance(before.get(name), dict)
-        else before.get(name, value)
-        for name, value in now.items()
-    }
-
-
-def _text(value: Any) -> str:
-    return " ".join(map(str, value)) or "nothing" if isinstance(value, list) else str(value)

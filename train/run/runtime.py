@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from mupax.train.checkpoints import workdir
 from mupax.train.config.run import Config
-from mupax.train.parallel import distributed
-from mupax.train.parallel.processes import Processes
+from mupax.train.parallel.processes import Processes, place
 from mupax.train.parallel.signals import StopRequest
 from mupax.train.parallel.watchdog import Watchdog
 
@@ -78,10 +78,8 @@ def runtime(config: Config) -> Iterator[Runtime]:
         ConfigError, WorkdirError, DistributedError: flags that differ between processes, or a folder that cannot be used.
         SystemExit: a signal came with nothing to save.
     """
-    with (
-        StopRequest(distributed.place(config.distributed) is not None) as stop,
-        distributed.joined(config.distributed) as processes,
-    ):
+    others = place(config.distributed)
+    with StopRequest(others is not None) as stop, _joined(others, config) as processes:
         stop.join(processes)
         if processes.count > 1:
             from mupax.train.run import agreement
@@ -91,6 +89,14 @@ def runtime(config: Config) -> Iterator[Runtime]:
         with workdir.locked(folder, processes), Watchdog(config.faults.watchdog_seconds) as watchdog:
             config = _with_source(config, folder, resumed, processes)
             yield Runtime(config, folder, resumed, processes, stop, watchdog, Console(quiet=not processes.leader))
+
+
+def _joined(others: dict[str, Any] | None, config: Config) -> contextlib.AbstractContextManager[Processes]:
+    if others is None:
+        return contextlib.nullcontext(Processes())
+    from mupax.train.parallel import distributed
+
+    return distributed.joined(others, config.distributed)
 
 
 def _with_source(config: Config, folder: Path, resumed: bool, processes: Processes) -> Config:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mupax.zoo import partition
-from mupax.zoo.param import Init
+from mupax.zoo.definition import Init
 
 
 def project(x: jax.Array, w: jax.Array, *, inputs: int = 1, out_dtype: jnp.dtype | None = None) -> jax.Array:

@@ -281,7 +281,7 @@ def test_a_second_run_on_the_workdir_is_refused(whole: Done, untrained: list) ->
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--seed 1", "has seed 0; continue it with --seed 0"),
+        ("--seed 1", "has seed 0, not 1; continue it with --seed 0, or start another"),
         ("--model.width 32", "has model.width 16, not 32; continue it with --model.width 16"),
         ("--model.num-kv-heads 1", "has model.num_kv_heads None, not 1"),
         ("--preset sp", "has preset.name mup, not sp"),

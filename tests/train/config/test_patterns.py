@@ -173,9 +173,7 @@ def test_a_run_shows_what_it_trains_and_goes_on_only_with_that(tmp_path: Path, m
     assert json.loads(Path("out/config.json").read_text())["config"]["freeze"] == ["token_embedding", "block.mlp.*"]
     code, _, err = train("--steps", "4", "--resume")
     assert code == 2
-    assert (
-        "the run in out has --freeze token_embedding block.mlp.*, not nothing; continue it with --freeze token_" in err
-    )
+    assert "the run in out has freeze token_embedding block.mlp.*, not nothing; continue it with --freeze token_" in err
     code, _, err = train("--steps", "4", "--workdir", "other", "--freeze", "tokens")
     assert code == 2
     assert "--freeze tokens: no parameter has this role or name; did you mean token" in err

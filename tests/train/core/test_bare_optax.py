@@ -21,8 +21,7 @@ from mupax.train.core.factors import init_stds, resolve
 from mupax.train.core.state import TrainState
 from mupax.train.core.step import StepInputs, make_train_step
 from mupax.zoo.configs import DecoderConfig, ViTConfig
-from mupax.zoo.definition import definition
-from mupax.zoo.param import Factor
+from mupax.zoo.definition import Factor, definition
 
 STEPS = 10
 PLAINLY: Any = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": True}

@@ -28,8 +28,7 @@ from mupax.train.core.step import StepInputs
 from mupax.train.parallel.mesh import make_mesh
 from mupax.train.parallel.sharding import MeshLayout
 from mupax.zoo.configs import DecoderConfig, ViTConfig
-from mupax.zoo.definition import Definition, define, definition
-from mupax.zoo.param import Factor
+from mupax.zoo.definition import Definition, Factor, define, definition
 
 HOLDS, SEEN = 3e-5, 1e-3
 """Errors relative to a parameter's largest update. float32 leaves up to 8e-6 of it; a factor off by 1 % is 1.5e-3 or more."""

@@ -22,11 +22,10 @@ from mupax.train.config.recipes.laptop import lm_tiny
 from mupax.train.config.run import Config, DataConfig, DistributedConfig
 from mupax.train.data import Data, DataError
 from mupax.train.data.interface import ALL_ROWS, Batch
-from mupax.train.parallel import distributed
-from mupax.train.parallel.distributed import DistributedError, place
-from mupax.train.parallel.processes import Processes
+from mupax.train.parallel.distributed import Cluster
+from mupax.train.parallel.processes import DistributedError, Processes, place
 from mupax.train.parallel.signals import StopRequest
-from mupax.train.run import agreement
+from mupax.train.run import agreement, runtime
 from mupax.zoo.configs import ConfigError
 
 pytestmark = pytest.mark.core
@@ -81,7 +80,7 @@ def test_a_part_of_what_it_takes_is_refused(config: DistributedConfig, environ: 
 
 
 def test_a_plain_process_joins_nobody() -> None:
-    with distributed.joined(ALONE) as processes:
+    with runtime._joined(place(ALONE, {}, tpu=False), dataclasses.replace(lm_tiny(), distributed=ALONE)) as processes:
         assert (processes.index, processes.count, processes.leader) == (0, 1, True)
         assert processes.broadcast("x", lambda: 3) == 3
         with processes.leader_first("y"):
@@ -92,9 +91,9 @@ def test_a_plain_process_joins_nobody() -> None:
 def test_who_waits_too_long_says_for_whom() -> None:
     # In a process of its own: the library would end this one.
     code = (
-        "from mupax.train.config.run import DistributedConfig; from mupax.train.parallel import distributed\n"
+        "from mupax.train.config.run import DistributedConfig; from mupax.train.parallel import distributed, processes\n"
         "c = DistributedConfig(coordinator='localhost:9', processes=2, process=1, timeout_seconds=1)\n"
-        "with distributed.joined(c): pass"
+        "with distributed.joined(processes.place(c), c): pass"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
@@ -135,7 +134,7 @@ def both(work: Any) -> list[Any]:
     store, found = Store(), [None, None]
 
     def one(index: int) -> None:
-        processes = Processes(index, 2, store)
+        processes = Cluster(index, 2, store)
         try:
             found[index] = work(processes)
         except Exception as error:
@@ -201,7 +200,7 @@ def test_one_process_claims_the_folder_and_the_others_must_see_it(
     with pytest.raises(
         workdir.WorkdirError, match=r"^process 1 does not see the workdir /nowhere of process 0, where all"
     ):
-        workdir.claim(lm_tiny(), other := Processes(1, 2, lost))
+        workdir.claim(lm_tiny(), other := Cluster(1, 2, lost))
     other._done.set()
 
 

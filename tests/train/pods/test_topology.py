@@ -15,10 +15,11 @@ from mupax.train.__main__ import main
 from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.nonfinite import Health
 from mupax.train.core.program import assemble
-from mupax.train.parallel.hardware import CHIPS, Roofline, peak_flops
+from mupax.train.parallel.hardware import peak_flops
 from mupax.train.pods import estimates, topology
+from mupax.train.pods.compiled import Roofline
 from mupax.train.pods.estimates import causal_share, matmul_flops
-from mupax.train.pods.topology import TopologyError
+from mupax.train.pods.topology import CHIPS, TopologyError
 from mupax.zoo import configs, flops
 from mupax.zoo.configs import ComputeConfig, DecoderConfig
 

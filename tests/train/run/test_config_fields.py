@@ -36,6 +36,7 @@ from mupax.train.config.run import (
 from mupax.train.core.program import assemble
 from mupax.train.data.text.batches import TokenData
 from mupax.train.parallel import distributed
+from mupax.train.parallel.processes import place
 from mupax.train.run import loop
 from mupax.zoo.configs import ComputeConfig, DecoderConfig, ViTConfig
 from tests.train.run.test_loop import folder
@@ -148,7 +149,7 @@ def joined(config: Config) -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.distributed, "initialize", initialize)
-        with contextlib.suppress(Ended), distributed.joined(config.distributed):
+        with contextlib.suppress(Ended), distributed.joined(place(config.distributed) or {}, config.distributed):
             pass
     return told
 

@@ -17,9 +17,9 @@ import pytest
 from flax import nnx
 
 from mupax.zoo.configs import DecoderConfig
+from mupax.zoo.definition import Init
 from mupax.zoo.layers.kernels import attend, merged_attention
 from mupax.zoo.layers.linear import Norm, project, rotary
-from mupax.zoo.param import Init
 
 FORWARD, GRADIENT = 2e-5, 1e-4
 

@@ -20,9 +20,8 @@ from mupax.errors import MupaxError
 from mupax.train.core.program import Program
 from mupax.train.core.step import StepInputs
 from mupax.zoo import partition
-from mupax.zoo.definition import Arrays
+from mupax.zoo.definition import Arrays, multiplied
 from mupax.zoo.layers import cache as caches
-from mupax.zoo.param import multiplied
 from mupax.zoo.transformer import transformer
 
 MOST = 64

@@ -22,8 +22,7 @@ from flax import nnx
 
 from mupax.presets import EMBEDDINGS, PresetError
 from mupax.train.core.factors import Factors
-from mupax.zoo.definition import Arrays, Definition
-from mupax.zoo.param import multiplied
+from mupax.zoo.definition import Arrays, Definition, multiplied
 
 Flow = Callable[[Any], Any]
 """Gradients to velocities dw/dt of the same structure, such as -η ∇."""

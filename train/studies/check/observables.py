@@ -27,8 +27,7 @@ from mupax.train.core.transforms import rows
 from mupax.train.studies.check.activations import attention_of, internals
 from mupax.train.studies.check.balance import balance, descent
 from mupax.train.studies.check.feature_speed import Speeds, of_model
-from mupax.zoo.definition import Arrays, Definition
-from mupax.zoo.param import multiplied
+from mupax.zoo.definition import Arrays, Definition, multiplied
 
 __all__ = ["Batch", "Observed", "Probe", "balance", "desiderata", "observe", "rms"]
 
