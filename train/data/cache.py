@@ -25,9 +25,9 @@ Note = Callable[[str], None]
 
 def root() -> Path:
     """MUPAX_DATA, or the user's cache folder for mupax."""
-    if given := os.environ.get("MUPAX_DATA"):
-        check_local("MUPAX_DATA", given)
-        return Path(given).expanduser()
+    if path := os.environ.get("MUPAX_DATA"):
+        check_local("MUPAX_DATA", path)
+        return Path(path).expanduser()
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "mupax"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mupax"
@@ -38,9 +38,9 @@ def data_sets(data_dir: str | None) -> Path:
     return Path(data_dir).expanduser() if data_dir else root() / "tfds"
 
 
-def prepare_again(folder: Path) -> str:
+def prepare_again(name: str) -> str:
     """What to do about a data set whose folder is damaged."""
-    return f"Delete that folder and prepare it again (python -m mupax.train.data prepare {folder.parent.name})"
+    return f"Delete that folder and prepare it again (python -m mupax.train.data prepare {name})"
 
 
 def folder(path: Path) -> Path:

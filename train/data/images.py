@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mupax.train.config.sections import DataConfig
 
 View = Callable[[Sequence["np.ndarray"], "np.ndarray"], "np.ndarray"]
-"""(B images uint8 [h, w, C], numbers float64 [B, NUMBERS]) -> float32 [B, H, W, C]."""
+"""(B images uint8 [h, w, C], uniforms float64 [B, NUMBERS]) -> float32 [B, H, W, C]."""
 
 NUMBERS = 5
 _MAX_ROTATION = math.radians(6)
@@ -88,8 +88,8 @@ class ImageData(Data):
 
     def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
         _, positions = self._shuffle(order.batch_indices(k, self.batch_size, rows))
-        numbers = order.rng(self._seed, order.AUGMENTATION, k).random((self.batch_size, NUMBERS))
-        inputs, targets = self._seen(self.train, positions, self._train_view, numbers[rows])
+        uniforms = order.rng(self._seed, order.AUGMENTATION, k).random((self.batch_size, NUMBERS))
+        inputs, targets = self._seen(self.train, positions, self._train_view, uniforms[rows])
         return {"inputs": inputs, "targets": targets, "weights": np.ones(len(targets), np.float32)}
 
     def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
@@ -104,12 +104,12 @@ class ImageData(Data):
         return self._eval_shuffle(indices)[1]
 
     def _seen(
-        self, source: Images, positions: np.ndarray, view: View, numbers: np.ndarray
+        self, source: Images, positions: np.ndarray, view: View, uniforms: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """float32 [b, H, W, C] in [-1, 1] and int32 [b] of the images at `positions`."""
-        found = [source[int(i)] for i in positions]
-        raw = view([image for image, _ in found], numbers)
-        return raw * np.float32(2 / self._white) - np.float32(1), np.array([label for _, label in found], np.int32)
+        examples = [source[int(i)] for i in positions]
+        raw = view([image for image, _ in examples], uniforms)
+        return raw * np.float32(2 / self._white) - np.float32(1), np.array([label for _, label in examples], np.int32)
 
 
 def vision_model(name: str, model: ModelConfig, class_names: Sequence[str]) -> ImageModel:
@@ -138,16 +138,16 @@ def check_size(name: str, model: ImageModel, size: int, channels: int) -> None:
         )
 
 
-def as_is(images: Sequence[np.ndarray], numbers: np.ndarray) -> np.ndarray:
+def as_is(images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
     """Images that have the model's size already, unchanged."""
     return np.stack(images).astype(np.float32)
 
 
-def jitter(images: Sequence[np.ndarray], numbers: np.ndarray) -> np.ndarray:
+def jitter(images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
     """A small rotation, scale and shift about the centre, bilinear, black outside: for small drawings like digits."""
     x_BHWC = np.stack(images).astype(np.float32)
     _, H, W, _ = x_BHWC.shape
-    angle, log_scale, down, right = (2 * numbers[:, :4].T - 1) * np.array(
+    angle, log_scale, down, right = (2 * uniforms[:, :4].T - 1) * np.array(
         [_MAX_ROTATION, _MAX_LOG_SCALE, _MAX_SHIFT * H, _MAX_SHIFT * W]
     )[:, None]
     scale = np.exp(log_scale)
@@ -170,13 +170,13 @@ def _bilinear(images: np.ndarray, y: np.ndarray, x: np.ndarray) -> np.ndarray:
     return (upper * (1 - dy) + lower * dy).astype(np.float32)
 
 
-def shift_and_flip(images: Sequence[np.ndarray], numbers: np.ndarray) -> np.ndarray:
+def shift_and_flip(images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
     """A crop of the mirror-padded image at a random place, and a mirror image half of the time: CIFAR's usual view."""
     x_BHWC = np.stack(images)
     B, H, W, _ = x_BHWC.shape
     p, q = round(_PAD * H), round(_PAD * W)
     padded = np.pad(x_BHWC, ((0, 0), (p, p), (q, q), (0, 0)), mode="reflect")
-    u, v, mirror, *_ = numbers.T
+    u, v, mirror, *_ = uniforms.T
     columns = np.where(mirror[:, None] < 0.5, np.arange(W)[::-1], np.arange(W))
     y = (u * (2 * p + 1)).astype(int)[:, None] + np.arange(H)
     x = (v * (2 * q + 1)).astype(int)[:, None] + columns
@@ -186,8 +186,8 @@ def shift_and_flip(images: Sequence[np.ndarray], numbers: np.ndarray) -> np.ndar
 def random_crop(size: int) -> View:
     """Random-resized crop (Szegedy et al. 2015) of size x size, mirrored half of the time."""
 
-    def view(images: Sequence[np.ndarray], numbers: np.ndarray) -> np.ndarray:
-        return np.stack([one(image, *row) for image, row in zip(images, numbers, strict=True)])
+    def view(images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
+        return np.stack([one(image, *row) for image, row in zip(images, uniforms, strict=True)])
 
     def one(image: np.ndarray, u: float, v: float, mirror: float, a: float, r: float) -> np.ndarray:
         H, W, _ = image.shape
@@ -196,8 +196,8 @@ def random_crop(size: int) -> View:
         h, w = min(H, round(math.sqrt(area / ratio))), min(W, round(math.sqrt(area * ratio)))
         h, w = max(1, h), max(1, w)
         top, left = int(u * (H - h + 1)), int(v * (W - w + 1))
-        found = _resized(image, (left, top, left + w, top + h), size)
-        return found[:, ::-1] if mirror < 0.5 else found
+        crop = _resized(image, (left, top, left + w, top + h), size)
+        return crop[:, ::-1] if mirror < 0.5 else crop
 
     return view
 
@@ -205,7 +205,7 @@ def random_crop(size: int) -> View:
 def centre_crop(size: int) -> View:
     """The central 7/8 of the shorter side, as a square of size x size."""
 
-    def view(images: Sequence[np.ndarray], numbers: np.ndarray) -> np.ndarray:
+    def view(images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
         return np.stack([one(image) for image in images])
 
     def one(image: np.ndarray) -> np.ndarray:
@@ -222,5 +222,5 @@ def _resized(image: np.ndarray, box: tuple[int, int, int, int], size: int) -> np
     from PIL import Image
 
     flat = image[..., 0] if image.shape[-1] == 1 else image
-    found = Image.fromarray(flat).resize((size, size), Image.Resampling.BILINEAR, box=box)
-    return np.asarray(found, np.float32).reshape(size, size, image.shape[-1])
+    resized = Image.fromarray(flat).resize((size, size), Image.Resampling.BILINEAR, box=box)
+    return np.asarray(resized, np.float32).reshape(size, size, image.shape[-1])

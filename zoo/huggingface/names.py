@@ -132,10 +132,10 @@ _TABLES: dict[Family, str] = {"gpt2": _GPT2, "llama": _LLAMA, "vit": _VIT}
 
 def tensors(model: TransformerConfig) -> list[Tensor]:
     """Every tensor of a model's file, without the prefix."""
-    family, found = family_of(model), []
+    family, every = family_of(model), []
 
     def add(theirs: str, layout: str, *ours: str) -> None:
-        found.append(Tensor(theirs, tuple(_part(model, name, layout) for name in ours)))
+        every.append(Tensor(theirs, tuple(_part(model, name, layout) for name in ours)))
 
     for line in _TABLES[family].strip().splitlines():
         theirs, layout, *ours = line.split()
@@ -151,4 +151,4 @@ def tensors(model: TransformerConfig) -> list[Tensor]:
                 add(f"{theirs}.bias", "flat", f"{ours[0]}_bias")
     if family != "vit" and not model.tied_readout:
         add("lm_head.weight", "linear", "readout")
-    return found
+    return every

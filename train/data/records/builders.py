@@ -33,7 +33,7 @@ class Source(Sequence[dict[str, Any]]):
     """
 
     def __init__(self, builder: Any, split: str, decoders: Any = None) -> None:
-        self._folder = Path(builder.data_path)
+        self._folder, self._name = Path(builder.data_path), builder.name
         with self._reading():
             self._records = builder.as_data_source(split=split, decoders=decoders)
             self._length = len(self._records)
@@ -51,7 +51,7 @@ class Source(Sequence[dict[str, Any]]):
             yield
         except (OSError, RuntimeError, ValueError) as error:  # what array_record and protobuf raise
             reason = str(error).splitlines()[0][:200]
-            raise DataError(f"{self._folder} is damaged: {reason}. {cache.prepare_again(self._folder)}") from error
+            raise DataError(f"{self._folder} is damaged: {reason}. {cache.prepare_again(self._name)}") from error
 
 
 class PythonCorpus(tfds.core.GeneratorBasedBuilder):

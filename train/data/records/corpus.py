@@ -47,8 +47,8 @@ class Piece:
     stop: int
     ends: bool = True
 
-    def read(self) -> bytes:
-        """The piece's bytes.
+    def read(self) -> tuple[bytes, bool]:
+        """The piece's bytes, and `ends`.
 
         Raises:
             DataError: the file is gone, is shorter than it was, or is no text (it has a NUL byte).
@@ -58,7 +58,7 @@ class Piece:
             raise DataError(f"{self.path} became shorter while it was read; start again when nothing writes to it")
         if b"\0" in data:
             raise DataError(f"{self.path} is not text: it has a NUL byte. Take it out of the folder")
-        return data
+        return data, self.ends
 
 
 def side(relative_path: str) -> Split:
@@ -80,16 +80,16 @@ def python_files(library: Path | None = None) -> list[tuple[str, Path]]:
         DataError: the standard library has no sources here.
     """
     library = library or Path(sysconfig.get_path("stdlib"))
-    found = []
+    modules = []
     for folder, subfolders, names in os.walk(library):
         subfolders[:] = [name for name in subfolders if name not in _NOT_LIBRARY and not name.startswith("config-")]
         for name in names:
             if name.endswith(".py") and not name.startswith(_MADE_BY_INSTALLATION):
                 path = Path(folder, name)
-                found.append((path.relative_to(library).as_posix(), path))
-    if not found:
+                modules.append((path.relative_to(library).as_posix(), path))
+    if not modules:
         raise DataError(f"no sources of the Python standard library in {library}; use a Python installed with them")
-    return sorted(found)
+    return sorted(modules)
 
 
 def text_files(path: Path, note: cache.Note) -> list[tuple[str, Path]]:
@@ -103,15 +103,15 @@ def text_files(path: Path, note: cache.Note) -> list[tuple[str, Path]]:
         DataError: there is no such path, no text in it, or more in records than in plain text.
     """
     if path.is_file():
-        found = [(path.name, path)]
+        every = [(path.name, path)]
     elif path.is_dir():
         files = ((file.relative_to(path), file) for file in path.rglob("*") if file.is_file())
-        found = sorted((r.as_posix(), file) for r, file in files if not any(p.startswith(".") for p in r.parts))
+        every = sorted((r.as_posix(), file) for r, file in files if not any(p.startswith(".") for p in r.parts))
     else:
         raise DataError(f"no file or folder {path}; write data.name as text:PATH, with the path of your text")
     # The README of a folder of records is not what is to be learned, a package.json among sources need not stop a run.
     text, records, binary = [], [], []
-    for name, file in found:
+    for name, file in every:
         if _format(file) in _RECORDS:
             records.append((name, file))
         else:

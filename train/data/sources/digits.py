@@ -32,8 +32,8 @@ class DigitData(images.ImageData):
         chosen = self.eval_positions(range(self.eval_size))
         key = cache.digest(str(self.facts["digest"]), np.sort(chosen).tobytes())
         train, test = [self.train[i] for i in range(self.train_size)], [self.eval[i] for i in chosen]
-        numbers = cache.remembered(f"digits-{key}", lambda: {"accuracy": logistic_accuracy(train, test)})
-        return [Reference("logistic regression", numbers["accuracy"], "accuracy")]
+        score = cache.remembered(f"digits-{key}", lambda: {"accuracy": logistic_accuracy(train, test)})
+        return [Reference("logistic regression", score["accuracy"], "accuracy")]
 
 
 def logistic_accuracy(train: Iterable[tuple[np.ndarray, int]], test: Iterable[tuple[np.ndarray, int]]) -> float:

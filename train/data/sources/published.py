@@ -160,14 +160,14 @@ def find(name: str, data_dir: str | None) -> DataSet:
         raise DataError(f"{name} is not prepared in {base}; run `{command}`, or set data.data_dir")
     if version and version not in versions:
         raise DataError(f"{folder} has no version {version}, only {', '.join(versions)}")
-    return _described(folder / (version or versions[-1]))
+    return _described(folder / (version or versions[-1]), dataset)
 
 
-def _described(folder: Path) -> DataSet:
+def _described(folder: Path, dataset: str) -> DataSet:
     content = cache.read_json(folder / "dataset_info.json")
     splits = [split.get("name") for split in (content or {}).get("splits", [])]
     if content is None or not (folder / "features.json").exists():
-        raise DataError(f"{folder} has no whole dataset_info.json and features.json. {cache.prepare_again(folder)}")
+        raise DataError(f"{folder} has no whole dataset_info.json and features.json. {cache.prepare_again(dataset)}")
     formats = [content.get("fileFormat"), *content.get("alternativeFileFormats", [])]
     if "array_record" not in formats:
         raise DataError(

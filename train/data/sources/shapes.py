@@ -79,8 +79,8 @@ class EndlessData(Data):
 
     def references(self) -> list[Reference]:
         key = cache.digest(VERSION, f"{LINEAR_IMAGES} {self.eval_size}")
-        found = cache.remembered(f"shapes-{key}", lambda: {"accuracy": linear_accuracy(LINEAR_IMAGES, self.eval_size)})
-        return [Reference("logistic regression", found["accuracy"], "accuracy")]
+        score = cache.remembered(f"shapes-{key}", lambda: {"accuracy": linear_accuracy(LINEAR_IMAGES, self.eval_size)})
+        return [Reference("logistic regression", score["accuracy"], "accuracy")]
 
 
 def linear_accuracy(train_images: int, eval_images: int) -> float:
@@ -116,7 +116,7 @@ def render(seed: int, stream: int, indices: np.ndarray) -> tuple[np.ndarray, np.
     labels = np.empty(len(indices), np.int32)
     for start in range(0, len(indices), _CHUNK):
         here = slice(start, start + _CHUNK)
-        labels[here], pixels_BPC = _draw(_Numbers(seed, stream, indices[here]))
+        labels[here], pixels_BPC = _draw(_Random(seed, stream, indices[here]))
         images_BHWC[here] = pixels_BPC.reshape(-1, SIZE, SIZE, 3)
     return images_BHWC, labels
 
@@ -128,7 +128,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-class _Numbers:
+class _Random:
     """The random numbers of some images: SplitMix64 from a state each, taken in the same order for all.
 
     The states of different indices are different, since mixing is one to one.
@@ -154,47 +154,47 @@ class _Numbers:
         return self.words(math.prod(shape) // 8).astype("<u8").view(np.uint8).reshape(-1, *shape)
 
 
-def _draw(numbers: _Numbers) -> tuple[np.ndarray, np.ndarray]:
+def _draw(rng: _Random) -> tuple[np.ndarray, np.ndarray]:
     """Labels int32 [B] and pixels uint8 [B, P, C]."""
-    label_B = (numbers.uniform(0, len(CLASSES), 1)[:, 0]).astype(np.int32)
+    label_B = (rng.uniform(0, len(CLASSES), 1)[:, 0]).astype(np.int32)
     line = np.arange(SIZE, dtype=np.float32) - np.float32((SIZE - 1) / 2)
     y_P, x_P = np.repeat(line, SIZE)[None], np.tile(line, SIZE)[None]
 
-    ground_BPC = _striped(numbers, x_P, y_P, numbers.uniform(0, 2 * np.pi, 1), contrast=(0.0, 0.08))
+    ground_BPC = _striped(rng, x_P, y_P, rng.uniform(0, 2 * np.pi, 1), contrast=(0.0, 0.08))
     across_B1 = np.float32(np.pi / 2) * (label_B[:, None] % 2 == 0)
-    figure_BPC = _striped(numbers, x_P, y_P, across_B1 + numbers.uniform(-0.3, 0.3, 1), contrast=(0.25, 0.4))
-    inside_BP = _inside(numbers, x_P, y_P, label_B // 2)
+    figure_BPC = _striped(rng, x_P, y_P, across_B1 + rng.uniform(-0.3, 0.3, 1), contrast=(0.25, 0.4))
+    inside_BP = _inside(rng, x_P, y_P, label_B // 2)
     ground_BPC += inside_BP[..., None] * (figure_BPC - ground_BPC)
     for _ in range(_DABS):
-        x, y = (numbers.uniform(-SIZE / 2, SIZE / 2, 1) for _ in range(2))
-        over_BP = _soft((x_P - x) ** 2 + (y_P - y) ** 2, numbers.uniform(1, 2.5, 1) ** 2, 0.25)
-        ground_BPC += over_BP[..., None] * (numbers.uniform(0.2, 0.8, 1, 3) - ground_BPC)
+        x, y = (rng.uniform(-SIZE / 2, SIZE / 2, 1) for _ in range(2))
+        over_BP = _soft((x_P - x) ** 2 + (y_P - y) ** 2, rng.uniform(1, 2.5, 1) ** 2, 0.25)
+        ground_BPC += over_BP[..., None] * (rng.uniform(0.2, 0.8, 1, 3) - ground_BPC)
 
-    angle, slope, level = numbers.uniform(0, 2 * np.pi, 1), numbers.uniform(0, 0.015, 1), numbers.uniform(0.85, 1.1, 1)
+    angle, slope, level = rng.uniform(0, 2 * np.pi, 1), rng.uniform(0, 0.015, 1), rng.uniform(0.85, 1.1, 1)
     light_BP = level + slope * (np.cos(angle) * x_P + np.sin(angle) * y_P)
     ground_BPC *= (255 * light_BP)[..., None]
-    strength = numbers.uniform(0.0, 0.15, 1, 1)
-    ground_BPC += strength * (numbers.bytes(SIZE * SIZE, 3).astype(np.float32) - np.float32(127.5))
+    strength = rng.uniform(0.0, 0.15, 1, 1)
+    ground_BPC += strength * (rng.bytes(SIZE * SIZE, 3).astype(np.float32) - np.float32(127.5))
     return label_B, np.clip(ground_BPC, 0, 255).astype(np.uint8)
 
 
 def _striped(
-    numbers: _Numbers, x_P: np.ndarray, y_P: np.ndarray, angle_B1: np.ndarray, contrast: tuple[float, float]
+    rng: _Random, x_P: np.ndarray, y_P: np.ndarray, angle_B1: np.ndarray, contrast: tuple[float, float]
 ) -> np.ndarray:
     """Stripes of two colours over the whole image, float32 [B, P, C]; the colours vary along the angle."""
-    k = 2 * np.pi / numbers.uniform(4, 6.5, 1)
-    wave_BP = np.sin((k * np.cos(angle_B1)) * x_P + (k * np.sin(angle_B1)) * y_P + numbers.uniform(0, 2 * np.pi, 1))
+    k = 2 * np.pi / rng.uniform(4, 6.5, 1)
+    wave_BP = np.sin((k * np.cos(angle_B1)) * x_P + (k * np.sin(angle_B1)) * y_P + rng.uniform(0, 2 * np.pi, 1))
     np.clip(3 * wave_BP, -1, 1, out=wave_BP)
-    mean_BC = numbers.uniform(0.35, 0.65, 1) + numbers.uniform(-0.12, 0.12, 3)
-    towards_BC = numbers.uniform(*contrast, 1) * numbers.uniform(0.4, 1.6, 3)
+    mean_BC = rng.uniform(0.35, 0.65, 1) + rng.uniform(-0.12, 0.12, 3)
+    towards_BC = rng.uniform(*contrast, 1) * rng.uniform(0.4, 1.6, 3)
     return mean_BC[:, None] + wave_BP[..., None] * towards_BC[:, None]
 
 
-def _inside(numbers: _Numbers, x_P: np.ndarray, y_P: np.ndarray, shape_B: np.ndarray) -> np.ndarray:
+def _inside(rng: _Random, x_P: np.ndarray, y_P: np.ndarray, shape_B: np.ndarray) -> np.ndarray:
     """How much of each pixel the shape covers, float32 [B, P] in [0, 1]; every shape has the same area."""
-    centre_x, centre_y = (numbers.uniform(-4, 4, 1) for _ in range(2))
-    angle, stretch = numbers.uniform(-0.3, 0.3, 1), np.exp(numbers.uniform(-0.15, 0.15, 1))
-    size = numbers.uniform(12, 18, 1)  # the root of the area, in pixels
+    centre_x, centre_y = (rng.uniform(-4, 4, 1) for _ in range(2))
+    angle, stretch = rng.uniform(-0.3, 0.3, 1), np.exp(rng.uniform(-0.15, 0.15, 1))
+    size = rng.uniform(12, 18, 1)  # the root of the area, in pixels
     x_BP, y_BP = x_P - centre_x, y_P - centre_y
     cos, sin = np.cos(angle) / size, np.sin(angle) / size
     u_BP, v_BP = (cos * x_BP + sin * y_BP) * stretch, (cos * y_BP - sin * x_BP) / stretch

@@ -55,10 +55,7 @@ def own_text(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note
 
     def documents() -> packing.Documents:
         sides = corpus.text_pieces(files).items()
-        return {
-            side: grain.MapDataset.source(pieces).map(lambda piece: (piece.read(), piece.ends))
-            for side, pieces in sides
-        }
+        return {side: grain.MapDataset.source(pieces).map(corpus.Piece.read) for side, pieces in sides}
 
     return open_text(config, model, seed, note, f"text-{content}", documents, {"files": len(files)})
 

@@ -91,9 +91,9 @@ class TokenData(Data):
         weights = np.zeros((len(indices), self._seq_len), np.float32)
         here = [i for i in indices if i < self.eval_size]
         for row, window in enumerate(self._eval_shuffle(here)[1]):
-            found = self._eval[window * self._seq_len : (window + 1) * self._seq_len + 1]
-            tokens[row, : len(found)] = found
-            weights[row, : len(found) - 1] = 1.0
+            ids = self._eval[window * self._seq_len : (window + 1) * self._seq_len + 1]
+            tokens[row, : len(ids)] = ids
+            weights[row, : len(ids) - 1] = 1.0
         return _batch(tokens, weights)
 
     def eval_targets(self) -> np.ndarray:

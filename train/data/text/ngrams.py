@@ -36,9 +36,9 @@ def references(train: np.ndarray, eval_: np.ndarray, targets: np.ndarray, digest
         losses = nats_per_byte(train[:_MOST_BYTES], eval_, positions, max(_NAMES))
         return {name: float(losses[order - 1].mean()) for order, name in _NAMES.items()}
 
-    found = cache.remembered(f"ngrams-{cache.digest(digest, targets.tobytes())}", compute)
+    losses = cache.remembered(f"ngrams-{cache.digest(digest, targets.tobytes())}", compute)
     uniform = Reference("uniform", math.log(256), "nats/byte")
-    return [uniform, *(Reference(name, found[name], "nats/byte") for name in _NAMES.values())]
+    return [uniform, *(Reference(name, losses[name], "nats/byte") for name in _NAMES.values())]
 
 
 def nats_per_byte(train: np.ndarray, text: np.ndarray, positions: np.ndarray, order: int) -> list[np.ndarray]:

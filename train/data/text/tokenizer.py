@@ -69,15 +69,15 @@ class Subwords:
             raise DataError(f"{path} is no tokenizer.json of the `tokenizers` library: {error}") from error
         self.key = f"tokenizer-{hashlib.sha256(content).hexdigest()[:16]}"
         self.vocab_size = 1 + max(self._library.get_vocab(with_added_tokens=True).values())
-        found = [i for i in map(self._library.token_to_id, _SEPARATORS) if i is not None]
-        if not found:
+        separators = [i for i in map(self._library.token_to_id, _SEPARATORS) if i is not None]
+        if not separators:
             raise DataError(f"{path} has no token to end a document with; add one of {', '.join(_SEPARATORS)}")
-        self.separator = found[0]
+        self.separator = separators[0]
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         # The library spreads a batch over the cores.
-        found = self._library.encode_batch_fast([_decoded(text) for text in texts], add_special_tokens=False)
-        return [np.array(encoding.ids, np.int32) for encoding in found]
+        encodings = self._library.encode_batch_fast([_decoded(text) for text in texts], add_special_tokens=False)
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._library.decode([int(i) for i in ids], skip_special_tokens=True)

@@ -103,6 +103,14 @@ def test_cifar5m_says_which_parts_are_missing(tmp_path: Path) -> None:
     assert not (tmp_path / "cifar5m").exists()  # said before anything is prepared
 
 
+def test_cifar5m_names_itself_where_a_part_is_damaged(tmp_path: Path) -> None:
+    parts(tmp_path)
+    load("cifar5m", tmp_path, CIFAR)
+    next(tmp_path.glob("cifar5m/part2/*/*array_record*")).unlink()
+    with pytest.raises(data.DataError, match=r"part2/1\.0\.0 is damaged: .*train\.data prepare cifar5m\)"):
+        load("cifar5m", tmp_path, CIFAR)
+
+
 def _truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-4000])
 

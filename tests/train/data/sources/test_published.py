@@ -208,7 +208,9 @@ def test_damaged_data_sets_are_named(tmp_path: Path) -> None:
     with pytest.raises(data.DataError, match=r"is in tfrecord, which only TensorFlow reads.*convert_format"):
         load("tiny", tmp_path, SHORT)
     info.write_text(whole[:40])
-    with pytest.raises(data.DataError, match=r"no whole dataset_info\.json"):
+    with pytest.raises(
+        data.DataError, match=r"no whole dataset_info\.json.*again \(python -m mupax\.train\.data prepare tiny\)"
+    ):
         load("tiny", tmp_path, SHORT)
 
 
