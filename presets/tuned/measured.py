@@ -82,17 +82,7 @@ class Measured(Preset):
     def scales(
         self, spec: ParamSpec, sizes: Mapping[str, int], optimizer: str = "adam", decay: Decay = "coupled"
     ) -> Scales:
-        """The table's numbers for a parameter.
-
-        Args:
-            spec: the parameter's declaration.
-            sizes: those that were measured.
-            optimizer: of the family that was measured.
-            decay: how weight decay enters.
-
-        Raises:
-            PresetError: another size or another kind of optimizer than was measured, or a group that was not.
-        """
+        """The table's numbers; as `Preset.scales`, and PresetError for another size or optimizer, or a group not measured."""
         self.family(optimizer)
         for axis, size in self.table.sizes.items():
             if sizes.get(axis) != size:
@@ -102,10 +92,8 @@ class Measured(Preset):
                 )
         if spec.group not in self.table.scales:
             near = difflib.get_close_matches(spec.group, self.table.scales, n=1)
-            hint = f" (the nearest is {near[0]!r})" if near else ""
-            raise PresetError(
-                f"measured: the table has no row {spec.group!r}{hint}; measure this model (python -m train balance)"
-            )
+            hint = f"{spec.group!r}" + (f" (the nearest is {near[0]!r})" if near else "")
+            raise PresetError(f"measured: the table has no row {hint}; measure this model (python -m train balance)")
         scales = self.table.scales[spec.group]
         return scales if decay == "independent" else dataclasses.replace(scales, weight_decay=_per_rate(scales))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -141,18 +141,14 @@ def load(path: str | Path, parse: Callable[[Any], T], missing: str) -> T:
         raise PresetError(f"{path}: {missing.format(error=error)}") from error
 
 
-def same_keys(where: str, keys: Iterable[str], wanted: Iterable[str]) -> None:
-    """Whether an object has the entries that it must have.
+def same_keys(where: str, keys: Iterable[str], wanted: Collection[str]) -> None:
+    """Raises PresetError where the keys of an object are not those that it must have.
 
     Args:
         where: begins the message.
         keys: of the object.
         wanted: those it must have, in the order of the message.
-
-    Raises:
-        PresetError: some are missing or unknown.
     """
-    wanted = tuple(wanted)
     missing, unknown = sorted(set(wanted) - set(keys)), sorted(set(keys) - set(wanted))
     if missing or unknown:
         raise PresetError(f"{where} must have {', '.join(wanted)}; missing {missing}, unknown {unknown}")

@@ -40,11 +40,7 @@ class Convert:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Converts; 0 when done.
-
-    Raises:
-        UsageError, WorkdirError, WeightsError: wrong flags, no run there, or a folder that is not empty.
-    """
+    """Converts; 0 when done. Raises UsageError, WorkdirError or WeightsError for what does not fit."""
     args = command_line.parse(Convert, "python -m train convert", argv)
     from mupax.train.checkpoints import saved_run
     from mupax.train.reuse import runs

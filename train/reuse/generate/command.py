@@ -52,14 +52,7 @@ class Generate(CheckpointFlags):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the text; 0 when done.
-
-    Raises:
-        UsageError: wrong flags.
-        WorkdirError: no such run, step or average, a damaged checkpoint, or no language model.
-        DecodingError: a number out of its range, or a model that has diverged.
-        DataError: the run's tokenizer is not here.
-    """
+    """Writes the text; 0 when done. Raises UsageError, WorkdirError, DecodingError or DataError for what does not fit."""
     args = command_line.parse(Generate, "python -m train generate", argv)
     from mupax.train.checkpoints import saved_run
     from mupax.train.reuse.generate.decode import DecodingError, Generator, Sampling
@@ -92,19 +85,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def write(generator: Generator, tokenizer: Any, text: str, prompt: np.ndarray, length: int, seed: int) -> str:
-    """Print the prompt and its continuations, one as it is made, several when they are done.
-
-    Args:
-        generator: of the checkpoint.
-        tokenizer: of the run.
-        text: the prompt as it was written.
-        prompt: its tokens.
-        length: tokens to add.
-        seed: of the draws.
-
-    Returns:
-        What it took, in words.
-    """
+    """Print the prompt and its continuations, one as it is made, several when they are done; returns what it took."""
     import numpy as np
 
     alone, parts = generator.samples == 1, []
@@ -146,11 +127,7 @@ def pieces(parts: Iterator[list[int]], tokenizer: Any) -> Iterator[str]:
 
 
 def _tokenizer(run: Trained) -> Any:
-    """The run's tokenizer; its data only where that has made it.
-
-    Raises:
-        DataError: it is not here, or is another than the run's.
-    """
+    """The run's tokenizer; its data only where that has made it. Raises DataError where it is not here, or is another."""
     from mupax.train import data as data_sources
     from mupax.train.data import DataError
     from mupax.train.data.text.tokenizer import Bytes, Subwords, bpe_size

@@ -47,11 +47,7 @@ class Grow:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Grows; 0 when done.
-
-    Raises:
-        UsageError, GrowError, ConfigError, WeightsError: wrong flags, or a model that does not fit.
-    """
+    """Grows; 0 when done. Raises UsageError, GrowError, ConfigError or WeightsError for what does not fit."""
     args = command_line.parse(Grow, "python -m train grow", argv)
     if args.to is None and not args.set:
         raise command_line.UsageError("say what to grow: --to MODEL, --set depth=8, or both")
@@ -95,11 +91,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def larger(before: Config, args: Grow) -> Config:
-    """The run on the model that was asked for.
-
-    Raises:
-        ConfigError: no such model or field, or sizes that do not fit together.
-    """
+    """The run on the model that was asked for. Raises ConfigError for no such model or field, or sizes that do not fit."""
     model = before.model if args.to is None else configs.get(args.to)
     values: dict[str, Any] = {**model_to_json(model), "compute": dataclasses.asdict(before.model.compute)}
     for word in args.set:
@@ -115,16 +107,7 @@ def larger(before: Config, args: Grow) -> Config:
 
 
 def grown(one: Program, other: Program, old: TrainState) -> tuple[TrainState, Growth]:
-    """A state as one of a larger model, and how its parameters came to be.
-
-    Args:
-        one: the program that the state is of.
-        other: that of the larger model.
-        old: the state.
-
-    Raises:
-        GrowError: what does not fit.
-    """
+    """A state of one program as that of the other, a larger model's, and how its parameters came to be."""
     import jax
 
     from mupax.train.core.state import fresh_params
