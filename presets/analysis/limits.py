@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from mupax.presets.optimizers import Family
 from mupax.presets.power import Power
 from mupax.presets.preset import Preset
-from mupax.presets.roles import MATRICES, Role
+from mupax.presets.roles import MATRICES, PresetError, Role
 
 LIMITS: dict[str, dict[str, float]] = {
     "head_dim": {"head_dim": 1.0, "embed": 1.0, "mlp": 1.0},
@@ -28,6 +28,9 @@ SPECS = {
     spec.role.value.replace("token_", "").replace("mlp_", "MLP ").replace("_", " "): spec for spec in MATRICES.values()
 }
 """The matrices of the model, by the names of the report."""
+
+UNEVEN = 1.4
+"""How many times too large a change may become by widths that do not grow together: less than the steps of a rate's search."""
 
 _TIED = dataclasses.replace(SPECS["embedding"], role=Role.READOUT, fan_in=("embed",), tied=True)
 
@@ -54,8 +57,8 @@ class Limit:
         if tied:
             table, of_readout = self.rows["embedding"], preset.row(_TIED).multiplier
             self.rows["readout"] = dataclasses.replace(table, multiplier=table.multiplier * of_readout)
-        self.fan_in = {name: self._size(spec.fan_in) for name, spec in SPECS.items()}
-        self.fan_out = {name: self._size(spec.fan_out) for name, spec in SPECS.items()}
+        self.fan_in = {name: sum(growth.get(axis, 0.0) for axis in spec.fan_in) for name, spec in SPECS.items()}
+        self.fan_out = {name: sum(growth.get(axis, 0.0) for axis in spec.fan_out) for name, spec in SPECS.items()}
         self.n, self.layers = growth.get("head_dim", 0.0), growth.get("layers", 0.0)
         self.logits, self.branch = self.x(preset.logits), self.x(preset.branch)
         self._initialize()
@@ -75,11 +78,8 @@ class Limit:
 
     def carried(self, name: str, change: float) -> float:
         """W dx for a change aligned with W: the operator norm, as rms over outputs."""
-        wide = max(self.fan_in[name], self.fan_out[name])
-        return self.weight(name) + wide / 2 + (self.fan_in[name] - self.fan_out[name]) / 2 + change
-
-    def _size(self, axes: tuple[str, ...]) -> float:
-        return sum(self.growth.get(axis, 0.0) for axis in axes)
+        fan_in, fan_out = self.fan_in[name], self.fan_out[name]
+        return self.weight(name) + max(fan_in, fan_out) / 2 + (fan_in - fan_out) / 2 + change
 
     def _initialize(self) -> None:
         self.q, self.k, self.v = (self.random(name) for name in ("query", "key", "value"))
@@ -117,8 +117,7 @@ class Limit:
         self.gradient["key"] = a["key"] + self.logits + self.q + at_logits + grouped
 
     def direction(self, name: str) -> float:
-        """Entries of the optimizer's direction before the learning rate."""
-        # Adam and Lion divide the gradient's size out; what eps makes of it has rows of its own.
+        """Entries of the optimizer's direction: Adam and Lion divide the gradient's size out; eps has rows of its own."""
         return self.gradient[name] if self.family == "sgd" else 0.0
 
     def rate(self, name: str) -> float:
@@ -142,8 +141,8 @@ class Limit:
 
     def _update(self) -> None:
         self.dq, self.dk = self.acts("query"), self.acts("key")
-        attention = {"query": self.dq + self.k, "key": self.q + self.dk}
-        attention = {name: self.logits + self.n + change for name, change in attention.items()}
+        changes = {"query": self.dq + self.k, "key": self.q + self.dk}
+        attention = {name: self.logits + self.n + change for name, change in changes.items()}
         self.d_attention = max(attention.values())
         self.dv, self.d_hidden = self.acts("value"), self.acts("MLP in")
         block = {
@@ -170,29 +169,22 @@ class Limit:
 
     def first_order(self, name: str) -> float:
         """The output's change through one kind of weight: gradient times step, all of one sign, over entries and blocks."""
-        row, entries = self.rows[name], self.fan_in[name] + self.fan_out[name]
+        rate, entries = self.x(self.rows[name].lr(self.family)), self.fan_in[name] + self.fan_out[name]
         blocks = self.layers if SPECS[name].in_block else 0.0
-        rate = self.x(row.lr(self.family))
         if self.orthogonal(name):  # rate times the nuclear norm of a gradient of low rank
             return rate + self.gradient[name] + entries / 2 + blocks
         return rate + self.direction(name) + self.gradient[name] + entries + blocks
 
     def movement(self, name: str) -> float:
         """Spectral norm of the change over that of the weight."""
-        wide = max(self.fan_in[name], self.fan_out[name])
-        norm = self.weight(name) + wide / 2
-        if self.orthogonal(name):
-            return self.step(name) + wide / 2 - norm
-        return self.step(name) + (self.fan_in[name] + self.fan_out[name]) / 2 - norm
-
-    def kernel_error(self) -> float:
-        """Square of what the residual kernel h.h'/D differs by between initializations, relative to it."""
-        # Averages over D entries, and over the heads, whose random attention each block adds once.
-        heads = 2 * min(0.0, self.attention) - self.growth.get("heads", 0.0)
-        blocks = self.layers + 4 * (self.contribution - self.stream)
-        return max(-self.growth.get("embed", 0.0), heads + blocks)
+        fans = self.fan_in[name], self.fan_out[name]
+        change = max(fans) if self.orthogonal(name) else sum(fans)
+        return self.step(name) + change / 2 - (self.weight(name) + max(fans) / 2)
 
     def observables(self) -> dict[str, float]:
+        # The residual kernel h.h'/D averages over D entries, and over the heads, whose random attention each block adds once.
+        heads = 2 * min(0.0, self.attention) - self.growth.get("heads", 0.0)
+        blocks = self.layers + 4 * (self.contribution - self.stream)
         exponents = {
             "residual stream": self.stream,
             "one block's share of the stream": self.contribution,
@@ -200,7 +192,7 @@ class Limit:
             "entries of q, k, v, MLP": _farthest(self.q, self.k, self.v, self.hidden),
             "attention logits": self.attention,
             "variance of attention over heads": 2 * self.attention,
-            "squared error of the kernel": self.kernel_error(),
+            "squared error of the kernel": max(-self.growth.get("embed", 0.0), heads + blocks),
             "output": self.random("readout"),
             "change of q, k entries": _farthest(self.dq, self.dk),
             "change of attention logits": self.d_attention,
@@ -210,8 +202,8 @@ class Limit:
             "q, k backward signal, at first": self.logits + self.k + self.n / 2,
             "q, k backward signal, aligned": self.logits + self.k + self.aligned,
         }
-        groups = {"q, k": ("query", "key"), "block": ("value", "attention out", "MLP in", "MLP out")}
-        groups = {"embedding": ("embedding",), **groups, "readout": ("readout",)}
+        block = ("value", "attention out", "MLP in", "MLP out")
+        groups = {"embedding": ("embedding",), "q, k": ("query", "key"), "block": block, "readout": ("readout",)}
         for name, members in groups.items():
             exponents[f"weight movement, {name}"] = _farthest(*map(self.movement, members))
         for name, members in groups.items() if self.family in ("adam", "muon") else ():
@@ -225,3 +217,33 @@ class Limit:
 def _farthest(*exponents: float) -> float:
     """The exponent farthest from 0, the growing one of two: what moves too much and what does not move are both seen."""
     return max(exponents, key=lambda x: (abs(x), x))
+
+
+def refuse_uneven(preset: Preset, sizes: Mapping[str, int], optimizer: str = "adam") -> None:
+    """Raises PresetError where a change is more than `UNEVEN` times what it is where all widths grow together; names the axes.
+
+    The limits of `LIMITS` keep F/D, N*H/D and H/H_kv fixed. Along any other line the same calculation says what moves; depth is
+    left as it is. It speaks of growth alone: where a width is below the base's, nothing is said.
+
+    Args:
+        preset: relative to a base.
+        sizes: of the model.
+        optimizer: whose updates: some growth is safe under SGD and not under Adam.
+    """
+    ratios = preset.ratios(sizes)
+    widths = {axis: ratios[axis] for axis in ("embed", "mlp", "heads", "kv_heads", "head_dim") if axis in ratios}
+    largest = max(widths.values(), default=1.0)
+    if preset.base is None or largest <= 1.0 or min(widths.values()) < 1.0:
+        return
+    growth = {axis: math.log(ratio) / math.log(largest) for axis, ratio in widths.items()}
+    lines = (growth, LIMITS["head_dim"], LIMITS["heads"])
+    alone, *together = (Limit(preset, preset.family(optimizer), line).observables() for line in lines)
+    for row in ("change of attention logits", "change of the stream", "change of the output"):
+        beyond = alone[row] - max(max(at[row] for at in together), 0.0)
+        if largest**beyond > UNEVEN:
+            grown = ", ".join(f"{axis} x{ratio:.3g}" for axis, ratio in widths.items())
+            fastest = max(widths, key=widths.__getitem__)
+            raise PresetError(
+                f"{preset.name} under {optimizer} does not allow growing {grown}: {row} explodes as {fastest}^{alone[row]:.2g}; "
+                f"grow the widths together (head_dim or heads with embed and mlp), or take a base of the same proportions"
+            )

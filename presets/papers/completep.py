@@ -26,9 +26,6 @@ from mupax.presets.preset import Preset, changed
 from mupax.presets.roles import ParamSpec, PresetError
 from mupax.presets.rule import Rule
 
-EPS_SCOPES = ("blocks", "everywhere")
-DECAYS = ("table", "rate")
-
 
 def completep(
     *,
@@ -39,7 +36,8 @@ def completep(
     beta0: float = 1.0,
 ) -> Preset:
     """CompleteP: muP with branches 1/L and every block learning at every depth; its own weight decay and eps."""
-    for label, value, choices in (("eps_scope", eps_scope, EPS_SCOPES), ("decay", decay or "table", DECAYS)):
+    words = {"eps_scope": (eps_scope, ("blocks", "everywhere")), "decay": (decay or "table", ("table", "rate"))}
+    for label, (value, choices) in words.items():
         if value not in choices:
             raise PresetError(f"completep: {label}={value} is not a choice; write {' or '.join(choices)}")
     family = infinite_limits("completep", alpha_a=alpha_a, alpha_l=alpha_l, beta0=beta0)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mupax.presets import Decay, ParamSpec, Preset, PresetError, Scales
-from mupax.presets.analysis.uneven import refuse_uneven
+from mupax.presets.analysis.limits import refuse_uneven
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.rule import Number
 from mupax.train.config.run import OptimizerConfig

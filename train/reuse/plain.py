@@ -29,9 +29,6 @@ from mupax.train.config.run import PresetConfig
 from mupax.train.core.factors import Factors
 from mupax.zoo.definition import Definition
 
-LOGITS = "block.attention.logit_scale"
-"""The factor of attention logits, by its name in a definition."""
-
 Scales = dict[str, np.ndarray]
 """Parameter to the number that its weight is taken times, float64 [] or [layers]."""
 
@@ -102,15 +99,10 @@ def times(w: Any, scale: np.ndarray) -> np.ndarray:
     return np.stack([times(layer, s) for layer, s in zip(w, scale, strict=True)])
 
 
-def to_json(by: Scales) -> dict[str, float | list[float]]:
-    """Scales as plain numbers: one where all layers have the same, to the last bit."""
-    return {name: _number(scale) for name, scale in by.items()}
-
-
 def logits_of(definition: Definition, factors: Factors) -> Any:
     """What a preset takes attention logits times: a number, or one per layer where they differ."""
-    numbers = factors.forward.get(LOGITS)
-    return definition.sizes.get("head_dim", 1) ** -0.5 if numbers is None else _number(numbers)
+    numbers = factors.forward.get("block.attention.logit_scale")
+    return definition.sizes.get("head_dim", 1) ** -0.5 if numbers is None else number(numbers)
 
 
 def preset_record(fields: PresetConfig, preset: Preset, model: Definition, factors: Factors) -> dict[str, Any]:
@@ -132,12 +124,13 @@ def preset_record(fields: PresetConfig, preset: Preset, model: Definition, facto
         "described": preset.describe(),
         "fields": {name: value for name, value in dataclasses.asdict(fields).items() if value not in (None, (), False)},
         "base": dict(preset.base) if preset.base else None,
-        "factors": {kind: _number(factors.forward[name]) for kind, name in kinds.items()},
-        "scales": to_json(scales(model, factors)),
+        "factors": {kind: number(factors.forward[name]) for kind, name in kinds.items()},
+        "scales": {name: number(scale) for name, scale in scales(model, factors).items()},
     }
 
 
-def _number(numbers: np.ndarray) -> Any:
+def number(numbers: np.ndarray) -> Any:
+    """As JSON has it: one number where all layers have the same, to the last bit."""
     return float(numbers.flat[0]) if np.ptp(numbers) == 0 else np.asarray(numbers).tolist()
 
 

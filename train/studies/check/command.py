@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     """
     args = command_line.parse(Check, "python -m train check", argv)
     from mupax import presets
-    from mupax.presets.analysis.uneven import refuse_uneven
+    from mupax.presets.analysis.limits import refuse_uneven
     from mupax.train.config.sections import OptimizerConfig
     from mupax.train.studies.check import check, models, report, theory
     from mupax.zoo import configs
