@@ -68,12 +68,12 @@ class Layout:
 
     def _spec(self, axes: Axes, shape: tuple[int, ...] | None = None) -> PartitionSpec:
         parts: list[str | tuple[str, ...] | None] = []
-        taken: set[str] = set()
+        used: set[str] = set()
         for index, axis in enumerate(axes):
-            names = tuple(name for name in self.names(axis) if name not in taken)
+            names = tuple(name for name in self.names(axis) if name not in used)
             if shape is not None and shape[index] % math.prod(self.mesh.shape[name] for name in names):
                 names = ()
-            taken.update(names)
+            used.update(names)
             parts.append(names if len(names) > 1 else next(iter(names), None))
         return PartitionSpec(*parts)
 

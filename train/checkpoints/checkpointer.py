@@ -216,8 +216,8 @@ class Checkpoints(CheckpointFolder):
         if self._saved == step:
             self._saved = None
         before = self.latest
-        kept = f"the last good one is {before}" if before is not None else "there is no other yet"
-        self._note(f"{self._failure}; {kept}")
+        newest = f"the last good one is {before}" if before is not None else "there is no other yet"
+        self._note(f"{self._failure}; {newest}")
         if self._processes.leader:  # what was written of it takes room that the next one needs
             for left in self.folder.glob(f"{step}{SAVING}*"):
                 shutil.rmtree(left, ignore_errors=True)

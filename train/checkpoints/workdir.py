@@ -76,13 +76,13 @@ def _claim(config: Config) -> tuple[str, bool]:
     path = Path(config.workdir if config.workdir is not None else f"runs/{config.recipe}").absolute()
     if path.exists() and not path.is_dir():
         raise WorkdirError(f"{_shown(path)} is a file; write --workdir with the name of a folder")
-    held = path.is_dir() and any(child.name not in _FIRST for child in path.iterdir())
-    if held and not config.resume:
+    occupied = path.is_dir() and any(child.name not in _FIRST for child in path.iterdir())
+    if occupied and not config.resume:
         raise WorkdirError(
             f"the workdir {_shown(path)} is not empty; add --resume to continue the run in it, "
             "or give --workdir another folder for a new one"
         )
-    if held and not (path / RECORD).is_file():
+    if occupied and not (path / RECORD).is_file():
         raise WorkdirError(
             f"the workdir {_shown(path)} holds files but no run ({RECORD} is missing); give --workdir another folder"
         )
@@ -94,9 +94,9 @@ def _claim(config: Config) -> tuple[str, bool]:
         raise WorkdirError(
             f"cannot write into the workdir {_shown(path)}: {error.strerror}; give --workdir another folder"
         ) from error
-    if held:
+    if occupied:
         _check_same_run(config, path)
-    return str(path), held
+    return str(path), occupied
 
 
 @contextlib.contextmanager

@@ -108,7 +108,7 @@ class Cluster(Processes):
         self.post(f"{_FAILED}/first", json.dumps([index, host, reason]))
 
     def _watch(self) -> None:
-        beat, heard = 0, time.monotonic()
+        beat, answered = 0, time.monotonic()
         seen: dict[str, tuple[str, float]] = {}
         while not self._done.wait(_POLL_S):
             beat += 1
@@ -117,10 +117,10 @@ class Cluster(Processes):
                 if self.leader:
                     self._look_for_silence(seen)
                 failures = self._client.key_value_dir_get(_FAILED)
-                heard = time.monotonic()
+                answered = time.monotonic()
             except Exception:  # any error of the network; the store may answer again
                 failures = []
-                if time.monotonic() - heard > self._silence:
+                if time.monotonic() - answered > self._silence:
                     failures = [("", json.dumps([0, "the coordinator", f"no answer for {self._silence} s"]))]
             if failures and not self._failing and not self._done.is_set():
                 index, host, reason = json.loads(failures[0][1])

@@ -39,12 +39,12 @@ class Watchdog:
         self._ended.set()
 
     def _watch(self, seconds: float) -> None:
-        spoken = 0.0
+        reported = 0.0
         while not self._ended.wait(seconds / 10):
             now, at, file = time.monotonic(), self._at, self._file or sys.stderr
-            if now - max(at, spoken) < seconds:
+            if now - max(at, reported) < seconds:
                 continue
-            spoken = now
+            reported = now
             text = f"{now - at:.0f} s without anything finished; waiting for {self._for}. The threads are at:"
             print(f"watchdog: {text}", file=file, flush=True)
             try:
