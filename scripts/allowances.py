@@ -23,7 +23,7 @@ import jax
 from mupax import presets
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.run import OptimizerConfig
-from mupax.train.studies.check import check, models, theory
+from mupax.train.studies.check import check, theory
 from mupax.zoo import configs
 from mupax.zoo.definition import definition
 
@@ -72,16 +72,15 @@ def _compact(known: dict[str, Any]) -> str:
 
 def _stray(model: configs.ModelConfig, study: str, optimizer: str, allowed: dict[str, list[float]]) -> None:
     """Widen `allowed` by one study: per observable and step, how far below and above theory the mean slope lies."""
-    grown = models.series(model, study.split()[0], 4)
+    grown = check.grow(model, study.split()[0], 4)
     config = OptimizerConfig(name=optimizer, peak_lr=OPTIMIZERS[optimizer].check_lr, schedule="constant", eps=1e-12)
     definitions = [definition(one) for one in grown]
     series = check.Series(definitions, config)
     for name, constants in PROVED[study]:
         preset = presets.get(name, base=grown[0].base_sizes(), **constants)  # pyright: ignore[reportArgumentType]
-        measured = series.measure(preset, models.batch(grown[0]))
+        measured = series.measure(preset, check.batch(grown[0]))
         expected = theory.of(preset, definitions[0], definitions[-1], optimizer, strict=True)
-        for finding in check.judge(check.fit(measured, [1, 2, 4, 8]), expected):
-            assert finding.expected is not None
+        for finding in check.judge(measured, [1, 2, 4, 8], expected):
             above = finding.slope - finding.expected.slope
             band = allowed.setdefault(f"{finding.observable} @{finding.step}", [0.0, 0.0])
             band[0] = max(band[0], round(-above - finding.expected.below, 2))

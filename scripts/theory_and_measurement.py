@@ -19,7 +19,7 @@ import numpy as np
 from mupax import presets
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.run import OptimizerConfig
-from mupax.train.studies.check import check, models, report, theory
+from mupax.train.studies.check import check, report, theory
 from mupax.zoo import configs
 from mupax.zoo.definition import definition
 from scripts.mutants import preset_arrays
@@ -39,7 +39,7 @@ def main() -> None:
     """Measure, then write both files."""
     rows: list[dict[str, Any]] = []
     for axis in GROWN:
-        grown = models.series(configs.get("lm-proxy"), axis, 4)
+        grown = check.grow(configs.get("lm-proxy"), axis, 4)
         definitions = [definition(one) for one in grown]
         config = OptimizerConfig(name="adam", peak_lr=OPTIMIZERS["adam"].check_lr, schedule="constant", eps=1e-12)
         series = check.Series(definitions, config)
@@ -50,8 +50,8 @@ def main() -> None:
             expected = theory.of(preset, definitions[0], definitions[-1], "adam")
             numbers = preset_arrays(series, preset)
             if numbers not in known:  # many presets are the same rule along one axis
-                known[numbers] = series.measure(preset, models.batch(grown[0]))
-            found = check.judge(check.fit(known[numbers], [1, 2, 4, 8]), expected)
+                known[numbers] = series.measure(preset, check.batch(grown[0]))
+            found = check.judge(known[numbers], [1, 2, 4, 8], expected)
             rows.append(report.to_json(found, {"preset": name, "grow": axis}))
             print(axis, name, report.verdict_line(found), flush=True)
     versions = {"python": platform.python_version(), "jax": jax.__version__}

@@ -19,7 +19,7 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     del work
     import jax.numpy as jnp
 
-    from mupax.train.studies.check.activations import internals
+    from mupax.train.studies.check.observables import internals
 
     images = jnp.asarray(models.images(settings["images"]))
     presets = [models.absolute(alpha_a=alpha, alpha_l=1.0) for alpha in settings["alpha_a"]]

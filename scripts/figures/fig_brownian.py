@@ -20,7 +20,7 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
 
-    from mupax.train.studies.check.activations import internals
+    from mupax.train.studies.check.observables import internals
 
     images = models.images(settings["images"])
     first = kernels.input_kernel(models.patches(images))

@@ -22,11 +22,11 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     """Root mean squares after one step, {preset: {observable: [widths, seeds]}}, and the exponents of theory."""
     del work
     from mupax.train.config.run import OptimizerConfig
-    from mupax.train.studies.check import check, models
+    from mupax.train.studies.check import check
     from mupax.train.studies.check import theory as expectation
     from mupax.zoo.definition import definition
 
-    grown = models.series(configs.get("vit-tiny"), "heads", len(settings["width"]))
+    grown = check.grow(configs.get("vit-tiny"), "heads", len(settings["width"]))
     assert [one.width for one in grown] == settings["width"], "the check's models are of other widths"
     definitions = [definition(one) for one in grown]
     config = OptimizerConfig(name="adamw", peak_lr=settings["peak_lr"], schedule="constant", eps=1e-12)
@@ -34,7 +34,7 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"measured": {}, "theory": {}}
     for name in settings["presets"]:
         preset = presets.get(name, base=grown[0].base_sizes())
-        seen = series.measure(preset, models.batch(grown[0]), settings["seeds"])
+        seen = series.measure(preset, check.batch(grown[0]), settings["seeds"])
         theory = expectation.of(preset, definitions[0], definitions[-1], config.name, strict=True)
         found["measured"][name] = {observed: seen[observed][:, :, 1] for observed in OBSERVED}
         found["theory"][name] = {observed: theory[observed, 1].slope for observed in OBSERVED}

@@ -42,7 +42,7 @@ def finite(settings: Settings, head_dim: int, heads: int) -> np.ndarray:
     import jax
     import jax.numpy as jnp
 
-    from mupax.train.studies.check.activations import internals
+    from mupax.train.studies.check.observables import internals
 
     images = jnp.asarray(models.images(settings["images"]))
 

@@ -33,7 +33,7 @@ def measure(
     Args:
         configs: name of a study to a run per size.
         sizes: increasing.
-        limits: fields of `mupax.train.studies.transfer.study.Limits`.
+        limits: as `mupax.train.studies.transfer.study.measure` has them.
         work: folder where points stay.
 
     Returns:
@@ -48,7 +48,7 @@ def measure(
         for name, grown in configs.items()
     ]
     engine = sweep.Sweep(work, evaluated=False)
-    measured = transfer.measure(studies, engine.run, transfer.Limits(**limits))
+    measured = transfer.measure(studies, engine.run, **limits)
     return {one.study.label: {"stopped": one.stopped, **_kept(one, len(sizes))} for one in measured}
 
 
@@ -106,7 +106,7 @@ def _near(curves: Sequence[Curve]) -> tuple[float, float]:
     """Limits of the losses near the minima."""
     near = []
     for curve in curves:
-        mean = curve.mean_of_all
+        mean = np.nanmean(curve.losses, axis=1)
         best = curve.x[int(np.argmin(np.where(np.isfinite(mean), mean, np.inf)))]
         near.extend(mean[np.isfinite(mean) & (np.abs(curve.x - best) <= AROUND)])
     low, high = (min(near), max(near)) if near else (0.0, 1.0)

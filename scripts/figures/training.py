@@ -19,7 +19,7 @@ from mupax.train import data
 from mupax.train.config.run import Config, DataConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.program import Program, assemble
 from mupax.train.core.step import Batch, StepInputs, logits_of
-from mupax.train.studies.check.activations import internals
+from mupax.train.studies.check.observables import internals
 from mupax.zoo import configs
 from mupax.zoo.configs import ComputeConfig
 
@@ -188,7 +188,7 @@ class Trainer:
         return np.asarray(jax.device_get(losses), np.float64), seen
 
     def internals(self, seen: Seen, inputs: np.ndarray) -> dict[str, np.ndarray]:
-        """`mupax.train.studies.check.activations` of the model as it is."""
+        """`mupax.train.studies.check.observables.internals` of the model as it is."""
         return jax.device_get(self._internals(seen.params, seen.run, jnp.asarray(inputs)))
 
     def logits(self, seen: Seen, inputs: np.ndarray) -> np.ndarray:

@@ -33,7 +33,6 @@ from mupax.train.core.program import assemble
 from mupax.train.reuse import runs
 from mupax.train.run import loop
 from mupax.train.studies.check import check
-from mupax.train.studies.check import models as check_models
 from mupax.zoo import flops
 from mupax.zoo.configs import CONFIGS, FAMILIES, ConfigError, ModelConfig, family_class
 from mupax.zoo.definition import definition
@@ -121,9 +120,7 @@ def test_it_passes_the_coordinate_check_under_mup_alone(name: str, passes: bool)
     models = [dataclasses.replace(MIXER, width=width, depth=2) for width in (64, 128, 256)]
     preset = presets.get(name, base=None if presets.get(name).baseless else models[0].base_sizes())
     adam = OptimizerConfig(name="adam", peak_lr=4e-3, schedule="constant", eps=1e-12)
-    findings = check.study(
-        [definition(model) for model in models], preset, adam, check_models.batch(models[0]), seeds=2
-    )
+    findings = check.study([definition(model) for model in models], preset, adam, check.batch(models[0]), seeds=2)
     assert any(finding.observable.startswith("movement/block.mlp") for finding in findings)
     assert check.passes(findings) == passes
 
@@ -164,7 +161,7 @@ def test_what_needs_a_transformer_says_so() -> None:
     with pytest.raises(
         ConfigError, match=r"growing one size knows the zoo's transformers only, and the model is a examples\."
     ):
-        check_models.smallest(MIXER)
+        check.smallest(MIXER)
 
 
 @pytest.mark.parametrize("words", [["presets", "table", "mup", "--model", "lm-tiny"], ["zoo", "describe", "lm-tiny"]])

@@ -12,7 +12,7 @@ import pytest
 
 from mupax.presets.papers import ALIASES
 from mupax.train.studies.sweep.rows import Row
-from mupax.train.studies.transfer import study
+from mupax.train.studies.transfer.command import Transfer
 from scripts.figures import fig2a, fig_effective_trained, rates, result
 
 SIZES = (16, 32, 64)
@@ -87,7 +87,7 @@ def test_the_runs_of_the_effective_theory(monkeypatch: pytest.MonkeyPatch, tmp_p
 
     def measured(configs, sizes, limits, work):
         asked.update(configs)
-        study.Limits(**limits)
+        Transfer(recipe="lm-tiny", grow=(), **limits)
         assert sizes == [64, 256]
         return {name: {} for name in configs}
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,9 +28,8 @@ from mupax.presets.rule import Number
 from mupax.presets.tuned.measured import Measured, Table, measured
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import optimizer as chains
-from mupax.train.core.factors import Factors, Numbers, init_stds, resolve
-from mupax.train.core.transforms import rows
-from mupax.train.studies.check.feature_speed import Flow, Speeds, layer_names, of_model, refuse_tied
+from mupax.train.core.factors import Factors, init_stds, resolve
+from mupax.train.studies.check.feature_speed import Batch, Flow, Speeds, layer_names, of_model, refuse_tied
 from mupax.zoo.definition import Arrays, Definition
 
 _CLOSE = 0.01
@@ -41,17 +40,15 @@ _ROUNDING = 1e-6
 
 
 class Parts(NamedTuple):
-    """What each (group, layer) has: group to float32 [layers], or [1] outside the stack."""
+    """‖∇‖, and <∇, u> in nats per unit of rate, of each (group, layer): group to float32 [layers], or [1] outside the stack."""
 
     gradient: dict[str, jax.Array]
-    """‖∇‖."""
     slope: dict[str, jax.Array]
-    """<∇, u>: nats per unit of this part's own rate."""
 
 
 def balance(
     definition: Definition,
-    batch: Mapping[str, Any],
+    batch: Batch,
     config: OptimizerConfig,
     *,
     reference: Preset | None = None,
@@ -82,16 +79,24 @@ def balance(
     reference = reference or presets.get("sp")
     factors = resolve(reference, definition, config.name, "independent")
     params = jax.jit(definition.initialize)(np.uint32(seed), init_stds(reference, definition))
-    # Compiled once: the output scale is data.
-    program = jax.jit(lambda p, f, b: moment(definition, p, f, b, config, centered=centered))
+
+    @jax.jit
+    def measure(params: Arrays, factors: Factors, batch: Batch) -> tuple[Speeds, Parts]:
+        unit = direction(definition, factors, config)
+
+        def flow(grads: Arrays) -> Arrays:
+            rates = balanced(definition, parts_of(definition, grads, unit(grads)))
+            return descent(definition, factors._replace(lr=rates), config)(grads)
+
+        speeds, grads = of_model(definition, params, factors, batch, flow, centered=centered)
+        return speeds, parts_of(definition, grads, unit(grads))
+
+    readouts = [name for name, spec in definition.specs.items() if spec.role is Role.READOUT]
     scaled, scale, tried = factors, 1.0, []
     for _ in range(_ROUNDS):
-        multiplier: Numbers = {
-            name: (number * scale).astype(np.float32) if definition.specs[name].role is Role.READOUT else number
-            for name, number in factors.multiplier.items()
-        }
-        scaled = factors._replace(multiplier=multiplier)
-        speeds, parts = program(params, scaled, dict(batch))
+        outputs = {name: (factors.multiplier[name] * scale).astype(np.float32) for name in readouts}
+        scaled = factors._replace(multiplier={**factors.multiplier, **outputs})
+        speeds, parts = measure(params, scaled, dict(batch))
         speed = float(speeds.speed_rms[-1])
         _check_gradients(parts)
         if abs(speed - 1) < _CLOSE:
@@ -100,8 +105,31 @@ def balance(
         scale = next_scale(tried)
     else:
         raise PresetError(f"no output scale makes the last feature move at speed 1 (at {scale:.3g} it is {speed:.3g})")
-    rates = balanced(definition, parts)
-    return measured(_table(definition, scaled, init_stds(reference, definition), reference, rates, config.name))
+    return measured(_table(definition, scaled._replace(lr=balanced(definition, parts)), reference, config.name))
+
+
+def desiderata(
+    definition: Definition, batch: Batch, config: OptimizerConfig, *presets: Preset, seed: int, centered: bool
+) -> list[Speeds]:
+    """cos θ and the four desiderata of every layer at each preset's initialization, under its rates at peak_lr 1.
+
+    Args:
+        definition: as for `balance`; raises as there.
+        batch: `inputs`, `targets`, `weights`.
+        config: the optimizer; its rate, schedule, decay and clipping play no part.
+        *presets: whose initialization, multipliers and rates; one compiled program serves them all.
+        seed: of the initialization.
+        centered: the output is f - f at initialization.
+    """
+
+    @jax.jit
+    def measure(stds: Arrays, factors: Factors, batch: Batch) -> Speeds:
+        params = definition.initialize(jnp.uint32(seed), stds)
+        return of_model(definition, params, factors, batch, descent(definition, factors, config), centered=centered)[0]
+
+    factors = [resolve(preset, definition, config.name, "independent") for preset in presets]
+    stds = [init_stds(preset, definition) for preset in presets]
+    return [measure(own, one, dict(batch)) for own, one in zip(stds, factors, strict=True)]
 
 
 def next_scale(tried: Sequence[tuple[float, float]]) -> float:
@@ -117,56 +145,26 @@ def next_scale(tried: Sequence[tuple[float, float]]) -> float:
     return scale * speed ** (-1 / power)
 
 
-def moment(
-    definition: Definition,
-    params: Arrays,
-    factors: Factors,
-    batch: Mapping[str, Any],
-    config: OptimizerConfig,
-    *,
-    centered: bool = False,
-) -> tuple[Speeds, Parts]:
-    """The speeds under the balanced rates at one place, and every part's gradient and slope."""
-    unit = direction(definition, factors, config)
-
-    def flow(grads: Arrays) -> Arrays:
-        updates = unit(grads)
-        rates = balanced(definition, parts_of(definition, grads, updates))
-        own = {n: rates[s.group] if s.stacked else rates[s.group][0] for n, s in definition.specs.items()}
-        return {n: -rows(rate, updates[n]) * updates[n] for n, rate in own.items()}
-
-    speeds, grads = of_model(definition, params, factors, batch, flow, centered=centered)
-    return speeds, parts_of(definition, grads, unit(grads))
+def descent(definition: Definition, factors: Factors, config: OptimizerConfig) -> Flow:
+    """Gradients by name to dw/dt = -lr u: the optimizer's first step, without clipping or decay, per unit of peak_lr."""
+    tx = chains.build(dataclasses.replace(config, clip_norm=None), definition.specs)
+    hyper = chains.Hyper(peak_lr=1.0, schedule=1.0, weight_decay=0.0, eps=config.eps)
+    return lambda grads: tx.update(grads, tx.init(grads), None, factors=factors, hyper=hyper)[0]
 
 
 def direction(definition: Definition, factors: Factors, config: OptimizerConfig) -> Flow:
-    """Gradients by name to u by name: the optimizer's own first update at rate 1, without clipping or decay."""
-    tx = chains.build(dataclasses.replace(config, clip_norm=None), definition.specs)
-    hyper = chains.Hyper(peak_lr=1.0, schedule=1.0, weight_decay=0.0, eps=config.eps)
-    ones = factors._replace(lr={name: jnp.ones_like(rate) for name, rate in factors.lr.items()})
-
-    def unit(grads: Arrays) -> Arrays:
-        updates: Any = tx.update(grads, tx.init(grads), None, factors=ones, hyper=hyper)[0]
-        return {name: -updates[name] for name in grads}
-
-    return unit
+    """Gradients by name to u by name: the optimizer's own first update at rate 1."""
+    flow = descent(definition, factors._replace(lr=dict.fromkeys(factors.lr, 1.0)), config)
+    return lambda grads: {name: -step for name, step in flow(grads).items()}
 
 
-def descent(definition: Definition, factors: Factors, config: OptimizerConfig) -> Flow:
-    """Gradients by name to dw/dt = -lr u: the optimizer's first step under a preset's rates, per unit of peak_lr."""
-    unit = direction(definition, factors, config)
-
-    def flow(grads: Arrays) -> Arrays:
-        return {name: -rows(factors.lr[name], u) * u for name, u in unit(grads).items()}
-
-    return flow
-
-
-def balanced(definition: Definition, parts: Parts) -> dict[str, jax.Array]:
-    """rate = 1 / (L G <∇, u>) of every (group, layer), in a chain of L layers with G groups in this one."""
-    layers = definition.sizes["layers"] + 2
-    groups = [{definition.specs[name].group for name in names} for names in layer_names(definition)]
-    return {group: 1 / (layers * len(here) * parts.slope[group]) for here in groups for group in here}
+def balanced(definition: Definition, parts: Parts) -> Arrays:
+    """rate = 1 / (L G <∇, u>) by parameter, in a chain of L layers with G groups in its own."""
+    rates = {}
+    for names in layer_names(definition):
+        count = (definition.sizes["layers"] + 2) * len({definition.specs[name].group for name in names})
+        rates |= {name: 1 / (count * parts.slope[definition.specs[name].group]) for name in names}
+    return {name: rate if definition.specs[name].stacked else rate[0] for name, rate in rates.items()}
 
 
 def parts_of(definition: Definition, grads: Arrays, updates: Arrays) -> Parts:
@@ -182,43 +180,29 @@ def parts_of(definition: Definition, grads: Arrays, updates: Arrays) -> Parts:
 
 
 def _check_gradients(parts: Parts) -> None:
-    total = math.sqrt(sum(float(jnp.sum(g**2)) for g in parts.gradient.values()))
-    if not 0 < total < math.inf:
-        raise PresetError(
-            f"the gradient at the reference initialization has norm {total}; start from another reference"
-        )
+    norm = math.sqrt(sum(float(jnp.sum(g**2)) for g in parts.gradient.values()))
+    if not 0 < norm < math.inf:
+        raise PresetError(f"the gradient at the reference initialization has norm {norm}; start from another reference")
     for group, norms in parts.gradient.items():
-        for layer, norm in enumerate(norms.tolist()):
-            if not norm > _ROUNDING * total or not float(parts.slope[group][layer]) > 0:
+        for layer, part in enumerate(norms.tolist()):
+            if not part > _ROUNDING * norm or not float(parts.slope[group][layer]) > 0:
                 raise PresetError(
-                    f"{group}, layer {layer}: no gradient at the reference initialization ({norm:.1e} of {total:.1e}), "
+                    f"{group}, layer {layer}: no gradient at the reference initialization ({part:.1e} of {norm:.1e}), "
                     "so no rate can be derived; start what multiplies it away from zero, or leave the parameter out"
                 )
 
 
-def _table(
-    definition: Definition,
-    factors: Factors,
-    stds: Numbers,
-    reference: Preset,
-    rates: Mapping[str, jax.Array],
-    optimizer: str,
-) -> Table:
+def _table(definition: Definition, factors: Factors, reference: Preset, optimizer: str) -> Table:
     scales: dict[str, Scales] = {}
+    columns = {field: getattr(factors, field) for field in ("multiplier", "lr", "eps", "weight_decay")}
+    columns["init_std"] = init_stds(reference, definition)
     for name, spec in definition.specs.items():
-        row = Scales(
-            multiplier=_plain(factors.multiplier[name]),
-            init_std=_plain(stds[name]),
-            lr=_plain(np.asarray(rates[spec.group])),
-            eps=_plain(factors.eps[name]),
-            weight_decay=_plain(factors.weight_decay[name]),
-        )
+        row = Scales(**{field: _plain(numbers[name]) for field, numbers in columns.items()})
         if scales.setdefault(spec.group, row) != row:
             raise PresetError(
                 f"{name}: {reference.name} gives another of the group {spec.group} other numbers; give them roles apart"
             )
-    kinds = {declared["kind"] for declared in definition.factors.values()}
-    sizes = definition.sizes
+    kinds, sizes = {declared["kind"] for declared in definition.factors.values()}, definition.sizes
     return Table(
         scales=scales,
         logits=reference.logit_scale(sizes) if "logits" in kinds else 1.0,
@@ -232,6 +216,6 @@ def _table(
     )
 
 
-def _plain(numbers: np.ndarray) -> Number:
-    values = [float(x) for x in numbers.flat]
-    return values[0] if len(set(values)) == 1 else tuple(values)
+def _plain(numbers: Any) -> Number:
+    values = tuple(map(float, np.ravel(numbers)))
+    return values[0] if len(set(values)) == 1 else values

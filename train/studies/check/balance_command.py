@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro import conf
 
 from mupax import command_line, terminal
+from mupax.command_line import UsageError
 from mupax.train.config import cli
+from mupax.train.config.recipes import RECIPES
+from mupax.train.config.run import Config, DataConfig, OptimizerConfig, PresetConfig
+from mupax.zoo import configs
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mupax.presets.tuned.measured import Table as Measurements
-    from mupax.train.config.run import Config
+    from mupax.presets.tuned.measured import Table
     from mupax.train.studies.check.feature_speed import Speeds
-    from mupax.zoo.definition import Definition
 
 READ = ("--model", "--preset", "--optimizer", "--data", "--seed")
 
@@ -51,18 +53,17 @@ def main(argv: Sequence[str]) -> int:
     from mupax import presets
     from mupax.presets.tuned import measured
     from mupax.train.config.preset import preset_of
-    from mupax.train.studies.check import observables
+    from mupax.train.studies.check import balance
     from mupax.zoo.definition import definition
 
     console, model = terminal.console(), definition(config.model)
     reference, batch = preset_of(config), batch_of(config, args.name, console)
-    given: Any = {"seed": config.seed, "centered": config.model.centered}
-    found = observables.balance(model, batch, config.optimizer, reference=reference, **given)
-    source = f"{args.name}, {found.table.source}, seed {config.seed}"
-    measured.save(dataclasses.replace(found.table, source=source), args.out)
+    start: Any = {"seed": config.seed, "centered": config.model.centered}
+    table = balance.balance(model, batch, config.optimizer, reference=reference, **start).table
+    measured.save(dataclasses.replace(table, source=f"{args.name}, {table.source}, seed {config.seed}"), args.out)
     again = presets.get(f"measured:{args.out}")
-    before, after = jax.device_get(observables.desiderata(model, batch, config.optimizer, reference, again, **given))
-    show(console, model, before, after, found.table, reference.describe())
+    before, after = jax.device_get(balance.desiderata(model, batch, config.optimizer, reference, again, **start))
+    _show(before, after, table, reference.describe())
     console.print(f"written to {args.out}; use it with --preset measured:{args.out} --preset.base None", soft_wrap=True)
     return 0
 
@@ -74,20 +75,13 @@ def configured(args: Balance, rest: Sequence[str]) -> Config:
         UsageError: a flag that measuring does not read, or a folder that is not there.
         ConfigError: no recipe or model has the name, or values that do not fit together.
     """
-    from mupax.train.config.recipes import RECIPES
-    from mupax.train.config.run import Config, DataConfig, OptimizerConfig, PresetConfig
-    from mupax.zoo import configs
-
     for word in rest:
         flag = word.partition("=")[0]
         if flag.startswith("--") and flag.partition(".")[0] not in READ:
-            raise command_line.UsageError(
-                f"balance does not read {flag}; beside --out it takes {', '.join(READ)} and their fields"
-            )
+            takes = f"beside --out it takes {', '.join(READ)} and their fields"
+            raise UsageError(f"balance does not read {flag}; {takes}")
     if not args.out.absolute().parent.is_dir():
-        raise command_line.UsageError(
-            f"--out {args.out}: there is no folder {args.out.parent}; make it, or write another path"
-        )
+        raise UsageError(f"--out {args.out}: there is no folder {args.out.parent}; make it, or write another path")
 
     def bare() -> Config:
         return Config(
@@ -106,52 +100,41 @@ def configured(args: Balance, rest: Sequence[str]) -> Config:
 def batch_of(config: Config, name: str, console: Console) -> Mapping[str, Any]:
     """The recipe's first training batch, or random inputs and labels for a model without data."""
     from mupax.train import data
-    from mupax.train.config.recipes import RECIPES
-    from mupax.train.studies.check import models
+    from mupax.train.studies.check import check
 
     if name not in RECIPES:
-        return models.batch(config.model)
+        return check.batch(config.model)
     return data.load(config.data, config.model, seed=config.data_seed, note=console.print).train_batch(0)
 
 
-def show(
-    console: Console, model: Definition, before: Speeds, after: Speeds, table: Measurements, reference: str
-) -> None:
-    """Every layer before and after, the four desiderata, and the derived rates."""
-    from rich.table import Table
+def _show(before: Speeds, after: Speeds, table: Table, reference: str) -> None:
+    """Print every layer before and after, the four desiderata, and the derived rates."""
+    import numpy as np
 
-    depth = model.sizes["layers"]
-    layers = Table(title=f"layers, before ({reference}) | after", title_justify="left", box=None, padding=(0, 1))
-    for column in ("layer", "cos θ", "feature rms", "speed rms", "part of the loss decay"):
-        layers.add_column(column, justify="left" if column == "layer" else "right", no_wrap=True)
-    for index, name in enumerate(("embedding", *(f"block {i}" for i in range(depth)), "readout")):
-        feature = (("cosine", index), ("feature_rms", index), ("speed_rms", index)) if index <= depth else ()
-        cells = [" | ".join(f"{getattr(speeds, what)[at]:.3g}" for speeds in (before, after)) for what, at in feature]
-        parts = (speeds.contribution[index] / speeds.loss_decay for speeds in (before, after))
-        layers.add_row(name, *(cells or [""] * 3), " | ".join(f"{part:.3g}" for part in parts))
-    console.print(layers)
+    layers = [["layer", "cos θ", "feature rms", "speed rms", "part of the loss decay"]]
+    columns = [(s.cosine, s.feature_rms, s.speed_rms, s.contribution / s.loss_decay) for s in (before, after)]
+    for i, name in enumerate(("embedding", *(f"block {i}" for i in range(table.sizes["layers"])), "readout")):
+        pairs = zip(*columns, strict=True)
+        layers.append([name, *(f"{was[i]:.3g} | {now[i]:.3g}" if i < len(was) else "" for was, now in pairs)])
 
-    wanted = Table(title="desiderata, at peak_lr 1", title_justify="left", box=None, padding=(0, 1))
-    for column in ("", "wanted", "before", "after"):
-        wanted.add_column(column, no_wrap=True)
+    def feature_rms(s: Speeds) -> str:
+        return f"{min(s.feature_rms):.3g} to {max(s.feature_rms):.3g}"
+
+    wanted = [["", "wanted", "before", "after"]]
     for name, target, value in (
-        (
-            "signal propagation (feature rms)",
-            "about 1",
-            lambda s: f"{min(s.feature_rms):.3g} to {max(s.feature_rms):.3g}",
-        ),
+        ("signal propagation (feature rms)", "about 1", feature_rms),
         ("feature learning (speed rms, last)", "1", lambda s: f"{s.speed_rms[-1]:.3g}"),
         ("loss decay (nats)", "1", lambda s: f"{s.loss_decay:.3g}"),
         ("balance (largest part / smallest)", "1", lambda s: f"{max(s.contribution) / min(s.contribution):.3g}"),
     ):
-        wanted.add_row(name, target, value(before), value(after))
-    console.print(wanted)
-
-    rates = Table(title=f"derived rates, {table.optimizer}", title_justify="left", box=None, padding=(0, 1))
-    for column in ("group", "multiplier", "rate, first layer", "rate, last layer"):
-        rates.add_column(column, justify="left" if column == "group" else "right", no_wrap=True)
+        wanted.append([name, target, value(before), value(after)])
+    rates = [["group", "multiplier", "rate, first layer", "rate, last layer"]]
     for group, scales in sorted(table.scales.items()):
-        lr = scales.lr if isinstance(scales.lr, tuple) else (scales.lr,)
-        multiplier = scales.multiplier[0] if isinstance(scales.multiplier, tuple) else scales.multiplier
-        rates.add_row(group, f"{multiplier:.3g}", f"{lr[0]:.3g}", f"{lr[-1]:.3g}")
-    console.print(rates)
+        multiplier, lr = np.atleast_1d(scales.multiplier), np.atleast_1d(scales.lr)
+        rates.append([group, f"{multiplier[0]:.3g}", f"{lr[0]:.3g}", f"{lr[-1]:.3g}"])
+    for title, rows, left in (
+        (f"layers, before ({reference}) | after", layers, ("layer",)),
+        ("desiderata, at peak_lr 1", wanted, wanted[0]),
+        (f"derived rates, {table.optimizer}", rates, ("group",)),
+    ):
+        print(title, terminal.table(rows, left=left, indent=1), sep="\n")

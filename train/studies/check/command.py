@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro import conf
@@ -46,27 +48,22 @@ class Check(ConstantFlags):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures, judges, prints, writes: 0 when every slope is as predicted and healthy, 1 when one is not.
-
-    Raises:
-        UsageError, ConfigError, PresetError: what does not fit.
-    """
+    """Measures, judges, prints, writes: 0 when every slope is as predicted and healthy, 1 when one is not."""
     args = command_line.parse(Check, "python -m train check", argv)
     from mupax import presets
     from mupax.presets.analysis.limits import refuse_uneven
     from mupax.train.config.sections import OptimizerConfig
-    from mupax.train.studies.check import check, models, report, theory
+    from mupax.train.studies.check import check, report, theory
     from mupax.zoo import configs
     from mupax.zoo.definition import definition
 
     if args.sizes < 2 or args.seeds < 1:
         raise configs.ConfigError("a slope needs --sizes of at least 2 and --seeds of at least 1")
     started = time.monotonic()
-    given = args.values()
-    grown = models.series(configs.get(args.model), args.grow, args.sizes)
-    preset = presets.get(args.preset, **given)
+    constants, grown = args.values(), check.grow(configs.get(args.model), args.grow, args.sizes)
+    preset = presets.get(args.preset, **constants)
     if not preset.baseless:
-        preset = presets.get(args.preset, base=grown[0].base_sizes(), **given)
+        preset = presets.get(args.preset, base=grown[0].base_sizes(), **constants)
     optimizer = OptimizerConfig(name=args.optimizer, schedule="constant", eps=1e-12)
     optimizer = dataclasses.replace(optimizer, peak_lr=args.peak_lr or OPTIMIZERS[optimizer.name].check_lr)
     definitions = [definition(config) for config in grown]
@@ -75,19 +72,17 @@ def main(argv: Sequence[str]) -> int:
         for config in grown:
             print(f"width {config.width}, {config.num_heads} heads of {config.heads_dim}, depth {config.depth}")
         for (name, step), slope in theory.of(preset, definitions[0], definitions[-1], args.optimizer).items():
-            print(
-                f"{name} after {step}: theory says {slope.slope:+.2f}" + (f", {slope.trouble}" if slope.trouble else "")
-            )
+            trouble = f", {slope.trouble}" if slope.trouble else ""
+            print(f"{name} after {step}: theory says {slope.slope:+.2f}{trouble}")
         return 0
-    findings = check.study(definitions, preset, optimizer, models.batch(grown[0]), args.seeds)
-    seconds = time.monotonic() - started
-
-    title = f"{args.model} under {preset.name}, {args.optimizer}, growing {args.grow} {args.sizes - 1} times twofold ({seconds:.0f} s)"
+    findings = check.study(definitions, preset, optimizer, check.batch(grown[0]), args.seeds)
+    grew = f"growing {args.grow} {args.sizes - 1} times twofold ({time.monotonic() - started:.0f} s)"
+    title = f"{args.model} under {preset.name}, {args.optimizer}, {grew}"
     report.show(terminal.console(), findings, title)
     about = {
         "model": args.model,
         "preset": preset.name,
-        "constants": given,
+        "constants": constants,
         "optimizer": args.optimizer,
         "peak_lr": optimizer.peak_lr,
         "grow": args.grow,
@@ -95,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
         "sizes": [dataclasses.asdict(config) for config in grown],
     }
     if args.json:
-        report.write_json(args.json, findings, about)
+        Path(args.json).write_text(json.dumps(report.to_json(findings, about), indent=2) + "\n")
     if args.figure:
         report.figure(args.figure, findings, [2.0**i for i in range(args.sizes)], f"{args.grow} / smallest", title)
     return 0 if check.passes(findings) else 1

@@ -12,6 +12,7 @@ Time is in units of the rates (a step of SGD at peak_lr 1 is one), losses in nat
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,26 +23,19 @@ from flax import nnx
 
 from mupax.presets import EMBEDDINGS, PresetError
 from mupax.train.core.factors import Factors
-from mupax.zoo.definition import Arrays, Definition, multiplied
+from mupax.zoo.definition import Arrays, Definition
 
+Layer = Callable[[Any, Any], jax.Array]
+"""(weights, output of the layer before) to its own output."""
 Flow = Callable[[Any], Any]
 """Gradients to velocities dw/dt of the same structure, such as -η ∇."""
-
-
-class Chain(NamedTuple):
-    """A network as layers that each see only the one before."""
-
-    layers: Sequence[Callable[[Any, Any], jax.Array]]
-    """(w_v, f_{v-1}) -> f_v; the first takes the input."""
-    loss: Callable[[Any, jax.Array], jax.Array]
-    """(w of the readout, last f) -> mean loss, []."""
+Batch = Mapping[str, Any]
 
 
 class Speeds(NamedTuple):
     """One moment of a chain of V layers and a readout under a flow. float32; v counts layers, l layers and readout."""
 
     loss: jax.Array
-    """[]."""
     feature: jax.Array
     """‖f_v‖, [V]."""
     speed: jax.Array
@@ -50,17 +44,10 @@ class Speeds(NamedTuple):
     """‖b_v‖, [V]."""
     cosine: jax.Array
     """cos θ_v, [V]; not a number where a feature stands still."""
-    gradient: jax.Array
-    """‖∇_l‖, [V + 1]."""
     contribution: jax.Array
     """-<∇_l, dw_l/dt> = η_l <∇_l, u_l>, what layer l takes off the loss per unit of time, [V + 1]."""
     entries: jax.Array
     """Numbers in f_v, batch and positions included: m of the desiderata, [V]."""
-
-    @property
-    def formula(self) -> jax.Array:
-        """The right-hand side: sum_{l <= v} contribution_l / (cos θ_v ‖b_v‖), [V]. Equal to `speed`."""
-        return jnp.cumsum(self.contribution[..., :-1], axis=-1) / (self.cosine * self.backward)
 
     @property
     def feature_rms(self) -> jax.Array:
@@ -78,43 +65,42 @@ class Speeds(NamedTuple):
         return jnp.sum(self.contribution, axis=-1)
 
 
-def measure(chain: Chain, params: Sequence[Any], inputs: Any, flow: Flow) -> tuple[Speeds, list[Any]]:
-    """Every quantity of the formula. Pure: jit it, or vmap it over seeds.
+def measure(
+    layers: Sequence[Layer], loss: Layer, params: Any, inputs: Any, flow: Flow, parts: Callable[[Any], list] = list
+) -> tuple[Speeds, Any]:
+    """Every quantity of the formula, and the gradients. Pure: jit it, or vmap it over seeds.
 
     Args:
-        chain: V layers and a loss.
-        params: V + 1 trees of floating-point arrays: every layer's and the readout's.
+        layers: V of them, each seeing only the one before; the first takes the input.
+        loss: from the readout's weights and the last feature, [].
+        params: floating-point arrays.
         inputs: of the first layer.
-        flow: gradients (a list like `params`) to velocities.
-
-    Returns:
-        The speeds, and the gradients.
+        flow: gradients (a tree like `params`) to velocities.
+        parts: such a tree to V + 1: every layer's and the readout's.
     """
 
-    def forward(params: Sequence[Any], deltas: Sequence[Any]) -> tuple[jax.Array, list[jax.Array]]:
-        x, features = inputs, []
-        for layer, w, delta in zip(chain.layers, params, deltas, strict=False):
+    def forward(params: Any, deltas: Sequence[Any]) -> tuple[jax.Array, list[jax.Array]]:
+        x, features, (*weights, readout) = inputs, [], parts(params)
+        for layer, w, delta in zip(layers, weights, deltas, strict=True):
             x = layer(w, x) + delta
             features.append(x)
-        return chain.loss(params[-1], x), features
+        return loss(readout, x), features
 
-    params = list(params)
-    shapes = jax.eval_shape(lambda p: forward(p, [0.0] * len(chain.layers))[1], params)
+    shapes = jax.eval_shape(lambda p: forward(p, [0.0] * len(layers))[1], params)
     # A zero added to what each layer gives: its gradient is the backward signal there.
     zeros = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in shapes]
-    (loss, features), (grads, signals) = jax.value_and_grad(forward, argnums=(0, 1), has_aux=True)(params, zeros)
+    (value, features), (grads, signals) = jax.value_and_grad(forward, argnums=(0, 1), has_aux=True)(params, zeros)
     velocities = flow(grads)
     _, speeds = jax.jvp(lambda p: forward(p, zeros)[1], (params,), (velocities,))
     dots = jnp.stack([-dot(df, b) for df, b in zip(speeds, signals, strict=True)])
     speed, backward = jnp.stack([norm(df) for df in speeds]), jnp.stack([norm(b) for b in signals])
     return Speeds(
-        loss=loss,
+        loss=value,
         feature=jnp.stack([norm(f) for f in features]),
         speed=speed,
         backward=backward,
         cosine=dots / (speed * backward),
-        gradient=jnp.stack([norm(g) for g in grads]),
-        contribution=jnp.stack([-dot(g, w) for g, w in zip(grads, velocities, strict=True)]),
+        contribution=jnp.stack([-dot(g, w) for g, w in zip(parts(grads), parts(velocities), strict=True)]),
         entries=jnp.asarray([f.size for f in features], jnp.float32),
     ), grads
 
@@ -131,13 +117,7 @@ def norm(a: Any) -> jax.Array:
 
 
 def of_model(
-    definition: Definition,
-    params: Arrays,
-    factors: Factors,
-    batch: Mapping[str, Any],
-    flow: Callable[[Arrays], Arrays],
-    *,
-    centered: bool = False,
+    definition: Definition, params: Arrays, factors: Factors, batch: Batch, flow: Flow, *, centered: bool = False
 ) -> tuple[Speeds, Arrays]:
     """`measure` for a model of the zoo: layers are the embedding and each block, with norm and readout last.
 
@@ -154,24 +134,42 @@ def of_model(
         The speeds (feature 0 is the embedding, feature i what block i gives), and the gradients by name.
 
     Raises:
-        PresetError: the readout shares the embedding's table, which then acts on the loss past every feature; or the
-            model is not made of these parts.
+        PresetError: a tied readout (`refuse_tied`), or a model that is not made of these parts.
     """
-    chain = _chain(definition, params, factors, batch, centered)
+    refuse_tied(definition)
 
-    def whole(grads: list[Arrays]) -> list[Arrays]:
-        return split(definition, flow(join(definition, grads)))
+    def bound(own: Arrays, index: int | None = None) -> Any:
+        multipliers, forward = dict(factors.multiplier), dict(factors.forward)
+        if index is not None:
+            # One layer of the stack, as a stack of one.
+            own = {name: w[None] for name, w in own.items()}
+            multipliers |= {name: multipliers[name][index : index + 1] for name in own}
+            forward = {name: number[index : index + 1] for name, number in forward.items()}
+        return definition.model({**params, **own}, multipliers, forward)
 
-    speeds, grads = measure(chain, split(definition, params), batch["inputs"], whole)
-    return speeds, join(definition, grads)
+    def block(index: int, own: Arrays, h_BTD: jax.Array) -> jax.Array:
+        graph, stacked = nnx.split(bound(own, index).block)
+        return nnx.merge(graph, jax.tree.map(lambda w: w[0], stacked))(h_BTD)
+
+    def loss(own: Arrays, h_BTD: jax.Array) -> jax.Array:
+        logits = bound(own).read(h_BTD)
+        logits = logits - jax.lax.stop_gradient(logits) if centered else logits
+        nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+        return jnp.sum(nll * batch["weights"]) / jnp.sum(batch["weights"])
+
+    model, parts = bound({}), ("embed", "block", "read")
+    if "layers" not in definition.sizes or not all(callable(getattr(model, part, None)) for part in parts):
+        raise PresetError(
+            "the model cannot be taken apart into layers; give it the methods embed(inputs) and read(h), and a module "
+            "`block` whose parameters are stacked along 'layers' (or call feature_speed.measure with layers of your own)"
+        )
+    blocks = [functools.partial(block, index) for index in range(definition.sizes["layers"])]
+    layers = [lambda own, inputs: bound(own).embed(inputs), *blocks]
+    return measure(layers, loss, params, batch["inputs"], flow, functools.partial(split, definition))
 
 
 def refuse_tied(definition: Definition) -> None:
-    """Whether the formula holds for the readout.
-
-    Raises:
-        PresetError: it shares the token embedding's table.
-    """
+    """Raises PresetError where the readout shares the token embedding's table: the formula does not hold for it."""
     if definition.tied_readout is not None:
         raise PresetError(
             "the readout is tied to the token embedding, which then acts both before every block and after the last: "
@@ -193,45 +191,3 @@ def split(definition: Definition, arrays: Arrays) -> list[Arrays]:
     embed, block, read = layer_names(definition)
     blocks = [{name: arrays[name][index] for name in block} for index in range(definition.sizes["layers"])]
     return [{name: arrays[name] for name in embed}, *blocks, {name: arrays[name] for name in read}]
-
-
-def join(definition: Definition, parts: Sequence[Arrays]) -> Arrays:
-    """The inverse of `split`."""
-    stacked = {name: jnp.stack([part[name] for part in parts[1:-1]]) for name in parts[1]}
-    joined = {**parts[0], **stacked, **parts[-1]}
-    return {name: joined[name] for name in definition.specs}
-
-
-def _chain(definition: Definition, params: Arrays, factors: Factors, batch: Mapping[str, Any], centered: bool) -> Chain:
-    refuse_tied(definition)
-
-    def bound(own: Arrays, index: int | None = None) -> Any:
-        multipliers, forward = dict(factors.multiplier), dict(factors.forward)
-        if index is not None:
-            # One layer of the stack, as a stack of one.
-            own = {name: w[None] for name, w in own.items()}
-            multipliers |= {name: multipliers[name][index : index + 1] for name in own}
-            forward = {name: number[index : index + 1] for name, number in forward.items()}
-        return definition.bind(multiplied({**params, **own}, multipliers), forward)
-
-    def embed(own: Arrays, inputs: jax.Array) -> jax.Array:
-        return bound(own).embed(inputs)
-
-    def block(index: int, own: Arrays, h_BTD: jax.Array) -> jax.Array:
-        graph, stacked = nnx.split(bound(own, index).block)
-        return nnx.merge(graph, jax.tree.map(lambda w: w[0], stacked))(h_BTD)
-
-    def loss(own: Arrays, h_BTD: jax.Array) -> jax.Array:
-        logits = bound(own).read(h_BTD)
-        logits = logits - jax.lax.stop_gradient(logits) if centered else logits
-        nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-        return jnp.sum(nll * batch["weights"]) / jnp.sum(batch["weights"])
-
-    model, parts = bound({}), ("embed", "block", "read")
-    if "layers" not in definition.sizes or not all(callable(getattr(model, part, None)) for part in parts):
-        raise PresetError(
-            "the model cannot be taken apart into layers; give it the methods embed(inputs) and read(h), and a module "
-            "`block` whose parameters are stacked along 'layers' (or call feature_speed.measure with a Chain of your own)"
-        )
-    blocks = [lambda own, h, i=index: block(i, own, h) for index in range(definition.sizes["layers"])]
-    return Chain([embed, *blocks], loss)

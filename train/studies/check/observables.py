@@ -3,43 +3,35 @@
 Every observable is a positive number per (seed, step): a root mean square over entries, layers and batch. Names are
 `what` or `what/group`, group being a `ParamSpec.group` such as `block.query`.
 
-At initialization `desiderata` measures those of the feature speed formula, and `balance` derives rates that satisfy them.
+Shapes: L layers, B batch, T and S positions, H heads, K key heads, N head dimension, D width, V outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 
-from mupax.presets import Preset
-from mupax.train.config.run import OptimizerConfig
-from mupax.train.core.factors import Factors, init_stds, resolve
-from mupax.train.core.optimizer import Hyper
+from mupax.train.core.factors import Factors
 from mupax.train.core.state import TrainState
 from mupax.train.core.step import StepInputs, gradients
 from mupax.train.core.transforms import rows
-from mupax.train.studies.check.activations import attention_of, internals
-from mupax.train.studies.check.balance import balance, descent
-from mupax.train.studies.check.feature_speed import Speeds, of_model
 from mupax.zoo.definition import Arrays, Definition, multiplied
 
-__all__ = ["Batch", "Observed", "Probe", "balance", "desiderata", "observe", "rms"]
-
 Batch = Mapping[str, Any]
-Observed = dict[str, jax.Array]
-"""Observable to float32 [steps + 1]: before the first step, then after each."""
-
 _BY_OWN_WEIGHTS = ("query", "key", "attention")
 
 
-class Probe:
-    """One model's measuring program, compiled at its first use. Presets, rates and seeds are data to it.
+def program(definition: Definition, tx: optax.GradientTransformationExtraArgs, steps: int) -> Callable[..., Any]:
+    """One model's measuring program, compiled at its first call. Presets, rates and seeds are data to it.
+
+    It trains from each seed on one batch, measuring before the first step and after every one: from seeds of the
+    initialization (uint32 [S]), factors and hyperparameters (`run.reference` is not used), initial standard deviations and the
+    batch to float32 [S, steps + 1] by observable.
 
     Args:
         definition: the model.
@@ -47,116 +39,61 @@ class Probe:
         steps: optimizer steps.
     """
 
-    def __init__(self, definition: Definition, tx: optax.GradientTransformationExtraArgs, steps: int) -> None:
-        self.definition, self.tx, self.steps = definition, tx, steps
-        self._program = jax.jit(lambda seeds, *inputs: jax.lax.map(lambda seed: self._one(seed, *inputs), seeds))
+    def one(seed: jax.Array, run: StepInputs, stds: Arrays, batch: Batch) -> Arrays:
+        params, factors, inputs = definition.initialize(seed, stds), run.factors, batch["inputs"]
+        start = internals(definition.model(params, factors.multiplier, factors.forward), inputs)
 
-    def record(
-        self, run: StepInputs, stds: dict[str, np.ndarray], batch: Batch, seeds: np.ndarray
-    ) -> dict[str, np.ndarray]:
-        """Train from each seed on one batch, measuring before the first step and after every one.
-
-        Args:
-            run: factors and hyperparameters; `run.reference` is not used.
-            stds: initial standard deviations.
-            batch: the batch of every step.
-            seeds: of the initialization, uint32 [S].
-
-        Returns:
-            Observable to float32 [S, steps + 1].
-        """
-        return jax.device_get(self._program(seeds, run, stds, dict(batch)))
-
-    def _one(self, seed: jax.Array, run: StepInputs, stds: Arrays, batch: Batch) -> Observed:
-        definition, tx = self.definition, self.tx
-        params = definition.initialize(seed, stds)
-        start = _inside(definition, params, run.factors, batch)
-        first = TrainState(jnp.zeros([], jnp.int32), params, tx.init(params))
-
-        def step(state: TrainState, _: None) -> tuple[TrainState, Observed]:
+        def step(state: TrainState, _: None) -> tuple[TrainState, Arrays]:
             grads, _sums = gradients(definition, state.params, run, dict(batch), 1)
-            seen = observe(definition, state.params, params, grads, start, run.factors, batch)
-            hyper: Hyper = run.hyper.at(state.step)
-            updates, opt_state = tx.update(grads, state.opt_state, state.params, factors=run.factors, hyper=hyper)
+            model = definition.model(state.params, factors.multiplier, factors.forward)
+            seen = _activations(model, start, inputs, definition.tied_readout is not None)
+            seen |= _weights(definition, factors, params, state.params, grads)
+            hyper = run.hyper.at(state.step)
+            updates, opt_state = tx.update(grads, state.opt_state, state.params, factors=factors, hyper=hyper)
             new: Any = optax.apply_updates(state.params, updates)
             return TrainState(state.step + 1, new, opt_state), seen
 
-        return jax.lax.scan(step, first, None, length=self.steps + 1)[1]
+        first = TrainState(jnp.zeros([], jnp.int32), params, tx.init(params))
+        return jax.lax.scan(step, first, None, length=steps + 1)[1]
+
+    return jax.jit(lambda seeds, *inputs: jax.lax.map(lambda seed: one(seed, *inputs), seeds))
 
 
-def observe(
-    definition: Definition,
-    params: Arrays,
-    initial: Arrays,
-    grads: Arrays,
-    start: dict[str, jax.Array],
-    factors: Factors,
-    batch: Batch,
-) -> Observed:
-    """Every observable of one moment.
+def _activations(model: Any, start: Arrays, inputs: jax.Array, tied: bool) -> Arrays:
+    """Activations `X`, what changed since initialization, and the variance of attention logits over heads.
 
-    Activations `X` and their change since initialization `change X`, for queries, keys and attention logits `update X`,
-    the change through their own weights alone; the variance of attention logits over heads;
-    per parameter group the weight (as it acts, multiplier included), its movement since initialization, and the
-    gradient over the group's eps factor.
-
+    `change X` is the whole change; for queries, keys and attention logits `update X` is that through their own weights alone.
     With a readout tied to the embedding `logits` leaves out the input token's own, and `contact logit` is that one: at
     initialization a E_t . h / rms(h) with h = E_t + other terms is a sum of D squares, where every other logit is a sum of D
     products of either sign. It is D^1/2 times larger: of order one under `mup`, whose other logits vanish as D^-1/2, and
     D^1/2 under `ntk`. `change logits` is of all of them: what training adds has one exponent.
     """
-    now = _inside(definition, params, factors, batch)
+    now = internals(model, inputs)
     seen = {name: rms(x) for name, x in now.items()}
-    if definition.tied_readout is not None:
-        seen |= _apart(now["logits"], batch["inputs"])
+    if tied:
+        contact_BTV = jnp.arange(now["logits"].shape[-1]) == inputs[..., None]
+        seen |= {"logits": rms(now["logits"], ~contact_BTV), "contact logit": rms(now["logits"], contact_BTV)}
     seen |= {f"change {name}": rms(x - start[name]) for name, x in now.items() if name not in _BY_OWN_WEIGHTS}
     if "query" in now:
         # What they owe to their own weights, at the inputs they had: the stream below moves too, and would hide it.
-        moved = attention_of(_bound(definition, params, factors), start["attended"])
+        graph, blocks = nnx.split(model.block)
+        moved = jax.lax.map(lambda layer: _attention(nnx.merge(graph, layer[0]), layer[1]), (blocks, start["attended"]))
         seen |= {f"update {name}": rms(moved[name] - start[name]) for name in _BY_OWN_WEIGHTS}
     if "attention" in now and now["attention"].shape[2] > 1:
         seen["variance over heads"] = jnp.mean(jnp.var(now["attention"], axis=2))
-    acting = multiplied(params, factors.multiplier)
-    began = multiplied(initial, factors.multiplier)
+    return seen
+
+
+def _weights(definition: Definition, factors: Factors, initial: Arrays, params: Arrays, grads: Arrays) -> Arrays:
+    """Per group the weight as it acts, multiplier included, its movement since initialization, and gradient over eps factor."""
+    acting, began = multiplied(params, factors.multiplier), multiplied(initial, factors.multiplier)
     groups: dict[str, list[jax.Array]] = {}
     for name, spec in definition.specs.items():
         gradient = grads[name] / rows(factors.eps[name], grads[name])
         columns = {"weight": acting[name], "movement": acting[name] - began[name], "gradient": gradient}
         for what, array in columns.items():
             groups.setdefault(f"{what}/{spec.group}", []).append(rms(array))
-    return seen | {name: rms(jnp.stack(values)) for name, values in groups.items()}
-
-
-def desiderata(
-    definition: Definition,
-    batch: Batch,
-    config: OptimizerConfig,
-    *presets: Preset,
-    seed: int = 0,
-    centered: bool = False,
-) -> list[Speeds]:
-    """cos θ and the four desiderata of every layer at each preset's initialization, under its rates at peak_lr 1.
-
-    Args:
-        definition: as for `balance`.
-        batch: `inputs`, `targets`, `weights`.
-        config: the optimizer; its rate, schedule, decay and clipping play no part.
-        *presets: whose initialization, multipliers and rates; one compiled program serves them all.
-        seed: of the initialization.
-        centered: the output is f - f at initialization.
-
-    Raises:
-        PresetError: a tied readout, or a model that cannot be taken apart (see `mupax.train.studies.check.feature_speed.of_model`).
-    """
-
-    @jax.jit
-    def measure(stds: Arrays, factors: Factors, batch: Batch) -> Speeds:
-        params = definition.initialize(jnp.uint32(seed), stds)
-        return of_model(definition, params, factors, batch, descent(definition, factors, config), centered=centered)[0]
-
-    factors = [resolve(preset, definition, config.name, "independent") for preset in presets]
-    stds = [init_stds(preset, definition) for preset in presets]
-    return [measure(own, one, dict(batch)) for own, one in zip(stds, factors, strict=True)]
+    return {name: rms(jnp.stack(values)) for name, values in groups.items()}
 
 
 def rms(x: jax.Array, where: jax.Array | None = None) -> jax.Array:
@@ -164,15 +101,41 @@ def rms(x: jax.Array, where: jax.Array | None = None) -> jax.Array:
     return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), where=where))
 
 
-def _apart(logits_BTV: jax.Array, tokens_BT: jax.Array) -> dict[str, jax.Array]:
-    """The input token's own logit (`contact logit`) and all others (`logits`)."""
-    contact_BTV = jnp.arange(logits_BTV.shape[-1]) == tokens_BT[..., None]
-    return {"logits": rms(logits_BTV, ~contact_BTV), "contact logit": rms(logits_BTV, contact_BTV)}
+def internals(model: Any, inputs: jax.Array) -> Arrays:
+    """Activations of one forward pass.
+
+    Args:
+        model: a zoo model, or any NNX model. One with a method `internals(inputs)` is asked instead.
+        inputs: what the model is called with.
+
+    Returns:
+        For a model with `embed`, `block` and `read`: `embedding` [B, T, D], and per layer `residual` [L, B, T, D] (after the
+        block) and `contribution` (what the block added); where the block has `attention` also `attended` [L, B, T, D]
+        (input of q, k, v), `query` [L, B, T, H, N], `key` [L, B, S, K, N], `attention` [L, B, H, T, S] (logits as they
+        enter the softmax, before any mask). For every model `logits`, its output.
+    """
+    if hasattr(model, "internals"):
+        return {"logits": model(inputs), **model.internals(inputs)}
+    if not all(hasattr(model, part) for part in ("embed", "block", "read")):
+        return {"logits": model(inputs)}
+    graph, stacked = nnx.split(model.block)
+
+    def layer(h_BTD: jax.Array, state: nnx.State) -> tuple[jax.Array, Arrays]:
+        block = nnx.merge(graph, state)
+        out_BTD = block(h_BTD)
+        here = {"residual": out_BTD, "contribution": out_BTD - h_BTD}
+        if hasattr(block, "attention"):
+            here["attended"] = block.attention_norm(h_BTD)
+            here |= _attention(block, here["attended"])
+        return out_BTD, here
+
+    embedding = model.embed(inputs)
+    out_BTD, by_layer = jax.lax.scan(layer, embedding, stacked)
+    return {"embedding": embedding, **by_layer, "logits": model.read(out_BTD)}
 
 
-def _inside(definition: Definition, params: Arrays, factors: Factors, batch: Batch) -> dict[str, jax.Array]:
-    return internals(_bound(definition, params, factors), batch["inputs"])
-
-
-def _bound(definition: Definition, params: Arrays, factors: Factors) -> nnx.Module:
-    return definition.bind(multiplied(params, factors.multiplier), factors.forward)
+def _attention(block: Any, attended_BTD: jax.Array) -> Arrays:
+    q_BTHN, k_BSKN, _ = block.attention.heads(attended_BTD)
+    groups = q_BTHN.shape[2] // k_BSKN.shape[2]
+    logits_BHTS = jnp.einsum("bthn,bshn->bhts", q_BTHN, jnp.repeat(k_BSKN, groups, axis=2))
+    return {"query": q_BTHN, "key": k_BSKN, "attention": block.attention.logit_scale[...] * logits_BHTS}

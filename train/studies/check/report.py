@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -12,10 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from mupax.train.studies.check import check
-from mupax.train.studies.check.check import Finding
+from mupax.train.studies.check.check import Finding, passes
 
-_COLOURS = {"as predicted": "green", "measured": "dim"}
 _OWN = ("weight", "movement", "gradient")
 _PANEL_COLUMNS = 7
 _STEP_COLOURS = {0: "#999999", 1: "#56B4E9", 3: "#0072B2", 10: "#D55E00"}
@@ -27,8 +24,8 @@ def show(console: Console, findings: Sequence[Finding], title: str) -> None:
     for column in ("observable", "after", "slope", "95 %", "theory", "verdict"):
         table.add_column(column, justify="right" if column in ("after", "slope", "theory") else "left", no_wrap=True)
     for f in sorted(findings, key=lambda f: (f.ok, f.observable, f.step)):
-        colour, theory = _COLOURS.get(f.verdict, "bold red"), f.expected
-        band = "" if theory is None else f"{theory.slope:+.2f} (-{theory.below:.2f} +{theory.above:.2f})"
+        band = f"{f.expected.slope:+.2f} (-{f.expected.below:.2f} +{f.expected.above:.2f})"
+        colour = "green" if f.ok else "bold red"
         interval, words = f"[{f.low:+.2f}, {f.high:+.2f}]", f"[{colour}]{_words(f)}[/{colour}]"
         table.add_row(f.observable, str(f.step), f"{f.slope:+.2f}", interval, band, words)
     console.print(table)
@@ -72,16 +69,11 @@ def to_json(findings: Sequence[Finding], about: dict[str, Any]) -> dict[str, Any
     """
     rows = [
         {"observable": f.observable, "step": f.step, "slope": _finite(f.slope), "low": _finite(f.low),
-         "high": _finite(f.high), "predicted": None if f.expected is None else f.expected.slope, "ok": f.ok,
+         "high": _finite(f.high), "predicted": f.expected.slope, "ok": f.ok,
          "verdict": f.verdict, "roles": list(f.roles), "values": [_finite(v) for v in f.values]}
         for f in findings
     ]  # fmt: skip
-    return {"verdict": "pass" if check.passes(findings) else "fail", **about, "observables": rows}
-
-
-def write_json(path: Path | str, findings: Sequence[Finding], about: dict[str, Any]) -> None:
-    """Write `to_json` as a file."""
-    Path(path).write_text(json.dumps(to_json(findings, about), indent=2) + "\n")
+    return {"verdict": "pass" if passes(findings) else "fail", **about, "observables": rows}
 
 
 def figure(path: Path | str, findings: Sequence[Finding], sizes: Sequence[float], axis: str, title: str) -> None:
@@ -94,18 +86,14 @@ def figure(path: Path | str, findings: Sequence[Finding], sizes: Sequence[float]
         axis: their name.
         title: above all.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    def kind(observable: str) -> int:
-        """Activations first, then their changes, then what single weights do."""
-        kinds = ("change", "update", "weight", "movement", "gradient")
-        return next((place for place, name in enumerate(kinds, 1) if observable.startswith(name)), 0)
-
-    names = sorted(dict.fromkeys(f.observable for f in findings), key=kind)
+    # Activations first, then their changes, then what single weights do.
+    kinds = ("gradient", "movement", "weight", "update", "change")
+    observables = dict.fromkeys(f.observable for f in findings)
+    names = sorted(observables, key=lambda name: [name.startswith(kind) for kind in kinds])
     rows = max(1, math.ceil(len(names) / _PANEL_COLUMNS))
     drawn = Figure(figsize=(1.9 * _PANEL_COLUMNS, 1.75 * rows + 0.6), layout="constrained")
-    FigureCanvasAgg(drawn)
     drawn.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=11, fontweight="bold")
     panels = list(drawn.subplots(rows, _PANEL_COLUMNS, squeeze=False).flat)
     for index, (panel, name) in enumerate(zip(panels, names, strict=False)):
@@ -115,10 +103,9 @@ def figure(path: Path | str, findings: Sequence[Finding], sizes: Sequence[float]
     for panel in panels[len(names) :]:
         panel.set_visible(False)
     lines = {str(line.get_label()): line for panel in panels for line in panel.get_lines()}
-    order = sorted(lines, key=lambda label: (label == "theory", int(label.split()[-1]) if label[-1].isdigit() else 0))
-    if order:
-        handles = [lines[label] for label in order]
-        drawn.legend(handles, order, loc="upper right", ncols=len(order), fontsize=8, frameon=False)
+    labels = (*(f"step {step}" for step in _STEP_COLOURS), "theory")
+    if handles := [lines[label] for label in labels if label in lines]:
+        drawn.legend(handles=handles, loc="upper right", ncols=len(handles), fontsize=8, frameon=False)
     drawn.supxlabel(axis, fontsize=9)
     drawn.savefig(path, dpi=130)
 
@@ -126,17 +113,16 @@ def figure(path: Path | str, findings: Sequence[Finding], sizes: Sequence[float]
 def _panel(panel: Any, own: Sequence[Finding], sizes: Sequence[float]) -> None:
     """One observable at every step read."""
     shown = next((f for f in own if not f.ok), own[-1])
+    style = {"marker": "o", "markersize": 2.5, "linewidth": 1.2}
     for f in own:
-        style = {"marker": "o", "markersize": 2.5, "linewidth": 1.2}
-        panel.plot(sizes, f.values, color=_STEP_COLOURS.get(f.step, "#000000"), label=f"step {f.step}", **style)
-    if shown.expected is not None and all(value > 0 for value in shown.values):
+        panel.plot(sizes, f.values, color=_STEP_COLOURS[f.step], label=f"step {f.step}", **style)
+    if all(value > 0 for value in shown.values):
         centre, middle = statistics.geometric_mean(shown.values), statistics.geometric_mean(sizes)
         theory = [centre * (size / middle) ** shown.expected.slope for size in sizes]
         panel.plot(sizes, theory, color="#555555", linewidth=0.8, linestyle=(0, (3, 2)), label="theory", zorder=0)
-    predicted = "" if shown.expected is None else f"  (theory {shown.expected.slope:+.2f})"
     verdict, colour = ("", "black") if shown.ok else (f"\n{shown.verdict} at step {shown.step}", "#B00020")
-    name = shown.observable.replace("/", ", ")
-    panel.set_title(f"{name}\n{shown.slope:+.2f}{predicted}{verdict}", fontsize=6.5, color=colour)
+    slopes = f"{shown.slope:+.2f}  (theory {shown.expected.slope:+.2f})"
+    panel.set_title(f"{shown.observable.replace('/', ', ')}\n{slopes}{verdict}", fontsize=6.5, color=colour)
     panel.set_xscale("log", base=2)
     seen = [value for f in own for value in f.values if value > 0]
     if seen:

@@ -1,7 +1,7 @@
 """What theory expects of every observable (observables.py): `presets.analysis.limits` for the growth of a series of models.
 
 Finite sizes stray from exponents. How far, on rules known to be right, was measured once by `scripts/allowances.py` and
-lies in `allowances.json`; a measured slope may stray by that and `MARGIN` more, in the direction it was seen to.
+lies in `allowances.json`; a measured slope may stray by that and `_MARGIN` more, in the direction it was seen to.
 """
 
 from __future__ import annotations
@@ -13,28 +13,25 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from mupax.presets import VECTORS, ParamSpec, Preset, PresetError, Role
+from mupax.presets import EMBEDDINGS, VECTORS, ParamSpec, Preset, PresetError, Role
 from mupax.presets.analysis.limits import SPECS, Limit
 from mupax.presets.power import axis
 from mupax.zoo.definition import Definition
 
 STEPS = (0, 1, 3, 10)
 """Optimizer steps after which observables are read."""
-
 ALLOWANCES = Path(__file__).with_name("allowances.json")
 NO_LIMIT = " without a limit"
 """Marks the allowances of rules under which something explodes as this size grows."""
-
 TIED = " tied"
 """Marks what a tied readout adds to the allowances of a study."""
-
-MARGIN = {"weight": 0.04, "movement": 0.08, "gradient": 0.12}
-"""Room around theory and the measured allowance, by kind of observable; `CHANGE_MARGIN` for activations."""
-
-CHANGE_MARGIN = 0.12
-
+_MARGIN = {"weight": 0.04, "movement": 0.08}
+"""Room around theory and the measured allowance, by kind of observable; 0.12 for all others."""
+_GROWS = 0.01
+"""An exponent above this is growth."""
+_FIRST_GRADIENT = ((0, "gradient"), (1, "movement"), (1, "update query"), (1, "update key"))
+"""What is made of the gradient at initialization and nothing later (step, kind): then nothing is aligned yet."""
 _ROLES = {spec.role: name for name, spec in SPECS.items() if spec.role is not Role.TOKEN_EMBEDDING}
-_EMBEDDINGS = (Role.TOKEN_EMBEDDING, Role.PATCH_EMBEDDING, Role.POSITION)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,25 +54,12 @@ class Expected:
 
 
 def growth(first: Mapping[str, int], last: Mapping[str, int]) -> tuple[dict[str, float], float]:
-    """Exponent of every axis that grows, and the factor by which the fastest one does.
-
-    Raises:
-        PresetError: nothing grows.
-    """
+    """Exponent of every axis that grows, and the factor by which the fastest one does; raises PresetError where none does."""
     logs = {axis: math.log2(last[axis] / size) for axis, size in first.items() if last.get(axis, size) != size}
     if not logs or max(logs.values()) <= 0:
         raise PresetError(f"no size grows from {dict(first)} to {dict(last)}; give the check models of growing size")
     fastest = max(logs.values())
     return {axis: value / fastest for axis, value in logs.items()}, 2.0**fastest
-
-
-def label(exponents: Mapping[str, float]) -> str:
-    """Which allowance applies: head_dim, heads, depth, or width for anything else that widens."""
-    if "layers" in exponents:
-        return "depth"
-    return {(True, False): "head_dim", (False, True): "heads"}.get(
-        ("head_dim" in exponents, "heads" in exponents), "width"
-    )
 
 
 def of(
@@ -103,24 +87,28 @@ def of(
         _slopes(slower, first, Limit(slower, family, exponents, tied=tied))
         for slower in (dataclasses.replace(preset, logits=preset.logits * axis("head_dim") ** -x) for x in (lost, 0.5))
     )
-    worst = max((slope for key, slope in late.items() if _grows(key, slope)), default=0.0)
-    allowed = {} if strict else _allowed(f"{family} {label(exponents)}", explodes=worst > 0, tied=tied)
+    worst = max((slope for (_, step), slope in late.items() if step > 0 and slope > _GROWS), default=0.0)
+    allowed = {} if strict else _allowed(f"{family} {_grown_size(exponents)}", explodes=worst > 0, tied=tied)
     expected = {}
     for (name, step), slope in late.items():
-        margin = 0.0 if strict else MARGIN.get(name.partition("/")[0], CHANGE_MARGIN)
+        kind = name.partition("/")[0]
+        margin = 0.0 if strict else _MARGIN.get(kind, 0.12)
         below, above = allowed.get(f"{name} @{step}", (0.0, 0.0))
-        if _of_first_gradient(name, step):
+        if (step, kind) in _FIRST_GRADIENT:
             slope = first_gradient[name, step]
         elif step > 0:
-            slow = early[name, step] if _feels_alignment(name, family) else slope
+            feels_alignment = family == "sgd" or name.startswith(("change logits", "change residual"))
+            slow = early[name, step] if feels_alignment else slope
             below, above = below + max(0.0, slope - slow), above + max(0.0, slow - slope)
-        grows = _grows((name, step), slope)
+        grows = step > 0 and slope > _GROWS
         if grows or step > 1:
             # What explodes soon leaves the regime in which it grows by a power law, and so does what trains beside it.
             below += slope if grows else worst
         trouble, roles = ("explodes", _blamed(name, limit)) if grows else (None, ())
-        if name == "contact logit":
-            above += _crossover(limit)
+        if name == "contact logit" and limit.layers:
+            # The stream's size squared is a sum of two power laws, embedding and branches; between them the slope of the
+            # embedding's share is that of neither.
+            above += abs(limit.embedded - limit.contribution - limit.layers / 2)
         expected[name, step] = Expected(slope, margin + below, margin + above, trouble, roles)
     if preset.zero_readout and not tied:  # a tied table is never zero
         return {key: one for key, one in expected.items() if not _waits_for_readout(*key)}
@@ -135,12 +123,12 @@ def _waits_for_readout(name: str, step: int) -> bool:
     return step == 1 and name != "change logits" and not group.startswith("readout")
 
 
-def _crossover(limit: Limit) -> float:
-    """How far the embedding's share of the stream, over the stream's size, lies above its exponent at finite depth.
-
-    The size squared is a sum of two power laws, embedding and branches; between them the slope is that of neither.
-    """
-    return abs(limit.embedded - limit.contribution - limit.layers / 2) if limit.layers else 0.0
+def _grown_size(exponents: Mapping[str, float]) -> str:
+    """Which allowance applies: depth, head_dim, heads, or width for anything else that widens."""
+    if "layers" in exponents:
+        return "depth"
+    alone = {"head_dim", "heads"} & exponents.keys()
+    return alone.pop() if len(alone) == 1 else "width"
 
 
 def _blamed(name: str, limit: Limit) -> tuple[str, ...]:
@@ -149,21 +137,6 @@ def _blamed(name: str, limit: Limit) -> tuple[str, ...]:
         return (what,)
     moved = {"update attention": "attention logits", "change residual": "stream", "change logits": "output"}
     return limit.moved_by(moved[name]) if name in moved else ()
-
-
-def _grows(observed: tuple[str, int], slope: float) -> bool:
-    return observed[1] > 0 and slope > 0.01
-
-
-def _of_first_gradient(name: str, step: int) -> bool:
-    """Whether the observable is made of the gradient at initialization and nothing later: then nothing is aligned yet."""
-    return (step, name.partition("/")[0]) in ((0, "gradient"), (1, "movement"), (1, "update query"), (1, "update key"))
-
-
-def _feels_alignment(name: str, family: str) -> bool:
-    if name.startswith(("change logits", "change residual")):
-        return True
-    return family == "sgd"
 
 
 def _slopes(preset: Preset, definition: Definition, limit: Limit) -> dict[tuple[str, int], float]:
@@ -199,7 +172,7 @@ def _weights(preset: Preset, spec: ParamSpec, limit: Limit) -> dict[tuple[str, i
     slopes: dict[tuple[str, int], float] = {}
     if spec.role is not Role.BIAS:
         slopes[f"weight/{spec.group}", 0] = limit.x(row.multiplier * row.init_std)
-    name = "embedding" if spec.role in _EMBEDDINGS else _ROLES.get(spec.role)
+    name = "embedding" if spec.role in EMBEDDINGS else _ROLES.get(spec.role)
     gradient = limit.gradient[name] if name is not None else _vector_gradient(spec, limit)
     if family in ("adam", "lion"):
         slopes[f"movement/{spec.group}", 1] = limit.x(row.multiplier * row.lr(family))
@@ -215,10 +188,8 @@ def _weights(preset: Preset, spec: ParamSpec, limit: Limit) -> dict[tuple[str, i
 def _vector_gradient(spec: ParamSpec, limit: Limit) -> float | None:
     """Exponent of a gain's or bias' gradient: that of the matrix beside it, whose input has entries Theta(1)."""
     of_matrix = {name: limit.gradient[name] - limit.x(limit.rows[name].multiplier) for name in SPECS}
-    if spec.role not in VECTORS:
-        return None
-    if spec.role is Role.NORM_GAIN and spec.of in (Role.QUERY, Role.KEY):
-        return None  # summed over heads, more or less aligned: theory gives a band, not an exponent
+    if spec.role not in VECTORS or (spec.role is Role.NORM_GAIN and spec.of in (Role.QUERY, Role.KEY)):
+        return None  # gains of q, k: summed over heads, more or less aligned, theory gives a band and no exponent
     if spec.role is Role.NORM_GAIN and limit.tied and abs(limit.contact) > 0.01:
         # Summed over tokens in concert as far as softmax believes the input token: p E_t . E_t, a sum of squares. Where its
         # logit grows or falls p goes to a constant as no power law does: 0.62, 0.91, 0.99, 1.00 under `sp` growing head_dim
@@ -227,7 +198,7 @@ def _vector_gradient(spec: ParamSpec, limit: Limit) -> float | None:
     if not spec.in_block:
         if spec.of is Role.READOUT:
             return 0.0
-        return of_matrix["embedding"] if spec.of in _EMBEDDINGS else limit.weight("readout")
+        return of_matrix["embedding"] if spec.of in EMBEDDINGS else limit.weight("readout")
     if spec.of in (Role.ATTENTION_OUT, Role.MLP_OUT):
         return of_matrix["MLP out"] - limit.hidden
     if spec.role is Role.BIAS and spec.of in _ROLES:
@@ -235,13 +206,9 @@ def _vector_gradient(spec: ParamSpec, limit: Limit) -> float | None:
     return max(of_matrix["value"], of_matrix["MLP in"])
 
 
+@functools.cache
 def _allowed(study: str, *, explodes: bool, tied: bool) -> dict[str, tuple[float, float]]:
-    studies = _allowances()
+    studies = json.loads(ALLOWANCES.read_text())["allowances"]
     if explodes and study + NO_LIMIT in studies:
         study += NO_LIMIT
     return studies.get(study, {}) | (studies.get(study + TIED, {}) if tied else {})
-
-
-@functools.cache
-def _allowances() -> dict[str, dict[str, tuple[float, float]]]:
-    return json.loads(ALLOWANCES.read_text())["allowances"] if ALLOWANCES.exists() else {}

@@ -41,5 +41,5 @@ def judged(points: Sequence[Planned], rows: Sequence[Row], axis: str) -> list[Ju
         )
         seeds = 1 + max(seed for _, _, seed in measured)
         whole = Measured(study, seeds, measured)
-        studies.append((whole, analyse(study.sizes, [whole.curve(at) for at in range(len(sizes))])))
+        studies.append((whole, analyse(study.sizes, whole.curves)))
     return studies

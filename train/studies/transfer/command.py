@@ -12,8 +12,10 @@ from tyro import conf
 
 from mupax import command_line, terminal
 from mupax.command_line import Repeated
+from mupax.presets import PresetError
 from mupax.presets.papers import CONSTANT_FLAGS
 from mupax.train.config import cli, sizes
+from mupax.train.config.preset import preset_of
 from mupax.train.config.run import PresetConfig
 from mupax.zoo.configs import ConfigError
 
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from mupax.train.config.run import Config
-    from mupax.train.studies.transfer.study import Runner, Study
+    from mupax.train.parallel.signals import StopRequest
+    from mupax.train.studies.transfer.study import Measured, Runner, Study
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +62,12 @@ class Transfer:
     save_tuned: Annotated[str | None, conf.arg(metavar="NAME")] = None
     """Save the smallest size's best rate as --preset PRESET:NAME; NAME may be the path of a .json."""
 
+    def __post_init__(self) -> None:
+        if self.seeds < 1 or self.max_seeds < self.seeds:
+            raise ConfigError(f"--seeds {self.seeds} and --max-seeds {self.max_seeds}: write 1 <= seeds <= max-seeds")
+        if not self.minutes > 0:
+            raise ConfigError(f"--minutes is {self.minutes}; write a number above 0")
+
 
 def main(argv: Sequence[str]) -> int:
     """Runs a study: 0 when it is done, whatever it shows, 130 or 143 stopped by a signal; raises as `execute`."""
@@ -67,89 +76,107 @@ def main(argv: Sequence[str]) -> int:
 
 
 def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | None = None) -> int:
-    """Measure, judge, print, write.
+    """Measure, judge, print, write; raises MupaxError for what does not fit.
 
     Args:
         args: flags of the command.
         rest: flags of the recipe.
         command: that was written, for the record.
         run: trains points; the sweep engine in the folder unless given.
-
-    Raises:
-        ConfigError, PresetError, UsageError: what does not fit.
     """
-    from mupax.train.studies.transfer import study as transfer
+    from mupax.train.studies.transfer import study, tuned
 
-    config, dry = _recipe(args, rest)
-    limits = transfer.Limits(seeds=args.seeds, max_seeds=args.max_seeds, minutes=args.minutes)
-    studies, control = plans(args, rest, config)
+    if "--workdir" in rest or "--resume" in rest:
+        raise ConfigError("a study has --out in place of --workdir, and goes on by itself without --resume")
+    recipe = cli.parse(args.recipe, cli.recipe(args.recipe), rest, command_line.flags(Transfer))
+    config = dataclasses.replace(recipe.config, workdir=None)
+    relative = any(word.partition("=")[0] == "--preset.base" for word in rest)
+    studies, control = _planned(args, config, config.preset.base if relative else None)
     if args.save_tuned:
-        from mupax.train.studies.transfer import tuned as transfer_tuned
-
-        transfer_tuned.check_name(args.save_tuned, config.preset.name)
-    if dry:
-        _dry_run(studies, limits)
+        tuned.check_name(args.save_tuned, config.preset.name)
+    if recipe.dry_run:
+        _dry_run(studies, args)
         return 0
 
     from mupax.train.parallel.signals import StopRequest
-    from mupax.train.studies.sweep import work
-    from mupax.train.studies.transfer import shared as transfer_shared
+    from mupax.train.studies.sweep.work import Stopped
 
     console = terminal.console()
     folder = args.out or Path("runs") / f"transfer-{args.recipe}"
     folder.mkdir(parents=True, exist_ok=True)
-    studies = transfer_shared.shared(studies)
-    if any(study.trained != study.configs for study in studies):
+    studies = shared(studies)
+    if any(one.trained != one.configs for one in studies):
         console.print("where presets give a model the same numbers its points are trained once", style="dim")
     with StopRequest() as stop:
         stop.defer()
         try:
             runner = run or _engine(folder, args.how, console, stop)
-            measured = transfer.measure(studies, runner, limits, lambda line: console.print(line, style="dim"))
-        except work.Stopped:
+            limits: Any = {"seeds": args.seeds, "max_seeds": args.max_seeds, "minutes": args.minutes}
+            measured = study.measure(studies, runner, lambda line: console.print(line, style="dim"), **limits)
+        except Stopped:
             name = stop.received.name if stop.received else "a signal"
             console.print(f"stopped by {name}; what was trained is saved, and the same command goes on")
             return stop.exit_code
-    return _report(args, folder, measured, control, command, console, _label(config.preset))
+    return _report(args, folder, measured, control, command, _label(config.preset))
 
 
-def plans(args: Transfer, rest: Sequence[str], config: Config) -> tuple[list[Study], str | None]:
-    """The studies, axis by axis and preset by preset, and the control's label.
+def shared(studies: Sequence[Study]) -> list[Study]:
+    """The studies, their points under `sp`, or under the preset of an earlier study, where that changes no number.
 
-    Raises:
-        ConfigError, PresetError: a size, preset or constant that does not fit.
+    Every relative preset is `sp` at its base, a preset without a depth rule is `sp` at every depth, and `mup` and `mup-half` are
+    one rule where heads grow. Such a point is trained once, under the name that comes first, and serves all.
     """
+    import jax
+    import numpy as np
+
+    from mupax.train.core.factors import init_stds, resolve
+    from mupax.zoo.definition import definition
+
+    seen: list[tuple[Config, list[np.ndarray]]] = []
+
+    def numbers(config: Config) -> list[np.ndarray]:
+        """All that a preset decides in a run; none where it has no rule for this one."""
+        try:
+            preset, model = preset_of(config), definition(config.model)
+            factors = resolve(preset, model, config.optimizer.name, config.optimizer.decay)
+        except PresetError:
+            return []
+        return [np.asarray(leaf) for leaf in jax.tree.leaves((factors, init_stds(preset, model)))]
+
+    def first(config: Config) -> Config:
+        """The first of `sp`, `seen` and the config itself that trains as it does; is added to `seen`."""
+        plain = dataclasses.replace(config, preset=PresetConfig(name="sp", base=config.preset.base))
+        ours = numbers(config)
+        for other, its in [(plain, numbers(plain)), *seen] if ours else ():
+            same_run = dataclasses.replace(other, preset=config.preset) == config
+            if same_run and len(ours) == len(its) and all(map(np.array_equal, ours, its)):
+                return other
+        seen.append((config, ours))
+        return config
+
+    return [dataclasses.replace(study, trained=tuple(map(first, study.configs))) for study in studies]
+
+
+def _planned(args: Transfer, config: Config, base: str | None) -> tuple[list[Study], str | None]:
+    """The studies, axis by axis and preset by preset, and the control's label."""
     from mupax.train.studies.transfer import study as transfer
 
-    based = any(word.partition("=")[0] == "--preset.base" for word in rest)
-    base = config.preset.base if based else None
-    main_label = _label(config.preset)
-    asked = {main_label: dataclasses.replace(config.preset, base=base)}
-    named = {_label(entry): entry for entry in (_entry(text, base) for text in args.compare)}
-    asked = named if main_label in named else {**asked, **named}
-    control = None
-    if args.control:
-        entry = _entry(args.control, base)
-        control = _label(entry)
-        asked.setdefault(control, entry)
+    def preset(text: str) -> PresetConfig:
+        name, *values = (part.strip() for part in text.split(","))
+        return PresetConfig(name=name, base=base, constants=tuple(values))
+
+    main = dataclasses.replace(config.preset, base=base)
+    presets = {_label(other): other for other in map(preset, args.compare)}
+    if _label(main) not in presets:
+        presets = {_label(main): main, **presets}
+    control = preset(args.control) if args.control else None
+    if control is not None:
+        presets.setdefault(_label(control), control)
     axes = [sizes.parse(text) for text in args.grow]
     if len({axis for axis, _ in axes}) < len(axes):
         raise ConfigError("--grow names an axis twice; write all its sizes at once, as head_dim=16,32,64")
-    return [
-        transfer.plan(config, axis, grown, preset, label) for axis, grown in axes for label, preset in asked.items()
-    ], control
-
-
-def _recipe(args: Transfer, rest: Sequence[str]) -> tuple[Config, bool]:
-    if "--workdir" in rest or "--resume" in rest:
-        raise ConfigError("a study has --out in place of --workdir, and goes on by itself without --resume")
-    found = cli.parse(args.recipe, cli.recipe(args.recipe), rest, command_line.flags(Transfer))
-    return dataclasses.replace(found.config, workdir=None), found.dry_run
-
-
-def _entry(text: str, base: str | None) -> PresetConfig:
-    name, *given = (part.strip() for part in text.split(","))
-    return PresetConfig(name=name, base=base, constants=tuple(given))
+    studies = [transfer.plan(config, axis, grown, one, name) for axis, grown in axes for name, one in presets.items()]
+    return studies, None if control is None else _label(control)
 
 
 def _label(preset: PresetConfig) -> str:
@@ -157,30 +184,26 @@ def _label(preset: PresetConfig) -> str:
     return " ".join([preset.name, *flags, *preset.constants])
 
 
-def _dry_run(studies: Sequence[Study], limits: Any) -> None:
+def _dry_run(studies: Sequence[Study], args: Transfer) -> None:
     for study in studies:
-        widths = ", ".join(
-            f"{size} (width {config.model.sizes()['embed']})"
-            for size, config in zip(study.sizes, study.configs, strict=True)
-        )
+        models = zip(study.sizes, study.configs, strict=True)
+        widths = ", ".join(f"{size} (width {config.model.sizes()['embed']})" for size, config in models)
         print(f"{study.label}, {study.axis} {widths}, base {study.configs[0].preset.base}")
         print(
-            f"  5 rates or more a size, {limits.seeds} to {limits.max_seeds} seeds, {study.configs[0].steps} steps, "
-            f"at most {limits.minutes:g} minutes of training"
+            f"  5 rates or more a size, {args.seeds} to {args.max_seeds} seeds, {study.configs[0].steps} steps, "
+            f"at most {args.minutes:g} minutes of training"
         )
 
 
-def _engine(folder: Path, how: Any, console: Console, stop: Any) -> Runner:
-    from mupax.train.studies.sweep import sweep
-    from mupax.train.studies.sweep.rows import Row
+def _engine(folder: Path, how: Literal["auto", "together", "in-turn"], console: Console, stop: StopRequest) -> Runner:
+    from mupax.train.studies.sweep.sweep import Row, Sweep
     from mupax.train.studies.sweep.table import Table
 
-    engine = sweep.Sweep(folder, how=how, evaluated=False, stop=lambda: stop.received is not None)
+    engine = Sweep(folder, how=how, evaluated=False, stop=lambda: stop.received is not None)
 
     def run(configs: Sequence[Config]) -> list[Row]:
-        labels = [
-            f"{c.preset.name} width {c.model.sizes()['embed']} depth {c.model.sizes()['layers']}" for c in configs
-        ]
+        models = [(config.preset.name, config.model.sizes()) for config in configs]
+        labels = [f"{name} width {size['embed']} depth {size['layers']}" for name, size in models]
         with Table(console, labels, "training loss", lambda row: row.loss) as table:
             return engine.run(configs, table)
 
@@ -188,25 +211,20 @@ def _engine(folder: Path, how: Any, console: Console, stop: Any) -> Runner:
 
 
 def _report(
-    args: Transfer,
-    folder: Path,
-    measured: Sequence[Any],
-    control: str | None,
-    command: str,
-    console: Console,
-    main_label: str,
+    args: Transfer, folder: Path, measured: Sequence[Measured], control: str | None, command: str, label: str
 ) -> int:
     from mupax.train.config.record import to_json
-    from mupax.train.studies.transfer import figure, report
+    from mupax.train.studies.transfer import report, tuned
 
-    judged = [(each, analysis) for each in measured if (analysis := each.analysis()) is not None]
-    unjudged = [each for each in measured if each.analysis() is None]
-    for each in unjudged:
-        console.print(f"{each.study.label} in {each.study.axis}: {each.stopped}", markup=False)
+    judged = []
+    for one in measured:
+        if (analysis := one.analysis()) is None:
+            print(f"{one.study.label} in {one.study.axis}: {one.stopped}")
+        else:
+            judged.append((one, analysis))
     if not judged:
         return 1
     config = measured[0].study.configs[0]
-    units = config.data.batch_size * config.model.units
     about = {
         "title": f"Does the learning rate of {args.recipe} transfer?",
         "command": command,
@@ -214,25 +232,13 @@ def _report(
         "data": config.data.name,
         "steps": config.steps,
         "batch": config.data.batch_size,
-        f"{config.model.unit}s seen by a point": f"{config.steps * units:,}",
+        f"{config.model.unit}s seen by a point": f"{config.steps * config.data.batch_size * config.model.units:,}",
         "optimizer": config.optimizer.name,
         "config": to_json(config),
     }
-    figures: dict[str, Path] = {}
-    for axis in dict.fromkeys(each.study.axis for each, _ in judged):
-        figures[axis] = folder / f"{axis}.png"
-        of_axis = [(each, analysis) for each, analysis in judged if each.study.axis == axis]
-        what = (
-            f"{args.recipe}, {config.optimizer.name}, {config.steps} steps: loss against learning rate as {axis} grows"
-        )
-        figure.draw(figures[axis], of_axis, what)
-    report.show(console, judged, control)
-    report.write_json(folder / "transfer.json", report.to_json(judged, control, about))
-    report.write_html(folder / "transfer.html", judged, control, figures, about)
-    console.print(f"report in {folder / 'transfer.html'}", markup=False, soft_wrap=True)
+    report.show(judged, control)
+    print(f"report in {report.write(folder, judged, control, about)}")
     if args.save_tuned:
-        from mupax.train.studies.transfer import tuned as transfer_tuned
-
-        path, use = transfer_tuned.save(args.save_tuned, main_label, judged, command)
-        console.print(f"saved {path}; train with --preset {use}", markup=False, soft_wrap=True)
+        path, use = tuned.save(args.save_tuned, label, judged, command)
+        print(f"saved {path}; train with --preset {use}")
     return 0

@@ -44,7 +44,7 @@ class Interval:
 
     @property
     def half_width(self) -> float:
-        """Half of the interval."""
+        """Of the interval."""
         return (self.high - self.low) / 2
 
     def to_json(self, digits: int = 6) -> dict[str, float | None]:
@@ -99,29 +99,29 @@ def analyse(sizes: Sequence[int], curves: Sequence[Curve]) -> Analysis:
         sizes: what grows, increasing.
         curves: of each size.
     """
-    seeds = paired_seeds(curves)
+    seeds = _paired_seeds(curves)
     fits = tuple(fit(curve, seeds) for curve in curves)
     drawn = np.random.default_rng(0).integers(0, max(seeds, 1), (RESAMPLES, max(seeds, 1)))
     resampled = [_resampled(curve, f, drawn) for curve, f in zip(curves, fits, strict=True)]
     fitted = [i for i, f in enumerate(fits) if not f.trouble]
-    doublings = np.log2(np.asarray(sizes, float))
-    slope = _slope(doublings[fitted])
-    drift = _interval(
-        float(slope @ [fits[i].optimum for i in fitted]) if len(fitted) > 1 else math.nan,
-        sum((s * resampled[i][0] for s, i in zip(slope, fitted, strict=True)), np.zeros(RESAMPLES)),
-        seeds,
+    drift = Interval(math.nan, -math.inf, math.inf)
+    if len(fitted) > 1:
+        doublings = np.log2(np.asarray(sizes, float))[fitted]
+        centred = doublings - doublings.mean()
+        slope = centred / (centred @ centred)  # weights of the optima whose sum is the least-squares slope
+        resamples = sum((s * resampled[i][0] for s, i in zip(slope, fitted, strict=True)), np.zeros(RESAMPLES))
+        drift = _interval(float(slope @ [fits[i].optimum for i in fitted]), resamples, seeds)
+    prices = tuple(
+        _price(c, fits[0], f, resampled[0], r, drawn) for c, f, r in zip(curves, fits, resampled, strict=True)
     )
-    prices = tuple(_price(curves[i], fits[0], fits[i], resampled[0], resampled[i], drawn) for i in range(len(sizes)))
-    worse, compared = _worse(sizes, curves, fits[0])
     optima = tuple(_interval(f.optimum, r[0], seeds) for f, r in zip(fits, resampled, strict=True))
-    return Analysis(tuple(sizes), seeds, fits, optima, drift, prices, worse, compared)
+    return Analysis(tuple(sizes), seeds, fits, optima, drift, prices, *_worse(sizes, curves, fits[0]))
 
 
-def paired_seeds(curves: Sequence[Curve]) -> int:
+def _paired_seeds(curves: Sequence[Curve]) -> int:
     """Seeds, counted from the first, that every size has at every rate of its window."""
     shortest = min(curve.losses.shape[1] for curve in curves)
-    measured = [~np.isnan(curve.losses[curve.window(), :shortest]) for curve in curves]
-    together = np.concatenate(measured).all(axis=0)
+    together = np.concatenate([~np.isnan(curve.losses[curve.window(), :shortest]) for curve in curves]).all(axis=0)
     return shortest if together.all() else int(np.argmin(together))
 
 
@@ -136,14 +136,6 @@ def _interval(value: float, resamples: np.ndarray, seeds: int, lowest: float = -
         return Interval(value, lowest, math.inf)
     half = widening(seeds) * float(good.std())
     return Interval(value, max(lowest, value - half), value + half)
-
-
-def _slope(doublings: np.ndarray) -> np.ndarray:
-    """Weights of the optima whose sum is the least-squares slope."""
-    if len(doublings) < 2:
-        return np.zeros(len(doublings))
-    centred = doublings - doublings.mean()
-    return centred / (centred @ centred)
 
 
 def _resampled(curve: Curve, f: Fit, drawn: np.ndarray) -> Resampled:
@@ -164,14 +156,12 @@ def _price(
     curve: Curve, base: Fit, own: Fit, base_resampled: Resampled, own_resampled: Resampled, drawn: np.ndarray
 ) -> Interval:
     """Loss at the base's best rate over the least loss: on the parabola within its rates, else between measured rates."""
-    if base.trouble or own.trouble:
+    if base.trouble or own.trouble or not curve.x[0] <= base.optimum <= curve.x[-1]:
         return Interval(math.nan, -math.inf, math.inf)
     if own.used[0] <= base.optimum <= own.used[-1]:
         price = own.curvature * (base.optimum - own.optimum) ** 2
         spread = own_resampled[2] * (base_resampled[0] - own_resampled[0]) ** 2
         return _interval(price, spread, drawn.shape[1], 0.0)
-    if not curve.x[0] <= base.optimum <= curve.x[-1]:
-        return Interval(math.nan, -math.inf, math.inf)
     upper = int(np.searchsorted(curve.x, base.optimum))
     pair = [max(upper - 1, 0), upper]
     seeds = int((~np.isnan(curve.losses[pair])).all(axis=0).sum())
@@ -192,18 +182,18 @@ def _worse(
     worse, compared = [], 0
     for size, before, after in zip(sizes[1:], curves, curves[1:], strict=False):
         for x in np.intersect1d(before.x, after.x):
-            if base.trouble or abs(x - base.optimum) > OCTAVE:
-                continue
             small, large = before.losses[before.x == x][0], after.losses[after.x == x][0]
             both = ~np.isnan(small + large)
-            if np.isinf(small[: before.first]).any() or not both.any():
+            near = abs(x - base.optimum) <= OCTAVE  # never, where the base has no optimum
+            if not near or np.isinf(small[: before.first]).any() or not both.any():
                 continue
-            change = large[both] - small[both]
             compared += 1
+            with np.errstate(invalid="ignore"):  # two seeds that diverged
+                change = large[both] - small[both]
+                mean, seeds = float(change.mean()), len(change)
             if not np.isfinite(change).all():
                 worse.append((size, float(x), Interval(math.inf, math.inf, math.inf)))
-            elif (mean := float(change.mean())) > 0:
-                n = len(change)
-                half = float(stdtrit(n - 1, 0.975) * change.std(ddof=1) / math.sqrt(n)) if n > 1 else math.inf
-                worse.append((size, float(x), Interval(mean, mean - half, mean + half)))
+            elif mean > 0:
+                half = stdtrit(seeds - 1, 0.975) * change.std(ddof=1) / math.sqrt(seeds) if seeds > 1 else math.inf
+                worse.append((size, float(x), Interval(mean, mean - float(half), mean + float(half))))
     return tuple(worse), compared

@@ -33,22 +33,22 @@ def draw(path: Path, studies: Sequence[tuple[Measured, Analysis]], title: str) -
         studies: of one axis.
         title: above all.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     drawn = Figure(figsize=(max(7.5, 1.2 + 3.9 * len(studies)), 4.3), layout="constrained")
-    FigureCanvasAgg(drawn)
     panels: list[Axes] = list(drawn.subplots(1, len(studies), sharex=True, sharey=True, squeeze=False).flat)
     drawn.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
     for panel, (measured, analysis) in zip(panels, studies, strict=True):
-        draw_study(panel, analysis, _curves(measured))
+        draw_study(panel, analysis, measured.curves)
         panel.set_title(f"{measured.study.label}\n{drift_words(analysis)}", fontsize=10, loc="left", color=INK)
         panel.set_xlabel("peak learning rate", fontsize=9)
         panel.grid(color="#E6E6E6", linewidth=0.8)
         panel.set_axisbelow(True)
         panel.spines[["top", "right"]].set_visible(False)
         panel.tick_params(colors="#444444", labelsize=9)
-    limits(panels, [curve for measured, _ in studies for curve in _curves(measured)])
+    losses = np.concatenate([curve.losses.ravel() for measured, _ in studies for curve in measured.curves])
+    losses = losses[np.isfinite(losses)]
+    plotting.limits(panels[0], losses, log=bool(losses.size and losses.max() > WIDE * losses.min() > 0))
     panels[0].set_ylabel("training loss (nats), mean over the last tenth", fontsize=9)
     outside = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
     panels[-1].legend(title=studies[0][0].study.axis, fontsize=9, title_fontsize=9, frameon=False, **outside)
@@ -60,9 +60,14 @@ def draw_study(panel: Axes, analysis: Analysis, curves: Sequence[Curve]) -> None
     from matplotlib import colormaps
     from matplotlib.ticker import MaxNLocator
 
+    top: Any = {"transform": panel.get_xaxis_transform(), "clip_on": False, "in_layout": False}
     for at, (size, curve) in enumerate(zip(analysis.sizes, curves, strict=True)):
         colour = colormaps["Blues"](0.35 + 0.65 * at / max(1, len(curves) - 1))
-        _curve(panel, curve, colour, f"{size}")
+        mean = np.nanmean(curve.losses, axis=1)
+        finite = np.isfinite(mean)
+        panel.plot(curve.x[finite], mean[finite], "o-", color=colour, lw=1.8, ms=3.5, label=f"{size}")
+        panel.plot(curve.x, curve.losses, "o", color=colour, ms=2.2, alpha=0.35, zorder=1)
+        panel.plot(curve.x[~finite], np.ones((~finite).sum()), "x", color=colour, ms=6, **top)
         fitted, optimum = analysis.fits[at], analysis.optima[at]
         if fitted.trouble:
             continue
@@ -78,32 +83,9 @@ def draw_study(panel: Axes, analysis: Analysis, curves: Sequence[Curve]) -> None
 def drift_words(analysis: Analysis) -> str:
     """The drift and the verdict, as a panel's title says them."""
     if len(analysis.sizes) == 1:
-        fitted = analysis.fits[0]
-        return fitted.trouble or f"best rate {2.0**fitted.optimum:.3g}"
+        return analysis.fits[0].trouble or f"best rate {2.0 ** analysis.fits[0].optimum:.3g}"
     drift = analysis.drift
     if not math.isfinite(drift.value):
         return "undecided: no drift could be fitted"
     width = f" ± {drift.half_width:.2f}" if math.isfinite(drift.half_width) else ""
     return f"{drift.value:+.2f}{width} octaves per doubling: {analysis.verdict}"
-
-
-def _curves(measured: Measured) -> list[Curve]:
-    return [measured.curve(at) for at in range(len(measured.study.sizes))]
-
-
-def _curve(panel: Axes, curve: Curve, colour: Any, label: str) -> None:
-    mean = curve.mean_of_all
-    finite = np.isfinite(mean)
-    panel.plot(curve.x[finite], mean[finite], "-", color=colour, linewidth=1.8, marker="o", markersize=3.5, label=label)
-    for seed in range(curve.losses.shape[1]):
-        panel.plot(curve.x, curve.losses[:, seed], "o", color=colour, markersize=2.2, alpha=0.35, zorder=1)
-    top = {"transform": panel.get_xaxis_transform(), "clip_on": False, "in_layout": False}
-    panel.plot(curve.x[~finite], np.ones((~finite).sum()), "x", color=colour, markersize=6, **top)
-
-
-def limits(panels: Sequence[Axes], curves: Sequence[Curve]) -> None:
-    """Fit the axis of losses to every finite one."""
-    losses = np.concatenate([curve.losses.ravel() for curve in curves])
-    losses = losses[np.isfinite(losses)]
-    for panel in panels:
-        plotting.limits(panel, losses, log=bool(losses.size and losses.max() > WIDE * losses.min() > 0))

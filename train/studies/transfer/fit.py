@@ -24,11 +24,8 @@ UNEVEN = 1.5
 """A rate this many of the best one's gaps away is still next to it: grids as 0.001, 0.003, 0.01 are not even."""
 STEEP = 5.0
 """A rate whose excess loss is so many times the median one in the window lies past the edge of stability, on no parabola."""
-NOT_CONVEX = "its losses near the best rate are not convex"
-OUTSIDE = "the fitted minimum lies outside the rates that trained"
-NOISE = (NOT_CONVEX, OUTSIDE)
+NOISE = ("its losses near the best rate are not convex", "the fitted minimum lies outside the rates that trained")
 """Troubles of a fit that more seeds may end."""
-AT_THE_END = "its best rate is at the end of the grid"
 SIDES = 2
 """Rates wanted on either side of the best one, where they are `STEP` apart; one where they are further."""
 
@@ -51,11 +48,6 @@ class Curve:
     def mean(self) -> np.ndarray:
         """Mean over the first seeds that each rate has [R]; inf where one of them diverged."""
         return np.nanmean(self.losses[:, : self.first], axis=1)
-
-    @property
-    def mean_of_all(self) -> np.ndarray:
-        """Mean over all seeds that each rate has [R], for the eye; inf where one of them diverged."""
-        return np.nanmean(self.losses, axis=1)
 
     @property
     def best(self) -> int:
@@ -158,14 +150,12 @@ def fit(curve: Curve, seeds: int) -> Fit:
     if not window.any():
         return Fit(*nothing, "every rate diverged")
     if missing := curve.missing(curve.gap):
-        return Fit(*nothing, AT_THE_END, tuple(missing))
+        return Fit(*nothing, "its best rate is at the end of the grid", tuple(missing))
     if len(used) < 3:
         between = tuple(float(curve.x[curve.best] + side * curve.gap / 2) for side in (-1, 1))
         return Fit(*nothing, "fewer than three rates near the best one trained from every seed", between)
     mean = curve.losses[trained, :seeds].mean(axis=1)
     vertex, loss, curvature = (float(value[0]) for value in parabola(curve.x[trained], mean[None]))
-    if math.isnan(curvature):
-        return Fit(*nothing, NOT_CONVEX)
-    if not used[0] <= vertex <= used[-1]:
-        return Fit(*nothing, OUTSIDE)
+    if math.isnan(curvature) or not used[0] <= vertex <= used[-1]:
+        return Fit(*nothing, NOISE[0] if math.isnan(curvature) else NOISE[1])
     return Fit(vertex, loss, curvature, used)

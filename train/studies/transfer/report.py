@@ -13,15 +13,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from mupax import terminal
 from mupax.train.config.grids import power
+from mupax.train.studies.transfer import figure
 from mupax.train.studies.transfer.drift import TOLERANCE, Analysis, finite
-from mupax.train.studies.transfer.figure import drift_words
+from mupax.train.studies.transfer.fit import STEP
 from mupax.train.studies.transfer.study import Measured
 
-FORMAT = "transfer study 1"
 Studies = Sequence[tuple[Measured, Analysis]]
 
 _PACKAGES = ("mupax", "jax", "flax", "optax", "numpy", "scipy")
@@ -44,44 +42,20 @@ def provenance() -> dict[str, str]:
     return {**versions, "platform": f"{platform.system()} {platform.machine()}"}
 
 
-def comparison(studies: Studies, control: str | None) -> list[dict[str, Any]]:
-    """Per axis and study, how it stands against the control: drifts apart or not, prices at the largest size.
-
-    Args:
-        studies: all of them.
-        control: label of the preset that is expected to drift; nothing is compared without one.
-    """
+def _comparison(studies: Studies, control: str | None) -> list[dict[str, Any]]:
+    """Per axis and study, how it stands against the control: drifts apart or not, prices at the largest size."""
     compared = []
     for measured, analysis in studies:
         axis, label = measured.study.axis, measured.study.label
         others = [a for m, a in studies if m.study.label == control != label and m.study.axis == axis]
         for other in others[:1]:
-            own_price, its_price = analysis.prices[-1].value, other.prices[-1].value
+            prices = analysis.prices[-1].value, other.prices[-1].value
             bounded = math.isfinite(analysis.drift.half_width) and math.isfinite(other.drift.half_width)
             apart = bounded and not analysis.drift.meets(other.drift.low, other.drift.high)
-            row = {"axis": axis, "preset": label, "control": control, "apart": apart, "price": _price(own_price)}
-            row |= {"control_price": _price(its_price), "below_half": bool(own_price < its_price / 2)}
+            row = {"axis": axis, "preset": label, "control": control, "apart": apart, "price": _price(prices[0])}
+            row |= {"control_price": _price(prices[1]), "below_half": bool(prices[0] < prices[1] / 2)}
             compared.append(row)
     return compared
-
-
-def to_json(studies: Studies, control: str | None, about: dict[str, Any]) -> dict[str, Any]:
-    """Each point's loss, the fits, drift, prices and verdict of each study, the comparison, and `about`.
-
-    null is a number that is not finite: the loss of a point that diverged, the end of an interval that nothing bounds.
-
-    Args:
-        studies: all of them.
-        control: as for `comparison`.
-        about: further entries.
-    """
-    return {
-        "format": FORMAT,
-        **about,
-        "versions": provenance(),
-        "studies": [_study(measured, analysis) for measured, analysis in studies],
-        "comparison": comparison(studies, control),
-    }
 
 
 def _study(measured: Measured, analysis: Analysis) -> dict[str, Any]:
@@ -105,7 +79,6 @@ def _study(measured: Measured, analysis: Analysis) -> dict[str, Any]:
 
 def _size(measured: Measured, analysis: Analysis, at: int) -> dict[str, Any]:
     study, fitted = measured.study, analysis.fits[at]
-    own = [(point, row) for point, row in sorted(measured.rows.items()) if point[0] == at]
     return {
         "size": study.sizes[at],
         "model": study.configs[at].model.base_sizes(),
@@ -117,133 +90,125 @@ def _size(measured: Measured, analysis: Analysis, at: int) -> dict[str, Any]:
         "fitted_log2_rates": list(fitted.used),
         "price_of_not_tuning": analysis.prices[at].to_json(),
         "points": [
-            {"log2_lr": point[1] / 2, "seed": study.config(point).seed, "loss": finite(row.loss),
+            {"log2_lr": point[1] * STEP, "seed": study.config(point).seed, "loss": finite(row.loss),
              "diverged_at": row.diverged_at, "key": row.key}
-            for point, row in own
+            for point, row in sorted(measured.rows.items()) if point[0] == at
         ],
     }  # fmt: skip
 
 
-def sentences(measured: Measured, analysis: Analysis) -> list[str]:
+def _sentences(measured: Measured, analysis: Analysis) -> list[str]:
     """The study in words: verdict and drift, the sizes left out, whether bigger is better, why it ended."""
-    study = measured.study
-    lines = [f"{study.label} {analysis.verdict if analysis.verdict != 'undecided' else 'is undecided'} in {study.axis}: "
-             f"{drift_words(analysis).partition(':')[0]}, from {analysis.seeds} paired seeds"]  # fmt: skip
+    study, verdict = measured.study, analysis.verdict.replace("undecided", "is undecided")
+    drift = figure.drift_words(analysis).partition(":")[0]
+    lines = [f"{study.label} {verdict} in {study.axis}: {drift}, from {analysis.seeds} paired seeds"]
     left_out = [str(size) for size, fitted in zip(study.sizes, analysis.fits, strict=True) if fitted.trouble]
     if left_out:
         lines.append(f"without {study.axis} {', '.join(left_out)}, which has no fitted optimum")
-    lines.append(bigger(analysis, study.axis))
-    return [*lines, f"ended because {measured.stopped}, after {measured.seconds / 60:.1f} minutes of training"]
+    ended = f"ended because {measured.stopped}, after {measured.seconds / 60:.1f} minutes of training"
+    return [*lines, _bigger(analysis, study.axis), ended]
 
 
-def bigger(analysis: Analysis, axis: str) -> str:
-    """Whether bigger is better at every learning rate near the transferred one, in words.
-
-    Args:
-        analysis: of the study.
-        axis: what grows.
-    """
-    if not analysis.compared:
+def _bigger(analysis: Analysis, axis: str) -> str:
+    """Whether bigger is better at every learning rate near the transferred one, in words."""
+    worse, compared = analysis.worse, analysis.compared
+    if not compared:
         return "bigger against smaller: nothing to compare near the smallest size's best rate"
-    if not analysis.worse:
-        return f"bigger is better at all {analysis.compared} rates compared within an octave"
-    clear = [entry for entry in analysis.worse if entry[2].low > 0]
-    where = ", ".join(
-        f"{axis} {size} at {power(2.0**x)} by {by.value:.3g}" for size, x, by in (clear or analysis.worse)[:4]
-    )
-    if not clear:
-        return f"bigger is better within the seeds' noise; worse on average: {where} ({len(analysis.worse)} of {analysis.compared})"
-    return f"bigger is worse at {len(clear)} of {analysis.compared} rates compared: {where}"
+    if not worse:
+        return f"bigger is better at all {compared} rates compared within an octave"
+    clear = [entry for entry in worse if entry[2].low > 0]
+    shown = [f"{axis} {size} at {power(2.0**x)} by {by.value:.3g}" for size, x, by in (clear or worse)[:4]]
+    if clear:
+        return f"bigger is worse at {len(clear)} of {compared} rates compared: {', '.join(shown)}"
+    noise = f"worse on average: {', '.join(shown)} ({len(worse)} of {compared})"
+    return f"bigger is better within the seeds' noise; {noise}"
 
 
-def rows(measured: Measured, analysis: Analysis) -> list[list[str]]:
-    """The study as a table under `_HEADER`, a row per size."""
-    table, study = [], measured.study
-    for at, size in enumerate(study.sizes):
+def _rows(measured: Measured, analysis: Analysis) -> list[Sequence[str]]:
+    """The study as a table: `_HEADER`, and a row per size."""
+    table: list[Sequence[str]] = [_HEADER]
+    for at, (size, config) in enumerate(zip(measured.study.sizes, measured.study.configs, strict=True)):
         fitted, optimum, price = analysis.fits[at], analysis.optima[at], analysis.prices[at]
         half = f"± {optimum.half_width:.2f}" if math.isfinite(optimum.half_width) else "unknown"
         best = [f"2^{fitted.optimum:.2f} = {2.0**fitted.optimum:.3g}", half, f"{fitted.loss:.4f}"]
         bounded = f" [{price.low:.3f}, {price.high:.3f}]" if math.isfinite(price.high) else ""
         cost = f"{price.value:.3f}{bounded}" if math.isfinite(price.value) else "diverges"
-        table.append(
-            [
-                f"{study.axis} {size}",
-                str(study.configs[at].model.sizes()["embed"]),
-                *([""] * 3 if fitted.trouble else best),
-                "" if at == 0 or fitted.trouble or math.isnan(price.value) else cost,
-                str(len(measured.curve(at).x)),
-                fitted.trouble,
-            ]
-        )
+        cells = [""] * 3 if fitted.trouble else best
+        cells += ["" if at == 0 or fitted.trouble or math.isnan(price.value) else cost, str(len(measured.curve(at).x))]
+        table.append([f"{measured.study.axis} {size}", str(config.model.sizes()["embed"]), *cells, fitted.trouble])
     return table
 
 
-def show(console: Console, studies: Studies, control: str | None) -> None:
+def show(studies: Studies, control: str | None) -> None:
     """Print a table per study, its sentences, and the comparison with the control.
 
     Args:
-        console: where.
         studies: all of them.
-        control: as for `comparison`.
+        control: label of the preset that is expected to drift; nothing is compared without one.
     """
-    lines = []
     for measured, analysis in studies:
-        table = terminal.table([_HEADER, *rows(measured, analysis)], left=("", "note"), indent=1)
-        lines += [f"{measured.study.label}, growing {measured.study.axis}", table]
-        lines += [f"  {line}" for line in sentences(measured, analysis)]
-    for line in [*lines, *compared_words(studies, control)]:
-        console.print(line, markup=False, highlight=False)
+        print(f"{measured.study.label}, growing {measured.study.axis}")
+        print(terminal.table(_rows(measured, analysis), left=("", "note"), indent=1))
+        print(*(terminal.wrapped(f"  {line}") for line in _sentences(measured, analysis)), sep="\n")
+    for line in _compared(studies, control):
+        print(terminal.wrapped(line))
 
 
-def compared_words(studies: Studies, control: str | None) -> list[str]:
-    """The comparison with the control, a line per study."""
+def _compared(studies: Studies, control: str | None) -> list[str]:
     return [
         f"{entry['preset']} in {entry['axis']}: drift {'apart from' if entry['apart'] else 'not apart from'} that of "
         f"{entry['control']}; price of not tuning the largest size {entry['price']} against {entry['control_price']}"
         f" ({'below' if entry['below_half'] else 'not below'} half)"
-        for entry in comparison(studies, control)
+        for entry in _comparison(studies, control)
     ]
 
 
-def write_html(
-    path: Path, studies: Studies, control: str | None, figures: dict[str, Path], about: dict[str, Any]
-) -> None:
-    """Write one file with the figures inside, that opens without a server or a network.
+def write(folder: Path, studies: Studies, control: str | None, about: dict[str, Any]) -> Path:
+    """Write transfer.json, a picture per axis, and one page that opens without a server or a network: its path.
+
+    transfer.json has each point's loss, the fits, drift, prices and verdict of each study, the comparison, and `about`. null is
+    a number that is not finite: the loss of a point that diverged, the end of an interval that nothing bounds.
 
     Args:
-        path: of the page.
+        folder: of all of them.
         studies: all of them.
-        control: label of the preset that is expected to drift.
-        figures: axis to its PNG.
-        about: `title` and `command`, and further facts by name.
+        control: as for `show`.
+        about: `title`, `command`, `recipe`, `optimizer` and `steps`, and further facts by name.
     """
+    record = {
+        "format": "transfer study 1",
+        **about,
+        "versions": provenance(),
+        "studies": [_study(*one) for one in studies],
+    }
+    record["comparison"] = _comparison(studies, control)
+    (folder / "transfer.json").write_text(json.dumps(record, indent=1) + "\n")
     title = html.escape(about["title"])
     body = [f"<h1>{title}</h1>"]
-    for axis, figure in figures.items():
-        picture = base64.b64encode(figure.read_bytes()).decode()
+    for axis in dict.fromkeys(measured.study.axis for measured, _ in studies):
+        of_axis = [(measured, analysis) for measured, analysis in studies if measured.study.axis == axis]
+        run = f"{about['recipe']}, {about['optimizer']}, {about['steps']} steps"
+        figure.draw(folder / f"{axis}.png", of_axis, f"{run}: loss against learning rate as {axis} grows")
+        picture = base64.b64encode((folder / f"{axis}.png").read_bytes()).decode()
         body.append(f"<h2>Growing {html.escape(axis)}</h2>")
         body.append(f'<img alt="loss against learning rate" src="data:image/png;base64,{picture}">')
-        for measured, analysis in studies:
-            if measured.study.axis == axis:
-                first, *lines = map(html.escape, sentences(measured, analysis))
-                table = _html_table([_HEADER, *rows(measured, analysis)])
-                body.append(f'<p class="{analysis.verdict}"><b>{first}</b></p>{table}<p>{"<br>".join(lines)}</p>')
-    if compared := compared_words(studies, control):
+        for measured, analysis in of_axis:
+            first, *lines = map(html.escape, _sentences(measured, analysis))
+            table = _html_table(_rows(measured, analysis))
+            body.append(f'<p class="{analysis.verdict}"><b>{first}</b></p>{table}<p>{"<br>".join(lines)}</p>')
+    if compared := _compared(studies, control):
         body += ["<h2>Against the control</h2>", *(f"<p>{html.escape(line)}</p>" for line in compared)]
     facts = {**{k: v for k, v in about.items() if k not in ("title", "command", "config")}, **provenance()}
     body += ["<h2>How it was made</h2>", f"<pre>{html.escape(about['command'])}</pre>", _html_table(facts.items())]
     head = f"<meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>"
-    path.write_text(f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(body)}</body></html>\n")
+    page = folder / "transfer.html"
+    page.write_text(f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(body)}</body></html>\n")
+    return page
 
 
 def _html_table(lines: Iterable[Iterable[Any]]) -> str:
     cells = ("".join(f"<td>{html.escape(str(cell))}</td>" for cell in line) for line in lines)
     return f"<table>{''.join(f'<tr>{line}</tr>' for line in cells)}</table>"
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a value as JSON."""
-    path.write_text(json.dumps(value, indent=1) + "\n")
 
 
 def _price(value: float) -> float | str:

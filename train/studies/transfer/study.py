@@ -28,33 +28,10 @@ from mupax.zoo.configs import ConfigError
 
 MOST_RATES = 17
 """Rates at one size after which the search for its minimum ends."""
-
 Runner = Callable[[Sequence[Config]], Sequence[Row]]
 """Trains points and returns their rows in the same order, such as `mupax.train.studies.sweep.sweep.run` in a folder."""
-
 Point = tuple[int, float, int]
 """(index of the size, rate in steps of `STEP` octaves, whole in a study, seed from 0)."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
-    """When a study ends.
-
-    Attributes:
-        seeds: at every rate.
-        max_seeds: near the minima.
-        minutes: of training, of one study; training that was resumed counts too.
-    """
-
-    seeds: int = 3
-    max_seeds: int = 8
-    minutes: float = 20.0
-
-    def __post_init__(self) -> None:
-        if self.seeds < 1 or self.max_seeds < self.seeds:
-            raise ConfigError(f"--seeds {self.seeds} and --max-seeds {self.max_seeds}: write 1 <= seeds <= max-seeds")
-        if not self.minutes > 0:
-            raise ConfigError(f"--minutes is {self.minutes}; write a number above 0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,28 +115,35 @@ class Measured:
     def curve(self, at: int) -> Curve:
         """Losses of one size, at the rates that have their first seeds."""
         seeds = 1 + max((seed for _, _, seed in self.rows), default=-1)
-        rates = sorted(
-            {r for i, r, _ in self.rows if i == at and all((at, r, s) in self.rows for s in range(self.first))}
-        )
+        tried = {rate for index, rate, _ in self.rows if index == at}
+        rates = sorted(r for r in tried if all((at, r, s) in self.rows for s in range(self.first)))
         points = [[(at, r, s) for s in range(seeds)] for r in rates]
         losses = [[self.rows[point].loss if point in self.rows else math.nan for point in row] for row in points]
         return Curve(np.array(rates, float) * STEP, np.array(losses, float).reshape(len(rates), seeds), self._first(at))
 
+    @property
+    def curves(self) -> list[Curve]:
+        """Of every size."""
+        return [self.curve(at) for at in range(len(self.study.sizes))]
+
     def analysis(self) -> Analysis | None:
         """Fits and intervals of the curves; None before every size has one."""
-        curves = [self.curve(at) for at in range(len(self.study.sizes))]
+        curves = self.curves
         return analyse(self.study.sizes, curves) if all(len(curve.x) for curve in curves) else None
 
-    def wanted(self, limits: Limits) -> list[Point]:
+    def wanted(self, max_seeds: int, minutes: float) -> Sequence[Point]:
         """Points to train next; none when the study is over, and then `stopped` says why."""
         points = self._rates()
-        if not points and self._choose_anew():
+        if not points and (analysis := self.analysis()):
+            # Where noise leaves a size without a minimum its rates are chosen anew, by all its seeds.
+            noisy = [at for at, fitted in enumerate(analysis.fits) if fitted.trouble in NOISE]
+            self.chosen |= {at: analysis.seeds for at in noisy if analysis.seeds > self._first(at)}
             points = self._rates()
         if not points:
-            return self._seed(limits)
-        if self.seconds < 60 * limits.minutes:
+            return self._seed(max_seeds, minutes)
+        if self.seconds < 60 * minutes:
             return points
-        return self._stop(f"the {limits.minutes:g} minutes ended before every size had its minimum inside the grid")
+        return self._stop(f"the {minutes:g} minutes ended before every size had its minimum inside the grid")
 
     def _stop(self, why: str) -> list[Point]:
         self.stopped = why
@@ -168,16 +152,7 @@ class Measured:
     def _first(self, at: int) -> int:
         return self.chosen.get(at, self.first)
 
-    def _choose_anew(self) -> bool:
-        """Choose the rates of sizes that noise leaves without a minimum by all their seeds; whether any is chosen anew."""
-        if (analysis := self.analysis()) is None:
-            return False
-        noisy = [at for at, fitted in enumerate(analysis.fits) if fitted.trouble in NOISE]
-        anew = [at for at in noisy if analysis.seeds > self._first(at)]
-        self.chosen |= dict.fromkeys(anew, analysis.seeds)
-        return bool(anew)
-
-    def _rates(self) -> list[Point]:
+    def _rates(self) -> Sequence[Point]:
         """The missing rates of the first size that has not all it needs."""
         centre, transferred = round(math.log2(self.study.configs[0].optimizer.peak_lr) / STEP), None
         for at in range(len(self.study.sizes)):
@@ -198,14 +173,12 @@ class Measured:
                     wanted = [math.floor(transferred), math.ceil(transferred)]
             if at in self.chosen:
                 wanted += [round(x / STEP) for x in curve.x[curve.window()]]
-            points: list[Point] = [
-                (at, rate, seed) for rate in dict.fromkeys(wanted) for seed in range(self._first(at))
-            ]
-            if points := [point for point in points if point not in self.rows]:
+            wanted = [(rate, seed) for rate in dict.fromkeys(wanted) for seed in range(self._first(at))]
+            if points := [(at, *point) for point in wanted if (at, *point) not in self.rows]:
                 return points
         return []
 
-    def _seed(self, limits: Limits) -> list[Point]:
+    def _seed(self, max_seeds: int, minutes: float) -> list[Point]:
         """One more seed at the rates of every size's fit, or the reason why not."""
         analysis = self.analysis()
         noisy = [fitted.trouble in NOISE for fitted in analysis.fits] if analysis else []
@@ -213,23 +186,28 @@ class Measured:
             return self._stop("fewer than two sizes have a minimum; more seeds would not help")
         if analysis.drift.half_width <= TOLERANCE and not any(noisy):
             return self._stop(f"the drift is known to {TOLERANCE} octaves per doubling")
-        if (seed := analysis.seeds) >= limits.max_seeds:
-            return self._stop(f"all {limits.max_seeds} seeds are used")
+        if (seed := analysis.seeds) >= max_seeds:
+            return self._stop(f"all {max_seeds} seeds are used")
         points, seconds = [], 0.0
-        for at in range(len(self.study.sizes)):
-            curve = self.curve(at)
+        for at, curve in enumerate(self.curves):
             own = [row.seconds for (i, _, _), row in self.rows.items() if i == at]
             rates = [round(x / STEP) for x in curve.x[curve.window()]]
             missing = [(at, rate, seed) for rate in rates if (at, rate, seed) not in self.rows]
             points += missing
             seconds += len(missing) * sum(own) / len(own)
-        if self.seconds + seconds > 60 * limits.minutes:
-            return self._stop(f"the {limits.minutes:g} minutes would not hold another seed")
+        if self.seconds + seconds > 60 * minutes:
+            return self._stop(f"the {minutes:g} minutes would not hold another seed")
         return points
 
 
 def measure(
-    studies: Sequence[Study], run: Runner, limits: Limits, tell: Callable[[str], None] = lambda line: None
+    studies: Sequence[Study],
+    run: Runner,
+    tell: Callable[[str], None] = lambda line: None,
+    *,
+    seeds: int = 3,
+    max_seeds: int = 8,
+    minutes: float = 20.0,
 ) -> list[Measured]:
     """Train what the studies ask for until none asks for more.
 
@@ -238,21 +216,19 @@ def measure(
     Args:
         studies: to measure.
         run: trains points, or has their rows from before.
-        limits: of each study.
         tell: called with a line per round.
+        seeds: at every rate.
+        max_seeds: near the minima.
+        minutes: of training, of one study; training that was resumed counts too.
     """
-    every = [Measured(study, limits.seeds) for study in studies]
-    while asked := [(measured, point) for measured in every for point in measured.wanted(limits)]:
+    every = [Measured(study, seeds) for study in studies]
+    while asked := [(measured, point) for measured in every for point in measured.wanted(max_seeds, minutes)]:
         groups: dict[str, list[Point]] = {}
         for measured, point in asked:
-            study = measured.study
-            groups.setdefault(f"{study.label} {study.axis} {study.sizes[point[0]]}", []).append(point)
-        tell(
-            "; ".join(
-                f"{name}: {len({rate for _, rate, _ in points})} rates, {len({seed for _, _, seed in points})} seeds"
-                for name, points in groups.items()
-            )
-        )
+            name = f"{measured.study.label} {measured.study.axis} {measured.study.sizes[point[0]]}"
+            groups.setdefault(name, []).append(point)
+        counts = {name: [len(set(column)) for column in zip(*points, strict=True)] for name, points in groups.items()}
+        tell("; ".join(f"{name}: {rates} rates, {each} seeds" for name, (_, rates, each) in counts.items()))
         rows = run([measured.study.config(point) for measured, point in asked])
         for (measured, point), row in zip(asked, rows, strict=True):
             measured.rows[point] = row

@@ -10,7 +10,6 @@ from pathlib import Path
 from mupax.errors import MupaxFailure
 from mupax.presets import PRESETS
 from mupax.presets.tuned import find
-from mupax.presets.tuned.find import Tuned
 from mupax.train.config.preset import preset_of
 from mupax.train.studies.transfer.drift import Analysis, finite
 from mupax.train.studies.transfer.report import provenance
@@ -22,19 +21,25 @@ class NoMinimum(MupaxFailure):
     """A study that is trained, and whose losses have no minimum to save."""
 
 
-def check_name(name: str, preset: str) -> None:
-    """Refuse a name that cannot be saved, before anything is trained.
+def check_name(name: str, preset: str) -> str:
+    """The name to save a tuned preset by, without folder and ending; refused before anything is trained.
+
+    Args:
+        name: or the path of a file PRESET.NAME.json.
+        preset: that is tuned.
 
     Raises:
         PresetError: it is no name.
-        ConfigError: the project itself has a tuned preset of that name.
+        ConfigError: the project itself has a tuned preset of that name, or the path is no PRESET.NAME.json.
     """
-    if name.endswith(".json"):
-        of_path(name, preset)
-        return
-    find.check_name(name)
-    if (find.FOLDER / f"{preset}.{name}.json").exists():
+    path = Path(name)
+    if path.suffix == ".json" and not path.name.startswith(f"{preset}."):
+        raise ConfigError(f"--save-tuned {name}: write a file name {preset}.NAME.json")
+    bare = path.stem.removeprefix(f"{preset}.") if path.suffix == ".json" else name
+    find.check_name(bare)
+    if bare == name and (find.FOLDER / f"{preset}.{name}.json").exists():
         raise ConfigError(f"--save-tuned {name}: {preset}:{name} comes with the project; write another name")
+    return bare
 
 
 def save(name: str, label: str, judged: Sequence[tuple[Measured, Analysis]], command: str) -> tuple[Path, str]:
@@ -49,46 +54,35 @@ def save(name: str, label: str, judged: Sequence[tuple[Measured, Analysis]], com
     Raises:
         NoMinimum: the smallest size has no fitted best rate.
     """
-    own = [(measured, analysis) for measured, analysis in judged if measured.study.label == label]
-    preset = own[0][0].study.configs[0].preset
-    of_base = [(m, a) for m, a in own if m.study.configs[0].preset.base == preset.base]
-    path = Path(name) if name.endswith(".json") else find.OWN_FOLDER / f"{preset.name}.{name}.json"
-    tuned = of_studies(of_path(name, preset.name) if name.endswith(".json") else name, of_base, command)
-    find.save(tuned, path)
-    by_name = path.parent.resolve() in (find.FOLDER, find.OWN_FOLDER.resolve())
-    return path, tuned.use if by_name else f"{tuned.preset}:{path}"
-
-
-def of_studies(name: str, judged: Sequence[tuple[Measured, Analysis]], command: str) -> Tuned:
-    """The tuned preset of studies of one preset with one base; arguments and errors as `save`."""
+    judged = [(measured, analysis) for measured, analysis in judged if measured.study.label == label]
     measured, analysis = judged[0]
     fitted, config = analysis.fits[0], measured.study.configs[0]
     if fitted.trouble:
         where = f"at {measured.study.axis} {analysis.sizes[0]}"
         raise NoMinimum(f"every point is trained, but there is no rate to save: {where}, {fitted.why}")
-    resolved, curve, opt = preset_of(config), measured.curve(0), config.optimizer
+    of_base = [(m, a) for m, a in judged if m.study.configs[0].preset.base == config.preset.base]
+    preset, curve, opt = preset_of(config), measured.curve(0), config.optimizer
     takes = inspect.signature(PRESETS[config.preset.name]).parameters  # `given` holds what a preset fixes, too
-    units = config.model.units
-    optimizer = {
-        **{f: getattr(opt, f) for f in ("name", "b1", "b2", "eps", "weight_decay", "decay", "momentum", "clip_norm")},
-        "peak_lr": float(f"{2.0**fitted.optimum:.4g}"),
-        "schedule": opt.schedule,
-        "warmup_fraction": round(min(1.0, opt.warmup_steps / config.steps), 4),
-        "final_lr_fraction": opt.final_lr_fraction,
-    }
-    models = {tuple(c.model.base_sizes().items()) for m, _ in judged for c in m.study.configs}
-    return Tuned(
-        name=name,
+    fields = ("name", "b1", "b2", "eps", "weight_decay", "decay", "momentum", "clip_norm")
+    models = {tuple(c.model.base_sizes().items()) for m, _ in of_base for c in m.study.configs}
+    tuned = find.Tuned(
+        name=check_name(name, config.preset.name),
         preset=config.preset.name,
-        constants={name: value for name, value in resolved.given.items() if name in takes},
+        constants={name: value for name, value in preset.given.items() if name in takes},
         form=config.preset.form,
-        base=None if resolved.base is None else dict(resolved.base),
-        optimizer=optimizer,
+        base=None if preset.base is None else dict(preset.base),
+        optimizer={
+            **{field: getattr(opt, field) for field in fields},
+            "peak_lr": float(f"{2.0**fitted.optimum:.4g}"),
+            "schedule": opt.schedule,
+            "warmup_fraction": round(min(1.0, opt.warmup_steps / config.steps), 4),
+            "final_lr_fraction": opt.final_lr_fraction,
+        },
         provenance={
             "recipe": config.recipe,
             "data": config.data.name,
             "unit": config.model.unit,
-            "seen": config.steps * config.data.batch_size * units,
+            "seen": config.steps * config.data.batch_size * config.model.units,
             "steps": config.steps,
             "batch": config.data.batch_size,
             "sizes": [dict(model) for model in sorted(models)],
@@ -98,7 +92,7 @@ def of_studies(name: str, judged: Sequence[tuple[Measured, Analysis]], command: 
             "log2_optimum": analysis.optima[0].to_json(5),
             "transfer": [
                 {"axis": m.study.axis, "sizes": list(a.sizes), "verdict": a.verdict, "drift": a.drift.to_json(5)}
-                for m, a in judged
+                for m, a in of_base
                 if len(a.sizes) > 1
             ],
             "versions": provenance(),
@@ -106,12 +100,7 @@ def of_studies(name: str, judged: Sequence[tuple[Measured, Analysis]], command: 
             "date": datetime.date.today().isoformat(),
         },
     )
-
-
-def of_path(path: str, preset: str) -> str:
-    """The name in PRESET.NAME.json."""
-    name = Path(path).name.removesuffix(".json").removeprefix(f"{preset}.")
-    if not Path(path).name.startswith(f"{preset}."):
-        raise ConfigError(f"--save-tuned {path}: write a file name {preset}.NAME.json")
-    find.check_name(name)
-    return name
+    path = Path(name) if name.endswith(".json") else find.OWN_FOLDER / f"{tuned.preset}.{name}.json"
+    find.save(tuned, path)
+    by_name = path.parent.resolve() in (find.FOLDER, find.OWN_FOLDER.resolve())
+    return path, tuned.use if by_name else f"{tuned.preset}:{path}"

@@ -21,7 +21,6 @@ from mupax.train.config.preset import preset_of
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import from_json, to_json
 from mupax.train.core.program import assemble
-from mupax.train.studies.check import observables
 from mupax.train.studies.check.balance_command import Balance, batch_of, configured
 
 GROUPS = {"block.query", "block.attention_out", "block.mlp_in", "readout", "patch_embedding", "norm_gain"}
@@ -177,4 +176,3 @@ def test_the_command_is_found(capsys: pytest.CaptureFixture[str]):
     assert "balance" in capsys.readouterr().out
     assert main(["balance", "--help"]) == 0
     assert "--out PATH.json" in capsys.readouterr().out
-    assert observables.balance.__module__ == "mupax.train.studies.check.balance"

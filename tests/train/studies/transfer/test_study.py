@@ -13,8 +13,8 @@ from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config, PresetConfig
 from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.transfer import drift as transfer_drift
-from mupax.train.studies.transfer import shared as transfer_shared
 from mupax.train.studies.transfer import study as transfer
+from mupax.train.studies.transfer.command import shared
 from mupax.train.studies.transfer.drift import analyse
 from mupax.train.studies.transfer.fit import Curve, fit
 
@@ -210,7 +210,7 @@ def test_points_are_paired():
 def test_presets_share_the_points_where_they_are_the_same():
     def trained(preset: PresetConfig, axis: str = "head_dim") -> list[str]:
         planned = transfer.plan(RECIPES["lm-tiny"](), axis, (2, 4), preset, "")
-        return [c.preset.name for c in transfer_shared.shared([planned])[0].trained]
+        return [c.preset.name for c in shared([planned])[0].trained]
 
     assert trained(PresetConfig(name="mup")) == ["sp", "mup"]
     assert trained(PresetConfig(name="depth-mup", alpha_l=1.0), "depth") == ["sp", "depth-mup"]
@@ -222,9 +222,9 @@ def test_presets_share_the_points_where_they_are_the_same():
     ):
         assert trained(apart) == [apart.name] * 2
     run = Trained()
-    both = transfer_shared.shared([study(p, (16, 32)) for p in ("mup", "mup-half")])
+    both = shared([study(p, (16, 32)) for p in ("mup", "mup-half")])
     assert [[c.preset.name for c in one.trained] for one in both] == [["sp", "mup"], ["sp", "mup-half"]]
-    transfer.measure(both, run, transfer.Limits())
+    transfer.measure(both, run)
     small = [(c.optimizer.peak_lr, c.seed, c.preset) for c in run.configs if c.model.heads_dim == 16]
     assert len(small) == 2 * len(set(small))
 
@@ -234,7 +234,7 @@ def test_presets_that_differ_in_another_dimension_share_all_points():
         transfer.plan(RECIPES["lm-tiny"](), "heads", (2, 4), PresetConfig(name=name), name)
         for name in ("mup", "mup-half", "ntk")
     ]
-    mup, half, ntk = transfer_shared.shared(planned)
+    mup, half, ntk = shared(planned)
     assert [c.preset.name for c in mup.trained] == ["sp", "mup"]
     assert half.trained == mup.trained
     assert half.configs != mup.configs
@@ -253,7 +253,7 @@ def test_rates_that_few_seeds_chose_wrongly_are_chosen_anew():
             return Row(f"{len(self.configs)}", "", loss, None, None, (), config.steps, 1.0, "in turn")
 
     run = Misled(shift=0.2)
-    (found,) = transfer.measure([study()], run, transfer.Limits(seeds=3, max_seeds=8))
+    (found,) = transfer.measure([study()], run, seeds=3, max_seeds=8)
     assert list(found.chosen) == [0]
     analysis = found.analysis()
     assert analysis
@@ -266,13 +266,13 @@ def test_rates_that_few_seeds_chose_wrongly_are_chosen_anew():
     near = found.curve(0)
     assert np.isfinite(near.losses[near.window()][:, : analysis.seeds]).all()
     # Without noise nothing is chosen anew.
-    (calm,) = transfer.measure([study()], Trained(), transfer.Limits(seeds=3, max_seeds=8))
+    (calm,) = transfer.measure([study()], Trained(), seeds=3, max_seeds=8)
     assert calm.chosen == {}
 
 
 def test_a_study_finds_each_minimum_and_asks_for_no_point_twice():
     run = Trained()
-    mup, sp = transfer.measure([study(), study("sp")], run, transfer.Limits())
+    mup, sp = transfer.measure([study(), study("sp")], run)
     found, control = mup.analysis(), sp.analysis()
     assert found
     assert control
@@ -292,15 +292,13 @@ def test_a_study_goes_on_alike():
     points = []
     for _ in range(2):
         run = Trained()
-        transfer.measure([study()], run, transfer.Limits())
+        transfer.measure([study()], run)
         points.append([(c.model.width, c.optimizer.peak_lr, c.seed) for c in run.configs])
     assert points[0] == points[1]
 
 
 def test_seeds_are_added_until_the_drift_is_known_and_then_no_more():
-    calm, noisy, hopeless = (
-        transfer.measure([study()], Trained(shift), transfer.Limits())[0] for shift in (0.02, 0.4, 3.0)
-    )
+    calm, noisy, hopeless = (transfer.measure([study()], Trained(shift))[0] for shift in (0.02, 0.4, 3.0))
     seeds = [m.analysis().seeds for m in (calm, noisy)]  # pyright: ignore
     assert seeds[0] == 3 < seeds[1]
     assert "known to 0.15" in calm.stopped
@@ -327,7 +325,7 @@ def test_a_flat_curve_gets_more_seeds_and_a_size_that_diverges_does_not():
         return [dataclasses.replace(row, loss=math.inf) for row in Trained()(configs)]
 
     for run, said in ((flat, "all 8 seeds are used"), (diverging, "would not help")):
-        [measured] = transfer.measure([study()], run, transfer.Limits())
+        [measured] = transfer.measure([study()], run)
         assert said in measured.stopped
         found = measured.analysis()
         assert found
@@ -336,9 +334,9 @@ def test_a_flat_curve_gets_more_seeds_and_a_size_that_diverges_does_not():
 
 def test_the_minutes_end_a_study_and_it_says_so():
     # 20 points a size and seed: at 30 s each three sizes do not fit into 10 minutes.
-    [late] = transfer.measure([study()], Trained(seconds=30), transfer.Limits(minutes=10))
+    [late] = transfer.measure([study()], Trained(seconds=30), minutes=10)
     assert "10 minutes ended" in late.stopped
-    [short] = transfer.measure([study()], Trained(0.4, seconds=30), transfer.Limits(minutes=36))
+    [short] = transfer.measure([study()], Trained(0.4, seconds=30), minutes=36)
     assert "would not hold another seed" in short.stopped
     assert short.seconds <= 36 * 60
     found = short.analysis()

@@ -149,7 +149,7 @@ def test_the_projects_own_studies_are_commands_that_exist(capsys: pytest.Capture
     for name, words in wanted.items():
         args, rest = parse_known(command.Transfer, "python -m train transfer", words)
         preset, _, own = name.partition(":")
-        assert transfer_tuned.of_path(args.save_tuned or "", preset) == own
+        assert transfer_tuned.check_name(args.save_tuned or "", preset) == own
         assert command.execute(args, [*rest, "--dry-run"], "") == 0
         assert (
             f"base embed=64,heads=4,kv_heads=4,head_dim=16,mlp={160 if 'lm' in name else 256},layers=2"
