@@ -47,6 +47,9 @@ def row_of(spec: ParamSpec, alpha_a: float, alpha_l: float | None) -> Rule:
         spec: the parameter.
         alpha_a: attention logits scale as N^-alpha_a.
         alpha_l: branches scale as L^-alpha_l; None is no depth rule, an L nowhere.
+
+    Raises:
+        PresetError: the role has no row.
     """
     match spec.role:
         case Role.TOKEN_EMBEDDING | Role.POSITION:
@@ -59,6 +62,8 @@ def row_of(spec: ParamSpec, alpha_a: float, alpha_l: float | None) -> Rule:
             return Rule(multiplier=m_in**-1, sgd=m_in, eps=m_in**-1)
         case Role.BIAS if spec.of is Role.READOUT:
             return Rule(decays=False)
+        case Role.NORM_GAIN if spec.of is Role.READOUT:
+            raise PresetError("a readout's gain has no rule; declare it as a norm of the residual stream (of=None)")
     sgd, adam, eps = ONE, ONE, ONE
     if spec.in_block and alpha_l is not None:
         sgd, adam, eps = L ** (2 * alpha_l - 1), L ** (alpha_l - 1), L**-alpha_l

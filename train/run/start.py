@@ -147,7 +147,7 @@ def _initial(program: Program, start: Any, runtime: Runtime | None = None) -> Tr
     from mupax.train.reuse.start import init_from
 
     if runtime is not None:
-        init_from.show(runtime.console, f"starting from {start.source}", start.rows, start.notes)
+        init_from.show(runtime.console, f"starting from {program.config.init.init_from}", start.rows, start.notes)
     return init_from.initial_state(program, start)
 
 

@@ -100,7 +100,7 @@ class Generator:
         samples: B, texts continued side by side from one prompt.
 
     Raises:
-        ConfigError: the model is no transformer of the zoo.
+        ConfigError, DecodingError: the model is no transformer of the zoo, or there are no samples.
     """
 
     def __init__(
@@ -108,6 +108,8 @@ class Generator:
     ) -> None:
         self._model, self._definition = transformer(program.config.model, "writing text"), program.definition
         self._layout, self._forward = program.layout, inputs.factors.forward
+        if samples < 1:
+            raise DecodingError(f"samples is {samples}; write at least 1")
         self._sampling, self.samples = sampling, samples
         self.compilations = 0
         """Programs compiled so far."""
@@ -149,7 +151,10 @@ class Generator:
             began = time.monotonic()
             if text is None or context == limit:
                 context_BT = text_BT if text is None else text_BT[:, -max(limit // 2, 1) :]
-                context, padded_BT = context_BT.shape[1], _padded(context_BT, limit)
+                context = context_BT.shape[1]
+                # To a power of two of positions, or to the longest context: few shapes, so few compilations.
+                padding = min(1 << (context - 1).bit_length(), limit) - context
+                padded_BT = np.pad(context_BT, ((0, 0), (0, padding)))
                 text = self._fill(self._weights, self._forward, padded_BT, np.int32(context), key, np.int32(number))
                 new_BT = np.asarray(text.token_B)[:, None]
             else:
@@ -207,12 +212,6 @@ class Generator:
     def _drawn(self, logits_BV: jax.Array, key: jax.Array, number: jax.Array) -> jax.Array:
         keys_B = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, number), jnp.arange(self.samples))
         return draw(logits_BV, keys_B, self._sampling)
-
-
-def _padded(text_BT: np.ndarray, limit: int) -> np.ndarray:
-    """To a power of two of positions, or to the longest context: few shapes, so few compilations."""
-    size = min(1 << (text_BT.shape[1] - 1).bit_length(), limit)
-    return np.pad(text_BT, ((0, 0), (0, size - text_BT.shape[1])))
 
 
 def _finite(logits_BV: jax.Array) -> jax.Array:

@@ -30,7 +30,6 @@ from mupax.zoo.huggingface.weights import Params
 class Start(NamedTuple):
     """What a run starts with, on the host."""
 
-    source: str
     params: Params
     """float32."""
     opt_state: Any
@@ -80,7 +79,7 @@ def prepare(program: Program) -> Start:
         old = runs.whole_state(Path(asked.init_from), runs.on_one_device(source.run[0])).opt_state
         moments = transplant.optimizer_state(planned.moves, old, program.abstract.opt_state, config.optimizer.name)
         notes += transplant.overshoot_notes(config.optimizer) if planned.fresh() else []
-    return Start(asked.init_from, params, moments, planned.rows, notes)
+    return Start(params, moments, planned.rows, notes)
 
 
 def initial_state(program: Program, start: Start) -> TrainState:
