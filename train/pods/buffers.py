@@ -27,19 +27,10 @@ class Buffer:
     source: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Temporaries:
-    """The temporary allocation in main memory."""
+def read(folder: Path, module: hlo.Module) -> tuple[int, int, list[Buffer]] | None:
+    """Bytes of temporaries and of all in main memory, and the temporaries at the peak, largest first.
 
-    bytes: int
-    total_bytes: int
-    """Of all allocations in main memory: arguments, outputs, constants and temporaries."""
-    live: tuple[Buffer, ...]
-    """What is alive when most of it is, largest first."""
-
-
-def read(folder: Path, module: hlo.Module) -> Temporaries | None:
-    """The temporaries of the largest program dumped into `folder`; None where there are none, or no file says so.
+    Of the largest program dumped into `folder`; None where it has no temporaries, or no file says so.
 
     Args:
         folder: where the compiler wrote its buffer assignment (`xla_dump_to`).
@@ -75,7 +66,7 @@ def read(folder: Path, module: hlo.Module) -> Temporaries | None:
             origin = _origin(instructions.get(name.partition("{")[0]), instructions, module)
             op_name, source = (origin.op_name, module.source(origin)) if origin is not None else ("", "")
             named[offset, bytes_] = Buffer(name, bytes_, re.sub(r"\{[^}]*\}", "", shape), op_name, source)
-    return Temporaries(size, total, tuple(sorted(named.values(), key=lambda buffer: -buffer.bytes)))
+    return size, total, sorted(named.values(), key=lambda buffer: -buffer.bytes)
 
 
 Value = tuple[str, int, int, str]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -127,18 +128,16 @@ def _iota(text: str) -> np.ndarray:
 def _mesh_groups(mesh: str, device_ids: str | None, named: str) -> list[list[int]]:
     """`mesh['a'=2,'b'=4] {'a', 'b':(2)2}`: a group is what varies over the named axes, or over parts (before)size of them."""
     sizes = {name: int(size) for name, size in re.findall(r"'?([\w.]+)'?=(\d+)", mesh)}
-    parts = {name: [size] for name, size in sizes.items()}
-    varied: list[tuple[str, int]] = []
-    for name, before, size in re.findall(r"'?([A-Za-z_][\w.]*)'?(?::\((\d+)\)(\d+))?", named):
-        if before:
-            parts[name] = [int(before), int(size), sizes[name] // int(before) // int(size)]
-        varied.append((name, 1 if before else 0))
-    axes = [(name, i) for name, split in parts.items() for i in range(len(split))]
     ids = device_ids or f"[{math.prod(sizes.values())}]"
-    grid = (_iota(ids) if ids.startswith("[") else np.array(_ints(ids))).reshape([parts[name][i] for name, i in axes])
-    places = [axes.index(axis) for axis in varied]
-    groups = np.moveaxis(grid, places, range(-len(places), 0))
-    return groups.reshape(-1, math.prod(grid.shape[k] for k in places)).tolist()
+    devices = _iota(ids).ravel().tolist() if ids.startswith("[") else _ints(ids)
+    fixed = dict(zip(sizes, np.unravel_index(range(len(devices)), tuple(sizes.values())), strict=True))
+    for name, before, size in re.findall(r"'?([A-Za-z_][\w.]*)'?(?::\((\d+)\)(\d+))?", named):
+        after = sizes[name] // (int(before or 1) * int(size or sizes[name]))
+        fixed[name] = fixed[name] // (int(size or sizes[name]) * after) * after + fixed[name] % after
+    groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for device, *place in zip(devices, *fixed.values(), strict=True):
+        groups[tuple(map(int, place))].append(device)
+    return list(groups.values())
 
 
 def _ints(text: str) -> list[int]:

@@ -68,23 +68,18 @@ def main(argv: Sequence[str]) -> int:
         fits = compiled.fits
         if args.hlo is not None:
             args.hlo.write_text(compiled.text)
-        print("\n\n".join(tables(report, where)))
+        print("\n\n".join(_tables(report, where)))
     if args.json is not None:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0 if fits else 1
 
 
-def tables(report: dict[str, Any], where: str) -> list[str]:
-    """A report for people.
-
-    Args:
-        report: of `mupax.train.pods.compiled.Compiled`.
-        where: recipe and topology.
-    """
+def _tables(report: dict[str, Any], where: str) -> list[str]:
+    """A report for people."""
     peak, room = report["peak_bytes_per_device"], report["hbm_bytes_per_device"]
     mesh = " x ".join(f"{axis} {size}" for axis, size in report["mesh"].items()) or "one device"
     parts, expected = report["accumulation_steps"], report["expected_bytes_per_device"]
-    rows = {
+    facts = {
         "mesh": f"{mesh} ({report['devices']} chips)",
         "parameters": f"{report['parameters']:,}",
         "batch": f"{report['batch_size']}" + (f" in {parts} microbatches" if parts > 1 else ""),
@@ -98,38 +93,31 @@ def tables(report: dict[str, Any], where: str) -> list[str]:
         model, traced = report["flops_per_step"], report["traced_flops_per_step"]
         cycles = f"{roofline['cycles']:.3g} s" if roofline["cycles"] else "clock not published"
         names = ["compute", "memory", "network", *(["slow_network"] if roofline["slow_network"] else [])]
-        times = ", ".join(f"{_words(name)} {roofline[name]:.3g}" for name in names)
-        rows |= {
+        times = ", ".join(f"{name.replace('_', ' ')} {roofline[name]:.3g}" for name in names)
+        bound = roofline["bound"].replace("_", " ")
+        facts |= {
             "of it": f"{', '.join(sizes)} (output in place of arguments)",
             "FLOPs a step": f"{model:.3g} of the model, {traced:.3g} with recomputation",
             "memory traffic": f"{gib(report['hbm_traffic_per_device'])} a step and chip",
             "estimated cycles": f"{report['estimated_cycles']:,}, {cycles}",
-            "step time": f"at least {roofline['step_seconds']:.3g} s, bound by {_words(roofline['bound'])} ({times})",
+            "step time": f"at least {roofline['step_seconds']:.3g} s, bound by {bound} ({times})",
             "MFU": f"at most {roofline['mfu']:.1%}",
         }
-    rows |= {f"problem {number}": problem for number, problem in enumerate(report["problems"], 1)}
-    rows["compiled in"] = f"{report['compile_seconds']} s"
-    summary = f"{where}\n{terminal.table(list(rows.items()))}"
+    facts |= {f"problem {number}": problem for number, problem in enumerate(report["problems"], 1)}
+    facts["compiled in"] = f"{report['compile_seconds']} s"
+    summary = f"{where}\n{terminal.table(list(facts.items()))}"
     if not report["fits"]:
         return [summary]
-    head = ("kind", "axes", "in loops of", "executions", "bytes", "sent")
-    sent = [
-        (
-            row["kind"], " x ".join(row["axes"]), " x ".join(map(str, row["loop_trips"])) or "-",
-            f"{row['executions']:,}", gib(row["bytes"]), gib(row["wire_bytes"]),
-        )
-        for row in report["collectives"]
-    ]  # fmt: skip
-    live = [
-        (gib(row["bytes"]), row["shape"], row["op_name"] or row["name"], row["source"]) for row in report["temporaries"]
-    ]
+    rows = [("kind", "axes", "in loops of", "executions", "bytes", "sent")]
+    for row in report["collectives"]:
+        axes, loops = (" x ".join(map(str, row[name])) for name in ("axes", "loop_trips"))
+        sizes = f"{row['executions']:,}", gib(row["bytes"]), gib(row["wire_bytes"])
+        rows.append((row["kind"], axes, loops or "-", *sizes))
+    live = [("bytes", "shape", "made by", "at")]
+    for row in report["temporaries"]:
+        live.append((gib(row["bytes"]), row["shape"], row["op_name"] or row["name"], row["source"]))
     return [
         summary,
-        f"collectives of one step, per chip\n{terminal.table([head, *sent], head[:3])}",
-        "temporaries of at least 1 % at the peak\n"
-        + terminal.table([("bytes", "shape", "made by", "at"), *live], ("shape", "made by", "at")),
+        f"collectives of one step, per chip\n{terminal.table(rows, rows[0][:3])}",
+        f"temporaries of at least 1 % at the peak\n{terminal.table(live, live[0][1:])}",
     ]
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")

@@ -113,12 +113,11 @@ class Compiled:
         for one in self.collectives:
             bandwidth, within = _bandwidth(self.program.mesh, one.axes, chip)
             network[within] += one.wire_bytes * one.times / bandwidth if bandwidth else 0.0
+        compute = self.traced_flops / self.program.mesh.size / chip.peak_flops
+        cycles = self.module.cycles / chip.clock_hz if chip.clock_hz else None
+        memory = self.module.hbm_bytes / chip.hbm_bandwidth
         return Roofline(
-            compute=self.traced_flops / self.program.mesh.size / chip.peak_flops,
-            memory=self.module.hbm_bytes / chip.hbm_bandwidth,
-            network=network[True],
-            slow_network=network[False],
-            cycles=self.module.cycles / chip.clock_hz if chip.clock_hz else None,
+            compute=compute, memory=memory, network=network[True], slow_network=network[False], cycles=cycles
         )
 
     def report(self) -> dict[str, Any]:
@@ -188,9 +187,8 @@ def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
                 need += estimates.expected(program)["state"]  # which stands beside the temporaries
             return Compiled(program, chip, time.monotonic() - began, flops, need, limit)
         seconds = time.monotonic() - began
-        text = executable.as_text() or ""
-        module = hlo.parse(text)
-        temporaries = buffers.read(Path(folder), module)
+        module = hlo.parse(text := executable.as_text() or "")
+        assigned = buffers.read(Path(folder), module)
     stats: Any = executable.memory_analysis()
     memory = {
         "argument": stats.argument_size_in_bytes,
@@ -199,11 +197,11 @@ def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
         "temporary": stats.temp_size_in_bytes,
         "code": stats.generated_code_size_in_bytes,
     }
-    need = sum(memory.values()) - 2 * memory["alias"]
-    if temporaries is not None:
+    need, live, state = sum(memory.values()) - 2 * memory["alias"], [], executable.input_shardings[0][0]
+    if assigned is not None:
         # The statistics count some buffers of loops twice; what is allocated is in the buffer assignment.
-        memory["temporary"], need = temporaries.bytes, temporaries.total_bytes + memory["code"]
-    live, state = () if temporaries is None else temporaries.live, executable.input_shardings[0][0]
+        memory["temporary"], total, live = assigned
+        need = total + memory["code"]
     return Compiled(program, chip, seconds, flops, need, chip.hbm_bytes, module, text, memory, live, state)
 
 

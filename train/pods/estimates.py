@@ -19,8 +19,6 @@ from mupax.train.core.loss import CHUNK_LOGITS, LEAST_ROWS
 from mupax.train.core.program import Program
 from mupax.zoo import flops
 
-Terms = dict[str, int]
-
 _SPLIT = ("heads", "kv_heads", "mlp")
 """Axes of activations that a device may have a part of."""
 
@@ -30,7 +28,7 @@ def model_flops(config: Config) -> float:
     return flops.train_flops(config.model) * config.data.batch_size * config.model.units
 
 
-def expected(program: Program) -> Terms:
+def expected(program: Program) -> dict[str, int]:
     """Bytes by what they hold at the fuller of two moments: the loss, and the backward pass of one layer.
 
     Returns:

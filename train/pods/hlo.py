@@ -14,7 +14,7 @@ from functools import cached_property
 _COMPUTATION = re.compile(r"^(ENTRY )?%([\w.\-]+) \([^\n]*\{\n(.*?)\n\}(?:, \w+=\S*)?$", re.MULTILINE | re.DOTALL)
 _NEXT = re.compile(r"\n(?=\s+(?:ROOT )?%[\w.\-]+ = )")  # the attributes of a kernel hold line breaks
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%([\w.\-]+) = (.+?) ([\w\-]+)\(([^)]*)\)(.*)", re.DOTALL)
-_ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](\{[^}]*\})?")
+_ARRAY = re.compile(r"\b[a-z]+(\d*)\w*\[([\d,]*)\](\{[^}]*\})?")
 _CALLED = re.compile(r"\b(?:calls|to_apply|true_computation|false_computation|async_computation)=%([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRANSPARENT = ("bitcast", "copy", "convert", "reshape", "broadcast", "copy-start", "copy-done")
@@ -126,10 +126,8 @@ class Module:
     @property
     def unknown_loops(self) -> int:
         """Loops whose trip count is not known, and are counted once."""
-        return sum(
-            e.instruction.opcode == "while" and self.trip_count(e.computation, e.instruction) is None
-            for e in self.executed
-        )
+        loops = [e for e in self.executed if e.instruction.opcode == "while"]
+        return sum(self.trip_count(loop.computation, loop.instruction) is None for loop in loops)
 
     @property
     def cycles(self) -> int:
@@ -177,10 +175,9 @@ class Module:
 
 def array_bytes(shape: str, *, hbm_only: bool = False) -> list[int]:
     """Bytes of every array in a type's text, without padding; optionally only those in main memory, not on the chip."""
-    arrays = [(re.search(r"\d+", a), b, c) for a, b, c in _ARRAY.findall(shape)]
     return [
-        math.ceil(math.prod(_ints(dims)) * (int(bits[0]) if bits else 8) / 8)  # pred is a byte
-        for bits, dims, layout in arrays
+        math.ceil(math.prod(_ints(dims)) * int(bits or 8) / 8)  # pred is a byte
+        for bits, dims, layout in _ARRAY.findall(shape)
         if not (hbm_only and re.search(r"S\([1-9]", layout))
     ]
 

@@ -43,11 +43,9 @@ class Candidate:
         """What it changes, as flags."""
         config, mesh = self.config, dataclasses.asdict(self.config.mesh)
         split = [axis for axis in ("data", "fsdp", "sequence", "tensor") if mesh[axis] > 1 or axis == "data"]
-        words = [
-            *(f"--mesh.{axis} {mesh[axis]}" for axis in split),
-            f"--model.compute.remat {config.model.compute.remat}",
-        ]
-        return " ".join([*words, f"--accumulation-steps {config.accumulation_steps}"])
+        remat, parts = config.model.compute.remat, config.accumulation_steps
+        axes = " ".join(f"--mesh.{axis} {mesh[axis]}" for axis in split)
+        return f"{axes} --model.compute.remat {remat} --accumulation-steps {parts}"
 
 
 def search(config: Config, name: str, slices: int, limit: int) -> list[dict[str, Any]]:
@@ -120,11 +118,9 @@ def _candidates(config: Config, chip: Chip, devices: Any, slices: int) -> Iterat
 def _meshes(devices: int, slices: int, mesh: MeshConfig) -> Iterator[MeshConfig]:
     """Every way to split the devices over data, fsdp, sequence and tensor; slices lie along data."""
     sizes = [n for n in range(1, devices + 1) if devices % n == 0]
-    for data, fsdp, sequence in itertools.product(sizes, repeat=3):
-        tensor, left = divmod(devices, data * fsdp * sequence)
-        if left or not 1 <= tensor <= MOST_TENSOR or data % slices:
-            continue
-        yield dataclasses.replace(mesh, data=data, fsdp=fsdp, sequence=sequence, tensor=tensor)
+    for data, fsdp, sequence, tensor in itertools.product(sizes, repeat=4):
+        if data * fsdp * sequence * tensor == devices and tensor <= MOST_TENSOR and data % slices == 0:
+            yield dataclasses.replace(mesh, data=data, fsdp=fsdp, sequence=sequence, tensor=tensor)
 
 
 def _estimate(program: Program, chip: Chip, slices: int) -> float:

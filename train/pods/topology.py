@@ -9,7 +9,6 @@ import math
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -154,10 +153,10 @@ def devices(topology: str, slices: int = 1) -> Sequence[Any]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """The TPU library writes to the process's stderr whatever Python says; shown only where it fails."""
+    """Hides what the TPU library writes to the process's stderr whatever Python says."""
     sys.stderr.flush()
     saved = os.dup(2)
-    with tempfile.TemporaryFile() as output:
+    with open(os.devnull, "w") as output:
         os.dup2(output.fileno(), 2)
         try:
             yield

@@ -16,8 +16,7 @@ import jax
 
 from mupax.train.core.program import Program
 from mupax.train.studies.sweep import trainer as sweep_pack
-from mupax.train.studies.sweep.groups import Batches
-from mupax.train.studies.sweep.trainer import Trainer
+from mupax.train.studies.sweep.trainer import Batches, Trainer
 from mupax.zoo.configs import ConfigError
 
 Mode = Literal["auto", "together", "in-turn"]
@@ -37,10 +36,11 @@ class Chooser:
         how: all points of a program at once, one after another, or whichever a trial shows to be faster; on one CPU device a
             trial also finds how many to train side by side.
         batches: for the trial.
+        evaluated: whether the trainers are to score points.
     """
 
-    def __init__(self, how: Mode, batches: Batches) -> None:
-        self._how, self._batches = how, batches
+    def __init__(self, how: Mode, batches: Batches, evaluated: bool) -> None:
+        self._how, self._batches, self._evaluated = how, batches, evaluated
         self._trainers: dict[tuple[object, int], Trainer] = {}
         self._fastest: dict[object, Trainer] = {}
         self._slower = False
@@ -50,12 +50,9 @@ class Chooser:
         """What trains these points.
 
         Args:
-            key: of their program (`mupax.train.studies.sweep.groups`).
+            key: of their program (`mupax.train.studies.sweep.sweep.grouped`).
             points: all that are to be trained.
             note: called with what was chosen.
-
-        Raises:
-            ConfigError: in turn is asked for on a mesh that splits a sweep.
         """
         program, count, ways = points[0], len(points), points[0].mesh.shape["sweep"]
         on_cpu = program.mesh.devices.flat[0].platform == "cpu"
@@ -95,7 +92,7 @@ class Chooser:
     def _compiled(self, key: object, program: Program, count: int) -> Trainer:
         if (key, count) not in self._trainers:
             began = time.monotonic()
-            trainer = sweep_pack.alone(program) if count == 1 else sweep_pack.together(program, count)
+            trainer = sweep_pack.trainer(program, count, self._evaluated)
             self._trainers[key, count] = dataclasses.replace(trainer, compile_seconds=time.monotonic() - began)
         return self._trainers[key, count]
 
@@ -110,9 +107,9 @@ class Chooser:
                 if times[2 * best] > GAIN * times[best]:
                     break
                 best *= 2
-        words = [f"{seconds * 1000:.0f} ms {f'by {count} side by side' if count > 1 else 'one by one'}"
-                 for count, seconds in times.items()]  # fmt: skip
-        return dataclasses.replace(one, concurrent=best), times[best], f"a step takes {', '.join(words)}"
+        hows = {count: f"by {count} side by side" if count > 1 else "one by one" for count in times}
+        words = ", ".join(f"{seconds * 1000:.0f} ms {hows[count]}" for count, seconds in times.items())
+        return dataclasses.replace(one, concurrent=best), times[best], f"a step takes {words}"
 
     def _seconds(self, trainer: Trainer, points: Sequence[Program], concurrent: int = 1) -> float:
         """Median of a few steps of a pack, which go nowhere; of so many packs side by side the share of one."""
@@ -121,8 +118,8 @@ class Chooser:
         def median() -> float:
             try:
                 state, step_inputs = trainer.begin(points)
-                times, feed = [], trainer.program.train_feed()
-                with contextlib.closing(self._batches.train(trainer.program, 0, feed)) as batches:
+                times = []
+                with contextlib.closing(self._batches.train(trainer.program, 0)) as batches:
                     for k, batch in zip(range(STEPS + 1), batches, strict=False):
                         if k == 1:
                             start.wait()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro import conf
 
@@ -20,9 +21,9 @@ from mupax.train.config.grids import Planned
 from mupax.zoo.configs import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from mupax.train.studies.sweep.rows import Row
+    from mupax.train.studies.transfer.drift import Analysis
+    from mupax.train.studies.transfer.study import Measured
 
 MOST_POINTS = 2000
 
@@ -67,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     """Sweeps: 0 when every point has its row, 1 when `--save-tuned` has no best rate to save, 130 or 143 stopped by a signal.
 
     Raises:
-        UsageError, ConfigError, PresetError: what does not fit.
+        UsageError, ConfigError, PresetError: what does not fit, or more points than anyone means.
     """
     args, rest = command_line.parse_known(Sweep, "python -m train sweep", argv)
     found = points(args, rest)
@@ -80,145 +81,140 @@ def main(argv: Sequence[str]) -> int:
                 f"--save-tuned {args.save_tuned}: the sweep varied more than rate, seed and size; sweep one choice"
             )
     if args.dry_run:
-        return _dry_run(found)
-    return _run(args, found, ["python", "-m", "train", "sweep", *argv])
+        _dry_run(found)
+        return 0
+    return _run(args, found, shlex.join(["python", "-m", "train", "sweep", *argv]))
 
 
 def points(args: Sweep, rest: Sequence[str]) -> list[Planned]:
-    """Every point.
-
-    Raises:
-        ConfigError: no such recipe, grid, axis or flag, or more points than anyone means.
-    """
+    """Every point; raises as `main`."""
     recipe = cli.recipe(args.recipe)
     if "--workdir" in rest or "--resume" in rest:
         raise ConfigError("a sweep has --out in place of --workdir, and goes on by itself without --resume")
-    varied = [_varied(text) for text in args.vary]
     axis, grown = sizes.parse(args.sizes) if args.sizes else ("", (0,))
     found: list[Planned] = []
-    for values in itertools.product(*(values for _, values in varied)):
-        words = [word for (flag, _), value in zip(varied, values, strict=True) for word in (f"--{flag}", value)]
+    for choices in itertools.product(*map(_varied, args.vary)):
+        words = [word for flag, value in choices for word in (f"--{flag}", value)]
         config = cli.parse(args.recipe, recipe, [*rest, *words], command_line.flags(Sweep)).config
-        label = " ".join(f"{flag.rpartition('.')[2]} {value}" for (flag, _), value in zip(varied, values, strict=True))
+        config = dataclasses.replace(config, workdir=None, data=dataclasses.replace(config.data, seed=config.data_seed))
+        label = " ".join(f"{flag.rpartition('.')[2]} {value}" for flag, value in choices)
         rates = grids.parse(args.lr) if args.lr else (config.optimizer.peak_lr,)
         for size, lr, seed in itertools.product(grown, rates, range(args.seeds)):
             model = sizes.grown(config.model, axis, size) if axis else config.model
-            point = dataclasses.replace(
-                config,
-                model=model,
-                workdir=None,
-                seed=config.seed + seed,
-                data=dataclasses.replace(config.data, seed=config.data_seed),
-                optimizer=dataclasses.replace(config.optimizer, peak_lr=lr),
-            )
+            optimizer = dataclasses.replace(config.optimizer, peak_lr=lr)
+            point = dataclasses.replace(config, model=model, seed=config.seed + seed, optimizer=optimizer)
             found.append(Planned(size, label, f"{axis} {size} {label}".strip() if axis else label, point))
         if len(found) > MOST_POINTS:
             raise ConfigError(f"these are more than {MOST_POINTS} points; write a coarser grid")
     return found
 
 
-def _varied(text: str) -> tuple[str, list[str]]:
+def _varied(text: str) -> list[tuple[str, str]]:
+    """The flag with each of its values."""
     flag, equals, values = (part.strip() for part in text.lstrip("-").partition("="))
     if not (flag and equals and values):
         raise ConfigError(f"--vary {text!r}: write FLAG=VALUE,VALUE, as preset.gamma0=0.5,1,2")
     if ":" in values:
-        return flag, [f"{value:.10g}" for value in grids.parse(values)]
-    return flag, [value.strip() for value in values.split(",")]
+        return [(flag, f"{value:.10g}") for value in grids.parse(values)]
+    return [(flag, value.strip()) for value in values.split(",")]
 
 
-def _dry_run(found: Sequence[Planned]) -> int:
-    from mupax.train.studies.sweep import groups as sweep_groups
+def _dry_run(found: Sequence[Planned]) -> None:
+    from mupax.train.studies.sweep.sweep import grouped
 
-    groups = list(sweep_groups.Groups().of([point.config for point in found]).values())
-    count = len(groups)
-    print(f"{len(found)} points in {count} program{'s' * (count > 1)}")
+    groups = grouped([point.config for point in found], {}).values()
+    print(f"{len(found)} points in {len(groups)} program{'s' * (len(groups) > 1)}")
     for group in groups:
-        labels = dict.fromkeys(found[i].label for i, _ in group)
-        configs = [found[i].config for i, _ in group]
-        rates = sorted({config.optimizer.peak_lr for config in configs})
-        seeds = sorted({config.seed for config in configs})
+        labels, configs = dict.fromkeys(found[i].label for i, _ in group), [found[i].config for i, _ in group]
+        rates, seeds = sorted({c.optimizer.peak_lr for c in configs}), sorted({c.seed for c in configs})
         print(
             f"  {', '.join(filter(None, labels)) or configs[0].recipe}: {len(group)} points, "
             f"rates {' '.join(map(grids.power, rates))}, seeds {' '.join(map(str, seeds))}, "
             f"{group[0][1].definition.count():,} parameters, {configs[0].steps} steps"
         )
-    return 0
 
 
-def _run(args: Sweep, found: Sequence[Planned], command: Sequence[str]) -> int:
-
+def _run(args: Sweep, found: Sequence[Planned], command: str) -> int:
     from mupax.train.parallel.signals import StopRequest
     from mupax.train.studies.sweep import sweep
     from mupax.train.studies.sweep.table import Table
 
-    console = terminal.console()
-    folder = Path(args.out or f"runs/sweep-{args.recipe}")
-    configs = [point.config for point in found]
-    evaluated = not args.no_eval
+    folder, configs = Path(args.out or f"runs/sweep-{args.recipe}"), [point.config for point in found]
+    how, evaluated = args.how, not args.no_eval
     metric = "evaluation loss" if evaluated else "training loss"
     with StopRequest() as stop:
         stop.defer()
         try:
-            with Table(console, [point.label for point in found], metric, _value) as table:
+            with Table(terminal.console(), [point.label for point in found], metric, _value) as table:
                 rows = sweep.run(
-                    configs,
-                    folder,
-                    how=args.how,
-                    evaluated=evaluated,
-                    watcher=table,
-                    stop=lambda: stop.received is not None,
+                    configs, folder, watcher=table, how=how, evaluated=evaluated, stop=lambda: stop.received is not None
                 )
         except sweep.Stopped:
             name = stop.received.name if stop.received else "a signal"
-            console.print(f"stopped by {name}; what was in training is saved, and the same command goes on")
+            print(f"stopped by {name}; what was in training is saved, and the same command goes on")
             return stop.exit_code
     best = min(range(len(rows)), key=lambda i: _value(rows[i]))
-    console.print(f"lowest {metric}: {_value(rows[best]):.4f}, by", highlight=False)
-    console.print(f"  {rows[best].command or found[best].label}", highlight=False, soft_wrap=True)
+    print(f"lowest {metric}: {_value(rows[best]):.4f}, by\n  {rows[best].command or found[best].label}")
     path = Path(args.json) if args.json else folder / "sweep.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_summary(found, rows, command), indent=1) + "\n")
-    console.print(f"rows in {path}", highlight=False)
-    return _study(args, found, rows, folder, shlex.join(command), console)
-
-
-def _study(
-    args: Sweep,
-    found: Sequence[Planned],
-    rows: Sequence[Row],
-    folder: Path,
-    command: str,
-    console: Console,
-) -> int:
-    """The picture of loss against rate, a note where there is no best rate, and the tuned preset."""
-    from mupax.train.studies.sweep import study as sweep_study
-    from mupax.train.studies.transfer import figure, tuned
-
-    if len({point.config.optimizer.peak_lr for point in found}) < 2 and not args.save_tuned:
-        return 0
-    judged = sweep_study.judged(found, rows, args.sizes.partition("=")[0].strip() if args.sizes else "")
-    config = found[0].config
-    title = f"{args.recipe}, {config.optimizer.name}, {config.steps} steps: loss against learning rate"
-    figure.draw(folder / "sweep.png", judged, title)
-    console.print(f"picture in {folder / 'sweep.png'}", highlight=False)
-    for measured, analysis in judged:
-        for size, fitted in zip(analysis.sizes, analysis.fits, strict=True):
-            if fitted.trouble:
-                where = f"{measured.study.label} at {measured.study.axis} {size}"
-                console.print(f"note: no best rate for {where}: {fitted.why}", highlight=False)
-    if args.save_tuned:
-        path, word = tuned.save(args.save_tuned, judged[0][0].study.label, judged, command)
-        console.print(f"tuned preset in {path}; use it with --preset {word}", highlight=False)
-    return 0
-
-
-def _value(row: Row) -> float:
-    return row.loss if row.eval_loss is None else row.eval_loss
-
-
-def _summary(found: Sequence[Planned], rows: Sequence[Row], command: Sequence[str]) -> dict[str, Any]:
     points = [
         {"what": p.label, "peak_lr": p.config.optimizer.peak_lr, "seed": p.config.seed, **row.to_json()}
         for p, row in zip(found, rows, strict=True)
     ]
-    return {"command": " ".join(command), "points": points}
+    path.write_text(json.dumps({"command": command, "points": points}, indent=1) + "\n")
+    print(f"rows in {path}")
+    if len({config.optimizer.peak_lr for config in configs}) > 1 or args.save_tuned:
+        _study(args, found, rows, folder, command)
+    return 0
+
+
+def _study(args: Sweep, found: Sequence[Planned], rows: Sequence[Row], folder: Path, command: str) -> None:
+    """The picture of loss against rate, a note where there is no best rate, and the tuned preset."""
+    from mupax.train.studies.transfer import figure, tuned
+
+    studies = judged(found, rows, args.sizes.partition("=")[0].strip() if args.sizes else "")
+    config = found[0].config
+    title = f"{args.recipe}, {config.optimizer.name}, {config.steps} steps: loss against learning rate"
+    figure.draw(folder / "sweep.png", studies, title)
+    print(f"picture in {folder / 'sweep.png'}")
+    for measured, analysis in studies:
+        for size, fitted in zip(analysis.sizes, analysis.fits, strict=True):
+            if fitted.trouble:
+                print(f"note: no best rate for {measured.study.label} at {measured.study.axis} {size}: {fitted.why}")
+    if args.save_tuned:
+        path, word = tuned.save(args.save_tuned, studies[0][0].study.label, studies, command)
+        print(f"tuned preset in {path}; use it with --preset {word}")
+
+
+def judged(points: Sequence[Planned], rows: Sequence[Row], axis: str) -> list[tuple[Measured, Analysis]]:
+    """Every combination of what was varied beside rate, seed and size, as a study of its sizes.
+
+    Args:
+        points: of the sweep.
+        rows: theirs.
+        axis: what grew; "" where nothing did.
+    """
+    from mupax.train.studies.transfer.drift import analyse
+    from mupax.train.studies.transfer.fit import STEP
+    from mupax.train.studies.transfer.study import Measured, Study
+
+    studies = []
+    for varied in dict.fromkeys(point.varied for point in points):
+        own = [(point, row) for point, row in zip(points, rows, strict=True) if point.varied == varied]
+        sizes = sorted({point.size for point, _ in own})
+        first = min(point.config.seed for point, _ in own)
+        configs = {point.size: point.config for point, _ in reversed(own)}
+        measured = {
+            (sizes.index(point.size), math.log2(point.config.optimizer.peak_lr) / STEP, point.config.seed - first): row
+            for point, row in own
+        }
+        label = f"{own[0][0].config.preset.name} {varied}".strip()
+        widths = tuple(size or configs[size].model.sizes()["embed"] for size in sizes)
+        study = Study(label=label, axis=axis or "width", sizes=widths, configs=tuple(configs[size] for size in sizes))
+        whole = Measured(study, 1 + max(seed for _, _, seed in measured), measured)
+        studies.append((whole, analyse(study.sizes, whole.curves)))
+    return studies
+
+
+def _value(row: Row) -> float:
+    return row.loss if row.eval_loss is None else row.eval_loss

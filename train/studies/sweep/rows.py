@@ -71,34 +71,25 @@ def key_of(config: Config, data_digest: str) -> str:
         config: of the point.
         data_digest: of the data it sees.
     """
-    bare = dataclasses.replace(
-        config.resolved(),
-        workdir=None,
-        resume=False,
-        mesh=MeshConfig(),
-        distributed=DistributedConfig(),
-        checkpoint=CheckpointConfig(),
-        log=LogConfig(),
-    )
+    bare = dataclasses.replace(without_reports(config.resolved()), mesh=MeshConfig(), distributed=DistributedConfig())
     text = json.dumps([to_json(bare), data_digest], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def without_reports(config: Config) -> Config:
+    """The config without where it is kept and what it reports."""
+    return dataclasses.replace(config, workdir=None, resume=False, checkpoint=CheckpointConfig(), log=LogConfig())
+
+
 def summarized(losses: np.ndarray) -> tuple[float, tuple[float, ...]]:
-    """A point's loss and curve, from its losses float [steps]."""
-
-    def mean(part: np.ndarray) -> float:
-        return (
-            float(f"{part.mean():.9g}") if np.isfinite(part).all() else math.inf
-        )  # nine digits tell all float32 apart
-
-    losses = np.asarray(losses, np.float64)
-    loss = mean(losses[-max(1, len(losses) // LAST) :]) if np.isfinite(losses).all() else math.inf
-    return loss, tuple(map(mean, np.array_split(losses, min(CURVE_POINTS, len(losses)))))
+    """A point's loss and curve, from its losses float64 [steps], inf from where it diverged."""
+    parts = [losses[-max(1, len(losses) // LAST) :], *np.array_split(losses, min(CURVE_POINTS, len(losses)))]
+    loss, *curve = (float(f"{part.mean():.9g}") for part in parts)  # nine digits tell all float32 apart
+    return loss, tuple(curve)
 
 
-class Rows:
-    """The file of a sweep's rows. A row is on disk when `add` returns; half a line, where a machine died, is left out.
+class Rows(dict[str, Row]):
+    """A sweep's rows by key, and their file. A row is on disk when `add` returns; half a line, where a machine died, is left out.
 
     Args:
         folder: of the sweep, which exists.
@@ -110,19 +101,13 @@ class Rows:
         complete = text[: text.rfind(b"\n") + 1]
         if len(complete) < len(text):
             os.truncate(self.path, len(complete))
-        rows = [Row.from_json(json.loads(line)) for line in complete.decode().splitlines()]
-        self._rows = {row.key: row for row in rows}
+        rows = (Row.from_json(json.loads(line)) for line in complete.decode().splitlines())
+        super().__init__((row.key, row) for row in rows)
 
     def has(self, key: str, *, evaluated: bool) -> bool:
         """Whether a point is done, and evaluated where that is wanted and can be."""
-        row = self._rows.get(key)
+        row = self.get(key)
         return row is not None and (row.diverged or row.eval_loss is not None or not evaluated)
-
-    def __getitem__(self, key: str) -> Row:
-        return self._rows[key]
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
     def add(self, row: Row) -> None:
         """Write a finished point."""
@@ -130,4 +115,4 @@ class Rows:
             file.write(json.dumps(row.to_json()) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        self._rows[row.key] = row
+        self[row.key] = row

@@ -1,11 +1,12 @@
 """Many runs that differ in numbers, trained with one compilation per shape, a row on disk as each finishes.
 
-Complete configs -> groups of one program (groups.py) -> packs (trainer.py, work.py) -> rows (rows.py). command.py is the
+Complete configs -> groups of one program -> packs (trainer.py, work.py) -> rows (rows.py). command.py is the
 command line; transfer studies ask for points as they learn from them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,16 +15,57 @@ from typing import Any
 import jax
 
 from mupax.train.checkpoints.workdir import locked
-from mupax.train.config.run import Config
+from mupax.train.config.run import Config, FaultsConfig, PresetConfig
+from mupax.train.core.program import Program, assemble
 from mupax.train.parallel.processes import Processes
-from mupax.train.studies.sweep import work
 from mupax.train.studies.sweep.choose import Chooser, Mode
-from mupax.train.studies.sweep.groups import Batches, Groups, Member
-from mupax.train.studies.sweep.rows import Row, Rows, key_of
-from mupax.train.studies.sweep.work import OneAtATime, Stopped, Watcher, Work
+from mupax.train.studies.sweep.rows import Row, Rows, key_of, without_reports
+from mupax.train.studies.sweep.trainer import Batches
+from mupax.train.studies.sweep.work import Member, Stopped, Watcher, Work, one_at_a_time
 from mupax.zoo.configs import ConfigError
 
-__all__ = ["Mode", "Row", "Stopped", "Sweep", "Watcher", "run"]
+__all__ = ["Mode", "Row", "Stopped", "Sweep", "Watcher", "grouped", "run"]
+
+
+def grouped(
+    configs: Sequence[Config], programs: dict[str, Program], devices: Sequence[Any] | None = None
+) -> dict[object, list[Member]]:
+    """The points in groups of one program each, by a key of it, in the order in which the first of each comes.
+
+    Nothing is compiled or allocated, and a definition is built once per shape.
+
+    Args:
+        configs: the points.
+        programs: by shape, those of earlier points; new ones are added.
+        devices: all there are by default.
+
+    Raises:
+        ConfigError, PresetError, MeshError: what does not fit.
+    """
+    groups: dict[object, list[Member]] = {}
+    for index, config in enumerate(configs):
+        shape = repr(shape_of(config))
+        if shape not in programs:
+            programs[shape] = assemble(config, devices, swept=True)
+        program = programs[shape].renumbered(config)
+        structure = repr(jax.tree.map(jax.typeof, program.run))  # a preset may have a factor that others do not
+        groups.setdefault((shape, structure), []).append((index, program))
+    return groups
+
+
+def shape_of(config: Config) -> Config:
+    """The config with every number that is data to the step at one value: equal shapes are one program."""
+    same = dict.fromkeys(("peak_lr", "weight_decay", "eps"), 0.0)
+    schedule = {"schedule": "constant", "warmup_steps": 0, "decay_steps": None, "final_lr_fraction": 0.0}
+    return dataclasses.replace(
+        without_reports(config),
+        preset=PresetConfig(),
+        optimizer=dataclasses.replace(config.optimizer, **same, **schedule),
+        ema=dataclasses.replace(config.ema, decay=None if config.ema.decay is None else 0.5),
+        data=dataclasses.replace(config.data, seed=config.data_seed),
+        faults=FaultsConfig(),
+        seed=0,
+    )
 
 
 class Sweep:
@@ -54,15 +96,15 @@ class Sweep:
                 "a sweep runs in one process over its devices; start one sweep per host, each in its own folder"
             )
         self._folder, self._evaluated, self._stop = folder.absolute(), evaluated, stop
-        self._groups, self._batches = Groups(devices), Batches()
-        self._chooser = Chooser(how, self._batches)
+        self._devices, self._programs, self._batches = devices, {}, Batches()
+        self._chooser = Chooser(how, self._batches, evaluated)
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, configs: Sequence[Config], watcher: Watcher | None = None) -> list[Row]:
         """Train every point that the folder has no row of.
 
         Args:
-            configs: the points; those that differ only in numbers (`groups.shape_of`) share a program.
+            configs: the points; those that differ only in numbers (`shape_of`) share a program.
             watcher: shows progress.
 
         Returns:
@@ -73,10 +115,10 @@ class Sweep:
             WorkdirError: another sweep is at work in the folder.
             Stopped: `stop` returned True.
         """
-        watcher = OneAtATime(watcher or Watcher())
+        watcher = one_at_a_time(watcher or Watcher())
         self._batches.note = watcher.note
         with locked(self._folder, Processes()):
-            rows, groups = Rows(self._folder), self._groups.of(configs)
+            rows, groups = Rows(self._folder), grouped(configs, self._programs, self._devices)
             digests = {i: self._batches.of(p).facts["digest"] for group in groups.values() for i, p in group}
             keys = {i: key_of(config, digests[i]) for i, config in enumerate(configs)}
             done = {i: rows[key] for i, key in keys.items() if rows.has(key, evaluated=self._evaluated)}
@@ -84,18 +126,15 @@ class Sweep:
             for key, group in groups.items():
                 unique = list({keys[i]: (i, p) for i, p in reversed(group)}.values())[::-1]  # of equal points the first
                 if todo := [(i, p) for i, p in unique if i not in done]:
-                    self._train(key, todo, keys, rows, watcher)
+                    trainer = self._chooser.trainer(key, [p for _, p in todo], watcher.note)
+                    work = Work(trainer, self._batches, self._folder, keys, watcher, self._stop)
+                    packs = [todo[start : start + trainer.count] for start in range(0, len(todo), trainer.count)]
+                    for pack, finished in work.trained(packs):
+                        for i, row in finished:
+                            rows.add(row)
+                            watcher.finished(i, row)
+                        shutil.rmtree(work.unfinished(pack), ignore_errors=True)
             return [rows[keys[i]] for i in range(len(configs))]
-
-    def _train(self, key: object, todo: list[Member], keys: dict[int, str], rows: Rows, watcher: Watcher) -> None:
-        trainer = self._chooser.trainer(key, [p for _, p in todo], watcher.note)
-        one = Work(trainer, self._batches, self._folder, keys, self._evaluated, watcher, self._stop)
-        packs = [todo[start : start + trainer.count] for start in range(0, len(todo), trainer.count)]
-        for pack, finished in work.trained(one, packs, trainer.concurrent):
-            for i, row in finished:
-                rows.add(row)
-                watcher.finished(i, row)
-            shutil.rmtree(one.unfinished(pack), ignore_errors=True)
 
 
 def run(configs: Sequence[Config], folder: Path, *, watcher: Watcher | None = None, **how: Any) -> list[Row]:

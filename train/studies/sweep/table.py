@@ -6,14 +6,13 @@ Where the terminal cannot draw, a line per finished point.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -23,9 +22,6 @@ from mupax.train.run.report.progress import duration
 from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.sweep.work import Watcher
 from mupax.zoo import flops
-
-_TALLEST = 30
-"""Rows of the live table beyond which only the bar is drawn; the whole table comes at the end."""
 
 
 class Table(Watcher):
@@ -42,16 +38,19 @@ class Table(Watcher):
         self._console, self._columns, self._metric, self._value = console, list(columns), metric, value
         self._configs: Sequence[Config] = ()
         self._rows: dict[int, Row] = {}
-        self._training: dict[int, tuple[float, float]] = {}
-        """Loss and share of its steps of every point in training."""
-        self._done = 0.0
-        self._began = time.monotonic()
+        self._losses: dict[int, float] = {}
+        """Of every point in training or done."""
+        self._shares: dict[int, float] = {}
+        """Of every point's steps, those that are done."""
         self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("points"),
-            TextColumn("{task.fields[left]}"), console=console,
+            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[points]} points"), TimeRemainingColumn(),
+            console=console,
         )  # fmt: skip
-        self._task = self._bar.add_task("", total=None, left="")
-        self._live = Live(console=console, get_renderable=self._renderable, refresh_per_second=4, transient=True)
+        self._task = self._bar.add_task("", total=None, points="")
+        # A table taller than the terminal is cut at its end, so the bar comes first.
+        self._live = Live(
+            console=console, get_renderable=lambda: Group(self._bar, self.table()), refresh_per_second=4, transient=True
+        )
 
     def __enter__(self) -> Table:
         if self._console.is_terminal:
@@ -61,13 +60,15 @@ class Table(Watcher):
     def __exit__(self, *error: object) -> None:
         self._live.stop()
         if self._rows:
-            self._console.print(f"{self._metric}, mean over seeds", highlight=False)
+            self.note(f"{self._metric}, mean over seeds")
             self._console.print(self.table())
 
     def begin(self, configs: Sequence[Config], done: dict[int, Row]) -> None:
         """All points, and those that have a row already."""
         self._configs, self._rows = configs, dict(done)
-        self._bar.update(self._task, total=len(configs), completed=len(done))
+        self._losses = {point: self._value(row) for point, row in done.items()}
+        left = sum(_cost(config) for i, config in enumerate(configs) if i not in done)
+        self._bar.update(self._task, total=left, points=f"{len(done)}/{len(configs)}")
         if done:
             self.note(f"{len(done)} of {len(configs)} points are done already")
 
@@ -77,62 +78,52 @@ class Table(Watcher):
 
     def training(self, points: Sequence[int], step: int, losses: np.ndarray) -> None:
         """Losses of the points in training."""
-        share = step / self._configs[points[0]].steps
-        self._training |= {point: (float(loss), share) for point, loss in zip(points, losses, strict=True)}
-        self._bar.update(self._task, description=f"step {step}", left=self._left())
+        self._losses |= {point: float(loss) for point, loss in zip(points, losses, strict=True)}
+        for point in points:
+            self._reached(point, step / self._configs[point].steps)
+        self._bar.update(self._task, description=f"step {step}")
 
     def finished(self, point: int, row: Row) -> None:
         """A point has its row."""
-        self._rows[point] = row
-        self._training.pop(point, None)
-        self._done += _cost(self._configs[point])
-        self._bar.update(self._task, completed=len(self._rows))
+        self._rows[point], self._losses[point], config = row, self._value(row), self._configs[point]
+        self._reached(point, 1.0)
+        done = f"{len(self._rows)}/{len(self._configs)}"
+        self._bar.update(self._task, points=done)
         if not self._console.is_terminal:
-            config = self._configs[point]
             what = f"{self._columns[point]}  lr {power(config.optimizer.peak_lr)}  seed {config.seed}".strip()
-            outcome = (
-                f"diverged at step {row.diverged_at}" if row.diverged else f"{self._metric} {self._value(row):.4f}"
-            )
-            self.note(f"{len(self._rows)}/{len(self._configs)}  {what}: {outcome}  ({duration(row.seconds)})")
+            loss = f"{self._metric} {self._value(row):.4f}"
+            outcome = f"diverged at step {row.diverged_at}" if row.diverged else loss
+            self.note(f"{done}  {what}: {outcome}  ({duration(row.seconds)})")
+
+    def _reached(self, point: int, share: float) -> None:
+        self._bar.advance(self._task, (share - self._shares.get(point, 0.0)) * _cost(self._configs[point]))
+        self._shares[point] = share
 
     def table(self) -> RichTable:
         """Learning rates down, sizes across, mean over seeds in the cells; the lowest of each size stands out."""
-        columns, cells = list(dict.fromkeys(self._columns)), self._cells()
+        columns = list(dict.fromkeys(self._columns))
+        losses = {i: loss if math.isfinite(loss) else math.inf for i, loss in dict(self._losses).items()}
+        places: dict[tuple[float, str], list[int]] = defaultdict(list)
+        for i, config in enumerate(self._configs):
+            places[config.optimizer.peak_lr, self._columns[i]].append(i)
+        means = {
+            place: float(np.mean([losses[i] for i in own if i in losses] or [math.nan]))
+            for place, own in places.items()
+        }
+        best = {
+            c: min((m for (_, c_), m in means.items() if c_ == c and math.isfinite(m)), default=None) for c in columns
+        }
         table = RichTable(box=None, pad_edge=False)
         for column in ("rate", *(column or "loss" for column in columns)):
             table.add_column(column, justify="right")
-        best = {c: min((mean for (_, c_), (mean, _) in cells.items() if c_ == c), default=math.inf) for c in columns}
         for lr in sorted({config.optimizer.peak_lr for config in self._configs}):
             words = [Text(power(lr))]
             for column in columns:
-                mean, final = cells.get((lr, column), (math.nan, False))
+                mean, final = means.get((lr, column), math.nan), all(i in self._rows for i in places[lr, column])
                 text = "" if math.isnan(mean) else "diverged" if math.isinf(mean) else f"{mean:.4f}"
-                style = "bold green" if mean == best[column] and math.isfinite(mean) else "" if final else "dim"
-                words.append(Text(text, style=style))
+                words.append(Text(text, style="bold green" if mean == best[column] else "" if final else "dim"))
             table.add_row(*words)
         return table
-
-    def _cells(self) -> dict[tuple[Hashable, str], tuple[float, bool]]:
-        """(learning rate, size) to the mean of the losses so far, and whether all of them are final."""
-        values: dict[tuple[Hashable, str], list[float]] = {}
-        final: dict[tuple[Hashable, str], bool] = {}
-        for i, config in enumerate(self._configs):
-            place = config.optimizer.peak_lr, self._columns[i]
-            value = self._value(self._rows[i]) if i in self._rows else self._training.get(i, (None,))[0]
-            final[place] = final.get(place, True) and i in self._rows
-            if value is not None:
-                values.setdefault(place, []).append(value if math.isfinite(value) else math.inf)
-        return {place: (float(np.mean(losses)), final[place]) for place, losses in values.items()}
-
-    def _left(self) -> str:
-        left = sum(_cost(config) for i, config in enumerate(self._configs) if i not in self._rows)
-        now = sum(share * _cost(self._configs[i]) for i, (_, share) in self._training.items())
-        done = self._done + now
-        return f"{duration((time.monotonic() - self._began) / done * (left - now))} left" if done else ""
-
-    def _renderable(self) -> Any:
-        rates = {config.optimizer.peak_lr for config in self._configs}
-        return Group(self.table(), self._bar) if 0 < len(rates) <= _TALLEST else self._bar
 
 
 def _cost(config: Config) -> float:

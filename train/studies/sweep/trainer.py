@@ -1,4 +1,4 @@
-"""Points of a sweep that are one program: trained all at once along a stacked axis, or one after another.
+"""Points of a sweep that are one program: trained all at once along a stacked axis, or one after another, on the same batches.
 
 Both are a `Trainer`: a compiled step over `count` points. In turn `count` is 1 and the step is the very one of a run alone,
 so that its losses are bitwise the same; together every array of state and step inputs has a first axis [count].
@@ -6,25 +6,29 @@ so that its losses are bitwise the same; together every array of state and step 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
 import math
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from mupax.train import data as data_sources
 from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
 from mupax.train.core.step import Batch, StepInputs, batch_sums, make_train_step
+from mupax.train.data import Data
 from mupax.zoo import partition
 
 _OF_MEMORY = 0.8
 """Share of what a device has left that a pack may fill."""
+CACHED_BYTES = 2**28
+"""Batches kept in memory, for the points that train after the first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +41,7 @@ class Trainer:
         abstract: shapes and shardings of its state.
         step: (state, step inputs, batch) -> (state, metrics).
         begin: programs of the points -> (state, step inputs) at step 0.
-        placed: a restored state in the layout that the step takes.
-        score: (parameters, step inputs, batch) -> `Sums`.
+        score: (parameters, step inputs, batch) -> `Sums`; None where nothing is evaluated.
         temporary: bytes per device while a step runs, all points together; 0 where the backend does not say.
         compile_seconds: what its step took to compile.
         concurrent: packs to train at the same time, in threads.
@@ -47,37 +50,36 @@ class Trainer:
     program: Program
     count: int
     abstract: TrainState
-    step: Callable[[TrainState, StepInputs, Batch], tuple[TrainState, dict[str, jax.Array]]]
+    step: jax.stages.Compiled
     begin: Callable[[Sequence[Program]], tuple[TrainState, StepInputs]]
-    placed: Callable[[TrainState], TrainState]
-    score: Callable[..., Any]
+    score: Callable[..., Any] | None
     temporary: int
     compile_seconds: float = 0.0
     concurrent: int = 1
 
 
-def alone(program: Program) -> Trainer:
-    """One point at a time, by the step of a run alone."""
-    compiled = program.compile_train()
-
-    def placed(state: TrainState) -> TrainState:
-        return program.placed(state, compiled)
-
-    def begin(points: Sequence[Program]) -> tuple[TrainState, StepInputs]:
-        (point,) = points
-        return placed(point.initial_state()), point.step_inputs()
-
-    score = _once(lambda: program.compile_eval(compiled))
-    return Trainer(program, 1, program.abstract, compiled, begin, placed, score, _bytes(compiled))
-
-
-def together(program: Program, count: int) -> Trainer:
-    """`count` points at once: the step mapped over a first axis, which the mesh axis `sweep` splits.
+def trainer(program: Program, count: int, evaluated: bool) -> Trainer:
+    """One point at a time by the step of a run alone, or several at once.
 
     Args:
         program: of any one of the points.
         count: a multiple of the mesh axis `sweep`.
+        evaluated: whether it is to score them.
     """
+    if count > 1:
+        return _together(program, count, evaluated)
+    compiled = program.compile_train()
+
+    def begin(points: Sequence[Program]) -> tuple[TrainState, StepInputs]:
+        (point,) = points
+        return program.placed(point.initial_state(), compiled), point.numbers()
+
+    score = program.compile_eval(compiled) if evaluated else None
+    return Trainer(program, 1, program.abstract, compiled, begin, score, _bytes(compiled))
+
+
+def _together(program: Program, count: int, evaluated: bool) -> Trainer:
+    """The step mapped over a first axis, which the mesh axis `sweep` splits."""
     mesh, config = program.mesh, program.config
     split = "sweep" if mesh.shape["sweep"] > 1 else None
     over = NamedSharding(mesh, PartitionSpec(split))
@@ -92,19 +94,15 @@ def together(program: Program, count: int) -> Trainer:
     taken: Any = jax.tree.map(lambda leaf: leaf.sharding, (abstract, step_inputs))
     feed = program.train_feed().abstract
     one = make_train_step(program.definition, program.tx, config.accumulation_steps, program.layout)
-    many = jax.jit(
-        jax.vmap(one, in_axes=(0, 0, None), spmd_axis_name=split),
-        in_shardings=(*taken, program.layout.batch(feed)),
-        out_shardings=(taken[0], over),
-        donate_argnums=0,
-    )
+    mapped, places = jax.vmap(one, in_axes=(0, 0, None), spmd_axis_name=split), (*taken, program.layout.batch(feed))
+    many = jax.jit(mapped, in_shardings=places, out_shardings=(taken[0], over), donate_argnums=0)
     compiled = many.lower(abstract, step_inputs, feed).compile(compiler_options=program.compiler_options())
 
     def sums(params: Any, run: StepInputs, batch: Batch) -> Any:
         with partition.using(program.layout):
             return batch_sums(program.definition, params, run, batch)
 
-    evaluate = jax.jit(jax.vmap(sums, in_axes=(0, 0, None), spmd_axis_name=split), out_shardings=over)
+    score = jax.jit(jax.vmap(sums, in_axes=(0, 0, None), spmd_axis_name=split), out_shardings=over)
     births = jax.jit(jax.vmap(program.definition.initialize), out_shardings=taken[0].params)
     begins = jax.jit(jax.vmap(program.initializer.beside), out_shardings=taken[0])
 
@@ -115,7 +113,7 @@ def together(program: Program, count: int) -> Trainer:
             runs = runs._replace(reference=births(seeds, stds))
         return begins(births(seeds, stds)), jax.device_put(runs, taken[1])
 
-    return Trainer(program, count, abstract, compiled, begin, lambda state: state, evaluate, _bytes(compiled))
+    return Trainer(program, count, abstract, compiled, begin, score if evaluated else None, _bytes(compiled))
 
 
 def fitting(program: Program, points: int, one: Trainer | None = None) -> int:
@@ -155,13 +153,43 @@ def _bytes(compiled: jax.stages.Compiled) -> int:
     return int(sizes - stats.alias_size_in_bytes)
 
 
-def _once(compile_: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-    """A program that is compiled where it is first called: a sweep that never evaluates compiles no evaluation."""
-    lock, cached = threading.Lock(), functools.cache(compile_)
+class Batches:
+    """Training batches on the host, read once and cached where they are few, and the data they come from."""
 
-    def call(*args: Any) -> Any:
-        with lock:
-            program = cached()
-        return program(*args)
+    def __init__(self) -> None:
+        self.note: Callable[[str], None] = lambda text: None
+        """Called with a line about what takes time."""
+        self._data: dict[Any, Data] = {}
+        self._cached: dict[Any, list[Any]] = {}
+        self._lock = threading.RLock()
 
-    return call
+    def of(self, program: Program) -> Data:
+        """The data of a program."""
+        config, key = program.config, self._key(program)
+        with self._lock:
+            if key not in self._data:
+                self._data[key] = data_sources.load(
+                    config.data, config.model, seed=config.data_seed, note=lambda text: self.note(text)
+                )
+            return self._data[key]
+
+    def train(self, program: Program, start: int) -> Generator[Batch, None, None]:
+        """Batches start, start + 1, ... of a program's data on its devices."""
+        feed, steps = program.train_feed(), program.config.steps
+        cached = self._cached.setdefault(self._key(program), [])
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in feed.abstract.values())
+        if size * steps > CACHED_BYTES:
+            with contextlib.closing(self.of(program).train_batches(start, *feed.rows)) as batches:
+                yield from map(feed.put, batches)
+            return
+        with self._lock:
+            if len(cached) < steps:
+                with contextlib.closing(self.of(program).train_batches(len(cached), *feed.rows)) as batches:
+                    cached.extend(next(batches) for _ in range(len(cached), steps))
+        yield from map(feed.put, cached[start:steps])
+
+    @staticmethod
+    def _key(program: Program) -> Any:
+        shapes = tuple((name, leaf.shape) for name, leaf in program.train_feed().abstract.items())
+        data = dataclasses.replace(program.config.data, seed=program.config.data_seed)
+        return data, shapes, getattr(program.config.model, "vocab_size", None)

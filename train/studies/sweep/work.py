@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,21 @@ from mupax.train.config import record
 from mupax.train.config.run import Config
 from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
-from mupax.train.data import Data
-from mupax.train.studies.sweep.groups import Batches, Member
+from mupax.train.data import Data, cache
 from mupax.train.studies.sweep.rows import Row, summarized
-from mupax.train.studies.sweep.trainer import Trainer
+from mupax.train.studies.sweep.trainer import Batches, Trainer
 
 SAVE_EVERY_S = 300.0
 """Points in training are saved so often, in seconds: what a crash can cost."""
 FETCH_EVERY = 16
 """Steps between looks at the losses: a point that diverged in turn is given up that late."""
 
+LOSSES = "losses.json"
+"""Losses of the points in training, of all steps up to the last save or one that failed."""
+Member = tuple[int, Program]
+"""A point: its place among the sweep's configs, and its program."""
 Pack = Sequence[Member]
+Save = Callable[[int, TrainState], None]
 
 
 class Watcher:
@@ -50,27 +54,20 @@ class Watcher:
     def finished(self, point: int, row: Row) -> None: ...
 
 
-class OneAtATime(Watcher):
-    """A watcher that several threads may call."""
+def one_at_a_time(watcher: Watcher) -> Watcher:
+    """The watcher, for several threads to call."""
+    lock, shared = threading.Lock(), Watcher()
 
-    def __init__(self, watcher: Watcher) -> None:
-        self._watcher, self._lock = watcher, threading.Lock()
+    def locked(call: Callable[..., None]) -> Callable[..., None]:
+        def alone(*args: Any) -> None:
+            with lock:
+                call(*args)
 
-    def begin(self, configs: Sequence[Config], done: dict[int, Row]) -> None:
-        with self._lock:
-            self._watcher.begin(configs, done)
+        return alone
 
-    def note(self, text: str) -> None:
-        with self._lock:
-            self._watcher.note(text)
-
-    def training(self, points: Sequence[int], step: int, losses: np.ndarray) -> None:
-        with self._lock:
-            self._watcher.training(points, step, losses)
-
-    def finished(self, point: int, row: Row) -> None:
-        with self._lock:
-            self._watcher.finished(point, row)
+    shared.begin, shared.note = locked(watcher.begin), locked(watcher.note)
+    shared.training, shared.finished = locked(watcher.training), locked(watcher.finished)
+    return shared
 
 
 class Stopped(Exception):
@@ -79,74 +76,66 @@ class Stopped(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Trains the packs of one group.
-
-    Attributes:
-        concurrent: packs that train at the same time.
-    """
+    """Trains the packs of one group, `concurrent` of them at the same time."""
 
     trainer: Trainer
     batches: Batches
     folder: Path
     keys: dict[int, str]
-    evaluated: bool
     watcher: Watcher
     stop: Callable[[], bool]
     concurrent: int = 1
 
     def unfinished(self, pack: Pack) -> Path:
         """Folder of a pack while it trains."""
-        return self.folder / "unfinished" / "-".join((self.keys[pack[0][0]], str(self.trainer.count)))
+        return self.folder / "unfinished" / cache.digest(str(self.trainer.count), *(self.keys[i] for i, _ in pack))
 
     def train(self, pack: Pack) -> list[tuple[int, Row]]:
-        """The rows of a pack, whose places past the last point repeat it."""
-        trainer, points = self.trainer, [program for _, program in pack]
-        points += [points[-1]] * (trainer.count - len(points))
-        folder, steps, data = self.unfinished(pack), points[0].config.steps, self.batches.of(points[0])
-        facts = {**data.facts, "points": [self.keys[i] for i, _ in pack]}
-        with Checkpoints(folder, 1, note=self.watcher.note) as saves:
-            start, step_inputs = trainer.begin(points)
-            losses, done = np.full((steps, trainer.count), np.nan), 0
-            if saves.latest is not None:
-                start = trainer.placed(saves.restore(trainer.abstract, facts))
-                done = int(np.ravel(jax.device_get(start.step))[0])
-                losses[:done] = np.load(folder / f"losses-{done}.npy")
-                self.watcher.note(f"going on at step {done} with {len(pack)} point{'s' * (len(pack) > 1)}")
-            began = time.monotonic()
-            state = start
-            for state, step in self._steps(start, step_inputs, done, losses, [i for i, _ in pack]):
-                if step is not None:
-                    _save(saves, folder, step, state, losses, facts)
-            seconds = (time.monotonic() - began) / len(pack) / self.concurrent
-            diverged = np.logical_not(np.isfinite(losses).all(axis=0))
-            evaluated = self.evaluated and not diverged.all()
-            scores = self._scores(state, step_inputs, points[0], data) if evaluated else None
-        rows = []
-        for place, (i, program) in enumerate(pack):
-            first = int(np.argmin(np.isfinite(losses[:, place]))) + 1 if diverged[place] else None
-            loss, curve = summarized(np.where(np.arange(steps) + 1 < (first or steps + 1), losses[:, place], np.inf))
-            score = None if scores is None or first else float(scores[place])
-            words = record.words(program.config)
-            command = " ".join(["python -m train", program.config.recipe, *words]) if words is not None else ""
-            how = "in turn" if trainer.count == 1 else "together"
-            rows.append((i, Row(self.keys[i], command, loss, score, first, curve, steps, round(seconds, 3), how)))
-        return rows
-
-    def _steps(
-        self, state: TrainState, step_inputs: Any, done: int, losses: np.ndarray, places: Sequence[int]
-    ) -> Iterator[tuple[TrainState, int | None]]:
-        """The state with its step where it is to be saved, and after the last step.
-
-        Fills losses [steps, count], not a number from where a point diverged.
+        """The rows of a pack, whose places past the last point repeat it.
 
         Raises:
             Stopped: after a save that `stop` asked for.
         """
+        trainer, points, places = self.trainer, [program for _, program in pack], [i for i, _ in pack]
+        points += [points[-1]] * (trainer.count - len(points))
+        folder, steps, data = self.unfinished(pack), points[0].config.steps, self.batches.of(points[0])
+        losses, done = np.full((steps, trainer.count), np.nan), 0
+        with Checkpoints(folder, 1, note=self.watcher.note) as saves:
+            state, step_inputs = trainer.begin(points)
+            if saves.latest is not None:
+                state = trainer.program.placed(saves.restore(trainer.abstract, data.facts), trainer.step)
+                done = int(np.ravel(jax.device_get(state.step))[0])
+                losses[:done] = json.loads((folder / LOSSES).read_text())[:done]
+                self.watcher.note(f"going on at step {done} with {len(pack)} point{'s' * (len(pack) > 1)}")
+
+            def save(step: int, state: TrainState) -> None:
+                folder.mkdir(parents=True, exist_ok=True)
+                cache.write_json(folder / LOSSES, losses[:step].tolist())
+                saves.save(step, state, data.facts, last=True)
+
+            began = time.monotonic()
+            state = self._steps(state, step_inputs, done, losses, places, save)
+            seconds = (time.monotonic() - began) / len(pack) / self.concurrent
+            finite = np.isfinite(losses)
+            scores = self._scores(state, step_inputs, data) if finite.all(axis=0).any() else None
+        rows, how = [], "in turn" if trainer.count == 1 else "together"
+        for place, (i, program) in enumerate(pack):
+            first = None if finite[:, place].all() else int(np.argmin(finite[:, place])) + 1
+            loss, curve = summarized(np.where(finite[:, place], losses[:, place], np.inf))
+            score = None if scores is None or first else float(scores[place])
+            words = record.words(program.config)
+            command = " ".join(["python -m train", program.config.recipe, *words]) if words is not None else ""
+            rows.append((i, Row(self.keys[i], command, loss, score, first, curve, steps, round(seconds, 3), how)))
+        return rows
+
+    def _steps(
+        self, state: TrainState, step_inputs: Any, done: int, losses: np.ndarray, places: Sequence[int], save: Save
+    ) -> TrainState:
+        """The state after the last step; fills losses [steps, count], not a number from where a point diverged."""
         pending: list[dict[str, jax.Array]] = []
-        steps, saved, feed = len(losses), time.monotonic(), self.trainer.program.train_feed()
-        for step, batch in enumerate(self.batches.train(self.trainer.program, done, feed), done + 1):
-            if step > steps:
-                break
+        steps, saved, program = len(losses), time.monotonic(), self.trainer.program
+        batches = self.batches.train(program, done)
+        for step, batch in zip(range(done + 1, steps + 1), batches, strict=False):
             state, metrics = self.trainer.step(state, step_inputs, batch)
             pending.append({name: metrics[name] for name in ("loss", "grad_norm")})
             leave = self.stop()
@@ -160,75 +149,56 @@ class Work:
             if not np.isfinite(losses[step - 1]).any():
                 break
             if step < steps and (leave or time.monotonic() - saved > SAVE_EVERY_S):
-                yield state, step
+                save(step, state)
                 saved = time.monotonic()
                 if leave:
                     raise Stopped
-        yield state, None
+        return state
 
-    def _scores(self, state: TrainState, step_inputs: Any, program: Program, data: Data) -> np.ndarray:
-        """Evaluation loss of every point, float [count]."""
+    def _scores(self, state: TrainState, step_inputs: Any, data: Data) -> np.ndarray | None:
+        """Evaluation loss of every point, float [count]; None where nothing is evaluated."""
+        if self.trainer.score is None:
+            return None
         total: Any = None
-        feed = program.eval_feed()
+        feed = self.trainer.program.eval_feed()
         with contextlib.closing(data.eval_batches(*feed.rows)) as batches:
             for batch in batches:
                 sums = jax.device_get(self.trainer.score(state.evaluated, step_inputs, feed.put(batch)))
                 total = sums if total is None else jax.tree.map(np.add, total, sums)
         return np.atleast_1d(np.asarray(total.loss, np.float64) / np.asarray(total.weight, np.float64))
 
+    def trained(self, packs: Sequence[Pack]) -> Iterator[tuple[Pack, list[tuple[int, Row]]]]:
+        """Every pack with its rows, as it is done; so many at a time as the trainer says.
 
-def _save(saves: Checkpoints, folder: Path, step: int, state: TrainState, losses: np.ndarray, facts: Any) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"losses-{step}.npy").open("wb") as file:
-        np.save(file, losses[:step])
-        file.flush()
-        os.fsync(file.fileno())
-    saves.save(step, state, facts, last=True)
-    current = {f"losses-{k}.npy" for k in (step, *steps(saves.folder))}  # the one before counts until this one is whole
-    for old in folder.glob("losses-*.npy"):
-        if old.name not in current:
-            old.unlink()
+        Raises:
+            Stopped: after every pack in training is saved and all finished rows are yielded; an error of any comes first.
+        """
+        threads = min(self.trainer.concurrent, len(packs))
+        if threads == 1:
+            yield from ((pack, self.train(pack)) for pack in packs)
+            return
+        leave = threading.Event()
+        each = dataclasses.replace(self, stop=lambda: leave.is_set() or self.stop(), concurrent=threads)
+        error: BaseException | None = None
 
+        def end() -> None:
+            """Those that train save and leave, the others never begin."""
+            leave.set()
+            for future in running:
+                future.cancel()
 
-def trained(work: Work, packs: Sequence[Pack], threads: int) -> Iterator[tuple[Pack, list[tuple[int, Row]]]]:
-    """Every pack with its rows, as it is done.
-
-    Args:
-        work: trains a pack; its watcher is called from several threads (`OneAtATime`).
-        packs: in the order in which they begin.
-        threads: packs at a time, where there are so many.
-
-    Raises:
-        Stopped: after every pack in training is saved and all finished rows are yielded; an error of any pack comes first.
-    """
-    threads = min(threads, len(packs))
-    if threads == 1:
-        yield from ((pack, work.train(pack)) for pack in packs)
-        return
-    leave = threading.Event()
-    each = dataclasses.replace(work, stop=lambda: leave.is_set() or work.stop(), concurrent=threads)
-    error: BaseException | None = None
-
-    def end() -> None:
-        """Those that train save and leave, the others never begin."""
-        leave.set()
-        for future in running:
-            future.cancel()
-
-    with ThreadPoolExecutor(threads, thread_name_prefix="points") as pool:
-        running = {pool.submit(each.train, pack): pack for pack in packs}
-        try:
-            for future in as_completed(running):
-                try:
-                    rows = future.result()
-                except CancelledError:
-                    continue
-                except BaseException as raised:
-                    error = raised if error is None or isinstance(error, Stopped) else error
-                    end()
-                    continue
-                yield running[future], rows
-        finally:
-            end()
-    if error is not None:
-        raise error
+        with ThreadPoolExecutor(threads) as pool:
+            running = {pool.submit(each.train, pack): pack for pack in packs}
+            try:
+                for future in as_completed(running):
+                    if future.cancelled():
+                        continue
+                    if raised := future.exception():
+                        error = raised if error is None or isinstance(error, Stopped) else error
+                        end()
+                    else:
+                        yield running[future], future.result()
+            finally:
+                end()
+        if error is not None:
+            raise error

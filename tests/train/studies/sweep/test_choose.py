@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import pytest
 
-from mupax.train.studies.sweep import choose, groups, sweep, work
+from mupax.train.studies.sweep import choose, sweep, work
 from mupax.train.studies.sweep import trainer as sweep_pack
 from mupax.train.studies.sweep.rows import Row
 from tests.train.studies.sweep.test_sweep import RATES, STEPS, Noted, config_of, data_of, points
@@ -26,7 +26,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.core
 def test_points_are_packed_by_memory(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    [[(_, program)]] = groups.Groups().of([config_of(text)]).values()
+    [[(_, program)]] = sweep.grouped([config_of(text)], {}).values()
     state = 3 * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.abstract))
     for room, points_, fits in ((100, 10, 10), (4.1, 10, 4), (4.1, 7, 4), (0.1, 10, 1)):
         monkeypatch.setattr(sweep_pack, "_free_bytes", lambda device, room=room: int(room * state / 0.8))
@@ -176,10 +176,10 @@ def test_a_trial_times_real_steps_and_says_what_went_wrong(
     sweep.run(chosen, tmp_path / "a", watcher=Noted(notes), devices=one, evaluated=False)
     assert re.fullmatch(r"in turn: a step takes \d+ ms one by one, \d+ ms by 2 side by side", notes[-1])
 
-    alone = sweep_pack.alone
+    compiled = sweep_pack.trainer
 
-    def broken(program: Any) -> Any:
-        made, begun = alone(program), [0]
+    def broken(*args: Any) -> Any:
+        made, begun = compiled(*args), [0]
 
         def begin(points: Any) -> Any:
             begun[0] += 1
@@ -189,7 +189,7 @@ def test_a_trial_times_real_steps_and_says_what_went_wrong(
 
         return dataclasses.replace(made, begin=begin)
 
-    monkeypatch.setattr(sweep_pack, "alone", broken)
+    monkeypatch.setattr(sweep_pack, "trainer", broken)
     with pytest.raises(MemoryError, match="no room for a second state"):
         sweep.run(chosen, tmp_path / "b", devices=one, evaluated=False)
 

@@ -18,7 +18,7 @@ from mupax.train.__main__ import main
 from mupax.train.config import grids
 from mupax.train.config.run import PresetConfig
 from mupax.train.studies.sweep import command as sweep_command
-from mupax.train.studies.sweep import study, sweep
+from mupax.train.studies.sweep import sweep
 from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.transfer import figure as transfer_figure
 from mupax.train.studies.transfer import tuned as transfer_tuned
@@ -86,7 +86,7 @@ def test_the_best_rate_of_a_sweep_becomes_a_tuned_preset(text: str, tmp_path: Pa
     ]
     losses = [1 + (np.log2(p.config.optimizer.peak_lr) - best) ** 2 + 0.01 * p.config.seed for p in found]
     rows = [Row(str(i), "", loss, None, None, (), STEPS, 1.0, "in turn") for i, loss in enumerate(losses)]
-    judged = study.judged(found, rows, "")
+    judged = sweep_command.judged(found, rows, "")
     path, word = transfer_tuned.save(str(tmp_path / "mup.mine.json"), "mup", judged, "the command")
     assert word == f"mup:{path}"
     saved = find.load(path)

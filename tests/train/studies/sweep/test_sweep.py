@@ -21,7 +21,6 @@ from mupax.train.checkpoints.folder import CheckpointFolder
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.program import Program
-from mupax.train.studies.sweep import groups as sweep_groups
 from mupax.train.studies.sweep import rows as sweep_rows
 from mupax.train.studies.sweep import sweep, work
 from mupax.train.studies.sweep.rows import Row, Rows
@@ -148,8 +147,8 @@ def test_numbers_share_a_program_and_shapes_do_not(text: str) -> None:
         lambda c: dataclasses.replace(c, steps=STEPS + 1),
         lambda c: dataclasses.replace(c, data=dataclasses.replace(c.data, batch_size=32)),
     ]
-    assert len(sweep_groups.Groups().of([config, *(change(config) for change in numbers)])) == 1
-    groups = sweep_groups.Groups().of([config, *(change(config) for change in shapes)])
+    assert len(sweep.grouped([config, *(change(config) for change in numbers)], {})) == 1
+    groups = sweep.grouped([config, *(change(config) for change in shapes)], {})
     assert [[i for i, _ in group] for group in groups.values()] == [[i] for i in range(len(shapes) + 1)]
 
 
@@ -194,6 +193,18 @@ def test_what_was_in_training_goes_on(
     assert [note for note in notes if note.startswith("going on at step 7")]
     np.testing.assert_allclose(curves(rows), curves(in_turn), rtol=1e-5 if how == "together" else 0)
     assert not list((tmp_path / "unfinished").iterdir())
+
+
+def test_other_points_do_not_go_on_from_those_in_training(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "FETCH_EVERY", 1)
+    first, second, third = points(config_of(text), (*RATES, 2.0**-5), seeds=1)
+    with pytest.raises(sweep.Stopped):
+        sweep.run([first, second], tmp_path, how="together", stop=lambda: True)
+    notes: list[str] = []
+    sweep.run([first, third], tmp_path, how="together", watcher=Noted(notes), evaluated=False)
+    assert notes == []
 
 
 def test_a_save_that_fails_leaves_the_one_before_to_go_on_from(
