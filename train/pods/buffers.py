@@ -30,7 +30,7 @@ class Buffer:
 def read(folder: Path, module: hlo.Module) -> tuple[int, int, list[Buffer]] | None:
     """Bytes of temporaries and of all in main memory, and the temporaries at the peak, largest first.
 
-    Of the largest program dumped into `folder`; None where it has no temporaries, or no file says so.
+    Of the largest program dumped into `folder`; None where no file says so.
 
     Args:
         folder: where the compiler wrote its buffer assignment (`xla_dump_to`).
@@ -40,8 +40,6 @@ def read(folder: Path, module: hlo.Module) -> tuple[int, int, list[Buffer]] | No
     if assignment is None:
         return None
     size, total, values = _values(assignment.read_text())
-    if not values:
-        return None
     text = assignment.with_name(assignment.name.replace("buffer-assignment", "live-range")).read_text()
     lines = map(_RANGE.match, text.partition("\n  Live ranges at")[0].splitlines())
     ranges = {match[1].removesuffix("{}"): range(int(match[2]), int(match[3]) + 1) for match in lines if match}

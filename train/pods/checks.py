@@ -63,31 +63,28 @@ def whole_moments(program: Program, state_shardings: Any) -> list[str]:
         name = getattr(path[-1], "key", None)
         if name not in params or params[name].shape != leaf.shape:
             continue
-        shape, of_parameter = (each.shard_shape(leaf.shape) for each in (sharding, params[name].sharding))
-        if math.prod(shape) > math.prod(of_parameter):
-            wrong.append(
-                f"the optimizer's {jax.tree_util.keystr(path)} is {shape} on a device, its parameter {of_parameter}"
-            )
+        held, split = (each.shard_shape(leaf.shape) for each in (sharding, params[name].sharding))
+        if math.prod(held) > math.prod(split):
+            wrong.append(f"the optimizer's {jax.tree_util.keystr(path)} is {held} on a device, its parameter {split}")
     return wrong
 
 
 def unrequired(program: Program, collectives: Iterable[Collective]) -> list[str]:
     """Mesh axes over which the layer loop sends more than it must."""
-    allowed, sent, config, sizes = required(program), defaultdict(float), program.config, program.definition.sizes
+    allowed, config, sizes = required(program), program.config, program.definition.sizes
     layers = {sizes["layers"], sizes["layers"] - 1}  # the compiler may take one layer out of the loop
     # Norm gains, biases and row statistics: a few vectors per layer and position.
     vectors = sizes["embed"] + config.data.batch_size * sizes["position"] / program.mesh.size
     small = 64.0 * sizes["layers"] * config.accumulation_steps * vectors
-    names: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    inside: dict[tuple[str, ...], list[Collective]] = defaultdict(list)
     for one in collectives:
         if layers & set(one.trips):
-            sent[one.axes] += one.bytes * one.times
-            names[one.axes].append(one.name)
+            inside[one.axes].append(one)
     return [
         f"over {' x '.join(axes)} the layer loop sends {size:.3g} bytes, and needs {allowed.get(axes, 0.0):.3g} "
-        f"({', '.join(names[axes][:5])})"
-        for axes, size in sent.items()
-        if size > SLACK * allowed.get(axes, 0.0) + small
+        f"({', '.join(one.name for one in sent[:5])})"
+        for axes, sent in inside.items()
+        if (size := sum(one.bytes * one.times for one in sent)) > SLACK * allowed.get(axes, 0.0) + small
     ]
 
 

@@ -65,9 +65,6 @@ def collectives(module: hlo.Module, mesh: Mapping[str, int]) -> list[Collective]
             axes, size = axes_of(groups, mesh, pairs=kind == "collective-permute")
             if size < 2:
                 continue
-            # A collective that several fusions hold parts of has one channel in all of them.
-            channel = re.search(r"channel_id=(\d+)", instruction.attributes)
-            key = (executed.computation, channel[1] if channel else instruction.name)
             holder, where = executed.instruction, module.computations[computation]
             sent = sum(where[name].bytes for name in instruction.operands)
             collective = Collective(
@@ -82,7 +79,9 @@ def collectives(module: hlo.Module, mesh: Mapping[str, int]) -> list[Collective]
                 op_name=instruction.op_name or holder.op_name,
                 source=module.source(instruction) or module.source(holder),
             )
-            by_channel.setdefault(key, collective)
+            # A collective that several fusions hold parts of has one channel in all of them.
+            channel = re.search(r"channel_id=(\d+)", instruction.attributes)
+            by_channel.setdefault((executed.computation, channel[1] if channel else instruction.name), collective)
     return list(by_channel.values())
 
 

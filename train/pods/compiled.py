@@ -100,11 +100,6 @@ class Compiled:
         """Every collective of a step."""
         return [] if self.module is None else collectives(self.module, dict(self.program.mesh.shape))
 
-    @property
-    def problems(self) -> list[str]:
-        """What the program does that it should not (see `mupax.train.pods.checks`)."""
-        return [] if self.module is None else checks.problems(self.program, self.collectives, self.state_shardings)
-
     def roofline(self) -> Roofline | None:
         """Least time of a step; None where the program does not fit."""
         if self.module is None:
@@ -125,6 +120,7 @@ class Compiled:
         config, roofline, module = self.program.config, self.roofline(), self.module
         expected, devices = estimates.expected(self.program), self.program.mesh.size
         model_flops = estimates.model_flops(config)
+        problems = checks.problems(self.program, self.collectives, self.state_shardings) if module else []
         return {
             "recipe": config.recipe,
             "fits": self.fits,
@@ -147,7 +143,7 @@ class Compiled:
             "estimated_cycles": module.cycles if module else None,
             "loops_of_unknown_length": module.unknown_loops if module else None,
             "collectives": table(self.collectives),
-            "problems": self.problems,
+            "problems": problems,
             "roofline": roofline and roofline.to_json(model_flops / devices, self.chip),
             "temporaries": [dataclasses.asdict(b) for b in self.live if b.bytes >= NAMED_SHARE * self.used_bytes],
             "compile_seconds": round(self.seconds, 1),

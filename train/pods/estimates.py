@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -29,11 +29,7 @@ def model_flops(config: Config) -> float:
 
 
 def expected(program: Program) -> dict[str, int]:
-    """Bytes by what they hold at the fuller of two moments: the loss, and the backward pass of one layer.
-
-    Returns:
-        term to bytes; their sum is the expected peak.
-    """
+    """Bytes by what they hold at the fuller of two moments, the loss and the backward pass of one layer: in sum the peak."""
     config, layout, sizes = program.config, program.layout, program.definition.sizes
     itemsize, each = jnp.dtype(config.model.compute.dtype).itemsize, _per_position(program)
     rows = config.data.batch_size // config.accumulation_steps // layout.ways("batch")
@@ -138,7 +134,8 @@ def _flops(equation: Any, visited: float) -> float:
         if (estimate := params.get("cost_estimate")) is not None:
             return float(estimate.flops)
         return visited * math.prod(params["grid_mapping"].grid) * matmul_flops(params["jaxpr"], visited)
-    inner = sum(matmul_flops(one, visited) for one in _inner(params))
+    jaxprs = [leaf for leaf in jax.tree.leaves(params) if hasattr(getattr(leaf, "jaxpr", leaf), "eqns")]
+    inner = sum(matmul_flops(jaxpr, visited) for jaxpr in jaxprs)
     match name:
         case "scan":
             return params["length"] * inner
@@ -153,10 +150,3 @@ def _flops(equation: Any, visited: float) -> float:
             return inner * params["mesh"].size
         case _:
             return inner
-
-
-def _inner(params: Any) -> Iterator[Any]:
-    for value in params.values():
-        for one in value if isinstance(value, (tuple, list)) else (value,):
-            if hasattr(getattr(one, "jaxpr", one), "eqns"):
-                yield one

@@ -111,8 +111,7 @@ def _candidates(config: Config, chip: Chip, devices: Any, slices: int) -> Iterat
             changed = dataclasses.replace(program.config, model=model, accumulation_steps=parts)
             # The arrays of the state lie as before.
             estimated = dataclasses.replace(program, config=changed)
-            size = sum(estimates.expected(estimated).values())
-            yield Candidate(changed, _estimate(estimated, chip, slices), size)
+            yield Candidate(changed, _estimate(estimated, chip, slices), sum(estimates.expected(estimated).values()))
 
 
 def _meshes(devices: int, slices: int, mesh: MeshConfig) -> Iterator[MeshConfig]:

@@ -54,7 +54,7 @@ def compiled(mesh: str) -> Compiled:
 def test_a_step_sends_only_what_its_mesh_requires(mesh: str) -> None:
     made = compiled(mesh)
     assert made.fits
-    assert made.problems == []
+    assert made.report()["problems"] == []
     inside = {axis for one in made.collectives if DEPTH in one.trips for axis in one.axes}
     assert inside == {axis for axis, size in made.program.mesh.shape.items() if size > 1}
     assert made.module is not None
@@ -65,7 +65,7 @@ def test_a_step_sends_only_what_its_mesh_requires(mesh: str) -> None:
 def test_control_a_batch_that_is_not_split_is_caught() -> None:
     # fsdp splits parameters but not the batch: every product sums activations over it.
     bad = compile_for(config_of(MeshConfig(data=1, fsdp=4, rules=("batch=data",))), "v5e:2x2")
-    assert any("over fsdp the layer loop sends" in problem for problem in bad.problems)
+    assert any("over fsdp the layer loop sends" in problem for problem in bad.report()["problems"])
 
 
 @pytest.mark.tpu

@@ -107,9 +107,8 @@ class Chooser:
                 if times[2 * best] > GAIN * times[best]:
                     break
                 best *= 2
-        hows = {count: f"by {count} side by side" if count > 1 else "one by one" for count in times}
-        words = ", ".join(f"{seconds * 1000:.0f} ms {hows[count]}" for count, seconds in times.items())
-        return dataclasses.replace(one, concurrent=best), times[best], f"a step takes {words}"
+        words = (f"{1000 * s:.0f} ms {f'by {n} side by side' if n > 1 else 'one by one'}" for n, s in times.items())
+        return dataclasses.replace(one, concurrent=best), times[best], f"a step takes {', '.join(words)}"
 
     def _seconds(self, trainer: Trainer, points: Sequence[Program], concurrent: int = 1) -> float:
         """Median of a few steps of a pack, which go nowhere; of so many packs side by side the share of one."""

@@ -72,8 +72,7 @@ def key_of(config: Config, data_digest: str) -> str:
         data_digest: of the data it sees.
     """
     bare = dataclasses.replace(without_reports(config.resolved()), mesh=MeshConfig(), distributed=DistributedConfig())
-    text = json.dumps([to_json(bare), data_digest], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([to_json(bare), data_digest], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def without_reports(config: Config) -> Config:

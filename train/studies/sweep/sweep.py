@@ -119,8 +119,8 @@ class Sweep:
         self._batches.note = watcher.note
         with locked(self._folder, Processes()):
             rows, groups = Rows(self._folder), grouped(configs, self._programs, self._devices)
-            digests = {i: self._batches.of(p).facts["digest"] for group in groups.values() for i, p in group}
-            keys = {i: key_of(config, digests[i]) for i, config in enumerate(configs)}
+            members = [member for group in groups.values() for member in group]
+            keys = {i: key_of(p.config, self._batches.of(p).facts["digest"]) for i, p in members}
             done = {i: rows[key] for i, key in keys.items() if rows.has(key, evaluated=self._evaluated)}
             watcher.begin(configs, done)
             for key, group in groups.items():

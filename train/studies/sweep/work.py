@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,6 @@ SAVE_EVERY_S = 300.0
 FETCH_EVERY = 16
 """Steps between looks at the losses: a point that diverged in turn is given up that late."""
 
-LOSSES = "losses.json"
-"""Losses of the points in training, of all steps up to the last save or one that failed."""
 Member = tuple[int, Program]
 """A point: its place among the sweep's configs, and its program."""
 Pack = Sequence[Member]
@@ -56,17 +55,15 @@ class Watcher:
 
 def one_at_a_time(watcher: Watcher) -> Watcher:
     """The watcher, for several threads to call."""
-    lock, shared = threading.Lock(), Watcher()
+    lock = threading.Lock()
+    shared: Any = Watcher()
 
-    def locked(call: Callable[..., None]) -> Callable[..., None]:
-        def alone(*args: Any) -> None:
-            with lock:
-                call(*args)
+    def locked(call: Callable[..., None], *args: Any) -> None:
+        with lock:
+            call(*args)
 
-        return alone
-
-    shared.begin, shared.note = locked(watcher.begin), locked(watcher.note)
-    shared.training, shared.finished = locked(watcher.training), locked(watcher.finished)
+    shared.begin, shared.note = partial(locked, watcher.begin), partial(locked, watcher.note)
+    shared.training, shared.finished = partial(locked, watcher.training), partial(locked, watcher.finished)
     return shared
 
 
@@ -91,11 +88,7 @@ class Work:
         return self.folder / "unfinished" / cache.digest(str(self.trainer.count), *(self.keys[i] for i, _ in pack))
 
     def train(self, pack: Pack) -> list[tuple[int, Row]]:
-        """The rows of a pack, whose places past the last point repeat it.
-
-        Raises:
-            Stopped: after a save that `stop` asked for.
-        """
+        """The rows of a pack, whose places past the last point repeat it."""
         trainer, points, places = self.trainer, [program for _, program in pack], [i for i, _ in pack]
         points += [points[-1]] * (trainer.count - len(points))
         folder, steps, data = self.unfinished(pack), points[0].config.steps, self.batches.of(points[0])
@@ -105,12 +98,12 @@ class Work:
             if saves.latest is not None:
                 state = trainer.program.placed(saves.restore(trainer.abstract, data.facts), trainer.step)
                 done = int(np.ravel(jax.device_get(state.step))[0])
-                losses[:done] = json.loads((folder / LOSSES).read_text())[:done]
+                losses[:done] = json.loads((folder / "losses.json").read_text())[:done]  # a save that failed wrote more
                 self.watcher.note(f"going on at step {done} with {len(pack)} point{'s' * (len(pack) > 1)}")
 
             def save(step: int, state: TrainState) -> None:
                 folder.mkdir(parents=True, exist_ok=True)
-                cache.write_json(folder / LOSSES, losses[:step].tolist())
+                cache.write_json(folder / "losses.json", losses[:step].tolist())
                 saves.save(step, state, data.facts, last=True)
 
             began = time.monotonic()
@@ -159,12 +152,10 @@ class Work:
         """Evaluation loss of every point, float [count]; None where nothing is evaluated."""
         if self.trainer.score is None:
             return None
-        total: Any = None
-        feed = self.trainer.program.eval_feed()
+        score, feed = self.trainer.score, self.trainer.program.eval_feed()
         with contextlib.closing(data.eval_batches(*feed.rows)) as batches:
-            for batch in batches:
-                sums = jax.device_get(self.trainer.score(state.evaluated, step_inputs, feed.put(batch)))
-                total = sums if total is None else jax.tree.map(np.add, total, sums)
+            sums = [jax.device_get(score(state.evaluated, step_inputs, feed.put(batch))) for batch in batches]
+        total = jax.tree.map(lambda *each: sum(each), *sums)
         return np.atleast_1d(np.asarray(total.loss, np.float64) / np.asarray(total.weight, np.float64))
 
     def trained(self, packs: Sequence[Pack]) -> Iterator[tuple[Pack, list[tuple[int, Row]]]]:
