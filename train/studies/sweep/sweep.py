@@ -48,7 +48,7 @@ def grouped(
         if shape not in programs:
             programs[shape] = assemble(config, devices, swept=True)
         program = programs[shape].renumbered(config)
-        structure = repr(jax.tree.map(jax.typeof, program.run))  # a preset may have a factor that others do not
+        structure = repr(jax.tree.map(jax.typeof, program.inputs))  # a preset may have a factor that others do not
         groups.setdefault((shape, structure), []).append((index, program))
     return groups
 

@@ -72,7 +72,7 @@ def trainer(program: Program, count: int, evaluated: bool) -> Trainer:
 
     def begin(points: Sequence[Program]) -> tuple[TrainState, StepInputs]:
         (point,) = points
-        return program.placed(point.initial_state(), compiled), point.numbers()
+        return program.placed(point.initial_state(), compiled), point.step_inputs()
 
     score = program.compile_eval(compiled) if evaluated else None
     return Trainer(program, 1, program.abstract, compiled, begin, score, _bytes(compiled))

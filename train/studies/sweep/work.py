@@ -21,7 +21,6 @@ import jax
 import numpy as np
 
 from mupax.train.checkpoints.checkpointer import Checkpoints
-from mupax.train.checkpoints.folder import steps
 from mupax.train.config import record
 from mupax.train.config.run import Config
 from mupax.train.core.program import Program
