@@ -71,7 +71,7 @@ def test_control_growth_that_theory_allows_runs():
         ["--model.depth", "9"],
         ["--model.width", "64", "--model.num-heads", "2"],
     ):
-        assert made(*words).run.factors.lr
+        assert made(*words).inputs.factors.lr
     program = made("--model.mlp-ratio", "4")
     assert any("mlp/embed is 1.6 times" in text for text in program.preset.cautions(program.definition.sizes))
 
