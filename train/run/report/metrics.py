@@ -34,7 +34,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from mupax.errors import MupaxError, MupaxFailure
 
@@ -49,6 +49,22 @@ class MetricsError(MupaxError):
 
 class DiskError(MupaxFailure):
     """Metrics that the disk does not take. The text says how the run goes on."""
+
+
+class Mirror(Protocol):
+    """Where rows go besides the file."""
+
+    def write(self, row: Mapping[str, Any], walltime: float) -> None:
+        """Take a row, and when it was written."""
+        ...
+
+    def flush(self) -> None:
+        """Hand on what was taken so far."""
+        ...
+
+    def close(self) -> None:
+        """Nothing follows."""
+        ...
 
 
 class MetricsWriter:
@@ -81,11 +97,15 @@ class MetricsWriter:
         self.path = Path(workdir) / FILE_NAME
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Mirrors first: where one cannot start, the old file is untouched.
-        self._mirrors: list[_TensorBoard | _Wandb] = []
+        self._mirrors: list[Mirror] = []
         if wandb is not None:
-            self._mirrors.append(_Wandb(wandb, self.path.parent, config, new=resume_step is None))
+            from mupax.train.run.report.mirrors import Wandb
+
+            self._mirrors.append(Wandb(wandb, self.path.parent, config, new=resume_step is None))
         if tensorboard:
-            self._mirrors.append(_TensorBoard(self.path.parent / "tensorboard", resume_step))
+            from mupax.train.run.report.mirrors import TensorBoard
+
+            self._mirrors.append(TensorBoard(self.path.parent / "tensorboard", resume_step))
         _keep_until(self.path, resume_step)
         self._file = self.path.open("a", encoding="utf-8")
         self._rows: queue.SimpleQueue[tuple[dict[str, Any], float]] = queue.SimpleQueue()
@@ -224,74 +244,3 @@ def _number(key: str, value: Any) -> Any:
     raise TypeError(
         f"metric {key!r} is {type(value).__name__} of shape {getattr(value, 'shape', '?')}; give one number"
     )
-
-
-def _tag(key: str) -> str:
-    group, _, name = key.partition("_")
-    return f"{group}/{name}" if group in ("eval", "perf") else f"train/{key}"
-
-
-def _scalars(row: Mapping[str, Any]) -> dict[str, float]:
-    return {
-        _tag(key): value
-        for key, value in row.items()
-        if key != "step" and isinstance(value, (int, float)) and not isinstance(value, bool)
-    }
-
-
-class _TensorBoard:
-    def __init__(self, logdir: Path, resume_step: int | None) -> None:
-        from tensorboardX import SummaryWriter
-
-        # TensorBoard then hides what an earlier session logged after this step.
-        purge_step = None if resume_step is None else resume_step + 1
-        self._writer = SummaryWriter(str(logdir), flush_secs=1, purge_step=purge_step)
-
-    def write(self, row: Mapping[str, Any], walltime: float) -> None:
-        for tag, value in _scalars(row).items():
-            self._writer.add_scalar(tag, value, row["step"], walltime)
-
-    def flush(self) -> None:
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _Wandb:
-    def __init__(self, project: str, workdir: Path, config: Mapping[str, Any] | None, *, new: bool) -> None:
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise MetricsError(
-                f"log.wandb is given, but wandb cannot be imported ({error}); "
-                "run `pip install 'mupax[wandb]'`, or leave --log.wandb out"
-            ) from error
-
-        id_file = workdir / "wandb_id"
-        run_id = None if new or not id_file.exists() else id_file.read_text(encoding="utf-8").strip()
-        try:
-            self._run = wandb.init(
-                project=project,
-                dir=str(workdir),
-                name=workdir.name,
-                id=run_id,
-                resume="allow",
-                config=dict(config or {}),
-            )
-        except wandb.errors.Error as error:
-            raise MetricsError(
-                f"wandb did not start ({error}); run `wandb login`, set WANDB_MODE=offline, or leave --log.wandb out"
-            ) from error
-        # Our own step axis: wandb's would refuse the steps between the checkpoint and the end of the stopped session.
-        self._run.define_metric("*", step_metric="step")
-        id_file.write_text(self._run.id, encoding="utf-8")
-
-    def write(self, row: Mapping[str, Any], walltime: float) -> None:
-        self._run.log({"step": row["step"], **_scalars(row)})
-
-    def flush(self) -> None:
-        pass  # what is lost is sent again from where the run goes on
-
-    def close(self) -> None:
-        self._run.finish()
