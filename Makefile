@@ -32,7 +32,7 @@ quick: $(VENV)/.locked-dev ## The near and cheap tests, in a minute; PKG=presets
 	$(BIN)/python -m pytest -q $(if $(PKG),,-n $(JOBS) --dist loadfile) -m quick tests/$(PKG) $(ARGS)
 
 test: check ## Install, then check format, lint and types and run every test
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not alone and not parity and not tpu"
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not alone and not parity and not tpu"
 	$(BIN)/python -m pytest -m alone
 
 check: $(VENV)/.locked-dev ## Format, lint and types only
@@ -41,7 +41,7 @@ check: $(VENV)/.locked-dev ## Format, lint and types only
 	PYRIGHT_PYTHON_GLOBAL_NODE=0 $(BIN)/pyright --pythonpath $(BIN)/python
 
 costs: $(VENV)/.locked-dev ## Record the processor time of every test file, which orders them and says which are quick (ARGS=tests/zoo: of some)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not alone and not parity and not tpu" --costs $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not alone and not parity and not tpu" --costs $(ARGS)
 
 parity: $(VENV)/.locked-dev ## Logits and greedy text against transformers (Python 3.11; installs torch, which no lock file has)
 	$(PIP) install --quiet "torch==2.13.0" "transformers>=5,<6"
@@ -54,7 +54,7 @@ tpu: $(VENV)/.locked-dev ## What the TPU compiler makes of the step, without a T
 
 core: $(VENV)/.locked-dev ## The quick tests that other Python and JAX versions must pass too
 	XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=3" \
-		$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "core and not alone"
+		$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "core and not alone"
 
 figures: $(VENV)/.locked ## Measure and draw the papers' figures that are not in docs/figures yet (ARGS=--again for all)
 	$(BIN)/python -m scripts.figures $(ARGS)

@@ -136,7 +136,7 @@ class Suite:
             name=study.optimizer, peak_lr=study.peak_lr, schedule="constant", eps=study.eps, decay="coupled"
         )
         self._definitions = [definition(one) for one in grown]
-        self._series = check.Series(self._definitions, config, STEPS)
+        self.series = check.Series(self._definitions, config, STEPS)
         self._batch = check.batch(grown[0])
         self._known: dict[int, dict[str, np.ndarray]] = {}
         self._right = presets.get(study.preset, base=grown[0].base_sizes())
@@ -159,9 +159,9 @@ class Suite:
         """Train a mutant and judge it by the right rule's theory."""
         wrong = mutant.of(self._right)
         what = (mutant.group, mutant.column, mutant.exponent)
-        if mutants.preset_arrays(self._series, wrong) == mutants.preset_arrays(self._series, self._right):
+        if mutants.preset_arrays(self.series, wrong) == mutants.preset_arrays(self.series, self._right):
             return Outcome(*what, same_numbers=True, seeds=seeds)
-        measured = self._series.measure(wrong, self._batch, seeds)
+        measured = self.series.measure(wrong, self._batch, seeds)
         bad = [finding for finding in self._judge(measured) if not finding.ok]
         return Outcome(
             *what,
@@ -173,7 +173,7 @@ class Suite:
 
     def _measured(self, seeds: int) -> dict[str, np.ndarray]:
         if seeds not in self._known:
-            self._known[seeds] = self._series.measure(self._right, self._batch, seeds)
+            self._known[seeds] = self.series.measure(self._right, self._batch, seeds)
         return self._known[seeds]
 
     @functools.cached_property

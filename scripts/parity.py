@@ -108,7 +108,9 @@ def measure(model: str, way: str, preset: str, folder: Path) -> Row:
         params = random_params(built, init_stds(made, built))
         plain = fold.absorb_multipliers(params, fold.scales(built, factors))
         record = pretrained.plain.preset_record(given, made, built, factors)
-        files.write_huggingface(pretrained.Source(config, plain, fold.ones(plain), record, []), theirs_at, "float32")
+        files.write_huggingface(
+            pretrained.Source(config, plain, {name: np.ones(()) for name in plain}, record, []), theirs_at, "float32"
+        )
     inputs = inputs_of(config)
     ours = np.asarray(jax.jit(built.apply)(params, factors.multiplier, factors.forward, jnp.asarray(inputs)))
     theirs = transformers_logits(theirs_at, inputs)

@@ -11,6 +11,7 @@ from scripts import mutation_report, mutations
 from scripts.mutants import COLUMNS, Mutant
 from scripts.mutation_report import smallest
 from scripts.mutation_suite import STUDIES, Outcome, Suite
+from tests.train.studies.check.optimized import optimized
 
 DECODER_EPS = STUDIES[2]
 QUERY_KEY = ("block.query", "block.key")
@@ -20,6 +21,7 @@ QUERY_KEY = ("block.query", "block.key")
 def suite(index: int) -> Suite:
     """Each study compiles once, and its control holds: the right rule passes."""
     made = Suite(STUDIES[index])
+    optimized(made.series)
     assert check.passes(made.right())
     return made
 

@@ -82,7 +82,7 @@ class MetricsWriter:
         config: what Weights & Biases shows as the run's settings.
 
     Raises:
-        MetricsError: wandb is asked for and cannot start, or the file to continue holds something else than metrics.
+        MupaxError: wandb is asked for and cannot start, or the file to continue holds something else than metrics.
     """
 
     def __init__(

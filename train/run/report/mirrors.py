@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mupax.train.run.report.metrics import MetricsError
+from mupax.errors import MupaxError
 
 
 class TensorBoard:
@@ -42,7 +42,7 @@ class Wandb:
         try:
             import wandb  # pyright: ignore[reportMissingImports]
         except ImportError as error:
-            raise MetricsError(
+            raise MupaxError(
                 f"log.wandb is given, but wandb cannot be imported ({error}); "
                 "run `pip install 'mupax[wandb]'`, or leave --log.wandb out"
             ) from error
@@ -59,7 +59,7 @@ class Wandb:
                 config=dict(config or {}),
             )
         except wandb.errors.Error as error:
-            raise MetricsError(
+            raise MupaxError(
                 f"wandb did not start ({error}); run `wandb login`, set WANDB_MODE=offline, or leave --log.wandb out"
             ) from error
         # Our own step axis: wandb's would refuse the steps between the checkpoint and the end of the stopped session.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mupax.errors import MupaxError
 from mupax.train.run.report import metrics
 
 pytestmark = pytest.mark.core
@@ -210,7 +211,7 @@ def test_tensorboard_is_only_imported_when_asked(tmp_path, monkeypatch):
 def test_wandb_missing_names_the_extra(tmp_path, monkeypatch):
     path = write(tmp_path, [1])
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(metrics.MetricsError, match=r"run `pip install 'mupax\[wandb\]'`, or leave --log.wandb out"):
+    with pytest.raises(MupaxError, match=r"run `pip install 'mupax\[wandb\]'`, or leave --log.wandb out"):
         metrics.MetricsWriter(tmp_path, wandb="project")
     assert metrics.read(path) == [row(1)]
 
@@ -257,5 +258,5 @@ def test_wandb_that_does_not_start_says_what_to_do(tmp_path, monkeypatch):
     fake = FakeWandb()
     fake.online = False
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    with pytest.raises(metrics.MetricsError, match=r"no API key.*wandb login.*WANDB_MODE=offline"):
+    with pytest.raises(MupaxError, match=r"no API key.*wandb login.*WANDB_MODE=offline"):
         metrics.MetricsWriter(tmp_path, wandb="project")

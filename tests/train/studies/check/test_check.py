@@ -27,6 +27,7 @@ from mupax.zoo import configs
 from mupax.zoo.definition import definition
 from scripts import theory_and_measurement
 from scripts.mutants import Mutant
+from tests.train.studies.check.optimized import optimized
 
 SIZES, SEEDS = 4, 3
 
@@ -41,7 +42,8 @@ TIED = dataclasses.replace(LM, tied=True)
 def series(grow: str, optimizer: str = "adam", model: configs.ModelConfig = LM) -> check.Series:
     config = OptimizerConfig(name=optimizer, peak_lr=OPTIMIZERS[optimizer].check_lr, schedule="constant", eps=1e-12)
     grown = check.grow(model, grow, SIZES)
-    return check.Series([definition(one) for one in grown], config)
+    made = check.Series([definition(one) for one in grown], config)
+    return optimized(made) if optimizer == "adam" or (grow == "head_dim" and not model.tied) else made
 
 
 def findings(
