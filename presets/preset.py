@@ -86,6 +86,14 @@ class Preset:
         """m_axis = size / base size of every axis in `sizes`; 1 for an axis the base does not name."""
         return {name: size / self.base_size(name, sizes) for name, size in sizes.items()}
 
+    def grows_evenly(self, sizes: Mapping[str, int]) -> bool:
+        """Whether embed and mlp grow with the heads or with their dimension alone, as the limits do that the rules are made for."""
+        ratios = self.ratios(sizes)
+        wide, heads, each = (
+            {ratios.get(a, 1) for a in s} for s in (("embed", "mlp"), ("heads", "kv_heads"), ("head_dim",))
+        )
+        return len(wide) == 1 and (heads, each) in ((wide, {1}), ({1}, wide))
+
     def factors(
         self, spec: ParamSpec, sizes: Mapping[str, int], optimizer: str = "adam", decay: Decay = "coupled"
     ) -> Scales:

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 
 from mupax.presets import Decay, ParamSpec, Preset, PresetError, Scales
-from mupax.presets.analysis.limits import refuse_uneven
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.rule import Number
 from mupax.train.config.run import OptimizerConfig
@@ -105,7 +104,10 @@ def check_run(preset: Preset, definition: Definition, factors: Factors, config: 
         PresetError: widths have not grown together and something explodes for it, or the pull lr*wd of a parameter is not
             what it is at the base, unless a constant of the preset was named that asks for it.
     """
-    refuse_uneven(preset, definition.sizes, config.name)
+    if not preset.grows_evenly(definition.sizes):
+        from mupax.presets.analysis.limits import refuse_uneven
+
+        refuse_uneven(preset, definition.sizes, config.name)
     chosen = {"decay", "decay_width"} & set(preset.given)
     if (
         config.weight_decay == 0

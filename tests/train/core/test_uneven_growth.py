@@ -115,7 +115,11 @@ def test_uneven_growth_is_refused_with_the_axes_named():
     ):
         for name in ("mup", "sp", "depth-mup", "maximal-update"):
             grown = {axis: size * by.get(axis, 1) for axis, size in sizes.items()}
-            refuse_uneven(presets.get(name, base=BASE.base_sizes()), grown)
+            even = presets.get(name, base=BASE.base_sizes())
+            assert even.grows_evenly(grown)  # so that a run need not ask
+            refuse_uneven(even, grown)
+    for axes in (("mlp",), ("kv_heads",), ("heads", "embed", "mlp"), ("head_dim", "heads", "kv_heads", "embed", "mlp")):
+        assert not preset.grows_evenly({axis: size * (4 if axis in axes else 1) for axis, size in sizes.items()})
     refuse_uneven(
         preset, {axis: size * {"heads": 4, "embed": 4, "mlp": 4}.get(axis, 1) for axis, size in sizes.items()}
     )
