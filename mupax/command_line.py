@@ -99,8 +99,8 @@ def parse_known(
         with contextlib.redirect_stderr(message):
             return tyro.cli(
                 conf.AvoidSubcommands[command],  # pyright: ignore
-                prog=prog,
-                description=description or inspect.getdoc(command),
+                prog=terminal.spoken(prog),
+                description=terminal.spoken(description or inspect.getdoc(command) or ""),
                 args=list(argv),
                 return_unknown_args=True,
                 **start,
@@ -172,7 +172,11 @@ def first_word(
         UsageError: no command has that name.
     """
     if argv[:1] in (["-h"], ["--help"]) or not (argv or default):
-        print("\n\n".join([f"usage: {prog} {'|'.join(sections).upper()} [--FLAG VALUE ...]", *_overview(sections)]))
+        prog = terminal.spoken(prog)
+        usage = [f"usage: {prog} {'|'.join(sections).upper()} [--FLAG VALUE ...]"]
+        for kind, names in sections.items():
+            usage.append(f"{kind}s:\n{terminal.table([(n, summary(what)) for n, what in names.items()], indent=2)}")
+        print("\n\n".join(usage))
         print(f"\n{terminal.wrapped(f'`{prog} {next(iter(sections)).upper()} --help` lists the flags of one.')}")
         raise SystemExit(0)
     if default and (not argv or argv[0].startswith("-")):
@@ -206,11 +210,6 @@ def run(prog: str, commands: Mapping[str, type[Runnable]], argv: Sequence[str], 
 def summary(what: Any) -> str:
     """The first line of a docstring; a text as it is."""
     return what if isinstance(what, str) else (inspect.getdoc(what) or "").partition("\n")[0]
-
-
-def _overview(sections: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    lines = {kind: [(name, summary(what)) for name, what in names.items()] for kind, names in sections.items()}
-    return [f"{kind}s:\n{terminal.table(rows, indent=2)}" for kind, rows in lines.items()]
 
 
 def _help(prog: str) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shutil
 import signal
 import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from mupax.errors import MupaxError, MupaxFailure
@@ -46,6 +48,13 @@ def console() -> Console:
     return Piped(width=None if sys.stdout.isatty() else UNBOUNDED, highlight=False)
 
 
+def spoken(text: str) -> str:
+    """A text whose commands are written as this process was started: `mupax train` for `python -m train` where `mupax` was."""
+    program = Path(sys.argv[0])  # bin/mupax, or mupax/__main__.py of `python -m mupax`
+    installed = program.stem == "mupax" or program.parent.name == "mupax"
+    return re.sub(r"\bpython -m (train|presets|zoo)\b", r"mupax \1", text) if installed else text
+
+
 class EntryPoint(Protocol):
     """A command line of the process, or of a test."""
 
@@ -76,10 +85,10 @@ def entry_point(main: Callable[[list[str]], int]) -> EntryPoint:
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
         except MupaxError as error:
-            print("\n".join(f"error: {error}".splitlines()[:MESSAGE_LINES]), file=sys.stderr)
+            print("\n".join(spoken(f"error: {error}").splitlines()[:MESSAGE_LINES]), file=sys.stderr)
             return 2
         except MupaxFailure as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(spoken(f"error: {error}"), file=sys.stderr)
             return 1
         except Exception:
             traceback.print_exc()

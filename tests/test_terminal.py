@@ -74,3 +74,21 @@ def unread(*words: str) -> tuple[int, str]:
     finally:
         os.close(write)
     return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("program", ["/env/bin/mupax", "/env/site-packages/mupax/__main__.py"])
+def test_the_installed_command_names_itself(
+    program: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mupax.__main__ import main
+
+    words = ["train", "lm-tiny", "--stpes", "3"]
+    assert main(words) == 2
+    assert "`python -m train lm-tiny --help` lists all flags" in capsys.readouterr().err  # the control: in a checkout
+    monkeypatch.setattr(sys, "argv", [program, *words])
+    assert main(words) == 2
+    assert "`mupax train lm-tiny --help` lists all flags" in capsys.readouterr().err
+    assert main(["train"]) == 0
+    assert capsys.readouterr().out.startswith("usage: mupax train RECIPE")
+    assert main(["train", "lm-tiny", "--help"]) == 0
+    assert "usage: mupax train lm-tiny" in re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
