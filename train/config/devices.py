@@ -109,8 +109,6 @@ class MeshConfig:
     """Slices or hosts along each axis that crosses the slow network: data=2 fsdp=4. As many as fit over data, then fsdp."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rules", tuple(self.rules))  # JSON brings a list
-        object.__setattr__(self, "slices", tuple(self.slices))
         parse_rules(self.rules)
         parse_slices(self.slices)
 

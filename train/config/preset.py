@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro import conf
 
@@ -13,14 +13,8 @@ from mupax.presets.papers import ALIASES, CONSTANT_FLAGS, read_constants
 from mupax.zoo.configs import CONFIGS, ConfigError, ModelConfig
 from mupax.zoo.configs import get as get_model
 
-
-class Parameterized(Protocol):
-    """A run's config, as far as its parameterization goes."""
-
-    @property
-    def preset(self) -> PresetConfig: ...
-    @property
-    def model(self) -> ModelConfig: ...
+if TYPE_CHECKING:
+    from mupax.train.config.run import Config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,18 +41,17 @@ class PresetConfig:
     """Start the readout at zero."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "constants", tuple(self.constants))  # JSON brings a list
         object.__setattr__(self, "name", ALIASES.get(self.name, self.name))
 
 
-def preset_of(config: Parameterized) -> presets.Preset:
+def preset_of(config: Config) -> presets.Preset:
     """The run's parameterization, relative to the sizes of `config.preset.base`.
 
     Raises:
         PresetError: no such preset, or a constant it does not take or that is out of range.
         ConfigError: the base is neither sizes nor a model's name, or a model of another family.
     """
-    return preset_for(config.preset, config.model)
+    return preset_for(config.preset, config.model)  # pyright: ignore[reportArgumentType]  # this file has two names
 
 
 def preset_for(given: PresetConfig, model: ModelConfig) -> presets.Preset:

@@ -14,33 +14,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from mupax.train.config.recipes import RECIPES
-from mupax.train.config.run import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    DistributedConfig,
-    EmaConfig,
-    FaultsConfig,
-    InitConfig,
-    LogConfig,
-    MeshConfig,
-    OptimizerConfig,
-    PresetConfig,
-)
-from mupax.zoo.configs import CONFIGS, ComputeConfig, ConfigError, ModelConfig, family_class
-
-OWNERS = {
-    "data": DataConfig,
-    "preset": PresetConfig,
-    "optimizer": OptimizerConfig,
-    "ema": EmaConfig,
-    "init": InitConfig,
-    "mesh": MeshConfig,
-    "distributed": DistributedConfig,
-    "checkpoint": CheckpointConfig,
-    "faults": FaultsConfig,
-    "log": LogConfig,
-}
+from mupax.train.config.run import Config
+from mupax.zoo.configs import CONFIGS, ConfigError, ModelConfig, family_class
 
 T = TypeVar("T")
 
@@ -61,9 +36,7 @@ def model_to_json(model: ModelConfig) -> dict[str, Any]:
 def model_from_json(fields: Mapping[str, Any]) -> ModelConfig:
     """The model that `model_to_json` wrote; raises as `from_json`."""
     fields = _object("model", fields)
-    owner = family_class(str(fields.pop("family", None)))
-    fields["compute"] = _make(ComputeConfig, "model.compute.", fields.get("compute", {}))
-    return _make(owner, "model.", fields)
+    return _make(family_class(str(fields.pop("family", None))), "model.", fields)
 
 
 def from_json(fields: Mapping[str, Any]) -> Config:
@@ -74,11 +47,7 @@ def from_json(fields: Mapping[str, Any]) -> Config:
             that do not fit together.
     """
     fields = _object("the config", fields)
-    fields["model"] = model_from_json(fields.get("model", {}))
-    for name, owner in OWNERS.items():
-        if name in fields:
-            fields[name] = _make(owner, f"{name}.", fields[name])
-    return _make(Config, "", fields)
+    return _make(Config, "", {**fields, "model": model_from_json(fields.get("model", {}))})
 
 
 def completed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,7 +62,7 @@ def completed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, An
 
 def differences(first: dict[str, Any], second: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Name and both values of every field in which two configs differ, both as `to_json` gives them."""
-    for name in sorted({*first, *second}):
+    for name in {**first, **second}:
         a, b = first.get(name), second.get(name)
         if isinstance(a, dict) and isinstance(b, dict):
             yield from differences(a, b, f"{prefix}{name}.")
@@ -108,15 +77,19 @@ def text_of(value: Any) -> str:
 
 def _make(owner: type[T], prefix: str, fields: Mapping[str, Any]) -> T:
     known = [field.name for field in dataclasses.fields(owner)]  # pyright: ignore[reportArgumentType]
-    hints = get_type_hints(owner)
-    for name, value in _object(prefix.rstrip(".") or "the config", fields).items():
+    values, hints = _object(prefix.rstrip(".") or "the config", fields), get_type_hints(owner)
+    for name, value in values.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
             raise ConfigError(f"no config has a field {prefix}{name}; did you mean {prefix}{near}?")
-        if not _fits(value, hints[name]):
+        if dataclasses.is_dataclass(hints[name]) and not isinstance(value, hints[name]):
+            values[name] = _make(hints[name], f"{prefix}{name}.", value)
+        elif not _fits(value, hints[name]):
             raise ConfigError(f"{prefix}{name} is {value!r:.60}; it must be {_type_name(hints[name])}")
+        elif isinstance(value, list):
+            values[name] = tuple(value)
     try:
-        return owner(**fields)
+        return owner(**values)
     except TypeError as error:
         raise ConfigError(f"{prefix or 'the config'}: {error}") from error
 
@@ -166,28 +139,13 @@ def words(config: Config) -> list[str] | None:
         flags += ["--data.name", shlex.quote(config.data.name)] if data != RECIPES[config.recipe]().data else []
     if base.model.family != config.model.family:
         return None
-    differing = _differing(base.resolved(), config.resolved(), "")
-    return None if differing is None else [*flags, *differing]
-
-
-def _differing(base: Any, config: Any, prefix: str) -> list[str] | None:
-    flags: list[str] = []
-    for field in dataclasses.fields(config):
-        was, value = getattr(base, field.name), getattr(config, field.name)
-        if was == value or (not prefix and field.name in ELSEWHERE):
+    for name, _, value in differences(to_json(base.resolved()), to_json(config.resolved())):
+        owner, dot, field = name.replace("_", "-").rpartition(".")
+        if name.partition(".")[0] in ELSEWHERE:
             continue
-        flag = f"--{prefix}{field.name.replace('_', '-')}"
-        if dataclasses.is_dataclass(value):
-            inner = _differing(was, value, f"{prefix}{field.name.replace('_', '-')}.")
-            if inner is None:
-                return None
-            flags += inner
-        elif isinstance(value, bool):
-            flags.append(flag if value else f"--{prefix}no-{field.name.replace('_', '-')}")
-        elif isinstance(value, tuple):
-            if not value:
-                return None
-            flags += [flag, *map(shlex.quote, map(str, value))]
-        else:
-            flags += [flag, shlex.quote(str(value))]
+        if value == []:
+            return None
+        flags.append(f"--{owner}{dot}{'no-' if value is False else ''}{field}")
+        if not isinstance(value, bool):
+            flags += [shlex.quote(str(word)) for word in (value if isinstance(value, list) else [value])]
     return flags

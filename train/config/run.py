@@ -66,8 +66,6 @@ class Config:
     """Compiler flags of train/parallel/xla_flags.py for the devices at hand, or none; those in XLA_FLAGS and LIBTPU_INIT_ARGS stay."""
 
     def __post_init__(self) -> None:
-        for name in ("freeze", "train_only", "resume_change"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON brings a list
         if wrong := [name for name in self.resume_change if name not in get_args(ResumeChange)]:
             raise ConfigError(f"--resume-change {wrong[0]}: write {' or '.join(get_args(ResumeChange))}")
         if self.resume_change and not self.resume:

@@ -167,8 +167,6 @@ class InitConfig:
 
     def __post_init__(self) -> None:
         lists = ("init_new", "init_resize", "init_drop", "init_change")
-        for name in lists:
-            object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON brings a list
         check_local("--init-from", self.init_from)
         given = [name for name in ("init_optimizer", "init_ema", *lists) if getattr(self, name)]
         if given and self.init_from is None:

@@ -14,6 +14,7 @@ from mupax.errors import MupaxError
 from mupax.train.config.preset import preset_of
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import from_json, model_from_json, model_to_json, to_json
+from mupax.train.config.run import InitConfig, MeshConfig, PresetConfig
 from mupax.zoo.configs import CONFIGS, ConfigError
 
 pytestmark = pytest.mark.core
@@ -37,6 +38,21 @@ def test_fields_newer_than_the_file_have_their_defaults() -> None:
     fields = as_read(model_to_json(CONFIGS["gpt2"]))
     del fields["norm_eps"], fields["compute"]
     assert model_from_json(fields) == CONFIGS["gpt2"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"mesh": MeshConfig(rules=("mlp=fsdp",), slices=("data=2",))},
+        {"freeze": ("bias",), "train_only": ("readout", "bias")},
+        {"resume": True, "resume_change": ("schedule",)},
+        {"init": InitConfig(init_from="run", init_new=("readout",), init_drop=("block.mlp.*",))},
+        {"preset": PresetConfig(constants=("c_a=0.5",))},
+    ],
+)
+def test_lists_of_json_are_tuples_again(changed: dict[str, Any]) -> None:
+    config = dataclasses.replace(RECIPES["lm-tiny"](), **changed)
+    assert from_json(as_read(to_json(config))) == config
 
 
 @pytest.mark.parametrize(
