@@ -23,11 +23,14 @@ from mupax.train import data as data_sources
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import MeshConfig
 from mupax.train.core.program import assemble
+from mupax.train.parallel.processes import Processes
+from mupax.train.parallel.signals import StopRequest
+from mupax.train.parallel.watchdog import Watchdog
 from mupax.train.run import loop
 from mupax.train.run.prefetch import Prefetch
-from mupax.train.run.report.progress import Progress
-from mupax.train.run.report.timing import Timing
-from mupax.train.run.results import NoWriter, Results
+from mupax.train.run.results import Report
+from mupax.train.run.runtime import Runtime
+from mupax.train.run.start import Position
 from scripts.bench.in_turns import compared
 
 RECIPE = {"lm": "lm-tiny", "vit": "vit-digits"}
@@ -59,7 +62,8 @@ class Loop:
 
     def __init__(self, model: str) -> None:
         recipe = RECIPES[RECIPE[model]]()
-        self.config = dataclasses.replace(recipe, mesh=MeshConfig(data=1)).resolved()
+        log = dataclasses.replace(recipe.log, progress=False)
+        self.config = dataclasses.replace(recipe, mesh=MeshConfig(data=1), log=log).resolved()
         self.program = assemble(self.config, jax.devices()[:1])
         self.data = data_sources.load(self.config.data, self.config.model, seed=0, note=lambda text: None)
         self.step, self.state, self.numbers = (
@@ -70,24 +74,25 @@ class Loop:
 
     def turn(self, steps: int, how: Callable[..., Any]) -> float:
         """Seconds per step, after two that are not counted, from the first batches on."""
-        timing = Timing(self.data.kind, 1.0, None, 0.0)
-        quiet = Progress(steps, 0, self.data.kind, None, 1.0, Console(quiet=True), enabled=False)
-        results, feed = (
-            Results(self.data.kind, NoWriter(), quiet, timing, self.program.config.faults, lambda squares: None),
+        others = Processes()
+        others.index = 1  # of several, this one writes and draws nothing
+        rt = Runtime(self.config, Path(), False, others, StopRequest(False), Watchdog(None), Console(quiet=True))
+        report, feed, began = (
+            Report(self.program, self.data, rt, Position(self.state, 0, keeps_rows=False), 0.0, 0),
             self.program.train_feed(),
+            0.0,
         )
-        began = 0.0
-        with how(self.data.train_batches(0, *feed.rows), feed.put) as batches:
+        with report, how(self.data.train_batches(0, *feed.rows), feed.put) as batches:
             for number in range(steps + 2):
                 if number == 2:
-                    results.report()
+                    report.fetch()
                     began = time.perf_counter()
-                results.report()
+                report.fetch()
                 batch = next(batches)
                 self.state, metrics = self.step(self.state, self.numbers, batch)
-                results.add(number, metrics)
-                results.report(loop.IN_FLIGHT)
-            results.report()
+                report.add(number, metrics)
+                report.fetch(loop.IN_FLIGHT)
+            report.fetch()
             return (time.perf_counter() - began) / steps
 
 

@@ -123,13 +123,13 @@ def train(session: Session, position: Position) -> TrainState:
                 with rt.dispatching(f"step {oldest}, which the devices work on"), report.profile.step(step + 1):
                     state, metrics = session.step_fn(state, session.inputs, batch)
                 step += 1
-                report.results.add(step, metrics)
-                report.results.report(IN_FLIGHT)
-                report.results.check(step - IN_FLIGHT)
+                report.add(step, metrics)
+                report.fetch(IN_FLIGHT)
+                report.check(step - IN_FLIGHT)
                 save_and_evaluate(session, report, state, step)
         except (Interrupted, DataError, ReadError) as error:
             reason = error
-        report.finish(step)
+        report.finish()
         if reason is not None:
             stop_early(session, report, state, step, reason)
     session.speed.update(report.timing.facts())
@@ -148,13 +148,13 @@ def next_batch(batches: Prefetch[Any, Batch], report: Report, rt: Runtime, step:
     with reading():
         if batches.ready:
             return next(batches)
-        report.results.report()
+        report.fetch()
         began = time.monotonic()  # the end of the last step: from here on the devices wait for data
         while not batches.wait(_LISTEN_S):
             if rt.stop.now():
                 raise Interrupted
         batch = next(batches)
-        report.results.waited(time.monotonic() - began)
+        report.waited(time.monotonic() - began)
         return batch
 
 
@@ -164,7 +164,7 @@ def save_and_evaluate(session: Session, report: Report, state: TrainState, step:
     saves, evaluates = config.saves_after(step), config.evaluates_after(step)
     if not (saves or evaluates):
         return
-    with report.results.paused():
+    with report.paused():
         if saves:
             # What a rollback goes back to must not depend on how fast the disk is.
             save(session, report, state, step, wait=step == config.steps or config.faults.bad_numbers == "rollback")
@@ -175,7 +175,7 @@ def save_and_evaluate(session: Session, report: Report, state: TrainState, step:
 def save(session: Session, report: Report, state: TrainState, step: int, *, wait: bool) -> None:
     """Start saving, rows first: a checkpoint without its rows would leave a gap in them."""
     session.rt.watchdog.waiting(f"the checkpoint of step {step}")
-    report.writer.flush()
+    report.flush()
     session.checkpoints.save(step, state, session.data.facts, last=wait)
 
 

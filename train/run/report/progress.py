@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-_SMOOTHING_S = 10.0
-"""Time constant of the rate shown, in seconds of training."""
+from mupax.train.run.report.timing import Timing, duration, quantity
+
 _PLAIN_LINE_S = 10.0
 _PLAIN_LINES = 20
 """A short run prints at most this many plain lines, at round steps; a long one a line every `_PLAIN_LINE_S`."""
@@ -31,10 +31,8 @@ class Progress:
     Args:
         total_steps: step at which the run is done.
         start_step: last step done before this session; 0 for a new run.
-        unit: what `units` counts.
-        peak_flops: FLOPs per second of all devices together, None where unknown: then no utilization is shown.
-        flops_per_unit: FLOPs that training takes per unit, forward and backward.
-        console: where to draw; standard output unless given. Processes but the first pass `Console(quiet=True)`.
+        timing: adds up the steps, each before it is shown here.
+        console: where to draw. Processes but the first pass `Console(quiet=True)`.
         enabled: draw the bar or its plain lines. Without, only evaluations and notes are printed.
         clock: seconds, for tests.
     """
@@ -43,27 +41,21 @@ class Progress:
         self,
         total_steps: int,
         start_step: int,
-        unit: Literal["tokens", "images"],
-        peak_flops: float | None,
-        flops_per_unit: float,
-        console: Console | None = None,
+        timing: Timing,
+        console: Console,
         enabled: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.console = console or Console()
+        self.console = console
         self.total_steps = total_steps
         self.step = start_step
-        self._unit = unit
-        self._peak_flops = peak_flops
-        self._flops_per_unit = flops_per_unit
+        self._timing = timing
         self._clock = clock
         self._began = clock()
         self._compiled: float | None = None
         """When the first step of the session was done."""
         self._updated = self._began
         self._ended: float | None = None
-        self._train_seconds = 0.0
-        self._recent_units = self._recent_steps = self._recent_seconds = self._recent_waited = 0.0
         self._loss = self._lr = math.nan
         # Live takes over standard output, so a quiet console must not have one: it would swallow what others print.
         can_draw = self.console.is_terminal and not self.console.is_dumb_terminal and not self.console.quiet
@@ -86,27 +78,16 @@ class Progress:
         elif self._plain and self._compiled and self._plain_last[0] != self.step:
             self._print_line()
 
-    def update(self, *, step: int, loss: float, lr: float, units: int, seconds: float, waited: float = 0.0) -> None:
+    def update(self, step: int, loss: float, lr: float) -> None:
         """Show a finished optimizer step.
 
         Args:
             step: steps done, counting this one.
             loss: mean loss of the step's batch, in nats.
             lr: learning rate of the step, at base size.
-            units: tokens or images of this step.
-            seconds: duration of this step.
-            waited: how long of it the devices had nothing to do, because no batch was there.
         """
         now = self._updated = self._clock()
-        if self._compiled is None:
-            self._compiled = now
-        else:
-            keep = math.exp(-seconds / _SMOOTHING_S)
-            self._recent_units = keep * self._recent_units + units
-            self._recent_steps = keep * self._recent_steps + step - self.step
-            self._recent_seconds = keep * self._recent_seconds + seconds
-            self._recent_waited = keep * self._recent_waited + min(waited, seconds)
-            self._train_seconds += seconds
+        self._compiled = self._compiled or now
         self.step, self._loss, self._lr = step, loss, lr
         if self._plain:
             waited = now - self._plain_last[1] >= _PLAIN_LINE_S
@@ -131,33 +112,18 @@ class Progress:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     @property
-    def rate(self) -> float | None:
-        """Units per second over the last seconds of training, None before the second step of the session."""
-        return self._recent_units / self._recent_seconds if self._recent_seconds > 0 else None
-
-    @property
-    def utilization(self) -> float | None:
-        """Model FLOPs utilization in [0, 1], None where the peak is unknown."""
-        rate = self.rate
-        return rate * self._flops_per_unit / self._peak_flops if rate and self._peak_flops else None
-
-    @property
-    def data_wait(self) -> float:
-        """Share of the recent time in which the devices waited for data, in [0, 1]."""
-        return self._recent_waited / self._recent_seconds if self._recent_seconds > 0 else 0.0
-
-    @property
     def seconds_left(self) -> float | None:
         """Time to the last step at the recent rate, evaluations included; None before the second step of the session."""
-        if self._compiled is None or self._train_seconds <= 0:
+        if self._compiled is None or not self._timing.whole.seconds:
             return None
-        other_work = max(1.0, (self._updated - self._compiled) / self._train_seconds)
+        other_work = max(1.0, (self._updated - self._compiled) / self._timing.whole.seconds)
         left = (self.total_steps - self.step) * self._per_step * other_work
         return max(0.0, left - (self._clock() - self._updated))
 
     @property
     def _per_step(self) -> float:
-        return self._recent_seconds / self._recent_steps if self._recent_steps else 0.0
+        recent = self._timing.recent
+        return recent.seconds / recent.steps if recent.steps else 0.0
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         count = Text(self._count(), "bold")
@@ -192,12 +158,13 @@ class Progress:
             "loss": Text(f"loss {self._loss:.4f}", "bold" if math.isfinite(self._loss) else "bold red"),
             "lr": Text(f"lr {self._lr:.2e}"),
         }
-        if self.rate is not None:
-            fields["rate"] = Text(f"{quantity(self.rate):>5} {self._unit}/s")
-        if self.utilization is not None:
-            fields["MFU"] = Text(f"MFU {100 * self.utilization:.0f}%")
-        if self.data_wait >= _WORTH_SAYING:
-            fields["wait"] = Text(f"data wait {100 * self.data_wait:.0f}%", "yellow")
+        recent = self._timing.recent
+        if recent.seconds:
+            fields["rate"] = Text(f"{quantity(recent.rate):>5} {self._timing.unit}/s")
+            if (utilization := self._timing.utilization(recent)) is not None:
+                fields["MFU"] = Text(f"MFU {100 * utilization:.0f}%")
+            if recent.data_wait >= _WORTH_SAYING:
+                fields["wait"] = Text(f"data wait {100 * recent.data_wait:.0f}%", "yellow")
         if self.seconds_left is not None and self.step < self.total_steps:
             fields["eta"] = Text(f"eta {duration(self.seconds_left)}", "cyan")
         elif self._ended is not None and self.step >= self.total_steps:
@@ -207,23 +174,3 @@ class Progress:
     def _print_line(self) -> None:
         self._plain_last = (self.step, self._updated)
         self.note("  ".join(["step " + self._count(), *(text.plain for text in self._fields().values())]))
-
-
-def quantity(value: float) -> str:
-    """A positive number in three digits and a letter: 0.123, 45.2, 45.2k, 1.23M, 12.3G, 4.56T."""
-    for suffix in ("", "k", "M", "G", "T"):
-        if value < 999.5:
-            digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2 if value >= 0.9995 else 3
-            return f"{value:.{digits}f}{suffix}"
-        value /= 1000
-    return f"{value:.0f}P"
-
-
-def duration(seconds: float) -> str:
-    """A time as people write it: 0:42, 3:12, 1:02:03, 2d 03:14."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    if days:
-        return f"{days}d {hour:02}:{minute:02}"
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

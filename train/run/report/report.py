@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mupax.train.run.report import metrics, plotting
-from mupax.train.run.report.progress import duration, quantity
+from mupax.train.run.report.timing import duration, quantity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

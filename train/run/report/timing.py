@@ -7,21 +7,50 @@ from __future__ import annotations
 
 import array
 import contextlib
+import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 import jax
 
-from mupax.train.run.report.progress import quantity
-
 INTERVAL_S = 10.0
 """Seconds of a run that one row of metrics covers."""
 PERCENTILES = (50, 90, 99)
+_RECENT_S = 10.0
+"""Seconds of training after which a step counts e times less in the rate that is shown."""
+
+
+@dataclasses.dataclass
+class Total:
+    """Sums over steps, where each second of training leaves e^(-1/fading) of what was there before."""
+
+    fading: float = math.inf
+    steps: float = 0.0
+    units: float = 0.0
+    seconds: float = 0.0
+    waited: float = 0.0
+
+    def add(self, seconds: float, units: int, waited: float) -> None:
+        """Count a step."""
+        keep = math.exp(-seconds / self.fading)
+        self.steps = keep * self.steps + 1
+        self.units = keep * self.units + units
+        self.seconds = keep * self.seconds + seconds
+        self.waited = keep * self.waited + min(waited, seconds)
+
+    @property
+    def rate(self) -> float:
+        """Units per second."""
+        return self.units / self.seconds
+
+    @property
+    def data_wait(self) -> float:
+        """Share of the time in which the devices waited for data, in [0, 1]."""
+        return self.waited / self.seconds
 
 
 class Timing:
@@ -34,6 +63,10 @@ class Timing:
         compile_seconds: what compiling took; in the first row only.
         memory: peak bytes in use on the fullest device of this process, None where it does not say.
         clock: seconds, for tests.
+
+    Attributes:
+        whole: sums over the session.
+        recent: over its last seconds.
     """
 
     def __init__(
@@ -41,18 +74,17 @@ class Timing:
         unit: Literal["tokens", "images"],
         flops_per_unit: float,
         peak_flops: float | None,
-        compile_seconds: float,
+        compile_seconds: float = 0.0,
         memory: Callable[[], int | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._unit, self._flops_per_unit, self._peak_flops = unit, flops_per_unit, peak_flops
+        self.unit, self._flops_per_unit, self._peak_flops = unit, flops_per_unit, peak_flops
         self._compile_seconds, self._memory, self._clock = compile_seconds, memory, clock
-        self._compile_pending = True
-        self._steps = 0
-        self._all, self._window = _Total(), _Total()
-        self._row_at = clock()
+        self._warm, self._compile_pending = False, True
+        self.whole, self.recent, self._window = Total(), Total(_RECENT_S), Total()
+        self._seconds, self._row_from, self._row_at = array.array("d"), 0, clock()
 
-    def step(self, seconds: float, units: int, waited: float) -> None:
+    def step(self, seconds: float, units: int, waited: float = 0.0) -> None:
         """Count a finished step.
 
         Args:
@@ -60,10 +92,15 @@ class Timing:
             units: tokens or images of it.
             waited: how long of it the devices had nothing to do, because no batch was there.
         """
-        self._steps += 1
-        if self._steps > 1:
-            self._all.add(seconds, units, waited)
-            self._window.add(seconds, units, waited)
+        if self._warm:
+            self._seconds.append(seconds)
+            for total in (self.whole, self.recent, self._window):
+                total.add(seconds, units, waited)
+        self._warm = True
+
+    def utilization(self, total: Total) -> float | None:
+        """Model FLOPs utilization in [0, 1], None where the peak is unknown."""
+        return total.rate * self._flops_per_unit / self._peak_flops if self._peak_flops else None
 
     @property
     def due(self) -> bool:
@@ -72,14 +109,14 @@ class Timing:
 
     def row(self) -> dict[str, float]:
         """The numbers since the last row, which start again at zero; empty where no step was counted."""
-        window, self._window, self._row_at = self._window, _Total(), self._clock()
-        if not window.steps:
+        window, self._window, self._row_at = self._window, Total(), self._clock()
+        seconds, self._row_from = self._seconds[self._row_from :], len(self._seconds)
+        if not seconds:
             return {}
-        row = window.percentiles() | {"perf_data_wait": window.waited / window.seconds}
-        rate = window.rate * self._flops_per_unit
-        row["perf_flops_per_second"] = rate
-        if self._peak_flops:
-            row["perf_mfu"] = rate / self._peak_flops
+        row = {f"perf_step_seconds_p{percent}": value for percent, value in _percentiles(seconds).items()}
+        row |= {"perf_data_wait": window.data_wait, "perf_flops_per_second": window.rate * self._flops_per_unit}
+        if (utilization := self.utilization(window)) is not None:
+            row["perf_mfu"] = utilization
         if (memory := self._memory()) is not None:
             row["perf_memory_peak_bytes"] = memory
         if self._compile_pending:
@@ -88,26 +125,24 @@ class Timing:
 
     def facts(self) -> dict[str, str]:
         """Lines for a person about the whole session, by their label; empty where no step was counted."""
-        total = self._all
-        if not total.steps:
+        if not self._seconds:
             return {}
-        median, *tail = (_duration(seconds) for seconds in total.percentiles().values())
-        slow = [f"p{percent} {seconds}" for percent, seconds in zip(PERCENTILES[1:], tail, strict=True)]
-        rate = total.rate * self._flops_per_unit
-        device = f"{quantity(rate)} FLOP/s"
-        if self._peak_flops:
-            device += f", MFU {100 * rate / self._peak_flops:.1f} %"
+        percentiles = {percent: _short(seconds) for percent, seconds in _percentiles(self._seconds).items()}
+        slow = ", ".join(f"p{percent} {percentiles[percent]}" for percent in PERCENTILES[1:])
+        device = f"{quantity(self.whole.rate * self._flops_per_unit)} FLOP/s"
+        if (utilization := self.utilization(self.whole)) is not None:
+            device += f", MFU {100 * utilization:.1f} %"
         if (memory := self._memory()) is not None:
             device += f", at most {memory / 2**30:.2f} GiB in use"
         return {
-            "step": f"{median} median, {', '.join(slow)}; waiting for data {100 * total.waited / total.seconds:.1f} %",
+            "step": f"{percentiles[50]} median, {slow}; waiting for data {100 * self.whole.data_wait:.1f} %",
             "device": device,
-            "compile": _duration(self._compile_seconds),
+            "compile": _short(self._compile_seconds),
         }
 
 
 class Profile:
-    """Traces the steps asked for into a folder, as a context manager around the loop.
+    """Traces the steps asked for into a folder, until closed.
 
     Only one process of a run should have steps: the files are named by host, so two on one host would write the same.
 
@@ -130,63 +165,53 @@ class Profile:
 
     def step(self, number: int) -> AbstractContextManager[object]:
         """To be entered around the dispatch of a step: the trace begins before its first one and ends after its last."""
-        wanted = number in self._steps
-        if wanted != self._tracing:
+        if number not in self._steps:
+            if self._tracing:
+                with self._paused():
+                    self.close()
+            return contextlib.nullcontext()
+        if not self._tracing:
             with self._paused():
-                self._start() if wanted else self._end()
-        return jax.profiler.StepTraceAnnotation("train", step_num=number) if wanted else contextlib.nullcontext()
+                jax.profiler.start_trace(self._folder)
+            self._tracing = True
+        return jax.profiler.StepTraceAnnotation("train", step_num=number)
 
-    def __enter__(self) -> Profile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """End the trace, if one is going on."""
         if self._tracing:
-            self._end()
-
-    def _start(self) -> None:
-        jax.profiler.start_trace(self._folder)
-        self._tracing = True
-
-    def _end(self) -> None:
-        self._tracing = False
-        jax.profiler.stop_trace()
-        self._note(
-            f"profile from step {self._steps[0]} in {self._folder}; "
-            f"see it with: pip install xprof; xprof --port 8791 {self._folder}"
-        )
+            self._tracing = False
+            jax.profiler.stop_trace()
+            self._note(
+                f"profile from step {self._steps[0]} in {self._folder}; "
+                f"see it with: pip install xprof; xprof --port 8791 {self._folder}"
+            )
 
 
-class _Total:
-    """Sums and step times of some steps."""
-
-    def __init__(self) -> None:
-        self._each = array.array("d")
-        self.seconds = self.waited = 0.0
-        self.units = 0
-
-    def add(self, seconds: float, units: int, waited: float) -> None:
-        self._each.append(seconds)
-        self.seconds += seconds
-        self.waited += min(waited, seconds)
-        self.units += units
-
-    @property
-    def steps(self) -> int:
-        return len(self._each)
-
-    @property
-    def rate(self) -> float:
-        """Units per second."""
-        return self.units / self.seconds
-
-    def percentiles(self) -> dict[str, float]:
-        """Step times that so many percent of the steps do not exceed."""
-        ordered = sorted(self._each)
-        rank = {percent: math.ceil(percent / 100 * len(ordered)) for percent in PERCENTILES}
-        return {f"perf_step_seconds_p{percent}": ordered[rank[percent] - 1] for percent in PERCENTILES}
+def quantity(value: float) -> str:
+    """A positive number in three digits and a letter: 0.123, 45.2, 45.2k, 1.23M, 12.3G, 4.56T."""
+    for suffix in ("", "k", "M", "G", "T"):
+        if value < 999.5:
+            digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2 if value >= 0.9995 else 3
+            return f"{value:.{digits}f}{suffix}"
+        value /= 1000
+    return f"{value:.0f}P"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """A time as people write it: 0:42, 3:12, 1:02:03, 2d 03:14."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour:02}:{minute:02}"
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def _percentiles(seconds: Sequence[float]) -> dict[int, float]:
+    """Step times that so many percent of the steps do not exceed."""
+    ordered = sorted(seconds)
+    return {percent: ordered[math.ceil(percent / 100 * len(ordered)) - 1] for percent in PERCENTILES}
+
+
+def _short(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"

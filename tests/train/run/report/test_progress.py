@@ -6,7 +6,8 @@ import math
 import pytest
 from rich.console import Console
 
-from mupax.train.run.report.progress import Progress, duration, quantity
+from mupax.train.run.report.progress import Progress
+from mupax.train.run.report.timing import Timing
 
 pytestmark = pytest.mark.core
 
@@ -27,15 +28,16 @@ class Run:
     def __init__(self, *, total=2000, start=0, width=80, terminal=True, unit="tokens", peak=None, **options):
         self.clock = Clock()
         self.console = Console(file=io.StringIO(), record=True, width=width, force_terminal=terminal)
-        self.progress = Progress(total, start, unit, peak, 3e6, console=self.console, clock=self.clock, **options)
+        self.timing = Timing(unit, 3e6, peak)
+        self.progress = Progress(total, start, self.timing, self.console, clock=self.clock, **options)
 
     def steps(self, count, seconds=0.1, loss=1.5, units=8192, first=None, waited=0.0):
         for _ in range(count):
             took = seconds if first is None else first
             first = None
             self.clock.now += took
-            step = self.progress.step + 1
-            self.progress.update(step=step, loss=loss, lr=1.25e-3, units=units, seconds=took, waited=waited)
+            self.timing.step(took, units, waited)
+            self.progress.update(self.progress.step + 1, loss, lr=1.25e-3)
 
     def drawn(self):
         """The live line as it is now."""
@@ -62,13 +64,13 @@ def test_the_line_of_a_run():
 def test_the_rate_leaves_out_the_compile_and_follows_the_last_seconds():
     run = Run()
     run.steps(1, first=60.0)
-    assert run.progress.rate is None
+    assert "tokens/s" not in run.drawn()
     assert run.progress.seconds_left is None
     run.steps(1)
-    assert run.progress.rate == pytest.approx(81920)
+    assert run.timing.recent.rate == pytest.approx(81920)
     run.steps(300)
     run.steps(300, seconds=0.2)  # 60 s at half the speed: six time constants.
-    assert run.progress.rate == pytest.approx(40960, rel=0.01)
+    assert run.timing.recent.rate == pytest.approx(40960, rel=0.01)
 
 
 def test_the_time_left_counts_evaluations():
@@ -85,14 +87,14 @@ def test_the_time_left_counts_evaluations():
 def test_no_utilization_without_a_known_peak():
     run = Run(width=160, peak=None)
     run.steps(100)
-    assert run.progress.utilization is None
+    assert run.timing.utilization(run.timing.recent) is None
     assert "MFU" not in run.drawn()
 
 
 def test_waiting_for_data_is_shown_where_it_matters():
     run = Run(width=160)
     run.steps(100, first=20.0, waited=0.004)
-    assert run.progress.data_wait == pytest.approx(0.04)
+    assert run.timing.recent.data_wait == pytest.approx(0.04)
     assert "data wait" not in run.drawn()
     run.steps(600, waited=0.03)
     assert "tokens/s  data wait 30%  eta" in run.drawn()
@@ -230,36 +232,8 @@ def test_switched_off_it_still_prints_evaluations(terminal):
 
 def test_a_quiet_console_leaves_standard_output_alone(capsys):
     console = Console(quiet=True, force_terminal=True)
-    with Progress(3, 0, "images", None, 1.0, console=console) as progress:
+    with Progress(3, 0, Timing("images", 1.0, None), console) as progress:
         print("another process prints")
-        progress.update(step=1, loss=1.0, lr=1.0, units=1, seconds=1.0)
+        progress.update(step=1, loss=1.0, lr=1.0)
         progress.evaluated({"step": 1, "eval_loss": 1.0})
     assert capsys.readouterr().out == "another process prints\n"
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.0, "0.000"),
-        (0.1234, "0.123"),
-        (0.9996, "1.00"),
-        (9.994, "9.99"),
-        (9.996, "10.0"),
-        (99.96, "100"),
-        (999.4, "999"),
-        (999.6, "1.00k"),
-        (45_230.0, "45.2k"),
-        (1.234e6, "1.23M"),
-        (5.6e17, "560P"),
-    ],
-)
-def test_quantity_has_three_digits(value, text):
-    assert quantity(value) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3723, "1:02:03"), (2 * 86400 + 3 * 3600, "2d 03:00")],
-)
-def test_duration(seconds, text):
-    assert duration(seconds) == text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mupax.train.run.report import metrics, timing
-from mupax.train.run.report.timing import Timing
+from mupax.train.run.report.timing import Timing, duration, quantity
 
 pytestmark = pytest.mark.core
 
@@ -101,3 +101,31 @@ def test_every_key_is_explained_where_the_file_is() -> None:
         "_p50, _p90, _p99:", "_p50, perf_step_seconds_p90, perf_step_seconds_p99:"
     )
     assert [key for key in found.row() if f"{key}:" not in explained and f"{key}," not in explained] == []
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0.000"),
+        (0.1234, "0.123"),
+        (0.9996, "1.00"),
+        (9.994, "9.99"),
+        (9.996, "10.0"),
+        (99.96, "100"),
+        (999.4, "999"),
+        (999.6, "1.00k"),
+        (45_230.0, "45.2k"),
+        (1.234e6, "1.23M"),
+        (5.6e17, "560P"),
+    ],
+)
+def test_quantity_has_three_digits(value: float, text: str) -> None:
+    assert quantity(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3723, "1:02:03"), (2 * 86400 + 3 * 3600, "2d 03:00")],
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

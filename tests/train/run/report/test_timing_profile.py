@@ -38,7 +38,7 @@ def profile(steps: range | None, said: list[str]) -> Profile:
 
 
 def run(steps: range | None, count: int, said: list[str]) -> None:
-    with profile(steps, said) as found:
+    with contextlib.closing(profile(steps, said)) as found:
         for number in range(1, count + 1):
             with found.step(number):
                 said.append(f"step {number}")
@@ -58,17 +58,21 @@ def test_it_ends_with_the_loop(said: list[str]) -> None:
 
 
 def test_it_ends_when_the_loop_fails(said: list[str]) -> None:
-    with pytest.raises(OSError, match="disk"), profile(range(1, 9), said) as found, found.step(1):
+    with (
+        pytest.raises(OSError, match="disk"),
+        contextlib.closing(profile(range(1, 9), said)) as found,
+        found.step(1),
+    ):
         raise OSError("disk full")
     assert said[-2:] == ["stop", "profile from step 1"]
 
 
 def test_a_run_resumed_within_the_range_traces_the_rest_and_one_after_it_nothing(said: list[str]) -> None:
-    with profile(range(2, 4), said) as found, found.step(3):
+    with contextlib.closing(profile(range(2, 4), said)) as found, found.step(3):
         pass
     assert "start there" in said
     said.clear()
-    with profile(range(2, 4), said) as found, found.step(4):
+    with contextlib.closing(profile(range(2, 4), said)) as found, found.step(4):
         pass
     assert said == []
 
