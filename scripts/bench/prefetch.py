@@ -25,11 +25,10 @@ from mupax.train.config.run import MeshConfig
 from mupax.train.core.program import assemble
 from mupax.train.parallel.processes import Processes
 from mupax.train.parallel.signals import StopRequest
-from mupax.train.parallel.watchdog import Watchdog
 from mupax.train.run import loop
 from mupax.train.run.prefetch import Prefetch
 from mupax.train.run.results import Report
-from mupax.train.run.runtime import Runtime
+from mupax.train.run.runtime import Runtime, Watchdog
 from mupax.train.run.start import Position
 from scripts.bench.in_turns import compared
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,15 +43,13 @@ def main(argv: Sequence[str]) -> int:
 
     for word in rest:
         if word.startswith("--") and not word.startswith(READ):
-            own = "--step, --ema, --json"
             raise command_line.UsageError(
-                f"eval does not read {word.partition('=')[0]}; it takes {own}, and a run's {', '.join(READ)}*"
+                f"eval does not read {word.partition('=')[0]}; it takes --step, --ema, --json, and a run's {', '.join(READ)}*"
             )
-    found = saved_run.find(args.workdir, args.step, args.average)
-    found = found._replace(config=cli.parse("eval", lambda: found.config, rest).config)
-
+    saved = saved_run.find(args.workdir, args.step, args.average)
+    saved = saved._replace(config=cli.parse("eval", lambda: saved.config, rest).config)
     console = terminal.console()
-    numbers = measured(found, console)
+    numbers = measured(saved, console)
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(metrics.to_json(numbers) + "\n")
@@ -58,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def measured(found: Any, console: Any) -> dict[str, Any]:
+def measured(saved: Any, console: Any) -> dict[str, Any]:
     """The scores of a `mupax.train.checkpoints.saved_run.Trained`, and on what they were measured.
 
     Raises:
@@ -69,55 +68,49 @@ def measured(found: Any, console: Any) -> dict[str, Any]:
     from mupax.train.data import DataError
     from mupax.train.run.evaluate import evaluate
 
-    config = found.config
+    config = saved.config
     program = assemble(config)
     data = data_sources.load(config.data, config.model, seed=config.data_seed, note=console.print)
-    known, here = found.facts.get("tokenizer"), data.facts.get("tokenizer")
+    known, here = saved.facts.get("tokenizer"), data.facts.get("tokenizer")
     if known is not None and known != here:
         raise DataError(
             f"the model was trained on tokens of {known}, and {config.data.name} is cut into those of {here}; "
             "give --data.tokenizer the run's own, as bytes or the path of its tokenizer.json"
         )
-    params, eval_fn, numbers = found.params(program.abstract), program.compile_eval(), program.step_inputs()
+    params, eval_fn, inputs = saved.params(program.abstract), program.compile_eval(), program.step_inputs()
     began = time.monotonic()
-    scores = evaluate(eval_fn, params, numbers, data, program.eval_feed())
-    assert scores is not None, "an evaluation that nobody stops has scores"
-    text = {"bits_per_byte": scores.bits_per_byte(data.bytes_per_token)} if data.kind == "tokens" else {}
+    loss, accuracy, targets = evaluate(eval_fn, params, inputs, data, program.eval_feed())
+    text = {"bits_per_byte": loss / math.log(2) / data.bytes_per_token} if data.kind == "tokens" else {}
     return {
-        "workdir": str(found.workdir),
-        "step": found.step,
-        "weights": found.weights,
+        "workdir": str(saved.workdir),
+        "step": saved.step,
+        "weights": saved.weights,
         "data": data.facts["name"],
         "digest": data.facts.get("digest"),
-        "data_of_the_run": data.facts.get("digest") == found.facts.get("digest"),
-        "loss": scores.loss,
-        "accuracy": scores.accuracy,
-        "perplexity": scores.perplexity,
+        "data_of_the_run": data.facts.get("digest") == saved.facts.get("digest"),
+        "loss": loss,
+        "accuracy": accuracy,
+        "perplexity": math.exp(loss) if loss < 700 else math.inf,
         **text,
         "examples": data.eval_size,
-        "targets": scores.targets,
+        "targets": targets,
         "seconds": time.monotonic() - began,
     }
 
 
 def show(console: Any, numbers: dict[str, Any]) -> None:
     """The numbers as a table."""
-    from rich.table import Table
-
     other = "" if numbers["data_of_the_run"] else ", other data than the run's"
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    text = {"bits per byte": f"{numbers['bits_per_byte']:.4f}"} if "bits_per_byte" in numbers else {}
     rows = {
         "weights": "moving average" if numbers["weights"] == "ema" else "parameters",
         "loss": f"{numbers['loss']:.4f} nats",
         "perplexity": f"{numbers['perplexity']:.4g}",
-        "bits per byte": f"{numbers['bits_per_byte']:.4f}" if "bits_per_byte" in numbers else None,
+        **text,
         "accuracy": f"{100 * numbers['accuracy']:.2f} %",
         "examples": f"{numbers['examples']:,}, {numbers['targets']:,} targets",
         "time": f"{numbers['seconds']:.1f} s",
     }
-    for name, value in rows.items():
-        if value is not None:
-            table.add_row(name, value)
     title = f"step {numbers['step']} of {Path(numbers['workdir']).name} on {numbers['data']}{other}"
     console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
-    console.print(table, highlight=False)
+    print(terminal.table([*rows.items()]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NamedTuple
@@ -25,15 +24,6 @@ class Scores(NamedTuple):
     """Nats per target."""
     accuracy: float
     targets: int
-
-    @property
-    def perplexity(self) -> float:
-        """e^loss; inf where that is no number of a computer."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
-
-    def bits_per_byte(self, bytes_per_token: float) -> float:
-        """Bits to code a byte of the text."""
-        return self.loss / math.log(2) / bytes_per_token
 
 
 def evaluate(

@@ -4,21 +4,70 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import faulthandler
+import math
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 
 from mupax.train.checkpoints import workdir
+from mupax.train.config.record import differences, to_json
 from mupax.train.config.run import Config
 from mupax.train.parallel.processes import Processes, place
 from mupax.train.parallel.signals import StopRequest
-from mupax.train.parallel.watchdog import Watchdog
+from mupax.zoo.configs import ConfigError
 
 
 class Interrupted(Exception):
     """A signal has asked the run to stop; all its processes have run the same programs."""
+
+
+class Watchdog:
+    """After a long silence of the run it says what the run waits for and what every thread is at.
+
+    It watches while entered, from the first call of `waiting` on: compiling for a pod may take longer than any silence. It
+    ends nothing: what hangs may be a slow disk, and whoever starts the run knows better what its hours cost.
+
+    Args:
+        seconds: silence after which it speaks, and again after each further one; None never does.
+        file: where to, with a file descriptor; standard error unless given.
+    """
+
+    def __init__(self, seconds: float | None, file: TextIO | None = None) -> None:
+        self._seconds, self._file = seconds, file
+        self._at, self._for = math.inf, ""
+        self._ended = threading.Event()
+
+    def waiting(self, what: str) -> None:
+        """Something was finished; next comes this."""
+        self._at, self._for = time.monotonic(), what
+
+    def __enter__(self) -> Watchdog:
+        if self._seconds is not None:
+            threading.Thread(target=self._watch, args=(self._seconds,), name="watchdog", daemon=True).start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._ended.set()
+
+    def _watch(self, seconds: float) -> None:
+        reported = 0.0
+        while not self._ended.wait(seconds / 10):
+            now, at, file = time.monotonic(), self._at, self._file or sys.stderr
+            if now - max(at, reported) < seconds:
+                continue
+            reported = now
+            text = f"{now - at:.0f} s without anything finished; waiting for {self._for}. The threads are at:"
+            print(f"watchdog: {text}", file=file, flush=True)
+            try:
+                faulthandler.dump_traceback(file)
+            except (AttributeError, OSError, ValueError):  # a stream without a descriptor
+                faulthandler.dump_traceback(sys.__stderr__ or 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,14 +130,24 @@ def runtime(config: Config) -> Iterator[Runtime]:
     others = place(config.distributed)
     with StopRequest(others is not None) as stop, _joined(others, config) as processes:
         stop.join(processes)
-        if processes.count > 1:
-            from mupax.train.run import agreement
-
-            agreement.check_config(config, processes)
+        check_config(config, processes)
         folder, resumed = workdir.claim(config, processes)
         with workdir.locked(folder, processes), Watchdog(config.faults.watchdog_seconds) as watchdog:
             config = _with_source(config, folder, resumed, processes)
             yield Runtime(config, folder, resumed, processes, stop, watchdog, Console(quiet=not processes.leader))
+
+
+def check_config(config: Config, processes: Processes) -> None:
+    """Refuse to start with another config than process 0 has.
+
+    Raises:
+        ConfigError: the text names the field.
+    """
+    mine = {**to_json(config), "distributed": None}
+    for path, first, here in differences(processes.broadcast("config", lambda: mine), mine):
+        raise ConfigError(
+            f"process {processes.index} has {path} {here} and process 0 has {first}; start all processes with the same flags"
+        )
 
 
 def _joined(others: dict[str, Any] | None, config: Config) -> contextlib.AbstractContextManager[Processes]:

@@ -14,8 +14,9 @@ from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
 from mupax.train.core.step import StepInputs
-from mupax.train.data import Data
+from mupax.train.data import Data, DataError
 from mupax.train.parallel.mesh import described
+from mupax.train.parallel.processes import Processes
 from mupax.train.run.report import metrics
 from mupax.train.run.runtime import Runtime
 
@@ -73,11 +74,23 @@ def load_data(program: Program, runtime: Runtime) -> Data:
     config = program.config
     with runtime.processes.leader_first("data"):
         data = data_sources.load(config.data, config.model, seed=config.data_seed, note=runtime.console.print)
-    if runtime.processes.count > 1:
-        from mupax.train.run import agreement
-
-        agreement.check_data(data, runtime.processes)
+    check_data(data, runtime.processes)
     return data
+
+
+def check_data(data: Data, processes: Processes) -> None:
+    """Refuse to start with other data than process 0 has, on a host that prepared its own.
+
+    Raises:
+        DataError: the digests differ.
+    """
+    digest = data.facts.get("digest")
+    first = processes.broadcast("data digest", lambda: digest)
+    if first != digest:
+        raise DataError(
+            f"process {processes.index} has {data.facts['name']} with digest {digest}, process 0 with {first}; "
+            "copy the prepared data of one host to all, or set MUPAX_DATA to a folder that they share"
+        )
 
 
 def starting_position(program: Program, data: Data, checkpoints: Checkpoints, runtime: Runtime) -> Position:

@@ -18,9 +18,9 @@ import pytest
 from mupax.train.__main__ import main
 from mupax.train.data.text.batches import TokenData
 from mupax.train.parallel.signals import StopRequest
-from mupax.train.parallel.watchdog import Watchdog
 from mupax.train.run import loop
 from mupax.train.run.report import metrics
+from mupax.train.run.runtime import Watchdog
 
 # Runs
 

@@ -25,7 +25,7 @@ from mupax.train.data.interface import ALL_ROWS, Batch
 from mupax.train.parallel.distributed import Cluster
 from mupax.train.parallel.processes import DistributedError, Processes, place
 from mupax.train.parallel.signals import StopRequest
-from mupax.train.run import agreement, runtime
+from mupax.train.run import runtime, start
 from mupax.zoo.configs import ConfigError
 
 pytestmark = pytest.mark.core
@@ -165,19 +165,19 @@ def test_different_flags_and_data_are_refused_by_name() -> None:
     def config(processes: Processes) -> None:
         mine = lm_tiny()
         model = dataclasses.replace(mine.model, depth=4 + processes.index)
-        agreement.check_config(dataclasses.replace(mine, model=model), processes)
+        runtime.check_config(dataclasses.replace(mine, model=model), processes)
 
     first, second = both(config)
     assert first is None
     assert isinstance(second, ConfigError)
     assert str(second) == "process 1 has model.depth 5 and process 0 has 4; start all processes with the same flags"
-    assert both(lambda processes: agreement.check_config(lm_tiny(), processes)) == [None, None]
+    assert both(lambda processes: runtime.check_config(lm_tiny(), processes)) == [None, None]
 
     class Facts:
         def __init__(self, digest: str) -> None:
             self.facts = {"name": "x", "digest": digest}
 
-    first, second = both(lambda processes: agreement.check_data(Facts(f"d{processes.index}"), processes))  # type: ignore[arg-type]
+    first, second = both(lambda processes: start.check_data(Facts(f"d{processes.index}"), processes))  # type: ignore[arg-type]
     assert first is None
     assert isinstance(second, DataError)
     assert "process 1 has x with digest d1, process 0 with d0; copy" in str(second)

@@ -34,9 +34,12 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mupax.errors import MupaxError, MupaxFailure
+
+if TYPE_CHECKING:
+    from mupax.train.run.report.mirrors import TensorBoard, Wandb
 
 FILE_NAME = "metrics.jsonl"
 _INTERVAL_S = 0.2
@@ -51,22 +54,6 @@ class DiskError(MupaxFailure):
     """Metrics that the disk does not take. The text says how the run goes on."""
 
 
-class Mirror(Protocol):
-    """Where rows go besides the file."""
-
-    def write(self, row: Mapping[str, Any], walltime: float) -> None:
-        """Take a row, and when it was written."""
-        ...
-
-    def flush(self) -> None:
-        """Hand on what was taken so far."""
-        ...
-
-    def close(self) -> None:
-        """Nothing follows."""
-        ...
-
-
 class MetricsWriter:
     """Writes the rows of one run. Rows reach the disk within a second, from a thread of their own.
 
@@ -79,7 +66,6 @@ class MetricsWriter:
         wandb: Weights & Biases project to log to as well; None does not.
         resume_step: the step that was restored: rows of later steps are dropped, so that no step appears twice. None
             starts a new file in place of any old one.
-        config: what Weights & Biases shows as the run's settings.
 
     Raises:
         MupaxError: wandb is asked for and cannot start, or the file to continue holds something else than metrics.
@@ -92,23 +78,22 @@ class MetricsWriter:
         tensorboard: bool = False,
         wandb: str | None = None,
         resume_step: int | None = None,
-        config: Mapping[str, Any] | None = None,
     ) -> None:
         self.path = Path(workdir) / FILE_NAME
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Mirrors first: where one cannot start, the old file is untouched.
-        self._mirrors: list[Mirror] = []
+        self._mirrors: list[TensorBoard | Wandb] = []
         if wandb is not None:
             from mupax.train.run.report.mirrors import Wandb
 
-            self._mirrors.append(Wandb(wandb, self.path.parent, config, new=resume_step is None))
+            self._mirrors.append(Wandb(wandb, self.path.parent, new=resume_step is None))
         if tensorboard:
             from mupax.train.run.report.mirrors import TensorBoard
 
             self._mirrors.append(TensorBoard(self.path.parent / "tensorboard", resume_step))
         _keep_until(self.path, resume_step)
         self._file = self.path.open("a", encoding="utf-8")
-        self._rows: queue.SimpleQueue[tuple[dict[str, Any], float]] = queue.SimpleQueue()
+        self._rows: queue.SimpleQueue[tuple[Mapping[str, Any], float]] = queue.SimpleQueue()
         self._error: Exception | None = None
         self._draining = threading.Lock()
         self._stop = threading.Event()
@@ -116,13 +101,9 @@ class MetricsWriter:
         self._thread.start()
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one row: `step`, and numbers (a 0-d array is one too), strings, booleans or None."""
-        if self._stop.is_set():
-            raise MetricsError(f"{self.path} is closed; write the row before close()")
-        if "step" not in row:
-            raise MetricsError(f"a metrics row needs a step; this one has only {', '.join(row) or 'nothing'}")
+        """Append one row: `step`, and numbers, strings, booleans or None."""
         self._raise_error()
-        self._rows.put((dict(row), time.time()))
+        self._rows.put((row, time.time()))
 
     def flush(self) -> None:
         """Return when every row so far is on disk, where no kill and no power cut takes it away."""
@@ -179,10 +160,9 @@ class MetricsWriter:
         try:
             while not self._rows.empty():
                 row, walltime = self._rows.get()
-                numbers = {key: _number(key, value) for key, value in row.items()}
-                self._file.write(to_json(numbers) + "\n")
+                self._file.write(to_json(row) + "\n")
                 for mirror in self._mirrors:
-                    mirror.write(numbers, walltime)
+                    mirror.write(row, walltime)
         finally:
             self._file.flush()
 
@@ -234,13 +214,3 @@ def _keep_until(path: Path, step: int | None) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-
-
-def _number(key: str, value: Any) -> Any:
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if getattr(value, "shape", None) == ():
-        return value.item()
-    raise TypeError(
-        f"metric {key!r} is {type(value).__name__} of shape {getattr(value, 'shape', '?')}; give one number"
-    )

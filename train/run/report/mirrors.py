@@ -20,25 +20,19 @@ class TensorBoard:
     def __init__(self, logdir: Path, resume_step: int | None) -> None:
         from tensorboardX import SummaryWriter
 
-        # TensorBoard then hides what an earlier session logged after this step.
         purge_step = None if resume_step is None else resume_step + 1
         self._writer = SummaryWriter(str(logdir), flush_secs=1, purge_step=purge_step)
+        self.flush, self.close = self._writer.flush, self._writer.close
 
     def write(self, row: Mapping[str, Any], walltime: float) -> None:
         for tag, value in _scalars(row).items():
             self._writer.add_scalar(tag, value, row["step"], walltime)
 
-    def flush(self) -> None:
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
 
 class Wandb:
     """A run of Weights & Biases: that of an earlier session, unless new."""
 
-    def __init__(self, project: str, workdir: Path, config: Mapping[str, Any] | None, *, new: bool) -> None:
+    def __init__(self, project: str, workdir: Path, *, new: bool) -> None:
         try:
             import wandb  # pyright: ignore[reportMissingImports]
         except ImportError as error:
@@ -50,14 +44,7 @@ class Wandb:
         id_file = workdir / "wandb_id"
         run_id = None if new or not id_file.exists() else id_file.read_text(encoding="utf-8").strip()
         try:
-            self._run = wandb.init(
-                project=project,
-                dir=str(workdir),
-                name=workdir.name,
-                id=run_id,
-                resume="allow",
-                config=dict(config or {}),
-            )
+            self._run = wandb.init(project=project, dir=str(workdir), name=workdir.name, id=run_id, resume="allow")
         except wandb.errors.Error as error:
             raise MupaxError(
                 f"wandb did not start ({error}); run `wandb login`, set WANDB_MODE=offline, or leave --log.wandb out"
@@ -76,14 +63,11 @@ class Wandb:
         self._run.finish()
 
 
-def _tag(key: str) -> str:
-    group, _, name = key.partition("_")
-    return f"{group}/{name}" if group in ("eval", "perf") else f"train/{key}"
-
-
 def _scalars(row: Mapping[str, Any]) -> dict[str, float]:
-    return {
-        _tag(key): value
-        for key, value in row.items()
-        if key != "step" and isinstance(value, (int, float)) and not isinstance(value, bool)
-    }
+    """The numbers of a row, by their tag."""
+    scalars = {}
+    for key, value in row.items():
+        if key != "step" and isinstance(value, (int, float)) and not isinstance(value, bool):
+            group, _, name = key.partition("_")
+            scalars[f"{group}/{name}" if group in ("eval", "perf") else f"train/{key}"] = value
+    return scalars
