@@ -154,7 +154,13 @@ class Preset:
         return self.base_size("head_dim", sizes) ** -0.5 * self.logits(self.ratios(sizes), self.base)
 
     def residual_scale(self, sizes: Mapping[str, int], layer: int, branch: Branch) -> tuple[float, float]:
-        """(skip, branch) multipliers of one residual addition: h <- skip * h + branch * f(norm(h))."""
+        """(skip, branch) multipliers of one residual addition: h <- skip * h + branch * f(norm(h)).
+
+        Args:
+            sizes: of the model.
+            layer: from 0.
+            branch: attention or mlp.
+        """
         if self.residual is not None:
             return self.residual(sizes, layer, branch)
         return 1.0, self.branch(self.ratios(sizes), self.base)
@@ -170,7 +176,12 @@ class Preset:
         return dataclasses.replace(self, form=form)
 
     def cautions(self, sizes: Mapping[str, int], optimizer: str = "adam") -> list[str]:
-        """What to know before trusting the table at these sizes: growth it was not derived for, one sentence each."""
+        """What to know before trusting the table at these sizes: growth it was not derived for, one sentence each.
+
+        Args:
+            sizes: of the model.
+            optimizer: whose updates.
+        """
         m = self.ratios(sizes)
         cautions = list(self.warnings)
         if self.base is None or not {"embed", "mlp", "heads", "kv_heads"} <= m.keys():

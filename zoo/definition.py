@@ -118,6 +118,10 @@ class Definition:
 
         A skip factor that is not given is the constant 1, which the compiler removes. As data it would cost a twentieth of
         the step's memory traffic: a sum with a scaled stream is no longer written by the product that ends the branch.
+
+        Args:
+            params: arrays by name.
+            factors: numbers of the forward pass by name (`mupax.train.core.factors.Factors.forward`).
         """
         ones = {n: np.ones(f["shape"], np.float32) for n, f in self.factors.items() if f["kind"] == "skip"}
         variables = {name: Factor(value) for name, value in {**ones, **factors}.items()}
@@ -125,15 +129,26 @@ class Definition:
         return nnx.merge(self.graph, nnx.from_flat_state({_path(name): leaf for name, leaf in variables.items()}))
 
     def model(self, params: Mapping[str, jax.Array], multipliers: Arrays, factors: Arrays) -> Any:
-        """The model with every parameter taken as multiplier * w."""
+        """The model with every parameter taken as multiplier * w.
+
+        Args:
+            params: as they are stored, w.
+            multipliers: float32 [] or [layers], by the same names.
+            factors: as `bind`.
+        """
         return self.bind(multiplied(dict(params), multipliers), factors)
 
     def apply(self, params: Mapping[str, jax.Array], multipliers: Arrays, factors: Arrays, *inputs: jax.Array) -> Any:
-        """model(*inputs) with every parameter taken as multiplier * w."""
+        """`model(params, multipliers, factors)(*inputs)`: float32 logits."""
         return self.model(params, multipliers, factors)(*inputs)
 
     def initialize(self, seed: jax.Array | int, stds: Mapping[str, jax.Array | float]) -> Arrays:
-        """Fresh parameters, each from its own key (seed, name): the same bits on every mesh. Call under `jax.jit`."""
+        """Fresh parameters, each from its own key (seed, name): the same bits on every mesh. Call under `jax.jit`.
+
+        Args:
+            seed: uint32 [].
+            stds: standard deviation, of gains the value, float32 [] or [layers] by name.
+        """
         key = jax.random.key(seed)
         keys = {name: jax.random.fold_in(key, zlib.crc32(name.encode())) for name in self.specs}
         return {
