@@ -38,8 +38,6 @@ RECIPE = {"lm": "lm-tiny", "vit": "vit-digits"}
 class Inline:
     """What `mupax.train.run.prefetch.Prefetch` does, without a thread: each batch is put when it is asked for."""
 
-    ready = True
-
     def __init__(self, source: Generator[Any, None, None], put: Callable[[Any], Any]) -> None:
         self._source, self._put = source, put
 

@@ -62,7 +62,7 @@ def completed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, An
 
 def differences(first: dict[str, Any], second: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Name and both values of every field in which two configs differ, both as `to_json` gives them."""
-    for name in {**first, **second}:
+    for name in sorted({*first, *second}):
         a, b = first.get(name), second.get(name)
         if isinstance(a, dict) and isinstance(b, dict):
             yield from differences(a, b, f"{prefix}{name}.")

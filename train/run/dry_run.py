@@ -62,6 +62,8 @@ def _costs(program: Program) -> str:
     config, model = program.config, program.config.model
     unit, per_step = model.unit, config.data.batch_size * model.units
     train_flops = flops.train_flops(model)
+    leaves = jax.tree.leaves(program.abstract)
+    state = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
     rows = {
         "parameters": f"{program.definition.count():,}"
         + (f", {program.frozen:,} of them frozen" if program.frozen else ""),
@@ -69,7 +71,7 @@ def _costs(program: Program) -> str:
         "steps": f"{config.steps:,}, {config.steps * per_step:,} {unit}s",
         "FLOPs": f"{train_flops:.3g} per {unit}, {train_flops * per_step * config.steps:.3g} in all",
         "mesh": f"{described(program.mesh.shape)} ({program.mesh.devices.flat[0].device_kind})",
-        "state per device": terminal.gib(_per_device(program.abstract)),
+        "state per device": terminal.gib(state),
     }
     memory = program.compile_train().memory_analysis()
     if memory is not None:
@@ -77,9 +79,3 @@ def _costs(program: Program) -> str:
         rows["step needs"] = f"{terminal.gib(temporary)} for activations and gradients, compiled for this mesh"
         rows["peak per device"] = f"about {terminal.gib(memory.argument_size_in_bytes + temporary)}"
     return f"cost\n{terminal.table([*rows.items()], indent=1)}"
-
-
-def _per_device(abstract: object) -> int:
-    """Bytes of the state on one device."""
-    leaves = jax.tree.leaves(abstract)
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)

@@ -146,11 +146,11 @@ def next_batch(batches: Prefetch[Any, Batch], report: Report, rt: Runtime, step:
     """
     rt.watchdog.waiting(f"the batch of step {step}")
     with reading():
-        if batches.ready:
+        if batches.ready():
             return next(batches)
         report.fetch()
         began = time.monotonic()  # the end of the last step: from here on the devices wait for data
-        while not batches.wait(_LISTEN_S):
+        while not batches.ready(_LISTEN_S):
             if rt.stop.now():
                 raise Interrupted
         batch = next(batches)

@@ -7,7 +7,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Generator
-from types import TracebackType
 from typing import Generic, TypeVar
 
 S = TypeVar("S")
@@ -38,25 +37,20 @@ class Prefetch(Generic[S, T]):
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
         self._thread.start()
 
-    @property
-    def ready(self) -> bool:
-        """Whether `next` answers at once."""
-        return bool(self._queue.queue)
-
-    def wait(self, seconds: float) -> bool:
+    def ready(self, seconds: float = 0.0) -> bool:
         """Whether `next` answers at once, after waiting at most so long for it."""
         with self._queue.not_empty:
-            return self._queue.not_empty.wait_for(lambda: self.ready, seconds)
+            return self._queue.not_empty.wait_for(lambda: bool(self._queue.queue), seconds)
 
     def __iter__(self) -> Prefetch[S, T]:
         return self
 
     def __next__(self) -> T:
-        found = self._queue.get()
-        if isinstance(found, Exception):
-            self._queue.put(found)  # Nothing comes after it: the next call ends in the same way.
-            raise found
-        return found[0]
+        item = self._queue.get()
+        if isinstance(item, Exception):
+            self._queue.put(item)  # Nothing comes after it: the next call ends in the same way.
+            raise item
+        return item[0]
 
     def close(self) -> None:
         """End the thread and the source. Closing twice does nothing more."""
@@ -70,9 +64,7 @@ class Prefetch(Generic[S, T]):
     def __enter__(self) -> Prefetch[S, T]:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _run(self) -> None:

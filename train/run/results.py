@@ -44,7 +44,7 @@ class Report(contextlib.ExitStack):
         config, log = rt.config, rt.config.log
         self._unit, self._program, self._faults, self._left_out = data.kind, program, config.faults, left_out
         self._writer: MetricsWriter | None = None
-        if rt.leader:
+        if rt.processes.leader:
             step = position.step if position.keeps_rows else None
             self._writer = MetricsWriter(rt.folder, tensorboard=log.tensorboard, wandb=log.wandb, resume_step=step)
         peak = hardware.peak_flops(jax.devices()[0].device_kind, config.model.compute.dtype)
@@ -52,7 +52,7 @@ class Report(contextlib.ExitStack):
         memory = partial(hardware.memory_peak, jax.local_devices())
         self.timing = Timing(data.kind, flops.train_flops(config.model), peak, compile_seconds, memory)
         self.progress = Progress(config.steps, position.step, self.timing, rt.console, log.progress)
-        steps = log.profile_steps if rt.leader else None
+        steps = log.profile_steps if rt.processes.leader else None
         self.profile = Profile(steps, rt.folder / "profile", self.paused, self.progress.note)
         self._pending: collections.deque[tuple[int, dict[str, jax.Array], float]] = collections.deque()
         self._bad: RejectedStep | None = None

@@ -49,17 +49,14 @@ def check(before: Mapping[str, Any], config: Config, step: int) -> None:
         )
     if config.steps == step or "schedule" in config.resume_change:
         return
-    now = to_json(config)
-    old, new = (learning_rate(from_json(fields), step) for fields in ({**completed(before, now), "resume": True}, now))
+    recorded = from_json({**completed(before, to_json(config)), "resume": True})
+    old, new = (  # of the step after `step`, or of the last; at base size
+        part.optimizer.peak_lr * float(schedule_table(part.optimizer, part.steps)[min(step, part.steps - 1)])
+        for part in (recorded, config)
+    )
     if max(old, new) > JUMP * min(old, new):
         shown = [line for line in changes(before, config) if line.startswith(("steps ", "optimizer."))]
         raise ResumeError(
             f"with {', '.join(shown)} the learning rate of step {step + 1} jumps from {old:.3g} to {new:.3g}; leave out what "
             "changes the schedule, or write --resume-change schedule if that is meant"
         )
-
-
-def learning_rate(config: Config, step: int) -> float:
-    """That of the step after so many, at base size; after the last step, that of the last."""
-    table = schedule_table(config.optimizer, config.steps)
-    return config.optimizer.peak_lr * float(table[min(step, len(table) - 1)])

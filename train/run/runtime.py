@@ -92,11 +92,6 @@ class Runtime:
     watchdog: Watchdog
     console: Console
 
-    @property
-    def leader(self) -> bool:
-        """Whether this is the process that prints and writes."""
-        return self.processes.leader
-
     @contextlib.contextmanager
     def dispatching(self, awaited: str) -> Iterator[None]:
         """One more program on all devices, which every process runs or none.
@@ -115,7 +110,7 @@ class Runtime:
 
     def fail(self, text: str) -> int:
         """The exit code 1, after saying on process 0 what went wrong."""
-        Console(stderr=True, quiet=not self.leader).print(f"error: {text}", style="red", highlight=False)
+        Console(stderr=True, quiet=not self.processes.leader).print(f"error: {text}", style="red", highlight=False)
         return 1
 
 
@@ -133,7 +128,10 @@ def runtime(config: Config) -> Iterator[Runtime]:
         check_config(config, processes)
         folder, resumed = workdir.claim(config, processes)
         with workdir.locked(folder, processes), Watchdog(config.faults.watchdog_seconds) as watchdog:
-            config = _with_source(config, folder, resumed, processes)
+            if resumed or config.init.init_from is not None:
+                from mupax.train.reuse.start import init_from
+
+                config = init_from.settled(config, folder, resumed, processes)
             yield Runtime(config, folder, resumed, processes, stop, watchdog, Console(quiet=not processes.leader))
 
 
@@ -156,11 +154,3 @@ def _joined(others: dict[str, Any] | None, config: Config) -> contextlib.Abstrac
     from mupax.train.parallel import distributed
 
     return distributed.joined(others, config.distributed)
-
-
-def _with_source(config: Config, folder: Path, resumed: bool, processes: Processes) -> Config:
-    if config.init.init_from is None and not resumed:
-        return config
-    from mupax.train.reuse.start import init_from
-
-    return init_from.settled(config, folder, resumed, processes)

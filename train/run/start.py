@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any
+from collections.abc import Callable
 
 import jax
+from rich.console import Console
 
 from mupax.train import data as data_sources
 from mupax.train.checkpoints import workdir
@@ -105,69 +106,55 @@ def starting_position(program: Program, data: Data, checkpoints: Checkpoints, ru
         InitError, ResumeError, WorkdirError: what does not fit; nothing was written, and checkpoints are as they were.
     """
     config, console = program.config, runtime.console
-    if not runtime.resumed:
-        start = _prepared(program)  # what does not fit is refused before anything is written
-        _record(program, data, runtime, step=0)
-        _announce(program, data, runtime)
-        if config.resume:
-            console.print(f"nothing to resume in {runtime.folder.name}: starting at step 0")
-        return Position(_initial(program, start, runtime), step=0, keeps_rows=False)
-    from mupax.train.run import resume
-
-    before = runtime.processes.broadcast("recorded", lambda: workdir.read_record(runtime.folder)["config"])
     if checkpoints.latest is None:
+        make_state = _prepared(program)  # what does not fit is refused before anything is written
         _announce(program, data, runtime)
-        console.print(f"nothing to resume in {runtime.folder.name}: no checkpoint yet, starting at step 0")
-        position = Position(_initial(program, _prepared(program), runtime), step=0, keeps_rows=True)
+        if runtime.resumed or config.resume:
+            yet = "no checkpoint yet, " if runtime.resumed else ""
+            console.print(f"nothing to resume in {runtime.folder.name}: {yet}starting at step 0")
+        position = Position(make_state(console), step=0, keeps_rows=runtime.resumed)
     else:
-        state = checkpoints.restore(program.abstract, expected_facts(program, data))
+        state = rewound(program, data, checkpoints)
         step = int(state.step)  # an earlier one, where the newest was damaged
-        resume.check(before, config, step)
-        console.print(f"resuming {config.recipe} at step {step} of {config.steps}")
         evaluated = not config.evaluates_after(step) or runtime.processes.broadcast(
             "evaluated", lambda: metrics.has_evaluation(runtime.folder, step)
         )
         position = Position(state, step, keeps_rows=True, evaluated=evaluated)
-    for change in resume.changes(before, config):
-        console.print(f"changed since: {change}", style="yellow", highlight=False, markup=False, soft_wrap=True)
-    _record(program, data, runtime, position.step)
+    if runtime.resumed:
+        from mupax.train.run import resume
+
+        before = runtime.processes.broadcast("recorded", lambda: workdir.read_record(runtime.folder)["config"])
+        if position.step:
+            resume.check(before, config, position.step)
+            console.print(f"resuming {config.recipe} at step {position.step} of {config.steps}")
+        for change in resume.changes(before, config):
+            console.print(f"changed since: {change}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+    if runtime.processes.leader:
+        preset, flags = program.preset.describe(), program.compiler_options()
+        workdir.record(runtime.folder, config, data.facts, preset, flags, position.step)
     return position
 
 
 def rewound(program: Program, data: Data, checkpoints: Checkpoints) -> TrainState:
     """The state of the newest checkpoint, or the one that the run began with where there is none yet."""
     if checkpoints.latest is None:
-        return _initial(program, _prepared(program))
-    return checkpoints.restore(program.abstract, expected_facts(program, data))
+        return _prepared(program)(Console(quiet=True))
+    return checkpoints.restore(program.abstract, None if "data" in program.config.resume_change else data.facts)
 
 
-def expected_facts(program: Program, data: Data) -> dict[str, Any] | None:
-    """Facts that a checkpoint's data must have; None where any will do."""
-    return None if "data" in program.config.resume_change else data.facts
-
-
-def _prepared(program: Program) -> Any:
+def _prepared(program: Program) -> Callable[[Console], TrainState]:
+    """What makes the state of step 0, and says where it is from; its source is read already."""
     if program.config.init.init_from is None:
-        return None
+        return lambda console: program.initial_state()
     from mupax.train.reuse.start import init_from
 
-    return init_from.prepare(program)
+    start = init_from.prepare(program)
 
+    def make_state(console: Console) -> TrainState:
+        init_from.show(console, f"starting from {program.config.init.init_from}", start.rows, start.notes)
+        return init_from.initial_state(program, start)
 
-def _initial(program: Program, start: Any, runtime: Runtime | None = None) -> TrainState:
-    if start is None:
-        return program.initial_state()
-    from mupax.train.reuse.start import init_from
-
-    if runtime is not None:
-        init_from.show(runtime.console, f"starting from {program.config.init.init_from}", start.rows, start.notes)
-    return init_from.initial_state(program, start)
-
-
-def _record(program: Program, data: Data, runtime: Runtime, step: int) -> None:
-    if runtime.leader:
-        preset, flags = program.preset.describe(), program.compiler_options()
-        workdir.record(runtime.folder, program.config, data.facts, preset, flags, step)
+    return make_state
 
 
 def _announce(program: Program, data: Data, runtime: Runtime) -> None:

@@ -99,7 +99,7 @@ def test_a_source_that_hangs_does_not_hang_the_end(monkeypatch: pytest.MonkeyPat
 
     with Prefetch(hung(), lambda number: number) as ahead:
         assert next(ahead) == 0
-        assert not ahead.ready
+        assert not ahead.ready()
     assert ahead._thread.is_alive()
     release.set()
     until(lambda: not ahead._thread.is_alive())
@@ -113,7 +113,7 @@ def test_ready_says_whether_there_is_a_wait() -> None:
         yield 1
 
     with Prefetch(slow(), lambda number: number) as ahead:
-        assert not ahead.ready
+        assert not ahead.ready()
         gate.set()
-        until(lambda: ahead.ready)
+        until(ahead.ready)
         assert next(ahead) == 1

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
+from functools import partial
 
 import jax
 import numpy as np
-from rich.console import Console
 
 from mupax.train.core.program import Program
 from mupax.train.core.step import StepInputs, logits_of
@@ -30,43 +29,38 @@ def leave(session: Session, params: Arrays) -> None:
         params: the trained parameters.
     """
     program, data, inputs, rt = session.program, session.data, session.inputs, session.rt
-    folder, console, leader = rt.folder, rt.console, rt.leader
-    config = program.config
+    config, folder, leader, count = program.config, rt.folder, rt.processes.leader, program.definition.count()
     relative = f"relative to {config.preset.base}" if config.preset.base else "in absolute form"
-    preset = f"{program.preset.label}, {relative}"
     files = [folder / metrics.FILE_NAME]
     if config.log.samples and config.model.generates:
         files.append(folder / "sample.txt")
         text = _sample(program, data, params, inputs)
         if leader:
-            _show(text, files[-1], console)
+            files[-1].write_text(text, encoding="utf-8")
+            rt.console.rule("sample", style="dim")
+            rt.console.print(text, markup=False, highlight=False, style="dim")
     elif config.log.samples and config.model.task == "images":
         from mupax.train.run.report import picture
 
         files.append(folder / "predictions.png")
-        logits = jax.jit(
-            lambda params, inputs, images: logits_of(program.definition, params, inputs, images),
-            out_shardings=program.layout.replicated,
-        )
+        logits = jax.jit(partial(logits_of, program.definition), out_shardings=program.layout.replicated)
         shown = picture.guesses(data, lambda images: logits(params, inputs, images))
         if leader:
             picture.prediction_picture(**shown, class_names=data.class_names, out_png=files[-1])
     if not leader:
         return
-    references = data.references()
-    title = f"{config.recipe}: {program.definition.count():,} parameters, {program.preset.name}"
-    curve = folder / "loss.png"
+    references, curve = data.references(), folder / "loss.png"
+    title = f"{config.recipe}: {count:,} parameters, {program.preset.name}"
     report.loss_plot(files[0], curve, references, title, bytes_per_token=data.bytes_per_token)
+    facts = {"model": f"{count:,} parameters", "preset": f"{program.preset.label}, {relative}"}
     report.summary(
-        console,
+        rt.console,
         files[0],
         name=config.recipe,
-        preset=preset,
-        parameters=program.definition.count(),
         seconds=time.monotonic() - session.began,
+        facts={**facts, **session.speed},
         references=references,
         bytes_per_token=data.bytes_per_token,
-        facts=session.speed,
         files=[*files, curve, folder / "config.json"],
     )
 
@@ -75,13 +69,6 @@ def _sample(program: Program, data: Data, params: Arrays, inputs: StepInputs) ->
     """A short prompt, continued."""
     from mupax.train.reuse.generate.decode import Generator
 
-    generator = Generator(program, params, inputs)
     prompt = data.tokenizer.encode([_PROMPT.encode()])[0]
-    new = generator.complete(prompt, _SAMPLE_TOKENS, program.config.seed)[0]
+    new = Generator(program, params, inputs).complete(prompt, _SAMPLE_TOKENS, program.config.seed)[0]
     return data.tokenizer.decode(np.concatenate([prompt, new]))
-
-
-def _show(text: str, out: Path, console: Console) -> None:
-    out.write_text(text, encoding="utf-8")
-    console.rule("sample", style="dim")
-    console.print(text, markup=False, highlight=False, style="dim")

@@ -85,15 +85,12 @@ def prediction_picture(
         extent = (left + 0.06, left + 0.94, top + 0.94, top + 0.06)
         picture = pixels[index] if images.shape[-1] == 3 else pixels[index, ..., 0]
         axes.imshow(picture, extent=extent, cmap="gray", vmin=0, vmax=1, interpolation="nearest", aspect="equal")
-        label, color = _class_name(class_names, int(predictions[index])), plotting.INK
+        label, color, weight = _class_name(class_names, int(predictions[index])), plotting.INK, "normal"
         if not right[index]:
             truth = _class_name(class_names, int(targets[index]))
             label = f"{label}, is {truth}" if len(label + truth) <= 8 else f"{label},\nis {truth}"
-            color = plotting.ORANGE
-            axes.add_patch(
-                Rectangle((left + 0.06, top + 0.06), 0.88, 0.88, fill=False, edgecolor=plotting.ORANGE, linewidth=2.5)
-            )
-        weight = "normal" if right[index] else "bold"
+            color, weight = plotting.ORANGE, "bold"
+            axes.add_patch(Rectangle((left + 0.06, top + 0.06), 0.88, 0.88, fill=False, edgecolor=color, linewidth=2.5))
         axes.text(left + 0.5, top + 1.0, label, ha="center", va="top", fontsize=7.5, color=color, fontweight=weight)
     axes.set(xlim=(0, width), ylim=(height - 0.4, -0.4))  # After imshow, which moves them.
     marked = "; framed: wrong, with the true class" if len(wrong_first) else ""

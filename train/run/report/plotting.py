@@ -80,23 +80,23 @@ def margin_labels(axes: Axes, labels: Sequence[tuple[float, str, str]], gap: flo
         labels: y, text and colour of each. One that the axis cannot show (0 on a log axis) is left out.
         gap: least distance of two names, as a fraction of the panel's height.
     """
+    from scipy.optimize import isotonic_regression
+
     placed = []
     for value, text, color in sorted(labels):
         height = axes.transAxes.inverted().transform(axes.transData.transform((1, value)))[1]
         if math.isfinite(height):
             placed.append((float(height), text, color))
-    # Nearest heights (least squares) that keep the gaps: pool neighbours that would overlap, and centre each pool.
-    pools: list[list[float]] = []
-    for rank, (height, _, _) in enumerate(placed):
-        pools.append([height - rank * gap])
-        while len(pools) > 1 and np.mean(pools[-2]) > np.mean(pools[-1]):
-            pools[-2:] = [pools[-2] + pools[-1]]
-    heights = [float(np.mean(pool)) for pool in pools for _ in pool]
-    for rank, (height, text, color) in enumerate(placed):
+    if not placed:
+        return
+    ranks = np.arange(len(placed))
+    # Nearest heights (least squares) that keep the gaps.
+    heights = isotonic_regression([height for height, _, _ in placed] - ranks * gap).x + ranks * gap
+    for (height, text, color), room in zip(placed, heights, strict=True):
         axes.annotate(
             text,
             xy=(1.0, height),
-            xytext=(1.035, heights[rank] + rank * gap),
+            xytext=(1.035, room),
             xycoords="axes fraction",
             textcoords="axes fraction",
             va="center",

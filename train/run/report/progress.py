@@ -46,21 +46,16 @@ class Progress:
         enabled: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.console = console
-        self.total_steps = total_steps
-        self.step = start_step
-        self._timing = timing
-        self._clock = clock
-        self._began = clock()
+        self.console, self.total_steps, self.step = console, total_steps, start_step
+        self._timing, self._clock = timing, clock
+        self._began = self._updated = clock()
         self._compiled: float | None = None
         """When the first step of the session was done."""
-        self._updated = self._began
         self._ended: float | None = None
         self._loss = self._lr = math.nan
         # Live takes over standard output, so a quiet console must not have one: it would swallow what others print.
-        can_draw = self.console.is_terminal and not self.console.is_dumb_terminal and not self.console.quiet
-        live = enabled and can_draw
-        self._live = Live(self, console=self.console, refresh_per_second=4) if live else None
+        live = enabled and console.is_terminal and not console.is_dumb_terminal and not console.quiet
+        self._live = Live(self, console=console, refresh_per_second=4) if live else None
         self._plain = enabled and not live
         round_steps = (lead * 10**power for power in range(18) for lead in (1, 2, 5))
         self._plain_every = next(steps for steps in round_steps if steps * _PLAIN_LINES >= total_steps)

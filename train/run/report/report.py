@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.console import Console, Group
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from mupax.train.run.report import metrics, plotting
@@ -49,8 +49,7 @@ def loss_plot(
     # Figure without pyplot: it touches nothing global and needs no screen.
     from matplotlib.figure import Figure
 
-    rows = _rows(metrics_path)
-    unit = _unit(rows)
+    rows, unit = _rows(metrics_path)
     scale = bytes_per_token if unit == "tokens" else 1.0
     steps, losses = _series(rows, "loss", scale)
     accuracies = _series(rows, "eval_accuracy", 0.01)
@@ -68,10 +67,8 @@ def loss_plot(
     extremes = np.nanquantile(losses, [0.002, 0.998]) if np.isfinite(losses).any() else []
     around = np.array([*smooth, *extremes])
     _evaluations(upper, evaluations, lines, "{:.3f}", gap=0.06 * panels**0.5, log=True, around=around)
-    # Above the panel, where no line runs.
-    upper.legend(
-        loc="lower left", bbox_to_anchor=(-0.01, 1), ncols=2, frameon=False, labelcolor=plotting.INK, fontsize=9
-    )
+    above = {"loc": "lower left", "bbox_to_anchor": (-0.01, 1)}  # where no line runs
+    upper.legend(**above, ncols=2, frameon=False, labelcolor=plotting.INK, fontsize=9)
     for axes in lower:
         axes.set_ylabel("accuracy (%)", color=plotting.INK)
         smooth = _training(axes, *_series(rows, "accuracy", 0.01))
@@ -88,12 +85,10 @@ def summary(
     metrics_path: Path | str,
     *,
     name: str,
-    preset: str,
-    parameters: int,
     seconds: float,
+    facts: Mapping[str, str],
     references: Sequence[Reference] = (),
     bytes_per_token: float = 1.0,
-    facts: Mapping[str, str] | None = None,
     files: Sequence[Path | str] = (),
 ) -> None:
     """Print how a run ended: its results beside the reference models, its cost, and where its files are.
@@ -102,27 +97,22 @@ def summary(
         console: where to print.
         metrics_path: the run's metrics.jsonl.
         name: of the run, for the title.
-        preset: the parameterization in words, such as "mup relative to lm-proxy".
-        parameters: of the model.
         seconds: wall-clock time of the session.
+        facts: lines about the model and the session, by their label.
         references: compared with the last evaluation where it has their unit.
         bytes_per_token: mean bytes of text per token; divides a language model's losses.
-        facts: more lines, by their label.
         files: what was written, shown relative to the current folder.
     """
-    rows = _rows(metrics_path)
-    unit = _unit(rows)
+    rows, unit = _rows(metrics_path)
     scale, per = (bytes_per_token, "nats/byte") if unit == "tokens" else (1.0, "nats/image")
-    table = Table.grid(padding=(0, 3, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(overflow="fold")
-
-    loss = ("evaluation loss", "nats/byte", _last(rows, "eval_loss", scale), per)
-    accuracy = ("evaluation accuracy", "accuracy", _last(rows, "eval_accuracy"), "")
-    for label, reference_unit, ours, remark in (accuracy, loss) if unit == "images" else (loss, accuracy):
-        if ours is None:
+    label_column, right, folded = Column(no_wrap=True), Column(justify="right", no_wrap=True), Column(overflow="fold")
+    table = Table.grid(label_column, right, folded, padding=(0, 3, 0, 0))
+    loss = ("evaluation loss", "nats/byte", _series(rows, "eval_loss", scale)[1], per)
+    accuracy = ("evaluation accuracy", "accuracy", _series(rows, "eval_accuracy")[1], "")
+    for label, reference_unit, values, remark in (accuracy, loss) if unit == "images" else (loss, accuracy):
+        if not values.size:
             continue
+        ours = float(values[-1])
         table.add_row(Text(label, "bold"), Text(_quality(ours, reference_unit), "bold"), remark)
         for reference in references:
             if reference.unit == reference_unit and (unit == "tokens" or reference_unit == "accuracy"):
@@ -136,32 +126,21 @@ def summary(
 
     rates = [row[unit] / row["seconds"] for row in rows if row.get("seconds") and unit in row]
     rate = f", {quantity(float(np.median(rates)))} {unit}/s while training" if rates else ""
-    lines = {
-        "time": f"{duration(seconds)}{rate}",
-        "model": f"{parameters:,} parameters",
-        "preset": preset,
-        **(facts or {}),
-    }
-    if files:
-        lines["files"] = "\n".join(_relative(file) for file in files)
-    below = Table.grid(padding=(0, 3, 0, 0))
-    below.add_column(no_wrap=True)
-    below.add_column(overflow="fold")
-    for label, line in lines.items():
+    below = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 3, 0, 0))
+    for label, line in {"time": f"{duration(seconds)}{rate}", **facts}.items():
         below.add_row(label, Text(line))
+    if files:
+        below.add_row("files", Text("\n".join(map(_relative, files))))
     heading = Text(f"{name}: {rows[-1]['step']:,} steps done", "bold")
     console.print(Panel(Group(table, "", below), title=heading, title_align="left", padding=(1, 2), expand=False))
 
 
-def _rows(path: Path | str) -> list[dict[str, Any]]:
+def _rows(path: Path | str) -> tuple[list[dict[str, Any]], str]:
+    """The rows of a file, and the unit that they count."""
     rows = metrics.read(path)
     if not rows:
         raise metrics.MetricsError(f"{path} has no rows, there is nothing to report; train at least one step")
-    return rows
-
-
-def _unit(rows: Sequence[Mapping[str, Any]]) -> str:
-    return "images" if any("images" in row for row in rows) else "tokens"
+    return rows, "images" if any("images" in row for row in rows) else "tokens"
 
 
 def _series(rows: Sequence[Mapping[str, Any]], key: str, scale: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
@@ -201,12 +180,6 @@ def _evaluations(
     if values.size and math.isfinite(values[-1]):
         labels.append((float(values[-1]), f"evaluation {form.format(values[-1])}", plotting.ORANGE))
     plotting.margin_labels(axes, labels, gap)
-
-
-def _last(rows: Sequence[Mapping[str, Any]], key: str, scale: float = 1.0) -> float | None:
-    """The last value / scale of a column; nan where it was not finite, None where it has no value."""
-    values = _series(rows, key, scale)[1]
-    return float(values[-1]) if values.size else None
 
 
 def _quality(value: float, unit: str) -> str:

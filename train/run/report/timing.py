@@ -165,16 +165,12 @@ class Profile:
 
     def step(self, number: int) -> AbstractContextManager[object]:
         """To be entered around the dispatch of a step: the trace begins before its first one and ends after its last."""
-        if number not in self._steps:
-            if self._tracing:
-                with self._paused():
-                    self.close()
-            return contextlib.nullcontext()
-        if not self._tracing:
+        wanted = number in self._steps
+        if wanted != self._tracing:
             with self._paused():
-                jax.profiler.start_trace(self._folder)
-            self._tracing = True
-        return jax.profiler.StepTraceAnnotation("train", step_num=number)
+                jax.profiler.start_trace(self._folder) if wanted else self.close()
+            self._tracing = wanted
+        return jax.profiler.StepTraceAnnotation("train", step_num=number) if wanted else contextlib.nullcontext()
 
     def close(self) -> None:
         """End the trace, if one is going on."""

@@ -207,8 +207,8 @@ def test_images_of_another_shape_are_refused(tmp_path, shape):
 
 def summary(path, width=80, **options):
     console = Console(file=io.StringIO(), record=True, width=width)
-    facts = {"name": "lm-tiny", "preset": "mup relative to lm-proxy", "parameters": 853_120, "seconds": 222.0}
-    report.summary(console, path, **{**facts, **options})
+    facts = {"model": "853,120 parameters", "preset": "mup relative to lm-proxy"}
+    report.summary(console, path, name="lm-tiny", seconds=222.0, facts=facts, **options)
     return console.export_text()
 
 
@@ -266,9 +266,7 @@ def test_summary_fits_the_terminal(tmp_path, width):
 def test_summary_without_unicode(tmp_path):
     path = write(tmp_path / "metrics.jsonl", lm_rows(200))
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    report.summary(
-        Console(file=file, width=80), path, name="a", preset="mup", parameters=1, seconds=1, references=[TRIGRAM]
-    )
+    report.summary(Console(file=file, width=80), path, name="a", seconds=1, facts={}, references=[TRIGRAM])
     file.flush()
     assert b"+ better by 0.2572" in file.buffer.getvalue()
 
