@@ -106,7 +106,7 @@ def parse_known(
                 **start,
             )
     except SystemExit as stop:
-        if not stop.code:
+        if stop.code != 2:  # tyro's own; another is of a signal
             raise
         raise _own_error(stop) or UsageError(f"{_unboxed(message.getvalue())}\n{_help(prog)}") from None
 

@@ -34,8 +34,6 @@ __all__ = [
 
 _PLACES = {
     "RECIPES": "config.recipes",
-    "DistributedConfig": "config.devices",
-    "MeshConfig": "config.devices",
     "Program": "core.program",
     "assemble": "core.program",
     "fit": "run.loop",

@@ -41,18 +41,11 @@ COMMANDS = {
 """First words that are not recipes: the module of each under `mupax.train`, whose `main` runs it, and what it does."""
 
 
-class _Stopped(BaseException):
-    """SIGTERM arrived. Not an Exception, so that nothing below takes it for a failure of its own."""
-
-
 @terminal.entry_point
 def main(argv: list[str]) -> int:
     """The exit code of a command line, which is the words after `python -m train`."""
-    try:
-        with _terminable():
-            return _command(argv)
-    except _Stopped:
-        return 128 + signal.SIGTERM
+    with _terminable():
+        return _command(argv)
 
 
 def _command(argv: list[str]) -> int:
@@ -97,7 +90,7 @@ def _terminable() -> Iterator[None]:
         return
 
     def stop(number: int, frame: object) -> None:
-        raise _Stopped
+        raise SystemExit(128 + number)
 
     before = signal.signal(signal.SIGTERM, stop)
     try:

@@ -1,4 +1,4 @@
-"""Each compiler flag of `train/parallel/xla_flags.py`, and all of them together, against none: the losses of some steps and their time.
+"""Each compiler flag of `train/parallel/hardware.py`, and all of them together, against none: the losses of some steps and their time.
 
     python -m scripts.bench.xla_flags [RECIPE] [--rounds 10] [--json out.json] [--flag NAME=VALUE ...]
 
@@ -21,8 +21,8 @@ import numpy as np
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config
 from mupax.train.core.program import Program, assemble
+from mupax.train.parallel.hardware import FLAGS, Value
 from mupax.train.parallel.sharding import abstract_batch
-from mupax.train.parallel.xla_flags import FLAGS, Value
 from scripts.bench.in_turns import compared, in_turns
 
 LOSSES = 3

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mupax.train.core.compile import compile_train_step
+from mupax.train.core.compile import trace_train_step
 from mupax.train.core.program import Program, assemble
 from scripts.bench import preset_cost
 
@@ -83,7 +83,7 @@ def test_control_one_product_over_activations_is_seen() -> None:
     skip = {"block.skip": np.ones((4, 2), np.float32)}
     run = made.inputs._replace(factors=made.inputs.factors._replace(forward={**made.inputs.factors.forward, **skip}))
     batch = preset_cost.abstract_batch(made.config.model, 8)
-    compiled = compile_train_step(made.definition, made.tx, made.abstract, made.layout, run, batch)
+    compiled = trace_train_step(made.definition, made.tx, made.abstract, made.layout, run, batch).lower().compile()
     more, without = preset_cost.counted(compiled), preset_cost.counted(preset_cost.with_preset(made))
     assert more["flops"] > 1.001 * without["flops"]
     assert more["bytes"] > 1.03 * without["bytes"]

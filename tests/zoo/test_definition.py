@@ -17,7 +17,7 @@ from mupax import presets
 from mupax.presets import ParamSpec, Preset, PresetError, Role
 from mupax.train.config.run import MeshConfig, OptimizerConfig
 from mupax.train.core import optimizer, state
-from mupax.train.core.compile import compile_train_step
+from mupax.train.core.compile import trace_train_step
 from mupax.train.core.factors import init_stds, resolve
 from mupax.train.core.step import StepInputs
 from mupax.train.parallel.mesh import make_mesh
@@ -96,7 +96,7 @@ def test_a_users_own_model_trains() -> None:
         "targets": np.argmax(inputs, axis=1).astype(np.int32),
         "weights": np.ones(32, np.float32),
     }
-    train = compile_train_step(found, tx, abstract, layout, run, batch)
+    train = trace_train_step(found, tx, abstract, layout, run, batch).lower().compile()
     now = state.Initializer(found, tx, abstract).state(0, init_stds(preset, found))
     losses = []
     for _ in range(30):

@@ -19,8 +19,8 @@ from mupax import __version__
 from mupax.errors import MupaxError
 from mupax.train.config.record import completed, differences, text_of, to_json
 from mupax.train.config.run import Config
+from mupax.train.parallel.hardware import VARIABLES
 from mupax.train.parallel.processes import Processes
-from mupax.train.parallel.xla_flags import VARIABLES
 from mupax.zoo.checked_json import read_json
 
 RECORD = "config.json"

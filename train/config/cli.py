@@ -138,13 +138,13 @@ def recipe(name: str) -> Callable[[], Config]:
 
 
 def _value_of(flag: str, argv: Sequence[str]) -> str | None:
-    found = None
-    for index, word in enumerate(argv):
+    value = None
+    for word, after in zip(argv, [*argv, None][1:], strict=True):
         if word == flag:
-            found = argv[index + 1] if index + 1 < len(argv) else None
+            value = after
         elif word.startswith(f"{flag}="):
-            found = word.partition("=")[2]
-    return found
+            value = word.partition("=")[2]
+    return value
 
 
 def _with_model(config: Config, argv: Sequence[str]) -> Config:
@@ -157,34 +157,21 @@ def _with_model(config: Config, argv: Sequence[str]) -> Config:
     return dataclasses.replace(config, model=model, data=data)
 
 
-def _of_optimizers(name: str) -> dict[str, tuple[bool, str]]:
-    """Fields that only some optimizers read: whether the one of this name ignores it, and one that reads it."""
-    readers = {field: other for other, optimizer in reversed(OPTIMIZERS.items()) for field in optimizer.reads}
-    reads = OPTIMIZERS[name].reads
-    return {
-        field.replace("_", "-"): (field not in reads, f"--optimizer.name {reader}") for field, reader in readers.items()
-    }
-
-
 def _check_read(config: Config, argv: Sequence[str]) -> None:
     """A flag that the run would silently ignore is an error; a recipe's own value of it is not."""
     given = {word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")}
     opt, data = config.optimizer, config.data
-    unread = {
-        **_of_optimizers(opt.name),
-        "decay-steps": (opt.schedule != "wsd", "--optimizer.schedule wsd"),
-        "final-lr-fraction": (opt.schedule == "constant", "--optimizer.schedule cosine"),
-    }
-    for name, (ignored, instead) in unread.items():
-        flag = f"--optimizer.{name}"
-        if ignored and flag in given:
-            by = f"schedule {opt.schedule}" if "schedule" in instead else opt.name
-            raise ConfigError(f"{flag} is not read by {by}; leave it out, or write {instead}")
-    for flag, field in {
-        "--data.split": "split",
-        "--data.tokenizer": "tokenizer",
-        "--data.augment": "augment",
-        "--data.no-augment": "augment",
-    }.items():
-        if flag in given and field not in source(data.name).reads:
+    readers = {field: name for name, optimizer in reversed(OPTIMIZERS.items()) for field in optimizer.reads}
+    instead = {field: f"name {name}" for field, name in readers.items() if field not in OPTIMIZERS[opt.name].reads}
+    if opt.schedule != "wsd":
+        instead["decay_steps"] = "schedule wsd"
+    if opt.schedule == "constant":
+        instead["final_lr_fraction"] = "schedule cosine"
+    for field, choice in instead.items():
+        flag = f"--optimizer.{field.replace('_', '-')}"
+        if flag in given:
+            by = f"schedule {opt.schedule}" if choice.startswith("schedule") else opt.name
+            raise ConfigError(f"{flag} is not read by {by}; leave it out, or write --optimizer.{choice}")
+    for flag in ("--data.split", "--data.tokenizer", "--data.augment", "--data.no-augment"):
+        if flag in given and flag.removeprefix("--data.").removeprefix("no-") not in source(data.name).reads:
             raise ConfigError(f"{flag} is not read with the data {data.name}; leave it out")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal, Protocol
 
 from tyro import conf
 
@@ -13,8 +13,14 @@ from mupax.presets.papers import ALIASES, CONSTANT_FLAGS, read_constants
 from mupax.zoo.configs import CONFIGS, ConfigError, ModelConfig
 from mupax.zoo.configs import get as get_model
 
-if TYPE_CHECKING:
-    from mupax.train.config.run import Config
+
+class Parameterized(Protocol):
+    """A run's config, as far as its parameterization goes."""
+
+    @property
+    def preset(self) -> PresetConfig: ...
+    @property
+    def model(self) -> ModelConfig: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,14 +50,14 @@ class PresetConfig:
         object.__setattr__(self, "name", ALIASES.get(self.name, self.name))
 
 
-def preset_of(config: Config) -> presets.Preset:
+def preset_of(config: Parameterized) -> presets.Preset:
     """The run's parameterization, relative to the sizes of `config.preset.base`.
 
     Raises:
         PresetError: no such preset, or a constant it does not take or that is out of range.
         ConfigError: the base is neither sizes nor a model's name, or a model of another family.
     """
-    return preset_for(config.preset, config.model)  # pyright: ignore[reportArgumentType]  # this file has two names
+    return preset_for(config.preset, config.model)
 
 
 def preset_for(given: PresetConfig, model: ModelConfig) -> presets.Preset:

@@ -63,7 +63,7 @@ class Config:
     resume_change: Annotated[tuple[ResumeChange, ...], conf.arg(metavar="schedule|data ...")] = ()
     """What may change on resume though training then jumps: schedule (the learning rate), data (other files than before)."""
     xla_flags: Literal["auto", "none"] = "auto"
-    """Compiler flags of train/parallel/xla_flags.py for the devices at hand, or none; those in XLA_FLAGS and LIBTPU_INIT_ARGS stay."""
+    """Compiler flags of train/parallel/hardware.py for the devices at hand, or none; those in XLA_FLAGS and LIBTPU_INIT_ARGS stay."""
 
     def __post_init__(self) -> None:
         if wrong := [name for name in self.resume_change if name not in get_args(ResumeChange)]:

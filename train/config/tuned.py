@@ -55,8 +55,8 @@ def applied(config: Config, argv: Sequence[str], steps: str | None) -> tuple[Con
         **flags,
     )
     total = int(steps) if steps and steps.isascii() and steps.isdigit() else config.steps
-    numbers = {name: value for name, value in study.optimizer.items() if name != "warmup_fraction"}
-    warmup_steps = round(study.optimizer["warmup_fraction"] * total)
+    numbers = dict(study.optimizer)
+    warmup_steps = round(numbers.pop("warmup_fraction") * total)
     optimizer = dataclasses.replace(config.optimizer, **numbers, warmup_steps=warmup_steps, decay_steps=None)
     return dataclasses.replace(config, preset=preset, optimizer=optimizer), words, study
 

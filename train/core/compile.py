@@ -37,40 +37,14 @@ def trace_train_step(
     `run` and `batch` (the global one) may be arrays or their shapes. With `free` the compiler chooses how the state's
     arrays lie in memory: `input_formats` of the compiled step says how it takes them.
     """
-    replicated, shardings = layout.replicated, shardings_of(abstract)
-    run_shardings = _run_shardings(run, shardings, layout)
-    placed = jax.tree.map(free_format, abstract) if free else shardings
+    placed = jax.tree.map(free_format, abstract) if free else shardings_of(abstract)
     jitted = jax.jit(
         make_train_step(definition, tx, accumulation_steps, layout),
-        in_shardings=(placed, run_shardings, layout.batch(batch)),
-        out_shardings=(placed, replicated),
+        in_shardings=(placed, _shardings_of_inputs(run, abstract, layout), layout.batch(batch)),
+        out_shardings=(placed, layout.replicated),
         donate_argnums=0,
     )
-    state: Any = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), abstract) if free else abstract
-    return jitted.trace(state, run, batch)
-
-
-def _run_shardings(run: StepInputs, shardings: TrainState, layout: MeshLayout) -> StepInputs:
-    replicated: Any = layout.replicated
-    return StepInputs(
-        replicated, replicated, None if run.reference is None else shardings.params, replicated, replicated
-    )
-
-
-def compile_train_step(
-    definition: Definition,
-    tx: optax.GradientTransformationExtraArgs,
-    abstract: TrainState,
-    layout: MeshLayout,
-    run: StepInputs,
-    batch: Batch,
-    accumulation_steps: int = 1,
-) -> jax.stages.Compiled:
-    """The step of `trace_train_step` as one executable.
-
-    A compiled executable cannot retrace: a shape that changed during a run is an error, never a second compilation.
-    """
-    return trace_train_step(definition, tx, abstract, layout, run, batch, accumulation_steps).lower().compile()
+    return jitted.trace(_unplaced(abstract) if free else abstract, run, batch)
 
 
 def compile_eval_step(
@@ -85,12 +59,8 @@ def compile_eval_step(
 
     With `formats` the parameters lie in memory as they say, those of the training step.
     """
-    replicated, shardings = layout.replicated, shardings_of(abstract)
-    run_shardings = _run_shardings(run, shardings, layout)
-    placed: Any = shardings if formats is None else formats
-    params = abstract.evaluated
-    if formats is not None:
-        params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+    placed = shardings_of(abstract) if formats is None else formats
+    params = abstract.evaluated if formats is None else _unplaced(abstract.evaluated)
 
     def evaluate(params: Arrays, run: StepInputs, batch: Batch) -> Sums:
         with partition.using(layout):
@@ -98,7 +68,16 @@ def compile_eval_step(
 
     jitted = jax.jit(
         evaluate,
-        in_shardings=(placed.evaluated, run_shardings, layout.batch(batch)),
-        out_shardings=replicated,
+        in_shardings=(placed.evaluated, _shardings_of_inputs(run, abstract, layout), layout.batch(batch)),
+        out_shardings=layout.replicated,
     )
     return jitted.lower(params, run, batch).compile()
+
+
+def _shardings_of_inputs(run: StepInputs, abstract: TrainState, layout: MeshLayout) -> StepInputs:
+    shardings: Any = jax.tree.map(lambda _: layout.replicated, run._replace(reference=None))
+    return shardings if run.reference is None else shardings._replace(reference=shardings_of(abstract).params)
+
+
+def _unplaced(abstract: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), abstract)

@@ -65,30 +65,22 @@ def resolve(preset: Preset, definition: Definition, optimizer: str = "adam", dec
             raise PresetError(f"{name}: {error}") from error
 
     scales = {name: one(name, spec) for name, spec in definition.specs.items()}
-
     forward = {name: _forward(preset, definition, declared) for name, declared in definition.factors.items()}
 
     def column(field: str) -> Numbers:
         return {name: _number(getattr(s, field), definition.specs[name], definition) for name, s in scales.items()}
 
-    return Factors(
-        multiplier=column("multiplier"),
-        lr=column("lr"),
-        eps=column("eps"),
-        weight_decay=column("weight_decay"),
-        forward={n: v for n, v in forward.items() if not (definition.factors[n]["kind"] == "skip" and (v == 1).all())},
-    )
+    columns = {field: column(field) for field in ("multiplier", "lr", "eps", "weight_decay")}
+    needless = {n for n, v in forward.items() if definition.factors[n]["kind"] == "skip" and (v == 1).all()}
+    return Factors(**columns, forward={n: v for n, v in forward.items() if n not in needless})
 
 
 def init_stds(preset: Preset, definition: Definition) -> Numbers:
     """Initial standard deviation (for gains: value) of every parameter."""
-
-    def one(spec: ParamSpec) -> np.ndarray:
-        # The same whatever the optimizer; a measured table knows only its own.
-        scales: Scales = preset.scales(spec, definition.sizes, preset.optimizers[0])
-        return _number(scales.init_std, spec, definition)
-
-    return {name: one(spec) for name, spec in definition.specs.items()}
+    # The same whatever the optimizer; a measured table knows only its own.
+    first, sizes = preset.optimizers[0], definition.sizes
+    stds = {name: preset.scales(spec, sizes, first).init_std for name, spec in definition.specs.items()}
+    return {name: _number(std, definition.specs[name], definition) for name, std in stds.items()}
 
 
 def check_run(preset: Preset, definition: Definition, factors: Factors, config: OptimizerConfig) -> None:
@@ -108,13 +100,8 @@ def check_run(preset: Preset, definition: Definition, factors: Factors, config: 
         from mupax.presets.analysis.limits import refuse_uneven
 
         refuse_uneven(preset, definition.sizes, config.name)
-    chosen = {"decay", "decay_width"} & set(preset.given)
-    if (
-        config.weight_decay == 0
-        or "weight_decay" not in OPTIMIZERS[config.name].reads
-        or chosen
-        or preset.name == "measured"
-    ):
+    decays = config.weight_decay != 0 and "weight_decay" in OPTIMIZERS[config.name].reads
+    if not decays or {"decay", "decay_width"} & set(preset.given) or preset.name == "measured":
         return
     for name, decay in factors.weight_decay.items():
         pull = decay * factors.lr[name] if config.decay == "coupled" else decay
@@ -144,8 +131,7 @@ def _forward(preset: Preset, definition: Definition, declared: dict) -> np.ndarr
         case "readout":
             value = preset.scales(declared["spec"], sizes, preset.optimizers[0]).multiplier
         case "skip" | "branch" as kind:
-            layers = range(shape[0])
-            which = ("skip", "branch").index(kind)
+            which, layers = ("skip", "branch").index(kind), range(shape[0])
             value = [
                 [preset.residual_scale(sizes, i, branch)[which] for branch in ("attention", "mlp")] for i in layers
             ]

@@ -113,22 +113,6 @@ def _plan(reading: Reading, targets: jax.Array) -> _Plan:
     return _Plan(rows, chunk, tokens, column, summed, scattered, over_vocab)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunked(plan: _Plan, reading: Reading, reference: Reading | None, targets: jax.Array, weights: jax.Array) -> Sums:
-    return _on_devices(plan, reading, reference, targets, weights, False)[0]
-
-
-def _forward(plan: _Plan, reading: Reading, reference: Reading | None, targets: jax.Array, weights: jax.Array) -> Any:
-    return _on_devices(plan, reading, reference, targets, weights, True)
-
-
-def _backward(plan: _Plan, grads: Reading, cotangent: Sums) -> Any:
-    return jax.tree.map(lambda g: (cotangent.loss * g).astype(g.dtype), grads), None, None, None
-
-
-_chunked.defvjp(_forward, _backward)
-
-
 def _on_devices(
     plan: _Plan, reading: Reading, reference: Reading | None, targets: jax.Array, weights: jax.Array, with_grads: bool
 ) -> tuple[Sums, Reading | None]:
@@ -154,6 +138,18 @@ def _on_devices(
         return Sums(loss, correct, weight), None
     cast = {n: g.astype(getattr(reading, n).dtype) for n, g in zip(returned, grads, strict=True)}
     return Sums(loss, correct, weight), reading._replace(**cast)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunked(plan: _Plan, reading: Reading, reference: Reading | None, targets: jax.Array, weights: jax.Array) -> Sums:
+    return _on_devices(plan, reading, reference, targets, weights, False)[0]
+
+
+def _backward(plan: _Plan, grads: Reading, cotangent: Sums) -> Any:
+    return jax.tree.map(lambda g: (cotangent.loss * g).astype(g.dtype), grads), None, None, None
+
+
+_chunked.defvjp(functools.partial(_on_devices, with_grads=True), _backward)
 
 
 def _on_one(

@@ -46,22 +46,14 @@ class Limits(NamedTuple):
     skip_spikes: Any = np.bool_(False)
 
 
-class Verdict(NamedTuple):
-    """On one step, all []."""
-
-    keep: Any
-    """Whether its update is applied."""
-    spike: Any
-
-
 def limits(config: FaultsConfig) -> Limits:
     """The numbers of a run."""
     deviations = np.inf if config.spike_deviations is None else config.spike_deviations
     return Limits(np.float32(deviations), np.bool_(config.skip_spikes))
 
 
-def judge(health: Health, limits: Limits, loss: jax.Array, grad_norm: jax.Array) -> tuple[Verdict, Health]:
-    """The verdict on a step and the counters after it.
+def judge(health: Health, limits: Limits, loss: jax.Array, grad_norm: jax.Array) -> tuple[jax.Array, jax.Array, Health]:
+    """Whether a step's update is applied, whether its loss is a spike, and the counters after it.
 
     A loss is a spike where it exceeds the running mean by so many running standard deviations. Mean and variance are
     plain ones at first, later exponential (West 1979), and see a spike as if it were at the bound: one does not widen the
@@ -84,12 +76,7 @@ def judge(health: Health, limits: Limits, loss: jax.Array, grad_norm: jax.Array)
         mean=jnp.where(finite, health.mean + rate * away, health.mean),
         variance=jnp.where(finite, (1 - rate) * (health.variance + rate * away**2), health.variance),
     )
-    return Verdict(keep, spike), Health(*(jnp.asarray(new, old.dtype) for new, old in zip(after, health, strict=True)))
-
-
-def select(keep: jax.Array, new: Any, old: Any) -> Any:
-    """The new tree, or the old one: a selection that the compiler joins to the update, element by element."""
-    return jax.tree.map(lambda a, b: jnp.where(keep, a, b), new, old)
+    return keep, spike, Health(*(jnp.asarray(new, old.dtype) for new, old in zip(after, health, strict=True)))
 
 
 def squares(grads: Arrays, specs: Mapping[str, ParamSpec]) -> jax.Array:

@@ -82,31 +82,11 @@ def build(config: OptimizerConfig, specs: Mapping[str, ParamSpec]) -> optax.Grad
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm) if config.clip_norm is not None else optax.identity(),
         direction,
-        add_coupled_decay() if coupled else optax.identity(),
-        scale_by_preset(),
-        scale_by_schedule(),
-        optax.identity() if coupled else add_independent_decay(),
+        add_coupled_decay if coupled else optax.identity(),
+        scale_by_preset,
+        scale_by_schedule,
+        optax.identity() if coupled else add_independent_decay,
     )
-
-
-def add_coupled_decay() -> optax.GradientTransformationExtraArgs:
-    """u + wd * factors.weight_decay * w, to be scaled by the learning rate."""
-    return _stateless(lambda u, w, f, h: u + rows(h.weight_decay * f["weight_decay"], w) * w)
-
-
-def scale_by_preset() -> optax.GradientTransformationExtraArgs:
-    """u * factors.lr: each parameter's own rate relative to the one peak rate."""
-    return _stateless(lambda u, w, f, h: u * rows(f["lr"], w))
-
-
-def scale_by_schedule() -> optax.GradientTransformationExtraArgs:
-    """-peak_lr * schedule * u."""
-    return _stateless(lambda u, w, f, h: (-(h.peak_lr * h.schedule) * u).astype(u.dtype))
-
-
-def add_independent_decay() -> optax.GradientTransformationExtraArgs:
-    """u - wd * schedule * factors.weight_decay * w: decay that follows the schedule but not the rates."""
-    return _stateless(lambda u, w, f, h: u - rows(h.weight_decay * h.schedule * f["weight_decay"], w) * w)
 
 
 def _stateless(rule) -> optax.GradientTransformationExtraArgs:
@@ -118,3 +98,13 @@ def _stateless(rule) -> optax.GradientTransformationExtraArgs:
         return {name: rule(u, like[name], columns[name], hyper) for name, u in updates.items()}, state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)  # pyright: ignore[reportArgumentType]
+
+
+add_coupled_decay = _stateless(lambda u, w, f, h: u + rows(h.weight_decay * f["weight_decay"], w) * w)
+"""u + wd * factors.weight_decay * w, to be scaled by the learning rate."""
+scale_by_preset = _stateless(lambda u, w, f, h: u * rows(f["lr"], w))
+"""u * factors.lr: each parameter's own rate relative to the one peak rate."""
+scale_by_schedule = _stateless(lambda u, w, f, h: (-(h.peak_lr * h.schedule) * u).astype(u.dtype))
+"""-peak_lr * schedule * u."""
+add_independent_decay = _stateless(lambda u, w, f, h: u - rows(h.weight_decay * h.schedule * f["weight_decay"], w) * w)
+"""u - wd * schedule * factors.weight_decay * w: decay that follows the schedule but not the rates."""

@@ -21,8 +21,8 @@ from mupax.train.core.compile import compile_eval_step, trace_train_step
 from mupax.train.core.factors import Numbers, check_run, init_stds, resolve
 from mupax.train.core.state import Initializer, TrainState, abstract_state
 from mupax.train.core.step import StepInputs
-from mupax.train.parallel import mesh as meshes
-from mupax.train.parallel import xla_flags
+from mupax.train.parallel import hardware
+from mupax.train.parallel.mesh import make_mesh
 from mupax.train.parallel.sharding import Feed, MeshLayout, abstract_batch
 from mupax.zoo.definition import Definition, definition
 
@@ -102,7 +102,7 @@ class Program:
 
     def compiler_options(self) -> dict[str, Any]:
         """Flags that the training step is compiled with."""
-        return xla_flags.compiler_options(self.mesh.devices.flat[0].platform, self.config.xla_flags)
+        return hardware.compiler_options(self.mesh.devices.flat[0].platform, self.config.xla_flags)
 
     @property
     def free(self) -> bool:
@@ -143,9 +143,7 @@ def assemble(config: Config, devices: Sequence[Any] | None = None, *, swept: boo
         ConfigError, PresetError, MeshError: what does not fit, and what to write instead.
     """
     preset = preset_of(config)
-    layout = MeshLayout(meshes.make_mesh(config.mesh, devices), parse_rules(config.mesh.rules))
-    if not swept:
-        meshes.refuse_sweep(layout.mesh)
+    layout = MeshLayout(make_mesh(config.mesh, devices, swept=swept), parse_rules(config.mesh.rules))
     layout.check_batch(config.data.batch_size, config.accumulation_steps)
     layout.check_batch(config.eval_batch_size, 1, "data.eval_batch_size")
     layout.check_positions(config.model)

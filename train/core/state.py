@@ -119,16 +119,13 @@ class Initializer:
 
         self.beside = beside
         """Parameters to the state at step 0, as a plain function to be transformed."""
-        self._beside = jax.jit(beside, out_shardings=shardings, donate_argnums=0)
+        self.started = jax.jit(beside, out_shardings=shardings, donate_argnums=0)
+        """Parameters, whose memory it takes, to the state at step 0 of a run that starts with them."""
 
     def params(self, seed: int, stds: dict[str, np.ndarray]) -> Arrays:
         """The parameters alone: also the frozen reference of a centred output."""
         params = self._params(np.uint32(seed), stds)
         return self._spread(params) if self._split else params
-
-    def started(self, params: Arrays) -> TrainState:
-        """The state at step 0 of a run that starts with these parameters, whose memory it takes."""
-        return self._beside(params)
 
     def state(self, seed: int, stds: dict[str, np.ndarray]) -> TrainState:
         """A fresh state."""

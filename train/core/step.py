@@ -109,10 +109,10 @@ def make_train_step(
         average = None if state.ema is None else averaged(state.ema, params, run.ema_decay, state.step)
         squares = nonfinite.squares(grads, definition.specs)
         loss, grad_norm = sums.loss / sums.weight, jnp.sqrt(jnp.sum(squares))
-        verdict, health = nonfinite.judge(state.health, run.limits, loss, grad_norm)
+        keep, spike, health = nonfinite.judge(state.health, run.limits, loss, grad_norm)
         before, after = (state.params, state.opt_state, state.ema), (params, opt_state, average)
-        params, opt_state, average = nonfinite.select(verdict.keep, after, before)
-        flags = [1 - verdict.keep.astype(jnp.int32), verdict.spike.astype(jnp.int32), health.in_a_row]
+        params, opt_state, average = jax.tree.map(lambda a, b: jnp.where(keep, a, b), after, before)
+        flags = [1 - keep.astype(jnp.int32), spike.astype(jnp.int32), health.in_a_row]
         metrics = {"loss": loss, "accuracy": sums.correct / sums.weight, "grad_norm": grad_norm, "weight": sums.weight}
         metrics |= {"lr": hyper.peak_lr * hyper.schedule, "verdict": jnp.stack(flags), "squares": squares}
         return TrainState(state.step + 1, params, opt_state, average, health), metrics

@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
-import os
 import socket
 import sys
 import threading
@@ -20,7 +19,7 @@ import jax
 from jax._src import distributed as _distributed  # the store has no public name
 
 from mupax.train.config.run import DistributedConfig
-from mupax.train.parallel.processes import Processes
+from mupax.train.parallel.processes import Processes, leave
 
 _POLL_S = 1.0
 """How often a process says that it is alive and looks whether another has failed."""
@@ -99,7 +98,7 @@ class Cluster(Processes):
             time.sleep(self._silence + 3 * _POLL_S)  # the watch ends this process if another is found to have failed
         self._failing = True
         # What JAX does at the end of a process would wait for the others, until it gives up with a stack trace.
-        atexit.register(_exit)
+        atexit.register(leave, 1)
         self._post_failure(self.index, socket.gethostname(), f"{type(error).__name__}: {error}")
         if self.leader:
             time.sleep(3 * _POLL_S)  # until the others have read it: process 0 takes the store with it
@@ -143,13 +142,7 @@ class Cluster(Processes):
         print("\n".join(f"error: {why}".splitlines()[:10]), file=sys.stderr, flush=True)
         if self.leader:
             time.sleep(3 * _POLL_S)
-        _exit()
-
-
-def _exit() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+        leave(1)
 
 
 def _may_follow_from_another(error: BaseException) -> bool:
@@ -204,4 +197,4 @@ def _too_late(others: dict[str, Any], seconds: int) -> None:
         file=sys.stderr,
         flush=True,
     )
-    os._exit(1)  # the main thread waits inside the library, which listens to nothing
+    leave(1)  # the main thread waits inside the library, which listens to nothing

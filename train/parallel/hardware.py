@@ -1,9 +1,21 @@
-"""What devices can do and what they hold: peak rates for the model FLOPs utilization (MFU), and memory."""
+"""What devices can do, what they hold, and what the compiler is told for them: peak rates, memory, flags of XLA.
+
+Flags, each with the reason for it and where it is documented, are given to the compiler with the step
+(`compiler_options` of `jax.stages.Lowered.compile`) and not through the environment: XLA_FLAGS is read once per process
+and ends it at a name it does not know, holds for every program of the process, and does not reach the TPU compiler,
+whose flags are in LIBTPU_INIT_ARGS. A compile option holds for the one program, is part of its cache key, is an error
+with its name where the compiler does not know it, and works ahead of time for TPUs that are not there. What a user sets
+in either variable wins: such a flag is left as it is.
+
+To try one: XLA_FLAGS=--xla_gpu_...=false before the command; without any of these: `--xla-flags none`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple
 
 _BFLOAT16_TERA: dict[float, tuple[str, ...]] = {
     # Per JAX device: v3 and 7x show each of a chip's two cores as a device, the others a chip.
@@ -56,3 +68,69 @@ def memory_peak(devices: Iterable[Any]) -> int | None:
     """The most bytes that any of these `jax.Device`s had in use since the process began, None where none counts them (CPU)."""
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
     return max((peak for peak in peaks if peak is not None), default=None)
+
+
+Value = bool | int | str
+
+VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+"""Where users set flags."""
+
+_JAX_FLAGS = "docs.jax.dev/en/latest/xla_flags.html"
+_MAXTEXT = "github.com/AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py (CF_FOR_ALL_REDUCE)"
+_ALL_REDUCE = "sums gradients during computation; it takes both flags to change the program (data)"
+
+
+class Flag(NamedTuple):
+    """One flag of XLA."""
+
+    name: str
+    value: Value
+    why: str
+    source: str
+
+
+FLAGS: dict[str, tuple[Flag, ...]] = {
+    "cpu": (),
+    # Collectives pipelined across the iterations of a loop are left to the compiler's own judgement: their flags were
+    # renamed from xla_gpu_enable_pipelined_* (true) to xla_gpu_pipeline_* (on) between jaxlib 0.10 and 0.12.
+    "gpu": (
+        Flag(
+            "xla_gpu_enable_latency_hiding_scheduler",
+            True,
+            "schedules collectives beside computation instead of between it; off by default",
+            f"{_JAX_FLAGS}; set in NVIDIA's JAX images, docs.nvidia.com/jax-toolbox/environment-variables",
+        ),
+    ),
+    # The other flags for asynchronous collectives that are passed around (async_collective_fusion, its fuse_all_gather and
+    # multiple_steps, overlap_compute_collective_tc, async_all_gather, data_parallel_all_reduce_opt) are defaults of libtpu
+    # 0.0.42: with or without them it compiles the same program, on one slice and on two.
+    "tpu": (
+        Flag("xla_enable_async_all_reduce", True, _ALL_REDUCE, _MAXTEXT),
+        Flag("xla_tpu_enable_async_collective_fusion_fuse_all_reduce", True, _ALL_REDUCE, _MAXTEXT),
+        Flag(
+            "xla_jf_spmd_threshold_for_windowed_einsum_mib",
+            1_000_000,
+            "gathers a layer's parameters whole instead of slice by slice inside its products, which with fsdp alone made "
+            "3.6 times the estimated cycles and twice the temporaries (vit-h14 of 4 layers on v5e:4x4, compiled ahead of time)",
+            f"{_JAX_FLAGS}; MaxText sets it the other way, for its tensor axis",
+        ),
+    ),
+}
+"""Backend (`jax.Device.platform`) to its flags. Chosen from documentation and from what the compiler makes of them: none
+was timed on a GPU or TPU. `python -m scripts.bench.xla_flags` times each on the devices at hand."""
+
+
+def compiler_options(
+    platform: str, choice: Literal["auto", "none"], environment: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
+    """The flags for a backend, without those that the user's environment sets.
+
+    Args:
+        platform: `jax.Device.platform` of the devices to compile for; an unknown one has no flags.
+        choice: none gives no flags.
+        environment: where XLA_FLAGS and LIBTPU_INIT_ARGS are looked up.
+    """
+    if choice == "none":
+        return {}
+    set_by_user = re.findall(r"--(\w+)", " ".join(environment.get(name, "") for name in VARIABLES))
+    return {flag.name: flag.value for flag in FLAGS.get(platform, ()) if flag.name not in set_by_user}

@@ -21,18 +21,22 @@ class MeshError(MupaxError):
     """A mesh that these devices, this model or this batch do not fit. The text says what divides."""
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None, *, swept: bool = True) -> Mesh:
     """The named mesh of a config over all devices.
 
     Devices joined by a fast network (one TPU slice, one host of GPUs) stay together: the slow network between such
     islands is crossed by the outermost axes only, data and then fsdp, unless `config.slices` says which.
 
     Raises:
-        MeshError: sizes whose product is not the number of devices, more than one -1, an axis not built yet, or axes
-            that cannot be laid over the islands.
+        MeshError: sizes whose product is not the number of devices, more than one -1, a sweep axis where no sweep is, or
+            axes that cannot be laid over the islands.
     """
     devices = jax.devices() if devices is None else devices
     sizes = _sizes(config, len(devices))
+    if sizes["sweep"] > 1 and not swept:
+        raise MeshError(
+            f"mesh.sweep is {sizes['sweep']} and a run of its own is one point; write 1, or `python -m train sweep`"
+        )
     attribute, islands = _islands(devices)
     across = _across(config, sizes, len(islands))
     if len(set(islands.values())) > 1:
@@ -55,14 +59,6 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     except NotImplementedError:  # no whole dimensions have these sizes
         grid = arranged(split=True)
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
-
-
-def refuse_sweep(mesh: Mesh) -> None:
-    """Raise MeshError where a mesh for one run splits the points of a sweep."""
-    if mesh.shape["sweep"] > 1:
-        raise MeshError(
-            f"mesh.sweep is {mesh.shape['sweep']} and a run of its own is one point; write 1, or `python -m train sweep`"
-        )
 
 
 def _islands(devices: Sequence[Any]) -> tuple[str, Counter[int]]:

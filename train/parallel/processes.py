@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -81,10 +82,18 @@ class Processes:
         """Tell the others that this process ends, and why; they then end too, with exit code 1."""
 
 
+def leave(code: int) -> None:
+    """End the process at once, from any thread: the main one may be where no exception reaches it."""
+    if sys.stdout.isatty():
+        sys.stdout.write("\x1b[?25h")  # the live bar hides the cursor
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
 def place(
-    config: DistributedConfig,
-    environ: Mapping[str, str] = os.environ,
-    tpu: bool | None = None,
+    config: DistributedConfig, environ: Mapping[str, str] = os.environ, tpu: bool | None = None
 ) -> dict[str, Any] | None:
     """What to tell `jax.distributed.initialize`, or None where this process is alone.
 
@@ -124,17 +133,13 @@ def place(
     if tpu:
         return {}
     if "SLURM_STEP_NODELIST" in environ and int(environ.get("SLURM_NTASKS", "1")) > 1:
-        return {"local_device_ids": _slurm_devices(environ)}
+        # All GPUs of the node where SLURM starts one task on each; JAX alone would take the first and leave the others idle.
+        gpus = environ.get("SLURM_GPUS_ON_NODE", "")
+        alone = environ.get("SLURM_NTASKS") == environ.get("SLURM_STEP_NUM_NODES")
+        return {"local_device_ids": list(range(int(gpus))) if alone and gpus.isdecimal() else None}
     if int(environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
         return {}
     if len(missing) < len(values):
         wanted = " ".join(f"--distributed.{field} ({_BY_HAND[field]})" for field in missing)
         raise DistributedError(f"to join other processes by hand, {wanted} must be given too, or none of them")
     return None
-
-
-def _slurm_devices(environ: Mapping[str, str]) -> list[int] | None:
-    """All GPUs of the node where SLURM starts one task on each; JAX alone would take the first and leave the others idle."""
-    gpus = environ.get("SLURM_GPUS_ON_NODE", "")
-    alone = environ.get("SLURM_NTASKS") == environ.get("SLURM_STEP_NUM_NODES")
-    return list(range(int(gpus))) if alone and gpus.isdecimal() else None

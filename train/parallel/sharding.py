@@ -9,7 +9,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mupax.presets import ParamSpec
 from mupax.train.config.devices import DEFAULT, MAY_STAY_WHOLE, Rules
 from mupax.train.parallel.mesh import MeshError
 from mupax.zoo.definition import Definition
@@ -41,19 +40,17 @@ class MeshLayout(Layout):
         Raises:
             MeshError: an axis that must be split and is not divisible.
         """
-        return {
-            name: self._parameter(spec, definition.abstract[name].shape, name)
-            for name, spec in definition.specs.items()
-        }
-
-    def _parameter(self, spec: ParamSpec, shape: tuple[int, ...], name: str) -> NamedSharding:
-        for axis, size in zip(spec.axes, shape, strict=True):
-            if size % self.ways(axis) and axis not in MAY_STAY_WHOLE:
-                raise MeshError(
-                    f"{self._named(axis)} does not divide axis {axis!r} of size {size} ({name}); "
-                    f"write {self._fitting(axis, size)}, or a model whose {axis} is a multiple of {self.ways(axis)}"
-                )
-        return self.sharding(spec.axes, shape)
+        shardings: dict[str, NamedSharding] = {}
+        for name, spec in definition.specs.items():
+            shape = definition.abstract[name].shape
+            for axis, size in zip(spec.axes, shape, strict=True):
+                if size % self.ways(axis) and axis not in MAY_STAY_WHOLE:
+                    raise MeshError(
+                        f"{self._named(axis)} does not divide axis {axis!r} of size {size} ({name}); "
+                        f"write {self._fitting(axis, size)}, or a model whose {axis} is a multiple of {self.ways(axis)}"
+                    )
+            shardings[name] = self.sharding(spec.axes, shape)
+        return shardings
 
     def check_positions(self, model: ModelConfig) -> None:
         """Refuse positions that do not split evenly.

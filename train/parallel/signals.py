@@ -10,7 +10,6 @@ on how many programs (steps, batches of an evaluation) each of them runs before 
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import signal
 import socket
@@ -20,7 +19,7 @@ import time
 from types import FrameType
 from typing import Any
 
-from mupax.train.parallel.processes import Processes
+from mupax.train.parallel.processes import Processes, leave
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_S = 0.25
@@ -144,7 +143,7 @@ class StopRequest:
                 with contextlib.suppress(Exception):  # of the network; `Processes` sees to a lost coordinator
                     self._confer()
             if self._leave_at is not None and time.monotonic() >= self._leave_at and not self._ended.is_set():
-                _leave(self.exit_code)
+                leave(self.exit_code)
 
     def _hear(self, number: signal.Signals) -> None:
         self._heard += 1
@@ -191,14 +190,4 @@ class StopRequest:
             if sum(key.startswith("left/") for key in processes.posts(_STOP)) == processes.count:
                 break
             time.sleep(_POLL_S / 4)
-        _leave(self.exit_code)
-
-
-def _leave(code: int) -> None:
-    # Not sys.exit: the main thread is where no exception reaches it.
-    if sys.stdout.isatty():
-        sys.stdout.write("\x1b[?25h")  # the live bar hides the cursor
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
+        leave(self.exit_code)

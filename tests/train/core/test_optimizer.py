@@ -22,7 +22,7 @@ from mupax import presets
 from mupax.presets import ParamSpec, Role
 from mupax.train.config.run import MeshConfig, OptimizerConfig
 from mupax.train.core import optimizer, state
-from mupax.train.core.compile import compile_train_step
+from mupax.train.core.compile import trace_train_step
 from mupax.train.core.factors import Factors, resolve
 from mupax.train.core.step import StepInputs
 from mupax.train.parallel.mesh import make_mesh
@@ -214,7 +214,7 @@ def compiled(name: str, config: OptimizerConfig) -> tuple[Any, Any]:
     layout = MeshLayout(make_mesh(MeshConfig(data=1), jax.devices()[:1]))
     abstract = state.abstract_state(found, tx, layout)
     run = StepInputs(resolve(presets.get("sp"), found, config.name, config.decay), optimizer.hyper(config, 20))
-    train = compile_train_step(found, tx, abstract, layout, run, example(name)[1])
+    train = trace_train_step(found, tx, abstract, layout, run, example(name)[1]).lower().compile()
     return train, jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract)
 
 

@@ -233,7 +233,7 @@ FIELDS: dict[str, Way] = {
     "seed": (start, TOKENS, 1),
     "resume": Shown("train/checkpoints/test_checkpointer.py", "--resume"),
     "resume_change": Shown("train/run/test_resume.py", "--resume-change"),
-    "xla_flags": Shown("train/parallel/test_xla_flags.py", "xla_flags"),
+    "xla_flags": Shown("train/parallel/test_hardware_flags.py", "xla_flags"),
 }
 
 

@@ -95,9 +95,9 @@ def test_the_first_parameter_is_named_with_its_role_and_layer(made: tuple[Progra
 def judged(losses: list[float], limits: Limits) -> tuple[list[bool], list[bool], Health]:
     judge, health, keeps, spikes = jax.jit(bad_numbers.judge), Health(), [], []
     for loss in losses:
-        verdict, health = judge(health, limits, np.float32(loss), np.float32(1))
-        keeps.append(bool(verdict.keep))
-        spikes.append(bool(verdict.spike))
+        keep, spike, health = judge(health, limits, np.float32(loss), np.float32(1))
+        keeps.append(bool(keep))
+        spikes.append(bool(spike))
     return keeps, spikes, health
 
 

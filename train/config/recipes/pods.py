@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
-from mupax.train.config.run import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    LogConfig,
-    MeshConfig,
-    OptimizerConfig,
-    PresetConfig,
-)
+from mupax.train.config.devices import MeshConfig
+from mupax.train.config.run import CheckpointConfig, Config, DataConfig, LogConfig, OptimizerConfig, PresetConfig
 from mupax.zoo import configs
 from mupax.zoo.configs import ComputeConfig, ModelConfig
 
@@ -45,7 +39,7 @@ def gpt2_c4() -> Config:
     """
     return Config(
         recipe="gpt2-c4",
-        model=_fast(configs.get("gpt2")),
+        model=_model("gpt2", "dots"),
         data=DataConfig(name="c4", batch_size=512, eval_examples=8192, tokenizer="bpe:50257"),
         preset=PresetConfig(name="mup", base="gpt2"),
         optimizer=OptimizerConfig(
@@ -65,9 +59,7 @@ def vit_h14() -> Config:
     Expect it to overfit ImageNet-1k without stronger augmentation (Beyer et al. 2022 stop at smaller models): it is here
     to be scaled, not for its accuracy.
     """
-    config = _imagenet("vit-h14", "vit-h14")
-    model = dataclasses.replace(config.model, compute=ComputeConfig(dtype="bfloat16", remat="block"))
-    return dataclasses.replace(config, model=model, mesh=_SHARDED)
+    return dataclasses.replace(_imagenet("vit-h14", "vit-h14"), model=_model("vit-h14", "block"), mesh=_SHARDED)
 
 
 def lm_1b() -> Config:
@@ -93,7 +85,7 @@ def lm_8b() -> Config:
 def _imagenet(name: str, model: str) -> Config:
     return Config(
         recipe=name,
-        model=_fast(configs.get(model)),
+        model=_model(model, "dots"),
         data=DataConfig(name="imagenet2012", batch_size=1024),
         preset=PresetConfig(name="mup", base="vit-s16"),
         optimizer=OptimizerConfig(
@@ -108,7 +100,7 @@ def _imagenet(name: str, model: str) -> Config:
 def _pod_lm(name: str, batch_size: int, steps: int) -> Config:
     return Config(
         recipe=name,
-        model=dataclasses.replace(configs.get(name), compute=ComputeConfig(dtype="bfloat16", remat="block")),
+        model=_model(name, "block"),
         data=DataConfig(name="c4", batch_size=batch_size, eval_examples=8192, tokenizer="bpe:128256"),
         preset=PresetConfig(name="mup", base="lm-1b"),
         optimizer=OptimizerConfig(
@@ -121,8 +113,8 @@ def _pod_lm(name: str, batch_size: int, steps: int) -> Config:
     )
 
 
-def _fast(model: ModelConfig) -> ModelConfig:
-    return dataclasses.replace(model, compute=ComputeConfig(dtype="bfloat16", remat="dots"))
+def _model(name: str, remat: Literal["dots", "block"]) -> ModelConfig:
+    return dataclasses.replace(configs.get(name), compute=ComputeConfig(dtype="bfloat16", remat=remat))
 
 
 _SHARDED = MeshConfig(data=1, fsdp=-1)

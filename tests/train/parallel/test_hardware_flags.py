@@ -15,9 +15,9 @@ import pytest
 
 from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.program import Program, assemble
-from mupax.train.parallel import xla_flags
+from mupax.train.parallel import hardware
+from mupax.train.parallel.hardware import FLAGS, Value, compiler_options
 from mupax.train.parallel.sharding import abstract_batch
-from mupax.train.parallel.xla_flags import FLAGS, Value, compiler_options
 from mupax.zoo import configs
 
 GPU = {flag.name: flag.value for flag in FLAGS["gpu"]}
@@ -128,7 +128,7 @@ def test_the_flags_of_a_backend() -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("variable", xla_flags.VARIABLES)
+@pytest.mark.parametrize("variable", hardware.VARIABLES)
 @pytest.mark.parametrize("said", ["--{}=false", "--xla_dump_to=/x --{}", "--{}=true --xla_other=1"])
 def test_what_the_user_sets_is_left_as_it_is(variable: str, said: str) -> None:
     mine, *others = TPU
@@ -149,7 +149,7 @@ def test_every_flag_says_why_and_by_whom() -> None:
 
 @pytest.mark.core
 def test_a_run_is_compiled_with_them(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    flag = xla_flags.Flag("xla_no_such_flag", True, "", "")
+    flag = hardware.Flag("xla_no_such_flag", True, "", "")
     monkeypatch.setitem(FLAGS, "cpu", (flag,))
     assert program.compiler_options() == {"xla_no_such_flag": True}
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_flag"):
