@@ -7,13 +7,11 @@ Exit codes: 0 done, 1 the run failed, 2 bad input (one message on stderr), 130 a
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 
 from mupax import terminal
 
@@ -44,8 +42,14 @@ COMMANDS = {
 @terminal.entry_point
 def main(argv: list[str]) -> int:
     """The exit code of a command line, which is the words after `python -m train`."""
-    with _terminable():
+    if threading.current_thread() is not threading.main_thread():
         return _command(argv)
+    # SIGTERM unwinds the run, so that files and the terminal are left in order.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        return _command(argv)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _command(argv: list[str]) -> int:
@@ -80,23 +84,6 @@ def _command(argv: list[str]) -> int:
     from mupax.train.run import loop
 
     return loop.run(command.config)
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM unwinds the run, so that files and the terminal are left in order."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

@@ -47,21 +47,20 @@ def parse_rules(words: Sequence[str]) -> Rules:
     Raises:
         ConfigError: a rule of another form, an axis that does not exist, or one that is named twice.
     """
-    given: dict[str, tuple[str, ...]] = {}
+    rules: dict[str, tuple[str, ...]] = {}
     for word in words:
         logical, equals, right = word.partition("=")
         if not equals:
             raise ConfigError(f"mesh.rules has {word!r}; write LOGICAL=MESH, such as mlp=tensor or vocab=none")
-        _known(logical, _LOGICAL, "logical axis", word)
-        if logical in given:
+        _known(logical, _LOGICAL, "logical axis", f"mesh.rules has {word!r}")
+        if logical in rules:
             raise ConfigError(f"mesh.rules names {logical} twice; write one rule with a comma, such as batch=data,fsdp")
-        names = () if right == "none" else tuple(right.split(","))
-        for name in names:
-            _known(name, _TARGETS, "mesh axis", word)
-        if len(set(names)) != len(names):
+        rules[logical] = () if right == "none" else tuple(right.split(","))
+        for name in rules[logical]:
+            _known(name, _TARGETS, "mesh axis", f"mesh.rules has {word!r}")
+        if len(set(rules[logical])) != len(rules[logical]):
             raise ConfigError(f"mesh.rules has {word!r}, which names a mesh axis twice; write it once")
-        given[logical] = names
-    return {**DEFAULT, **given}
+    return {**DEFAULT, **rules}
 
 
 def parse_slices(words: Sequence[str]) -> dict[str, int]:
@@ -70,23 +69,23 @@ def parse_slices(words: Sequence[str]) -> dict[str, int]:
     Raises:
         ConfigError: a word of another form, an axis that does not exist, or one that is named twice.
     """
-    given: dict[str, int] = {}
+    slices: dict[str, int] = {}
     for word in words:
         axis, _, number = word.partition("=")
         if not (number.isdecimal() and int(number)):
             raise ConfigError(f"mesh.slices has {word!r}; write AXIS=N with a number of slices, such as data=2")
-        _known(axis, _TARGETS, "mesh axis", word, "mesh.slices")
-        if axis in given:
+        _known(axis, _TARGETS, "mesh axis", f"mesh.slices has {word!r}")
+        if axis in slices:
             raise ConfigError(f"mesh.slices names {axis} twice; write it once")
-        given[axis] = int(number)
-    return given
+        slices[axis] = int(number)
+    return slices
 
 
-def _known(name: str, names: Collection[str], kind: str, word: str, field: str = "mesh.rules") -> None:
+def _known(name: str, names: Collection[str], kind: str, what: str) -> None:
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {near[0]}?" if near else f"write one of {', '.join(names)}"
-        raise ConfigError(f"{field} has {word!r}, but no {kind} is named {name!r}; {hint}")
+        raise ConfigError(f"{what}, but no {kind} is named {name!r}; {hint}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -37,11 +37,8 @@ class Factors(NamedTuple):
 
     def moving(self, trained: Collection[str]) -> Factors:
         """These factors for a run that trains only some parameters: the others have multipliers, and no rate."""
-
-        def only(numbers: Numbers) -> Numbers:
-            return {name: number for name, number in numbers.items() if name in trained}
-
-        return self._replace(lr=only(self.lr), eps=only(self.eps), weight_decay=only(self.weight_decay))
+        rates = {field: getattr(self, field) for field in ("lr", "eps", "weight_decay")}
+        return self._replace(**{field: {n: x for n, x in of.items() if n in trained} for field, of in rates.items()})
 
 
 def resolve(preset: Preset, definition: Definition, optimizer: str = "adam", decay: Decay = "coupled") -> Factors:

@@ -63,7 +63,12 @@ def check_chain(
         raise PresetError(
             f"{vectors[0]}: weight decay acts on it, and {preset.name} never decays gains and biases; mask them"
         )
-    _check_decay(decayed, preset)
+    if decayed and not _equal(decayed):
+        low, high = min(decayed, key=decayed.__getitem__), max(decayed, key=decayed.__getitem__)
+        raise PresetError(
+            f"{high}: lr*wd is {decayed[high] / decayed[low]:.3g} times that of {low}, and would drift as the model grows; "
+            f"under {preset.name} it is one number: multiply the decay by scales.weight_decay, or apply it after the rates"
+        )
 
 
 def reference(definition: Definition, preset: Preset, optimizer: str) -> Update:
@@ -102,15 +107,6 @@ def _check_rates(ratios: dict[str, float], rates: dict[str, float], preset: Pres
     raise PresetError(
         f"{name}: moves {worst / typical:.3g} times as far as {preset.name} asks, relative to the others: {why}"
     )
-
-
-def _check_decay(decayed: dict[str, float], preset: Preset) -> None:
-    if decayed and not _equal(decayed):
-        low, high = min(decayed, key=decayed.__getitem__), max(decayed, key=decayed.__getitem__)
-        raise PresetError(
-            f"{high}: lr*wd is {decayed[high] / decayed[low]:.3g} times that of {low}, and would drift as the model grows; "
-            f"under {preset.name} it is one number: multiply the decay by scales.weight_decay, or apply it after the rates"
-        )
 
 
 def _equal(numbers: Mapping[str, float]) -> bool:

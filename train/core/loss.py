@@ -77,40 +77,35 @@ class _Plan:
     """Tokens of one device."""
     chunk: int
     """Tokens of one chunk, at most rows."""
-    tokens: partition.Axes = ()
+    tokens: partition.Axes
     """Logical axes of the targets."""
-    vocab: str | None = None
+    vocab: str | None
     """Logical axis of the vocabulary, None where it is whole."""
-    summed: tuple[str, ...] = ()
+    summed: tuple[str, ...]
     """Mesh axes that split tokens: gradients of the readout are summed over them."""
-    scattered: tuple[str, ...] = ()
+    scattered: tuple[str, ...]
     """Those among them that split the readout's rows: each device keeps its own rows of the sum."""
-    over_vocab: tuple[str, ...] = ()
+    over_vocab: tuple[str, ...]
     """Mesh axes that split the vocabulary."""
 
 
 def _plan(reading: Reading, targets: jax.Array) -> _Plan:
     (width, vocab), layout = reading.weight.shape, partition.current()
-    tokens: partition.Axes = (None,) * targets.ndim
-    column, summed, scattered, over_vocab = None, (), (), ()
-    rows = targets.size
-    if layout is not None:
-        # An axis that does not divide its dimension stays whole, as do mesh axes that split tokens already.
-        tokens = tuple(
-            axis if size % layout.ways(axis) == 0 else None
-            for axis, size in zip(("batch", "sequence"), targets.shape, strict=False)
-        )
-        summed = tuple(name for axis in tokens for name in layout.names(axis))
-        rows //= math.prod(layout.ways(axis) for axis in tokens)
-        column = "vocab" if targets.ndim == 2 else "classes"
-        if vocab % layout.ways(column) or set(layout.names(column)) & set(summed):
-            column = None
-        over_vocab, vocab = layout.names(column), vocab // layout.ways(column)
-        if set(layout.names("embed")) <= set(summed) and width % layout.ways("embed") == 0:
-            scattered = layout.names("embed")
-    wanted = max(CHUNK_LOGITS[partition.current().platform] // vocab, LEAST_ROWS)
+    # An axis that does not divide its dimension stays whole, as do mesh axes that split tokens already.
+    tokens = tuple(
+        axis if size % layout.ways(axis) == 0 else None
+        for axis, size in zip(("batch", "sequence"), targets.shape, strict=False)
+    )
+    summed = tuple(name for axis in tokens for name in layout.names(axis))
+    rows = targets.size // math.prod(layout.ways(axis) for axis in tokens)
+    column = "vocab" if targets.ndim == 2 else "classes"
+    if vocab % layout.ways(column) or set(layout.names(column)) & set(summed):
+        column = None
+    embed = layout.names("embed")
+    scattered = embed if set(embed) <= set(summed) and width % layout.ways("embed") == 0 else ()
+    wanted = max(CHUNK_LOGITS[layout.platform] // (vocab // layout.ways(column)), LEAST_ROWS)
     chunk = math.ceil(rows / math.ceil(rows / wanted))
-    return _Plan(rows, chunk, tokens, column, summed, scattered, over_vocab)
+    return _Plan(rows, chunk, tokens, column, summed, scattered, layout.names(column))
 
 
 def _on_devices(
@@ -131,8 +126,8 @@ def _on_devices(
 
     kept = {**axes, "weight": ("embed" if plan.scattered else None, plan.vocab)}
     outputs = ((), (), (), *(kept[name] for name in returned))
-    if (layout := partition.current()) is not None:
-        local = layout.local(local, (plan.tokens, plan.tokens, *(axes[name] for name, _ in given)), outputs)
+    inputs = (plan.tokens, plan.tokens, *(axes[name] for name, _ in given))
+    local = partition.current().local(local, inputs, outputs)
     loss, correct, weight, *grads = local(targets, weights, *(x for _, x in given))
     if not with_grads:
         return Sums(loss, correct, weight), None

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Mesh
 
 from mupax.presets import Preset
-from mupax.train.config import patterns
+from mupax.train.config import checks
 from mupax.train.config.devices import parse_rules
 from mupax.train.config.preset import preset_of
 from mupax.train.config.run import Config
@@ -148,7 +148,7 @@ def assemble(config: Config, devices: Sequence[Any] | None = None, *, swept: boo
     layout.check_batch(config.eval_batch_size, 1, "data.eval_batch_size")
     layout.check_positions(config.model)
     model = definition(config.model)
-    trained = patterns.trained(config.train_only, config.freeze, model.specs)
+    trained = checks.trained(config.train_only, config.freeze, model.specs)
     tx = optimizer.build(config.optimizer, trained)
     inputs = _inputs(config, preset, model, trained)
     abstract = abstract_state(model, tx, layout, averaged=config.ema.decay is not None, trained=trained)

@@ -57,28 +57,24 @@ def abstract_state(
         trained: names of the parameters that the optimizer moves; all unless given.
     """
     replicated, shardings = layout.replicated, layout.parameters(definition)
-    params = {
-        n: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[n])
-        for n, leaf in definition.abstract.items()
-    }
 
-    def beside(leaf: jax.ShapeDtypeStruct | optax.MaskedNode, like: jax.ShapeDtypeStruct) -> Any:
-        if isinstance(leaf, optax.MaskedNode):
-            return leaf  # a moment that this parameter does not have
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=like.sharding)
+    def placed(leaf: Any, sharding: NamedSharding) -> Any:
+        missing = isinstance(leaf, optax.MaskedNode)  # a moment that this parameter does not have
+        return leaf if missing else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
+    params = {n: placed(leaf, shardings[n]) for n, leaf in definition.abstract.items()}
     moving = _moving(params, trained)
     opt_state = optax.tree.map_params(
         tx,
-        beside,
+        lambda leaf, like: placed(leaf, like.sharding),
         jax.eval_shape(tx.init, moving),
         moving,
-        transform_non_params=lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated),
+        transform_non_params=lambda leaf: placed(leaf, replicated),
         is_leaf=lambda node: isinstance(node, optax.MaskedNode),
     )
     average = {n: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding) for n, p in params.items()}
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
-    health = Health(*(jax.ShapeDtypeStruct((), number.dtype, sharding=replicated) for number in Health()))
+    health = Health(*(placed(number, replicated) for number in Health()))
     return TrainState(step, params, opt_state, average if averaged else None, health)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from mupax.train.__main__ import main
-from mupax.train.config import patterns
+from mupax.train.config import checks
 from mupax.train.config.run import Config, DataConfig, EmaConfig, MeshConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.program import Program, assemble
 from mupax.train.core.state import TrainState
@@ -78,14 +78,14 @@ def trained(given: Config) -> Steps:
     ],
 )
 def test_a_pattern_means_a_role_a_row_or_names(pattern: str, names: set[str]) -> None:
-    assert patterns.chosen([pattern], SPECS, "--freeze") == names
+    assert checks.chosen([pattern], SPECS, "--freeze") == names
 
 
 @pytest.mark.core
 def test_what_is_trained_is_chosen_and_then_left_out() -> None:
-    assert patterns.trained([], [], SPECS) == SPECS
-    assert set(patterns.trained([], FROZEN, SPECS)) == SPECS.keys() - NAMES
-    assert set(patterns.trained(["mlp_in", "mlp_out"], ["bias"], SPECS)) == {"block.mlp.up", "block.mlp.down"}
+    assert checks.trained([], [], SPECS) == SPECS
+    assert set(checks.trained([], FROZEN, SPECS)) == SPECS.keys() - NAMES
+    assert set(checks.trained(["mlp_in", "mlp_out"], ["bias"], SPECS)) == {"block.mlp.up", "block.mlp.down"}
 
 
 @pytest.mark.core

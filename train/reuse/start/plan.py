@@ -16,7 +16,7 @@ import numpy as np
 from mupax.errors import MupaxError
 from mupax.presets import ParamSpec
 from mupax.train.checkpoints.folder import first_of
-from mupax.train.config.patterns import chosen
+from mupax.train.config.checks import chosen
 from mupax.train.config.run import InitConfig
 from mupax.train.core.program import Program
 from mupax.train.reuse import plain, transplant
