@@ -55,7 +55,7 @@ class Compiled:
         self.whole = jax.jit(lambda numbers, tokens_BT: net(numbers)(tokens_BT))
         self.fill, self.step = jax.jit(fill), jax.jit(step)
 
-    def numbers(self, preset: str = "sp") -> Any:
+    def step_inputs(self, preset: str = "sp") -> Any:
         """Parameters under a preset with all of them spread out, gains and biases too, and its factors."""
         theory, noise = presets.get(preset), np.random.default_rng(1)
         factors = resolve(theory, self.definition, theory.optimizers[0])
@@ -102,7 +102,7 @@ def test_a_scan_over_layers_has_the_same_cache(name: str) -> None:
 def test_every_presets_factors_reach_the_cached_model() -> None:
     made = compiled("learned-gqa")
     for preset in presets.PRESETS:
-        assert made.difference(made.numbers(preset)) < CLOSE, preset
+        assert made.difference(made.step_inputs(preset)) < CLOSE, preset
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
