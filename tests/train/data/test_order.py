@@ -88,15 +88,14 @@ def test_iterator_starts_anywhere() -> None:
 
 def test_batches_are_made_by_threads_that_end() -> None:
     data = Numbers(29, batch_size=5, seed=1)
-    before = threading.active_count()
+    before = set(threading.enumerate())
     iterator = data.train_batches(0)
     next(iterator)
     assert threading.current_thread().name not in data.made_by
     iterator.close()
-    for thread in threading.enumerate():
-        if thread.name in data.made_by:
-            thread.join(timeout=10)
-    assert threading.active_count() <= before
+    for thread in set(threading.enumerate()) - before:  # those that have made no batch yet, too
+        thread.join(timeout=10)
+    assert set(threading.enumerate()) <= before
 
 
 def test_error_in_a_thread_reaches_the_loop() -> None:
