@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.xla import LEVEL, QUICKLY
+
 DEVICES = 8
 ROOT = Path(__file__).resolve().parent.parent
 COSTS = Path(__file__).with_name("costs.json")
@@ -21,10 +23,6 @@ QUICK_SECONDS = 6.0
 """`make quick` has the core tests of files recorded to cost at most so much."""
 
 # Read once, when JAX or a BLAS is first imported; the tests' own threads are enough for the cores.
-# Hundreds of small programs that run for milliseconds: compiled without LLVM's optimizations, by XLA's older and simpler emitter
-# of fusions, and in one piece each, they take a third of the processor time. `make core` has XLA as users have it.
-LEVEL = "--xla_backend_optimization_level"
-QUICKLY = (f"{LEVEL}=0", "--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1")
 _GIVEN = os.environ.get("XLA_FLAGS", "")
 _FLAGS = [_GIVEN, *(() if LEVEL in _GIVEN else QUICKLY), f"--xla_force_host_platform_device_count={DEVICES}"]
 os.environ["XLA_FLAGS"] = " ".join(_FLAGS).strip()

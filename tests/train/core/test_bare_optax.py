@@ -22,9 +22,10 @@ from mupax.train.core.state import TrainState
 from mupax.train.core.step import StepInputs, make_train_step
 from mupax.zoo.configs import DecoderConfig, ViTConfig
 from mupax.zoo.definition import Factor, definition
+from tests.xla import FUSIONS_OF_USERS
 
 STEPS = 10
-PLAINLY: Any = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": True}
+PLAINLY: Any = {"xla_backend_optimization_level": 0, **FUSIONS_OF_USERS}
 """Compiler options without which LLVM joins multiplications and additions as the fusions of each program happen to fall."""
 
 LM = DecoderConfig(width=12, num_heads=3, depth=2, vocab_size=11, seq_len=5, bias=True)

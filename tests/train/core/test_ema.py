@@ -22,6 +22,7 @@ from mupax.train.core.state import TrainState, averaged
 from mupax.train.reuse.forms import convert
 from mupax.train.run.report import metrics
 from mupax.zoo.configs import ComputeConfig, ConfigError, DecoderConfig
+from tests.xla import FUSIONS_OF_USERS
 
 DECODER = DecoderConfig(width=16, depth=1, num_heads=4, mlp_ratio=1.5, vocab_size=16, seq_len=7)
 OFF = Config(
@@ -44,8 +45,7 @@ def program(config: Config) -> Program:
 def trained(config: Config) -> list[TrainState]:
     """States 0 to 3, whole on the host."""
     made = program(config)
-    # As users have it: the older emitter of tests/conftest.py rounds as the fusions of each program happen to fall.
-    step = made.trace_train().lower().compile(compiler_options={"xla_cpu_use_fusion_emitters": True})
+    step = made.trace_train().lower().compile(compiler_options={**FUSIONS_OF_USERS})
     random = np.random.default_rng(0)
     state, numbers = made.initial_state(), made.step_inputs()
     states = [jax.device_get(state)]

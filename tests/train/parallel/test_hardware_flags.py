@@ -19,6 +19,7 @@ from mupax.train.parallel import hardware
 from mupax.train.parallel.hardware import FLAGS, Value, compiler_options
 from mupax.train.parallel.sharding import abstract_batch
 from mupax.zoo import configs
+from tests.xla import FUSIONS_OF_USERS
 
 GPU = {flag.name: flag.value for flag in FLAGS["gpu"]}
 TPU = {flag.name: flag.value for flag in FLAGS["tpu"]}
@@ -71,10 +72,9 @@ def test_a_flag_is_known_and_leaves_the_loss(name: str, program: Program, withou
 @pytest.mark.core
 def test_control_an_option_reaches_the_program() -> None:
     lowered = jax.jit(lambda x: jnp.tanh(x) * 2 + x).lower(jnp.zeros(3))
-    emitters = {"xla_cpu_use_fusion_emitters": True}  # which tests do without
     fused, apart = (
         (lowered.compile(compiler_options=options).as_text() or "").count(" fusion(")
-        for options in (emitters, {**emitters, "xla_disable_hlo_passes": "fusion"})
+        for options in ({**FUSIONS_OF_USERS}, {**FUSIONS_OF_USERS, "xla_disable_hlo_passes": "fusion"})
     )
     assert fused < apart  # Each operation is wrapped by itself.
 
