@@ -66,14 +66,14 @@ def muon(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformationE
     Each matrix is read as its spec says: fan-in axes by fan-out axes, stacked layers apart. No factor of shape is in here
     (`optax.contrib.muon` has one of its own, sqrt(max(1, out/in))): the preset's rate brings it, once.
     """
-    numbers = dimension_numbers(specs)
-    matrices = optax.contrib.scale_by_muon(beta=config.momentum, weight_dimension_numbers=numbers)
+    orthogonalized = dimension_numbers(specs)
+    matrices = optax.contrib.scale_by_muon(beta=config.momentum, weight_dimension_numbers=orthogonalized)
     blank: Any = matrices.init({})
     on_adam = adam(config, specs)
 
     def init(params: optax.Params) -> ScaleByMuonState:
         def squares(path: tuple, w: jax.Array) -> jax.Array | optax.MaskedNode:
-            return optax.MaskedNode() if path[-1].key in numbers else jnp.zeros_like(w)
+            return optax.MaskedNode() if path[-1].key in orthogonalized else jnp.zeros_like(w)
 
         nu = jax.tree_util.tree_map_with_path(squares, params)
         return ScaleByMuonState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params), nu)
@@ -82,7 +82,7 @@ def muon(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformationE
         del params
 
         def part(tree: Mapping, muons: bool) -> dict:
-            return {name: leaf for name, leaf in tree.items() if (name in numbers) == muons}
+            return {name: leaf for name, leaf in tree.items() if (name in orthogonalized) == muons}
 
         before: Any = MuonState(state.count, part(state.mu, True), blank.ns_coeffs)
         turned, of_matrices = cast("Any", matrices.update)(part(updates, True), before)

@@ -177,7 +177,7 @@ def test_different_flags_and_data_are_refused_by_name() -> None:
         def __init__(self, digest: str) -> None:
             self.facts = {"name": "x", "digest": digest}
 
-    first, second = both(lambda processes: start.check_data(Facts(f"d{processes.index}"), processes))  # type: ignore[arg-type]
+    first, second = both(lambda processes: start.check_data(Facts(f"d{processes.index}"), processes))
     assert first is None
     assert isinstance(second, DataError)
     assert "process 1 has x with digest d1, process 0 with d0; copy" in str(second)

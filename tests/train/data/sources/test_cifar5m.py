@@ -11,24 +11,15 @@ import numpy as np
 import pytest
 
 from mupax.train import data
-from mupax.train.config.run import DataConfig
 from mupax.train.data.__main__ import main
 from mupax.train.data.sources import cifar5m
 from mupax.zoo import configs
-from mupax.zoo.configs import ModelConfig, ViTConfig
+from mupax.zoo.configs import ViTConfig
+from tests.train.data.sources.test_published import cache_folder, load
 
 CIFAR = configs.get("bordelon-vit")
 assert isinstance(CIFAR, ViTConfig)
-
-
-@pytest.fixture(autouse=True)
-def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MUPAX_DATA", str(tmp_path / "cache"))
-
-
-def load(name: str, folder: Path, model: ModelConfig, notes: list[str] | None = None, **fields) -> data.Data:
-    config = DataConfig(name=name, batch_size=fields.pop("batch_size", 6), data_dir=str(folder), **fields)
-    return data.load(config, model, seed=0, note=(notes if notes is not None else []).append)
+__all__ = ["cache_folder"]  # a fixture
 
 
 def parts(folder: Path, sizes: tuple[int, ...] = (5, 3, 1, 4, 2, 7)) -> tuple[np.ndarray, np.ndarray]:

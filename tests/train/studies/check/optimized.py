@@ -11,5 +11,5 @@ OPTIONS = {"xla_backend_optimization_level": 1, "xla_llvm_disable_expensive_pass
 
 def optimized(series: Series) -> Series:
     """The series, whose programs `tests/conftest.py` would have compiled without optimization."""
-    series._programs = [jax.jit(program.__wrapped__, compiler_options=OPTIONS) for program in series._programs]  # type: ignore[attr-defined]
+    series._programs = [jax.jit(program.__wrapped__, compiler_options=OPTIONS) for program in series._programs]
     return series
