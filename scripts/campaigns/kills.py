@@ -1,6 +1,6 @@
 """Kills runs at random moments until they are done, and compares each with one that was left alone: docs/kills.{json,md}.
 
-    python -m scripts.kills [--kills 200] [--most 8] [--steps N] [--processes 1] [--again] [--folder DIR] [--page FILE]
+    python -m scripts.campaigns.kills [--kills 200] [--most 8] [--steps N] [--processes 1] [--again] [--folder DIR] [--page FILE]
 
 Tiny runs of a decoder (accumulation, moving average) and a ViT, of one process and of two, get SIGKILL, SIGTERM, SIGINT or
 two signals in short order, in whatever phase they are, and are resumed until the last step. Every run must then have the
@@ -29,8 +29,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "kills.md"
-COMMAND = "python -m scripts.kills"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "kills.md"
+COMMAND = "python -m scripts.campaigns.kills"
 STEPS = {1: 300, 2: 100}
 """By number of processes, whose steps take so much longer."""
 SHARED = (

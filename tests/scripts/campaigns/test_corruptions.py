@@ -1,4 +1,4 @@
-"""The campaign of `scripts.corruptions`, in short: every kind of damage on a small state; and what it shows without digests."""
+"""The campaign of `scripts.campaigns.corruptions`, in short: every kind of damage on a small state; and what it shows without digests."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import pytest
 from mupax.train.checkpoints import folder, manifest
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.core.state import TrainState
-from scripts import corruptions
-from scripts.corruptions import STEPS, Saved, bits, campaign, page
-from scripts.damage import KINDS
+from scripts.campaigns import corruptions
+from scripts.campaigns.corruptions import STEPS, Saved, bits, campaign, page
+from scripts.campaigns.damage import KINDS
 
 COUNT = 5 * len(KINDS)
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "corruptions.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "corruptions.md"
 
 
 @pytest.fixture(scope="module")

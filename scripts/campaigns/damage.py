@@ -1,4 +1,4 @@
-"""What can happen to a checkpoint on a disk. Each kind changes one folder and says where; `scripts.corruptions` uses them."""
+"""What can happen to a checkpoint on a disk. Each kind changes one folder and says where; `scripts.campaigns.corruptions` uses them."""
 
 from __future__ import annotations
 

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from scripts import kills
+from scripts.campaigns import kills
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.slow
 def test_killed_runs_end_as_the_undisturbed_ones(tmp_path: Path) -> None:
     words = f"--kills 3 --most 3 --steps 80 --processes 1 --models decoder --folder {tmp_path} --page {tmp_path / 'kills.md'}"
-    command = [sys.executable, "-m", "scripts.kills", *words.split()]
+    command = [sys.executable, "-m", "scripts.campaigns.kills", *words.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     runs = json.loads((tmp_path / "kills.json").read_text())["runs"]

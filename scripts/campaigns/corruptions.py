@@ -1,6 +1,6 @@
 """Corrupts checkpoints of real runs in many ways and looks whether each is found, and what is restored instead.
 
-    python -m scripts.corruptions [--count 600] [--seed 0]
+    python -m scripts.campaigns.corruptions [--count 600] [--seed 0]
 
 Trains a small decoder and a small vision transformer with one process and with two, copies their checkpoints, damages one
 thing at a time (a bit, a length, a file, an exchange of files, the manifest) and restores with everything that a resumed run
@@ -33,10 +33,10 @@ from orbax.checkpoint import v1 as ocp
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.checkpoints.manifest import by_name
 from mupax.train.checkpoints.workdir import CHECKPOINTS, WorkdirError
-from scripts.damage import KINDS, flip
+from scripts.campaigns.damage import KINDS, flip
 from scripts.performance import table
 
-PAGE = Path(__file__).parent.parent / "docs" / "corruptions.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "corruptions.md"
 RECIPES = {
     "decoder": "lm-tiny --data.name text:text.txt --model.width 16 --model.depth 2 --model.num-heads 2 --model.seq-len 16",
     "vit": "vit-digits --model.width 16 --model.depth 2 --model.num-heads 2",
@@ -194,7 +194,7 @@ def page(results: Sequence[dict[str, Any]], seconds: float) -> str:
     per_run = [row(run, [result for result in results if result["run"] == run]) for run in runs]
     return (
         "# Corrupted checkpoints\n\n"
-        "Made by `python -m scripts.corruptions`: the newest of two checkpoints is damaged in one place and restored as a "
+        "Made by `python -m scripts.campaigns.corruptions`: the newest of two checkpoints is damaged in one place and restored as a "
         "resumed run does. In one of five the older one has a flipped bit too, so that the run must refuse. A restore is wrong "
         "where one bit differs from what was saved at its step. The last column is the control: how often orbax loads the same "
         f"damaged checkpoint with other numbers and no error, when nobody looks at digests. {len(results)} corruptions took "
