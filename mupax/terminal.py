@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -9,10 +10,11 @@ import shutil
 import signal
 import sys
 import textwrap
+import threading
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TextIO
 
 from mupax.errors import MupaxError, MupaxFailure
 
@@ -25,6 +27,11 @@ MESSAGE_LINES = 10
 """Longest message for bad input."""
 UNBOUNDED = 1_000_000
 """Width of a pipe or file: nothing there is wrapped or cut."""
+_EXIT_S = 5.0
+"""How long a process whose command is done may take to end: threads of a library may wait for a disk or a network."""
+_WORDS_S = 0.5
+"""How long the last words of a process may take: its terminal may be stopped, or its pipe full."""
+_SHOW_CURSOR = b"\x1b[?25h"
 
 
 def columns() -> int:
@@ -69,11 +76,19 @@ def entry_point(main: Callable[[list[str]], int]) -> EntryPoint:
     1 it failed, 2 bad input (one message on stderr), 130 Ctrl-C, 141 the reader of its pipe (`| head`) has read enough.
 
     Args:
-        main: takes the words of a command line; those of the process where they are left out.
+        main: takes the words of a command line; those of the process where they are left out, which then ends soon.
     """
 
     @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
+        code = returned(argv)
+        if argv is None:
+            late = threading.Timer(_EXIT_S, leave, (code,))
+            late.daemon = True
+            late.start()
+        return code
+
+    def returned(argv: Sequence[str] | None) -> int:
         try:
             code = main(list(sys.argv[1:] if argv is None else argv))
             sys.stdout.flush()  # the interpreter's own flush at exit could only complain
@@ -96,6 +111,60 @@ def entry_point(main: Callable[[list[str]], int]) -> EntryPoint:
         return code
 
     return run
+
+
+def leave(code: int, text: str = "") -> NoReturn:
+    """End the process at once, from any thread: the main one may be where no exception reaches it.
+
+    Args:
+        code: of the process.
+        text: printed on standard error, as far as that takes what is written to it.
+    """
+
+    def speak() -> None:
+        with contextlib.suppress(Exception):
+            print(text, end="\n" if text else "", file=sys.stderr, flush=True)
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+        with contextlib.suppress(OSError):
+            for stream in filter(os.isatty, (1, 2)):
+                os.write(stream, _SHOW_CURSOR)  # which a live bar has hidden
+
+    words = threading.Thread(target=speak, daemon=True)
+    with contextlib.suppress(RuntimeError):  # the interpreter is ending and starts no thread any more
+        words.start()
+        words.join(_WORDS_S)
+    os._exit(code)
+
+
+class Lasting:
+    """A stream for text that stays when its terminal or pipe goes: what is written after that is lost, and nothing fails.
+
+    Args:
+        stream: to write to.
+        note: told once that it is gone.
+    """
+
+    def __init__(self, stream: TextIO, note: Callable[[str], None] = lambda text: None) -> None:
+        self._stream, self._note = stream, note
+
+    def write(self, text: str) -> int:
+        self._lasting(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._lasting(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _lasting(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except OSError as error:
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            self._note(f"standard output takes nothing any more ({error.strerror}); the run goes on without it")
 
 
 def table(rows: Sequence[Sequence[str]], left: Collection[str] | None = None, keys: int = 1, indent: int = 0) -> str:

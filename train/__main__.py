@@ -2,7 +2,7 @@
 
 The first word is a recipe; `python -m train RECIPE --help` lists its flags, which are the fields of its config.
 
-Exit codes: 0 done, 1 the run failed, 2 bad input (one message on stderr), 130 and 143 stopped by a signal.
+Exit codes: 0 done, 1 the run failed, 2 bad input (one message on stderr), 128 + its number stopped by a signal.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def main(argv: list[str]) -> int:
     """The exit code of a command line, which is the words after `python -m train`."""
     if threading.current_thread() is not threading.main_thread():
         return _command(argv)
-    # SIGTERM unwinds the run, so that files and the terminal are left in order.
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    # No exception: it would be raised in whatever code of XLA has called Python, and end the process with a segmentation fault.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: terminal.leave(128 + number))
     try:
         return _command(argv)
     finally:

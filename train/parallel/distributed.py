@@ -18,8 +18,9 @@ from typing import Any
 import jax
 from jax._src import distributed as _distributed  # the store has no public name
 
+from mupax.terminal import leave
 from mupax.train.config.run import DistributedConfig
-from mupax.train.parallel.processes import Processes, leave
+from mupax.train.parallel.processes import Processes
 
 _POLL_S = 1.0
 """How often a process says that it is alive and looks whether another has failed."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -80,16 +79,6 @@ class Processes:
 
     def post_failure(self, reason: str) -> None:
         """Tell the others that this process ends, and why; they then end too, with exit code 1."""
-
-
-def leave(code: int) -> None:
-    """End the process at once, from any thread: the main one may be where no exception reaches it."""
-    if sys.stdout.isatty():
-        sys.stdout.write("\x1b[?25h")  # the live bar hides the cursor
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
 
 
 def place(

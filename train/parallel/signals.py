@@ -1,7 +1,10 @@
-"""SIGINT and SIGTERM: a run in training stops at the next boundary and saves; before and after that it leaves at once.
+"""Signals: a run in training stops at the next boundary and saves; before and after that it leaves at once.
 
-A thread of its own hears the signals too, through the wake-up descriptor that Python's handlers write to: the main thread
-may be inside the compiler or a collective operation, where no handler runs. A second signal ends the process at once.
+SIGINT and SIGTERM do so, SIGHUP (a terminal that was closed) and SIGUSR1 (SLURM's `--signal=USR1@120`). A second SIGINT or
+SIGTERM ends the process at once, whatever it waits for.
+
+A thread of its own hears the signals, through the wake-up descriptor that Python's handlers write to: the main thread may be
+inside the compiler or a collective operation, where no handler runs, and where one that raised would end in a segmentation fault.
 
 Where there are several processes, one that hears a signal tells the others through the coordination service, and all agree
 on how many programs (steps, batches of an evaluation) each of them runs before it stops.
@@ -10,7 +13,7 @@ on how many programs (steps, batches of an evaluation) each of them runs before 
 from __future__ import annotations
 
 import contextlib
-import select
+import math
 import signal
 import socket
 import sys
@@ -19,34 +22,30 @@ import time
 from types import FrameType
 from typing import Any
 
-from mupax.train.parallel.processes import Processes, leave
+from mupax.terminal import leave
+from mupax.train.parallel.processes import Processes
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_INSISTING = (signal.SIGINT, signal.SIGTERM)
+"""Of which a second one ends the process. A closed terminal sends SIGHUP twice, and USR1 is a notice before SIGTERM."""
+_ONE_S = 0.3
+"""Signals so close together are one: `timeout` sends its own twice, srun and the step's daemon one each."""
 _POLL_S = 0.25
 """How often a process of several looks whether another was told to stop."""
-_UNWIND_S = 2.0
-"""How long the main thread may take to leave by itself where there is nothing to save."""
-_AT_ONCE_S = 1.0
-"""The same after a second signal."""
+_TOGETHER_S = 2.0
+"""How long process 0 waits for the others to leave before it."""
 _STOP = "mupax/stop"
 
 
 class StopRequest:
-    """Listens while entered, in the main thread; elsewhere it never hears a signal itself.
+    """Listens while entered, in the main thread; elsewhere it never hears a signal itself."""
 
-    Args:
-        joins: whether the run will have several processes. One that has begun to join them cannot unwind: the end of the
-            interpreter would wait for the others.
-    """
-
-    def __init__(self, joins: bool = False) -> None:
-        self._joins = joins
+    def __init__(self) -> None:
         self.received: signal.Signals | None = None
         """The signal that the run stops by, on every process; None while there is none."""
         self._processes = Processes()
         self._saves = self._going = False
-        self._done = self._handled = self._heard = 0
-        self._leave_at: float | None = None
+        self._done, self._insisted = 0, math.inf
         self._bound: int | None = None
         """Programs after which this process has promised to wait until all agree."""
         self._agreed: int | None = None
@@ -59,13 +58,14 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """130 for SIGINT, 143 for SIGTERM, 0 when nothing was received."""
+        """128 and the number of the signal, 143 for SIGTERM say; 0 when nothing was received."""
         return 0 if self.received is None else 128 + self.received
 
     def join(self, processes: Processes) -> None:
         """From now on the run has these processes, which stop together."""
         self._processes = processes
-        self._mouth.send(b"\0")  # no signal: the thread wakes up, and looks at what others say from now on
+        if processes.count > 1:
+            threading.Thread(target=self._talk, name="stopping", daemon=True).start()
 
     def defer(self) -> None:
         """From now on a first signal is only noted: there is something to save."""
@@ -75,7 +75,7 @@ class StopRequest:
         """Everything is saved, on all processes: a signal, also one that was just noted, ends the process again."""
         with self._changed:
             self._saves, self._bound = False, None
-        if self.received is not None and not self._joins:
+        if self.received is not None and self._processes.count == 1:
             raise SystemExit(self.exit_code)
 
     def now(self) -> bool:
@@ -107,7 +107,9 @@ class StopRequest:
         if threading.current_thread() is threading.main_thread():
             self._mouth.setblocking(False)
             self._wakeup_before = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
-            self._handlers_before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+            # `nohup` has SIGHUP ignored.
+            heard = [n for n in _SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+            self._handlers_before = {number: signal.signal(number, self._note) for number in heard}
         self._thread.start()
         return self
 
@@ -124,39 +126,49 @@ class StopRequest:
 
     # In the main thread, as soon as it is back in Python
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._handled += 1
+    def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or signal.Signals(number)  # the thread may have noted it before
-        if not (self._handled == 1 and self._saves) and not self._joins:
-            raise SystemExit(128 + number)
 
-    # In the thread
+    # In the thread that listens
 
     def _listen(self) -> None:
         while not self._ended.is_set():
-            waits = _POLL_S if self._processes.count > 1 or self._leave_at is not None else None
-            if select.select([self._ear], [], [], waits)[0]:
-                for number in self._ear.recv(64):
-                    if number in _SIGNALS:
-                        self._hear(signal.Signals(number))
-            if not self._processes.closed:
-                with contextlib.suppress(Exception):  # of the network; `Processes` sees to a lost coordinator
-                    self._confer()
-            if self._leave_at is not None and time.monotonic() >= self._leave_at and not self._ended.is_set():
-                leave(self.exit_code)
+            for number in self._ear.recv(64):
+                if number in _SIGNALS:
+                    self._hear(signal.Signals(number))
 
     def _hear(self, number: signal.Signals) -> None:
-        self._heard += 1
         self.received = self.received or number
-        if self._heard > 1:
-            self._leave_at = time.monotonic() + _AT_ONCE_S
-            self._processes.post_failure(f"stopped at once by a second {number.name}")
-        elif not self._saves:
-            print(f"stopped by {number.name} with nothing to save: checkpoints are as they were", file=sys.stderr)
-            if not self._joins:
-                self._leave_at = time.monotonic() + _UNWIND_S
-            elif self._processes.closed:  # not joined yet, or not any more
-                self._leave_at = time.monotonic()
+        now = time.monotonic()
+        if number in _INSISTING:
+            if now - self._insisted > _ONE_S:
+                self._leave_at_once(number)
+            self._insisted = min(self._insisted, now)
+        if not self._saves:
+            text = f"stopped by {number.name} with nothing to save: checkpoints are as they were"
+            if self._processes.closed:  # alone, or not joined yet, or not any more
+                leave(self.exit_code, text)
+            print(text, file=sys.stderr)  # the other thread leaves with all processes, unless the network holds it
+            late = threading.Timer(2 * _TOGETHER_S, leave, (self.exit_code,))
+            late.daemon = True
+            late.start()
+
+    def _leave_at_once(self, number: signal.Signals) -> None:
+        text = f"stopped at once by a second {number.name}"
+        if not self._processes.closed:
+            tell = threading.Thread(target=self._processes.post_failure, args=(text,), daemon=True)
+            tell.start()
+            tell.join(_TOGETHER_S)
+            if self._processes.leader:
+                time.sleep(_TOGETHER_S)  # until the others have read it: process 0 takes the store with it
+        leave(self.exit_code, f"{text}: what was being saved is lost, earlier checkpoints are as they were")
+
+    # In the thread that talks to the other processes
+
+    def _talk(self) -> None:
+        while not (self._ended.wait(_POLL_S) or self._processes.closed):
+            with contextlib.suppress(Exception):  # of the network; `Processes` sees to a lost coordinator
+                self._confer()
 
     def _confer(self) -> None:
         """Ask, promise, and learn what was agreed on."""
@@ -184,7 +196,7 @@ class StopRequest:
 
     def _leave_together(self) -> None:
         """One process has nothing to save, so that no program of all of them can follow. Process 0 goes last."""
-        processes, until = self._processes, time.monotonic() + _UNWIND_S
+        processes, until = self._processes, time.monotonic() + _TOGETHER_S
         processes.post(f"{_STOP}/left/{processes.index}", "")
         while processes.leader and time.monotonic() < until:
             if sum(key.startswith("left/") for key in processes.posts(_STOP)) == processes.count:

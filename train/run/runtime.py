@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
+from mupax.terminal import Lasting
 from mupax.train.checkpoints import workdir
 from mupax.train.config.record import differences, to_json
 from mupax.train.config.run import Config
@@ -79,7 +80,7 @@ class Runtime:
         folder: the work folder, locked for this run.
         resumed: whether an earlier part of the run lies in the folder.
         processes: of the run; process 0 prints and writes.
-        stop: hears SIGINT and SIGTERM.
+        stop: hears signals.
         watchdog: speaks after a long silence.
         console: prints on process 0 alone.
     """
@@ -123,7 +124,7 @@ def runtime(config: Config) -> Iterator[Runtime]:
         SystemExit: a signal came with nothing to save.
     """
     others = place(config.distributed)
-    with StopRequest(others is not None) as stop, _joined(others, config) as processes:
+    with _streams(), StopRequest() as stop, _joined(others, config) as processes:
         stop.join(processes)
         check_config(config, processes)
         folder, resumed = workdir.claim(config, processes)
@@ -133,6 +134,15 @@ def runtime(config: Config) -> Iterator[Runtime]:
 
                 config = init_from.settled(config, folder, resumed, processes)
             yield Runtime(config, folder, resumed, processes, stop, watchdog, Console(quiet=not processes.leader))
+
+
+@contextlib.contextmanager
+def _streams() -> Iterator[None]:
+    """Standard output and error that a closed terminal or a broken pipe does not make an error of the run."""
+    err = Lasting(sys.stderr)
+    out = Lasting(sys.stdout, note=lambda text: print(text, file=err))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):  # pyright: ignore[reportArgumentType]
+        yield
 
 
 def check_config(config: Config, processes: Processes) -> None:

@@ -115,8 +115,8 @@ def test_answers_come_within_a_second(flag: str) -> None:
     assert min(process("lm-tiny", flag)[1] for _ in range(3)) < 1.0
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_ends_the_run_with_its_code(number: signal.Signals, code: int) -> None:
+@pytest.mark.parametrize(("number", "code", "unwinds"), [(signal.SIGTERM, 143, False), (signal.SIGINT, 130, True)])
+def test_a_signal_ends_the_run_with_its_code(number: signal.Signals, code: int, unwinds: bool) -> None:
     # The children of a shell's background job ignore SIGINT.
     program = """
 import signal, sys, time, types
@@ -139,8 +139,23 @@ sys.exit(main(["lm-tiny"]))
         child.send_signal(number)
         out, err = child.communicate(timeout=30)
     assert child.returncode == code
-    assert out == "left in order\n"
+    assert out == ("left in order\n" if unwinds else "")
     assert "Traceback" not in err
+
+
+def test_a_process_whose_command_is_done_ends_though_a_thread_of_a_library_does_not() -> None:
+    program = """
+import threading, time
+from mupax import terminal
+terminal._EXIT_S = 0.5
+threading.Thread(target=time.sleep, args=(60,)).start()
+main = terminal.entry_point(lambda argv: print("done", end="") or 3)
+raise SystemExit(main())
+"""
+    began = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "done", "")
+    assert time.perf_counter() - began < 20
 
 
 def test_a_closed_pipe_is_no_error() -> None:

@@ -272,7 +272,7 @@ with StopRequest() as stop:
             for number in signals:
                 began = time.monotonic()
                 child.send_signal(number)
-                time.sleep(0.2)
+                time.sleep(0.4)
             assert child.wait(timeout=20) == code
             assert time.monotonic() - began < 5
 

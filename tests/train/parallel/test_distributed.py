@@ -208,7 +208,7 @@ def test_processes_agree_on_how_many_programs_they_run_before_a_stop() -> None:
     ran: list[tuple[int, int]] = []
 
     def work(processes: Processes) -> int:
-        with StopRequest(joins=True) as stop:
+        with StopRequest() as stop:
             stop.join(processes)
             stop.defer()
             programs = 0
