@@ -3,6 +3,7 @@
 The first word is a recipe; `python -m train RECIPE --help` lists its flags, which are the fields of its config.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input (one message on stderr), 128 + its number stopped by a signal.
+With `--restart` it is that of the last attempt, 128 and the signal's number where it was killed.
 """
 
 from __future__ import annotations
@@ -73,6 +74,10 @@ def _command(argv: list[str]) -> int:
         from mupax.train.run import dry_run
 
         return dry_run.run(command.config)
+    if command.restart:
+        from mupax.train.run.restart import supervisor
+
+        return supervisor.run(command.config, argv, command.restart)
 
     steps, warmup = command.config.steps, command.config.optimizer.warmup_steps
     if steps < warmup:

@@ -4,10 +4,11 @@
 #   scripts/launch/slurm.sh --nodes 4 --gpus 8 [--time 24:00:00] [--partition NAME] [--dry-run] -- RECIPE [--FLAG VALUE ...]
 #
 # To be run in the checkout, which all nodes must see, as they must see --workdir. The job is told to stop two minutes before
-# its time is over, saves, and goes on where it was when it is submitted again (--resume is added).
+# its time is over, saves, and goes on where it was when it is submitted again (--resume is added). After a crash it starts
+# again by itself, at most five times (--restart 5 is added).
 set -euo pipefail
 
-usage() { sed -n '2,6s/^# \{0,1\}//p' "$0" >&2; echo "error: $1" >&2; exit 2; }
+usage() { sed -n '2,7s/^# \{0,1\}//p' "$0" >&2; echo "error: $1" >&2; exit 2; }
 
 nodes='' gpus='' time=24:00:00 partition='' dry_run=''
 while (($#)); do
@@ -33,7 +34,7 @@ job() {
     [[ ! $partition ]] || echo "#SBATCH --partition=$partition"
     # One process that fails takes the others with it, whatever kept it from telling them.
     printf 'srun --kill-on-bad-exit=1'
-    printf ' %q' .venv/bin/python -u -m train "$@" --resume
+    printf ' %q' .venv/bin/python -u -m train "$@" --resume --restart 5
     echo
 }
 

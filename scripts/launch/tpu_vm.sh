@@ -3,10 +3,11 @@
 #
 #   scripts/launch/tpu_vm.sh --tpu NAME --zone ZONE [--project NAME] [--dry-run] -- RECIPE [--FLAG VALUE ...]
 #
-# --workdir must be a folder that all hosts share, such as a mounted bucket. Started again it goes on (--resume is added).
+# --workdir must be a folder that all hosts share, such as a mounted bucket. Started again it goes on (--resume is added); after a crash
+# it starts again by itself, at most five times (--restart 5 is added).
 set -euo pipefail
 
-usage() { sed -n '2,6s/^# \{0,1\}//p' "$0" >&2; echo "error: $1" >&2; exit 2; }
+usage() { sed -n '2,7s/^# \{0,1\}//p' "$0" >&2; echo "error: $1" >&2; exit 2; }
 
 tpu='' zone='' project='' dry_run=''
 while (($#)); do
@@ -40,7 +41,7 @@ run() {
 install='rm -rf mupax && mkdir mupax && tar xzf mupax.tar.gz -C mupax && cd mupax && python3 -m pip install -q --user uv'
 install+=' && ~/.local/bin/uv venv -q --python 3.12 --seed ~/mupax-venv --allow-existing'
 install+=' && ~/.local/bin/uv pip install -q --python ~/mupax-venv/bin/python -r requirements.txt -e ".[tpu]"'
-train="cd mupax && exec ~/mupax-venv/bin/python -u -m train$(printf ' %q' "$@" --resume)"
+train="cd mupax && exec ~/mupax-venv/bin/python -u -m train$(printf ' %q' "$@" --resume --restart 5)"
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 run git archive --format=tar.gz --output=mupax.tar.gz HEAD

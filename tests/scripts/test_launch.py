@@ -19,6 +19,9 @@ FOLDER = Path(__file__).resolve().parents[2] / "scripts" / "launch"
 WORDS = ("lm-1b", "--workdir", "/shared/run", "--mesh.fsdp", "-1", "--mesh.data", "2", "--resume")
 """What every script must start in the end; --resume is added by the scripts."""
 
+RESTART = ("--restart", "5")
+"""Of the scripts whose scheduler does not start a run again."""
+
 
 def launch(script: str, *words: str, code: int = 0) -> str:
     command = [str(FOLDER / script), *words]
@@ -42,8 +45,9 @@ def test_scripts_are_sound_shell(path: Path) -> None:
 
 
 def test_what_they_start_is_a_command_line_of_this_project() -> None:
-    config = cli.parse("lm-1b", RECIPES["lm-1b"], WORDS[1:]).config
-    assert (config.mesh.fsdp, config.mesh.data, config.resume) == (-1, 2, True)
+    command = cli.parse("lm-1b", RECIPES["lm-1b"], [*WORDS[1:], *RESTART])
+    config = command.config
+    assert (config.mesh.fsdp, config.mesh.data, config.resume, command.restart) == (-1, 2, True, 5)
 
 
 def test_slurm() -> None:
@@ -53,7 +57,7 @@ def test_slurm() -> None:
     for option in ("nodes=4", "ntasks-per-node=1", "gpus-per-node=8", "partition=big", "signal=TERM@120"):
         assert f"#SBATCH --{option}" in lines
     assert lines[-1].startswith("srun --kill-on-bad-exit=1 ")
-    assert train_words(lines[-1]) == WORDS
+    assert train_words(lines[-1]) == (*WORDS, *RESTART)
     assert "gpus-per-node" not in launch("slurm.sh", "--nodes", "4", "--gpus", "0", "--dry-run", "--", "lm-1b")
 
 
@@ -66,7 +70,7 @@ def test_tpu_vm() -> None:
         assert {"--zone=z", "--worker=all", "--project=p"} <= set(shlex.split(line))
     assert "uv pip install" in shlex.split(install)[-1]
     command = shlex.split(run)[-1].removeprefix("--command=")
-    assert train_words(command) == (*WORDS[:-1], "--seed", "1 2", "--resume")
+    assert train_words(command) == (*WORDS[:-1], "--seed", "1 2", "--resume", *RESTART)
 
 
 def test_gke() -> None:

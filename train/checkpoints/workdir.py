@@ -25,7 +25,7 @@ from mupax.zoo.checked_json import read_json
 
 RECORD = "config.json"
 _SHARED, _LOCK, _PROBE, _PARTIAL = ".shared", ".lock", ".writable", f".{RECORD}.partial"
-_FIRST = {_SHARED, _LOCK, _PROBE, _PARTIAL}
+_FIRST = (_SHARED, _LOCK, _PROBE, _PARTIAL, "attempts*.jsonl")
 """What a run writes before its record: a kill leaves some of them in a folder that is still free."""
 CHECKPOINTS, SET_ASIDE = "checkpoints", "set-aside"
 _FIXED = (
@@ -76,7 +76,7 @@ def _claim(config: Config) -> tuple[str, bool]:
     path = Path(config.workdir if config.workdir is not None else f"runs/{config.recipe}").absolute()
     if path.exists() and not path.is_dir():
         raise WorkdirError(f"{_shown(path)} is a file; write --workdir with the name of a folder")
-    occupied = path.is_dir() and any(child.name not in _FIRST for child in path.iterdir())
+    occupied = path.is_dir() and not all(any(map(child.match, _FIRST)) for child in path.iterdir())
     if occupied and not config.resume:
         raise WorkdirError(
             f"the workdir {_shown(path)} is not empty; add --resume to continue the run in it, "

@@ -17,6 +17,7 @@ from mupax import command_line, presets
 from mupax.command_line import Switch
 from mupax.presets import papers
 from mupax.presets.optimizers import OPTIMIZERS
+from mupax.train.config.checks import at_least
 from mupax.train.config.preset import PresetConfig, preset_of
 from mupax.train.config.run import Config
 from mupax.train.config.sections import source
@@ -35,6 +36,11 @@ class Command:
     """Print shapes, the preset's table, memory and FLOPs; allocate and train nothing."""
     print_config: Switch = False
     """Print the resolved config as JSON and stop."""
+    restart: Annotated[int, conf.arg(metavar="N")] = 0
+    """Train in a child process and start it again after a crash, from its newest good checkpoint, at most so many times."""
+
+    def __post_init__(self) -> None:
+        at_least("", self, 0, "restart")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -56,7 +56,9 @@ class Report(contextlib.ExitStack):
         self.profile = Profile(steps, rt.folder / "profile", self.paused, self.progress.note)
         self._pending: collections.deque[tuple[int, dict[str, jax.Array], float]] = collections.deque()
         self._bad: RejectedStep | None = None
-        self._newest = position.step
+        self._newest, self._attempt = position.step, rt.attempt
+        if self._attempt is not None:
+            self._attempt.note(start=position.step, step=position.step)
         self._waited = 0.0
         self._clock = time.monotonic()
 
@@ -116,6 +118,8 @@ class Report(contextlib.ExitStack):
             row |= {"skipped": True} if skipped else {}
             row |= {"batch": step - 1 + self._left_out} if self._left_out else {}
             self._write({**row, "seconds": round(seconds, 6)})
+            if self._attempt is not None:
+                self._attempt.note(step=step)
             if skipped and self._ends_the_run(values, in_a_row):
                 definition, trained = self._program.definition, self._program.trained
                 specs = {name: spec for name, spec in definition.specs.items() if name in trained}

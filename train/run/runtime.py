@@ -6,12 +6,13 @@ import contextlib
 import dataclasses
 import faulthandler
 import math
+import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 
@@ -22,6 +23,9 @@ from mupax.train.config.run import Config
 from mupax.train.parallel.processes import Processes, place
 from mupax.train.parallel.signals import StopRequest
 from mupax.zoo.configs import ConfigError
+
+if TYPE_CHECKING:
+    from mupax.train.run.restart.memory import Memory
 
 
 class Interrupted(Exception):
@@ -83,6 +87,7 @@ class Runtime:
         stop: hears signals.
         watchdog: speaks after a long silence.
         console: prints on process 0 alone.
+        attempt: tells the supervisor (`--restart`) how far the run has come; None without one.
     """
 
     config: Config
@@ -92,6 +97,7 @@ class Runtime:
     stop: StopRequest
     watchdog: Watchdog
     console: Console
+    attempt: Memory | None = None
 
     @contextlib.contextmanager
     def dispatching(self, awaited: str) -> Iterator[None]:
@@ -133,7 +139,12 @@ def runtime(config: Config) -> Iterator[Runtime]:
                 from mupax.train.reuse.start import init_from
 
                 config = init_from.settled(config, folder, resumed, processes)
-            yield Runtime(config, folder, resumed, processes, stop, watchdog, Console(quiet=not processes.leader))
+            console, attempt = Console(quiet=not processes.leader), None
+            if "MUPAX_ATTEMPT" in os.environ:
+                from mupax.train.run.restart import memory
+
+                attempt = memory.of_this_process(processes.index, processes.count)
+            yield Runtime(config, folder, resumed, processes, stop, watchdog, console, attempt)
 
 
 @contextlib.contextmanager
@@ -151,7 +162,8 @@ def check_config(config: Config, processes: Processes) -> None:
     Raises:
         ConfigError: the text names the field.
     """
-    mine = {**to_json(config), "distributed": None}
+    # One that was started again has --resume; process 0 alone asks for it.
+    mine = {**to_json(config), "distributed": None, "resume": None}
     for path, first, here in differences(processes.broadcast("config", lambda: mine), mine):
         raise ConfigError(
             f"process {processes.index} has {path} {here} and process 0 has {first}; start all processes with the same flags"

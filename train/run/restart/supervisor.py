@@ -1,0 +1,76 @@
+"""A run that is started again after a crash, from its newest good checkpoint.
+
+Not started again: a run that is done, has bad input, was told to stop, or fails twice at the same step. Where there are several
+processes, each has a supervisor; they wait for each other's rows of attempts, so that none joins what is left of the last one.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Sequence
+
+from mupax.train.config.run import Config
+from mupax.train.run.restart.attempt import FILE, Attempt, ended_since
+from mupax.train.run.restart.child import SIGNALS, Listener, attempt
+
+FINAL = frozenset({0, 2, 128 + signal.SIGPIPE, *(128 + number for number in SIGNALS)})
+"""Exit codes that ask for nothing more: done, bad input, stopped."""
+_LONGEST_S = 60.0
+"""Of the waits before another attempt; the first is a second, each further one twice as long."""
+_ENDING_S = 30
+"""How long the other processes may take to end, once they have noticed."""
+
+
+def run(config: Config, words: Sequence[str], most: int) -> int:
+    """Train in a child process, and again after a crash; returns the exit code of the last attempt.
+
+    Args:
+        config: of the run.
+        words: its command line, after `python -m train`.
+        most: attempts after the first.
+    """
+    command, before = [*_python(words), *_without_restart(words)], None
+    with Listener() as listener:
+        for number in range(1, most + 2):
+            last = attempt(number, command, listener)
+            if last.exit_code != 2:  # a folder that was refused may be another run's
+                last.record(config)
+            if last.exit_code in FINAL or listener.received:
+                break
+            if before is not None and last.failed_as(before):
+                last.say(f"attempt {number - 1} ended there too, so it is not started again; see {FILE} in the workdir")
+                break
+            if number > most:
+                last.say(f"--restart {most} allows no other; see {FILE} in the workdir")
+                break
+            wait = min(2.0 ** (number - 1), _LONGEST_S)
+            last.say(f"starting again in {wait:.0f} s ({number} of {most})")
+            if listener.wait(wait) or _others_still_run(config, last, listener):
+                return 128 + listener.received[0]
+            before = last
+            command += [] if "--resume" in command else ["--resume"]
+    return last.exit_code
+
+
+def _python(words: Sequence[str]) -> list[str]:
+    """The command as it was started, without its words."""
+    started = sys.orig_argv
+    if words and started[-len(words) :] == [*words]:
+        return [sys.executable, *started[1 : -len(words)]]
+    return [sys.executable, "-m", "mupax.train"]
+
+
+def _without_restart(words: Sequence[str]) -> list[str]:
+    pairs = zip(["", *words], words, strict=False)
+    return [word for flag, word in pairs if "--restart" not in (flag, word) and not word.startswith("--restart=")]
+
+
+def _others_still_run(config: Config, last: Attempt, listener: Listener) -> bool:
+    """Wait until every process has recorded its end, or must have ended; whether a signal came first."""
+    count, until = last.reached.processes, time.monotonic() + config.distributed.heartbeat_seconds + _ENDING_S
+    while count > 1 and time.monotonic() < until and ended_since(config, last.began) < count:
+        if listener.wait(0.5):
+            return True
+    return False
