@@ -16,10 +16,11 @@ from typing import Any
 
 from orbax.checkpoint import v1 as ocp
 
+from mupax import disk
 from mupax.train.checkpoints import folder, manifest
 from mupax.train.checkpoints.folder import SAVING, CheckpointFolder
 from mupax.train.checkpoints.manifest import DamagedError, Manifest
-from mupax.train.checkpoints.workdir import WorkdirError
+from mupax.train.checkpoints.workdir import WorkdirError, recorded
 from mupax.train.core.state import TrainState
 from mupax.train.parallel.processes import Processes
 
@@ -53,6 +54,7 @@ class Checkpoints(CheckpointFolder):
         self._asked, self._saved = 0, self.latest
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
+        self.record = self._broadcast(lambda: recorded(workdir))
         self._broadcast(self.tidy)
 
     def save(self, step: int, state: TrainState, facts: dict[str, Any], *, last: bool = False) -> None:
@@ -112,20 +114,25 @@ class Checkpoints(CheckpointFolder):
 
         Raises:
             WorkdirError: no checkpoint is good, or it was trained on other data, or holds other arrays than this run's.
+            ForeignError, DiskError: a checkpoint is of another run or a newer version, or the disk cannot be read.
         """
         self.wait()
-        while (step := self._broadcast(lambda: self.latest)) is not None:
+        patience = disk.Patience(self._note, None if self._processes.count == 1 else 0.0)
+        while (step := self._broadcast(self.newest)) is not None:
             checkpoint = self.folder / str(step)
             content, problem = self._verified(checkpoint)
             if content is not None and not problem:
                 self._check_fits(content, abstract, facts)
-                with _ORBAX:
-                    state = TrainState(**ocp.load(str(checkpoint), abstract.arrays()))
-                wrong = manifest.check_loaded(manifest.by_name(state.arrays()), content.arrays)
-                problem = folder.first_of(self._agreed([f"the array {name} is not what was saved" for name in wrong]))
-                if not problem:
-                    self._saved = step
-                    return state
+                for _ in range(2):  # damage is what two reads agree on
+                    with _ORBAX:
+                        loaded = patience(lambda c=checkpoint: ocp.load(str(c), abstract.arrays()), checkpoint)
+                    wrong = manifest.check_loaded(manifest.by_name(loaded), content.arrays)
+                    problem = folder.first_of(
+                        self._agreed([f"the array {name} is not what was saved" for name in wrong])
+                    )
+                    if not problem:
+                        self._saved = step
+                        return TrainState(**loaded)
             self._broadcast(lambda step=step, problem=problem: self.set_aside(step, problem))
         raise self.none_good()
 
@@ -133,9 +140,9 @@ class Checkpoints(CheckpointFolder):
         """The manifest of a checkpoint, and what is wrong with its files, which is the same on every process."""
         content: Manifest | None = None
         try:
-            content = manifest.read(checkpoint)
+            content = manifest.read(checkpoint, self.record.get("run"))
             problems = folder.file_problems(checkpoint, content, (self._processes.index, self._processes.count))
-        except (DamagedError, OSError) as error:
+        except DamagedError as error:
             problems = [str(error)]
         if not (problems := self._agreed(problems)):
             return content, ""
@@ -205,7 +212,7 @@ class Checkpoints(CheckpointFolder):
                 part["files"] |= each["files"]
                 for name, entry in each["arrays"].items():
                     part["arrays"][name]["shards"] += entry["shards"]
-            self.publish(checkpoint, Manifest(step=step, data=facts, **part))
+            self.publish(checkpoint, Manifest(step=step, data=facts, record=self.record, **part))
         except Exception as error:
             self._failed(step, error)
 

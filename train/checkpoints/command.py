@@ -42,8 +42,8 @@ def main(argv: Sequence[str]) -> int:
 
     from mupax.train.checkpoints import workdir
 
-    workdir.read_record(args.workdir)
-    rows = _checkpoints(args.workdir, verify=args.verify)
+    record = workdir.read_record(args.workdir)
+    rows = _checkpoints(args.workdir, record.get("run"), verify=args.verify)
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(rows, indent=2) + "\n")
@@ -53,30 +53,30 @@ def main(argv: Sequence[str]) -> int:
     return int(any(row["damaged"] for row in rows if not row["set_aside"]))
 
 
-def _checkpoints(workdir: Path, *, verify: bool) -> list[dict[str, Any]]:
+def _checkpoints(workdir: Path, run: str | None, *, verify: bool) -> list[dict[str, Any]]:
     """One entry per checkpoint, oldest first, those set aside after the others."""
-    from mupax.train.checkpoints.workdir import CHECKPOINTS, SET_ASIDE
+    from mupax.train.checkpoints.folder import CHECKPOINTS, SET_ASIDE
 
     folder = workdir / CHECKPOINTS
     paths = sorted((path for path in folder.glob("*") if path.name.isdigit()), key=lambda path: int(path.name))
-    return [_entry(path, verify, workdir) for path in [*paths, *sorted((folder / SET_ASIDE).glob("*"))]]
+    return [_entry(path, verify, workdir, run) for path in [*paths, *sorted((folder / SET_ASIDE).glob("*"))]]
 
 
-def _entry(checkpoint: Path, verify: bool, workdir: Path) -> dict[str, Any]:
+def _entry(checkpoint: Path, verify: bool, workdir: Path, run: str | None) -> dict[str, Any]:
     """What the manifest and the sizes of its files say; with `verify` everything is read."""
     from mupax.train.checkpoints import folder, manifest
-    from mupax.train.checkpoints.workdir import SET_ASIDE
+    from mupax.train.checkpoints.folder import SET_ASIDE
 
     problems: list[str] = []
     arrays: int | None = None
     try:
-        content = folder.verified(checkpoint) if verify else manifest.read(checkpoint)
+        content = folder.verified(checkpoint, run) if verify else manifest.read(checkpoint, run)
         arrays = len(content.arrays)
         if not verify:
             problems = folder.file_problems(checkpoint, content, contents=False)
         elif wrong := manifest.damaged_arrays(checkpoint, content.arrays):
             problems = [f"other arrays than were saved: {folder.first_of(wrong)}"]
-    except (manifest.DamagedError, OSError) as error:
+    except (manifest.DamagedError, manifest.ForeignError) as error:
         problems = [str(error)]
     name, _, _ = checkpoint.name.partition(".")
     return {

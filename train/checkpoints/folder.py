@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import shutil
+import stat
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from mupax import disk
+from mupax.errors import MupaxError
 from mupax.train.checkpoints import manifest
-from mupax.train.checkpoints.manifest import DamagedError, Manifest
-from mupax.train.checkpoints.workdir import CHECKPOINTS, SET_ASIDE, WorkdirError
+from mupax.train.checkpoints.manifest import DamagedError, ForeignError, Manifest
 
+CHECKPOINTS, SET_ASIDE = "checkpoints", "set-aside"
 SAVING, DELETING = ".saving", ".deleting"
+_AGAIN_S = 0.2
+"""Until a file that looks damaged is read again."""
 _BLOCK = 2**20  # stays in a core's cache: reading and hashing 16 MiB at a time takes five times as long
+
+
+class WorkdirError(MupaxError):
+    """A folder this run must not write into, or a run it cannot continue. The text says what to write instead."""
 
 
 class CheckpointFolder:
@@ -29,6 +41,9 @@ class CheckpointFolder:
 
     def __init__(self, workdir: Path, keep: int, note: Callable[[str], None]) -> None:
         self.folder, self._keep, self._note = workdir / CHECKPOINTS, keep, note
+        self._taken_back: set[str] = set()
+        self.record: dict[str, Any] = {}
+        """What config.json holds: goes into manifests."""
 
     @property
     def latest(self) -> int | None:
@@ -47,7 +62,7 @@ class CheckpointFolder:
         if target.exists():  # one without a manifest, copied here by somebody
             self.set_aside(content.step, "another was saved")
         written.replace(target)
-        manifest.sync_folder(self.folder)
+        disk.sync_folder(self.folder)
         for step in steps(self.folder)[: -self._keep]:
             doomed = self.folder / f"{step}{DELETING}"  # half deleted, it must not look like a checkpoint
             (self.folder / str(step)).replace(doomed)
@@ -82,28 +97,58 @@ class CheckpointFolder:
         """Remove what interrupted saves left, set aside what has no manifest."""
         if not self.folder.is_dir():
             return
-        for path in self.folder.iterdir():
+        for path in map(self.folder.joinpath, disk.names(self.folder)):
             name, dot, _ = path.name.partition(".")
             if name.isdigit() and dot:
                 shutil.rmtree(path, ignore_errors=True)
-            elif name.isdigit() and not (path / manifest.NAME).is_file():
+            elif name.isdigit() and disk.status(path / manifest.NAME) is None:
                 self.set_aside(int(name), f"{manifest.NAME} is missing")
-        if self.latest is None and any((self.folder / SET_ASIDE).glob("*")):
+        if self.newest() is None and disk.names(self.folder / SET_ASIDE):
             raise self.none_good()
 
+    def newest(self) -> int | None:
+        """Step of the newest checkpoint; where there is none, of those set aside that are whole, which are taken back."""
+        if self.latest is not None:
+            return self.latest
+        for name in disk.names(self.folder / SET_ASIDE):
+            aside, (step, _, _) = self.folder / SET_ASIDE / name, name.partition(".")
+            target = self.folder / step
+            if not step.isdigit() or name in self._taken_back or disk.status(target) is not None:
+                continue
+            try:
+                whole = verified(aside).step == int(step)
+            except (DamagedError, ForeignError):
+                continue
+            if whole:
+                aside.replace(target)
+                self._taken_back.add(name)  # once: what is whole and cannot be loaded comes here again
+                self._note(f"checkpoint {step}, set aside as {SET_ASIDE}/{name}, is whole: taken back")
+        return self.latest
+
     def none_good(self) -> WorkdirError:
-        """For a run whose checkpoints are all damaged."""
-        names = ", ".join(sorted(path.name for path in (self.folder / SET_ASIDE).glob("*")))
+        """For a run whose checkpoints are all damaged, those set aside too."""
         return WorkdirError(
-            f"no good checkpoint is left in {self.folder}; those set aside in {SET_ASIDE}/ ({names}) are damaged. Nothing was "
+            f"no good checkpoint is left in {self.folder}; those set aside in {SET_ASIDE}/ "
+            f"({', '.join(disk.names(self.folder / SET_ASIDE))}) were read again and are damaged. Nothing was "
             "overwritten: put a copy of a good one there, or start again with another --workdir"
         )
 
 
 def steps(folder: Path) -> list[int]:
     """Steps of the checkpoints in a folder, oldest first: those that have a manifest."""
-    names = (path.parent.name for path in folder.glob(f"*/{manifest.NAME}"))
-    return sorted(int(name) for name in names if name.isdigit())
+    found = [int(name) for name in disk.names(folder) if name.isascii() and name.isdigit() and str(int(name)) == name]
+    return sorted(step for step in found if disk.status(folder / str(step) / manifest.NAME) is not None)
+
+
+def newest_record(folder: Path) -> dict[str, Any]:
+    """What config.json held when the newest checkpoint of a folder was saved; empty where no manifest says it."""
+    for step in reversed(steps(folder)):
+        try:
+            if record := manifest.read(folder / str(step)).record:
+                return record
+        except (DamagedError, ForeignError):
+            continue
+    return {}
 
 
 def file_digests(checkpoint: Path, process: int, count: int) -> dict[str, list[Any]]:
@@ -117,6 +162,8 @@ def file_digests(checkpoint: Path, process: int, count: int) -> dict[str, list[A
 def _file_digest(path: Path) -> list[Any]:
     hasher, size = xxhash.xxh3_128(), 0
     with path.open("rb") as file:
+        with contextlib.suppress(AttributeError, OSError):  # no such call, or no file of this machine
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # from the disk, not from memory
         while block := file.read(_BLOCK):
             hasher.update(block)
             size += len(block)
@@ -126,38 +173,50 @@ def _file_digest(path: Path) -> list[Any]:
 def file_problems(
     checkpoint: Path, content: Manifest, part: tuple[int, int] = (0, 1), *, contents: bool = True
 ) -> list[str]:
-    """What is wrong with the files, one line each; nothing where all is as it was written.
+    """What is wrong with the files at two reads, one line each; nothing where all is as it was written.
 
     Args:
         checkpoint: its folder.
         content: its manifest.
         part: index and count, to look at every count-th file only.
         contents: read the files too, not their sizes alone.
+
+    Raises:
+        DiskError: the disk cannot read them.
     """
+    patience = disk.Patience()
+
+    def look(name: str) -> str | None:
+        path, (size, digest) = checkpoint / name, content.files[name]
+        try:
+            status = path.lstat()
+            if not stat.S_ISREG(status.st_mode):
+                return f"{name} is missing"
+            if status.st_size != size:
+                return f"{name} has {status.st_size} bytes, not {size}"
+            if contents and _file_digest(path) != [size, digest]:
+                return f"{name} has other contents than were written"
+        except disk.ABSENT:
+            return f"{name} is missing"
+        return None
 
     def problem(name: str) -> str | None:
-        path, written = checkpoint / name, content.files[name]
-        try:
-            if path.is_symlink() or not path.is_file():
-                return f"{name} is missing"
-            if path.stat().st_size != written[0]:
-                return f"{name} has {path.stat().st_size} bytes, not {written[0]}"
-            if contents and _file_digest(path) != written:
-                return f"{name} has other contents than were written"
-        except OSError as error:
-            return f"{name} cannot be read: {error.strerror}"
-        return None
+        if patience(lambda: look(name), checkpoint / name) is None:
+            return None
+        time.sleep(_AGAIN_S)
+        return patience(lambda: look(name), checkpoint / name)
 
     return [line for line in manifest.in_threads(problem, list(content.files)[part[0] :: part[1]]) if line]
 
 
-def verified(checkpoint: Path) -> Manifest:
+def verified(checkpoint: Path, run: str | None = None) -> Manifest:
     """The manifest of a checkpoint whose files are all as they were written.
 
     Raises:
         DamagedError: they are not; the text names the first files, and the arrays that cannot be read from them.
+        ForeignError, DiskError: as `manifest.read`.
     """
-    content = manifest.read(checkpoint)
+    content = manifest.read(checkpoint, run)
     if problems := file_problems(checkpoint, content):
         raise DamagedError(damage(checkpoint, content, problems))
     return content

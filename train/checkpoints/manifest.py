@@ -1,34 +1,45 @@
 """The manifest of a checkpoint: what must be in it, bitwise. A checkpoint without its whole manifest does not exist.
 
-It holds two lists of digests (xxh3_128, which finds accidents and is no signature). Every array has one of each shard, taken
-from memory when it was saved: what comes back is compared with what was there, whatever mesh it comes back to. Every file
-has its size and one, taken from the disk after the arrays were read back from it: damage is found before anything is loaded,
-without building the model.
+It holds config.json as it then was, with the name of the run, and two lists of digests (xxh3_128, which finds accidents and
+is no signature). Every array has one of each shard, taken from memory when it was saved: what comes back is compared with
+what was there, whatever mesh it comes back to. Every file has its size and one, taken from the disk after the arrays were
+read back from it: damage is found before anything is loaded, without building the model.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
+from mupax import disk
+from mupax.disk import JsonError, read_json
 from mupax.errors import MupaxError
-from mupax.zoo.checked_json import JsonError, read_json
 
 NAME = "manifest.json"
-FORMAT = "mupax-checkpoint-1"
+FORMAT = "mupax-checkpoint-2"
+_FIELDS = {
+    "mupax-checkpoint-1": {"step", "data", "arrays", "files"},
+    FORMAT: {"step", "data", "record", "arrays", "files"},
+}
+"""Format to its fields. A new one gets another number, a line here, and a reader for those before it."""
 _STATE = "state"  # folder of the arrays inside a checkpoint
 
 
 class DamagedError(MupaxError):
     """A checkpoint that is not what was saved. The text names the file or array."""
+
+
+class ForeignError(MupaxError):
+    """A checkpoint of another run or of a newer version, which may be whole: it is refused, and stays where it is."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +49,7 @@ class Manifest:
     Attributes:
         step: optimizer steps done, which is the checkpoint's name too.
         data: the data's facts.
+        record: what config.json held, where the run has one; empty in the first format.
         arrays: name to shape, dtype and shards, each an index with its digest.
         files: path inside the checkpoint to size in bytes and digest.
     """
@@ -46,47 +58,64 @@ class Manifest:
     data: dict[str, Any]
     arrays: dict[str, dict[str, Any]]
     files: dict[str, list[Any]]
+    record: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def run(self) -> str | None:
+        """Name of the run; None where it has none."""
+        return self.record.get("run")
 
 
 def write(folder: Path, manifest: Manifest) -> None:
     """Write the manifest whole or not at all."""
     body = dataclasses.asdict(manifest)
-    temporary = folder / f".{NAME}.partial"
-    with temporary.open("w") as file:
-        file.write(json.dumps({"format": FORMAT, "digest": _digest_of(body), "manifest": body}))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(folder / NAME)
-    sync_folder(folder)
+    disk.write_whole(folder / NAME, json.dumps({"format": FORMAT, "digest": _digest_of(body), "manifest": body}))
 
 
-def sync_folder(folder: Path) -> None:
-    """Put a folder's list of names on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def read(folder: Path) -> Manifest:
+def read(folder: Path, run: str | None = None) -> Manifest:
     """The manifest of a checkpoint, itself verified.
 
+    Args:
+        folder: of the checkpoint.
+        run: whose it must be, where the manifest names one; any unless given.
+
     Raises:
-        DamagedError: missing, edited, of another step than the folder's name says, or not one of this version's.
+        DamagedError: missing, edited, of another step than the folder's name says, or of another form; twice.
+        ForeignError: of another run, or in a format of another version.
+        DiskError: the disk cannot read it.
     """
-    if not (folder / NAME).is_file():
+    try:
+        manifest = _read(folder)
+    except DamagedError:  # damage is what two reads agree on
+        manifest = _read(folder)
+    if None not in (run, manifest.run) and manifest.run != run:
+        raise ForeignError(
+            f"checkpoint {folder} is of another run ({manifest.run}; the one in this workdir is {run}); nothing was "
+            "changed: move it away, or give the workdir that it is from"
+        )
+    return manifest
+
+
+def _read(folder: Path) -> Manifest:
+    if disk.status(folder / NAME) is None:
         raise DamagedError(f"{NAME} is missing")
     try:
         content = read_json(folder / NAME)
     except JsonError as error:
         raise DamagedError(f"{NAME}: {str(error).removeprefix(f'{folder / NAME}: ')}") from error
-    if content.get("format") != FORMAT:
-        raise DamagedError(f"{NAME} has format {content.get('format')!r:.40}; this version reads {FORMAT}")
-    body = content.get("manifest")
+    body, name = content.get("manifest"), content.get("format")
+    if not isinstance(name, str) or name not in _FIELDS:
+        if isinstance(name, str) and re.fullmatch(r"mupax-checkpoint-\d{1,9}", name):
+            raise ForeignError(
+                f"checkpoint {folder} has the format {name}, and this version reads {', '.join(_FIELDS)}; nothing was "
+                "changed: go on with the version that wrote it, or a newer one"
+            )
+        raise DamagedError(f"{NAME} has format {disk.shown(name)}; this version reads {', '.join(_FIELDS)}")
     if not isinstance(body, dict) or content.get("digest") != _digest_of(body):
         raise DamagedError(f"{NAME} does not have the digest it names")
     try:
+        if body.keys() != _FIELDS[name]:
+            raise ValueError("its fields")
         manifest = Manifest(**body)
         _check_form(manifest)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
@@ -102,8 +131,9 @@ def _digest_of(body: Mapping[str, Any]) -> str:
 
 def _check_form(manifest: Manifest) -> None:
     """A manifest of a stranger may carry a right digest of anything."""
-    if type(manifest.step) is not int or not isinstance(manifest.data, dict) or not manifest.files:
-        raise ValueError("step, data or files")
+    objects = isinstance(manifest.data, dict) and isinstance(manifest.record, dict)
+    if type(manifest.step) is not int or not objects or not manifest.files:
+        raise ValueError("step, data, record or files")
     for path, (size, digest) in manifest.files.items():
         parts = PurePosixPath(path)
         if parts.is_absolute() or ".." in parts.parts or type(size) is not int or not isinstance(digest, str):
@@ -156,13 +186,17 @@ def array_digest(data: np.ndarray) -> str:
 
 
 def damaged_arrays(folder: Path, arrays: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Names of the arrays whose files hold something else, read without a model or devices."""
+    """Names of the arrays whose files hold something else at two reads, made without a model or devices.
+
+    Raises:
+        DiskError: the disk cannot read them.
+    """
     import tensorstore as ts
 
     base = f"file://{folder.absolute()}/{_STATE}/"
-    context = ts.Context()
+    patience = disk.Patience()
 
-    def same(name: str, entry: Mapping[str, Any]) -> bool:
+    def same(name: str, entry: Mapping[str, Any], context: Any) -> bool:
         spec = {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
         try:
             stored = ts.open(spec, open=True, context=context).result()
@@ -170,10 +204,17 @@ def damaged_arrays(folder: Path, arrays: Mapping[str, dict[str, Any]]) -> list[s
                 array_digest(stored[tuple(slice(*axis) for axis in index)].read().result()) == digest
                 for index, digest in entry["shards"]
             )
-        except Exception:  # whatever the library makes of damage
-            return False
+        except Exception as error:  # whatever the library makes of damage
+            if isinstance(disk.system_error(error), (*disk.ABSENT, type(None))):
+                return False
+            raise
 
-    return [name for name, ok in zip(arrays, in_threads(same, arrays, arrays.values()), strict=True) if not ok]
+    wrong = list(arrays)
+    for context in (ts.Context(), ts.Context()):  # each with a cache of its own
+        look = partial(same, context=context)
+        good = in_threads(lambda name, look=look: patience(lambda: look(name, arrays[name]), folder), wrong)
+        wrong = [name for name, ok in zip(wrong, good, strict=True) if not ok]
+    return wrong
 
 
 def check_loaded(arrays: Mapping[str, Any], saved: Mapping[str, dict[str, Any]]) -> list[str]:

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from mupax.disk import Patience
 from mupax.train.checkpoints.folder import steps, verified
 from mupax.train.checkpoints.manifest import DamagedError
 from mupax.train.checkpoints.workdir import CHECKPOINTS, RECORD, WorkdirError, read_record
@@ -26,12 +27,20 @@ class Trained(NamedTuple):
     """What the run recorded of its data."""
     step: int
     weights: Literal["params", "ema"]
+    run: str | None
+    """Name of the run."""
 
     def verified(self) -> Path:
-        """The folder of the step; raises WorkdirError where a file in it is not as it was written."""
+        """The folder of the step, every file as it was written.
+
+        Raises:
+            WorkdirError: one is not.
+            ForeignError: the checkpoint is of another run or a newer version.
+            DiskError: the disk cannot read it.
+        """
         checkpoint = self.workdir / CHECKPOINTS / str(self.step)
         try:
-            verified(checkpoint)
+            verified(checkpoint, self.run)
         except DamagedError as error:
             raise WorkdirError(
                 f"checkpoint {self.step} of {self.workdir} is damaged: {error}; "
@@ -47,12 +56,14 @@ class Trained(NamedTuple):
 
         Raises:
             WorkdirError: the checkpoint is damaged, or is of another model.
+            ForeignError, DiskError: as `verified`.
         """
         import jax
         from orbax.checkpoint import v1 as ocp
 
         checkpoint = self.verified()
-        stored: Any = ocp.metadata(str(checkpoint)).metadata
+        patience = Patience()
+        stored: Any = patience(lambda: ocp.metadata(str(checkpoint)), checkpoint).metadata
         wanted = getattr(abstract, self.weights)
         shapes = {name: leaf.shape for name, leaf in stored[self.weights].items()}
         if shapes != {name: leaf.shape for name, leaf in wanted.items()}:
@@ -61,7 +72,7 @@ class Trained(NamedTuple):
             part: wanted if part == self.weights else jax.tree.map(lambda _: ocp.PLACEHOLDER, tree)
             for part, tree in stored.items()
         }
-        return dict(ocp.load(str(checkpoint), asked)[self.weights])
+        return dict(patience(lambda: ocp.load(str(checkpoint), asked), checkpoint)[self.weights])
 
 
 def find(path: Path, step: int | None = None, ema: bool | None = None) -> Trained:
@@ -93,4 +104,4 @@ def find(path: Path, step: int | None = None, ema: bool | None = None) -> Traine
     averaged = config.ema.decay is not None if ema is None else ema
     config = config if averaged else dataclasses.replace(config, ema=EmaConfig())
     step, weights = max(saved) if step is None else step, "ema" if averaged else "params"
-    return Trained(folder, config, facts if isinstance(facts, dict) else {}, step, weights)
+    return Trained(folder, config, facts if isinstance(facts, dict) else {}, step, weights, fields.get("run"))

@@ -7,37 +7,33 @@ import fcntl
 import json
 import os
 import platform
+import secrets
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from mupax import __version__
-from mupax.errors import MupaxError
+from mupax import __version__, disk
+from mupax.train.checkpoints.folder import CHECKPOINTS, WorkdirError, newest_record
 from mupax.train.config.record import completed, differences, text_of, to_json
 from mupax.train.config.run import Config
 from mupax.train.parallel.hardware import VARIABLES
 from mupax.train.parallel.processes import Processes
-from mupax.zoo.checked_json import read_json
 
 RECORD = "config.json"
 _SHARED, _LOCK, _PROBE, _PARTIAL = ".shared", ".lock", ".writable", f".{RECORD}.partial"
 _FIRST = (_SHARED, _LOCK, _PROBE, _PARTIAL, "attempts*.jsonl")
 """What a run writes before its record: a kill leaves some of them in a folder that is still free."""
-CHECKPOINTS, SET_ASIDE = "checkpoints", "set-aside"
 _FIXED = (
     *("model.", "preset.", "ema.", "optimizer.name", "seed", "train_only", "freeze"),
     *("data.name", "data.batch_size", "data.tokenizer", "data.split", "data.seed"),
 )
 """Beginnings of the fields that a run keeps. Every constant of a preset multiplies something in the forward pass."""
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-
-
-class WorkdirError(MupaxError):
-    """A folder this run must not write into, or a run it cannot continue. The text says what to write instead."""
 
 
 def claim(config: Config, processes: Processes) -> tuple[Path, bool]:
@@ -76,15 +72,16 @@ def _claim(config: Config) -> tuple[str, bool]:
     path = Path(config.workdir if config.workdir is not None else f"runs/{config.recipe}").absolute()
     if path.exists() and not path.is_dir():
         raise WorkdirError(f"{_shown(path)} is a file; write --workdir with the name of a folder")
-    occupied = path.is_dir() and not all(any(map(child.match, _FIRST)) for child in path.iterdir())
+    occupied = not all(any(map(Path(name).match, _FIRST)) for name in disk.names(path))
     if occupied and not config.resume:
         raise WorkdirError(
             f"the workdir {_shown(path)} is not empty; add --resume to continue the run in it, "
             "or give --workdir another folder for a new one"
         )
-    if occupied and not (path / RECORD).is_file():
+    before = _recorded(path) if occupied else ({}, "")
+    if occupied and not before[0]:
         raise WorkdirError(
-            f"the workdir {_shown(path)} holds files but no run ({RECORD} is missing); give --workdir another folder"
+            f"the workdir {_shown(path)} holds files but no run ({before[1]}); give --workdir another folder"
         )
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -95,7 +92,10 @@ def _claim(config: Config) -> tuple[str, bool]:
             f"cannot write into the workdir {_shown(path)}: {error.strerror}; give --workdir another folder"
         ) from error
     if occupied:
-        _check_same_run(config, path)
+        _check_same_run(config, path, before[0])
+        if before[1]:
+            print(f"caution: {before[1]}; written again as the newest checkpoint has it", file=sys.stderr)
+            disk.write_whole(path / RECORD, json.dumps(before[0], indent=2) + "\n")
     return str(path), occupied
 
 
@@ -126,10 +126,10 @@ def locked(path: Path, processes: Processes) -> Iterator[None]:
         yield
 
 
-def _check_same_run(config: Config, path: Path) -> None:
+def _check_same_run(config: Config, path: Path, before: dict[str, Any]) -> None:
     """Refuse to continue a run whose arrays or batches would no longer mean the same."""
     now = to_json(config)
-    for field, *values in differences(completed(read_record(path)["config"], now), now):
+    for field, *values in differences(completed(before["config"], now), now):
         if field.startswith(_FIXED) and not field.startswith("model.compute."):
             flag, (was, now_is) = f"--{field.replace('_', '-')}", map(text_of, values)
             how = f"without {flag}" if was == "nothing" else f"with {flag} {was}"
@@ -140,8 +140,8 @@ def _check_same_run(config: Config, path: Path) -> None:
 
 def record(
     path: Path, config: Config, data_facts: dict[str, Any], preset: str, flags: dict[str, Any], step: int = 0
-) -> None:
-    """Write config.json: the resolved config, the data's facts, versions, compiler flags and the git commit.
+) -> dict[str, Any]:
+    """Write config.json: the resolved config, the data's facts, versions, compiler flags, the git commit, the run's name.
 
     What it said before stays in it under `segments`, oldest first, each with the step at which the next part began.
 
@@ -152,6 +152,9 @@ def record(
         preset: described in words.
         flags: of the compiler.
         step: at which this part begins.
+
+    Returns:
+        What it holds. The run's name, `run`, is random, and stays as it was.
     """
     content = {
         "config": to_json(config),
@@ -166,30 +169,51 @@ def record(
         "platform": f"{platform.system()} {platform.machine()}",
         "git": _git_commit(),
     }
-    if (path / RECORD).is_file():
-        before = read_record(path)
-        segments = before.pop("segments", [])
+    run = secrets.token_hex(8)
+    if before := recorded(path):
+        run, segments = before.pop("run", run), before.pop("segments", [])
         if _lasting(before) != _lasting(json.loads(json.dumps(content))):
             segments = [*segments, {"until_step": step, **before}]
         content |= {"segments": segments} if segments else {}
-    temporary = path / _PARTIAL
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    temporary.replace(path / RECORD)
+    content = {"run": run, **content}
+    disk.write_whole(path / RECORD, json.dumps(content, indent=2) + "\n")
+    return content
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """What config.json says of the run in this folder.
+    """What config.json says of the run in this folder; where it is lost or damaged, what the newest checkpoint kept of it.
 
     Raises:
         WorkdirError: no run is there.
-        JsonError: a file that is no JSON.
+        DiskError: the disk cannot read it.
     """
-    if not (path / RECORD).is_file():
-        raise WorkdirError(f"{_shown(path)} holds no run ({RECORD} is missing); write the workdir of one")
-    content = read_json(path / RECORD)
-    if "config" not in content:
-        raise WorkdirError(f"{_shown(path)} holds no run ({RECORD} is not one of a run); write the workdir of one")
+    content, problem = _recorded(path)
+    if not content:
+        raise WorkdirError(f"{_shown(path)} holds no run ({problem}); write the workdir of one")
+    if problem:
+        print(f"caution: {problem}; going by what the newest checkpoint kept of it", file=sys.stderr)
     return content
+
+
+def recorded(path: Path) -> dict[str, Any]:
+    """As `read_record`; empty where a folder has no config.json and no checkpoint that kept it."""
+    return read_record(path) if disk.status(path / RECORD) or newest_record(path / CHECKPOINTS) else {}
+
+
+def _recorded(path: Path) -> tuple[dict[str, Any], str]:
+    """What is known of the run, and what is wrong with its config.json."""
+    try:
+        content = disk.read_json(path / RECORD)
+        lists = {"segments": list, "run": str}
+        if isinstance(content.get("config"), dict) and all(
+            isinstance(content.get(n, k()), k) for n, k in lists.items()
+        ):
+            return content, ""
+        problem = f"{RECORD} is not one of a run"
+    except disk.JsonError as error:
+        missing = disk.status(path / RECORD) is None
+        problem = f"{RECORD} is missing" if missing else str(error).removeprefix(f"{path}/")
+    return newest_record(path / CHECKPOINTS), problem
 
 
 def _lasting(record: dict[str, Any]) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from mupax import disk
 from mupax.train.config.checks import check_local
 from mupax.train.data.interface import DataError
-from mupax.zoo import checked_json
 
 Note = Callable[[str], None]
 
@@ -102,8 +102,8 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file; None when there is no file, or no whole object in it."""
-    with contextlib.suppress(checked_json.JsonError):
-        return checked_json.read_json(path)
+    with contextlib.suppress(disk.JsonError):
+        return disk.read_json(path)
 
 
 def remembered(name: str, compute: Callable[[], dict[str, float]]) -> dict[str, float]:

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from mupax.disk import read_json
 from mupax.errors import MupaxError
 from mupax.train.checkpoints import saved_run
 from mupax.train.checkpoints.folder import first_of
@@ -24,7 +25,6 @@ from mupax.train.config.run import Config
 from mupax.train.core.factors import Factors, resolve
 from mupax.train.reuse import plain
 from mupax.zoo import flops
-from mupax.zoo.checked_json import read_json
 from mupax.zoo.configs import ModelConfig
 from mupax.zoo.definition import Definition, definition
 from mupax.zoo.huggingface import config as huggingface

@@ -131,7 +131,7 @@ def starting_position(program: Program, data: Data, checkpoints: Checkpoints, ru
             console.print(f"changed since: {change}", style="yellow", highlight=False, markup=False, soft_wrap=True)
     if runtime.processes.leader:
         preset, flags = program.preset.describe(), program.compiler_options()
-        workdir.record(runtime.folder, config, data.facts, preset, flags, position.step)
+        checkpoints.record = workdir.record(runtime.folder, config, data.facts, preset, flags, position.step)
     return position
 
 

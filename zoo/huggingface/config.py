@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from mupax.zoo.checked_json import Fields, shown
+from mupax.disk import shown
 from mupax.zoo.configs import ConfigError, DecoderConfig, ViTConfig
 from mupax.zoo.families import ImageModel
+from mupax.zoo.fields import Fields
 from mupax.zoo.transformer import TransformerConfig
 
 Family = Literal["gpt2", "llama", "vit"]

@@ -18,8 +18,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from mupax.disk import read_json, shown
 from mupax.errors import MupaxError
-from mupax.zoo.checked_json import read_json, shown
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

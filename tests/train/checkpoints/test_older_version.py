@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,6 +20,10 @@ WORDS = (
     "--checkpoint.every-steps 3 --optimizer.schedule constant --optimizer.warmup-steps 2 --log.no-tensorboard "
     "--log.no-samples --log.no-progress --data.eval-examples 8 --xla-flags none --log.eval-every-steps 6 --resume"
 )
+
+
+def manifest_of(workdir: Path, step: int) -> dict[str, Any]:
+    return json.loads((workdir / "checkpoints" / str(step) / "manifest.json").read_text())
 
 
 def losses(workdir: Path) -> dict[int, float]:
@@ -33,6 +38,7 @@ def test_a_run_of_the_version_before_goes_on(optimizer: str, words: str, tmp_pat
     with tarfile.open(ROOT / "tests" / "fixtures" / "runs-of-0.1.0.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     workdir = tmp_path / optimizer
+    assert manifest_of(workdir, 3)["format"] == "mupax-checkpoint-1"
     before = losses(workdir)
     command = [sys.executable, "-m", "mupax", "train", *WORDS.split(), *words.split(), "--optimizer.name", optimizer]
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # one device, as it had
@@ -41,6 +47,8 @@ def test_a_run_of_the_version_before_goes_on(optimizer: str, words: str, tmp_pat
     )
     assert done.returncode == 0, done.stderr
     assert "resuming vit-digits at step 3 of 6" in done.stdout
+    run = json.loads((workdir / "config.json").read_text())["run"]  # which it has from now on
+    assert manifest_of(workdir, 6)["manifest"]["record"]["run"] == run
     after = losses(workdir)
     assert list(after) == [1, 2, 3, 4, 5, 6]
     # Another jax rounds in another order.

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mupax.disk import JsonError
 from mupax.train.config.run import PresetConfig
 from mupax.train.reuse import source as pretrained
 from mupax.train.reuse.huggingface import files as pretrained_files
 from mupax.train.reuse.source import WeightsError
-from mupax.zoo.checked_json import JsonError
 from mupax.zoo.configs import ConfigError, DecoderConfig
 from mupax.zoo.definition import definition
 from mupax.zoo.huggingface import weights

@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 
 from mupax import terminal
-from mupax.train.checkpoints.workdir import RECORD
+from mupax.train.checkpoints.workdir import read_record
 from mupax.train.config.record import from_json, to_json
 from mupax.train.config.run import Config, InitConfig
 from mupax.train.core import state
@@ -22,7 +22,6 @@ from mupax.train.reuse import plain, runs, transplant
 from mupax.train.reuse import source as pretrained
 from mupax.train.reuse.source import Source
 from mupax.train.reuse.start.plan import InitError, Row, Side, plan
-from mupax.zoo.checked_json import read_json
 from mupax.zoo.definition import definition
 from mupax.zoo.huggingface.weights import Params
 
@@ -45,7 +44,7 @@ def settled(config: Config, folder: Path, held: bool, processes: Processes) -> C
     """
     asked = config.init
     if held:
-        recorded = read_json(folder / RECORD).get("config", {}).get("init")
+        recorded = read_record(folder)["config"].get("init")
         init = from_json({**to_json(config), "init": recorded}).init if recorded else InitConfig()
         return dataclasses.replace(config, init=init)
     if asked.init_from is None:

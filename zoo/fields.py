@@ -1,18 +1,15 @@
-"""JSON that may come from anyone: read without harm, and its values of the kind they must be."""
+"""Fields of a config that may come from anyone, each of the kind that it must be."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
-from mupax.errors import MupaxError
+from mupax.disk import shown
 from mupax.zoo.families import ConfigError
 
 _LARGEST = 2**31 - 1
-_LARGEST_FILE = 64 * 2**20
 
 T = TypeVar("T", int, float, bool, str)
 
@@ -23,35 +20,6 @@ _KINDS: dict[type, Any] = {
     str: (lambda value: isinstance(value, str), "a text"),
 }
 """Type of a field to whether a value is of it, and what it is called."""
-
-
-class JsonError(MupaxError):
-    """A file that holds no JSON object. The text says which, and what is wrong with it."""
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        JsonError: no such file, too large, or not an object.
-    """
-    try:
-        if not path.is_file():
-            raise JsonError(f"{path}: no such file")
-        if path.stat().st_size > _LARGEST_FILE:
-            raise JsonError(f"{path}: larger than {_LARGEST_FILE // 2**20} MiB, which no JSON of a model is")
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise JsonError(f"{path}: {error.strerror}") from error
-    except RecursionError as error:
-        raise JsonError(f"{path}: not JSON that can be read: nested too deep") from error
-    except JsonError:
-        raise
-    except ValueError as error:  # not JSON, not UTF-8, or a number of thousands of digits
-        raise JsonError(f"{path}: not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise JsonError(f"{path}: not a JSON object")
-    return value
 
 
 class Fields:
@@ -91,9 +59,3 @@ class Fields:
         """Refuse a switch that is not as in a plain model."""
         if self.read(name, plain) is not plain:
             raise ConfigError(f"config.json: {name} is {not plain}: {what}, which our models do not have")
-
-
-def shown(value: Any) -> str:
-    """A value in a message: short, and without characters that a terminal would obey."""
-    text = ascii(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

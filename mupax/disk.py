@@ -1,0 +1,194 @@
+"""Files read back: an unwell disk is given half a minute and never taken for damage, and JSON of anyone does no harm."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from mupax.errors import MupaxError, MupaxFailure
+
+PATIENCE_S = 30.0
+"""How long an operation is tried again."""
+_PAUSES_S = (0.1, 5.0)
+"""The first pause and the longest; each is twice the one before it."""
+_LARGEST_FILE = 64 * 2**20
+_DIGITS = 60
+"""Of a whole number at most; a longer one is none of ours, and some of Python's conversions refuse it."""
+_NESTED = re.compile(r"os_error_code='(\d+)'")
+"""How tensorstore names the error of the system that it met."""
+ABSENT = (FileNotFoundError, NotADirectoryError)
+"""Errors that say that there is nothing, which is no fault of a disk."""
+
+T = TypeVar("T")
+
+
+class DiskError(MupaxFailure):
+    """A disk that cannot be read or written. The text says what it would not do and how to go on."""
+
+
+class JsonError(MupaxError):
+    """A file that holds no JSON object. The text says which, and what is wrong with it."""
+
+
+class Patience:
+    """Calls what reads a disk, again with pauses where the disk has an error, and says so once.
+
+    Args:
+        note: told; a line on standard error unless given.
+        seconds: how long it tries; `PATIENCE_S` unless given.
+    """
+
+    def __init__(self, note: Callable[[str], None] | None = None, seconds: float | None = None) -> None:
+        self._note = note or (lambda text: print(text, file=sys.stderr, flush=True))
+        self._seconds, self._told, self._lock = PATIENCE_S if seconds is None else seconds, False, threading.Lock()
+
+    def __call__(self, read: Callable[[], T], what: str | Path) -> T:
+        """What `read` returns.
+
+        Args:
+            read: may be called many times.
+            what: it reads, for messages.
+
+        Raises:
+            FileNotFoundError, NotADirectoryError: there is nothing, which is no fault of the disk.
+            DiskError: the disk still has an error after all that time.
+        """
+        until, pause = None, _PAUSES_S[0]
+        while True:
+            try:
+                return read()
+            except Exception as error:
+                cause = system_error(error)
+                if cause is None or isinstance(cause, ABSENT):
+                    raise
+                until = time.monotonic() + self._seconds if until is None else until
+                if time.monotonic() + pause > until:
+                    raise DiskError(
+                        f"{what} cannot be read: {cause.strerror} (tried for {self._seconds:.0f} s); nothing was changed: "
+                        "see to the disk, then write the same command again"
+                    ) from error
+                with self._lock:
+                    if not self._told:
+                        self._note(f"{what} cannot be read: {cause.strerror}; trying again for {self._seconds:.0f} s")
+                    self._told = True
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSES_S[1])
+
+
+def system_error(error: Exception) -> OSError | None:
+    """The system's error behind one of Python or tensorstore; None where it is of another kind."""
+    if isinstance(error, OSError):
+        return error if error.strerror else OSError(error.errno or 0, str(error))
+    code = _NESTED.search(str(error))
+    return OSError(int(code[1]), os.strerror(int(code[1]))) if code else None
+
+
+def status(path: Path) -> os.stat_result | None:
+    """What the disk says of a path; None where nothing is there. `Path.exists` takes an unwell disk for that too."""
+    try:
+        return Patience()(path.stat, path)
+    except ABSENT:
+        return None
+
+
+def names(folder: Path) -> list[str]:
+    """Names of what is in a folder, in order; none where there is no folder. `Path.glob` finds nothing on an unwell disk."""
+    try:
+        return sorted(Patience()(lambda: [path.name for path in folder.iterdir()], folder))
+    except ABSENT:
+        return []
+
+
+def read_bytes(path: Path) -> bytes:
+    """Raises FileNotFoundError, NotADirectoryError, DiskError."""
+    return Patience()(path.read_bytes, path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        JsonError: no such file, too large, or not an object.
+        DiskError: the disk cannot read it.
+    """
+    found = status(path)
+    if found is None or not stat.S_ISREG(found.st_mode):
+        raise JsonError(f"{path}: no such file")
+    if found.st_size > _LARGEST_FILE:
+        raise JsonError(f"{path}: larger than {_LARGEST_FILE // 2**20} MiB, which no JSON of a model is")
+    try:
+        return json_object(read_bytes(path), str(path))
+    except ABSENT as error:
+        raise JsonError(f"{path}: no such file") from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all, also where the power goes."""
+    temporary = path.with_name(f".{path.name}.partial")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Put a folder's list of names on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def json_object(content: bytes, what: str) -> dict[str, Any]:
+    """A JSON object whose numbers are finite and have a bounded number of digits.
+
+    Args:
+        content: of a file or line.
+        what: it is, for messages.
+
+    Raises:
+        JsonError: it is none.
+    """
+    try:
+        value = json.loads(content, parse_int=_whole, parse_float=_real, parse_constant=_constant)
+    except RecursionError as error:
+        raise JsonError(f"{what}: not JSON that can be read: nested too deep") from error
+    except ValueError as error:
+        raise JsonError(f"{what}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise JsonError(f"{what}: not a JSON object")
+    return value
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > _DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _real(digits: str) -> float:
+    if not math.isfinite(number := float(digits)):
+        raise ValueError(f"the number {digits[:_DIGITS]} is beyond all that can be stored")
+    return number
+
+
+def _constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
+
+
+def shown(value: Any) -> str:
+    """A value in a message: short, and without characters that a terminal would obey."""
+    text = ascii(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,77 @@
+"""A disk is given time, and JSON that a stranger may have written is refused by name where it is none."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mupax import disk
+from mupax.disk import DiskError, JsonError, read_json
+
+pytestmark = pytest.mark.core
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"[" * 200_000, "too deep"),
+        (b'{"a":' * 200_000, "too deep"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "a number of 5000 digits"),
+        (b'{"a": 1e999}', "beyond all that can be stored"),
+        (b'{"a": NaN}', "NaN is no number"),
+        (b"{", "not JSON"),
+        (b"\xff\xfe\x00", "not JSON"),
+        (b"[1]", "not a JSON object"),
+        (b"", "not JSON"),
+    ],
+)
+def test_json_that_is_none_is_refused(content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_bytes(content)
+    with pytest.raises(JsonError, match=said):
+        read_json(tmp_path / "x.json")
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")  # reading it would wait for ever
+    with pytest.raises(JsonError, match="no such file"):
+        read_json(tmp_path / "config.json")
+
+
+def test_an_error_is_tried_again_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_PAUSES_S", (0.001, 0.002))
+    errors: list[Exception] = [
+        OSError(5, "Input/output error"),
+        ValueError("x [os_error_code='116']"),
+        OSError(13, "no"),
+    ]
+    notes: list[str] = []
+
+    def read() -> str:
+        if errors:
+            raise errors.pop()
+        return "content"
+
+    assert disk.Patience(notes.append)(read, "file") == "content"
+    assert notes == ["file cannot be read: no; trying again for 30 s"]
+
+
+def test_an_error_that_stays_ends_with_a_failure_and_nothing_else_is_tried_again() -> None:
+    def failing(error: Exception) -> str:
+        calls.append(error)
+        raise error
+
+    for error, wanted in ((OSError(5, "Input/output error"), DiskError), (FileNotFoundError(2, ""), FileNotFoundError)):
+        calls: list[Exception] = []
+        with pytest.raises(wanted):
+            disk.Patience(print, seconds=0.25)(lambda error=error: failing(error), "file")
+        assert len(calls) == (2 if wanted is DiskError else 1)
+    with pytest.raises(ValueError, match="of another kind"):
+        disk.Patience(print)(lambda: failing(ValueError("of another kind")), "file")
+
+
+def test_nothing_there_is_no_fault(tmp_path: Path) -> None:
+    assert disk.status(tmp_path / "a") is None
+    assert disk.names(tmp_path / "a") == []
+    assert disk.names(tmp_path) == []
