@@ -124,14 +124,19 @@ class Outcome:
 
 
 class Suite:
-    """One study's mutants, ready to run."""
+    """One study's mutants, ready to run.
 
-    def __init__(self, study: Study) -> None:
+    Args:
+        study: what is measured.
+        sizes: how many models, each twice as large as the one before.
+    """
+
+    def __init__(self, study: Study, sizes: int = SIZES) -> None:
         self.study = study
         model: configs.ModelConfig = configs.get(study.model)
         if study.tied:
             model = dataclasses.replace(model, tied=True)  # pyright: ignore[reportCallIssue]
-        grown = check.grow(model, study.grow, SIZES)
+        grown = check.grow(model, study.grow, sizes)
         config = OptimizerConfig(
             name=study.optimizer, peak_lr=study.peak_lr, schedule="constant", eps=study.eps, decay="coupled"
         )
@@ -186,7 +191,7 @@ class Suite:
         return {key: said for key, said in found.items() if not key[0].startswith("gradient")}
 
     def _judge(self, measured: Mapping[str, np.ndarray]) -> list[Finding]:
-        return check.judge(measured, [2.0**i for i in range(SIZES)], self._expected)
+        return check.judge(measured, [2.0**i for i in range(len(self._definitions))], self._expected)
 
 
 def _change(right: Mapping[str, np.ndarray], wrong: Mapping[str, np.ndarray]) -> float:

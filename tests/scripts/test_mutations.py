@@ -15,14 +15,16 @@ from tests.train.studies.check.optimized import optimized
 
 DECODER_EPS = STUDIES[2]
 QUERY_KEY = ("block.query", "block.key")
+SIZES, VIT_SEEDS = 3, 8
+"""The committed page has four sizes; with three, a ViT's eps needs more seeds to be told from the right one."""
 
 
 @functools.cache
 def suite(index: int) -> Suite:
     """Each study compiles once, and its control holds: the right rule passes."""
-    made = Suite(STUDIES[index])
+    made = Suite(STUDIES[index], SIZES)
     optimized(made.series)
-    assert check.passes(made.right())
+    assert check.passes(made.right(VIT_SEEDS) if index == 1 else made.right())
     return made
 
 
@@ -53,7 +55,7 @@ def test_one_mutant_per_role_and_column_is_caught(group, column):
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("group", ["patch_embedding", "position", "block.value.bias", "readout.bias"])
 def test_one_mutant_per_role_that_only_a_vit_has(group, column):
-    outcome = suite(1).run(Mutant(group, column, goal(group)))
+    outcome = suite(1).run(Mutant(group, column, goal(group)), VIT_SEEDS)
     assert outcome.same_numbers == (column == "init_std" and "bias" in group)
     assert (outcome.by is None) == outcome.same_numbers
     assert outcome.trains_alike == (outcome.same_numbers or column == "eps")

@@ -29,10 +29,8 @@ from scripts import theory_and_measurement
 from scripts.mutants import Mutant
 from tests.train.studies.check.optimized import optimized
 
-SIZES, SEEDS = 4, 3
-
-# One process compiles each series once.
-
+SIZES, SEEDS = {"depth": 4}, 3
+"""Three sizes unless said here: what explodes with depth needs one more to be seen apart from its start."""
 
 LM = configs.get("lm-proxy")
 TIED = dataclasses.replace(LM, tied=True)
@@ -41,7 +39,7 @@ TIED = dataclasses.replace(LM, tied=True)
 @functools.cache
 def series(grow: str, optimizer: str = "adam", model: configs.ModelConfig = LM) -> check.Series:
     config = OptimizerConfig(name=optimizer, peak_lr=OPTIMIZERS[optimizer].check_lr, schedule="constant", eps=1e-12)
-    grown = check.grow(model, grow, SIZES)
+    grown = check.grow(model, grow, SIZES.get(grow, 3))
     made = check.Series([definition(one) for one in grown], config)
     return optimized(made) if optimizer == "adam" or (grow == "head_dim" and not model.tied) else made
 
@@ -53,7 +51,7 @@ def findings(
     sized = series(grow, optimizer, model)
     batch = check.batch(check.smallest(configs.get("lm-proxy")))
     expected = theory.of(meant or trained, sized.definitions[0], sized.definitions[-1], optimizer)
-    ratios = [2.0**i for i in range(SIZES)]
+    ratios = [2.0**i for i in range(len(sized.definitions))]
     return check.judge(sized.measure(trained, batch, SEEDS), ratios, expected)
 
 
@@ -138,7 +136,7 @@ def test_control_with_the_contact_logit_among_them_the_logits_at_the_start_contr
     both = np.sqrt(((vocab - 1) * others**2 + contact**2) / vocab)
     expected = theory.of(right, sized.definitions[0], sized.definitions[-1], "adam")
     for values, agrees in ((others, True), (both, False)):
-        found = check.judge({"logits": values}, [1, 2, 4, 8], expected)
+        found = check.judge({"logits": values}, [1, 2, 4], expected)
         assert [f.agrees for f in found] == [agrees], found
     # Both are parts of what the model returns.
     last = sized.definitions[-1]
