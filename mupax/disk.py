@@ -86,10 +86,11 @@ class Patience:
 
 def system_error(error: Exception) -> OSError | None:
     """The system's error behind one of Python or tensorstore; None where it is of another kind."""
+    if code := _NESTED.search(str(error)):
+        return OSError(int(code[1]), os.strerror(int(code[1])))
     if isinstance(error, OSError):
         return error if error.strerror else OSError(error.errno or 0, str(error))
-    code = _NESTED.search(str(error))
-    return OSError(int(code[1]), os.strerror(int(code[1]))) if code else None
+    return None
 
 
 def status(path: Path) -> os.stat_result | None:
@@ -132,14 +133,21 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all, also where the power goes."""
+    """Write a file whole or not at all, also where the power goes.
+
+    Raises:
+        DiskError: the disk does not take it.
+    """
     temporary = path.with_name(f".{path.name}.partial")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_folder(path.parent)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise DiskError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def sync_folder(folder: Path) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TextIO
 
+from mupax.disk import system_error
 from mupax.errors import MupaxError, MupaxFailure
 
 if TYPE_CHECKING:
@@ -105,8 +106,11 @@ def entry_point(main: Callable[[list[str]], int]) -> EntryPoint:
         except MupaxFailure as error:
             print(spoken(f"error: {error}"), file=sys.stderr)
             return 1
-        except Exception:
-            traceback.print_exc()
+        except Exception as error:
+            if (cause := system_error(error)) is None:
+                traceback.print_exc()
+            else:  # of a disk, say: where it happened is in its words
+                print(f"error: {cause.filename + ': ' if cause.filename else ''}{cause.strerror}", file=sys.stderr)
             return 1
         return code
 

@@ -7,7 +7,6 @@ and the one before it is used.
 
 from __future__ import annotations
 
-import logging
 import shutil
 import threading
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from typing import Any
 from orbax.checkpoint import v1 as ocp
 
 from mupax import disk
-from mupax.train.checkpoints import folder, manifest
+from mupax.train.checkpoints import failures, folder, manifest
 from mupax.train.checkpoints.folder import SAVING, CheckpointFolder
 from mupax.train.checkpoints.manifest import DamagedError, Manifest
 from mupax.train.checkpoints.workdir import WorkdirError, recorded
@@ -48,7 +47,7 @@ class Checkpoints(CheckpointFolder):
     def __init__(
         self, workdir: Path, keep: int, processes: Processes | None = None, note: Callable[[str], None] = print
     ) -> None:
-        logging.getLogger("absl").setLevel(logging.ERROR)  # orbax narrates every save
+        failures.quiet()
         super().__init__(workdir, keep, note)
         self._processes = processes or Processes()
         self._asked, self._saved = 0, self.latest
@@ -198,7 +197,7 @@ class Checkpoints(CheckpointFolder):
                 raise OSError(f"the disk gives back other arrays than it was given: {folder.first_of(wrong)}")
             part = {"arrays": arrays, "files": files}
         except Exception as error:  # of whatever kind: the run goes on
-            part = {"error": f"{type(error).__name__}: {error}"}
+            part = {"error": failures.reason(error, self.folder)}
         finally:
             _ORBAX.release()
         try:
@@ -217,9 +216,7 @@ class Checkpoints(CheckpointFolder):
             self._failed(step, error)
 
     def _failed(self, step: int, error: Exception) -> None:
-        text = str(error).replace(f"{self.folder}/", "")  # its paths may be longer than what happened
-        reason = text.splitlines()[0][:300] if text else type(error).__name__
-        self._failure = f"checkpoint {step} could not be saved: {reason}"
+        self._failure = f"checkpoint {step} could not be saved: {failures.reason(error, self.folder)}"
         if self._saved == step:
             self._saved = None
         before = self.latest

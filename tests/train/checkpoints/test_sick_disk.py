@@ -120,3 +120,25 @@ def test_what_only_one_read_sees_is_no_damage(saved: Path, tmp_path: Path, monke
     assert same(state, state_at(5, 1))
     assert wrong
     assert not notes
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    library = shim.compiled(tmp_path)
+    if library is None:
+        pytest.skip("there is no C compiler (cc) for scripts/campaigns/faults.c")
+    control = shim.Control(tmp_path / "control", library)
+    control.watch(tmp_path / "run")
+    control.arm("write", "ENOSPC", 5, 10**9)  # from the first checkpoint on
+    words = (
+        "vit-digits --model.width 8 --model.num-heads 2 --model.depth 1 --data.batch-size 8 --data.eval-examples 8 --steps 2 "
+        "--optimizer.warmup-steps 1 --checkpoint.every-steps 1 --log.no-samples --log.no-tensorboard --log.no-progress"
+    )
+    command = [sys.executable, "-m", "train", *words.split(), "--workdir", str(tmp_path / "run")]
+    environ = {**os.environ, **control.environ, "XLA_FLAGS": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "No space left on device" in line
+    for line in done.stdout.splitlines():
+        assert "Traceback" not in line
+        assert "Error" not in line
