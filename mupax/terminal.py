@@ -150,10 +150,11 @@ class Lasting:
     """
 
     def __init__(self, stream: TextIO, note: Callable[[str], None] = lambda text: None) -> None:
-        self._stream, self._note = stream, note
+        self._stream, self._note, self._gone = stream, note, False
 
     def write(self, text: str) -> int:
-        self._lasting(lambda: self._stream.write(text))
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        self._lasting(lambda: self._stream.write(text.encode(encoding, "replace").decode(encoding)))
         return len(text)
 
     def flush(self) -> None:
@@ -163,12 +164,15 @@ class Lasting:
         return getattr(self._stream, name)
 
     def _lasting(self, write: Callable[[], object]) -> None:
+        if self._gone:
+            return
         try:
             write()
-        except OSError as error:
-            with contextlib.suppress(OSError, ValueError):
+        except (OSError, ValueError) as error:  # ValueError: somebody has closed it
+            self._gone = True
+            with contextlib.suppress(OSError, ValueError):  # what it still holds must not fail either, at the end
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-            self._note(f"standard output takes nothing any more ({error.strerror}); the run goes on without it")
+            self._note(f"standard output takes nothing any more ({error}); the run goes on without it")
 
 
 def table(rows: Sequence[Sequence[str]], left: Collection[str] | None = None, keys: int = 1, indent: int = 0) -> str:

@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +66,19 @@ CASES = tuple(Case(model, processes) for processes in (1, 2) for model in MODELS
 
 
 class Session:
-    """The processes of one start of a run, each forked from this one."""
+    """The processes of one start of a run, each forked from this one.
 
-    def __init__(self, case: Case, folder: Path, workdir: str, steps: int) -> None:
+    Args:
+        case: what is run.
+        folder: holds the runs.
+        workdir: name of this one.
+        steps: of the run.
+        sick: called in the process of that number before it starts.
+    """
+
+    def __init__(
+        self, case: Case, folder: Path, workdir: str, steps: int, sick: Mapping[int, Callable[[], object]] | None = None
+    ) -> None:
         self.log = folder / f"{workdir}.out"
         self._ended: dict[int, int] = {}
         argv, joined = case.argv(folder, workdir, steps), [""]
@@ -79,11 +89,12 @@ class Session:
             by_hand = f"--distributed.coordinator localhost:{port} --distributed.processes {case.processes}"
             joined = [f"{by_hand} --distributed.process {index}" for index in range(case.processes)]
         self.pids = [
-            self._fork([*argv, *words.split()], self.log.with_suffix(f".{index}")) for index, words in enumerate(joined)
+            self._fork([*argv, *words.split()], self.log.with_suffix(f".{index}"), (sick or {}).get(index, int))
+            for index, words in enumerate(joined)
         ]
         self.began = time.monotonic()
 
-    def _fork(self, argv: list[str], log: Path) -> int:
+    def _fork(self, argv: list[str], log: Path, sick: Callable[[], object]) -> int:
         if pid := os.fork():
             return pid
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -91,12 +102,14 @@ class Session:
         os.dup2(out, 2)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored
         sys.argv[1:] = argv
+        sick()
         runpy.run_module("train", run_name="__main__", alter_sys=True)
         raise AssertionError("`python -m train` has returned")
 
-    def said(self) -> str:
-        """What process 0 has printed."""
-        return self.log.with_suffix(".0").read_text() if self.log.with_suffix(".0").exists() else ""
+    def said(self, index: int = 0) -> str:
+        """What process 0, or that of another number, has printed."""
+        log = self.log.with_suffix(f".{index}")
+        return log.read_text() if log.exists() else ""
 
     def poll(self) -> list[int | None]:
         """Exit codes, negative where a signal ended the process, None while it runs."""

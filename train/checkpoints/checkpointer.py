@@ -16,7 +16,7 @@ from typing import Any
 from orbax.checkpoint import v1 as ocp
 
 from mupax import disk
-from mupax.train.checkpoints import failures, folder, manifest
+from mupax.train.checkpoints import failures, folder, manifest, together
 from mupax.train.checkpoints.folder import SAVING, CheckpointFolder
 from mupax.train.checkpoints.manifest import DamagedError, Manifest
 from mupax.train.checkpoints.workdir import WorkdirError, recorded
@@ -50,7 +50,7 @@ class Checkpoints(CheckpointFolder):
         failures.quiet()
         super().__init__(workdir, keep, note)
         self._processes = processes or Processes()
-        self._asked, self._saved = 0, self.latest
+        self._asked, self._saved, self._failed_in_a_row = 0, self.latest, 0
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
         self.record = self._broadcast(lambda: recorded(workdir))
@@ -67,7 +67,7 @@ class Checkpoints(CheckpointFolder):
             facts: the data's facts, which `restore` compares.
             last: wait for the save before however long it takes; otherwise this one is left out where that takes too long.
         """
-        if step == self._saved:
+        if self._broadcast(lambda: step == self._saved):
             return
         if not last and self._thread is not None:
             self._thread.join(_PATIENCE_S)
@@ -86,7 +86,8 @@ class Checkpoints(CheckpointFolder):
             with ocp.Context(array_options=_array_options()):
                 response = ocp.save_async(str(checkpoint), arrays)
         except (OSError, ValueError, RuntimeError) as error:
-            shards, response = [], error  # the other processes learn of it as of one that comes later
+            shards, response = [], error
+            self._processes.end_all(failures.reason(error, self.folder))  # others may wait for this one inside orbax
         except BaseException:
             _ORBAX.release()
             raise
@@ -191,13 +192,13 @@ class Checkpoints(CheckpointFolder):
                 raise response
             arrays = manifest.describe_arrays(named, shards)
             shards.clear()
-            response.result()
+            together.wait(response, processes, key)
             files = folder.file_digests(checkpoint, processes.index, processes.count)
             if wrong := manifest.damaged_arrays(checkpoint, arrays):
                 raise OSError(f"the disk gives back other arrays than it was given: {folder.first_of(wrong)}")
             part = {"arrays": arrays, "files": files}
         except Exception as error:  # of whatever kind: the run goes on
-            part = {"error": failures.reason(error, self.folder)}
+            part = {"error": together.tell(error, self.folder, processes, key)}
         finally:
             _ORBAX.release()
         try:
@@ -205,13 +206,8 @@ class Checkpoints(CheckpointFolder):
             if parts is None:
                 self._failure = part.get("error")
                 return
-            if errors := [each["error"] for each in parts if "error" in each]:
-                raise OSError(errors[0])
-            for each in parts[1:]:
-                part["files"] |= each["files"]
-                for name, entry in each["arrays"].items():
-                    part["arrays"][name]["shards"] += entry["shards"]
-            self.publish(checkpoint, Manifest(step=step, data=facts, record=self.record, **part))
+            self.publish(checkpoint, Manifest(step=step, data=facts, record=self.record, **together.whole(parts)))
+            self._failed_in_a_row = 0
         except Exception as error:
             self._failed(step, error)
 
@@ -222,6 +218,9 @@ class Checkpoints(CheckpointFolder):
         before = self.latest
         newest = f"the last good one is {before}" if before is not None else "there is no other yet"
         self._note(f"{self._failure}; {newest}")
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row == together.MOST_FAILED:
+            self._processes.end_all(f"{self._failure}, as was the one before it; {newest}")
         if self._processes.leader:  # what was written of it takes room that the next one needs
             for left in self.folder.glob(f"{step}{SAVING}*"):
                 shutil.rmtree(left, ignore_errors=True)

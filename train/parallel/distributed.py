@@ -85,6 +85,9 @@ class Cluster(Processes):
             self._failing = True
             self._post_failure(self.index, socket.gethostname(), reason)
 
+    def end_all(self, reason: str) -> None:
+        self._post_failure(self.index, socket.gethostname(), reason)
+
     def close(self) -> None:
         """The end of a run that went well, for all at once."""
         self.barrier("end")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -34,6 +35,11 @@ class Processes:
     def closed(self) -> bool:
         """Whether there is nobody to talk to any more."""
         return True
+
+    @property
+    def name(self) -> str:
+        """Its number and host, for messages; nothing where there is only one."""
+        return f"process {self.index} ({socket.gethostname()}): " if self.count > 1 else ""
 
     @property
     def leader(self) -> bool:
@@ -79,6 +85,9 @@ class Processes:
 
     def post_failure(self, reason: str) -> None:
         """Tell the others that this process ends, and why; they then end too, with exit code 1."""
+
+    def end_all(self, reason: str) -> None:
+        """End every process within seconds, this one too, with exit code 1 and the reason on its screen."""
 
 
 def place(

@@ -116,8 +116,8 @@ class Runtime:
         self.stop.done()
 
     def fail(self, text: str) -> int:
-        """The exit code 1, after saying on process 0 what went wrong."""
-        Console(stderr=True, quiet=not self.processes.leader).print(f"error: {text}", style="red", highlight=False)
+        """The exit code 1, after saying what went wrong, on the screen of every process."""
+        Console(stderr=True).print(f"error: {text}", style="red", highlight=False, markup=False, soft_wrap=True)
         return 1
 
 

@@ -147,6 +147,27 @@ def test_a_finished_run_is_not_trained_again(whole: Done) -> None:
     assert checkpoints("finished") == [6, STEPS]
 
 
+@pytest.mark.core
+def test_neither_a_picture_nor_a_pipe_that_cannot_be_written_makes_an_error_of_a_finished_run(whole: Done) -> None:
+    copy = Path(shutil.copytree("whole", "unseen"))
+    (copy / "loss.png").unlink()
+    (copy / "loss.png").mkdir()
+    done = train("--workdir", "unseen", "--resume")
+    assert done.code == 0, done.err
+    assert "loss.png is left out: IsADirectoryError" in done.out
+    assert f"{STEPS} steps done" in done.out
+    reader, writer = os.pipe()
+    os.close(reader)
+    with (
+        os.fdopen(writer, "w") as out,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
+        assert main([*TINY.split(), "--steps", str(STEPS), "--workdir", "unseen", "--resume"]) == 0
+    (line,) = err.getvalue().splitlines()
+    assert line.startswith("standard output takes nothing any more ([Errno 32] Broken pipe); the run goes on")
+
+
 def test_a_finished_run_can_go_further(whole: Done) -> None:
     shutil.copytree("whole", "further")
     done = train("--workdir", "further", "--resume", "--steps", "9", "--resume-change", "schedule")
@@ -259,7 +280,7 @@ def test_a_full_disk_does_not_end_training(lasts: bool, whole: Done, monkeypatch
     said = " ".join(done.out.split())
     for step in (2, 4):
         assert (
-            f"checkpoint {step} could not be saved: [Errno 28] No space left on device; there is no other yet" in said
+            f"checkpoint {step} could not be saved: No space left on device; there is no other yet" in said
         )
     assert checkpoints(name) == ([] if lasts else [6, STEPS])
     assert (f"error: checkpoint {STEPS} could not be saved" in " ".join(done.err.split())) == lasts

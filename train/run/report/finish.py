@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from functools import partial
 
 import jax
@@ -12,6 +14,7 @@ from mupax.train.core.program import Program
 from mupax.train.core.step import StepInputs, logits_of
 from mupax.train.data import Data
 from mupax.train.run.report import metrics, report
+from mupax.train.run.runtime import Runtime
 from mupax.train.run.start import Session
 from mupax.zoo.definition import Arrays
 
@@ -36,7 +39,8 @@ def leave(session: Session, params: Arrays) -> None:
         files.append(folder / "sample.txt")
         text = _sample(program, data, params, inputs)
         if leader:
-            files[-1].write_text(text, encoding="utf-8")
+            with _extra(rt, "sample.txt"):
+                files[-1].write_text(text, encoding="utf-8")
             rt.console.rule("sample", style="dim")
             rt.console.print(text, markup=False, highlight=False, style="dim")
     elif config.log.samples and config.model.task == "images":
@@ -46,23 +50,36 @@ def leave(session: Session, params: Arrays) -> None:
         logits = jax.jit(partial(logits_of, program.definition), out_shardings=program.layout.replicated)
         shown = picture.guesses(data, lambda images: logits(params, inputs, images))
         if leader:
-            picture.prediction_picture(**shown, class_names=data.class_names, out_png=files[-1])
+            with _extra(rt, "predictions.png"):
+                picture.prediction_picture(**shown, class_names=data.class_names, out_png=files[-1])
     if not leader:
         return
     references, curve = data.references(), folder / "loss.png"
     title = f"{config.recipe}: {count:,} parameters, {program.preset.name}"
-    report.loss_plot(files[0], curve, references, title, bytes_per_token=data.bytes_per_token)
+    with _extra(rt, "loss.png"):
+        report.loss_plot(files[0], curve, references, title, bytes_per_token=data.bytes_per_token)
     facts = {"model": f"{count:,} parameters", "preset": f"{program.preset.label}, {relative}"}
-    report.summary(
-        rt.console,
-        files[0],
-        name=config.recipe,
-        seconds=time.monotonic() - session.began,
-        facts={**facts, **session.speed},
-        references=references,
-        bytes_per_token=data.bytes_per_token,
-        files=[*files, curve, folder / "config.json"],
-    )
+    with _extra(rt, "the summary"):
+        report.summary(
+            rt.console,
+            files[0],
+            name=config.recipe,
+            seconds=time.monotonic() - session.began,
+            facts={**facts, **session.speed},
+            references=references,
+            bytes_per_token=data.bytes_per_token,
+            files=[*files, curve, folder / "config.json"],
+        )
+
+
+@contextlib.contextmanager
+def _extra(rt: Runtime, what: str) -> Iterator[None]:
+    """Something without which the run is whole: where it fails, a line says so."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        rt.console.print(f"{what} is left out: {reason[:300]}", style="yellow", markup=False, highlight=False)
 
 
 def _sample(program: Program, data: Data, params: Arrays, inputs: StepInputs) -> str:

@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any
 from mupax.errors import MupaxError, MupaxFailure
 
 if TYPE_CHECKING:
-    from mupax.train.run.report.mirrors import TensorBoard, Wandb
+    from mupax.train.run.report.mirrors import Mirrors
 
 FILE_NAME = "metrics.jsonl"
 _INTERVAL_S = 0.2
@@ -82,15 +82,11 @@ class MetricsWriter:
         self.path = Path(workdir) / FILE_NAME
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Mirrors first: where one cannot start, the old file is untouched.
-        self._mirrors: list[TensorBoard | Wandb] = []
-        if wandb is not None:
-            from mupax.train.run.report.mirrors import Wandb
+        self._mirrors: Mirrors | None = None
+        if tensorboard or wandb is not None:
+            from mupax.train.run.report.mirrors import Mirrors
 
-            self._mirrors.append(Wandb(wandb, self.path.parent, new=resume_step is None))
-        if tensorboard:
-            from mupax.train.run.report.mirrors import TensorBoard
-
-            self._mirrors.append(TensorBoard(self.path.parent / "tensorboard", resume_step))
+            self._mirrors = Mirrors(self.path.parent, tensorboard, wandb, resume_step)
         _keep_until(self.path, resume_step)
         self._file = self.path.open("a", encoding="utf-8")
         self._rows: queue.SimpleQueue[tuple[Mapping[str, Any], float]] = queue.SimpleQueue()
@@ -111,10 +107,10 @@ class MetricsWriter:
             with self._draining:
                 self._drain()
                 os.fsync(self._file.fileno())
-                for mirror in self._mirrors:
-                    mirror.flush()
         except OSError as error:
             self._error = self._error or error
+        if self._mirrors is not None:
+            self._mirrors.flush()
         self._raise_error()
 
     def close(self) -> None:
@@ -123,11 +119,12 @@ class MetricsWriter:
             return
         self._stop.set()
         self._thread.join()
-        for close in (self._file.close, *(mirror.close for mirror in self._mirrors)):
-            try:
-                close()
-            except OSError as error:
-                self._error = self._error or error
+        try:
+            self._file.close()
+        except OSError as error:
+            self._error = self._error or error
+        if self._mirrors is not None:
+            self._mirrors.close()
         self._raise_error()
 
     def __enter__(self) -> MetricsWriter:
@@ -161,8 +158,8 @@ class MetricsWriter:
             while not self._rows.empty():
                 row, walltime = self._rows.get()
                 self._file.write(to_json(row) + "\n")
-                for mirror in self._mirrors:
-                    mirror.write(row, walltime)
+                if self._mirrors is not None:
+                    self._mirrors.write(row, walltime)
         finally:
             self._file.flush()
 

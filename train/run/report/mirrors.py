@@ -2,35 +2,139 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import queue
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mupax.errors import MupaxError
 
+_FLUSH_S, _CLOSE_S = 10.0, 60.0
+"""How long the run waits for mirrors at a checkpoint, and at its end."""
+_MOST_ROWS = 100_000
+"""Rows that may wait for a mirror that hangs."""
+
+
+class Mirrors:
+    """What rows go to besides metrics.jsonl, in a thread of their own. One that fails or hangs is left out, with a line.
+
+    Args:
+        folder: of the run.
+        tensorboard: whether to write its events.
+        wandb: project to log to; None does not.
+        resume_step: the step that was restored; None begins anew.
+        note: told what is left out.
+
+    Raises:
+        MupaxError: wandb cannot start.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        tensorboard: bool,
+        wandb: str | None,
+        resume_step: int | None,
+        note: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
+    ) -> None:
+        self._mirrors: list[TensorBoard | Wandb] = []
+        self._note, self._hangs, self._late = note, False, threading.Event()
+        if wandb is not None:
+            self._mirrors.append(Wandb(wandb, folder, new=resume_step is None))
+        if tensorboard:
+            try:
+                self._mirrors.append(TensorBoard(folder / "tensorboard", resume_step))
+            except OSError as error:
+                self._leave_out(TensorBoard.name, error.strerror)
+        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="mirrors", daemon=True).start()
+
+    def write(self, row: Mapping[str, Any], walltime: float) -> None:
+        if self._calls.qsize() < _MOST_ROWS:
+            self._calls.put(partial(self._each, "write", row, walltime))
+        elif not self._hangs:
+            self._hang(f"{_MOST_ROWS:,} rows wait for it")
+
+    def flush(self) -> None:
+        """Wait for what was written, unless that takes long."""
+        if not self._late.is_set():
+            self._late.set()
+            self._calls.put(self._late.clear)
+            self._wait(_FLUSH_S)
+
+    def close(self) -> None:
+        self._calls.put(partial(self._each, "close"))
+        if not (self._hangs or self._wait(_CLOSE_S)):
+            self._hang(f"no answer for {_CLOSE_S:.0f} s")
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while call := self._calls.get():
+            call()
+
+    def _each(self, method: str, *arguments: Any) -> None:
+        for mirror in [*self._mirrors]:
+            try:
+                getattr(mirror, method)(*arguments)
+            except Exception as error:  # of whatever kind: the run needs none of them
+                self._mirrors.remove(mirror)
+                with contextlib.suppress(Exception):
+                    mirror.close()
+                self._leave_out(mirror.name, error)
+
+    def _wait(self, seconds: float) -> bool:
+        done = threading.Event()
+        self._calls.put(done.set)
+        return done.wait(seconds)
+
+    def _hang(self, reason: str) -> None:
+        self._hangs = True
+        self._leave_out(" or ".join(mirror.name for mirror in self._mirrors), reason)
+
+    def _leave_out(self, name: str, reason: object) -> None:
+        self._note(f"{name} is left out from here on: {reason}; metrics.jsonl has every row")
+
 
 class TensorBoard:
-    """Events of TensorBoard.
+    """Events of TensorBoard, by the part of tensorboardX that writes them at once: its queue blocks where its thread has died.
 
     Args:
         logdir: their folder.
         resume_step: what an earlier session logged after this step is hidden; None begins anew.
     """
 
-    def __init__(self, logdir: Path, resume_step: int | None) -> None:
-        from tensorboardX import SummaryWriter
+    name = "TensorBoard"
 
-        purge_step = None if resume_step is None else resume_step + 1
-        self._writer = SummaryWriter(str(logdir), flush_secs=1, purge_step=purge_step)
-        self.flush, self.close = self._writer.flush, self._writer.close
+    def __init__(self, logdir: Path, resume_step: int | None) -> None:
+        from tensorboardX import summary
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto import event_pb2
+
+        logdir.mkdir(parents=True, exist_ok=True)
+        pb: Any = event_pb2  # its messages are made when it is imported
+        self._writer, self._event, self._scalar = EventsWriter(str(logdir / "events")), pb.Event, summary.scalar
+        self.close = self._writer.close
+        if resume_step is not None:
+            self._writer.write_event(pb.Event(step=resume_step + 1, file_version="brain.Event:2"))
+            start = pb.SessionLog(status=pb.SessionLog.START)
+            self._writer.write_event(pb.Event(step=resume_step + 1, session_log=start))
+        self._writer.flush()
 
     def write(self, row: Mapping[str, Any], walltime: float) -> None:
         for tag, value in _scalars(row).items():
-            self._writer.add_scalar(tag, value, row["step"], walltime)
+            event = self._event(step=row["step"], wall_time=walltime, summary=self._scalar(tag, value))
+            self._writer.write_event(event)
+        self._writer.flush()
 
 
 class Wandb:
     """A run of Weights & Biases: that of an earlier session, unless new."""
+
+    name = "Weights & Biases"
 
     def __init__(self, project: str, workdir: Path, *, new: bool) -> None:
         try:
@@ -55,9 +159,6 @@ class Wandb:
 
     def write(self, row: Mapping[str, Any], walltime: float) -> None:
         self._run.log({"step": row["step"], **_scalars(row)})
-
-    def flush(self) -> None:
-        pass  # what is lost is sent again from where the run goes on
 
     def close(self) -> None:
         self._run.finish()

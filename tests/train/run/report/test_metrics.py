@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mupax.errors import MupaxError
-from mupax.train.run.report import metrics
+from mupax.train.run.report import metrics, mirrors
 
 pytestmark = pytest.mark.core
 
@@ -189,6 +189,67 @@ def test_tensorboard_hides_what_a_resume_repeats(tmp_path):
     write(tmp_path, [1, 2, 3], tensorboard=True)
     write(tmp_path, [3], tensorboard=True, resume_step=2)
     assert events(tmp_path / "tensorboard")[1] == [3]
+
+
+class Broken:
+    """A mirror that takes rows up to a step, and then fails or hangs."""
+
+    name = "Broken"
+
+    def __init__(self, last, hangs=False):
+        self.last, self.hangs, self.steps = last, hangs, []
+
+    def write(self, row, walltime):
+        if row["step"] > self.last:
+            time.sleep(3600 if self.hangs else 0)
+            raise OSError(5, "Input/output error")
+        self.steps.append(row["step"])
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_mirror_that_breaks_is_left_out_with_a_line_and_nothing_waits_for_it(tmp_path, monkeypatch, capsys, hangs):
+    monkeypatch.setattr(mirrors, "_FLUSH_S", 0.2)
+    monkeypatch.setattr(mirrors, "_CLOSE_S", 0.3)
+    broken = Broken(2, hangs)
+    began = time.monotonic()
+    with metrics.MetricsWriter(tmp_path, tensorboard=True) as writer:
+        writer._mirrors._mirrors.append(broken)
+        for step in range(1, 50):
+            writer.write(row(step))
+            if step % 10 == 0:
+                writer.flush()
+    assert time.monotonic() - began < 10
+    assert [each["step"] for each in metrics.read(writer.path)] == list(range(1, 50))
+    assert broken.steps == [1, 2]
+    reason = "TensorBoard or Broken is left out from here on: no answer for 0 s"
+    reason = reason if hangs else "Broken is left out from here on: [Errno 5] Input/output error"
+    assert capsys.readouterr().err == f"{reason}; metrics.jsonl has every row\n"
+    if not hangs:
+        assert [step for tag, step, _ in events(tmp_path / "tensorboard")[0] if tag == "train/loss"] == [*range(1, 50)]
+
+
+@pytest.mark.parametrize("where", ["open", "write"])
+def test_a_disk_that_does_not_take_tensorboards_events_costs_the_run_nothing(tmp_path, monkeypatch, capsys, where):
+    from tensorboardX.event_file_writer import EventsWriter
+
+    take, count = EventsWriter.write_event, iter(range(1000))
+
+    def broken(self, event):
+        if next(count) == 100:
+            raise OSError(5, "Input/output error")
+        return take(self, event)
+
+    if where == "open":
+        (tmp_path / "tensorboard").write_text("a file where the folder should be")
+    else:
+        monkeypatch.setattr(EventsWriter, "write_event", broken)
+    path = write(tmp_path, range(1, 200), tensorboard=True)
+    assert len(metrics.read(path)) == 199
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("TensorBoard is left out from here on: ")
 
 
 def test_tensorboard_is_only_imported_when_asked(tmp_path, monkeypatch):

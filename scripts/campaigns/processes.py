@@ -1,0 +1,310 @@
+"""One process of several fails, in every way, and the others end with its reason: docs/processes.{json,md}.
+
+    python -m scripts.campaigns.processes [--failures 100] [--only WORD ...] [--again] [--folder DIR] [--page FILE]
+
+Tiny runs of a decoder on two or three processes, each of which holds and writes its part of the state. One of them is killed,
+stopped, slowed down, cannot write, or raises: while it starts, compiles, trains, saves or restores. All must end within 60 s
+with the reason on every screen that is left (or, where the failure passes, train on), and what is resumed afterwards must
+end bitwise as the run that was left alone. What the file holds counts; the rest is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import random
+import resource
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from scripts.campaigns import kills
+from scripts.campaigns.kills import Session
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "processes.md"
+COMMAND = "python -m scripts.campaigns.processes"
+STEPS, EVERY = 36, 8
+"""Of a run, and between its checkpoints."""
+BOUND_S = 60.0
+"""How long processes may take to end after one of them has failed."""
+_GIVE_UP_S = 150.0
+_BROKEN = "this process breaks"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case(kills.Case):
+    """What is run: a decoder whose state lies on all processes."""
+
+    model: str = "decoder"
+    processes: int = 2
+
+    def argv(self, folder: Path, workdir: str, steps: int) -> list[str]:
+        words = " ".join(super().argv(folder, workdir, steps)).replace("every-steps 20", f"every-steps {EVERY}")
+        words = words.replace(
+            "--data.batch-size 16 --data.eval-batch-size 32", "--data.batch-size 12 --data.eval-batch-size 36"
+        )
+        return [*words.split(), "--mesh.data", "1", "--mesh.fsdp", str(self.processes)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """Something that happens to one process.
+
+    Attributes:
+        name: in the table.
+        reason: what every process that is left must say; PROCESS stands for the number of the one that failed.
+        sick: called in the process before it starts, with what is to be called at the moment of the failure.
+        sent: signal that it gets from outside instead.
+        passes: whether the run goes on and must end with 0.
+        phases: when it may happen.
+    """
+
+    name: str
+    reason: str
+    sick: Callable[[Callable[[], None]], None] | None = None
+    sent: signal.Signals | None = None
+    passes: bool = False
+    phases: tuple[str, ...] = ("training",)
+
+
+def raising(module: str, name: str, call: int = 1, before: bool = True) -> Callable[[Callable[[], None]], None]:
+    """A function that raises at its `call`-th call, in place of what it does or after it."""
+
+    def sick(strikes: Callable[[], None]) -> None:
+        def wrapped(real: Callable[..., Any], *args: Any, **options: Any) -> Any:
+            if not before:
+                real(*args, **options)
+            strikes()
+            raise RuntimeError(_BROKEN)
+
+        _at_call(module, name, call, wrapped)
+
+    return sick
+
+
+def slow(module: str, name: str, call: int, seconds: float) -> Callable[[Callable[[], None]], None]:
+    """A function that takes so much longer at its `call`-th call."""
+
+    def sick(strikes: Callable[[], None]) -> None:
+        def wrapped(real: Callable[..., Any], *args: Any, **options: Any) -> Any:
+            strikes()
+            time.sleep(seconds)
+            return real(*args, **options)
+
+        _at_call(module, name, call, wrapped)
+
+    return sick
+
+
+def full(saves: int | None) -> Callable[[Callable[[], None]], None]:
+    """A disk that takes no file of more than 16 KiB from the second save on, for so many saves or for good."""
+
+    def sick(strikes: Callable[[], None]) -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        room = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+        def fills(real: Callable[..., Any], *args: Any, **options: Any) -> Any:
+            strikes()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, room[1]))
+            return real(*args, **options)
+
+        def empties(real: Callable[..., Any], *args: Any, **options: Any) -> Any:
+            resource.setrlimit(resource.RLIMIT_FSIZE, room)
+            return real(*args, **options)
+
+        save = "mupax.train.checkpoints.manifest", "host_shards"
+        _at_call(*save, 2, fills)
+        if saves is not None:
+            _at_call(*save, 2 + saves, empties)
+
+    return sick
+
+
+def _at_call(module: str, name: str, call: int, wrapped: Callable[..., Any]) -> None:
+    """Have a function, `name` of a module or of a class in it, replaced at its `call`-th call."""
+    owner, calls = sys.modules[module], [0]
+    *outer, name = name.split(".")
+    for part in outer:
+        owner = getattr(owner, part)
+    real = getattr(owner, name)
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls[0] += 1
+        return wrapped(real, *args, **options) if calls[0] == call else real(*args, **options)
+
+    setattr(owner, name, counted)
+
+
+_SAVE, _PROGRAM = ("orbax.checkpoint.v1", "save_async"), "mupax.train.core.program"
+_ALWAYS = ("starting", "compiling", "training", "saving", "resuming")
+FAILURES = (
+    Failure("killed", "process PROCESS (", sent=signal.SIGKILL, phases=_ALWAYS),
+    Failure("stopped", "process PROCESS (", sent=signal.SIGSTOP, phases=("compiling", "training", "saving")),
+    Failure("full disk", "File too large", full(None), phases=("saving",)),
+    Failure("full disk for one save", "File too large", full(1), passes=True, phases=("saving",)),
+    Failure("raises before orbax saves", _BROKEN, raising(*_SAVE, 2), phases=("saving",)),
+    Failure("raises after orbax has begun", _BROKEN, raising(*_SAVE, 2, before=False), phases=("saving",)),
+    Failure("raises in data", _BROKEN, raising("mupax.train.parallel.sharding", "Feed.put", 12)),
+    Failure("raises in the compiler", _BROKEN, raising(_PROGRAM, "Program.compile_train"), phases=("compiling",)),
+    Failure("slow data", "", slow("mupax.train.parallel.sharding", "Feed.put", 12, 12.0), passes=True),
+    Failure(
+        "slow compiler", "", slow(_PROGRAM, "Program.compile_train", 1, 40.0), passes=True, phases=("compiling",)
+    ),
+    Failure("slow disk", "", slow("mupax.train.checkpoints.folder", "file_digests", 2, 12.0), passes=True, phases=("saving",)),
+)  # fmt: skip
+
+
+def phase_of(session: Session, workdir: Path) -> str:
+    """What process 0 is at, as its files and words show it."""
+    said = session.said()
+    if "compiled in" in said:
+        return "saving" if list((workdir / "checkpoints").glob("*.saving*")) else "training"
+    return "compiling" if "parameters" in said or "resuming" in said else "starting"
+
+
+def failed(case: Case, failure: Failure, phase: str, folder: Path, seed: int) -> dict[str, Any]:
+    """One run in which a process fails, and which is then resumed: a row of the file."""
+    wanted, choose = undisturbed(case, folder), random.Random(f"{case} {failure.name} {phase} {seed}")
+    name = f"{failure.name.replace(' ', '-')}-{phase}-{case.processes}-{seed}"
+    index, struck = seed % case.processes, folder / f"{name}.struck"
+    if phase == "resuming":  # a run that has a checkpoint already
+        session = Session(case, folder, name, STEPS)
+        while None in session.poll() and (kills.latest(folder / name) or 0) < EVERY:
+            time.sleep(0.01)
+        session.send(signal.SIGKILL, range(case.processes))
+        session.wait(10)
+    session = Session(case, folder, name, STEPS, {index: partial(failure.sick, struck.touch)} if failure.sick else None)
+    if failure.sent is not None:
+        reached = "starting" if phase == "resuming" else phase
+        while None in session.poll() and phase_of(session, folder / name) != reached:
+            time.sleep(0.005)
+        time.sleep(choose.uniform(0.0, 0.3 if phase == "saving" else 1.0))
+        struck.touch()
+        session.send(failure.sent, [index])
+    ended = wait(session, index if failure.sent == signal.SIGSTOP else None)
+    seconds = round(max(ended, struck.stat().st_mtime) - struck.stat().st_mtime, 1) if struck.exists() else None
+    codes, others = session.wait(0), [i for i in range(case.processes) if i != index or failure.sent is None]
+    reason = failure.reason.replace("PROCESS", str(index))
+    wrong: list[str] = []
+    if seconds is None:
+        wrong.append("the failure never came")
+    elif failure.passes:
+        wrong += [f"process {i} ended with {codes[i]}" for i in others if codes[i]]
+    else:
+        wrong += [f"not ended after {_GIVE_UP_S} s"] if seconds > BOUND_S else []
+        wrong += [f"process {i} does not say the reason" for i in others if reason not in session.said(i)]
+        wrong += [f"process {i} ended with {codes[i]}" for i in others if codes[i] != 1]
+    said = {i: session.said(i)[-400:] for i in others} if wrong else {}
+    session = Session(case, folder, name, STEPS)
+    if any(session.wait(_GIVE_UP_S)):
+        wrong.append(f"does not resume: {session.said()[-300:]}")
+    else:
+        wrong += kills.differences(kills.left(folder / name, STEPS), wanted)
+    return {
+        "failure": failure.name, "phase": phase, "processes": case.processes, "process": index, "seed": seed,
+        "codes": codes, "ended_s": seconds, "wrong": wrong, "said": said,
+    }  # fmt: skip
+
+
+def wait(session: Session, stopped: int | None) -> float:
+    """When the last process ended, but for the stopped one, which is killed then."""
+    until = time.monotonic() + _GIVE_UP_S
+    while None in [code for i, code in enumerate(session.poll()) if i != stopped] and time.monotonic() < until:
+        time.sleep(0.01)
+    ended = time.time()
+    session.send(signal.SIGKILL, range(len(session.pids)))
+    session.wait(10)
+    return ended
+
+
+def undisturbed(case: Case, folder: Path) -> dict[str, Any]:
+    """What a run leaves that nobody touches."""
+    name = f"alone-{case.processes}"
+    if not (folder / name / "checkpoints" / str(STEPS)).exists():
+        session = Session(case, folder, name, STEPS)
+        if any(session.wait(600)):
+            raise SystemExit(f"the undisturbed run itself fails:\n{session.said()[-2000:]}")
+    return kills.left(folder / name, STEPS)
+
+
+def as_json(rows: Sequence[dict[str, Any]]) -> str:
+    """One failure a line."""
+    from importlib.metadata import version
+
+    facts = {"command": COMMAND, "python": platform.python_version(), "jax": version("jax"), "cores": os.cpu_count()}
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    return f'{json.dumps(facts)[:-1]}, "rows": [\n{lines}\n]}}\n'
+
+
+def page(rows: Sequence[dict[str, Any]]) -> str:
+    """The table of what was done and what became of it."""
+    good = [row for row in rows if not row["wrong"]]
+    lines = [
+        "# Runs of several processes, one of which fails",
+        "",
+        f"{len(rows)} times one process of two or three failed; **{len(good)} of {len(rows)} times** all of them ended within",
+        f"{BOUND_S:.0f} s with exit code 1 and the reason on every screen (or trained on, where the failure passes), and what was",
+        f"resumed ended bitwise as the run that was left alone. Made by `{COMMAND}`, which says what the failures are.",
+        "",
+        "| failure | phases | times | as wanted | median and most seconds until all had ended | exit codes |",
+        "|---|---|---|---|---|---|",
+    ]
+    for failure in FAILURES:
+        mine = [row for row in rows if row["failure"] == failure.name]
+        seconds = sorted(row["ended_s"] for row in mine if row["ended_s"] is not None)
+        took = f"{seconds[len(seconds) // 2]:.1f}, {seconds[-1]:.1f}" if seconds and not failure.passes else "goes on"
+        codes = ", ".join(map(str, sorted({code for row in mine for code in row["codes"]})))
+        right = sum(not row["wrong"] for row in mine)
+        cells = [failure.name, ", ".join(failure.phases), len(mine), right, took, codes]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    lines += [
+        "",
+        *(
+            f"- {row['failure']}, {row['phase']}, seed {row['seed']}: {'; '.join(row['wrong'])[:300]}"
+            for row in rows
+            if row["wrong"]
+        ),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what is missing, then write the page; exit code 1 where something went otherwise than wanted."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--failures", type=int, default=100, help="at least so many in the file (default 100)")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="only failures or phases whose name has one of these words"
+    )
+    parser.add_argument("--page", type=Path, default=PAGE, help="write here, and the rows beside it")
+    parser.add_argument("--again", action="store_true", help="forget what the file holds")
+    parser.add_argument("--folder", type=Path, help="keep the runs here; a temporary folder unless given")
+    args = parser.parse_args(argv)
+    path = args.page.with_suffix(".json")
+    rows = json.loads(path.read_text())["rows"] if path.exists() and not args.again else []
+    kinds = [(f, p) for f in FAILURES for p in f.phases if any(word in f"{f.name} {p}" for word in args.only)]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        with kills.prepared(folder):
+            while len(rows) < args.failures:
+                counts = {(f, p): sum((r["failure"], r["phase"]) == (f.name, p) for r in rows) for f, p in kinds}
+                failure, phase = min(kinds, key=lambda kind: counts[kind])
+                seed = counts[failure, phase]
+                rows.append(row := failed(Case(processes=2 + (seed % 3 == 2)), failure, phase, folder, seed))
+                print(json.dumps(row), flush=True)
+                path.write_text(as_json(rows))
+                args.page.write_text(page(rows))
+    args.page.write_text(page(rows))
+    return int(any(row["wrong"] for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
