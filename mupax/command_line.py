@@ -13,17 +13,31 @@ import inspect
 import io
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
 from typing import Annotated, Any, Protocol, TypeVar, get_type_hints
 
 import tyro
 from tyro import conf
+from tyro.constructors import PrimitiveConstructorSpec
 
 from mupax import terminal
 from mupax.errors import MupaxError
+from mupax.paths import path_of
 
 T = TypeVar("T")
 Switch = Annotated[bool, conf.FlagCreatePairsOff]
 """A flag without a value."""
+Place = Annotated[
+    Path,
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="PATH",
+        instance_from_str=lambda words: path_of(words[0]),
+        is_instance=lambda value: isinstance(value, PurePath),
+        str_from_instance=lambda path: [str(path)],
+    ),
+]
+"""A path on this machine or in a bucket."""
 Repeated = Annotated[tuple[str, ...], conf.UseAppendAction]
 """A flag that may come several times."""
 

@@ -7,7 +7,6 @@ and the one before it is used.
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,8 @@ from orbax.checkpoint import v1 as ocp
 
 from mupax import disk
 from mupax.train.checkpoints import failures, folder, manifest, together
-from mupax.train.checkpoints.folder import SAVING, CheckpointFolder
+from mupax.train.checkpoints.folder import CheckpointFolder
+from mupax.train.checkpoints.layout import renames_folders
 from mupax.train.checkpoints.manifest import DamagedError, Manifest
 from mupax.train.checkpoints.workdir import WorkdirError, recorded
 from mupax.train.core.state import TrainState
@@ -39,18 +39,24 @@ class Checkpoints(CheckpointFolder):
         keep: how many of the newest to keep.
         processes: of the run.
         note: told what went wrong and what was done about it.
+        before: called, on process 0, when a checkpoint is on disk and does not yet count; raises where it must not.
 
     Raises:
         WorkdirError: there are checkpoints, and none is whole.
     """
 
     def __init__(
-        self, workdir: Path, keep: int, processes: Processes | None = None, note: Callable[[str], None] = print
+        self,
+        workdir: Path,
+        keep: int,
+        processes: Processes | None = None,
+        note: Callable[[str], None] = print,
+        before: Callable[[], object] = lambda: None,
     ) -> None:
         failures.quiet()
-        super().__init__(workdir, keep, note)
-        self._processes = processes or Processes()
-        self._asked, self._saved, self._failed_in_a_row = 0, self.latest, 0
+        self._processes, self._asked, self._failed_in_a_row = processes or Processes(), 0, 0
+        super().__init__(workdir, keep, note, self._broadcast(lambda: renames_folders(workdir)))
+        self._saved, self._before = self.latest, before
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
         self.record = self._broadcast(lambda: recorded(workdir))
@@ -76,14 +82,14 @@ class Checkpoints(CheckpointFolder):
             return
         self.wait()
         self._saved, self._failure = step, None
-        arrays, checkpoint = state.arrays(), self.folder / f"{step}{SAVING}"
+        arrays, checkpoint = state.arrays(), self.layout.written_at(step)
         named = manifest.by_name(arrays)
         _ORBAX.acquire()  # until `_finish` has the result
         try:
             shards = manifest.host_shards(named)
             if self._processes.leader:
-                shutil.rmtree(checkpoint, ignore_errors=True)
-            with ocp.Context(array_options=_array_options()):
+                self.layout.begin(step)
+            with self.layout.context():
                 response = ocp.save_async(str(checkpoint), arrays)
         except (OSError, ValueError, RuntimeError) as error:
             shards, response = [], error
@@ -206,7 +212,9 @@ class Checkpoints(CheckpointFolder):
             if parts is None:
                 self._failure = part.get("error")
                 return
-            self.publish(checkpoint, Manifest(step=step, data=facts, record=self.record, **together.whole(parts)))
+            content = Manifest(step=step, data=facts, record=self.record, **together.whole(parts))
+            self._before()
+            self.publish(content)
             self._failed_in_a_row = 0
         except Exception as error:
             self._failed(step, error)
@@ -222,8 +230,7 @@ class Checkpoints(CheckpointFolder):
         if self._failed_in_a_row == together.MOST_FAILED:
             self._processes.end_all(f"{self._failure}, as was the one before it; {newest}")
         if self._processes.leader:  # what was written of it takes room that the next one needs
-            for left in self.folder.glob(f"{step}{SAVING}*"):
-                shutil.rmtree(left, ignore_errors=True)
+            self.layout.abandon(step)
 
     def _broadcast(self, value: Callable[[], Any]) -> Any:
         """What process 0 finds, on every process."""
@@ -236,12 +243,3 @@ class Checkpoints(CheckpointFolder):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None or isinstance(error, Exception):  # whoever stops the process at once does not wait
             self.wait()
-
-
-def _array_options() -> Any:
-    """How arrays are written: uncompressed, each shard by its first holder.
-
-    Weights hardly shrink, and packing them would take the cores from training. The first holder's copy is what is digested.
-    """
-    saving = ocp.options.ArrayOptions.Saving(use_compression=False, use_replica_parallel=False)
-    return ocp.options.ArrayOptions(saving=saving)

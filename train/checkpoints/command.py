@@ -24,7 +24,7 @@ class Checkpoints:
     with its digest. Nothing is changed. Exit code 0 where all are good, 1 where one is damaged.
     """
 
-    workdir: Annotated[conf.Positional[Path], conf.arg(metavar="WORKDIR")]
+    workdir: Annotated[conf.Positional[command_line.Place], conf.arg(metavar="WORKDIR")]
     """Folder of a run."""
     verify: Switch = False
     """Read every file and array, not their sizes alone."""
@@ -55,17 +55,19 @@ def main(argv: Sequence[str]) -> int:
 
 def _checkpoints(workdir: Path, run: str | None, *, verify: bool) -> list[dict[str, Any]]:
     """One entry per checkpoint, oldest first, those set aside after the others."""
-    from mupax.train.checkpoints.folder import CHECKPOINTS, SET_ASIDE
+    from mupax.train.checkpoints.folder import CHECKPOINTS
+    from mupax.train.checkpoints.layout import aside
 
     folder = workdir / CHECKPOINTS
     paths = sorted((path for path in folder.glob("*") if path.name.isdigit()), key=lambda path: int(path.name))
-    return [_entry(path, verify, workdir, run) for path in [*paths, *sorted((folder / SET_ASIDE).glob("*"))]]
+    others = aside(folder)
+    return [_entry(path, verify, workdir, run) for path in [*(p for p in paths if p not in others), *others]]
 
 
 def _entry(checkpoint: Path, verify: bool, workdir: Path, run: str | None) -> dict[str, Any]:
     """What the manifest and the sizes of its files say; with `verify` everything is read."""
     from mupax.train.checkpoints import folder, manifest
-    from mupax.train.checkpoints.folder import SET_ASIDE
+    from mupax.train.checkpoints.layout import is_aside
 
     problems: list[str] = []
     arrays: int | None = None
@@ -79,13 +81,14 @@ def _entry(checkpoint: Path, verify: bool, workdir: Path, run: str | None) -> di
     except (manifest.DamagedError, manifest.ForeignError) as error:
         problems = [str(error)]
     name, _, _ = checkpoint.name.partition(".")
+    files = [path.stat() for path in checkpoint.rglob("*") if path.is_file()]
     return {
         "step": int(name) if name.isdigit() else None,
         "path": str(checkpoint.relative_to(workdir)),
-        "bytes": sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()),
+        "bytes": sum(file.st_size for file in files),
         "arrays": arrays,
-        "age_seconds": round(time.time() - checkpoint.stat().st_mtime, 1),
-        "set_aside": checkpoint.parent.name == SET_ASIDE,
+        "age_seconds": round(time.time() - max(file.st_mtime for file in files), 1) if files else None,
+        "set_aside": is_aside(checkpoint),
         "verified": verify,
         "damaged": folder.first_of(problems) or None,
     }
@@ -95,5 +98,5 @@ def _cells(row: dict[str, Any]) -> list[str]:
     good = "good, every bit" if row["verified"] else "whole (--verify reads every bit)"
     health = f"damaged: {row['damaged']}" if row["damaged"] else good
     aside = "set aside, " if row["set_aside"] else ""
-    age = str(datetime.timedelta(seconds=round(row["age_seconds"])))
+    age = str(datetime.timedelta(seconds=round(row["age_seconds"] or 0)))
     return [str(row["step"]), terminal.gib(row["bytes"]), str(row["arrays"] or ""), age, aside + health]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
-import shutil
 import stat
 import time
 from collections.abc import Callable
@@ -17,10 +15,10 @@ import xxhash
 from mupax import disk
 from mupax.errors import MupaxError
 from mupax.train.checkpoints import manifest
+from mupax.train.checkpoints.layout import InPlace, Renamed, aside, counts, is_aside
 from mupax.train.checkpoints.manifest import DamagedError, ForeignError, Manifest
 
-CHECKPOINTS, SET_ASIDE = "checkpoints", "set-aside"
-SAVING, DELETING = ".saving", ".deleting"
+CHECKPOINTS = "checkpoints"
 _AGAIN_S = 0.2
 """Until a file that looks damaged is read again."""
 _BLOCK = 2**20  # stays in a core's cache: reading and hashing 16 MiB at a time takes five times as long
@@ -37,11 +35,13 @@ class CheckpointFolder:
         workdir: folder of the run.
         keep: how many of the newest to keep.
         note: told what was found damaged and what was done about it.
+        renames: whether folders can be renamed there (`layout.py`).
     """
 
-    def __init__(self, workdir: Path, keep: int, note: Callable[[str], None]) -> None:
+    def __init__(self, workdir: Path, keep: int, note: Callable[[str], None], renames: bool = True) -> None:
         self.folder, self._keep, self._note = workdir / CHECKPOINTS, keep, note
-        self._taken_back: set[str] = set()
+        self.layout = (Renamed if renames else InPlace)(self.folder)
+        self._taken_back: set[Path] = set()
         self.record: dict[str, Any] = {}
         """What config.json holds: goes into manifests."""
 
@@ -50,26 +50,23 @@ class CheckpointFolder:
         """Step of the newest checkpoint."""
         return max(steps(self.folder), default=None)
 
-    def publish(self, written: Path, content: Manifest) -> None:
-        """Give a checkpoint its manifest and its name, and only then delete those beyond `keep`.
+    def publish(self, content: Manifest) -> None:
+        """Let a checkpoint whose arrays are written count, and only then delete those beyond `keep`.
 
         Args:
-            written: the folder of its arrays.
             content: its manifest.
         """
-        manifest.write(written, content)
-        target = self.folder / str(content.step)
-        if target.exists():  # one without a manifest, copied here by somebody
+        manifest.write(self.layout.written_at(content.step), content)
+        if (
+            self.layout.renames and (self.folder / str(content.step)).exists()
+        ):  # one without a manifest, copied here by somebody
             self.set_aside(content.step, "another was saved")
-        written.replace(target)
-        disk.sync_folder(self.folder)
+        self.layout.publish(content.step)
         for step in steps(self.folder)[: -self._keep]:
-            doomed = self.folder / f"{step}{DELETING}"  # half deleted, it must not look like a checkpoint
-            (self.folder / str(step)).replace(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            self.layout.delete(step)
 
     def set_aside(self, step: int, problem: str) -> None:
-        """Move a damaged checkpoint out of the way, and say so.
+        """Put a damaged checkpoint out of the way, and say so.
 
         Args:
             step: of the checkpoint.
@@ -78,66 +75,71 @@ class CheckpointFolder:
         Raises:
             WorkdirError: it cannot be moved.
         """
-        aside = self.folder / SET_ASIDE
-        names = (str(step) if number == 0 else f"{step}.{number}" for number in itertools.count())
-        target = next(aside / name for name in names if not (aside / name).exists())
         try:
-            aside.mkdir(exist_ok=True)
-            (self.folder / str(step)).replace(target)
+            mark = self.layout.set_aside(step, problem).relative_to(self.folder.parent)
         except OSError as error:
             raise WorkdirError(
                 f"checkpoint {step} is damaged ({problem}) and cannot be moved: {error.strerror}"
             ) from error
         then = "no other is left" if self.latest is None else f"going back to checkpoint {self.latest}"
-        self._note(
-            f"checkpoint {step} is damaged: {problem}; set aside as {target.relative_to(self.folder.parent)}, {then}"
-        )
+        self._note(f"checkpoint {step} is damaged: {problem}; set aside as {mark}, {then}")
 
     def tidy(self) -> None:
         """Remove what interrupted saves left, set aside what has no manifest."""
         if not self.folder.is_dir():
             return
-        for path in map(self.folder.joinpath, disk.names(self.folder)):
-            name, dot, _ = path.name.partition(".")
-            if name.isdigit() and dot:
-                shutil.rmtree(path, ignore_errors=True)
-            elif name.isdigit() and disk.status(path / manifest.NAME) is None:
+        names = disk.names(self.folder)
+        for name in names:
+            if name.partition(".")[0].isdigit() and "." in name:
+                self.layout.clear(name)
+        for name in names:
+            path = self.folder / name
+            if (
+                name.isdigit()
+                and disk.status(path)
+                and disk.status(path / manifest.NAME) is None
+                and not is_aside(path)
+            ):
                 self.set_aside(int(name), f"{manifest.NAME} is missing")
-        if self.newest() is None and disk.names(self.folder / SET_ASIDE):
+        if self.newest() is None and aside(self.folder):
             raise self.none_good()
 
     def newest(self) -> int | None:
         """Step of the newest checkpoint; where there is none, of those set aside that are whole, which are taken back."""
         if self.latest is not None:
             return self.latest
-        for name in disk.names(self.folder / SET_ASIDE):
-            aside, (step, _, _) = self.folder / SET_ASIDE / name, name.partition(".")
-            target = self.folder / step
-            if not step.isdigit() or name in self._taken_back or disk.status(target) is not None:
+        for path in aside(self.folder):
+            step, shown = path.name.partition(".")[0], path.relative_to(self.folder)
+            moved = path != self.folder / step
+            if (
+                not step.isdigit()
+                or path in self._taken_back
+                or (moved and disk.status(self.folder / step) is not None)
+            ):
                 continue
             try:
-                whole = verified(aside).step == int(step)
+                whole = verified(path).step == int(step)
             except (DamagedError, ForeignError):
                 continue
             if whole:
-                aside.replace(target)
-                self._taken_back.add(name)  # once: what is whole and cannot be loaded comes here again
-                self._note(f"checkpoint {step}, set aside as {SET_ASIDE}/{name}, is whole: taken back")
+                self.layout.take_back(path, int(step))
+                self._taken_back.add(path)  # once: what is whole and cannot be loaded comes here again
+                self._note(f"checkpoint {step}, set aside as {shown}, is whole: taken back")
         return self.latest
 
     def none_good(self) -> WorkdirError:
         """For a run whose checkpoints are all damaged, those set aside too."""
         return WorkdirError(
-            f"no good checkpoint is left in {self.folder}; those set aside in {SET_ASIDE}/ "
-            f"({', '.join(disk.names(self.folder / SET_ASIDE))}) were read again and are damaged. Nothing was "
+            f"no good checkpoint is left in {self.folder}; those set aside "
+            f"({', '.join(path.name for path in aside(self.folder))}) were read again and are damaged. Nothing was "
             "overwritten: put a copy of a good one there, or start again with another --workdir"
         )
 
 
 def steps(folder: Path) -> list[int]:
-    """Steps of the checkpoints in a folder, oldest first: those that have a manifest."""
+    """Steps of the checkpoints in a folder, oldest first: those that have a manifest and were not set aside."""
     found = [int(name) for name in disk.names(folder) if name.isascii() and name.isdigit() and str(int(name)) == name]
-    return sorted(step for step in found if disk.status(folder / str(step) / manifest.NAME) is not None)
+    return sorted(step for step in found if counts(folder / str(step)))
 
 
 def newest_record(folder: Path) -> dict[str, Any]:

@@ -23,8 +23,10 @@ import xxhash
 from mupax import disk
 from mupax.disk import JsonError, read_json
 from mupax.errors import MupaxError
+from mupax.paths import url
+from mupax.train.checkpoints.layout import MANIFEST
 
-NAME = "manifest.json"
+NAME = MANIFEST
 FORMAT = "mupax-checkpoint-2"
 _FIELDS = {
     "mupax-checkpoint-1": {"step", "data", "arrays", "files"},
@@ -193,7 +195,7 @@ def damaged_arrays(folder: Path, arrays: Mapping[str, dict[str, Any]]) -> list[s
     """
     import tensorstore as ts
 
-    base = f"file://{folder.absolute()}/{_STATE}/"
+    base = f"{url(folder)}/{_STATE}/"
     patience = disk.Patience()
 
     def same(name: str, entry: Mapping[str, Any], context: Any) -> bool:

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from mupax import __version__, disk
+from mupax.paths import is_remote, path_of
 from mupax.train.checkpoints.folder import CHECKPOINTS, WorkdirError, newest_record
+from mupax.train.checkpoints.layout import PROBES
 from mupax.train.config.record import completed, differences, text_of, to_json
 from mupax.train.config.run import Config
 from mupax.train.parallel.hardware import VARIABLES
@@ -26,7 +28,7 @@ from mupax.train.parallel.processes import Processes
 
 RECORD = "config.json"
 _SHARED, _LOCK, _PROBE, _PARTIAL = ".shared", ".lock", ".writable", f".{RECORD}.partial"
-_FIRST = (_SHARED, _LOCK, _PROBE, _PARTIAL, "attempts*.jsonl")
+_FIRST = (_SHARED, _LOCK, _PROBE, _PARTIAL, *PROBES, "attempts*.jsonl")
 """What a run writes before its record: a kill leaves some of them in a folder that is still free."""
 _FIXED = (
     *("model.", "preset.", "ema.", "optimizer.name", "seed", "train_only", "freeze"),
@@ -48,8 +50,8 @@ def claim(config: Config, processes: Processes) -> tuple[Path, bool]:
             process does not see the folder that process 0 has.
     """
     where, resumed = processes.broadcast("workdir", lambda: _claim(config))
-    path = Path(where)
-    if processes.count == 1:
+    path = path_of(where)
+    if processes.count == 1 or is_remote(path):
         return path, resumed
     if processes.leader:
         (path / _SHARED).touch()
@@ -69,7 +71,7 @@ def claim(config: Config, processes: Processes) -> tuple[Path, bool]:
 
 
 def _claim(config: Config) -> tuple[str, bool]:
-    path = Path(config.workdir if config.workdir is not None else f"runs/{config.recipe}").absolute()
+    path = path_of(config.workdir if config.workdir is not None else f"runs/{config.recipe}").absolute()
     if path.exists() and not path.is_dir():
         raise WorkdirError(f"{_shown(path)} is a file; write --workdir with the name of a folder")
     occupied = not all(any(map(Path(name).match, _FIRST)) for name in disk.names(path))
@@ -106,7 +108,7 @@ def locked(path: Path, processes: Processes) -> Iterator[None]:
     Raises:
         WorkdirError: another run has it.
     """
-    if not processes.leader:
+    if not processes.leader or is_remote(path):
         yield
         return
     with (path / _LOCK).open("a+") as file:
@@ -234,6 +236,8 @@ def _git_commit() -> str | None:
 
 def _shown(path: Path) -> str:
     """The path as short as it can be said from here."""
+    if is_remote(path):
+        return str(path)
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

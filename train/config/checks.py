@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
+from mupax.paths import ADDRESS, PathError, path_of
 from mupax.presets.roles import ParamSpec, Role
 from mupax.zoo.configs import ConfigError
 
-_ADDRESS = re.compile(r"(?:\w+:)?([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 _TEXT_FLAGS = ("--prompt",)
 """Flags whose value is a person's words, not a path."""
+_PLACE_FLAGS = (
+    "",
+    "--workdir",
+    "--init-from",
+    "--data.name",
+    "--data.data-dir",
+    "--data.tokenizer",
+    "--tokenizer",
+    "--out",
+)
+"""Flags whose value may be in a bucket; the empty one is a word without a flag."""
+_LOCAL_COMMANDS = ("check", "sweep", "transfer", "compile", "balance")
+"""What writes many small files, or pages about them."""
 
 
 def at_least(owner: str, config: object, smallest: float, *names: str) -> None:
@@ -31,20 +43,45 @@ def check_local(name: str, path: str | None) -> None:
         name: of the field, flag or variable, for the message.
         path: what it says; text:, images: and measured: may stand before it.
     """
-    if path is not None and (address := _ADDRESS.match(path)):
+    if path is not None and (address := ADDRESS.match(path)):
         raise ConfigError(
-            f"{name} is {path}, and {address[1]}:// is no folder of this machine, the only place that is read or written; "
+            f"{name} is {path}, and {address[1]}:// is no folder of this machine, the only place that it can name; "
             "mount the bucket (gcsfuse, mount-s3) or copy the files here, and write the path of that folder"
         )
 
 
+def check_place(name: str, path: str | None) -> None:
+    """Raise ConfigError where a path is an address of another kind than gs://, or one that cannot be read on this machine.
+
+    Args:
+        name: of the field or flag, for the message.
+        path: what it says; text: or images: may stand before it.
+    """
+    if path is None or not (address := ADDRESS.match(path)):
+        return
+    if address[1] != "gs":
+        raise ConfigError(
+            f"{name} is {path}, and {address[1]}:// is no folder of this machine and not gs://, the one kind of bucket that is "
+            "read and written; mount the bucket (gcsfuse, mount-s3) or copy the files here, and write the path of that folder"
+        )
+    try:
+        path_of(path[address.start(1) :])
+    except PathError as error:
+        raise ConfigError(f"{name}: {error}") from error
+
+
 def check_words(argv: Sequence[str]) -> None:
-    """`check_local` for every word of a command line."""
+    """`check_place` for every word of a command line that may name a bucket, `check_local` for every other."""
     before = ""
     for word in argv:
         flag, _, value = word.partition("=") if word.startswith("--") else (before, "", word)
         if flag not in _TEXT_FLAGS:
-            check_local(flag or "the path", value)
+            check = (
+                check_place
+                if flag.replace("_", "-") in _PLACE_FLAGS and argv[0] not in _LOCAL_COMMANDS
+                else check_local
+            )
+            check(flag or "the path", value)
         before = word if word.startswith("--") else ""
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 from tyro import conf
@@ -84,7 +83,7 @@ class PresetFlags(ConstantFlags):
 class CheckpointFlags:
     """Which parameters a command reads."""
 
-    workdir: Annotated[conf.Positional[Path], conf.arg(metavar="WORKDIR")]
+    workdir: Annotated[conf.Positional[command_line.Place], conf.arg(metavar="WORKDIR")]
     """Folder of a run, or WORKDIR/checkpoints/STEP."""
     step: int | None = None
     """Checkpoint; the newest unless given."""

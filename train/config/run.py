@@ -12,7 +12,7 @@ from typing import Annotated, Literal, get_args
 
 from tyro import conf
 
-from mupax.train.config.checks import at_least, check_local
+from mupax.train.config.checks import at_least, check_place
 from mupax.train.config.devices import DistributedConfig, MeshConfig
 from mupax.train.config.preset import PresetConfig
 from mupax.train.config.sections import (
@@ -72,7 +72,7 @@ class Config:
             raise ConfigError(f"--resume-change {' '.join(self.resume_change)} is for a run that goes on; add --resume")
         at_least("", self, 1, "steps", "accumulation_steps")
         at_least("", self, 0, "seed")
-        check_local("workdir", self.workdir)
+        check_place("workdir", self.workdir)
         batch, parts = self.data.batch_size, self.accumulation_steps
         if batch % parts:
             near = max(n for n in range(1, min(parts, batch) + 1) if batch % n == 0)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, NamedTuple, get_args
 from tyro import conf
 
 from mupax.presets.optimizers import OPTIMIZERS
-from mupax.train.config.checks import at_least, check_local
+from mupax.train.config.checks import at_least, check_place
 from mupax.zoo.configs import ConfigError
 from mupax.zoo.families import Task
 
@@ -126,7 +126,7 @@ class DataConfig:
         at_least("data.", self, 1, "batch_size", "eval_batch_size", "eval_examples")
         at_least("data.", self, 0, "seed")
         for name in ("name", "data_dir", "tokenizer"):
-            check_local(f"data.{name}", getattr(self, name))
+            check_place(f"data.{name}", getattr(self, name))
 
     @property
     def task(self) -> Task | None:
@@ -167,7 +167,7 @@ class InitConfig:
 
     def __post_init__(self) -> None:
         lists = ("init_new", "init_resize", "init_drop", "init_change")
-        check_local("--init-from", self.init_from)
+        check_place("--init-from", self.init_from)
         given = [name for name in ("init_optimizer", "init_ema", *lists) if getattr(self, name)]
         if given and self.init_from is None:
             raise ConfigError(

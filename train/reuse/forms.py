@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tyro import conf
@@ -31,11 +30,11 @@ class Convert:
     is left as it is.
     """
 
-    workdir: Annotated[conf.Positional[Path], conf.arg(metavar="WORKDIR")]
+    workdir: Annotated[conf.Positional[command_line.Place], conf.arg(metavar="WORKDIR")]
     """Folder of the run, whose newest checkpoint is meant, or WORKDIR/checkpoints/STEP."""
     form: Form
     """Where multipliers shall sit."""
-    out: Annotated[Path, conf.arg(metavar="WORKDIR")]
+    out: Annotated[command_line.Place, conf.arg(metavar="WORKDIR")]
     """Folder of the run to come, new or empty."""
 
 

@@ -47,7 +47,7 @@ def run(config: Config) -> int:
     with runtime(config) as rt:
         program = assemble(rt.config)
         data = load_data(program, rt)
-        with Checkpoints(rt.folder, rt.config.checkpoint.keep, rt.processes, rt.console.print) as checkpoints:
+        with Checkpoints(rt.folder, rt.config.checkpoint.keep, rt.processes, rt.console.print, rt.send) as checkpoints:
             position = starting_position(program, data, checkpoints, rt)
             session = compiled(program, data, checkpoints, rt)
             if position.step < rt.config.steps:

@@ -44,16 +44,17 @@ class Report(contextlib.ExitStack):
         config, log = rt.config, rt.config.log
         self._unit, self._program, self._faults, self._left_out = data.kind, program, config.faults, left_out
         self._writer: MetricsWriter | None = None
+        self._spool = rt.spool
         if rt.processes.leader:
             step = position.step if position.keeps_rows else None
-            self._writer = MetricsWriter(rt.folder, tensorboard=log.tensorboard, wandb=log.wandb, resume_step=step)
+            self._writer = MetricsWriter(rt.files, tensorboard=log.tensorboard, wandb=log.wandb, resume_step=step)
         peak = hardware.peak_flops(jax.devices()[0].device_kind, config.model.compute.dtype)
         peak = None if peak is None else peak * program.mesh.size
         memory = partial(hardware.memory_peak, jax.local_devices())
         self.timing = Timing(data.kind, flops.train_flops(config.model), peak, compile_seconds, memory)
         self.progress = Progress(config.steps, position.step, self.timing, rt.console, log.progress)
         steps = log.profile_steps if rt.processes.leader else None
-        self.profile = Profile(steps, rt.folder / "profile", self.paused, self.progress.note)
+        self.profile = Profile(steps, rt.files / "profile", self.paused, self.progress.note)
         self._pending: collections.deque[tuple[int, dict[str, jax.Array], float]] = collections.deque()
         self._bad: RejectedStep | None = None
         self._newest, self._attempt = position.step, rt.attempt
@@ -134,6 +135,9 @@ class Report(contextlib.ExitStack):
     def evaluated(self, row: dict[str, Any]) -> None:
         """Write and show the row of an evaluation."""
         self._write(row)
+        if self._spool is not None:
+            self.flush()
+            self._spool.send_later()
         self.progress.evaluated(row)
 
     def flush(self) -> None:

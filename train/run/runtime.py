@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 
+from mupax.paths import is_remote
 from mupax.terminal import Lasting
 from mupax.train.checkpoints import workdir
 from mupax.train.config.record import differences, to_json
@@ -25,6 +26,7 @@ from mupax.train.parallel.signals import StopRequest
 from mupax.zoo.configs import ConfigError
 
 if TYPE_CHECKING:
+    from mupax.train.run.report.spool import Spool
     from mupax.train.run.restart.memory import Memory
 
 
@@ -82,6 +84,7 @@ class Runtime:
     Attributes:
         config: of the run; its `init` is the recorded one where the run goes on.
         folder: the work folder, locked for this run.
+        spool: where the files of a run are written whose folder is a bucket, on process 0.
         resumed: whether an earlier part of the run lies in the folder.
         processes: of the run; process 0 prints and writes.
         stop: hears signals.
@@ -92,12 +95,23 @@ class Runtime:
 
     config: Config
     folder: Path
+    spool: Spool | None
     resumed: bool
     processes: Processes
     stop: StopRequest
     watchdog: Watchdog
     console: Console
     attempt: Memory | None = None
+
+    @property
+    def files(self) -> Path:
+        """Folder of this machine for rows, pictures and traces."""
+        return self.spool.folder if self.spool else self.folder
+
+    def send(self) -> None:
+        """Return when the rows are where the checkpoints are; raises OSError where they cannot get there."""
+        if self.spool:
+            self.spool.send()
 
     @contextlib.contextmanager
     def dispatching(self, awaited: str) -> Iterator[None]:
@@ -134,7 +148,11 @@ def runtime(config: Config) -> Iterator[Runtime]:
         stop.join(processes)
         check_config(config, processes)
         folder, resumed = workdir.claim(config, processes)
-        with workdir.locked(folder, processes), Watchdog(config.faults.watchdog_seconds) as watchdog:
+        with (
+            workdir.locked(folder, processes),
+            _spool(folder, processes) as spool,
+            Watchdog(config.faults.watchdog_seconds) as watchdog,
+        ):
             if resumed or config.init.init_from is not None:
                 from mupax.train.reuse.start import init_from
 
@@ -144,7 +162,7 @@ def runtime(config: Config) -> Iterator[Runtime]:
                 from mupax.train.run.restart import memory
 
                 attempt = memory.of_this_process(processes.index, processes.count)
-            yield Runtime(config, folder, resumed, processes, stop, watchdog, console, attempt)
+            yield Runtime(config, folder, spool, resumed, processes, stop, watchdog, console, attempt)
 
 
 @contextlib.contextmanager
@@ -168,6 +186,14 @@ def check_config(config: Config, processes: Processes) -> None:
         raise ConfigError(
             f"process {processes.index} has {path} {here} and process 0 has {first}; start all processes with the same flags"
         )
+
+
+def _spool(folder: Path, processes: Processes) -> contextlib.AbstractContextManager[Spool | None]:
+    if not processes.leader or not is_remote(folder):
+        return contextlib.nullcontext()
+    from mupax.train.run.report import spool
+
+    return spool.Spool(folder)
 
 
 def _joined(others: dict[str, Any] | None, config: Config) -> contextlib.AbstractContextManager[Processes]:

@@ -117,7 +117,7 @@ def starting_position(program: Program, data: Data, checkpoints: Checkpoints, ru
         state = rewound(program, data, checkpoints)
         step = int(state.step)  # an earlier one, where the newest was damaged
         evaluated = not config.evaluates_after(step) or runtime.processes.broadcast(
-            "evaluated", lambda: metrics.has_evaluation(runtime.folder, step)
+            "evaluated", lambda: metrics.has_evaluation(runtime.files, step)
         )
         position = Position(state, step, keeps_rows=True, evaluated=evaluated)
     if runtime.resumed:

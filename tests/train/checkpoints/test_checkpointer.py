@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import pytest
 
+from mupax.paths import path_of
 from mupax.train.__main__ import main
 from mupax.train.checkpoints import manifest, workdir
 from mupax.train.checkpoints.folder import steps
@@ -88,7 +89,7 @@ def checkpoints(workdir: Path | str) -> list[int]:
 
 def rows(workdir: Path | str) -> list[dict[str, Any]]:
     """The metrics without what a clock says."""
-    found = metrics.read(Path(workdir) / "metrics.jsonl")
+    found = metrics.read(path_of(workdir) / "metrics.jsonl")
     return [{k: v for k, v in row.items() if k != "seconds"} for row in found if "perf_data_wait" not in row]
 
 
@@ -279,9 +280,7 @@ def test_a_full_disk_does_not_end_training(lasts: bool, whole: Done, monkeypatch
     assert rows(name) == rows("whole")  # every step was trained, and told
     said = " ".join(done.out.split())
     for step in (2, 4):
-        assert (
-            f"checkpoint {step} could not be saved: No space left on device; there is no other yet" in said
-        )
+        assert f"checkpoint {step} could not be saved: No space left on device; there is no other yet" in said
     assert checkpoints(name) == ([] if lasts else [6, STEPS])
     assert (f"error: checkpoint {STEPS} could not be saved" in " ".join(done.err.split())) == lasts
 

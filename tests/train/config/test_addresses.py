@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -19,18 +20,23 @@ __all__ = ["started"]  # fixtures
 
 
 ADDRESSES = [
-    ("lm-tiny --workdir gs://bucket/run", "--workdir is gs://bucket/run, and gs:// is no folder of this machine"),
+    (
+        "lm-tiny --workdir s3://bucket/run",
+        "--workdir is s3://bucket/run, and s3:// is no folder of this machine and not gs://",
+    ),
     ("lm-tiny --workdir=S3://bucket/run --dry-run", "--workdir is S3://bucket/run"),
     ("lm-tiny --init-from hf://org/model", "--init-from is hf://org/model"),
-    ("lm-tiny --data.name text:gs://bucket/text", "--data.name is text:gs://bucket/text"),
+    ("lm-tiny --data.name text:az://bucket/text", "--data.name is text:az://bucket/text"),
     ("vit-digits --data.name images:s3://bucket/images", "--data.name is images:s3://bucket/images"),
-    ("lm-tiny --data.data-dir gs://bucket/tfds", "--data.data-dir is gs://bucket/tfds"),
+    ("lm-tiny --data.data-dir s3://bucket/tfds", "--data.data-dir is s3://bucket/tfds"),
     ("lm-tiny --data.tokenizer https://host/tokenizer.json", "--data.tokenizer is https://host/tokenizer.json"),
     ("lm-tiny --preset measured:gs://bucket/table.json", "--preset is measured:gs://bucket/table.json"),
-    ("eval gs://bucket/run", "the path is gs://bucket/run"),
+    ("eval s3://bucket/run", "the path is s3://bucket/run"),
+    ("eval nowhere --json gs://bucket/numbers.json", "--json is gs://bucket/numbers.json"),
     ("generate s3://bucket/run --prompt a", "the path is s3://bucket/run"),
-    ("checkpoints gs://bucket/run", "the path is gs://bucket/run"),
-    ("convert nowhere --form plain --out gs://bucket/run", "--out is gs://bucket/run"),
+    ("checkpoints s3://bucket/run", "the path is s3://bucket/run"),
+    ("sweep lm-tiny --out gs://bucket/sweep", "--out is gs://bucket/sweep"),
+    ("convert nowhere --form plain --out s3://bucket/run", "--out is s3://bucket/run"),
 ]
 
 
@@ -49,12 +55,21 @@ def test_an_address_is_no_path(
 
 def test_an_address_is_no_path_in_a_config_of_code() -> None:
     config = RECIPES["lm-tiny"]()
-    with pytest.raises(ConfigError, match="workdir is gs://b/r"):
-        dataclasses.replace(config, workdir="gs://b/r")
-    with pytest.raises(ConfigError, match=r"data\.name is text:gs://b/t"):
-        dataclasses.replace(config.data, name="text:gs://b/t")
-    with pytest.raises(ConfigError, match="--init-from is gs://b/r"):
-        InitConfig(init_from="gs://b/r")
+    with pytest.raises(ConfigError, match="workdir is s3://b/r"):
+        dataclasses.replace(config, workdir="s3://b/r")
+    with pytest.raises(ConfigError, match=r"data\.name is text:s3://b/t"):
+        dataclasses.replace(config.data, name="text:s3://b/t")
+    with pytest.raises(ConfigError, match="--init-from is s3://b/r"):
+        InitConfig(init_from="s3://b/r")
+
+
+def test_a_bucket_needs_a_package_and_a_name(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "gcsfs" else find(name, *a))
+    assert "--workdir: gs://b/r needs the package gcsfs; run `pip install 'mupax[gcs]'`" in refused(
+        capsys, *["lm-tiny", "--workdir", "gs://b/r"]
+    )
+    assert "the path: gs:// is no gs://bucket/folder" in refused(capsys, "eval", "gs://")
 
 
 def test_an_address_is_no_cache_of_data(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +79,7 @@ def test_an_address_is_no_cache_of_data(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_weights_come_from_no_address_and_go_to_none(capsys: Capture) -> None:
-    for words in ("import hf://org/model --out here", "export nowhere --out gs://bucket/weights"):
+    for words in ("import hf://org/model --out here", "export nowhere --out s3://bucket/weights"):
         assert zoo_main(words.split()) == 2
         assert "is no folder of this machine" in capsys.readouterr().err
 

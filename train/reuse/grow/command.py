@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro import conf
@@ -34,7 +33,7 @@ class Grow:
     next batch and the rates that the run's preset has for the new size. The old run is left as it is.
     """
 
-    checkpoint: Annotated[conf.Positional[Path], conf.arg(metavar="CHECKPOINT")]
+    checkpoint: Annotated[conf.Positional[command_line.Place], conf.arg(metavar="CHECKPOINT")]
     """A workdir, or WORKDIR/checkpoints/STEP."""
     to: Annotated[str | None, conf.arg(metavar="MODEL")] = None
     """Larger model of `python -m zoo`; the checkpoint's own unless given."""
@@ -42,7 +41,7 @@ class Grow:
     """Of the larger model: num_heads=8 mlp_ratio=4 depth=6."""
     steps: Annotated[int | None, conf.arg(metavar="N")] = None
     """Last step of the run that goes on; the old run's unless given."""
-    out: Annotated[Path, conf.arg(metavar="WORKDIR")]
+    out: Annotated[command_line.Place, conf.arg(metavar="WORKDIR")]
     """Folder of the run to come, new or empty."""
 
 

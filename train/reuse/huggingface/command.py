@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro import conf
 
+from mupax import command_line
 from mupax.train.config.cli import PresetFlags
 
 if TYPE_CHECKING:
@@ -18,11 +19,11 @@ if TYPE_CHECKING:
 class Import(PresetFlags):
     """Weights of Hugging Face (config.json and safetensors) in a preset's form, for `python -m train --init-from FOLDER`."""
 
-    path: Annotated[conf.Positional[Path], conf.arg(metavar="PATH")]
+    path: Annotated[conf.Positional[command_line.Place], conf.arg(metavar="PATH")]
     """Folder with config.json and safetensors, or its file."""
     preset: Annotated[str, conf.arg(metavar="NAME")] = "sp"
     """A preset of `python -m presets`."""
-    out: Annotated[Path, conf.arg(metavar="FOLDER")]
+    out: Annotated[command_line.Place, conf.arg(metavar="FOLDER")]
     """A new or empty folder."""
 
     def run(self) -> int:
@@ -43,15 +44,15 @@ class Import(PresetFlags):
 class Export:
     """A run, or imported weights, as `transformers` reads them: multipliers are folded into the weights."""
 
-    path: Annotated[conf.Positional[Path], conf.arg(metavar="PATH")]
+    path: Annotated[conf.Positional[command_line.Place], conf.arg(metavar="PATH")]
     """Workdir, workdir/checkpoints/STEP, or an imported folder."""
-    out: Annotated[Path, conf.arg(metavar="FOLDER")]
+    out: Annotated[command_line.Place, conf.arg(metavar="FOLDER")]
     """A new or empty folder."""
     step: Annotated[int | None, conf.arg(metavar="N")] = None
     """Which checkpoint of a workdir; the newest unless given."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of the stored weights."""
-    tokenizer: Annotated[Path | None, conf.arg(metavar="FILE")] = None
+    tokenizer: Annotated[command_line.Place | None, conf.arg(metavar="FILE")] = None
     """tokenizer.json to add where the run's is not here."""
 
     def run(self) -> int:

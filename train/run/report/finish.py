@@ -32,7 +32,7 @@ def leave(session: Session, params: Arrays) -> None:
         params: the trained parameters.
     """
     program, data, inputs, rt = session.program, session.data, session.inputs, session.rt
-    config, folder, leader, count = program.config, rt.folder, rt.processes.leader, program.definition.count()
+    config, folder, leader, count = program.config, rt.files, rt.processes.leader, program.definition.count()
     relative = f"relative to {config.preset.base}" if config.preset.base else "in absolute form"
     files = [folder / metrics.FILE_NAME]
     if config.log.samples and config.model.generates:
@@ -68,7 +68,7 @@ def leave(session: Session, params: Arrays) -> None:
             facts={**facts, **session.speed},
             references=references,
             bytes_per_token=data.bytes_per_token,
-            files=[*files, curve, folder / "config.json"],
+            files=[rt.folder / file.relative_to(folder).as_posix() for file in (*files, curve, folder / "config.json")],
         )
 
 

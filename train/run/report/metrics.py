@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mupax.errors import MupaxError, MupaxFailure
+from mupax.paths import path_of
 
 if TYPE_CHECKING:
     from mupax.train.run.report.mirrors import Mirrors
@@ -172,7 +173,7 @@ def read(path: Path | str) -> list[dict[str, Any]]:
         FileNotFoundError: there is no such file.
     """
     rows = []
-    lines = Path(path).read_bytes().split(b"\n")
+    lines = path_of(path).read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

@@ -14,6 +14,7 @@ from rich.panel import Panel
 from rich.table import Column, Table
 from rich.text import Text
 
+from mupax.paths import is_remote
 from mupax.train.run.report import metrics, plotting
 from mupax.train.run.report.timing import duration, quantity
 
@@ -197,5 +198,7 @@ def _compared(console: Console, ours: float, reference: Reference) -> Text:
 
 def _relative(path: Path | str) -> str:
     """Relative to the current folder where it lies below it."""
+    if not isinstance(path, str) and is_remote(path):
+        return str(path)
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative

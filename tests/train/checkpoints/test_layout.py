@@ -1,0 +1,163 @@
+"""Checkpoints where no folder can be renamed, a bucket or a mounted one: the manifest alone makes one, markers do the rest."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from mupax import buckets
+from mupax.paths import path_of
+from mupax.train.checkpoints import command, manifest
+from mupax.train.checkpoints.checkpointer import Checkpoints
+from mupax.train.checkpoints.folder import steps, verified
+from mupax.train.checkpoints.layout import aside, renames_folders
+from mupax.train.checkpoints.workdir import WorkdirError
+from tests.emulator import bucket, emulator
+from tests.train.checkpoints.test_manifest import FACTS, data_file, flip, restored, same, state_at
+
+__all__ = ["bucket", "emulator"]  # fixtures
+
+
+@pytest.fixture
+def mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of this machine in which no folder can be renamed, as in a mounted bucket."""
+    replace, rename = os.replace, os.rename
+
+    def files_only(how, source, target, **more):
+        if os.path.isdir(source) and str(source).startswith(str(tmp_path)):
+            raise OSError(errno.ENOSYS, "Function not implemented")
+        how(source, target, **more)
+
+    monkeypatch.setattr(os, "replace", lambda *words, **more: files_only(replace, *words, **more))
+    monkeypatch.setattr(os, "rename", lambda *words, **more: files_only(rename, *words, **more))
+    return tmp_path
+
+
+@pytest.fixture(params=["bucket", "mounted"])
+def workdir(request: pytest.FixtureRequest) -> Path:
+    """Of a run, without anything in it."""
+    place = request.getfixturevalue(request.param)
+    folder = place / "run" if request.param == "mounted" else path_of(f"{place}/run")
+    assert not renames_folders(folder)
+    return folder
+
+
+@pytest.fixture
+def saved(workdir: Path) -> Path:
+    """A run with the checkpoints 3 and 5, of three that were saved."""
+    with Checkpoints(workdir, 2) as checkpoints:
+        for step in (2, 3, 5):
+            checkpoints.save(step, state_at(step), FACTS)
+            assert checkpoints.wait() is None
+    (workdir / "config.json").write_text('{"config": {}}')
+    return workdir
+
+
+def left(workdir: Path) -> set[str]:
+    return {path.relative_to(workdir).parts[1] for path in (workdir / "checkpoints").rglob("*") if path.is_file()}
+
+
+def test_every_bit_comes_back_and_the_oldest_is_deleted(saved: Path) -> None:
+    state, notes = restored(saved)
+    assert same(state, state_at(5))
+    assert notes == []
+    assert left(saved) == {"3", "5"}
+    assert verified(saved / "checkpoints" / "5").step == 5
+
+
+def test_control_a_folder_on_a_disk_can_be_renamed(tmp_path: Path) -> None:
+    assert renames_folders(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_kill_leaves_before_the_manifest_counts_for_nothing(saved: Path) -> None:
+    folder = saved / "checkpoints"
+    (folder / "5" / manifest.NAME).unlink()
+    (folder / "5.saving").write_text("")
+    state, notes = restored(saved)
+    assert same(state, state_at(3))
+    assert notes == []
+    assert left(saved) == {"3"}
+
+
+def test_what_a_kill_leaves_behind_the_manifest_counts(saved: Path) -> None:
+    (saved / "checkpoints" / "5.saving").write_text("")
+    assert same(restored(saved)[0], state_at(5))
+    assert left(saved) == {"3", "5"}
+
+
+def test_a_checkpoint_loses_its_manifest_before_anything_else(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone: list[str] = []
+    unlink = type(saved).unlink
+
+    def noted(self: Path, **how: bool) -> None:
+        gone.append(self.name)
+        unlink(self, **how)
+
+    monkeypatch.setattr(type(saved), "unlink", noted)
+    monkeypatch.setattr("mupax.train.checkpoints.layout.remove_tree", lambda path: gone.append(path.name))
+    with Checkpoints(saved, 2) as checkpoints:
+        gone.clear()
+        checkpoints.layout.delete(3)
+    assert gone == [manifest.NAME, "3", "3.saving"]
+    assert steps(saved / "checkpoints") == [5]
+
+
+def test_a_damaged_one_is_marked_and_taken_back_once_whole(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = saved / "checkpoints"
+    file = data_file_of(folder / "5")
+    whole = file.read_bytes()
+    flip(file)
+    state, notes = restored(saved)
+    assert same(state, state_at(3))
+    assert "checkpoint 5 is damaged" in notes[0]
+    assert "set aside as checkpoints/5/damaged.json, going back to checkpoint 3" in notes[0]
+    assert json.loads((folder / "5" / "damaged.json").read_text())["step"] == 5
+    assert (steps(folder), [path.name for path in aside(folder)]) == ([3], ["5"])
+    assert command.main([str(saved)]) == 0
+    assert "set aside, " in capsys.readouterr().out
+    flip(data_file_of(folder / "3"))
+    with pytest.raises(WorkdirError, match=r"those set aside \(3, 5\) were read again and are damaged"):
+        restored(saved)
+    file.write_bytes(whole)
+    state, notes = restored(saved)
+    assert same(state, state_at(5))
+    assert any("checkpoint 5, set aside as 5, is whole: taken back" in note for note in notes)
+
+
+def test_the_next_of_the_same_step_takes_the_place_of_a_damaged_one(saved: Path) -> None:
+    flip(data_file_of(saved / "checkpoints" / "5"))
+    restored(saved)
+    with Checkpoints(saved, 2) as checkpoints:
+        checkpoints.save(5, state_at(5), FACTS)
+        assert checkpoints.wait() is None
+    assert same(restored(saved)[0], state_at(5))
+    assert aside(saved / "checkpoints") == []
+
+
+def test_a_manifest_that_somebody_deleted_is_damage(saved: Path) -> None:
+    (saved / "checkpoints" / "5" / manifest.NAME).unlink()
+    state, notes = restored(saved)
+    assert same(state, state_at(3))
+    assert "checkpoint 5 is damaged: manifest.json is missing" in notes[0]
+    assert left(saved) == {"3", "5"}
+
+
+def test_errors_of_a_bucket_are_those_of_a_disk(bucket: str) -> None:
+    path = path_of(f"{bucket}/folder/file")
+    with pytest.raises(FileNotFoundError, match="no such object"):
+        path.read_bytes()
+    assert list(path.parent.iterdir()) == []
+    assert isinstance(path.parent, buckets.BucketPath)
+    assert path.absolute() == path
+
+
+def data_file_of(step: Path) -> Path:
+    """The file that the arrays are in."""
+    if isinstance(step, Path):
+        return data_file(step)
+    return max((path for path in step.rglob("*") if "/d/" in str(path)), key=lambda path: path.stat().st_size)
