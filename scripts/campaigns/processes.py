@@ -31,12 +31,14 @@ from scripts.campaigns.kills import Session
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "processes.md"
 COMMAND = "python -m scripts.campaigns.processes"
-STEPS, EVERY = 36, 8
+STEPS, EVERY = 16, 4
 """Of a run, and between its checkpoints."""
 BOUND_S = 60.0
 """How long processes may take to end after one of them has failed."""
 _GIVE_UP_S = 150.0
 _BROKEN = "this process breaks"
+_NEVER_CAME = "waited 20 s for process 0"
+"""Said where a process is killed before it has joined the others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +145,7 @@ def _at_call(module: str, name: str, call: int, wrapped: Callable[..., Any]) -> 
     setattr(owner, name, counted)
 
 
-_SAVE, _PROGRAM = ("orbax.checkpoint.v1", "save_async"), "mupax.train.core.program"
+_SAVE, _PROGRAM = ("mupax.train.checkpoints.checkpointer", "ocp.save_async"), "mupax.train.core.program"
 _ALWAYS = ("starting", "compiling", "training", "saving", "resuming")
 FAILURES = (
     Failure("killed", "process PROCESS (", sent=signal.SIGKILL, phases=_ALWAYS),
@@ -186,7 +188,7 @@ def failed(case: Case, failure: Failure, phase: str, folder: Path, seed: int) ->
         reached = "starting" if phase == "resuming" else phase
         while None in session.poll() and phase_of(session, folder / name) != reached:
             time.sleep(0.005)
-        time.sleep(choose.uniform(0.0, 0.3 if phase == "saving" else 1.0))
+        time.sleep(choose.uniform(0.0, {"saving": 0.3, "starting": 3.0, "resuming": 6.0}.get(phase, 1.0)))
         struck.touch()
         session.send(failure.sent, [index])
     ended = wait(session, index if failure.sent == signal.SIGSTOP else None)
@@ -200,7 +202,11 @@ def failed(case: Case, failure: Failure, phase: str, folder: Path, seed: int) ->
         wrong += [f"process {i} ended with {codes[i]}" for i in others if codes[i]]
     else:
         wrong += [f"not ended after {_GIVE_UP_S} s"] if seconds > BOUND_S else []
-        wrong += [f"process {i} does not say the reason" for i in others if reason not in session.said(i)]
+        wrong += [
+            f"process {i} does not say the reason"
+            for i in others
+            if reason not in session.said(i) and _NEVER_CAME not in session.said(i)
+        ]
         wrong += [f"process {i} ended with {codes[i]}" for i in others if codes[i] != 1]
     said = {i: session.said(i)[-400:] for i in others} if wrong else {}
     session = Session(case, folder, name, STEPS)

@@ -20,7 +20,8 @@ from jax._src import distributed as _distributed  # the store has no public name
 
 from mupax.terminal import leave
 from mupax.train.config.run import DistributedConfig
-from mupax.train.parallel.processes import Processes
+from mupax.train.parallel import aborts
+from mupax.train.parallel.processes import DistributedError, Processes
 
 _POLL_S = 1.0
 """How often a process says that it is alive and looks whether another has failed."""
@@ -49,26 +50,34 @@ class Cluster(Processes):
     def closed(self) -> bool:
         return self._done.is_set()
 
-    def broadcast(self, name: str, value: Callable[[], Any]) -> Any:
+    def broadcast(self, name: str, value: Callable[[], Any], seconds: float | None = None) -> Any:
         if not self.leader:
-            return self._wait_for(f"mupax/broadcast/{name}")
+            return self._wait_for(f"mupax/broadcast/{name}", 0, seconds)
         result = value()
         self._client.key_value_set(f"mupax/broadcast/{name}", json.dumps(result))
         return result
 
-    def gather(self, name: str, value: Any) -> list[Any] | None:
+    def gather(self, name: str, value: Any, seconds: float | None = None) -> list[Any] | None:
         keys = [f"mupax/gather/{name}/{index}" for index in range(self.count)]
         if not self.leader:
             self._client.key_value_set(keys[self.index], json.dumps(value))
             return None
         values = [value]
-        for key in keys[1:]:
-            values.append(self._wait_for(key))
+        for index, key in enumerate(keys[1:], start=1):
+            values.append(self._wait_for(key, index, seconds))
             self._client.key_value_delete(key)
         return values
 
-    def _wait_for(self, key: str) -> Any:
-        return json.loads(self._client.blocking_key_value_get(key, _FOREVER_MS))
+    def _wait_for(self, key: str, index: int, seconds: float | None) -> Any:
+        wait = _FOREVER_MS if seconds is None else round(1000 * seconds)
+        try:
+            return json.loads(self._client.blocking_key_value_get(key, wait))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            raise DistributedError(
+                f"process {self.index} has waited {seconds:.0f} s for a word of process {index}; run the same version on all hosts"
+            ) from error
 
     def barrier(self, name: str) -> None:
         self._client.wait_at_barrier(f"mupax/{name}", _FOREVER_MS)
@@ -172,15 +181,19 @@ def joined(others: dict[str, Any], config: DistributedConfig) -> Iterator[Cluste
     late.start()
     try:
         # The service ends a process without a word for a person, on purpose later than `_too_late` and `Processes` do.
-        jax.distributed.initialize(
-            **others,
-            initialization_timeout=config.timeout_seconds + 60,
-            heartbeat_timeout_seconds=config.heartbeat_seconds + 60,
-        )
+        with aborts.without_trace():
+            jax.distributed.initialize(
+                **others,
+                initialization_timeout=config.timeout_seconds + 60,
+                heartbeat_timeout_seconds=config.heartbeat_seconds + 60,
+            )
     finally:
         late.cancel()
-    client = _distributed.global_state.client
-    processes = Cluster(jax.process_index(), jax.process_count(), client, config.heartbeat_seconds)
+    state, made = _distributed.global_state, list[Cluster]()
+    coordinator = state.coordinator_address if state.process_id else None
+    aborts.listen(coordinator, lambda reason: [each.post_failure(reason) for each in made])
+    processes = Cluster(jax.process_index(), jax.process_count(), state.client, config.heartbeat_seconds)
+    made.append(processes)
     try:
         yield processes
     except BaseException as error:

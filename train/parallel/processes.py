@@ -46,21 +46,29 @@ class Processes:
         """Whether this is the process that prints and writes."""
         return self.index == 0
 
-    def broadcast(self, name: str, value: Callable[[], Any]) -> Any:
+    def broadcast(self, name: str, value: Callable[[], Any], seconds: float | None = None) -> Any:
         """What `value` returns on process 0, on every process; the others wait for it.
 
         Args:
             name: used once in a run.
             value: called by process 0 alone; its result must survive JSON.
+            seconds: how long to wait for it; a week unless given, since a process that fails ends all.
+
+        Raises:
+            DistributedError: that was too long.
         """
         return value()
 
-    def gather(self, name: str, value: Any) -> list[Any] | None:
+    def gather(self, name: str, value: Any, seconds: float | None = None) -> list[Any] | None:
         """On process 0, the values of all processes, in their order; None on the others, which do not wait.
 
         Args:
             name: used once in a run.
             value: of this process; it must survive JSON.
+            seconds: how long to wait for each of the others; as in `broadcast`.
+
+        Raises:
+            DistributedError: that was too long.
         """
         return [value]
 

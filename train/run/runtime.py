@@ -19,11 +19,9 @@ from rich.console import Console
 from mupax.paths import is_remote
 from mupax.terminal import Lasting
 from mupax.train.checkpoints import workdir
-from mupax.train.config.record import differences, to_json
 from mupax.train.config.run import Config
 from mupax.train.parallel.processes import Processes, place
 from mupax.train.parallel.signals import StopRequest
-from mupax.zoo.configs import ConfigError
 
 if TYPE_CHECKING:
     from mupax.train.run.report.spool import Spool
@@ -140,13 +138,16 @@ def runtime(config: Config) -> Iterator[Runtime]:
     """The surroundings of a run while entered.
 
     Raises:
-        ConfigError, WorkdirError, DistributedError: flags that differ between processes, or a folder that cannot be used.
+        AgreementError, DistributedError: of processes that differ. WorkdirError: a folder that cannot be used.
         SystemExit: a signal came with nothing to save.
     """
     others = place(config.distributed)
     with _streams(), StopRequest() as stop, _joined(others, config) as processes:
         stop.join(processes)
-        check_config(config, processes)
+        if processes.count > 1:
+            from mupax.train.parallel import agreement
+
+            agreement.check(config, processes)
         folder, resumed = workdir.claim(config, processes)
         with (
             workdir.locked(folder, processes),
@@ -172,20 +173,6 @@ def _streams() -> Iterator[None]:
     out = Lasting(sys.stdout, note=lambda text: print(text, file=err))
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):  # pyright: ignore[reportArgumentType]
         yield
-
-
-def check_config(config: Config, processes: Processes) -> None:
-    """Refuse to start with another config than process 0 has.
-
-    Raises:
-        ConfigError: the text names the field.
-    """
-    # One that was started again has --resume; process 0 alone asks for it.
-    mine = {**to_json(config), "distributed": None, "resume": None}
-    for path, first, here in differences(processes.broadcast("config", lambda: mine), mine):
-        raise ConfigError(
-            f"process {processes.index} has {path} {here} and process 0 has {first}; start all processes with the same flags"
-        )
 
 
 def _spool(folder: Path, processes: Processes) -> contextlib.AbstractContextManager[Spool | None]:

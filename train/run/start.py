@@ -63,6 +63,9 @@ def compiled(program: Program, data: Data, checkpoints: Checkpoints, rt: Runtime
     began, step_fn = time.monotonic(), program.compile_train()
     eval_fn = program.compile_eval(step_fn)
     seconds = time.monotonic() - began
+    rt.processes.barrier(
+        "compiled"
+    )  # patient; the first collective operation waits half a minute for a slower compiler
     return Session(program, data, checkpoints, rt, step_fn, eval_fn, program.step_inputs(), began, seconds)
 
 
@@ -76,6 +79,7 @@ def load_data(program: Program, runtime: Runtime) -> Data:
     with runtime.processes.leader_first("data"):
         data = data_sources.load(config.data, config.model, seed=config.data_seed, note=runtime.console.print)
     check_data(data, runtime.processes)
+    runtime.processes.barrier("data")
     return data
 
 

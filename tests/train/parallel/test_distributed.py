@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -22,11 +23,11 @@ from mupax.train.config.recipes.laptop import lm_tiny
 from mupax.train.config.run import Config, DataConfig, DistributedConfig
 from mupax.train.data import Data, DataError
 from mupax.train.data.interface import ALL_ROWS, Batch
+from mupax.train.parallel import agreement
 from mupax.train.parallel.distributed import Cluster
 from mupax.train.parallel.processes import DistributedError, Processes, place
 from mupax.train.parallel.signals import StopRequest
 from mupax.train.run import runtime, start
-from mupax.zoo.configs import ConfigError
 
 pytestmark = pytest.mark.core
 
@@ -116,8 +117,13 @@ class Store:
 
     def blocking_key_value_get(self, key: str, timeout_ms: int) -> str:
         with self.changed:
-            assert self.changed.wait_for(lambda: key in self.values, timeout=20)
+            if not self.changed.wait_for(lambda: key in self.values, timeout=min(20, timeout_ms / 1000)):
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
             return self.values[key]
+
+    def key_value_delete(self, key: str) -> None:
+        with self.changed:
+            del self.values[key]
 
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
         return [(name, value) for name, value in self.values.items() if name.startswith(f"{key}/")]
@@ -161,18 +167,55 @@ def test_all_are_told_what_process_0_knows_and_it_goes_first() -> None:
     assert order == [0, 1]
 
 
-def test_different_flags_and_data_are_refused_by_name() -> None:
-    def config(processes: Processes) -> None:
-        mine = lm_tiny()
-        model = dataclasses.replace(mine.model, depth=4 + processes.index)
-        runtime.check_config(dataclasses.replace(mine, model=model), processes)
+def agreed(change: Any = lambda facts: None) -> list[Any]:
+    """What two processes find, where the second has other facts."""
 
-    first, second = both(config)
-    assert first is None
-    assert isinstance(second, ConfigError)
-    assert str(second) == "process 1 has model.depth 5 and process 0 has 4; start all processes with the same flags"
-    assert both(lambda processes: runtime.check_config(lm_tiny(), processes)) == [None, None]
+    def work(processes: Processes) -> None:
+        config = dataclasses.replace(lm_tiny(), workdir="same")
+        real = agreement.facts(config)
+        if processes.index:
+            change(real)
+        agreement.check(config, processes, real)
 
+    return both(work)
+
+
+@pytest.mark.parametrize(
+    ("group", "path", "value", "said"),
+    [
+        ("config", "seed", 7, "has seed 7 and process 0 (HOST) has 0; start all processes with the same flags"),
+        ("versions", "jax", "0.1", f"has jax 0.1 and process 0 (HOST) has {jax.__version__}; install the same versions on all"),
+        ("code", "train/core/step.py", "beef", "has another train/core/step.py than process 0 (HOST); run the same code"),
+        ("code", "train/core/old.py", "beef", "has a train/core/old.py, other than process 0 (HOST); run the same code"),
+        ("environment", "XLA_FLAGS", "--xla_a", "has XLA_FLAGS='--xla_a' and process 0 (HOST) has XLA_FLAGS='"),
+        ("devices", "kind", "TPU v3", "has devices of another kind, TPU v3, than process 0 (HOST), cpu; start all"),
+        ("devices", "number", 3, "has devices of another number, 3, than process 0 (HOST), 8; start all"),
+    ],
+)  # fmt: skip
+def test_what_must_be_alike_is_refused_by_name_on_every_screen(group: str, path: str, value: Any, said: str) -> None:
+    first, second = agreed(lambda facts: facts[group].__setitem__(path, value))
+    assert isinstance(first, agreement.AgreementError)
+    host = socket.gethostname()
+    assert str(first) == str(second)
+    assert str(first).startswith(f"process 1 ({host}) {said.replace('HOST', host)}")
+
+
+def test_control_processes_that_are_alike_agree() -> None:
+    assert agreed() == [None, None]
+    assert agreement._flags("--xla_b --xla_dump_to=/tmp/0 --xla_a") == "--xla_a --xla_b"
+    assert len(agreement._sources()) > 150
+
+
+def test_a_process_that_never_says_what_it_is_is_named() -> None:
+    leader = Cluster(0, 2, Store())
+    with pytest.raises(
+        DistributedError, match=r"^process 0 has waited 0 s for a word of process 1; run the same version"
+    ):
+        leader.gather("agreement", {}, 0.1)
+    leader._done.set()
+
+
+def test_other_data_is_refused_by_name() -> None:
     class Facts:
         def __init__(self, digest: str) -> None:
             self.facts = {"name": "x", "digest": digest}

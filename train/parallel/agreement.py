@@ -1,0 +1,127 @@
+"""What all processes of a run must have alike, compared before anything is compiled: flags, code, versions, devices."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import socket
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import mupax
+from mupax.errors import MupaxError
+from mupax.train.config.record import differences, text_of, to_json
+from mupax.train.config.run import Config
+from mupax.train.parallel.hardware import VARIABLES
+from mupax.train.parallel.processes import Processes
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "numpy", "grain", "libtpu")
+_CODE = ("presets", "zoo", "train")
+_PATIENCE_S = 120.0
+"""How long a process that has joined may take to say what it is. One of another version may never do."""
+
+
+class AgreementError(MupaxError):
+    """Processes that cannot train one model together. The text names the process, its host and what differs."""
+
+
+def check(config: Config, processes: Processes, mine: dict[str, Any] | None = None) -> None:
+    """Refuse to start where a process has something else than process 0; all of them then say which, and what.
+
+    Args:
+        config: of this process.
+        processes: of the run.
+        mine: facts of this process, of `config` unless given.
+
+    Raises:
+        AgreementError: the first difference.
+    """
+    mine = {"host": socket.gethostname(), **(mine or facts(config))}
+    parts = processes.gather("agreement", mine, _PATIENCE_S)
+    if problem := processes.broadcast("agreed", lambda: first_difference(parts or []), _PATIENCE_S * processes.count):
+        raise AgreementError(problem)
+
+
+def facts(config: Config) -> dict[str, Any]:
+    """What must be alike, of this process."""
+    local = jax.local_devices()
+    return {
+        # One that was started again has --resume; process 0 alone asks for it.
+        "config": {**to_json(config), "distributed": None, "resume": None},
+        "versions": {"python": platform.python_version(), "mupax": mupax.__version__, **_versions()},
+        "code": _sources(),
+        "environment": {name: _flags(os.environ.get(name, "")) for name in VARIABLES},
+        "devices": {"kind": local[0].device_kind, "number": len(local)},
+    }
+
+
+def first_difference(parts: list[dict[str, Any]]) -> str:
+    """The first difference of a process from process 0, in words; "" where there is none."""
+    first, *others = parts
+    for index, part in enumerate(others, start=1):
+        for group, words in _WORDS.items():
+            if unlike := list(differences(first[group], part[group])):
+                here, there = f"process {index} ({part['host']})", f"process 0 ({first['host']})"
+                return words(here, there, *unlike[0], len(unlike))
+    return ""
+
+
+def _other_flags(here: str, there: str, path: str, zero: Any, mine: Any, count: int) -> str:
+    return f"{here} has {path} {text_of(mine)} and {there} has {text_of(zero)}; start all processes with the same flags"
+
+
+def _other_version(here: str, there: str, path: str, zero: Any, mine: Any, count: int) -> str:
+    return f"{here} has {path} {mine} and {there} has {zero}; install the same versions on all hosts"
+
+
+def _other_code(here: str, there: str, path: str, zero: Any, mine: Any, count: int) -> str:
+    what = f"another {path} than" if mine and zero else f"{'a' if mine else 'no'} {path}, other than"
+    more = f", and {count - 1} more files differ" if count > 1 else ""
+    return f"{here} has {what} {there}{more}; run the same code on all hosts"
+
+
+def _other_environment(here: str, there: str, path: str, zero: Any, mine: Any, count: int) -> str:
+    return f"{here} has {path}={mine!r} and {there} has {path}={zero!r}; set the same in all processes"
+
+
+def _other_devices(here: str, there: str, path: str, zero: Any, mine: Any, count: int) -> str:
+    return (
+        f"{here} has devices of another {path}, {mine}, than {there}, {zero}; start all processes on the same hardware"
+    )
+
+
+_WORDS: dict[str, Callable[..., str]] = {
+    "versions": _other_version,
+    "code": _other_code,
+    "config": _other_flags,
+    "environment": _other_environment,
+    "devices": _other_devices,
+}
+
+
+def _versions() -> dict[str, str | None]:
+    def version(name: str) -> str | None:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            return None
+
+    return {name: version(name) for name in _PACKAGES}
+
+
+def _sources() -> dict[str, str]:
+    """A digest of every file of code, by its path in the project."""
+    root = Path(mupax.__file__).parent
+    files = sorted(path for package in _CODE for path in (root / package).rglob("*.py"))
+    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files}
+
+
+def _flags(text: str) -> str:
+    """Flags in order, without those that say where a process writes its own files."""
+    return " ".join(sorted(flag for flag in text.split() if not re.match(r"--xla_dump|--xla_gpu_dump", flag)))
