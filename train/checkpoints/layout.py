@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import itertools
 import json
 import shutil
@@ -184,3 +185,28 @@ def _remove_probes(path: Path) -> None:
         with contextlib.suppress(OSError):
             (folder / DAMAGED).unlink(missing_ok=True)
             folder.rmdir()
+
+
+def locks_files(file: Path) -> bool:
+    """Whether a file, made if missing, can be locked: not in a bucket, mounted or not, nor on some network file systems."""
+    if is_remote(file):
+        return False
+    with file.open("a") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+    return True
+
+
+def lacks(path: Path, file: Path) -> list[str]:
+    """What a folder of this machine cannot do, and what a run does instead."""
+    if is_remote(path):
+        return []
+    texts = {
+        "renaming folders (a checkpoint is written where it stays)": renames_folders(path),
+        "file locks (an owner file keeps other runs out, unless they start in the same second)": locks_files(file),
+    }
+    return [text for text, can in texts.items() if not can]

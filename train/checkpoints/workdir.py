@@ -20,15 +20,15 @@ from typing import Any
 from mupax import __version__, disk
 from mupax.paths import is_remote, path_of
 from mupax.train.checkpoints.folder import CHECKPOINTS, WorkdirError, newest_record
-from mupax.train.checkpoints.layout import PROBES
+from mupax.train.checkpoints.layout import PROBES, lacks, locks_files
 from mupax.train.config.record import completed, differences, text_of, to_json
 from mupax.train.config.run import Config
 from mupax.train.parallel.hardware import VARIABLES
 from mupax.train.parallel.processes import Processes
 
 RECORD = "config.json"
-_SHARED, _LOCK, _PROBE, _PARTIAL = ".shared", ".lock", ".writable", f".{RECORD}.partial"
-_FIRST = (_SHARED, _LOCK, _PROBE, _PARTIAL, *PROBES, "attempts*.jsonl")
+_SHARED, _LOCK, _OWNER, _PROBE, _PARTIAL = ".shared", ".lock", ".owner", ".writable", f".{RECORD}.partial"
+_FIRST = (_SHARED, _LOCK, _OWNER, _PROBE, _PARTIAL, *PROBES, "attempts*.jsonl")
 """What a run writes before its record: a kill leaves some of them in a folder that is still free."""
 _FIXED = (
     *("model.", "preset.", "ema.", "optimizer.name", "seed", "train_only", "freeze"),
@@ -93,6 +93,8 @@ def _claim(config: Config) -> tuple[str, bool]:
         raise WorkdirError(
             f"cannot write into the workdir {_shown(path)}: {error.strerror}; give --workdir another folder"
         ) from error
+    if without := lacks(path, path / _LOCK):
+        print(f"caution: {_shown(path)} does without {' and without '.join(without)}", file=sys.stderr)
     if occupied:
         _check_same_run(config, path, before[0])
         if before[1]:
@@ -108,8 +110,14 @@ def locked(path: Path, processes: Processes) -> Iterator[None]:
     Raises:
         WorkdirError: another run has it.
     """
-    if not processes.leader or is_remote(path):
+    if not processes.leader:
         yield
+        return
+    if not locks_files(path / _LOCK):
+        from mupax.train.checkpoints import lock
+
+        with lock.held(path, _LOCK if is_remote(path) else _OWNER):
+            yield
         return
     with (path / _LOCK).open("a+") as file:
         try:
@@ -120,8 +128,6 @@ def locked(path: Path, processes: Processes) -> Iterator[None]:
                 f"the workdir {_shown(path)} is in use by another run ({file.read(200).strip() or 'unknown'}); "
                 "wait for it or stop it, or give --workdir another folder"
             ) from error
-        except OSError:  # a file system without locks, such as a mounted bucket
-            pass
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()

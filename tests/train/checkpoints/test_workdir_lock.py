@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
+import fcntl
+import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from mupax.paths import path_of
+from mupax.train.checkpoints import lock, workdir
 from mupax.train.checkpoints.workdir import WorkdirError, locked
+from mupax.train.config.recipes import RECIPES
 from mupax.train.parallel.processes import Processes
+from tests.emulator import bucket, emulator
+
+__all__ = ["bucket", "emulator"]  # fixtures
+Capture = pytest.CaptureFixture[str]
 
 
 @pytest.mark.core
@@ -89,3 +102,127 @@ def test_a_run_killed_at_any_of_its_first_file_operations_starts_again(tmp_path:
     assert len(left) >= 6, "the kills did not come between file operations"
     assert {".writable"} in left
     assert {".lock", ".config.json.partial"} in left
+
+
+# Where files cannot be locked
+
+
+@pytest.fixture(params=["bucket", "folder"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A bucket, or a folder of a file system without locks."""
+    monkeypatch.setattr(lock, "BEAT_S", 0.1)
+    monkeypatch.setattr(lock, "STALE_S", 1.0)
+    if request.param == "bucket":
+        return path_of(f"{request.getfixturevalue('bucket')}/run")
+
+    def flock(file: object, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    return tmp_path
+
+
+def owner_of(place: Path) -> Path:
+    return next(place / name for name in (".lock", ".owner") if (place / name).exists() and (place / name).read_bytes())
+
+
+def test_a_living_owner_is_refused_and_one_that_has_left_is_forgotten(place: Path, capsys: Capture) -> None:
+    with locked(place, Processes()):
+        with (
+            pytest.raises(WorkdirError, match=rf"in use by another run \(process {os.getpid()} on"),
+            locked(place, Processes()),
+        ):
+            pass
+        assert f"was last held by process {os.getpid()}" in capsys.readouterr().err
+    with locked(place, Processes()):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+def test_an_owner_that_gives_no_sign_of_life_is_taken_over(place: Path, capsys: Capture) -> None:
+    with locked(place, Processes()):
+        other = {
+            **json.loads(owner_of(place).read_bytes()),
+            "machine": "elsewhere",
+            "token": "a",
+            "who": "process 7 on other",
+        }
+        path = owner_of(place)
+    path.write_text(json.dumps(other))
+    with locked(place, Processes()):
+        err = capsys.readouterr().err
+        assert "waiting up to 1 s for a sign of life" in err
+        assert "process 7 on other, which held" in err
+        assert "gives no sign of life; its lock is taken over" in err
+        assert json.loads(owner_of(place).read_bytes())["token"] != "a"
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"pid": "x"}', b'{"at": 1e400}', b"\xff"])
+def test_half_an_owner_keeps_nobody_out(content: bytes, place: Path) -> None:
+    (place / (".owner" if isinstance(place, Path) else ".lock")).write_bytes(content)
+    with locked(place, Processes()):
+        pass
+
+
+def test_a_process_of_this_machine_that_has_ended_is_not_waited_for(
+    place: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with locked(place, Processes()):
+        path, content = owner_of(place), json.loads(owner_of(place).read_bytes())
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    path.write_text(json.dumps({**content, "pid": ended.pid}))
+    monkeypatch.setattr(lock, "STALE_S", 60.0)
+    with locked(place, Processes()):
+        assert "has ended; its lock is taken over" in capsys.readouterr().err
+
+
+def test_a_run_that_was_thought_dead_ends_when_it_comes_back(place: Path) -> None:
+    said: list[str] = []
+    with lock.held(place, "owner", said.append):
+        (place / "owner").write_text(json.dumps({"token": "b", "who": "process 7 on other"}))
+        for _ in range(50):
+            time.sleep(0.1)
+            if said:
+                break
+    assert "was taken over by process 7 on other" in said[0]
+    assert json.loads((place / "owner").read_bytes())["token"] == "b", "what is another's is not given back"
+
+
+def test_of_two_that_see_a_free_folder_one_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "BEAT_S", 10.0)
+    both, free, outcomes = threading.Barrier(2), lock.Owned._free, []
+
+    def seen_together(self: lock.Owned) -> object:
+        found = free(self)
+        both.wait(10)
+        return found
+
+    def start() -> None:
+        try:
+            lock.Owned(tmp_path, "owner", print)
+            outcomes.append("has it")
+        except WorkdirError:
+            outcomes.append("refused")
+
+    monkeypatch.setattr(lock.Owned, "_free", seen_together)
+    threads = [threading.Thread(target=start) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(outcomes) == ["has it", "refused"]
+
+
+def test_a_folder_without_locks_is_said_at_the_start(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(file: object, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    config = dataclasses.replace(RECIPES["lm-tiny"](), workdir=str(tmp_path / "run"))
+    assert workdir.claim(config, Processes())[1] is False
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert workdir.claim(config, Processes())[1] is False
+    assert "does without file locks (an owner file keeps other runs out" in capsys.readouterr().err

@@ -11,8 +11,8 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+from mupax.paths import is_remote, path_of
 from mupax.train.config.run import Config
 from mupax.train.run.restart.memory import Reached
 
@@ -94,11 +94,11 @@ class Attempt:
             path = folder / (FILE if self.reached.process < 1 else f"attempts-{self.reached.process}.jsonl")
             if not folder.is_dir():
                 return
-            if isinstance(path, Path):
+            if is_remote(path):  # an object is written whole
+                path.write_text((path.read_text() if path.exists() else "") + line)
+            else:
                 with path.open("a") as file:
                     file.write(line)
-            else:  # an object is written whole
-                path.write_text((path.read_text() if path.exists() else "") + line)
 
 
 def ended_since(config: Config, began: float) -> int:
@@ -120,13 +120,8 @@ def _time(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="milliseconds")
 
 
-def _folder(config: Config) -> Any:
-    where = config.workdir or f"runs/{config.recipe}"
-    if "://" not in where:
-        return Path(where)
-    from etils import epath
-
-    return epath.Path(where)
+def _folder(config: Config) -> Path:
+    return path_of(config.workdir or f"runs/{config.recipe}")
 
 
 @contextlib.contextmanager
