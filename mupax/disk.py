@@ -133,7 +133,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise JsonError(f"{path}: no such file") from error
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file whole or not at all, also where the power goes.
 
     Raises:
@@ -141,17 +141,18 @@ def write_whole(path: Path, text: str) -> None:
     """
     temporary = path.with_name(f".{path.name}.partial")
     try:
+        content = content.encode() if isinstance(content, str) else content
         if is_remote(path):  # an object is there when all of it is
-            path.write_text(text)
+            path.write_bytes(content)
             return
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
         sync_folder(path.parent)
     except OSError as error:
-        raise DiskError(f"{path} cannot be written: {error.strerror}") from error
+        raise DiskError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def sync_folder(folder: Path) -> None:

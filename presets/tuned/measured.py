@@ -52,7 +52,7 @@ class Table:
         if self.optimizer not in OPTIMIZERS:
             _bad(f"no optimizer is named {self.optimizer!r}; write {', '.join(OPTIMIZERS)}")
         for axis, size in self.sizes.items():
-            if axis not in AXES or type(size) is not int or size < 1:
+            if axis not in AXES or type(size) is not int or not 1 <= size < 2**53:
                 _bad(f"size {axis}={size!r}: write a logical axis ({', '.join(AXES)}) and a whole number of at least 1")
         layers = self.sizes.get("layers")
         if self.residual and len(self.residual) != layers:
@@ -164,7 +164,9 @@ def _tuples(value: Any) -> Any:
 
 def _check(what: str, number: Any, *, zero: bool = False) -> None:
     if not schema.is_number(number) or number < 0 or (number == 0 and not zero):
-        _bad(f"{what} is {number!r}; write a finite number {'of at least' if zero else 'above'} 0")
+        _bad(
+            f"{what} is {number!r}; write a finite number {'of at least' if zero else 'above'} 0, from {schema.SMALLEST} to {schema.LARGEST}"
+        )
 
 
 def _per_rate(scales: Scales) -> Number:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mupax import disk
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.papers import PRESETS, make
 from mupax.presets.roles import AXES, PresetError
@@ -18,13 +17,18 @@ FORMAT = "tuned preset 1"
 """First entry of a file; another layout gets another number."""
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
+SMALLEST, LARGEST = 1e-30, 1e30
+"""Of numbers that are not 0: beyond, float32 has only 0 and infinity, or a product of two of them has."""
+_MOST = 2**53
+"""Of whole numbers."""
+
 T = TypeVar("T")
 Check = tuple[Callable[[Any], bool], str]
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of JSON is a finite number."""
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+    """Whether a value of JSON is a number that can be computed with."""
+    return type(value) in (int, float) and (value == 0 or SMALLEST <= abs(value) <= LARGEST)
 
 
 def _one_of(*names: str) -> Check:
@@ -36,7 +40,7 @@ def _or_null(check: Check) -> Check:
 
 
 _TEXT: Check = (lambda v: isinstance(v, str) and bool(v), "a text")
-_COUNT: Check = (lambda v: type(v) is int and v >= 1, "a whole number of at least 1")
+_COUNT: Check = (lambda v: type(v) is int and 1 <= v <= _MOST, f"a whole number from 1 to {_MOST}")
 _NUMBER: Check = (is_number, "a number")
 _ABOVE: Check = (lambda v: is_number(v) and v > 0, "a number above 0")
 _AT_LEAST: Check = (lambda v: is_number(v) and v >= 0, "a number of at least 0")
@@ -44,8 +48,8 @@ _FRACTION: Check = (lambda v: is_number(v) and 0 <= v <= 1, "a number from 0 to 
 _OBJECT: Check = (lambda v: isinstance(v, dict), "an object")
 _LIST: Check = (lambda v: isinstance(v, list), "a list")
 _SIZES: Check = (
-    lambda v: isinstance(v, dict) and bool(v) and all(a in AXES and type(n) is int and n >= 1 for a, n in v.items()),
-    f"logical axes ({', '.join(AXES)}) with whole numbers of at least 1",
+    lambda v: isinstance(v, dict) and bool(v) and all(a in AXES and _COUNT[0](n) for a, n in v.items()),
+    f"logical axes ({', '.join(AXES)}) with whole numbers from 1 to {_MOST}",
 )
 _BOUNDS = {"low": _or_null(_NUMBER), "high": _or_null(_NUMBER)}
 
@@ -131,14 +135,16 @@ def load(path: str | Path, parse: Callable[[Any], T], missing: str) -> T:
         missing: what to say where there is no such file, with {error} in it.
 
     Raises:
-        PresetError: the file cannot be read, or `parse` refuses it; names file and entry.
+        PresetError: there is no such file, or `parse` refuses it; names file and entry.
+        DiskError: the disk cannot read it.
     """
     try:
-        return parse(json.loads(Path(path).read_text()))
+        return parse(disk.read_json(Path(path)))
     except PresetError as error:
         raise PresetError(f"{path}: {error}") from error
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise PresetError(f"{path}: {missing.format(error=error)}") from error
+    except disk.JsonError as error:
+        text = str(error).removeprefix(f"{path}: ")
+        raise PresetError(f"{path}: {missing.format(error=text)}") from error
 
 
 def same_keys(where: str, keys: Iterable[str], wanted: Collection[str]) -> None:

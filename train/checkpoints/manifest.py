@@ -32,7 +32,7 @@ _FIELDS = {
     "mupax-checkpoint-1": {"step", "data", "arrays", "files"},
     FORMAT: {"step", "data", "record", "arrays", "files"},
 }
-"""Format to its fields. A new one gets another number, a line here, and a reader for those before it."""
+"""Format to its fields. A new one gets another number and a line here."""
 _STATE = "state"  # folder of the arrays inside a checkpoint
 
 
@@ -105,9 +105,9 @@ def _read(folder: Path) -> Manifest:
         content = read_json(folder / NAME)
     except JsonError as error:
         raise DamagedError(f"{NAME}: {str(error).removeprefix(f'{folder / NAME}: ')}") from error
-    body, name = content.get("manifest"), content.get("format")
-    if not isinstance(name, str) or name not in _FIELDS:
-        if isinstance(name, str) and re.fullmatch(r"mupax-checkpoint-\d{1,9}", name):
+    body, name = content.get("manifest"), str(content.get("format"))
+    if name not in _FIELDS:
+        if re.fullmatch(r"mupax-checkpoint-\d{1,9}", name):
             raise ForeignError(
                 f"checkpoint {folder} has the format {name}, and this version reads {', '.join(_FIELDS)}; nothing was "
                 "changed: go on with the version that wrote it, or a newer one"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NamedTuple
@@ -52,4 +53,4 @@ def evaluate(
             total = sums if total is None else jax.tree.map(np.add, total, jax.device_get(sums))
     assert total is not None, "data without evaluation examples"
     loss, correct, weight = (float(x) for x in jax.device_get(total))
-    return Scores(loss / weight, correct / weight, int(weight))
+    return Scores(loss / weight, correct / weight, int(weight) if math.isfinite(weight) else 0)

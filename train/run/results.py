@@ -47,7 +47,9 @@ class Report(contextlib.ExitStack):
         self._spool = rt.spool
         if rt.processes.leader:
             step = position.step if position.keeps_rows else None
-            self._writer = MetricsWriter(rt.files, tensorboard=log.tensorboard, wandb=log.wandb, resume_step=step)
+            self._writer = MetricsWriter(
+                rt.files, tensorboard=log.tensorboard, wandb=log.wandb, resume_step=step, note=rt.console.print
+            )
         peak = hardware.peak_flops(jax.devices()[0].device_kind, config.model.compute.dtype)
         peak = None if peak is None else peak * program.mesh.size
         memory = partial(hardware.memory_peak, jax.local_devices())
@@ -113,7 +115,8 @@ class Report(contextlib.ExitStack):
             seconds, self._clock = now - self._clock, now
             skipped, spike, in_a_row = values.pop("verdict").tolist()
             values = {name: float(value) for name, value in values.items()}
-            count = int(values.pop("weight"))
+            weight = values.pop("weight")
+            count = int(weight) if math.isfinite(weight) else 0  # judged by the loss, which is no number then either
             row = {"step": step, **values, self._unit: count}
             row |= {"spike": True} if spike else {}
             row |= {"skipped": True} if skipped else {}

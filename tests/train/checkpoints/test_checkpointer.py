@@ -467,3 +467,25 @@ def test_half_a_config_json_is_written_again_as_the_newest_checkpoint_has_it(
     assert done.code == 2
     assert "config.json" in done.err
     assert len(done.err.splitlines()) == 1
+
+
+@pytest.mark.core
+def test_a_workdir_that_is_moved_under_a_run_ends_it_with_a_message(
+    whole: Done, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = metrics.MetricsWriter.write
+
+    def move_after_step_3(writer: metrics.MetricsWriter, row: dict[str, Any]) -> None:
+        write(writer, row)
+        if row["step"] == 3 and Path("moves").exists():
+            Path("moves").rename("moved")
+
+    monkeypatch.setattr(metrics.MetricsWriter, "write", move_after_step_3)
+    done = train("--workdir", "moves")
+    assert done.code == 1
+    assert "its workdir was moved or emptied" in done.err
+    assert len(done.err.splitlines()) == 1
+    # What the message says works, and nothing is lost.
+    monkeypatch.undo()
+    assert train("--workdir", "moved", "--resume").code == 0
+    assert rows("moved") == rows("whole")

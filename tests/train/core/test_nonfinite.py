@@ -285,3 +285,25 @@ def test_control_a_first_signal_in_training_is_only_noted() -> None:
         assert stop.received == signal.SIGINT
         with pytest.raises(SystemExit):
             stop.release()
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip", "rollback"])
+def test_a_weight_that_is_no_number_is_judged_as_a_loss_that_is_none(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = TokenData.train_batch
+
+    def train_batch(data: TokenData, k: int, rows: slice = slice(None)) -> Any:
+        batch = make(data, k, rows)
+        return {**batch, "weights": float("nan") * batch["weights"]} if k == 6 else batch
+
+    monkeypatch.setattr(TokenData, "train_batch", train_batch)
+    done = train("--workdir", f"weights {policy}", "--bad-numbers", policy)
+    assert "Traceback" not in done.err
+    assert done.code == (1 if policy == "raise" else 0), done.err
+    if policy == "raise":
+        assert "is not finite at step 7" in " ".join(done.err.split())
+    else:
+        losses = [row for row in rows(f"weights {policy}") if "loss" in row]
+        assert [row["step"] for row in losses] == list(range(1, STEPS + 1))
+        assert [row["step"] for row in losses if row["tokens"] == 0] == ([7] if policy == "skip" else [])

@@ -26,33 +26,34 @@ It is strict JSON: a number that is not finite is null, and `nonfinite` names it
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mupax.errors import MupaxError, MupaxFailure
+from mupax import disk
+from mupax.disk import DiskError
+from mupax.errors import MupaxError
 from mupax.paths import path_of
 
 if TYPE_CHECKING:
     from mupax.train.run.report.mirrors import Mirrors
 
 FILE_NAME = "metrics.jsonl"
+_NUMBERS = ("loss", "accuracy", "eval_loss", "eval_accuracy", "lr", "grad_norm", "tokens", "images", "seconds")
+"""What a row has as numbers, or null."""
 _INTERVAL_S = 0.2
 """How long a row may wait in memory. A killed run loses at most this much."""
 
 
 class MetricsError(MupaxError):
     """Metrics that cannot be read or logged as asked. The text says what to do instead."""
-
-
-class DiskError(MupaxFailure):
-    """Metrics that the disk does not take. The text says how the run goes on."""
 
 
 class MetricsWriter:
@@ -67,6 +68,7 @@ class MetricsWriter:
         wandb: Weights & Biases project to log to as well; None does not.
         resume_step: the step that was restored: rows of later steps are dropped, so that no step appears twice. None
             starts a new file in place of any old one.
+        note: told where rows of steps before it are not there.
 
     Raises:
         MupaxError: wandb is asked for and cannot start, or the file to continue holds something else than metrics.
@@ -79,6 +81,7 @@ class MetricsWriter:
         tensorboard: bool = False,
         wandb: str | None = None,
         resume_step: int | None = None,
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.path = Path(workdir) / FILE_NAME
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,8 +91,9 @@ class MetricsWriter:
             from mupax.train.run.report.mirrors import Mirrors
 
             self._mirrors = Mirrors(self.path.parent, tensorboard, wandb, resume_step)
-        _keep_until(self.path, resume_step)
-        self._file = self.path.open("a", encoding="utf-8")
+        if missing := _keep_until(self.path, resume_step):
+            note(missing)
+        self._file = self.path.open("ab", buffering=0)
         self._rows: queue.SimpleQueue[tuple[Mapping[str, Any], float]] = queue.SimpleQueue()
         self._error: Exception | None = None
         self._draining = threading.Lock()
@@ -108,6 +112,7 @@ class MetricsWriter:
             with self._draining:
                 self._drain()
                 os.fsync(self._file.fileno())
+                self._check_there()
         except OSError as error:
             self._error = self._error or error
         if self._mirrors is not None:
@@ -134,6 +139,15 @@ class MetricsWriter:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def _check_there(self) -> None:
+        """Raises DiskError where the file that is written is not the one that a reader would find."""
+        there = disk.status(self.path)
+        if there is None or not os.path.samestat(there, os.fstat(self._file.fileno())):
+            raise DiskError(
+                f"{self.path} is no longer the file that this run writes: its workdir was moved or emptied; "
+                "where it was moved, go on with --resume and --workdir at its new place"
+            )
+
     def _raise_error(self) -> None:
         if self._error is not None:
             error, self._error = self._error, None
@@ -155,44 +169,67 @@ class MetricsWriter:
                 self._error = error
 
     def _drain(self) -> None:
+        rows, lines = [], []
         try:
             while not self._rows.empty():
-                row, walltime = self._rows.get()
-                self._file.write(to_json(row) + "\n")
-                if self._mirrors is not None:
-                    self._mirrors.write(row, walltime)
+                rows.append(self._rows.get())
+                lines.append(to_json(rows[-1][0]) + "\n")
         finally:
-            self._file.flush()
+            self._append("".join(lines).encode())
+        if self._mirrors is not None:
+            for row, walltime in rows:
+                self._mirrors.write(row, walltime)
+
+    def _append(self, text: bytes) -> None:
+        """Write lines, all or none: half a row would spoil the file."""
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            while text:
+                text = text[self._file.write(text) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file.fileno(), end)
+            raise
 
 
 def read(path: Path | str) -> list[dict[str, Any]]:
     """All rows of a metrics.jsonl, in file order. A last line torn by a kill is left out.
 
     Raises:
-        MetricsError: another line is not a metrics row; the text has its number.
-        FileNotFoundError: there is no such file.
+        MetricsError, DiskError: there is no such file, a line is no row (the text has its number), or the disk is unwell.
     """
     rows = []
-    lines = path_of(path).read_bytes().split(b"\n")
+    try:
+        lines = disk.read_bytes(path_of(path)).split(b"\n")
+    except disk.ABSENT as error:
+        raise MetricsError(f"{path} is missing; it has the numbers of the run") from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-                raise ValueError("not an object with a whole step")
+            rows.append(_row(disk.json_object(line, "the line")))
         except ValueError as error:
             if number == len(lines):  # No newline after it: the write was cut off.
                 continue
             raise MetricsError(f"{path} line {number} is not a metrics row ({error}); remove the line") from error
-        rows.append(row)
     return rows
+
+
+def _row(row: dict[str, Any]) -> dict[str, Any]:
+    """Raises ValueError where the values are not those of a row."""
+    step = row.get("step")
+    if type(step) is not int or not 0 <= step < 2**53:
+        raise ValueError("no whole step")
+    wrong = [name for name in _NUMBERS if type(row.get(name)) not in (int, float, type(None))]
+    if wrong or not isinstance(row.get("nonfinite", {}), dict):
+        raise ValueError(f"{(wrong or ['nonfinite'])[0]} is of another kind")
+    return row
 
 
 def has_evaluation(workdir: Path | str, step: int) -> bool:
     """Whether the run in this folder has written the evaluation of a step; a kill or a signal may have come before."""
     path = Path(workdir) / FILE_NAME
-    return path.exists() and any(row["step"] == step and "eval_loss" in row for row in read(path))
+    return bool(disk.status(path)) and any(row["step"] == step and "eval_loss" in row for row in read(path))
 
 
 def to_json(row: Mapping[str, Any]) -> str:
@@ -203,12 +240,11 @@ def to_json(row: Mapping[str, Any]) -> str:
     return json.dumps({**row, **dict.fromkeys(nonfinite), "nonfinite": nonfinite}, allow_nan=False)
 
 
-def _keep_until(path: Path, step: int | None) -> None:
-    """Cut the file back to the rows up to `step` (None: to nothing). A kill leaves the old file or the new one."""
-    rows = [] if step is None or not path.exists() else [row for row in read(path) if row["step"] <= step]
-    temporary = path.with_suffix(".jsonl.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(to_json(row) + "\n" for row in rows)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+def _keep_until(path: Path, step: int | None) -> str:
+    """Cut the file back to the rows up to `step` (None: to nothing), and say which of them are not there."""
+    there = step is not None and disk.status(path) is not None
+    rows = [row for row in read(path) if row["step"] <= step] if there else []
+    disk.write_whole(path, "".join(to_json(row) + "\n" for row in rows))
+    missing = set(range(1, (step or 0) + 1)) - {row["step"] for row in rows if "loss" in row}
+    which = f"{len(missing)} of {step} steps, from {min(missing)} up to {max(missing)}" if missing else ""
+    return which and f"{path.name} lacks the rows of {which}: they were deleted"

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import hashlib
+import io
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import xxhash
 
+from mupax import disk
+from mupax.errors import MupaxError
 from mupax.train.config.record import to_json
 from mupax.train.config.run import CheckpointConfig, Config, DistributedConfig, LogConfig, MeshConfig
 
@@ -19,6 +26,17 @@ FILE_NAME = "points.jsonl"
 CURVE_POINTS = 200
 LAST = 10
 """A point's loss is the mean over the last tenth of its steps."""
+
+
+_NUMBER, _NONE = (int, float), type(None)
+_KINDS: dict[str, tuple[type, ...]] = {
+    "key": (str,), "command": (str,), "loss": (*_NUMBER, _NONE), "eval_loss": (*_NUMBER, _NONE), "diverged_at": (int, _NONE),
+    "curve": (list,), "steps": (int,), "seconds": _NUMBER, "how": (str,),
+}  # fmt: skip
+
+
+class RowsError(MupaxError):
+    """A file of rows that is not as it was written. The text says what to do with it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +77,11 @@ class Row:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Row:
-        """The inverse of `to_json`."""
+        """The inverse of `to_json`; raises ValueError where it is of nothing that this gives."""
+        wrong = [name for name, kinds in _KINDS.items() if type(fields.get(name)) not in kinds]
+        wrong += sorted(fields.keys() - _KINDS.keys())
+        if wrong or any(type(value) not in (*_NUMBER, _NONE) for value in fields["curve"]):
+            raise ValueError(f"{(wrong or ['curve'])[0]} is of another kind")
         loss, *curve = (math.inf if value is None else value for value in (fields["loss"], *fields["curve"]))
         return cls(**{**fields, "loss": loss, "curve": tuple(curve)})
 
@@ -90,18 +112,43 @@ def summarized(losses: np.ndarray) -> tuple[float, tuple[float, ...]]:
 class Rows(dict[str, Row]):
     """A sweep's rows by key, and their file. A row is on disk when `add` returns; half a line, where a machine died, is left out.
 
+    Every line has a digest of its row; those of older versions have none.
+
     Args:
         folder: of the sweep, which exists.
+        note: told of rows without a digest.
+
+    Raises:
+        RowsError: a line is not as it was written.
+        DiskError: the disk cannot read the file.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, note: Callable[[str], None] = lambda text: None) -> None:
         self.path = folder / FILE_NAME
-        text = self.path.read_bytes() if self.path.exists() else b""
-        complete = text[: text.rfind(b"\n") + 1]
-        if len(complete) < len(text):
-            os.truncate(self.path, len(complete))
-        rows = (Row.from_json(json.loads(line)) for line in complete.decode().splitlines())
-        super().__init__((row.key, row) for row in rows)
+        text = disk.read_bytes(self.path) if disk.status(self.path) else b""
+        *complete, rest = text.split(b"\n")
+        if rest:
+            os.truncate(self.path, len(text) - len(rest))
+        super().__init__()
+        older = 0
+        for number, line in enumerate(complete, start=1):
+            try:
+                fields = disk.json_object(line, "the line")
+                digest = fields.pop("digest", None)
+                if digest not in (None, _digest(fields)):
+                    raise ValueError("the line does not have the digest it names")
+                row = Row.from_json(fields)
+            except ValueError as error:
+                raise RowsError(
+                    f"{self.path} line {number} is not as it was written ({error}); remove the line, and its point is trained "
+                    "again"
+                ) from error
+            older += digest is None
+            self[row.key] = row
+        if older:
+            note(
+                f"{older} rows of {self.path.name} were written without a digest by an older version: taken as they are"
+            )
 
     def has(self, key: str, *, evaluated: bool) -> bool:
         """Whether a point is done, and evaluated where that is wanted and can be."""
@@ -110,8 +157,53 @@ class Rows(dict[str, Row]):
 
     def add(self, row: Row) -> None:
         """Write a finished point."""
-        with self.path.open("a") as file:
-            file.write(json.dumps(row.to_json()) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        fields = row.to_json()
+        line = json.dumps({**fields, "digest": _digest(json.loads(json.dumps(fields)))}) + "\n"
+        try:
+            with self.path.open("ab", buffering=0) as file:
+                end = os.fstat(file.fileno()).st_size
+                try:
+                    if file.write(line.encode()) < len(line):
+                        raise OSError(errno.EIO, "only a part of a line was written")
+                    os.fsync(file.fileno())
+                except OSError:  # half a row would spoil the file
+                    with contextlib.suppress(OSError):
+                        os.ftruncate(file.fileno(), end)
+                    raise
+        except OSError as error:
+            raise disk.DiskError(
+                f"could not write {self.path}: {error.strerror}; the rows in it are whole, and the same command goes on"
+            ) from error
         self[row.key] = row
+
+
+def _digest(fields: dict[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(fields, sort_keys=True).encode())
+
+
+def save_losses(folder: Path, losses: np.ndarray) -> str:
+    """Write the losses of points in training, float64 [steps, count], and give the digest that belongs in their checkpoint."""
+    content = io.BytesIO()
+    np.save(content, losses)
+    folder.mkdir(parents=True, exist_ok=True)
+    disk.write_whole(folder / f"losses-{len(losses)}.npy", content.getvalue())
+    return xxhash.xxh3_128_hexdigest(content.getvalue())
+
+
+def saved_losses(folder: Path, steps: int, count: int, digest: str | None) -> np.ndarray | None:
+    """What `save_losses` wrote after so many steps; None where it is lost or damaged.
+
+    Args:
+        folder: of the points.
+        steps: they had done.
+        count: of the points.
+        digest: in their checkpoint; older versions wrote none, and losses.json.
+    """
+    try:
+        if digest is not None:
+            content = disk.read_bytes(folder / f"losses-{steps}.npy")
+            return np.load(io.BytesIO(content)) if xxhash.xxh3_128_hexdigest(content) == digest else None
+        older = np.array(json.loads(disk.read_bytes(folder / "losses.json")), np.float64)[:steps]
+        return older if older.shape == (steps, count) else None
+    except (*disk.ABSENT, ValueError, TypeError, RecursionError):
+        return None

@@ -113,12 +113,13 @@ class Sweep:
         Raises:
             ConfigError, PresetError, MeshError, DataError: bad input, before the first step.
             WorkdirError: another sweep is at work in the folder.
+            RowsError: the folder's rows are not as they were written.
             Stopped: `stop` returned True.
         """
         watcher = one_at_a_time(watcher or Watcher())
         self._batches.note = watcher.note
         with locked(self._folder, Processes()):
-            rows, groups = Rows(self._folder), grouped(configs, self._programs, self._devices)
+            rows, groups = Rows(self._folder, watcher.note), grouped(configs, self._programs, self._devices)
             members = [member for group in groups.values() for member in group]
             keys = {i: key_of(p.config, self._batches.of(p).facts["digest"]) for i, p in members}
             done = {i: rows[key] for i, key in keys.items() if rows.has(key, evaluated=self._evaluated)}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,13 +19,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from mupax.train.checkpoints import manifest
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.config import record
 from mupax.train.config.run import Config
 from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
 from mupax.train.data import Data, cache
-from mupax.train.studies.sweep.rows import Row, summarized
+from mupax.train.studies.sweep.rows import Row, save_losses, saved_losses, summarized
 from mupax.train.studies.sweep.trainer import Batches, Trainer
 
 SAVE_EVERY_S = 300.0
@@ -95,15 +95,22 @@ class Work:
         with Checkpoints(folder, 1, note=self.watcher.note) as saves:
             state, step_inputs = trainer.begin(points)
             if saves.latest is not None:
-                state = trainer.program.placed(saves.restore(trainer.abstract, data.facts), trainer.step)
-                done = int(np.ravel(jax.device_get(state.step))[0])
-                losses[:done] = json.loads((folder / "losses.json").read_text())[:done]  # a save that failed wrote more
-                self.watcher.note(f"going on at step {done} with {len(pack)} point{'s' * (len(pack) > 1)}")
+                restored = saves.restore(trainer.abstract, data.facts)
+                step = int(np.ravel(jax.device_get(restored.step))[0])
+                digest = manifest.read(saves.folder / str(step)).data.get("losses")
+                before, what = (
+                    saved_losses(folder, step, trainer.count, digest),
+                    f"{len(pack)} point{'s' * (len(pack) > 1)}",
+                )
+                if before is None:
+                    self.watcher.note(f"the losses of {what} up to step {step} are lost or damaged: beginning again")
+                else:
+                    state, done, losses[:step] = trainer.program.placed(restored, trainer.step), step, before
+                    self.watcher.note(f"going on at step {done} with {what}")
 
             def save(step: int, state: TrainState) -> None:
-                folder.mkdir(parents=True, exist_ok=True)
-                cache.write_json(folder / "losses.json", losses[:step].tolist())
-                saves.save(step, state, data.facts, last=True)
+                digest = save_losses(folder, losses[:step])
+                saves.save(step, state, {**data.facts, "losses": digest}, last=True)
 
             began = time.monotonic()
             state = self._steps(state, step_inputs, done, losses, places, save)

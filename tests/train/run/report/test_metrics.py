@@ -5,10 +5,12 @@ import math
 import sys
 import time
 import types
+from typing import Any
 
 import numpy as np
 import pytest
 
+from mupax.disk import DiskError
 from mupax.errors import MupaxError
 from mupax.train.run.report import metrics, mirrors
 
@@ -135,7 +137,7 @@ def test_a_failed_cut_leaves_the_old_file(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr(metrics.os, "fsync", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(DiskError, match="disk full"):
         metrics.MetricsWriter(tmp_path, resume_step=1)
     assert path.read_text() == before
 
@@ -310,3 +312,82 @@ def test_wandb_that_does_not_start_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", fake)
     with pytest.raises(MupaxError, match=r"no API key.*wandb login.*WANDB_MODE=offline"):
         metrics.MetricsWriter(tmp_path, wandb="project")
+
+
+def test_rows_of_anyone_are_rows_or_refused_by_their_line(tmp_path):
+    good = '{"step": 1, "loss": 2.0}'
+    nonsense = [
+        "[" * 100_000,
+        '{"step": ' + "9" * 6000 + "}",
+        '{"step": true}',
+        '{"step": -1}',
+        '{"step": 1, "loss": 1e999}',
+    ]
+    nonsense += [
+        '{"step": 1, "loss": "low"}',
+        '{"step": 1, "nonfinite": 3}',
+        '{"step": 1, "seconds": [1]}',
+        "\xff",
+        "3",
+    ]
+    for line in nonsense:
+        (tmp_path / "metrics.jsonl").write_text(f"{good}\n{line}\n{good}\n", encoding="latin-1")
+        with pytest.raises(metrics.MetricsError, match=r"metrics\.jsonl line 2 is not a metrics row"):
+            metrics.read(tmp_path / "metrics.jsonl")
+    with pytest.raises(metrics.MetricsError, match=r"a/metrics\.jsonl is missing"):
+        metrics.read(tmp_path / "a" / "metrics.jsonl")
+
+
+def test_rows_that_somebody_deleted_are_said(tmp_path):
+    path = write(tmp_path, [1, 2, 3, 4, 5])
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:1] + lines[3:]))
+    notes: list[str] = []
+    metrics.MetricsWriter(tmp_path, resume_step=5, note=notes.append).close()
+    assert notes == ["metrics.jsonl lacks the rows of 2 of 5 steps, from 2 up to 3: they were deleted"]
+    # Control: of whole rows nothing is said.
+    write(tmp_path, [1, 2, 3])
+    notes.clear()
+    metrics.MetricsWriter(tmp_path, resume_step=2, note=notes.append).close()
+    assert not notes
+
+
+@pytest.mark.parametrize("how", ["moved", "emptied", "replaced"])
+def test_a_workdir_that_is_moved_or_emptied_ends_the_run(tmp_path, how):
+    folder = tmp_path / "run"
+    with metrics.MetricsWriter(folder) as writer:
+        writer.write(row(1))
+        writer.flush()  # control: all is well
+        if how == "moved":
+            folder.rename(tmp_path / "elsewhere")
+        else:
+            (folder / "metrics.jsonl").unlink()
+            if how == "replaced":
+                (folder / "metrics.jsonl").write_text("")
+        writer.write(row(2))
+        with pytest.raises(DiskError, match="its workdir was moved or emptied"):
+            writer.flush()
+    if how == "moved":
+        assert [r["step"] for r in metrics.read(tmp_path / "elsewhere" / "metrics.jsonl")] == [1, 2]
+
+
+def test_half_a_row_is_taken_back(tmp_path):
+    class Torn:
+        def __init__(self, file: Any) -> None:
+            self.file, self.fileno, self.close = file, file.fileno, file.close
+
+        def write(self, text: bytes) -> int:
+            self.file.write(text[: len(text) // 2])
+            raise OSError(5, "Input/output error")
+
+    writer = metrics.MetricsWriter(tmp_path)
+    writer.write(row(1))
+    writer.flush()
+    file, writer._file = writer._file, Torn(writer._file)
+    writer.write(row(2))
+    with pytest.raises(DiskError, match="Input/output error"):
+        writer.flush()
+    writer._file = file
+    writer.write(row(3))
+    writer.close()
+    assert [r["step"] for r in metrics.read(tmp_path / "metrics.jsonl")] == [1, 3]

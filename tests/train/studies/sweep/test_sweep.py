@@ -294,3 +294,53 @@ COMMAND = (
     "lm-tiny --model.width 16 --model.num-heads 2 --model.depth 1 --model.seq-len 16 --data.batch-size 8 "
     "--data.eval-examples 20 --optimizer.warmup-steps 2 --steps 4"
 )
+
+
+@pytest.mark.core
+def test_an_edited_row_is_refused_by_its_line(tmp_path: Path, in_turn: list[Row]) -> None:
+    rows = Rows(tmp_path)
+    for row in in_turn[:2]:
+        rows.add(row)
+    path = tmp_path / sweep_rows.FILE_NAME
+    lines = path.read_text().splitlines(keepends=True)
+    fields = json.loads(lines[1])
+    edits = [{"loss": 0.001}, {"loss": "low"}, {"curve": [1, "2"]}, {"key": 3}, {"more": 1}, {"digest": 3}]
+    broken = [json.dumps({**fields, **edit}) for edit in edits] + [
+        "[" * 100_000,
+        '{"loss": ' + "9" * 6000 + "}",
+        "\ud800",
+    ]
+    for line in broken:
+        path.write_text(f"{lines[0]}{line}\n", errors="surrogatepass")
+        with pytest.raises(sweep_rows.RowsError, match=r"points\.jsonl line 2 is not as it was written"):
+            Rows(tmp_path)
+    # Rows of older versions have no digest, and are taken.
+    bare = {name: value for name, value in fields.items() if name != "digest"}
+    path.write_text(f"{lines[0]}{json.dumps(bare)}\n")
+    notes: list[str] = []
+    assert Rows(tmp_path, notes.append)[in_turn[1].key] == in_turn[1]
+    assert notes == ["1 rows of points.jsonl were written without a digest by an older version: taken as they are"]
+
+
+@pytest.mark.core
+def test_losses_of_points_in_training_are_those_of_their_checkpoint(tmp_path: Path) -> None:
+    losses = np.array([[1.5, np.nan], [2.5, 3.5], [0.1, np.inf]])
+    digest = sweep_rows.save_losses(tmp_path, losses)
+    back = sweep_rows.saved_losses(tmp_path, 3, 2, digest)
+    assert back is not None
+    np.testing.assert_array_equal(back, losses)
+    path = tmp_path / "losses-3.npy"
+    content = bytearray(path.read_bytes())
+    for place in (0, 10, len(content) - 1):
+        flipped = content.copy()
+        flipped[place] ^= 1
+        path.write_bytes(flipped)
+        assert sweep_rows.saved_losses(tmp_path, 3, 2, digest) is None
+    path.unlink()
+    assert sweep_rows.saved_losses(tmp_path, 3, 2, digest) is None
+    # What older versions wrote beside a checkpoint without a digest.
+    (tmp_path / "losses.json").write_text("[[1.5, NaN], [2.5, 3.5], [0.1, Infinity], [7, 8]]")
+    np.testing.assert_array_equal(sweep_rows.saved_losses(tmp_path, 3, 2, None), losses)
+    for content in ("[[1.5], [2]]", "[" * 100_000, '{"a": 1}', "[[1, 2], [3]]"):
+        (tmp_path / "losses.json").write_text(content)
+        assert sweep_rows.saved_losses(tmp_path, 3, 2, None) is None
