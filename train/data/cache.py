@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mupax import disk
+from mupax.paths import copy, is_remote, remove_tree
 from mupax.train.config.checks import check_local
 from mupax.train.data.interface import DataError
 
@@ -34,8 +35,26 @@ def root() -> Path:
 
 
 def data_sets(data_dir: str | None) -> Path:
-    """data.data_dir, or the folder of data sets in the cache."""
+    """data.data_dir, or the folder of data sets in the cache: where one that is made here is kept."""
+    check_local("data.data_dir", data_dir)
     return Path(data_dir).expanduser() if data_dir else root() / "tfds"
+
+
+def fetched(folder: Path, note: Note) -> Path:
+    """A folder of this machine, or its copy in the cache of one in a bucket: of files that are read from places within."""
+    if not is_remote(folder):
+        return folder
+    files = sorted((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in folder.rglob("*"))
+    target = root() / "fetched" / digest(*map(str, files)) / folder.name
+    if not target.is_dir():
+        with lock(target.parent, "fetched", note):
+            if not target.is_dir():
+                note(f"fetching {folder}, {sum(size for _, size, _ in files) / 2**20:.1f} MiB")
+                part = target.with_name(f"{target.name}.part")
+                remove_tree(part)
+                copy(folder, part)
+                part.replace(target)
+    return target
 
 
 def prepare_again(name: str) -> str:

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import tempfile
+import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +23,7 @@ from safetensors.numpy import save_file
 
 from mupax.disk import read_json, shown
 from mupax.errors import MupaxError
+from mupax.paths import copy, is_remote
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -76,9 +80,20 @@ class Tensors:
         except (SafetensorError, ValueError, OSError) as error:
             raise TensorFileError(f"{self.path}: cannot read the tensor {name}: {error}") from error
 
+    def _here(self, file: Path) -> Path:
+        """The file, or its copy on this machine for as long as the tensors are read."""
+        if not is_remote(file):
+            return file
+        if not file.is_file():
+            raise TensorFileError(f"{file}: no such file")
+        folder = tempfile.mkdtemp(prefix="mupax-")
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        copy(file, Path(folder) / file.name)
+        return Path(folder) / file.name
+
     def _add(self, file: Path, names: list[str] | None = None) -> None:
         """Open a file for these tensors of it, or for all."""
-        opened = _opened(file)
+        opened = _opened(self._here(file))
         stored = dict.fromkeys(opened.keys())
         for name in stored if names is None else names:
             if name not in stored:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image, ImageOps
 
+from mupax.paths import path_of
 from mupax.train.data import cache, images
 from mupax.train.data.interface import DataError
 from mupax.train.data.records import corpus
@@ -55,7 +56,7 @@ class Files:
 def _opened(file: Path | io.BytesIO, name: str) -> Iterator[Image.Image]:
     """The image, of which the header is read; what PIL raises on it, here or in the block, is a DataError with its name."""
     try:
-        with Image.open(file) as image:
+        with Image.open(file if isinstance(file, (Path, io.BytesIO)) else io.BytesIO(file.read_bytes())) as image:
             if image.mode in ("I", "F"):
                 raise ValueError(f"its values have 32 bits and no range (mode {image.mode}); save it with 8 or 16 bits")
             yield image
@@ -94,7 +95,7 @@ def decoding_threads() -> int:
 
 def own_images(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> images.ImageData:
     """A user's images, cropped and scaled to the model's size."""
-    path = Path(config.name.removeprefix("images:")).expanduser()
+    path = path_of(config.name.removeprefix("images:"))
     if not path.is_dir():
         raise DataError(f"no folder {path}; write data.name as images:PATH, with a folder that has a folder per class")
     train, eval_, classes = _split(path)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import grain
 import numpy as np
 
+from mupax.paths import is_remote, path_of
 from mupax.train.config.sections import SOURCES
 from mupax.train.data import cache, images
 from mupax.train.data.interface import Data, DataError
@@ -62,6 +63,7 @@ def labelled(sources: Sequence[Sequence], image: str, label: str, channels: int)
 def tfds_data(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> Data:
     """A prepared TFDS data set by name: text for a decoder, labelled images for a vision transformer."""
     data_set = find(config.name, config.data_dir)
+    data_set = data_set._replace(folder=cache.fetched(data_set.folder, note))
     if model.task == "tokens":
         return _text(data_set, config, model, seed, note)
     return _images(data_set, config, model, seed)
@@ -141,7 +143,7 @@ def find(name: str, data_dir: str | None) -> DataSet:
     Raises:
         DataError: it is not there, or not in array_record; the text has the command that prepares it.
     """
-    base = cache.data_sets(data_dir)
+    base = path_of(data_dir) if data_dir else cache.data_sets(None)
     dataset, _, version = name.partition(":")
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.+-]*)?", dataset):
         raise DataError(unknown(name, base))
@@ -155,7 +157,7 @@ def find(name: str, data_dir: str | None) -> DataSet:
             raise DataError(f"{folder} has several configurations; write data.name as {dataset}/{configs[0]}")
         if dataset.split("/")[0] not in known():
             raise DataError(unknown(name, base))
-        where = f" --data-dir {data_dir}" if data_dir else ""
+        where = f" --data-dir {data_dir}" if data_dir and not is_remote(base) else ""
         command = f"python -m mupax.train.data prepare {name}{where}"
         raise DataError(f"{name} is not prepared in {base}; run `{command}`, or set data.data_dir")
     if version and version not in versions:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grain
 
+from mupax.paths import path_of
 from mupax.train.data import cache
 from mupax.train.data.interface import DataError
 from mupax.train.data.records import corpus
@@ -50,7 +50,7 @@ def python_corpus(config: DataConfig, model: ModelConfig, seed: int, note: cache
 def own_text(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> TokenData:
     """A user's text file or folder of text files, data.name `text:PATH`. Nothing is copied but the tokens."""
     language_model(config.name, model)
-    files = corpus.text_files(Path(config.name.removeprefix("text:")).expanduser(), note)
+    files = corpus.text_files(path_of(config.name.removeprefix("text:")), note)
     content = corpus.stat_digest(files)
 
     def documents() -> packing.Documents:
@@ -118,7 +118,7 @@ def _tokenizer(
         return tokenizer.Bytes()
     size = tokenizer.bpe_size(name)
     if size is None:
-        return tokenizer.Subwords(Path(name).expanduser())
+        return tokenizer.Subwords(path_of(name))
     if size > vocab_size:  # before minutes of training
         raise DataError(f"data.tokenizer {name} and a model of {vocab_size} tokens; write --model.vocab-size {size}")
     path = cache.root() / "tokenizers" / f"bpe{size}-{key}.json"

@@ -7,12 +7,12 @@ import functools
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro import conf
 
 from mupax import command_line
+from mupax.paths import path_of
 from mupax.train.config.cli import CheckpointFlags
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _tokenizer(run: Trained) -> Any:
     if name == "bytes":
         tokenizer: Any = Bytes()
     elif bpe_size(name) is None:
-        tokenizer = Subwords(Path(name).expanduser())
+        tokenizer = Subwords(path_of(name))
     else:
         note = functools.partial(print, file=sys.stderr)
         tokenizer = data_sources.load(config.data, config.model, seed=config.data_seed, note=note).tokenizer

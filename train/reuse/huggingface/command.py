@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro import conf
 
 from mupax import command_line
+from mupax.paths import delivered, path_of
 from mupax.train.config.cli import PresetFlags
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ class Import(PresetFlags):
         config = self.config(self.preset)
         pretrained_files.check_free(self.out)
         source = pretrained.read(self.path)
-        preset = pretrained_files.write_imported(source, config, self.out, str(self.path))
+        with delivered(self.out) as out:
+            preset = pretrained_files.write_imported(source, config, out, str(self.path))
         _print_summary(source, preset)
         print(f"written to {self.out} under {preset['described']}")
         return 0
@@ -65,9 +67,10 @@ class Export:
         source = pretrained.read(self.path, self.step)
         name, file = (None, self.tokenizer) if self.tokenizer else _tokenizer(source)
         encoder = tokenizer.Subwords(file) if file else tokenizer.Bytes() if name == "bytes" else None
-        pretrained_files.write_huggingface(source, self.out, self.dtype, encoder and encoder.separator)
-        if file is not None and encoder is not None:
-            pretrained_files.copy_tokenizer(file, encoder.separator, self.out)
+        with delivered(self.out) as out:
+            pretrained_files.write_huggingface(source, out, self.dtype, encoder and encoder.separator)
+            if file is not None and encoder is not None:
+                pretrained_files.copy_tokenizer(file, encoder.separator, out)
         _print_summary(source, source.preset)
         print(f"written to {self.out}" + (f"; folded from {source.preset.get('described')}" if source.preset else ""))
         if name == "bytes":
@@ -89,7 +92,7 @@ def _tokenizer(source: Source) -> tuple[str | None, Path | None]:
     if name == "bytes":
         return name, None
     size = tokenizer.bpe_size(name)
-    files = (cache.root() / "tokenizers").glob(f"bpe{size}-*.json") if size else [Path(name).expanduser()]
+    files = (cache.root() / "tokenizers").glob(f"bpe{size}-*.json") if size else [path_of(name)]
     key = facts.get("tokenizer")
     return name, next((file for file in files if file.is_file() and tokenizer.Subwords(file).key == key), None)
 

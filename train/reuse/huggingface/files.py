@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
+from mupax.paths import is_remote
 from mupax.train.config.preset import PresetConfig, preset_for
 from mupax.train.config.record import model_to_json
 from mupax.train.core.factors import resolve
@@ -28,6 +28,8 @@ def check_free(out: Path) -> None:
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise WeightsError(f"--out {out} is not an empty folder; give another one")
+    if is_remote(out):
+        return
     there = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise WeightsError(f"--out {out}: cannot write into {there}; give another folder")
@@ -92,7 +94,8 @@ def copy_tokenizer(tokenizer: Path, separator: int, out: Path) -> None:
     """Add a run's tokenizer.json, and what makes `AutoTokenizer` take it; the separator both ends and begins a text."""
     from tokenizers import Tokenizer
 
-    token = Tokenizer.from_file(str(tokenizer)).id_to_token(separator)
-    shutil.copyfile(tokenizer, out / "tokenizer.json")
+    content = tokenizer.read_bytes()
+    token = Tokenizer.from_buffer(content).id_to_token(separator)
+    (out / "tokenizer.json").write_bytes(content)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": token, "bos_token": token}
     (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -11,6 +11,7 @@ import numpy as np
 from rich.console import Console
 
 from mupax import terminal
+from mupax.paths import path_of
 from mupax.train.checkpoints.workdir import read_record
 from mupax.train.config.record import from_json, to_json
 from mupax.train.config.run import Config, InitConfig
@@ -49,7 +50,7 @@ def settled(config: Config, folder: Path, held: bool, processes: Processes) -> C
         return dataclasses.replace(config, init=init)
     if asked.init_from is None:
         return config
-    path = processes.broadcast("init_from", lambda: str(pretrained.located(Path(asked.init_from or ""))))
+    path = processes.broadcast("init_from", lambda: str(pretrained.located(path_of(asked.init_from or ""))))
     return dataclasses.replace(config, init=dataclasses.replace(asked, init_from=path))
 
 
@@ -64,7 +65,7 @@ def prepare(program: Program) -> Start:
     asked = config.init
     assert asked.init_from is not None
     try:
-        source = pretrained.read(Path(asked.init_from), part="ema" if asked.init_ema else "params")
+        source = pretrained.read(path_of(asked.init_from), part="ema" if asked.init_ema else "params")
         there = Side(source.model, definition(source.model), source.scales, source.logits)
         planned = plan(there, Side.of(program), asked)
     except (InitError, plain.AbsorbError) as error:
@@ -75,7 +76,7 @@ def prepare(program: Program) -> Start:
     if asked.init_optimizer:
         if source.run is None:
             raise InitError(f"--init-optimizer: {asked.init_from} holds no optimizer state, only weights; leave it out")
-        old = runs.whole_state(Path(asked.init_from), runs.on_one_device(source.run[0])).opt_state
+        old = runs.whole_state(path_of(asked.init_from), runs.on_one_device(source.run[0])).opt_state
         moments = transplant.optimizer_state(planned.moves, old, program.abstract.opt_state, config.optimizer.name)
         notes += transplant.overshoot_notes(config.optimizer) if planned.fresh() else []
     return Start(params, moments, planned.rows, notes)

@@ -1,0 +1,67 @@
+"""Text, images and prepared data sets in a bucket give the batches that the same files on a disk do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mupax.paths import copy, path_of
+from mupax.train import data
+from mupax.train.config.run import DataConfig
+from mupax.zoo.configs import ConfigError, ModelConfig
+from tests.emulator import bucket, emulator
+from tests.train.data.sources.test_folders import pictures
+from tests.train.data.sources.test_published import SHORT, TEXT, VIT, cache_folder, prepare, sentences
+
+__all__ = ["bucket", "cache_folder", "emulator"]  # fixtures
+
+
+def same(one: data.Data, other: data.Data) -> bool:
+    batches = ([*source.eval_batches(), source.train_batch(0), source.train_batch(5)] for source in (one, other))
+    return all(np.array_equal(a[name], b[name]) for a, b in zip(*batches, strict=True) for name in a)
+
+
+def load(model: ModelConfig, name: str, notes: list[str] | None = None, **fields: object) -> data.Data:
+    config = DataConfig(name=name, batch_size=6, **fields)
+    return data.load(config, model, seed=0, note=(notes if notes is not None else []).append)
+
+
+def test_text(tmp_path: Path, bucket: str) -> None:
+    texts = tmp_path / "texts"
+    (texts / "deep").mkdir(parents=True)
+    for i in range(6):
+        (texts / ("deep" if i % 2 else ".") / f"{i}.txt").write_text("".join(f"line {j} of {i}\n" for j in range(40)))
+    (texts / "records.jsonl").write_text('{"text": "x"}\n')
+    copy(texts, path_of(f"{bucket}/texts"))
+    notes: list[str] = []
+    assert same(load(SHORT, f"text:{bucket}/texts", notes), load(SHORT, f"text:{texts}"))
+    assert f"left out of {bucket}/texts, as not plain text: records.jsonl" in notes
+    assert same(load(SHORT, f"text:{bucket}/texts/0.txt"), load(SHORT, f"text:{texts / '0.txt'}"))
+    with pytest.raises(data.DataError, match=f"no file or folder {bucket}/nothing"):
+        load(SHORT, f"text:{bucket}/nothing")
+
+
+def test_images(tmp_path: Path, bucket: str) -> None:
+    copy(pictures(tmp_path / "pictures", 3), path_of(f"{bucket}/pictures"))
+    assert same(load(VIT, f"images:{bucket}/pictures"), load(VIT, f"images:{tmp_path / 'pictures'}"))
+
+
+def test_a_prepared_data_set_is_fetched_once(tmp_path: Path, bucket: str) -> None:
+    prepare(tmp_path / "tfds", TEXT, {"train": sentences(0, 20), "validation": sentences(20, 25)})
+    copy(tmp_path / "tfds", path_of(f"{bucket}/tfds"))
+    notes: list[str] = []
+    there = load(SHORT, "tiny", notes, data_dir=f"{bucket}/tfds")
+    assert any(note.startswith(f"fetching {bucket}/tfds/tiny/1.2.3") for note in notes)
+    assert same(there, load(SHORT, "tiny", data_dir=str(tmp_path / "tfds")))
+    notes.clear()
+    load(SHORT, "tiny", notes, data_dir=f"{bucket}/tfds")
+    assert notes == []
+    with pytest.raises(data.DataError, match=r"run `python -m mupax\.train\.data prepare mnist`, or set"):
+        load(SHORT, "mnist", data_dir=f"{bucket}/tfds")
+
+
+def test_what_is_made_here_is_made_on_a_disk(bucket: str) -> None:
+    with pytest.raises(ConfigError, match=r"data\.data_dir is gs://.* is no folder of this machine"):
+        load(SHORT, "python_corpus", data_dir=f"{bucket}/tfds")
