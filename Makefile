@@ -17,7 +17,7 @@ SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13)
 LOCK := $(BIN)/uv pip compile pyproject.toml --quiet --universal --generate-hashes --python-version 3.11 \
 	--fork-strategy requires-python --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock"
 
-.PHONY: help train quick test check costs parity tpu core figures lock clean
+.PHONY: help train quick test check costs parity tpu schedulers core figures lock clean
 .DEFAULT_GOAL := help
 
 help: ## What can be made
@@ -32,7 +32,7 @@ quick: $(VENV)/.locked-dev ## The near and cheap tests, in a minute; PKG=presets
 	$(BIN)/python -m pytest -q $(if $(PKG),,-n $(JOBS) --dist loadfile) -m quick tests/$(PKG) $(ARGS)
 
 test: check ## Install, then check format, lint and types and run every test
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not alone and not parity and not tpu"
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not alone and not parity and not tpu and not schedulers"
 	$(BIN)/python -m pytest -m alone
 
 check: $(VENV)/.locked-dev ## Format, lint and types only
@@ -41,7 +41,7 @@ check: $(VENV)/.locked-dev ## Format, lint and types only
 	PYRIGHT_PYTHON_GLOBAL_NODE=0 $(BIN)/pyright --pythonpath $(BIN)/python
 
 costs: $(VENV)/.locked-dev ## Record the processor time of every test file, which orders them and says which are quick (ARGS=tests/zoo: of some)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not alone and not parity and not tpu" --costs $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not alone and not parity and not tpu and not schedulers" --costs $(ARGS)
 
 parity: $(VENV)/.locked-dev ## Logits and greedy text against transformers (Python 3.11; installs torch, which no lock file has)
 	$(PIP) install --quiet "torch==2.13.0" "transformers>=5,<6"
@@ -51,6 +51,10 @@ tpu: $(VENV)/.locked-dev ## What the TPU compiler makes of the step, without a T
 	$(PIP) install --quiet --upgrade --no-deps --target .cache/libtpu \
 		"$$($(BIN)/python -c 'from importlib.metadata import requires; print(*(r.split(";")[0] for r in requires("jax") if r.startswith("libtpu")))')"
 	JAX_ENABLE_COMPILATION_CACHE=false PYTHONPATH=.cache/libtpu $(BIN)/python -m pytest -m tpu
+
+schedulers: $(VENV)/.locked-dev ## Runs under a real SLURM, Open MPI and Ray; files for SkyPilot, JobSet and XPK by their parsers (tools into .cache)
+	scripts/launch/install_schedulers.sh $(BIN)/python .cache/schedulers
+	$(BIN)/python -m pytest -rs -m schedulers tests/scripts/launch
 
 core: $(VENV)/.locked-dev ## The quick tests that other Python and JAX versions must pass too
 	XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=3" \

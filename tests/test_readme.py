@@ -91,6 +91,14 @@ def run(line: str) -> int:
     if words[0].startswith("scripts/"):
         assert "--dry-run" in words
         return subprocess.run(words, cwd=ROOT, check=False, stdout=subprocess.DEVNULL).returncode
+    if words[0] == "mpirun":
+        words = words[words.index("mupax") :]
+    # Ray and SkyPilot are asked by `make schedulers`.
+    if words[:2] == ["python", "scripts/launch/ray_train.py"]:
+        words = ["mupax", "train", *words[words.index("--") + 1 :], "--print-config"]
+    if words[0] == "sky":
+        told = dict(word.split("=", 1) for word in words if "=" in word)
+        words = ["mupax", "train", *shlex.split(told["TRAIN"]), "--print-config"]
     if words[:2] == ["python", "-m"]:
         words = ["mupax", *words[2:]]
     assert words[0] == "mupax", f"the documents say {line!r}, and nothing here knows how to check it"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -17,6 +18,10 @@ from mupax.train.config.run import DistributedConfig
 
 _BY_HAND = {"coordinator": "JAX_COORDINATOR_ADDRESS", "processes": "JAX_NUM_PROCESSES", "process": "JAX_PROCESS_ID"}
 """Field of the config to the variable that stands for it."""
+_OPEN_MPI_5 = re.compile(r"prterun-(.+)-(\d+)@\d+$")
+"""What Open MPI 5 calls a job: the host of mpirun, and its process."""
+_FIRST_PORT = 61440
+"""Ports from here on are those that JAX takes for jobs of SLURM and Open MPI 4."""
 
 
 class DistributedError(MupaxError):
@@ -143,8 +148,18 @@ def place(
         gpus = environ.get("SLURM_GPUS_ON_NODE", "")
         alone = environ.get("SLURM_NTASKS") == environ.get("SLURM_STEP_NUM_NODES")
         return {"local_device_ids": list(range(int(gpus))) if alone and gpus.isdecimal() else None}
-    if int(environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
-        return {}
+    if (count := int(environ.get("OMPI_COMM_WORLD_SIZE", "1"))) > 1:
+        launcher = _OPEN_MPI_5.match(environ.get("PMIX_NAMESPACE", ""))
+        if "OMPI_MCA_orte_hnp_uri" in environ or launcher is None:
+            return {}
+        # JAX knows Open MPI 4 alone; as there, the coordinator is on the host where mpirun was called.
+        address = values["coordinator"] or f"{launcher[1]}:{_FIRST_PORT + int(launcher[2]) % (2**16 - _FIRST_PORT)}"
+        return {
+            "coordinator_address": address,
+            "num_processes": count,
+            "process_id": int(environ["OMPI_COMM_WORLD_RANK"]),
+            "local_device_ids": [int(environ["OMPI_COMM_WORLD_LOCAL_RANK"])],
+        }
     if len(missing) < len(values):
         wanted = " ".join(f"--distributed.{field} ({_BY_HAND[field]})" for field in missing)
         raise DistributedError(f"to join other processes by hand, {wanted} must be given too, or none of them")

@@ -33,6 +33,12 @@ pytestmark = pytest.mark.core
 
 ROOT = Path(__file__).resolve().parents[3]
 ALONE = DistributedConfig()
+MPI_5 = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "PMIX_NAMESPACE": "prterun-node-a-8191@1",
+}
 BY_HAND = DistributedConfig(coordinator="a:1", processes=2, process=1)
 TOLD = {"coordinator_address": "a:1", "num_processes": 2, "process_id": 1}
 SLURM = {"SLURM_STEP_NODELIST": "n[1-4]", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_NODES": "4", "SLURM_GPUS_ON_NODE": "8"}
@@ -53,6 +59,18 @@ SLURM = {"SLURM_STEP_NODELIST": "n[1-4]", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_N
         # A batch script outside srun is one process, however many tasks its job has.
         (ALONE, {"SLURM_NTASKS": "4"}, False, None),
         (ALONE, {"OMPI_COMM_WORLD_SIZE": "2"}, False, {}),
+        (ALONE, {**MPI_5, "OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:3"}, False, {}),
+        (
+            ALONE,
+            MPI_5,
+            False,
+            {
+                "coordinator_address": "node-a:65535",
+                "num_processes": 4,
+                "process_id": 3,
+                "local_device_ids": [1],
+            },
+        ),
         (DistributedConfig(processes=1), SLURM, True, None),
     ],
 )

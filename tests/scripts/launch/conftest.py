@@ -1,0 +1,87 @@
+"""What every scheduler trains: a run of two processes of one device each, and its rows where two shells start it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+TOOLS = Path(os.environ.get("MUPAX_SCHEDULERS", ROOT / ".cache" / "schedulers"))
+"""Where `make schedulers` puts the wheels."""
+STEPS = 300
+TINY = (
+    "lm-tiny --model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 16 --data.batch-size 16 "
+    "--data.eval-batch-size 64 --data.eval-examples 64 --optimizer.warmup-steps 2 --optimizer.schedule constant "
+    f"--checkpoint.every-steps 100000 --steps {STEPS} --data.name text:text.txt --log.no-tensorboard --log.no-progress --log.no-samples "
+    "--log.eval-every-steps None --distributed.heartbeat-seconds 5"
+)
+
+
+@pytest.fixture(scope="session")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the scripts take for the checkout: this one's packages and environment, a text, and nothing else."""
+    folder, choose = tmp_path_factory.mktemp("checkout"), random.Random(0)
+    for name in ("mupax", "presets", "scripts", "train", "zoo"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / ".venv").symlink_to(sys.prefix)
+    words = ("def", "return", "import", "class", "self", "value", "lambda", "yield", "while", "None")
+    (folder / "text.txt").write_text("\n".join(" ".join(choose.choice(words) for _ in range(9)) for _ in range(600)))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def environment(checkout: Path) -> dict[str, str]:
+    """Variables of every run: one CPU device a process, programs compiled once for all runs."""
+    return {
+        **os.environ,
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1",
+        "MUPAX_DATA": str(checkout / "data"),
+        "JAX_COMPILATION_CACHE_DIR": str(checkout / "programs"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+
+
+@pytest.fixture(scope="session")
+def whole(checkout: Path, environment: dict[str, str]) -> list[dict[str, Any]]:
+    """The rows of the run that nobody disturbs."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    train = shlex.split(f"{sys.executable} -m train {TINY} --workdir whole --distributed.coordinator localhost:{port}")
+    count = ["--distributed.processes", "2", "--distributed.process"]
+    running = [subprocess.Popen([*train, *count, index], cwd=checkout, env=environment) for index in "01"]
+    try:
+        assert [process.wait(300) for process in running] == [0, 0]
+    finally:
+        for process in running:
+            process.kill()
+    return rows(checkout / "whole")
+
+
+def rows(workdir: Path) -> list[dict[str, Any]]:
+    """Of metrics.jsonl, without times."""
+    text = (workdir / "metrics.jsonl").read_text() if (workdir / "metrics.jsonl").exists() else ""
+    found = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [{**row, "seconds": 0} for row in found if "perf_data_wait" not in row]
+
+
+@pytest.fixture(scope="session")
+def tool() -> Callable[[str, str], Path]:
+    """Where a program or package of `make schedulers` lies; the test is skipped where it could not be installed."""
+
+    def find(name: str, inside: str = "") -> Path:
+        if not (path := TOOLS / name / inside).exists():
+            pytest.skip(f"{name} is not installed in {TOOLS}: `make schedulers` says why")
+        return path
+
+    return find
