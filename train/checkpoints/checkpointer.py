@@ -109,6 +109,10 @@ class Checkpoints(CheckpointFolder):
             self._thread = None
         return self._failure
 
+    def latest_of_all(self) -> int | None:
+        """Step of the newest checkpoint as process 0 sees it, on every process."""
+        return self._broadcast(lambda: self.latest)
+
     def restore(self, abstract: TrainState, facts: dict[str, Any] | None) -> TrainState:
         """The newest state that is bitwise what was saved, each array restored straight into its sharding.
 

@@ -25,6 +25,8 @@ from mupax.train.parallel.processes import DistributedError, Processes
 
 _POLL_S = 1.0
 """How often a process says that it is alive and looks whether another has failed."""
+_SHUTDOWN_S = 30.0
+"""How long the processes of a finished run may take to part."""
 _FOREVER_MS = 7 * 24 * 3600 * 1000
 """Another process may prepare data for hours; its failure ends the wait."""
 _ALIVE, _FAILED = "mupax/alive", "mupax/failed"
@@ -44,7 +46,9 @@ class Cluster(Processes):
         self.index, self.count, self._client = index, count, client
         self._silence = heartbeat_seconds
         self._done, self._failing = threading.Event(), False
-        threading.Thread(target=self._watch, name="processes", daemon=True).start()
+        self._answered = time.monotonic()
+        for target in (self._watch, self._guard):
+            threading.Thread(target=target, name="processes", daemon=True).start()
 
     @property
     def closed(self) -> bool:
@@ -120,7 +124,7 @@ class Cluster(Processes):
         self.post(f"{_FAILED}/first", json.dumps([index, host, reason]))
 
     def _watch(self) -> None:
-        beat, answered = 0, time.monotonic()
+        beat = 0
         seen: dict[str, tuple[str, float]] = {}
         while not self._done.wait(_POLL_S):
             beat += 1
@@ -129,14 +133,18 @@ class Cluster(Processes):
                 if self.leader:
                     self._look_for_silence(seen)
                 failures = self._client.key_value_dir_get(_FAILED)
-                answered = time.monotonic()
             except Exception:  # any error of the network; the store may answer again
-                failures = []
-                if time.monotonic() - answered > self._silence:
-                    failures = [("", json.dumps([0, "the coordinator", f"no answer for {self._silence} s"]))]
+                continue
+            self._answered = time.monotonic()
             if failures and not self._failing and not self._done.is_set():
                 index, host, reason = json.loads(failures[0][1])
                 self._leave(f"process {index} ({host}) failed: {reason}")
+
+    def _guard(self) -> None:
+        """End this process where the coordinator is silent; asking it may take for ever, where it is stopped say."""
+        while not self._done.wait(_POLL_S):
+            if time.monotonic() - self._answered > self._silence + _POLL_S and not self._failing:
+                self._leave(f"process 0 (the coordinator) failed: no answer for {self._silence} s")
 
     def _look_for_silence(self, seen: dict[str, tuple[str, float]]) -> None:
         """Process 0: a process whose beat has stood still is declared dead."""
@@ -200,7 +208,10 @@ def joined(others: dict[str, Any], config: DistributedConfig) -> Iterator[Cluste
         processes.fail(error)
         raise
     processes.close()
-    jax.distributed.shutdown()
+    # Everything is done and saved; another that dies now must not hold this one for minutes.
+    last = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+    last.start()
+    last.join(_SHUTDOWN_S)
 
 
 def _too_late(others: dict[str, Any], seconds: int) -> None:

@@ -110,7 +110,7 @@ def starting_position(program: Program, data: Data, checkpoints: Checkpoints, ru
         InitError, ResumeError, WorkdirError: what does not fit; nothing was written, and checkpoints are as they were.
     """
     config, console = program.config, runtime.console
-    if checkpoints.latest is None:
+    if checkpoints.latest_of_all() is None:
         make_state = _prepared(program)  # what does not fit is refused before anything is written
         _announce(program, data, runtime)
         if runtime.resumed or config.resume:
@@ -141,7 +141,7 @@ def starting_position(program: Program, data: Data, checkpoints: Checkpoints, ru
 
 def rewound(program: Program, data: Data, checkpoints: Checkpoints) -> TrainState:
     """The state of the newest checkpoint, or the one that the run began with where there is none yet."""
-    if checkpoints.latest is None:
+    if checkpoints.latest_of_all() is None:
         return _prepared(program)(Console(quiet=True))
     return checkpoints.restore(program.abstract, None if "data" in program.config.resume_change else data.facts)
 

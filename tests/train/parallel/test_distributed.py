@@ -23,7 +23,7 @@ from mupax.train.config.recipes.laptop import lm_tiny
 from mupax.train.config.run import Config, DataConfig, DistributedConfig
 from mupax.train.data import Data, DataError
 from mupax.train.data.interface import ALL_ROWS, Batch
-from mupax.train.parallel import agreement
+from mupax.train.parallel import agreement, distributed
 from mupax.train.parallel.distributed import Cluster
 from mupax.train.parallel.processes import DistributedError, Processes, place
 from mupax.train.parallel.signals import StopRequest
@@ -252,7 +252,7 @@ def test_one_process_claims_the_folder_and_the_others_must_see_it(
         return workdir.claim(config, processes)
 
     assert both(claim) == [(tmp_path / "run0", False)] * 2
-    assert not list((tmp_path / "run0").iterdir())
+    assert {path.name for path in (tmp_path / "run0").iterdir()} <= {".lock"}
     assert not (tmp_path / "run1").exists()
 
     monkeypatch.setattr(workdir.time, "sleep", lambda seconds: None)
@@ -297,6 +297,47 @@ def test_control_alone_a_process_stops_at_the_next_program() -> None:
         assert stop.now()
         assert not stop.claim()
     assert stop.exit_code == 143
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_coordinator_that_does_not_answer_ends_a_process(
+    hangs: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left, seconds = threading.Event(), []
+
+    def leave(code: int) -> None:
+        seconds.append((code, time.monotonic()))
+        left.set()
+        threading.Event().wait()  # as nothing comes after it
+
+    class Stopped(Store):
+        def key_value_set(self, *arguments: Any) -> None:
+            if not hangs:
+                raise jax.errors.JaxRuntimeError("UNAVAILABLE")
+            left.wait(60)  # as where process 0 was sent SIGSTOP
+
+    monkeypatch.setattr(distributed, "leave", leave)
+    began, processes = time.monotonic(), Cluster(1, 2, Stopped(), heartbeat_seconds=1)
+    assert left.wait(30)
+    processes._done.set()
+    assert seconds[0][0] == 1
+    assert 1 < seconds[0][1] - began < 10
+    assert "error: process 0 (the coordinator) failed: no answer for 1 s" in capsys.readouterr().err
+
+
+def test_a_save_that_end_all_is_told_of_ends_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(distributed, "leave", lambda code: left.append(code) or threading.Event().wait())
+
+    def work(processes: Processes) -> None:
+        if processes.index:
+            processes.end_all("the disk is full")
+        until = time.monotonic() + 15
+        while len(left) < 2 and time.monotonic() < until:
+            time.sleep(0.05)
+
+    both(work)
+    assert left[:2] == [1, 1]
 
 
 class Table(Data):
