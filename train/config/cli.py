@@ -32,7 +32,7 @@ class Command:
     model: Annotated[str | None, conf.arg(metavar="NAME")] = None
     """Train another model of `python -m zoo`, of the recipe's family; --model.* change the one chosen."""
     dry_run: Switch = False
-    """Print shapes, the preset's table, memory and FLOPs; allocate and train nothing."""
+    """Print shapes, the preset's table, memory, FLOPs and the time of a save; train nothing."""
     print_config: Switch = False
     """Print the resolved config as JSON and stop."""
     restart: Annotated[int, conf.arg(metavar="N")] = 0

@@ -1,4 +1,4 @@
-"""`--dry-run`: what a run would do, from shapes alone. Nothing is allocated, downloaded or written."""
+"""`--dry-run`: what a run would do, from shapes alone. Nothing is downloaded; a save of its own tells how fast the workdir is."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from mupax import terminal
 from mupax.train.config.run import Config
 from mupax.train.core.program import Program, assemble
 from mupax.train.parallel.mesh import described
+from mupax.train.run import save_time
 from mupax.zoo import flops
 
 
@@ -78,4 +79,5 @@ def _costs(program: Program) -> str:
         temporary = memory.temp_size_in_bytes
         rows["step needs"] = f"{terminal.gib(temporary)} for activations and gradients, compiled for this mesh"
         rows["peak per device"] = f"about {terminal.gib(memory.argument_size_in_bytes + temporary)}"
+    rows |= save_time.rows(config.workdir or f"runs/{config.recipe}", program.abstract)
     return f"cost\n{terminal.table([*rows.items()], indent=1)}"
