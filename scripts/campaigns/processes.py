@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import os
 import platform
 import random
 import resource
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -66,6 +66,7 @@ class Failure:
         sick: called in the process before it starts, with what is to be called at the moment of the failure.
         sent: signal that it gets from outside instead.
         passes: whether the run goes on and must end with 0.
+        dies: whether the process that fails cannot say so itself.
         phases: when it may happen.
     """
 
@@ -74,6 +75,7 @@ class Failure:
     sick: Callable[[Callable[[], None]], None] | None = None
     sent: signal.Signals | None = None
     passes: bool = False
+    dies: bool = False
     phases: tuple[str, ...] = ("training",)
 
 
@@ -88,6 +90,33 @@ def raising(module: str, name: str, call: int = 1, before: bool = True) -> Calla
             raise RuntimeError(_BROKEN)
 
         _at_call(module, name, call, wrapped)
+
+    return sick
+
+
+def aborting(module: str, name: str) -> Callable[[Callable[[], None]], None]:
+    """A function in which a library aborts the process."""
+
+    def sick(strikes: Callable[[], None]) -> None:
+        def wrapped(real: Callable[..., Any], *args: Any, **options: Any) -> Any:
+            strikes()
+            os.abort()
+
+        _at_call(module, name, 1, wrapped)
+
+    return sick
+
+
+def other(group: str, field: str) -> Callable[[Callable[[], None]], None]:
+    """A process that has something else than the others."""
+
+    def sick(strikes: Callable[[], None]) -> None:
+        def wrapped(real: Callable[..., Any], *args: Any, **options: Any) -> Any:
+            strikes()
+            facts = real(*args, **options)
+            return {**facts, group: {**facts[group], field: "another"}}
+
+        _at_call("mupax.train.parallel.agreement", "facts", 1, wrapped)
 
     return sick
 
@@ -132,7 +161,7 @@ def full(saves: int | None) -> Callable[[Callable[[], None]], None]:
 
 def _at_call(module: str, name: str, call: int, wrapped: Callable[..., Any]) -> None:
     """Have a function, `name` of a module or of a class in it, replaced at its `call`-th call."""
-    owner, calls = sys.modules[module], [0]
+    owner, calls = importlib.import_module(module), [0]
     *outer, name = name.split(".")
     for part in outer:
         owner = getattr(owner, part)
@@ -148,14 +177,18 @@ def _at_call(module: str, name: str, call: int, wrapped: Callable[..., Any]) -> 
 _SAVE, _PROGRAM = ("mupax.train.checkpoints.checkpointer", "ocp.save_async"), "mupax.train.core.program"
 _ALWAYS = ("starting", "compiling", "training", "saving", "resuming")
 FAILURES = (
-    Failure("killed", "process PROCESS (", sent=signal.SIGKILL, phases=_ALWAYS),
-    Failure("stopped", "process PROCESS (", sent=signal.SIGSTOP, phases=("compiling", "training", "saving")),
+    Failure("killed", "process PROCESS (", sent=signal.SIGKILL, dies=True, phases=_ALWAYS),
+    Failure("stopped", "process PROCESS (", sent=signal.SIGSTOP, dies=True, phases=("compiling", "training", "saving")),
     Failure("full disk", "File too large", full(None), phases=("saving",)),
     Failure("full disk for one save", "File too large", full(1), passes=True, phases=("saving",)),
     Failure("raises before orbax saves", _BROKEN, raising(*_SAVE, 2), phases=("saving",)),
     Failure("raises after orbax has begun", _BROKEN, raising(*_SAVE, 2, before=False), phases=("saving",)),
     Failure("raises in data", _BROKEN, raising("mupax.train.parallel.sharding", "Feed.put", 12)),
     Failure("raises in the compiler", _BROKEN, raising(_PROGRAM, "Program.compile_train"), phases=("compiling",)),
+    Failure("aborts in the compiler", "aborted by a library", aborting(_PROGRAM, "Program.compile_train"), dies=True, phases=("compiling",)),
+    Failure("other code", "run the same code on all hosts", other("code", "train/core/step.py"), phases=("starting",)),
+    Failure("other flags", "start all processes with the same flags", other("config", "seed"), phases=("starting",)),
+    Failure("other XLA flags", "set the same in all processes", other("environment", "XLA_FLAGS"), phases=("starting",)),
     Failure("slow data", "", slow("mupax.train.parallel.sharding", "Feed.put", 12, 12.0), passes=True),
     Failure(
         "slow compiler", "", slow(_PROGRAM, "Program.compile_train", 1, 40.0), passes=True, phases=("compiling",)
@@ -193,7 +226,7 @@ def failed(case: Case, failure: Failure, phase: str, folder: Path, seed: int) ->
         session.send(failure.sent, [index])
     ended = wait(session, index if failure.sent == signal.SIGSTOP else None)
     seconds = round(max(ended, struck.stat().st_mtime) - struck.stat().st_mtime, 1) if struck.exists() else None
-    codes, others = session.wait(0), [i for i in range(case.processes) if i != index or failure.sent is None]
+    codes, others = session.wait(0), [i for i in range(case.processes) if i != index or not failure.dies]
     reason = failure.reason.replace("PROCESS", str(index))
     wrong: list[str] = []
     if seconds is None:

@@ -43,6 +43,8 @@ def listen(coordinator: str | None, tell: Callable[[str], object]) -> None:
         told = threading.Thread(target=tell, args=("aborted by a library; its own screen has more",), daemon=True)
         told.start()
         told.join(_ANSWER_S)
+        if coordinator is None:
+            time.sleep(_ANSWER_S)  # until the others have read it: this process takes the store with it
         library.signal(number, ctypes.cast(int(signal.SIG_DFL), _HANDLER))  # and the abort goes on
 
     library = ctypes.CDLL(None)

@@ -55,8 +55,12 @@ def watched_put(self, batch):
     breaks = os.environ.get("BREAKS") if len(seen) == 12 else None
     if breaks == "raise":
         raise RuntimeError("this disk is on fire")
-    if breaks:
+    if breaks == "nan":
+        batch = {**batch, "weights": batch["weights"] * float("nan")}
+    elif breaks:
         os.kill(os.getpid(), int(breaks))
+    if os.environ.get("BREAKS") == "nan" and len(seen) == 50:
+        os.kill(os.getpid(), signal.SIGTERM)
     rows = [row for part in self.rows for row in range(part.start, part.stop)]
     hashes = [hashlib.sha256(row.tobytes()).hexdigest()[:12] for row in batch["inputs"]]
     show("rows", json.dumps(dict(zip(rows, hashes, strict=True))))
@@ -112,6 +116,7 @@ def start(
     devices: int = 1,
     alternate: bool = False,
     breaks: dict[int, str] | None = None,
+    every: int = 100_000_000,
 ) -> list[Done]:
     """Run `count` processes to their end."""
     with socket.socket() as free:
@@ -122,7 +127,8 @@ def start(
         joined = (
             f"--distributed.coordinator localhost:{port} --distributed.processes {count} --distributed.process {index}"
         )
-        argv = [*TINY.split(), "--data.name", "text:text.txt", *words.split(), *(joined.split() if count > 1 else ())]
+        tiny = TINY.replace("every-steps 100000000", f"every-steps {every}")
+        argv = [*tiny.split(), "--data.name", "text:text.txt", *words.split(), *(joined.split() if count > 1 else ())]
         environ = {
             **os.environ, "PYTHONPATH": str(ROOT),
             "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
@@ -243,9 +249,11 @@ def test_a_killed_process_ends_the_others(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sigterm_to_one_stops_all_at_one_step(folder: Path) -> None:
-    first, second = start(folder, 2, "--workdir stopped --steps 100000000", breaks={1: "15"})
+def test_a_bad_step_leads_all_back_and_sigterm_to_one_stops_all_at_one_step(folder: Path) -> None:
+    words = "--workdir stopped --steps 100000000 --faults.bad-numbers rollback --checkpoint.keep 1"
+    first, second = start(folder, 2, words, breaks={1: "nan"}, every=5)
     assert (first.code, second.code) == (143, 143), first.err + second.err
+    assert re.search(r"is not finite at step 12 .*; back to step 10, going on 2 batches", " ".join(first.out.split()))
     (saved,) = [int(path.name) for path in (folder / "stopped" / "checkpoints").iterdir()]
     assert f"stopped by SIGTERM at step {saved} of 100000000, saved; add --resume to go on" in first.out
     assert [row["step"] for row in rows_of(folder / "stopped") if "loss" in row] == list(range(1, saved + 1))
