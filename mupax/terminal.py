@@ -12,7 +12,7 @@ import sys
 import textwrap
 import threading
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TextIO
 
@@ -141,7 +141,16 @@ def leave(code: int, text: str = "") -> NoReturn:
     os._exit(code)
 
 
-class Lasting:
+@contextlib.contextmanager
+def lasting() -> Iterator[None]:
+    """Standard output and error that are no reason to end, while entered, when their terminal or pipe is closed."""
+    err = _Lasting(sys.stderr)
+    out = _Lasting(sys.stdout, note=lambda text: print(text, file=err))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):  # pyright: ignore[reportArgumentType]
+        yield
+
+
+class _Lasting:
     """A stream for text that stays when its terminal or pipe goes: what is written after that is lost, and nothing fails.
 
     Args:

@@ -178,8 +178,8 @@ _SAVE, _PROGRAM = ("mupax.train.checkpoints.checkpointer", "ocp.save_async"), "m
 _ALWAYS = ("starting", "compiling", "training", "saving", "resuming")
 FAILURES = (
     Failure("killed", "process PROCESS (", sent=signal.SIGKILL, dies=True, phases=_ALWAYS),
-    Failure("stopped", "process PROCESS (", sent=signal.SIGSTOP, dies=True, phases=("compiling", "training", "saving")),
     Failure("full disk", "File too large", full(None), phases=("saving",)),
+    Failure("stopped", "process PROCESS (", sent=signal.SIGSTOP, dies=True, phases=("compiling", "training", "saving")),
     Failure("full disk for one save", "File too large", full(1), passes=True, phases=("saving",)),
     Failure("raises before orbax saves", _BROKEN, raising(*_SAVE, 2), phases=("saving",)),
     Failure("raises after orbax has begun", _BROKEN, raising(*_SAVE, 2, before=False), phases=("saving",)),
@@ -209,7 +209,7 @@ def failed(case: Case, failure: Failure, phase: str, folder: Path, seed: int) ->
     """One run in which a process fails, and which is then resumed: a row of the file."""
     wanted, choose = undisturbed(case, folder), random.Random(f"{case} {failure.name} {phase} {seed}")
     name = f"{failure.name.replace(' ', '-')}-{phase}-{case.processes}-{seed}"
-    index, struck = seed % case.processes, folder / f"{name}.struck"
+    index, struck = (seed + FAILURES.index(failure)) % case.processes, folder / f"{name}.struck"
     if phase == "resuming":  # a run that has a checkpoint already
         session = Session(case, folder, name, STEPS)
         while None in session.poll() and (kills.latest(folder / name) or 0) < EVERY:

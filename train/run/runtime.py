@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rich.console import Console
 
 from mupax.paths import is_remote
-from mupax.terminal import Lasting
+from mupax.terminal import lasting
 from mupax.train.checkpoints import workdir
 from mupax.train.config.run import Config
 from mupax.train.parallel.processes import Processes, place
@@ -142,7 +142,7 @@ def runtime(config: Config) -> Iterator[Runtime]:
         SystemExit: a signal came with nothing to save.
     """
     others = place(config.distributed)
-    with _streams(), StopRequest() as stop, _joined(others, config) as processes:
+    with lasting(), StopRequest() as stop, _joined(others, config) as processes:
         stop.join(processes)
         if processes.count > 1:
             from mupax.train.parallel import agreement
@@ -164,15 +164,6 @@ def runtime(config: Config) -> Iterator[Runtime]:
 
                 attempt = memory.of_this_process(processes.index, processes.count)
             yield Runtime(config, folder, spool, resumed, processes, stop, watchdog, console, attempt)
-
-
-@contextlib.contextmanager
-def _streams() -> Iterator[None]:
-    """Standard output and error that a closed terminal or a broken pipe does not make an error of the run."""
-    err = Lasting(sys.stderr)
-    out = Lasting(sys.stdout, note=lambda text: print(text, file=err))
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):  # pyright: ignore[reportArgumentType]
-        yield
 
 
 def _spool(folder: Path, processes: Processes) -> contextlib.AbstractContextManager[Spool | None]:

@@ -325,6 +325,30 @@ def test_a_coordinator_that_does_not_answer_ends_a_process(
     assert "error: process 0 (the coordinator) failed: no answer for 1 s" in capsys.readouterr().err
 
 
+ABORTED = """
+import os, socket, sys
+from mupax.train.parallel import aborts
+here = socket.create_server(("localhost", 0))
+address = f"localhost:{here.getsockname()[1]}"
+if sys.argv[1] == "gone":
+    here.close()
+aborts.listen(address, lambda reason: print("told", reason, flush=True))
+os.abort()
+"""
+
+
+@pytest.mark.parametrize(("coordinator", "code"), [("gone", 1), ("there", -signal.SIGABRT)])
+def test_an_abort_says_that_process_0_is_gone_and_is_told_where_it_is_not(coordinator: str, code: int) -> None:
+    command = [sys.executable, "-c", ABORTED, coordinator]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code, done.stderr
+    if coordinator == "gone":
+        assert re.fullmatch(r"error: process 0 \(localhost:\d+\) failed: killed or cut off, .*\n", done.stderr)
+        assert not done.stdout
+    else:
+        assert done.stdout == "told aborted by a library; its own screen has more\n"
+
+
 def test_a_save_that_end_all_is_told_of_ends_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[int] = []
     monkeypatch.setattr(distributed, "leave", lambda code: left.append(code) or threading.Event().wait())

@@ -142,7 +142,7 @@ def _run(args: Sweep, found: Sequence[Planned], command: str) -> int:
     folder, configs = Path(args.out or f"runs/sweep-{args.recipe}"), [point.config for point in found]
     how, evaluated = args.how, not args.no_eval
     metric = "evaluation loss" if evaluated else "training loss"
-    with StopRequest() as stop:
+    with terminal.lasting(), StopRequest() as stop:
         stop.defer()
         try:
             with Table(terminal.console(), [point.label for point in found], metric, _value) as table:

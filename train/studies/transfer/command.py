@@ -107,7 +107,7 @@ def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | Non
     studies = shared(studies)
     if any(one.trained != one.configs for one in studies):
         console.print("where presets give a model the same numbers its points are trained once", style="dim")
-    with StopRequest() as stop:
+    with terminal.lasting(), StopRequest() as stop:
         stop.defer()
         try:
             runner = run or _engine(folder, args.how, console, stop)
