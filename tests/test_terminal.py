@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import os
 import re
 import subprocess
 import sys
 
 import pytest
+
+from mupax import terminal
 
 pytestmark = pytest.mark.core
 
@@ -92,3 +96,18 @@ def test_the_installed_command_names_itself(
     assert capsys.readouterr().out.startswith("usage: mupax train RECIPE")
     assert main(["train", "lm-tiny", "--help"]) == 0
     assert "usage: mupax train lm-tiny" in re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+
+
+def test_a_stream_lasts_whatever_becomes_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    narrow = io.TextIOWrapper(io.BytesIO(), "ascii")
+    with contextlib.redirect_stdout(narrow), terminal.lasting():
+        print("✓ better", flush=True)
+    assert narrow.buffer.getvalue() == b"? better\n"  # type: ignore[attr-defined]
+    closed = io.StringIO()
+    closed.close()
+    with contextlib.redirect_stdout(closed), terminal.lasting():
+        print("lost")
+        print("lost too", flush=True)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "standard output takes nothing any more (I/O operation on closed file); the run goes on without it\n"

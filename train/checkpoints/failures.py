@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from mupax.errors import MupaxFailure
 def quiet() -> None:
     """Keep from the terminal what orbax tells of every save and failure, and tensorstore to an event loop that has ended."""
     logging.getLogger("absl").setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", "coroutine 'OrbaxLayout", RuntimeWarning)
     if getattr(sys.unraisablehook, "func", None) is not _unraisable:
         sys.unraisablehook = partial(_unraisable, sys.unraisablehook)
 
