@@ -8,6 +8,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -19,7 +20,7 @@
 #include <unistd.h>
 
 enum kind { OPEN, READ, PREAD, WRITE, PWRITE, FSYNC, RENAME, UNLINK, STAT, LIST, MKDIR, KINDS };
-enum effect { ERROR, SHORT, TORN, SLOW };
+enum effect { ERROR, SHORT, TORN, SLOW, KILL, KILL_AFTER };
 
 struct control {
   uint64_t calls[KINDS], fired;            // so far
@@ -52,6 +53,11 @@ static int of_fd(int fd, char *path) {
   return length >= 0;
 }
 
+static ssize_t last(int effect, ssize_t result) {
+  if (effect == KILL_AFTER) kill(getpid(), SIGKILL);
+  return result;
+}
+
 // Whether this operation suffers; -1 where the error is all there is to it (errno is set), otherwise the effect.
 static int suffers(enum kind kind, int fd, const char *name) {
   char path[2 * PATH_MAX];
@@ -66,24 +72,29 @@ static int suffers(enum kind kind, int fd, const char *name) {
   if (kind != control->kind || number - control->first >= control->times) return ERROR;
   __atomic_fetch_add(&control->fired, 1, __ATOMIC_SEQ_CST);
   if (control->effect == SLOW) usleep(1000 * control->milliseconds);
+  if (control->effect == KILL) kill(getpid(), SIGKILL);
   if (control->effect != ERROR) return control->effect;
   errno = control->error;
   return -1;
 }
 
 #define WRAP(kind, fd, path, type, name, parameters, arguments) \
-  type name parameters { REAL(name); return suffers(kind, fd, path) < 0 ? (type)-1 : real arguments; }
+  type name parameters { \
+    REAL(name); int effect = suffers(kind, fd, path); \
+    return effect < 0 ? (type)-1 : last(effect, real arguments); }
 
 #define OPENS(name) \
   int name(const char *path, int flags, ...) { \
     REAL(name); va_list more; va_start(more, flags); mode_t mode = va_arg(more, mode_t); va_end(more); \
-    return suffers(OPEN, AT_FDCWD, path) < 0 ? -1 : real(path, flags, mode); }
+    int effect = suffers(OPEN, AT_FDCWD, path); \
+    return effect < 0 ? -1 : last(effect, real(path, flags, mode)); }
 OPENS(open) OPENS(open64)
 
 #define OPENSAT(name) \
   int name(int fd, const char *path, int flags, ...) { \
     REAL(name); va_list more; va_start(more, flags); mode_t mode = va_arg(more, mode_t); va_end(more); \
-    return suffers(OPEN, fd, path) < 0 ? -1 : real(fd, path, flags, mode); }
+    int effect = suffers(OPEN, fd, path); \
+    return effect < 0 ? -1 : last(effect, real(fd, path, flags, mode)); }
 OPENSAT(openat) OPENSAT(openat64)
 
 // Half of what is asked for: said (SHORT), or with an error after it (TORN), which for a read is all the same.
@@ -91,8 +102,8 @@ OPENSAT(openat) OPENSAT(openat64)
   ssize_t name parameters { \
     REAL(name); int effect = suffers(kind, fd, 0); \
     if (effect < 0) return -1; \
-    if ((effect != SHORT && effect != TORN) || size < 2) return real(fd, data, size __VA_ARGS__); \
-    ssize_t done = real(fd, data, size / 2 __VA_ARGS__); \
+    if ((effect != SHORT && effect != TORN && effect != KILL_AFTER) || size < 2) return real(fd, data, size __VA_ARGS__); \
+    ssize_t done = last(effect, real(fd, data, size / 2 __VA_ARGS__)); \
     if (effect == TORN && done >= 0) { errno = EIO; return -1; } \
     return done; }
 MOVES(READ, read, , (int fd, void *data, size_t size))
@@ -106,9 +117,9 @@ ssize_t writev(int fd, const struct iovec *parts, int count) {
   REAL(writev);
   int effect = suffers(WRITE, fd, 0);
   if (effect < 0) return -1;
-  if (effect != SHORT && effect != TORN) return real(fd, parts, count);
+  if (effect != SHORT && effect != TORN && effect != KILL_AFTER) return real(fd, parts, count);
   struct iovec half = {parts[0].iov_base, (parts[0].iov_len + 1) / 2};
-  ssize_t done = real(fd, &half, 1);
+  ssize_t done = last(effect, real(fd, &half, 1));
   if (effect == TORN && done >= 0) { errno = EIO; return -1; }
   return done;
 }

@@ -265,11 +265,11 @@ def prepared(folder: Path) -> Iterator[None]:
     yield
 
 
-def as_json(runs: Sequence[dict[str, Any]]) -> str:
+def as_json(runs: Sequence[dict[str, Any]], command: str = COMMAND) -> str:
     """One run a line."""
     from importlib.metadata import version
 
-    facts = {"command": COMMAND, "python": platform.python_version(), "jax": version("jax"), "cores": os.cpu_count()}
+    facts = {"command": command, "python": platform.python_version(), "jax": version("jax"), "cores": os.cpu_count()}
     rows = ",\n".join(json.dumps(run) for run in runs)
     return f'{json.dumps(facts)[:-1]}, "runs": [\n{rows}\n]}}\n'
 

