@@ -99,7 +99,7 @@ class Cluster:
         time.sleep(_EXPIRE_S + 1)
         self.said("scontrol", "update", f"JobId={job}", "StartTime=now")
 
-    def wait(self, job: str, states: tuple[str, ...], seconds: float = 120) -> str:
+    def wait(self, job: str, states: tuple[str, ...], seconds: float = 240) -> str:
         """The state of a job, as soon as it is one of these."""
         until = time.monotonic() + seconds
         while (state := self.state(job)) not in states:
