@@ -25,7 +25,7 @@ help: ## What can be made
 		|| true
 	@echo "Variables: VENV=$(VENV) PYTHON=(first of: $(INTERPRETERS)) RECIPE=$(RECIPE) WORKDIR=$(WORKDIR) JOBS=$(JOBS) ARGS=$(ARGS)"
 
-train: $(VENV)/.locked ## Install, then train RECIPE; an interrupted run continues
+train: $(if $(filter gs://%,$(WORKDIR)),$(VENV)/.locked-dev,$(VENV)/.locked) ## Install, then train RECIPE; an interrupted run continues, in a bucket too (WORKDIR)
 	$(BIN)/python -m train $(RECIPE) --workdir $(WORKDIR) --resume $(ARGS)
 
 quick: $(VENV)/.locked-dev ## The near and cheap tests, in a minute; PKG=presets or another folder of tests: only its

@@ -3,7 +3,7 @@
 #
 #   scripts/launch/tpu_vm.sh --tpu NAME --zone ZONE [--project NAME] [--dry-run] -- RECIPE [--FLAG VALUE ...]
 #
-# --workdir must be a folder that all hosts share, such as a mounted bucket. Started again it goes on (--resume is added); after a crash
+# --workdir must be a bucket (gs://...) or a folder that all hosts share. Started again it goes on (--resume is added); after a crash
 # it starts again by itself, at most five times (--restart 5 is added).
 set -euo pipefail
 
@@ -40,7 +40,7 @@ run() {
 # uv brings a Python that is new enough; the images have an older one.
 install='rm -rf mupax && mkdir mupax && tar xzf mupax.tar.gz -C mupax && cd mupax && python3 -m pip install -q --user uv'
 install+=' && ~/.local/bin/uv venv -q --python 3.12 --seed ~/mupax-venv --allow-existing'
-install+=' && ~/.local/bin/uv pip install -q --python ~/mupax-venv/bin/python -r requirements.txt -e ".[tpu]"'
+install+=' && ~/.local/bin/uv pip install -q --python ~/mupax-venv/bin/python -r requirements.txt -e ".[tpu,gcs]"'
 train="cd mupax && exec ~/mupax-venv/bin/python -u -m train$(printf ' %q' "$@" --resume --restart 5)"
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

@@ -62,7 +62,7 @@ def claim(config: Config, processes: Processes) -> tuple[Path, bool]:
     else:
         raise WorkdirError(
             f"process {processes.index} does not see the workdir {path} of process 0, where all processes save their part "
-            "of a checkpoint; give --workdir a folder that all hosts share (NFS, Lustre, a mounted bucket)"
+            "of a checkpoint; give --workdir a bucket (gs://...) or a folder that all hosts share"
         )
     processes.barrier("workdir")
     if processes.leader:

