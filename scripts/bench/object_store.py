@@ -4,7 +4,7 @@
 
 A run of 20 steps that saves after every tenth, each time as a user starts it. `step` is the mean time of its steps, from the
 end of one to the end of the next, the first left out; those during which a checkpoint is written count. `run` is all of it,
-from the command to its end, the compiled program taken from the cache, and `cpu` the processor time of that, which what else
+from the command to its end, the compiled program taken from the cache, and `processor` the time of the cores in that, which what else
 the machine does changes little. The bucket is that of the emulator
 (`scripts/campaigns/emulator.py`) on the same machine, which takes from the run the time of the cores that it needs itself:
 more than the network of a cloud does, and less of a delay.
@@ -29,7 +29,7 @@ STEPS = 20
 FLAGS = (
     "lm-tiny --model.width {width} --model.depth {depth} --model.num-heads 4 --model.seq-len 128 --data.batch-size 16 "
     "--data.eval-examples 16 --data.eval-batch-size 16 --optimizer.warmup-steps 2 --checkpoint.every-steps 10 "
-    "--log.no-samples --mesh.data 1"
+    "--log.no-samples"
 )
 
 
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     results = {
         kind: in_turns.compared({name: [one[i] for one in times] for name, times in found.items()}, "bucket")
-        for i, kind in enumerate(("step", "run", "cpu"))
+        for i, kind in enumerate(("step", "run", "processor"))
     }
     in_turns.write({**in_turns.machine(), "steps": STEPS, **results}, args.json)
     return 0

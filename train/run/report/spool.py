@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import threading
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from mupax import paths
+from mupax import disk, paths
 from mupax.errors import MupaxFailure
 
 _AGAIN = ("metrics.jsonl", "wandb_id")
 """What a run goes on writing, so that it is fetched first. TensorBoard begins a new file."""
+_PATIENCE_S = 60.0
+"""How long the end of a run waits for the last upload."""
 
 
 class Spool:
@@ -21,20 +24,23 @@ class Spool:
     Args:
         target: the folder in the bucket.
 
+    Raises:
+        DiskError: the bucket cannot be read.
+
     Attributes:
         folder: where to write.
     """
 
     def __init__(self, target: Path) -> None:
         self.target = target
-        self._temporary = tempfile.TemporaryDirectory(prefix="mupax-")
+        self._temporary = tempfile.TemporaryDirectory(prefix="mupax-", ignore_cleanup_errors=True)
         self.folder = Path(self._temporary.name) / target.name
         self.folder.mkdir()
         self._sent: dict[Path, tuple[int, int]] = {}
-        self._sending = threading.Lock()
+        self._sending, self._sent_all = threading.Lock(), False
         for name in _AGAIN:
-            if (target / name).is_file():
-                paths.copy(target / name, self.folder / name)
+            if disk.status(target / name) is not None:
+                disk.Patience()(partial(paths.copy, target / name, self.folder / name), target / name)
 
     def send(self) -> None:
         """Upload every file that has changed since it was sent.
@@ -51,15 +57,17 @@ class Spool:
                     paths.copy(file, self.target / file.relative_to(self.folder).as_posix())
                     self._sent[file] = state
 
-    def send_later(self) -> None:
+    def send_later(self) -> threading.Thread:
         """`send` in a thread; what fails is sent the next time."""
+        thread = threading.Thread(target=self._try, name="upload", daemon=True)
+        thread.start()
+        return thread
 
-        def send() -> None:
-            with contextlib.suppress(OSError):
-                self.send()
-
-        if not self._sending.locked():
-            threading.Thread(target=send, name="upload", daemon=True).start()
+    def _try(self) -> None:
+        self._sent_all = False
+        with contextlib.suppress(OSError):
+            self.send()
+            self._sent_all = True
 
     def __enter__(self) -> Spool:
         return self
@@ -68,12 +76,12 @@ class Spool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self.send()
-        except OSError as failure:
-            kept = tempfile.mkdtemp(prefix="mupax-unsent-")
-            paths.copy(self.folder, Path(kept))
-            raise MupaxFailure(
-                f"cannot upload the rows to {self.target}: {failure.strerror}; they are in {kept}"
-            ) from error
+            if error is not None and not isinstance(error, Exception):
+                return  # whoever stops the process at once does not wait
+            self.send_later().join(_PATIENCE_S)
+            if not self._sent_all:
+                kept = tempfile.mkdtemp(prefix="mupax-unsent-")
+                paths.copy(self.folder, Path(kept))
+                raise MupaxFailure(f"cannot upload all rows to {self.target}; they are in {kept}") from error
         finally:
             self._temporary.cleanup()

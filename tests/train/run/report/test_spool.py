@@ -1,0 +1,85 @@
+"""Files of a run in a bucket: what has changed is uploaded, and what cannot be is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mupax import paths
+from mupax.errors import MupaxFailure
+from mupax.paths import path_of
+from mupax.train.run.report import spool
+from mupax.train.run.report.spool import Spool
+from tests.emulator import bucket, emulator
+
+__all__ = ["bucket", "emulator"]  # fixtures
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files that are uploaded or fetched."""
+    names, copy = [], paths.copy
+    monkeypatch.setattr(paths, "copy", lambda source, target: (names.append(source.name), copy(source, target)))
+    return names
+
+
+def test_what_has_changed_is_sent_and_rows_are_fetched_again(bucket: str, copied: list[str]) -> None:
+    target = path_of(f"{bucket}/run")
+    with Spool(target) as files:
+        (files.folder / "metrics.jsonl").write_text("a\n")
+        (files.folder / "tensorboard").mkdir()
+        (files.folder / "tensorboard" / "events").write_text("e")
+        files.send()
+        files.send()
+        assert sorted(copied) == ["events", "metrics.jsonl"]
+        with (files.folder / "metrics.jsonl").open("a") as file:
+            file.write("b\n")
+        files.send_later().join()
+        assert sorted(copied) == ["events", "metrics.jsonl", "metrics.jsonl"]
+        (files.folder / "loss.png").write_text("p")
+    assert {path.relative_to(target).as_posix() for path in target.rglob("*")} == {
+        "loss.png", "metrics.jsonl", "tensorboard/events"
+    }  # fmt: skip
+    assert not files.folder.exists()
+    with Spool(target) as files:
+        assert [path.name for path in files.folder.iterdir()] == ["metrics.jsonl"]
+        assert (files.folder / "metrics.jsonl").read_text() == "a\nb\n"
+
+
+def test_a_picture_that_cannot_be_sent_stops_nothing_and_rows_are_kept(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    copy = paths.copy
+
+    def refused(source: Path, target: Path) -> None:
+        if paths.is_remote(target) and source.name in names:
+            raise OSError(5, "Input/output error")
+        copy(source, target)
+
+    monkeypatch.setattr(paths, "copy", refused)
+    names = ["loss.png"]
+    with Spool(path_of(f"{bucket}/one")) as files:
+        (files.folder / "loss.png").write_text("p")
+        files.send()
+    names = ["metrics.jsonl"]
+    files = Spool(path_of(f"{bucket}/two"))
+    (files.folder / "metrics.jsonl").write_text("a\n")
+    with pytest.raises(OSError, match="Input/output"):
+        files.send()
+    with pytest.raises(MupaxFailure, match="cannot upload all rows to gs://"):
+        files.__exit__(None, None, None)
+    assert (next(tmp_path.glob("mupax-unsent-*")) / "metrics.jsonl").read_text() == "a\n"
+
+
+def test_an_upload_without_end_does_not_keep_a_run(
+    bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(spool, "_PATIENCE_S", 0.2)
+    files = Spool(path_of(f"{bucket}/run"))
+    (files.folder / "metrics.jsonl").write_text("a\n")
+    files._sending.acquire()
+    with pytest.raises(MupaxFailure, match="they are in"):
+        files.__exit__(None, None, None)
