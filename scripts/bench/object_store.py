@@ -25,9 +25,9 @@ from pathlib import Path
 
 from scripts.campaigns import emulator
 
-STEPS = 20
+RECIPE, STEPS = "lm-tiny", 20
 FLAGS = (
-    "lm-tiny --model.width {width} --model.depth {depth} --model.num-heads 4 --model.seq-len 128 --data.batch-size 16 "
+    "--model.width {width} --model.depth {depth} --model.num-heads 4 --model.seq-len 128 --data.batch-size 16 "
     "--data.eval-examples 16 --data.eval-batch-size 16 --optimizer.warmup-steps 2 --checkpoint.every-steps 10 "
     "--log.no-samples"
 )
@@ -36,12 +36,14 @@ FLAGS = (
 def run(words: Sequence[str], workdir: str) -> tuple[float, float, float]:
     """Mean seconds of a step, seconds of the run, and processor seconds of it."""
     from mupax.paths import path_of
-    from mupax.train.__main__ import main as train
+    from mupax.train.config import cli
+    from mupax.train.run import loop
     from mupax.train.run.report import metrics
 
     began, used = time.perf_counter(), time.process_time()
+    config = cli.parse(RECIPE, cli.recipe(RECIPE), [*words, "--workdir", workdir]).config
     with contextlib.redirect_stdout(io.StringIO()):
-        if code := train([*words, "--workdir", workdir]):
+        if code := loop.run(config):
             raise SystemExit(f"the run in {workdir} ended with exit code {code}")
     seconds, cpu = time.perf_counter() - began, time.process_time() - used
     rows = metrics.read(path_of(workdir) / metrics.FILE_NAME)

