@@ -35,7 +35,9 @@ def run(config: Config, words: Sequence[str], most: int) -> int:
     with Listener() as listener:
         for number in range(1, most + 2):
             last = attempt(number, command, listener)
-            if last.exit_code != 2:  # a folder that was refused may be another run's
+            # A folder that was refused is another run's, or was not meant to be gone on in.
+            command += ["--resume"] if last.reached.process >= 0 and "--resume" not in command else []
+            if last.exit_code != 2 and "--resume" in command:
                 last.record(config)
             if last.exit_code in FINAL or listener.received:
                 break
@@ -50,7 +52,6 @@ def run(config: Config, words: Sequence[str], most: int) -> int:
             if listener.wait(wait) or _others_still_run(config, last, listener):
                 return 128 + listener.received[0]
             before = last
-            command += [] if "--resume" in command else ["--resume"]
     return last.exit_code
 
 

@@ -31,6 +31,8 @@ from pathlib import Path
 from mupax.train.run.restart import memory
 step, said, code, *_ = Path("plan").read_text().splitlines()[(number := len(list(Path().glob("words-*"))))].split("|")
 Path(f"words-{number}").write_text(" ".join(sys.argv[1:]))
+if step == "refused":
+    sys.exit(print(said, file=sys.stderr) or int(code))
 attempt = memory.of_this_process(0, 1)
 assert memory.VARIABLE not in os.environ
 if int(step) >= 0:
@@ -125,6 +127,15 @@ def test_what_asks_for_nothing_more_is_not_started_again(code: int) -> None:
     assert supervised(f"7||{code}", "30||0") == code
     assert len(started()) == 1
     assert Path("run/attempts.jsonl").exists() == (code != 2)  # a folder that was refused may be another run's
+
+
+def test_a_folder_that_was_refused_is_neither_written_nor_gone_on_in() -> None:
+    """Of several processes one that has bad input ends all with 1."""
+    assert supervised("refused|error: not empty|1", "refused|error: not empty|1", "30||0") == 1
+    assert started() == ["vit-digits --workdir run"] * 2
+    assert not Path("run/attempts.jsonl").exists()
+    assert supervised("", "", "refused|the network is away|1", "30||0") == 0
+    assert started()[2:] == ["vit-digits --workdir run"] * 2
 
 
 def test_a_kill_for_memory_is_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
