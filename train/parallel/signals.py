@@ -45,6 +45,7 @@ class StopRequest:
         """The signal that the run stops by, on every process; None while there is none."""
         self._processes = Processes()
         self._saves = self._going = False
+        self._interactive = hasattr(sys, "ps1")  # a notebook outlives Ctrl-C, as it does elsewhere
         self._done, self._insisted = 0, math.inf
         self._bound: int | None = None
         """Programs after which this process has promised to wait until all agree."""
@@ -127,6 +128,8 @@ class StopRequest:
     # In the main thread, as soon as it is back in Python
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self._interactive and (self.received or not self._saves):
+            raise KeyboardInterrupt
         self.received = self.received or signal.Signals(number)  # the thread may have noted it before
 
     # In the thread that listens
@@ -138,6 +141,8 @@ class StopRequest:
                     self._hear(signal.Signals(number))
 
     def _hear(self, number: signal.Signals) -> None:
+        if number == signal.SIGINT and self._interactive:
+            return
         self.received = self.received or number
         now = time.monotonic()
         if number in _INSISTING:

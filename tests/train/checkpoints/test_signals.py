@@ -63,17 +63,19 @@ def test_a_signal_saves_and_the_run_goes_on(number: signal.Signals, code: int, f
 LISTENING = """
 import os, signal, sys, time
 from mupax.train.parallel.signals import StopRequest
+if "notebook" in sys.argv:
+    sys.ps1 = "In : "
 with StopRequest() as stop:
     if "defer" in sys.argv:
         stop.defer()
-    for word in sys.argv[1:]:
-        if word.startswith("SIG"):
-            time.sleep(0.4 if "apart" in sys.argv else 0)
-            os.kill(os.getpid(), signal.Signals[word])
     try:
+        for word in sys.argv[1:]:
+            if word.startswith("SIG"):
+                time.sleep(0.4 if "apart" in sys.argv else 0)
+                os.kill(os.getpid(), signal.Signals[word])
         time.sleep(1.5)  # what the main thread is at
     except BaseException as error:
-        print("raised", type(error))
+        print("raised", type(error).__name__, end=" ")
     print("saved")
 sys.exit(stop.exit_code)
 """
@@ -89,6 +91,8 @@ sys.exit(stop.exit_code)
         ("defer SIGTERM SIGTERM", 143, "saved", ""),  # as `timeout` sends them
         ("defer SIGTERM SIGINT apart", 143, "", "stopped at once by a second SIGINT: what was being saved is lost, earlier"),
         ("SIGTERM", 143, "", "stopped by SIGTERM with nothing to save: checkpoints are as they were"),
+        ("notebook defer SIGINT", 130, "saved", ""),
+        ("notebook SIGINT", 0, "raised KeyboardInterrupt saved", ""),
         ("SIGHUP", 129, "", "stopped by SIGHUP with nothing to save: checkpoints are as they were"),
     ],
 )  # fmt: skip

@@ -65,7 +65,7 @@ class Sweep:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Sweeps: 0 when every point has its row, 1 when `--save-tuned` has no best rate to save, 130 or 143 stopped by a signal.
+    """Sweeps: 0 when every point has its row, 1 when `--save-tuned` has no best rate to save, 128 + its number stopped by a signal.
 
     Raises:
         UsageError, ConfigError, PresetError: what does not fit, or more points than anyone means.

@@ -70,7 +70,7 @@ class Transfer:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs a study: 0 when it is done, whatever it shows, 130 or 143 stopped by a signal; raises as `execute`."""
+    """Runs a study: 0 when it is done, whatever it shows, 128 + its number stopped by a signal; raises as `execute`."""
     args, rest = command_line.parse_known(Transfer, "python -m train transfer", argv)
     return execute(args, rest, "python -m train transfer " + shlex.join(argv))
 
