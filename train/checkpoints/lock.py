@@ -25,6 +25,7 @@ from mupax.train.checkpoints.folder import WorkdirError
 
 BEAT_S = 10.0
 STALE_S = 45.0
+_SETTLED_S = 0.5
 _LONG_S = 600.0
 """Since the last beat by its owner's clock, which may be wrong by minutes: longer, and nobody watches it."""
 
@@ -53,8 +54,11 @@ class Owned:
         self._store, self._token = _store(folder), secrets.token_hex(8)
         found = self._free()
         self._generation = self._write(found.stamp.generation)
-        if not self._generation:
-            raise self._in_use(self._store.read(name).result().value)
+        if not is_remote(folder):
+            time.sleep(_SETTLED_S)  # without locks two may write at once: the last one has it
+        content = self._store.read(name).result().value
+        if not self._generation or _owner(content)["token"] != self._token:
+            raise self._in_use(content)
         self._ended = threading.Event()
         threading.Thread(target=self._beat, name="lock", daemon=True).start()
 
