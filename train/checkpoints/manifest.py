@@ -24,9 +24,8 @@ from mupax import disk
 from mupax.disk import JsonError, read_json
 from mupax.errors import MupaxError
 from mupax.paths import url
-from mupax.train.checkpoints.layout import MANIFEST
+from mupax.train.checkpoints.layout import MANIFEST as NAME
 
-NAME = MANIFEST
 FORMAT = "mupax-checkpoint-2"
 _FIELDS = {
     "mupax-checkpoint-1": {"step", "data", "arrays", "files"},
