@@ -49,7 +49,9 @@ class Table:
     source: str = ""
 
     def __post_init__(self) -> None:
-        if self.optimizer not in OPTIMIZERS:
+        if not isinstance(self.source, str):
+            _bad(f"source is {self.source!r:.60}; write a text")
+        if not isinstance(self.optimizer, str) or self.optimizer not in OPTIMIZERS:
             _bad(f"no optimizer is named {self.optimizer!r}; write {', '.join(OPTIMIZERS)}")
         for axis, size in self.sizes.items():
             if axis not in AXES or type(size) is not int or not 1 <= size < 2**53:

@@ -135,7 +135,7 @@ class Checkpoints(CheckpointFolder):
                 self._check_fits(content, abstract, facts)
                 for _ in range(2):  # damage is what two reads agree on
                     with _ORBAX:
-                        loaded = patience(lambda c=checkpoint: ocp.load(str(c), abstract.arrays()), checkpoint)
+                        loaded = patience(lambda c=checkpoint: failures.loaded(c, abstract.arrays()), checkpoint)
                     wrong = manifest.check_loaded(manifest.by_name(loaded), content.arrays)
                     problem = folder.first_of(
                         self._agreed([f"the array {name} is not what was saved" for name in wrong])

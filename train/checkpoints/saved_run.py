@@ -6,7 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from mupax.disk import Patience
+from mupax import disk
+from mupax.train.checkpoints import failures
 from mupax.train.checkpoints.folder import steps, verified
 from mupax.train.checkpoints.manifest import DamagedError
 from mupax.train.checkpoints.workdir import CHECKPOINTS, RECORD, WorkdirError, read_record
@@ -62,7 +63,7 @@ class Trained(NamedTuple):
         from orbax.checkpoint import v1 as ocp
 
         checkpoint = self.verified()
-        patience = Patience()
+        patience = disk.Patience()
         stored: Any = patience(lambda: ocp.metadata(str(checkpoint)), checkpoint).metadata
         wanted = getattr(abstract, self.weights)
         shapes = {name: leaf.shape for name, leaf in stored[self.weights].items()}
@@ -72,7 +73,7 @@ class Trained(NamedTuple):
             part: wanted if part == self.weights else jax.tree.map(lambda _: ocp.PLACEHOLDER, tree)
             for part, tree in stored.items()
         }
-        return dict(patience(lambda: ocp.load(str(checkpoint), asked), checkpoint)[self.weights])
+        return dict(patience(lambda: failures.loaded(checkpoint, asked), checkpoint)[self.weights])
 
 
 def find(path: Path, step: int | None = None, ema: bool | None = None) -> Trained:

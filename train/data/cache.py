@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mupax import disk
+from mupax.errors import MupaxError
 from mupax.paths import copy, is_remote, remove_tree
 from mupax.train.config.checks import check_local
 from mupax.train.data.interface import DataError
@@ -60,6 +61,28 @@ def fetched(folder: Path, note: Note) -> Path:
 def prepare_again(name: str) -> str:
     """What to do about a data set whose folder is damaged."""
     return f"Delete that folder and prepare it again (python -m mupax.train.data prepare {name})"
+
+
+@contextlib.contextmanager
+def whole(folder: Path, name: str) -> Iterator[None]:
+    """Turns what TFDS, protobuf and array_record make of damaged files of a data set into an error of the data.
+
+    Args:
+        folder: of the data set.
+        name: of the data set.
+
+    Raises:
+        DataError: in place of any error that is not one of the disk or of this project.
+    """
+    try:
+        yield
+    except MupaxError:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and not isinstance(error, disk.ABSENT):
+            raise
+        reason = (str(error) or type(error).__name__).splitlines()[0][:200]
+        raise DataError(f"{folder} is damaged: {reason}. {prepare_again(name)}") from error
 
 
 def folder(path: Path) -> Path:

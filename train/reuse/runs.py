@@ -9,7 +9,8 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from mupax.train.checkpoints import workdir
+from mupax import disk
+from mupax.train.checkpoints import failures, workdir
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.config.run import Config, MeshConfig
 from mupax.train.core.program import Program, assemble
@@ -36,7 +37,7 @@ def whole_state(folder: Path, program: Program) -> TrainState:
     stored: Any = ocp.metadata(path).metadata
     if [leaf.shape for leaf in jax.tree.leaves(stored)] != [leaf.shape for leaf in jax.tree.leaves(abstract)]:
         raise WeightsError(f"{folder}: the checkpoint holds another state than {workdir.RECORD} says")
-    return TrainState(**ocp.load(path, abstract))
+    return TrainState(**disk.Patience()(lambda: failures.loaded(folder.absolute(), abstract), folder))
 
 
 def write(out: Path, config: Config, preset: str, state: TrainState, facts: dict[str, Any]) -> int:

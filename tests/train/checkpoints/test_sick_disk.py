@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mupax import disk
+from mupax.train.checkpoints import checkpointer
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.checkpoints.folder import WorkdirError, steps
 from scripts.campaigns import shim
@@ -142,3 +143,22 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     for line in done.stdout.splitlines():
         assert "Traceback" not in line
         assert "Error" not in line
+
+
+@pytest.mark.core
+def test_whatever_orbax_makes_of_an_unwell_disk_is_tried_again(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = checkpointer.ocp.load
+    errors = [Exception("Encountered error while reading array index"), ValueError("there is no checkpoint")]
+
+    def failing(*arguments: object) -> object:
+        if errors:
+            raise errors.pop()
+        return load(*arguments)
+
+    monkeypatch.setattr(checkpointer.ocp, "load", failing)
+    state, notes = restored(Path(shutil.copytree(saved, tmp_path / "run")), state_at(0, 1))
+    assert same(state, state_at(5, 1))
+    (note,) = notes
+    assert "checkpoints/5 cannot be read: there is no checkpoint; trying again for 30 s" in note

@@ -17,7 +17,6 @@ import tensorflow_datasets as tfds
 from absl import logging
 
 from mupax.train.data import cache
-from mupax.train.data.interface import DataError
 
 
 class Source(Sequence[dict[str, Any]]):
@@ -34,7 +33,7 @@ class Source(Sequence[dict[str, Any]]):
 
     def __init__(self, builder: Any, split: str, decoders: Any = None) -> None:
         self._folder, self._name = Path(builder.data_path), builder.name
-        with self._reading():
+        with cache.whole(self._folder, self._name):
             self._records = builder.as_data_source(split=split, decoders=decoders)
             self._length = len(self._records)
 
@@ -42,16 +41,8 @@ class Source(Sequence[dict[str, Any]]):
         return self._length
 
     def __getitem__(self, i: int) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        with self._reading():
+        with cache.whole(self._folder, self._name):
             return self._records[i]
-
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, RuntimeError, ValueError) as error:  # what array_record and protobuf raise
-            reason = str(error).splitlines()[0][:200]
-            raise DataError(f"{self._folder} is damaged: {reason}. {cache.prepare_again(self._name)}") from error
 
 
 class PythonCorpus(tfds.core.GeneratorBasedBuilder):
@@ -112,7 +103,14 @@ def info(builder: tfds.core.DatasetBuilder, features: dict[str, Any]) -> tfds.co
     return tfds.core.DatasetInfo(builder=builder, features=tfds.features.FeaturesDict(features), disable_shuffling=True)
 
 
-def embedded(kind: type, data_dir: str | None, note: cache.Note, *, config: str | None = None, **arguments: Any) -> Any:
+def embedded(
+    kind: type[Any],
+    data_dir: str | None,
+    note: cache.Note,
+    *,
+    config: str | None = None,
+    **arguments: Any,
+) -> Any:
     """The TFDS builder of an embedded data set, prepared if it is not.
 
     Args:
@@ -123,13 +121,13 @@ def embedded(kind: type, data_dir: str | None, note: cache.Note, *, config: str 
         **arguments: of the builder.
 
     Raises:
-        DataError: the folder cannot be written.
+        DataError: the folder cannot be written, or what is prepared in it is damaged.
     """
     base = cache.data_sets(data_dir)
     builder_config = tfds.core.BuilderConfig(name=config) if config else None
 
     def opened() -> tuple[Any, bool]:
-        with quiet():
+        with quiet(), cache.whole(base / kind.name, kind.name):
             builder = kind(data_dir=base, file_format="array_record", config=builder_config, **arguments)
             return builder, builder.is_prepared()
 

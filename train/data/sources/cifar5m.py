@@ -127,10 +127,10 @@ def examples(path: Path) -> Iterator[tuple[np.ndarray, int]]:
                 if y.min() < 0 or y.max() >= len(CLASSES):
                     raise ValueError(f"has labels outside 0 to {len(CLASSES) - 1}")
                 yield from zip(x, map(int, y), strict=True)
-    except (OSError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{path} is not a whole npz file: {error}; {again}") from error
     except ValueError as error:
-        raise DataError(f"{path} {error}; {again}") from error
+        raise DataError(f"{path} {error!s:.300}; {again}") from error
+    except (OSError, EOFError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"{path} is not a whole npz file: {error!s:.300}; {again}") from error
 
 
 def _header(name: str, stream: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
@@ -139,7 +139,9 @@ def _header(name: str, stream: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
         version = npy.read_magic(stream)
         header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
         shape, fortran, dtype = header(stream)
-    except ValueError as error:
+    except (OSError, zipfile.BadZipFile, zlib.error):
+        raise
+    except Exception as error:  # NumPy parses the header as Python
         raise ValueError(f"has no array {name}: {error}") from error
     if fortran or dtype.kind not in "iu" or (name == "X" and dtype != "uint8"):
         raise ValueError(f"has an array {name} of {dtype}, not of whole numbers in C order")

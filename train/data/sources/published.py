@@ -75,8 +75,9 @@ def _text(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int, 
 
         from mupax.train.data.records import builders
 
-        builder = tfds.builder_from_directory(data_set.folder)
-        feature = _feature(builder, data_set, (tfds.features.Text,), "text")
+        with cache.whole(data_set.folder, config.name):
+            builder = tfds.builder_from_directory(data_set.folder)
+            feature = _feature(builder, data_set, (tfds.features.Text,), "text")
         return {side: text.records(builders.Source(builder, split), feature) for side, split in data_set.splits.items()}
 
     key = f"{config.name.replace('/', '-').replace(':', '-')}-{data_set.digest}"
@@ -88,12 +89,13 @@ def _images(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int
 
     from mupax.train.data.records import builders
 
-    builder = tfds.builder_from_directory(data_set.folder)
-    image = _feature(builder, data_set, (tfds.features.Image, tfds.features.Tensor), "image")
-    label = _feature(builder, data_set, (tfds.features.ClassLabel,), "label")
-    features: Any = builder.info.features
-    vision = images.vision_model(config.name, model, features[label].names)
-    height, width, channels = features[image].shape  # None: any
+    with cache.whole(data_set.folder, config.name):
+        builder = tfds.builder_from_directory(data_set.folder)
+        image = _feature(builder, data_set, (tfds.features.Image, tfds.features.Tensor), "image")
+        label = _feature(builder, data_set, (tfds.features.ClassLabel,), "label")
+        features: Any = builder.info.features
+        names, (height, width, channels) = features[label].names, features[image].shape  # None: any
+    vision = images.vision_model(config.name, model, names)
     size = vision.image_size
     if channels is None:
         folders.check_channels(config.name, vision.channels)
@@ -117,7 +119,7 @@ def _images(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int
         views=views,
         seed=seed,
         threads=folders.decoding_threads(),
-        class_names=features[label].names,
+        class_names=names,
         facts={"digest": data_set.digest},
     )
 
@@ -167,10 +169,13 @@ def find(name: str, data_dir: str | None) -> DataSet:
 
 def _described(folder: Path, dataset: str) -> DataSet:
     content = cache.read_json(folder / "dataset_info.json")
-    splits = [split.get("name") for split in (content or {}).get("splits", [])]
+    listed, others = ((content or {}).get(name, []) for name in ("splits", "alternativeFileFormats"))
+    if not isinstance(listed, list) or not isinstance(others, list):
+        content = None
+    splits = [split.get("name") for split in listed if isinstance(split, dict)] if content else []
     if content is None or not (folder / "features.json").exists():
         raise DataError(f"{folder} has no whole dataset_info.json and features.json. {cache.prepare_again(dataset)}")
-    formats = [content.get("fileFormat"), *content.get("alternativeFileFormats", [])]
+    formats = [content.get("fileFormat"), *others]
     if "array_record" not in formats:
         raise DataError(
             f"{folder} is in {formats[0] or 'tfrecord'}, which only TensorFlow reads; prepare it with "

@@ -5,9 +5,10 @@ A token that stands in no text separates documents: byte 0 for bytes, `<|endofte
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +64,14 @@ class Subwords:
             raise DataError(
                 f"no tokenizer at {path}; write data.tokenizer as bytes, bpe:SIZE or the path of a tokenizer.json"
             ) from error
+        self._path = path
         try:
-            self._library = Library.from_buffer(content)
+            with self._calling():
+                self._library = Library.from_buffer(content)
+        except DataError:
+            raise
         except Exception as error:  # the library raises bare Exception
-            raise DataError(f"{path} is no tokenizer.json of the `tokenizers` library: {error}") from error
+            raise DataError(f"{path} is no tokenizer.json of the `tokenizers` library: {error!s:.300}") from error
         self.key = f"tokenizer-{hashlib.sha256(content).hexdigest()[:16]}"
         self.vocab_size = 1 + max(self._library.get_vocab(with_added_tokens=True).values())
         separators = [i for i in map(self._library.token_to_id, _SEPARATORS) if i is not None]
@@ -76,11 +81,23 @@ class Subwords:
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         # The library spreads a batch over the cores.
-        encodings = self._library.encode_batch_fast([_decoded(text) for text in texts], add_special_tokens=False)
+        with self._calling():
+            encodings = self._library.encode_batch_fast([_decoded(text) for text in texts], add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._library.decode([int(i) for i in ids], skip_special_tokens=True)
+        with self._calling():
+            return self._library.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Turns a panic of the library, which is no Exception, into a DataError."""
+        try:
+            yield
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":
+                raise
+            raise DataError(f"{self._path} is a damaged tokenizer.json: {error!s:.200}") from error
 
 
 Tokenizer = Bytes | Subwords

@@ -1,0 +1,69 @@
+"""Broken files in short, to every reader; and that a crash, a hang and a full memory would be counted."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.campaigns import fuzz, targets
+from scripts.campaigns.targets import TARGETS, Target
+
+INPUTS = 4
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MUPAX_DATA", str(tmp_path / "data"))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_broken_files_are_read_or_refused(name: str, tmp_path: Path) -> None:
+    found = fuzz.outcomes(name, range(10**6, 10**6 + INPUTS), tmp_path)  # others than the table's
+    assert [one for one in found if one["outcome"] not in ("read", "refused")] == []
+    assert len(found) == INPUTS
+
+
+@pytest.mark.core
+def test_control_what_is_wrong_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(folder: Path) -> Path:
+        (folder / "x").write_bytes(b"good")
+        return folder / "x"
+
+    def read(folder: Path) -> Any:
+        if (folder / "x").read_bytes() == b"good":
+            return None
+        return crash() if how == "traceback" else spin()
+
+    def crash() -> None:
+        raise IndexError("of no reader")
+
+    def spin() -> None:
+        until = time.process_time() + 0.2
+        while time.process_time() < until:
+            pass
+
+    monkeypatch.setattr(fuzz, "SECONDS", 0.1)
+    rows: dict[str, Any] = {}
+    for how in ("traceback", "slow"):
+        monkeypatch.setitem(targets.TARGETS, how, Target(make, read, (lambda content, choose: b"broken",)))
+        found = fuzz.outcomes(how, [0], tmp_path)
+        assert [one["outcome"] for one in found] == [how]
+        rows[how] = fuzz.counted({}, found)
+    assert (rows["traceback"]["tracebacks"], rows["slow"]["hangs"]) == (1, 1)
+    assert "1 tracebacks, 1 files that took more than" in fuzz.page(rows)
+
+
+@pytest.mark.core
+def test_the_committed_table_is_whole() -> None:
+    rows = json.loads(fuzz.PAGE.with_suffix(".json").read_text())
+    assert set(rows) == set(TARGETS)
+    assert sum(row["inputs"] for row in rows.values()) >= 10_000
+    assert not [name for name, row in rows.items() if row["tracebacks"] or row["hangs"] or row["large"]]
+    assert fuzz.PAGE.read_text() == fuzz.page(rows)
+    for name, row in rows.items():  # the files are broken indeed, and some still hold what a reader takes
+        assert row["read"] > 0, name
+        assert row["refused"] > 0, name
