@@ -53,6 +53,7 @@ class Case(kills.Case):
         words = words.replace(
             "--data.batch-size 16 --data.eval-batch-size 32", "--data.batch-size 12 --data.eval-batch-size 36"
         )
+        words = words.replace("width 16", f"width {8 * self.processes}")  # which fsdp divides
         return [*words.split(), "--mesh.data", "1", "--mesh.fsdp", str(self.processes)]
 
 

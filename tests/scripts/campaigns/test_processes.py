@@ -1,0 +1,37 @@
+"""The campaign of failing processes in short: one is killed, one cannot write, and all end with its reason."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.campaigns import processes
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.slow
+def test_processes_end_with_the_reason_of_the_one_that_failed_and_go_on_bitwise(tmp_path: Path) -> None:
+    words = f"--failures 2 --folder {tmp_path} --page {tmp_path / 'page.md'} --only".split()
+    command = [sys.executable, "-m", "scripts.campaigns.processes", *words, "killed training", "full disk saving"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "page.json").read_text())["rows"]
+    # Process 0, which has the store, and process 1, whose disk nobody else sees.
+    assert [(row["failure"], row["process"], row["codes"]) for row in rows] == [
+        ("killed", 0, [-9, 1]),
+        ("full disk", 1, [1, 1]),
+    ]
+    assert all(row["ended_s"] < processes.BOUND_S for row in rows)
+
+
+@pytest.mark.core
+def test_the_committed_campaign_is_what_its_page_says() -> None:
+    rows = json.loads(processes.PAGE.with_suffix(".json").read_text())["rows"]
+    assert processes.PAGE.read_text() == processes.page(rows)
+    assert {row["failure"] for row in rows} == {failure.name for failure in processes.FAILURES}
+    assert not [row for row in rows if row["wrong"]]
