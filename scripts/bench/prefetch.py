@@ -73,7 +73,7 @@ class Loop:
         """Seconds per step, after two that are not counted, from the first batches on."""
         others = Processes()
         others.index = 1  # of several, this one writes and draws nothing
-        rt = Runtime(self.config, Path(), False, others, StopRequest(False), Watchdog(None), Console(quiet=True))
+        rt = Runtime(self.config, Path(), None, False, others, StopRequest(), Watchdog(None), Console(quiet=True))
         report, feed, began = (
             Report(self.program, self.data, rt, Position(self.state, 0, keeps_rows=False), 0.0, 0),
             self.program.train_feed(),
