@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import os
+import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -34,6 +35,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["MUPAX_DATA"] = str(ROOT / ".cache" / "data")
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".cache" / "jax")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+
+# `nohup` has it ignored, and so would every process that a test starts.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 import pytest  # noqa: E402
 

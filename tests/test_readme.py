@@ -15,6 +15,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,6 +92,10 @@ def run(line: str) -> int:
     if words[0].startswith("scripts/"):
         assert "--dry-run" in words
         return subprocess.run(words, cwd=ROOT, check=False, stdout=subprocess.DEVNULL).returncode
+    if words[:2] == ["pip", "install"]:
+        extra = words[2].removeprefix("mupax[").removesuffix("]")
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        return int(f"mupax[{extra}]" != words[2] or extra not in extras)
     if words[0] == "mpirun":
         words = words[words.index("mupax") :]
     # Ray and SkyPilot are asked by `make schedulers`.
@@ -121,7 +126,7 @@ def test_a_command_works(line: str, tmp_path: Path, trained: Path):
     with folders_of_the_reader(tmp_path), contextlib.redirect_stdout(shown), contextlib.redirect_stderr(errors):
         code = run(line)
     assert code == 0, f"{line}\n{shown.getvalue()[-2000:]}\n{errors.getvalue()[-2000:]}"
-    assert line.startswith(("make ", "scripts/")) or shown.getvalue().strip(), f"{line} says nothing"
+    assert line.startswith(("make ", "scripts/", "pip ")) or shown.getvalue().strip(), f"{line} says nothing"
 
 
 @pytest.mark.parametrize(

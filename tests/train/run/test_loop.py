@@ -330,8 +330,8 @@ def test_a_full_disk_ends_a_run_that_then_goes_on(plain: Done, monkeypatch: pyte
     sync, calls = os.fsync, []
 
     def full(file: int) -> None:
-        calls.append(file)
-        if len(calls) > 3:
+        calls.append(Path(f"/proc/self/fd/{file}").resolve().name)
+        if calls[-1] == "metrics.jsonl" and calls.count(calls[-1]) > 1:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         sync(file)
 

@@ -18,6 +18,7 @@ import pytest
 
 from mupax.train.__main__ import main
 from mupax.train.checkpoints.folder import CheckpointFolder
+from mupax.train.checkpoints.manifest import Manifest
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.program import Program
@@ -215,10 +216,10 @@ def test_a_save_that_fails_leaves_the_one_before_to_go_on_from(
     asked: list[int] = []
     publish = CheckpointFolder.publish
 
-    def full(self: CheckpointFolder, folder: Path, whole: Any) -> None:
-        if whole.step > 4:
+    def full(self: CheckpointFolder, content: Manifest) -> None:
+        if content.step > 4:
             raise OSError("no space left")
-        publish(self, folder, whole)
+        publish(self, content)
 
     def stop() -> bool:
         asked.append(1)
