@@ -1,4 +1,4 @@
-"""The campaign of failing processes in short: one is killed, one cannot write, and all end with its reason."""
+"""The campaign of failing processes in short: one cannot write, and all end with its reason."""
 
 from __future__ import annotations
 
@@ -16,16 +16,13 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.mark.slow
 def test_processes_end_with_the_reason_of_the_one_that_failed_and_go_on_bitwise(tmp_path: Path) -> None:
-    words = f"--failures 2 --folder {tmp_path} --page {tmp_path / 'page.md'} --only".split()
-    command = [sys.executable, "-m", "scripts.campaigns.processes", *words, "killed training", "full disk saving"]
+    words = f"--failures 1 --folder {tmp_path} --page {tmp_path / 'page.md'} --only".split()
+    command = [sys.executable, "-m", "scripts.campaigns.processes", *words, "full disk saving"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "page.json").read_text())["rows"]
-    # Process 0, which has the store, and process 1, whose disk nobody else sees.
-    assert [(row["failure"], row["process"], row["codes"]) for row in rows] == [
-        ("killed", 0, [-9, 1]),
-        ("full disk", 1, [1, 1]),
-    ]
+    # Whose disk nobody else sees. (tests/train/parallel/test_distributed_runs.py kills processes.)
+    assert [(row["failure"], row["codes"]) for row in rows] == [("full disk", [1, 1])]
     assert all(row["ended_s"] < processes.BOUND_S for row in rows)
 
 
