@@ -19,7 +19,7 @@ def quiet() -> None:
     """Keep from the terminal what orbax tells of every save and failure, and tensorstore to an event loop that has ended."""
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    warnings.filterwarnings("ignore", "coroutine 'OrbaxLayout", RuntimeWarning)
+    warnings.filterwarnings("ignore", "coroutine '.*' was never awaited", RuntimeWarning)
     if getattr(sys.unraisablehook, "func", None) is not _unraisable:
         sys.unraisablehook = partial(_unraisable, sys.unraisablehook)
 
