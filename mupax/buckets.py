@@ -93,8 +93,8 @@ class BucketPath(PosixGPath):
     def stat(self, *, follow_symlinks: bool = True) -> Any:
         if self._listed is not None:
             return self._listed
-        found = super().stat()
-        return _stat(found.length, found.mtime, stat.S_IFDIR if found.is_directory else stat.S_IFREG)
+        status = super().stat()
+        return _stat(status.length, status.mtime, stat.S_IFDIR if status.is_directory else stat.S_IFREG)
 
     lstat = stat
 
@@ -107,9 +107,9 @@ class BucketPath(PosixGPath):
     def rglob(self, pattern: str) -> Iterator[BucketPath]:
         assert pattern == "*"
         backend: Any = super()._backend
-        for name, found in _Translated(backend.fs(self)).find(str(self), detail=True).items():
-            path, changed = self._new(f"gs://{name}"), found.get("mtime")
-            path._listed = _stat(found["size"], changed.timestamp() if changed else 0)
+        for name, entry in _Translated(backend.fs(self)).find(str(self), detail=True).items():
+            path, changed = self._new(f"gs://{name}"), entry.get("mtime")
+            path._listed = _stat(entry["size"], changed.timestamp() if changed else 0)
             yield path
 
     def mkdir(self, *_: object, **__: object) -> None:

@@ -122,10 +122,10 @@ def read_json(path: Path) -> dict[str, Any]:
         JsonError: no such file, too large, or not an object.
         DiskError: the disk cannot read it.
     """
-    found = status(path)
-    if found is None or not stat.S_ISREG(found.st_mode):
+    entry = status(path)
+    if entry is None or not stat.S_ISREG(entry.st_mode):
         raise JsonError(f"{path}: no such file")
-    if found.st_size > _LARGEST_FILE:
+    if entry.st_size > _LARGEST_FILE:
         raise JsonError(f"{path}: larger than {_LARGEST_FILE // 2**20} MiB, which no JSON of a model is")
     try:
         return json_object(read_bytes(path), str(path))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from scripts.campaigns.emulator import environ, new_bucket, running
+from scripts.campaigns.injection.emulator import environ, new_bucket, running
 
 
 @pytest.fixture(scope="session")

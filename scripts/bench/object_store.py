@@ -6,7 +6,7 @@ A run of 20 steps that saves after every tenth, each time as a user starts it. `
 end of one to the end of the next, the first left out; those during which a checkpoint is written count. `run` is all of it,
 from the command to its end, the compiled program taken from the cache, and `processor` the time of the cores in that, which what else
 the machine does changes little. The bucket is that of the emulator
-(`scripts/campaigns/emulator.py`) on the same machine, which takes from the run the time of the cores that it needs itself:
+(`scripts/campaigns/injection/emulator.py`) on the same machine, which takes from the run the time of the cores that it needs itself:
 more than the network of a cloud does, and less of a delay.
 """
 
@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.campaigns import emulator
+from scripts.campaigns.injection import emulator
 
 RECIPE, STEPS = "lm-tiny", 20
 FLAGS = (

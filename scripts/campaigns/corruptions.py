@@ -35,8 +35,8 @@ from mupax.paths import copy, path_of
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.checkpoints.manifest import by_name
 from mupax.train.checkpoints.workdir import CHECKPOINTS, WorkdirError
-from scripts.campaigns.damage import KINDS, flip
-from scripts.campaigns.object_faults import Bucket
+from scripts.campaigns.injection.damage import KINDS, flip
+from scripts.campaigns.injection.object_faults import Bucket
 from scripts.performance import table
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "corruptions.md"

@@ -29,7 +29,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.campaigns import kills, shim, workers
+from scripts.campaigns import kills, workers
+from scripts.campaigns.injection import shim
 from scripts.performance import table
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "faults.md"

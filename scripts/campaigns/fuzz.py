@@ -42,7 +42,7 @@ def outcomes(name: str, numbers: Sequence[int], folder: Path) -> list[dict[str, 
     from mupax.errors import MupaxError, MupaxFailure
     from scripts.campaigns.targets import TARGETS
 
-    target, found = TARGETS[name], []
+    target, results = TARGETS[name], []
     place = folder / name.replace(" ", "-")
     place.mkdir(exist_ok=True)
     file = target.make(place)
@@ -70,9 +70,9 @@ def outcomes(name: str, numbers: Sequence[int], folder: Path) -> list[dict[str, 
             outcome, said = "large", f"{grown / 2**20:.0f} MiB"
         elif outcome == "refused" and len(said) > 2000:
             outcome, said = "traceback", f"a message of {len(said)} characters: {said[:200]}"
-        found.append({"number": number, "outcome": outcome, "seconds": seconds, "grown": grown, "said": said})
+        results.append({"number": number, "outcome": outcome, "seconds": seconds, "grown": grown, "said": said})
         file.write_bytes(content)
-    return found
+    return results
 
 
 def page(rows: dict[str, dict[str, Any]]) -> str:
@@ -97,11 +97,11 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
     )
 
 
-def counted(row: dict[str, Any], found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def counted(row: dict[str, Any], results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """A row of the table with these outcomes too."""
     keys = {"read": "read", "refused": "refused", "traceback": "tracebacks", "slow": "hangs", "large": "large"}
     row = {**dict.fromkeys(("inputs", *keys.values()), 0), "slowest_s": 0.0, "grown_mib": 0.0, **row}
-    for one in found:
+    for one in results:
         row["inputs"] += 1
         row[keys[one["outcome"]]] += 1
         row["slowest_s"] = round(max(row["slowest_s"], one["seconds"]), 3)
@@ -145,14 +145,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             for folder in (Path(temporary) / str(k) for k in range(args.workers))
         ]
         for (name, numbers), answer in workers.answers(pool, questions, PATIENCE_S):
-            found = answer or [
+            results = answer or [
                 {"number": numbers[0], "outcome": "slow", "seconds": PATIENCE_S, "grown": 0, "said": "no answer"}
             ]
-            for one in found:
+            for one in results:
                 if one["outcome"] not in ("read", "refused"):
                     bad += 1
                     print(f"{name} {one['number']}: {one['outcome']}: {one['said']}", file=sys.stderr, flush=True)
-            rows[name] = counted(rows.get(name, {}), found)
+            rows[name] = counted(rows.get(name, {}), results)
             rows = {name: rows[name] for name in TARGETS if name in rows}
             path.write_text(json.dumps(rows, indent=1) + "\n")
             args.page.write_text(page(rows))

@@ -27,9 +27,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from scripts.campaigns import kills, shim
+from scripts.campaigns import kills
+from scripts.campaigns.injection import shim
+from scripts.campaigns.injection.object_faults import Bucket
 from scripts.campaigns.kills import CASES, Case, Session
-from scripts.campaigns.object_faults import Bucket
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
 COMMAND = "python -m scripts.campaigns.operations"

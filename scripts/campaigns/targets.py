@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from scripts.campaigns.broken import broken_bytes, broken_header, broken_json
+from scripts.campaigns.injection.broken import broken_bytes, broken_header, broken_json
 
 Broken = Callable[[bytes, random.Random], bytes]
 

@@ -138,8 +138,10 @@ class CheckpointFolder:
 
 def steps(folder: Path) -> list[int]:
     """Steps of the checkpoints in a folder, oldest first: those that have a manifest and were not set aside."""
-    found = [int(name) for name in disk.names(folder) if name.isascii() and name.isdigit() and str(int(name)) == name]
-    return sorted(step for step in found if counts(folder / str(step)))
+    candidates = [
+        int(name) for name in disk.names(folder) if name.isascii() and name.isdigit() and str(int(name)) == name
+    ]
+    return sorted(step for step in candidates if counts(folder / str(step)))
 
 
 def newest_record(folder: Path) -> dict[str, Any]:

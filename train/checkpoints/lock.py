@@ -52,8 +52,8 @@ class Owned:
     ) -> None:
         self._folder, self._name, self._lost, self._note = folder, name, lost, note
         self._store, self._token = _store(folder), secrets.token_hex(8)
-        found = self._free()
-        self._generation = self._write(found.stamp.generation)
+        entry = self._free()
+        self._generation = self._write(entry.stamp.generation)
         if not is_remote(folder):
             time.sleep(_SETTLED_S)  # without locks two may write at once: the last one has it
         content = self._store.read(name).result().value
@@ -63,11 +63,11 @@ class Owned:
         threading.Thread(target=self._beat, name="lock", daemon=True).start()
 
     def _free(self) -> Any:
-        """The object as it was found when it was there for nobody."""
-        found = self._store.read(self._name).result()
-        if found.state != "value":
-            return found
-        owner = _owner(found.value)
+        """The object as it was when it was there for nobody."""
+        entry = self._store.read(self._name).result()
+        if entry.state != "value":
+            return entry
+        owner = _owner(entry.value)
         if not (gone := _ended(owner)) and time.time() - owner["at"] < _LONG_S:
             self._note(
                 f"{self._folder} was last held by {owner['who']}; waiting up to {STALE_S:.0f} s for a sign of life"
@@ -78,11 +78,11 @@ class Owned:
                 now = self._store.read(self._name).result()
                 if now.state != "value":
                     return now
-                if now.value != found.value:
+                if now.value != entry.value:
                     raise self._in_use(now.value)
         why = "has ended" if gone else "gives no sign of life"
         self._note(f"{owner['who']}, which held {self._folder}, {why}; its lock is taken over")
-        return found
+        return entry
 
     def _write(self, generation: bytes) -> bytes:
         """Its new generation; empty where it is no longer of the one that it was read at."""
@@ -99,14 +99,14 @@ class Owned:
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_S):
             with contextlib.suppress(Exception):  # of the network; another beat follows
-                found = self._store.read(self._name).result(timeout=BEAT_S)
-                if found.state == "value" and _owner(found.value)["token"] != self._token:
-                    who = _owner(found.value)["who"]
+                entry = self._store.read(self._name).result(timeout=BEAT_S)
+                if entry.state == "value" and _owner(entry.value)["token"] != self._token:
+                    who = _owner(entry.value)["who"]
                     self._lost(
                         f"the workdir {self._folder} was taken over by {who}, which did not hear of this run; it ends here"
                     )
                     return
-                self._generation = self._write(found.stamp.generation) or self._generation
+                self._generation = self._write(entry.stamp.generation) or self._generation
 
     def __enter__(self) -> Owned:
         return self
@@ -114,9 +114,9 @@ class Owned:
     def __exit__(self, *exception: object) -> None:
         self._ended.set()
         with contextlib.suppress(Exception):
-            found = self._store.read(self._name).result(timeout=BEAT_S)
-            if found.state == "value" and _owner(found.value)["token"] == self._token:
-                self._store.write(self._name, None, if_equal=found.stamp.generation).result(timeout=BEAT_S)
+            entry = self._store.read(self._name).result(timeout=BEAT_S)
+            if entry.state == "value" and _owner(entry.value)["token"] == self._token:
+                self._store.write(self._name, None, if_equal=entry.stamp.generation).result(timeout=BEAT_S)
 
 
 def end_at_once(text: str) -> None:

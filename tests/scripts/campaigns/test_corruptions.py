@@ -16,7 +16,7 @@ from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.core.state import TrainState
 from scripts.campaigns import corruptions
 from scripts.campaigns.corruptions import STEPS, Saved, bits, campaign, page
-from scripts.campaigns.damage import KINDS
+from scripts.campaigns.injection.damage import KINDS
 from tests.emulator import bucket, emulator
 
 __all__ = ["bucket", "emulator"]  # fixtures

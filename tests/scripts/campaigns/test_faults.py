@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.campaigns import faults, shim
+from scripts.campaigns import faults
+from scripts.campaigns.injection import shim
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -17,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.mark.slow
 def test_runs_end_as_the_undisturbed_one(tmp_path: Path) -> None:
     if shim.compiled(tmp_path) is None:
-        pytest.skip("there is no C compiler (cc) for scripts/campaigns/faults.c")
+        pytest.skip("there is no C compiler (cc) for scripts/campaigns/injection/faults.c")
     command = [sys.executable, "-m", faults.__name__, "--count", "4", "--page", str(tmp_path / "faults.md")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -30,7 +31,7 @@ def test_runs_end_as_the_undisturbed_one(tmp_path: Path) -> None:
 def test_the_shim_fails_the_operation_that_is_chosen(tmp_path: Path) -> None:
     library = shim.compiled(tmp_path)
     if library is None:
-        pytest.skip("there is no C compiler (cc) for scripts/campaigns/faults.c")
+        pytest.skip("there is no C compiler (cc) for scripts/campaigns/injection/faults.c")
     (tmp_path / "sick").mkdir()
     control = shim.Control(tmp_path / "control", library)
     code = (

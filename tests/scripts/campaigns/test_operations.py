@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.campaigns import operations, shim
-from scripts.campaigns.object_faults import Bucket
+from scripts.campaigns import operations
+from scripts.campaigns.injection import shim
+from scripts.campaigns.injection.object_faults import Bucket
 
 ROOT = Path(__file__).resolve().parents[3]
 

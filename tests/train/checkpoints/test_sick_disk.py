@@ -15,7 +15,7 @@ from mupax import disk
 from mupax.train.checkpoints import checkpointer
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.checkpoints.folder import WorkdirError, steps
-from scripts.campaigns import shim
+from scripts.campaigns.injection import shim
 from tests.train.checkpoints.test_manifest import FACTS, abstract, data_file, flip, restored, same, state_at
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -61,9 +61,9 @@ def suffer(workdir: Path, control: shim.Control) -> list[list[object]]:
 def test_no_error_of_a_disk_costs_a_checkpoint(saved: Path, tmp_path: Path) -> None:
     library = shim.compiled(tmp_path)
     if library is None:
-        pytest.skip("there is no C compiler (cc) for scripts/campaigns/faults.c")
+        pytest.skip("there is no C compiler (cc) for scripts/campaigns/injection/faults.c")
     code = (
-        "import json, sys; from pathlib import Path; from scripts.campaigns import shim; "
+        "import json, sys; from pathlib import Path; from scripts.campaigns.injection import shim; "
         "from tests.train.checkpoints import test_sick_disk as test; file = Path(sys.argv[1]); "
         "control = shim.Control(file, file); "
         "print(json.dumps(test.suffer(Path(sys.argv[2]), control)))"
@@ -126,7 +126,7 @@ def test_what_only_one_read_sees_is_no_damage(saved: Path, tmp_path: Path, monke
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     library = shim.compiled(tmp_path)
     if library is None:
-        pytest.skip("there is no C compiler (cc) for scripts/campaigns/faults.c")
+        pytest.skip("there is no C compiler (cc) for scripts/campaigns/injection/faults.c")
     control = shim.Control(tmp_path / "control", library)
     control.watch(tmp_path / "run")
     control.arm("write", "ENOSPC", 5, 10**9)  # from the first checkpoint on

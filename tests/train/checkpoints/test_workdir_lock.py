@@ -159,9 +159,10 @@ def test_an_owner_that_gives_no_sign_of_life_is_taken_over(place: Path, capsys: 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"pid": "x"}', b'{"at": 1e400}', b"\xff"])
 def test_half_an_owner_keeps_nobody_out(content: bytes, place: Path) -> None:
-    (place / (".owner" if isinstance(place, Path) else ".lock")).write_bytes(content)
+    owner = place / (".owner" if isinstance(place, Path) else ".lock")
+    owner.write_bytes(content)
     with locked(place, Processes()):
-        pass
+        assert json.loads(owner.read_bytes())["pid"] == os.getpid()
 
 
 def test_a_process_of_this_machine_that_has_ended_is_not_waited_for(

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,7 +22,7 @@ from mupax.train.config.recipes.laptop import lm_tiny
 from mupax.train.config.run import Config, DataConfig, DistributedConfig
 from mupax.train.data import Data, DataError
 from mupax.train.data.interface import ALL_ROWS, Batch
-from mupax.train.parallel import agreement, distributed
+from mupax.train.parallel import distributed
 from mupax.train.parallel.distributed import Cluster
 from mupax.train.parallel.processes import DistributedError, Processes, place
 from mupax.train.parallel.signals import StopRequest
@@ -185,45 +184,6 @@ def test_all_are_told_what_process_0_knows_and_it_goes_first() -> None:
     assert order == [0, 1]
 
 
-def agreed(change: Any = lambda facts: None) -> list[Any]:
-    """What two processes find, where the second has other facts."""
-
-    def work(processes: Processes) -> None:
-        config = dataclasses.replace(lm_tiny(), workdir="same")
-        real = agreement.facts(config)
-        if processes.index:
-            change(real)
-        agreement.check(config, processes, real)
-
-    return both(work)
-
-
-@pytest.mark.parametrize(
-    ("group", "path", "value", "said"),
-    [
-        ("config", "seed", 7, "has seed 7 and process 0 (HOST) has 0; start all processes with the same flags"),
-        ("versions", "jax", "0.1", f"has jax 0.1 and process 0 (HOST) has {jax.__version__}; install the same versions on all"),
-        ("code", "train/core/step.py", "beef", "has another train/core/step.py than process 0 (HOST); run the same code"),
-        ("code", "train/core/old.py", "beef", "has a train/core/old.py, other than process 0 (HOST); run the same code"),
-        ("environment", "XLA_FLAGS", "--xla_a", "has XLA_FLAGS='--xla_a' and process 0 (HOST) has XLA_FLAGS='"),
-        ("devices", "kind", "TPU v3", "has devices of another kind, TPU v3, than process 0 (HOST), cpu; start all"),
-        ("devices", "number", 3, "has devices of another number, 3, than process 0 (HOST), 8; start all"),
-    ],
-)  # fmt: skip
-def test_what_must_be_alike_is_refused_by_name_on_every_screen(group: str, path: str, value: Any, said: str) -> None:
-    first, second = agreed(lambda facts: facts[group].__setitem__(path, value))
-    assert isinstance(first, agreement.AgreementError)
-    host = socket.gethostname()
-    assert str(first) == str(second)
-    assert str(first).startswith(f"process 1 ({host}) {said.replace('HOST', host)}")
-
-
-def test_control_processes_that_are_alike_agree() -> None:
-    assert agreed() == [None, None]
-    assert agreement._flags("--xla_b --xla_dump_to=/tmp/0 --xla_a") == "--xla_a --xla_b"
-    assert len(agreement._sources()) > 150
-
-
 def test_a_process_that_never_says_what_it_is_is_named() -> None:
     leader = Cluster(0, 2, Store())
     with pytest.raises(
@@ -323,30 +283,6 @@ def test_a_coordinator_that_does_not_answer_ends_a_process(
     assert seconds[0][0] == 1
     assert 1 < seconds[0][1] - began < 10
     assert "error: process 0 (the coordinator) failed: no answer for 1 s" in capsys.readouterr().err
-
-
-ABORTED = """
-import os, socket, sys
-from mupax.train.parallel import aborts
-here = socket.create_server(("localhost", 0))
-address = f"localhost:{here.getsockname()[1]}"
-if sys.argv[1] == "gone":
-    here.close()
-aborts.listen(address, lambda reason: print("told", reason, flush=True))
-os.abort()
-"""
-
-
-@pytest.mark.parametrize(("coordinator", "code"), [("gone", 1), ("there", -signal.SIGABRT)])
-def test_an_abort_says_that_process_0_is_gone_and_is_told_where_it_is_not(coordinator: str, code: int) -> None:
-    command = [sys.executable, "-c", ABORTED, coordinator]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == code, done.stderr
-    if coordinator == "gone":
-        assert re.fullmatch(r"error: process 0 \(localhost:\d+\) failed: killed or cut off, .*\n", done.stderr)
-        assert not done.stdout
-    else:
-        assert done.stdout == "told aborted by a library; its own screen has more\n"
 
 
 def test_a_save_that_end_all_is_told_of_ends_every_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from mupax.zoo.definition import definition
 from mupax.zoo.huggingface import weights
 from mupax.zoo.huggingface.config import to_huggingface
 from mupax.zoo.huggingface.tensorfile import INDEX, SINGLE, TensorFileError, write_tensors
-from scripts.campaigns.broken import broken_bytes, broken_header, broken_json
+from scripts.campaigns.injection.broken import broken_bytes, broken_header, broken_json
 
 MODEL = DecoderConfig(width=4, depth=2, num_heads=2, mlp_ratio=1.5, vocab_size=7, seq_len=3, tied=True)
 REFUSED = (JsonError, TensorFileError, WeightsError, ConfigError)

@@ -20,7 +20,7 @@ from mupax.train.checkpoints.layout import counts
 from mupax.train.reuse import source as pretrained
 from mupax.train.run.report import metrics
 from mupax.zoo.__main__ import main as zoo_main
-from scripts.campaigns.emulator import new_bucket
+from scripts.campaigns.injection.emulator import new_bucket
 from tests.emulator import emulator
 from tests.train.checkpoints.test_checkpointer import STEPS, TINY, Done, folder, rows, train
 

@@ -86,9 +86,9 @@ class Attempt:
     def record(self, config: Config) -> None:
         """Append it to the file, where the run has a workdir yet; a place that does not take it is said, no more."""
         began, ended = (_time(seconds) for seconds in (self.began, self.ended))
-        known = {name: value for name, value in self.reached._asdict().items() if value >= 0 and name != "processes"}
+        progress = {name: value for name, value in self.reached._asdict().items() if value >= 0 and name != "processes"}
         row = {"attempt": self.number, "began": began, "ended": ended, "code": self.code, "ending": self.ending}
-        line = json.dumps({**row, **known, "host": socket.gethostname(), "last": self.last}) + "\n"
+        line = json.dumps({**row, **progress, "host": socket.gethostname(), "last": self.last}) + "\n"
         with _said():
             folder = _folder(config)
             path = folder / (FILE if self.reached.process < 1 else f"attempts-{self.reached.process}.jsonl")

@@ -1,7 +1,7 @@
 // A disk that is unwell: loaded by LD_PRELOAD, it fails chosen file operations below one folder.
 //
 // FAULTS names a file of `struct control` that the process which injects shares with those that suffer: it arms a fault,
-// reads how many operations of each kind there were, and how many of them failed. scripts/campaigns/faults.py writes it.
+// reads how many operations of each kind there were, and how many of them failed. `shim.py` beside it writes it.
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <dlfcn.h>

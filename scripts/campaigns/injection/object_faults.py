@@ -11,19 +11,15 @@ import http.client
 import json
 import os
 import signal
-import socket
-import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
 from typing import Any
 
-from scripts.campaigns import emulator
+from scripts.campaigns.injection import emulator
 
 KINDS = ("upload", "delete", "list", "read")
 _METHODS = {"POST": "upload", "PUT": "upload", "PATCH": "upload", "DELETE": "delete"}
@@ -32,42 +28,33 @@ _HOP = {"connection", "keep-alive", "transfer-encoding", "content-length"}
 _NAME = "bucket"
 
 
-def free_port() -> int:
-    """A port that nobody listens at."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 class Bucket:
-    """An emulated bucket behind the proxy, as a context manager. See `scripts.campaigns.shim.Control` for its methods."""
+    """An emulated bucket behind the proxy, as a context manager. See `scripts.campaigns.injection.shim.Control` for its methods."""
 
     kinds: tuple[str, ...] = KINDS[:2]
     """Requests to be killed at; reading changes nothing."""
 
     def __init__(self) -> None:
-        self._emulator, self._proxy = free_port(), free_port()
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._emulator, self._proxy = emulator.free_port(), emulator.free_port()
+        self._servers = contextlib.ExitStack()
         self._url = f"http://127.0.0.1:{self._proxy}"
         self.environ = emulator.environ(self._url)
 
     def __enter__(self) -> Bucket:
-        commands = (
-            emulator.command(self._emulator, self._url),
-            [sys.executable, "-m", "scripts.campaigns.object_faults", str(self._proxy), str(self._emulator)],
-        )
-        for command, port in zip(commands, (self._emulator, self._proxy), strict=True):
-            self._processes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-            _await(port)
-        self._ask("POST", "storage/v1/b?project=p", {"name": _NAME})
+        proxy = [
+            sys.executable,
+            "-m",
+            "scripts.campaigns.injection.object_faults",
+            str(self._proxy),
+            str(self._emulator),
+        ]
+        self._servers.enter_context(emulator.serving(emulator.command(self._emulator, self._url), self._emulator))
+        self._servers.enter_context(emulator.serving(proxy, self._proxy))
+        emulator.new_bucket(self._url, _NAME)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for process in self._processes:
-            process.kill()
-            process.wait()
+    def __exit__(self, *exception: object) -> None:
+        self._servers.close()
 
     def place(self, name: str) -> str:
         """The work folder of a run."""
@@ -75,40 +62,30 @@ class Bucket:
 
     def watch(self, place: str) -> None:
         """Count requests from now on, from 0; of all places, for those in the middle of an upload name none. Disarms."""
-        self._ask("POST", "-/watch", {})
+        self._ask("-/watch", {})
 
     def arm(self, kind: str, moment: str, first: int) -> None:
         """Kill the process of `victim` at a request of a kind, `killed` before it is passed on or `killed after` it was."""
-        self._ask("POST", "-/arm", {"kind": kind, "moment": moment, "first": first})
+        self._ask("-/arm", {"kind": kind, "moment": moment, "first": first})
 
     def victim(self, pid: int) -> None:
         """Who is killed."""
-        self._ask("POST", "-/victim", {"pid": pid})
+        self._ask("-/victim", {"pid": pid})
 
     def calls(self) -> dict[str, int]:
         """Requests of each kind so far."""
-        return self._ask("POST", "-/calls", {})["calls"]
+        return self._ask("-/calls", {})["calls"]
 
     @property
     def fired(self) -> int:
         """How many requests had their victim."""
-        return self._ask("POST", "-/calls", {})["fired"]
+        return self._ask("-/calls", {})["fired"]
 
-    def _ask(self, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         head = {"Content-Type": "application/json"}
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self._proxy}/{path}", json.dumps(body).encode(), head, method=method
-        )
+        request = urllib.request.Request(f"http://127.0.0.1:{self._proxy}/{path}", json.dumps(body).encode(), head)
         with urllib.request.urlopen(request, timeout=30) as answer:
             return json.loads(answer.read())
-
-
-def _await(port: int) -> None:
-    for _ in range(200):
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-            return
-        time.sleep(0.05)
-    raise SystemExit(f"nothing listens at port {port}")
 
 
 class _State:

