@@ -11,6 +11,7 @@ rest is run. Processes are forked from one that has everything imported, so that
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import dataclasses
 import json
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -109,9 +111,19 @@ class Session:
         os.dup2(out, 2)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored
         sys.argv[1:] = argv
-        sick()
-        runpy.run_module("train", run_name="__main__", alter_sys=True)
-        raise AssertionError("`python -m train` has returned")
+        code = 1
+        try:
+            sick()
+            runpy.run_module("train", run_name="__main__", alter_sys=True)
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
+        # As the interpreter ends, and not through the `with` blocks of the parent, whose folders and servers they would end.
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        os._exit(code)
 
     def said(self, index: int = 0) -> str:
         """What process 0, or that of another number, has printed."""
