@@ -25,7 +25,7 @@ def get(
     base: Mapping[str, int] | None = None,
     form: Form | None = None,
     zero_readout: bool = False,
-    **constants: float | str,
+    **constants: float | str | Mapping[str, float],
 ) -> Preset:
     """The named preset, relative to a base.
 
@@ -35,7 +35,8 @@ def get(
         base: size of each axis at which every factor is 1 (`config.base_sizes()`); None is the absolute form.
         form: where multipliers sit (`rule`); the preset's native form unless given.
         zero_readout: start the readout at zero.
-        **constants: the preset's own, such as `alpha_l=0.5`; a text of a number will do.
+        **constants: the preset's own, such as `alpha_l=0.5`; a text of a number will do. Those of parameter groups by column, such
+            as `rates={"readout": 4}` (`constants`).
 
     Raises:
         PresetError: no such preset, constant, axis, form or file.
@@ -64,6 +65,8 @@ def get(
     for axis, size in (base or {}).items():
         if axis not in AXES or size < 1:
             raise PresetError(f"base {axis}={size}: write a logical axis ({', '.join(AXES)}) and a size of at least 1")
+    if zero_readout and "stds.readout" in preset.constants:
+        raise PresetError("stds.readout changes nothing: the readout starts at zero; leave one of the two out")
     if form is not None:
         preset = preset.with_form(form)
     if preset.baseless and base is not None:

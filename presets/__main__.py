@@ -16,7 +16,7 @@ from tyro import conf
 from mupax import command_line, presets, terminal
 from mupax.command_line import Switch
 from mupax.presets.analysis import table, verdicts
-from mupax.train.config.cli import ConstantFlags, PresetFlags
+from mupax.train.config.cli import ConstantFlags, PresetFlags, with_group_constants
 from mupax.train.config.preset import preset_for
 
 
@@ -24,7 +24,7 @@ from mupax.train.config.preset import preset_for
 def main(argv: list[str]) -> int:
     """The exit code of a command line, which is the words after `python -m presets`."""
     commands = {"list": List, "table": Table, "limits": Limits, "compare": Compare, "tuned": Tuned}
-    return command_line.run("python -m presets", commands, argv, default="list")
+    return command_line.run("python -m presets", commands, with_group_constants(argv), default="list")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

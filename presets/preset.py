@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Literal
 
+from mupax.presets.constants import scaled
 from mupax.presets.optimizers import OPTIMIZERS, Family
 from mupax.presets.power import ONE, Power
 from mupax.presets.roles import EMBEDDINGS, VECTORS, ParamSpec, PresetError, Role
@@ -31,7 +32,8 @@ class Preset:
         baseless: the source's numbers are absolute, and there is no relative form.
         base: size of each axis at which every factor is 1; None is the absolute form (base 1 everywhere).
         zero_readout: start the readout at zero.
-        given: the constants this preset was made with, for printing.
+        constants: of parameter groups (`constants`): COLUMN.GROUP to a factor.
+        given: all constants this preset was made with, for printing.
         warnings: what its source chose that a user should know, one sentence each.
     """
 
@@ -46,16 +48,20 @@ class Preset:
     baseless: bool = False
     base: Mapping[str, int] | None = None
     zero_readout: bool = False
+    constants: Mapping[str, float] = dataclasses.field(default_factory=dict)
     given: Mapping[str, float | str] = dataclasses.field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
     def row(self, spec: ParamSpec) -> Rule:
-        """The spec's rule in this preset's form.
+        """The spec's rule in this preset's form, with the constants of its group.
 
         Raises:
             PresetError: plain form with a tied readout, which has no std of its own to carry the scale; table-9 without
                 an SGD rule to make global.
         """
+        return scaled(self._formed(spec), spec, self.constants)
+
+    def _formed(self, spec: ParamSpec) -> Rule:
         rule = self.rule(spec)
         if self.form is None or self.form == self.native_form:
             return rule
@@ -97,7 +103,7 @@ class Preset:
     def factors(
         self, spec: ParamSpec, sizes: Mapping[str, int], optimizer: str = "adam", decay: Decay = "coupled"
     ) -> Scales:
-        """Factors relative to the base: exactly 1 at base size (0 for a decay that is off). Arguments as `scales`."""
+        """Factors relative to the base: there the constants, or exactly 1 (0 for a decay that is off). Arguments as `scales`."""
         family = self.family(optimizer)
         return self.row(spec).factors(self.ratios(sizes), self.base or {}, family, decay)
 

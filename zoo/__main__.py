@@ -30,6 +30,7 @@ LEFT = ("model", "family", "input", "path", "role", "shape", "axes")
 def main(argv: list[str]) -> int:
     """The exit code of a command line, which is the words after `python -m zoo`."""
     from mupax.train.config.checks import check_words
+    from mupax.train.config.cli import with_group_constants
     from mupax.train.reuse.huggingface.command import Export, Import
 
     check_words(argv)
@@ -37,7 +38,7 @@ def main(argv: list[str]) -> int:
         wrong = f"{argv[0]} is a model, not a command; write `python -m zoo describe {argv[0]}`"
         raise command_line.UsageError(wrong)
     commands = {"list": List, "describe": Describe, "import": Import, "export": Export}
-    return command_line.run("python -m zoo", commands, argv, default="list")
+    return command_line.run("python -m zoo", commands, with_group_constants(argv), default="list")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

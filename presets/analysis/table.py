@@ -21,7 +21,7 @@ def rows(
     *,
     absolute: bool = False,
 ) -> list[dict[str, Any]]:
-    """One dictionary per parameter: name, role, shape and the five columns.
+    """One dictionary per parameter: name, role, group (by which it has constants), shape and the five columns.
 
     Args:
         preset: what to tabulate.
@@ -36,6 +36,7 @@ def rows(
         {
             "name": name,
             "role": spec.role.value,
+            "group": spec.group,
             "shape": [sizes[axis] for axis in spec.axes],
             **dataclasses.asdict(evaluate(spec, sizes, optimizer, decay)),
         }
@@ -77,8 +78,9 @@ def text(table: list[dict[str, Any]]) -> str:
     """Rows as columns for the terminal or pipe, numbers to four digits."""
     if not table:
         return ""
-    cells = [list(table[0]), *([cell(value) for value in row.values()] for row in table)]
-    return terminal.table(cells, left=("name", "role", "shape", "group", "fan_in"))
+    columns = [column for column in table[0] if column != "role"]
+    cells = [columns, *([cell(row[column]) for column in columns] for row in table)]
+    return terminal.table(cells, left=("name", "shape", "group", "fan_in"))
 
 
 def cell(value: Any) -> str:

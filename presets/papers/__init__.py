@@ -5,11 +5,13 @@ A function's arguments are the preset's constants, and its signature says which 
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from mupax.presets.constants import read
 from mupax.presets.preset import Preset
 from mupax.presets.roles import PresetError
 from mupax.table import Table
@@ -66,12 +68,13 @@ def make(preset: str, constants: Mapping[str, Any]) -> Preset:
 
     Args:
         preset: a name in `PRESETS`.
-        constants: name to number or text; a text of a number will do.
+        constants: name to number or text; a text of a number will do. Those of parameter groups are named COLUMN.GROUP.
 
     Raises:
         PresetError: the preset has no such constant, or a value cannot be one.
     """
     known = inspect.signature(PRESETS[preset]).parameters
+    constants, groups = read(constants)
     checked: dict[str, float | str] = {}
     for name, value in constants.items():
         if name not in known:
@@ -81,7 +84,8 @@ def make(preset: str, constants: Mapping[str, Any]) -> Preset:
         # Annotations are texts here: "float", "str" or "str | None".
         words = str(known[name].annotation).startswith("str")
         checked[name] = str(value) if words else _number(preset, name, value, known[name].default)
-    return PRESETS[preset](**checked)
+    made = PRESETS[preset](**checked)
+    return dataclasses.replace(made, constants=groups, given={**made.given, **groups}) if groups else made
 
 
 def _number(preset: str, name: str, value: Any, default: Any) -> float:

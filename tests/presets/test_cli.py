@@ -29,9 +29,8 @@ def test_the_list_has_a_line_for_every_preset(capsys: pytest.CaptureFixture[str]
 def rows(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, dict]:
     assert main([*argv, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert all(
-        list(row) == ["name", "role", "shape", "multiplier", "init_std", "lr", "eps", "weight_decay"] for row in found
-    )
+    columns = ["name", "role", "group", "shape", "multiplier", "init_std", "lr", "eps", "weight_decay"]
+    assert all(list(row) == columns for row in found)
     return {row["name"]: row for row in found}
 
 

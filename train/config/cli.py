@@ -123,6 +123,7 @@ def parse(name: str, recipe: Callable[[], Config], argv: Sequence[str], more_fla
         from mupax.train.config import tuned
 
         default, argv, preset = tuned.applied(default, argv, _value_of("--steps", argv))
+    argv = with_group_constants(argv, default.preset.constants)
     start = Command(config=default)
     command, rest = command_line.parse_known(Command, prog, argv, start, inspect.getdoc(recipe))
     command_line.refuse(rest, [*command_line.flags(start), *more_flags], prog)
@@ -140,6 +141,37 @@ def recipe(name: str) -> Callable[[], Config]:
     from mupax.train.config.recipes import RECIPES
 
     return RECIPES[command_line.first_word("", {"recipe": RECIPES}, [name])[0]]
+
+
+def with_group_constants(argv: Sequence[str], default: Sequence[str] = ()) -> list[str]:
+    """The words with every --preset.COLUMN.GROUP X as COLUMN.GROUP=X behind --preset.constants.
+
+    Args:
+        argv: the words.
+        default: constants that hold where the words name none.
+
+    Raises:
+        UsageError: such a flag without a value.
+    """
+    words, rest, named, groups = list(argv), [], None, {}
+    while words:
+        word = words.pop(0)
+        flag, equals, value = word.partition("=")
+        name = flag.removeprefix("--preset.").replace("-", "_")
+        if flag in ("--preset.constants", "--constants", "--constant"):
+            named = [value] if equals else []
+            while words and not equals and not words[0].startswith("--"):
+                named.append(words.pop(0))
+        elif flag.startswith("--preset.") and "." in name:
+            if not equals and (not words or words[0].startswith("--")):
+                raise command_line.UsageError(f"{flag} needs a value after it")
+            groups[name] = value if equals else words.pop(0)
+        else:
+            rest.append(word)
+    if not groups:
+        return list(argv)
+    texts = [text for text in default if text.partition("=")[0] not in groups] if named is None else named
+    return [*rest, "--preset.constants", *texts, *(f"{name}={value}" for name, value in groups.items())]
 
 
 def _value_of(flag: str, argv: Sequence[str]) -> str | None:

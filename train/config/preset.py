@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Protocol
 from tyro import conf
 
 from mupax import presets
+from mupax.presets.constants import check
 from mupax.presets.papers import ALIASES, CONSTANT_FLAGS, read_constants
 from mupax.zoo.configs import CONFIGS, ConfigError, ModelConfig
 from mupax.zoo.configs import get as get_model
@@ -42,7 +43,8 @@ class PresetConfig:
     beta0: float | None = None
     """Constant on every residual branch."""
     constants: Annotated[tuple[str, ...], conf.arg(metavar="NAME=VALUE ...")] = ()
-    """Any other constants, such as s=0.5 (ntk), eps_scope=everywhere (completep), c_a=0.5 (mup)."""
+    """Any other constants, such as s=0.5 (ntk), eps_scope=everywhere (completep), c_a=0.5 (mup); and factors on what one
+    parameter group has at the base, written --preset.rates.GROUP X, --preset.stds., --preset.multipliers. or --preset.decays."""
     zero_readout: bool = False
     """Start the readout at zero."""
 
@@ -76,13 +78,17 @@ def preset_for(given: PresetConfig, model: ModelConfig) -> presets.Preset:
             )
         base = named.base_sizes()
     flags = {name: getattr(given, name) for name in CONSTANT_FLAGS}
-    return presets.get(
+    preset = presets.get(
         given.name,
         base=base,
         form=given.form,
         zero_readout=given.zero_readout,
         **read_constants(given.constants, flags),
     )
+    if preset.constants:
+        tied = [model.tied_readout] if model.tied_readout else []
+        check(preset.constants, [*model.parameters().values(), *tied], preset.name)
+    return preset
 
 
 def base_sizes(text: str) -> dict[str, int]:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from mupax.presets.constants import read
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.papers import CONSTANT_FLAGS, PRESETS
 from mupax.train.config.preset import base_text
@@ -46,12 +47,13 @@ def applied(config: Config, argv: Sequence[str], steps: str | None) -> tuple[Con
                 words[where] = f"{flag}={study.preset}" if equals else study.preset
     if study is None:
         return config, words, None
-    flags: dict[str, Any] = {name: float(x) for name, x in study.constants.items() if name in CONSTANT_FLAGS}
+    own, groups = read(study.constants)
+    flags: dict[str, Any] = {name: float(x) for name, x in own.items() if name in CONSTANT_FLAGS}
     preset = PresetConfig(
         name=study.preset,
         base=None if study.base is None else base_text(study.base),
         form=study.form,
-        constants=tuple(f"{name}={value}" for name, value in study.constants.items() if name not in flags),
+        constants=tuple(f"{name}={value}" for name, value in {**own, **groups}.items() if name not in flags),
         **flags,
     )
     total = int(steps) if steps and steps.isascii() and steps.isdigit() else config.steps

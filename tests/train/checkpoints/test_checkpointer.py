@@ -306,6 +306,7 @@ def test_a_second_run_on_the_workdir_is_refused(whole: Done, untrained: list) ->
         ("--model.num-kv-heads 1", "has model.num_kv_heads None, not 1"),
         ("--preset sp", "has preset.name mup, not sp"),
         ("--preset.gamma0 0.5", "has preset.gamma0 None, not 0.5"),
+        ("--preset.rates.readout 2", "has preset.constants nothing, not rates.readout=2"),
         ("--preset.base lm-tiny", "has preset.base lm-proxy, not lm-tiny"),
         ("--optimizer.name sgd", "has optimizer.name adamw, not sgd"),
         ("--data.batch-size 32", "has data.batch_size 16, not 32"),

@@ -104,6 +104,7 @@ def test_control_decay_that_does_not_drift_runs():
     made(*DRIFTING, "--optimizer.weight-decay", "0")
     made("--preset", "completep", "--model.depth", "8", *DECAYED)
     made("--preset", "mup", "--preset.constants", "decay_width=-1", *DECAYED)  # a choice that was named
+    made("--preset.rates.readout", "4", "--preset.decays.query", "2", "--preset.decays.readout", "0", *DECAYED)
     for name in presets.PRESETS:
         base = [] if not presets.get(name).baseless else ["--preset.base", "None"]
         made("--preset", name, *base, *DECAYED)

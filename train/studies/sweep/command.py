@@ -97,7 +97,7 @@ def points(args: Sweep, rest: Sequence[str]) -> list[Planned]:
         words = [word for flag, value in choices for word in (f"--{flag}", value)]
         config = cli.parse(args.recipe, recipe, [*rest, *words], command_line.flags(Sweep)).config
         config = dataclasses.replace(config, workdir=None, data=dataclasses.replace(config.data, seed=config.data_seed))
-        label = " ".join(f"{flag.rpartition('.')[2]} {value}" for flag, value in choices)
+        label = " ".join(f"{flag.partition('.')[2] or flag} {value}" for flag, value in choices)
         rates = grids.parse(args.lr) if args.lr else (config.optimizer.peak_lr,)
         for size, lr, seed in itertools.product(grown, rates, range(args.seeds)):
             model = sizes.grown(config.model, axis, size) if axis else config.model

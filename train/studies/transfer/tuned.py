@@ -68,7 +68,7 @@ def save(name: str, label: str, judged: Sequence[tuple[Measured, Analysis]], com
     tuned = find.Tuned(
         name=check_name(name, config.preset.name),
         preset=config.preset.name,
-        constants={name: value for name, value in preset.given.items() if name in takes},
+        constants={name: value for name, value in preset.given.items() if name in takes or "." in name},
         form=config.preset.form,
         base=None if preset.base is None else dict(preset.base),
         optimizer={

@@ -30,18 +30,21 @@ __all__ = ["text"]  # fixtures
 
 
 def test_the_command_ends_in_a_table_and_a_file(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = f"sweep {COMMAND} --data.name {text} --lr 2^-9:2^-7:2 --vary preset.gamma0=0.5,1 --sizes heads=4".split()
+    words = (
+        f"sweep {COMMAND} --data.name {text} --lr 2^-9:2^-7:2 --vary preset.rates.readout=0.5,1 --sizes heads=4".split()
+    )
     assert main([*words, "--dry-run"]) == 0
     assert "4 points in 1 program" in capsys.readouterr().out
     assert main([*words, "--out", str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out
-    assert "heads 4 gamma0 0.5" in out
+    assert "heads 4 rates.readout 0.5" in out
     assert "2^-9" in out
     assert "lowest evaluation loss" in out
     found = json.loads((tmp_path / "out" / "sweep.json").read_text())
     assert len(found["points"]) == 4
     assert all(point["eval_loss"] > 0 for point in found["points"])
-    assert {point["command"].count("--preset.gamma0 0.5") for point in found["points"]} == {0, 1}
+    assert {point["command"].count("--preset.constants rates.readout=0.5") for point in found["points"]} == {0, 1}
+    assert len({point["loss"] for point in found["points"]}) == 4
     assert main([*words, "--out", str(tmp_path / "out")]) == 0
     assert "4 of 4 points are done already" in capsys.readouterr().out
 
@@ -59,6 +62,11 @@ def test_the_command_ends_in_a_table_and_a_file(text: str, tmp_path: Path, capsy
         ("lm-tiny --sizes width=100", "no multiple of the head dimension 32; write width 96"),
         ("lm-tiny --seeds 0", "--seeds is 0"),
         ("lm-tiny --vary preset.gamma0", "write FLAG=VALUE,VALUE"),
+        (
+            "lm-tiny --vary preset.rates.reedout=1,2",
+            "rates.reedout: no parameter group is named 'reedout'; did you mean 'readout'",
+        ),
+        ("lm-tiny --vary preset.rates.patch_embedding=1,2", "the model has no parameters 'patch_embedding'"),
         ("lm-tiny --vary preset.gama0=1", "no flag is named --preset.gama0; did you mean --preset.gamma0"),
         ("lm-tiny --no-such 3", "no flag is named --no-such"),
         ("lm-tiny --lrs 3", "no flag is named --lrs; did you mean --lr?"),

@@ -100,7 +100,10 @@ def judged(preset: PresetConfig, label: str) -> tuple[transfer.Measured, Any]:
 
 @pytest.mark.parametrize(
     "preset",
-    [PresetConfig(name="mup-half"), PresetConfig(name="depth-mup", alpha_l=1.0, constants=("c_a=0.5",))],
+    [
+        PresetConfig(name="mup-half"),
+        PresetConfig(name="depth-mup", alpha_l=1.0, constants=("c_a=0.5", "rates.readout=4")),
+    ],
     ids=lambda preset: preset.name,
 )
 def test_a_study_becomes_a_tuned_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: PresetConfig):
@@ -112,6 +115,8 @@ def test_a_study_becomes_a_tuned_preset(tmp_path: Path, monkeypatch: pytest.Monk
     assert config.optimizer.warmup_steps == 100
     assert preset_of(config).base == BASE
     assert preset_of(config).given == preset_of(Config(**{**vars(RECIPES["lm-tiny"]()), "preset": preset})).given
+    flagged = preset_of(parsed("--preset", use, "--preset.rates.readout", "2", "--preset.stds.readout=3")).given
+    assert flagged == preset_of(config).given | {"rates.readout": 2.0, "stds.readout": 3.0}
     found = tuned.find(use).provenance
     assert (found["seen"], len(found["sizes"]), len(found["loss"])) == (800 * 16 * 128, 2, 9)
     assert found["transfer"][0]["verdict"] == "transfers"

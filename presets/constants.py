@@ -1,0 +1,118 @@
+"""Constants of parameter groups: what tuning finds for one group, as factors on its base numbers. How it scales stays the rule's.
+
+`rates.readout` 4 is four times the learning rate in every size. A group is named as `python -m presets table` shows it; a role of
+matrices will do: `query` is `block.query`. The pull lr*wd is scaled by `decays` alone: a rate does not change it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mupax.presets.roles import VECTORS, ParamSpec, PresetError, Role
+from mupax.presets.rule import Rule
+
+COLUMNS = {
+    "rates": "learning rate",
+    "stds": "initial standard deviation; of a gain, its value",
+    "multipliers": "forward multiplier",
+    "decays": "weight decay",
+}
+"""Word before the dot, and what it scales. A decay may be 0, which turns it off."""
+
+_VECTORS = [f"{of.value}.{role.value}" for of in Role for role in Role if role in VECTORS]
+GROUPS = tuple(f"{block}{name}" for block in ("", "block.") for name in (*(role.value for role in Role), *_VECTORS))
+"""Every name that a group can have."""
+
+
+def read(constants: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, float]]:
+    """A preset's own constants, and those of groups, whose names have a dot.
+
+    Args:
+        constants: name to value; a column of `COLUMNS` may also hold group to number.
+
+    Raises:
+        PresetError: no such column or group, or a value that cannot be one.
+    """
+    flat: dict[str, Any] = {}
+    for name, value in constants.items():
+        several = value.items() if name in COLUMNS and isinstance(value, Mapping) else ()
+        flat |= {f"{name}.{group}": number for group, number in several} or {name: value}
+    groups = {name: _number(name, value) for name, value in flat.items() if "." in name}
+    return {name: value for name, value in flat.items() if "." not in name}, groups
+
+
+def _number(name: str, value: Any) -> float:
+    column, _, group = name.partition(".")
+    if column not in COLUMNS:
+        near = difflib.get_close_matches(column, COLUMNS, n=1) or [*COLUMNS]
+        raise PresetError(f"no constant is named {name}; did you mean {', '.join(f'{word}.{group}' for word in near)}?")
+    if group not in GROUPS:
+        raise PresetError(f"{name}: no parameter group is named {group!r}; {_nearest(group, GROUPS)}")
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not (math.isfinite(number) and (number > 0 or (number == 0 and column == "decays"))):
+        raise PresetError(f"{name}={value}: write a number above 0{', or 0' * (column == 'decays')}, such as {name}=2")
+    return number
+
+
+def scaled(rule: Rule, spec: ParamSpec, constants: Mapping[str, float]) -> Rule:
+    """The rule with the constants of the spec's group."""
+    by = {column: factor(column, spec, constants) for column in COLUMNS}
+    if set(by.values()) == {1.0}:
+        return rule
+    return dataclasses.replace(
+        rule.times(sgd=by["rates"], adam=by["rates"]),
+        multiplier=rule.multiplier * by["multipliers"],
+        init_std=rule.init_std * by["stds"],
+        decays=rule.decays and by["decays"] > 0,
+        decay=rule.decay * by["decays"],
+    )
+
+
+def factor(column: str, spec: ParamSpec, constants: Mapping[str, float]) -> float:
+    """What the constants multiply one of the spec's columns by."""
+    return math.prod(constants.get(f"{column}.{name}", 1.0) for name in _names(spec))
+
+
+def check(constants: Mapping[str, float], specs: Iterable[ParamSpec], preset: str) -> None:
+    """Whether every constant does something in a model.
+
+    Args:
+        constants: of groups.
+        specs: of the model, with that of a tied readout.
+        preset: its name, for the message.
+
+    Raises:
+        PresetError: a group that the model does not have, that is named twice, or whose number is none of its own.
+    """
+    groups = {spec.group: spec for spec in specs}
+    names = {name: spec for spec in groups.values() for name in _names(spec)}
+    for constant in constants:
+        column, _, group = constant.partition(".")
+        if (spec := names.get(group)) is None:
+            raise PresetError(f"{constant}: the model has no parameters {group!r}; {_nearest(group, groups)}")
+        if group != spec.group and f"{column}.{spec.group}" in constants:
+            raise PresetError(f"{constant} and {column}.{spec.group} name one group; write one of them")
+        why = None
+        if spec.tied and column != "multipliers":
+            why = f"a tied readout has only a multiplier of its own; write {column}.{Role.TOKEN_EMBEDDING.value}"
+        elif column == "stds" and spec.role is Role.BIAS:
+            why = "biases start at 0"
+        elif column == "decays" and spec.role in VECTORS:
+            why = f"{preset} does not decay gains and biases"
+        if why:
+            raise PresetError(f"{constant} changes nothing: {why}")
+
+
+def _names(spec: ParamSpec) -> set[str]:
+    return {spec.group} if spec.role in VECTORS else {spec.group, spec.role.value}
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    return f"did you mean {difflib.get_close_matches(name, [*known], n=1, cutoff=0)[0]!r}?"

@@ -1,0 +1,159 @@
+"""Constants of parameter groups: factors on base numbers that change nothing about how anything scales."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from mupax import presets
+from mupax.presets import PresetError
+from mupax.presets.__main__ import main
+from mupax.presets.analysis import verdicts
+from mupax.presets.constants import GROUPS
+from mupax.zoo.configs import CONFIGS, DecoderConfig
+
+pytestmark = pytest.mark.core
+
+BASE = DecoderConfig(width=8, num_heads=4, depth=2, vocab_size=11, seq_len=5, qk_norm=True)
+SIZES = [BASE.sizes(), dataclasses.replace(BASE, width=32, depth=6).sizes()]
+CONSTANTS: dict[str, Any] = {
+    "rates": {"readout": 4.0, "block.query.norm_gain": 0.5},
+    "stds": {"block.mlp_in": 3.0},
+    "multipliers": {"attention_out": 0.25},
+    "decays": {"token_embedding": 0.0, "key": 2.0},
+}
+WANTED = {
+    "readout": {"lr": 4.0, "weight_decay": 0.25},
+    "block.query.norm_gain": {"lr": 0.5},
+    "block.mlp_in": {"init_std": 3.0},
+    "block.attention_out": {"multiplier": 0.25},
+    "token_embedding": {"weight_decay": 0.0},
+    "block.key": {"weight_decay": 2.0},
+}
+"""By group; the coupled decay of a faster group is slower, so that lr*wd stays."""
+
+
+def relative(name: str, **changes: Any) -> presets.Preset:
+    return presets.get(name, base=None if presets.get(name).baseless else BASE.base_sizes(), **changes)
+
+
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_a_constant_is_a_factor_at_every_size_and_nothing_else_changes(name: str):
+    plain, tuned = relative(name), relative(name, **CONSTANTS)
+    for optimizer in plain.optimizers:
+        for sizes in SIZES:
+            for spec in BASE.parameters().values():
+                one, other = (dataclasses.asdict(p.scales(spec, sizes, optimizer)) for p in (plain, tuned))
+                wanted = WANTED.get(spec.group, {})
+                assert other == {c: x if c not in wanted else pytest.approx(x * wanted[c]) for c, x in one.items()}
+        assert verdicts.verdicts(tuned, optimizer) == verdicts.verdicts(plain, optimizer)
+    assert tuned.logit_scale(SIZES[1]) == plain.logit_scale(SIZES[1])
+
+
+def test_unused_and_1_are_bitwise_nothing():
+    plain, ones = relative("mup"), relative("mup", rates={"readout": 1}, stds={"query": 1.0})
+    for spec in BASE.parameters().values():
+        assert plain.row(spec) == plain.rule(spec)
+        assert ones.scales(spec, SIZES[1]) == plain.scales(spec, SIZES[1])
+
+
+def test_independent_decay_is_scaled_by_its_constant_alone():
+    readout = BASE.parameters()["readout"]
+    for constants, wanted in (({"rates": {"readout": 4}}, 1.0), ({"decays": {"readout": 4}}, 4.0)):
+        assert relative("mup", **constants).scales(readout, SIZES[1], "adamw", "independent").weight_decay == wanted
+
+
+@pytest.mark.parametrize("form", ["plain", "mean-field", "table-9"])
+def test_constants_are_the_same_factors_in_every_form(form: Any):
+    plain, tuned = relative("mup", form=form), relative("mup", form=form, **CONSTANTS)
+    for spec in BASE.parameters().values():
+        one, other = (dataclasses.asdict(p.scales(spec, SIZES[1], "sgd")) for p in (plain, tuned))
+        for column, value in one.items():
+            assert other[column] == pytest.approx(value * WANTED.get(spec.group, {}).get(column, 1.0)), spec.group
+
+
+def test_every_group_of_every_model_is_a_name():
+    for model in (*CONFIGS.values(), BASE):
+        assert {spec.group for spec in model.parameters().values()} <= set(GROUPS)
+
+
+@pytest.mark.parametrize(
+    ("constants", "said"),
+    [
+        ({"rates.reedout": 4}, r"rates\.reedout: no parameter group is named 'reedout'; did you mean 'readout'\?"),
+        ({"rate.readout": 4}, r"no constant is named rate\.readout; did you mean rates\.readout\?"),
+        ({"rates.readout": 0}, r"rates\.readout=0: write a number above 0, such as"),
+        ({"decays.readout": -1}, r"decays\.readout=-1: write a number above 0, or 0, such as"),
+        ({"stds.readout": "big"}, r"stds\.readout=big: write a number"),
+        ({"rates": 4}, r"mup takes alpha_a, .*, not rates"),
+        ({"zero_readout": True, "stds": {"readout": 2}}, r"stds\.readout changes nothing: the readout starts at zero"),
+    ],
+)
+def test_a_name_or_number_that_is_none_is_refused(constants: dict[str, Any], said: str):
+    with pytest.raises(PresetError, match=said):
+        presets.get("mup", **constants)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "rates.patch_embedding 2",
+            "rates.patch_embedding: the model has no parameters 'patch_embedding'; did you mean",
+        ),
+        ("stds.block.query.bias 2", "stds.block.query.bias: the model has no parameters"),
+        ("stds.block.mlp_in.bias 2", "stds.block.mlp_in.bias changes nothing: biases start at 0"),
+        ("decays.norm_gain 2", "decays.norm_gain changes nothing: mup does not decay gains and biases"),
+        ("rates.query 2 --preset.rates.block.query 2", "rates.query and rates.block.query name one group; write one"),
+        ("rates.readout 2", "a tied readout has only a multiplier of its own; write rates.token_embedding"),
+        ("rates.readout", "--preset.rates.readout needs a value after it"),
+        ("rates.readout 2 --preset.constants rates.readout=3", "rates.readout is given twice, as 3 and 2"),
+    ],
+)
+def test_a_group_that_the_model_does_not_have_is_refused(words: str, said: str, capsys: pytest.CaptureFixture[str]):
+    biased = "stds.block.query.bias" not in words  # gpt2 has biases and ties its readout, lm-tiny neither
+    argv = f"table mup --model {'gpt2' if biased else 'lm-tiny'} --preset.{words}"
+    assert main(argv.split()) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_control_what_the_same_models_do_have(capsys: pytest.CaptureFixture[str]):
+    for model, words in (
+        ("gpt2", "multipliers.readout 2"),
+        ("gpt2", "rates.block.query.bias 2"),
+        ("lm-tiny", "rates.readout 2"),
+    ):
+        assert main(f"table mup --model {model} --preset.{words}".split()) == 0
+    capsys.readouterr()
+
+
+def test_the_table_shows_them_by_group(capsys: pytest.CaptureFixture[str]):
+    table = (
+        "table mup --model lm-tiny --base lm-proxy --preset.rates.readout 4 --preset.stds.token-embedding=0.5 --json"
+    )
+    for extra in ("", " --constant c_a=0.5"):
+        assert main((table + extra).split()) == 0
+        rows = {row["group"]: row for row in json.loads(capsys.readouterr().out)}
+        assert (rows["readout"]["lr"], rows["token_embedding"]["init_std"]) == (4.0, 0.5)
+    assert (
+        main(
+            [
+                "table",
+                "mup",
+                "--model",
+                "lm-tiny",
+                "--preset.rates.readout",
+                "4",
+                "--preset.decays.query",
+                "0",
+                "--rules",
+            ]
+        )
+        == 0
+    )
+    rules = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert rules["readout"][-3:] == ["4", "D^-1", "yes"]
+    assert rules["block.query"][-1] == "no"
