@@ -68,6 +68,7 @@ class Failure:
         sent: signal that it gets from outside instead.
         passes: whether the run goes on and must end with 0.
         dies: whether the process that fails cannot say so itself.
+        code: exit code of the others; 2 where it is bad input.
         phases: when it may happen.
     """
 
@@ -77,6 +78,7 @@ class Failure:
     sent: signal.Signals | None = None
     passes: bool = False
     dies: bool = False
+    code: int = 1
     phases: tuple[str, ...] = ("training",)
 
 
@@ -187,9 +189,9 @@ FAILURES = (
     Failure("raises in data", _BROKEN, raising("mupax.train.parallel.sharding", "Feed.put", 12)),
     Failure("raises in the compiler", _BROKEN, raising(_PROGRAM, "Program.compile_train"), phases=("compiling",)),
     Failure("aborts in the compiler", "aborted by a library", aborting(_PROGRAM, "Program.compile_train"), dies=True, phases=("compiling",)),
-    Failure("other code", "run the same code on all hosts", other("code", "train/core/step.py"), phases=("starting",)),
-    Failure("other flags", "start all processes with the same flags", other("config", "seed"), phases=("starting",)),
-    Failure("other XLA flags", "set the same in all processes", other("environment", "XLA_FLAGS"), phases=("starting",)),
+    Failure("other code", "run the same code on all hosts", other("code", "train/core/step.py"), code=2, phases=("starting",)),
+    Failure("other flags", "start all processes with the same flags", other("config", "seed"), code=2, phases=("starting",)),
+    Failure("other XLA flags", "set the same in all processes", other("environment", "XLA_FLAGS"), code=2, phases=("starting",)),
     Failure("slow data", "", slow("mupax.train.parallel.sharding", "Feed.put", 12, 12.0), passes=True),
     Failure(
         "slow compiler", "", slow(_PROGRAM, "Program.compile_train", 1, 40.0), passes=True, phases=("compiling",)
@@ -241,7 +243,7 @@ def failed(case: Case, failure: Failure, phase: str, folder: Path, seed: int) ->
             for i in others
             if reason not in session.said(i) and _NEVER_CAME not in session.said(i)
         ]
-        wrong += [f"process {i} ended with {codes[i]}" for i in others if codes[i] != 1]
+        wrong += [f"process {i} ended with {codes[i]}" for i in others if codes[i] != failure.code]
     said = {i: session.said(i)[-400:] for i in others} if wrong else {}
     session = Session(case, folder, name, STEPS)
     if any(session.wait(_GIVE_UP_S)):
@@ -291,8 +293,9 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
         "# Runs of several processes, one of which fails",
         "",
         f"{len(rows)} times one process of two or three failed; **{len(good)} of {len(rows)} times** all of them ended within",
-        f"{BOUND_S:.0f} s with exit code 1 and the reason on every screen (or trained on, where the failure passes), and what was",
-        f"resumed ended bitwise as the run that was left alone. Made by `{COMMAND}`, which says what the failures are.",
+        f"{BOUND_S:.0f} s with the reason on every screen and exit code 1, or 2 where it is bad input (or trained on, where the",
+        "failure passes), and what was resumed ended bitwise as the run that was left alone. Made by",
+        f"`{COMMAND}`, which says what the failures are.",
         "",
         "| failure | phases | times | as wanted | median and most seconds until all had ended | exit codes |",
         "|---|---|---|---|---|---|",

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from jax._src import distributed as _distributed  # the store has no public name
 
+from mupax.errors import MupaxError
 from mupax.terminal import leave
 from mupax.train.config.run import DistributedConfig
 from mupax.train.parallel import aborts
@@ -109,19 +110,20 @@ class Cluster(Processes):
     def fail(self, error: BaseException) -> None:
         """Tell the others why this process ends, unless another one's end is the reason: then it ends as they do.
 
-        The exit code of every process is then 1.
+        The exit code of every process is then 2 where the error is bad input, which no restart can mend, and 1 otherwise.
         """
         if _may_follow_from_another(error):
             time.sleep(self._silence + 3 * _POLL_S)  # the watch ends this process if another is found to have failed
         self._failing = True
         # What JAX does at the end of a process would wait for the others, until it gives up with a stack trace.
-        atexit.register(leave, 1)
-        self._post_failure(self.index, socket.gethostname(), f"{type(error).__name__}: {error}")
+        code = 2 if isinstance(error, MupaxError) else 1
+        atexit.register(leave, code)
+        self._post_failure(self.index, socket.gethostname(), f"{type(error).__name__}: {error}", code)
         if self.leader:
             time.sleep(3 * _POLL_S)  # until the others have read it: process 0 takes the store with it
 
-    def _post_failure(self, index: int, host: str, reason: str) -> None:
-        self.post(f"{_FAILED}/first", json.dumps([index, host, reason]))
+    def _post_failure(self, index: int, host: str, reason: str, code: int = 1) -> None:
+        self.post(f"{_FAILED}/first", json.dumps([index, host, reason, code]))
 
     def _watch(self) -> None:
         beat = 0
@@ -137,8 +139,8 @@ class Cluster(Processes):
                 continue
             self._answered = time.monotonic()
             if failures and not self._failing and not self._done.is_set():
-                index, host, reason = json.loads(failures[0][1])
-                self._leave(f"process {index} ({host}) failed: {reason}")
+                index, host, reason, code = json.loads(failures[0][1])
+                self._leave(f"process {index} ({host}) failed: {reason}", code)
 
     def _guard(self) -> None:
         """End this process where the coordinator is silent; asking it may take for ever, where it is stopped say."""
@@ -158,12 +160,12 @@ class Cluster(Processes):
                 host = beat.partition(" ")[2] or "host unknown"
                 self._post_failure(index, host, f"killed or cut off, not heard of for {self._silence} s")
 
-    def _leave(self, why: str) -> None:
+    def _leave(self, why: str, code: int = 1) -> None:
         # The main thread may hang in a collective operation that will never end: nothing but this ends the process.
         print("\n".join(f"error: {why}".splitlines()[:10]), file=sys.stderr, flush=True)
         if self.leader:
             time.sleep(3 * _POLL_S)
-        leave(1)
+        leave(code)
 
 
 def _may_follow_from_another(error: BaseException) -> bool:
@@ -176,7 +178,7 @@ def _may_follow_from_another(error: BaseException) -> bool:
 def joined(others: dict[str, Any], config: DistributedConfig) -> Iterator[Cluster]:
     """Join the other processes for as long as this is entered. Enter it before anything asks JAX for its devices.
 
-    An exception that leaves it is told to the others, which then end too, within seconds, with exit code 1 and its text.
+    An exception that leaves it is told to the others, which then end too, within seconds, with its exit code and text.
 
     Args:
         others: where they are (`processes.place`).

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ import jax
 import numpy as np
 import pytest
 
+from mupax.errors import MupaxError
 from mupax.train.checkpoints import workdir
 from mupax.train.config.recipes.laptop import lm_tiny
 from mupax.train.config.run import Config, DataConfig, DistributedConfig
@@ -298,6 +300,30 @@ def test_a_save_that_end_all_is_told_of_ends_every_process(monkeypatch: pytest.M
 
     both(work)
     assert left[:2] == [1, 1]
+
+
+@pytest.mark.parametrize(("error", "code"), [(OSError("no disk"), 1), (MupaxError("--model.width 3 is odd"), 2)])
+def test_bad_input_of_one_is_bad_input_of_all(
+    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes, ended = [], threading.Event()
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        ended.set()
+        threading.Event().wait()
+
+    monkeypatch.setattr(distributed, "leave", leave)
+    monkeypatch.setattr(distributed.atexit, "register", lambda leave, code: codes.append(code))
+
+    def work(processes: Processes) -> None:
+        if processes.index:
+            processes.fail(error)
+        ended.wait(15)
+
+    both(work)
+    assert codes == [code, code]
+    assert f"process 1 ({socket.gethostname()}) failed: {type(error).__name__}: {error}" in capsys.readouterr().err
 
 
 class Table(Data):
