@@ -204,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         pool = []
         for folder in (Path(temporary) / str(k) for k in range(args.workers)):
             folder.mkdir()
-            environ = {"JAX_PLATFORMS": "cpu", "MPLBACKEND": "agg", "MUPAX_DATA": f"{temporary}/data", "XLA_FLAGS": ""}
+            environ = {"JAX_PLATFORMS": "cpu", "MPLBACKEND": "agg", "MUPAX_DATA": f"{temporary}/data"}
             environ |= {
                 "JAX_COMPILATION_CACHE_DIR": f"{temporary}/jax",
                 "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

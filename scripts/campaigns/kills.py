@@ -19,6 +19,7 @@ import os
 import platform
 import random
 import runpy
+import shutil
 import signal
 import socket
 import sys
@@ -266,15 +267,29 @@ def write_text(folder: Path) -> None:
 
 
 @contextlib.contextmanager
+def scratch(folder: Path | None) -> Iterator[Path]:
+    """A folder of all runs: that one, which stays, or a temporary one.
+
+    `tempfile.TemporaryDirectory` would have every forked run remove it when it exits.
+    """
+    path = Path(tempfile.mkdtemp()) if folder is None else folder
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        yield path
+    finally:
+        if folder is None:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
 def prepared(folder: Path) -> Iterator[None]:
     """Everything imported that a run imports, and nothing started: what the runs are forked from."""
-    for name, value in (("MUPAX_DATA", "data"), ("JAX_COMPILATION_CACHE_DIR", "jax")):
-        os.environ.setdefault(name, str(folder / value))
+    defaults = {"MUPAX_DATA": str(folder / "data"), "JAX_COMPILATION_CACHE_DIR": str(folder / "jax"), "XLA_FLAGS": ""}
+    os.environ |= defaults | os.environ
     os.environ |= {
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "MPLBACKEND": "agg",
     }
@@ -347,21 +362,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = args.page.with_suffix(".json")
     cases = [case for case in CASES if args.processes in (None, case.processes) and case.model in args.models]
     runs = json.loads(path.read_text())["runs"] if path.exists() and not args.again else []
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = args.folder or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        with prepared(folder):
-            seed = max((run["seed"] + 1 for run in runs), default=0)
-            while sum(len(run["kills"]) for run in runs) < args.kills:
-                for case in cases:
-                    runs.append(run := disturbed(case, folder, seed, args.steps or STEPS[case.processes], args.most))
-                    print(
-                        f"{case} seed {seed}: {len(run['kills'])} kills, {run['differences'] or 'identical'}",
-                        flush=True,
-                    )
-                    path.write_text(as_json(runs))
-                    args.page.write_text(page(runs))
-                seed += 1
+    with scratch(args.folder) as folder, prepared(folder):
+        seed = max((run["seed"] + 1 for run in runs), default=0)
+        while sum(len(run["kills"]) for run in runs) < args.kills:
+            for case in cases:
+                runs.append(run := disturbed(case, folder, seed, args.steps or STEPS[case.processes], args.most))
+                print(
+                    f"{case} seed {seed}: {len(run['kills'])} kills, {run['differences'] or 'identical'}",
+                    flush=True,
+                )
+                path.write_text(as_json(runs))
+                args.page.write_text(page(runs))
+            seed += 1
     args.page.write_text(page(runs))
     return int(any(run["differences"] for run in runs))
 

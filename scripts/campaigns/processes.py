@@ -19,7 +19,6 @@ import platform
 import random
 import resource
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -333,18 +332,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = args.page.with_suffix(".json")
     rows = json.loads(path.read_text())["rows"] if path.exists() and not args.again else []
     kinds = [(f, p) for f in FAILURES for p in f.phases if any(word in f"{f.name} {p}" for word in args.only)]
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = args.folder or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        with kills.prepared(folder):
-            while len(rows) < args.failures:
-                counts = {(f, p): sum((r["failure"], r["phase"]) == (f.name, p) for r in rows) for f, p in kinds}
-                failure, phase = min(kinds, key=lambda kind: counts[kind])
-                seed = counts[failure, phase]
-                rows.append(row := failed(Case(processes=2 + (seed % 3 == 2)), failure, phase, folder, seed))
-                print(json.dumps(row), flush=True)
-                path.write_text(as_json(rows))
-                args.page.write_text(page(rows))
+    with kills.scratch(args.folder) as folder, kills.prepared(folder):
+        while len(rows) < args.failures:
+            counts = {(f, p): sum((r["failure"], r["phase"]) == (f.name, p) for r in rows) for f, p in kinds}
+            failure, phase = min(kinds, key=lambda kind: counts[kind])
+            seed = counts[failure, phase]
+            rows.append(row := failed(Case(processes=2 + (seed % 3 == 2)), failure, phase, folder, seed))
+            print(json.dumps(row), flush=True)
+            path.write_text(as_json(rows))
+            args.page.write_text(page(rows))
     args.page.write_text(page(rows))
     return int(any(row["wrong"] for row in rows))
 

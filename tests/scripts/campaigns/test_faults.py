@@ -11,20 +11,16 @@ import pytest
 
 from scripts.campaigns import faults
 from scripts.campaigns.injection import shim
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.campaign import campaign
 
 
 @pytest.mark.slow
 def test_runs_end_as_the_undisturbed_one(tmp_path: Path) -> None:
     if shim.compiled(tmp_path) is None:
         pytest.skip("there is no C compiler (cc) for scripts/campaigns/injection/faults.c")
-    command = [sys.executable, "-m", faults.__name__, "--count", "4", "--page", str(tmp_path / "faults.md")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "faults.json").read_text())
+    rows = campaign(faults, "--count 4", tmp_path)
     assert sum(bool(row["fired"]) for row in rows) >= 4
-    assert "**4 of 4 ended bitwise" in (tmp_path / "faults.md").read_text()
+    assert "**4 of 4 ended bitwise" in (tmp_path / "page.md").read_text()
 
 
 @pytest.mark.core

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from scripts.campaigns import kills
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.campaign import campaign
 
 
 @pytest.mark.slow
 def test_killed_runs_end_as_the_undisturbed_ones(tmp_path: Path) -> None:
-    words = f"--kills 3 --most 3 --steps 80 --processes 1 --models decoder --folder {tmp_path} --page {tmp_path / 'kills.md'}"
-    command = [sys.executable, "-m", "scripts.campaigns.kills", *words.split()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    runs = json.loads((tmp_path / "kills.json").read_text())["runs"]
+    words = f"--kills 3 --most 3 --steps 80 --processes 1 --models decoder --folder {tmp_path}"
+    runs = campaign(kills, words, tmp_path)["runs"]
     assert sum(len(run["kills"]) for run in runs) >= 3
     assert not any(run["differences"] for run in runs)
-    assert f"**{len(runs)} of {len(runs)} runs ended" in (tmp_path / "kills.md").read_text()
+    assert f"**{len(runs)} of {len(runs)} runs ended" in (tmp_path / "page.md").read_text()
 
     # Control: what is compared does differ where a run is another one.
     mine = kills.left(tmp_path / "decoder-1", 80)

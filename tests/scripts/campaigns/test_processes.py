@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from scripts.campaigns import processes
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.campaign import campaign
 
 
 @pytest.mark.slow
 def test_processes_end_with_the_reason_of_the_one_that_failed_and_go_on_bitwise(tmp_path: Path) -> None:
-    words = f"--failures 1 --folder {tmp_path} --page {tmp_path / 'page.md'} --only".split()
-    command = [sys.executable, "-m", "scripts.campaigns.processes", *words, "full disk saving"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "page.json").read_text())["rows"]
+    rows = campaign(processes, f"--failures 1 --folder {tmp_path} --only full", tmp_path)["rows"]
     # Whose disk nobody else sees. (tests/train/parallel/test_distributed_runs.py kills processes.)
     assert [(row["failure"], row["codes"]) for row in rows] == [("full disk", [1, 1])]
     assert all(row["ended_s"] < processes.BOUND_S for row in rows)
