@@ -49,7 +49,7 @@ def main() -> bool:
     rng = np.random.default_rng(0)
     images, labels = rng.standard_normal((32, POSITIONS, PATCH)).astype(np.float32), rng.integers(0, CLASSES, 32)
     batch = {"inputs": images, "targets": labels.astype(np.int32), "weights": np.ones(32, np.float32)}
-    models = [zoo.define(lambda width=width: Mixer(width)) for width in (64, 128, 256, 512)]
+    models = [zoo.define(lambda width=width: Mixer(width)) for width in (64, 128, 256)]
     mup = presets.get("mup", base={"embed": 64, "mlp": 128})
     adam = train.OptimizerConfig(name="adam", peak_lr=2e-3, schedule="constant", eps=1e-12)
     findings = check.study(models, mup, adam, batch)
