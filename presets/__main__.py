@@ -1,12 +1,13 @@
 """Look at presets. `python -m presets` lists them; with a word it does more.
 
-`table PRESET --model NAME` shows a preset at work, `limits PRESET` says what each size does on its way to infinity,
-`compare A B ...` puts such verdicts side by side, `tuned` lists presets whose rate a study found, with their evidence.
+`constants PRESET` lists what it takes, `table PRESET --model NAME` shows it at work, `limits PRESET` says what each size does on
+its way to infinity, `compare A B ...` puts such verdicts side by side, `tuned` lists presets whose rate a study found, with their evidence.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import sys
 from typing import Annotated, Any, Literal
@@ -16,6 +17,7 @@ from tyro import conf
 from mupax import command_line, presets, terminal
 from mupax.command_line import Switch
 from mupax.presets.analysis import table, verdicts
+from mupax.presets.papers import choices
 from mupax.train.config.cli import ConstantFlags, PresetFlags, with_group_constants
 from mupax.train.config.preset import preset_for
 
@@ -23,7 +25,9 @@ from mupax.train.config.preset import preset_for
 @terminal.entry_point
 def main(argv: list[str]) -> int:
     """The exit code of a command line, which is the words after `python -m presets`."""
-    commands = {"list": List, "table": Table, "limits": Limits, "compare": Compare, "tuned": Tuned}
+    commands = {
+        "list": List, "constants": Constants, "table": Table, "limits": Limits, "compare": Compare, "tuned": Tuned,
+    }  # fmt: skip
     return command_line.run("python -m presets", commands, with_group_constants(argv), default="list")
 
 
@@ -33,6 +37,36 @@ class List:
 
     def run(self) -> int:
         print(terminal.table([[name, command_line.summary(make)] for name, make in presets.PRESETS.items()]))
+        return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Constants:
+    """A preset's constants, their defaults, and of those that sources disagree on each value: its rule, source and status.
+
+    Those of parameter groups, as --preset.rates.readout, every preset takes.
+    """
+
+    preset: Annotated[conf.Positional[str], conf.arg(metavar="PRESET")]
+    """A preset."""
+    json: Switch = False
+    """Print JSON."""
+
+    def run(self) -> int:
+        name = presets.get(self.preset).name
+        defaults = {n: p.default for n, p in inspect.signature(presets.PRESETS[name]).parameters.items()}
+        if self.json:
+            return _print_json(
+                {
+                    n: {"default": x, "choices": [dataclasses.asdict(c) for c in choices.of(name, n)]}
+                    for n, x in defaults.items()
+                }
+            )
+        for constant, default in defaults.items():
+            print(f"{constant}, {table.cell(default)} unless given")
+            for choice in choices.of(name, constant):
+                text = f"{table.cell(choice.value)}: {choice.rule}. {choice.source}: {choice.status}."
+                print(terminal.wrapped(f"  {text}"))
         return 0
 
 

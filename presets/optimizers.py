@@ -58,3 +58,12 @@ OPTIMIZERS: dict[str, Optimizer] = {
     ),
 }
 """Name to what it is. adam is adamw without decay; momentum and sgd are one (heavy ball without dampening scales as SGD)."""
+
+_UNVERIFIED = "no source's table of its rates could be verified: 2512.05620 and 2603.00541 have theirs as images"
+WITHOUT_RULES = {"shampoo": _UNVERIFIED, "soap": _UNVERIFIED}
+"""Optimizers that people ask for by name, and why they are refused."""
+
+
+def refused(name: str) -> str:
+    """A name that is none of `OPTIMIZERS`, for a message, with the reason where there is one."""
+    return f"{name!r} ({why})" if (why := WITHOUT_RULES.get(name.lower())) else repr(name)

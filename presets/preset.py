@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from mupax.presets.constants import scaled
-from mupax.presets.optimizers import OPTIMIZERS, Family
+from mupax.presets.optimizers import OPTIMIZERS, Family, refused
 from mupax.presets.power import ONE, Power
 from mupax.presets.roles import EMBEDDINGS, VECTORS, ParamSpec, PresetError, Role
 from mupax.presets.rule import FORMS, Decay, Form, Rule, Scales, theta
@@ -32,6 +32,7 @@ class Preset:
         baseless: the source's numbers are absolute, and there is no relative form.
         base: size of each axis at which every factor is 1; None is the absolute form (base 1 everywhere).
         zero_readout: start the readout at zero.
+        muon_rms: entries of Muon's steps are 0.2 at the base, in place of their spectral norm 1 (`choices`: muon_scale).
         constants: of parameter groups (`constants`): COLUMN.GROUP to a factor.
         given: all constants this preset was made with, for printing.
         warnings: what its source chose that a user should know, one sentence each.
@@ -48,6 +49,7 @@ class Preset:
     baseless: bool = False
     base: Mapping[str, int] | None = None
     zero_readout: bool = False
+    muon_rms: bool = False
     constants: Mapping[str, float] = dataclasses.field(default_factory=dict)
     given: Mapping[str, float | str] = dataclasses.field(default_factory=dict)
     warnings: tuple[str, ...] = ()
@@ -120,9 +122,10 @@ class Preset:
         """
         if optimizer in self.optimizers:
             return OPTIMIZERS[optimizer].family
-        why = f" ({self.no_rule[OPTIMIZERS[optimizer].family]})" if optimizer in OPTIMIZERS else ""
+        known = OPTIMIZERS.get(optimizer)
+        name = f"{optimizer!r} ({self.no_rule[known.family]})" if known else refused(optimizer)
         raise PresetError(
-            f"{self.name} has no rule for the optimizer {optimizer!r}{why}; it has one for {', '.join(self.optimizers)}"
+            f"{self.name} has no rule for the optimizer {name}; it has one for {', '.join(self.optimizers)}"
         )
 
     def scales(
@@ -139,7 +142,12 @@ class Preset:
         Raises:
             PresetError: no rule for the optimizer, or a size that the rule needs is missing.
         """
-        return self.base_values(spec, sizes).times(self.factors(spec, sizes, optimizer, decay))
+        base, factors = self.base_values(spec, sizes), self.factors(spec, sizes, optimizer, decay)
+        if self.muon_rms and self.family(optimizer) == "muon" and self.rule(spec).muon is not None:
+            fans = (math.prod(self.base_size(axis, sizes) for axis in axes) for axes in (spec.fan_in, spec.fan_out))
+            lr = 0.2 * max(fans) ** 0.5
+            base = dataclasses.replace(base, lr=lr, weight_decay=1.0 if decay == "independent" else 1 / lr)
+        return base.times(factors)
 
     def base_values(self, spec: ParamSpec, sizes: Mapping[str, int]) -> Scales:
         """Values at base size: fan_in^-1/2 for matrices, 1 for embeddings and gains, 0 for biases; D_in^-1/2 on patches.

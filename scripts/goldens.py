@@ -19,6 +19,7 @@ from mupax import presets
 from mupax.presets import ParamSpec, Preset, PresetError
 from mupax.presets.analysis import table
 from mupax.presets.optimizers import Family
+from mupax.presets.papers import choices
 from mupax.zoo.configs import DecoderConfig, ModelConfig, ViTConfig
 
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "goldens"
@@ -88,6 +89,11 @@ def goldens() -> Iterator[tuple[str, str]]:
                 for alpha_a, alpha_l in itertools.product(EXPONENTS, EXPONENTS)
             ]
             yield f"pairs-depth-mup-{family}-{optimizer}.txt", "\n".join(pairs)
+        for optimizer in OPTIMIZERS:
+            named = [_relative(c.presets[0], base, **{c.constant: c.value}) for c in choices.CHOICES]
+            other = [preset for preset, c in zip(named, choices.CHOICES, strict=True) if c.constant in preset.given]
+            texts = [golden(preset, specs, sizes, optimizer) for preset in other if optimizer in preset.optimizers]
+            yield f"choices-{family}-{optimizer}.txt", "\n".join(texts)
     for optimizer in OPTIMIZERS:
         yield f"tied-{optimizer}.txt", "\n".join(_tied(optimizer))
 

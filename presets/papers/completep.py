@@ -10,7 +10,10 @@
 
 attention logits * N^-1 (its code), branches * L^-al. (CompleteP writes m_N for our m_D.)
 Where its sources disagree, a constant chooses:
-* `eps_scope`: "blocks" is its table above; "everywhere" its code, D^-1 L^-al on every parameter.
+* `eps_scope`: "blocks" is its table above; "everywhere" its code, D^-1 L^-al on every parameter; "completed" Complete(d)P
+  (2512.22382): the table with D^-1 on embeddings and readout, and L^-al on QK-norm gains that heads share.
+* A QK-norm gain that heads share adds up their gradients: its eps is D/N times the others' in the first two, which no source has
+  (derived; measured, its gradient over eps goes as heads^0.95 without it and heads^-0.10 with it).
 * `decay`: "table" has wd = in at every alpha_l, so that lr*wd drifts as L^(al-1) below alpha_l = 1; "rate" keeps lr*wd fixed.
   Without it the table holds, but a run whose lr*wd would drift is refused until one of the two is named (`mupax.train.core.guards`).
 SGD, Muon and Lion follow the infinite-limits rule.
@@ -20,10 +23,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from mupax.presets.papers.infinite_limits import D, L, infinite_limits
-from mupax.presets.power import ONE, product
+from mupax.presets.papers.choices import listed
+from mupax.presets.papers.infinite_limits import D, L, heads_summed, infinite_limits
+from mupax.presets.power import ONE, Power, product
 from mupax.presets.preset import Preset, changed
-from mupax.presets.roles import ParamSpec, PresetError
+from mupax.presets.roles import VECTORS, ParamSpec, PresetError
 from mupax.presets.rule import Rule
 
 
@@ -36,16 +40,14 @@ def completep(
     beta0: float = 1.0,
 ) -> Preset:
     """CompleteP: muP with branches 1/L and every block learning at every depth; its own weight decay and eps."""
-    words = {"eps_scope": (eps_scope, ("blocks", "everywhere")), "decay": (decay or "table", ("table", "rate"))}
-    for label, (value, choices) in words.items():
-        if value not in choices:
-            raise PresetError(f"completep: {label}={value} is not a choice; write {' or '.join(choices)}")
+    listed("completep", eps_scope=eps_scope)
+    if decay not in (None, "table", "rate"):
+        raise PresetError(f"completep: decay={decay} is not a choice; write table or rate")
     family = infinite_limits("completep", alpha_a=alpha_a, alpha_l=alpha_l, beta0=beta0)
 
     def rule(spec: ParamSpec) -> Rule:
         row = family.rule(spec)
-        scaled = spec.in_block or eps_scope == "everywhere"
-        row = dataclasses.replace(row, eps=D**-1 * L**-alpha_l if scaled else ONE)
+        row = dataclasses.replace(row, eps=_eps(spec, row.eps, alpha_l, eps_scope))
         if decay != "rate" and row.muon is not None:
             row = dataclasses.replace(row, decay=row.adam * product(spec.fan_in))
         return row
@@ -55,3 +57,12 @@ def completep(
     drifts = decay != "rate" and alpha_l < 1
     drift = f"lr*wd of block matrices goes as layers^{alpha_l - 1:g} (completep's own table); decay=rate keeps it fixed"
     return dataclasses.replace(family, rule=rule, given=given, warnings=(drift,) if drifts else ())
+
+
+def _eps(spec: ParamSpec, of_family: Power, alpha_l: float, scope: str) -> Power:
+    in_block, summed = D**-1 * L**-alpha_l, heads_summed(spec)
+    if scope == "completed":
+        if spec.in_block:
+            return in_block if summed == ONE else L**-alpha_l
+        return ONE if spec.role in VECTORS else of_family
+    return in_block * summed if spec.in_block or scope == "everywhere" else ONE

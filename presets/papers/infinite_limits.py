@@ -23,6 +23,8 @@ Sources: the global rates of the paper's section 2.1 and appendix E.1, as rates 
 
 Beyond the paper: where F/D, N*H/D or H/H_kv grows too, the gradients change size and eps follows them, biases as their
 matrices (MLP in (F/D)^-1/2; q, k, v (N H/D)^-1/2; key and value, with G = H/H_kv, SGD G^-1 and eps G^1/2).
+What newer work has otherwise is a constant each, with both values in `choices`: `readout_width`, `embedding_width`, `decay_width`,
+`mlp_out`, `muon_scale`.
 Forms: plain (TP-V Table 3), readout-multiplier (Table 8, native), table-9, mean-field (the paper's section 2.1).
 """
 
@@ -30,6 +32,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from mupax.presets.papers.choices import listed
 from mupax.presets.power import ONE, Power, axis, product
 from mupax.presets.preset import Preset, changed
 from mupax.presets.roles import VECTORS, ParamSpec, PresetError, Role
@@ -111,6 +114,10 @@ def infinite_limits(
     beta0: float = 1.0,
     c_a: float = 1.0,
     decay_width: float = 0.0,
+    readout_width: float = -1.0,
+    embedding_width: float = 0.0,
+    mlp_out: str = "fan-in",
+    muon_scale: str = "spectral",
 ) -> Preset:
     """The family of the module's table.
 
@@ -121,10 +128,14 @@ def infinite_limits(
         gamma0: amount of feature learning (gamma0 -> 0 is lazy); divides the readout.
         beta0: constant on every branch, the effective depth.
         c_a: constant on attention logits.
-        decay_width: lr*wd of block matrices goes as D^decay_width. 0 is this family's; a study of Muon wants -1.
+        decay_width: lr*wd of block matrices goes as D^decay_width.
+        readout_width: the readout's initial std goes as D^readout_width.
+        embedding_width: Adam's rate of the token embedding goes as D^embedding_width.
+        mlp_out: initial std of MLP out, "fan-in" or "mean-field", for F/D that grows.
+        muon_scale: Muon's step at the base, "spectral" or "rms".
 
     Raises:
-        PresetError: an exponent outside [1/2, 1] or a constant that is not positive.
+        PresetError: an exponent outside [1/2, 1], a constant that is not positive, or a value that `choices` does not list.
     """
     for label, value in (("alpha_a", alpha_a), ("alpha_l", alpha_l)):
         if value is not None and not 0.5 <= value <= 1.0:
@@ -134,6 +145,8 @@ def infinite_limits(
     for label, value in (("gamma0", gamma0), ("beta0", beta0), ("c_a", c_a)):
         if not value > 0:
             raise PresetError(f"{name}: {label}={value:g} must be positive; write a number above 0")
+    named = {"readout_width": readout_width, "embedding_width": embedding_width, "mlp_out": mlp_out}
+    listed(name, **named, muon_scale=muon_scale)
 
     def rule(spec: ParamSpec) -> Rule:
         row = row_of(spec, alpha_a, alpha_l)
@@ -143,33 +156,74 @@ def infinite_limits(
             row = dataclasses.replace(row, multiplier=row.multiplier / gamma0)
         if decay_width and row.muon is not None:
             row = dataclasses.replace(row, decay=D**decay_width)
+        if spec.tied and (readout_width != -1 or embedding_width):
+            which = "readout_width" if readout_width != -1 else "embedding_width"
+            raise PresetError(f"{name}: a tied readout has one table, and {which} wants two rules for it; untie it")
+        if readout_width != -1:
+            row = _louder(spec, row, D ** (readout_width + 1))
+        if embedding_width and spec.role is Role.TOKEN_EMBEDDING:
+            row = row.times(adam=D**embedding_width)
+        if mlp_out == "mean-field" and spec.role is Role.MLP_OUT:
+            row = dataclasses.replace(row, init_std=row.init_std * (F / D) ** -0.5)
+        elif mlp_out == "mean-field" and Role.MLP_IN in (spec.role, spec.of):
+            row = row.times(sgd=F / D, eps=(F / D) ** -0.5)
         return row
 
-    ours = changed(gamma0=(gamma0, 1.0), beta0=(beta0, 1.0), c_a=(c_a, 1.0), decay_width=(decay_width, 0.0))
+    ours = changed(
+        gamma0=(gamma0, 1.0), beta0=(beta0, 1.0), c_a=(c_a, 1.0), decay_width=(decay_width, 0.0),
+        readout_width=(readout_width, -1.0), embedding_width=(embedding_width, 0.0), mlp_out=(mlp_out, "fan-in"),
+        muon_scale=(muon_scale, "spectral"),
+    )  # fmt: skip
     return Preset(
         name=name,
         rule=rule,
         native_form="readout-multiplier",
         logits=c_a * N**-alpha_a,
         branch=beta0 * (L**-alpha_l if alpha_l is not None else ONE),
+        muon_rms=muon_scale == "rms",
         given=changed(alpha_a=(alpha_a, None), alpha_l=(alpha_l, None)) | ours,
     )
 
 
+def _louder(spec: ParamSpec, row: Rule, times: Power) -> Rule:
+    """The row where the readout starts larger: so do the gradients of all that comes before it."""
+    match spec.role:
+        case Role.READOUT:
+            return dataclasses.replace(row, init_std=row.init_std * times).moved(times)
+        case Role.BIAS if spec.of is Role.READOUT:
+            return row
+    return row.times(sgd=times**-1, eps=times)
+
+
 def mup(
-    *, alpha_a: float = 1.0, gamma0: float = 1.0, beta0: float = 1.0, c_a: float = 1.0, decay_width: float = 0.0
+    *,
+    alpha_a: float = 1.0,
+    gamma0: float = 1.0,
+    beta0: float = 1.0,
+    c_a: float = 1.0,
+    decay_width: float = 0.0,
+    readout_width: float = -1.0,
+    embedding_width: float = 0.0,
+    mlp_out: str = "fan-in",
+    muon_scale: str = "spectral",
 ) -> Preset:
     """muP: attention logits 1/N, feature learning at every width, no depth rule (heads collapse as N grows)."""
-    return infinite_limits(
-        "mup", alpha_a=alpha_a, alpha_l=None, gamma0=gamma0, beta0=beta0, c_a=c_a, decay_width=decay_width
-    )
+    return infinite_limits("mup", alpha_l=None, **locals())
 
 
-def mup_half(*, gamma0: float = 1.0, beta0: float = 1.0, c_a: float = 1.0, decay_width: float = 0.0) -> Preset:
+def mup_half(
+    *,
+    gamma0: float = 1.0,
+    beta0: float = 1.0,
+    c_a: float = 1.0,
+    decay_width: float = 0.0,
+    readout_width: float = -1.0,
+    embedding_width: float = 0.0,
+    mlp_out: str = "fan-in",
+    muon_scale: str = "spectral",
+) -> Preset:
     """muP with attention logits 1/sqrt(N): heads stay diverse as N grows, no depth rule."""
-    return infinite_limits(
-        "mup-half", alpha_a=0.5, alpha_l=None, gamma0=gamma0, beta0=beta0, c_a=c_a, decay_width=decay_width
-    )
+    return infinite_limits("mup-half", alpha_a=0.5, alpha_l=None, **locals())
 
 
 def depth_mup(
@@ -180,8 +234,10 @@ def depth_mup(
     beta0: float = 1.0,
     c_a: float = 1.0,
     decay_width: float = 0.0,
+    readout_width: float = -1.0,
+    embedding_width: float = 0.0,
+    mlp_out: str = "fan-in",
+    muon_scale: str = "spectral",
 ) -> Preset:
     """muP with branches L^-alpha_l for depth transfer; alpha_l and alpha_a anywhere in [1/2, 1]."""
-    return infinite_limits(
-        "depth-mup", alpha_a=alpha_a, alpha_l=alpha_l, gamma0=gamma0, beta0=beta0, c_a=c_a, decay_width=decay_width
-    )
+    return infinite_limits("depth-mup", **locals())

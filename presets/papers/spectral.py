@@ -8,21 +8,24 @@
 
 as value over value at base. Attention logits * N^-1, branches * 1, no depth rule. Adam's eps follows the gradients as in `mup`, plain form;
 gains, biases and the patch embedding are `mup`'s rows. For square matrices every row is `mup`'s.
+`kv_norm`: "expected" leaves the minimum out of key and value, as GQA-muP (2605.15290) has the norm (`choices`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 
+from mupax.presets.papers.choices import listed
 from mupax.presets.papers.infinite_limits import N, row_of
-from mupax.presets.power import at_most_one, product
-from mupax.presets.preset import Preset
+from mupax.presets.power import ONE, at_most_one, product
+from mupax.presets.preset import Preset, changed
 from mupax.presets.roles import ParamSpec, Role
 from mupax.presets.rule import Rule, theta
 
 
-def spectral() -> Preset:
+def spectral(*, kv_norm: str = "operator") -> Preset:
     """Spectral condition: init and rate of each matrix from n_out/n_in; SGD, Adam and Muon; mup where matrices are square."""
+    listed("spectral", kv_norm=kv_norm)
 
     def rule(spec: ParamSpec) -> Rule:
         row = row_of(spec, 1.0, None)
@@ -31,9 +34,10 @@ def spectral() -> Preset:
         if row.muon is None:
             return row
         n_in, n_out = product(spec.fan_in), product(spec.fan_out)
+        shared = kv_norm == "expected" and spec.role in (Role.KEY, Role.VALUE)
         return dataclasses.replace(
             row,
-            init_std=n_in**-0.5 * at_most_one((n_out / n_in) ** 0.5),
+            init_std=n_in**-0.5 * (ONE if shared else at_most_one((n_out / n_in) ** 0.5)),
             sgd=n_out / n_in,
             adam=n_in**-1,
             muon=(n_out / n_in) ** 0.5,
@@ -44,4 +48,5 @@ def spectral() -> Preset:
         rule=rule,
         logits=N**-1,
         no_rule={"lion": "the paper has no rule for sign updates"},
+        given=changed(kv_norm=(kv_norm, "operator")),
     )

@@ -9,26 +9,34 @@
 | gains; biases                    | 1          | 1; 0            | 1  | 1   | 0            |
 
 attention logits * N^-1/2, branches * 1. One learning rate for all, so the best one drifts as the model grows.
+`embedding_width`: 1 makes Adam's rate of every embedding m_D, as a control (Kalra and Barkeshli 2605.21486; `choices`).
 (Fan-in initialization; 0.02 everywhere, as in GPT-2, is another standard parameterization.)
 """
 
 from __future__ import annotations
 
+from mupax.presets.papers.choices import listed
 from mupax.presets.power import axis, product
-from mupax.presets.preset import Preset
-from mupax.presets.roles import VECTORS, ParamSpec, Role
+from mupax.presets.preset import Preset, changed
+from mupax.presets.roles import EMBEDDINGS, VECTORS, ParamSpec, PresetError, Role
 from mupax.presets.rule import Rule
 
 
-def sp() -> Preset:
+def sp(*, embedding_width: float = 0.0) -> Preset:
     """Standard parameterization: fan-in init, one learning rate, logits 1/sqrt(N); the best rate drifts with size."""
+    listed("sp", embedding_width=embedding_width)
 
     def rule(spec: ParamSpec) -> Rule:
         root = product(spec.fan_in) ** -0.5
         if spec.role in VECTORS:
             return Rule(decays=False)
+        if spec.tied and embedding_width:
+            raise PresetError("sp: a tied readout has one table, and embedding_width wants two rules for it; untie it")
         if spec.role is Role.PATCH_EMBEDDING or spec.tied:
-            return Rule(multiplier=root)
-        return Rule(init_std=root)
+            row = Rule(multiplier=root)
+        else:
+            row = Rule(init_std=root)
+        return row.times(adam=axis("embed") ** embedding_width) if spec.role in EMBEDDINGS else row
 
-    return Preset(name="sp", rule=rule, logits=axis("head_dim") ** -0.5)
+    given = changed(embedding_width=(embedding_width, 0.0))
+    return Preset(name="sp", rule=rule, logits=axis("head_dim") ** -0.5, given=given)

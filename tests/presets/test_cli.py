@@ -77,7 +77,7 @@ def test_text_has_the_forward_scales_and_the_rules(capsys: pytest.CaptureFixture
         (["table", "mup", "--model", "vit-tini"], "no model is named 'vit-tini'; did you mean vit-tiny"),
         (["table", "mup", "--model", "vit-tiny", "--base", "vit"], "no model is named 'vit'"),
         (["table", "depth-mup", "--model", "vit-tiny", "--preset.alpha-l", "0.3"], "alpha_l=0.3 is outside [0.5, 1]"),
-        (["table", "sp", "--model", "vit-tiny", "--alpha-a", "1"], "sp takes no constants, not alpha_a"),
+        (["table", "sp", "--model", "vit-tiny", "--alpha-a", "1"], "sp takes embedding_width, not alpha_a"),
         (
             ["table", "mup", "--model", "vit-tiny", "--optimizer", "adagrad"],
             "mup has no rule for the optimizer 'adagrad'",
@@ -133,7 +133,7 @@ def test_compare_puts_presets_side_by_side(capsys: pytest.CaptureFixture[str]):
             ["limits", "ntk", "--optimizer", "muon"],
             "ntk has no rule for the optimizer 'muon' (the paper has SGD and AdamW)",
         ),
-        (["limits", "completep", "--constant", "eps_scope=all"], "write blocks or everywhere"),
+        (["limits", "completep", "--constant", "eps_scope=all"], "write blocks, everywhere or completed"),
         (["limits", "ntk", "--constant", "s"], "the constant 's': write NAME=VALUE, such as s=0.5"),
         (["compare", "mup", "sq"], "no preset is named 'sq'"),
         (["compare"], "compare needs presets, such as compare mup sp"),

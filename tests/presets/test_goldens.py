@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 
 import pytest
 
@@ -39,8 +40,9 @@ def test_every_preset_family_and_exponent_pair_is_there():
 def test_control_a_changed_exponent_is_one_changed_line(monkeypatch: pytest.MonkeyPatch):
     make = PRESETS["mup"]
 
-    def broken():
-        preset = make()
+    @functools.wraps(make)
+    def broken(**constants):
+        preset = make(**constants)
 
         def rule(spec):
             row = preset.rule(spec)

@@ -108,7 +108,7 @@ def test_errors_say_what_to_write_instead():
         r"mup: alpha_a=1.5 is outside \[0.5, 1\]": lambda: presets.get("mup", alpha_a=1.5),
         r"mup: gamma0=0 must be positive; write a number above 0": lambda: presets.get("mup", gamma0=0.0),
         r"mup takes alpha_a, .*, not width": lambda: presets.get("mup", width=3),
-        r"sp takes no constants, not alpha_a; alpha_a is a constant of mup": lambda: presets.get("sp", alpha_a=1.0),
+        r"sp takes embedding_width, not alpha_a; alpha_a is a constant of mup": lambda: presets.get("sp", alpha_a=1.0),
         r"base width=8: write a logical axis \(layers, embed": lambda: presets.get("mup", base={"width": 8}),
         r"base embed=0: .* and a size of at least 1": lambda: presets.get("mup", base={"embed": 0}),
         r"no form is named 'flat'; write 'plain', 'readout-multiplier', 'mean-field', 'table-9'": (

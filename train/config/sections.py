@@ -7,7 +7,7 @@ from typing import Annotated, Literal, NamedTuple, get_args
 
 from tyro import conf
 
-from mupax.presets.optimizers import OPTIMIZERS
+from mupax.presets.optimizers import OPTIMIZERS, refused
 from mupax.train.config.checks import at_least, check_place
 from mupax.zoo.configs import ConfigError
 from mupax.zoo.families import Task
@@ -46,7 +46,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         if self.name not in OPTIMIZERS:
-            raise ConfigError(f"no optimizer is named {self.name!r}; write {', '.join(OPTIMIZERS)}")
+            raise ConfigError(f"no optimizer is named {refused(self.name)}; write {', '.join(OPTIMIZERS)}")
         if self.name == "momentum" and self.momentum == 0:
             raise ConfigError(
                 "optimizer.momentum is 0, which is plain SGD; write optimizer.name sgd, or a momentum above 0"

@@ -131,7 +131,8 @@ def test_completep_is_depth_mup_with_its_own_decay_and_eps():
             one, other = theirs.factors(spec, BIG), ours.factors(spec, BIG)
             assert (one.multiplier, one.init_std, one.lr) == (other.multiplier, other.init_std, other.lr), key
             assert one.weight_decay == pytest.approx(FANS.get(key, other.weight_decay)), key
-            assert one.eps == pytest.approx(1 / (D * L) if spec.in_block or scope == "everywhere" else 1), key
+            summed = D / (7 / 2) if key == "shared_gain" else 1  # gradients of as many times the heads
+            assert one.eps == pytest.approx(summed / (D * L) if spec.in_block or scope == "everywhere" else 1), key
         assert theirs.logit_scale(BIG) == ours.logit_scale(BIG)
         assert theirs.residual_scale(BIG, 0, "mlp") == ours.residual_scale(BIG, 0, "mlp") == (1, pytest.approx(1 / L))
 
@@ -146,7 +147,9 @@ def test_completep_below_alpha_l_1_keeps_its_decay_or_its_lr_wd():
         assert one.weight_decay == pytest.approx(FANS[key]), key
         assert one.lr * one.weight_decay == pytest.approx(L**-0.5), key
         assert other.weight_decay == pytest.approx(FANS[key] * L**0.5), key
-    with pytest.raises(PresetError, match=r"completep: eps_scope=all is not a choice; write blocks or everywhere"):
+    with pytest.raises(
+        PresetError, match=r"completep: eps_scope=all is not a choice; write blocks, everywhere or completed"
+    ):
         presets.get("completep", eps_scope="all")
 
 

@@ -270,6 +270,10 @@ def test_a_wrong_flag(words: str, said: str, capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (
+            "--optimizer.name shampoo",
+            "no optimizer is named 'shampoo' (no source's table of its rates could be verified: 2512.05620",
+        ),
         ("--optimizer.name sdg", "no optimizer is named 'sdg'; write adamw, adam, sgd, momentum, muon, lion"),
         ("--steps 0", "steps is 0; write a number of at least 1"),
         ("--seed -1", "seed is -1"),
@@ -301,7 +305,7 @@ def test_a_wrong_flag(words: str, said: str, capsys: Capture) -> None:
         ("--preset ntk --preset.constants s", "the constant 's': write NAME=VALUE, such as s=0.5"),
         (
             "--preset mup --preset.constants s=1",
-            "mup takes alpha_a, gamma0, beta0, c_a, decay_width, not s; s is a constant of ntk",
+            "mup takes alpha_a, gamma0, beta0, c_a, decay_width, readout_width, embedding_width, mlp_out, muon_scale, not s; s is a",
         ),
         (
             "--preset mup --preset.alpha-a 1 --preset.constants alpha-a=0.5",
@@ -309,7 +313,7 @@ def test_a_wrong_flag(words: str, said: str, capsys: Capture) -> None:
         ),
         (
             "--preset completep --preset.constants eps_scope=all",
-            "eps_scope=all is not a choice; write blocks or everywhere",
+            "eps_scope=all is not a choice; write blocks, everywhere or completed",
         ),
         ("--optimizer.name momentum --optimizer.momentum 0", "is plain SGD; write optimizer.name sgd"),
         ("--optimizer.name lion --optimizer.momentum 0.5", "--optimizer.momentum is not read by lion"),

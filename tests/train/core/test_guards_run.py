@@ -68,6 +68,7 @@ def test_control_growth_that_theory_allows_runs():
         ["--model.mlp-ratio", "4"],  # 1.6 times as wide: a change by 1.26, for which there is a caution
         ["--model.mlp-ratio", "10", "--optimizer.name", "sgd"],
         ["--model.mlp-ratio", "10", "--preset.base", "None"],
+        ["--model.mlp-ratio", "10", "--preset.constants", "mlp_out=mean-field"],
         ["--model.depth", "9"],
         ["--model.width", "64", "--model.num-heads", "2"],
     ):

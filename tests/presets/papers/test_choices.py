@@ -1,0 +1,287 @@
+"""Named constants where sources disagree: each value's rule, what `limits` says of it, and the data behind it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from typing import Any
+
+import pytest
+
+from mupax import presets
+from mupax.presets import PRESETS, ParamSpec, Preset, PresetError, Role, Scales
+from mupax.presets.__main__ import main
+from mupax.presets.analysis.limits import Limit, refuse_uneven
+from mupax.presets.analysis.verdicts import verdicts
+from mupax.presets.papers import choices
+from mupax.presets.power import axis
+from tests.presets.papers.test_others import ALL, BASE, BIG, MATRICES, READOUT, TIED, TOKEN, D, F
+
+pytestmark = pytest.mark.core
+
+FAMILY = ("mup", "mup-half", "depth-mup")
+
+
+def both(name: str, spec: ParamSpec, optimizer: str = "adam", **constants: Any) -> tuple[Scales, Scales]:
+    """Factors without and with the constants."""
+    preset, other = presets.get(name, base=BASE), presets.get(name, base=BASE, **constants)
+    return preset.factors(spec, BIG, optimizer), other.factors(spec, BIG, optimizer)
+
+
+def at(preset: Preset, observable: str, limit: str, optimizer: str = "adam") -> tuple[float, str]:
+    entry = verdicts(preset, optimizer)[observable][limit]
+    return entry.exponent, entry.verdict
+
+
+# The data
+
+
+def test_every_constant_that_is_listed_is_one_and_its_default_is_listed():
+    for choice in choices.CHOICES:
+        for name in choice.presets:
+            default = inspect.signature(PRESETS[name]).parameters[choice.constant].default
+            assert default in [other.value for other in choices.of(name, choice.constant)]
+            made = presets.get(name, **{choice.constant: choice.value})
+            assert made.given.get(choice.constant, default) == choice.value
+            assert choice.rule
+            assert choice.source
+
+
+@pytest.mark.parametrize(
+    ("name", "constants", "said"),
+    [
+        ("mup", {"readout_width": -0.75}, "mup: readout_width=-0.75 is not a choice; write -1 or -0.5"),
+        ("depth-mup", {"embedding_width": 1}, "depth-mup: embedding_width=1 is not a choice; write 0 or -0.5"),
+        ("sp", {"embedding_width": -0.5}, "sp: embedding_width=-0.5 is not a choice; write 0 or 1"),
+        ("mup", {"mlp_out": "fan-out"}, "mup: mlp_out=fan-out is not a choice; write fan-in or mean-field"),
+        ("mup", {"muon_scale": "max"}, "mup: muon_scale=max is not a choice; write spectral or rms"),
+        ("spectral", {"kv_norm": "none"}, "spectral: kv_norm=none is not a choice; write operator or expected"),
+        ("completep", {"eps_scope": "all"}, "eps_scope=all is not a choice; write blocks, everywhere or completed"),
+    ],
+)
+def test_another_value_is_refused(name: str, constants: dict[str, Any], said: str):
+    with pytest.raises(PresetError, match=f"{said}$"):
+        presets.get(name, **constants)
+
+
+def test_the_command_lists_values_sources_and_statuses(capsys: pytest.CaptureFixture[str]):
+    assert main(["constants", "mup"]) == 0
+    out = capsys.readouterr().out
+    assert "readout_width, -1 unless given" in out
+    assert "  -0.5: Adam's rate of the token embedding D^-1/2" in out
+    assert "Hayou and Liu 2506.15025 (abstract); u-mup's and ntk's row too: reported." in out
+    assert main(["constants", "spectral", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out).values()
+    assert found["default"] == "operator"
+    assert [row["status"] for row in found["choices"]] == ["verified", "derived"]
+    assert main(["constants", "muup"]) == 2
+
+
+# Readout and embedding
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon"])
+def test_a_readout_of_width_half_starts_larger_and_trains_at_the_same_rate(optimizer: str):
+    for form in ("plain", "readout-multiplier"):
+        plain, louder = (
+            presets.get("mup", base=BASE, form=form, readout_width=width).factors(READOUT, BIG, optimizer)
+            for width in (-1.0, -0.5)
+        )
+        acting = [f.multiplier * f.init_std for f in (plain, louder)]  # pyright: ignore[reportOperatorIssue]
+        assert acting == pytest.approx([1 / D, D**-0.5]), form
+        power = 2 if optimizer == "sgd" else 1
+        moves = [f.multiplier**power * f.lr for f in (plain, louder)]  # pyright: ignore[reportOperatorIssue]
+        assert moves[0] == pytest.approx(moves[1]), form
+    assert both("mup", READOUT, optimizer, readout_width=-0.5)[1].init_std == 1  # on the multiplier, as its form has it
+    for name, spec in ALL.items():
+        if Role.READOUT not in (spec.role, spec.of):
+            one, other = both("mup", spec, optimizer, readout_width=-0.5)
+            assert other.lr == pytest.approx(one.lr * (D**-0.5 if optimizer == "sgd" else 1)), name  # pyright: ignore[reportOperatorIssue]
+            on_adam = one.eps != 1
+            assert other.eps == pytest.approx(one.eps * (D**0.5 if on_adam else 1)), name  # pyright: ignore[reportOperatorIssue]
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon", "lion"])
+@pytest.mark.parametrize("limit", ["heads", "head_dim"])
+def test_limits_of_a_readout_of_width_half(limit: str, optimizer: str):
+    """Features move as under -1; the output starts at order one, and its first change is larger by the readout's start."""
+    usual, louder = presets.get("mup"), presets.get("mup", readout_width=-0.5)
+    for observable in ("change of the stream", "change of v, MLP entries", "change of attention logits"):
+        assert at(louder, observable, limit, optimizer) == at(usual, observable, limit, optimizer) == (0, "stable")
+    assert at(usual, "output", limit, optimizer) == (-0.5, "vanishes")
+    assert at(louder, "output", limit, optimizer) == (0, "stable")
+    assert at(usual, "change of the output", limit, optimizer) == (0, "stable")
+    assert at(louder, "change of the output", limit, optimizer) == (0.5, "explodes")
+    if optimizer == "adam":
+        for group in ("embedding", "block", "readout"):
+            assert at(louder, f"gradient over eps, {group}", limit) == (0, "stable")
+
+
+def test_an_embedding_rate_of_width_half():
+    for name in FAMILY:
+        for key, spec in ALL.items():
+            one, other = both(name, spec, embedding_width=-0.5)
+            slower = D**-0.5 if spec is TOKEN else 1.0
+            assert (other.lr, other.weight_decay) == pytest.approx((one.lr * slower, one.weight_decay / slower)), key  # pyright: ignore[reportOperatorIssue]
+            assert both(name, spec, "sgd", embedding_width=-0.5)[0] == both(name, spec, "sgd", embedding_width=-0.5)[1]
+    usual, slow = presets.get("mup"), presets.get("mup", embedding_width=-0.5)
+    assert at(usual, "weight movement, embedding", "heads") == (0, "stable")
+    assert at(slow, "weight movement, embedding", "heads") == (-0.5, "frozen")
+    assert slow.factors(TOKEN, BIG).lr == presets.get("u-mup").factors(TOKEN, BIG).lr
+
+
+def test_sp_with_an_embedding_rate_of_width_has_of_mup_the_embedding_alone():
+    sp, control, mup = (
+        presets.get(n, base=BASE, **c) for n, c in (("sp", {}), ("sp", {"embedding_width": 1}), ("mup", {}))
+    )
+    key = MATRICES["key"]
+    for name, spec in ALL.items():
+        embeds = name in ("token", "position", "patch")
+        assert control.factors(spec, BIG).lr == pytest.approx(D if embeds else sp.factors(spec, BIG).lr), name
+        assert dataclasses.replace(control.factors(spec, BIG, "sgd")) == sp.factors(spec, BIG, "sgd")
+    ratios = [p.factors(TOKEN, BIG).lr / p.factors(key, BIG).lr for p in (mup, control, sp)]  # pyright: ignore[reportOperatorIssue]
+    assert ratios == pytest.approx([D, D, 1])
+
+
+@pytest.mark.parametrize("constants", [{"readout_width": -0.5}, {"embedding_width": -0.5}])
+def test_a_tied_readout_has_one_table(constants: dict[str, float]):
+    with pytest.raises(
+        PresetError, match=r"a tied readout has one table, and .*_width wants two rules for it; untie it"
+    ):
+        presets.get("mup", **constants).row(TIED)
+    with pytest.raises(PresetError, match="untie it"):
+        presets.get("sp", embedding_width=1).row(TIED)
+
+
+# An MLP that grows alone
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon"])
+def test_a_mean_field_mlp_moves_every_entry_where_it_grows_alone(optimizer: str):
+    limits = {
+        how: Limit(p := presets.get("mup", mlp_out=how), p.family(optimizer), {"mlp": 1.0})
+        for how in ("fan-in", "mean-field")
+    }
+    fan_in, mean_field = limits["fan-in"], limits["mean-field"]
+    assert (fan_in.random("MLP out", fan_in.hidden), mean_field.random("MLP out", mean_field.hidden)) == (0, -0.5)
+    assert mean_field.d_hidden == 0
+    assert mean_field.features == 0
+    # Under fan-in either no entry moves, or all move and the sum of their changes explodes.
+    assert (fan_in.d_hidden, fan_in.features) == ((-0.5, 0.0) if optimizer == "sgd" else (0.0, 0.5))
+    if optimizer == "adam":
+        assert all(limit.observables()["gradient over eps, block"] == 0 for limit in limits.values())
+    even = {how: verdicts(presets.get("mup", mlp_out=how), optimizer) for how in limits}
+    assert even["fan-in"] == even["mean-field"]
+
+
+def test_a_mean_field_mlp_may_grow_alone_and_another_may_not():
+    sizes = {**BASE, "mlp": 8 * BASE["mlp"]}
+    with pytest.raises(PresetError, match=r"does not allow growing .*mlp x8"):
+        refuse_uneven(presets.get("mup", base=BASE), sizes)
+    refuse_uneven(presets.get("mup", base=BASE, mlp_out="mean-field"), sizes)
+    refuse_uneven(presets.get("mup", base=BASE, mlp_out="mean-field"), sizes, "sgd")
+    wide = {**BIG, "mlp": 3 * BIG["mlp"]}
+    spec = MATRICES["mlp_out"]
+    fan_in, mean_field = (
+        presets.get("mup", base=BASE, mlp_out=h).factors(spec, wide) for h in ("fan-in", "mean-field")
+    )
+    assert mean_field.init_std == pytest.approx(fan_in.init_std * 3**-0.5)  # pyright: ignore[reportOperatorIssue]
+    assert mean_field.lr == fan_in.lr == pytest.approx(1 / (3 * F))
+
+
+# Muon
+
+
+def test_the_rms_scale_is_moonlights_times_the_root_of_the_width():
+    rms, sizes = (
+        presets.get("mup", base=BASE, muon_scale="rms"),
+        {**BASE, "embed": 24, "heads": 12, "kv_heads": 12, "mlp": 48},
+    )
+    for at_size, slower in ((BASE, 1.0), (sizes, 4**-0.5)):
+        for name, spec in MATRICES.items():
+            fans = [1, 1]
+            for side, axes in enumerate((spec.fan_in, spec.fan_out)):
+                for each in axes:
+                    fans[side] *= at_size[each]
+            for decay in ("coupled", "independent"):
+                scales: Any = rms.scales(spec, at_size, "muon", decay)
+                assert scales.lr == pytest.approx(0.2 * max(fans) ** 0.5 * slower), name
+                assert scales.weight_decay * (scales.lr if decay == "coupled" else 1) == pytest.approx(1), name
+    others = {key: spec for key, spec in ALL.items() if key not in MATRICES}
+    for spec in others.values():
+        assert rms.scales(spec, {**sizes, **BIG}, "muon") == presets.get("mup", base=BASE).scales(
+            spec, {**sizes, **BIG}, "muon"
+        )
+    for spec in ALL.values():
+        assert rms.scales(spec, BIG, "adam") == presets.get("mup", base=BASE).scales(spec, BIG, "adam")
+
+
+def test_control_moonlights_own_scale_moves_features_too_much():
+    usual, rms = presets.get("mup"), presets.get("mup", muon_scale="rms")
+    assert verdicts(rms, "muon") == verdicts(usual, "muon")
+
+    def own(spec: ParamSpec) -> Any:
+        row = usual.rule(spec)
+        return row if row.muon is None else dataclasses.replace(row, muon=row.muon * axis("embed") ** 0.5)
+
+    moonlight = dataclasses.replace(usual, rule=own)
+    assert at(rms, "change of the stream", "heads", "muon") == (0, "stable")
+    assert at(moonlight, "change of the stream", "heads", "muon")[1] == "explodes"
+
+
+@pytest.mark.parametrize("name", ["shampoo", "soap", "SOAP"])
+def test_an_optimizer_whose_table_nobody_could_read_is_refused_by_name(name: str):
+    with pytest.raises(
+        PresetError, match=rf"no rule for the optimizer '{name}' \(no source's table of its rates could be verified"
+    ):
+        presets.get("mup").family(name)
+
+
+# Grouped heads, and CompleteP's eps
+
+
+def test_the_expected_norm_of_shared_keys_is_mups_rule():
+    """GQA-muP's norm, in `spectral`: init and rates of key and value are those of `mup`; with the operator norm std falls."""
+    sizes = {**BASE, "kv_heads": 1}
+    mup, operator, expected = (
+        presets.get(n, base=BASE, **c)
+        for n, c in (("mup", {}), ("spectral", {}), ("spectral", {"kv_norm": "expected"}))
+    )
+    for name in MATRICES:
+        shared = name in ("key", "value")
+        for optimizer in ("adam", "sgd"):
+            wanted, one, other = (p.factors(MATRICES[name], sizes, optimizer) for p in (mup, expected, operator))
+            if shared:
+                assert (one.init_std, one.lr) == pytest.approx((wanted.init_std, wanted.lr))
+                assert other.init_std == pytest.approx(3**-0.5)
+            else:
+                assert one == other
+            assert one.lr == other.lr
+
+
+def test_completep_divides_the_gradient_of_a_shared_gain_by_the_heads_it_sums():
+    """Without it the gradient over eps goes as heads^0.95 after three steps, with it as heads^-0.05 (measured, 4 to 32 heads)."""
+    heads = {**BASE, "heads": 12, "kv_heads": 12, "embed": 24, "mlp": 48}
+    ours = presets.get("depth-mup", base=BASE, alpha_l=1.0)
+    for scope in ("blocks", "everywhere", "completed"):
+        theirs = presets.get("completep", base=BASE, eps_scope=scope)
+        assert theirs.factors(ALL["shared_gain"], heads).eps == 1, scope
+        assert theirs.factors(ALL["gain_per_head"], heads).eps == pytest.approx(1 / 4), scope
+    for scope, wider in (("blocks", 1 / 4), ("everywhere", 1 / 4), ("completed", 1.0)):
+        sizes = {**BASE, "head_dim": 8, "embed": 24, "mlp": 48}
+        theirs = presets.get("completep", base=BASE, eps_scope=scope)
+        assert theirs.factors(ALL["shared_gain"], sizes).eps == wider
+        assert ours.factors(ALL["shared_gain"], sizes).eps == 1 / 4
+
+
+def test_completed_has_the_eps_of_embeddings():
+    theirs = presets.get("completep", base=BASE, eps_scope="completed")
+    ours = presets.get("depth-mup", base=BASE, alpha_l=1.0)
+    for name in ("token", "position", "patch", "readout", *MATRICES, "gain", "value_bias"):
+        assert theirs.factors(ALL[name], BIG).eps == pytest.approx(ours.factors(ALL[name], BIG).eps), name
+    assert theirs.factors(ALL["final_gain"], BIG).eps == 1
+    for group in ("embedding", "readout"):
+        row = f"gradient over eps, {group}"
+        assert at(presets.get("completep"), row, "heads") == (-1, "vanishes")
+        assert at(presets.get("completep", eps_scope="completed"), row, "heads") == (0, "stable")
