@@ -54,6 +54,8 @@ class Constants:
 
     def run(self) -> int:
         name = presets.get(self.preset).name
+        if name not in presets.PRESETS:
+            raise presets.PresetError(f"{self.preset} takes no constants; all its numbers are in its file")
         defaults = {n: p.default for n, p in inspect.signature(presets.PRESETS[name]).parameters.items()}
         if self.json:
             return _print_json(

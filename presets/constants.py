@@ -56,8 +56,9 @@ def _number(name: str, value: Any) -> float:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         number = math.nan
-    if not (math.isfinite(number) and (number > 0 or (number == 0 and column == "decays"))):
-        raise PresetError(f"{name}={value}: write a number above 0{', or 0' * (column == 'decays')}, such as {name}=2")
+    if not (1e-30 <= number <= 1e30 or (number == 0 and column == "decays")):  # as float32 has them
+        zero = "0, or " if column == "decays" else ""
+        raise PresetError(f"{name}={value}: write {zero}a number from 1e-30 to 1e30, such as {name}=2")
     return number
 
 

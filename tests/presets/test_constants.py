@@ -85,8 +85,10 @@ def test_every_group_of_every_model_is_a_name():
     [
         ({"rates.reedout": 4}, r"rates\.reedout: no parameter group is named 'reedout'; did you mean 'readout'\?"),
         ({"rate.readout": 4}, r"no constant is named rate\.readout; did you mean rates\.readout\?"),
-        ({"rates.readout": 0}, r"rates\.readout=0: write a number above 0, such as"),
-        ({"decays.readout": -1}, r"decays\.readout=-1: write a number above 0, or 0, such as"),
+        ({"rates.readout": 0}, r"rates\.readout=0: write a number from 1e-30 to 1e30, such as"),
+        ({"decays.readout": -1}, r"decays\.readout=-1: write 0, or a number from 1e-30 to 1e30"),
+        ({"rates.readout": 1e300}, r"rates\.readout=1e\+300: write a number from 1e-30 to 1e30"),
+        ({"rates.readout": "nan"}, r"rates\.readout=nan: write a number"),
         ({"stds.readout": "big"}, r"stds\.readout=big: write a number"),
         ({"rates": 4}, r"mup takes alpha_a, .*, not rates"),
         ({"zero_readout": True, "stds": {"readout": 2}}, r"stds\.readout changes nothing: the readout starts at zero"),

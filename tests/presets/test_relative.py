@@ -26,10 +26,10 @@ TOKENS = DecoderConfig(width=6, num_heads=3, depth=2, vocab_size=11, seq_len=5, 
 class Relative(Preset):
     """A preset whose base values are, per group, times constants."""
 
-    constants: Mapping[str, Scales] = dataclasses.field(default_factory=dict)
+    at_base: Mapping[str, Scales] = dataclasses.field(default_factory=dict)
 
     def base_values(self, spec: ParamSpec, sizes: Mapping[str, int]) -> Scales:
-        return super().base_values(spec, sizes).times(self.constants.get(spec.group, Scales()))
+        return super().base_values(spec, sizes).times(self.at_base.get(spec.group, Scales()))
 
 
 def relative_to(absolute: Preset, base: Mapping[str, int], specs: Iterable[ParamSpec], optimizer: str) -> Preset:
@@ -45,7 +45,7 @@ def relative_to(absolute: Preset, base: Mapping[str, int], specs: Iterable[Param
         values = Scales(**{name: 1.0 if one[name] == other[name] == 0 else one[name] / other[name] for name in one})
         known = dataclasses.asdict(constants.setdefault(spec.group, values))
         assert dataclasses.asdict(values) == pytest.approx(known, rel=1e-9), f"parameters of {spec.group} differ"
-    return dataclasses.replace(relative, constants=constants)
+    return dataclasses.replace(relative, at_base=constants)
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon"])
