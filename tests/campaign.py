@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def campaign(module: ModuleType, words: str, folder: Path) -> Any:
     """What a campaign writes to `page.json` of a folder, which has its page too; it must end with 0."""
     page = folder / "page.md"
-    command = [sys.executable, "-m", module.__name__, *words.split(), "--page", str(page)]
+    command = [sys.executable, "-m", module.__name__, *shlex.split(words), "--page", str(page)]
     environ = os.environ | {"XLA_FLAGS": " ".join(QUICKLY)}
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

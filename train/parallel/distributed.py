@@ -161,6 +161,7 @@ class Cluster(Processes):
                 self._post_failure(index, host, f"killed or cut off, not heard of for {self._silence} s")
 
     def _leave(self, why: str, code: int = 1) -> None:
+        self._failing = True  # one reason is enough: the guard has nothing to add
         # The main thread may hang in a collective operation that will never end: nothing but this ends the process.
         print("\n".join(f"error: {why}".splitlines()[:10]), file=sys.stderr, flush=True)
         if self.leader:

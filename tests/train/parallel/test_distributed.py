@@ -302,6 +302,19 @@ def test_a_save_that_end_all_is_told_of_ends_every_process(monkeypatch: pytest.M
     assert left[:2] == [1, 1]
 
 
+def test_a_process_that_is_not_heard_of_is_dead(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr(distributed, "leave", lambda code: ended.set() or threading.Event().wait())
+    processes = Cluster(0, 2, Store(), heartbeat_seconds=1)
+    assert ended.wait(30)
+    processes._done.set()
+    assert (
+        "error: process 1 (host unknown) failed: killed or cut off, not heard of for 1 s\n" in capsys.readouterr().err
+    )
+
+
 @pytest.mark.parametrize(("error", "code"), [(OSError("no disk"), 1), (MupaxError("--model.width 3 is odd"), 2)])
 def test_bad_input_of_one_is_bad_input_of_all(
     error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
