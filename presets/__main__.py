@@ -16,6 +16,7 @@ from tyro import conf
 
 from mupax import command_line, presets, terminal
 from mupax.command_line import Switch
+from mupax.presets import constants
 from mupax.presets.analysis import table, verdicts
 from mupax.presets.papers import choices
 from mupax.train.config.cli import ConstantFlags, PresetFlags, with_group_constants
@@ -44,7 +45,7 @@ class List:
 class Constants:
     """A preset's constants, their defaults, and of those that sources disagree on each value: its rule, source and status.
 
-    Those of parameter groups, as --preset.rates.readout, every preset takes.
+    Every preset takes those of parameter groups too, as --preset.rates.readout 4.
     """
 
     preset: Annotated[conf.Positional[str], conf.arg(metavar="PRESET")]
@@ -69,6 +70,8 @@ class Constants:
             for choice in choices.of(name, constant):
                 text = f"{table.cell(choice.value)}: {choice.rule}. {choice.source}: {choice.status}."
                 print(terminal.wrapped(f"  {text}"))
+        of_groups = ", ".join(f"{column}.GROUP" for column in constants.COLUMNS)
+        print(terminal.wrapped(f"and of parameter groups {of_groups}, factors of 1 unless given"))
         return 0
 
 

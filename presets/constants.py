@@ -48,8 +48,9 @@ def read(constants: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, float]
 def _number(name: str, value: Any) -> float:
     column, _, group = name.partition(".")
     if column not in COLUMNS:
-        near = difflib.get_close_matches(column, COLUMNS, n=1) or [*COLUMNS]
-        raise PresetError(f"no constant is named {name}; did you mean {', '.join(f'{word}.{group}' for word in near)}?")
+        owner, _, last = name.rpartition(".")
+        turned = [f"{last}.{owner}"] if last in COLUMNS else [f"{word}.{group}" for word in COLUMNS]
+        raise PresetError(f"no constant is named {name!r}; {_nearest(name, turned)}")
     if group not in GROUPS:
         raise PresetError(f"{name}: no parameter group is named {group!r}; {_nearest(group, GROUPS)}")
     try:

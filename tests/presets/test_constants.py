@@ -84,7 +84,8 @@ def test_every_group_of_every_model_is_a_name():
     ("constants", "said"),
     [
         ({"rates.reedout": 4}, r"rates\.reedout: no parameter group is named 'reedout'; did you mean 'readout'\?"),
-        ({"rate.readout": 4}, r"no constant is named rate\.readout; did you mean rates\.readout\?"),
+        ({"rate.readout": 4}, r"no constant is named 'rate\.readout'; did you mean 'rates\.readout'\?"),
+        ({"readout.rates": 4}, r"no constant is named 'readout\.rates'; did you mean 'rates\.readout'\?"),
         ({"rates.readout": 0}, r"rates\.readout=0: write a number from 1e-30 to 1e30, such as"),
         ({"decays.readout": -1}, r"decays\.readout=-1: write 0, or a number from 1e-30 to 1e30"),
         ({"rates.readout": 1e300}, r"rates\.readout=1e\+300: write a number from 1e-30 to 1e30"),
