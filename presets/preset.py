@@ -36,6 +36,9 @@ class Preset:
         constants: of parameter groups (`constants`): COLUMN.GROUP to a factor.
         given: all constants this preset was made with, for printing.
         warnings: what its source chose that a user should know, one sentence each.
+        vanishing: what the source lets vanish as sizes grow, and how fast (`mupax.presets.analysis.health` judges by it):
+            "features" (a lazy limit), "attention" (logits at initialization: heads collapse), "movement/GROUP" or "eps/GROUP".
+        uneven: eps follows the gradients also where F/D, N*H/D or H/H_kv grows.
     """
 
     name: str
@@ -53,6 +56,8 @@ class Preset:
     constants: Mapping[str, float] = dataclasses.field(default_factory=dict)
     given: Mapping[str, float | str] = dataclasses.field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    vanishing: Mapping[str, Power] = dataclasses.field(default_factory=dict)
+    uneven: bool = False
 
     def row(self, spec: ParamSpec) -> Rule:
         """The spec's rule in this preset's form, with the constants of its group.

@@ -24,11 +24,21 @@ from __future__ import annotations
 import dataclasses
 
 from mupax.presets.papers.choices import listed
-from mupax.presets.papers.infinite_limits import D, L, heads_summed, infinite_limits
+from mupax.presets.papers.infinite_limits import D, L, N, heads_summed, infinite_limits
 from mupax.presets.power import ONE, Power, product
 from mupax.presets.preset import Preset, changed
-from mupax.presets.roles import VECTORS, ParamSpec, PresetError
+from mupax.presets.roles import EMBEDDINGS, VECTORS, ParamSpec, PresetError
 from mupax.presets.rule import Rule
+
+_TABLES = (*(role.value for role in sorted(EMBEDDINGS, key=str)), "readout")
+_OUTSIDE = ("patch_embedding.bias", "norm_gain", "norm_gain.bias")
+_UNSCALED = {
+    "blocks": dict.fromkeys((*_TABLES, *_OUTSIDE), D**-1),
+    "everywhere": dict.fromkeys((*_TABLES, *_OUTSIDE, "readout.bias"), D * L),
+    "completed": dict.fromkeys(_OUTSIDE, D**-1)
+    | dict.fromkeys(("block.query.norm_gain", "block.key.norm_gain"), N**-1),
+}
+"""Scope of eps to the groups whose gradient over eps it lets change, and the farthest to where."""
 
 
 def completep(
@@ -56,7 +66,9 @@ def completep(
     given = powers | changed(eps_scope=(eps_scope, "blocks"), decay=(decay, None), beta0=(beta0, 1.0))
     drifts = decay != "rate" and alpha_l < 1
     drift = f"lr*wd of block matrices goes as layers^{alpha_l - 1:g} (completep's own table); decay=rate keeps it fixed"
-    return dataclasses.replace(family, rule=rule, given=given, warnings=(drift,) if drifts else ())
+    vanishing = {**family.vanishing, **{f"eps/{group}": power for group, power in _UNSCALED[eps_scope].items()}}
+    warnings = (drift,) if drifts else ()
+    return dataclasses.replace(family, rule=rule, given=given, warnings=warnings, vanishing=vanishing, uneven=False)
 
 
 def _eps(spec: ParamSpec, of_family: Power, alpha_l: float, scope: str) -> Power:

@@ -182,6 +182,8 @@ def infinite_limits(
         branch=beta0 * (L**-alpha_l if alpha_l is not None else ONE),
         muon_rms=muon_scale == "rms",
         given=changed(alpha_a=(alpha_a, None), alpha_l=(alpha_l, None)) | ours,
+        vanishing={"attention": N ** (0.5 - alpha_a), "movement/token_embedding": D**embedding_width},
+        uneven=True,
     )
 
 

@@ -49,4 +49,5 @@ def spectral(*, kv_norm: str = "operator") -> Preset:
         logits=N**-1,
         no_rule={"lion": "the paper has no rule for sign updates"},
         given=changed(kv_norm=(kv_norm, "operator")),
+        vanishing={"attention": N**-0.5},
     )

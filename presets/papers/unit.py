@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from mupax.presets.papers.infinite_limits import D, L, N, heads_summed
 from mupax.presets.power import ONE, product
 from mupax.presets.preset import Branch, Preset, changed
-from mupax.presets.roles import VECTORS, ParamSpec, PresetError, Role
+from mupax.presets.roles import EMBEDDINGS, VECTORS, ParamSpec, PresetError, Role
 from mupax.presets.rule import Rule
 
 
@@ -72,6 +72,7 @@ def u_mup(*, alpha_res: float = 1.0, alpha_ratio: float = 1.0, embedding_exponen
         residual=residual,
         no_rule=dict.fromkeys(("sgd", "muon", "lion"), "the paper has Adam only"),
         baseless=True,
+        vanishing={"attention": N**-0.5} | {f"movement/{role.value}": D**embedding_exponent for role in EMBEDDINGS},
         given=changed(
             alpha_res=(alpha_res, 1.0), alpha_ratio=(alpha_ratio, 1.0), embedding_exponent=(embedding_exponent, -0.5)
         ),

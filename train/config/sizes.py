@@ -7,8 +7,8 @@ import dataclasses
 from mupax.zoo.configs import ConfigError, ModelConfig
 from mupax.zoo.transformer import TransformerConfig, transformer
 
-AXES = ("head_dim", "heads", "width", "depth", "mlp")
-"""What can grow alone. Width follows head_dim and heads, the MLP follows width, key heads follow heads."""
+AXES = ("head_dim", "heads", "width", "depth", "mlp", "kv_heads")
+"""What can grow alone. Width follows head_dim and heads, the MLP follows width, key heads follow heads unless they grow alone."""
 
 
 def parse(text: str) -> tuple[str, tuple[int, ...]]:
@@ -44,7 +44,8 @@ def grown(model: ModelConfig, axis: str, size: int) -> TransformerConfig:
 
     Args:
         model: whose structure, and whose other sizes.
-        axis: head_dim (at so many heads), heads (of this dimension), width (more heads of this dimension), depth, or mlp.
+        axis: head_dim (at so many heads), heads (of this dimension), width (more heads of this dimension), depth, mlp, or kv_heads
+            (of so many heads).
         size: of the axis; width must be a multiple of the head dimension.
 
     Raises:
@@ -55,6 +56,8 @@ def grown(model: ModelConfig, axis: str, size: int) -> TransformerConfig:
         return dataclasses.replace(model, depth=size)
     if axis == "mlp":
         return dataclasses.replace(model, mlp_ratio=size / model.width)
+    if axis == "kv_heads":
+        return dataclasses.replace(model, num_kv_heads=size)
     if axis == "width" and size % model.heads_dim:
         near = max(1, size // model.heads_dim) * model.heads_dim
         raise ConfigError(f"width {size} is no multiple of the head dimension {model.heads_dim}; write width {near}")

@@ -1,13 +1,16 @@
 """What an optax chain written by hand around `presets.Preset.scales` does to a preset, by its answers to a few gradients.
 
-`check_chain` finds rates applied twice, not at all, or over an optimizer that scales by shape itself (`optax.contrib.muon`), and
-lr*wd that differs between parameters, which would drift as they grow. A schedule is one number a step and touches no ratio of rates.
+`check_chain` finds rates applied twice, not at all, before a global norm, or over an optimizer that scales by shape itself
+(`optax.contrib.muon`); a schedule that is not everybody's; an eps above the gradients; and lr*wd that differs between parameters,
+which would drift as they grow.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +23,11 @@ from mupax.train.core import optimizer as chains
 from mupax.train.core.factors import TOLERANCE, resolve
 from mupax.train.core.transforms import dimension_numbers
 from mupax.zoo.definition import Arrays, Definition
+
+LATER = (10, 100, 1000, 10_000, 100_000, 1_000_000)
+"""Steps at which a schedule is looked at."""
+_LATER_TOLERANCE = 0.1
+"""Relative difference of two rates there: moments are not those of so many steps, and Adam's eps counts for more."""
 
 Update = Callable[[Arrays, Arrays], Arrays]
 """(gradients, parameters) -> updates of the first step."""
@@ -37,7 +45,8 @@ def check_chain(
         optimizer: what the chain is, a name the preset has a rule for.
 
     Raises:
-        PresetError: a parameter whose rate, or whose lr*wd, stands in another ratio to the others' than the preset's.
+        PresetError: a parameter whose rate, or whose lr*wd, stands in another ratio to the others' than the preset's, in the first
+            step or later, or depends on the others' rates; or an eps that is no small part of gradients of norm 1.
     """
     params = {n: jnp.zeros(leaf.shape, leaf.dtype) for n, leaf in definition.abstract.items()}
     rng = np.random.default_rng(0)
@@ -48,14 +57,21 @@ def check_chain(
     def update(grads: Arrays, params: Arrays) -> Arrays:
         return tx.update(grads, tx.init(params), params)[0]  # pyright: ignore[reportReturnType]
 
-    rates = {name: float(preset_lr.flat[0]) for name, preset_lr in resolve(preset, definition, optimizer).lr.items()}
-    ours = reference(definition, preset, optimizer)
-    found, wanted = _sizes(update(grads, params)), _sizes(ours(grads, params))
+    factors = resolve(preset, definition, optimizer)
+    rates = {name: float(preset_lr.flat[0]) for name, preset_lr in factors.lr.items()}
     # Muon leaves the rest to Adam, and how fast the two go is the user's to choose.
     matrices = dimension_numbers(definition.specs) if preset.family(optimizer) == "muon" else {}
-    for group in ([n for n in wanted if n in matrices], [n for n in wanted if n not in matrices]):
-        if group:
-            _check_rates({n: found[n] / wanted[n] for n in group}, rates, preset)
+    if preset.family(optimizer) in ("adam", "muon"):
+        _check_eps(update, grads, params, {n: x for n, x in factors.eps.items() if n not in matrices})
+    ours = reference(definition, preset, optimizer)
+    found, wanted = _sizes(update(grads, params)), _sizes(ours(grads, params))
+    groups = [
+        group for group in ([n for n in wanted if n in matrices], [n for n in wanted if n not in matrices]) if group
+    ]
+    for group in groups:
+        _check_rates({n: found[n] / wanted[n] for n in group}, rates, preset)
+    _check_later(tx, grads, params, groups)
+    _check_norms(update, grads, params, preset)
     # Coupled decay pulls by lr * wd and independent decay by wd: either way one number for everything that decays.
     decayed = {n: size for n, size in _sizes(update(still, ones)).items() if size > 0}
     vectors = [n for n in decayed if definition.specs[n].role in VECTORS]
@@ -107,6 +123,63 @@ def _check_rates(ratios: dict[str, float], rates: dict[str, float], preset: Pres
     raise PresetError(
         f"{name}: moves {worst / typical:.3g} times as far as {preset.name} asks, relative to the others: {why}"
     )
+
+
+def _check_later(
+    tx: optax.GradientTransformation, grads: Arrays, params: Arrays, groups: Sequence[Sequence[str]]
+) -> None:
+    """Every counter of the state put forward: a schedule may change all rates of a group, and none alone."""
+
+    @jax.jit
+    def update(count: jax.Array) -> Arrays:
+        _, state = tx.update(grads, tx.init(params), params)  # moments that are in proportion to the gradients
+
+        def forward(path: tuple, leaf: jax.Array) -> jax.Array:
+            counts = bool(path) and getattr(path[-1], "name", None) == "count"
+            return jnp.broadcast_to(count, leaf.shape).astype(leaf.dtype) if counts else leaf
+
+        return tx.update(grads, jax.tree_util.tree_map_with_path(forward, state), params)[0]  # pyright: ignore
+
+    first = _sizes(update(jnp.int32(1)))
+    for step, group in itertools.product(LATER, groups):
+        later = _sizes(update(jnp.int32(step)))
+        left = {n: later[n] / first[n] for n in group if first[n]}
+        typical = statistics.median(left.values())
+        name = max(left, key=lambda n: abs(left[n] - typical))
+        if abs(left[name] - typical) > _LATER_TOLERANCE * max(left[name], typical):
+            raise PresetError(
+                f"{name}: after {step} steps it moves {left[name] / typical if typical else math.inf:.2g} times as far, relative to "
+                "the others, as at first: it has a schedule of its own; put one schedule on all, after the rates"
+            )
+
+
+def _check_norms(update: Update, grads: Arrays, params: Arrays, preset: Preset) -> None:
+    """One parameter's step, where another has all the rest of a gradient of one norm: which other must not matter."""
+    least = min(_sizes(update(grads, params)).items(), key=lambda item: item[1] * grads[item[0]].size ** 0.5)[0]
+    moved: dict[str, float] = {}
+    for other in (n for n in grads if n != least):
+        alone = {n: g if n == least else jnp.zeros_like(g) for n, g in grads.items()}
+        alone[other] = grads[other] * (100 * jnp.linalg.norm(grads[least]) / jnp.linalg.norm(grads[other]))
+        moved[other] = _sizes(update(alone, params))[least]
+    low, high = min(moved, key=moved.__getitem__), max(moved, key=moved.__getitem__)
+    if moved[high] > (1 + TOLERANCE) * moved[low]:
+        raise PresetError(
+            f"{least}: moves {moved[high] / moved[low]:.3g} times as far where {high} has the gradient that {low} had: {preset.name}'s "
+            "rates are applied before a global norm (optax.clip_by_global_norm); clip the raw gradients, first in the chain"
+        )
+
+
+def _check_eps(update: Update, grads: Arrays, params: Arrays, eps: Mapping[str, np.ndarray]) -> None:
+    """Gradients of global norm 1, as large relative to each other as the preset's eps says, and a sixteenth of them: equal steps."""
+    shaped = {n: g * float(eps[n].flat[0]) if n in eps else g for n, g in grads.items()}
+    norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in shaped.values()))
+    whole, less = (_sizes(update({n: g / norm / part for n, g in shaped.items()}, params)) for part in (1, 16))
+    name = min((n for n in eps if whole[n]), key=lambda n: less[n] / whole[n], default=None)
+    if name is not None and less[name] < whole[name] / 2:
+        raise PresetError(
+            f"{name}: eps is no small part of gradients of norm 1: a sixteenth of them moves it {less[name] / whole[name]:.2g} times "
+            "as far, where Adam's step does not depend on their size; write a smaller eps, times scales.eps"
+        )
 
 
 def _equal(numbers: Mapping[str, float]) -> bool:

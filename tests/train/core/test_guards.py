@@ -49,10 +49,33 @@ def decayed(numbers: dict[str, jnp.ndarray]) -> optax.GradientTransformation:
     return optax.stateless(update)
 
 
+def scheduled(names: set[str], schedule: optax.Schedule) -> optax.GradientTransformation:
+    """A schedule on some parameters alone."""
+    return optax.masked(optax.scale_by_schedule(schedule), {n: n in names for n in MODEL.specs})
+
+
 @pytest.mark.parametrize(
     ("name", "chain"),
     [
         ("adam", lambda: [optax.scale_by_adam(), times(column("lr"))]),
+        ("adam", lambda: [optax.clip_by_global_norm(1e-3), optax.scale_by_adam(), times(column("lr"))]),
+        ("sgd", lambda: [optax.clip_by_global_norm(1e-3), times(column("lr", "sgd"))]),
+        (
+            "adam",
+            lambda: [
+                optax.scale_by_adam(eps=1e-5),
+                times(column("lr")),
+                optax.scale_by_schedule(optax.linear_schedule(1.0, 0.0, 50)),
+            ],
+        ),
+        (
+            "adam",
+            lambda: [
+                optax.scale_by_adam(),
+                times(column("lr")),
+                scheduled(set(MODEL.specs), optax.cosine_decay_schedule(1.0, 20_000)),
+            ],
+        ),
         ("adamw", lambda: [optax.scale_by_adam(), decayed(column("weight_decay")), times(column("lr"))]),
         ("adamw", lambda: [optax.scale_by_adam(), times(column("lr")), optax.add_decayed_weights(0.1, DECAYS)]),
         ("sgd", lambda: [optax.trace(0.9), times(column("lr", "sgd"))]),
@@ -75,6 +98,12 @@ def muon(scale_by_shape: bool) -> optax.GradientTransformation:
         "adam": optax.scale_by_adam(nesterov=True),
     }
     return optax.chain(optax.partition(inner, labels), optax.scale(-1.0))
+
+
+def test_sgd_clipped_after_its_rates_is_refused():
+    clipped = [times(column("lr", "sgd")), optax.clip_by_global_norm(1e-3)]
+    with pytest.raises(PresetError, match="mup's rates are applied before a global norm"):
+        check_chain(optax.chain(*clipped, optax.scale(-3e-3)), MODEL, MUP, "sgd")
 
 
 def test_muon_that_scales_by_shape_is_refused_and_plain_muon_is_not():
@@ -108,11 +137,30 @@ def test_muon_that_scales_by_shape_is_refused_and_plain_muon_is_not():
             r"(bias|gain): weight decay acts on it, and mup never decays gains and biases; mask them",
         ),
         (lambda: [optax.scale_by_adam(), optax.scale_by_trust_ratio(), times(column("lr"))], None),
-        (lambda: [optax.scale_by_adam(), times(column("lr")), optax.normalize_by_update_norm()], None),
+        (
+            lambda: [optax.scale_by_adam(), times(column("lr")), optax.normalize_by_update_norm()],
+            r"moves .* mup's rates are applied before a global norm \(optax.clip_by_global_norm\); clip the raw gradients, first",
+        ),
+        (
+            lambda: [optax.scale_by_adam(), times(column("lr")), optax.clip_by_global_norm(1e-3)],
+            r"mup's rates are applied before a global norm",
+        ),
+        (
+            lambda: [optax.scale_by_adam(), times(column("lr")), scheduled({"token"}, optax.cosine_decay_schedule(1.0, 20_000))],
+            r"token: after 10000 steps it moves 0.5 times as far, relative to the others, as at first: it has a schedule of its own",
+        ),
+        (
+            lambda: [optax.scale_by_adam(), times(column("lr")), scheduled({"readout"}, optax.linear_schedule(1.0, 0.0, 50))],
+            r"readout: after 10 steps it moves 0.8.* times as far",
+        ),
+        (
+            lambda: [optax.scale_by_adam(eps=1e-2), times(column("lr"))],
+            r": eps is no small part of gradients of norm 1: a sixteenth of them moves it .* write a smaller eps, times scales.eps",
+        ),
     ],
 )  # fmt: skip
 def test_wrong_chains_are_refused_by_name(chain: Any, text: str | None):
-    """Two whose first step is right pass: a global norm changes no ratio, and zero parameters have no trust ratio."""
+    """One whose steps are right here passes: zero parameters have no trust ratio."""
     tx = optax.chain(*chain(), optax.scale(-3e-3))
     if text is None:
         check_chain(tx, MODEL, MUP, "adam")

@@ -77,12 +77,14 @@ def test_control_growth_that_theory_allows_runs():
     assert any("mlp/embed is 1.6 times" in text for text in program.preset.cautions(program.definition.sizes))
 
 
-def test_key_heads_alone_are_refused_in_a_run_too():
+def test_key_heads_alone_are_refused_in_a_run_too_where_they_move_faster():
+    """Under Adam nothing was measured to: the change of the output goes as K^0.01 over 8 times."""
     base = DecoderConfig(width=24, num_heads=12, num_kv_heads=1, depth=2, vocab_size=11, seq_len=5)
     model = definition(dataclasses.replace(base, num_kv_heads=12))
-    preset, config = presets.get("mup", base=base.base_sizes()), OptimizerConfig(name="adam")
-    with pytest.raises(PresetError, match=r"mup under adam does not allow growing .*kv_heads x12.* as kv_heads\^0\.5"):
-        check_run(preset, model, resolve(preset, model, "adam"), config)
+    preset = presets.get("mup", base=base.base_sizes())
+    with pytest.raises(PresetError, match=r"mup under sgd does not allow growing .*kv_heads x12.* as kv_heads\^0\.5"):
+        check_run(preset, model, resolve(preset, model, "sgd"), OptimizerConfig(name="sgd"))
+    check_run(preset, model, resolve(preset, model, "adam"), OptimizerConfig(name="adam"))
 
 
 # Decay

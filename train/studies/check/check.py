@@ -1,14 +1,12 @@
-"""The coordinate check: grow one size, measure, fit log-log slopes, and hold them against the theory of the preset."""
+"""The coordinate check: grow one size, measure every size, and hold what is seen against the theory of the preset."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 import numpy as np
-from scipy import stats
 
 from mupax.presets import Preset, PresetError
 from mupax.train.config import sizes
@@ -16,98 +14,53 @@ from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import factors, optimizer
 from mupax.train.core.step import StepInputs
 from mupax.train.studies.check import observables, theory
+from mupax.train.studies.check.judge import ENDS, LAYERS, Finding, judge, passes
 from mupax.train.studies.check.theory import STEPS, Expected
 from mupax.zoo.definition import Definition
 from mupax.zoo.families import ConfigError, ModelConfig
 from mupax.zoo.transformer import TransformerConfig, transformer
 
+__all__ = ["Expected", "Finding", "Series", "batch", "grow", "judge", "passes", "smallest", "study"]
+
 _WIDTH, _HEADS, _DEPTH, _POSITIONS, _VOCAB, _EXAMPLES = 64, 4, 2, 16, 64, 8
-_MOVES = 0.1
-"""A slope above this is seen to grow."""
-_FLOOR = 1e-30
-"""Stands for an exact zero in a logarithm."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """One observable at one step, measured and judged.
+def smallest(model: ModelConfig, written: Collection[str] = ()) -> TransformerConfig:
+    """The model's structure at the check's smallest size: width 64, 4 heads, depth 2, 16 positions.
 
-    Attributes:
-        observable: name, as in `mupax.train.studies.check.observables`.
-        step: optimizer steps taken.
-        slope: mean over seeds of the log-log slope; `low` and `high` its 95 % interval. Not a number where all is zero.
-        values: geometric mean over seeds at every size.
-        expected: by theory.
+    Args:
+        model: whose structure.
+        written: fields of it that keep their sizes.
+
+    Raises:
+        ConfigError: not a transformer, or sizes that do not fit together.
     """
-
-    observable: str
-    step: int
-    slope: float
-    low: float
-    high: float
-    values: tuple[float, ...]
-    expected: Expected
-
-    @property
-    def agrees(self) -> bool:
-        """Whether the interval meets the band that theory allows; one that is not a number does not."""
-        floor, ceiling = self.expected.slope - self.expected.below, self.expected.slope + self.expected.above
-        return self.low <= ceiling and self.high >= floor
-
-    @property
-    def trouble(self) -> str | None:
-        """What theory foretold and the measurement shows, such as "explodes"; None where nothing is wrong."""
-        return self.expected.trouble if self.slope > _MOVES else None
-
-    @property
-    def ok(self) -> bool:
-        """Agrees with theory, and is no trouble."""
-        return self.agrees and not self.trouble
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        """Whose steps theory blames for the trouble."""
-        return self.expected.roles if self.trouble else ()
-
-    @property
-    def verdict(self) -> str:
-        """A word for a person."""
-        if self.agrees:
-            return self.trouble or "as predicted"
-        if any(self.values):
-            return "contradicts theory"
-        return "frozen" if self.step else "zero"
-
-
-def smallest(model: ModelConfig) -> TransformerConfig:
-    """The model's structure at the check's smallest size: width 64, 4 heads, depth 2, 16 positions."""
     model = transformer(model, "growing one size")
     inputs = {"tokens": {"vocab_size": _VOCAB, "seq_len": _POSITIONS}, "images": {"image_size": 8, "patch_size": 2}}
-    return dataclasses.replace(
-        model,
-        width=_WIDTH,
-        num_heads=_HEADS,
-        head_dim=None,
-        num_kv_heads=None if model.num_kv_heads is None else max(1, _HEADS * model.kv_heads // model.num_heads),
-        depth=_DEPTH,
-        mlp_ratio=round(model.mlp_ratio * _WIDTH) / _WIDTH,
-        # A few steps of small models: what takes time is compiling them.
-        compute=dataclasses.replace(model.compute, layers="scan"),
-        centered=False,
-        **inputs[model.task],
-    )
+    small = {"width": _WIDTH, "num_heads": _HEADS, "head_dim": None, "depth": _DEPTH, **inputs[model.task]}
+    small = {name: size for name, size in small.items() if name not in written}
+    heads, width = small.get("num_heads", model.num_heads), small.get("width", model.width)
+    if "num_kv_heads" not in written and model.num_kv_heads is not None:
+        small["num_kv_heads"] = max(1, heads * model.kv_heads // model.num_heads)
+    if "mlp_ratio" not in written:
+        small["mlp_ratio"] = round(model.mlp_ratio * width) / width
+    # A few steps of small models: what takes time is compiling them.
+    compute = dataclasses.replace(model.compute, layers="scan")
+    return dataclasses.replace(model, compute=compute, centered=False, **small)
 
 
-def grow(model: ModelConfig, axis: str, count: int) -> list[TransformerConfig]:
+def grow(model: ModelConfig, axis: str, count: int, written: Collection[str] = ()) -> list[TransformerConfig]:
     """`count` models from the smallest on, one size doubling.
 
     Args:
         model: whose structure.
         axis: head_dim, heads, depth, width (heads and head_dim in turn), mlp alone, or kv_heads alone (of 8 query heads).
         count: how many.
+        written: fields of the model whose sizes the smallest has too.
     """
-    start, most = smallest(model), 2 * _HEADS
+    start = smallest(model, written)
     if axis == "kv_heads":
+        most = start.num_heads if "num_heads" in written else 2 * _HEADS
         if 2 ** (count - 1) > most:
             raise ConfigError(f"key heads grow from 1 to {most}; write --sizes {most.bit_length()} or fewer")
         return [dataclasses.replace(start, num_heads=most, num_kv_heads=2**k) for k in range(count)]
@@ -155,7 +108,8 @@ class Series:
             seeds: initializations per size.
 
         Returns:
-            Observable to float64 [sizes, seeds, steps + 1].
+            Observable to float64 [sizes, seeds, steps + 1], over layers; and layer by layer (`LAYERS`) with an axis of layers, last,
+            or where sizes differ in depth (`ENDS`) of the one that has the least and the one that has the most.
 
         Raises:
             PresetError: the sizes show different observables, so no slope can be fitted.
@@ -168,41 +122,26 @@ class Series:
             recorded.append(jax.device_get(program(np.arange(seeds, dtype=np.uint32), run, stds, dict(batch))))
         if any(one.keys() != recorded[0].keys() for one in recorded):
             raise PresetError("the models to compare have different parameters; grow sizes only, not structure")
-        return {name: np.stack([np.asarray(one[name], np.float64) for one in recorded]) for name in recorded[0]}
-
-
-def judge(
-    measured: Mapping[str, np.ndarray], sizes: Sequence[float], expected: Mapping[tuple[str, int], Expected]
-) -> list[Finding]:
-    """Log-log slopes of every observable that theory speaks of, with 95 % intervals over seeds, and what it says of each.
-
-    Args:
-        measured: from `Series.measure`.
-        sizes: the grown size (or its ratio to the smallest), one per definition.
-        expected: from `mupax.train.studies.check.theory.of`.
-    """
-    x = np.log2(np.asarray(sizes, np.float64))
-    x = x - x.mean()
-    findings = []
-    for name, values in measured.items():
-        for step in (step for step in range(values.shape[2]) if (name, step) in expected):
-            something = np.any(values[:, :, step])
-            y = np.log2(np.maximum(values[:, :, step], _FLOOR))
-            slopes = x @ y / (x @ x) if something else np.array([math.nan])
-            mean, seeds = float(slopes.mean()), len(slopes)
-            half = float(stats.sem(slopes) * stats.t.ppf(0.975, seeds - 1)) if seeds > 1 else 0.0
-            typical = tuple(map(float, something * 2.0 ** y.mean(axis=1)))
-            findings.append(Finding(name, step, mean, mean - half, mean + half, typical, expected[name, step]))
-    return findings
-
-
-def passes(findings: Sequence[Finding]) -> bool:
-    """Whether every judged observable is as predicted and healthy."""
-    return bool(findings) and all(finding.ok for finding in findings)
+        measured: dict[str, np.ndarray] = {}
+        for name in recorded[0]:
+            each = [np.asarray(one[name], np.float64) for one in recorded]
+            if each[0].ndim > 2 and len({one.shape for one in each}) == 1:
+                measured[LAYERS.format(name)] = np.stack(each)
+            elif each[0].ndim > 2:
+                measured[ENDS.format(name)] = np.stack([np.stack([one.min(-1), one.max(-1)], -1) for one in each])
+            if each[0].ndim > 2:
+                each = [np.sqrt(np.mean(one**2, axis=-1)) for one in each]
+            measured[name] = np.stack(each)
+        return measured
 
 
 def study(
-    definitions: Sequence[Definition], preset: Preset, config: OptimizerConfig, batch: observables.Batch, seeds: int = 4
+    definitions: Sequence[Definition],
+    preset: Preset,
+    config: OptimizerConfig,
+    batch: observables.Batch,
+    seeds: int = 4,
+    accept: Collection[str] = (),
 ) -> list[Finding]:
     """The whole check of one preset on any model: measure at every size, fit, and hold against theory.
 
@@ -212,8 +151,9 @@ def study(
         config: optimizer; its schedule should be constant.
         batch: `inputs`, `targets`, `weights` for every size (see `mupax.train.core.step`).
         seeds: initializations per size.
+        accept: trouble that the preset's source wants (`mupax.train.studies.check.theory.of`).
     """
     _, factor = theory.growth(definitions[0].sizes, definitions[-1].sizes)
     ratios = [factor ** (i / (len(definitions) - 1)) for i in range(len(definitions))]
-    expected = theory.of(preset, definitions[0], definitions[-1], config.name)
+    expected = theory.of(preset, definitions[0], definitions[-1], config.name, accept=accept)
     return judge(Series(definitions, config).measure(preset, batch, seeds), ratios, expected)

@@ -1,7 +1,7 @@
 """What to measure inside a model while it takes its first steps: one compiled program per size, all presets and seeds in it.
 
-Every observable is a positive number per (seed, step): a root mean square over entries, layers and batch. Names are
-`what` or `what/group`, group being a `ParamSpec.group` such as `block.query`.
+Every observable is a positive number per (seed, step), or per (seed, step, layer): a root mean square over entries and batch.
+Names are `what` or `what/label`, a parameter's label being its group such as `block.query` (`mupax.train.studies.check.groups`).
 
 Shapes: L layers, B batch, T and S positions, H heads, K key heads, N head dimension, D width, V outputs.
 """
@@ -20,10 +20,13 @@ from mupax.train.core.factors import Factors
 from mupax.train.core.state import TrainState
 from mupax.train.core.step import StepInputs, gradients
 from mupax.train.core.transforms import rows
+from mupax.train.studies.check import groups
 from mupax.zoo.definition import Arrays, Definition, multiplied
 
 Batch = Mapping[str, Any]
 _BY_OWN_WEIGHTS = ("query", "key", "attention")
+_BY_LAYER = (*_BY_OWN_WEIGHTS, "contribution")
+"""What `internals` has an axis of layers of, first, and a table sets at initialization."""
 
 
 def program(definition: Definition, tx: optax.GradientTransformationExtraArgs, steps: int) -> Callable[..., Any]:
@@ -31,7 +34,7 @@ def program(definition: Definition, tx: optax.GradientTransformationExtraArgs, s
 
     It trains from each seed on one batch, measuring before the first step and after every one: from seeds of the
     initialization (uint32 [S]), factors and hyperparameters (`run.reference` is not used), initial standard deviations and the
-    batch to float32 [S, steps + 1] by observable.
+    batch to float32 [S, steps + 1] or [S, steps + 1, L] by observable.
 
     Args:
         definition: the model.
@@ -69,7 +72,7 @@ def _activations(model: Any, start: Arrays, inputs: jax.Array, tied: bool) -> Ar
     D^1/2 under `ntk`. `change logits` is of all of them: what training adds has one exponent.
     """
     now = internals(model, inputs)
-    seen = {name: rms(x) for name, x in now.items()}
+    seen = {name: (by_layer if name in _BY_LAYER else rms)(x) for name, x in now.items()}
     if tied:
         contact_BTV = jnp.arange(now["logits"].shape[-1]) == inputs[..., None]
         seen |= {"logits": rms(now["logits"], ~contact_BTV), "contact logit": rms(now["logits"], contact_BTV)}
@@ -85,15 +88,20 @@ def _activations(model: Any, start: Arrays, inputs: jax.Array, tied: bool) -> Ar
 
 
 def _weights(definition: Definition, factors: Factors, initial: Arrays, params: Arrays, grads: Arrays) -> Arrays:
-    """Per group the weight as it acts, multiplier included, its movement since initialization, and gradient over eps factor."""
+    """Per label the weight as it acts, multiplier included, its movement since initialization, and gradient over eps factor."""
     acting, began = multiplied(params, factors.multiplier), multiplied(initial, factors.multiplier)
-    groups: dict[str, list[jax.Array]] = {}
-    for name, spec in definition.specs.items():
+    seen: Arrays = {}
+    for name, label in groups.labels(definition.specs).items():
         gradient = grads[name] / rows(factors.eps[name], grads[name])
         columns = {"weight": acting[name], "movement": acting[name] - began[name], "gradient": gradient}
         for what, array in columns.items():
-            groups.setdefault(f"{what}/{spec.group}", []).append(rms(array))
-    return {name: rms(jnp.stack(values)) for name, values in groups.items()}
+            seen[f"{what}/{label}"] = (by_layer if definition.specs[name].stacked else rms)(array)
+    return seen
+
+
+def by_layer(x: jax.Array) -> jax.Array:
+    """Root mean square over all entries of every layer, which are the first axis: float32 [layers]."""
+    return jax.vmap(rms)(x)
 
 
 def rms(x: jax.Array, where: jax.Array | None = None) -> jax.Array:

@@ -18,8 +18,8 @@ _PANEL_COLUMNS = 7
 _STEP_COLOURS = {0: "#999999", 1: "#56B4E9", 3: "#0072B2", 10: "#D55E00"}
 
 
-def show(console: Console, findings: Sequence[Finding], title: str) -> None:
-    """One line per observable and step, worst first within what theory speaks of, and the verdict."""
+def show(console: Console, findings: Sequence[Finding], title: str, not_judged: Sequence[str] = ()) -> None:
+    """One line per observable and step, worst first within what theory speaks of, and the verdicts."""
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
     for column in ("observable", "after", "slope", "95 %", "theory", "verdict"):
         table.add_column(column, justify="right" if column in ("after", "slope", "theory") else "left", no_wrap=True)
@@ -29,43 +29,55 @@ def show(console: Console, findings: Sequence[Finding], title: str) -> None:
         interval, words = f"[{f.low:+.2f}, {f.high:+.2f}]", f"[{colour}]{_words(f)}[/{colour}]"
         table.add_row(f.observable, str(f.step), f"{f.slope:+.2f}", interval, band, words)
     console.print(table)
-    console.print(verdict_line(findings))
+    console.print(verdict_line(findings, not_judged))
 
 
 def _words(finding: Finding) -> str:
     return finding.verdict + (f" through {', '.join(finding.roles)}" if finding.roles else "")
 
 
-def verdict_line(findings: Sequence[Finding]) -> str:
-    """The verdict in a line: the observables that gave a wrong rule away, and the roles whose own lines are wrong."""
-    bad = [f for f in findings if not f.ok]
+def verdict_line(findings: Sequence[Finding], not_judged: Sequence[str] = ()) -> str:
+    """Both verdicts in a line: what gave a wrong program or table away, the roles whose own lines are wrong, what nothing was said of."""
     if not findings:
         return "[bold red]fails[/bold red]: nothing was measured that theory speaks of"
-    if not bad:
-        return f"[bold green]passes[/bold green]: all {len(findings)} observables as predicted"
+    wrong, bad = [f for f in findings if not f.agrees], [f for f in findings if f.agrees and f.trouble]
+    parts = [f"the program does not do what its table says: {_given_away(wrong)}"] if wrong else []
+    parts += [f"the table itself is wrong: {_given_away(bad)}"] if bad else []
+    unsaid = f"; not judged: {', '.join(not_judged)}" if not_judged else ""
+    if not parts:
+        return f"[bold green]passes[/bold green]: all {len(findings)} observables as predicted{unsaid}"
+    return f"[bold red]fails[/bold red]: {'; '.join(parts)}{unsaid}"
+
+
+def _given_away(bad: Sequence[Finding]) -> str:
     seen = dict.fromkeys(f"{f.observable} {_words(f)}" for f in bad if "/" not in f.observable)
-    groups: dict[str, list[str]] = {}
-    for what, _, group in (f.observable.partition("/") for f in bad):
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for f in bad:
+        what, *group = f.observable.split("/")
         if group:
-            groups.setdefault(group, []).append(what)
+            part = "".join(f" of {name}" for name in group[1:]) + (f" in {f.layer}" if f.layer else "")
+            groups.setdefault(group[0], []).append(
+                (what, what + part if not f.agrees else f"{what}{part}: {f.trouble}")
+            )
     # A wrong weight or movement is its role's own; a wrong gradient may come from elsewhere.
-    order = sorted(groups, key=lambda group: min(_OWN.index(what) for what in groups[group]))
-    own = [f"{group} ({', '.join(dict.fromkeys(groups[group]))})" for group in order]
+    order = sorted(groups, key=lambda group: min(_OWN.index(what) for what, _ in groups[group]))
+    own = [f"{group} ({', '.join(dict.fromkeys(words for _, words in groups[group]))})" for group in order]
     parts = ["; ".join(_first(list(seen)))] if seen else []
     parts += [f"by role: {', '.join(_first(own))}"] if own else []
-    return f"[bold red]fails[/bold red]: {'; '.join(parts)}"
+    return "; ".join(parts)
 
 
 def _first(names: list[str], count: int = 6) -> list[str]:
     return names[:count] + ([f"and {len(names) - count} more"] if len(names) > count else [])
 
 
-def to_json(findings: Sequence[Finding], about: dict[str, Any]) -> dict[str, Any]:
-    """`verdict` (pass or fail), what was run, and per observable `slope`, `low`, `high`, `predicted`, `ok`.
+def to_json(findings: Sequence[Finding], about: dict[str, Any], not_judged: Sequence[str] = ()) -> dict[str, Any]:
+    """`verdict` (pass or fail), that of the `program` and of the `table`, what was run, and what was seen of every observable.
 
     Args:
         findings: of a check.
         about: what was run.
+        not_judged: observables of parameters that theory says nothing about.
     """
     rows = [
         {"observable": f.observable, "step": f.step, "slope": _finite(f.slope), "low": _finite(f.low),
@@ -73,7 +85,13 @@ def to_json(findings: Sequence[Finding], about: dict[str, Any]) -> dict[str, Any
          "verdict": f.verdict, "roles": list(f.roles), "values": [_finite(v) for v in f.values]}
         for f in findings
     ]  # fmt: skip
-    return {"verdict": "pass" if passes(findings) else "fail", **about, "observables": rows}
+    verdicts = {
+        "verdict": passes(findings),
+        "program": bool(findings) and all(f.agrees for f in findings),
+        "table": not any(f.trouble for f in findings),
+    }
+    words = {name: "pass" if passed else "fail" for name, passed in verdicts.items()}
+    return {**words, **about, "not_judged": list(not_judged), "observables": rows}
 
 
 def figure(path: Path | str, findings: Sequence[Finding], sizes: Sequence[float], axis: str, title: str) -> None:

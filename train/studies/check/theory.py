@@ -10,12 +10,13 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from mupax.presets import EMBEDDINGS, VECTORS, ParamSpec, Preset, PresetError, Role
-from mupax.presets.analysis.limits import SPECS, Limit
+from mupax.presets import Preset, PresetError
+from mupax.presets.analysis.limits import Limit
 from mupax.presets.power import axis
+from mupax.train.studies.check import groups
 from mupax.zoo.definition import Definition
 
 STEPS = (0, 1, 3, 10)
@@ -31,7 +32,8 @@ _GROWS = 0.01
 """An exponent above this is growth."""
 _FIRST_GRADIENT = ((0, "gradient"), (1, "movement"), (1, "update query"), (1, "update key"))
 """What is made of the gradient at initialization and nothing later (step, kind): then nothing is aligned yet."""
-_ROLES = {spec.role: name for name, spec in SPECS.items() if spec.role is not Role.TOKEN_EMBEDDING}
+LAZY = "lazy"
+"""Trouble that a person can ask for: features that move less and less, the limit of the neural tangent."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +44,10 @@ class Expected:
         slope: exponent in the grown size.
         below: how much less a measured slope may be.
         above: how much more.
-        trouble: what a practitioner should hear where the exponent itself is bad, such as "explodes"; None where it is fine.
+        trouble: what a practitioner should hear of the table where the exponent itself is bad: explodes, vanishes, frozen, lazy,
+            heads collapse, eps dominates or fades; None where it is fine.
         roles: the weights whose steps theory blames for the trouble.
+        base: what it is at the smallest size, a movement over the peak learning rate; None where theory has no number.
     """
 
     slope: float
@@ -51,6 +55,7 @@ class Expected:
     above: float = 0.15
     trouble: str | None = None
     roles: tuple[str, ...] = ()
+    base: float | None = None
 
 
 def growth(first: Mapping[str, int], last: Mapping[str, int]) -> tuple[dict[str, float], float]:
@@ -63,7 +68,13 @@ def growth(first: Mapping[str, int], last: Mapping[str, int]) -> tuple[dict[str,
 
 
 def of(
-    preset: Preset, first: Definition, last: Definition, optimizer: str, *, strict: bool = False
+    preset: Preset,
+    first: Definition,
+    last: Definition,
+    optimizer: str,
+    *,
+    strict: bool = False,
+    accept: Collection[str] = (),
 ) -> dict[tuple[str, int], Expected]:
     """Expectation per (observable, step).
 
@@ -73,7 +84,15 @@ def of(
         last: the largest.
         optimizer: whose updates.
         strict: without margins and allowances, to measure the latter.
+        accept: `LAZY`, of a preset whose source wants that (`Preset.vanishing` has "features"), as far as it does.
+
+    Raises:
+        PresetError: no size grows, or what is to be accepted is not what the preset's source wants.
     """
+    if LAZY in accept and "features" not in preset.vanishing:
+        raise PresetError(
+            f"{preset.name} wants no lazy limit: its `vanishing` names no features; leave --accept lazy out"
+        )
     exponents, _ = growth(first.sizes, last.sizes)
     family = preset.family(optimizer)
     tied = first.tied_readout is not None
@@ -84,16 +103,23 @@ def of(
     # be anywhere from a whole N^1/2 less to what theory says in the end.
     lost = (limit.aligned - limit.n / 2) / limit.n if limit.n else 0.0
     first_gradient, early = (
-        _slopes(slower, first, Limit(slower, family, exponents, tied=tied))
+        _slopes(slower, first, Limit(slower, family, exponents, tied=tied), aligned=False)
         for slower in (dataclasses.replace(preset, logits=preset.logits * axis("head_dim") ** -x) for x in (lost, 0.5))
     )
     worst = max((slope for (_, step), slope in late.items() if step > 0 and slope > _GROWS), default=0.0)
     allowed = {} if strict else _allowed(f"{family} {_grown_size(exponents)}", explodes=worst > 0, tied=tied)
+    wrong = {key: str(trouble) for key, trouble in groups.troubles(preset, first.specs, limit).items()}
+    of_base = groups.wrong_base(preset, first.specs, first.sizes, optimizer)
+    wrong |= {key: f"wrong base ({ratio:.3g} times)" for key, ratio in of_base.items()}
+    numbers = groups.at_base(preset, first.specs, first.sizes, optimizer)
+    collapse = limit.x(preset.vanishing["attention"]) if "attention" in preset.vanishing else 0.0
+    if abs(limit.attention) > _GROWS and not collapse - _GROWS < limit.attention < 0:
+        wrong["attention", 0] = "heads collapse" if limit.attention < 0 else "explodes"
     expected = {}
     for (name, step), slope in late.items():
         kind = name.partition("/")[0]
         margin = 0.0 if strict else _MARGIN.get(kind, 0.12)
-        below, above = allowed.get(f"{name} @{step}", (0.0, 0.0))
+        below, above = allowed.get(f"{'/'.join(name.split('/')[:2])} @{step}", (0.0, 0.0))
         if (step, kind) in _FIRST_GRADIENT:
             slope = first_gradient[name, step]
         elif step > 0:
@@ -104,12 +130,15 @@ def of(
         if grows or step > 1:
             # What explodes soon leaves the regime in which it grows by a power law, and so does what trains beside it.
             below += slope if grows else worst
-        trouble, roles = ("explodes", _blamed(name, limit)) if grows else (None, ())
+        trouble, roles = ("explodes", _blamed(name, limit)) if grows else (wrong.get((name, step)), ())
+        trouble = None if trouble in accept else trouble
         if name == "contact logit" and limit.layers:
             # The stream's size squared is a sum of two power laws, embedding and branches; between them the slope of the
             # embedding's share is that of neither.
             above += abs(limit.embedded - limit.contribution - limit.layers / 2)
-        expected[name, step] = Expected(slope, margin + below, margin + above, trouble, roles)
+        known = kind in ("weight", "attention") if step == 0 else kind == "movement" and family in ("adam", "lion")
+        base = numbers.get((name, step)) if known else None
+        expected[name, step] = Expected(slope, margin + below, margin + above, trouble, roles, base)
     if preset.zero_readout and not tied:  # a tied table is never zero
         return {key: one for key, one in expected.items() if not _waits_for_readout(*key)}
     return expected
@@ -139,7 +168,9 @@ def _blamed(name: str, limit: Limit) -> tuple[str, ...]:
     return limit.moved_by(moved[name]) if name in moved else ()
 
 
-def _slopes(preset: Preset, definition: Definition, limit: Limit) -> dict[tuple[str, int], float]:
+def _slopes(
+    preset: Preset, definition: Definition, limit: Limit, *, aligned: bool = True
+) -> dict[tuple[str, int], float]:
     start = {
         "embedding": limit.embedded,
         "query": limit.q,
@@ -161,49 +192,7 @@ def _slopes(preset: Preset, definition: Definition, limit: Limit) -> dict[tuple[
     }
     slopes = {(name, 0): slope for name, slope in start.items()}
     slopes |= {(name, step): slope for name, slope in change.items() for step in STEPS[1:]}
-    for spec in definition.specs.values():
-        slopes |= _weights(preset, spec, limit)
-    return slopes
-
-
-def _weights(preset: Preset, spec: ParamSpec, limit: Limit) -> dict[tuple[str, int], float]:
-    """Initial size, movement and gradient of one parameter group; what theory has no word for is left out."""
-    row, family = preset.row(spec), limit.family
-    slopes: dict[tuple[str, int], float] = {}
-    if spec.role is not Role.BIAS:
-        slopes[f"weight/{spec.group}", 0] = limit.x(row.multiplier * row.init_std)
-    name = "embedding" if spec.role in EMBEDDINGS else _ROLES.get(spec.role)
-    gradient = limit.gradient[name] if name is not None else _vector_gradient(spec, limit)
-    if family in ("adam", "lion"):
-        slopes[f"movement/{spec.group}", 1] = limit.x(row.multiplier * row.lr(family))
-    elif name is not None:
-        slopes[f"movement/{spec.group}", 1] = limit.step(name)
-    elif gradient is not None and family == "sgd":
-        slopes[f"movement/{spec.group}", 1] = limit.x(row.multiplier * row.lr(family)) + gradient
-    if gradient is not None:
-        slopes[f"gradient/{spec.group}", 0] = gradient - limit.x(row.eps_of(family))
-    return slopes
-
-
-def _vector_gradient(spec: ParamSpec, limit: Limit) -> float | None:
-    """Exponent of a gain's or bias' gradient: that of the matrix beside it, whose input has entries Theta(1)."""
-    of_matrix = {name: limit.gradient[name] - limit.x(limit.rows[name].multiplier) for name in SPECS}
-    if spec.role not in VECTORS or (spec.role is Role.NORM_GAIN and spec.of in (Role.QUERY, Role.KEY)):
-        return None  # gains of q, k: summed over heads, more or less aligned, theory gives a band and no exponent
-    if spec.role is Role.NORM_GAIN and limit.tied and abs(limit.contact) > 0.01:
-        # Summed over tokens in concert as far as softmax believes the input token: p E_t . E_t, a sum of squares. Where its
-        # logit grows or falls p goes to a constant as no power law does: 0.62, 0.91, 0.99, 1.00 under `sp` growing head_dim
-        # from 64 to 512, a slope of +0.22, and the gain's gradient has -0.31 and -0.35 in place of -1/2.
-        return None
-    if not spec.in_block:
-        if spec.of is Role.READOUT:
-            return 0.0
-        return of_matrix["embedding"] if spec.of in EMBEDDINGS else limit.weight("readout")
-    if spec.of in (Role.ATTENTION_OUT, Role.MLP_OUT):
-        return of_matrix["MLP out"] - limit.hidden
-    if spec.role is Role.BIAS and spec.of in _ROLES:
-        return of_matrix[_ROLES[spec.of]]
-    return max(of_matrix["value"], of_matrix["MLP in"])
+    return slopes | groups.slopes(preset, definition.specs, limit, aligned=aligned)
 
 
 @functools.cache

@@ -44,7 +44,7 @@ class Transfer:
     recipe: Annotated[conf.Positional[str], conf.arg(metavar="RECIPE")]
     """A recipe of `python -m train --help`."""
     grow: Annotated[Repeated, conf.arg(metavar="AXIS=N,N,...")]
-    """What grows alone: head_dim, heads, width, depth or mlp; each is a study."""
+    """What grows alone: head_dim, heads, width, depth, mlp or kv_heads; each is a study."""
     compare: Annotated[tuple[str, ...], conf.arg(metavar="PRESET ...")] = ()
     """Other presets side by side; constants after commas: depth-mup,alpha_l=1."""
     control: Annotated[str | None, conf.arg(metavar="PRESET")] = None

@@ -45,11 +45,16 @@ def series(grow: str, optimizer: str = "adam", model: configs.ModelConfig = LM) 
 
 
 def findings(
-    trained: Preset, grow: str, optimizer: str = "adam", meant: Preset | None = None, model: configs.ModelConfig = LM
+    trained: Preset,
+    grow: str,
+    optimizer: str = "adam",
+    meant: Preset | None = None,
+    model: configs.ModelConfig = LM,
+    accept: tuple[str, ...] = (),
 ) -> list[Finding]:
     """Train one preset, ask theory about another (the same unless given)."""
     sized = series(grow, optimizer, model)
-    expected = theory.of(meant or trained, sized.definitions[0], sized.definitions[-1], optimizer)
+    expected = theory.of(meant or trained, sized.definitions[0], sized.definitions[-1], optimizer, accept=accept)
     ratios = [2.0**i for i in range(len(sized.definitions))]
     return check.judge(measured(sized, trained), ratios, expected)
 
@@ -118,7 +123,7 @@ def test_a_right_rule_passes_with_a_tied_readout_under_sgd():
 @pytest.mark.parametrize("name", ["sp", "ntk"])
 @pytest.mark.parametrize("grow", ["head_dim", "heads", "depth"])
 def test_tied_sp_and_ntk_move_as_theory_says(name, grow):
-    found = findings(preset(name), grow, model=TIED)
+    found = findings(preset(name), grow, model=TIED, accept=("lazy",) if name == "ntk" else ())
     assert all(f.agrees for f in found), wrong(found)
     assert check.passes(found) == (name == "ntk" and grow != "depth")
     contact = next(f for f in found if f.observable == "contact logit")
@@ -162,10 +167,10 @@ def test_control_with_the_contact_logit_among_them_the_logits_at_the_start_contr
 @pytest.mark.parametrize("name", ["ntk", "hybrid"])
 @pytest.mark.parametrize("grow", ["head_dim", "heads", "depth"])
 def test_the_neural_tangent_family_moves_as_theory_says(name, grow):
-    found = findings(preset(name), grow)
+    found = findings(preset(name), grow, accept=("lazy",))
     assert all(f.agrees for f in found), wrong(found)
-    # Without a rule for depth it explodes there, as foretold; growing wider it passes.
-    assert check.passes(found) == (grow != "depth")
+    # Without a rule for depth it explodes there, as foretold, and hybrid's logits by its own table as N^1/4.
+    assert check.passes(found) == (grow != "depth" and (name, grow) != ("hybrid", "head_dim"))
 
 
 @pytest.mark.parametrize("name", ["mup", "mup-half"])

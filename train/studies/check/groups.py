@@ -1,0 +1,164 @@
+"""What theory expects of single parameters, their names in a report, and what it has no word for.
+
+An observable of weights is `what/label`. A label is the parameter's group (`ParamSpec.group`), and its own part of the name
+where a group has several: the gate of a SwiGLU is not its up projection, and a root mean square over both would hide it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping
+
+import numpy as np
+
+from mupax.presets import EMBEDDINGS, VECTORS, ParamSpec, Preset, Role
+from mupax.presets.analysis.health import NAMES, Column, Health, Trouble
+from mupax.presets.analysis.limits import Limit
+
+COLUMNS: dict[tuple[str, int], Column] = {("weight", 0): "init_std", ("movement", 1): "lr", ("gradient", 0): "eps"}
+"""What is observed of a parameter, at which step, and the column of its row that sets it."""
+
+
+def labels(specs: Mapping[str, ParamSpec]) -> dict[str, str]:
+    """Parameter name to its label: block.query, block.mlp_in/gate."""
+    members: dict[str, list[str]] = {}
+    for name, spec in specs.items():
+        members.setdefault(spec.group, []).append(name)
+    return {
+        name: group if len(names) == 1 else f"{group}/{_part(name, names)}"
+        for group, names in members.items()
+        for name in names
+    }
+
+
+def _part(name: str, names: Collection[str]) -> str:
+    """The words of a dotted name that the others do not all have."""
+    shared = set.intersection(*(set(each.split(".")) for each in names))
+    return ".".join(word for word in name.split(".") if word not in shared)
+
+
+def slopes(
+    preset: Preset, specs: Mapping[str, ParamSpec], limit: Limit, *, aligned: bool = True
+) -> dict[tuple[str, int], float]:
+    """Exponents of initial size, movement and gradient over eps of every parameter; what theory has no word for is left out.
+
+    Args:
+        preset: the table.
+        specs: of the model's parameters.
+        limit: of the table.
+        aligned: heads' gradients of a gain that they share have one sign, as they get in training; at initialization they have not.
+    """
+    found: dict[tuple[str, int], float] = {}
+    for name, label in labels(specs).items():
+        spec = specs[name]
+        row, family, of = preset.row(spec), limit.family, NAMES.get(spec.role)
+        if spec.role is not Role.BIAS:
+            found[f"weight/{label}", 0] = limit.x(row.multiplier * row.init_std)
+        rate, change = limit.x(row.multiplier * row.lr(family)), gradient(spec, limit, preset, aligned=aligned)
+        if family == "muon" and of is not None and limit.orthogonal(of):
+            found[f"movement/{label}", 1] = limit.step(of)
+        elif family != "sgd" and not (family == "muon" and row.muon is not None):
+            found[f"movement/{label}", 1] = rate
+        elif family == "sgd" and change is not None:
+            found[f"movement/{label}", 1] = rate + change
+        if change is not None:
+            found[f"gradient/{label}", 0] = change - limit.x(row.eps_of(family))
+    return found
+
+
+def troubles(preset: Preset, specs: Mapping[str, ParamSpec], limit: Limit) -> dict[tuple[str, int], Trouble]:
+    """(observable, step) of a parameter to what is wrong with the column of its row that sets it."""
+    health = Health(preset, limit, lambda spec, of: gradient(spec, of, preset))
+    wrong = health.troubles(specs.values())
+    return {
+        (f"{what}/{label}", step): wrong[specs[name].group, column]
+        for name, label in labels(specs).items()
+        for (what, step), column in COLUMNS.items()
+        if (specs[name].group, column) in wrong
+    }
+
+
+def at_base(
+    preset: Preset, specs: Mapping[str, ParamSpec], sizes: Mapping[str, int], optimizer: str
+) -> dict[tuple[str, int], float]:
+    """What the table gives these sizes: a weight's initial size, its first step over the peak rate, eps, and attention logits.
+
+    Args:
+        preset: the table.
+        specs: of the model's parameters.
+        sizes: of the model.
+        optimizer: whose rates.
+    """
+    numbers: dict[tuple[str, int], float] = {}
+    stds: dict[Role, float] = {}
+    for name, label in labels(specs).items():
+        scales = preset.scales(specs[name], sizes, optimizer)
+        # A number per layer is its preset's own; the middle one speaks for it.
+        multiplier, std, lr, eps = map(np.median, (scales.multiplier, scales.init_std, scales.lr, scales.eps))
+        stds[specs[name].role] = multiplier * std * math.prod(sizes[axis] for axis in specs[name].fan_in) ** 0.5
+        numbers[f"weight/{label}", 0] = float(multiplier * std)
+        numbers[f"movement/{label}", 1] = float(multiplier * lr)
+        numbers[f"gradient/{label}", 0] = float(eps)
+    if Role.QUERY in stds and Role.KEY in stds:
+        normed = any(spec.role is Role.NORM_GAIN and spec.of is Role.QUERY for spec in specs.values())
+        entries = 1.0 if normed else stds[Role.QUERY] * stds[Role.KEY]
+        numbers["attention", 0] = entries * preset.logit_scale(sizes) * sizes["head_dim"] ** 0.5
+    return numbers
+
+
+def wrong_base(
+    preset: Preset, specs: Mapping[str, ParamSpec], sizes: Mapping[str, int], optimizer: str
+) -> dict[tuple[str, int], float]:
+    """Where a table relative to a base is not what it is at the base, on the model that should be it: how many times too large.
+
+    Arguments as `at_base`; the sizes are those of the smallest model.
+    """
+    if preset.base is None:
+        return {}
+    there = dataclasses.replace(preset, base={axis: sizes[axis] for axis in preset.base if axis in sizes})
+    numbers, right = (at_base(one, specs, sizes, optimizer) for one in (preset, there))
+    # Multipliers and stds at the base are fan-ins of the base: what must be 1 is the ratio.
+    return {key: x / right[key] for key, x in numbers.items() if right[key] and abs(x / right[key] - 1) > 0.01}
+
+
+def not_judged(specs: Mapping[str, ParamSpec], expected: Collection[tuple[str, int]]) -> tuple[str, ...]:
+    """The observables of parameters that theory says nothing about; a bias starts at zero whatever its std."""
+    return tuple(
+        f"{what}/{label}"
+        for name, label in labels(specs).items()
+        for (what, step) in COLUMNS
+        if (f"{what}/{label}", step) not in expected and not (what == "weight" and specs[name].role is Role.BIAS)
+    )
+
+
+def gradient(spec: ParamSpec, limit: Limit, preset: Preset, *, aligned: bool = True) -> float | None:
+    """Exponent of a parameter's gradient as stored, at unit gradient of the output; None where theory has no word for it."""
+    own, of = limit.x(preset.row(spec).multiplier), "embedding" if spec.role in EMBEDDINGS else NAMES.get(spec.role)
+    effective = {name: x - limit.x(limit.rows[name].multiplier) for name, x in limit.gradient.items()}
+    if of is not None:
+        return effective[of] + own
+    vector = _vector(spec, limit, effective, aligned) if spec.role in VECTORS else None
+    return None if vector is None else vector + own
+
+
+def _vector(spec: ParamSpec, limit: Limit, effective: Mapping[str, float], aligned: bool) -> float | None:
+    """The same of a gain or bias: that of the matrix beside it, whose input has entries Theta(1)."""
+    if spec.role is Role.NORM_GAIN and spec.of in (Role.QUERY, Role.KEY):
+        # q_n k_n times the logit's gradient, a sum over the heads that share the gain.
+        shared = 0.0 if {"heads", "kv_heads"} & set(spec.axes) else limit.growth.get("heads", 0.0)
+        return effective["query"] - limit.k + (shared if aligned else shared / 2)
+    if spec.role is Role.NORM_GAIN and limit.tied and abs(limit.contact) > 0.01:
+        # Summed over tokens in concert as far as softmax believes the input token: p E_t . E_t, a sum of squares. Where its
+        # logit grows or falls p goes to a constant as no power law does: 0.62, 0.91, 0.99, 1.00 under `sp` growing head_dim
+        # from 64 to 512, a slope of +0.22, and the gain's gradient has -0.31 and -0.35 in place of -1/2.
+        return None
+    if not spec.in_block:
+        if spec.of is Role.READOUT:
+            return 0.0
+        return effective["embedding"] if spec.of in EMBEDDINGS else limit.weight("readout")
+    if spec.of in (Role.ATTENTION_OUT, Role.MLP_OUT):
+        return effective["MLP out"] - limit.hidden
+    if spec.role is Role.BIAS and spec.of in NAMES:
+        return effective[NAMES[spec.of]]
+    return max(effective["value"], effective["MLP in"])
