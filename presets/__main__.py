@@ -195,7 +195,7 @@ class Tuned:
         if self.name:
             print(find.described(tuned[0]))
         elif tuned:
-            print(terminal.table([[each.use, find.summary(each)] for each in tuned]))
+            print(terminal.table([[each.use, each.evidence, find.summary(each)] for each in tuned]))
         else:
             print("no preset is tuned yet; `python -m train transfer ... --save-tuned NAME` makes one")
         return 0

@@ -23,6 +23,9 @@ OWN_FOLDER = Path("tuned")
 FAR = 3.0
 """Doublings of an axis beyond the studied sizes from which on training warns: studies themselves span about as many."""
 
+DECIDES = 0.15
+"""Half the width of a drift's interval, in octaves per doubling, from which on it decides nothing."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tuned:
@@ -63,6 +66,18 @@ class Tuned:
             if studied and not min(studied) <= size <= max(studied):
                 doublings[axis] = math.log2(size / (max(studied) if size > max(studied) else min(studied)))
         return doublings
+
+    @property
+    def evidence(self) -> str:
+        """What its study says of growing: `transfers`, `drifts`, `undecided` (a drift known to more than DECIDES) or `one size`."""
+        grown = self.provenance["transfer"]
+        if any(each["verdict"] == "drifts" for each in grown):
+            return "drifts"
+        bounds = [(each["drift"]["low"], each["drift"]["high"]) for each in grown]
+        if any(None in ends or ends[1] - ends[0] > 2 * DECIDES for ends in bounds):
+            return "undecided"
+        verdicts = {each["verdict"] for each in grown} or {"one size"}
+        return "undecided" if "undecided" in verdicts else verdicts.pop()
 
 
 def files() -> dict[str, Path]:
@@ -138,7 +153,7 @@ def described(tuned: Tuned) -> str:
     study, curve = tuned.provenance, zip(tuned.provenance["log2_lr"], tuned.provenance["loss"], strict=True)
     optimum = study["log2_optimum"]
     lines = [
-        f"{tuned.use}: {summary(tuned)}",
+        f"{tuned.use}, {tuned.evidence}: {summary(tuned)}",
         f"base       {_pairs(tuned.base) if tuned.base else 'none'}",
         f"constants  {_pairs(tuned.constants) or 'none'}; form {tuned.form or 'its own'}",
         f"optimizer  {_pairs(tuned.optimizer)}",

@@ -124,13 +124,33 @@ def test_a_preset_has_its_base_and_constants(mine: tuned.Tuned):
     assert (other.base, other.given["alpha_l"], other.given["c_a"]) == ({"embed": 8}, 0.5, 0.5)
 
 
+@pytest.mark.parametrize(
+    ("verdict", "low", "high", "evidence"),
+    [
+        ("transfers", -0.14, 0.15, "transfers"),
+        ("transfers", -0.16, 0.15, "undecided"),
+        ("undecided", -0.01, 0.2, "undecided"),
+        ("undecided", None, None, "undecided"),
+        ("drifts", 0.17, 0.77, "drifts"),
+    ],
+)
+def test_a_drift_that_is_hardly_known_decides_nothing(
+    verdict: str, low: float | None, high: float | None, evidence: str
+):
+    grown = {"axis": "heads", "sizes": [2, 4], "verdict": verdict, "drift": {"value": 0.0, "low": low, "high": high}}
+    study = made().provenance
+    assert made(provenance={**study, "transfer": [*study["transfer"], grown]}).evidence == evidence
+    assert made(provenance={**study, "transfer": []}).evidence == "one size"
+
+
 def test_the_list(mine: tuned.Tuned, capsys: pytest.CaptureFixture[str]):
     assert presets_main(["tuned"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    said = "depth-mup:mine-v1 adam 0.0078 on python_corpus, 409,600 tokens; head_dim transfers"
+    said = "depth-mup:mine-v1 transfers adam 0.0078 on python_corpus, 409,600 tokens; head_dim transfers"
     assert any(line.startswith(said) for line in lines)
     assert presets_main(["tuned", "depth-mup:mine-v1"]) == 0
     shown = capsys.readouterr().out
+    assert shown.startswith("depth-mup:mine-v1, transfers: adam 0.0078")
     assert "2^-6 diverged" in shown
     assert "python -m train transfer lm-tiny" in shown
     assert presets_main(["tuned", "depth-mup:mine-v1", "--json"]) == 0
