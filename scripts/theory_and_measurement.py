@@ -8,6 +8,7 @@ programs. The Markdown table is generated from the JSON, whose rows are all obse
 
 from __future__ import annotations
 
+import collections
 import json
 import platform
 from pathlib import Path
@@ -93,13 +94,12 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def _agreement(rows: list[dict[str, Any]]) -> str:
-    every = [o for row in rows for o in row["observables"]]
-    against = [o for o in every if o["verdict"] not in ("as predicted", "explodes")]
-    healthy = sum(o["verdict"] == "as predicted" for o in every)
-    return (
-        f"Of {len(every)} slopes {healthy} are as predicted, {len(every) - healthy - len(against)} explode as predicted, "
-        f"and {len(against)} contradict theory."
-    )
+    verdicts = collections.Counter(o["verdict"] for row in rows for o in row["observables"])
+    against = sum(count for verdict, count in verdicts.items() if verdict.startswith("contradicts"))
+    explode, healthy = verdicts.pop("explodes", 0), verdicts.pop("as predicted", 0)
+    others = [f"{count} {verdict}" for verdict, count in verdicts.items() if not verdict.startswith("contradicts")]
+    bad = ", ".join([f"{explode} explode as predicted", *sorted(others)])
+    return f"Of {healthy + explode + verdicts.total()} slopes {healthy} are as predicted, {bad}, and {against} contradict theory."
 
 
 def _cell(found: dict[str, Any] | None) -> str:

@@ -345,5 +345,5 @@ def test_the_committed_table_has_every_preset_and_nothing_against_theory():
     table = theory_and_measurement.OUT
     rows = json.loads(table.with_suffix(".json").read_text())["studies"]
     assert {row["preset"] for row in rows} == set(presets.PRESETS)
-    assert {o["verdict"] for row in rows for o in row["observables"]} == {"as predicted", "explodes"}
+    assert not any(o["verdict"].startswith(("contradicts", "zero")) for row in rows for o in row["observables"])
     assert theory_and_measurement.markdown(rows) == table.with_suffix(".md").read_text()

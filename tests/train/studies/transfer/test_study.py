@@ -17,6 +17,7 @@ from mupax.train.studies.transfer import study as transfer
 from mupax.train.studies.transfer.command import shared
 from mupax.train.studies.transfer.drift import analyse
 from mupax.train.studies.transfer.fit import Curve, fit
+from mupax.zoo.configs import ConfigError
 
 SIZES = (16, 32, 64, 128)
 
@@ -199,6 +200,18 @@ def test_a_study_is_relative_to_its_smallest_size():
     assert study("u-mup").configs[0].preset.base is None
     given = PresetConfig(base="lm-proxy")
     assert transfer.plan(RECIPES["lm-tiny"](), "depth", (2, 4), given, "").configs[0].preset.base == "lm-proxy"
+
+
+@pytest.mark.core
+def test_key_heads_grow_alone():
+    planned = transfer.plan(RECIPES["lm-tiny"](), "kv_heads", (1, 2, 4), PresetConfig(), "")
+    assert [config.model.kv_heads for config in planned.configs] == [1, 2, 4]  # pyright: ignore
+    assert {c.model.num_heads for c in planned.configs} == {4}  # pyright: ignore
+    assert {c.preset.base for c in planned.configs} == {"embed=128,heads=4,kv_heads=1,head_dim=32,mlp=320,layers=4"}
+    with pytest.raises(
+        ConfigError, match=r"num_heads 4 is not a multiple of model.num_kv_heads 3; write num_kv_heads 2"
+    ):
+        transfer.plan(RECIPES["lm-tiny"](), "kv_heads", (1, 3), PresetConfig(), "")
 
 
 @pytest.mark.core
