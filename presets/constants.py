@@ -6,14 +6,13 @@ matrices will do: `query` is `block.query`. The pull lr*wd is scaled by `decays`
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mupax.presets.roles import VECTORS, ParamSpec, PresetError, Role
-from mupax.presets.rule import Rule
+from mupax.presets.rule import names
 
 COLUMNS = {
     "rates": "learning rate",
@@ -63,25 +62,6 @@ def _number(name: str, value: Any) -> float:
     return number
 
 
-def scaled(rule: Rule, spec: ParamSpec, constants: Mapping[str, float]) -> Rule:
-    """The rule with the constants of the spec's group."""
-    by = {column: factor(column, spec, constants) for column in COLUMNS}
-    if set(by.values()) == {1.0}:
-        return rule
-    return dataclasses.replace(
-        rule.times(sgd=by["rates"], adam=by["rates"]),
-        multiplier=rule.multiplier * by["multipliers"],
-        init_std=rule.init_std * by["stds"],
-        decays=rule.decays and by["decays"] > 0,
-        decay=rule.decay * by["decays"],
-    )
-
-
-def factor(column: str, spec: ParamSpec, constants: Mapping[str, float]) -> float:
-    """What the constants multiply one of the spec's columns by."""
-    return math.prod(constants.get(f"{column}.{name}", 1.0) for name in _names(spec))
-
-
 def check(constants: Mapping[str, float], specs: Iterable[ParamSpec], preset: str) -> None:
     """Whether every constant does something in a model.
 
@@ -94,10 +74,10 @@ def check(constants: Mapping[str, float], specs: Iterable[ParamSpec], preset: st
         PresetError: a group that the model does not have, that is named twice, or whose number is none of its own.
     """
     groups = {spec.group: spec for spec in specs}
-    names = {name: spec for spec in groups.values() for name in _names(spec)}
+    by_name = {name: spec for spec in groups.values() for name in names(spec)}
     for constant in constants:
         column, _, group = constant.partition(".")
-        if (spec := names.get(group)) is None:
+        if (spec := by_name.get(group)) is None:
             raise PresetError(f"{constant}: the model has no parameters {group!r}; {_nearest(group, groups)}")
         if group != spec.group and f"{column}.{spec.group}" in constants:
             raise PresetError(f"{constant} and {column}.{spec.group} name one group; write one of them")
@@ -110,10 +90,6 @@ def check(constants: Mapping[str, float], specs: Iterable[ParamSpec], preset: st
             why = f"{preset} does not decay gains and biases"
         if why:
             raise PresetError(f"{constant} changes nothing: {why}")
-
-
-def _names(spec: ParamSpec) -> set[str]:
-    return {spec.group} if spec.role in VECTORS else {spec.group, spec.role.value}
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

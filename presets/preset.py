@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from mupax.presets.constants import scaled
 from mupax.presets.optimizers import OPTIMIZERS, Family, refused
 from mupax.presets.power import ONE, Power
 from mupax.presets.roles import EMBEDDINGS, VECTORS, ParamSpec, PresetError, Role
@@ -66,7 +65,7 @@ class Preset:
             PresetError: plain form with a tied readout, which has no std of its own to carry the scale; table-9 without
                 an SGD rule to make global.
         """
-        return scaled(self._formed(spec), spec, self.constants)
+        return self._formed(spec).with_constants(spec, self.constants)
 
     def _formed(self, spec: ParamSpec) -> Rule:
         rule = self.rule(spec)

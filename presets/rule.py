@@ -18,6 +18,7 @@ In the mean-field form queries and keys have std N^(1-alpha_a), as in the paper 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Literal, get_args
 
@@ -108,6 +109,19 @@ class Rule:
             eps=self.eps * eps,
         )
 
+    def with_constants(self, spec: ParamSpec, constants: Mapping[str, float]) -> Rule:
+        """The rule with the constants of the spec's group (`mupax.presets.constants`)."""
+        by = {column: constant(column, spec, constants) for column in ("rates", "stds", "multipliers", "decays")}
+        if set(by.values()) == {1.0}:
+            return self
+        return dataclasses.replace(
+            self.times(sgd=by["rates"], adam=by["rates"]),
+            multiplier=self.multiplier * by["multipliers"],
+            init_std=self.init_std * by["stds"],
+            decays=self.decays and by["decays"] > 0,
+            decay=self.decay * by["decays"],
+        )
+
     def factors(self, ratios: Mapping[str, float], base: Mapping[str, float], family: Family, decay: Decay) -> Scales:
         """Every column at these ratios of size to base size."""
         lr = self.lr(family)(ratios, base)
@@ -119,6 +133,16 @@ class Rule:
             eps=self.eps_of(family)(ratios, base),
             weight_decay=wd,
         )
+
+
+def constant(column: str, spec: ParamSpec, constants: Mapping[str, float]) -> float:
+    """What the constants multiply one of the spec's columns by."""
+    return math.prod(constants.get(f"{column}.{name}", 1.0) for name in names(spec))
+
+
+def names(spec: ParamSpec) -> set[str]:
+    """What constants call the spec's group; of a matrix its role will do."""
+    return {spec.group} if spec.role in VECTORS else {spec.group, spec.role.value}
 
 
 def theta(rule: Rule, spec: ParamSpec, form: Form) -> Power:

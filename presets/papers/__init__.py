@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from mupax.presets.constants import read
 from mupax.presets.preset import Preset
 from mupax.presets.roles import PresetError
 from mupax.table import Table
@@ -73,6 +72,11 @@ def make(preset: str, constants: Mapping[str, Any]) -> Preset:
     Raises:
         PresetError: the preset has no such constant, or a value cannot be one.
     """
+    if not constants:
+        return PRESETS[preset]()
+    from mupax.presets.constants import read
+    from mupax.presets.papers.choices import listed
+
     known = inspect.signature(PRESETS[preset]).parameters
     constants, groups = read(constants)
     checked: dict[str, float | str] = {}
@@ -84,6 +88,7 @@ def make(preset: str, constants: Mapping[str, Any]) -> Preset:
         # Annotations are texts here: "float", "str" or "str | None".
         words = str(known[name].annotation).startswith("str")
         checked[name] = str(value) if words else _number(preset, name, value, known[name].default)
+    listed(preset, **checked)
     made = PRESETS[preset](**checked)
     return dataclasses.replace(made, constants=groups, given={**made.given, **groups}) if groups else made
 

@@ -1,6 +1,7 @@
 """What sources disagree on, as data: each value of a named constant, its rule, who has it, and how well that is known.
 
-`python -m presets constants PRESET` prints it. A value that is not listed is refused where `listed` is asked.
+`python -m presets constants PRESET` prints it. Of a constant that is listed no other value is taken, but of `decay_width`, which
+may be any number.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def listed(preset: str, **constants: float | str) -> None:
     """Raises PresetError where a constant has a value that its table does not list."""
     for constant, value in constants.items():
         values = [choice.value for choice in of(preset, constant)]
-        if values and value not in values:
+        if values and value not in values and constant != "decay_width":
             texts = [each if isinstance(each, str) else f"{each:g}" for each in values]
             some = f"{', '.join(texts[:-1])} or {texts[-1]}"
             shown = value if isinstance(value, str) else f"{value:g}"

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from mupax.presets.papers.choices import listed
 from mupax.presets.papers.infinite_limits import D, L, N, heads_summed, infinite_limits
 from mupax.presets.power import ONE, Power, product
 from mupax.presets.preset import Preset, changed
@@ -50,7 +49,6 @@ def completep(
     beta0: float = 1.0,
 ) -> Preset:
     """CompleteP: muP with branches 1/L and every block learning at every depth; its own weight decay and eps."""
-    listed("completep", eps_scope=eps_scope)
     if decay not in (None, "table", "rate"):
         raise PresetError(f"completep: decay={decay} is not a choice; write table or rate")
     family = infinite_limits("completep", alpha_a=alpha_a, alpha_l=alpha_l, beta0=beta0)

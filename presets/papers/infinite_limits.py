@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from mupax.presets.papers.choices import listed
 from mupax.presets.power import ONE, Power, axis, product
 from mupax.presets.preset import Preset, changed
 from mupax.presets.roles import VECTORS, ParamSpec, PresetError, Role
@@ -135,7 +134,7 @@ def infinite_limits(
         muon_scale: Muon's step at the base, "spectral" or "rms".
 
     Raises:
-        PresetError: an exponent outside [1/2, 1], a constant that is not positive, or a value that `choices` does not list.
+        PresetError: an exponent outside [1/2, 1] or a constant that is not positive.
     """
     for label, value in (("alpha_a", alpha_a), ("alpha_l", alpha_l)):
         if value is not None and not 0.5 <= value <= 1.0:
@@ -145,8 +144,6 @@ def infinite_limits(
     for label, value in (("gamma0", gamma0), ("beta0", beta0), ("c_a", c_a)):
         if not value > 0:
             raise PresetError(f"{name}: {label}={value:g} must be positive; write a number above 0")
-    named = {"readout_width": readout_width, "embedding_width": embedding_width, "mlp_out": mlp_out}
-    listed(name, **named, muon_scale=muon_scale)
 
     def rule(spec: ParamSpec) -> Rule:
         row = row_of(spec, alpha_a, alpha_l)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from mupax.presets.papers.choices import listed
 from mupax.presets.papers.infinite_limits import N, row_of
 from mupax.presets.power import ONE, at_most_one, product
 from mupax.presets.preset import Preset, changed
@@ -25,7 +24,6 @@ from mupax.presets.rule import Rule, theta
 
 def spectral(*, kv_norm: str = "operator") -> Preset:
     """Spectral condition: init and rate of each matrix from n_out/n_in; SGD, Adam and Muon; mup where matrices are square."""
-    listed("spectral", kv_norm=kv_norm)
 
     def rule(spec: ParamSpec) -> Rule:
         row = row_of(spec, 1.0, None)

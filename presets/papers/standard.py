@@ -15,7 +15,6 @@ attention logits * N^-1/2, branches * 1. One learning rate for all, so the best 
 
 from __future__ import annotations
 
-from mupax.presets.papers.choices import listed
 from mupax.presets.power import axis, product
 from mupax.presets.preset import Preset, changed
 from mupax.presets.roles import EMBEDDINGS, VECTORS, ParamSpec, PresetError, Role
@@ -24,7 +23,6 @@ from mupax.presets.rule import Rule
 
 def sp(*, embedding_width: float = 0.0) -> Preset:
     """Standard parameterization: fan-in init, one learning rate, logits 1/sqrt(N); the best rate drifts with size."""
-    listed("sp", embedding_width=embedding_width)
 
     def rule(spec: ParamSpec) -> Rule:
         root = product(spec.fan_in) ** -0.5

@@ -9,7 +9,6 @@ from typing import Annotated, Literal, Protocol
 from tyro import conf
 
 from mupax import presets
-from mupax.presets.constants import check
 from mupax.presets.papers import ALIASES, CONSTANT_FLAGS, read_constants
 from mupax.zoo.configs import CONFIGS, ConfigError, ModelConfig
 from mupax.zoo.configs import get as get_model
@@ -86,6 +85,8 @@ def preset_for(given: PresetConfig, model: ModelConfig) -> presets.Preset:
         **read_constants(given.constants, flags),
     )
     if preset.constants:
+        from mupax.presets.constants import check
+
         tied = [model.tied_readout] if model.tied_readout else []
         check(preset.constants, [*model.parameters().values(), *tied], preset.name)
     return preset

@@ -11,9 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from mupax.presets import Decay, ParamSpec, Preset, PresetError, Scales
-from mupax.presets.constants import check, factor
 from mupax.presets.optimizers import OPTIMIZERS
-from mupax.presets.rule import Number
+from mupax.presets.rule import Number, constant
 from mupax.train.config.run import OptimizerConfig
 from mupax.zoo.definition import Definition
 
@@ -55,8 +54,11 @@ def resolve(preset: Preset, definition: Definition, optimizer: str = "adam", dec
         presets.PresetError: a role or optimizer without a rule, a size that a rule needs, or a constant of no group.
     """
     preset.family(optimizer)
-    tied = (declared["spec"] for declared in definition.factors.values() if declared["kind"] == "readout")
-    check(preset.constants, [*definition.specs.values(), *tied], preset.name)
+    if preset.constants:
+        from mupax.presets.constants import check
+
+        tied = (declared["spec"] for declared in definition.factors.values() if declared["kind"] == "readout")
+        check(preset.constants, [*definition.specs.values(), *tied], preset.name)
 
     def one(name: str, spec: ParamSpec) -> Scales:
         try:
@@ -105,7 +107,7 @@ def check_run(preset: Preset, definition: Definition, factors: Factors, config: 
         return
     for name, decay in factors.weight_decay.items():
         pull = decay * factors.lr[name] if config.decay == "coupled" else decay
-        pull = pull / (factor("decays", definition.specs[name], preset.constants) or 1.0)
+        pull = pull / (constant("decays", definition.specs[name], preset.constants) or 1.0)
         worst = float(pull.flat[np.argmax(np.abs(pull - 1))])
         if decay.any() and abs(worst - 1) > TOLERANCE:
             how = "give its rule a decay that keeps it"

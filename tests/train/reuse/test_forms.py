@@ -214,8 +214,12 @@ def test_maximal_update_is_mup_in_plain_form_but_for_the_logits(optimizer_name: 
 
 def test_completep_is_depth_mup_with_its_decay_and_eps():
     preset = made("depth-mup", alpha_a=1.0, alpha_l=1.0)
-    wanted = end(made("completep"), "adamw")  # m_D is 16, m_L 4
-    theirs = {n: np.float32(1 / (16 * 4) if spec.in_block else 1) for n, spec in built("decoder").specs.items()}
+    wanted = end(made("completep"), "adamw")  # m_D is 16, m_L 4; a gain of queries or keys sums 4 heads
+    specs = built("decoder").specs
+    theirs = {
+        n: np.float32((4 if n.endswith(("query_norm.gain", "key_norm.gain")) else 1) / 64 if spec.in_block else 1)
+        for n, spec in specs.items()
+    }
     eps = {n: np.broadcast_to(theirs[n], x.shape) for n, x in start("decoder", "adamw", preset)[1].factors.eps.items()}
     assert_same(end(preset, "adamw", eps=eps), wanted)
     assert np.abs(end(preset, "adamw")[0] - wanted[0]).max() > 1e-5
