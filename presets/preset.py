@@ -87,7 +87,12 @@ class Preset:
         return dataclasses.replace(moved, multiplier=rule.multiplier)
 
     def base_size(self, name: str, sizes: Mapping[str, int]) -> int:
-        """Base of an axis: 1 in the absolute form, the axis' own size where the base does not name it (finite)."""
+        """Base of an axis: 1 in the absolute form, the axis' own size where the base does not name it (finite).
+
+        Args:
+            name: of a logical axis.
+            sizes: of every logical axis of the model.
+        """
         if self.base is None:
             return 1
         if name not in self.base and name not in sizes:
@@ -109,7 +114,11 @@ class Preset:
     def factors(
         self, spec: ParamSpec, sizes: Mapping[str, int], optimizer: str = "adam", decay: Decay = "coupled"
     ) -> Scales:
-        """Factors relative to the base: there the constants, or exactly 1 (0 for a decay that is off). Arguments as `scales`."""
+        """Factors relative to the base: there the constants, or exactly 1 (0 for a decay that is off). Arguments as `scales`.
+
+        Args:
+            spec, sizes, optimizer, decay: as in `scales`.
+        """
         family = self.family(optimizer)
         return self.row(spec).factors(self.ratios(sizes), self.base or {}, family, decay)
 
@@ -157,6 +166,10 @@ class Preset:
         """Values at base size: fan_in^-1/2 for matrices, 1 for embeddings and gains, 0 for biases; D_in^-1/2 on patches.
 
         A tied readout has the embedding's std 1, so its fan_in^-1/2 sits in the multiplier.
+
+        Args:
+            spec: the parameter's declaration.
+            sizes: of every logical axis of the model; only the base's count where it has them.
         """
         root = math.prod((self.base_size(name, sizes) ** -0.5 for name in spec.fan_in), start=1.0)
         on_multiplier = spec.role in EMBEDDINGS or spec.tied

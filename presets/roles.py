@@ -142,7 +142,13 @@ class FactorSpec:
 
 
 def block_matrix(role: Role, axes: tuple[str, ...], fan_in: tuple[str, ...]) -> ParamSpec:
-    """A matrix of the residual stack, one of which every layer has."""
+    """A matrix of the residual stack, one of which every layer has.
+
+    Args:
+        role: of the matrix.
+        axes: logical axes of one layer's.
+        fan_in: those of them that it sums over.
+    """
     return ParamSpec(role=role, axes=("layers", *axes), fan_in=fan_in, in_block=True)
 
 

@@ -100,7 +100,13 @@ class Rule:
         )
 
     def times(self, *, sgd: Power | float = 1.0, adam: Power | float = 1.0, eps: Power | float = 1.0) -> Rule:
-        """The rule with factors on some columns; `adam` goes on Muon's rate too."""
+        """The rule with factors on some columns; `adam` goes on Muon's rate too.
+
+        Args:
+            sgd: on the rate of SGD.
+            adam: on those of Adam, Lion and Muon.
+            eps: on Adam's eps.
+        """
         return dataclasses.replace(
             self,
             sgd=self.sgd * sgd,
@@ -123,7 +129,14 @@ class Rule:
         )
 
     def factors(self, ratios: Mapping[str, float], base: Mapping[str, float], family: Family, decay: Decay) -> Scales:
-        """Every column at these ratios of size to base size."""
+        """Every column at these ratios of size to base size.
+
+        Args:
+            ratios: size over base size of every axis.
+            base: base size of every axis, for clips.
+            family: of the optimizer.
+            decay: coupled (the pull is lr * weight decay) or independent.
+        """
         lr = self.lr(family)(ratios, base)
         wd = self.decay(ratios, base) / (lr if decay == "coupled" else 1.0) if self.decays else 0.0
         return Scales(

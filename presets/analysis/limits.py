@@ -73,11 +73,21 @@ class Limit:
         return self.x(self.rows[name].multiplier * self.rows[name].init_std)
 
     def random(self, name: str, entries: float = 0.0) -> float:
-        """W x for an x independent of W."""
+        """W x for an x independent of W.
+
+        Args:
+            name: of a matrix in `SPECS`.
+            entries: exponent of x's entries.
+        """
         return self.weight(name) + self.fan_in[name] / 2 + entries
 
     def carried(self, name: str, change: float) -> float:
-        """W dx for a change aligned with W: the operator norm, as rms over outputs."""
+        """W dx for a change aligned with W: the operator norm, as rms over outputs.
+
+        Args:
+            name: of a matrix in `SPECS`.
+            change: exponent of dx's entries.
+        """
         fan_in, fan_out = self.fan_in[name], self.fan_out[name]
         return self.weight(name) + max(fan_in, fan_out) / 2 + (fan_in - fan_out) / 2 + change
 
@@ -131,7 +141,12 @@ class Limit:
         return self.rate(name) + self.direction(name)
 
     def acts(self, name: str, entries: float = 0.0) -> float:
-        """dW x for the x that made the update."""
+        """dW x for the x that made the update.
+
+        Args:
+            name: of a matrix in `SPECS`.
+            entries: exponent of x's entries.
+        """
         if self.orthogonal(name):  # spectral norm 1: rms out = rms in * (fan_in / fan_out)^1/2
             return self.rate(name) + (self.fan_in[name] - self.fan_out[name]) / 2 + entries
         return self.step(name) + self.fan_in[name] + entries

@@ -45,7 +45,12 @@ def rows(
 
 
 def forward_text(preset: Preset, sizes: Mapping[str, int]) -> str:
-    """What multiplies activations, in a sentence: attention logits, and residual branches and skips of first and last block."""
+    """What multiplies activations, in a sentence: attention logits, and residual branches and skips of first and last block.
+
+    Args:
+        preset: whose forward pass.
+        sizes: of every logical axis of the model.
+    """
     logits = f"attention logits x {preset.logit_scale(sizes):.4g}"
     scales = [preset.residual_scale(sizes, layer, b) for layer in range(sizes["layers"]) for b in ("attention", "mlp")]
     (skip, branch), (last_skip, last_branch) = scales[0], scales[-1]
@@ -58,7 +63,13 @@ def forward_text(preset: Preset, sizes: Mapping[str, int]) -> str:
 
 
 def rule_rows(preset: Preset, specs: Mapping[str, ParamSpec], optimizer: str = "adam") -> list[dict[str, Any]]:
-    """The rules behind the numbers, as power laws in m = size / base size, one row per distinct parameter group."""
+    """The rules behind the numbers, as power laws in m = size / base size, one row per distinct parameter group.
+
+    Args:
+        preset: whose rules.
+        specs: parameter to its declaration; of a group that has several one is shown.
+        optimizer: whose rates and eps.
+    """
     family, rules = preset.family(optimizer), {spec.group: (spec, preset.row(spec)) for spec in specs.values()}
     return [
         {

@@ -85,7 +85,12 @@ def _verdict(row: str, limit: str, exponent: float, column: Mapping[str, float],
 
 
 def wrong(preset: Preset, optimizer: str = "adam") -> dict[str, list[tuple[str, Entry]]]:
-    """Limit to the judging observables that are not stable in it, worst first."""
+    """Limit to the judging observables that are not stable in it, worst first.
+
+    Args:
+        preset: whose verdicts.
+        optimizer: whose steps change the model.
+    """
     found: dict[str, list[tuple[str, Entry]]] = {limit: [] for limit in LIMITS}
     for row, at in verdicts(preset, optimizer).items():
         for limit, entry in at.items():
@@ -95,14 +100,24 @@ def wrong(preset: Preset, optimizer: str = "adam") -> dict[str, list[tuple[str, 
 
 
 def limits_rows(preset: Preset, optimizer: str = "adam") -> list[list[str]]:
-    """Every observable and its cell per limit, with a header row."""
+    """Every observable and its cell per limit, with a header row.
+
+    Args:
+        preset: whose observables.
+        optimizer: whose steps change the model.
+    """
     rows = [["observable", *(f"{limit} ({SYMBOLS[limit]})" for limit in LIMITS)]]
     table = verdicts(preset, optimizer)
     return [*rows, *([row, *(_cell(entry, limit) for limit, entry in at.items())] for row, at in table.items())]
 
 
 def compare_rows(presets: Sequence[Preset], optimizer: str = "adam") -> list[list[str]]:
-    """Presets side by side: a row per limit and judging observable that some preset does not keep stable, with a header row."""
+    """Presets side by side: a row per limit and judging observable that some preset does not keep stable, with a header row.
+
+    Args:
+        presets: a column each.
+        optimizer: whose steps change the models.
+    """
     tables = [verdicts(preset, optimizer) for preset in presets]
     rows = [["growing", "observable", *(preset.name for preset in presets)]]
     for limit in LIMITS:
@@ -114,7 +129,12 @@ def compare_rows(presets: Sequence[Preset], optimizer: str = "adam") -> list[lis
 
 
 def summary_rows(presets: Sequence[Preset], optimizer: str = "adam") -> list[list[str]]:
-    """A row per preset, a column per limit: each verdict but stable once, with the observable that shows it most."""
+    """A row per preset, a column per limit: each verdict but stable once, with the observable that shows it most.
+
+    Args:
+        presets: a row each.
+        optimizer: whose steps change the models.
+    """
     rows = [["preset", *(f"{limit} ({SYMBOLS[limit]}) grows" for limit in LIMITS)]]
     for preset in presets:
         cells = []

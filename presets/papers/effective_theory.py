@@ -96,15 +96,27 @@ def _readout(spec: ParamSpec, s: float, constant: float) -> Rule:
 
 
 def ntk(*, s: float = 0.0, alpha_a: float = 0.5, init: str = "paper") -> Preset:
-    """Neural tangent scaling (s=0): a stable width limit in which features stop moving, the lazy regime."""
+    """Neural tangent scaling (s=0): a stable width limit in which features stop moving, the lazy regime.
+
+    Args:
+        s, alpha_a, init: as `effective_theory` has them.
+    """
     return effective_theory("ntk", s, alpha_a=alpha_a, init=init)
 
 
 def hybrid(*, s: float = 0.5, alpha_a: float = 0.5, init: str = "paper") -> Preset:
-    """Halfway (s=1/2) between neural tangent and maximal update: features move, less and less with width."""
+    """Halfway (s=1/2) between neural tangent and maximal update: features move, less and less with width.
+
+    Args:
+        s, alpha_a, init: as `effective_theory` has them.
+    """
     return effective_theory("hybrid", s, alpha_a=alpha_a, init=init)
 
 
 def maximal_update(*, s: float = 1.0, alpha_a: float = 0.5, init: str = "paper") -> Preset:
-    """Maximal update of the effective theory (s=1): mup, plain form, but logits 1/sqrt(N), whose updates grow with N."""
+    """Maximal update of the effective theory (s=1): mup, plain form, but logits 1/sqrt(N), whose updates grow with N.
+
+    Args:
+        s, alpha_a, init: as `effective_theory` has them.
+    """
     return effective_theory("maximal-update", s, alpha_a=alpha_a, init=init)

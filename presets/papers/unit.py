@@ -31,7 +31,13 @@ from mupax.presets.rule import Rule
 
 
 def u_mup(*, alpha_res: float = 1.0, alpha_ratio: float = 1.0, embedding_exponent: float = -0.5) -> Preset:
-    """Unit-scaled muP: std 1 everywhere, absolute numbers (no base), branches by the tau rule, Adam only."""
+    """Unit-scaled muP: std 1 everywhere, absolute numbers (no base), branches by the tau rule, Adam only.
+
+    Args:
+        alpha_res: size of the residual branches relative to the embedding; above 0.
+        alpha_ratio: size of attention branches over that of MLP branches; above 0.
+        embedding_exponent: of the width in the rate of embeddings.
+    """
     for label, value in (("alpha_res", alpha_res), ("alpha_ratio", alpha_ratio)):
         if not value > 0:
             raise PresetError(f"u-mup: {label}={value:g} must be positive; write a number above 0")

@@ -84,7 +84,11 @@ class Measured(Preset):
     def scales(
         self, spec: ParamSpec, sizes: Mapping[str, int], optimizer: str = "adam", decay: Decay = "coupled"
     ) -> Scales:
-        """The table's numbers; as `Preset.scales`, and PresetError for another size or optimizer, or a group not measured."""
+        """The table's numbers; as `Preset.scales`, and PresetError for another size or optimizer, or a group not measured.
+
+        Args:
+            spec, sizes, optimizer, decay: as in `Preset.scales`.
+        """
         self.family(optimizer)
         for axis, size in self.table.sizes.items():
             if sizes.get(axis) != size:
@@ -128,7 +132,12 @@ def measured(table: Table) -> Measured:
 
 
 def save(table: Table, path: str | Path) -> None:
-    """Write the table as JSON."""
+    """Write the table as JSON.
+
+    Args:
+        table: what was measured.
+        path: of the file, in a folder that is there.
+    """
     Path(path).write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(table)}, indent=1) + "\n")
 
 
