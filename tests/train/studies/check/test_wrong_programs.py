@@ -198,6 +198,10 @@ def test_a_table_that_is_wrong_and_followed_fails_by_the_second_verdict(tmp_path
         (["lm-tiny", "--data.name", "digits"], "check does not read --data.name; it takes --model.*"),
         (["lm-tiny", "--preset", "mupp"], "did you mean 'mup'?"),
         (["lm-proxy", "--preset", "mup", "--accept", "lazy"], "mup wants no lazy limit"),
+        (
+            ["lm-proxy", "--preset.rates.reedout", "4"],
+            "rates.reedout: no parameter group is named 'reedout'; did you mean",
+        ),
         (["lm-proxy", "--accept", "frozen"], "lazy"),
         (["vit-proxy", "--model.width", "34"], "model.width 34 is not divisible by model.num_heads 4"),
     ],
@@ -223,6 +227,19 @@ def test_a_recipe_brings_its_model_and_flags_change_it(capsys: pytest.CaptureFix
     # A recipe's own preset: u-mup's numbers for lm-tiny would be absolute, mup's are those of the flags' default.
     assert main(["check", "bordelon-lm", "--dry-run", "--sizes", "2", "--grow", "depth"]) == 0
     assert "change residual after 1: theory says +0.00\n" in capsys.readouterr().out
+
+
+@pytest.mark.core
+def test_constants_of_groups_change_no_expectation(capsys: pytest.CaptureFixture[str]):
+    words, tuned = (
+        ["check", "lm-proxy", "--dry-run", "--sizes", "2"],
+        ["--preset.rates.readout", "4", "--preset.stds.query=2"],
+    )
+    shown = []
+    for flags in ([], tuned):
+        assert main([*words, *flags]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
 
 
 def test_lazy_fails_and_is_accepted_by_a_flag(
