@@ -76,6 +76,8 @@ def main(argv: Sequence[str]) -> int:
     refuse_uneven(preset, definitions[-1].sizes, optimizer.name)
     expected = theory.of(preset, definitions[0], definitions[-1], optimizer.name, accept=args.accept)
     not_judged = groups.not_judged(definitions[0].specs, expected)
+    growth, _ = theory.growth(definitions[0].sizes, definitions[-1].sizes)
+    vanishing = {name: power.growth(growth) for name, power in preset.vanishing.items() if power.growth(growth)}
     if args.dry_run:
         for one in grown:
             print(f"width {one.width}, {one.num_heads} heads of {one.heads_dim}, depth {one.depth}")
@@ -84,11 +86,15 @@ def main(argv: Sequence[str]) -> int:
             print(f"{name} after {step}: theory says {slope.slope:+.2f}{trouble}")
         for name in not_judged:
             print(f"{name}: theory says nothing")
+        for name, exponent in vanishing.items():
+            print(f"{name}: its source lets it go as {exponent:+.2f}")
         return 0
     findings = check.study(definitions, preset, optimizer, check.batch(grown[0]), args.seeds, args.accept)
     grew = f"growing {args.grow} {args.sizes - 1} times twofold ({time.monotonic() - started:.0f} s)"
     title = f"{args.model} under {preset.label}, {optimizer.name}, {grew}"
     report.show(terminal.console(), findings, title, not_judged)
+    if vanishing:
+        print("its source lets go " + ", ".join(f"{name} as {exponent:+.2f}" for name, exponent in vanishing.items()))
     about = {
         "model": args.model,
         "preset": preset.name,
@@ -98,6 +104,7 @@ def main(argv: Sequence[str]) -> int:
         "grow": args.grow,
         "seeds": args.seeds,
         "accept": list(args.accept),
+        "vanishing": vanishing,
         "sizes": [dataclasses.asdict(one) for one in grown],
     }
     if args.json:

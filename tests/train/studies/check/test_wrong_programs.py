@@ -268,4 +268,6 @@ def test_lazy_fails_and_is_accepted_by_a_flag(
     assert (row["verdict"], row["program"], row["table"]) == ("fail", "pass", "fail")
     assert {o["verdict"] for o in row["observables"] if not o["ok"]} == {"lazy"}
     assert main([*words, "--accept", "lazy"]) == 0
-    assert "passes: all" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "passes: all" in shown
+    assert "its source lets go features as -0.50" in shown
