@@ -50,12 +50,16 @@ def slopes(
         aligned: heads' gradients of a gain that they share have one sign, as they get in training; at initialization they have not.
     """
     found: dict[tuple[str, int], float] = {}
+    normed = any(spec.role is Role.NORM_GAIN and spec.of is Role.KEY for spec in specs.values())
     for name, label in labels(specs).items():
         spec = specs[name]
         row, family, of = preset.row(spec), limit.family, NAMES.get(spec.role)
         if spec.role is not Role.BIAS:
             found[f"weight/{label}", 0] = limit.x(row.multiplier * row.init_std)
         rate, change = limit.x(row.multiplier * row.lr(family)), gradient(spec, limit, preset, aligned=aligned)
+        if spec.role is Role.BIAS and spec.of is Role.KEY and normed:
+            # Softmax ignores what all keys have in common, but for the norm between: what is left has the exponent of no sum.
+            change = None
         if family == "muon" and of is not None and limit.orthogonal(of):
             found[f"movement/{label}", 1] = limit.step(of)
         elif family != "sgd" and not (family == "muon" and row.muon is not None):

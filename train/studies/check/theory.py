@@ -13,7 +13,7 @@ import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from mupax.presets import Preset, PresetError
+from mupax.presets import EMBEDDINGS, Preset, PresetError
 from mupax.presets.analysis.limits import Limit
 from mupax.presets.power import axis
 from mupax.train.studies.check import groups
@@ -132,6 +132,9 @@ def of(
             below += slope if grows else worst
         trouble, roles = ("explodes", _blamed(name, limit)) if grows else (wrong.get((name, step)), ())
         trouble = None if trouble in accept else trouble
+        if name == "change embedding":  # a sum of power laws
+            moves = _embedding_moves(preset, first, limit)
+            below += max(moves, default=0.0) - min(moves, default=0.0)
         if name == "contact logit" and limit.layers:
             # The stream's size squared is a sum of two power laws, embedding and branches; between them the slope of the
             # embedding's share is that of neither.
@@ -160,6 +163,14 @@ def _grown_size(exponents: Mapping[str, float]) -> str:
     return alone.pop() if len(alone) == 1 else "width"
 
 
+def _embedding_moves(preset: Preset, definition: Definition, limit: Limit) -> list[float]:
+    """Exponents of what moves the stream's input: tables, the patches' matrix and its bias."""
+    of_weights = groups.slopes(preset, definition.specs, limit)
+    labels = groups.labels(definition.specs)
+    names = (labels[name] for name, spec in definition.specs.items() if EMBEDDINGS & {spec.role, spec.of})
+    return [of_weights[f"movement/{name}", 1] for name in names if (f"movement/{name}", 1) in of_weights]
+
+
 def _blamed(name: str, limit: Limit) -> tuple[str, ...]:
     """The weights behind an observable that grows."""
     if (what := name.partition(" ")[2]) in ("query", "key", "embedding"):
@@ -183,7 +194,7 @@ def _slopes(
     if definition.tied_readout is not None:
         start["contact logit"] = limit.contact
     change = {
-        "change embedding": limit.step("embedding"),
+        "change embedding": max(_embedding_moves(preset, definition, limit), default=limit.step("embedding")),
         "update query": limit.dq,
         "update key": limit.dk,
         "update attention": limit.d_attention,
