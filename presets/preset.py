@@ -114,10 +114,13 @@ class Preset:
     def factors(
         self, spec: ParamSpec, sizes: Mapping[str, int], optimizer: str = "adam", decay: Decay = "coupled"
     ) -> Scales:
-        """Factors relative to the base: there the constants, or exactly 1 (0 for a decay that is off). Arguments as `scales`.
+        """Factors relative to the base: there the constants, or exactly 1 (0 for a decay that is off).
 
         Args:
-            spec, sizes, optimizer, decay: as in `scales`.
+            spec: the parameter's declaration.
+            sizes: of the model.
+            optimizer: one of `optimizers`.
+            decay: coupled or independent.
         """
         family = self.family(optimizer)
         return self.row(spec).factors(self.ratios(sizes), self.base or {}, family, decay)

@@ -99,7 +99,9 @@ def ntk(*, s: float = 0.0, alpha_a: float = 0.5, init: str = "paper") -> Preset:
     """Neural tangent scaling (s=0): a stable width limit in which features stop moving, the lazy regime.
 
     Args:
-        s, alpha_a, init: as `effective_theory` has them.
+        s: 0 neural tangent to 1 maximal update.
+        alpha_a: attention logits scale as N^-alpha_a.
+        init: paper or fan-in, as `effective_theory` has them.
     """
     return effective_theory("ntk", s, alpha_a=alpha_a, init=init)
 
@@ -108,7 +110,9 @@ def hybrid(*, s: float = 0.5, alpha_a: float = 0.5, init: str = "paper") -> Pres
     """Halfway (s=1/2) between neural tangent and maximal update: features move, less and less with width.
 
     Args:
-        s, alpha_a, init: as `effective_theory` has them.
+        s: 0 neural tangent to 1 maximal update.
+        alpha_a: attention logits scale as N^-alpha_a.
+        init: paper or fan-in, as `effective_theory` has them.
     """
     return effective_theory("hybrid", s, alpha_a=alpha_a, init=init)
 
@@ -117,6 +121,8 @@ def maximal_update(*, s: float = 1.0, alpha_a: float = 0.5, init: str = "paper")
     """Maximal update of the effective theory (s=1): mup, plain form, but logits 1/sqrt(N), whose updates grow with N.
 
     Args:
-        s, alpha_a, init: as `effective_theory` has them.
+        s: 0 neural tangent to 1 maximal update.
+        alpha_a: attention logits scale as N^-alpha_a.
+        init: paper or fan-in, as `effective_theory` has them.
     """
     return effective_theory("maximal-update", s, alpha_a=alpha_a, init=init)

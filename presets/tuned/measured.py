@@ -87,7 +87,10 @@ class Measured(Preset):
         """The table's numbers; as `Preset.scales`, and PresetError for another size or optimizer, or a group not measured.
 
         Args:
-            spec, sizes, optimizer, decay: as in `Preset.scales`.
+            spec: the parameter's declaration.
+            sizes: of the model.
+            optimizer: whose update the table is for.
+            decay: coupled or independent.
         """
         self.family(optimizer)
         for axis, size in self.table.sizes.items():
