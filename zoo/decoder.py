@@ -29,7 +29,12 @@ class Decoder(nnx.Module):
         self.tied_readout = init.factor("tied_readout") if config.tied else None
 
     def embed(self, tokens_BT: jax.Array, start: jax.Array | None = None) -> jax.Array:
-        """Tokens to the residual stream's first layer, [B, T, D]. Positions count from `start`, int32 []; from 0 unless given."""
+        """The residual stream's first layer, [B, T, D].
+
+        Args:
+            tokens_BT: int32 [batch, position].
+            start: position of the first of them, int32 []; 0 unless given.
+        """
         h_BTD = self.token[...].astype(self.config.compute.dtype)[tokens_BT]
         if self.position is not None:
             all_SD, length = self.position[...], tokens_BT.shape[1]

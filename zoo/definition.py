@@ -47,7 +47,7 @@ class Init:
         self._specs, self._sizes = config.parameters(), config.sizes()
 
     def scope(self, name: str) -> Init:
-        """For the module kept as `name`."""
+        """The same config's `Init` for the module kept as `name`."""
         return Init(self._config, self._rngs, f"{self._prefix}{name}.")
 
     def param(self, name: str) -> nnx.Param:
@@ -70,11 +70,18 @@ class Init:
 def initial_value(
     key: jax.Array, spec: ParamSpec, shape: tuple[int, ...], std: jax.Array | float, dtype: jnp.dtype
 ) -> jax.Array:
-    """std * Normal(0, 1), biases 0, gains exactly std.
+    """A parameter as it starts: std * Normal(0, 1), of gains and biases exactly std.
 
     With a leading "layers" axis every layer draws from its own key, folded from `key` by its index, and std may be
     per layer: a stacked parameter starts as the separate layers would, on any mesh. (With jax 0.12 on CPU to the last
     bit only if made whole: how a row is split decides which numbers its vector instructions leave over.)
+
+    Args:
+        key: of this parameter alone.
+        spec: its declaration.
+        shape: a size for every axis of the spec.
+        std: [], or [layers] for a stacked parameter; 0 for a bias.
+        dtype: that it is stored in; numbers are drawn in float32.
     """
     if spec.stacked:
         std = jnp.broadcast_to(jnp.asarray(std, jnp.float32), shape[:1]).reshape(-1, *[1] * (len(shape) - 1))
@@ -87,7 +94,12 @@ def initial_value(
 
 
 def multiplied(params: Mapping[str, Any], multipliers: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """a * w for every parameter; a multiplier is a scalar or one number per layer of a stacked parameter."""
+    """a * w for every parameter w, in its dtype.
+
+    Args:
+        params: w by name.
+        multipliers: a by the same names, [] or [layers].
+    """
 
     def product(w: jax.Array, a: jax.Array) -> jax.Array:
         return (w * a.reshape(a.shape + (1,) * (w.ndim - a.ndim))).astype(w.dtype)
@@ -139,7 +151,14 @@ class Definition:
         return self.bind(multiplied(dict(params), multipliers), factors)
 
     def apply(self, params: Mapping[str, jax.Array], multipliers: Arrays, factors: Arrays, *inputs: jax.Array) -> Any:
-        """`model(params, multipliers, factors)(*inputs)`: float32 logits."""
+        """`model(params, multipliers, factors)(*inputs)`: float32 logits.
+
+        Args:
+            params: as they are stored.
+            multipliers: as `model`.
+            factors: as `bind`.
+            *inputs: what the module's call takes: tokens [batch, position], or images [batch, height, width, channel].
+        """
         return self.model(params, multipliers, factors)(*inputs)
 
     def initialize(self, seed: jax.Array | int, stds: Mapping[str, jax.Array | float]) -> Arrays:
@@ -167,7 +186,7 @@ class Definition:
 
 
 def define(make: Callable[[], nnx.Module], *, sizes: Mapping[str, int] | None = None) -> Definition:
-    """Take a model apart without allocating it.
+    """A model taken apart, without allocating it.
 
     Args:
         make: builds the model, e.g. `lambda: MyModel(rngs=nnx.Rngs(0))`.

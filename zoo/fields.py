@@ -32,6 +32,12 @@ class Fields:
         self.fields = fields
 
     def read(self, name: str, default: T) -> T:
+        """The value of a field, in its default's type.
+
+        Args:
+            name: in config.json.
+            default: where the field is left out or null; values are of its type, whole numbers from 1, others above 0.
+        """
         value, kind = self.fields.get(name), type(default)
         value = default if value is None else value
         fits, what = _KINDS[kind]
@@ -40,7 +46,12 @@ class Fields:
         return kind(value)
 
     def side(self, name: str, default: int) -> int:
-        """The side of a square, given as one number or as two equal ones."""
+        """The side of a square, given as one number or as two equal ones.
+
+        Args:
+            name: in config.json.
+            default: where the field is left out.
+        """
         value = self.fields.get(name)
         if isinstance(value, list):
             if len(value) != 2 or value[0] != value[1]:
@@ -49,13 +60,25 @@ class Fields:
         return self.read(name, default)
 
     def choice(self, name: str, default: str, choices: Mapping[str, Any]) -> Any:
-        """What a text that is one of several stands for."""
+        """What a text that is one of several stands for.
+
+        Args:
+            name: in config.json.
+            default: where the field is left out; one of the choices.
+            choices: every text that is read, to what it stands for.
+        """
         value = self.read(name, default)
         if value not in choices:
             raise ConfigError(f"config.json: {name} is {shown(value)}; only {', '.join(choices)} are read")
         return choices[value]
 
     def refuse(self, name: str, plain: bool, what: str) -> None:
-        """Refuse a switch that is not as in a plain model."""
+        """Refuse a switch that is not as in a plain model.
+
+        Args:
+            name: in config.json.
+            plain: value in a plain model, and where the field is left out.
+            what: comes with the other value, for the message.
+        """
         if self.read(name, plain) is not plain:
             raise ConfigError(f"config.json: {name} is {not plain}: {what}, which our models do not have")

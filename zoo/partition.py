@@ -43,11 +43,21 @@ class Layout:
         return math.prod(self.mesh.shape[name] for name in self.names(axis))
 
     def sharding(self, axes: Axes, shape: tuple[int, ...]) -> NamedSharding:
-        """Of an array with these logical axes; a dimension that its mesh axes do not divide stays whole."""
+        """The sharding of an array; a dimension that its mesh axes do not divide stays whole.
+
+        Args:
+            axes: logical axis of every dimension; None where no device splits it.
+            shape: of the whole array.
+        """
         return NamedSharding(self.mesh, self._spec(axes, shape))
 
     def constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
-        """x, laid out by `sharding`."""
+        """x, laid out by `sharding`.
+
+        Args:
+            x: inside a function that is being compiled.
+            axes: as `sharding`.
+        """
         return x if self.mesh.size == 1 else jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
 
     def local(self, function: Callable[..., Any], inputs: tuple[Axes, ...], outputs: Any) -> Callable[..., Any]:

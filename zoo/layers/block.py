@@ -65,7 +65,12 @@ class Attention(nnx.Module):
         self.logit_scale = init.factor("logit_scale")
 
     def heads(self, x_BTD: jax.Array, start: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries [B, T, H, N] (without the logit scale), keys and values [B, S, K, N]. Positions count from `start`."""
+        """Queries [B, T, H, N] (without the logit scale), keys and values [B, S, K, N].
+
+        Args:
+            x_BTD: the stream after its norm.
+            start: position of the first of them, int32 []; 0 unless given.
+        """
         q_BTHN, k_BSKN, v_BSKN = self._projected(x_BTD)
         if self.query_norm is not None and self.key_norm is not None:
             q_BTHN, k_BSKN = self.query_norm(q_BTHN), self.key_norm(k_BSKN)
@@ -170,7 +175,14 @@ class Block(nnx.Module):
         return self._added(h_BTD, self.attention(self.attention_norm(h_BTD)))
 
     def cached(self, h_BTD: jax.Array, cache: Cache, layer: jax.Array | int, *, fresh: bool) -> tuple[jax.Array, Cache]:
-        """The same for the positions after those in the cache (see `Attention.cached`), and the cache with them."""
+        """The same for the T positions after those in the cache, and the cache with them.
+
+        Args:
+            h_BTD: the stream at the new positions.
+            cache: of all layers.
+            layer: which of them this is.
+            fresh: as `Attention.cached`.
+        """
         y_BTD, cache = self.attention.cached(self.attention_norm(h_BTD), cache, layer, fresh=fresh)
         return self._added(h_BTD, y_BTD), cache
 
@@ -186,6 +198,10 @@ def runs_as_scan(compute: ComputeConfig, depth: int) -> bool:
 
     auto: not on CPU, where a loop copies every layer's weights and gradients out of and into the stack, a tenth to a
     quarter of a step (`python -m scripts.bench.layers`); elsewhere it is one, for the compile time of deep models.
+
+    Args:
+        compute: whose `layers` says auto, scan or unrolled.
+        depth: blocks in the stack.
     """
     if compute.layers == "auto":
         return partition.current().platform != "cpu" or depth > UNROLLED_DEPTH
@@ -193,7 +209,14 @@ def runs_as_scan(compute: ComputeConfig, depth: int) -> bool:
 
 
 def residual_stack(block: nnx.Module, h_BTD: jax.Array, depth: int, compute: ComputeConfig) -> jax.Array:
-    """Apply `depth` blocks, given as one module whose parameters are stacked along a leading "layers" axis."""
+    """The residual stream after `depth` blocks, [B, T, D].
+
+    Args:
+        block: one module, its parameters stacked along a leading "layers" axis.
+        h_BTD: the stream before the first block.
+        depth: size of that axis.
+        compute: whether the stack is a loop, and what its backward pass keeps.
+    """
     graph, stacked = nnx.split(block)
     scan = runs_as_scan(compute, depth)
 

@@ -25,7 +25,13 @@ class Cache(NamedTuple):
     """int32 []."""
 
     def put(self, layer: jax.Array | int, k_BTKN: jax.Array, v_BTKN: jax.Array) -> Cache:
-        """With the keys and values of the T positions from `length` on, which must fit; `length` stays."""
+        """The cache with T positions more from `length` on, which must fit; `length` stays.
+
+        Args:
+            layer: whose they are, from 0.
+            k_BTKN: keys, rotated where positions are rotary.
+            v_BTKN: values.
+        """
 
         def updated(all_LBKSN: jax.Array, new_BTKN: jax.Array) -> jax.Array:
             new_LBKTN = new_BTKN.swapaxes(1, 2)[None].astype(all_LBKSN.dtype)
@@ -37,6 +43,10 @@ class Cache(NamedTuple):
         """softmax(q.k) v of T queries, at the positions from `length` on, over everything up to each of them.
 
         Their own keys and values are in the cache already. Logits are taken as they are; softmax is in float32.
+
+        Args:
+            layer: whose keys and values they see, from 0.
+            q_BTHN: queries, with the logit scale, and rotated as the keys are.
         """
         batch, length, heads, size = q_BTHN.shape
         k_BKSN, v_BKSN = self.keys[layer], self.values[layer]
@@ -55,7 +65,12 @@ class Cache(NamedTuple):
 
 
 def empty(config: TransformerConfig, batch: int) -> Cache:
-    """Nothing read, for so many sequences of at most its context's tokens."""
+    """A cache with nothing read.
+
+    Args:
+        config: of the decoder; S is its context.
+        batch: B, sequences read side by side.
+    """
     shape = (config.depth, batch, config.kv_heads, config.sizes()["position"], config.heads_dim)
     dtype = jnp.dtype(config.compute.dtype)
     return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.int32(0))

@@ -28,7 +28,14 @@ BLOCKS = (512, 256, LANES)
 def attend(
     q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *, causal: bool, implementation: AttentionName = "auto"
 ) -> jax.Array:
-    """Attention by the named implementation, on whatever devices are being compiled for.
+    """Attention [B, T, H, N] by the named implementation, on whatever devices are being compiled for.
+
+    Args:
+        q_BTHN: queries, with the logit scale.
+        k_BSKN: keys; H is a multiple of K.
+        v_BSKN: values.
+        causal: query t sees keys 0..t, else all.
+        implementation: auto takes the first that can of splash, cudnn and xla.
 
     Raises:
         ConfigError: the named one cannot do this; the text says why.
@@ -49,7 +56,14 @@ def attend(
 
 
 def why_not(implementation: AttentionName, q_BTHN: jax.Array, k_BSKN: jax.Array, causal: bool) -> str | None:
-    """Why this implementation cannot attend here; None where it can."""
+    """Why this implementation cannot attend here; None where it can.
+
+    Args:
+        implementation: that is asked about; xla always can.
+        q_BTHN: queries, of which shape and dtype count.
+        k_BSKN: keys, of which the shape does.
+        causal: whether a query sees only the keys up to its own.
+    """
     layout, size = partition.current(), q_BTHN.shape[-1]
     platform, ways = layout.platform, layout.ways("sequence")
     match implementation:
@@ -74,7 +88,14 @@ def why_not(implementation: AttentionName, q_BTHN: jax.Array, k_BSKN: jax.Array,
 
 
 def merged_attention(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *, causal: bool) -> jax.Array:
-    """XLA's products with batch and heads merged into one dimension R, the layout that CPUs like best."""
+    """Attention by XLA, with batch and heads merged into one dimension R, the layout that CPUs like best.
+
+    Args:
+        q_BTHN: queries, with the logit scale.
+        k_BSKN: keys; H is a multiple of K.
+        v_BSKN: values.
+        causal: query t sees keys 0..t, else all.
+    """
     batch, length, heads, size = q_BTHN.shape
     source, groups = k_BSKN.shape[1], heads // k_BSKN.shape[2]
 
@@ -93,7 +114,14 @@ def merged_attention(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *,
 
 
 def cudnn_attention(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *, causal: bool) -> jax.Array:
-    """cuDNN's flash attention, on every device's own batch and heads."""
+    """Attention by cuDNN's flash kernel, on every device's own batch and heads.
+
+    Args:
+        q_BTHN: queries, bfloat16 or float16; N a multiple of 8 up to 128.
+        k_BSKN: keys.
+        v_BSKN: values.
+        causal: query t sees keys 0..t; positions must not be split then.
+    """
     cudnn = functools.partial(jax.nn.dot_product_attention, scale=1.0, is_causal=causal, implementation="cudnn")
     return _on_devices(cudnn, (q_BTHN, k_BSKN, v_BSKN))
 

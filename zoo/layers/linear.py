@@ -17,10 +17,16 @@ from mupax.zoo.definition import Init
 
 
 def project(x: jax.Array, w: jax.Array, *, inputs: int = 1, out_dtype: jnp.dtype | None = None) -> jax.Array:
-    """Contract the last `inputs` dimensions of x [..., I] with the first of w [I, O], in x's dtype: [..., O].
+    """The product of x and w over the last `inputs` dimensions of x and the first of w, [..., O].
 
     On CPU leading dimensions are merged into one before the product: two to three times faster. Elsewhere they stay, and
     where positions are split over devices, which a merged dimension could not be.
+
+    Args:
+        x: [..., I], whose dtype the product is computed in.
+        w: [I, O], each of one dimension or several.
+        inputs: dimensions that I is.
+        out_dtype: of the result; x's unless given.
     """
     lead, summed, out = x.shape[: x.ndim - inputs], w.shape[:inputs], w.shape[inputs:]
     layout = partition.current()
@@ -35,7 +41,12 @@ def project(x: jax.Array, w: jax.Array, *, inputs: int = 1, out_dtype: jnp.dtype
 
 
 def biased(x: jax.Array, bias: nnx.Param | None) -> jax.Array:
-    """x [..., O] + bias [O] in x's dtype, or x where there is none."""
+    """x + bias, in x's dtype.
+
+    Args:
+        x: [..., O].
+        bias: [O]; None where the layer has none.
+    """
     return x if bias is None else x + bias[...].astype(x.dtype)
 
 
@@ -80,9 +91,14 @@ class Norm(nnx.Module):
 
 
 def rotary(x_BTHN: jax.Array, theta: float, start: jax.Array | None = None) -> jax.Array:
-    """Rotate pairs (i, i + N/2) by position * theta^(-2i/N) (Su et al. 2021, in the half-split layout of Llama).
+    """x, its pairs (i, i + N/2) turned by position * theta^(-2i/N) (Su et al. 2021, in the half-split layout of Llama).
 
-    Positions count from `start`, int32 []; from 0 unless given. M is N / 2.
+    M is N / 2.
+
+    Args:
+        x_BTHN: queries or keys; N is even.
+        theta: base of the frequencies.
+        start: position of the first of them, int32 []; 0 unless given.
     """
     length, half = x_BTHN.shape[1], x_BTHN.shape[-1] // 2
     frequency_M = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
