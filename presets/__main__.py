@@ -1,7 +1,8 @@
 """Look at presets. `python -m presets` lists them; with a word it does more.
 
 `constants PRESET` lists what it takes, `table PRESET --model NAME` shows it at work, `limits PRESET` says what each size does on
-its way to infinity, `compare A B ...` puts such verdicts side by side, `tuned` lists presets whose rate a study found, with their evidence.
+its way to infinity, `compare A B ...` puts such verdicts side by side, `joint` has the rules for batch and tokens, `tuned` lists
+presets whose rate a study found, with their evidence.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from tyro import conf
 
 from mupax import command_line, presets, terminal
 from mupax.command_line import Switch
-from mupax.presets import constants
+from mupax.presets import constants, horizon, joint
 from mupax.presets.analysis import table, verdicts
 from mupax.presets.papers import choices
+from mupax.presets.roles import RUN_AXES
 from mupax.train.config.cli import ConstantFlags, PresetFlags, with_group_constants
 from mupax.train.config.preset import preset_for
 
@@ -27,7 +29,7 @@ from mupax.train.config.preset import preset_for
 def main(argv: list[str]) -> int:
     """The exit code of a command line, which is the words after `python -m presets`."""
     commands = {
-        "list": List, "constants": Constants, "table": Table, "limits": Limits, "compare": Compare, "tuned": Tuned,
+        "list": List, "constants": Constants, "table": Table, "limits": Limits, "compare": Compare, "joint": Joint, "tuned": Tuned,
     }  # fmt: skip
     return command_line.run("python -m presets", commands, with_group_constants(argv), default="list")
 
@@ -170,6 +172,41 @@ class Compare:
         if self.json:
             return _print_json([dict(zip(rows[0], row, strict=True)) for row in rows[1:]])
         print(verdicts.markdown(rows) if self.markdown else terminal.table(rows, keys=1 if self.summary else 2))
+        return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Joint:
+    """Rules for batch and tokens beside width and depth: formulas, values, and what each rests on.
+
+    B is batch over base batch, T tokens over base tokens. Rules contradict each other on T. `python -m train RECIPE --joint sde`
+    applies one of those marked so.
+    """
+
+    batch: Annotated[str, conf.arg(metavar="FROM:TO")] = "1:1"
+    """The base's batch and the run's, as 8:64."""
+    tokens: Annotated[str, conf.arg(metavar="FROM:TO")] = "1:1"
+    """The base's tokens and the run's, as 1:8."""
+    b1: float = 0.9
+    """Adam's at the base, to see whether a rule leaves (0, 1)."""
+    b2: float = 0.95
+    """The same."""
+    json: Switch = False
+    """Print JSON."""
+
+    def run(self) -> int:
+        ratios = {name: joint.ratio(f"--{name}", getattr(self, name)) for name in RUN_AXES}
+        if self.json:
+            return _print_json([rule.to_json(ratios) for rule in horizon.RULES.values()])
+        print(terminal.table(joint.rows()), end="\n\n")
+        if set(ratios.values()) != {1.0}:
+            print(f"factors at B = {ratios['batch']:.4g}, T = {ratios['tokens']:.4g}")
+            print(terminal.table(joint.rows(ratios)), end="\n\n")
+        for rule in horizon.RULES.values():
+            print(terminal.wrapped(rule.described()))
+        for rule in horizon.RULES.values():
+            for caution in joint.doubts(rule, ratios, b1=self.b1, b2=self.b2):
+                print(terminal.wrapped(f"caution: {caution}"))
         return 0
 
 

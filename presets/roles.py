@@ -57,6 +57,9 @@ AXES = {
 }
 """Logical axis names and what each counts. Sharding rules and base sizes use the same names."""
 
+RUN_AXES = {"batch": "examples in a step", "tokens": "tokens, of images images, seen in all"}
+"""What a base may name beside sizes: joint rules (`mupax.presets.horizon`) are relative to them."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParamSpec:

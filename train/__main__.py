@@ -34,6 +34,7 @@ COMMANDS = {
     "checkpoints": ("checkpoints.command", "list a run's checkpoints, their sizes and health, and verify them"),
     "grow": ("reuse.grow.command", "make a larger model of a checkpoint, with the same function"),
     "eval": ("run.eval_command", "loss and accuracy of any checkpoint, on its data or on other data"),
+    "noise": ("run.noise", "the gradient noise scale at a checkpoint, below which joint rules for the batch hold"),
     "generate": ("reuse.generate.command", "text from any checkpoint of a language model"),
     "convert": ("reuse.forms", "carry a run's checkpoint into another form of its preset"),
 }
@@ -79,7 +80,7 @@ def _command(argv: list[str]) -> int:
 
         return supervisor.run(command.config, argv, command.restart)
 
-    steps, warmup = command.config.steps, command.config.optimizer.warmup_steps
+    steps, warmup = command.config.steps, command.config.scaled_optimizer.warmup_steps
     if steps < warmup:
         print(
             f"note: all {steps} steps are warm-up, which has {warmup} in this config; see --optimizer.warmup-steps",

@@ -138,7 +138,7 @@ def _check_same_run(config: Config, path: Path, before: dict[str, Any]) -> None:
     """Refuse to continue a run whose arrays or batches would no longer mean the same."""
     now = to_json(config)
     for field, *values in differences(completed(before["config"], now), now):
-        if field.startswith(_FIXED) and not field.startswith("model.compute."):
+        if field.startswith(_FIXED) and not field.startswith(("model.compute.", "preset.noise_scale")):
             flag, (was, now_is) = f"--{field.replace('_', '-')}", map(text_of, values)
             how = f"without {flag}" if was == "nothing" else f"with {flag} {was}"
             raise WorkdirError(

@@ -127,6 +127,10 @@ def parse(name: str, recipe: Callable[[], Config], argv: Sequence[str], more_fla
     start = Command(config=default)
     command, rest = command_line.parse_known(Command, prog, argv, start, inspect.getdoc(recipe))
     command_line.refuse(rest, [*command_line.flags(start), *more_flags], prog)
+    if command.config.preset.joint != "none":
+        from mupax.train.config import tuned
+
+        command = dataclasses.replace(command, config=tuned.with_run_base(command.config, recipe(), preset))
     _check_read(command.config, argv)
     preset_of(command.config)
     if preset:

@@ -10,6 +10,7 @@ from tyro import conf
 
 from mupax import presets
 from mupax.presets.papers import ALIASES, CONSTANT_FLAGS, read_constants
+from mupax.presets.roles import RUN_AXES
 from mupax.zoo.configs import CONFIGS, ConfigError, ModelConfig
 from mupax.zoo.configs import get as get_model
 
@@ -46,9 +47,15 @@ class PresetConfig:
     parameter group has at the base, written --preset.rates.GROUP X, --preset.stds., --preset.multipliers. or --preset.decays."""
     zero_readout: bool = False
     """Start the readout at zero."""
+    joint: Annotated[Literal["none", "sde", "complete-d"], conf.arg(aliases=("--joint",))] = "none"
+    """Scale rate, betas, eps, decay, warm-up from the recipe's batch and tokens, or base MODEL,batch=N,tokens=N: `presets joint`."""
+    noise_scale: Annotated[float | None, conf.arg(aliases=("--noise-scale",))] = None
+    """Gradient noise scale in examples, from `python -m train noise`; a joint rule is refused at a larger batch."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", ALIASES.get(self.name, self.name))
+        if self.noise_scale is not None and not self.noise_scale > 0:
+            raise ConfigError(f"preset.noise_scale is {self.noise_scale}; write a number of examples above 0, or None")
 
 
 def preset_of(config: Parameterized) -> presets.Preset:
@@ -63,19 +70,19 @@ def preset_of(config: Parameterized) -> presets.Preset:
 
 def preset_for(given: PresetConfig, model: ModelConfig) -> presets.Preset:
     """A parameterization for a model of this family; raises as `preset_of`."""
-    if given.base is None:
-        base = None
-    elif "=" in given.base:
-        base = base_sizes(given.base)
-    else:
-        named = get_model(given.base)
+    name, sizes = base_parts(given.base)
+    base: dict[str, int] | None = {axis: size for axis, size in sizes.items() if axis not in RUN_AXES}
+    if name == "None":
+        base = base or None
+    elif name:
+        named = get_model(name)
         if named.family != model.family:
             alike = [name for name, other in CONFIGS.items() if other.family == model.family]
             raise ConfigError(
-                f"preset.base {given.base} is a {named.family} and the model a {model.family}; "
+                f"preset.base {name} is a {named.family} and the model a {model.family}; "
                 f"write one of {', '.join(alike) or 'its sizes, as embed=64,layers=2'}, or None for the absolute form"
             )
-        base = named.base_sizes()
+        base = {**named.base_sizes(), **base}
     flags = {name: getattr(given, name) for name in CONSTANT_FLAGS}
     preset = presets.get(
         given.name,
@@ -92,23 +99,25 @@ def preset_for(given: PresetConfig, model: ModelConfig) -> presets.Preset:
     return preset
 
 
-def base_sizes(text: str) -> dict[str, int]:
-    """The sizes that a text such as embed=64,head_dim=16 names, by logical axis.
+def base_parts(text: str | None) -> tuple[str, dict[str, int]]:
+    """The model that a base names, "" for none and "None" for the absolute form, and the sizes behind it by logical axis.
 
     Raises:
         ConfigError: a part that is no AXIS=N. Axes that do not exist are for `presets.get` to refuse.
     """
+    first, *parts = ("None" if text is None else text).split(",")
+    name, parts = (first.strip(), parts) if first and "=" not in first else ("", [first, *parts])
     sizes: dict[str, int] = {}
-    for part in text.split(","):
+    for part in parts:
         axis, _, size = (word.strip() for word in part.partition("="))
         if not (axis and size.isascii() and size.isdigit()) or axis in sizes:
             raise ConfigError(
                 f"preset.base {text}: {part!r} is no AXIS=N; write each axis once, as embed=64,head_dim=16"
             )
         sizes[axis] = int(size)
-    return sizes
+    return name, sizes
 
 
 def base_text(sizes: Mapping[str, int]) -> str:
-    """Sizes as `preset.base` takes them: what `base_sizes` reads."""
+    """Sizes as `preset.base` takes them: what `base_parts` reads."""
     return ",".join(f"{axis}={size}" for axis, size in sizes.items())

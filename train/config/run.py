@@ -86,7 +86,8 @@ class Config:
                 f"write a STOP of at most {self.steps + 1}"
             )
         opt = self.optimizer
-        if opt.schedule == "wsd" and opt.decay_steps and opt.warmup_steps + opt.decay_steps > self.steps:
+        wsd = opt.schedule == "wsd" and self.preset.joint == "none"  # a joint rule scales both
+        if wsd and opt.decay_steps and opt.warmup_steps + opt.decay_steps > self.steps:
             raise ConfigError(
                 f"optimizer.warmup_steps {opt.warmup_steps} and optimizer.decay_steps {opt.decay_steps} are more than "
                 f"the {self.steps} steps of the run; write decay_steps {max(1, self.steps - opt.warmup_steps)} or fewer"
@@ -98,6 +99,15 @@ class Config:
                 f"the data {self.data.name} is {wanted} and the model, a {self.model.family}, reads {self.model.task}; "
                 f"write another data.name, or one of these models: {', '.join(named)}"
             )
+
+    @property
+    def scaled_optimizer(self) -> OptimizerConfig:
+        """The optimizer that trains: `optimizer` as the preset's joint rule has it at this batch and these tokens."""
+        if self.preset.joint == "none":
+            return self.optimizer
+        from mupax.train.config import joint
+
+        return joint.scaled(self)
 
     @property
     def data_seed(self) -> int:

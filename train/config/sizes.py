@@ -3,30 +3,70 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from mupax.presets.roles import RUN_AXES
 from mupax.zoo.configs import ConfigError, ModelConfig
 from mupax.zoo.transformer import TransformerConfig, transformer
+
+if TYPE_CHECKING:
+    from mupax.train.config.run import Config
 
 AXES = ("head_dim", "heads", "width", "depth", "mlp", "kv_heads")
 """What can grow alone. Width follows head_dim and heads, the MLP follows width, key heads follow heads unless they grow alone."""
 
 
-def parse(text: str) -> tuple[str, tuple[int, ...]]:
+def parse(text: str, axes: Sequence[str] = AXES) -> tuple[str, tuple[int, ...]]:
     """The axis and the sizes, smallest first, of a text such as head_dim=16,32,64.
+
+    Args:
+        text: AXIS=N,N,...
+        axes: those that there are.
 
     Raises:
         ConfigError: no such axis, or a size that is not a whole number of at least 1 or comes twice.
     """
     axis, _, sizes = (part.strip() for part in text.partition("="))
     axis = axis.replace("-", "_")
-    if axis not in AXES:
+    if axis not in axes:
         raise ConfigError(
-            f"sizes {text!r}: no size is named {axis!r}; write one of {', '.join(AXES)}, as width=64,128,256"
+            f"sizes {text!r}: no size is named {axis!r}; write one of {', '.join(axes)}, as width=64,128,256"
         )
     words = [word.strip() for word in sizes.split(",")]
     if not all(word.isascii() and word.isdigit() and int(word) for word in words) or len(set(words)) < len(words):
         raise ConfigError(f"sizes {text!r}: write different whole numbers of at least 1, as {axis}=64,128,256")
     return axis, tuple(sorted(map(int, words)))
+
+
+def grown_run(config: Config, axis: str, size: int) -> Config:
+    """The run at one size of an axis of `AXES`, or at another batch and the same tokens, or at other tokens and the same batch.
+
+    Warm-up stays the same fraction of a run of any length: a fixed number of steps would be measured too.
+
+    Args:
+        config: of the run to change.
+        axis: what grows.
+        size: of it; batch counts examples, tokens all that the run sees.
+
+    Raises:
+        ConfigError: as `grown`, or tokens that are no whole number of steps.
+    """
+    if axis not in RUN_AXES:
+        return dataclasses.replace(config, model=grown(config.model, axis, size))
+    each, opt = config.model.units, config.optimizer
+    batch, tokens = (config.data.batch_size, size)
+    if axis == "batch":
+        batch, tokens = size, config.steps * config.data.batch_size * each
+    steps, rest = divmod(tokens, batch * each)
+    if rest or not steps:
+        raise ConfigError(
+            f"{axis}={size}: {tokens} tokens are no whole number of steps of {batch} x {each}; write another"
+        )
+    lengths = {name: getattr(opt, name) for name in ("warmup_steps", "decay_steps")}
+    scaled = {name: max(1, round(n * steps / config.steps)) for name, n in lengths.items() if n}
+    data = dataclasses.replace(config.data, batch_size=batch)
+    return dataclasses.replace(config, data=data, steps=steps, optimizer=dataclasses.replace(opt, **scaled))
 
 
 def of(model: ModelConfig, axis: str) -> int:

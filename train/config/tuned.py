@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from mupax.presets.constants import read
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.papers import CONSTANT_FLAGS, PRESETS
-from mupax.train.config.preset import base_text
+from mupax.train.config.preset import base_parts, base_text
+from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config, PresetConfig
-from mupax.zoo.configs import ConfigError
+from mupax.zoo.configs import CONFIGS, ConfigError
 
 if TYPE_CHECKING:
     from mupax.presets.tuned.find import Tuned
@@ -86,3 +87,36 @@ def check(study: Tuned, config: Config) -> None:
             f"(`python -m presets tuned {study.use}`)",
             file=sys.stderr,
         )
+
+
+def with_run_base(config: Config, start: Config, study: Tuned | None) -> Config:
+    """The config whose base names batch and tokens: as written, else of the recipe it names, of the study, or of this recipe.
+
+    Args:
+        config: of the run.
+        start: of its recipe, before flags.
+        study: of its tuned preset.
+
+    Raises:
+        ConfigError, PresetError: they are no whole number of examples of this length, or the rule cannot be applied.
+    """
+    name, sizes = base_parts(config.preset.base)
+    if name in RECIPES:
+        start, study = RECIPES[name](), None
+        if start.model.family != config.model.family:
+            return config  # which `preset_of` refuses
+        if name not in CONFIGS:
+            name, sizes = "", {**start.model.base_sizes(), **sizes}
+    batch, steps, seen = start.data.batch_size, start.steps, start.steps * start.data.batch_size * start.model.units
+    if study:
+        batch, steps, seen = (study.provenance[field] for field in ("batch", "steps", "seen"))
+    of_this_length, rest = divmod(seen // steps, config.model.units)
+    if rest and "batch" not in sizes:
+        raise ConfigError(
+            f"--joint {config.preset.joint}: the base's batch of {batch} is no whole number of examples of this model's length; "
+            "write it yourself, as --preset.base MODEL,batch=N,tokens=N"
+        )
+    text = ",".join(filter(None, [name, base_text({**sizes, "batch": of_this_length, "tokens": seen, **sizes})]))
+    config = dataclasses.replace(config, preset=dataclasses.replace(config.preset, base=text))
+    _ = config.scaled_optimizer  # refused here, if at all
+    return config

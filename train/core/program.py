@@ -149,7 +149,7 @@ def assemble(config: Config, devices: Sequence[Any] | None = None, *, swept: boo
     layout.check_positions(config.model)
     model = definition(config.model)
     trained = checks.trained(config.train_only, config.freeze, model.specs)
-    tx = optimizer.build(config.optimizer, trained)
+    tx = optimizer.build(config.scaled_optimizer, trained)
     inputs = _inputs(config, preset, model, trained)
     abstract = abstract_state(model, tx, layout, averaged=config.ema.decay is not None, trained=trained)
     initializer = Initializer(model, tx, abstract, trained)
@@ -157,11 +157,12 @@ def assemble(config: Config, devices: Sequence[Any] | None = None, *, swept: boo
 
 
 def _inputs(config: Config, preset: Preset, model: Definition, trained: Collection[str]) -> StepInputs:
+    scaled = config.scaled_optimizer
     inputs = StepInputs(
-        resolve(preset, model, config.optimizer.name, config.optimizer.decay).moving(trained),
-        optimizer.hyper(config.optimizer, config.steps),
+        resolve(preset, model, scaled.name, scaled.decay).moving(trained),
+        optimizer.hyper(scaled, config.steps),
         ema_decay=None if config.ema.decay is None else np.float32(config.ema.decay),
         limits=nonfinite.limits(config.faults),
     )
-    check_run(preset, model, inputs.factors, config.optimizer)
+    check_run(preset, model, inputs.factors, scaled)
     return inputs

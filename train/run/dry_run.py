@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from mupax import terminal
+from mupax.train.config import joint
 from mupax.train.config.run import Config
 from mupax.train.core.program import Program, assemble
 from mupax.train.parallel.mesh import described
@@ -26,7 +27,11 @@ def run(config: Config) -> int:
     if config.recipe:
         print(terminal.wrapped(f"{config.recipe}: {program.preset.describe()}"))
     print(_parameters(program))
-    for caution in program.preset.cautions(program.definition.sizes, program.config.optimizer.name):
+    cautions = program.preset.cautions(program.definition.sizes, program.config.optimizer.name)
+    if config.preset.joint != "none":
+        print(f"{terminal.wrapped(joint.described(config))}\n")
+        cautions += joint.cautions(config)
+    for caution in cautions:
         print(terminal.wrapped(f"caution: {caution}"))
     print(_costs(program))
     return 0
@@ -36,7 +41,7 @@ def _parameters(program: Program) -> str:
     # Short heads and no column for the sharding: 80 columns hold most models' rows.
     title = "parameters" + (" (a/b in a shape: split b ways)" if program.mesh.size > 1 else "")
     rows = [["name", "shape", "mult.", "std", "lr", "eps", "decay"]]
-    optimizer, factors = program.config.optimizer, program.inputs.factors
+    optimizer, factors = program.config.scaled_optimizer, program.inputs.factors
     decay = program.inputs.hyper.weight_decay
     for name, leaf in program.abstract.params.items():
         numbers = [factors.multiplier[name], program.stds[name]]
@@ -74,6 +79,8 @@ def _costs(program: Program) -> str:
         "mesh": f"{described(program.mesh.shape)} ({program.mesh.devices.flat[0].device_kind})",
         "state per device": terminal.gib(state),
     }
+    if program.inputs.hyper.weight_decay:
+        rows["decay averages"] = joint.decay_text(config.scaled_optimizer, config.steps)
     memory = program.compile_train().memory_analysis()
     if memory is not None:
         temporary = memory.temp_size_in_bytes

@@ -51,8 +51,8 @@ def check(before: Mapping[str, Any], config: Config, step: int) -> None:
         return
     recorded = from_json({**completed(before, to_json(config)), "resume": True})
     old, new = (  # of the step after `step`, or of the last; at base size
-        part.optimizer.peak_lr * float(schedule_table(part.optimizer, part.steps)[min(step, part.steps - 1)])
-        for part in (recorded, config)
+        opt.peak_lr * float(schedule_table(opt, steps)[min(step, steps - 1)])
+        for opt, steps in ((part.scaled_optimizer, part.steps) for part in (recorded, config))
     )
     if max(old, new) > JUMP * min(old, new):
         shown = [line for line in changes(before, config) if line.startswith(("steps ", "optimizer."))]

@@ -177,5 +177,11 @@ def _announce(program: Program, data: Data, runtime: Runtime) -> None:
         f"{described(program.mesh.shape)} ({jax.devices()[0].device_kind})",
         highlight=False,
     )
-    for caution in program.preset.cautions(program.definition.sizes, config.optimizer.name):
+    cautions = program.preset.cautions(program.definition.sizes, config.optimizer.name)
+    if config.preset.joint != "none":
+        from mupax.train.config import joint
+
+        console.print(joint.described(config), highlight=False)
+        cautions += joint.cautions(config)
+    for caution in cautions:
         console.print(f"caution: {caution}", style="yellow", highlight=False)

@@ -198,6 +198,8 @@ FIELDS: dict[str, Way] = {
     **on(
         program, TOKENS, "optimizer.", eps=1e-5, clip_norm=1.0, schedule="linear", warmup_steps=2, final_lr_fraction=0.1
     ),
+    "preset.joint": (program, changed(TOKENS, "preset.base", "lm-proxy,batch=4,tokens=768"), "sde"),
+    "preset.noise_scale": Shown("train/config/test_joint.py", "--noise-scale"),
     "preset.alpha_l": (program, changed(TOKENS, "model.depth", 5), 0.75),
     "optimizer.momentum": (program, MUON, 0.8),
     "optimizer.decay_steps": (program, WSD, 3),

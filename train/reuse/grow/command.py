@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
     was, now = logits(one, old.params, inputs), logits(other, state.params, inputs)
     step = runs.write(args.out, after, other.preset.describe(), state, run.facts)
     cautions = other.preset.cautions(other.definition.sizes, after.optimizer.name)
-    notes = [*growth.notes, *transplant.overshoot_notes(after.optimizer), *cautions]
+    notes = [*growth.notes, *transplant.overshoot_notes(after.scaled_optimizer), *cautions]
     init_from.show(console, f"growing {args.checkpoint}, step {step}", growth.rows, notes)
     difference = f"differ by at most {abs(was - now).max():.2g}, the largest being {abs(was).max():.3g}"
     flags = words(after)

@@ -78,7 +78,7 @@ def prepare(program: Program) -> Start:
             raise InitError(f"--init-optimizer: {asked.init_from} holds no optimizer state, only weights; leave it out")
         old = runs.whole_state(path_of(asked.init_from), runs.on_one_device(source.run[0])).opt_state
         moments = transplant.optimizer_state(planned.moves, old, program.abstract.opt_state, config.optimizer.name)
-        notes += transplant.overshoot_notes(config.optimizer) if planned.fresh() else []
+        notes += transplant.overshoot_notes(config.scaled_optimizer) if planned.fresh() else []
     return Start(params, moments, planned.rows, notes)
 
 

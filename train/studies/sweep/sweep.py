@@ -60,7 +60,7 @@ def shape_of(config: Config) -> Config:
     return dataclasses.replace(
         without_reports(config),
         preset=PresetConfig(),
-        optimizer=dataclasses.replace(config.optimizer, **same, **schedule),
+        optimizer=dataclasses.replace(config.scaled_optimizer, **same, **schedule),
         ema=dataclasses.replace(config.ema, decay=None if config.ema.decay is None else 0.5),
         data=dataclasses.replace(config.data, seed=config.data_seed),
         faults=FaultsConfig(),

@@ -12,8 +12,9 @@ from tyro import conf
 
 from mupax import command_line, terminal
 from mupax.command_line import Repeated
-from mupax.presets import PresetError
+from mupax.presets import PresetError, horizon
 from mupax.presets.papers import CONSTANT_FLAGS
+from mupax.presets.roles import RUN_AXES
 from mupax.train.config import cli, sizes
 from mupax.train.config.preset import preset_of
 from mupax.train.config.run import PresetConfig
@@ -44,11 +45,11 @@ class Transfer:
     recipe: Annotated[conf.Positional[str], conf.arg(metavar="RECIPE")]
     """A recipe of `python -m train --help`."""
     grow: Annotated[Repeated, conf.arg(metavar="AXIS=N,N,...")]
-    """What grows alone: head_dim, heads, width, depth, mlp or kv_heads; each is a study."""
+    """What grows alone: head_dim, heads, width, depth, mlp, kv_heads, batch (at the same tokens) or tokens; each is a study."""
     compare: Annotated[tuple[str, ...], conf.arg(metavar="PRESET ...")] = ()
-    """Other presets side by side; constants after commas: depth-mup,alpha_l=1."""
+    """Other presets side by side; constants after commas: depth-mup,alpha_l=1. A joint rule is the recipe's preset under it."""
     control: Annotated[str | None, conf.arg(metavar="PRESET")] = None
-    """A preset that should drift, to hold the others against."""
+    """A preset that should drift, to hold the others against; where batch or tokens grow, none."""
     seeds: Annotated[int, conf.arg(metavar="N")] = 3
     """Initializations at every rate."""
     max_seeds: Annotated[int, conf.arg(metavar="N")] = 8
@@ -135,20 +136,21 @@ def shared(studies: Sequence[Study]) -> list[Study]:
     seen: list[tuple[Config, list[np.ndarray]]] = []
 
     def numbers(config: Config) -> list[np.ndarray]:
-        """All that a preset decides in a run; none where it has no rule for this one."""
+        """All that a preset decides in a run, and its optimizer; none where it has no rule for this one."""
         try:
             preset, model = preset_of(config), definition(config.model)
             factors = resolve(preset, model, config.optimizer.name, config.optimizer.decay)
         except PresetError:
             return []
-        return [np.asarray(leaf) for leaf in jax.tree.leaves((factors, init_stds(preset, model)))]
+        decided = (factors, init_stds(preset, model), repr(config.scaled_optimizer))
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(decided)]
 
     def first(config: Config) -> Config:
         """The first of `sp`, `seen` and the config itself that trains as it does; is added to `seen`."""
         plain = dataclasses.replace(config, preset=PresetConfig(name="sp", base=config.preset.base))
         ours = numbers(config)
         for other, its in [(plain, numbers(plain)), *seen] if ours else ():
-            same_run = dataclasses.replace(other, preset=config.preset) == config
+            same_run = dataclasses.replace(other, preset=config.preset, optimizer=config.optimizer) == config
             if same_run and len(ours) == len(its) and all(map(np.array_equal, ours, its)):
                 return other
         seen.append((config, ours))
@@ -161,18 +163,21 @@ def _planned(args: Transfer, config: Config, base: str | None) -> tuple[list[Stu
     """The studies, axis by axis and preset by preset, and the control's label."""
     from mupax.train.studies.transfer import study as transfer
 
-    def preset(text: str) -> PresetConfig:
-        name, *values = (part.strip() for part in text.split(","))
-        return PresetConfig(name=name, base=base, constants=tuple(values))
-
     main = dataclasses.replace(config.preset, base=base)
+
+    def preset(text: str) -> PresetConfig:
+        if text in horizon.RULES:
+            return dataclasses.replace(main, joint=horizon.rule(text).name)
+        name, *values = (part.strip() for part in text.split(","))
+        return PresetConfig(name=name, base=base, constants=tuple(values), joint=main.joint)
+
     presets = {_label(other): other for other in map(preset, args.compare)}
     if _label(main) not in presets:
         presets = {_label(main): main, **presets}
     control = preset(args.control) if args.control else None
     if control is not None:
         presets.setdefault(_label(control), control)
-    axes = [sizes.parse(text) for text in args.grow]
+    axes = [sizes.parse(text, (*sizes.AXES, *RUN_AXES)) for text in args.grow]
     if len({axis for axis, _ in axes}) < len(axes):
         raise ConfigError("--grow names an axis twice; write all its sizes at once, as head_dim=16,32,64")
     studies = [transfer.plan(config, axis, grown, one, name) for axis, grown in axes for name, one in presets.items()]
@@ -181,7 +186,8 @@ def _planned(args: Transfer, config: Config, base: str | None) -> tuple[list[Stu
 
 def _label(preset: PresetConfig) -> str:
     flags = [f"{name}={getattr(preset, name):g}" for name in CONSTANT_FLAGS if getattr(preset, name) is not None]
-    return " ".join([preset.name, *flags, *preset.constants])
+    rule = [f"joint={preset.joint}"] if preset.joint != "none" else []
+    return " ".join([preset.name, *flags, *preset.constants, *rule])
 
 
 def _dry_run(studies: Sequence[Study], args: Transfer) -> None:

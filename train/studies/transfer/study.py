@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mupax import presets
+from mupax.train.config import joint
 from mupax.train.config import sizes as sizes_of_models
 from mupax.train.config.preset import PresetConfig, base_text, preset_of
 from mupax.train.config.run import Config
@@ -40,7 +41,7 @@ class Study:
 
     Attributes:
         label: the preset, for a person.
-        axis: what grows, of `mupax.train.config.sizes.AXES`.
+        axis: what grows, of `mupax.train.config.sizes`: `AXES`, batch or tokens.
         sizes: of it, increasing.
         configs: a run of each size, whose rate and seed the points replace.
         trained: the same runs as they are trained, under a preset that gives the same numbers; `configs` by default.
@@ -80,12 +81,16 @@ def plan(config: Config, axis: str, sizes: Sequence[int], preset: PresetConfig, 
     """
     if len(sizes) < 2:
         raise ConfigError(f"--grow {axis}: a drift needs at least two sizes, as {axis}=16,32,64,128")
-    models = [sizes_of_models.grown(config.model, axis, size) for size in sorted(sizes)]
+    runs = [sizes_of_models.grown_run(config, axis, size) for size in sorted(sizes)]
     if preset.base is None and not presets.get(preset.name).baseless:
-        preset = dataclasses.replace(preset, base=base_text(models[0].base_sizes()))
-    configs = tuple(dataclasses.replace(config, model=model, preset=preset) for model in models)
+        preset = dataclasses.replace(preset, base=base_text(runs[0].model.base_sizes()))
+    if preset.joint != "none":  # which scales warm-up itself
+        preset = dataclasses.replace(preset, base=joint.base_beside(preset.base, runs[0]))
+        runs = [dataclasses.replace(run, optimizer=runs[0].optimizer) for run in runs]
+    configs = tuple(dataclasses.replace(run, preset=preset) for run in runs)
     for each in configs:
         preset_of(each)
+        _ = each.scaled_optimizer  # refused here, if at all
     return Study(label=label, axis=axis, sizes=tuple(sorted(sizes)), configs=configs)
 
 

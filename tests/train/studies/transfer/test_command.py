@@ -68,6 +68,8 @@ def test_a_dry_run_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--minutes", "0"], ConfigError, "above 0"),
         (["--seeds", "9"], ConfigError, "seeds <= max-seeds"),
         (["--workdir", "x"], ConfigError, "--out"),
+        (["--control", "step-law"], PresetError, "step-law is only shown"),
+        (["--joint", "sde", "--control", "none", "--optimizer.name", "lion"], PresetError, "says nothing about lion"),
     ],
 )
 def test_bad_input(tmp_path: Path, words: list[str], error: type[ValueError], said: str):

@@ -355,3 +355,28 @@ def test_the_minutes_end_a_study_and_it_says_so():
     found = short.analysis()
     assert found
     assert found.seeds == 3
+
+
+def test_a_batch_grows_at_the_same_tokens_under_a_joint_rule_and_its_control():
+    config = RECIPES["lm-tiny"]()
+    rule, control = (
+        transfer.plan(config, "batch", (64, 8, 16), PresetConfig(name="mup", base="lm-proxy", joint=joint), joint)
+        for joint in ("sde", "none")
+    )
+    for planned in (rule, control):
+        assert [(c.data.batch_size, c.steps) for c in planned.configs] == [(8, 1600), (16, 800), (64, 200)]
+        assert [c.scaled_optimizer.warmup_steps for c in planned.configs] == pytest.approx([100, 50, 12], abs=1)
+    assert {c.preset.base for c in rule.configs} == {"lm-proxy,batch=8,tokens=1638400"}
+    rates = [[c.scaled_optimizer.peak_lr / c.optimizer.peak_lr for c in p.configs] for p in (rule, control)]
+    assert rates[0] == pytest.approx([1, 2**0.5, 8**0.5])
+    assert rates[1] == [1, 1, 1]
+    both = shared([rule, control])
+    assert both[0].trained[0] == both[1].trained[0]  # at the base they are one
+    assert all(a != b for a, b in zip(both[0].trained[1:], both[1].trained[1:], strict=True))
+    assert [c.preset.joint for c in both[0].trained[1:]] == ["sde", "sde"]
+
+
+@pytest.mark.core
+def test_a_joint_rule_of_a_study_that_grows_widths_changes_nothing():
+    planned = transfer.plan(RECIPES["lm-tiny"](), "head_dim", (16, 32), PresetConfig(joint="complete-d"), "")
+    assert all(c.scaled_optimizer == c.optimizer for c in planned.configs)

@@ -1,0 +1,167 @@
+"""Joint rules: formulas against numbers worked out by hand, what must hold of any of them, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+import pytest
+
+from mupax.presets import PresetError
+from mupax.presets.__main__ import main
+from mupax.presets.horizon import COLUMNS, RULES, rule
+from mupax.presets.joint import NUMBERS, scaled, timescale
+
+pytestmark = pytest.mark.core
+
+BASE = {
+    "peak_lr": 0.008, "weight_decay": 0.1, "eps": 1e-8, "b1": 0.9, "b2": 0.95, "warmup_steps": 64, "decay_steps": 128,
+}  # fmt: skip
+APPLIED = [name for name, each in RULES.items() if each.applied]
+
+# At four times the batch; four times the batch and nine times the tokens; nine times the tokens.
+BY_HAND: dict[str, list[dict[str, float]]] = {
+    "none": [{}, {}, {}],
+    "sde": [
+        {"peak_lr": 0.016, "weight_decay": 0.2, "eps": 0.5e-8, "b1": 0.6, "b2": 0.8, "warmup_steps": 16, "decay_steps": 32},
+        {"peak_lr": 0.016, "weight_decay": 0.2, "eps": 0.5e-8, "b1": 0.6, "b2": 0.8, "warmup_steps": 144, "decay_steps": 288},
+        {"warmup_steps": 576, "decay_steps": 1152},
+    ],
+    "complete-d": [
+        {"peak_lr": 0.016, "weight_decay": 0.2, "eps": 0.5e-8, "b1": 0.6, "b2": 0.8, "warmup_steps": 16, "decay_steps": 32},
+        {"peak_lr": 0.008 * 2 / 3, "weight_decay": 0.2 / 3, "eps": 1.5e-8, "b1": 1 - 0.4 / 9, "b2": 1 - 0.2 / 9,
+         "warmup_steps": 144, "decay_steps": 288},
+        {"peak_lr": 0.008 / 3, "weight_decay": 0.1 / 3, "eps": 3e-8, "b1": 1 - 0.1 / 9, "b2": 1 - 0.05 / 9,
+         "warmup_steps": 576, "decay_steps": 1152},
+    ],
+}  # fmt: skip
+SHOWN = {
+    "linear": {"lr": 4.0},
+    "b2-half-life": {"one_minus_b2": 4.0},
+    "horizon": {"lr": 9**-0.32},
+    "sqrt-horizon": {"lr": 1 / 3},
+    "step-law": {"lr": 9**0.307},
+    "deepseek": {"lr": 9**-0.125},
+    "timescale": {"weight_decay": 4 / 9},
+    "power-lines": {"weight_decay": 4 * 9**-0.48},
+}
+"""At four times the batch and nine times the tokens."""
+
+
+def at(batch: float, tokens: float = 1.0) -> dict[str, float]:
+    return {"batch": batch, "tokens": tokens}
+
+
+def ours(name: str, ratios: dict[str, float], numbers: dict[str, Any] = BASE, **how: Any) -> dict[str, Any]:
+    return scaled(name, ratios, "adamw", numbers, **how)
+
+
+@pytest.mark.parametrize("name", APPLIED)
+def test_applied_rules_give_the_numbers_worked_out_by_hand(name: str):
+    for ratios, wanted in zip((at(4), at(4, 9), at(1, 9)), BY_HAND[name], strict=True):
+        assert ours(name, ratios) == pytest.approx({**BASE, **wanted}, rel=1e-12)
+
+
+def test_shown_rules_are_the_sources_formulas():
+    assert set(SHOWN) | set(APPLIED) == set(RULES)
+    for name, wanted in SHOWN.items():
+        factors = {column: RULES[name].factor(column, at(4, 9)) for column in COLUMNS}
+        assert factors == pytest.approx({**dict.fromkeys(COLUMNS, 1.0), **wanted})
+
+
+@pytest.mark.parametrize("name", APPLIED)
+def test_a_rule_changes_nothing_at_the_base_composes_and_inverts(name: str):
+    assert ours(name, at(1)) == BASE  # to the bit
+    for decay in ("coupled", "independent"):
+        there = ours(name, at(2, 4), decay=decay)
+        assert ours(name, at(2, 0.5), there, decay=decay) == pytest.approx(ours(name, at(4, 2), decay=decay), rel=1e-12)
+        assert ours(name, at(0.5, 0.25), there, decay=decay) == pytest.approx(BASE, rel=1e-12)
+
+
+@pytest.mark.parametrize("decay", ["coupled", "independent"])
+@pytest.mark.parametrize(("name", "tokens"), [("sde", 1.0), ("complete-d", 1.0), ("complete-d", 8.0)])
+def test_the_decay_averages_over_the_same_share_of_the_run(name: str, tokens: float, decay: str):
+    def share(batch: float, tokens: float, numbers: dict[str, Any]) -> float:
+        return timescale(numbers["peak_lr"], numbers["weight_decay"], round(4096 * tokens / batch), decay)
+
+    for batch in (1 / 8, 4.0):
+        there = share(batch, tokens, ours(name, at(batch, tokens), decay=decay))
+        assert there == pytest.approx(share(1, 1, BASE))
+        # The control: the rate's rule alone, decay left as it is.
+        assert share(batch, tokens, BASE) != pytest.approx(share(1, 1, BASE), rel=0.1)
+    assert timescale(0.01, 0.1, 4000) == pytest.approx(0.25)
+
+
+def test_the_rule_of_the_beta_agrees_with_a_fixed_half_life_to_first_order():
+    for b2 in (0.999, 0.9999):
+        linear, exact = ours("sde", at(4), {**BASE, "b2": b2})["b2"], b2**4
+        assert 1 - linear == pytest.approx(1 - exact, rel=3 * (1 - b2))
+
+
+def test_noise_and_drift_of_adam_are_kept():
+    """The time of the SDE is lr^2 times steps, and the betas average over so much of it: both stay."""
+    there = ours("sde", at(4))
+    for number in ("b1", "b2"):
+        assert there["peak_lr"] ** 2 / (1 - there[number]) == pytest.approx(BASE["peak_lr"] ** 2 / (1 - BASE[number]))
+    assert there["peak_lr"] ** 2 / 4 == pytest.approx(BASE["peak_lr"] ** 2)  # a quarter of the steps, the same time
+
+
+def refusal(name: str, ratios: dict[str, float], optimizer: str = "adamw", **numbers: Any) -> str:
+    with pytest.raises(PresetError) as error:
+        scaled(name, ratios, optimizer, {**BASE, **numbers})
+    return str(error.value)
+
+
+def test_refusals_name_the_rule_and_what_to_write():
+    assert "sde cannot go to 10 times the base's batch" in refusal("sde", at(10.001))
+    assert "b1 would be 1 - 16 x 0.1 = -0.6, not in (0, 1)" in refusal("sde", at(16))
+    assert "below 10, or a base nearer" in refusal("sde", at(16))
+    assert "b2 would be" in refusal("complete-d", at(1, 0.04), b1=0.99)
+    for optimizer in ("sgd", "momentum", "muon", "lion"):
+        assert f"the joint rule sde is for adam and says nothing about {optimizer}" in refusal("sde", at(2), optimizer)
+    assert scaled("none", at(2), "muon", BASE) == BASE
+    with pytest.raises(PresetError, match="sde3 does not exist; did you mean sde"):
+        rule("sde3")
+    with pytest.raises(PresetError, match="step-law is only shown, beside rules that contradict it"):
+        rule("step-law")
+    scaled("sde", at(9.99), "adamw", BASE)  # the control: just inside
+    scaled("sde", at(1), "adamw", {**BASE, "b1": 0.0})
+
+
+def test_cautions_are_said_outside_the_tested_range_only():
+    assert rule("sde").cautions(at(16)) == rule("sde").cautions(at(1 / 16)) == rule("none").cautions(at(1)) == []
+    (far,) = rule("sde").cautions(at(17))
+    assert "17 times the base's batch, and it was tested from 0.0625 to 16 times" in far
+    assert "says nothing about tokens" in rule("sde").cautions(at(1, 2))[0]
+    assert "is not known" in rule("complete-d").cautions(at(1, 2))[0]
+
+
+def test_the_command_shows_every_rule(capsys: pytest.CaptureFixture[str]):
+    assert main(["joint", "--batch", "8:64", "--tokens", "1:8"]) == 0
+    out = capsys.readouterr().out
+    for name, each in RULES.items():
+        assert len(re.findall(rf"(?m)^{name}(?![-\w])", out)) == 3, name
+        assert each.status in out
+    assert "factors at B = 8, T = 8" in out
+    assert re.search(r"(?m)^sde +2\.83 +2\.83 +0\.354 +8 +8 +1$", out)
+    assert "caution: the joint rule sde: 8 times the base's tokens, and it says nothing about tokens" in out
+    assert main(["joint", "--batch", "8:128"]) == 0
+    assert "b1 would be 1 - 16 x 0.1" in capsys.readouterr().out
+    assert main(["joint", "--batch", "8:128", "--b1", "0.95", "--b2", "0.99"]) == 0
+    assert "would be" not in capsys.readouterr().out
+    assert main(["joint", "--json", "--batch", "1:4"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert (rows["sde"]["lr"], rows["sde"]["factors"]["eps"], rows["linear"]["eps"]) == ("B^0.5", 0.5, None)
+
+
+@pytest.mark.parametrize("text", ["8", "8:x", "0:4", "1:inf", "8:64:2", ""])
+def test_the_command_refuses_what_is_no_ratio(text: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["joint", "--batch", text]) == 2
+    assert f"--batch is {text}; write FROM:TO with two numbers above 0, as 8:64" in capsys.readouterr().err
+
+
+def test_every_number_has_a_column_and_every_column_a_number():
+    assert set(NUMBERS.values()) == set(COLUMNS)
+    assert all(math.isfinite(each.factor(c, at(3, 5))) for each in RULES.values() for c in COLUMNS)

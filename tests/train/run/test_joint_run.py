@@ -1,0 +1,79 @@
+"""A run under a joint rule trains as one whose numbers were worked out by hand and written as flags, to the bit."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.run.test_loop import Done, folder, train
+
+__all__ = ["folder"]  # a fixture
+
+TINY = (
+    "--model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 16 --data.batch-size 16 --data.eval-examples 16 "
+    "--steps 5 --log.no-progress --log.no-samples --log.no-tensorboard --optimizer.decay coupled"
+)
+BASE = (
+    "--preset.base",
+    "lm-proxy,batch=4,tokens=1280",
+    "--optimizer.peak-lr",
+    "0.02",
+    "--optimizer.warmup-steps",
+    "12",
+)
+BY_HAND = (
+    "--preset.base lm-proxy --optimizer.peak-lr 0.04 --optimizer.warmup-steps 3 --optimizer.eps 5e-9 "
+    "--optimizer.weight-decay 6e-4 --optimizer.b1 0.6000000000000001 --optimizer.b2 0.7999999999999998"
+)
+"""Four times the batch at the same tokens: 5 steps where the base has 20."""
+
+
+def rows(workdir: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in Path(workdir, "metrics.jsonl").read_text().splitlines()]
+    return [{name: line[name] for name in ("loss", "lr", "grad_norm")} for line in lines if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def scaled(folder: Path) -> Done:
+    return train(*BASE, "--joint", "sde", "--workdir", "sde", tiny=TINY)
+
+
+def test_the_rules_numbers_are_those_that_train(scaled: Done):
+    assert scaled.code == 0, scaled.err
+    assert train(*BY_HAND.split(), "--workdir", "hand", tiny=TINY).code == 0
+    assert train(*BASE, "--workdir", "none", tiny=TINY).code == 0
+    assert rows("sde") == rows("hand")
+    assert [row["lr"] for row in rows("sde")][:3] == pytest.approx([0.04 / 3, 0.08 / 3, 0.04])
+    control = rows("none")
+    assert control[0]["loss"] == rows("sde")[0]["loss"]
+    assert all(a["loss"] != b["loss"] for a, b in zip(control[1:], rows("sde")[1:], strict=True))
+
+
+def test_the_header_and_the_record_say_so(scaled: Done):
+    said = (
+        "joint sde at 4 times the base's batch, 1 times its tokens: peak_lr 0.04, b1 0.6, b2 0.8, eps 5e-09, "
+        "weight_decay 0.0006, warmup_steps 3"
+    )
+    plain = " ".join(scaled.out.split())
+    assert said in plain
+    assert "the noise scale, which is not known here: measure it with `python -m train noise WORKDIR`" in plain
+    record = json.loads(Path("sde", "config.json").read_text())
+    assert record["config"]["preset"]["base"] == "lm-proxy,batch=4,tokens=1280"
+    assert (record["config"]["preset"]["joint"], record["config"]["optimizer"]["peak_lr"]) == ("sde", 0.02)
+
+
+def test_a_run_does_not_go_on_under_another_rule(scaled: Done):
+    done = train(*BASE, "--workdir", "sde", "--resume", "--steps", "6", tiny=TINY)
+    assert done.code == 2
+    assert "the run in sde has preset.joint sde, not none; continue it with --preset.joint sde" in done.err
+
+
+def test_the_dry_run_shows_the_numbers_and_the_decay_as_a_timescale(folder: Path):
+    done = train(*BASE, "--joint", "sde", "--dry-run", tiny=TINY)
+    assert "joint sde at 4 times the base's batch" in " ".join(done.out.split())
+    assert re.search(r"decay averages +8\.33e\+03 of the run, 41,667 steps \(tau = batch / \(lr wd tokens\)", done.out)
+    assert "joint" not in train("--dry-run", tiny=TINY).out

@@ -1,0 +1,107 @@
+"""`python -m train noise`: the estimate and its interval on gradients whose noise is known, and the command on a real run."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mupax.train.__main__ import main
+from mupax.train.checkpoints import saved_run
+from mupax.train.run.noise import measured, noise_scale
+from tests.train.run.test_loop import Done, folder, train
+
+__all__ = ["folder"]  # a fixture
+
+TINY = (
+    "--model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 16 --data.batch-size 16 --data.eval-examples 16 "
+    "--steps 4 --checkpoint.every-steps 2 --checkpoint.keep 3 --log.no-progress --log.no-samples --log.no-tensorboard"
+)
+BATCH = 8
+
+
+def drawn(rng: np.random.Generator, ratio: float, many: int) -> np.ndarray:
+    """Gradients of 400 entries, of length 1 in the mean, whose noise has this many times its square."""
+    return np.full(400, 0.05) + math.sqrt(ratio / 400) * rng.standard_normal((many, 400))
+
+
+def covered(ratio: float, many: int, shared: float = 0.0) -> tuple[float, float]:
+    """How often the interval holds the truth, and the median estimate over it."""
+    rng, hits, values = np.random.default_rng(0), [], []
+    for _ in range(200):
+        grads = drawn(rng, ratio, many) + math.sqrt(shared * ratio / 400) * rng.standard_normal(400)
+        scale = noise_scale(grads @ grads.T, BATCH)
+        hits.append(scale.low <= BATCH * ratio <= scale.high)
+        values.append(scale.value / BATCH / ratio)
+    return float(np.mean(hits)), float(np.median(values))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("many", [4, 16])
+@pytest.mark.parametrize("ratio", [0.2, 1.0, 10.0])
+def test_the_interval_holds_the_truth_as_often_as_it_says(ratio: float, many: int):
+    share, median = covered(ratio, many)
+    assert 0.91 < share <= 1
+    assert median == pytest.approx(1, abs=0.05 if many == 16 else 0.2)
+
+
+@pytest.mark.core
+def test_control_batches_that_share_their_noise_are_seen_as_less_noisy():
+    share, median = covered(10.0, 16, shared=1.0)
+    assert share < 0.1
+    assert median < 0.2
+
+
+@pytest.mark.core
+def test_the_estimate_by_hand():
+    # Gradients (1, e_i): |G|^2 = 1 and tr(Sigma) / B = 1, so the noise scale is the batch.
+    scale = noise_scale(np.ones([5, 5]) + np.eye(5), BATCH)
+    assert scale == pytest.approx((BATCH, BATCH, BATCH))
+    assert noise_scale(np.ones([4, 4]), BATCH) == (0, 0, 0)  # all alike: no noise
+    assert noise_scale(np.eye(4), BATCH) == (math.inf, math.inf, math.inf)  # nothing else
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Done:
+    return train("--workdir", "noisy", tiny=TINY)
+
+
+def test_gradients_are_those_of_the_runs_next_steps(trained: Done):
+    products, groups = measured(saved_run.find(Path("noisy"), 2, False), 3)
+    rows = [json.loads(line) for line in Path("noisy/metrics.jsonl").read_text().splitlines()]
+    (third,) = (row["grad_norm"] for row in rows if row["step"] == 3 and "grad_norm" in row)
+    assert math.sqrt(sum(each[0, 0] for each in products.values())) == pytest.approx(third, rel=1e-5)
+    assert sorted(name for names in groups.values() for name in names) == sorted(products)
+    # The fourth step is taken at other parameters: near, and not the same.
+    (fourth,) = (row["grad_norm"] for row in rows if row["step"] == 4 and "grad_norm" in row)
+    assert math.sqrt(sum(each[1, 1] for each in products.values())) != pytest.approx(fourth, rel=1e-5)
+
+
+def test_the_command(trained: Done, capsys: pytest.CaptureFixture[str]):
+    assert main(["noise", "noisy", "--step", "4", "--batches", "4", "--json", "noise.json"]) == 0
+    out = capsys.readouterr().out
+    numbers = json.loads(Path("noise.json").read_text())
+    scale = numbers["noise_scale"]
+    assert (numbers["step"], numbers["batch"], numbers["batches"]) == (4, 16, 4)
+    assert f"noise scale {scale['value']:.3g} examples [{scale['low']:.3g}, " in out
+    assert "at step 4 (95 %), from 4 batches of 16" in out
+    assert set(numbers["groups"]) >= {"readout", "block.query", "token_embedding"}
+    assert all(f"\n{group} " in out for group in numbers["groups"])
+    assert f"--noise-scale {scale['value']:.3g} refuses them at a larger batch" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["noisy", "--batches", "2"], "--batches is 2; write a number of at least 3"),
+        (["noisy", "--optimizer.b1", "0.5"], "noise does not read --optimizer.b1"),
+        (["noisy", "--step", "3"], "no checkpoint of step 3; there are 2, 4"),
+        (["nowhere"], "nowhere"),
+    ],
+)
+def test_what_is_refused(trained: Done, words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["noise", *words]) == 2
+    assert message in capsys.readouterr().err

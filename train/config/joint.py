@@ -1,0 +1,108 @@
+"""A run's optimizer by the joint rule of its preset: numbers tuned at the base's batch and tokens, at the run's own."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+from mupax.presets import horizon, joint
+from mupax.presets.roles import RUN_AXES
+from mupax.train.config.preset import Parameterized, base_parts, base_text
+from mupax.train.config.sections import DataConfig, OptimizerConfig
+from mupax.zoo.configs import ConfigError
+
+
+class Run(Parameterized, Protocol):
+    """A run's config, as far as batch, tokens and optimizer go."""
+
+    @property
+    def optimizer(self) -> OptimizerConfig: ...
+    @property
+    def data(self) -> DataConfig: ...
+    @property
+    def steps(self) -> int: ...
+
+
+def base_of(run: Run) -> dict[str, int]:
+    """Batch and tokens of the run's base.
+
+    Raises:
+        ConfigError: it does not name them.
+    """
+    _, sizes = base_parts(run.preset.base)
+    base = {axis: size for axis, size in sizes.items() if axis in RUN_AXES}
+    if len(base) < len(RUN_AXES) or not all(base.values()):
+        name = run.preset.base if run.preset.base and "batch" not in run.preset.base else "MODEL"
+        raise ConfigError(
+            f"the joint rule {run.preset.joint} needs the batch and the tokens that the rate was tuned at; write "
+            f"--preset.base {name},batch={run.data.batch_size},tokens={_tokens(run)} with those numbers"
+        )
+    return base
+
+
+def base_beside(base: str | None, run: Run) -> str:
+    """A base with the batch and tokens of a run behind it, where it names none itself."""
+    name, sizes = base_parts(base)
+    sizes = {"batch": run.data.batch_size, "tokens": _tokens(run), **sizes}
+    return ",".join(filter(None, [name, base_text(sizes)]))
+
+
+def ratios(run: Run) -> dict[str, float]:
+    """Batch and tokens over the base's; raises as `base_of`."""
+    base = base_of(run)
+    return {"batch": run.data.batch_size / base["batch"], "tokens": _tokens(run) / base["tokens"]}
+
+
+def scaled(run: Run) -> OptimizerConfig:
+    """The run's optimizer, its numbers scaled from the base.
+
+    Raises:
+        ConfigError: a base without batch and tokens, or a batch above the noise scale.
+        PresetError: the rule says nothing about the optimizer, or a beta would leave (0, 1).
+    """
+    ratio, given, opt = ratios(run), run.preset, run.optimizer
+    largest = max(run.data.batch_size, base_of(run)["batch"])
+    if ratio["batch"] != 1 and given.noise_scale is not None and largest > given.noise_scale:
+        raise ConfigError(
+            f"the joint rule {given.joint} holds below the noise scale, {given.noise_scale:g} examples, and a batch of {largest} is "
+            f"above it, where more examples change the gradient little; write a batch of at most {int(given.noise_scale)}, or "
+            "--joint none and tune the rate at this batch"
+        )
+    numbers = {name: getattr(opt, name) for name in joint.NUMBERS}
+    return dataclasses.replace(opt, **joint.scaled(given.joint, ratio, opt.name, numbers, opt.decay))
+
+
+def described(run: Run) -> str:
+    """One line: the rule, how far the run is from the base, and the numbers that it trains with."""
+    ratio, opt = ratios(run), scaled(run)
+    return (
+        f"joint {run.preset.joint} at {ratio['batch']:.4g} times the base's batch, {ratio['tokens']:.4g} times its tokens: "
+        f"peak_lr {opt.peak_lr:.4g}, b1 {opt.b1:.4g}, b2 {opt.b2:.4g}, eps {opt.eps:.3g}, weight_decay {opt.weight_decay:.4g}, "
+        f"warmup_steps {opt.warmup_steps}"
+    )
+
+
+def cautions(run: Run) -> list[str]:
+    """What to know before the rule is trusted at this batch and these tokens, one sentence each."""
+    ratio = ratios(run)
+    unknown = run.preset.noise_scale is None and ratio["batch"] != 1
+    return horizon.rule(run.preset.joint).cautions(ratio) + unknown * [
+        f"the joint rule {run.preset.joint} holds below the noise scale, which is not known here: measure it with "
+        "`python -m train noise WORKDIR`, and write it behind --noise-scale"
+    ]
+
+
+def decay_text(optimizer: OptimizerConfig, steps: int) -> str:
+    """Weight decay as a timescale, of the run and in steps.
+
+    Args:
+        optimizer: with a decay above 0, as the run trains with it.
+        steps: of the run.
+    """
+    share = joint.timescale(optimizer.peak_lr, optimizer.weight_decay, steps, optimizer.decay)
+    pull = "lr wd" if optimizer.decay == "coupled" else "wd"
+    return f"{share:.3g} of the run, {share * steps:,.0f} steps (tau = batch / ({pull} tokens) at the peak)"
+
+
+def _tokens(run: Run) -> int:
+    return run.steps * run.data.batch_size * run.model.units
