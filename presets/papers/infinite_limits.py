@@ -186,12 +186,9 @@ def infinite_limits(
 
 def _louder(spec: ParamSpec, row: Rule, times: Power) -> Rule:
     """The row where the readout starts larger: so do the gradients of all that comes before it."""
-    match spec.role:
-        case Role.READOUT:
-            return dataclasses.replace(row, init_std=row.init_std * times).moved(times)
-        case Role.BIAS if spec.of is Role.READOUT:
-            return row
-    return row.times(sgd=times**-1, eps=times)
+    if spec.role is Role.READOUT:
+        return dataclasses.replace(row, init_std=row.init_std * times).moved(times)
+    return row if spec.of is Role.READOUT else row.times(sgd=times**-1, eps=times)
 
 
 def mup(
