@@ -27,8 +27,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from mupax.train.checkpoints import failures, manifest
 from mupax.train.checkpoints import folder as disk
-from mupax.train.checkpoints import manifest
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import CheckpointConfig, MeshConfig
@@ -99,7 +99,7 @@ def measured(run: Run, workdir: Path, rounds: int) -> list[dict[str, float]]:
             arrays, listed = manifest.by_name(run.state.arrays()), manifest.read(folder)
             shards = manifest.host_shards(arrays)
             one["digests"] = _timed(manifest.describe_arrays, arrays, shards) + _timed(disk.file_digests, folder, 0, 1)
-            one["read_back"] = _timed(manifest.damaged_arrays, folder, listed.arrays)
+            one["read_back"] = _timed(failures.damaged_arrays, folder, listed.arrays)
             one["restore"] = _timed(checkpoints.restore, abstract, FACTS)
             if turn:  # the first warms up
                 found.append(one)

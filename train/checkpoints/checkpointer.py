@@ -204,7 +204,7 @@ class Checkpoints(CheckpointFolder):
             shards.clear()
             together.wait(response, processes, key)
             files = folder.file_digests(checkpoint, processes.index, processes.count)
-            if wrong := manifest.damaged_arrays(checkpoint, arrays):
+            if wrong := failures.damaged_arrays(checkpoint, arrays):
                 raise OSError(f"the disk gives back other arrays than it was given: {folder.first_of(wrong)}")
             part = {"arrays": arrays, "files": files}
         except Exception as error:  # of whatever kind: the run goes on

@@ -66,7 +66,7 @@ def _checkpoints(workdir: Path, run: str | None, *, verify: bool) -> list[dict[s
 
 def _entry(checkpoint: Path, verify: bool, workdir: Path, run: str | None) -> dict[str, Any]:
     """What the manifest and the sizes of its files say; with `verify` everything is read."""
-    from mupax.train.checkpoints import folder, manifest
+    from mupax.train.checkpoints import failures, folder, manifest
     from mupax.train.checkpoints.layout import is_aside
 
     problems: list[str] = []
@@ -76,7 +76,7 @@ def _entry(checkpoint: Path, verify: bool, workdir: Path, run: str | None) -> di
         arrays = len(content.arrays)
         if not verify:
             problems = folder.file_problems(checkpoint, content, contents=False)
-        elif wrong := manifest.damaged_arrays(checkpoint, content.arrays):
+        elif wrong := failures.damaged_arrays(checkpoint, content.arrays):
             problems = [f"other arrays than were saved: {folder.first_of(wrong)}"]
     except (manifest.DamagedError, manifest.ForeignError) as error:
         problems = [str(error)]

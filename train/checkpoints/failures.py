@@ -6,13 +6,17 @@ import errno
 import logging
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mupax import disk
 from mupax.errors import MupaxFailure
+from mupax.paths import url
+from mupax.train.checkpoints import manifest
+
+_STATE = "state"  # folder of the arrays inside a checkpoint
 
 
 def quiet() -> None:
@@ -61,3 +65,39 @@ def reason(error: Exception, folder: Path) -> str:
     if cause is not None or isinstance(error, MupaxFailure):
         text = str(cause.strerror if cause else error)
     return text.replace(f"{folder}/", "").splitlines()[0][:300]
+
+
+def damaged_arrays(folder: Path, arrays: Mapping[str, dict[str, Any]]) -> list[str]:
+    """Names of the arrays whose files hold something else at two reads, made without a model or devices.
+
+    Args:
+        folder: of the checkpoint.
+        arrays: as its manifest has them (`describe_arrays`).
+
+    Raises:
+        DiskError: the disk cannot read them.
+    """
+    import tensorstore as ts
+
+    base = f"{url(folder)}/{_STATE}/"
+    patience = disk.Patience()
+
+    def same(name: str, entry: Mapping[str, Any], context: Any) -> bool:
+        spec = {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
+        try:
+            stored = ts.open(spec, open=True, context=context).result()
+            return list(stored.shape) == entry["shape"] and all(
+                manifest.array_digest(stored[tuple(slice(*axis) for axis in index)].read().result()) == digest
+                for index, digest in entry["shards"]
+            )
+        except Exception as error:  # whatever the library makes of damage
+            if isinstance(disk.system_error(error), (*disk.ABSENT, type(None))):
+                return False
+            raise
+
+    wrong = list(arrays)
+    for context in (ts.Context(), ts.Context()):  # each with a cache of its own
+        look = partial(same, context=context)
+        good = manifest.in_threads(lambda name, look=look: patience(lambda: look(name, arrays[name]), folder), wrong)
+        wrong = [name for name, ok in zip(wrong, good, strict=True) if not ok]
+    return wrong

@@ -14,13 +14,12 @@ import xxhash
 
 from mupax import disk
 from mupax.errors import MupaxError
-from mupax.train.checkpoints import manifest
+from mupax.train.checkpoints import failures, manifest
 from mupax.train.checkpoints.layout import InPlace, Renamed, aside, counts, is_aside
 from mupax.train.checkpoints.manifest import DamagedError, ForeignError, Manifest
 
 CHECKPOINTS = "checkpoints"
-_AGAIN_S = 0.2
-"""Until a file that looks damaged is read again."""
+_AGAIN_S = 0.2  # until a file that looks damaged is read again
 _BLOCK = 2**20  # stays in a core's cache: reading and hashing 16 MiB at a time takes five times as long
 
 
@@ -51,15 +50,10 @@ class CheckpointFolder:
         return max(steps(self.folder), default=None)
 
     def publish(self, content: Manifest) -> None:
-        """Let a checkpoint whose arrays are written count, and only then delete those beyond `keep`.
-
-        Args:
-            content: its manifest.
-        """
+        """Let a checkpoint whose arrays are written count, by its manifest, and only then delete those beyond `keep`."""
         manifest.write(self.layout.written_at(content.step), content)
-        if (
-            self.layout.renames and (self.folder / str(content.step)).exists()
-        ):  # one without a manifest, copied here by somebody
+        # One without a manifest, copied here by somebody.
+        if self.layout.renames and (self.folder / str(content.step)).exists():
             self.set_aside(content.step, "another was saved")
         self.layout.publish(content.step)
         for step in steps(self.folder)[: -self._keep]:
@@ -156,7 +150,13 @@ def newest_record(folder: Path) -> dict[str, Any]:
 
 
 def file_digests(checkpoint: Path, process: int, count: int) -> dict[str, list[Any]]:
-    """Size and digest of the files that one process wrote; process 0 does those that no process' folder holds, too."""
+    """Size in bytes and digest of the files that one process wrote, by their paths inside the checkpoint.
+
+    Args:
+        checkpoint: its folder, with the arrays of all processes in it.
+        process: from 0; process 0 also does the files that no process' folder holds.
+        count: of processes.
+    """
     writers = {f"ocdbt.process_{i}": i for i in range(count)}
     paths = [path.relative_to(checkpoint) for path in sorted(checkpoint.rglob("*")) if path.is_file()]
     mine = [str(p) for p in paths if next((writers[part] for part in p.parts if part in writers), 0) == process]
@@ -216,6 +216,9 @@ def file_problems(
 def verified(checkpoint: Path, run: str | None = None) -> Manifest:
     """The manifest of a checkpoint whose files are all as they were written.
 
+    Args:
+        checkpoint, run: as `manifest.read` takes them.
+
     Raises:
         DamagedError: they are not; the text names the first files, and the arrays that cannot be read from them.
         ForeignError, DiskError: as `manifest.read`.
@@ -227,11 +230,21 @@ def verified(checkpoint: Path, run: str | None = None) -> Manifest:
 
 
 def damage(checkpoint: Path, content: Manifest, problems: list[str]) -> str:
-    """The first problems of the files, and the arrays that they no longer hold."""
-    arrays = manifest.damaged_arrays(checkpoint, content.arrays)
+    """The first problems of the files, and the arrays that they no longer hold, in a line.
+
+    Args:
+        checkpoint, content: its folder and manifest.
+        problems: from `file_problems`.
+    """
+    arrays = failures.damaged_arrays(checkpoint, content.arrays)
     return first_of(problems) + (f", which spoils {first_of(arrays)}" if arrays else "")
 
 
 def first_of(problems: list[str], between: str = ", ") -> str:
-    """The first three, and how many more."""
+    """The first three in a line, and how many more there are.
+
+    Args:
+        problems: or names, a line each.
+        between: what joins them.
+    """
     return between.join(problems[:3]) + (f"{between}and {len(problems) - 3} more" if len(problems) > 3 else "")

@@ -93,7 +93,15 @@ class Renamed:
         remove_tree(self.folder / name)
 
     def set_aside(self, step: int, problem: str) -> Path:
-        """Put a damaged checkpoint out of the way; gives what marks it. Raises OSError where that cannot be done."""
+        """Put a damaged checkpoint out of the way; gives what marks it.
+
+        Args:
+            step: of the checkpoint.
+            problem: what is wrong with it, in a line; recorded where the folder cannot be moved.
+
+        Raises:
+            OSError: it cannot be moved or marked.
+        """
         aside = self.folder / SET_ASIDE
         names = (str(step) if number == 0 else f"{step}.{number}" for number in itertools.count())
         target = next(aside / name for name in names if not (aside / name).exists())
@@ -101,7 +109,12 @@ class Renamed:
         return (self.folder / str(step)).replace(target)
 
     def take_back(self, aside: Path, step: int) -> None:
-        """Let one that was set aside count again."""
+        """Let one that was set aside count again.
+
+        Args:
+            aside: its folder, as `layout.aside` lists it.
+            step: the name it gets back; no checkpoint has it now.
+        """
         if aside.parent.name == SET_ASIDE:
             aside.replace(self.folder / str(step))
         else:
@@ -202,7 +215,12 @@ def locks_files(file: Path) -> bool:
 
 
 def lacks(path: Path, file: Path) -> list[str]:
-    """What a folder of this machine cannot do, and what a run does instead."""
+    """What a folder of this machine cannot do, and what a run does instead: a line each, none for a bucket.
+
+    Args:
+        path: the folder, in which a probe is made and removed.
+        file: in it, made if missing: what a run locks.
+    """
     if is_remote(path):
         return []
     texts = {

@@ -13,7 +13,6 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -23,7 +22,6 @@ import xxhash
 from mupax import disk
 from mupax.disk import JsonError, read_json
 from mupax.errors import MupaxError
-from mupax.paths import url
 from mupax.train.checkpoints.layout import MANIFEST as NAME
 
 FORMAT = "mupax-checkpoint-2"
@@ -32,7 +30,6 @@ _FIELDS = {
     FORMAT: {"step", "data", "record", "arrays", "files"},
 }
 """Format to its fields. A new one gets another number and a line here."""
-_STATE = "state"  # folder of the arrays inside a checkpoint
 
 
 class DamagedError(MupaxError):
@@ -68,7 +65,12 @@ class Manifest:
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest whole or not at all."""
+    """Write the manifest whole or not at all.
+
+    Args:
+        folder: of the checkpoint, whose arrays and files are already there.
+        manifest: what later reads are compared with.
+    """
     body = dataclasses.asdict(manifest)
     disk.write_whole(folder / NAME, json.dumps({"format": FORMAT, "digest": _digest_of(body), "manifest": body}))
 
@@ -174,7 +176,12 @@ def host_shards(arrays: Mapping[str, Any]) -> list[Shard]:
 
 
 def describe_arrays(arrays: Mapping[str, Any], shards: Sequence[Shard]) -> dict[str, dict[str, Any]]:
-    """The manifest's list of arrays, with the shards of this process."""
+    """The manifest's list of arrays, with the shards of this process.
+
+    Args:
+        arrays: all of the state by their names on disk (`by_name`).
+        shards: those that this process saves (`host_shards`).
+    """
     entries = {name: {"shape": list(a.shape), "dtype": str(a.dtype), "shards": []} for name, a in arrays.items()}
     for shard, digest in zip(shards, in_threads(array_digest, [shard.data for shard in shards]), strict=True):
         entries[shard.name]["shards"].append([[list(axis) for axis in shard.index], digest])
@@ -186,42 +193,14 @@ def array_digest(data: np.ndarray) -> str:
     return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
 
 
-def damaged_arrays(folder: Path, arrays: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Names of the arrays whose files hold something else at two reads, made without a model or devices.
-
-    Raises:
-        DiskError: the disk cannot read them.
-    """
-    import tensorstore as ts
-
-    base = f"{url(folder)}/{_STATE}/"
-    patience = disk.Patience()
-
-    def same(name: str, entry: Mapping[str, Any], context: Any) -> bool:
-        spec = {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
-        try:
-            stored = ts.open(spec, open=True, context=context).result()
-            return list(stored.shape) == entry["shape"] and all(
-                array_digest(stored[tuple(slice(*axis) for axis in index)].read().result()) == digest
-                for index, digest in entry["shards"]
-            )
-        except Exception as error:  # whatever the library makes of damage
-            if isinstance(disk.system_error(error), (*disk.ABSENT, type(None))):
-                return False
-            raise
-
-    wrong = list(arrays)
-    for context in (ts.Context(), ts.Context()):  # each with a cache of its own
-        look = partial(same, context=context)
-        good = in_threads(lambda name, look=look: patience(lambda: look(name, arrays[name]), folder), wrong)
-        wrong = [name for name, ok in zip(wrong, good, strict=True) if not ok]
-    return wrong
-
-
 def check_loaded(arrays: Mapping[str, Any], saved: Mapping[str, dict[str, Any]]) -> list[str]:
     """Names of loaded arrays that are not those that were saved, as far as this process holds them.
 
     The mesh may be another: a saved shard is looked for inside the array, or inside one of its shards that lie here.
+
+    Args:
+        arrays: as they were loaded, by their names on disk.
+        saved: the manifest's `arrays`, which has all of these names.
     """
     shards = [(name, *shard) for name in arrays for shard in saved[name]["shards"]]
     local = [(name, part, digest) for name, i, digest in shards if (part := _part(arrays[name], i)) is not None]

@@ -54,7 +54,14 @@ def wait(response: Any, processes: Processes, key: str) -> None:
 
 
 def tell(error: Exception, folder: Path, processes: Processes, key: str) -> str:
-    """What to say of a save that failed, which the other processes are told unless one of them has failed before."""
+    """What to say of a save that failed, which the other processes are told unless one of them has failed before.
+
+    Args:
+        error: what this process failed of.
+        folder: of the checkpoints.
+        processes: of the run.
+        key: of the save, as the others give it to `wait`.
+    """
     if isinstance(error, ElsewhereError):
         return str(error)
     reason = f"{processes.name}{failures.reason(error, folder)}"

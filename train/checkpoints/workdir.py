@@ -42,8 +42,7 @@ def claim(config: Config, processes: Processes) -> tuple[Path, bool]:
     """The run's folder, made by process 0 if missing, and whether an earlier part of the run lies in it.
 
     Args:
-        config: of the run.
-        processes: of the run.
+        config, processes: of the run; its `workdir`, and whether to `resume` in it.
 
     Raises:
         WorkdirError: the folder holds something and `resume` was not asked for, holds no run, or cannot be written, or this
@@ -107,6 +106,9 @@ def _claim(config: Config) -> tuple[str, bool]:
 def locked(path: Path, processes: Processes) -> Iterator[None]:
     """Keep the folder for this run alone while entered. Process 0 holds the lock, which ends with it however it ends.
 
+    Args:
+        path, processes: of the run; the folder as `claim` gives it.
+
     Raises:
         WorkdirError: another run has it.
     """
@@ -151,7 +153,8 @@ def record(
 ) -> dict[str, Any]:
     """Write config.json: the resolved config, the data's facts, versions, compiler flags, the git commit, the run's name.
 
-    What it said before stays in it under `segments`, oldest first, each with the step at which the next part began.
+    What it said before stays in it under `segments`, oldest first, each with the step at which the next part began. Gives
+    what it holds; the name, `run`, is random, and stays as it was.
 
     Args:
         path: the run's folder.
@@ -160,9 +163,6 @@ def record(
         preset: described in words.
         flags: of the compiler.
         step: at which this part begins.
-
-    Returns:
-        What it holds. The run's name, `run`, is random, and stays as it was.
     """
     content = {
         "config": to_json(config),

@@ -9,8 +9,8 @@ import optax
 from jax.experimental.layout import Format, Layout
 
 from mupax.train.core.loss import Sums
-from mupax.train.core.state import TrainState, shardings_of
-from mupax.train.core.step import Batch, StepInputs, batch_sums, make_train_step
+from mupax.train.core.state import Batch, StepInputs, TrainState, shardings_of
+from mupax.train.core.step import batch_sums, make_train_step
 from mupax.train.parallel.sharding import MeshLayout
 from mupax.zoo import partition
 from mupax.zoo.definition import Arrays, Definition
@@ -34,8 +34,13 @@ def trace_train_step(
 ) -> jax.stages.Traced:
     """The step traced for a mesh: state donated, batch split by the layout, numbers replicated.
 
-    `run` and `batch` (the global one) may be arrays or their shapes. With `free` the compiler chooses how the state's
-    arrays lie in memory: `input_formats` of the compiled step says how it takes them.
+    Args:
+        definition, tx: the model, and the optimizer of those of its parameters that are trained.
+        abstract: shapes, dtypes and shardings of the state (`state.abstract_state`).
+        layout: how arrays lie on the mesh that the step is for.
+        run, batch: arrays or their shapes; the batch is the global one.
+        accumulation_steps: microbatches of a step, which its batch divides into.
+        free: the compiler chooses how the state lies in memory; `input_formats` of the compiled step says how.
     """
     placed = jax.tree.map(free_format, abstract) if free else shardings_of(abstract)
     jitted = jax.jit(
@@ -57,7 +62,12 @@ def compile_eval_step(
 ) -> jax.stages.Compiled:
     """(params, run, batch) -> `Sums` of the batch, for the parameters that `TrainState.evaluated` gives.
 
-    With `formats` the parameters lie in memory as they say, those of the training step.
+    Args:
+        definition: the model.
+        abstract: shapes, dtypes and shardings of the state.
+        layout: how arrays lie on the mesh that the step is for.
+        run, batch: arrays or their shapes; the batch is the global one.
+        formats: how the training step takes its state, for parameters that lie in memory so; None: the default layouts.
     """
     placed = shardings_of(abstract) if formats is None else formats
     params = abstract.evaluated if formats is None else _unplaced(abstract.evaluated)

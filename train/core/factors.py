@@ -78,7 +78,12 @@ def resolve(preset: Preset, definition: Definition, optimizer: str = "adam", dec
 
 
 def init_stds(preset: Preset, definition: Definition) -> Numbers:
-    """Initial standard deviation (for gains: value) of every parameter."""
+    """Initial standard deviation (for gains: value) of every parameter, by name.
+
+    Args:
+        preset: gives the same for each of its optimizers, so that none is named.
+        definition: whose specs the preset is evaluated for, at its sizes.
+    """
     # The same whatever the optimizer; a measured table knows only its own.
     first, sizes = preset.optimizers[0], definition.sizes
     stds = {name: preset.scales(spec, sizes, first).init_std for name, spec in definition.specs.items()}

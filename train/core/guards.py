@@ -88,7 +88,13 @@ def check_chain(
 
 
 def reference(definition: Definition, preset: Preset, optimizer: str) -> Update:
-    """The first step of the loop's own chain at peak rate 1, without decay or schedule."""
+    """The first step of the loop's own chain at peak rate 1, without decay or schedule, as a jitted function.
+
+    Args:
+        definition: the model, at the sizes of the arrays that the function will take.
+        preset: whose rates and eps it applies.
+        optimizer: a name the preset has a rule for.
+    """
     config = OptimizerConfig(name=optimizer, peak_lr=1.0, schedule="constant")
     tx = chains.build(config, definition.specs)
     factors, hyper = resolve(preset, definition, optimizer), chains.hyper(config, 1).at(jnp.int32(0))

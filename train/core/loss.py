@@ -63,7 +63,12 @@ def cross_entropy(
 
 
 def of_logits(logits: jax.Array, targets: jax.Array, weights: jax.Array) -> Sums:
-    """The same of logits [..., V] that exist already."""
+    """Summed cross-entropy (nats), number correct and number of targets, of logits that exist already.
+
+    Args:
+        logits: [B, V] or [B, T, V].
+        targets, weights: as `cross_entropy` takes them.
+    """
     nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     hits = jnp.argmax(logits, axis=-1) == targets
     return Sums(jnp.sum(nll * weights), jnp.sum(hits * weights), jnp.sum(weights))

@@ -53,11 +53,17 @@ def limits(config: FaultsConfig) -> Limits:
 
 
 def judge(health: Health, limits: Limits, loss: jax.Array, grad_norm: jax.Array) -> tuple[jax.Array, jax.Array, Health]:
-    """Whether a step's update is applied, whether its loss is a spike, and the counters after it.
+    """Whether a step's update is applied (bool []), whether its loss is a spike (bool []), and the counters after it.
 
     A loss is a spike where it exceeds the running mean by so many running standard deviations. Mean and variance are
     plain ones at first, later exponential (West 1979), and see a spike as if it were at the bound: one does not widen the
     bound for the next, and a loss that stays high becomes the new mean.
+
+    Args:
+        health: the counters before the step.
+        limits: how many deviations a spike is above the mean, and whether its update is left out.
+        loss: mean over the batch's targets, nats, float32 [].
+        grad_norm: of the whole gradient, before clipping, float32 [].
     """
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     deviation = jnp.maximum(jnp.sqrt(health.variance), _LEAST_DEVIATION * jnp.abs(health.mean))
@@ -83,6 +89,10 @@ def squares(grads: Arrays, specs: Mapping[str, ParamSpec]) -> jax.Array:
     """Sums of squared gradients, float32 [n]: one of every parameter, one of every layer where layers are stacked.
 
     Their sum is the squared norm of the whole gradient, so that they cost nothing beside it.
+
+    Args:
+        grads: of the parameters that are trained, by name; [layers, ...] where layers are stacked.
+        specs: declarations, in the order that the sums have; those without a gradient are passed over.
     """
     sums = []
     for name in [name for name in specs if name in grads]:  # `grads` has another order inside a jitted function

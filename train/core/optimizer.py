@@ -37,7 +37,12 @@ class Hyper(NamedTuple):
 
 
 def hyper(config: OptimizerConfig, steps: int) -> Hyper:
-    """The numbers of a run of so many steps."""
+    """The optimizer's numbers for a whole run, on the host; no weight decay where the optimizer reads none.
+
+    Args:
+        config: has them as numbers, and the schedule as a shape.
+        steps: of the run, the length of the schedule.
+    """
     return Hyper(
         peak_lr=np.float32(config.peak_lr),
         schedule=schedule_table(config, steps),
@@ -51,6 +56,10 @@ def schedule_table(config: OptimizerConfig, steps: int) -> np.ndarray:
 
     Warm-up rises by 1/warmup_steps of the peak each step, from the first, and reaches it at its last; a decay reaches
     `final_lr_fraction` at the step after the run's last.
+
+    Args:
+        config: names the shape; a warm-up longer than the run is cut off at its end.
+        steps: of the run.
     """
     warmup = min(config.warmup_steps, steps)
     rest, final = max(steps - warmup, 1), config.final_lr_fraction

@@ -19,8 +19,7 @@ from mupax.train.config.run import Config
 from mupax.train.core import nonfinite, optimizer
 from mupax.train.core.compile import compile_eval_step, trace_train_step
 from mupax.train.core.factors import Numbers, check_run, init_stds, resolve
-from mupax.train.core.state import Initializer, TrainState, abstract_state
-from mupax.train.core.step import StepInputs
+from mupax.train.core.state import Initializer, StepInputs, TrainState, abstract_state
 from mupax.train.parallel import hardware
 from mupax.train.parallel.mesh import make_mesh
 from mupax.train.parallel.sharding import Feed, MeshLayout, abstract_batch
@@ -114,7 +113,12 @@ class Program:
         return self.mesh.devices.flat[0].platform == "tpu"
 
     def placed(self, state: TrainState, step: jax.stages.Compiled) -> TrainState:
-        """The state in the layouts that the compiled training step takes; the one before is used up."""
+        """The state in the layouts that the compiled training step takes.
+
+        Args:
+            state: on the mesh in default layouts; used up where the compiler has chosen others (`free`).
+            step: from `compile_train`.
+        """
         return jax.device_put(state, _formats(step), donate=True) if self.free else state
 
     def train_feed(self) -> Feed:

@@ -1,4 +1,4 @@
-"""The training state: step, parameters, optimizer state. Every array is born on the devices it will live on."""
+"""What a step reads and writes: the training state, a batch, numbers. The state is born on the devices it will live on."""
 
 from __future__ import annotations
 
@@ -12,9 +12,28 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mupax.train.core.nonfinite import Health
+from mupax.train.core.factors import Factors
+from mupax.train.core.nonfinite import Health, Limits
+from mupax.train.core.optimizer import Hyper
 from mupax.train.parallel.sharding import MeshLayout
 from mupax.zoo.definition import Arrays, Definition
+
+Batch = dict[str, jax.Array]
+"""`inputs`, int32 tokens [B, T] or float32 images [B, H, W, C]; `targets`, int32 [B, T] or [B]; and `weights` of the same shape,
+float32, 0 where a target does not count."""
+
+
+class StepInputs(NamedTuple):
+    """What a step reads besides state and batch: numbers that are data to the compiled program, never constants in it."""
+
+    factors: Factors
+    hyper: Hyper
+    reference: Arrays | None = None
+    """Initial parameters where the output is centred, whose logits are subtracted; else None."""
+    ema_decay: Any = None
+    """float32 []; None where no average is kept."""
+    limits: Limits = Limits()
+    """What counts as a spike of the loss."""
 
 
 class TrainState(NamedTuple):
@@ -119,19 +138,34 @@ class Initializer:
         """Parameters, whose memory it takes, to the state at step 0 of a run that starts with them."""
 
     def params(self, seed: int, stds: dict[str, np.ndarray]) -> Arrays:
-        """The parameters alone: also the frozen reference of a centred output."""
+        """The parameters alone, on the mesh: also the frozen reference of a centred output.
+
+        Args:
+            seed: from 0 to 2**32 - 1.
+            stds: standard deviation by name, float32 [] or [layers] (`factors.init_stds`).
+        """
         params = self._params(np.uint32(seed), stds)
         return self._spread(params) if self._split else params
 
     def state(self, seed: int, stds: dict[str, np.ndarray]) -> TrainState:
-        """A fresh state."""
+        """A fresh state on the mesh, at step 0.
+
+        Args:
+            seed, stds: as in `params`.
+        """
         return self.started(self.params(seed, stds))
 
 
 def fresh_params(
     definition: Definition, seed: int, stds: dict[str, np.ndarray], names: set[str]
 ) -> dict[str, np.ndarray]:
-    """Some of the initial parameters, whole and on the host: the same numbers in every process."""
+    """Some of the initial parameters, whole and on the host: the same numbers in every process.
+
+    Args:
+        definition: the model.
+        seed, stds: as in `Initializer.params`.
+        names: which parameters to make; the others take no memory.
+    """
     only = dataclasses.replace(
         definition,
         **{field: {n: getattr(definition, field)[n] for n in sorted(names)} for field in ("specs", "abstract")},

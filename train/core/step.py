@@ -1,13 +1,12 @@
 """The training step as a pure function over plain dicts: loss, gradients, update. `compile.py` puts it on a mesh.
 
-Shapes: B batch, T positions, V vocabulary or classes. A batch is a dict of `inputs`, [B, T] int32 tokens or [B, H, W, C]
-float32 images; `targets`, [B, T] or [B] int32; and `weights` of the same shape, float32, 0 where a target does not count.
+Shapes: B batch, T positions, V vocabulary or classes. What a batch holds is said at `mupax.train.core.state.Batch`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import chex
 import jax
@@ -15,31 +14,18 @@ import jax.numpy as jnp
 import optax
 
 from mupax.train.core import nonfinite
-from mupax.train.core.factors import Factors
 from mupax.train.core.loss import Sums, cross_entropy, of_logits
-from mupax.train.core.optimizer import Hyper
-from mupax.train.core.state import TrainState, averaged
+from mupax.train.core.state import Batch, StepInputs, TrainState, averaged
 from mupax.zoo import partition
 from mupax.zoo.definition import Arrays, Definition
 
-Batch = dict[str, jax.Array]
-
-
-class StepInputs(NamedTuple):
-    """What a step reads besides state and batch: numbers that are data to the compiled program, never constants in it."""
-
-    factors: Factors
-    hyper: Hyper
-    reference: Arrays | None = None
-    """Initial parameters where the output is centred, else None."""
-    ema_decay: Any = None
-    """float32 []; None where no average is kept."""
-    limits: nonfinite.Limits = nonfinite.Limits()
-    """What counts as a spike of the loss."""
-
 
 def logits_of(definition: Definition, params: Arrays, run: StepInputs, inputs: jax.Array) -> jax.Array:
-    """float32 [B, T, V] or [B, V]; f - f at initialization where there is a reference, without gradient through the latter."""
+    """Logits, float32 [B, T, V] or [B, V], less those of the reference, where there is one (no gradient flows through it).
+
+    Args:
+        definition, params, run, inputs: model, parameters as stored, factors of the forward pass, a batch's inputs.
+    """
     multiplier, forward = run.factors.multiplier, run.factors.forward
     logits = definition.apply(params, multiplier, forward, inputs)
     if run.reference is None:
@@ -48,7 +34,11 @@ def logits_of(definition: Definition, params: Arrays, run: StepInputs, inputs: j
 
 
 def batch_sums(definition: Definition, params: Arrays, run: StepInputs, batch: Batch) -> Sums:
-    """Summed cross-entropy (nats), number correct and number of targets of one (micro)batch."""
+    """Summed cross-entropy (nats), number correct and number of targets of one (micro)batch.
+
+    Args:
+        definition, params, run, batch: as in `gradients`; whether a parameter is trained makes no difference.
+    """
     inputs, targets, weights = batch["inputs"], batch["targets"], batch["weights"]
     chex.assert_equal_shape([targets, weights])
     model = definition.model(params, run.factors.multiplier, run.factors.forward)
@@ -66,7 +56,12 @@ def batch_sums(definition: Definition, params: Arrays, run: StepInputs, batch: B
 def gradients(
     definition: Definition, params: Arrays, run: StepInputs, batch: Batch, accumulation_steps: int
 ) -> tuple[Arrays, Sums]:
-    """Gradient of the mean loss over all targets of the batch, of the parameters that have a learning rate, and its sums."""
+    """Gradient of the mean loss over the batch's targets, of the parameters that have a learning rate, and its `Sums`.
+
+    Args:
+        definition, params, run: as in `logits_of`; the names in `run.factors.lr` are trained.
+        batch, accumulation_steps: the global batch, and into how many microbatches, taken one after another, it is cut.
+    """
     trained = {name: w for name, w in params.items() if name in run.factors.lr}
 
     def summed(trained: Arrays, micro: Batch) -> tuple[jax.Array, Sums]:
@@ -98,6 +93,11 @@ def make_train_step(
 
     metrics: loss (mean nats per target, before the update), accuracy, grad_norm (before clipping), lr (peak x schedule),
     weight (targets counted), float32 []; verdict (left out, spike, left out in a row) int32 [3]; `nonfinite.squares`.
+
+    Args:
+        definition, tx: the model, and the chain that turns gradients into updates (`optimizer.build`).
+        accumulation_steps: microbatches of a step; the loss stays the mean over all their targets.
+        layout: how activations lie on a mesh; None on one device.
     """
 
     def step(state: TrainState, run: StepInputs, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:

@@ -29,12 +29,22 @@ class ScaleByMuonState(NamedTuple):
 
 
 def sgd(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
-    """The gradient, or its heavy-ball sum."""
+    """The gradient, or its heavy-ball sum.
+
+    Args:
+        config: its `momentum` is the sum's decay; 0 for the bare gradient.
+        specs: not read; every parameter is treated alike.
+    """
     return optax.trace(config.momentum) if config.momentum else optax.identity()
 
 
 def lion(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformation:
-    """The sign of an interpolated momentum (Chen et al. 2023)."""
+    """The sign of an interpolated momentum (Chen et al. 2023).
+
+    Args:
+        config: `b1` interpolates, `b2` is the momentum's decay.
+        specs: not read; every parameter is treated alike.
+    """
     return optax.scale_by_lion(config.b1, config.b2)
 
 
@@ -42,6 +52,10 @@ def adam(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformationE
     """`optax.scale_by_adam` with eps * factors.eps per parameter, which optax's own does not take: m_hat / (sqrt(v_hat) + eps).
 
     The same direction by optax's own, on gradients over factors.eps or one for each parameter, rounds in another order.
+
+    Args:
+        config: `b1` and `b2` are the moments' decays; eps comes with `hyper`.
+        specs: not read; every parameter is treated alike.
     """
 
     def update(updates, state, params=None, *, factors, hyper, **_):
@@ -65,6 +79,10 @@ def muon(config: OptimizerConfig, specs: Specs) -> optax.GradientTransformationE
 
     Each matrix is read as its spec says: fan-in axes by fan-out axes, stacked layers apart. No factor of shape is in here
     (`optax.contrib.muon` has one of its own, sqrt(max(1, out/in))): the preset's rate brings it, once.
+
+    Args:
+        config: `momentum` of the matrices, `b1` and `b2` of the rest.
+        specs: name to declaration of the parameters that are trained: their roles say which are hidden matrices.
     """
     orthogonalized = dimension_numbers(specs)
     matrices = optax.contrib.scale_by_muon(beta=config.momentum, weight_dimension_numbers=orthogonalized)
@@ -104,6 +122,11 @@ def dimension_numbers(specs: Specs) -> dict[str, MuonDimensionNumbers]:
 
 
 def rows(number: jax.typing.ArrayLike, like: jax.Array) -> jax.Array:
-    """A scalar or per-layer number shaped to broadcast against a parameter."""
+    """A scalar or per-layer number shaped to broadcast against a parameter, in its dtype.
+
+    Args:
+        number: [] or [layers].
+        like: the parameter or its update; its first axis is layers where `number` has one.
+    """
     number = jnp.asarray(number)
     return number.reshape(number.shape + (1,) * (like.ndim - number.ndim)).astype(like.dtype)

@@ -28,7 +28,7 @@ class MeshLayout(Layout):
         return NamedSharding(self.mesh, PartitionSpec())
 
     def batch(self, batch: Mapping[str, Any]) -> dict[str, NamedSharding]:
-        """Of the arrays of a batch (see `mupax.train.core.step`): what is [B, T] is split along both, anything else along B."""
+        """Of the arrays of a batch (see `mupax.train.core.state.Batch`): what is [B, T] is split along both, anything else along B."""
         return {
             name: self.sharding(("batch", *["sequence" if x.ndim == 2 else None] * (x.ndim - 1)), x.shape)
             for name, x in batch.items()

@@ -20,7 +20,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
-from mupax.train.checkpoints import checkpointer, command, manifest
+from mupax.train.checkpoints import checkpointer, command, failures, manifest
 from mupax.train.checkpoints import folder as disk
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.checkpoints.folder import steps, verified
@@ -116,7 +116,7 @@ def test_the_manifest_has_a_digest_of_every_shard_and_every_file(saved: Path) ->
     }
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert files == {*found.files, manifest.NAME}
-    assert manifest.damaged_arrays(folder, found.arrays) == []
+    assert failures.damaged_arrays(folder, found.arrays) == []
     assert steps(saved / "checkpoints") == [3, 5]
 
 
