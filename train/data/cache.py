@@ -42,7 +42,12 @@ def data_sets(data_dir: str | None) -> Path:
 
 
 def fetched(folder: Path, note: Note) -> Path:
-    """A folder of this machine, or its copy in the cache of one in a bucket: of files that are read from places within."""
+    """A folder of this machine, or its copy in the cache of one in a bucket: of files that are read from places within.
+
+    Args:
+        folder: copied again where the name, size or time of a file in it is another.
+        note: told what is fetched, and that another process does it.
+    """
     if not is_remote(folder):
         return folder
     files = sorted((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in folder.rglob("*"))
@@ -133,7 +138,12 @@ def lock(base: Path, name: str, note: Note) -> Iterator[None]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes JSON so that readers see the old file or the new one, never a part."""
+    """Writes JSON so that readers see the old file or the new one, never a part.
+
+    Args:
+        path: in a folder that exists.
+        value: what the file then holds.
+    """
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     with part.open("w") as file:
         json.dump(value, file, indent=1)
@@ -149,7 +159,12 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def remembered(name: str, compute: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """The numbers kept under this name in the cache, or computed now and kept, if the cache can be written."""
+    """The numbers kept under this name in the cache, or computed now and kept, if the cache can be written.
+
+    Args:
+        name: of the file, without its ending; it must tell apart everything that the numbers depend on.
+        compute: gives them by their names; called where they are not kept yet.
+    """
     path = root() / "references" / f"{name}.json"
     numbers = read_json(path)
     if numbers is None or not all(isinstance(value, float) for value in numbers.values()):

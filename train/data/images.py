@@ -115,6 +115,10 @@ class ImageData(Data):
 def vision_model(name: str, model: ModelConfig, class_names: Sequence[str]) -> ImageModel:
     """The model, if it reads images and has one output per class.
 
+    Args:
+        name, model: what an error calls the data, and the model of the run.
+        class_names: of the data, one per label.
+
     Raises:
         DataError: it does not.
     """
@@ -129,7 +133,15 @@ def vision_model(name: str, model: ModelConfig, class_names: Sequence[str]) -> I
 
 
 def check_size(name: str, model: ImageModel, size: int, channels: int) -> None:
-    """Raises DataError unless the model reads size x size images of so many channels."""
+    """Refuse images of another size than the model reads.
+
+    Args:
+        name, model: what an error calls the data, and the model of the run.
+        size, channels: of the data's images: pixels on a side, and 1 for grey or 3 for colour.
+
+    Raises:
+        DataError: it reads another size or number of channels; the text says what to write.
+    """
     if (model.image_size, model.channels) != (size, channels):
         raise DataError(
             f"data {name!r} has images of {size} x {size} pixels with {channels} channels, the model reads "
@@ -139,12 +151,20 @@ def check_size(name: str, model: ImageModel, size: int, channels: int) -> None:
 
 
 def as_is(images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
-    """Images that have the model's size already, unchanged."""
+    """Images that have the model's size already, unchanged.
+
+    Args:
+        images, uniforms: as a `View` takes them; no number is used.
+    """
     return np.stack(images).astype(np.float32)
 
 
 def jitter(images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
-    """A small rotation, scale and shift about the centre, bilinear, black outside: for small drawings like digits."""
+    """A small rotation, scale and shift about the centre, bilinear, black outside: for small drawings like digits.
+
+    Args:
+        images, uniforms: as a `View` takes them, images of one size; numbers 0 to 3 are angle, scale, down and right.
+    """
     x_BHWC = np.stack(images).astype(np.float32)
     _, H, W, _ = x_BHWC.shape
     angle, log_scale, down, right = (2 * uniforms[:, :4].T - 1) * np.array(
@@ -171,7 +191,11 @@ def _bilinear(images: np.ndarray, y: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 def shift_and_flip(images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
-    """A crop of the mirror-padded image at a random place, and a mirror image half of the time: CIFAR's usual view."""
+    """A crop of the mirror-padded image at a random place, and a mirror image half of the time: CIFAR's usual view.
+
+    Args:
+        images, uniforms: as a `View` takes them, images of one size; numbers 0 to 2 are down, right and the mirror.
+    """
     x_BHWC = np.stack(images)
     B, H, W, _ = x_BHWC.shape
     p, q = round(_PAD * H), round(_PAD * W)

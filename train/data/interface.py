@@ -92,11 +92,21 @@ class Data(abc.ABC):
 
     @abc.abstractmethod
     def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
-        """Training batch k (from 0), or the given rows of it: a pure function of (seed, k, batch_size)."""
+        """Training batch k, or the given rows of it: a pure function of (seed, k, batch_size).
+
+        Args:
+            k: from 0, counted from the start of the run and on through all epochs.
+            rows: of the global batch; all of them unless given.
+        """
 
     @abc.abstractmethod
     def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
-        """Evaluation batch j, or the given rows of it. Rows past the last example have weight 0."""
+        """Evaluation batch j, or the given rows of it. Rows past the last example have weight 0.
+
+        Args:
+            j: from 0, in the one order that every evaluation has.
+            rows: of the global batch; all of them unless given.
+        """
 
     def train_batches(self, start: int, *rows: slice) -> Generator[Batch, None, None]:
         """Batches start, start + 1, … without end, made ahead of time by threads; `close()` stops those.

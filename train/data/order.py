@@ -15,7 +15,13 @@ ORDER, WINDOWS, AUGMENTATION, EVALUATION = range(4)
 
 
 def rng(seed: int, purpose: int, index: int) -> np.random.Generator:
-    """Random numbers that depend on the run's seed, what they are for, and an index (batch or epoch)."""
+    """Random numbers that depend on the run's seed, what they are for, and an index.
+
+    Args:
+        seed: of the data, at least 0.
+        purpose: which stream, such as `AUGMENTATION`.
+        index: of the batch or epoch; each has a stream of its own.
+    """
     return np.random.default_rng([seed, purpose, index])
 
 
@@ -43,5 +49,11 @@ class Shuffle:
 
 
 def batch_indices(k: int, batch_size: int, rows: slice) -> range:
-    """Indices, counted from the start of the run, of the given rows of batch k."""
+    """Indices, counted from the start of the run, of the given rows of batch k.
+
+    Args:
+        k: from 0.
+        batch_size: rows of the global batch.
+        rows: of the global batch.
+    """
     return range(k * batch_size, (k + 1) * batch_size)[rows]

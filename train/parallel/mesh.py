@@ -27,6 +27,11 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None, *, swept
     Devices joined by a fast network (one TPU slice, one host of GPUs) stay together: the slow network between such
     islands is crossed by the outermost axes only, data and then fsdp, unless `config.slices` says which.
 
+    Args:
+        config: devices along each axis, one of them -1 for what is left, and which axes cross islands.
+        devices: all that JAX sees unless given; every one gets a place.
+        swept: whether the mesh is of a sweep; the axis `sweep` of any other has size 1.
+
     Raises:
         MeshError: sizes whose product is not the number of devices, more than one -1, a sweep axis where no sweep is, or
             axes that cannot be laid over the islands.

@@ -90,7 +90,12 @@ class Processes:
             self.broadcast(name, lambda: None)
 
     def post(self, key: str, value: str) -> None:
-        """Leave a value for all processes; the first one under a key stays."""
+        """Leave a value for all processes; the first one under a key stays.
+
+        Args:
+            key: folders and a name, joined by `/`, so that `posts` of the folder has it.
+            value: what others read.
+        """
 
     def posts(self, folder: str) -> dict[str, str]:
         """The values under a key, by what follows it."""

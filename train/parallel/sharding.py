@@ -72,6 +72,11 @@ class MeshLayout(Layout):
     def check_batch(self, batch_size: int, accumulation_steps: int, name: str = "data.batch_size") -> None:
         """Refuse a batch that does not split evenly.
 
+        Args:
+            batch_size: examples over all devices.
+            accumulation_steps: microbatches that it is cut into.
+            name: the field that an error says to change.
+
         Raises:
             MeshError: the batch is not a multiple of devices x microbatches; the text says which multiple.
         """
@@ -143,6 +148,11 @@ class Feed:
 
 
 def abstract_batch(model: ModelConfig, batch_size: int) -> dict[str, Any]:
-    """Shapes of a batch of the model's examples."""
+    """Shapes and dtypes of a batch of the model's examples.
+
+    Args:
+        model: says what one example is.
+        batch_size: examples over all devices.
+    """
     example = model.example().items()
     return {name: jax.ShapeDtypeStruct((batch_size, *of.shape), jax.numpy.dtype(of.dtype)) for name, of in example}  # pyright: ignore

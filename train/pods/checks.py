@@ -54,7 +54,12 @@ def whole_stacks(collectives: Iterable[Collective], stacks: Mapping[str, tuple[i
 
 
 def whole_moments(program: Program, state_shardings: Any) -> list[str]:
-    """Optimizer state of which a device holds more than of the parameter it belongs to."""
+    """Optimizer state of which a device holds more than of the parameter it belongs to, a line each.
+
+    Args:
+        program: what was compiled: its `abstract` says how parameters lie.
+        state_shardings: how the compiled step takes its state, in the state's structure.
+    """
     params = program.abstract.params
     leaves = jax.tree_util.tree_leaves_with_path(program.abstract.opt_state)
     placed = jax.tree.leaves(state_shardings.opt_state)
@@ -70,7 +75,12 @@ def whole_moments(program: Program, state_shardings: Any) -> list[str]:
 
 
 def unrequired(program: Program, collectives: Iterable[Collective]) -> list[str]:
-    """Mesh axes over which the layer loop sends more than it must."""
+    """Mesh axes over which the layer loop sends more than it must, a line each.
+
+    Args:
+        program: what was compiled; `required` says what it must send.
+        collectives: of its compiled step; those outside loops over layers are passed over.
+    """
     allowed, config, sizes = required(program), program.config, program.definition.sizes
     layers = {sizes["layers"], sizes["layers"] - 1}  # the compiler may take one layer out of the loop
     # Norm gains, biases and row statistics: a few vectors per layer and position.

@@ -103,6 +103,10 @@ def _within(
 def replica_groups(attributes: str, devices: int) -> list[list[int]]:
     """Groups of partition numbers, from any of the forms that HLO writes them in; of a permute its (source, target) pairs.
 
+    Args:
+        attributes: the instruction's text after its operands.
+        devices: partitions of the program, all in one group where the text names none.
+
     Raises:
         ValueError: a form that is not known.
     """
@@ -144,7 +148,13 @@ def _ints(text: str) -> list[int]:
 
 
 def axes_of(groups: list[list[int]], mesh: Mapping[str, int], *, pairs: bool = False) -> tuple[tuple[str, ...], int]:
-    """Mesh axes along which a group's devices differ, and the group's size (of a permute, that of these axes)."""
+    """Mesh axes along which a group's devices differ, and the group's size (of a permute, that of these axes).
+
+    Args:
+        groups: of partition numbers, which count through the mesh in C order; those of one device are passed over.
+        mesh: axis name to size, in the order of the mesh's dimensions.
+        pairs: whether the groups are the (source, target) pairs of a permute.
+    """
     shape = tuple(mesh.values())
     coordinates = [np.array(np.unravel_index(group, shape)) for group in groups if len(set(group)) > 1]
     names = tuple(name for i, name in enumerate(mesh) if any(len(set(where[i].tolist())) > 1 for where in coordinates))

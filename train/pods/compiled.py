@@ -51,11 +51,20 @@ class Roofline:
         return getattr(self, self.bound)
 
     def utilization(self, model_flops: float, chip: Chip) -> float:
-        """MFU: FLOPs that the model needs on this chip (no recomputation), over what it could do in the step's time."""
+        """MFU: FLOPs that the model needs on this chip (no recomputation), over what it could do in the step's time.
+
+        Args:
+            model_flops: of one step, on one device.
+            chip: what it could do at its peak.
+        """
         return model_flops / (self.seconds * chip.peak_flops)
 
     def to_json(self, model_flops: float, chip: Chip) -> dict[str, Any]:
-        """The times, what bounds them, the step time and the MFU."""
+        """The times, what bounds them, the step time in seconds and the MFU.
+
+        Args:
+            model_flops, chip: as in `utilization`.
+        """
         mfu = self.utilization(model_flops, chip)
         return {**dataclasses.asdict(self), "bound": self.bound, "step_seconds": self.seconds, "mfu": mfu}
 

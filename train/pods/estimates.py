@@ -119,7 +119,12 @@ def matmul_flops(jaxpr: Any, visited: float = 1.0) -> float:
 
 
 def causal_share(length: int, block: int) -> float:
-    """Share of the blocks of a causal mask that have anything to compute."""
+    """Share of the blocks of a causal mask that have anything to compute, in (1/2, 1].
+
+    Args:
+        length: positions.
+        block: positions on a side of the kernel's blocks; 1 block where there are fewer.
+    """
     blocks = max(1, length // block)
     return (1 + 1 / blocks) / 2
 

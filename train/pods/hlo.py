@@ -105,7 +105,12 @@ class Module:
                 yield from self._walk(name, inner)
 
     def trip_count(self, computation: str, loop: Instruction) -> int | None:
-        """How often a loop's body runs, or None where the program does not say."""
+        """How often a loop's body runs, or None where the program does not say.
+
+        Args:
+            computation: name of the one that the loop is in, where its counter starts.
+            loop: an instruction of opcode `while`.
+        """
         if trips := _group(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
             return int(trips)
         outside, condition = self.computations[computation], self.computations[loop.called("condition")[0]]
@@ -174,7 +179,12 @@ class Module:
 
 
 def array_bytes(shape: str, *, hbm_only: bool = False) -> list[int]:
-    """Bytes of every array in a type's text, without padding; optionally only those in main memory, not on the chip."""
+    """Bytes of every array in a type's text, without padding.
+
+    Args:
+        shape: a type as HLO writes it, such as `f32[8,128]{1,0}`; a tuple has several arrays.
+        hbm_only: leave out arrays that lie on the chip, outside main memory.
+    """
     return [
         math.ceil(math.prod(_ints(dims)) * int(bits or 8) / 8)  # pred is a byte
         for bits, dims, layout in _ARRAY.findall(shape)

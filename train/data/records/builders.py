@@ -99,7 +99,12 @@ class Digits(tfds.core.GeneratorBasedBuilder):
 
 
 def info(builder: tfds.core.DatasetBuilder, features: dict[str, Any]) -> tfds.core.DatasetInfo:
-    """What a builder says of its data set: records with these features, in the order they are made in."""
+    """What a builder says of its data set: records with these features, in the order they are made in.
+
+    Args:
+        builder: of the data set.
+        features: name to TFDS feature or dtype.
+    """
     return tfds.core.DatasetInfo(builder=builder, features=tfds.features.FeaturesDict(features), disable_shuffling=True)
 
 

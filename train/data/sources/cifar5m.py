@@ -36,7 +36,11 @@ _IMAGES_AT_ONCE = 4096
 
 
 def cifar5m(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> images.ImageData:
-    """CIFAR-5M: parts 0 to 4 to train on, part 5 to test on."""
+    """CIFAR-5M as batches: parts 0 to 4 to train on, part 5 to test on.
+
+    Args:
+        config, model, seed, note: as `mupax.train.data.load` takes them.
+    """
     vision = images.vision_model(config.name, model, CLASSES)
     images.check_size(config.name, vision, IMAGE_SHAPE[0], IMAGE_SHAPE[-1])
     sources = [builders.Source(builder, "train") for builder in prepared_parts(config.data_dir, note)]
@@ -58,6 +62,10 @@ def _marks(source: Sequence) -> list[bytes]:
 
 def prepared_parts(data_dir: str | None, note: cache.Note) -> list[Any]:
     """TFDS builders of all parts, each prepared from `partN.npz` in the data folder; one that is prepared needs no npz.
+
+    Args:
+        data_dir: data.data_dir, of the npz and of what is prepared; None is the folder of data sets in the cache.
+        note: told what takes time.
 
     Raises:
         DataError: a part is neither prepared nor there as npz, said before any is prepared.

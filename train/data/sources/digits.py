@@ -37,7 +37,11 @@ class DigitData(images.ImageData):
 
 
 def logistic_accuracy(train: Iterable[tuple[np.ndarray, int]], test: Iterable[tuple[np.ndarray, int]]) -> float:
-    """Accuracy on test images of multinomial logistic regression on pixels in [0, 1], L2 with C = 10."""
+    """Accuracy on test images of multinomial logistic regression on pixels in [0, 1], L2 with C = 10.
+
+    Args:
+        train, test: (pixels [8, 8, 1] from 0 to 16, label) each.
+    """
     from sklearn.linear_model import LogisticRegression
 
     (x, y), (x_test, y_test) = (map(np.array, zip(*pairs, strict=True)) for pairs in (train, test))
@@ -46,7 +50,11 @@ def logistic_accuracy(train: Iterable[tuple[np.ndarray, int]], test: Iterable[tu
 
 
 def digits(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> DigitData:
-    """The digits, split as data.split says: at random but always alike (builders.py), or by writer."""
+    """The digits as batches, split as data.split says: at random but always alike (builders.py), or by writer.
+
+    Args:
+        config, model, seed, note: as `mupax.train.data.load` takes them.
+    """
     images.check_size("digits", images.vision_model("digits", model, CLASSES), _SIZE, channels=1)
     from mupax.train.data.records import builders
 

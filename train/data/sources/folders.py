@@ -94,7 +94,11 @@ def decoding_threads() -> int:
 
 
 def own_images(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> images.ImageData:
-    """A user's images, cropped and scaled to the model's size."""
+    """A user's images as batches, cropped and scaled to the model's size.
+
+    Args:
+        config, model, seed, note: as `mupax.train.data.load` takes them; `config.name` is images:PATH.
+    """
     path = path_of(config.name.removeprefix("images:"))
     if not path.is_dir():
         raise DataError(f"no folder {path}; write data.name as images:PATH, with a folder that has a folder per class")
@@ -125,7 +129,15 @@ def own_images(config: DataConfig, model: ModelConfig, seed: int, note: cache.No
 
 
 def check_channels(name: str, channels: int) -> None:
-    """Raises DataError unless a decoded image can have so many channels."""
+    """Refuse a number of channels that no decoded image has.
+
+    Args:
+        name: what an error calls the data.
+        channels: that the model reads.
+
+    Raises:
+        DataError: neither 1 (grey) nor 3 (colour).
+    """
     if channels not in _MODES:
         raise DataError(
             f"the model reads {channels} channels and {name} has pictures; write --model.channels 3, or 1 for grey"

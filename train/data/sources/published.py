@@ -61,7 +61,11 @@ def labelled(sources: Sequence[Sequence], image: str, label: str, channels: int)
 
 
 def tfds_data(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> Data:
-    """A prepared TFDS data set by name: text for a decoder, labelled images for a vision transformer."""
+    """A prepared TFDS data set by name, as batches: text for a decoder, labelled images for a vision transformer.
+
+    Args:
+        config, model, seed, note: as `mupax.train.data.load` takes them; `config.name` is one that `find` finds.
+    """
     data_set = find(config.name, config.data_dir)
     data_set = data_set._replace(folder=cache.fetched(data_set.folder, note))
     if model.task == "tokens":
@@ -140,7 +144,11 @@ def _feature(builder: Any, data_set: DataSet, kinds: tuple[type, ...], usual: st
 
 
 def find(name: str, data_dir: str | None) -> DataSet:
-    """The prepared TFDS data set `name` ("c4", "c4/en", "mnist:3.0.1") in data.data_dir or the cache.
+    """The prepared TFDS data set of a name, in data.data_dir or the cache.
+
+    Args:
+        name: NAME[/CONFIG][:VERSION], such as c4, c4/en or mnist:3.0.1; the newest version unless it names one.
+        data_dir: data.data_dir, here or in a bucket; None is the folder of data sets in the cache.
 
     Raises:
         DataError: it is not there, or not in array_record; the text has the command that prepares it.
@@ -197,7 +205,12 @@ def _versions(folder: Path) -> list[str]:
 
 
 def unknown(name: str, base: Path) -> str:
-    """What to say of a name that is no data set's."""
+    """What to say of a name that is no data set's: the nearest ones, or what kinds there are.
+
+    Args:
+        name: as the user wrote it.
+        base: folder of data sets, whose names may be near too.
+    """
     names = [*SOURCES, *known(), *(sub.name for sub in base.glob("*") if sub.is_dir())]
     near = difflib.get_close_matches(name, list(dict.fromkeys(names)), n=3)  # a prepared one is there twice
     hint = f"did you mean {', '.join(near)}?" if near else f"write one of {', '.join(SOURCES)} or a TFDS name"

@@ -84,7 +84,11 @@ class EndlessData(Data):
 
 
 def linear_accuracy(train_images: int, eval_images: int) -> float:
-    """Accuracy on the evaluation images of multinomial logistic regression on pixels, fitted to so many of seed 0."""
+    """Accuracy on evaluation images of multinomial logistic regression on pixels, fitted to training images of seed 0.
+
+    Args:
+        train_images, eval_images: how many, the first of each stream.
+    """
     from sklearn.linear_model import LogisticRegression
 
     x, y = _seen(0, TRAIN, np.arange(train_images))
@@ -98,7 +102,11 @@ def linear_accuracy(train_images: int, eval_images: int) -> float:
 
 
 def striped_shapes(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> EndlessData:
-    """The endless set of striped shapes; there is nothing to augment."""
+    """The endless set of striped shapes as batches; there is nothing to augment and nothing to prepare.
+
+    Args:
+        config, model, seed, note: as `mupax.train.data.load` takes them.
+    """
     vision = images.vision_model("shapes", model, CLASSES)
     images.check_size("shapes", vision, SIZE, channels=3)
     return EndlessData(config, seed)
@@ -111,7 +119,12 @@ def _seen(seed: int, stream: int, indices: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def render(seed: int, stream: int, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Images uint8 [B, 32, 32, 3] and labels int32 [B] of the indices int64 [B], each whatever the others are."""
+    """Images uint8 [B, 32, 32, 3] and labels int32 [B], each whatever the others are.
+
+    Args:
+        seed, stream: with the index, all that an image depends on; the stream is `TRAIN` or `EVAL`.
+        indices: int64 [B], in [0, LENGTH).
+    """
     images_BHWC = np.empty((len(indices), SIZE, SIZE, 3), np.uint8)
     labels = np.empty(len(indices), np.int32)
     for start in range(0, len(indices), _CHUNK):

@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
 
 def records(source: Sequence[Mapping[str, Any]], feature: str) -> Any:
-    """The documents of a TFDS data source, read one by one."""
+    """The documents of a TFDS data source, a record each, read one by one, as `packing.Documents` has them.
+
+    Args:
+        source: gives records by index.
+        feature: name of the text in a record, str or bytes.
+    """
 
     def document(record: Mapping[str, Any]) -> tuple[bytes, bool]:
         content = record[feature]
@@ -32,7 +37,11 @@ def records(source: Sequence[Mapping[str, Any]], feature: str) -> Any:
 
 
 def python_corpus(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> TokenData:
-    """The text of the Python standard library."""
+    """The text of the Python standard library as batches.
+
+    Args:
+        config, model, seed, note: as `mupax.train.data.load` takes them.
+    """
     language_model(config.name, model)
     files = corpus.python_files()
     content = corpus.content_digest(files)
@@ -48,7 +57,11 @@ def python_corpus(config: DataConfig, model: ModelConfig, seed: int, note: cache
 
 
 def own_text(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> TokenData:
-    """A user's text file or folder of text files, data.name `text:PATH`. Nothing is copied but the tokens."""
+    """A user's text file or folder of text files as batches. Nothing is copied but the tokens.
+
+    Args:
+        config, model, seed, note: as `mupax.train.data.load` takes them; `config.name` is text:PATH.
+    """
     language_model(config.name, model)
     files = corpus.text_files(path_of(config.name.removeprefix("text:")), note)
     content = corpus.stat_digest(files)
@@ -61,7 +74,15 @@ def own_text(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note
 
 
 def language_model(name: str, model: ModelConfig) -> TokenModel:
-    """The model, if it reads text; DataError otherwise."""
+    """The model, if it reads text.
+
+    Args:
+        name: what an error calls the data.
+        model: of the run.
+
+    Raises:
+        DataError: it reads images.
+    """
     if not isinstance(model, TokenModel):
         raise DataError(f"data {name!r} is text, and the model reads images; write a decoder such as lm-tiny")
     return model

@@ -126,7 +126,15 @@ def bpe_size(name: str) -> int | None:
 
 
 def train_bpe(texts: Iterable[bytes], size: int) -> Any:
-    """A byte-level BPE `tokenizers.Tokenizer` of at most `size` tokens, trained on the texts (256 MB of them at most)."""
+    """A byte-level BPE `tokenizers.Tokenizer`, trained on the texts (256 MB of them at most).
+
+    Args:
+        texts: documents in UTF-8; read until there are enough.
+        size: tokens at most, the 256 bytes and the separator among them.
+
+    Raises:
+        DataError: a text is not UTF-8.
+    """
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
