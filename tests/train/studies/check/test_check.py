@@ -92,6 +92,8 @@ def wrong(found: Sequence[Finding]) -> dict[str, float]:
         ("mup-half", "heads", {}),
         ("depth-mup", "heads", {}),
         ("completep", "heads", {}),
+        ("completep", "heads", {"eps_scope": "completed"}),
+        ("mup", "heads", {"embedding_width": -0.5}),
         ("depth-mup", "depth", {"alpha_l": 0.5}),
         ("depth-mup", "depth", {"alpha_l": 0.75}),
         ("depth-mup", "depth", {"alpha_l": 1.0}),
@@ -102,6 +104,22 @@ def test_right_rules_pass(name, grow, constants):
     found = findings(preset(name, **constants), grow)
     assert len(found) > 30
     assert check.passes(found), wrong(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "constants", "growing", "telltales"),
+    [
+        ("mup", {"readout_width": -0.5}, {"change logits", "movement/norm_gain"}, {"weight/readout @0", "logits @0"}),
+        ("sp", {"embedding_width": 1}, None, {"movement/token_embedding @1"}),
+    ],
+)
+def test_named_constants_move_as_theory_says_and_not_as_their_other_value(name, constants, growing, telltales):
+    found = findings(preset(name, **constants), "heads")
+    assert all(f.agrees for f in found), wrong(found)
+    assert not check.passes(found)
+    if growing is not None:
+        assert {f.observable for f in found if not f.ok} == growing
+    assert telltales <= wrong(findings(preset(name, **constants), "heads", meant=preset(name))).keys()
 
 
 TIED_RULES = [(name, grow) for name in ("mup", "mup-half", "depth-mup", "completep") for grow in ("head_dim", "heads")]
