@@ -55,7 +55,12 @@ class JointRule:
     remark: str = ""
 
     def factor(self, column: str, ratios: Mapping[str, float]) -> float:
-        """What a column is multiplied by; 1 where the source says nothing."""
+        """What a column is multiplied by; 1 where the source says nothing.
+
+        Args:
+            column: one of `COLUMNS`.
+            ratios: of `batch` and `tokens` to the base's.
+        """
         return (getattr(self, column) or ONE)(ratios)
 
     def cautions(self, ratios: Mapping[str, float]) -> list[str]:

@@ -70,7 +70,13 @@ def scaled(
 
 
 def doubts(joint: JointRule, ratios: Mapping[str, float], *, b1: float, b2: float) -> list[str]:
-    """Why an applied rule should not be trusted, or would be refused, at some ratios with these betas."""
+    """Why an applied rule should not be trusted, or would be refused, at some ratios with these betas.
+
+    Args:
+        joint: the rule.
+        ratios: of `batch` and `tokens` to the base's.
+        b1, b2: Adam's.
+    """
     if not joint.applied or joint.name == "none":
         return []
     try:
@@ -81,7 +87,12 @@ def doubts(joint: JointRule, ratios: Mapping[str, float], *, b1: float, b2: floa
 
 
 def ratio(what: str, text: str) -> float:
-    """The ratio that a text such as 8:64 names, from the base to the run; raises PresetError for anything else."""
+    """The ratio that a text such as 8:64 names, from the base to the run; raises PresetError for anything else.
+
+    Args:
+        what: is called so in the message.
+        text: FROM:TO.
+    """
     try:
         start, stop = map(float, text.split(":"))
     except ValueError:

@@ -116,7 +116,12 @@ class Rule:
         )
 
     def with_constants(self, spec: ParamSpec, constants: Mapping[str, float]) -> Rule:
-        """The rule with the constants of the spec's group (`mupax.presets.constants`)."""
+        """The rule with the constants of the spec's group (`mupax.presets.constants`).
+
+        Args:
+            spec: the parameter's declaration.
+            constants: COLUMN.GROUP to a factor.
+        """
         by = {column: constant(column, spec, constants) for column in ("rates", "stds", "multipliers", "decays")}
         if set(by.values()) == {1.0}:
             return self
@@ -149,7 +154,13 @@ class Rule:
 
 
 def constant(column: str, spec: ParamSpec, constants: Mapping[str, float]) -> float:
-    """What the constants multiply one of the spec's columns by."""
+    """What the constants multiply one of the spec's columns by.
+
+    Args:
+        column: one of `mupax.presets.constants.COLUMNS`.
+        spec: the parameter's declaration.
+        constants: COLUMN.GROUP to a factor.
+    """
     return math.prod(constants.get(f"{column}.{name}", 1.0) for name in names(spec))
 
 

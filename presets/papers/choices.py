@@ -69,7 +69,12 @@ CHOICES = (
 
 
 def of(preset: str, constant: str) -> list[Choice]:
-    """The values of a preset's constant; none where it may have any."""
+    """The values of a preset's constant; none where it may have any.
+
+    Args:
+        preset: its name.
+        constant: its name.
+    """
     return [choice for choice in CHOICES if preset in choice.presets and constant == choice.constant]
 
 

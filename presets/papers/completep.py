@@ -48,7 +48,13 @@ def completep(
     decay: str | None = None,
     beta0: float = 1.0,
 ) -> Preset:
-    """CompleteP: muP with branches 1/L and every block learning at every depth; its own weight decay and eps."""
+    """CompleteP: muP with branches 1/L and every block learning at every depth; its own weight decay and eps.
+
+    Args:
+        alpha_l, alpha_a, beta0: as in `mupax.presets.papers.infinite_limits`.
+        eps_scope: which groups' eps shrinks with width and depth, a choice of `CHOICES`.
+        decay: of block matrices: `table` is the source's own, `rate` keeps lr*wd fixed; None is `table`.
+    """
     if decay not in (None, "table", "rate"):
         raise PresetError(f"completep: decay={decay} is not a choice; write table or rate")
     family = infinite_limits("completep", alpha_a=alpha_a, alpha_l=alpha_l, beta0=beta0)

@@ -203,7 +203,12 @@ def mup(
     mlp_out: str = "fan-in",
     muon_scale: str = "spectral",
 ) -> Preset:
-    """muP: attention logits 1/N, feature learning at every width, no depth rule (heads collapse as N grows)."""
+    """muP: attention logits 1/N, feature learning at every width, no depth rule (heads collapse as N grows).
+
+    Args:
+        alpha_a, gamma0, beta0, c_a, decay_width: as `infinite_limits` has them.
+        readout_width, embedding_width, mlp_out, muon_scale: as `infinite_limits` has them.
+    """
     return infinite_limits("mup", alpha_l=None, **locals())
 
 
@@ -218,7 +223,12 @@ def mup_half(
     mlp_out: str = "fan-in",
     muon_scale: str = "spectral",
 ) -> Preset:
-    """muP with attention logits 1/sqrt(N): heads stay diverse as N grows, no depth rule."""
+    """muP with attention logits 1/sqrt(N): heads stay diverse as N grows, no depth rule.
+
+    Args:
+        gamma0, beta0, c_a, decay_width: as `infinite_limits` has them.
+        readout_width, embedding_width, mlp_out, muon_scale: as `infinite_limits` has them.
+    """
     return infinite_limits("mup-half", alpha_a=0.5, alpha_l=None, **locals())
 
 
@@ -235,5 +245,10 @@ def depth_mup(
     mlp_out: str = "fan-in",
     muon_scale: str = "spectral",
 ) -> Preset:
-    """muP with branches L^-alpha_l for depth transfer; alpha_l and alpha_a anywhere in [1/2, 1]."""
+    """muP with branches L^-alpha_l for depth transfer; alpha_l and alpha_a anywhere in [1/2, 1].
+
+    Args:
+        alpha_l, alpha_a, gamma0, beta0, c_a, decay_width: as `infinite_limits` has them.
+        readout_width, embedding_width, mlp_out, muon_scale: as `infinite_limits` has them.
+    """
     return infinite_limits("depth-mup", **locals())

@@ -146,20 +146,37 @@ def next_scale(tried: Sequence[tuple[float, float]]) -> float:
 
 
 def descent(definition: Definition, factors: Factors, config: OptimizerConfig) -> Flow:
-    """Gradients by name to dw/dt = -lr u: the optimizer's first step, without clipping or decay, per unit of peak_lr."""
+    """Gradients by name to dw/dt = -lr u: the optimizer's first step, without clipping or decay, per unit of peak_lr.
+
+    Args:
+        definition: of the model.
+        factors: of every parameter.
+        config: the optimizer.
+    """
     tx = chains.build(dataclasses.replace(config, clip_norm=None), definition.specs)
     hyper = chains.Hyper(peak_lr=1.0, schedule=1.0, weight_decay=0.0, eps=config.eps)
     return lambda grads: tx.update(grads, tx.init(grads), None, factors=factors, hyper=hyper)[0]
 
 
 def direction(definition: Definition, factors: Factors, config: OptimizerConfig) -> Flow:
-    """Gradients by name to u by name: the optimizer's own first update at rate 1."""
+    """Gradients by name to u by name: the optimizer's own first update at rate 1.
+
+    Args:
+        definition: of the model.
+        factors: of every parameter; their rates are left out.
+        config: the optimizer.
+    """
     flow = descent(definition, factors._replace(lr=dict.fromkeys(factors.lr, 1.0)), config)
     return lambda grads: {name: -step for name, step in flow(grads).items()}
 
 
 def balanced(definition: Definition, parts: Parts) -> Arrays:
-    """rate = 1 / (L G <∇, u>) by parameter, in a chain of L layers with G groups in its own."""
+    """rate = 1 / (L G <∇, u>) by parameter, in a chain of L layers with G groups in its own.
+
+    Args:
+        definition: of the model.
+        parts: of one batch; only the slopes <∇, u> are read.
+    """
     rates = {}
     for names in layer_names(definition):
         count = (definition.sizes["layers"] + 2) * len({definition.specs[name].group for name in names})
@@ -168,7 +185,13 @@ def balanced(definition: Definition, parts: Parts) -> Arrays:
 
 
 def parts_of(definition: Definition, grads: Arrays, updates: Arrays) -> Parts:
-    """What each (group, layer) has of gradients by name and the optimizer's unit updates by name."""
+    """What each (group, layer) has of gradients by name and the optimizer's unit updates by name.
+
+    Args:
+        definition: of the model.
+        grads: in the parameters' shapes.
+        updates: in the parameters' shapes, at rate 1.
+    """
     squares: dict[str, jax.Array] = {}
     slopes: dict[str, jax.Array] = {}
     for name, spec in definition.specs.items():

@@ -71,6 +71,10 @@ def main(argv: Sequence[str]) -> int:
 def configured(args: Balance, rest: Sequence[str]) -> Config:
     """The run whose model, data, optimizer and reference are measured.
 
+    Args:
+        args: of the command.
+        rest: the words after those, flags of a run.
+
     Raises:
         UsageError: a flag that measuring does not read, or a folder that is not there.
         ConfigError: no recipe or model has the name, or values that do not fit together.
@@ -98,7 +102,13 @@ def configured(args: Balance, rest: Sequence[str]) -> Config:
 
 
 def batch_of(config: Config, name: str, console: Console) -> Mapping[str, Any]:
-    """The recipe's first training batch, or random inputs and labels for a model without data."""
+    """The recipe's first training batch, or random inputs and labels for a model without data.
+
+    Args:
+        config: of the run.
+        name: of its recipe, or of a model.
+        console: is told what is prepared.
+    """
     from mupax.train import data
     from mupax.train.studies.check import check
 

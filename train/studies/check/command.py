@@ -117,6 +117,10 @@ def main(argv: Sequence[str]) -> int:
 def configured(args: Check, rest: Sequence[str]) -> Config:
     """The run whose model, preset and optimizer are checked.
 
+    Args:
+        args: of the command.
+        rest: the words after those, flags of a run.
+
     Raises:
         UsageError: a flag that a check does not read.
         ConfigError: no recipe or model has the name, or a model that cannot be built.
@@ -146,7 +150,12 @@ def configured(args: Check, rest: Sequence[str]) -> Config:
 
 
 def relative(chosen: PresetConfig, smallest: configs.ModelConfig) -> Preset:
-    """The preset relative to the smallest model, absolute where it has no base; raises as `preset_for`."""
+    """The preset relative to the smallest model, absolute where it has no base; raises as `preset_for`.
+
+    Args:
+        chosen: the preset, whose base is left out.
+        smallest: the model that is the base.
+    """
     absolute = preset_for(dataclasses.replace(chosen, base=None), smallest)
     if absolute.baseless:
         return absolute

@@ -106,7 +106,11 @@ def measure(
 
 
 def dot(a: Any, b: Any) -> jax.Array:
-    """Inner product of two trees, float32 []. Products and sums, so that no matrix unit rounds them."""
+    """Inner product of two trees, float32 []. Products and sums, so that no matrix unit rounds them.
+
+    Args:
+        a, b: of one structure, with leaves of equal shapes.
+    """
     parts = jax.tree.map(lambda x, y: jnp.sum(x.astype(jnp.float32) * y.astype(jnp.float32)), a, b)
     return jax.tree.reduce(jnp.add, parts, jnp.float32(0))
 
@@ -187,7 +191,12 @@ def layer_names(definition: Definition) -> tuple[list[str], list[str], list[str]
 
 
 def split(definition: Definition, arrays: Arrays) -> list[Arrays]:
-    """Arrays by name as a list over layers: embedding, every block, norm and readout."""
+    """Arrays by name as a list over layers: embedding, every block, norm and readout.
+
+    Args:
+        definition: of the model.
+        arrays: a parameter's name to an array whose first axis is layers where it is stacked.
+    """
     embed, block, read = layer_names(definition)
     blocks = [{name: arrays[name][index] for name in block} for index in range(definition.sizes["layers"])]
     return [{name: arrays[name] for name in embed}, *blocks, {name: arrays[name] for name in read}]

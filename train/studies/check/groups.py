@@ -72,7 +72,13 @@ def slopes(
 
 
 def troubles(preset: Preset, specs: Mapping[str, ParamSpec], limit: Limit) -> dict[tuple[str, int], Trouble]:
-    """(observable, step) of a parameter to what is wrong with the column of its row that sets it."""
+    """(observable, step) of a parameter to what is wrong with the column of its row that sets it.
+
+    Args:
+        preset: the table.
+        specs: of the model's parameters.
+        limit: which sizes grow, under which optimizer.
+    """
     health = Health(preset, limit, lambda spec, of: gradient(spec, of, preset))
     wrong = health.troubles(specs.values())
     return {
@@ -117,6 +123,10 @@ def wrong_base(
     """Where a table relative to a base is not what it is at the base, on the model that should be it: how many times too large.
 
     Arguments as `at_base`; the sizes are those of the smallest model.
+
+    Args:
+        preset, specs, optimizer: as in `at_base`.
+        sizes: of the smallest model.
     """
     if preset.base is None:
         return {}
@@ -127,7 +137,12 @@ def wrong_base(
 
 
 def not_judged(specs: Mapping[str, ParamSpec], expected: Collection[tuple[str, int]]) -> tuple[str, ...]:
-    """The observables of parameters that theory says nothing about; a bias starts at zero whatever its std."""
+    """The observables of parameters that theory says nothing about; a bias starts at zero whatever its std.
+
+    Args:
+        specs: of the model's parameters.
+        expected: the (observable, step) that theory speaks of.
+    """
     return tuple(
         f"{what}/{label}"
         for name, label in labels(specs).items()
@@ -137,7 +152,14 @@ def not_judged(specs: Mapping[str, ParamSpec], expected: Collection[tuple[str, i
 
 
 def gradient(spec: ParamSpec, limit: Limit, preset: Preset, *, aligned: bool = True) -> float | None:
-    """Exponent of a parameter's gradient as stored, at unit gradient of the output; None where theory has no word for it."""
+    """Exponent of a parameter's gradient as stored, at unit gradient of the output; None where theory has no word for it.
+
+    Args:
+        spec: of the parameter.
+        limit: which sizes grow.
+        preset: the table.
+        aligned: after some steps; at initialization the heads that share a gain add up as independent terms do.
+    """
     own, of = limit.x(preset.row(spec).multiplier), "embedding" if spec.role in EMBEDDINGS else NAMES.get(spec.role)
     effective = {name: x - limit.x(limit.rows[name].multiplier) for name, x in limit.gradient.items()}
     if of is not None:

@@ -105,7 +105,12 @@ def by_layer(x: jax.Array) -> jax.Array:
 
 
 def rms(x: jax.Array, where: jax.Array | None = None) -> jax.Array:
-    """Root mean square over all entries, or those where a mask is true, float32 []."""
+    """Root mean square over all entries, or those where a mask is true, float32 [].
+
+    Args:
+        x: of any shape.
+        where: of x's shape, or one that broadcasts to it.
+    """
     return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), where=where))
 
 

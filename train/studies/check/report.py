@@ -19,7 +19,14 @@ _STEP_COLOURS = {0: "#999999", 1: "#56B4E9", 3: "#0072B2", 10: "#D55E00"}
 
 
 def show(console: Console, findings: Sequence[Finding], title: str, not_judged: Sequence[str] = ()) -> None:
-    """One line per observable and step, worst first within what theory speaks of, and the verdicts."""
+    """One line per observable and step, worst first within what theory speaks of, and the verdicts.
+
+    Args:
+        console: to print on.
+        findings: of the check.
+        title: above the table.
+        not_judged: observables that theory says nothing about.
+    """
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
     for column in ("observable", "after", "slope", "95 %", "theory", "verdict"):
         table.add_column(column, justify="right" if column in ("after", "slope", "theory") else "left", no_wrap=True)
@@ -37,7 +44,12 @@ def _words(finding: Finding) -> str:
 
 
 def verdict_line(findings: Sequence[Finding], not_judged: Sequence[str] = ()) -> str:
-    """Both verdicts in a line: what gave a wrong program or table away, the roles whose own lines are wrong, what nothing was said of."""
+    """Both verdicts in a line: what gave a wrong program or table away, the roles whose own lines are wrong, what nothing was said of.
+
+    Args:
+        findings: of the check.
+        not_judged: observables that theory says nothing about.
+    """
     if not findings:
         return "[bold red]fails[/bold red]: nothing was measured that theory speaks of"
     wrong, bad = [f for f in findings if not f.agrees], [f for f in findings if f.agrees and f.trouble]

@@ -59,7 +59,11 @@ class Expected:
 
 
 def growth(first: Mapping[str, int], last: Mapping[str, int]) -> tuple[dict[str, float], float]:
-    """Exponent of every axis that grows, and the factor by which the fastest one does; raises PresetError where none does."""
+    """Exponent of every axis that grows, and the factor by which the fastest one does; raises PresetError where none does.
+
+    Args:
+        first, last: size of every logical axis of the smallest and of the largest model.
+    """
     logs = {axis: math.log2(last[axis] / size) for axis, size in first.items() if last.get(axis, size) != size}
     if not logs or max(logs.values()) <= 0:
         raise PresetError(f"no size grows from {dict(first)} to {dict(last)}; give the check models of growing size")
