@@ -199,6 +199,8 @@ class Joint:
         if self.json:
             return _print_json([rule.to_json(ratios) for rule in horizon.RULES.values()])
         print(terminal.table(joint.rows()), end="\n\n")
+        print("what stays (1) of a run whose noise outweighs its gradient; shares are of its steps")
+        print(terminal.table(joint.kept_rows()), end="\n\n")
         if set(ratios.values()) != {1.0}:
             print(f"factors at B = {ratios['batch']:.4g}, T = {ratios['tokens']:.4g}")
             print(terminal.table(joint.rows(ratios)), end="\n\n")

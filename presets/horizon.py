@@ -116,7 +116,7 @@ RULES: dict[str, JointRule] = {
             one_minus_b1=_B / _T, one_minus_b2=_B / _T, durations=_FRACTION, status="reported",
             source="Complete(d)P, Mlodozeniec et al. 2025 (2512.22382), Table 1",
             tested="one lab, cosine, 50 M to 7.2 B parameters",
-            remark="equal in B to sde; in T the whole run is one stretch of the SDE",
+            remark="equal in B to sde; in T the whole run is one stretch of the SDE, though eps grows against noise that T leaves alone",
         ),
         JointRule(
             name="linear", lr=_B, families=("sgd",), status="reported", source="Goyal et al. 2017 (1706.02677)",

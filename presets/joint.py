@@ -8,7 +8,7 @@ from typing import Any
 
 from mupax.presets.horizon import COLUMNS, RULES, JointRule, formula, rule
 from mupax.presets.optimizers import OPTIMIZERS
-from mupax.presets.power import Power
+from mupax.presets.power import ONE, Power, axis
 from mupax.presets.roles import PresetError
 
 NUMBERS = {
@@ -112,6 +112,25 @@ def timescale(lr: float, weight_decay: float, steps: int, decay: str = "coupled"
         decay: coupled, where a step pulls by lr*wd, or independent, where it pulls by wd.
     """
     return 1 / ((lr if decay == "coupled" else 1.0) * weight_decay * steps)
+
+
+def kept(joint: JointRule) -> dict[str, Power]:
+    """How what Adam's noisy dynamics depend on goes with B and T where noise outweighs the gradient; 1 stays."""
+    steps = axis("tokens") / axis("batch")
+    lr, decay, eps, slow1, slow2 = (getattr(joint, column) or ONE for column in COLUMNS[:5])
+    return {
+        "time of the SDE": lr**2 * steps,
+        "b1's share": ONE / (slow1 * steps),
+        "b2's share": ONE / (slow2 * steps),
+        "decay's share": ONE / (lr * decay * steps),
+        "eps over noise": eps * axis("batch") ** 0.5,
+    }
+
+
+def kept_rows() -> list[list[str]]:
+    """A header and a row for every rule that can be applied: `kept`, with shares of the run."""
+    rules = [each for each in RULES.values() if each.applied]
+    return [["rule", *kept(rules[0])], *([each.name, *map(formula, kept(each).values())] for each in rules)]
 
 
 def rows(ratios: Mapping[str, float] | None = None) -> list[list[str]]:

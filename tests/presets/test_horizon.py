@@ -11,8 +11,8 @@ import pytest
 
 from mupax.presets import PresetError
 from mupax.presets.__main__ import main
-from mupax.presets.horizon import COLUMNS, RULES, rule
-from mupax.presets.joint import NUMBERS, scaled, timescale
+from mupax.presets.horizon import COLUMNS, RULES, formula, rule
+from mupax.presets.joint import NUMBERS, kept, scaled, timescale
 
 pytestmark = pytest.mark.core
 
@@ -108,6 +108,22 @@ def test_noise_and_drift_of_adam_are_kept():
     assert there["peak_lr"] ** 2 / 4 == pytest.approx(BASE["peak_lr"] ** 2)  # a quarter of the steps, the same time
 
 
+def test_what_a_rule_keeps_of_a_run():
+    def exponents(name: str) -> list[str]:
+        return [formula(power) for power in kept(RULES[name]).values()]
+
+    assert exponents("complete-d") == [
+        "1",
+        "1",
+        "1",
+        "1",
+        "T^0.5",
+    ]  # noise of a batch does not depend on T: as the source has it
+    assert exponents("sde") == ["T", "T^-1", "T^-1", "T^-1", "1"]
+    # The control: nothing of it where the numbers are left alone.
+    assert exponents("none") == ["B^-1 T", "B T^-1", "B T^-1", "B T^-1", "B^0.5"]
+
+
 def refusal(name: str, ratios: dict[str, float], optimizer: str = "adamw", **numbers: Any) -> str:
     with pytest.raises(PresetError) as error:
         scaled(name, ratios, optimizer, {**BASE, **numbers})
@@ -142,7 +158,7 @@ def test_the_command_shows_every_rule(capsys: pytest.CaptureFixture[str]):
     assert main(["joint", "--batch", "8:64", "--tokens", "1:8"]) == 0
     out = capsys.readouterr().out
     for name, each in RULES.items():
-        assert len(re.findall(rf"(?m)^{name}(?![-\w])", out)) == 3, name
+        assert len(re.findall(rf"(?m)^{name}(?![-\w])", out)) == 3 + each.applied, name
         assert each.status in out
     assert "factors at B = 8, T = 8" in out
     assert re.search(r"(?m)^sde +2\.83 +2\.83 +0\.354 +8 +8 +1$", out)
