@@ -122,7 +122,7 @@ class CheckpointFolder:
         return self.latest
 
     def none_good(self) -> WorkdirError:
-        """For a run whose checkpoints are all damaged, those set aside too."""
+        """The error of a run whose checkpoints are all damaged, those set aside too."""
         return WorkdirError(
             f"no good checkpoint is left in {self.folder}; those set aside "
             f"({', '.join(path.name for path in aside(self.folder))}) were read again and are damaged. Nothing was "

@@ -42,7 +42,7 @@ class Factors(NamedTuple):
 
 
 def resolve(preset: Preset, definition: Definition, optimizer: str = "adam", decay: Decay = "coupled") -> Factors:
-    """Every number the step needs.
+    """What a preset gives a model: every number the step needs, on the host.
 
     Args:
         preset: from `presets.get`.
@@ -91,7 +91,7 @@ def init_stds(preset: Preset, definition: Definition) -> Numbers:
 
 
 def check_run(preset: Preset, definition: Definition, factors: Factors, config: OptimizerConfig) -> None:
-    """Whether the model has grown from the base in a way that the preset's rules cover.
+    """Refuse a model that has grown from the base in a way that the preset's rules do not cover.
 
     Args:
         preset: the run's.

@@ -36,7 +36,7 @@ Update = Callable[[Arrays, Arrays], Arrays]
 def check_chain(
     tx: optax.GradientTransformation, definition: Definition, preset: Preset, optimizer: str = "adam"
 ) -> None:
-    """Compare a chain's first step with the preset's.
+    """Refuse a chain whose steps are not the preset's.
 
     Args:
         tx: the whole chain, learning rate and decay included, over a dict of parameter name to array.

@@ -47,7 +47,7 @@ class Limits(NamedTuple):
 
 
 def limits(config: FaultsConfig) -> Limits:
-    """The numbers of a run."""
+    """What counts as a spike in a run, on the host: nothing does where it names no deviations."""
     deviations = np.inf if config.spike_deviations is None else config.spike_deviations
     return Limits(np.float32(deviations), np.bool_(config.skip_spikes))
 
@@ -134,7 +134,7 @@ class RejectedStep(Exception):
         super().__init__(self.what)
 
     def message(self, checkpoint: int | None, faults: FaultsConfig) -> str:
-        """The text for a person.
+        """What happened, what is left and what to do about it, a line each.
 
         Args:
             checkpoint: the newest good one.

@@ -43,7 +43,7 @@ class Program:
 
     @property
     def mesh(self) -> Mesh:
-        """The devices."""
+        """The devices along named axes."""
         return self.layout.mesh
 
     def initial_state(self) -> TrainState:
@@ -136,7 +136,7 @@ def _formats(step: jax.stages.Compiled) -> Any:
 
 
 def assemble(config: Config, devices: Sequence[Any] | None = None, *, swept: bool = False) -> Program:
-    """Resolve a config on the devices there are; every error of input comes from here, before anything is allocated.
+    """The program of a config on the devices there are; every error of input comes from here, before anything is allocated.
 
     Args:
         config: of the run.

@@ -24,18 +24,18 @@ class MeshLayout(Layout):
 
     @property
     def replicated(self) -> NamedSharding:
-        """Whole on every device."""
+        """The sharding of what is whole on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     def batch(self, batch: Mapping[str, Any]) -> dict[str, NamedSharding]:
-        """Of the arrays of a batch (see `mupax.train.core.state.Batch`): what is [B, T] is split along both, anything else along B."""
+        """Shardings of a batch (`mupax.train.core.state.Batch`): what is [B, T] is split along both, anything else along B."""
         return {
             name: self.sharding(("batch", *["sequence" if x.ndim == 2 else None] * (x.ndim - 1)), x.shape)
             for name, x in batch.items()
         }
 
     def parameters(self, definition: Definition) -> dict[str, NamedSharding]:
-        """Of every parameter.
+        """The sharding of every parameter, by name.
 
         Raises:
             MeshError: an axis that must be split and is not divisible.
@@ -53,7 +53,7 @@ class MeshLayout(Layout):
         return shardings
 
     def check_positions(self, model: ModelConfig) -> None:
-        """Refuse positions that do not split evenly.
+        """Refuse a model whose positions do not split evenly.
 
         Padding them would put a mask into every attention kernel, into the mean over patches and into every FLOP count,
         to serve a CLS token that a model trained on split positions can do without.

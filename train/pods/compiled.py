@@ -161,7 +161,7 @@ class Compiled:
 
 
 def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
-    """Compile a config's training step for a topology.
+    """A config's training step, compiled for a topology.
 
     Args:
         config: of the run.

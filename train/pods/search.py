@@ -49,7 +49,7 @@ class Candidate:
 
 
 def search(config: Config, name: str, slices: int, limit: int) -> list[dict[str, Any]]:
-    """Compile the `limit` most promising configurations, and print how it goes.
+    """Reports of the most promising configurations, compiled one by one; how it goes is printed.
 
     Args:
         config: the run; its mesh, remat policy and microbatches are replaced.

@@ -162,7 +162,7 @@ def _read(path: Path, start: int, stop: int) -> bytes:
 
 
 def text_pieces(files: list[tuple[str, Path]]) -> dict[str, list[Piece]]:
-    """The two sides of a user's text.
+    """The two sides of a user's text, pieces of files each.
 
     Files go by the hash of their path; where that leaves a side empty, the file with the nearest hash fills it. A
     single file is cut at a line end, and its last tenth is for evaluation.
