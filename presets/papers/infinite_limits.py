@@ -23,8 +23,7 @@ Sources: the global rates of the paper's section 2.1 and appendix E.1, as rates 
 
 Beyond the paper: where F/D, N*H/D or H/H_kv grows too, the gradients change size and eps follows them, biases as their
 matrices (MLP in (F/D)^-1/2; q, k, v (N H/D)^-1/2; key and value, with G = H/H_kv, SGD G^-1 and eps G^1/2).
-What newer work has otherwise is a constant each, with both values in `choices`: `readout_width`, `embedding_width`, `decay_width`,
-`mlp_out`, `muon_scale`.
+Constants of newer work, each value in `choices`: `readout_width`, `embedding_width`, `decay_width`, `mlp_out`, `muon_scale`.
 Forms: plain (TP-V Table 3), readout-multiplier (Table 8, native), table-9, mean-field (the paper's section 2.1).
 """
 
@@ -206,8 +205,7 @@ def mup(
     """muP: attention logits 1/N, feature learning at every width, no depth rule (heads collapse as N grows).
 
     Args:
-        alpha_a, gamma0, beta0, c_a, decay_width: as `infinite_limits` has them.
-        readout_width, embedding_width, mlp_out, muon_scale: as `infinite_limits` has them.
+        alpha_a, gamma0, beta0, c_a, decay_width, readout_width, embedding_width, mlp_out, muon_scale: as in `infinite_limits`.
     """
     return infinite_limits("mup", alpha_l=None, **locals())
 
@@ -226,8 +224,7 @@ def mup_half(
     """muP with attention logits 1/sqrt(N): heads stay diverse as N grows, no depth rule.
 
     Args:
-        gamma0, beta0, c_a, decay_width: as `infinite_limits` has them.
-        readout_width, embedding_width, mlp_out, muon_scale: as `infinite_limits` has them.
+        gamma0, beta0, c_a, decay_width, readout_width, embedding_width, mlp_out, muon_scale: as in `infinite_limits`.
     """
     return infinite_limits("mup-half", alpha_a=0.5, alpha_l=None, **locals())
 
@@ -248,7 +245,6 @@ def depth_mup(
     """muP with branches L^-alpha_l for depth transfer; alpha_l and alpha_a anywhere in [1/2, 1].
 
     Args:
-        alpha_l, alpha_a, gamma0, beta0, c_a, decay_width: as `infinite_limits` has them.
-        readout_width, embedding_width, mlp_out, muon_scale: as `infinite_limits` has them.
+        alpha_l, alpha_a, gamma0, beta0, c_a, decay_width, readout_width, embedding_width, mlp_out, muon_scale: as in `infinite_limits`.
     """
     return infinite_limits("depth-mup", **locals())

@@ -104,7 +104,7 @@ def check_run(preset: Preset, definition: Definition, factors: Factors, config: 
             what it is at the base, unless a constant of the preset was named that asks for it.
     """
     if not preset.grows_evenly(definition.sizes):
-        from mupax.presets.analysis.limits import refuse_uneven
+        from mupax.presets.analysis.uneven import refuse_uneven
 
         refuse_uneven(preset, definition.sizes, config.name)
     decays = config.weight_decay != 0 and "weight_decay" in OPTIMIZERS[config.name].reads

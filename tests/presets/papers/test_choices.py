@@ -12,7 +12,8 @@ import pytest
 from mupax import presets
 from mupax.presets import PRESETS, ParamSpec, Preset, PresetError, Role, Scales
 from mupax.presets.__main__ import main
-from mupax.presets.analysis.limits import Limit, refuse_uneven
+from mupax.presets.analysis.limits import Limit
+from mupax.presets.analysis.uneven import refuse_uneven
 from mupax.presets.analysis.verdicts import verdicts
 from mupax.presets.papers import choices
 from mupax.presets.power import axis

@@ -16,7 +16,8 @@ import pytest
 
 from mupax import presets
 from mupax.presets import PresetError
-from mupax.presets.analysis.limits import Limit, refuse_uneven
+from mupax.presets.analysis.limits import Limit
+from mupax.presets.analysis.uneven import refuse_uneven
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import optimizer
 from mupax.train.core.factors import init_stds, resolve

@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     """Measures, judges, prints, writes: 0 when the program does what the table says and the table is good, 1 when one is not."""
     args, rest = command_line.parse_known(Check, "python -m train check", cli.with_group_constants(argv))
     config = configured(args, rest)
-    from mupax.presets.analysis.limits import refuse_uneven
+    from mupax.presets.analysis.uneven import refuse_uneven
     from mupax.train.studies.check import check, groups, report, theory
     from mupax.zoo.definition import definition
 
