@@ -29,7 +29,14 @@ _LOCAL_COMMANDS = ("check", "sweep", "transfer", "compile", "balance")
 
 
 def at_least(owner: str, config: object, smallest: float, *names: str) -> None:
-    """Raise ConfigError where a field of a config is a number below, or none; None is no number."""
+    """Raise ConfigError where a field of a config is a number below, or none; None is no number.
+
+    Args:
+        owner: what stands before a field's name in the message, such as `optimizer.` or `--`.
+        config: has the fields.
+        smallest: number that they may have, itself included.
+        *names: of the fields.
+    """
     for name in names:
         value = getattr(config, name)
         if value is not None and not smallest <= value < math.inf:

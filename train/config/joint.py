@@ -41,7 +41,12 @@ def base_of(run: Run) -> dict[str, int]:
 
 
 def base_beside(base: str | None, run: Run) -> str:
-    """A base with the batch and tokens of a run behind it, where it names none itself."""
+    """A base with the batch and tokens of a run behind it, where it names none itself.
+
+    Args:
+        base: a `preset.base`; None is the absolute form.
+        run: gives the batch in examples, and the tokens of all its steps.
+    """
     name, sizes = base_parts(base)
     sizes = {"batch": run.data.batch_size, "tokens": _tokens(run), **sizes}
     return ",".join(filter(None, [name, base_text(sizes)]))

@@ -69,7 +69,12 @@ def preset_of(config: Parameterized) -> presets.Preset:
 
 
 def preset_for(given: PresetConfig, model: ModelConfig) -> presets.Preset:
-    """A parameterization for a model of this family; raises as `preset_of`."""
+    """A parameterization for a model of this family; raises as `preset_of`.
+
+    Args:
+        given: name, base, form and constants.
+        model: whose family the base must be of; constants of parameter groups must mean one of its own.
+    """
     name, sizes = base_parts(given.base)
     base: dict[str, int] | None = {axis: size for axis, size in sizes.items() if axis not in RUN_AXES}
     if name == "None":

@@ -51,7 +51,12 @@ def from_json(fields: Mapping[str, Any]) -> Config:
 
 
 def completed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `now` with the values of `before`, where it has them: another version may have recorded others."""
+    """The fields of `now` with the values of `before`, where it has them: another version may have recorded others.
+
+    Args:
+        before: a recorded config, as `to_json` gave it then.
+        now: a config of this version, as `to_json` gives it.
+    """
     return {
         name: completed(before[name], value)
         if isinstance(value, dict) and isinstance(before.get(name), dict)
@@ -61,7 +66,13 @@ def completed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, An
 
 
 def differences(first: dict[str, Any], second: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Name and both values of every field in which two configs differ, both as `to_json` gives them."""
+    """Name and both values of every field in which two configs differ.
+
+    Args:
+        first: a config as `to_json` gives it, or a part of one.
+        second: the same of the other; a field that one of them lacks is None there.
+        prefix: of the names, with a dot at its end.
+    """
     for name in sorted({*first, *second}):
         a, b = first.get(name), second.get(name)
         if isinstance(a, dict) and isinstance(b, dict):

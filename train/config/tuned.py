@@ -67,6 +67,10 @@ def applied(config: Config, argv: Sequence[str], steps: str | None) -> tuple[Con
 def check(study: Tuned, config: Config) -> None:
     """Refuse another optimizer than the tuned one, and warn on stderr of a model `FAR` from the studied sizes.
 
+    Args:
+        study: the tuned preset that the run names.
+        config: of the run, all flags applied.
+
     Raises:
         ConfigError: the optimizer's name, and what to write instead.
     """

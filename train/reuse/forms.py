@@ -95,7 +95,13 @@ def convert(
 
 
 def theta(definition: Definition, before: Preset, after: Preset, optimizer: str = "adam") -> Numbers:
-    """How many times larger each multiplier is under `after`; arguments as for `convert`.
+    """How many times larger each parameter's multiplier is under `after`, by name, [] or [layers].
+
+    Args:
+        definition: the model.
+        before: the preset of the run.
+        after: the same preset in another form.
+        optimizer: the run's.
 
     Raises:
         PresetError: the change is not the symmetry.

@@ -79,7 +79,12 @@ def scales(definition: Definition, factors: Factors) -> Scales:
 
 
 def absorb_multipliers(params: Mapping[str, Any], by: Scales) -> dict[str, np.ndarray]:
-    """Weights of the plain network, float32: what is stored times its scale. A gain that was not there is added."""
+    """Weights of the plain network, float32: what is stored times its scale. A gain that was not there is added.
+
+    Args:
+        params: weights as they are stored, by name.
+        by: of `scales`, for their model and preset.
+    """
     absorbed = {name: times(w, by[name]) for name, w in params.items()}
     if GAIN in by and GAIN not in absorbed:
         absorbed[GAIN] = np.full(absorbed["token"].shape[-1], by[GAIN], np.float32)
@@ -87,12 +92,22 @@ def absorb_multipliers(params: Mapping[str, Any], by: Scales) -> dict[str, np.nd
 
 
 def restore_multipliers(params: Mapping[str, Any], by: Scales) -> dict[str, np.ndarray]:
-    """The inverse of `absorb_multipliers`, for parameters that the model has."""
+    """The inverse of `absorb_multipliers`, for parameters that the model has.
+
+    Args:
+        params: weights of the plain network, by name.
+        by: of `scales`, for the model and preset that they are to be of.
+    """
     return {name: times(w, 1 / by[name]) for name, w in params.items()}
 
 
 def times(w: Any, scale: np.ndarray) -> np.ndarray:
-    """w * scale (one number, or one per layer) as float32, rounded once."""
+    """w * scale as float32, rounded once.
+
+    Args:
+        w: weights of any dtype; [layers, ...] where the scale is per layer.
+        scale: float64 [] or [layers].
+    """
     w = np.asarray(w).astype(np.float32)
     if np.ndim(scale) == 0:
         return w if scale == 1 else (w * np.float64(scale)).astype(np.float32)
@@ -100,7 +115,12 @@ def times(w: Any, scale: np.ndarray) -> np.ndarray:
 
 
 def logits_of(definition: Definition, factors: Factors) -> Any:
-    """What a preset takes attention logits times: a number, or one per layer where they differ."""
+    """What a preset takes attention logits times: a number, or one per layer where they differ.
+
+    Args:
+        definition: of the model; its head dimension N gives N^-1/2 where the factors have no logit scale.
+        factors: its numbers under the preset (`mupax.train.core.factors.resolve`).
+    """
     numbers = factors.forward.get("block.attention.logit_scale")
     return definition.sizes.get("head_dim", 1) ** -0.5 if numbers is None else number(numbers)
 
@@ -130,7 +150,7 @@ def preset_record(fields: PresetConfig, preset: Preset, model: Definition, facto
 
 
 def number(numbers: np.ndarray) -> Any:
-    """As JSON has it: one number where all layers have the same, to the last bit."""
+    """Numbers as JSON has them: one where all layers have the same, to the last bit."""
     return float(numbers.flat[0]) if np.ptp(numbers) == 0 else np.asarray(numbers).tolist()
 
 

@@ -60,7 +60,7 @@ class Source(NamedTuple):
 
     @property
     def params(self) -> Params:
-        """Those of the plain network: float32, multipliers folded."""
+        """Parameters of the plain network: float32, multipliers folded."""
         return plain.absorb_multipliers(self.stored, self.scales)
 
     @property

@@ -49,7 +49,12 @@ class Move:
     """New entries that one old entry went to, all with the same gradient's share."""
 
     def weights(self, old: Any, fresh: np.ndarray | None) -> np.ndarray:
-        """The new parameter: what comes from the old one, and the fresh numbers elsewhere (None: all comes from it)."""
+        """The new parameter, float32: what comes from the old one, and fresh numbers elsewhere.
+
+        Args:
+            old: the source's parameter.
+            fresh: of the new shape; None where every entry comes from the source.
+        """
         moved = plain.times(self._taken(self.prepared(_float32(old)), self.along), self.scale)
         return moved if fresh is None else np.where(self.transplanted(), moved, _float32(fresh))
 
@@ -58,7 +63,12 @@ class Move:
         return functools.reduce(np.logical_and, sides(along or self.along), np.True_)
 
     def moment(self, old: Any, power: int) -> np.ndarray:
-        """A moment of gradients to some power; 0 where entries are new (see `overshoot`)."""
+        """The new parameter's moment, float32; 0 where entries are new (see `overshoot`).
+
+        Args:
+            old: of the source's parameter.
+            power: of the gradients in it: 1 or, of squares, 2.
+        """
         along = self.moments_along or self.along
         taken = np.where(self.transplanted(along), self._taken(_float32(old), along), np.float32(0))
         # Gradients of copies add up to that of the original; of squares the sum stays too, as for independent ones.
@@ -85,7 +95,12 @@ def sides(along: Sequence[Index]) -> list[np.ndarray]:
 
 
 def first(before: int, after: int) -> Index:
-    """An axis whose first entries are kept, and whose further ones are cut off or new."""
+    """Index of an axis whose first entries are kept, and whose further ones are cut off or new.
+
+    Args:
+        before: its old size.
+        after: its new size.
+    """
     return np.where(np.arange(after) < before, np.arange(after), -1)
 
 
@@ -103,15 +118,12 @@ def ratio(there: np.ndarray, here: np.ndarray, layers: Index | None = None) -> n
 
 
 def resized(position_TD: np.ndarray, before: ModelConfig, after: ModelConfig) -> np.ndarray:
-    """Positions for another grid.
+    """Positions for another grid, float32 [T', D]; those of one of the same size keep their numbers.
 
     Args:
         position_TD: of `before`, [T, D].
         before: the model that they are of.
         after: the model that they are for. A class token that only it has gets a row of zeros.
-
-    Returns:
-        float32 [T', D]. A grid of the same size keeps its numbers.
     """
     old, new = before.position_grid, after.position_grid
     own, width = position_TD.shape[0] - old**2, position_TD.shape[1]  # the class token's row, first
@@ -125,7 +137,15 @@ def resized(position_TD: np.ndarray, before: ModelConfig, after: ModelConfig) ->
 
 
 def state(moves: Mapping[str, Move], old: TrainState, fresh: Params, opt_state: Any, optimizer: str) -> TrainState:
-    """The whole state of a run as another's; arguments and errors as of `parameters` and `optimizer_state`."""
+    """The whole state of a run as another's; raises as `optimizer_state`.
+
+    Args:
+        moves: by new name.
+        old: the source's state.
+        fresh: as `parameters`.
+        opt_state: as `new` of `optimizer_state`.
+        optimizer: the name of both.
+    """
     params, average = (None if w is None else parameters(moves, w, fresh) for w in (old.params, old.ema))
     moments = optimizer_state(moves, old.opt_state, opt_state, optimizer)
     return old._replace(params=params, opt_state=moments, ema=average)
@@ -148,9 +168,12 @@ def parameters(moves: Mapping[str, Move], old: Mapping[str, Any], fresh: Params)
 def overshoot(b1: float, b2: float) -> float:
     """How many times too far Adam's first steps on new entries go, at most, where moments start at 0 and the count does not.
 
-    After t steps the mean of gradients g is (1-b1^t) g and that of squares (1-b2^t) g^2; bias correction believes both are
-    whole. A second moment borrowed from old entries instead would hold new ones back until it is forgotten: gradients of units
-    that write nothing yet are far smaller.
+    After t steps the mean of gradients g is (1-b1^t) g and of squares (1-b2^t) g^2; bias correction believes both whole.
+    A second moment borrowed from old entries would hold new ones back: gradients of units that write nothing are smaller.
+
+    Args:
+        b1: Adam's decay of the first moment, in [0, 1).
+        b2: of the second.
     """
     t = np.arange(1, 1000)
     return float(((1 - b1**t) / np.sqrt(1 - b2**t)).max())

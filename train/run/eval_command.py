@@ -58,7 +58,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measured(saved: Any, console: Any) -> dict[str, Any]:
-    """The scores of a `mupax.train.checkpoints.saved_run.Trained`, and on what they were measured.
+    """The scores of a checkpoint, and on what they were measured.
+
+    Args:
+        saved: a `mupax.train.checkpoints.saved_run.Trained`, whose config names the data.
+        console: told what takes time.
 
     Raises:
         DataError: the data is cut into other tokens than those the model knows.
@@ -99,7 +103,12 @@ def measured(saved: Any, console: Any) -> dict[str, Any]:
 
 
 def show(console: Any, numbers: dict[str, Any]) -> None:
-    """The numbers as a table."""
+    """Print the numbers as a table.
+
+    Args:
+        console: for the title; the table goes to stdout.
+        numbers: of `measured`.
+    """
     other = "" if numbers["data_of_the_run"] else ", other data than the run's"
     text = {"bits per byte": f"{numbers['bits_per_byte']:.4f}"} if "bits_per_byte" in numbers else {}
     rows = {

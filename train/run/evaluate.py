@@ -6,16 +6,22 @@ import contextlib
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
 
 from mupax.train.core.step import StepInputs, Sums
-from mupax.train.data import Data
+from mupax.train.data import Data, reading
 from mupax.train.parallel.sharding import Feed
 from mupax.train.run.prefetch import Prefetch
 from mupax.zoo.definition import Arrays
+
+if TYPE_CHECKING:
+    from mupax.train.core.state import TrainState
+    from mupax.train.run.results import Report
+    from mupax.train.run.start import Session
 
 
 class Scores(NamedTuple):
@@ -54,3 +60,23 @@ def evaluate(
     assert total is not None, "data without evaluation examples"
     loss, correct, weight = (float(x) for x in jax.device_get(total))
     return Scores(loss / weight, correct / weight, int(weight) if math.isfinite(weight) else 0)
+
+
+def evaluation(session: Session, report: Report, state: TrainState, step: int) -> None:
+    """Write the row of an evaluation.
+
+    Args:
+        session: of the run.
+        report: gets the row.
+        state: to evaluate, by its moving average where it has one.
+        step: steps done.
+
+    Raises:
+        Interrupted: a signal came first.
+        DataError, ReadError: the data cannot be read.
+    """
+    feed, dispatching = session.program.eval_feed(), partial(session.rt.dispatching, f"the evaluation at step {step}")
+    with reading():
+        scores = evaluate(session.eval_fn, state.evaluated, session.inputs, session.data, feed, dispatching)
+    row = {"step": step, "eval_loss": scores.loss, "eval_accuracy": scores.accuracy}
+    report.evaluated(row if state.ema is None else {**row, "eval_weights": "ema"})

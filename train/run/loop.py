@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 import time
-from functools import partial
 from typing import Any
 
 import jax
@@ -20,7 +19,7 @@ from mupax.train.core.program import assemble
 from mupax.train.core.state import TrainState
 from mupax.train.core.step import Batch
 from mupax.train.data import DataError, ReadError, reading
-from mupax.train.run.evaluate import evaluate
+from mupax.train.run.evaluate import evaluation
 from mupax.train.run.prefetch import Prefetch
 from mupax.train.run.report import finish
 from mupax.train.run.results import Report
@@ -74,6 +73,10 @@ def train_with_rollbacks(session: Session, position: Position) -> TrainState:
     The batches between a checkpoint and a bad step are passed over: they would lead to the same state and the same step,
     bitwise. So do a kill and a resume, which is why nothing needs to be saved for it.
 
+    Args:
+        session: of the run, its steps compiled.
+        position: where it starts.
+
     Raises:
         RejectedStep: a step ended the run under its policy, or going back has not helped.
         DataError, ReadError: the data cannot be read.
@@ -101,6 +104,10 @@ def train_with_rollbacks(session: Session, position: Position) -> TrainState:
 
 def train(session: Session, position: Position) -> TrainState:
     """The state after the last step, or after the step at which a signal came; it is saved.
+
+    Args:
+        session: of the run.
+        position: where it starts, or goes on after a rollback.
 
     Raises:
         RejectedStep: a step ended the run or sends it back, under its policy.
@@ -140,6 +147,12 @@ def train(session: Session, position: Position) -> TrainState:
 def next_batch(batches: Prefetch[Any, Batch], report: Report, rt: Runtime, step: int) -> Batch:
     """The batch of a step, on the devices.
 
+    Args:
+        batches: of the run, the step's next.
+        report: gets the time in which the devices had nothing to do.
+        rt: whose signals end the wait.
+        step: whose batch it is, from 1.
+
     Raises:
         Interrupted: a signal came first.
         DataError, ReadError: it cannot be read.
@@ -159,7 +172,14 @@ def next_batch(batches: Prefetch[Any, Batch], report: Report, rt: Runtime, step:
 
 
 def save_and_evaluate(session: Session, report: Report, state: TrainState, step: int) -> None:
-    """What is due after a step; the state first: what an evaluation meets, a torn file say, must not cost it."""
+    """Do what is due after a step; save first: what an evaluation meets, a torn file say, must not cost it.
+
+    Args:
+        session: of the run.
+        report: gets the rows.
+        state: after the step.
+        step: steps done.
+    """
     config = session.rt.config
     saves, evaluates = config.saves_after(step), config.evaluates_after(step)
     if not (saves or evaluates):
@@ -173,28 +193,29 @@ def save_and_evaluate(session: Session, report: Report, state: TrainState, step:
 
 
 def save(session: Session, report: Report, state: TrainState, step: int, *, wait: bool) -> None:
-    """Start saving, rows first: a checkpoint without its rows would leave a gap in them."""
+    """Start saving, rows first: a checkpoint without its rows would leave a gap in them.
+
+    Args:
+        session: of the run.
+        report: whose rows are flushed.
+        state: to save.
+        step: steps done.
+        wait: for the save before, however long it takes, rather than leave this one out.
+    """
     session.rt.watchdog.waiting(f"the checkpoint of step {step}")
     report.flush()
     session.checkpoints.save(step, state, session.data.facts, last=wait)
 
 
-def evaluation(session: Session, report: Report, state: TrainState, step: int) -> None:
-    """Write the row of an evaluation.
-
-    Raises:
-        Interrupted: a signal came first.
-        DataError, ReadError: the data cannot be read.
-    """
-    feed, dispatching = session.program.eval_feed(), partial(session.rt.dispatching, f"the evaluation at step {step}")
-    with reading():
-        scores = evaluate(session.eval_fn, state.evaluated, session.inputs, session.data, feed, dispatching)
-    row = {"step": step, "eval_loss": scores.loss, "eval_accuracy": scores.accuracy}
-    report.evaluated(row if state.ema is None else {**row, "eval_weights": "ema"})
-
-
 def stop_early(session: Session, report: Report, state: TrainState, step: int, reason: Exception) -> None:
     """Save where a signal or unreadable data ended the run before its last step, and say how to go on.
+
+    Args:
+        session: of the run.
+        report: shows how to go on.
+        state: to save.
+        step: steps done; 0 has nothing to save.
+        reason: what ended the run: `Interrupted`, or an error of its data.
 
     Raises:
         DataError, ReadError: `reason`, where it is one, with what was saved.

@@ -134,7 +134,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measured(saved: Trained, batches: int) -> tuple[dict[str, np.ndarray], dict[str, list[str]]]:
-    """Products of gradients of every trained parameter, float64 [batches, batches], and names of the parameters by group."""
+    """Products of gradients, float64 [batches, batches] of each trained parameter, and names of the parameters by group.
+
+    Args:
+        saved: the checkpoint whose gradients are taken.
+        batches: how many of the training data, from its step on.
+    """
     import jax
     import jax.numpy as jnp
 

@@ -81,11 +81,16 @@ class Report(contextlib.ExitStack):
         self._clock = time.monotonic()
 
     def waited(self, seconds: float) -> None:
-        """The devices had nothing to do for so long before the next step."""
+        """Count seconds in which the devices had nothing to do before the next step."""
         self._waited += seconds
 
     def add(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        """A step was dispatched. Its metrics start their way to the host as soon as they are known."""
+        """Take in a step that was dispatched. Its metrics start their way to the host as soon as they are known.
+
+        Args:
+            step: its number, from 1.
+            metrics: of the train step by name, still on the devices.
+        """
         for name, value in metrics.items():
             if name != "squares":  # fetched only where they say something
                 value.copy_to_host_async()

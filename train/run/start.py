@@ -59,7 +59,14 @@ class Session:
 
 
 def compiled(program: Program, data: Data, checkpoints: Checkpoints, rt: Runtime) -> Session:
-    """The session of a run, its two programs compiled: the only compilations that the run does."""
+    """The session of a run, its two programs compiled: the only compilations that the run does.
+
+    Args:
+        program: of the run.
+        data: of the run.
+        checkpoints: of its folder.
+        rt: its surroundings; all processes wait for the slowest compiler.
+    """
     began, step_fn = time.monotonic(), program.compile_train()
     eval_fn = program.compile_eval(step_fn)
     seconds = time.monotonic() - began
@@ -71,6 +78,10 @@ def compiled(program: Program, data: Data, checkpoints: Checkpoints, rt: Runtime
 
 def load_data(program: Program, runtime: Runtime) -> Data:
     """The run's data; process 0 prepares what the others then read.
+
+    Args:
+        program: of the run, whose config names the data and whose model it must fit.
+        runtime: its surroundings; gets lines about what takes time.
 
     Raises:
         DataError: the data is missing, damaged, does not fit the model, or is not what process 0 has.
@@ -85,6 +96,10 @@ def load_data(program: Program, runtime: Runtime) -> Data:
 
 def check_data(data: Data, processes: Processes) -> None:
     """Refuse to start with other data than process 0 has, on a host that prepared its own.
+
+    Args:
+        data: as this process has it.
+        processes: of the run.
 
     Raises:
         DataError: the digests differ.
@@ -105,6 +120,12 @@ def starting_position(program: Program, data: Data, checkpoints: Checkpoints, ru
     a whole checkpoint       the newest that is whole                      kept up to its step
     a run without one        `--init-from` as recorded, else fresh         begun anew
     nothing                  `--init-from`, else fresh                     begun anew
+
+    Args:
+        program: of the run.
+        data: of the run.
+        checkpoints: of its folder.
+        runtime: its surroundings.
 
     Raises:
         InitError, ResumeError, WorkdirError: what does not fit; nothing was written, and checkpoints are as they were.
@@ -140,7 +161,16 @@ def starting_position(program: Program, data: Data, checkpoints: Checkpoints, ru
 
 
 def rewound(program: Program, data: Data, checkpoints: Checkpoints) -> TrainState:
-    """The state of the newest checkpoint, or the one that the run began with where there is none yet."""
+    """The state of the newest checkpoint, or the one that the run began with where there is none yet.
+
+    Args:
+        program: of the run.
+        data: what the checkpoint was trained on, unless `resume_change` has `data`.
+        checkpoints: of its folder.
+
+    Raises:
+        WorkdirError, ForeignError, DiskError: as `Checkpoints.restore`.
+    """
     if checkpoints.latest_of_all() is None:
         return _prepared(program)(Console(quiet=True))
     return checkpoints.restore(program.abstract, None if "data" in program.config.resume_change else data.facts)

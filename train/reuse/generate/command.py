@@ -85,7 +85,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def write(generator: Generator, tokenizer: Any, text: str, prompt: np.ndarray, length: int, seed: int) -> str:
-    """Print the prompt and its continuations, one as it is made, several when they are done; returns what it took."""
+    """Print the prompt and its continuations, one as it is made, several when they are done; returns what it took, in words.
+
+    Args:
+        generator: of the model.
+        tokenizer: of the run's data.
+        text: the prompt as it was given.
+        prompt: the same in tokens, int32 [P].
+        length: tokens to add to it.
+        seed: of the draws.
+    """
     import numpy as np
 
     alone, parts = generator.samples == 1, []
@@ -113,7 +122,12 @@ def write(generator: Generator, tokenizer: Any, text: str, prompt: np.ndarray, l
 
 
 def pieces(parts: Iterator[list[int]], tokenizer: Any) -> Iterator[str]:
-    """Text of tokens as they come. A character whose bytes are not all there yet waits for them."""
+    """Text of tokens as they come. A character whose bytes are not all there yet waits for them.
+
+    Args:
+        parts: the tokens of one text, a few at a time.
+        tokenizer: whose `decode` makes text of tokens.
+    """
     ids: list[int] = []
     shown = ""
     for part in parts:

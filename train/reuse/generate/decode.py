@@ -64,7 +64,13 @@ DEFAULT = Sampling()
 
 
 def draw(logits_BV: jax.Array, keys_B: jax.Array, sampling: Sampling) -> jax.Array:
-    """A token per row, int32 [B]; each row with a key of its own."""
+    """A token per row, int32 [B]; each row with a key of its own.
+
+    Args:
+        logits_BV: float32 [batch, vocabulary].
+        keys_B: random keys.
+        sampling: how tokens are drawn from them; at temperature 0 without keys.
+    """
     if sampling.temperature == 0:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     scaled_BV, categorical = logits_BV / sampling.temperature, jax.vmap(jax.random.categorical)
@@ -123,7 +129,13 @@ class Generator:
         self._extend = jax.jit(self._extended, donate_argnums=2, out_shardings=(text, whole))
 
     def complete(self, prompt: np.ndarray, length: int, seed: int = 0) -> np.ndarray:
-        """`length` new tokens after the prompt, int32 [B, length]; arguments and errors as for `stream`."""
+        """`length` new tokens after the prompt, int32 [B, length]; raises as `stream`.
+
+        Args:
+            prompt: tokens to continue, integers [P], P >= 1.
+            length: tokens to add.
+            seed: of the draws.
+        """
         parts = list(self.stream(prompt, length, seed))
         return np.concatenate(parts, axis=1) if parts else np.zeros((self.samples, 0), np.int32)
 

@@ -36,7 +36,13 @@ class Axes:
     notes: list[str]
 
     def of(self, spec: ParamSpec, axis: str, size: int) -> Index:
-        """The index of a parameter's axis."""
+        """Where the entries along a parameter's axis come from.
+
+        Args:
+            spec: of the parameter.
+            axis: one of its logical axes.
+            size: of it in the larger model.
+        """
         if axis == "head_dim" and (spec.of or spec.role) in (Role.QUERY, Role.KEY):
             return self.rotated
         return self.along.get(axis, np.arange(size))
@@ -44,6 +50,10 @@ class Axes:
 
 def axes(before: TransformerConfig, after: TransformerConfig) -> Axes:
     """How the axes of two models correspond.
+
+    Args:
+        before: the smaller model.
+        after: the larger one.
 
     Raises:
         GrowError: something shrinks or differs that growth does not change, or has no way that keeps the function.

@@ -90,7 +90,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def larger(before: Config, args: Grow) -> Config:
-    """The run on the model that was asked for. Raises ConfigError for no such model or field, or sizes that do not fit."""
+    """The run on the model that was asked for.
+
+    Args:
+        before: the run of the checkpoint.
+        args: the command's flags.
+
+    Raises:
+        ConfigError: no such model or field, or sizes that do not fit.
+    """
     model = before.model if args.to is None else configs.get(args.to)
     values: dict[str, Any] = {**model_to_json(model), "compute": dataclasses.asdict(before.model.compute)}
     for word in args.set:
@@ -106,7 +114,13 @@ def larger(before: Config, args: Grow) -> Config:
 
 
 def grown(one: Program, other: Program, old: TrainState) -> tuple[TrainState, Growth]:
-    """A state of one program as that of the other, a larger model's, and how its parameters came to be."""
+    """A state of one program as that of the other, a larger model's, and how its parameters came to be.
+
+    Args:
+        one: program of the smaller model's run.
+        other: program of the larger one's.
+        old: state of the first.
+    """
     import jax
 
     from mupax.train.core.state import fresh_params
@@ -122,7 +136,13 @@ def grown(one: Program, other: Program, old: TrainState) -> tuple[TrainState, Gr
 
 
 def logits(program: Program, params: Any, inputs: Any) -> np.ndarray:
-    """Logits of a batch, in float32 whatever the run computes in."""
+    """Logits of a batch, float32 whatever the run computes in.
+
+    Args:
+        program: of the run.
+        params: the model's, by name.
+        inputs: tokens [batch, position] or images [batch, height, width, channel].
+    """
     import jax
     import numpy as np
 

@@ -53,7 +53,11 @@ class Growth(Plan):
 
 
 def plan(there: Side, here: Side) -> Growth:
-    """Grow one model into another.
+    """How one model grows into another, and what that does to its function.
+
+    Args:
+        there: the smaller model, under its preset.
+        here: the larger one, under its own.
 
     Raises:
         GrowError: the other is no larger form of it, or the function could not be kept and need not be lost; the text says

@@ -91,7 +91,13 @@ def write_huggingface(source: Source, out: Path, dtype: DType, separator: int | 
 
 
 def copy_tokenizer(tokenizer: Path, separator: int, out: Path) -> None:
-    """Add a run's tokenizer.json, and what makes `AutoTokenizer` take it; the separator both ends and begins a text."""
+    """Add a run's tokenizer.json, and what makes `AutoTokenizer` take it; the separator both ends and begins a text.
+
+    Args:
+        tokenizer: path of the run's tokenizer.json.
+        separator: the token between texts.
+        out: folder of the weights.
+    """
     from tokenizers import Tokenizer
 
     content = tokenizer.read_bytes()

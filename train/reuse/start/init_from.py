@@ -42,6 +42,12 @@ def settled(config: Config, folder: Path, held: bool, processes: Processes) -> C
     """The config with the source it is to have: the exact step, for a new run; what it recorded, for one gone on with.
 
     A run that has a checkpoint never reads the source again; one that was stopped before its first starts from it once more.
+
+    Args:
+        config: as it was asked for.
+        folder: of the run.
+        held: whether it holds a run to go on with.
+        processes: of the run; the first looks the source up for all.
     """
     asked = config.init
     if held:
@@ -55,7 +61,7 @@ def settled(config: Config, folder: Path, held: bool, processes: Processes) -> C
 
 
 def prepare(program: Program) -> Start:
-    """Read the source of a run that has one, and fit it to the run. Nothing is written or put on devices.
+    """What a run starts with, of the source that it has, fitted to it. Nothing is written or put on devices.
 
     Raises:
         InitError, TransplantError: it does not fit; the text says what differs and which flags name it.
@@ -83,7 +89,12 @@ def prepare(program: Program) -> Start:
 
 
 def initial_state(program: Program, start: Start) -> TrainState:
-    """The state at step 0, every array in its type and on its devices."""
+    """The state at step 0, every array in its type and on its devices.
+
+    Args:
+        program: of the run.
+        start: of `prepare`, for this program.
+    """
     abstract = program.abstract
     params = {name: placed(start.params[name], leaf) for name, leaf in abstract.params.items()}
     state = program.initializer.started(params)
@@ -112,7 +123,12 @@ def show(console: Console, title: str, rows: list[Row], notes: list[str]) -> Non
 
 
 def placed(value: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    """An array of the host, on its devices and in its type; every process puts its part."""
+    """An array of the host on its devices and in its type; every process puts its part.
+
+    Args:
+        value: the whole array, on every process.
+        leaf: shape, dtype and sharding that it is to have.
+    """
     host = np.asarray(value).astype(leaf.dtype)
     assert leaf.sharding is not None
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: host[index])

@@ -1,7 +1,6 @@
 """The numbers of a run: metrics.jsonl, mirrored to TensorBoard and Weights & Biases.
 
-metrics.jsonl holds one JSON object per optimizer step and one per evaluation, in the order they were written, and every
-ten seconds and at the end one about speed, which covers the steps since the one before it:
+metrics.jsonl has a JSON object per step and per evaluation, as they come, and every ten seconds and at the end one of speed:
 
     {"step": 12, "loss": 2.31, "lr": 0.001, "grad_norm": 0.84, "tokens": 8192, "seconds": 0.21}
     {"step": 500, "eval_loss": 1.62, "eval_accuracy": 0.51}
@@ -18,10 +17,8 @@ ten seconds and at the end one about speed, which covers the steps since the one
 * perf_memory_peak_bytes: the most that a device of the first process had in use since the start; where devices count it.
 * perf_compile_seconds: what compiling the steps took; in the first such row of a session.
 
-The first step of a session, which warms up, evaluations and checkpoints are in no perf_ number.
-
-It is strict JSON: a number that is not finite is null, and `nonfinite` names it, as in
-`{"step": 13, "loss": null, "nonfinite": {"loss": "nan"}}`.
+A perf_ row covers the steps since the one before it, without evaluations, checkpoints and a session's first step, which warms up.
+It is strict JSON; what is not finite is null and named: `{"step": 13, "loss": null, "nonfinite": {"loss": "nan"}}`.
 """
 
 from __future__ import annotations
@@ -48,8 +45,7 @@ if TYPE_CHECKING:
 FILE_NAME = "metrics.jsonl"
 _NUMBERS = ("loss", "accuracy", "eval_loss", "eval_accuracy", "lr", "grad_norm", "tokens", "images", "seconds")
 """What a row has as numbers, or null."""
-_INTERVAL_S = 0.2
-"""How long a row may wait in memory. A killed run loses at most this much."""
+_INTERVAL_S = 0.2  # that a row may wait in memory: a killed run loses at most this much
 
 
 class MetricsError(MupaxError):
@@ -57,10 +53,9 @@ class MetricsError(MupaxError):
 
 
 class MetricsWriter:
-    """Writes the rows of one run. Rows reach the disk within a second, from a thread of their own.
+    """Writes the rows of one run, within a second, from a thread of its own: a step only queues its row. A context manager.
 
-    A step pays only for putting its row in a queue. What goes wrong in the thread (a full disk, say) is raised by the
-    next `write`, or by `close`. Only one process of a run may hold a writer. Use it as a context manager, or close it.
+    What fails there (a full disk, say) is raised by the next `write`, or by `close`. One process of a run may hold one.
 
     Args:
         workdir: folder of the run; made if missing. Gets `metrics.jsonl`, and `tensorboard/` if asked.
@@ -227,7 +222,12 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def has_evaluation(workdir: Path | str, step: int) -> bool:
-    """Whether the run in this folder has written the evaluation of a step; a kill or a signal may have come before."""
+    """Whether a run has written the evaluation of a step; a kill or a signal may have come before.
+
+    Args:
+        workdir: folder of the run.
+        step: steps done at it.
+    """
     path = Path(workdir) / FILE_NAME
     return bool(disk.status(path)) and any(row["step"] == step and "eval_loss" in row for row in read(path))
 

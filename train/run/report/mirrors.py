@@ -54,6 +54,12 @@ class Mirrors:
         threading.Thread(target=self._run, name="mirrors", daemon=True).start()
 
     def write(self, row: Mapping[str, Any], walltime: float) -> None:
+        """Pass a row on and return at once; it is dropped where too many wait.
+
+        Args:
+            row: as `MetricsWriter.write` takes it.
+            walltime: when it was written, in seconds since 1970.
+        """
         if self._calls.qsize() < _MOST_ROWS:
             self._calls.put(partial(self._each, "write", row, walltime))
         elif not self._hangs:
@@ -125,6 +131,12 @@ class TensorBoard:
         self._writer.flush()
 
     def write(self, row: Mapping[str, Any], walltime: float) -> None:
+        """Write an event for every number of a row.
+
+        Args:
+            row: with its `step`.
+            walltime: seconds since 1970.
+        """
         for tag, value in _scalars(row).items():
             event = self._event(step=row["step"], wall_time=walltime, summary=self._scalar(tag, value))
             self._writer.write_event(event)
@@ -158,6 +170,12 @@ class Wandb:
         id_file.write_text(self._run.id, encoding="utf-8")
 
     def write(self, row: Mapping[str, Any], walltime: float) -> None:
+        """Log the numbers of a row.
+
+        Args:
+            row: with its `step`.
+            walltime: not used; wandb has its own.
+        """
         self._run.log({"step": row["step"], **_scalars(row)})
 
     def close(self) -> None:

@@ -34,7 +34,13 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 
 
 def style(axes: Axes, first: int, last: int) -> None:
-    """Quiet axes for steps `first` to `last` on x."""
+    """Quiet a panel's axes, with steps on x.
+
+    Args:
+        axes: of the panel.
+        first: step at the left.
+        last: step at the right; x is logarithmic where it is at least `LOG_STEPS`.
+    """
     if last >= LOG_STEPS:
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
@@ -49,7 +55,13 @@ def style(axes: Axes, first: int, last: int) -> None:
 
 
 def limits(axes: Axes, values: np.ndarray, *, log: bool) -> None:
-    """Fit y to the finite values, on a log axis to the positive ones, with round numbers as its ticks."""
+    """Fit y to the finite values, on a log axis to the positive ones, with round numbers as its ticks.
+
+    Args:
+        axes: of the panel.
+        values: all that is drawn in it, of any shape.
+        log: whether y is logarithmic.
+    """
     from matplotlib.ticker import FixedLocator, NullLocator
 
     values = values[np.isfinite(values) & ((values > 0) | (not log))]

@@ -35,7 +35,13 @@ class Total:
     waited: float = 0.0
 
     def add(self, seconds: float, units: int, waited: float) -> None:
-        """Count a step."""
+        """Count a step.
+
+        Args:
+            seconds: its duration.
+            units: tokens or images of it.
+            waited: seconds of it in which the devices had nothing to do.
+        """
         keep = math.exp(-seconds / self.fading)
         self.steps = keep * self.steps + 1
         self.units = keep * self.units + units

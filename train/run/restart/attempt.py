@@ -52,7 +52,7 @@ class Attempt:
 
     @property
     def exit_code(self) -> int:
-        """What a shell would say."""
+        """Exit code as a shell has it: 128 + its number for a signal."""
         return self.code if self.code >= 0 else 128 - self.code
 
     @property

@@ -66,7 +66,7 @@ class Listener:
 
 
 def attempt(number: int, command: Sequence[str], listener: Listener) -> Attempt:
-    """Run a command to its end.
+    """How a command went, run to its end.
 
     Args:
         number: of the attempt.

@@ -87,7 +87,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def points(args: Sweep, rest: Sequence[str]) -> list[Planned]:
-    """Every point; raises as `main`."""
+    """Every point; raises as `main`.
+
+    Args:
+        args: the sweep's flags.
+        rest: flags of a run, for every point.
+    """
     recipe = cli.recipe(args.recipe)
     if "--workdir" in rest or "--resume" in rest:
         raise ConfigError("a sweep has --out in place of --workdir, and goes on by itself without --resume")

@@ -71,7 +71,7 @@ class Row:
         return self.diverged_at is not None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; null stands for what is not finite."""
+        """The row as plain values; null stands for what is not finite."""
         loss, *curve = (value if math.isfinite(value) else None for value in (self.loss, *self.curve))
         return {**dataclasses.asdict(self), "loss": loss, "curve": curve}
 
@@ -155,7 +155,12 @@ class Rows(dict[str, Row]):
             )
 
     def has(self, key: str, *, evaluated: bool) -> bool:
-        """Whether a point is done, and evaluated where that is wanted and can be."""
+        """Whether a point is done, and evaluated where that is wanted and can be.
+
+        Args:
+            key: of the point (`key_of`).
+            evaluated: whether it wants an evaluation loss; a point that diverged can have none.
+        """
         row = self.get(key)
         return row is not None and (row.diverged or row.eval_loss is not None or not evaluated)
 
@@ -186,7 +191,12 @@ def _digest(fields: dict[str, Any]) -> str:
 
 
 def save_losses(folder: Path, losses: np.ndarray) -> str:
-    """Write the losses of points in training, float64 [steps, count], and give the digest that belongs in their checkpoint."""
+    """Write the losses of points in training, and give the digest that belongs in their checkpoint.
+
+    Args:
+        folder: of the points, made if missing.
+        losses: float64 [steps, count], nan from where a point diverged.
+    """
     content = io.BytesIO()
     np.save(content, losses)
     folder.mkdir(parents=True, exist_ok=True)

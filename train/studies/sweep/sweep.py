@@ -139,5 +139,12 @@ class Sweep:
 
 
 def run(configs: Sequence[Config], folder: Path, *, watcher: Watcher | None = None, **how: Any) -> list[Row]:
-    """The rows of one sweep over these points; arguments as `Sweep` and its `run`."""
+    """The rows of one sweep over these points, in their order; raises as `Sweep` and its `run`.
+
+    Args:
+        configs: the points.
+        folder: where rows and unfinished points go, made if missing.
+        watcher: shows progress; None shows nothing.
+        **how: other arguments of `Sweep`.
+    """
     return Sweep(folder, **how).run(configs, watcher)

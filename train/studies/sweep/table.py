@@ -64,7 +64,6 @@ class Table(Watcher):
             self._console.print(self.table())
 
     def begin(self, configs: Sequence[Config], done: dict[int, Row]) -> None:
-        """All points, and those that have a row already."""
         self._configs, self._rows = configs, dict(done)
         self._losses = {point: self._value(row) for point, row in done.items()}
         left = sum(_cost(config) for i, config in enumerate(configs) if i not in done)
@@ -77,14 +76,12 @@ class Table(Watcher):
         self._console.print(text, highlight=False)
 
     def training(self, points: Sequence[int], step: int, losses: np.ndarray) -> None:
-        """Losses of the points in training."""
         self._losses |= {point: float(loss) for point, loss in zip(points, losses, strict=True)}
         for point in points:
             self._reached(point, step / self._configs[point].steps)
         self._bar.update(self._task, description=f"step {step}")
 
     def finished(self, point: int, row: Row) -> None:
-        """A point has its row."""
         self._rows[point], self._losses[point], config = row, self._value(row), self._configs[point]
         self._reached(point, 1.0)
         done = f"{len(self._rows)}/{len(self._configs)}"

@@ -59,7 +59,7 @@ class Trainer:
 
 
 def trainer(program: Program, count: int, evaluated: bool) -> Trainer:
-    """One point at a time by the step of a run alone, or several at once.
+    """What trains one point at a time, by the step of a run alone, or several at once.
 
     Args:
         program: of any one of the points.
@@ -174,7 +174,12 @@ class Batches:
             return self._data[key]
 
     def train(self, program: Program, start: int) -> Generator[Batch, None, None]:
-        """Batches start, start + 1, ... of a program's data on its devices."""
+        """Batches start, start + 1, ... of a program's data on its devices.
+
+        Args:
+            program: whose data, on whose devices.
+            start: number of the first batch, from 0: steps done.
+        """
         feed, steps = program.train_feed(), program.config.steps
         cached = self._cached.setdefault(self._key(program), [])
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in feed.abstract.values())

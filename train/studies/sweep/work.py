@@ -43,13 +43,33 @@ Save = Callable[[int, TrainState], None]
 class Watcher:
     """Called with how a sweep goes; shows nothing itself (`mupax.train.studies.sweep.table.Table` does)."""
 
-    def begin(self, configs: Sequence[Config], done: dict[int, Row]) -> None: ...
+    def begin(self, configs: Sequence[Config], done: dict[int, Row]) -> None:
+        """Called once, before anything is trained.
 
-    def note(self, text: str) -> None: ...
+        Args:
+            configs: all points.
+            done: index of a point to its row, of those that have one already.
+        """
 
-    def training(self, points: Sequence[int], step: int, losses: np.ndarray) -> None: ...
+    def note(self, text: str) -> None:
+        """Called with a line for a person."""
 
-    def finished(self, point: int, row: Row) -> None: ...
+    def training(self, points: Sequence[int], step: int, losses: np.ndarray) -> None:
+        """Called every few steps.
+
+        Args:
+            points: indices of those in training together.
+            step: steps that they have done.
+            losses: of that step [points], nan of one that diverged.
+        """
+
+    def finished(self, point: int, row: Row) -> None:
+        """Called when a point has its row.
+
+        Args:
+            point: its index.
+            row: of it.
+        """
 
 
 def one_at_a_time(watcher: Watcher) -> Watcher:

@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | None = None) -> int:
-    """Measure, judge, print, write; raises MupaxError for what does not fit.
+    """Measure, judge, print, write; 0 when done, whatever it shows. Raises MupaxError for what does not fit.
 
     Args:
         args: flags of the command.

@@ -30,7 +30,12 @@ Resampled = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def finite(value: float, digits: int = 6) -> float | None:
-    """The value rounded, or None where it is not finite."""
+    """The value rounded, or None where it is not finite.
+
+    Args:
+        value: any number.
+        digits: after the point.
+    """
     return round(float(value), digits) if math.isfinite(value) else None
 
 
@@ -44,7 +49,7 @@ class Interval:
 
     @property
     def half_width(self) -> float:
-        """Of the interval."""
+        """Half the width of the interval."""
         return (self.high - self.low) / 2
 
     def to_json(self, digits: int = 6) -> dict[str, float | None]:
@@ -52,7 +57,12 @@ class Interval:
         return {name: finite(value, digits) for name, value in dataclasses.asdict(self).items()}
 
     def meets(self, low: float, high: float) -> bool:
-        """Whether the interval has a point of [low, high]."""
+        """Whether the interval has a point of [low, high].
+
+        Args:
+            low: its lower end.
+            high: its upper end, itself included.
+        """
         return self.low <= high and self.high >= low
 
 
@@ -93,7 +103,7 @@ class Analysis:
 
 
 def analyse(sizes: Sequence[int], curves: Sequence[Curve]) -> Analysis:
-    """Fit every size, and put intervals on the optima, the drift and the prices.
+    """The fit of every size, with intervals on the optima, the drift and the prices.
 
     Args:
         sizes: what grows, increasing.

@@ -56,7 +56,13 @@ def draw(path: Path, studies: Sequence[tuple[Measured, Analysis]], title: str) -
 
 
 def draw_study(panel: Axes, analysis: Analysis, curves: Sequence[Curve]) -> None:
-    """The curves and optima of one study into a panel."""
+    """Draw the curves and optima of one study into a panel.
+
+    Args:
+        panel: one of the picture.
+        analysis: of the curves.
+        curves: of every size, the smallest first.
+    """
     from matplotlib import colormaps
     from matplotlib.ticker import MaxNLocator
 

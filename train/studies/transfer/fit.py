@@ -121,9 +121,13 @@ class Fit:
 
 
 def parabola(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Vertex, loss there and curvature of the weighted parabolas through y [B, n] at x [n]; nan where one opens downwards.
+    """Vertex, loss there and curvature [B] of weighted parabolas; nan where one opens downwards.
 
     The weights are centred at the vertex, which is found by going there a few times from the least point.
+
+    Args:
+        x: log2 of the rates [n], increasing, at least three.
+        y: losses [B, n], finite.
     """
     centre = x[np.argmin(y, axis=1)]
     reach = max(REACH, REACH * float((x[2:] - x[:-2]).max()))  # three rates have weight wherever the centre is
@@ -142,7 +146,12 @@ def parabola(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 def fit(curve: Curve, seeds: int) -> Fit:
-    """The minimum of a size's curve, from its first `seeds` seeds."""
+    """The minimum of a size's curve, from its first `seeds` seeds.
+
+    Args:
+        curve: of the size.
+        seeds: counted from the first, whose mean is fitted.
+    """
     window = curve.window()
     trained = window & np.isfinite(curve.losses[:, :seeds]).all(axis=1)
     used = tuple(float(x) for x in curve.x[trained])

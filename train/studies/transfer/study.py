@@ -114,7 +114,7 @@ class Measured:
 
     @property
     def seconds(self) -> float:
-        """Of training."""
+        """Seconds of training so far."""
         return sum(row.seconds for row in self.rows.values())
 
     def curve(self, at: int) -> Curve:
@@ -128,7 +128,7 @@ class Measured:
 
     @property
     def curves(self) -> list[Curve]:
-        """Of every size."""
+        """The curve of every size."""
         return [self.curve(at) for at in range(len(self.study.sizes))]
 
     def analysis(self) -> Analysis | None:
@@ -137,7 +137,12 @@ class Measured:
         return analyse(self.study.sizes, curves) if all(len(curve.x) for curve in curves) else None
 
     def wanted(self, max_seeds: int, minutes: float) -> Sequence[Point]:
-        """Points to train next; none when the study is over, and then `stopped` says why."""
+        """Points to train next; none when the study is over, and then `stopped` says why.
+
+        Args:
+            max_seeds: most seeds at a rate.
+            minutes: of training that the study may take.
+        """
         points = self._rates()
         if not points and (analysis := self.analysis()):
             # Where noise leaves a size without a minimum its rates are chosen anew, by all its seeds.
