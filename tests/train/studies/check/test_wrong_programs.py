@@ -259,7 +259,7 @@ def test_lazy_fails_and_is_accepted_by_a_flag(
                 known.append(self)
 
     monkeypatch.setattr(check, "Series", Once)
-    words = ["check", "lm-tiny", "--preset", "ntk", "--grow", "heads", "--sizes", "3", "--seeds", "2", *SMALL]
+    words = ["check", "lm-tiny", "--preset", "ntk", "--grow", "heads", "--sizes", "2", "--seeds", "2", *SMALL]
     out = tmp_path / "check.json"
     assert main([*words, "--json", str(out)]) == 1
     shown = capsys.readouterr().out
