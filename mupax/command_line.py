@@ -109,20 +109,37 @@ def parse_known(
     """
     message = io.StringIO()
     start: dict[str, Any] = {} if default is None else {"default": default}
+
+    def parsed(words: Sequence[str]) -> tuple[T, list[str]]:
+        return tyro.cli(
+            conf.AvoidSubcommands[command],  # pyright: ignore
+            prog=terminal.spoken(prog),
+            description=terminal.spoken(description or inspect.getdoc(command) or ""),
+            args=words,
+            return_unknown_args=True,
+            **start,
+        )
+
     try:
         with contextlib.redirect_stderr(message):
-            return tyro.cli(
-                conf.AvoidSubcommands[command],  # pyright: ignore
-                prog=terminal.spoken(prog),
-                description=terminal.spoken(description or inspect.getdoc(command) or ""),
-                args=list(argv),
-                return_unknown_args=True,
-                **start,
-            )
+            result, rest = parsed(list(argv))
+            # Beside an unknown word tyro 1.0 gives a positional that is left out the text "[]".
+            return (parsed(_without(argv, rest))[0] if rest else result), rest
     except SystemExit as stop:
         if stop.code != 2:  # tyro's own; another is of a signal
             raise
         raise _own_error(stop) or UsageError(f"{_unboxed(message.getvalue())}\n{_help(prog)}") from None
+
+
+def _without(words: Sequence[str], rest: Sequence[str]) -> list[str]:
+    """The words but for those of the rest, which has them in the same order."""
+    left, known = list(rest), []
+    for word in words:
+        if left and word == left[0]:
+            left.pop(0)
+        else:
+            known.append(word)
+    return known
 
 
 def refuse(rest: Sequence[str], known: Sequence[str], prog: str) -> None:
@@ -140,7 +157,7 @@ def refuse(rest: Sequence[str], known: Sequence[str], prog: str) -> None:
         text = f"nothing takes the word {word!r}; write flags as --NAME VALUE, and switches such as --resume without a value"
         raise UsageError(f"{text}\n{_help(prog)}")
     flag = word.partition("=")[0].replace("_", "-")
-    best = sorted([*known, "--help"], key=lambda other: _likeness(flag, other), reverse=True)
+    best = sorted(dict.fromkeys((*known, "--help")), key=lambda other: _likeness(flag, other), reverse=True)
     near = [other for other in best[:2] if _likeness(flag, other) > max(0.6, _likeness(flag, best[0]) - 0.1)]
     hint = f"did you mean {' or '.join(near)}?" if near else "none is like it"
     raise UsageError(f"no flag is named {flag}; {hint}\n{_help(prog)}")

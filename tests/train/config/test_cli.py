@@ -69,12 +69,18 @@ def refused(capsys: Capture, *argv: str) -> str:
         ("checkpoints w --verfy", "no flag is named --verfy; did you mean --verify?"),
         ("generate w --prompt a --tokens many", "--tokens needs a whole number, not 'many'"),
         ("eval w --ema --no-ema", "--ema and --no-ema exclude each other"),
-        ("check --presett mup", "did you mean --preset"),
+        ("check --presett mup", "did you mean --preset?"),
         ("grow w", "this needs --out WORKDIR"),
     ],
 )
 def test_commands_answer_as_recipes_do(words: str, text: str, capsys: Capture) -> None:
     assert text in refused(capsys, *words.split())
+
+
+def test_a_word_left_out_has_its_default_beside_flags_of_a_run(capsys: Capture) -> None:
+    words = "check --grow heads --model.width 32 --seeds 2 --dry-run"
+    assert main(words.split()) == 0
+    assert capsys.readouterr().out.startswith("width 32, 4 heads of 8")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
