@@ -18,6 +18,8 @@ from mupax.presets.analysis.limits import Limit
 
 COLUMNS: dict[tuple[str, int], Column] = {("weight", 0): "init_std", ("movement", 1): "lr", ("gradient", 0): "eps"}
 """What is observed of a parameter, at which step, and the column of its row that sets it."""
+QUERY_GAIN = "block.query.norm_gain"
+"""Label of the gain of a QK-norm."""
 
 
 def labels(specs: Mapping[str, ParamSpec]) -> dict[str, str]:

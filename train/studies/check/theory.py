@@ -119,7 +119,7 @@ def of(
     collapse = limit.x(preset.vanishing["attention"]) if "attention" in preset.vanishing else 0.0
     if abs(limit.attention) > _GROWS and not collapse - _GROWS < limit.attention < 0:
         wrong["attention", 0] = "heads collapse" if limit.attention < 0 else "explodes"
-    expected = {}
+    expected, gains = {}, (f"movement/{groups.QUERY_GAIN}", 1)
     for (name, step), slope in late.items():
         kind = name.partition("/")[0]
         margin = 0.0 if strict else _MARGIN.get(kind, 0.12)
@@ -136,6 +136,9 @@ def of(
             below += slope if grows else worst
         trouble, roles = ("explodes", _blamed(name, limit)) if grows else (wrong.get((name, step)), ())
         trouble = None if trouble in accept else trouble
+        if name == "update attention" and gains in late:
+            # A QK-norm gain's step changes each logit by N terms of either sign; where rates are small it is what is seen.
+            below += max(0.0, slope - (limit.logits + late[gains] + limit.q + limit.k + limit.n / 2))
         if name == "change embedding":  # a sum of power laws
             moves = _embedding_moves(preset, first, limit)
             below += max(moves, default=0.0) - min(moves, default=0.0)
