@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 
 import pytest
 
@@ -12,6 +13,7 @@ from mupax.presets.power import axis
 from mupax.train.studies.check import check, groups, theory
 from mupax.train.studies.check.theory import Expected
 from mupax.zoo.definition import Definition, definition
+from scripts import structures
 from scripts.structures import RIGHT, accepted, right, troubles
 from scripts.wrong_tables import MODELS, WRONG, Wrong, rate
 
@@ -138,6 +140,21 @@ def test_labels_tell_apart_what_a_group_has_several_of():
     assert labels["block.mlp_norm.gain"] == "block.norm_gain/mlp_norm"
     assert labels["block.mlp.down"] == "block.mlp_out"
     assert len(set(labels.values())) == len(labels)
+
+
+def test_the_committed_page_is_complete_and_every_right_preset_passes():
+    rows = structures.rows_of_file()
+    assert structures.markdown(rows) == structures.PAGE.read_text()
+    expected = {
+        (model, grow, name)
+        for model in MODELS
+        for grow, names in RIGHT.items()
+        for name in names
+        if not (name == "u-mup" and "tied" in model)
+    }
+    assert {(row["model"], row["grow"], row["preset"]) for row in rows} == expected
+    assert [row["failed"] for row in rows if row["verdict"] != "pass"] == []
+    assert json.loads(structures.PAGE.with_suffix(".json").read_text())["command"] == structures.COMMAND
 
 
 def test_a_rate_that_is_right_in_one_growth_and_wrong_in_another_passes_where_it_is_right():
