@@ -30,7 +30,7 @@ MODULES = tuple(name for name in DOCUMENTS if name.startswith("docs/add_a"))
 """Pages whose Python is a module to save, which a test beside what is added does."""
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 RUNS_NOTHING = ("--dry-run", "--print-config", "--help")
-USES_A_RUN = ("checkpoints", "eval", "generate", "grow")
+USES_A_RUN = ("checkpoints", "eval", "generate", "grow", "noise")
 """Commands of `mupax train` that are cheap, and are run as written on what `make train` leaves, here after two steps."""
 
 

@@ -169,8 +169,11 @@ class Health:
             return None if limit.family == "muon" else change + (limit.branch + limit.layers) * spec.in_block
         return self._vector(spec, change)
 
-    def _vector(self, spec: ParamSpec, change: float) -> float:
-        """The same of a gain or bias whose entries move by this: as the product of its matrix would by a change so large."""
+    def _vector(self, spec: ParamSpec, change: float) -> float | None:
+        """The same of a gain or bias whose entries move by this: as the product of its matrix would by a change so large.
+
+        None of what goes through both matrices of an MLP that grows alone: their norms are no bound that is ever reached.
+        """
         limit, branches = self.limit, self.limit.branch + self.limit.layers - self.limit.stream
         match spec.of:
             case Role.QUERY | Role.KEY:
@@ -188,6 +191,8 @@ class Health:
             case Role.ATTENTION_OUT | Role.MLP_OUT | Role.HIDDEN:
                 return change + branches
         if spec.in_block:
+            if limit.growth.get("mlp", 0.0) != limit.growth.get("embed", 0.0):
+                return None
             return limit.carried("MLP out", limit.carried("MLP in", change)) + branches
         return limit.carried("readout", change)
 

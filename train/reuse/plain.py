@@ -17,7 +17,6 @@ output where the stream's variance is 1.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -142,7 +141,7 @@ def preset_record(fields: PresetConfig, preset: Preset, model: Definition, facto
     return {
         **({} if skips is None else {"norm_eps_times": float(np.prod(skips, dtype=np.float64) ** -2)}),
         "described": preset.describe(),
-        "fields": {name: value for name, value in dataclasses.asdict(fields).items() if value not in (None, (), False)},
+        "fields": {name: value for name, value in vars(fields).items() if value not in (None, (), False, "none")},
         "base": dict(preset.base) if preset.base else None,
         "factors": {kind: number(factors.forward[name]) for kind, name in kinds.items()},
         "scales": {name: number(scale) for name, scale in scales(model, factors).items()},

@@ -103,11 +103,11 @@ def test_uneven_growth_is_refused_with_the_axes_named():
     ):
         refuse_uneven(preset, {**sizes, "mlp": 4 * sizes["mlp"]})
     refuse_uneven(preset, {**sizes, "mlp": 4 * sizes["mlp"]}, "sgd")
-    for name in ("adam", "sgd"):
-        with pytest.raises(
-            PresetError, match=rf"mup under {name} does not allow growing .*kv_heads x4.* explodes as kv_heads\^"
-        ):
-            refuse_uneven(preset, {**sizes, "kv_heads": 4 * sizes["kv_heads"]}, name)
+    with pytest.raises(
+        PresetError, match=r"mup under sgd does not allow growing .*kv_heads x4.* explodes as kv_heads\^"
+    ):
+        refuse_uneven(preset, {**sizes, "kv_heads": 4 * sizes["kv_heads"]}, "sgd")
+    refuse_uneven(preset, {**sizes, "kv_heads": 4 * sizes["kv_heads"]}, "adam")
     for by in (
         {"head_dim": 4, "embed": 4, "mlp": 4},
         {"heads": 4, "kv_heads": 4, "embed": 4, "mlp": 4},
