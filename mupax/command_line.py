@@ -133,13 +133,13 @@ def parse_known(
 
 def _without(words: Sequence[str], rest: Sequence[str]) -> list[str]:
     """The words but for those of the rest, which has them in the same order."""
-    left, known = list(rest), []
+    unread, read = list(rest), []
     for word in words:
-        if left and word == left[0]:
-            left.pop(0)
+        if unread and word == unread[0]:
+            unread.pop(0)
         else:
-            known.append(word)
-    return known
+            read.append(word)
+    return read
 
 
 def refuse(rest: Sequence[str], known: Sequence[str], prog: str) -> None:

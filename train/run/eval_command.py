@@ -38,16 +38,9 @@ def main(argv: Sequence[str]) -> int:
         ConfigError, DataError, MeshError: settings or data that do not fit the model.
     """
     args, rest = command_line.parse_known(Evaluate, "python -m train eval", argv)
-    from mupax.train.checkpoints import saved_run
     from mupax.train.run.report import metrics
 
-    for word in rest:
-        if word.startswith("--") and not word.startswith(READ):
-            raise command_line.UsageError(
-                f"eval does not read {word.partition('=')[0]}; it takes --step, --ema, --json, and a run's {', '.join(READ)}*"
-            )
-    saved = saved_run.find(args.workdir, args.step, args.average)
-    saved = saved._replace(config=cli.parse("eval", lambda: saved.config, rest).config)
+    saved = restored("eval", "--step, --ema, --json", rest, args.workdir, args.step, args.average)
     console = terminal.console()
     numbers = measured(saved, console)
     if args.json is not None:
@@ -55,6 +48,34 @@ def main(argv: Sequence[str]) -> int:
         args.json.write_text(metrics.to_json(numbers) + "\n")
     show(console, numbers)
     return 0
+
+
+def restored(
+    command: str, takes: str, rest: Sequence[str], workdir: Path, step: int | None, average: bool | None
+) -> Any:
+    """The `saved_run.SavedRun` to measure, its config with the flags of a run that a measurement reads (`READ`).
+
+    Args:
+        command: its name, for messages.
+        takes: flags of its own, for messages.
+        rest: words that are none of these.
+        workdir: of the run.
+        step: of the checkpoint; None is the newest.
+        average: whether the parameters are the moving average's; None where the run has one.
+
+    Raises:
+        UsageError: a flag that is not read.
+    """
+    from mupax.train.checkpoints import saved_run
+
+    for word in rest:
+        if word.startswith("--") and not word.startswith(READ):
+            flag = word.partition("=")[0]
+            raise command_line.UsageError(
+                f"{command} does not read {flag}; it takes {takes}, and a run's {', '.join(READ)}*"
+            )
+    saved = saved_run.find(workdir, step, average)
+    return saved._replace(config=cli.parse(command, lambda: saved.config, rest).config)
 
 
 def measured(saved: Any, console: Any) -> dict[str, Any]:

@@ -21,12 +21,10 @@ from tyro import conf
 from mupax import command_line, terminal
 from mupax.train.config import cli
 from mupax.train.config.checks import at_least
+from mupax.train.run.eval_command import restored
 
 if TYPE_CHECKING:
     from mupax.train.checkpoints.saved_run import Trained
-
-READ = ("--data.", "--mesh.", "--model.compute.")
-"""Flags of a run that this reads."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,15 +95,7 @@ def main(argv: Sequence[str]) -> int:
         ConfigError, DataError, MeshError: settings or data that do not fit the model.
     """
     args, rest = command_line.parse_known(Noise, "python -m train noise", argv)
-    from mupax.train.checkpoints import saved_run
-
-    for word in rest:
-        if word.startswith("--") and not word.startswith(READ):
-            raise command_line.UsageError(
-                f"noise does not read {word.partition('=')[0]}; it takes --step, --ema, --batches, --json, and a run's {', '.join(READ)}*"
-            )
-    saved = saved_run.find(args.workdir, args.step, args.ema)
-    saved = saved._replace(config=cli.parse("noise", lambda: saved.config, rest).config)
+    saved = restored("noise", "--step, --ema, --batches, --json", rest, args.workdir, args.step, args.ema)
     products, groups = measured(saved, args.batches)
     batch = saved.config.data.batch_size
     whole = noise_scale(sum(products.values(), np.zeros([args.batches] * 2)), batch)

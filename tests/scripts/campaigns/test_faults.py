@@ -11,7 +11,7 @@ import pytest
 
 from scripts.campaigns import faults
 from scripts.campaigns.injection import shim
-from tests.campaign import campaign
+from tests.scripts.campaigns.campaign import campaign
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scripts.campaigns import kills
-from tests.campaign import campaign
+from tests.scripts.campaigns.campaign import campaign
 
 
 @pytest.mark.slow

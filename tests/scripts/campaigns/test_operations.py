@@ -16,7 +16,7 @@ import pytest
 from scripts.campaigns import operations
 from scripts.campaigns.injection import shim
 from scripts.campaigns.injection.object_faults import Bucket
-from tests.campaign import campaign
+from tests.scripts.campaigns.campaign import campaign
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -14,7 +14,7 @@ from mupax.errors import MupaxError
 from mupax.train.config.preset import preset_of
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import from_json, model_from_json, model_to_json, to_json
-from mupax.train.config.run import InitConfig, MeshConfig, PresetConfig
+from mupax.train.config.run import CheckpointConfig, DataConfig, InitConfig, MeshConfig, OptimizerConfig, PresetConfig
 from mupax.zoo.configs import CONFIGS, ConfigError
 
 pytestmark = pytest.mark.core
@@ -110,3 +110,38 @@ def test_broken_configs_are_read_or_refused(recipe: str) -> None:
         except MupaxError:  # whose text says what to write; anything else is a defect
             refused += 1
     assert refused > 300
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_config_survives_json(name: str) -> None:
+    config = RECIPES[name]()
+    assert from_json(json.loads(json.dumps(to_json(config)))) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"stepz": 3}, "did you mean steps?"),
+        ({"model": {"family": "cnn"}}, "model.family is 'cnn'; write one of vit, decoder"),
+        ({"optimizer": {"peak_rl": 1.0}}, "did you mean optimizer.peak_lr?"),
+        ({"data": {"name": "digits"}}, "batch_size"),
+    ],
+)
+def test_a_wrong_config_on_disk(change: dict, said: str) -> None:
+    with pytest.raises(ConfigError, match=said.replace("?", r"\?")):
+        from_json({**to_json(RECIPES["lm-tiny"]()), **change})
+
+
+def test_a_config_checks_itself() -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.keep is 0"):
+        CheckpointConfig(keep=0)
+    with pytest.raises(ConfigError, match=r"optimizer\.warmup_steps is -1"):
+        OptimizerConfig(warmup_steps=-1)
+
+
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [("text:/some/file.txt", "tokens"), ("images:/some/folder", "images"), ("c4/en:3.0.1", "tokens"), ("my_set", None)],
+)
+def test_the_task_that_data_is_for(name: str, task: str | None) -> None:
+    assert DataConfig(name=name, batch_size=1).task == task

@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.xla import QUICKLY
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def campaign(module: ModuleType, words: str, folder: Path) -> Any:
