@@ -1,8 +1,7 @@
 """Look at presets. `python -m presets` lists them; with a word it does more.
 
-`constants PRESET` lists what it takes, `table PRESET --model NAME` shows it at work, `limits PRESET` says what each size does on
-its way to infinity, `compare A B ...` puts such verdicts side by side, `joint` has the rules for batch and tokens, `tuned` lists
-presets whose rate a study found, with their evidence.
+`constants PRESET` lists what it takes, `table PRESET --model NAME` shows it at work, `limits PRESET` says what each size does as it
+grows, `compare A B ...` puts presets side by side, `joint` has rules for batch and tokens, `tuned` what a study found best.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from tyro import conf
 
 from mupax import command_line, presets, terminal
 from mupax.command_line import Switch
-from mupax.presets import constants, horizon, joint
-from mupax.presets.analysis import table, verdicts
+from mupax.presets import horizon, joint
+from mupax.presets.analysis import dynamics, table, verdicts
 from mupax.presets.papers import choices
 from mupax.presets.roles import RUN_AXES
 from mupax.train.config.cli import ConstantFlags, PresetFlags, with_group_constants
@@ -61,24 +60,32 @@ class Constants:
             raise presets.PresetError(f"{self.preset} takes no constants; all its numbers are in its file")
         defaults = {n: p.default for n, p in inspect.signature(presets.PRESETS[name]).parameters.items()}
         if self.json:
-            return _print_json(
-                {
-                    n: {"default": x, "choices": [dataclasses.asdict(c) for c in choices.of(name, n)]}
-                    for n, x in defaults.items()
-                }
-            )
-        for constant, default in defaults.items():
-            print(f"{constant}, {table.cell(default)} unless given")
-            for choice in choices.of(name, constant):
-                text = f"{table.cell(choice.value)}: {choice.rule}. {choice.source}: {choice.status}."
-                print(terminal.wrapped(f"  {text}"))
-        of_groups = ", ".join(f"{column}.GROUP" for column in constants.COLUMNS)
-        print(terminal.wrapped(f"and of parameter groups {of_groups}, factors of 1 unless given"))
+            listed = {n: [dataclasses.asdict(choice) for choice in choices.of(name, n)] for n in defaults}
+            return _print_json({n: {"default": x, "choices": listed[n]} for n, x in defaults.items()})
+        print(table.constants_text(name, defaults))
         return 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Table(PresetFlags):
+class RunFlags:
+    """How far a run is from the one that its numbers were tuned on."""
+
+    batch: Annotated[str, conf.arg(metavar="FROM:TO")] = "1:1"
+    """The base's batch and the run's, as 8:64."""
+    tokens: Annotated[str, conf.arg(metavar="FROM:TO")] = "1:1"
+    """The base's tokens and the run's, as 1:8."""
+    b1: float = 0.9
+    """Adam's at the base, to see whether a rule leaves (0, 1)."""
+    b2: float = 0.95
+    """The same."""
+
+    def ends(self) -> list[tuple[float, float]]:
+        """Batch and tokens, of the base and of the run; raises PresetError for texts that are none."""
+        return [joint.ends("--batch", self.batch), joint.ends("--tokens", self.tokens)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Table(PresetFlags, RunFlags):
     """Every parameter's factors under a preset: forward multiplier, initial std, learning rate, eps and weight decay.
 
     Factors are relative to the base (1 where the model is the base); --absolute shows values instead.
@@ -96,6 +103,10 @@ class Table(PresetFlags):
     """Values (base constant x factor), not factors."""
     rules: Switch = False
     """The power laws in m = size / base size, not their values."""
+    joint: horizon.Applied = "none"
+    """Also what this rule makes of the optimizer's numbers between the batch and tokens of the base and those of the run."""
+    noise_scale: float | None = None
+    """Examples, from `python -m train noise`; above it the rule does not hold."""
     json: Switch = False
     """Print JSON."""
 
@@ -110,13 +121,18 @@ class Table(PresetFlags):
             rows = table.rule_rows(preset, specs, self.optimizer)
         else:
             rows = table.rows(preset, specs, sizes, self.optimizer, self.decay, absolute=self.absolute)
+        rule = joint.of(self.joint, self.optimizer)
+        far = joint.path(rule, *self.ends(), b1=self.b1, b2=self.b2, noise_scale=self.noise_scale)
         if self.json:
-            return _print_json(rows)
+            return _print_json(rows if self.joint == "none" else {"parameters": rows, "joint": far})
         title = f"{self.model} under {preset.describe()}, {self.optimizer}, {self.decay} decay"
-        forward = table.forward_text(preset, sizes)
-        print("\n\n".join([terminal.wrapped(title), table.text(rows), terminal.wrapped(forward)]))
+        print(
+            terminal.wrapped(title), table.text(rows), terminal.wrapped(table.forward_text(preset, sizes)), sep="\n\n"
+        )
         for caution in preset.cautions(sizes, self.optimizer):
             print(terminal.wrapped(f"caution: {caution}"))
+        if self.joint != "none":
+            print(f"\nunder the joint rule {self.joint}, over the base's numbers\n{table.text(far)}")
         return 0
 
 
@@ -131,19 +147,23 @@ class Limits(ConstantFlags):
     """A preset."""
     optimizer: Annotated[str, conf.arg(metavar="NAME")] = "adam"
     """adam, adamw, sgd, momentum, muon or lion."""
+    joint: horizon.Applied = "none"
+    """The rule by which the optimizer's numbers follow batch and tokens (of Adam)."""
     json: Switch = False
     """Print JSON."""
 
     def run(self) -> int:
         preset = presets.get(self.preset, **self.values())
+        adam, rule = preset.family(self.optimizer) == "adam", joint.of(self.joint, self.optimizer)
         if self.json:
-            rows = verdicts.verdicts(preset, self.optimizer)
-            return _print_json(
-                {row: {limit: dataclasses.asdict(e) for limit, e in at.items()} for row, at in rows.items()}
-            )
+            rows = {**verdicts.verdicts(preset, self.optimizer), **(dynamics.verdicts(rule) if adam else {})}
+            entries = {row: {limit: dataclasses.asdict(e) for limit, e in at.items()} for row, at in rows.items()}
+            return _print_json(entries)
         what = "size^exponent of each observable as one size grows, the ratios of widths fixed"
         print(terminal.wrapped(f"{preset.describe()}, {self.optimizer}: {what}"), end="\n\n")
         print(terminal.table(verdicts.limits_rows(preset, self.optimizer)))
+        if adam:
+            print(f"\nunder the joint rule {self.joint}\n{terminal.table(dynamics.limits_rows(rule))}")
         return 0
 
 
@@ -176,39 +196,20 @@ class Compare:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Joint:
+class Joint(RunFlags):
     """Rules for batch and tokens beside width and depth: formulas, values, and what each rests on.
 
-    B is batch over base batch, T tokens over base tokens. Rules contradict each other on T. `python -m train RECIPE --joint sde`
-    applies one of those marked so.
+    B is batch over base batch, T tokens over base tokens. Rules contradict each other on T; --joint of a run applies one marked so.
     """
 
-    batch: Annotated[str, conf.arg(metavar="FROM:TO")] = "1:1"
-    """The base's batch and the run's, as 8:64."""
-    tokens: Annotated[str, conf.arg(metavar="FROM:TO")] = "1:1"
-    """The base's tokens and the run's, as 1:8."""
-    b1: float = 0.9
-    """Adam's at the base, to see whether a rule leaves (0, 1)."""
-    b2: float = 0.95
-    """The same."""
     json: Switch = False
     """Print JSON."""
 
     def run(self) -> int:
-        ratios = {name: joint.ratio(f"--{name}", getattr(self, name)) for name in RUN_AXES}
+        ratios = {name: stop / start for name, (start, stop) in zip(RUN_AXES, self.ends(), strict=True)}
         if self.json:
             return _print_json([rule.to_json(ratios) for rule in horizon.RULES.values()])
-        print(terminal.table(joint.rows()), end="\n\n")
-        print("what stays (1) of a run whose noise outweighs its gradient; shares are of its steps")
-        print(terminal.table(joint.kept_rows()), end="\n\n")
-        if set(ratios.values()) != {1.0}:
-            print(f"factors at B = {ratios['batch']:.4g}, T = {ratios['tokens']:.4g}")
-            print(terminal.table(joint.rows(ratios)), end="\n\n")
-        for rule in horizon.RULES.values():
-            print(terminal.wrapped(rule.described()))
-        for rule in horizon.RULES.values():
-            for caution in joint.doubts(rule, ratios, b1=self.b1, b2=self.b2):
-                print(terminal.wrapped(f"caution: {caution}"))
+        print(dynamics.joint_text(ratios, b1=self.b1, b2=self.b2))
         return 0
 
 

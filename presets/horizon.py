@@ -15,6 +15,8 @@ from mupax.presets.optimizers import Family
 from mupax.presets.power import ONE, Power, axis
 from mupax.presets.roles import PresetError
 
+Applied = Literal["none", "sde", "complete-d"]
+"""The rules that `--joint` takes, as a type."""
 COLUMNS = ("lr", "weight_decay", "eps", "one_minus_b1", "one_minus_b2", "durations")
 
 
@@ -37,6 +39,7 @@ class JointRule:
         limits: axis to the smallest and largest ratio of it that was tested, as far as known.
         status: verified: read in its author's own text; reported: in an account of it; derived: worked out here.
         remark: what to know beside the formula.
+        concessions: what the source lets go as B or T grows, an observable of `mupax.presets.analysis.dynamics` to its power.
     """
 
     name: str
@@ -53,6 +56,7 @@ class JointRule:
     limits: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     status: Literal["verified", "reported", "derived"]
     remark: str = ""
+    concessions: Mapping[str, Power] = dataclasses.field(default_factory=dict)
 
     def factor(self, column: str, ratios: Mapping[str, float]) -> float:
         """What a column is multiplied by; 1 where the source says nothing.
@@ -65,19 +69,23 @@ class JointRule:
 
     def cautions(self, ratios: Mapping[str, float]) -> list[str]:
         """What to know before the rule is trusted so far from the base, one sentence each."""
-        powers = [getattr(self, column) or ONE for column in COLUMNS if column != "durations"]
         cautions = []
         for name, ratio in ratios.items():
             least, most = self.limits.get(name, (1.0, 1.0))
             if not least <= ratio <= most:
                 if name in self.limits:
-                    known = f"it was tested from {least:.3g} to {most:.3g} times"
-                elif any(name in dict(power.exponents) for power in powers):
-                    known = "the range that it was tested in is not known"
+                    evidence = f"it was tested from {least:.3g} to {most:.3g} times"
+                elif self.speaks_of(name):
+                    evidence = "the range that it was tested in is not known"
                 else:
-                    known = f"it says nothing about {name}"
-                cautions.append(f"the joint rule {self.name}: {ratio:.3g} times the base's {name}, and {known}")
+                    evidence = f"it says nothing about {name}"
+                cautions.append(f"the joint rule {self.name}: {ratio:.3g} times the base's {name}, and {evidence}")
         return cautions
+
+    def speaks_of(self, name: str) -> bool:
+        """Whether a number but that of warm-up depends on `batch` or `tokens`."""
+        powers = (getattr(self, column) or ONE for column in COLUMNS if column != "durations")
+        return any(name in dict(power.exponents) for power in powers)
 
     def described(self) -> str:
         """What the rule rests on, in a line."""
@@ -90,6 +98,7 @@ class JointRule:
         powers = {column: getattr(self, column) for column in COLUMNS}
         plain = {name: value for name, value in vars(self).items() if name not in powers}
         formulas = {column: power and formula(power) for column, power in powers.items()}
+        plain["concessions"] = {name: formula(power) for name, power in self.concessions.items()}
         return {**plain, **formulas, "factors": {column: power and power(ratios) for column, power in powers.items()}}
 
 
@@ -117,6 +126,7 @@ RULES: dict[str, JointRule] = {
             source="Complete(d)P, Mlodozeniec et al. 2025 (2512.22382), Table 1",
             tested="one lab, cosine, 50 M to 7.2 B parameters",
             remark="equal in B to sde; in T the whole run is one stretch of the SDE, though eps grows against noise that T leaves alone",
+            concessions={"eps over noise": _T**0.5},
         ),
         JointRule(
             name="linear", lr=_B, families=("sgd",), status="reported", source="Goyal et al. 2017 (1706.02677)",

@@ -8,7 +8,7 @@ from typing import Any
 
 from mupax.presets.horizon import COLUMNS, RULES, JointRule, formula, rule
 from mupax.presets.optimizers import OPTIMIZERS
-from mupax.presets.power import ONE, Power, axis
+from mupax.presets.power import Power
 from mupax.presets.roles import PresetError
 
 NUMBERS = {
@@ -21,6 +21,25 @@ NUMBERS = {
     "decay_steps": "durations",
 }
 """An optimizer's number to the column that scales it; a beta's column scales 1 - beta."""
+
+
+def of(name: str, optimizer: str) -> JointRule:
+    """A rule that can be applied to an optimizer.
+
+    Args:
+        name: of the rule.
+        optimizer: in `OPTIMIZERS`.
+
+    Raises:
+        PresetError: no such rule, or an optimizer that it does not speak for.
+    """
+    joint = rule(name)
+    if OPTIMIZERS[optimizer].family not in joint.families:
+        raise PresetError(
+            f"the joint rule {name} is for {' and '.join(joint.families)} and says nothing about {optimizer}; write joint none "
+            "and tune the rate at this batch, or another optimizer"
+        )
+    return joint
 
 
 def scaled(
@@ -41,12 +60,7 @@ def scaled(
     Raises:
         PresetError: no such rule, an optimizer that it does not speak for, or a beta that would leave (0, 1).
     """
-    joint = rule(name)
-    if OPTIMIZERS[optimizer].family not in joint.families:
-        raise PresetError(
-            f"the joint rule {name} is for {' and '.join(joint.families)} and says nothing about {optimizer}; write joint none "
-            "and tune the rate at this batch, or another optimizer"
-        )
+    joint = of(name, optimizer)
     result = dict(numbers)
     for number, column in NUMBERS.items():
         factor = joint.factor(column, ratios)
@@ -86,8 +100,8 @@ def doubts(joint: JointRule, ratios: Mapping[str, float], *, b1: float, b2: floa
     return joint.cautions(ratios)
 
 
-def ratio(what: str, text: str) -> float:
-    """The ratio that a text such as 8:64 names, from the base to the run; raises PresetError for anything else.
+def ends(what: str, text: str) -> tuple[float, float]:
+    """The base's number and the run's, of a text such as 8:64; raises PresetError for anything else.
 
     Args:
         what: is called so in the message.
@@ -99,7 +113,7 @@ def ratio(what: str, text: str) -> float:
         start = stop = 0.0
     if not (0 < start < math.inf and 0 < stop < math.inf):
         raise PresetError(f"{what} is {text}; write FROM:TO with two numbers above 0, as 8:64")
-    return stop / start
+    return start, stop
 
 
 def timescale(lr: float, weight_decay: float, steps: int, decay: str = "coupled") -> float:
@@ -114,25 +128,6 @@ def timescale(lr: float, weight_decay: float, steps: int, decay: str = "coupled"
     return 1 / ((lr if decay == "coupled" else 1.0) * weight_decay * steps)
 
 
-def kept(joint: JointRule) -> dict[str, Power]:
-    """How what Adam's noisy dynamics depend on goes with B and T where noise outweighs the gradient; 1 stays."""
-    steps = axis("tokens") / axis("batch")
-    lr, decay, eps, slow1, slow2 = (getattr(joint, column) or ONE for column in COLUMNS[:5])
-    return {
-        "time of the SDE": lr**2 * steps,
-        "b1's share": ONE / (slow1 * steps),
-        "b2's share": ONE / (slow2 * steps),
-        "decay's share": ONE / (lr * decay * steps),
-        "eps over noise": eps * axis("batch") ** 0.5,
-    }
-
-
-def kept_rows() -> list[list[str]]:
-    """A header and a row for every rule that can be applied: `kept`, with shares of the run."""
-    rules = [each for each in RULES.values() if each.applied]
-    return [["rule", *kept(rules[0])], *([each.name, *map(formula, kept(each).values())] for each in rules)]
-
-
 def rows(ratios: Mapping[str, float] | None = None) -> list[list[str]]:
     """A header and a row a rule: its formulas, or their values at some ratios."""
 
@@ -141,3 +136,47 @@ def rows(ratios: Mapping[str, float] | None = None) -> list[list[str]]:
 
     header = ["rule", "lr", "weight decay", "eps", "1-b1", "1-b2", "warm-up"]
     return [header, *([each.name, *(cell(getattr(each, column)) for column in COLUMNS)] for each in RULES.values())]
+
+
+def path(
+    joint: JointRule,
+    batch: tuple[float, float],
+    tokens: tuple[float, float],
+    *,
+    b1: float,
+    b2: float,
+    noise_scale: float | None = None,
+) -> list[dict[str, Any]]:
+    """A row a doubling on the way from the base to the run, first of the batch and then of the tokens.
+
+    Args:
+        joint: the rule.
+        batch, tokens: the base's and the run's.
+        b1, b2: Adam's at the base.
+        noise_scale: in examples, where it was measured.
+
+    Returns:
+        Batch, tokens, steps over the base's, each number and the timescale tau of weight decay over the base's, and whether the rule
+        holds there: yes, untested, or why it does not.
+    """
+    points = [(each, tokens[0]) for each in _doublings(*batch)] + [(batch[1], each) for each in _doublings(*tokens)[1:]]
+    table: list[dict[str, Any]] = []
+    for examples, seen in points:
+        at = {"batch": examples / batch[0], "tokens": seen / tokens[0]}
+        steps, factors = at["tokens"] / at["batch"], {column: joint.factor(column, at) for column in COLUMNS}
+        tau = 1 / (factors["lr"] * factors["weight_decay"] * steps)
+        slow = {"b1": factors["one_minus_b1"] * (1 - b1), "b2": factors["one_minus_b2"] * (1 - b2)}
+        above = noise_scale is not None and max(examples, batch[0]) > noise_scale and examples != batch[0]
+        why = [f"1-{beta} = {x:.3g}" for beta, x in slow.items() if x >= 1] + above * ["above the noise scale"]
+        why += [f"says nothing about {name}" for name, ratio in at.items() if ratio != 1 and not joint.speaks_of(name)]
+        holds = ", ".join(why) or ("untested" if joint.cautions(at) else "yes")
+        labels = {"durations": "warm-up", "one_minus_b1": "1-b1", "one_minus_b2": "1-b2"}
+        numbers = {labels.get(column, column): factor for column, factor in factors.items()}
+        table.append({"batch": examples, "tokens": seen, "steps": steps, **numbers, "tau": tau, "holds": holds})
+    return table
+
+
+def _doublings(start: float, stop: float) -> list[float]:
+    """From start to stop by factors of two, the last one shorter where they do not meet."""
+    many = math.ceil(abs(math.log2(stop / start)) - 1e-9)
+    return [*(start * 2.0 ** math.copysign(i, stop - start) for i in range(many)), stop]

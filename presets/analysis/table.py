@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from mupax import terminal
+from mupax.presets import constants
+from mupax.presets.papers import choices
 from mupax.presets.preset import Preset
 from mupax.presets.roles import ParamSpec
 from mupax.presets.rule import Decay
@@ -85,13 +87,30 @@ def rule_rows(preset: Preset, specs: Mapping[str, ParamSpec], optimizer: str = "
     ]
 
 
+def constants_text(preset: str, defaults: Mapping[str, Any]) -> str:
+    """What a preset takes, a line a constant, and under it the values that sources disagree on.
+
+    Args:
+        preset: its name.
+        defaults: constant to its default.
+    """
+    lines = []
+    for constant, default in defaults.items():
+        lines.append(f"{constant}, {cell(default)} unless given")
+        for choice in choices.of(preset, constant):
+            text = f"{cell(choice.value)}: {choice.rule}. {choice.source}: {choice.status}."
+            lines.append(terminal.wrapped(f"  {text}"))
+    of_groups = ", ".join(f"{column}.GROUP" for column in constants.COLUMNS)
+    return "\n".join([*lines, terminal.wrapped(f"and of parameter groups {of_groups}, factors of 1 unless given")])
+
+
 def text(table: list[dict[str, Any]]) -> str:
     """Rows as columns for the terminal or pipe, numbers to four digits."""
     if not table:
         return ""
     columns = [column for column in table[0] if column != "role"]
     cells = [columns, *([cell(row[column]) for column in columns] for row in table)]
-    return terminal.table(cells, left=("name", "shape", "group", "fan_in"))
+    return terminal.table(cells, left=("name", "shape", "group", "fan_in", "holds"))
 
 
 def cell(value: Any) -> str:

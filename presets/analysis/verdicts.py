@@ -108,7 +108,7 @@ def limits_rows(preset: Preset, optimizer: str = "adam") -> list[list[str]]:
     """
     rows = [["observable", *(f"{limit} ({SYMBOLS[limit]})" for limit in LIMITS)]]
     table = verdicts(preset, optimizer)
-    return [*rows, *([row, *(_cell(entry, limit) for limit, entry in at.items())] for row, at in table.items())]
+    return [*rows, *([row, *(cell(entry, SYMBOLS[limit]) for limit, entry in at.items())] for row, at in table.items())]
 
 
 def compare_rows(presets: Sequence[Preset], optimizer: str = "adam") -> list[list[str]]:
@@ -124,7 +124,7 @@ def compare_rows(presets: Sequence[Preset], optimizer: str = "adam") -> list[lis
         for row in tables[0]:
             entries = [table[row][limit] for table in tables]
             if row not in DESCRIPTIVE and any(entry.verdict != "stable" for entry in entries):
-                rows.append([limit, row, *(_cell(entry, limit) for entry in entries)])
+                rows.append([limit, row, *(cell(entry, SYMBOLS[limit]) for entry in entries)])
     return rows
 
 
@@ -149,8 +149,14 @@ def summary_rows(presets: Sequence[Preset], optimizer: str = "adam") -> list[lis
     return rows
 
 
-def _cell(entry: Entry, limit: str) -> str:
-    return entry.verdict if entry.exponent == 0 else f"{entry.verdict} {SYMBOLS[limit]}^{entry.exponent:g}"
+def cell(entry: Entry, symbol: str) -> str:
+    """Word and power of a letter, which a power of 0 leaves out.
+
+    Args:
+        entry: of an observable.
+        symbol: of what grows.
+    """
+    return entry.verdict if entry.exponent == 0 else f"{entry.verdict} {symbol}^{entry.exponent:g}"
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:

@@ -11,8 +11,8 @@ import pytest
 
 from mupax.presets import PresetError
 from mupax.presets.__main__ import main
-from mupax.presets.horizon import COLUMNS, RULES, formula, rule
-from mupax.presets.joint import NUMBERS, kept, scaled, timescale
+from mupax.presets.horizon import COLUMNS, RULES, rule
+from mupax.presets.joint import NUMBERS, scaled, timescale
 
 pytestmark = pytest.mark.core
 
@@ -106,22 +106,6 @@ def test_noise_and_drift_of_adam_are_kept():
     for number in ("b1", "b2"):
         assert there["peak_lr"] ** 2 / (1 - there[number]) == pytest.approx(BASE["peak_lr"] ** 2 / (1 - BASE[number]))
     assert there["peak_lr"] ** 2 / 4 == pytest.approx(BASE["peak_lr"] ** 2)  # a quarter of the steps, the same time
-
-
-def test_what_a_rule_keeps_of_a_run():
-    def exponents(name: str) -> list[str]:
-        return [formula(power) for power in kept(RULES[name]).values()]
-
-    assert exponents("complete-d") == [
-        "1",
-        "1",
-        "1",
-        "1",
-        "T^0.5",
-    ]  # noise of a batch does not depend on T: as the source has it
-    assert exponents("sde") == ["T", "T^-1", "T^-1", "T^-1", "1"]
-    # The control: nothing of it where the numbers are left alone.
-    assert exponents("none") == ["B^-1 T", "B T^-1", "B T^-1", "B T^-1", "B^0.5"]
 
 
 def refusal(name: str, ratios: dict[str, float], optimizer: str = "adamw", **numbers: Any) -> str:
