@@ -22,6 +22,7 @@ COMMANDS = {
         "studies.sweep.command",
         "train many learning rates, seeds, constants and sizes; one compilation a shape",
     ),
+    "tune": ("studies.tune.command", "search many constants together: rates, stds, multipliers and decays by group"),
     "transfer": (
         "studies.transfer.command",
         "whether the best learning rate stays as the model grows: drift, price, report",

@@ -42,7 +42,9 @@ class Tuned:
         provenance: `recipe`, `data`, `unit` (token or image), `seen` (units by one run), `steps`, `batch`, `sizes` (of every
             model in the study, by axis), `seeds`, `log2_lr` and `loss` (the curve at the base: each rate, the mean loss;
             null where a seed diverged), `log2_optimum` (value, low, high), `transfer` (per axis grown: axis, sizes, verdict
-            and drift with its interval), `versions`, `command`, `date`.
+            and drift with its interval), `versions`, `command`, `date`; of a search over constants also `search`: each constant
+            with its range, start, winner and importance, what it cost, and the loss of the winner less that of the start on
+            seeds that it did not use; `log2_lr` and `loss` are then its points.
     """
 
     name: str
@@ -145,7 +147,8 @@ def summary(tuned: Tuned) -> str:
     """One line: the rate, what it was found on, and how it transferred."""
     study, optimizer = tuned.provenance, tuned.optimizer
     evidence = "; ".join(f"{grown['axis']} {_verdict(grown)}" for grown in study["transfer"]) or "one size"
-    return f"{optimizer['name']} {optimizer['peak_lr']:.3g} on {study['data']}, {study['seen']:,} {study['unit']}s; {evidence}"
+    run = f"{optimizer['name']} {optimizer['peak_lr']:.3g} on {study['data']}, {study['seen']:,} {study['unit']}s"
+    return f"{run}; {evidence}{_searched(study)}"
 
 
 def described(tuned: Tuned) -> str:
@@ -164,6 +167,9 @@ def described(tuned: Tuned) -> str:
         f"command    {study['command']}",
         f"versions   {_pairs(study['versions'])}, {study['date']}",
     ]
+    if search := study.get("search"):
+        lines = [line for line in lines if not line.startswith("curve ")]
+        lines += [f"searched   {_constant(each)}" for each in search["constants"]]
     return "\n".join(lines)
 
 
@@ -174,9 +180,22 @@ def _verdict(grown: Mapping[str, Any]) -> str:
     return f"{grown['verdict']}, drift {drift['value']:+.2f} {_bounds(drift)} octaves per doubling"
 
 
-def _bounds(interval: Mapping[str, float | None]) -> str:
+def _bounds(interval: Mapping[str, float | None], digits: int = 2) -> str:
     low, high = interval["low"], interval["high"]
-    return "(no interval)" if low is None or high is None else f"[{low:.2f}, {high:.2f}]"
+    return "(no interval)" if low is None or high is None else f"[{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def _searched(study: Mapping[str, Any]) -> str:
+    if not (search := study.get("search")):
+        return ""
+    apart = search["winner_less_start"]
+    gain = "not compared" if apart["value"] is None else f"{apart['value']:+.4f} {_bounds(apart, 4)} nats"
+    return f"; {len(search['constants'])} constants searched, {gain} against the start on {search['fresh_seeds']} fresh seeds"
+
+
+def _constant(each: Mapping[str, Any]) -> str:
+    span = f"from {each['low']:.4g} to {each['high']:.4g}, start {each['start']:.4g}"
+    return f"{each['word']} = {each['winner']:.4g} ({span}, importance {each['importance']:.0%})"
 
 
 def _pairs(values: Mapping[str, Any]) -> str:

@@ -103,9 +103,29 @@ _SCHEMA: dict[str, Any] = {
         ),
         "command": _TEXT,
         "date": (lambda v: isinstance(v, str) and bool(re.fullmatch(r"\d{4}-\d\d-\d\d", v)), "YYYY-MM-DD"),
+        "search": {
+            "constants": [
+                {
+                    "word": _TEXT,
+                    "flag": _TEXT,
+                    "low": _ABOVE,
+                    "high": _ABOVE,
+                    "start": _AT_LEAST,
+                    "winner": _AT_LEAST,
+                    "importance": _FRACTION,
+                }
+            ],
+            "runs": _COUNT,
+            "minutes": _ABOVE,
+            "train_seconds": _AT_LEAST,
+            "fresh_seeds": _AT_LEAST,
+            "winner_less_start": {"value": _or_null(_NUMBER), **_BOUNDS},
+        },
     },
 }
 """Entry to what fits and what it must be; to entries of its own; or, in brackets, to that of every entry of a list."""
+_OPTIONAL = ("search",)
+"""Entries that a file may leave out."""
 
 
 def checked(contents: Any) -> dict[str, Any]:
@@ -168,6 +188,7 @@ def _check(where: str, value: Any, schema: Any) -> None:
         for entry in value:
             _check(where, entry, schema[0])
     elif isinstance(schema, dict):
+        schema = {name: inner for name, inner in schema.items() if name in value or name not in _OPTIONAL}
         same_keys(where or "the file", value, schema)
         for name, inner in schema.items():
             _check(f"{where}.{name}".strip("."), value[name], inner)

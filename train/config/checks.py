@@ -24,7 +24,7 @@ _PLACE_FLAGS = (
     "--out",
 )
 """Flags whose value may be in a bucket; the empty one is a word without a flag."""
-_LOCAL_COMMANDS = ("check", "sweep", "transfer", "compile", "balance")
+_LOCAL_COMMANDS = ("check", "sweep", "tune", "transfer", "compile", "balance")
 """What writes many small files, or pages about them."""
 
 

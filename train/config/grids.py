@@ -37,6 +37,14 @@ def parse(text: str) -> tuple[float, ...]:
     return tuple(2.0 ** (low + (high - low) * i / (count - 1)) for i in range(count))
 
 
+def span(text: str) -> tuple[float, float]:
+    """The ends of a range written LOW:HIGH; raises ConfigError for anything else."""
+    low, colon, high = text.partition(":")
+    if not colon or ":" in high:
+        raise ConfigError(f"range {text!r}: write LOW:HIGH, as 2^-3:2^3")
+    return _number(low, text), _number(high, text)
+
+
 def power(value: float) -> str:
     """A number as a power of two: 2^-7.5; the number itself where it is none of a half-octave grid."""
     if value > 0 and math.isfinite(value):

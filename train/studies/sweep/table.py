@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Self
 
 import numpy as np
 from rich.console import Console, Group
@@ -52,7 +53,7 @@ class Table(Watcher):
             console=console, get_renderable=lambda: Group(self._bar, self.table()), refresh_per_second=4, transient=True
         )
 
-    def __enter__(self) -> Table:
+    def __enter__(self) -> Self:
         if self._console.is_terminal:
             self._live.start()
         return self

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import datetime
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from mupax.errors import MupaxFailure
 from mupax.presets import PRESETS
 from mupax.presets.tuned import find
 from mupax.train.config.preset import preset_of
+from mupax.train.config.run import Config
 from mupax.train.studies.transfer.drift import Analysis, finite
 from mupax.train.studies.transfer.report import provenance
 from mupax.train.studies.transfer.study import Measured
@@ -61,10 +63,36 @@ def save(name: str, label: str, judged: Sequence[tuple[Measured, Analysis]], com
         where = f"at {measured.study.axis} {analysis.sizes[0]}"
         raise NoMinimum(f"every point is trained, but there is no rate to save: {where}, {fitted.why}")
     of_base = [(m, a) for m, a in judged if m.study.configs[0].preset.base == config.preset.base]
-    preset, curve, opt = preset_of(config), measured.curve(0), config.optimizer
+    curve = measured.curve(0)
+    models = {tuple(c.model.base_sizes().items()) for m, _ in of_base for c in m.study.configs}
+    evidence = {
+        "sizes": [dict(model) for model in sorted(models)],
+        "seeds": analysis.seeds,
+        "log2_lr": [float(x) for x in curve.x],
+        "loss": [finite(loss, 5) for loss in curve.mean],
+        "log2_optimum": analysis.optima[0].to_json(5),
+        "transfer": [
+            {"axis": m.study.axis, "sizes": list(a.sizes), "verdict": a.verdict, "drift": a.drift.to_json(5)}
+            for m, a in of_base
+            if len(a.sizes) > 1
+        ],
+    }
+    return write(name, config, float(f"{2.0**fitted.optimum:.4g}"), evidence, command)
+
+
+def write(name: str, config: Config, peak_lr: float, evidence: Mapping[str, Any], command: str) -> tuple[Path, str]:
+    """Write what a run has and evidence for it as a tuned preset, and give its path and what `--preset` takes.
+
+    Args:
+        name: as `save`.
+        config: the run at the base.
+        peak_lr: its best rate.
+        evidence: `sizes`, `seeds`, `log2_lr`, `loss`, `log2_optimum`, `transfer` of its provenance, and `search` where one was made.
+        command: that was written.
+    """
+    preset, opt = preset_of(config), config.optimizer
     takes = inspect.signature(PRESETS[config.preset.name]).parameters  # `given` holds what a preset fixes, too
     fields = ("name", "b1", "b2", "eps", "weight_decay", "decay", "momentum", "clip_norm")
-    models = {tuple(c.model.base_sizes().items()) for m, _ in of_base for c in m.study.configs}
     tuned = find.Tuned(
         name=check_name(name, config.preset.name),
         preset=config.preset.name,
@@ -73,7 +101,7 @@ def save(name: str, label: str, judged: Sequence[tuple[Measured, Analysis]], com
         base=None if preset.base is None else dict(preset.base),
         optimizer={
             **{field: getattr(opt, field) for field in fields},
-            "peak_lr": float(f"{2.0**fitted.optimum:.4g}"),
+            "peak_lr": peak_lr,
             "schedule": opt.schedule,
             "warmup_fraction": round(min(1.0, opt.warmup_steps / config.steps), 4),
             "final_lr_fraction": opt.final_lr_fraction,
@@ -85,16 +113,7 @@ def save(name: str, label: str, judged: Sequence[tuple[Measured, Analysis]], com
             "seen": config.steps * config.data.batch_size * config.model.units,
             "steps": config.steps,
             "batch": config.data.batch_size,
-            "sizes": [dict(model) for model in sorted(models)],
-            "seeds": analysis.seeds,
-            "log2_lr": [float(x) for x in curve.x],
-            "loss": [finite(loss, 5) for loss in curve.mean],
-            "log2_optimum": analysis.optima[0].to_json(5),
-            "transfer": [
-                {"axis": m.study.axis, "sizes": list(a.sizes), "verdict": a.verdict, "drift": a.drift.to_json(5)}
-                for m, a in of_base
-                if len(a.sizes) > 1
-            ],
+            **evidence,
             "versions": provenance(),
             "command": command,
             "date": datetime.date.today().isoformat(),

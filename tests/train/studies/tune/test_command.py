@@ -1,0 +1,138 @@
+"""The tune command: one compilation, what it prints and writes, the preset it saves, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mupax.presets.tuned import find
+from mupax.train.__main__ import main
+from mupax.train.config import cli
+from mupax.train.config.recipes import RECIPES
+from mupax.train.core.program import Program
+from mupax.train.studies.sweep import sweep
+from tests.train.studies.sweep.test_sweep import COMMAND, text
+
+__all__ = ["text"]  # fixtures
+OVER = "lr,readout.lr,embedding.std,branch.multiplier,query.decay,weight_decay"
+
+
+def test_a_search_compiles_once_confirms_its_winner_and_saves_it(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiled: list[Program] = []
+    compile_train = Program.compile_train
+    monkeypatch.setattr(Program, "compile_train", lambda self: (compiled.append(self), compile_train(self))[1])
+    preset = tmp_path / "mup.mine.json"
+    words = [
+        "tune",
+        *COMMAND.split(),
+        "--data.name",
+        text,
+        "--over",
+        OVER,
+        "--points",
+        "9",
+        "--batch",
+        "4",
+        "--seeds",
+        "2",
+    ]
+    words += ["--confirm", "2", "--out", str(tmp_path / "out"), "--save-tuned", str(preset)]
+    assert main(words) == 0
+    assert len(compiled) == 1
+    out = capsys.readouterr().out
+    assert "ended: all 9 points are tried" in out
+    assert "winner less start, evaluation loss, 2 fresh seeds: " in out
+    found = json.loads((tmp_path / "out" / "tune.json").read_text())
+    assert len(found["points"]) == 9
+    assert found["points"][0]["values"] == [constant["start"] for constant in found["constants"]]
+    assert all(len(point["losses"]) == 2 or point["worse_than"] is not None for point in found["points"])
+    assert (tmp_path / "out" / "tune.png").stat().st_size > 5000
+
+    # The saved preset is the winner, to the number.
+    saved = find.load(preset)
+    winner = {constant["flag"]: constant["winner"] for constant in found["constants"]}
+    assert saved.optimizer["peak_lr"] == winner["optimizer.peak_lr"]
+    run = [*COMMAND.split()[1:], "--preset", f"mup:{preset}", "--data.name", text]
+    config = cli.parse("lm-tiny", RECIPES["lm-tiny"], run).config
+    assert config.preset.beta0 == pytest.approx(winner["preset.beta0"])
+    assert config.optimizer.weight_decay == pytest.approx(winner["optimizer.weight_decay"])
+    assert "rates.readout=" in " ".join(config.preset.constants)
+    assert "6 constants searched" in find.summary(saved)
+    assert "readout.lr = " in find.described(saved)
+
+    # Again: nothing is trained, and the same is found.
+    monkeypatch.setattr(sweep.Chooser, "trainer", lambda *_: pytest.fail("trained"))
+    assert main(words) == 0
+    again = json.loads((tmp_path / "out" / "tune.json").read_text())
+    assert again == found
+
+
+def test_ctrl_c_says_that_the_same_command_goes_on(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*_: object) -> None:
+        raise sweep.Stopped
+
+    monkeypatch.setattr(sweep.Sweep, "run", stopped)
+    words = ["tune", *COMMAND.split(), "--data.name", text, "--over", "lr", "--out", str(tmp_path / "out")]
+    main(words)
+    assert "the same command goes on" in capsys.readouterr().out
+
+
+@pytest.mark.core
+def test_a_dry_run_lists_what_would_be_searched(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "lm-tiny", "--over", "lr,readout.lr=2^-1:2^5", "--over", "b2=0.9:0.99", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "--preset.rates.readout" in out
+    assert "64 points of 800 steps" in out
+    assert "every value of b2 compiles a program of its own" in out
+    assert max(map(len, out.splitlines()[:4])) <= 80
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("lm-tiny", "--over"),
+        ("lm-tiny --over redout.lr", "did you mean 'readout.lr'"),
+        ("lm-tin --over lr", "no recipe is named 'lm-tin'"),
+        ("lm-tiny --over lr --workdir x", "a search has --out"),
+        ("lm-tiny --over lr --points 2", "--points is 2; write a number of at least 3"),
+        ("lm-tiny --over lr --seeds 101", "at most 1000 points and 100 seeds"),
+        ("lm-tiny --over lr --minutes 0", "--minutes is 0.0; write a number above 0"),
+        ("lm-tiny --over lr --pionts 9", "no flag is named --pionts; did you mean --points"),
+        ("lm-tiny --over lr --save-tuned Mine", "write small letters"),
+    ],
+)
+def test_what_is_no_search_is_refused(
+    words: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tune", *words.split(), "--out", str(tmp_path / "out")]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert len(err.splitlines()) <= 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_winner_is_below_the_start_where_there_is_room(text: str, tmp_path: Path) -> None:
+    # The recipe's rate over 64: what a search must mend.
+    words = [
+        "tune",
+        *COMMAND.split(),
+        "--data.name",
+        text,
+        "--optimizer.peak-lr",
+        "0.000125",
+        "--over",
+        "lr=2^-14:2^-4",
+    ]
+    words += ["--points", "6", "--batch", "3", "--seeds", "1", "--confirm", "2", "--out", str(tmp_path / "out")]
+    assert main(words) == 0
+    found = json.loads((tmp_path / "out" / "tune.json").read_text())
+    assert found["winner_less_start"]["value"] < -0.05
+    assert np.log2(found["constants"][0]["winner"]) > -11

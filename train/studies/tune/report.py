@@ -1,0 +1,215 @@
+"""What a search found: its record as JSON, a picture of loss against each constant, and the winner as a tuned preset."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mupax.terminal import wrapped
+from mupax.train.config import record
+from mupax.train.run.report.plotting import BLUE, GREY, INK, ORANGE
+from mupax.train.studies.transfer import tuned
+from mupax.train.studies.transfer.drift import finite
+from mupax.train.studies.transfer.report import provenance
+from mupax.train.studies.tune import surrogate
+from mupax.train.studies.tune.over import STEPS
+from mupax.train.studies.tune.race import ERROR
+from mupax.train.studies.tune.search import FRESH, Search
+
+TOP = 0.9
+"""Share of the points, the best ones, that a picture's axis of losses shows; the others lie on its upper edge."""
+ACROSS = 4
+"""Panels side by side."""
+
+
+def summary(search: Search, command: str) -> dict[str, Any]:
+    """Everything about a search, as plain values.
+
+    Args:
+        search: that is over.
+        command: that was written.
+    """
+    standing, losses, points = search.race(), search.losses, search.points
+    shares = surrogate.importance(search.constants, points, standing.means)
+    winner, difference = search.winner, search.difference()
+    fresh = {
+        name: [_loss(search, point, seed) for seed in range(FRESH, FRESH + search.limits.confirm)]
+        for name, point in (("winner", winner), ("start", search.start))
+    }
+    runs = int((~np.isnan(losses)).sum())
+    octaves = [max(1, round((high - low) / STEPS)) + 1 for low, high in (c.steps for c in search.constants)]
+    return {
+        "command": command,
+        "stopped": search.stopped,
+        "constants": [
+            {
+                "word": c.word, "flag": c.flag, "low": c.low, "high": c.high, "start": c.own, "winner": c.value(step),
+                "importance": round(share, 4),
+            }
+            for c, step, share in zip(search.constants, winner, shares, strict=True)
+        ],
+        "noise": {"sigma": finite(standing.sigma), "freedom": standing.freedom, "error": ERROR},
+        "runs": runs,
+        "runs_without_dropping": len(points) * search.limits.seeds,
+        "runs_of_an_octave_grid": math.prod(octaves) * search.limits.seeds,
+        "train_seconds": round(search.seconds, 1),
+        "winner": _command(search, winner),
+        "fresh_seeds": fresh,
+        "winner_less_start": None if difference is None else difference.to_json(),
+        "points": [
+            {
+                "values": [c.value(step) for c, step in zip(search.constants, point, strict=True)],
+                "losses": [None if math.isinf(x) else float(x) for x in each if not math.isnan(x)],
+                "mean": finite(mean),
+                "worse_than": int(other) if other >= 0 else None,
+            }
+            for point, each, mean, other in zip(points, losses, standing.means, standing.dropped, strict=True)
+        ],
+        "versions": provenance(),
+    }  # fmt: skip
+
+
+def told(found: dict[str, Any], metric: str) -> str:
+    """The result in lines, none wider than the terminal but for commands.
+
+    Args:
+        found: of `summary`.
+        metric: what a loss is.
+    """
+    parts = ", ".join(f"{c['word']} {c['importance']:.0%}" for c in sorted(found["constants"], key=_by_importance))
+    apart, noise = found["winner_less_start"], found["noise"]["sigma"]
+    lines = [
+        f"{len(found['points'])} points in {found['runs']} runs, {found['runs'] / found['runs_without_dropping']:.2f} of "
+        f"all seeds; ended: {found['stopped']}",
+        f"importance: {parts}",
+        *_ends(found),
+        f"noise of a run beside its seed's: {'unknown' if noise is None else f'{noise:.4f}'}",
+    ]
+    if apart is None:
+        return "\n".join(
+            [*map(wrapped, lines), "nothing better than the start was found, or no fresh seeds compare them"]
+        )
+    verdict = "better" if apart["high"] < 0 else "worse" if apart["low"] > 0 else "not told apart"
+    seeds = len(found["fresh_seeds"]["winner"])
+    lines.append(
+        f"winner less start, {metric}, {seeds} fresh seeds: {apart['value']:+.4f} [{apart['low']:+.4f}, {apart['high']:+.4f}], {verdict}"
+    )
+    return "\n".join([*map(wrapped, lines), "train it with", f"  {found['winner']}"])
+
+
+def write(folder: Path, path: Path, search: Search, found: dict[str, Any]) -> Path:
+    """Write record and picture, and give the picture's path.
+
+    Args:
+        folder: for the picture.
+        path: of the record.
+        search: that is over.
+        found: its `summary`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    picture = folder / "tune.png"
+    draw(picture, search, [constant["importance"] for constant in found["constants"]])
+    return picture
+
+
+def draw(path: Path, search: Search, shares: list[float]) -> None:
+    """Write a PNG of loss against every constant: faint points were dropped, the ringed one won, the line is the start.
+
+    Args:
+        path: of the picture.
+        search: that is over.
+        shares: importance of each constant.
+    """
+    from matplotlib.figure import Figure
+
+    standing, count = search.race(), len(search.constants)
+    means = standing.means[np.isfinite(standing.means)]
+    top = float(np.quantile(means, TOP)) if means.size else 1.0
+    pad = 0.05 * (top - float(means.min() if means.size else 0.0)) or 0.01
+    shown = np.where(np.isfinite(standing.means), np.minimum(standing.means, top + pad), top + pad)
+    rows, columns = -(-count // ACROSS), min(count, ACROSS)
+    figure = Figure(figsize=(max(4.0, 2.9 * columns), 2.7 * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, sharey=True, squeeze=False)
+    for at, panel in enumerate(panels.flat):
+        if at >= count:
+            panel.set_visible(False)
+            continue
+        constant = search.constants[at]
+        values = np.array([constant.value(point[at]) for point in search.points])
+        x = np.log2(1 - values if constant.near_one else np.maximum(values, 1e-30))
+        panel.plot(x[~standing.stays], shown[~standing.stays], "o", ms=3, color=GREY, alpha=0.45)
+        panel.plot(x[standing.stays], shown[standing.stays], "o", ms=4, color=BLUE)
+        best = search.points.index(search.winner)
+        panel.plot(x[best], shown[best], "o", ms=8, mfc="none", mec=ORANGE, mew=1.6)
+        panel.axvline(x[0], color="#888888", linewidth=1, linestyle=(0, (4, 3)), zorder=0)
+        panel.set_title(f"{constant.word}, importance {shares[at]:.0%}", fontsize=9, loc="left", color=INK)
+        panel.set_xlabel("log2(1 - value)" if constant.near_one else "log2(value)", fontsize=8)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.tick_params(colors="#444444", labelsize=8)
+    panels[0][0].set_ylabel("loss (nats), mean over seeds", fontsize=9)
+    figure.savefig(path, dpi=130)
+
+
+def save(name: str, search: Search, found: dict[str, Any], command: str) -> tuple[Path, str]:
+    """Write the winner as a tuned preset, and give its path and what `--preset` takes.
+
+    Args:
+        name: of it, or the path of a file PRESET.NAME.json.
+        search: that is over.
+        found: its `summary`.
+        command: that was written.
+    """
+    standing, config = search.race(), search.config_of((search.winner, 0))
+    rates = [search.config_of((point, 0)).optimizer.peak_lr for point in search.points]
+    order = np.argsort(rates, kind="stable")
+    trained = (~np.isnan(search.losses)).sum(axis=1)
+    evidence = {
+        "sizes": [dict(config.model.base_sizes())],
+        "seeds": int(trained.max()),
+        "log2_lr": [round(math.log2(rates[i]), 5) for i in order],
+        "loss": [finite(float(standing.means[i]), 5) for i in order],
+        "log2_optimum": {"value": round(math.log2(config.optimizer.peak_lr), 5), "low": None, "high": None},
+        "transfer": [],
+        "search": {
+            "constants": [
+                {key: c[key] for key in ("word", "flag", "low", "high", "start", "winner", "importance")}
+                for c in found["constants"]
+            ],
+            "runs": found["runs"],
+            "minutes": search.limits.minutes,
+            "train_seconds": found["train_seconds"],
+            "fresh_seeds": search.limits.confirm,
+            "winner_less_start": found["winner_less_start"] or {"value": None, "low": None, "high": None},
+        },
+    }
+    return tuned.write(name, config, config.optimizer.peak_lr, evidence, command)
+
+
+def _command(search: Search, point: Any) -> str:
+    config = search.config_of((point, 0))
+    words = record.words(config)
+    return "" if words is None else " ".join(["python -m train", config.recipe, *words])
+
+
+def _loss(search: Search, point: Any, seed: int) -> float | None:
+    row = search.rows.get((point, seed))
+    return None if row is None or row.diverged else row.loss if row.eval_loss is None else row.eval_loss
+
+
+def _ends(found: dict[str, Any]) -> list[str]:
+    """A line where the winner has a number from the end of a range: the best may lie beyond."""
+    ends = [
+        f"{c['word']} {c['winner']:.4g}"
+        for c in found["constants"]
+        if min(abs(math.log2(c["winner"] / c[end])) if c["winner"] > 0 else 1.0 for end in ("low", "high")) < 1 / STEPS
+    ]
+    return [f"note: the best point is at the end of a range: {', '.join(ends)}; search a wider one"] if ends else []
+
+
+def _by_importance(constant: dict[str, Any]) -> float:
+    return -constant["importance"]
