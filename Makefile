@@ -5,8 +5,8 @@ RECIPE ?= lm-tiny
 WORKDIR ?= runs/$(RECIPE)
 # More words for the command: make train ARGS="--steps 100"
 ARGS ?=
-# Test processes at once; each one has eight virtual CPU devices.
-JOBS ?= 2
+# Test processes at once, each with eight virtual CPU devices: one more than two cores, since some tests wait for other processes.
+JOBS ?= 3
 # A folder of tests: make quick PKG=zoo, PKG=train/data; those of presets need no JAX.
 PKG ?=
 
