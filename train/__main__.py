@@ -27,6 +27,10 @@ COMMANDS = {
         "studies.transfer.command",
         "whether the best learning rate stays as the model grows: drift, price, report",
     ),
+    "plan": (
+        "studies.plan.command",
+        "a run's whole config, cost and loss before it is run; `plan score` holds it to what came",
+    ),
     "compile": ("pods.command", "compile a recipe for a TPU pod, without a TPU: memory, collectives, least step time"),
     "balance": (
         "studies.check.balance_command",

@@ -48,12 +48,14 @@ class Setting:
         x: log2 of the peak rates [R], increasing.
         losses: [R, S], inf where a seed diverged, nan where it was not run.
         seconds: of training, of one row.
+        seeds: of the losses' columns.
     """
 
     config: Config
     x: np.ndarray
     losses: np.ndarray
-    seconds: float
+    seconds: float = 0.0
+    seeds: tuple[int, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -69,6 +71,11 @@ class Setting:
     def scale(self) -> np.ndarray:
         """log2 of parameters, of tokens, and of the batch in examples [3]."""
         return np.log2([self.parameters, self.tokens, self.config.data.batch_size])
+
+    @classmethod
+    def bare(cls, config: Config) -> Setting:
+        """A run of which nothing is measured."""
+        return cls(config, np.zeros(0), np.zeros((0, 0)))
 
     @property
     def curve(self) -> Curve:
@@ -175,7 +182,7 @@ def _setting(pairs: Sequence[tuple[Config, Row]], evaluated: bool) -> Setting:
         losses[rates.index(config.optimizer.peak_lr), seeds.index(config.seed)] = _loss(row, evaluated)
     full = np.argsort(np.isnan(losses).sum(axis=0), kind="stable")  # seeds at every rate first
     seconds = float(np.median([row.seconds for _, row in pairs]))
-    return Setting(pairs[0][0], np.log2(rates), losses[:, full], seconds)
+    return Setting(pairs[0][0], np.log2(rates), losses[:, full], seconds, tuple(seeds[at] for at in full))
 
 
 def _of_study(folder: Path, rows: Mapping[str, Row]) -> Iterable[tuple[str, Config, Row]]:

@@ -79,7 +79,7 @@ def predict(law: Law, config: Config, *, keep_rate: bool = False) -> Prediction:
     Raises:
         NoLaw: the run differs from the measured ones in more than its scale, or in an axis that none of them varies.
     """
-    target, rows = Setting(config, np.zeros(0), np.zeros((0, 0)), 0.0), law.rows
+    target, rows = Setting.bare(config), law.rows
     nearest = min(law.points.settings, key=lambda setting: float(np.abs(setting.scale - target.scale).sum()))
     if differing := others(config, nearest.config):
         texts = ", ".join(f"{name} {text_of(now)} (measured: {text_of(was)})" for name, now, was in differing[:4])

@@ -51,11 +51,11 @@ def run(head_dim: int, steps: int = 100) -> Config:
 
 def scale(config: Config) -> tuple[float, float]:
     """Octaves of parameters and tokens over the smallest setting's."""
-    n, d, _ = Setting(config, np.zeros(0), np.zeros((0, 0)), 0.0).scale - SMALLEST
+    n, d, _ = Setting.bare(config).scale - SMALLEST
     return float(n), float(d)
 
 
-SMALLEST = Setting(run(8), np.zeros(0), np.zeros((0, 0)), 0.0).scale
+SMALLEST = Setting.bare(run(8)).scale
 
 
 def study(

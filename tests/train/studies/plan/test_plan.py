@@ -1,0 +1,176 @@
+"""`python -m train plan` and `plan score`: what is printed can be run, and a forecast is held against its own run alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mupax.train.__main__ import main
+from mupax.train.config.cli import parse, recipe
+from mupax.train.pods import search, topology
+from mupax.train.studies.forecast import record
+from mupax.train.studies.plan import score
+from tests.train.studies.forecast.test_predict_command import Trained, least, study
+
+QUIET = ["--log.no-samples", "--log.no-tensorboard", "--log.no-progress"]
+_TINY = "--model.depth 1 --model.seq-len 16 --data.batch-size 8 --data.eval-examples 8 --optimizer.warmup-steps 0"
+TINY = shlex.split(_TINY)
+BASE = "embed=32,heads=4,kv_heads=4,head_dim=8,mlp=80,layers=1"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    at = tmp_path_factory.mktemp("study")
+    assert study(at, *TINY, "--steps", "2")[0] == 0
+    return at
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    assert main(["plan", *words]) == code
+    return " ".join(capsys.readouterr().out.split())
+
+
+def planned(folder: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
+    """A plan at half the smallest width, which is soon trained, and what was printed."""
+    words = shlex.split(
+        f"--model.width 16 --preset.base {BASE} --steps 2 --from {folder} --price 2 --tokens-per-second 128"
+    )
+    said = plan(capsys, "lm-tiny", *words, *TINY, "--out", str(out))
+    return json.loads(out.read_text()), said
+
+
+def test_the_printed_command_trains_and_is_scored(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    content, said = planned(folder, tmp_path / "plan.json", capsys)
+    lines = {line["what"]: line for line in content["numbers"]}
+    assert lines["parameters"]["value"] == f"{content['forecast']['scale']['parameters']:,}"
+    assert lines["peak rate"]["interval"].startswith("2^-")
+    assert f"law over {folder}" in lines["loss"]["from"]
+    assert lines["time"]["value"] == "2.0 s, 1 s a step"
+    assert lines["weight decay"]["from"] == "recipe lm-tiny"
+    assert {"mesh", "remat", "memory", "FLOPs", "cost", "warm-up", "betas", "eps", "schedule"} <= set(lines)
+    assert any("times the parameters of the smallest model measured" in caution for caution in content["cautions"])
+    assert content["command"] in said
+
+    # Two steps on this machine, by the command that was printed.
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(content["command"])
+    assert words[:3] == ["python", "-m", "train"]
+    assert main([*words[3:], "--workdir", "run", *QUIET]) == 0
+    capsys.readouterr()
+    assert main(["plan", "score", "plan.json", "run"]) == 1  # the study's losses are of no real run
+    out = capsys.readouterr().out
+    assert "outside the 90 % interval" in out
+    assert "caution" not in out
+
+    # The same run, begun before.
+    for path in (tmp_path / "run").rglob("*"):
+        os.utime(path, (10**9, 10**9))
+    assert main(["plan", "score", "plan.json", "run"]) == 2
+    assert "began at 2001-09-09 01:46:40 UTC, before the forecast" in capsys.readouterr().err
+
+
+def test_rows_are_scored_by_their_own_config(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    content, _ = planned(folder, tmp_path / "plan.json", capsys)
+    config = record.config_of(content["forecast"])
+    Trained(tmp_path / "rows").row(config)
+    said = tmp_path / "plan.json"
+    assert main(["plan", "score", str(said), str(tmp_path / "rows")]) == 0
+    out = capsys.readouterr().out
+    assert f"loss {least(config):.1f}"[:-1] in out
+    assert "inside the 90 % interval" in out
+    assert "rows carry no date" in out
+
+    assert main(["plan", "score", str(said), str(folder)]) == 2
+    assert "has no row of the run that is forecast" in capsys.readouterr().err
+    other = parse("lm-tiny", recipe("lm-tiny"), ["--optimizer.b2", "0.9"]).config
+    fields = [name for name, *_ in score.other(content["forecast"], other)]
+    assert {"optimizer.b2", "steps", "model.width"} <= set(fields)
+    content["forecast"]["prediction"]["loss"]["high90"] = 9.0
+    said.write_text(json.dumps(content))
+    assert main(["plan", "score", str(said), str(folder)]) == 2
+    assert "not as it was written" in capsys.readouterr().err
+
+
+@pytest.mark.core
+def test_an_outcome_is_inside_or_outside():
+    loss = {"low90": 2.0, "low50": 2.1, "value": 2.2, "high50": 2.3, "high90": 2.4}
+    content = {"prediction": {"loss": loss}}
+    inside = score.score(content, score.Outcome(2.35, 3, None))
+    assert inside == {"loss": 2.35, "seed": 3, "error": 0.068182, "inside90": True, "inside50": False}
+    assert not score.score(content, score.Outcome(float("inf"), 0, None))["inside90"]
+
+
+def test_a_plan_for_chips_takes_the_compilers_mesh(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(topology, "ready", lambda: None)
+    flags = "--mesh.data 1 --mesh.fsdp 16 --model.compute.remat block --accumulation-steps 2"
+    report = {
+        "flags": flags,
+        "fits": True,
+        "mesh": {"fsdp": 16},
+        "compute": {"remat": "block"},
+        "accumulation_steps": 2,
+    }
+    report |= {
+        "peak_bytes_per_device": 2**33,
+        "hbm_bytes_per_device": 2**34,
+        "roofline": {"step_seconds": 3.6, "mfu": 0.5},
+    }
+    monkeypatch.setattr(search, "search", lambda *args: [report])
+    said = plan(capsys, "gpt2-c4", "--tokens", "10b", "--chips", "v5e:4x4", "--price", "1")
+    assert "--mesh.fsdp 16" in said
+    assert "--model.compute.remat block" in said
+    assert "--accumulation-steps 2" in said
+    assert "19.1 h, 3.6 s a step" in said  # 19,073 steps
+    assert "cost 305.17" in said
+    assert "caution: no study: nothing is predicted of the loss" in said
+    report |= {"fits": False, "peak_bytes_per_device": 2**35, "roofline": None}
+    assert "does not fit v5e:4x4 by 16 GiB" in plan(capsys, "gpt2-c4", "--chips", "v5e:4x4", code=1)
+
+
+def test_without_the_compiler_the_formula_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    def missing() -> None:
+        raise topology.TopologyError("the TPU compiler is not installed")
+
+    monkeypatch.setattr(topology, "ready", missing)
+    said = plan(capsys, "gpt2-c4", "--tokens", "1b", "--chips", "v5e:4x4", "--mfu", "0.5")
+    assert "formula: state alone, split over all chips" in said
+    assert "memory of activations, mesh and remat are not known: the TPU compiler is not installed" in said
+
+
+def test_a_study_of_other_data_gives_its_rate_and_no_loss(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    words = ["--preset.base", BASE, *TINY, "--from", str(folder), "--tokens-per-second", "1e3"]
+    said = plan(capsys, "lm-tiny", *words, "--tokens", "1m", "--optimizer.b2", "0.99")
+    assert "no loss is predicted" in said
+    assert "optimizer.b2 0.99 (measured: 0.95)" in said
+    assert "that it stays is the preset's claim" in said
+    assert "published rules contradict each other at 3.91e+03 times the tokens" in said
+    assert "step-law" in said
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["lm-tny"], "no recipe is named 'lm-tny'"),
+        (["gpt2-medium"], "gpt2-medium is a model; write a recipe and --model gpt2-medium"),
+        (["lm-tiny", "--tokens", "many"], "--tokens is many; write a number such as 10b"),
+        (["lm-tiny", "--tokens", "1b", "--steps", "3"], "both say how long the run is"),
+        (["lm-tiny", "--mfu", "2"], "a share in (0, 1]"),
+        (["lm-tiny", "--chips", "v9:2x2"], "no chip is named 'v9'"),
+        (["lm-tiny", "--from", "nowhere"], "nowhere has no points.jsonl"),
+        (["lm-tiny", "--batch", "3"], "no flag is named --batch"),
+        (["score", "nowhere.json", "x"], "no such file"),
+    ],
+)
+def test_bad_input(words: list[str], said: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", *words]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())

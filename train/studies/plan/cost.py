@@ -1,0 +1,183 @@
+"""Memory, time and cost of a planned run: on chips by the TPU compiler where there is one, else by the formula in use, which is said."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from mupax.terminal import gib
+from mupax.train.config import cli
+from mupax.train.config.run import Config
+from mupax.train.studies.forecast import record
+from mupax.train.studies.forecast.points import Points
+from mupax.zoo import flops
+
+if TYPE_CHECKING:
+    from mupax.train.studies.plan.flags import Plan
+    from mupax.train.studies.plan.numbers import Line
+
+STATE_BYTES = {"adam": 16, "adamw": 16, "lion": 12, "muon": 12, "momentum": 12, "sgd": 12}
+"""Bytes of a parameter in float32: itself, its gradient and its moments."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What a run takes.
+
+    Attributes:
+        rows: of the plan's table.
+        cautions: a sentence each.
+        fits: whether the memory is enough, as far as that is known.
+    """
+
+    rows: tuple[Line, ...]
+    cautions: tuple[str, ...] = ()
+    fits: bool = True
+
+
+def of(config: Config, args: Plan, found: Sequence[Points]) -> tuple[Config, Cost]:
+    """The run with its mesh and remat, and what it takes.
+
+    Args:
+        config: of the run.
+        args: flags of the command.
+        found: rows whose speed is this machine's.
+    """
+    return _on_chips(config, args) if args.chips else (config, _here(config, args, found))
+
+
+def _on_chips(config: Config, args: Plan) -> tuple[Config, Cost]:
+    from mupax.train.pods import topology
+
+    assert args.chips is not None
+    chip, count = topology.chip_of(args.chips), _count(args.chips) * args.slices
+    where = f"{args.chips}" + (f" x {args.slices} slices" if args.slices > 1 else "")
+    try:
+        topology.ready()
+    except topology.TopologyError as error:
+        return config, _formula(config, args, count, chip, where, str(error))
+    if args.limit:
+        from mupax.train.pods import search
+
+        report: dict[str, Any] = search.search(config, args.chips, args.slices, args.limit)[0]
+        config = _with_flags(config, shlex.split(report["flags"]))
+    else:
+        from mupax.train.pods.compiled import compile_for
+
+        report = compile_for(config, args.chips, args.slices).report()
+    line, peak, room = report["roofline"], report["peak_bytes_per_device"], report["hbm_bytes_per_device"]
+    mesh = " x ".join(f"{axis} {size}" for axis, size in report["mesh"].items()) or "one device"
+    compiler = f"TPU compiler for {where}"
+    rows: list[Line] = [
+        ("mesh", f"{mesh} ({count} chips)", "", compiler),
+        ("remat", f"{report['compute']['remat']}, {report['accumulation_steps']} microbatches", "", compiler),
+        ("memory", f"{gib(peak)} of {gib(room)} a chip", "", compiler),
+    ]
+    if not report["fits"]:
+        return config, Cost(
+            tuple(rows), (f"does not fit {where} by {gib(peak - room)}; write more chips or a smaller batch",), False
+        )
+    step, source = (
+        line["step_seconds"],
+        f"roofline of the compiled step, a bound from below (MFU at most {line['mfu']:.0%})",
+    )
+    if args.tokens_per_second or args.mfu:
+        step, source = _speed(config, args, count * chip.peak_flops)
+    return config, Cost((*rows, *_time(config, args, step, source, count)))
+
+
+def _formula(config: Config, args: Plan, count: int, chip: Any, where: str, why: str) -> Cost:
+    """Without the compiler: the state alone, over all chips, and the time at a utilization that is given."""
+    state = flops.params(config.model) * STATE_BYTES[config.optimizer.name] / count
+    rows: list[Line] = [
+        (
+            "memory",
+            f"{gib(int(state))} of {gib(chip.hbm_bytes)} a chip",
+            "",
+            "formula: state alone, split over all chips",
+        )
+    ]
+    cautions = [f"memory of activations, mesh and remat are not known: {why}"]
+    if not (args.mfu or args.tokens_per_second):
+        cautions.append("time is not known without the compiler; write --mfu or --tokens-per-second")
+        return Cost(tuple(rows), tuple(cautions), state < chip.hbm_bytes)
+    step, source = _speed(config, args, count * chip.peak_flops)
+    return Cost((*rows, *_time(config, args, step, source, count)), tuple(cautions), state < chip.hbm_bytes)
+
+
+def _here(config: Config, args: Plan, found: Sequence[Points]) -> Cost:
+    """On the devices of this process."""
+    from mupax.train.core.program import assemble
+    from mupax.train.parallel.mesh import described
+    from mupax.train.pods import estimates
+
+    program = assemble(config)
+    expected = sum(estimates.expected(program).values())
+    kind = program.mesh.devices.flat[0].device_kind
+    rows: list[Line] = [
+        ("mesh", f"{described(program.mesh.shape)} ({kind})", "", "this machine"),
+        ("remat", config.model.compute.remat, "", f"recipe {config.recipe}"),
+        ("memory", f"about {gib(expected)} a device", "", "formula of train/pods/estimates.py, from sizes alone"),
+    ]
+    settings = [setting for points in found for setting in points.settings if setting.seconds > 0]
+    if args.tokens_per_second or args.mfu:
+        from mupax.train.parallel import hardware
+
+        peak = hardware.peak_flops(kind, config.model.compute.dtype)
+        if args.tokens_per_second is None and peak is None:
+            return Cost(
+                tuple(rows), (f"time is not known: nothing is known of the peak of {kind}; write --tokens-per-second",)
+            )
+        return Cost((*rows, *_time(config, args, *_speed(config, args, (peak or 0) * program.mesh.size), 1)))
+    if not settings:
+        return Cost(
+            tuple(rows), ("time is not known: write --tokens-per-second, or a study of this machine behind --from",)
+        )
+    largest = max(settings, key=lambda setting: flops.train_flops(setting.config.model) * setting.tokens)
+    speed = flops.train_flops(largest.config.model) * largest.tokens / largest.seconds
+    step = _step_flops(config) / speed
+    source = f"{speed:.3g} FLOP/s of the study's largest rows, wherever these were trained"
+    return Cost((*rows, *_time(config, args, step, source, 1)))
+
+
+def _speed(config: Config, args: Plan, peak: float) -> tuple[float, str]:
+    """Seconds of a step, and where that is from."""
+    if args.tokens_per_second:
+        seconds = config.data.batch_size * config.model.units / args.tokens_per_second
+        return seconds, f"--tokens-per-second {args.tokens_per_second:g}"
+    assert args.mfu is not None
+    return _step_flops(config) / (peak * args.mfu), f"--mfu {args.mfu:g}"
+
+
+def _step_flops(config: Config) -> float:
+    return flops.train_flops(config.model) * config.data.batch_size * config.model.units
+
+
+def _time(config: Config, args: Plan, step: float, source: str, count: int) -> list[Line]:
+    hours = config.steps * step / 3600
+    shown = f"{hours:,.1f} h" if hours >= 1 else f"{hours * 60:.1f} min" if hours > 1 / 60 else f"{hours * 3600:.1f} s"
+    rows: list[Line] = [
+        ("time", f"{shown}, {step:.3g} s a step", "", source),
+        ("FLOPs", f"{_step_flops(config) * config.steps:.3g}", "", "counted, without recomputation"),
+    ]
+    if args.price is not None:
+        rows.append(
+            ("cost", f"{hours * count * args.price:,.2f}", "", f"{count} x {hours:,.2f} h at {args.price:g} an hour")
+        )
+    return rows
+
+
+def _with_flags(config: Config, flags: Sequence[str]) -> Config:
+    """The run with flags of a mesh, put behind those that make it."""
+    words = record.command_of(config)
+    argv = shlex.split(words)[4:]
+    return dataclasses.replace(
+        cli.parse(config.recipe, cli.recipe(config.recipe), [*argv, *flags]).config, workdir=None
+    )
+
+
+def _count(chips: str) -> int:
+    return math.prod(map(int, chips.partition(":")[2].split("x")))
