@@ -65,23 +65,27 @@ def scaled(run: Run) -> OptimizerConfig:
         ConfigError: a base without batch and tokens, or a batch above the noise scale.
         PresetError: the rule says nothing about the optimizer, or a beta would leave (0, 1).
     """
-    ratio, given, opt = ratios(run), run.preset, run.optimizer
+    ratio, preset, opt = ratios(run), run.preset, run.optimizer
     largest = max(run.data.batch_size, base_of(run)["batch"])
-    if ratio["batch"] != 1 and given.noise_scale is not None and largest > given.noise_scale:
+    if ratio["batch"] != 1 and preset.noise_scale is not None and largest > preset.noise_scale:
         raise ConfigError(
-            f"the joint rule {given.joint} holds below the noise scale, {given.noise_scale:g} examples, and a batch of {largest} is "
-            f"above it, where more examples change the gradient little; write a batch of at most {int(given.noise_scale)}, or "
+            f"the joint rule {preset.joint} holds below the noise scale, {preset.noise_scale:g} examples, and a batch of {largest} is "
+            f"above it, where more examples change the gradient little; write a batch of at most {int(preset.noise_scale)}, or "
             "--joint none and tune the rate at this batch"
         )
     numbers = {name: getattr(opt, name) for name in joint.NUMBERS}
-    return dataclasses.replace(opt, **joint.scaled(given.joint, ratio, opt.name, numbers, opt.decay))
+    return dataclasses.replace(opt, **joint.scaled(preset.joint, ratio, opt.name, numbers, opt.decay))
 
 
 def described(run: Run) -> str:
     """One line: the rule, how far the run is from the base, and the numbers that it trains with."""
-    ratio, opt = ratios(run), scaled(run)
+    ratio, far = ratios(run), numbers_text(scaled(run))
+    return f"joint {run.preset.joint} at {ratio['batch']:.4g} times the base's batch, {ratio['tokens']:.4g} times its tokens: {far}"
+
+
+def numbers_text(opt: OptimizerConfig) -> str:
+    """The numbers that joint rules scale, in a line."""
     return (
-        f"joint {run.preset.joint} at {ratio['batch']:.4g} times the base's batch, {ratio['tokens']:.4g} times its tokens: "
         f"peak_lr {opt.peak_lr:.4g}, b1 {opt.b1:.4g}, b2 {opt.b2:.4g}, eps {opt.eps:.3g}, weight_decay {opt.weight_decay:.4g}, "
         f"warmup_steps {opt.warmup_steps}"
     )

@@ -8,19 +8,23 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro import conf
 
 from mupax import command_line, terminal
 from mupax.command_line import Switch
-from mupax.presets import Preset
+from mupax.presets import Preset, horizon
 from mupax.presets.optimizers import OPTIMIZERS
+from mupax.presets.roles import RUN_AXES
 from mupax.train.config import cli
 from mupax.train.config.preset import base_text, preset_for
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config, DataConfig, OptimizerConfig, PresetConfig
 from mupax.zoo import configs
+
+if TYPE_CHECKING:
+    from mupax.train.studies.check.judge import Finding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,13 +34,16 @@ class Check(cli.ConstantFlags):
     Takes the structure of a model (norm, activation, positions, biases, grouped heads, ties) at small sizes, grows one of
     them over a few doublings, trains every size for ten steps from several seeds on one batch, and fits log-log slopes. A recipe
     brings its model, preset and optimizer. --model.* change the structure, and a size so written is the smallest model's.
+
+    Growing batch (at the same tokens) or tokens, it is a joint rule that is judged: a recipe's own optimizer takes all of its steps
+    on gradients of signal and noise, and --optimizer.*, --steps, --data.batch-size, --preset.base and --joint are those of the run.
     """
 
     model: Annotated[conf.Positional[str], conf.arg(metavar="MODEL|RECIPE")] = "lm-proxy"
     """A model of `python -m zoo` or a recipe, for its structure."""
     preset: Annotated[str | None, conf.arg(aliases=("--preset.name",), metavar="NAME")] = None
     """A preset of `python -m presets`; the recipe's, or mup for a model."""
-    grow: Literal["head_dim", "heads", "depth", "width", "mlp", "kv_heads"] = "head_dim"
+    grow: Literal["head_dim", "heads", "depth", "width", "mlp", "kv_heads", "batch", "tokens"] = "head_dim"
     """Which size grows; width doubles heads and head_dim in turn."""
     optimizer: Annotated[str | None, conf.arg(aliases=("--optimizer.name",), metavar="NAME")] = None
     """Whose rates; the recipe's, or adam for a model."""
@@ -60,12 +67,14 @@ def main(argv: Sequence[str]) -> int:
     """Measures, judges, prints, writes: 0 when the program does what the table says and the table is good, 1 when one is not."""
     args, rest = command_line.parse_known(Check, "python -m train check", cli.with_group_constants(argv))
     config = configured(args, rest)
-    from mupax.presets.analysis.uneven import refuse_uneven
-    from mupax.train.studies.check import check, groups, report, theory
-    from mupax.zoo.definition import definition
-
     if args.sizes < 2 or args.seeds < 1:
         raise configs.ConfigError("a slope needs --sizes of at least 2 and --seeds of at least 1")
+    if args.grow in RUN_AXES:
+        return _joint_rule(args, config)
+    from mupax.presets.analysis.uneven import refuse_uneven
+    from mupax.train.studies.check import check, groups, theory
+    from mupax.zoo.definition import definition
+
     started = time.monotonic()
     written = {word.partition("=")[0].removeprefix("--model.").replace("-", "_") for word in rest}
     grown = check.grow(config.model, args.grow, args.sizes, written)
@@ -92,9 +101,6 @@ def main(argv: Sequence[str]) -> int:
     findings = check.study(definitions, preset, optimizer, check.batch(grown[0]), args.seeds, args.accept)
     grew = f"growing {args.grow} {args.sizes - 1} times twofold ({time.monotonic() - started:.0f} s)"
     title = f"{args.model} under {preset.label}, {optimizer.name}, {grew}"
-    report.show(terminal.console(), findings, title, not_judged)
-    if vanishing:
-        print("its source lets go " + ", ".join(f"{name} as {exponent:+.2f}" for name, exponent in vanishing.items()))
     about = {
         "model": args.model,
         "preset": preset.name,
@@ -107,11 +113,62 @@ def main(argv: Sequence[str]) -> int:
         "vanishing": vanishing,
         "sizes": [dataclasses.asdict(one) for one in grown],
     }
+    return _report(args, findings, title, not_judged, about)
+
+
+def _joint_rule(args: Check, config: Config) -> int:
+    """The same where batch or tokens grow."""
+    from mupax.presets.analysis.dynamics import SYMBOLS
+    from mupax.train.config import joint
+    from mupax.train.studies.check import dynamics
+
+    if args.model not in RECIPES:
+        raise configs.ConfigError(
+            f"--grow {args.grow} is of a run, whose batch, steps and optimizer are the base, and {args.model} is a model; "
+            f"write a recipe, such as lm-tiny --model {args.model}"
+        )
+    started, rule = time.monotonic(), horizon.rule(config.preset.joint)
+    runs = dynamics.runs(config, args.grow, args.sizes)
+    vanishing = {name: power.growth({args.grow: 1.0}) for name, power in rule.concessions.items()}
+    vanishing = {name: exponent for name, exponent in vanishing.items() if exponent}
+    if args.dry_run:
+        for run in runs:
+            print(f"batch {run.data.batch_size}, {run.steps} steps: {joint.numbers_text(run.scaled_optimizer)}")
+        for name, slope in dynamics.expectation(runs, args.grow).items():
+            print(f"{name}: theory says {slope.slope:+.2f}{f', {slope.trouble}' if slope.trouble else ''}")
+        return 0
+    findings, not_judged = dynamics.study(runs, args.grow)
+    grew = f"{SYMBOLS[args.grow]} 1 to {2 ** (args.sizes - 1)} ({time.monotonic() - started:.0f} s)"
+    title = f"{args.model} under the joint rule {rule.name}, {config.optimizer.name}, {grew}"
+    about = {
+        "model": args.model,
+        "joint": rule.name,
+        "optimizer": dataclasses.asdict(config.optimizer),
+        "grow": args.grow,
+        "vanishing": vanishing,
+        "sizes": [{"batch": run.data.batch_size, "steps": run.steps} for run in runs],
+    }
+    code = _report(args, findings, title, not_judged, about)
+    for caution in joint.cautions(runs[-1]) if rule.name != "none" else ():
+        print(terminal.wrapped(f"caution: {caution}"))
+    return code
+
+
+def _report(
+    args: Check, findings: Sequence[Finding], title: str, not_judged: Sequence[str], about: dict[str, Any]
+) -> int:
+    """Prints, writes and draws what was found: the exit code."""
+    from mupax.train.studies.check import report
+    from mupax.train.studies.check.judge import passes
+
+    report.show(terminal.console(), findings, title, not_judged, "number" if args.grow in RUN_AXES else "role")
+    if vanishing := about["vanishing"]:
+        print("its source lets go " + ", ".join(f"{name} as {exponent:+.2f}" for name, exponent in vanishing.items()))
     if args.json:
         Path(args.json).write_text(json.dumps(report.to_json(findings, about, not_judged), indent=2) + "\n")
     if args.figure:
         report.figure(args.figure, findings, [2.0**i for i in range(args.sizes)], f"{args.grow} / smallest", title)
-    return 0 if check.passes(findings) else 1
+    return 0 if passes(findings) else 1
 
 
 def configured(args: Check, rest: Sequence[str]) -> Config:
@@ -132,8 +189,18 @@ def configured(args: Check, rest: Sequence[str]) -> Config:
             f"no model or recipe is named {args.model!r}; {hint}`python -m zoo` and `python -m train` list them"
         )
     for flag in (word.partition("=")[0] for word in rest if word.startswith("--")):
-        if flag.startswith(("--preset.", "--optimizer.", "--data.")) or flag == "--steps":
-            raise command_line.UsageError(f"check does not read {flag}; it takes --model.* and what its --help lists")
+        of_run = flag.startswith(("--preset.", "--optimizer.", "--data.")) or flag in (
+            "--steps",
+            "--joint",
+            "--noise-scale",
+        )
+        if of_run and args.grow not in RUN_AXES:
+            where = (
+                f" growing {args.grow} (--grow batch or tokens does)" if flag in ("--joint", "--noise-scale") else ""
+            )
+            raise command_line.UsageError(
+                f"check does not read {flag}{where}; it takes --model.* and what its --help lists"
+            )
 
     def bare() -> Config:
         model, data, preset = configs.get(args.model), DataConfig(name="random", batch_size=1), PresetConfig()
@@ -143,9 +210,13 @@ def configured(args: Check, rest: Sequence[str]) -> Config:
 
     config = cli.parse(f"check {args.model}", RECIPES.get(args.model, bare), rest, command_line.flags(Check)).config
     constants = tuple(f"{name}={value}" for name, value in args.values().items())
-    start = config.preset if args.preset is None else PresetConfig(name=args.preset)
+    start, of_run = config.preset, {name: getattr(config.preset, name) for name in ("base", "joint", "noise_scale")}
+    if args.preset is not None:
+        start = PresetConfig(name=args.preset, **of_run)
     preset = dataclasses.replace(start, constants=(*start.constants, *constants))
     optimizer = dataclasses.replace(config.optimizer, name=args.optimizer or config.optimizer.name)
+    if args.grow in RUN_AXES and args.peak_lr is not None:
+        optimizer = dataclasses.replace(optimizer, peak_lr=args.peak_lr)
     return dataclasses.replace(config, preset=preset, optimizer=optimizer)
 
 

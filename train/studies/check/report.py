@@ -6,19 +6,25 @@ import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
 
 from mupax.train.studies.check.check import Finding, passes
 
-_OWN = ("weight", "movement", "gradient")
+_BY_ROLE = ("weight", "movement", "gradient")
 _PANEL_COLUMNS = 7
 _STEP_COLOURS = {0: "#999999", 1: "#56B4E9", 3: "#0072B2", 10: "#D55E00"}
 
 
-def show(console: Console, findings: Sequence[Finding], title: str, not_judged: Sequence[str] = ()) -> None:
+def show(
+    console: Console,
+    findings: Sequence[Finding],
+    title: str,
+    not_judged: Sequence[str] = (),
+    blamed: Literal["role", "number"] = "role",
+) -> None:
     """One line per observable and step, worst first within what theory speaks of, and the verdicts.
 
     Args:
@@ -26,6 +32,7 @@ def show(console: Console, findings: Sequence[Finding], title: str, not_judged: 
         findings: of the check.
         title: above the table.
         not_judged: observables that theory says nothing about.
+        blamed: what comes behind the stroke of an observable: a parameter's role, or a number of the optimizer over a whole run.
     """
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
     for column in ("observable", "after", "slope", "95 %", "theory", "verdict"):
@@ -34,35 +41,40 @@ def show(console: Console, findings: Sequence[Finding], title: str, not_judged: 
         band = f"{f.expected.slope:+.2f} (-{f.expected.below:.2f} +{f.expected.above:.2f})"
         colour = "green" if f.ok else "bold red"
         interval, words = f"[{f.low:+.2f}, {f.high:+.2f}]", f"[{colour}]{_words(f)}[/{colour}]"
-        table.add_row(f.observable, str(f.step), f"{f.slope:+.2f}", interval, band, words)
+        after = str(f.step) if blamed == "role" else "run"
+        table.add_row(f.observable, after, f"{f.slope:+.2f}", interval, band, words)
     console.print(table)
-    console.print(verdict_line(findings, not_judged))
+    console.print(verdict_line(findings, not_judged, blamed))
 
 
 def _words(finding: Finding) -> str:
     return finding.verdict + (f" through {', '.join(finding.roles)}" if finding.roles else "")
 
 
-def verdict_line(findings: Sequence[Finding], not_judged: Sequence[str] = ()) -> str:
+def verdict_line(
+    findings: Sequence[Finding], not_judged: Sequence[str] = (), blamed: Literal["role", "number"] = "role"
+) -> str:
     """Both verdicts in a line: what gave a wrong program or table away, the roles whose own lines are wrong, what nothing was said of.
 
     Args:
         findings: of the check.
         not_judged: observables that theory says nothing about.
+        blamed: as in `show`.
     """
     if not findings:
         return "[bold red]fails[/bold red]: nothing was measured that theory speaks of"
     wrong, bad = [f for f in findings if not f.agrees], [f for f in findings if f.agrees and f.trouble]
-    parts = [f"the program does not do what its table says: {_given_away(wrong)}"] if wrong else []
-    parts += [f"the table itself is wrong: {_given_away(bad)}"] if bad else []
+    table = "table" if blamed == "role" else "joint rule"
+    parts = [f"the program does not do what its {table} says: {_evidence(wrong, blamed)}"] if wrong else []
+    parts += [f"the {table} itself is wrong: {_evidence(bad, blamed)}"] if bad else []
     unsaid = f"; not judged: {', '.join(not_judged)}" if not_judged else ""
     if not parts:
         return f"[bold green]passes[/bold green]: all {len(findings)} observables as predicted{unsaid}"
     return f"[bold red]fails[/bold red]: {'; '.join(parts)}{unsaid}"
 
 
-def _given_away(bad: Sequence[Finding]) -> str:
-    seen = dict.fromkeys(f"{f.observable} {_words(f)}" for f in bad if "/" not in f.observable)
+def _evidence(bad: Sequence[Finding], blamed: str) -> str:
+    activations = dict.fromkeys(f"{f.observable} {_words(f)}" for f in bad if "/" not in f.observable)
     groups: dict[str, list[tuple[str, str]]] = {}
     for f in bad:
         what, *group = f.observable.split("/")
@@ -72,10 +84,11 @@ def _given_away(bad: Sequence[Finding]) -> str:
                 (what, what + part if not f.agrees else f"{what}{part}: {f.trouble}")
             )
     # A wrong weight or movement is its role's own; a wrong gradient may come from elsewhere.
-    order = sorted(groups, key=lambda group: min(_OWN.index(what) for what, _ in groups[group]))
-    own = [f"{group} ({', '.join(dict.fromkeys(words for _, words in groups[group]))})" for group in order]
-    parts = ["; ".join(_first(list(seen)))] if seen else []
-    parts += [f"by role: {', '.join(_first(own))}"] if own else []
+    rank = {what: index for index, what in enumerate(_BY_ROLE)}
+    order = sorted(groups, key=lambda group: min(rank.get(what, 0) for what, _ in groups[group]))
+    rows = [f"{group} ({', '.join(dict.fromkeys(words for _, words in groups[group]))})" for group in order]
+    parts = ["; ".join(_first(list(activations)))] if activations else []
+    parts += [f"by {blamed}: {', '.join(_first(rows))}"] if rows else []
     return "; ".join(parts)
 
 
@@ -140,11 +153,11 @@ def figure(path: Path | str, findings: Sequence[Finding], sizes: Sequence[float]
     drawn.savefig(path, dpi=130)
 
 
-def _panel(panel: Any, own: Sequence[Finding], sizes: Sequence[float]) -> None:
+def _panel(panel: Any, findings: Sequence[Finding], sizes: Sequence[float]) -> None:
     """One observable at every step read."""
-    shown = next((f for f in own if not f.ok), own[-1])
+    shown = next((f for f in findings if not f.ok), findings[-1])
     style = {"marker": "o", "markersize": 2.5, "linewidth": 1.2}
-    for f in own:
+    for f in findings:
         panel.plot(sizes, f.values, color=_STEP_COLOURS[f.step], label=f"step {f.step}", **style)
     if all(value > 0 for value in shown.values):
         centre, middle = statistics.geometric_mean(shown.values), statistics.geometric_mean(sizes)
@@ -154,11 +167,12 @@ def _panel(panel: Any, own: Sequence[Finding], sizes: Sequence[float]) -> None:
     slopes = f"{shown.slope:+.2f}  (theory {shown.expected.slope:+.2f})"
     panel.set_title(f"{shown.observable.replace('/', ', ')}\n{slopes}{verdict}", fontsize=6.5, color=colour)
     panel.set_xscale("log", base=2)
-    seen = [value for f in own for value in f.values if value > 0]
-    if seen:
+    positive = [value for f in findings for value in f.values if value > 0]
+    if positive:
         panel.set_yscale("log", base=2)
         # What does not move should look as if it does not: no panel shows less than a factor of 16.
-        centre, half = math.sqrt(max(seen) * min(seen)), max(4.0, 1.4 * math.sqrt(max(seen) / min(seen)))
+        most, least = max(positive), min(positive)
+        centre, half = math.sqrt(most * least), max(4.0, 1.4 * math.sqrt(most / least))
         panel.set_ylim(centre / half, centre * half)
     panel.set_xticks(list(sizes), [f"{size:g}" for size in sizes])
     panel.tick_params(labelsize=5, length=2)

@@ -146,8 +146,8 @@ def of(
             # The stream's size squared is a sum of two power laws, embedding and branches; between them the slope of the
             # embedding's share is that of neither.
             above += abs(limit.embedded - limit.contribution - limit.layers / 2)
-        known = kind in ("weight", "attention") if step == 0 else kind == "movement" and family in ("adam", "lion")
-        base = numbers.get((name, step)) if known else None
+        absolute = kind in ("weight", "attention") if step == 0 else kind == "movement" and family in ("adam", "lion")
+        base = numbers.get((name, step)) if absolute else None
         expected[name, step] = Expected(slope, margin + below, margin + above, trouble, roles, base)
     if preset.zero_readout and not tied:  # a tied table is never zero
         return {key: one for key, one in expected.items() if not _waits_for_readout(*key)}
