@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from mupax.presets.papers.infinite_limits import D, L, N, heads_summed, infinite_limits
+from mupax.presets.papers.infinite_limits import Constants, D, L, N, heads_summed, infinite_limits
 from mupax.presets.power import ONE, Power, product
 from mupax.presets.preset import Preset, changed
 from mupax.presets.roles import EMBEDDINGS, VECTORS, ParamSpec, PresetError
@@ -57,7 +57,7 @@ def completep(
     """
     if decay not in (None, "table", "rate"):
         raise PresetError(f"completep: decay={decay} is not a choice; write table or rate")
-    family = infinite_limits("completep", alpha_a=alpha_a, alpha_l=alpha_l, beta0=beta0)
+    family = infinite_limits("completep", Constants(alpha_a=alpha_a, alpha_l=alpha_l, beta0=beta0))
 
     def rule(spec: ParamSpec) -> Rule:
         row = family.rule(spec)

@@ -30,6 +30,10 @@ Forms: plain (TP-V Table 3), readout-multiplier (Table 8, native), table-9, mean
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
 
 from mupax.presets.power import ONE, Power, axis, product
 from mupax.presets.preset import Preset, changed
@@ -103,26 +107,13 @@ def _in_branch(spec: ParamSpec, row: Rule, alpha_a: float) -> Rule:
     return row
 
 
-def infinite_limits(
-    name: str,
-    *,
-    alpha_a: float,
-    alpha_l: float | None,
-    gamma0: float = 1.0,
-    beta0: float = 1.0,
-    c_a: float = 1.0,
-    decay_width: float = 0.0,
-    readout_width: float = -1.0,
-    embedding_width: float = 0.0,
-    mlp_out: str = "fan-in",
-    muon_scale: str = "spectral",
-) -> Preset:
-    """The family of the module's table.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Constants:
+    """What the presets of the family take; `choices` says of some what each value is.
 
-    Args:
-        name: printed name.
-        alpha_a: attention logits scale as N^-alpha_a, in [1/2, 1].
+    Attributes:
         alpha_l: branches scale as L^-alpha_l, in [1/2, 1]; None is no depth rule.
+        alpha_a: attention logits scale as N^-alpha_a, in [1/2, 1].
         gamma0: amount of feature learning (gamma0 -> 0 is lazy); divides the readout.
         beta0: constant on every branch, the effective depth.
         c_a: constant on attention logits.
@@ -131,18 +122,44 @@ def infinite_limits(
         embedding_width: Adam's rate of the token embedding goes as D^embedding_width.
         mlp_out: initial std of MLP out, "fan-in" or "mean-field", for F/D that grows.
         muon_scale: Muon's step at the base, "spectral" or "rms".
+    """
+
+    alpha_l: float | None = 0.5
+    alpha_a: float = 1.0
+    gamma0: float = 1.0
+    beta0: float = 1.0
+    c_a: float = 1.0
+    decay_width: float = 0.0
+    readout_width: float = -1.0
+    embedding_width: float = 0.0
+    mlp_out: str = "fan-in"
+    muon_scale: str = "spectral"
+
+    def check(self, name: str) -> None:
+        """Raises PresetError for an exponent outside [1/2, 1] or a constant that is not positive; `name` is the preset's."""
+        for label, value in (("alpha_a", self.alpha_a), ("alpha_l", self.alpha_l)):
+            if value is not None and not 0.5 <= value <= 1.0:
+                raise PresetError(
+                    f"{name}: {label}={value:g} is outside [0.5, 1], where the limit exists; write a value from 0.5 to 1"
+                )
+        for label, value in (("gamma0", self.gamma0), ("beta0", self.beta0), ("c_a", self.c_a)):
+            if not value > 0:
+                raise PresetError(f"{name}: {label}={value:g} must be positive; write a number above 0")
+
+
+def infinite_limits(name: str, constants: Constants) -> Preset:
+    """The family of the module's table.
+
+    Args:
+        name: printed name.
+        constants: of the family.
 
     Raises:
-        PresetError: an exponent outside [1/2, 1] or a constant that is not positive.
+        PresetError: as `Constants.check`.
     """
-    for label, value in (("alpha_a", alpha_a), ("alpha_l", alpha_l)):
-        if value is not None and not 0.5 <= value <= 1.0:
-            raise PresetError(
-                f"{name}: {label}={value:g} is outside [0.5, 1], where the limit exists; write a value from 0.5 to 1"
-            )
-    for label, value in (("gamma0", gamma0), ("beta0", beta0), ("c_a", c_a)):
-        if not value > 0:
-            raise PresetError(f"{name}: {label}={value:g} must be positive; write a number above 0")
+    constants.check(name)
+    alpha_a, alpha_l, gamma0 = constants.alpha_a, constants.alpha_l, constants.gamma0
+    readout_width, embedding_width = constants.readout_width, constants.embedding_width
 
     def rule(spec: ParamSpec) -> Rule:
         row = row_of(spec, alpha_a, alpha_l)
@@ -150,8 +167,8 @@ def infinite_limits(
         row = row.times(sgd=gamma0**2, eps=1 / gamma0)
         if Role.READOUT in (spec.role, spec.of):
             row = dataclasses.replace(row, multiplier=row.multiplier / gamma0)
-        if decay_width and row.muon is not None:
-            row = dataclasses.replace(row, decay=D**decay_width)
+        if constants.decay_width and row.muon is not None:
+            row = dataclasses.replace(row, decay=D**constants.decay_width)
         if spec.tied and (readout_width != -1 or embedding_width):
             which = "readout_width" if readout_width != -1 else "embedding_width"
             raise PresetError(f"{name}: a tied readout has one table, and {which} wants two rules for it; untie it")
@@ -159,25 +176,23 @@ def infinite_limits(
             row = _louder(spec, row, D ** (readout_width + 1))
         if embedding_width and spec.role is Role.TOKEN_EMBEDDING:
             row = row.times(adam=D**embedding_width)
-        if mlp_out == "mean-field" and spec.role is Role.MLP_OUT:
+        if constants.mlp_out == "mean-field" and spec.role is Role.MLP_OUT:
             row = dataclasses.replace(row, init_std=row.init_std * (F / D) ** -0.5)
-        elif mlp_out == "mean-field" and Role.MLP_IN in (spec.role, spec.of):
+        elif constants.mlp_out == "mean-field" and Role.MLP_IN in (spec.role, spec.of):
             row = row.times(sgd=F / D, eps=(F / D) ** -0.5)
         return row
 
-    ours = changed(
-        gamma0=(gamma0, 1.0), beta0=(beta0, 1.0), c_a=(c_a, 1.0), decay_width=(decay_width, 0.0),
-        readout_width=(readout_width, -1.0), embedding_width=(embedding_width, 0.0), mlp_out=(mlp_out, "fan-in"),
-        muon_scale=(muon_scale, "spectral"),
-    )  # fmt: skip
+    powers = {name: value for name, value in (("alpha_a", alpha_a), ("alpha_l", alpha_l)) if value is not None}
+    defaults = vars(Constants())
+    others = {name: (value, defaults[name]) for name, value in vars(constants).items() if name not in powers}
     return Preset(
         name=name,
         rule=rule,
         native_form="readout-multiplier",
-        logits=c_a * N**-alpha_a,
-        branch=beta0 * (L**-alpha_l if alpha_l is not None else ONE),
-        muon_rms=muon_scale == "rms",
-        given=changed(alpha_a=(alpha_a, None), alpha_l=(alpha_l, None)) | ours,
+        logits=constants.c_a * N**-alpha_a,
+        branch=constants.beta0 * (L**-alpha_l if alpha_l is not None else ONE),
+        muon_rms=constants.muon_scale == "rms",
+        given=powers | changed(**others),
         vanishing={"attention": N ** (0.5 - alpha_a), "movement/token_embedding": D**embedding_width},
         uneven=True,
     )
@@ -190,61 +205,34 @@ def _louder(spec: ParamSpec, row: Rule, times: Power) -> Rule:
     return row if spec.of is Role.READOUT else row.times(sgd=times**-1, eps=times)
 
 
-def mup(
-    *,
-    alpha_a: float = 1.0,
-    gamma0: float = 1.0,
-    beta0: float = 1.0,
-    c_a: float = 1.0,
-    decay_width: float = 0.0,
-    readout_width: float = -1.0,
-    embedding_width: float = 0.0,
-    mlp_out: str = "fan-in",
-    muon_scale: str = "spectral",
-) -> Preset:
-    """muP: attention logits 1/N, feature learning at every width, no depth rule (heads collapse as N grows).
+def _member(**fixed: float | None) -> Callable[[Callable[[Constants], Preset]], Callable[..., Preset]]:
+    """A preset whose arguments, and signature, are the constants of the family but those that are fixed here."""
 
-    Args:
-        alpha_a, gamma0, beta0, c_a, decay_width, readout_width, embedding_width, mlp_out, muon_scale: as in `infinite_limits`.
-    """
-    return infinite_limits("mup", alpha_l=None, **locals())
+    def decorate(make: Callable[[Constants], Preset]) -> Callable[..., Preset]:
+        @functools.wraps(make)
+        def preset(**constants: Any) -> Preset:
+            return make(Constants(**fixed, **constants))
+
+        takes = inspect.signature(Constants).parameters.values()
+        preset.__signature__ = inspect.Signature([each for each in takes if each.name not in fixed])  # pyright: ignore
+        return preset
+
+    return decorate
 
 
-def mup_half(
-    *,
-    gamma0: float = 1.0,
-    beta0: float = 1.0,
-    c_a: float = 1.0,
-    decay_width: float = 0.0,
-    readout_width: float = -1.0,
-    embedding_width: float = 0.0,
-    mlp_out: str = "fan-in",
-    muon_scale: str = "spectral",
-) -> Preset:
-    """muP with attention logits 1/sqrt(N): heads stay diverse as N grows, no depth rule.
-
-    Args:
-        gamma0, beta0, c_a, decay_width, readout_width, embedding_width, mlp_out, muon_scale: as in `infinite_limits`.
-    """
-    return infinite_limits("mup-half", alpha_a=0.5, alpha_l=None, **locals())
+@_member(alpha_l=None)
+def mup(constants: Constants) -> Preset:
+    """muP: attention logits 1/N, feature learning at every width, no depth rule (heads collapse as N grows)."""
+    return infinite_limits("mup", constants)
 
 
-def depth_mup(
-    *,
-    alpha_l: float = 0.5,
-    alpha_a: float = 1.0,
-    gamma0: float = 1.0,
-    beta0: float = 1.0,
-    c_a: float = 1.0,
-    decay_width: float = 0.0,
-    readout_width: float = -1.0,
-    embedding_width: float = 0.0,
-    mlp_out: str = "fan-in",
-    muon_scale: str = "spectral",
-) -> Preset:
-    """muP with branches L^-alpha_l for depth transfer; alpha_l and alpha_a anywhere in [1/2, 1].
+@_member(alpha_a=0.5, alpha_l=None)
+def mup_half(constants: Constants) -> Preset:
+    """muP with attention logits 1/sqrt(N): heads stay diverse as N grows, no depth rule."""
+    return infinite_limits("mup-half", constants)
 
-    Args:
-        alpha_l, alpha_a, gamma0, beta0, c_a, decay_width, readout_width, embedding_width, mlp_out, muon_scale: as in `infinite_limits`.
-    """
-    return infinite_limits("depth-mup", **locals())
+
+@_member()
+def depth_mup(constants: Constants) -> Preset:
+    """muP with branches L^-alpha_l for depth transfer; alpha_l and alpha_a anywhere in [1/2, 1]."""
+    return infinite_limits("depth-mup", constants)
