@@ -39,8 +39,8 @@ def test_right_tables_are_good_on_every_structure(model: str, grow: str):
         if name == "u-mup" and "tied" in model:
             continue  # it has no rule for one
         table = right(name, smallest)
-        found = troubles(table, ends(model, grow), accept=accepted(table))
-        assert not found, (name, found)
+        trouble = troubles(table, ends(model, grow), accept=accepted(table))
+        assert not trouble, (name, trouble)
 
 
 @pytest.mark.parametrize("error", WRONG)
@@ -57,9 +57,9 @@ def test_wrong_tables_are_named(error: str):
 )
 def test_a_mistake_in_one_row_is_named_there_alone(error: str):
     sizes = ends("lm, QK-norm", "heads")
-    found = troubles(WRONG[error].of(right("mup", sizes[0])), sizes)
+    trouble = troubles(WRONG[error].of(right("mup", sizes[0])), sizes)
     rows = {getattr(row, "value", row) for row in WRONG[error].rows}
-    assert {name.split("/")[1].split(" ")[0] for name in found} == rows
+    assert {name.split("/")[1].split(" ")[0] for name in trouble} == rows
 
 
 def test_logits_that_vanish_faster_than_the_source_says_collapse():
@@ -67,8 +67,8 @@ def test_logits_that_vanish_faster_than_the_source_says_collapse():
     table = right("mup", sizes[0])
     assert "attention @0" not in troubles(table, sizes)
     for exponent in (-1.5, -0.25):
-        found = troubles(dataclasses.replace(table, logits=N**exponent), sizes)
-        assert found["attention @0"] == ("heads collapse" if exponent < -1 else "explodes")
+        trouble = troubles(dataclasses.replace(table, logits=N**exponent), sizes)
+        assert trouble["attention @0"] == ("heads collapse" if exponent < -1 else "explodes")
 
 
 @pytest.mark.parametrize("where", ["embed", "mlp", "head_dim", "layers"])
@@ -82,8 +82,8 @@ def test_a_wrong_base_of_one_axis_is_seen_at_the_base(where: str):
     assert troubles(wrong, sizes)[roles.get(where, "movement/block.value @1")].startswith("wrong base (")
 
     def slopes(preset) -> dict[tuple[str, int], float]:
-        found: dict[tuple[str, int], Expected] = theory.of(preset, *sizes, "adam")
-        return {key: one.slope for key, one in found.items()}
+        expected: dict[tuple[str, int], Expected] = theory.of(preset, *sizes, "adam")
+        return {key: one.slope for key, one in expected.items()}
 
     assert slopes(table) == slopes(wrong)  # which is why slopes cannot see it
 
@@ -160,5 +160,5 @@ def test_the_committed_page_is_complete_and_every_right_preset_passes():
 def test_a_rate_that_is_right_in_one_growth_and_wrong_in_another_passes_where_it_is_right():
     wrong = Wrong("lm", "heads", frozenset({Role.QUERY}), rate(N**-0.5), "", "")
     assert not troubles(wrong.of(right("mup", ends("lm", "heads")[0])), ends("lm", "heads"))
-    found = troubles(wrong.of(right("mup", ends("lm", "head_dim")[0])), ends("lm", "head_dim"))
-    assert found["movement/block.query @1"] == "frozen"
+    trouble = troubles(wrong.of(right("mup", ends("lm", "head_dim")[0])), ends("lm", "head_dim"))
+    assert trouble["movement/block.query @1"] == "frozen"
