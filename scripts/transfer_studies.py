@@ -57,6 +57,32 @@ Made by `python -m scripts.transfer_studies`, which goes on where it was stopped
 with the command that trains it alone.
 """
 
+FRUGAL = """## Best rates alone, for less
+
+```sh
+mupax train transfer lm-tiny --grow head_dim=16,32,64 --search frugal --dry-run
+```
+
+trains the smallest size as above, and every larger one at three rates an octave apart around where the smaller sizes lead, from two
+seeds; with the smallest size's curvature the slope between them gives the best rate. A size where that is uncertain by its seeds' own
+noise is searched in full (`train/studies/transfer/frugal.py`). There is no verdict on transfer. Replayed on the rows of these studies
+(`python -m scripts.frugal`; {settings} sizes, all orders of three seeds; within a quarter octave of the parabola of all rates and
+three seeds; cost in FLOPs, of those of all these runs):
+
+| search | found | cost |
+|---|---|---|
+| frugal | {shipped} |
+| one seed at all rates | {one} |
+| two seeds at all rates | {two} |
+| frugal, its four numbers chosen on three studies and shown on the fourth | {alone} |
+| frugal, chosen on two and shown on the other two | {halves} |
+
+By study: {by_study}.
+The vision transformer under SGD (depth) is the hard one: its seeds differ so much that searches move, or are made in full, and numbers
+chosen without having seen such noise find fewer. The form of the method was found on all of these rows.
+"""
+"""The section that docs/frugal.json fills."""
+
 
 def words(name: str, minutes: float) -> list[str]:
     """What follows `python -m train transfer` in a study, its path relative to the checkout."""
@@ -77,7 +103,34 @@ def markdown(records: Mapping[str, Mapping[str, Any]]) -> str:
         parts += [*(_compared(entry) for entry in kept["comparison"]), ""]
         parts += ["```sh", kept["command"], "```", ""]
         parts += [*(f"- `{study['preset']}` ended because {study['stopped']}." for study in kept["studies"]), ""]
-    return "\n".join(parts)
+    return "\n".join([*parts, _frugal()])
+
+
+def _frugal() -> str:
+    """The section of the frugal search, from what `python -m scripts.frugal` wrote."""
+    found = json.loads((ROOT / "docs" / "frugal.json").read_text())
+
+    def cells(each: Sequence[Mapping[str, float]], settings: Sequence[int]) -> str:
+        hit, cost = (
+            sum(one[name] * n for one, n in zip(each, settings, strict=True)) / sum(settings)
+            for name in ("within_a_quarter_octave", "cost")
+        )
+        return f"{hit:.1%} | {cost:.2f}"
+
+    def held_out(studies: int) -> str:
+        chosen = [one for one in found["held_out"] if len(one["held_out"]) == studies]
+        return cells([one["shown_on"] for one in chosen], [one["settings"] for one in chosen])
+
+    names = ("shipped", "one_seed_on_the_whole_grid", "two_seeds_on_the_whole_grid")
+    shipped, one, two = (cells([found[name]], [1]) for name in names)
+    by_study = (
+        f"{name} {each['within_a_quarter_octave']:.0%} at {each['cost']:.2f}"
+        for name, each in found["shipped"]["by_study"].items()
+    )
+    return FRUGAL.format(
+        settings=found["settings"], shipped=shipped, one=one, two=two, alone=held_out(1), halves=held_out(2),
+        by_study=", ".join(by_study),
+    )  # fmt: skip
 
 
 def _row(study: Mapping[str, Any]) -> str:

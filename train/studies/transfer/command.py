@@ -35,7 +35,7 @@ def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | Non
         command: that was written, for the record.
         run: trains points; the sweep engine in the folder unless given.
     """
-    from mupax.train.studies.transfer import study, tuned
+    from mupax.train.studies.transfer import frugal, study, tuned
 
     if "--workdir" in rest or "--resume" in rest:
         raise ConfigError("a study has --out in place of --workdir, and goes on by itself without --resume")
@@ -66,6 +66,7 @@ def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | Non
         try:
             runner = run or _engine(folder, args.how, console, stop)
             limits: Any = {"seeds": args.seeds, "max_seeds": args.max_seeds, "minutes": args.minutes}
+            limits["kind"] = frugal.Frugal if args.search == "frugal" else study.Measured
             measured = study.measure(studies, runner, lambda line: console.print(line, style="dim"), **limits)
         except Stopped:
             name = stop.received.name if stop.received else "a signal"
@@ -106,14 +107,6 @@ def _report(
     from mupax.train.config.record import to_json
     from mupax.train.studies.transfer import report, tuned
 
-    judged = []
-    for one in measured:
-        if (analysis := one.analysis()) is None:
-            print(f"{one.study.label} in {one.study.axis}: {one.stopped}")
-        else:
-            judged.append((one, analysis))
-    if not judged:
-        return 1
     config = measured[0].study.configs[0]
     about = {
         "title": f"Does the learning rate of {args.recipe} transfer?",
@@ -126,6 +119,19 @@ def _report(
         "optimizer": config.optimizer.name,
         "config": to_json(config),
     }
+    if args.search == "frugal":
+        from mupax.train.studies.transfer import best_rates
+
+        about["title"] = f"The best learning rate of {args.recipe} as it grows"
+        return best_rates.report(folder, measured, about, args.save_tuned, label, command)
+    judged = []
+    for one in measured:
+        if (analysis := one.analysis()) is None:
+            print(f"{one.study.label} in {one.study.axis}: {one.stopped}")
+        else:
+            judged.append((one, analysis))
+    if not judged:
+        return 1
     report.show(judged, control)
     print(f"report in {report.write(folder, judged, control, about)}")
     if args.save_tuned:

@@ -34,6 +34,8 @@ class Transfer:
     """Other presets side by side; constants after commas: depth-mup,alpha_l=1. A joint rule is the recipe's preset under it."""
     control: Annotated[str | None, conf.arg(metavar="PRESET")] = None
     """A preset that should drift, to hold the others against; where batch or tokens grow, none."""
+    search: Literal["grid", "frugal"] = "grid"
+    """frugal: every size's best rate alone, without a verdict, for about 0.4 of the training (docs/transfer.md)."""
     seeds: Annotated[int, conf.arg(metavar="N")] = 3
     """Initializations at every rate."""
     max_seeds: Annotated[int, conf.arg(metavar="N")] = 8
@@ -52,5 +54,12 @@ class Transfer:
     def __post_init__(self) -> None:
         if self.seeds < 1 or self.max_seeds < self.seeds:
             raise ConfigError(f"--seeds {self.seeds} and --max-seeds {self.max_seeds}: write 1 <= seeds <= max-seeds")
+        if self.search == "frugal" and (self.control or self.predict):
+            flag = "--control" if self.control else "--predict"
+            raise ConfigError(
+                f"{flag} needs the verdict of a whole study, which --search frugal has not; leave one out"
+            )
+        if self.search == "frugal" and self.seeds < 2:
+            raise ConfigError("--search frugal needs two seeds to know their noise; write --seeds 3")
         if not self.minutes > 0:
             raise ConfigError(f"--minutes is {self.minutes}; write a number above 0")

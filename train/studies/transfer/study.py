@@ -218,6 +218,7 @@ def measure(
     seeds: int = 3,
     max_seeds: int = 8,
     minutes: float = 20.0,
+    kind: type[Measured] = Measured,
 ) -> list[Measured]:
     """Train what the studies ask for until none asks for more.
 
@@ -230,8 +231,9 @@ def measure(
         seeds: at every rate.
         max_seeds: near the minima.
         minutes: of training, of one study; training that was resumed counts too.
+        kind: what asks for points.
     """
-    every = [Measured(study, seeds) for study in studies]
+    every = [kind(study, seeds) for study in studies]
     while asked := [(measured, point) for measured in every for point in measured.wanted(max_seeds, minutes)]:
         groups: dict[str, list[Point]] = {}
         for measured, point in asked:

@@ -1,0 +1,134 @@
+"""The frugal search: the best rates from few runs, on made-up curves and on the committed rows, and a size too noisy for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mupax.train.config.recipes import RECIPES
+from mupax.train.config.run import PresetConfig
+from mupax.train.studies.sweep.rows import Row
+from mupax.train.studies.transfer.fit import STEP
+from mupax.train.studies.transfer.frugal import UNSURE, Frugal
+from mupax.train.studies.transfer.study import Point, plan
+from scripts import frugal as replay
+from tests.train.studies.transfer.test_command import command
+
+SIZES = (16, 32, 64, 128)
+RECORD = json.loads((Path(replay.ROOT) / "docs" / "frugal.json").read_text())
+
+
+class Curves:
+    """Made-up losses of a study whose best rate drifts, steeper above it."""
+
+    def __init__(self, drift: float, noise: tuple[float, ...], seed: int = 0) -> None:
+        recipe = RECIPES["lm-tiny"]()
+        config = dataclasses.replace(recipe, optimizer=dataclasses.replace(recipe.optimizer, peak_lr=2.0**-7))
+        self.study = plan(config, "head_dim", SIZES, PresetConfig(name="mup"), "mup")
+        self.drift, self.noise, self.rng, self.cache = drift, noise, np.random.default_rng(seed), dict[Point, Row]()
+
+    def best(self, at: int) -> float:
+        return -5.7 + self.drift * at
+
+    def __call__(self, point: Point) -> Row:
+        at, rate, seed = point
+        if point not in self.cache:
+            u = rate * STEP - self.best(at)
+            shared = np.random.default_rng([at, seed]).normal(0, 0.05)
+            loss = 2.4 - 0.05 * at + 0.035 * u * u * (1 + 0.15 * u) + shared + self.rng.normal(0, self.noise[at])
+            loss, diverged = (loss, None) if u < 3 else (math.inf, 3)
+            self.cache[point] = Row("", "", loss, None, diverged, (), 100, 1.0, "in turn")
+        return self.cache[point]
+
+
+def searched(curves: Curves) -> Frugal:
+    search = Frugal(curves.study, 3)
+    while points := search.wanted(8, math.inf):
+        assert not set(points) & set(search.rows)
+        search.rows |= {point: curves(point) for point in points}
+    assert search.stopped == "every size has its best rate"
+    return search
+
+
+@pytest.mark.parametrize("drift", [0.0, -1.0, 0.5])
+def test_best_rates_are_found_from_few_runs_wherever_they_go(drift: float) -> None:
+    errors, runs = [], []
+    for seed in range(5):
+        curves = Curves(drift, (0.006,) * 4, seed)
+        search = searched(curves)
+        errors += [optimum.value - curves.best(at) for at, optimum in enumerate(search.state()[1])]
+        runs.append([sum(p[0] == at for p in search.rows) for at in range(4)])
+    assert np.mean(np.abs(errors) < 0.3) >= 0.95  # the fit's own bias on a curve that is steeper above is a tenth
+    assert np.mean(runs, axis=0)[3] <= 8  # of fifteen, were it searched in full
+    assert max(each[0] for each in runs) <= 25
+
+
+def test_a_size_too_noisy_for_it_is_searched_in_full_and_the_others_are_not() -> None:
+    search = searched(Curves(0.0, (0.006, 0.006, 0.15, 0.006)))
+    full = [optimum.full for optimum in search.state()[1]]
+    assert full == [True, False, True, False]
+    noisy = [point for point in search.rows if point[0] == 2]
+    assert {seed for _, _, seed in noisy} == {0, 1, 2}
+    assert all(optimum.deviation <= UNSURE for optimum, whole in zip(search.state()[1], full, strict=True) if not whole)
+
+
+def test_where_the_smallest_size_has_no_minimum_the_next_is_searched_in_full() -> None:
+    curves = Curves(0.0, (0.006,) * 4)
+    curves.cache = {
+        (0, rate, seed): Row("", "", 9.0 - rate * 0.01, None, None, (), 100, 1.0, "in turn")
+        for rate in range(-60, 60)
+        for seed in range(3)
+    }
+    search = searched(curves)
+    assert math.isnan(search.state()[1][0].value)
+    assert [optimum.full for optimum in search.state()[1]] == [True, True, False, False]
+    assert [optimum.value for optimum in search.state()[1][1:]] == pytest.approx([-5.7] * 3, abs=0.3)
+
+
+def test_the_record_is_what_the_committed_rows_give_and_the_control_loses() -> None:
+    shipped = RECORD["shipped"]
+    assert {name: shipped[name] for name in replay.CHOICES} == {n: getattr(replay.frugal, n) for n in replay.CHOICES}
+    found = replay.judged(list(replay.recorded()))
+    assert found == {name: shipped[name] for name in found}
+    assert found["within_a_quarter_octave"] >= 0.95
+    assert found["cost"] <= 0.4
+    assert RECORD["one_seed_on_the_whole_grid"]["within_a_quarter_octave"] < 0.8
+    alone = [each for each in RECORD["held_out"] if len(each["held_out"]) == 1]
+    weights = [each["settings"] for each in alone]
+    assert np.average([e["shown_on"]["within_a_quarter_octave"] for e in alone], weights=weights) >= 0.95
+    assert np.average([e["shown_on"]["cost"] for e in alone], weights=weights) <= 0.4
+
+
+def test_the_command_says_the_best_rate_of_every_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    preset = tmp_path / "mup.quick.json"
+    assert command(tmp_path, "--search", "frugal", "--save-tuned", str(preset)) == 0
+    out = capsys.readouterr().out
+    assert "mup, growing head_dim: every size has its best rate" in out
+    assert "no verdict on transfer" in out
+    found = json.loads((tmp_path / "frugal.json").read_text())
+    (study,) = found["studies"]
+    assert [size["size"] for size in study["sizes"]] == [16, 32, 64]
+    assert study["cost"] < 0.6
+    assert not (tmp_path / "transfer.json").exists()
+    saved = json.loads(preset.read_text())
+    assert saved["provenance"]["transfer"] == []
+    assert math.log2(saved["optimizer"]["peak_lr"]) == pytest.approx(study["sizes"][0]["log2_optimum"], abs=0.01)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--control", "sp"], "--control needs the verdict"),
+        (["--predict", "head_dim=128"], "--predict needs the verdict"),
+        (["--seeds", "1"], "needs two seeds"),
+    ],
+)
+def test_what_needs_a_verdict_is_refused(tmp_path: Path, words: list[str], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        command(tmp_path, "--search", "frugal", *words)
