@@ -163,7 +163,7 @@ class Limits(ConstantFlags):
         print(terminal.wrapped(f"{preset.describe()}, {self.optimizer}: {what}"), end="\n\n")
         print(terminal.table(verdicts.limits_rows(preset, self.optimizer)))
         if adam:
-            print(f"\nunder the joint rule {self.joint}\n{terminal.table(dynamics.limits_rows(rule))}")
+            print(f"\n{dynamics.limits_text(rule)}")
         return 0
 
 

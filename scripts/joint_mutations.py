@@ -86,7 +86,7 @@ class Suite:
         return dynamics.judged(self.seen, self.expected)
 
     def run(self, mutant: Mutant) -> list[Finding]:
-        """What a wrong rule's runs are found to be; at the base it is the right one."""
+        """What the check says of a wrong rule's runs; at the base it is the right one."""
         with mock.patch.dict(horizon.RULES, {mutant.rule: mutant.of()}):
             seen = [self.seen[0], *(self._observe(k) for k in range(1, len(self.runs)))]
         return dynamics.judged(seen, self.expected)
@@ -155,6 +155,8 @@ def markdown(rows: list[dict[str, Any]]) -> str:
             observables = ", ".join(sorted({name.partition("/")[0] for each in mine for name in each["wrong"]}))
             by_formulas = f"{sum(bool(each['table']) for each in mine)} of {len(mine)}"
             lines.append(f"| {rule} | {grows} | {column} | {' | '.join(cells)} | {observables} | {by_formulas} |")
+    numbers = sorted({OBSERVABLES[name] for name in troubles(RULES["none"], "batch")}, key=COLUMNS.index)
+    lines += ["", f"The control, constant numbers (`none`) at a growing batch, is wrong in {', '.join(numbers)}."]
     unseen = [each for each in rows if not each["table"]]
     lines += ["", "By the formulas alone these are no error:", ""]
     lines += [

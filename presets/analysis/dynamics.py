@@ -74,22 +74,25 @@ def troubles(rule: JointRule, grows: str) -> dict[str, str]:
         rule: a joint rule.
         grows: of `SYMBOLS`.
     """
-    wrong = {}
-    for name, at in verdicts(rule).items():
+    table, wrong = verdicts(rule), {}
+    of_rate = table["displacement by noise"][grows].exponent
+    for name, at in table.items():
         x, concession = at[grows].exponent, rule.concessions.get(name, ONE).growth({grows: 1.0})
-        own = x - verdicts(rule)["displacement by noise"][grows].exponent if OBSERVABLES[name] == "weight_decay" else x
-        if at[grows].verdict != "stable" and abs(own) > 0.01 and not min(0, concession) <= x <= max(0, concession):
-            wrong[name] = _entry(name, grows, own).verdict
+        rest = x - of_rate if OBSERVABLES[name] == "weight_decay" else x
+        if at[grows].verdict != "stable" and abs(rest) > 0.01 and not min(0, concession) <= x <= max(0, concession):
+            wrong[name] = _entry(name, grows, rest).verdict
     return wrong
 
 
-def limits_rows(rule: JointRule) -> list[list[str]]:
-    """Every observable and its cell for B and for T, with a header row."""
+def limits_text(rule: JointRule) -> str:
+    """Every observable and what becomes of it as B and as T grow, and how far the rule holds."""
     rows = [["over a run, noise above the gradient", *(f"{grows} ({symbol})" for grows, symbol in SYMBOLS.items())]]
-    return [
-        *rows,
-        *([name, *(cell(at[g], symbol) for g, symbol in SYMBOLS.items())] for name, at in verdicts(rule).items()),
-    ]
+    for name, at in verdicts(rule).items():
+        rows.append([name, *(cell(at[grows], symbol) for grows, symbol in SYMBOLS.items())])
+    slow = {"b1": rule.one_minus_b1, "b2": rule.one_minus_b2}
+    betas = " and ".join(f"{formula(power)} (1 - {beta}) < 1" for beta, power in slow.items() if power is not None)
+    holds = f"\nholds while {betas}, and for a batch well below the noise scale" if betas else ""
+    return f"under the joint rule {rule.name}\n{terminal.table(rows)}{holds}"
 
 
 def joint_text(ratios: Mapping[str, float], *, b1: float, b2: float) -> str:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
 from mupax.presets import PresetError
 from mupax.presets.__main__ import main
-from mupax.presets.horizon import COLUMNS, RULES, rule
+from mupax.presets.horizon import COLUMNS, RULES, Applied, rule
 from mupax.presets.joint import NUMBERS, scaled, timescale
+from mupax.train.config.run import PresetConfig
 
 pytestmark = pytest.mark.core
 
@@ -112,6 +113,14 @@ def refusal(name: str, ratios: dict[str, float], optimizer: str = "adamw", **num
     with pytest.raises(PresetError) as error:
         scaled(name, ratios, optimizer, {**BASE, **numbers})
     return str(error.value)
+
+
+def test_flags_take_the_rules_that_can_be_applied():
+    assert (
+        [*get_args(Applied)]
+        == APPLIED
+        == [*get_args(get_args(get_type_hints(PresetConfig, include_extras=True)["joint"])[0])]
+    )
 
 
 def test_refusals_name_the_rule_and_what_to_write():

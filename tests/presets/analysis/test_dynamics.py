@@ -124,7 +124,9 @@ def test_the_way_to_a_run_says_where_the_rule_holds():
 
 def test_limits_and_table_have_both_axes(capsys: pytest.CaptureFixture[str]):
     assert main(["limits", "mup", "--joint", "sde"]) == 0
-    assert re.search(r"(?m)^displacement by noise +stable +explodes T\^0\.5$", capsys.readouterr().out)
+    out = capsys.readouterr().out
+    assert re.search(r"(?m)^displacement by noise +stable +explodes T\^0\.5$", out)
+    assert "holds while B (1 - b1) < 1 and B (1 - b2) < 1, and for a batch well below the noise scale" in out
     assert main(["limits", "mup", "--json"]) == 0
     entries = json.loads(capsys.readouterr().out)
     assert entries["drift"]["batch"] == {"exponent": -0.5, "verdict": "frozen"}

@@ -127,6 +127,8 @@ def _joint_rule(args: Check, config: Config) -> int:
             f"--grow {args.grow} is of a run, whose batch, steps and optimizer are the base, and {args.model} is a model; "
             f"write a recipe, such as lm-tiny --model {args.model}"
         )
+    if args.accept:
+        raise command_line.UsageError(f"check does not read --accept growing {args.grow}; it is of presets")
     started, rule = time.monotonic(), horizon.rule(config.preset.joint)
     runs = dynamics.runs(config, args.grow, args.sizes)
     vanishing = {name: power.growth({args.grow: 1.0}) for name, power in rule.concessions.items()}
@@ -157,7 +159,7 @@ def _joint_rule(args: Check, config: Config) -> int:
 def _report(
     args: Check, findings: Sequence[Finding], title: str, not_judged: Sequence[str], about: dict[str, Any]
 ) -> int:
-    """Prints, writes and draws what was found: the exit code."""
+    """Prints, writes and draws the findings: the exit code."""
     from mupax.train.studies.check import report
     from mupax.train.studies.check.judge import passes
 

@@ -36,12 +36,12 @@ def test_the_command_passes_a_right_rule_and_names_the_numbers_of_none(
     out = capsys.readouterr().out
     assert "passes: all 7 observables as predicted" in out
     assert "caution: the joint rule sde holds below the noise scale, which is not known here" in out
-    found = json.loads(path.read_text())
-    assert (found["program"], found["table"]) == ("pass", "pass")
-    assert found["sizes"] == [{"batch": 16, "steps": 256}, {"batch": 32, "steps": 128}]
+    written = json.loads(path.read_text())
+    assert (written["program"], written["table"]) == ("pass", "pass")
+    assert written["sizes"] == [{"batch": 16, "steps": 256}, {"batch": 32, "steps": 128}]
     assert main([*argv, "--steps", "256"]) == 1
-    found = json.loads(path.read_text())
-    assert (found["program"], found["table"]) == ("pass", "fail")
+    written = json.loads(path.read_text())
+    assert (written["program"], written["table"]) == ("pass", "fail")
     out = capsys.readouterr().out
     assert "the joint rule itself is wrong: by number: peak_lr (displacement by noise: frozen, drift: frozen)" in out
     for number in set(NUMBERS) - {"decay_steps"}:
@@ -77,6 +77,7 @@ def test_a_wrong_number_at_the_base_is_seen_there():
         ("lm-tiny --grow batch --optimizer.eps 0", "optimizer.eps is 0, which this cannot see"),
         ("lm-proxy --grow batch", "lm-proxy is a model; write a recipe, such as lm-tiny --model lm-proxy"),
         ("lm-tiny --grow heads --joint sde", "check does not read --joint growing heads (--grow batch or tokens does)"),
+        ("lm-tiny --grow batch --accept lazy", "check does not read --accept growing batch"),
         ("lm-tiny --grow heads --steps 6", "check does not read --steps; it takes --model.*"),
     ],
 )
