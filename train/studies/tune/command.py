@@ -70,6 +70,8 @@ class Tune:
         at_least("--", self, 1, "batch", "seeds")
         at_least("--", self, 3, "points")
         at_least("--", self, 0, "confirm")
+        if self.confirm == 1:
+            raise ConfigError("--confirm 1: one seed has no interval; write 0, or at least 2")
         if self.points > MOST or self.seeds > 100:
             raise ConfigError(
                 f"--points {self.points}, --seeds {self.seeds}: write at most {MOST} points and 100 seeds"

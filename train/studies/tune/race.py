@@ -100,7 +100,7 @@ def _additive(losses: np.ndarray, used: np.ndarray) -> tuple[np.ndarray, float, 
     values = losses[point, seed]
     solution, _, rank, _ = np.linalg.lstsq(design, values, rcond=None)
     effects = np.concatenate([[0.0], solution[len(own) :]])
-    means[own] = solution[: len(own)] + effects.mean()
+    means[own] = np.round(solution[: len(own)] + effects.mean(), 10)  # equal losses have equal means
     freedom = len(point) - int(rank)
     residual = float(((values - design @ solution) ** 2).sum())
     return means, math.sqrt(residual / freedom) if freedom > 0 else math.nan, max(freedom, 0)

@@ -89,15 +89,19 @@ def told(found: dict[str, Any], metric: str) -> str:
         *_ends(found),
         f"noise of a run beside its seed's: {'unknown' if noise is None else f'{noise:.4f}'}",
     ]
-    if apart is None:
-        return "\n".join(
-            [*map(wrapped, lines), "nothing better than the start was found, or no fresh seeds compare them"]
+    if all(c["winner"] == c["start"] for c in found["constants"]):
+        return "\n".join(map(wrapped, [*lines, "nothing better than the start was found"]))
+    winner, start = found["fresh_seeds"]["winner"], found["fresh_seeds"]["start"]
+    if apart is not None:
+        verdict = "better" if apart["high"] < 0 else "worse" if apart["low"] > 0 else "not told apart"
+        interval = f"{apart['value']:+.4f} [{apart['low']:+.4f}, {apart['high']:+.4f}]"
+        lines.append(f"winner less start, {metric}, {len(winner)} fresh seeds: {interval}, {verdict}")
+    elif winner:
+        lines.append(
+            f"on {len(winner)} fresh seeds the winner diverged {winner.count(None)} times, the start {start.count(None)}"
         )
-    verdict = "better" if apart["high"] < 0 else "worse" if apart["low"] > 0 else "not told apart"
-    seeds = len(found["fresh_seeds"]["winner"])
-    lines.append(
-        f"winner less start, {metric}, {seeds} fresh seeds: {apart['value']:+.4f} [{apart['low']:+.4f}, {apart['high']:+.4f}], {verdict}"
-    )
+    else:
+        lines.append("the winner has met the start on no fresh seeds; --confirm 5 trains them")
     return "\n".join([*map(wrapped, lines), "train it with", f"  {found['winner']}"])
 
 
@@ -206,7 +210,7 @@ def _ends(found: dict[str, Any]) -> list[str]:
     ends = [
         f"{c['word']} {c['winner']:.4g}"
         for c in found["constants"]
-        if min(abs(math.log2(c["winner"] / c[end])) if c["winner"] > 0 else 1.0 for end in ("low", "high")) < 1 / STEPS
+        if min(abs(math.log2(c["winner"] / c[end])) if c["winner"] > 0 else 1.0 for end in ("low", "high")) <= 2 / STEPS
     ]
     return [f"note: the best point is at the end of a range: {', '.join(ends)}; search a wider one"] if ends else []
 

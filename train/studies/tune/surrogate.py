@@ -85,17 +85,18 @@ def importance(constants: Sequence[Constant], points: Sequence[Point], losses: n
         points: tried.
         losses: of those [n], inf where one diverged.
     """
-    process, rng, size = fitted(_unit(constants, points), squashed(losses)), np.random.default_rng(0), len(constants)
-    a, b = rng.random((2, SAMPLES, size))
+    values, size = squashed(losses), len(constants)
+    if np.ptp(values) < 1e-9:  # nothing does anything
+        return [0.0] * size
+    process = fitted(_unit(constants, points), values)
+    a, b = np.random.default_rng(0).random((2, SAMPLES, size))
     whole = process.predict(a)
     variance = float(process.predict(np.concatenate([a, b])).var())
-    if variance < 1e-12:
-        return [0.0] * size
     shares = []
     for i in range(size):
         mixed = a.copy()
         mixed[:, i] = b[:, i]
-        shares.append(float(((whole - process.predict(mixed)) ** 2).mean() / 2 / variance))
+        shares.append(float(((whole - process.predict(mixed)) ** 2).mean() / 2 / max(variance, 1e-12)))
     return [min(share, 1.0) for share in shares]
 
 

@@ -104,6 +104,7 @@ def test_a_dry_run_lists_what_would_be_searched(capsys: pytest.CaptureFixture[st
         ("lm-tiny --over lr --workdir x", "a search has --out"),
         ("lm-tiny --over lr --points 2", "--points is 2; write a number of at least 3"),
         ("lm-tiny --over lr --seeds 101", "at most 1000 points and 100 seeds"),
+        ("lm-tiny --over lr --confirm 1", "write 0, or at least 2"),
         ("lm-tiny --over lr --minutes 0", "--minutes is 0.0; write a number above 0"),
         ("lm-tiny --over lr --pionts 9", "no flag is named --pionts; did you mean --points"),
         ("lm-tiny --over lr --save-tuned Mine", "write small letters"),

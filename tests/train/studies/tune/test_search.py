@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config
 from mupax.train.studies.sweep.rows import Row
-from mupax.train.studies.tune import over, surrogate
+from mupax.train.studies.tune import over, report, surrogate
 from mupax.train.studies.tune.search import FRESH, Limits, Run, Search, measure
 
 LM = RECIPES["lm-tiny"]()
@@ -93,6 +94,29 @@ def test_what_is_worse_by_more_than_the_noise_gets_no_further_seeds(done: tuple[
     seeds = (~np.isnan(search.losses)).sum(axis=1)
     assert (seeds[standing.stays] == 3).all()
     assert seeds[standing.dropped == np.arange(40)].max() == 1  # diverged
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (lambda config: math.inf, "nothing better than the start was found"),
+        (lambda config: 2.0, "nothing better than the start was found"),
+        (lambda config: math.inf if config.optimizer.peak_lr == 0.008 else 2.0, "diverged 0 times, the start 5"),
+        (lambda config: 2 - config.optimizer.peak_lr, "note: the best point is at the end of a range: lr 0.06"),
+    ],
+)
+def test_a_search_without_a_valley_says_what_it_is(loss: Callable[[Config], float], said: str, tmp_path: Path) -> None:
+    search = Search(LM, over.parse(["lr"], LM), Limits(points=6, batch=3))
+
+    def run(configs: Sequence[Config]) -> list[Row]:
+        each = [(value, 1 if math.isinf(value) else None) for value in map(loss, configs)]
+        return [Row("", "", value, None, diverged, (), 10, 1.0, "in turn") for value, diverged in each]
+
+    measure(search, run)
+    found = report.summary(search, "a command")
+    report.write(tmp_path, tmp_path / "tune.json", search, found)
+    assert said in report.told(found, "training loss")
+    assert (found["constants"][0]["importance"] == 0) == ("nothing better" in said)
 
 
 def test_importance_names_what_matters(done: tuple[Search, Losses]) -> None:
