@@ -108,17 +108,17 @@ def fitted(points: Points) -> Law:
             f"{one:.1%}{_because(notes)}"
         )
     rng, white = np.random.default_rng(0), whitened(rows, setting, row)
-    beyond, rate_beyond = _left_out(rows, best, white, setting)
+    rates = [name for name in ("x0", "p", "q", "r") if name in rows.names]
+    own = np.isfinite(rows.optima)
+    off = (rows.optima - best_rate(rows.names, best[None], rows.scale)[0])[own] if rates else np.zeros(0)
+    scatter = _deviation(off**2, max(0, len(off) - len(rates)), SCATTER)
+    beyond, rate_beyond = _left_out(rows, best, white, setting, scatter)
     misses = setting * np.sqrt((free + PRIOR_FREEDOM) / rng.chisquare(free + PRIOR_FREEDOM, SAMPLES))
     y = predicted(rows, best[None]) + (misses[:, None] * rng.standard_normal((SAMPLES, len(settings))))[:, rows.at]
     y = y + _of_seeds(rows, row, rng)
     mean, width = rows.prior
     means = mean + width * rng.standard_normal((SAMPLES, len(mean)))
     samples, _ = fit(rows, np.broadcast_to(best, means.shape), y, means, white)
-    rates = [name for name in ("x0", "p", "q", "r") if name in rows.names]
-    own = np.isfinite(rows.optima)
-    off = (rows.optima - best_rate(rows.names, best[None], rows.scale)[0])[own] if rates else np.zeros(0)
-    scatter = _deviation(off**2, max(0, len(off) - len(rates)), SCATTER)
     seed = one * float(np.sqrt(1 - 1 / np.mean(counts)))
     kept = dataclasses.replace(points, settings=tuple(settings))
     return Law(kept, rows, best, samples, misses, seed, beyond, scatter, rate_beyond, tuple(notes))
@@ -190,7 +190,7 @@ def _of_seeds(rows: Rows, row: float, rng: np.random.Generator) -> np.ndarray:
 
 
 def _left_out(
-    rows: Rows, theta: np.ndarray, white: np.ndarray, misses: float
+    rows: Rows, theta: np.ndarray, white: np.ndarray, misses: float, scatter: float
 ) -> tuple[tuple[float, int], tuple[float, int]]:
     """What an octave beyond the rows adds to loss and best rate, from fits without the largest values of each axis."""
     folds: list[tuple[np.ndarray, np.ndarray]] = []
@@ -211,8 +211,9 @@ def _left_out(
             shared = _parts(rows, residual)[0][without]
             losses.append(np.mean(np.maximum(0, shared**2 - misses**2) / octaves[without] ** 2))
             if "x0" in rows.names:
-                off = (rows.optima - best_rate(rows.names, sample[None], rows.scale)[0])[without] / octaves[without]
-                rates += [np.nanmean(off**2)] if np.isfinite(off).any() else []
+                off = (rows.optima - best_rate(rows.names, sample[None], rows.scale)[0])[without]
+                squares = np.maximum(0, off**2 - scatter**2) / octaves[without] ** 2
+                rates += [np.nanmean(squares)] if np.isfinite(off).any() else []
     return _beyond(losses, BEYOND), _beyond(rates, RATE_BEYOND)
 
 

@@ -100,9 +100,11 @@ def predict(law: Law, config: Config, *, keep_rate: bool = False) -> Prediction:
     loss = loss + law.beyond[0] * distance * rng.standard_t(law.beyond[1], len(theta))
     band = None
     if "c" in rows.names:
-        best = best_rate(rows.names, theta, scale[None])[:, 0] + law.scatter * rng.standard_normal(len(theta))
+        best = best_rate(rows.names, theta, scale[None])[:, 0]
         best = best + law.rate_beyond[0] * distance * rng.standard_t(law.rate_beyond[1], len(theta))
-        band = Band.of(best + rows.middle)
+        band = Band.of(
+            best + law.scatter * rng.standard_normal(len(theta)) + rows.middle
+        )  # as a study would measure it
         own = float(np.log2(config.optimizer.peak_lr))
         rate = own if keep_rate else band.value
         off = np.clip(rate - rows.middle - best, -FARTHEST, FARTHEST)

@@ -100,7 +100,9 @@ def outcomes(content: dict[str, Any], place: Path) -> list[Outcome]:
         ForecastError: the run is another one, is not done, or began before the forecast; or no row is of it.
         WorkdirError, PointsError: there is no run and are no rows.
     """
-    found = _of_rows(content, place) if (place / FILE_NAME).is_file() else [_of_run(content, place)]
+    found = of_points(content, points.load([place])) if (place / FILE_NAME).is_file() else [_of_run(content, place)]
+    if not found:
+        raise ForecastError(f"{place} has no row of the run that is forecast; train `{content['command']}`")
     said = datetime.datetime.fromisoformat(content["date"])
     for outcome in found:
         if outcome.began is not None and outcome.began < said:
@@ -150,20 +152,23 @@ def _began(place: Path) -> datetime.datetime | None:
     return datetime.datetime.fromtimestamp(min(times), datetime.UTC) if times else None
 
 
-def _of_rows(content: dict[str, Any], place: Path) -> list[Outcome]:
-    found = [
+def of_points(content: dict[str, Any], found: Sequence[points.Points]) -> list[Outcome]:
+    """Every row of the run that is forecast, at most.
+
+    Args:
+        content: the forecast.
+        found: rows by preset.
+    """
+    return [
         Outcome(float(setting.losses[at, column]), seed, None)
-        for each in points.load([place])
+        for each in found
         if each.metric == content["metric"]
         for setting in each.settings
         for at, x in enumerate(setting.x)
-        if not list(other(content, _at(setting.config, float(x))))
+        if not any(other(content, _at(setting.config, float(x))))
         for column, seed in enumerate(setting.seeds)
         if not np.isnan(setting.losses[at, column])
     ]
-    if not found:
-        raise ForecastError(f"{place} has no row of the run that is forecast; train `{content['command']}`")
-    return found
 
 
 def _at(config: Config, x: float) -> Config:
