@@ -122,7 +122,7 @@ class Table(PresetFlags, RunFlags):
         else:
             rows = table.rows(preset, specs, sizes, self.optimizer, self.decay, absolute=self.absolute)
         rule = joint.of(self.joint, self.optimizer)
-        far = joint.path(rule, *self.ends(), b1=self.b1, b2=self.b2, noise_scale=self.noise_scale)
+        far = joint.path(rule, *self.ends(), b1=self.b1, b2=self.b2, decay=self.decay, noise_scale=self.noise_scale)
         if self.json:
             return _print_json(rows if self.joint == "none" else {"parameters": rows, "joint": far})
         title = f"{self.model} under {preset.describe()}, {self.optimizer}, {self.decay} decay"

@@ -145,6 +145,7 @@ def path(
     *,
     b1: float,
     b2: float,
+    decay: str = "coupled",
     noise_scale: float | None = None,
 ) -> list[dict[str, Any]]:
     """A row a doubling on the way from the base to the run, first of the batch and then of the tokens.
@@ -153,6 +154,7 @@ def path(
         joint: the rule.
         batch, tokens: the base's and the run's.
         b1, b2: Adam's at the base.
+        decay: how weight decay enters, coupled or independent.
         noise_scale: in examples, where it was measured.
 
     Returns:
@@ -164,7 +166,9 @@ def path(
     for examples, seen in points:
         at = {"batch": examples / batch[0], "tokens": seen / tokens[0]}
         steps, factors = at["tokens"] / at["batch"], {column: joint.factor(column, at) for column in COLUMNS}
-        tau = 1 / (factors["lr"] * factors["weight_decay"] * steps)
+        pull = factors["lr"] * factors["weight_decay"]
+        if decay == "independent":
+            factors["weight_decay"] = pull
         slow = {"b1": factors["one_minus_b1"] * (1 - b1), "b2": factors["one_minus_b2"] * (1 - b2)}
         above = noise_scale is not None and max(examples, batch[0]) > noise_scale and examples != batch[0]
         why = [f"1-{beta} = {x:.3g}" for beta, x in slow.items() if x >= 1] + above * ["above the noise scale"]
@@ -172,7 +176,9 @@ def path(
         holds = ", ".join(why) or ("untested" if joint.cautions(at) else "yes")
         labels = {"durations": "warm-up", "one_minus_b1": "1-b1", "one_minus_b2": "1-b2"}
         numbers = {labels.get(column, column): factor for column, factor in factors.items()}
-        table.append({"batch": examples, "tokens": seen, "steps": steps, **numbers, "tau": tau, "holds": holds})
+        table.append(
+            {"batch": examples, "tokens": seen, "steps": steps, **numbers, "tau": 1 / (pull * steps), "holds": holds}
+        )
     return table
 
 

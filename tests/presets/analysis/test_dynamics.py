@@ -108,6 +108,8 @@ def test_the_way_to_a_run_says_where_the_rule_holds():
          "warm-up": 1 / 8, "tau": 1, "holds": ""}
     )  # fmt: skip
     assert {row["holds"] for row in sde} == {"yes"}
+    apart = rows(decay="independent")[-1]
+    assert (apart["weight_decay"], apart["tau"]) == pytest.approx((8, 1))  # wd is the pull, lr*wd of the coupled
     assert rows(b1=0.85)[-1]["holds"] == "1-b1 = 1.2"
     assert [row["holds"] for row in rows(noise_scale=20)] == [
         "yes",

@@ -38,6 +38,18 @@ def at(preset: Preset, observable: str, limit: str, optimizer: str = "adam") -> 
 # The data
 
 
+def test_the_family_has_one_list_of_constants_and_each_preset_those_that_it_does_not_fix():
+    takes = {name: inspect.signature(PRESETS[name]).parameters for name in FAMILY}
+    everything = list(takes["depth-mup"])
+    assert everything[:4] == ["alpha_l", "alpha_a", "gamma0", "beta0"]
+    assert list(takes["mup"]) == everything[1:]
+    assert list(takes["mup-half"]) == everything[2:]
+    for constant, parameter in takes["depth-mup"].items():
+        assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        assert str(parameter.annotation).startswith("str") == isinstance(parameter.default, str), constant
+        assert all(takes[name][constant] == parameter for name in FAMILY if constant in takes[name])
+
+
 def test_every_constant_that_is_listed_is_one_and_its_default_is_listed():
     for choice in choices.CHOICES:
         for name in choice.presets:
