@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -138,27 +138,28 @@ def figure(path: Path | str, findings: Sequence[Finding], sizes: Sequence[float]
     rows = max(1, math.ceil(len(names) / _PANEL_COLUMNS))
     drawn = Figure(figsize=(1.9 * _PANEL_COLUMNS, 1.75 * rows + 0.6), layout="constrained")
     drawn.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=11, fontweight="bold")
+    steps = {step: f"step {step}" for step in _STEP_COLOURS} if any(f.step for f in findings) else {0: "the whole run"}
     panels = list(drawn.subplots(rows, _PANEL_COLUMNS, squeeze=False).flat)
     for index, (panel, name) in enumerate(zip(panels, names, strict=False)):
-        _panel(panel, [f for f in findings if f.observable == name], sizes)
+        _panel(panel, [f for f in findings if f.observable == name], sizes, steps)
         if index + _PANEL_COLUMNS < len(names):
             panel.set_xticklabels([])
     for panel in panels[len(names) :]:
         panel.set_visible(False)
     lines = {str(line.get_label()): line for panel in panels for line in panel.get_lines()}
-    labels = (*(f"step {step}" for step in _STEP_COLOURS), "theory")
+    labels = (*steps.values(), "theory")
     if handles := [lines[label] for label in labels if label in lines]:
         drawn.legend(handles=handles, loc="upper right", ncols=len(handles), fontsize=8, frameon=False)
     drawn.supxlabel(axis, fontsize=9)
     drawn.savefig(path, dpi=130)
 
 
-def _panel(panel: Any, findings: Sequence[Finding], sizes: Sequence[float]) -> None:
+def _panel(panel: Any, findings: Sequence[Finding], sizes: Sequence[float], steps: Mapping[int, str]) -> None:
     """One observable at every step read."""
     shown = next((f for f in findings if not f.ok), findings[-1])
     style = {"marker": "o", "markersize": 2.5, "linewidth": 1.2}
     for f in findings:
-        panel.plot(sizes, f.values, color=_STEP_COLOURS[f.step], label=f"step {f.step}", **style)
+        panel.plot(sizes, f.values, color=_STEP_COLOURS[f.step], label=steps[f.step], **style)
     if all(value > 0 for value in shown.values):
         centre, middle = statistics.geometric_mean(shown.values), statistics.geometric_mean(sizes)
         theory = [centre * (size / middle) ** shown.expected.slope for size in sizes]
