@@ -40,7 +40,8 @@ def main(argv: Sequence[str]) -> int:
 
     found = points.load([Path(folder) for folder in args.studies]) if args.studies else []
     config = run_of(args, rest, found[0].settings[0].config.recipe if found else None)
-    learnt = numbers.of_law(config, found)
+    asked = any(word.partition("=")[0].replace("_", "-") == "--optimizer.peak-lr" for word in rest)
+    learnt = numbers.of_law(config, found, keep_rate=asked)
     config, costs = cost.of(learnt.config, args, found)
     rows, cautions = [*numbers.rows(config, learnt), *costs.rows], [*learnt.cautions, *costs.cautions]
     print(f"{args.recipe}: {config.steps:,} steps")

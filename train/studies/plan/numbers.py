@@ -58,12 +58,13 @@ class Learnt:
         return record.forecast(self.law, dataclasses.replace(self.prediction, config=config), what)
 
 
-def of_law(config: Config, found: Sequence[Points]) -> Learnt:
+def of_law(config: Config, found: Sequence[Points], *, keep_rate: bool = False) -> Learnt:
     """The run at the rate that the rows say, with what they say of its loss.
 
     Args:
         config: of the run.
         found: rows by preset; those of the run's preset count.
+        keep_rate: the run's own rate, as it was asked for.
     """
     if not found:
         return Learnt(
@@ -80,10 +81,14 @@ def of_law(config: Config, found: Sequence[Points]) -> Learnt:
     where = f"{points.rows} rows of {' and '.join(points.folders)}"
     try:
         law = fitted(points)
-        prediction = predict(law, config)
+        prediction = predict(law, config, keep_rate=keep_rate)
     except NoLaw as error:
+        if keep_rate:
+            return Learnt(config, ("", "asked for"), points=points, cautions=(f"no loss is predicted: {error}",))
         return _transferred(config, points, where, str(error))
     rate = prediction.log2_lr
+    if keep_rate:
+        return Learnt(prediction.config, ("", "asked for"), prediction, law, points, prediction.warnings)
     said = (
         ("", "the recipe, and every row")
         if rate is None

@@ -134,6 +134,23 @@ def test_a_law_over_sizes_and_lengths_has_their_exponents():
     assert law.notes == ("the batch does not vary: no term in it",)
 
 
+def test_a_batch_beyond_the_critical_one_costs_tokens():
+    rng, critical = np.random.default_rng(0), 16
+    settings = []
+    for length in (100, 200, 400, 800):
+        for batch in (4, 8, 16, 32, 64):
+            config = sizes.grown_run(run(16, length), "batch", batch)
+            tokens = config.steps * batch * config.model.units / UNIT / 100 / (1 + batch / critical)
+            x = -7 + 0.5 * round(math.log2(batch / 16)) + np.arange(-3, 4) / 2
+            loss = math.log(1.2 + 0.6 * tokens**-0.3) + 0.02 * (x - x[3]) ** 2 + rng.normal(0, 0.001, len(x))
+            settings.append(Setting(config, x, np.exp(loss)[:, None]))
+    law = fitted(Points("mup", "training", tuple(settings), "digest", 140, ()))
+    known = parameters(law)
+    low, high = (2.0 ** (law.rows.centre[2] + float(known["B_crit"][end])) for end in ("low", "high"))
+    assert low < critical < high < 4 * low
+    assert known["r"]["value"] == pytest.approx(0.5, abs=0.05)
+
+
 def test_what_does_not_vary_has_no_term_and_nothing_is_said_of_it():
     law = law_of()
     assert set(law.rows.names) == {"E", "A", "a", "c", "x0", "p"}

@@ -156,6 +156,28 @@ def test_a_study_of_other_data_gives_its_rate_and_no_loss(
     assert "step-law" in said
 
 
+def test_a_rate_that_is_asked_for_stays(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """And the loss is the one at that rate."""
+    losses = []
+    for words in ((), ("--optimizer.peak-lr", "0.03125")):
+        given = [
+            "lm-tiny",
+            "--preset.base",
+            BASE,
+            *TINY,
+            "--steps",
+            "2",
+            "--from",
+            str(folder),
+            "--out",
+            str(tmp_path / "plan"),
+        ]
+        said = plan(capsys, *given, *words)
+        losses.append(json.loads((tmp_path / "plan").read_text())["forecast"]["prediction"]["loss"]["value"])
+    assert "peak rate 0.03125 = 2^-5 asked for" in said
+    assert losses[1] / losses[0] == pytest.approx(1.08, abs=0.03)  # two octaves, at 0.02 of the log of the loss each
+
+
 @pytest.mark.core
 @pytest.mark.parametrize(
     ("words", "said"),
