@@ -185,10 +185,10 @@ def _constant(text: str, known: Mapping[str, str], config: Config) -> Constant:
     name = word.lstrip("-").replace("-", "_")
     name = name if name in known else name.removeprefix("preset.")
     if name not in known:
-        if name in ALIASES:
-            others = [n for n, make in PRESETS.items() if ALIASES[name] in inspect.signature(make).parameters]
+        if (constant := ALIASES.get(name, name)) in FACTORS:
+            others = [n for n, make in PRESETS.items() if constant in inspect.signature(make).parameters]
             raise ConfigError(
-                f"--over {word}: {config.preset.name} has no constant {ALIASES[name]}; {', '.join(others)} have it"
+                f"--over {word}: {config.preset.name} has no constant {constant}; {', '.join(others)} have it"
             )
         raise ConfigError(
             f"--over {word}: no number of this run has that name; did you mean {_nearest(name, known)!r}?"

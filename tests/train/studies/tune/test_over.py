@@ -85,6 +85,8 @@ def test_a_constant_that_the_preset_lacks_names_those_that_have_it() -> None:
     sp = dataclasses.replace(LM, preset=PresetConfig(name="sp", base="lm-proxy"))
     with pytest.raises(ConfigError, match="sp has no constant c_a; mup, mup-half, depth-mup have it"):
         over.parse(["attention.multiplier"], sp)
+    with pytest.raises(ConfigError, match="sp has no constant gamma0"):
+        over.parse(["gamma0=1:2"], sp)
 
 
 def test_a_point_is_the_run_with_these_numbers_and_the_start_is_the_run_itself() -> None:

@@ -71,3 +71,12 @@ def test_without_a_second_seed_nothing_is_dropped_but_what_diverged() -> None:
     assert np.isinf(found.critical)
     assert np.isnan(found.sigma)
     assert race(np.full((2, 3), np.nan), 9).stays.all()
+
+
+def test_a_best_point_much_noisier_than_the_rest_is_lost_more_often_and_hardly_where_it_is_clearly_best() -> None:
+    spread = np.where(np.arange(POINTS) == 0, 3.0, 1.0)
+    worse = np.arange(POINTS)
+    near, apart = 0.4 * SIGMA * np.sqrt(worse), SIGMA * (2 * (worse > 0) + 0.4 * worse)
+    lost = [1 - np.mean([raced(truth, noise)[0] for noise in noises(spread)]) for truth in (near, apart)]
+    assert ERROR < lost[0] < 0.15  # what the documentation says of the assumption of one noise
+    assert lost[1] < ERROR / 2
