@@ -64,7 +64,9 @@ def _command(argv: list[str]) -> int:
     from mupax.train.config import cli
     from mupax.train.config.checks import check_words
     from mupax.train.config.recipes import RECIPES
+    from mupax.train.parallel import hardware
 
+    hardware.keep_freed_memory()
     check_words(argv)
     commands = {name: line for name, (_, line) in COMMANDS.items()}
     name, words = command_line.first_word("python -m train", {"recipe": RECIPES, "command": commands}, argv)

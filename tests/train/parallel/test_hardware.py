@@ -1,4 +1,8 @@
-"""The table of peak rates answers whole names only."""
+"""The table of peak rates answers whole names only; and what the C library does with freed memory."""
+
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -53,3 +57,34 @@ def test_memory_peak_is_that_of_the_fullest_device():
 
 def test_memory_is_unknown_where_no_device_counts_it():
     assert hardware.memory_peak([Device(None), Device({})]) is None
+
+
+PROGRAM = """
+import resource, sys, threading
+from mupax.train.parallel import hardware
+
+assert hardware.keep_freed_memory() if "keep" in sys.argv else True
+
+def steps():
+    for _ in range(4):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        b"x" * taken
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+faults, taken = [], 80 * 2**20
+thread = threading.Thread(target=steps)
+thread.start()
+thread.join()
+sys.modules["jax"] = None
+assert not hardware.keep_freed_memory()  # too late
+print(faults[-1])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc")
+@pytest.mark.parametrize(("word", "pages"), [("keep", range(100)), ("control", range(1000, 10**6))])
+def test_freed_memory_comes_back_without_page_faults(word: str, pages: range):
+    root = Path(__file__).resolve().parents[3]
+    command = [sys.executable, "-c", PROGRAM, word]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, check=True)
+    assert int(done.stdout) in pages
