@@ -80,6 +80,7 @@ three seeds; cost in FLOPs, of those of all these runs):
 By study: {by_study}.
 The vision transformer under SGD (depth) is the hard one: its seeds differ so much that searches move, or are made in full, and numbers
 chosen without having seen such noise find fewer. The form of the method was found on all of these rows.
+Where all sizes cost the same, as when the batch grows, the smallest's full search weighs more: about half is trained.
 """
 """The section that docs/frugal.json fills."""
 

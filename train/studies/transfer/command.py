@@ -80,10 +80,10 @@ def _dry_run(studies: Sequence[Study], args: Transfer) -> None:
         models = zip(study.sizes, study.configs, strict=True)
         widths = ", ".join(f"{size} (width {config.model.sizes()['embed']})" for size, config in models)
         print(f"{study.label}, {study.axis} {widths}, base {study.configs[0].preset.base}")
-        print(
-            f"  5 rates or more a size, {args.seeds} to {args.max_seeds} seeds, {study.configs[0].steps} steps, "
-            f"at most {args.minutes:g} minutes of training"
-        )
+        points = f"5 rates or more a size, {args.seeds} to {args.max_seeds} seeds"
+        if args.search == "frugal":
+            points = f"{args.seeds} seeds at the smallest size, else 3 rates and 2 seeds or more"
+        print(f"  {points}, {study.configs[0].steps} steps, at most {args.minutes:g} minutes of training")
 
 
 def _engine(folder: Path, how: Literal["auto", "together", "in-turn"], console: Console, stop: StopRequest) -> Runner:

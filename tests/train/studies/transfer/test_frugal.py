@@ -105,6 +105,8 @@ def test_the_record_is_what_the_committed_rows_give_and_the_control_loses() -> N
 
 
 def test_the_command_says_the_best_rate_of_every_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(tmp_path, "--search", "frugal", "--dry-run") == 0
+    assert "3 seeds at the smallest size, else 3 rates and 2 seeds or more, 800 steps" in capsys.readouterr().out
     preset = tmp_path / "mup.quick.json"
     assert command(tmp_path, "--search", "frugal", "--save-tuned", str(preset)) == 0
     out = capsys.readouterr().out

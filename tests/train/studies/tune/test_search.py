@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -158,3 +159,11 @@ def test_the_budget_has_room_for_the_comparison_at_the_end() -> None:
     assert sum(seed >= FRESH for _, seed in runner.trained) in (0, 10)
     assert len(search.points) < 40
     assert not np.isnan(search.losses[:, 0]).any()
+
+
+def test_the_example_of_the_documentation_is_its_record() -> None:
+    docs = Path(__file__).resolve().parents[4] / "docs"
+    text, found = (docs / "presets.md").read_text(), json.loads((docs / "tune.json").read_text())
+    apart = found["winner_less_start"]
+    assert f"by {-apart['value']:.4f} nats [{-apart['high']:.4f}, {-apart['low']:.4f}]" in text
+    assert f"{len(found['points'])} points and {found['runs']} runs" in text
