@@ -65,8 +65,11 @@ class Chooser:
             if fits > 1:
                 if fits < count:
                     note(f"{fits} points at a time fit into memory")
-                return self._compiled(key, program, fits)
-            note("in turn: two points do not fit into memory at once")
+                # A later round of fewer points repeats one in the places of a pack that is compiled, if half of it is used.
+                larger = [n for of, n in self._trainers if of == key and fits < n <= 2 * fits]
+                return self._compiled(key, program, min(larger, default=fits))
+            if count > 1:
+                note("in turn: two points do not fit into memory at once")
         one = self._compiled(key, program, 1)
         if key in self._fastest:
             return self._fastest[key] if self._fastest[key].count <= count else one

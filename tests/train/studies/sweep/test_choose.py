@@ -57,6 +57,24 @@ def test_a_trial_says_what_is_faster(text: str, tmp_path: Path, monkeypatch: pyt
     assert "in turn: a step takes 10 ms one by one, 25 ms together" in notes
 
 
+def test_together_a_later_round_of_fewer_points_compiles_nothing_until_half_a_pack_is_idle(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [group] = sweep.grouped(points(config_of(text), RATES, 4), {}).values()
+    programs, compiled = [program for _, program in group], []
+
+    def trainer(program: Any, count: int, evaluated: bool) -> sweep_pack.Trainer:
+        compiled.append(count)
+        nothing: Any = None
+        return sweep_pack.Trainer(program, count, nothing, nothing, nothing, None, 0)
+
+    monkeypatch.setattr(sweep_pack, "trainer", trainer)
+    chooser = choose.Chooser("together", sweep_pack.Batches(), False)
+    counts = [chooser.trainer("key", programs[:count], lambda text: None).count for count in (8, 5, 8, 4, 3, 2)]
+    assert counts == [8, 8, 8, 8, 3, 3]
+    assert compiled == [8, 3]
+
+
 @pytest.fixture(scope="module")
 def on_one(text: str, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
     folder = tmp_path_factory.mktemp("one")

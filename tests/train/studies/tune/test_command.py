@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from mupax.presets.tuned import find
 from mupax.train.__main__ import main
@@ -14,6 +16,9 @@ from mupax.train.config import cli
 from mupax.train.config.recipes import RECIPES
 from mupax.train.core.program import Program
 from mupax.train.studies.sweep import sweep
+from mupax.train.studies.tune import over
+from mupax.train.studies.tune.board import Board
+from mupax.train.studies.tune.search import Limits, Search
 from tests.train.studies.sweep.test_sweep import COMMAND, text
 
 __all__ = ["text"]  # fixtures
@@ -70,6 +75,18 @@ def test_a_search_compiles_once_confirms_its_winner_and_saves_it(
     assert main(words) == 0
     again = json.loads((tmp_path / "out" / "tune.json").read_text())
     assert again == found
+
+
+def test_the_table_fits_eighty_columns() -> None:
+    config = RECIPES["lm-tiny"]()
+    words = ["lr", "block.attention_out.multiplier=0.001234567:8"]
+    search = Search(config, over.parse(words, config), Limits())
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(Board(console, search, "evaluation loss", lambda row: row.loss).table())
+    lines = console.export_text().splitlines()
+    assert len(lines) == 3
+    assert max(map(len, lines)) <= 80
+    assert "block.attention_out.multiplier" in lines[2]
 
 
 def test_ctrl_c_says_that_the_same_command_goes_on(
