@@ -16,7 +16,7 @@ import itertools
 import numpy as np
 
 from mupax.errors import MupaxFailure
-from mupax.train.studies.forecast.law import PRIORS, RATE, Rows, best_rate, fit, log_loss, predicted, rows_of, whitened
+from mupax.train.studies.forecast.law import PRIORS, RATE, Rows, best_rate, fit, predicted, rows_of, whitened
 from mupax.train.studies.forecast.points import Points, Setting
 from mupax.train.studies.transfer.fit import fit as fit_curve
 
@@ -89,18 +89,16 @@ def fitted(points: Points) -> Law:
             f"needs {LEAST} of either{_because(notes)}"
         )
     notes = [*notes, *_dropped(rows, distinct)]
+    seeds = max(1.0, float((~np.isnan(rows.seeds)).sum(axis=1).mean()))
+    one = (
+        float(np.sqrt(np.nanmean(rows.seeds**2) * seeds / (seeds - 1))) if seeds > 1 else 0.0
+    )  # what one seed moves a loss by
+    free = max(0, len(settings) - sum(name not in RATE for name in rows.names))
     setting, row, best = MISSES, OF_RATE, _started(rows, MISSES, OF_RATE)
-    main = sum(name not in RATE for name in rows.names)
     for _ in range(3):
-        theta = fit(rows, best[None], rows.y[None], rows.prior[0][None], whitened(rows, setting, row))[0][0]
-        best = theta
-        shared, alone = _parts(rows, rows.y - predicted(rows, theta[None])[0])
-        free = max(0, len(settings) - main)
-        noise = float(np.sqrt(np.nanmean(rows.seeds**2))) if np.isfinite(rows.seeds[:, 1:]).any() else 0.0
-        counts = (~np.isnan(rows.seeds)).sum(axis=1)
-        one = noise * float(np.sqrt(np.mean(counts) / max(1.0, float(np.mean(counts)) - 1)))
-        floor = one / np.sqrt(np.mean(counts))
-        setting = max(_deviation(shared**2, free, MISSES), float(floor))
+        best = fit(rows, best[None], rows.y[None], rows.prior[0][None], whitened(rows, setting, row))[0][0]
+        shared, alone = _parts(rows, rows.y - predicted(rows, best[None])[0])
+        setting = max(_deviation(shared**2, free, MISSES), one / seeds**0.5)
         row = _deviation(alone**2, len(rows.at) - len(settings), OF_RATE)
     if not np.isfinite(best).all() or setting > MISFIT:
         raise NoLaw(
@@ -119,9 +117,10 @@ def fitted(points: Points) -> Law:
     mean, width = rows.prior
     means = mean + width * rng.standard_normal((SAMPLES, len(mean)))
     samples, _ = fit(rows, np.broadcast_to(best, means.shape), y, means, white)
-    seed = one * float(np.sqrt(1 - 1 / np.mean(counts)))
     kept = dataclasses.replace(points, settings=tuple(settings))
-    return Law(kept, rows, best, samples, misses, seed, beyond, scatter, rate_beyond, tuple(notes))
+    return Law(
+        kept, rows, best, samples, misses, one * (1 - 1 / seeds) ** 0.5, beyond, scatter, rate_beyond, tuple(notes)
+    )
 
 
 def _deviation(squares: np.ndarray, freedom: int, expected: float, prior: int = PRIOR_FREEDOM) -> float:
@@ -235,8 +234,3 @@ def parameters(law: Law) -> dict[str, dict[str, float | bool]]:
         told = bool(width[at] < 0.7 * PRIORS[name][1])
         said[name] = {**{key: round(float(value), 5) for key, value in ends.items()}, "of_rows": told}
     return said
-
-
-def centre_loss(law: Law) -> float:
-    """The least loss at the rows' mean scale."""
-    return law.rows.loss * float(np.exp(log_loss(law.rows.names, law.theta[None], np.zeros((1, 3)))[0, 0]))

@@ -9,7 +9,7 @@ import numpy as np
 
 from mupax.train.config.record import text_of
 from mupax.train.config.run import Config
-from mupax.train.studies.forecast.fitted import BEYOND_FREEDOM, Law, NoLaw
+from mupax.train.studies.forecast.fitted import BEYOND_FREEDOM, LEAST, Law, NoLaw
 from mupax.train.studies.forecast.law import AXES, best_rate, log_loss
 from mupax.train.studies.forecast.points import Setting, others
 
@@ -124,6 +124,12 @@ def _warnings(law: Law, config: Config, beyond: dict[str, float], rate: Band | N
         for name, ratio in beyond.items()
         if ratio != 1
     ]
+    for axis, name in enumerate(AXES):
+        values = len(set(np.round(law.rows.scale[:, axis], 6)))
+        if beyond[name] != 1 and values < LEAST:
+            warnings.append(
+                f"the rows have {values} values of {name}: how the loss goes on is what others measured, widely"
+            )
     shapes: list[dict[str, Any]] = [
         {name: getattr(each.model, name, None) for name in SHAPE}
         for each in (config, *(setting.config for setting in law.points.settings))

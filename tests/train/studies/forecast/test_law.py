@@ -175,6 +175,14 @@ def test_farther_is_less_certain_and_is_said():
     assert widths[-1] > 2 * widths[0] - 1
 
 
+def test_two_values_of_an_axis_are_few_and_are_said():
+    law = law_of(steps=(100, 200))
+    longer, larger = predict(law, run(64, 400)), predict(law, run(128, 200))
+    few = "the rows have 2 values of tokens: how the loss goes on is what others measured, widely"
+    assert few in longer.warnings
+    assert few not in larger.warnings
+
+
 def test_a_run_away_from_the_best_rate_has_its_price():
     law, config = law_of(), run(64)
     best = predict(law, config)
