@@ -1,7 +1,7 @@
 # Two commands: `make train` trains a model, `make test` proves the code. Each builds its own environment first.
 
 VENV ?= .venv
-RECIPE ?= lm-tiny
+RECIPE ?= lm-laptop
 WORKDIR ?= runs/$(RECIPE)
 # More words for the command: make train ARGS="--steps 100"
 ARGS ?=

@@ -66,10 +66,10 @@ def folders_of_the_reader(path: Path) -> Iterator[None]:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the workdir that `make train` leaves, but for the number of steps, and with its export."""
     folder = tmp_path_factory.mktemp("trained")
-    words = "lm-tiny --steps 2 --optimizer.warmup-steps 1 --data.batch-size 8 --data.eval-examples 8 --log.no-samples"
+    words = "lm-laptop --steps 2 --optimizer.warmup-steps 1 --data.batch-size 8 --data.eval-examples 8 --log.no-samples"
     with folders_of_the_reader(folder), contextlib.redirect_stdout(io.StringIO()):
-        assert mupax.main(["train", *words.split(), "--workdir", "runs/lm-tiny"]) == 0
-        assert mupax.main(["zoo", "export", "runs/lm-tiny", "--out", "exported"]) == 0
+        assert mupax.main(["train", *words.split(), "--workdir", "runs/lm-laptop"]) == 0
+        assert mupax.main(["zoo", "export", "runs/lm-laptop", "--out", "exported"]) == 0
     return folder
 
 

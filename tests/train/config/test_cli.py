@@ -235,7 +235,7 @@ def test_no_words_at_all_list_recipes_and_commands(capsys: Capture) -> None:
     [
         ("lm-tyni", "did you mean lm-tiny?"),
         ("--steps 3", "the first word is a recipe"),
-        ("zzz", "the recipes are lm-tiny, vit-digits"),
+        ("zzz", "the recipes are lm-laptop, lm-tiny, vit-digits"),
     ],
 )
 def test_a_wrong_first_word(words: str, said: str, capsys: Capture) -> None:

@@ -14,6 +14,7 @@ from mupax.train.config.run import Config
 RECIPES: Table[Callable[[], Config]] = Table(
     __name__,
     {
+        "lm-laptop": "laptop:lm_laptop",
         "lm-tiny": "laptop:lm_tiny",
         "vit-digits": "laptop:vit_digits",
         "vit-endless": "laptop:vit_endless",

@@ -9,8 +9,29 @@ from mupax.train.config.run import CheckpointConfig, Config, DataConfig, LogConf
 from mupax.zoo import configs
 
 
+def lm_laptop() -> Config:
+    """What `make train` runs: a small byte-level decoder under mup and Muon, for the least loss in two minutes.
+
+    Cost: two minutes on two CPU cores. Needs no download: every machine with Python has the text, that of its standard library.
+    Expect a validation loss of about 1.17 nats per byte; on the same text count models reach 1.79 (trigram) and 1.39 (4-gram).
+    Rate, decay and schedule are those of the tuned preset `mup:lm-laptop-v1`, found at half the depth.
+    """
+    return Config(
+        recipe="lm-laptop",
+        model=dataclasses.replace(configs.get("lm-proxy"), depth=4),
+        data=DataConfig(name="python_corpus", batch_size=8, eval_batch_size=64, eval_examples=1024),
+        preset=PresetConfig(name="mup", base="lm-proxy"),
+        optimizer=OptimizerConfig(
+            name="muon", peak_lr=0.04645, warmup_steps=250, weight_decay=3e-4, decay="independent", clip_norm=1.0
+        ),
+        log=LogConfig(eval_every_steps=1000),
+        checkpoint=CheckpointConfig(every_steps=1000),
+        steps=5000,
+    )  # fmt: skip
+
+
 def lm_tiny() -> Config:
-    """A byte-level decoder on the sources of Python's standard library, under mup.
+    """A byte-level decoder on the sources of Python's standard library, under mup and AdamW: what studies vary.
 
     Cost: a few minutes on two CPU cores. Needs no download: every machine with Python has the text.
     Expect a validation loss of about 1.30 nats per byte; on the same text count models reach 1.79 (trigram) and 1.39 (4-gram).

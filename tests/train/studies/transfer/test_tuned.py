@@ -31,6 +31,9 @@ from tests.presets.tuned.test_find import BASE, mine
 pytestmark = pytest.mark.core
 __all__ = ["mine"]
 
+SWEPT = "mup:lm-laptop-v1"
+"""What a sweep has tuned, at one size: the rate of the recipe of that name."""
+
 
 # Runs
 
@@ -160,14 +163,25 @@ def test_the_projects_own_studies_are_commands_that_exist(capsys: pytest.Capture
             f"base embed=64,heads=4,kv_heads=4,head_dim=16,mlp={160 if 'lm' in name else 256},layers=2"
             in capsys.readouterr().out
         )
-    assert {path.stem.replace(".", ":", 1) for path in tuned.FOLDER.glob("*.json")} <= set(wanted)
+    assert {path.stem.replace(".", ":", 1) for path in tuned.FOLDER.glob("*.json")} <= {*wanted, SWEPT}
 
 
 def test_what_comes_with_the_project_was_made_by_the_committed_command():
     studies = tune.studies(minutes=1)
     shipped = {one.use: one for one in map(tuned.load, tuned.FOLDER.glob("*.json"))}
-    assert set(studies) == set(shipped)
+    assert {*studies, SWEPT} == set(shipped)
     for use, words in studies.items():
         found = shlex.split(shipped[use].provenance["command"].removeprefix("python -m train transfer "))
         minutes = found.index("--minutes") + 1
         assert [*found[:minutes], "1", *found[minutes + 1 :]] == words
+
+
+def test_the_first_run_is_its_tuned_preset():
+    recipe = RECIPES["lm-laptop"]().resolved()
+    config = cli.parse("lm-laptop", RECIPES["lm-laptop"], ["--preset", SWEPT]).config
+    assert config.optimizer == recipe.optimizer
+    assert preset_of(config).base == preset_of(recipe).base
+    assert preset_of(config).given == preset_of(recipe).given
+    found = tuned.find(SWEPT)
+    assert found.provenance["command"].startswith("python -m train sweep lm-laptop --model lm-proxy ")
+    assert config.optimizer != parsed("--preset", "mup:lm-python-v1").optimizer  # the control
