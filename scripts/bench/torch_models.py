@@ -27,6 +27,7 @@ class Block(nn.Module):
         width, bias = config.width, config.bias
         self.heads, self.kv_heads, self.size = config.num_heads, config.kv_heads, config.heads_dim
         self.causal, self.gated = isinstance(config, DecoderConfig), config.gated
+        self.gelu = "none" if config.activation == "gelu_exact" else "tanh"
         self.rotary = isinstance(config, DecoderConfig) and config.positions == "rotary"
         self.attention_norm, self.mlp_norm = norm(config), norm(config)
         self.qkv = nn.Linear(width, (self.heads + 2 * self.kv_heads) * self.size, bias=bias)
@@ -55,7 +56,7 @@ class Block(nn.Module):
         if self.gated:
             gate, up = x.chunk(2, dim=-1)
             return self.down(F.silu(gate) * up)
-        return self.down(F.gelu(x, approximate="tanh"))
+        return self.down(F.gelu(x, approximate=self.gelu))
 
 
 class Transformer(nn.Module):
