@@ -10,7 +10,6 @@ from typing import Any
 from mupax.presets import horizon
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config import joint
-from mupax.train.config.grids import power
 from mupax.train.config.run import Config
 from mupax.train.studies.forecast import record
 from mupax.train.studies.forecast.fitted import Law, NoLaw, fitted
@@ -116,7 +115,7 @@ def rows(config: Config, learnt: Learnt) -> list[Line]:
         ("batch", f"{config.data.batch_size} x {model.units} {unit}s", "", recipe),
         ("steps", f"{config.steps:,}, {seen:,} {unit}s, {seen / parameters:.3g} per parameter", "", "asked for"),
         ("preset", f"{label_of(config.preset)}, base {config.preset.base}", "", recipe),
-        ("peak rate", f"{opt.peak_lr:.4g} = {power(opt.peak_lr)}", *learnt.rate),
+        ("peak rate", f"{opt.peak_lr:.4g} = 2^{round(math.log2(opt.peak_lr), 2):g}", *learnt.rate),
     ]
     if opt.peak_lr != given.peak_lr:
         lines.append(("rate at the base", f"{given.peak_lr:.4g}", "", f"scaled by joint rule {config.preset.joint}"))
