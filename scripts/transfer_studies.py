@@ -52,6 +52,7 @@ best; drift is its slope against the size, intervals are 95 % from a bootstrap o
 **transfers** where the drift is known to ± 0.15 octaves per doubling and meets 0 ± 0.15; the control must drift. The price of
 not tuning is the loss at the smallest size's best learning rate less that at the size's own. Where the control, tuned anew at the
 largest size, ends below a preset's least loss, the preset's learning rates transfer and its other constants are what is left to tune.
+What that comes to, and what tuned constants do about it: [quality.md](quality.md).
 
 Made by `python -m scripts.transfer_studies`, which goes on where it was stopped; every row is in `docs/transfer/*/points.jsonl`
 with the command that trains it alone.

@@ -1,0 +1,192 @@
+"""Measures what a tuned preset is worth: writes docs/quality/ and docs/quality.md.
+
+    python -m scripts.quality [CELL ...] [--render] [--list]
+
+A cell searches the base's constants, gives them to every arm, searches an arm's own at every size where it has some, and trains what
+they end at from paired seeds until the difference is known to ± 0.005 nats or the seeds end. Rows are kept as they finish: a cell
+that was stopped goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mupax.train.parallel.signals import StopRequest
+from mupax.train.studies.sweep.rows import Rows
+from mupax.train.studies.sweep.sweep import Stopped, Sweep
+from scripts.quality import page
+from scripts.quality.cells import CELLS, OUT, Arm, Cell, octaves, reference_of
+from scripts.quality.descent import Setting, descend, setting
+from scripts.quality.page import difference
+
+FIRST, FINAL, MOST = 2, 5, 12
+"""Seeds of a search's moves, of its last comparison and of every arm, and at most of an arm whose difference is not known yet."""
+KNOWN = 0.005
+"""Half-width of a difference that needs no more seeds, in nats."""
+
+
+class Measuring:
+    """Trains one cell's points.
+
+    Args:
+        cell: of `CELLS`.
+        stop: of the process.
+    """
+
+    def __init__(self, cell: Cell, stop: StopRequest) -> None:
+        self.cell = cell
+        self._sweep = Sweep(cell.folder, evaluated=False, stop=lambda: stop.received is not None)
+        self._losses: dict[tuple[str, int, Setting, int], float] = {}
+        self.seconds = 0.0
+
+    def losses(self, arm: Arm, size: int, settings: Sequence[Setting], seeds: int) -> np.ndarray:
+        """Final training losses [settings, seeds], inf where a point diverged."""
+        arm = self.cell.arms[0] if size == self.cell.sizes[0] else arm  # at the base all are one model
+        keys = [(arm.label, size, one, seed) for one in settings for seed in range(seeds)]
+        if todo := [key for key in dict.fromkeys(keys) if key not in self._losses]:
+            rows = self._sweep.run([self.cell.config(arm, size, dict(one), seed) for *_, one, seed in todo])
+            for key, row in zip(todo, rows, strict=True):
+                self._losses[key] = row.loss
+                self.seconds += row.seconds
+        return np.array([self._losses[key] for key in keys]).reshape(len(settings), seeds)
+
+    def searched(self, arm: Arm, size: int, start: Setting, constants: Sequence[str]) -> Setting:
+        """The best setting of an arm at a size."""
+        found = descend(lambda those, seeds: self.losses(arm, size, those, seeds), start, constants, FIRST, FINAL)
+        print(
+            f"  {self.cell.name} {arm.label}, {self.cell.axis} {size}: {octaves(dict(found)) or 'as the recipe'}",
+            flush=True,
+        )
+        return found
+
+
+def measure(cell: Cell, stop: StopRequest) -> None:
+    """Train a cell, and write its result.json after every size of an arm."""
+    work = Measuring(cell, stop)
+    base = work.searched(cell.arms[0], cell.sizes[0], (), cell.searched)
+    tuning = work.seconds
+    settings: dict[str, list[Setting]] = {arm.label: [base] for arm in cell.arms}
+    compared = [arm for arm in cell.arms if not arm.ablation]  # at all sizes, before any ablation
+    for arms, size in itertools.product((compared, [arm for arm in cell.arms if arm.ablation]), cell.sizes[1:]):
+        for arm in arms:
+            own = settings[arm.label]
+            own.append(work.searched(arm, size, _ahead(own), arm.tuned) if arm.tuned else base)
+            _write(work, settings, tuning)
+
+
+def without_curves(folder: Path) -> None:
+    """Rewrite a cell's rows without their curves, three quarters of the file, which nothing here reads.
+
+    Args:
+        folder: of the cell.
+    """
+    rows = Rows(folder)
+    if any(row.curve for row in rows.values()):
+        with tempfile.TemporaryDirectory(dir=folder) as name:
+            bare = Rows(Path(name))
+            for row in rows.values():
+                bare.add(dataclasses.replace(row, curve=()))
+            bare.path.replace(rows.path)
+
+
+def _ahead(own: Sequence[Setting]) -> Setting:
+    """Where the next size's search begins: as far on as the last one moved."""
+    if len(own) == 1:
+        return own[0]
+    last, before = dict(own[-1]), dict(own[-2])
+    return setting({name: 2 * last.get(name, 0) - before.get(name, 0) for name in last.keys() | before.keys()})
+
+
+def _write(work: Measuring, settings: dict[str, list[Setting]], tuning: float) -> None:
+    cell, arms = work.cell, []
+    for arm in cell.arms:
+        sizes = []
+        for size, own in zip(cell.sizes, settings[arm.label], strict=False):
+            seeds = FINAL
+            losses, against = _paired(work, arm, size, own, settings, seeds)
+            while against is not None and not arm.ablation and difference(against)[2] > KNOWN and seeds < MOST:
+                seeds += 1
+                losses, against = _paired(work, arm, size, own, settings, seeds)
+            sizes.append(
+                {
+                    "size": size,
+                    "octaves": octaves(dict(own)),
+                    "losses": [float(f"{loss:.6g}") if np.isfinite(loss) else None for loss in losses],
+                    "reference_minus_this": None if against is None else [float(f"{d:.4g}") for d in against],
+                }
+            )
+        arms.append(
+            {
+                "label": arm.label,
+                "tuned": list(arm.tuned),
+                "ablation": arm.ablation,
+                "reference": reference_of(cell, arm).label,
+                "sizes": sizes,
+            }
+        )
+    record = {
+        "cell": cell.name,
+        "axis": cell.axis,
+        "recipe": f"{cell.recipe} {cell.words}",
+        "searched": list(cell.searched),
+        "tuning_seconds": round(tuning, 1),
+        "train_seconds": round(work.seconds, 1),
+        "arms": arms,
+    }
+    (cell.folder / "result.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _paired(
+    work: Measuring, arm: Arm, size: int, own: Setting, settings: dict[str, list[Setting]], seeds: int
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Losses of an arm, and its reference's less these, seed by seed; None where one diverged or the reference has no such size."""
+    reference, at = reference_of(work.cell, arm), work.cell.sizes.index(size)
+    losses = work.losses(arm, size, [own], seeds)[0]
+    if arm is reference or at >= len(settings[reference.label]):
+        return losses, None
+    theirs = work.losses(reference, size, [settings[reference.label][at]], seeds)[0]
+    apart = theirs - losses
+    return losses, apart if np.isfinite(apart).all() else None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure the cells that are asked for, all unless named, and write the page; 0 when all are done."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.quality", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("cells", nargs="*", metavar="CELL", help=f"of {', '.join(CELLS)}; all unless given")
+    parser.add_argument("--render", action="store_true", help="train nothing: write the page from what is there")
+    parser.add_argument("--list", action="store_true", help="print the cells")
+    args = parser.parse_args(argv)
+    if unknown := [name for name in args.cells if name not in CELLS]:
+        parser.error(f"{unknown[0]} is not among {', '.join(CELLS)}")
+    if args.list:
+        for cell in CELLS.values():
+            print(
+                f"{cell.name}: {cell.axis} {', '.join(map(str, cell.sizes))}; {len(cell.arms)} arms; {cell.recipe} {cell.words}"
+            )
+        return 0
+    if not args.render:
+        with StopRequest() as stop:
+            stop.defer()
+            try:
+                for name in args.cells or CELLS:
+                    measure(CELLS[name], stop)
+                    without_curves(CELLS[name].folder)
+            except Stopped:
+                print("stopped; what was trained is saved, and the same command goes on")
+                return stop.exit_code
+    path = OUT.with_suffix(".md")
+    path.write_text(page.markdown(page.records()))
+    print(f"wrote {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,174 @@
+"""What is compared: a cell is one model growing along one axis at one horizon, an arm one way to set its numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from mupax.train.config import cli
+from mupax.train.config.preset import PresetConfig
+from mupax.train.config.run import Config
+from mupax.train.studies.transfer import study
+
+OUT = Path(__file__).resolve().parents[2] / "docs" / "quality"
+STEP = {"lr": 0.5}
+"""Octaves between neighbours of the search; of every other constant `OCTAVE`."""
+OCTAVE = 1.0
+LM = (
+    "--model.width 64 --model.num-heads 4 --model.depth 2 --model.seq-len 64 --data.batch-size 8 --optimizer.name adam "
+    "--optimizer.clip-norm None --optimizer.peak-lr 0.015625"
+)
+VIT = (
+    "--model.width 64 --model.num-heads 4 --model.depth 2 --data.batch-size 32 --optimizer.name adam --optimizer.peak-lr 0.00390625 "
+    "--optimizer.clip-norm None"
+)
+GAINS = ("norm_gain", "block.norm_gain")
+
+Setting = Mapping[str, int]
+"""Constant to its value in steps of `STEP` octaves from the recipe's; 0 where it is missing."""
+Constants = Callable[[float], Mapping[str, float]]
+"""Constants of the preset beside those of a setting, from the grown size over the base's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One way to set the numbers of every size.
+
+    Attributes:
+        label: for a person.
+        preset: its name.
+        tuned: constants searched anew at every size, from the size before on; none: the base's setting transfers.
+        constants: of the preset, from the grown size over the base's.
+        ablation: whether it is `mup` with one rule as `sp` has it, held against `mup` alone.
+    """
+
+    label: str
+    preset: str = "mup"
+    tuned: tuple[str, ...] = ()
+    constants: Constants = lambda m: {}
+    ablation: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One model, one axis, one horizon.
+
+    Attributes:
+        name: of its folder.
+        recipe: that is changed by `words`.
+        words: flags of a run.
+        axis: what grows.
+        sizes: of it; the first is the base.
+        searched: constants that are tuned at the base, once, for every arm.
+        arms: the first is the one that every other is held against, but ablations.
+    """
+
+    name: str
+    recipe: str
+    words: str
+    axis: str
+    sizes: tuple[int, ...]
+    searched: tuple[str, ...]
+    arms: tuple[Arm, ...]
+
+    @property
+    def folder(self) -> Path:
+        """Where its rows are."""
+        return OUT / self.name
+
+    def config(self, arm: Arm, size: int, setting: Setting, seed: int) -> Config:
+        """The run of one point.
+
+        Args:
+            arm: whose rules.
+            size: of the axis.
+            setting: the constants.
+            seed: of the initialization; all points see the same batches.
+        """
+        config = cli.parse(self.recipe, cli.recipe(self.recipe), self.words.split()).config
+        values = {name: 2.0 ** (STEP.get(name, OCTAVE) * n) for name, n in setting.items()}
+        factors = (
+            dict(arm.constants(size / self.sizes[0])) if size > self.sizes[0] else {}
+        )  # a rule is none at the base
+        rate = config.optimizer.peak_lr * values.pop("lr", 1.0)
+        for name, value in values.items():
+            factors[name] = factors.get(name, 1.0) * value
+        constants = tuple(f"{name}={value:.10g}" for name, value in sorted(factors.items()) if value != 1)
+        preset = PresetConfig(name=arm.preset, constants=constants)
+        planned = study.plan(config, self.axis, (self.sizes[0], max(size, 2 * self.sizes[0])), preset, arm.label)
+        grown = planned.configs[0 if size == self.sizes[0] else -1]
+        return dataclasses.replace(
+            grown,
+            seed=seed,
+            workdir=None,
+            data=dataclasses.replace(grown.data, seed=grown.data_seed),
+            optimizer=dataclasses.replace(grown.optimizer, peak_lr=rate),
+        )
+
+
+def _each(groups: tuple[str, ...], value: Callable[[float], float]) -> Constants:
+    return lambda m: {f"rates.{group}": value(m) for group in groups}
+
+
+WIDTH_ARMS = (
+    Arm(
+        "mup, readout std and embedding rate m^-1/2",
+        constants=lambda m: {"readout_width": -0.5, "embedding_width": -0.5},
+    ),
+    Arm("mup, readout std m^-1/2", constants=lambda m: {"readout_width": -0.5}),
+    Arm("mup"),
+    Arm("sp, rate and readout's rate tuned anew", "sp", ("lr", "rates.readout")),
+    Arm("embedding's rate as sp has it", "mup", ("lr",), _each(("token_embedding",), lambda m: 1 / m), ablation=True),
+    Arm("gains' rates as sp has them", "mup", ("lr",), _each(GAINS, lambda m: 1 / m), ablation=True),
+    Arm("readout's std as sp has it", "mup", ("lr",), lambda m: {"readout_width": -0.5}, ablation=True),
+    Arm("attention's logits as sp has them", "mup", ("lr",), lambda m: {"c_a": m**0.5}, ablation=True),
+)
+HEADS_ARMS = WIDTH_ARMS[:-1]
+"""As many heads more, logits scale alike under both."""
+DEPTH_ARMS = (
+    Arm("depth-mup", "depth-mup", constants=lambda m: {"alpha_l": 1.0}),
+    Arm("sp, rate and readout's rate tuned anew", "sp", ("lr", "rates.readout")),
+)
+SEARCHED = ("lr", "rates.readout", "rates.token_embedding", "stds.readout")
+VIT_SEARCHED = ("lr", "rates.readout", "rates.patch_embedding", "stds.readout")
+WIDE, MORE, DEEP = (16, 32, 64, 128), (4, 8, 16, 32), (2, 4, 8, 16)
+
+
+def _horizon(words: str, steps: int) -> str:
+    """The run at so many steps: a fifth of it warms up, as in the transfer studies."""
+    return f"{words} --steps {steps} --optimizer.warmup-steps {steps // 5}"
+
+
+def _cells() -> dict[str, Cell]:
+    made: list[Cell] = []
+    for steps in (100, 800):
+        words = _horizon(LM, steps)
+        made += [
+            Cell(f"head_dim-{steps}", "lm-tiny", words, "head_dim", WIDE, SEARCHED, WIDTH_ARMS),
+            Cell(f"heads-{steps}", "lm-tiny", words, "heads", MORE, SEARCHED, HEADS_ARMS),
+            Cell(f"depth-{steps}", "lm-tiny", words, "depth", DEEP, SEARCHED, DEPTH_ARMS),
+        ]
+    for steps in (100, 800):
+        words = _horizon(VIT, steps)
+        made.append(Cell(f"vit-{steps}", "vit-endless", words, "head_dim", WIDE, VIT_SEARCHED, WIDTH_ARMS[:4]))
+    return {cell.name: cell for cell in made}
+
+
+CELLS = _cells()
+
+
+def reference_of(cell: Cell, arm: Arm) -> Arm:
+    """What an arm is held against: `mup` where it restores one of its rules, else the cell's first arm."""
+    return next(one for one in cell.arms if one.label == "mup") if arm.ablation else cell.arms[0]
+
+
+def octaves(setting: Setting) -> dict[str, float]:
+    """The setting as log2 of its factors; what is not searched is left out."""
+    return {name: STEP.get(name, OCTAVE) * n for name, n in setting.items() if n}
+
+
+def rate(config: Config) -> float:
+    """log2 of a point's peak learning rate."""
+    return math.log2(config.optimizer.peak_lr)

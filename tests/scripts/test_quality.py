@@ -1,0 +1,121 @@
+"""The search for settings and the page of what a tuned preset is worth; the runs themselves are a command."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mupax.train.studies.sweep.rows import Row, Rows
+from scripts.quality import cells, page
+from scripts.quality.__main__ import without_curves
+from scripts.quality.cells import CELLS
+from scripts.quality.descent import Setting, descend, neighbours, setting
+
+pytestmark = pytest.mark.core
+
+
+def bowl(lr: float, readout: float, noise: float = 0.0):
+    """Losses with their minimum there, correlated as a rate and a multiplier are; and the points that were asked for."""
+    asked: set[tuple[Setting, int]] = set()
+    rng = np.random.default_rng(0)
+
+    def losses(settings: Sequence[Setting], seeds: int) -> np.ndarray:
+        asked.update((one, seed) for one in settings for seed in range(seeds))
+        at = np.array([[dict(one).get("lr", 0) - lr, dict(one).get("readout", 0) - readout] for one in settings])
+        return ((at**2).sum(1) + 0.5 * at[:, 0] * at[:, 1])[:, None] + noise * rng.standard_normal(
+            (len(settings), seeds)
+        )
+
+    return losses, asked
+
+
+@pytest.mark.parametrize("where", [(0, 0), (3, -2), (-4, 5)])
+def test_the_search_ends_at_the_least_of_its_neighbours(where: tuple[int, int]):
+    losses, asked = bowl(*where)
+    best = descend(losses, (), ("lr", "readout"), seeds=2, final=4)
+    assert best == setting({"lr": where[0], "readout": where[1]})
+    everywhere = {one for one, _ in asked}
+    assert {one for one, seed in asked if seed == 3} <= everywhere  # only the last comparison took all seeds
+    assert len([one for one, seed in asked if seed == 3]) <= 5 < len(everywhere) + (where == (0, 0))
+
+
+def test_a_loss_that_falls_forever_is_said():
+    with pytest.raises(ValueError, match="no minimum within"):
+        descend(lambda those, seeds: np.array([[-dict(one).get("lr", 0)] * seeds for one in those]), (), ("lr",), 1, 1)
+
+
+def test_noise_ends_the_search_too():
+    losses, _ = bowl(1, 1, noise=3.0)
+    descend(losses, (), ("lr", "readout"), seeds=2, final=4)
+
+
+def test_neighbours_move_one_constant_each():
+    assert neighbours((("lr", 1),), ("lr", "x"))[0] == (("lr", 1),)
+    assert {(), (("lr", 2),), (("lr", 1), ("x", 1)), (("lr", 1), ("x", -1))} == set(
+        neighbours((("lr", 1),), ("lr", "x"))[1:]
+    )
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_at_the_base_all_arms_are_one_model_and_larger_ones_keep_it_as_their_base(name: str):
+    cell = CELLS[name]
+    for arm in cell.arms:
+        first, last = (
+            cell.config(arm, size, {"lr": 1, "rates.readout": 2}, seed=3) for size in (cell.sizes[0], cell.sizes[-1])
+        )
+        assert first.preset.base == last.preset.base
+        assert "rates.readout=4" in last.preset.constants
+        assert last.seed == 3
+        assert cells.rate(last) == cells.rate(first)
+
+
+def test_rows_are_kept_without_their_curves(tmp_path: Path):
+    row = Row("key", "", 2.5, None, None, (3.0, 2.5), 100, 0.5, "in turn")
+    Rows(tmp_path).add(row)
+    without_curves(tmp_path)
+    assert Rows(tmp_path) == {"key": dataclasses.replace(row, curve=())}
+    assert [path.name for path in tmp_path.iterdir()] == ["points.jsonl"]
+
+
+def test_a_difference_has_its_interval():
+    mean, error, half = page.difference([0.1, 0.3])
+    assert mean == pytest.approx(0.2)
+    assert half == pytest.approx(12.706 * error, rel=1e-4)
+
+
+def record(apart: list[float]) -> dict:
+    base = {"size": 16, "octaves": {"lr": 0.5}, "losses": [2.0, 2.0], "reference_minus_this": None}
+    grown = {"size": 32, "octaves": {"lr": 0.5}, "losses": [1.9, 1.9], "reference_minus_this": None}
+    arms = [
+        {"label": "mup", "tuned": [], "ablation": False, "reference": "mup", "sizes": [base, grown]},
+        {
+            "label": "sp",
+            "tuned": ["lr"],
+            "ablation": False,
+            "reference": "mup",
+            "sizes": [base, {**grown, "reference_minus_this": apart}],
+        },
+    ]
+    return {
+        "cell": "c", "axis": "head_dim", "recipe": "lm-tiny", "searched": ["lr"], "tuning_seconds": 60, "train_seconds": 60, "arms": arms,
+    }  # fmt: skip
+
+
+def test_the_page_says_not_worse_only_where_the_interval_ends_below_the_goal():
+    assert "not worse at any size" in page.markdown([record([-0.010, -0.011, -0.012])])
+    said = page.markdown([record([0.010, 0.011, 0.012])])
+    assert "worse, or not known not to be, at 32 (+0.013)" in said
+    assert "not worse at" not in said
+    assert "not known not to be, at 32" in page.markdown([record([-0.100, 0.1, -0.012])])
+
+
+def test_the_committed_page_is_what_its_records_say():
+    found = page.records()
+    assert found
+    assert page.markdown(found) == cells.OUT.with_suffix(".md").read_text()
+    for one in found:
+        assert (cells.OUT / one["cell"] / "points.jsonl").exists()
