@@ -10,12 +10,12 @@ from mupax.train.studies.check import check
 from scripts import mutation_report, mutations
 from scripts.mutants import COLUMNS, Mutant
 from scripts.mutation_report import smallest
-from scripts.mutation_suite import SEEDS, STUDIES, Outcome, Suite
+from scripts.mutation_suite import STUDIES, Outcome, Suite
 from tests.train.studies.check.optimized import optimized
 
 DECODER_EPS = STUDIES[2]
 QUERY_KEY = ("block.query", "block.key")
-SIZES, EPS_SEEDS = 3, 8
+SIZES, SEEDS, EPS_SEEDS = 3, 3, 8
 """The committed page has four sizes; with three, a ViT's eps needs more seeds to be told from the right one."""
 
 
@@ -24,7 +24,7 @@ def suite(index: int) -> Suite:
     """Each study compiles once, and its control holds: the right rule passes."""
     made = Suite(STUDIES[index], SIZES)
     optimized(made.series)
-    assert check.passes(made.right())
+    assert check.passes(made.right(SEEDS))
     return made
 
 
@@ -46,7 +46,7 @@ def goal(group: str) -> float:
      "block.norm_gain", "norm_gain", "readout"],
 )  # fmt: skip
 def test_one_mutant_per_role_and_column_is_caught(group, column):
-    outcome = suite(0).run(Mutant(group, column, goal(group)))
+    outcome = suite(0).run(Mutant(group, column, goal(group)), SEEDS)
     assert outcome.by is not None
     # So small an eps changes nothing but its own line.
     assert outcome.trains_alike == (column == "eps")
@@ -82,7 +82,7 @@ def test_a_tied_readout_has_a_multiplier_and_no_other_column_to_get_wrong():
 
 @pytest.mark.parametrize("group", ["block.key", "block.mlp_out", "readout"])
 def test_a_wrong_eps_is_a_wrong_rate_where_eps_is_above_the_gradients(group):
-    outcome = suite(2).run(Mutant(group, "eps", goal(group)))
+    outcome = suite(2).run(Mutant(group, "eps", goal(group)), SEEDS)
     assert not outcome.trains_alike
     assert outcome.by is not None
     assert outcome.by.startswith(("movement", "update", "change"))
