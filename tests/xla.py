@@ -11,8 +11,11 @@ QUICKLY = (
     f"{LEVEL}=0",
     *(["--xla_cpu_use_fusion_emitters=false"] if _OLDER_EMITTER else []),
     "--xla_cpu_parallel_codegen_split_count=1",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_llvm_force_inline_before_split=false",
+    "--xla_disable_hlo_passes=cpu-parallel-task-assigner",
 )
 """Hundreds of small programs that run for milliseconds: compiled without LLVM's optimizations, by XLA's older and simpler emitter
-of fusions, and in one piece each, they take a third of the processor time. `make core` has XLA as users have it."""
+of fusions, in one piece and for one thread each, they take a third of the processor time. `make core` has XLA as users have it."""
 FUSIONS_OF_USERS = {"xla_cpu_use_fusion_emitters": True} if _OLDER_EMITTER else {}
 """Options of one compilation: the older emitter rounds as the fusions of each program happen to fall."""
