@@ -1,23 +1,25 @@
 """Tokenizing and packing: documents to one flat file of token ids per side of the split, in resumable steps.
 
     FOLDER/train.bin, eval.bin   ids of all documents in order, each document ended by the separator
-    FOLDER/train.json, eval.json how far that side is; replaced as a whole after every step
+    FOLDER/train.jsonl, ...      how far that side is: a line after every step
     FOLDER/manifest.json         written last: counts and digests of both sides
 
-A killed pass goes on at the last step: the file is cut back to what the progress file vouches for.
+A killed pass goes on at the last step: the file is cut back to what the lines vouch for.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, BinaryIO, NamedTuple, TypeGuard
 
 import numpy as np
 
+from mupax import disk
 from mupax.train.data import cache
 from mupax.train.data.interface import DataError
 from mupax.train.data.text.tokenizer import Tokenizer
@@ -29,6 +31,8 @@ _CHECKED_BYTES = 1 << 26
 _NOTE_SECONDS = 10.0
 _DTYPES = {"<u1": 8, "<u2": 16, "<u4": 32}
 _NOTHING = {"dtype": "", "documents": 0, "tokens": 0, "text_bytes": 0, "steps": [], "digest": ""}
+_STEP = {"documents": 0, "tokens": 0, "text_bytes": 0, "digest": "", "step": 0}
+"""A line of progress: what is done with this step, and the ids of the step."""
 
 
 Documents = Mapping[str, Any]
@@ -88,17 +92,15 @@ def _pack(documents: Documents, tokenizer: Tokenizer, folder: Path, note: cache.
     manifest = {"format": _FORMAT, "tokenizer": tokenizer.key, "vocab_size": tokenizer.vocab_size, "sides": sides}
     cache.write_json(folder / "manifest.json", manifest)
     for side in SIDES:
-        (folder / f"{side}.json").unlink(missing_ok=True)
+        (folder / f"{side}.jsonl").unlink(missing_ok=True)
 
 
 def _pack_side(documents: Any, side: str, tokenizer: Tokenizer, folder: Path, note: cache.Note) -> dict[str, Any]:
     dtype = next(dtype for dtype, bits in _DTYPES.items() if tokenizer.vocab_size <= 1 << bits)
-    path, state, itemsize = folder / f"{side}.bin", folder / f"{side}.json", np.dtype(dtype).itemsize
-    done = cache.read_json(state)
+    path, itemsize = folder / f"{side}.bin", np.dtype(dtype).itemsize
     noted = time.monotonic()
-    with path.open("ab") as file:
-        if not _whole(done) or done["dtype"] != dtype or file.tell() < done["tokens"] * itemsize:
-            done = {**_NOTHING, "dtype": dtype}
+    with path.open("ab") as file, path.with_suffix(".jsonl").open("a+b") as lines:
+        done = {**_resumed(lines, file.tell() // itemsize), "dtype": dtype}
         file.truncate(done["tokens"] * itemsize)
         while done["documents"] < len(documents):
             texts, ends, first = [], [], done["documents"]
@@ -110,31 +112,54 @@ def _pack_side(documents: Any, side: str, tokenizer: Tokenizer, folder: Path, no
             separator = np.array([tokenizer.separator])
             encoded = zip(tokenizer.encode(texts), ends, strict=True)
             block = np.concatenate([part for ids, end in encoded for part in (ids, separator[:end])]).astype(dtype)
-            file.write(block.tobytes())
-            file.flush()
-            os.fsync(file.fileno())
-            done = {
-                "dtype": dtype,
+            _write(file, block.tobytes())
+            step = {
                 "documents": first,
                 "tokens": done["tokens"] + len(block),
                 "text_bytes": done["text_bytes"] + sum(map(len, texts)) + sum(ends),
-                "steps": [*done["steps"], len(block)],
                 "digest": _next_digest(done["digest"], block),
             }
-            cache.write_json(state, done)
+            _write(lines, f"{json.dumps({**step, 'step': len(block)})}\n".encode())
+            done.update(step)
+            done["steps"].append(len(block))
             if time.monotonic() - noted > _NOTE_SECONDS:
                 noted = time.monotonic()
                 note(f"tokenizing {side}: {first:,} of {len(documents):,} documents, {done['tokens']:,} tokens")
     return done
 
 
+def _write(file: BinaryIO, content: bytes) -> None:
+    file.write(content)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _resumed(lines: BinaryIO, tokens: int) -> dict[str, Any]:
+    """What the whole lines vouch for, as far as the file has their tokens; the others are cut off."""
+    done, end = {**_NOTHING, "steps": []}, 0
+    lines.seek(0)
+    for line in lines:
+        try:
+            step = disk.json_object(line, "a line")
+        except disk.JsonError:
+            break
+        whole = line.endswith(b"\n") and _kinds(step) == _kinds(_STEP)
+        if not (whole and done["tokens"] + step["step"] == step["tokens"] <= tokens):
+            break
+        done["steps"].append(step.pop("step"))
+        done.update(step)
+        end += len(line)
+    lines.truncate(end)
+    return done
+
+
 def _whole(state: Any) -> TypeGuard[dict[str, Any]]:
     """Whether this is a side's progress with every field in its place."""
-    return (
-        isinstance(state, dict)
-        and {k: type(v) for k, v in state.items()} == {k: type(v) for k, v in _NOTHING.items()}
-        and state["dtype"] in _DTYPES
-    )
+    return isinstance(state, dict) and _kinds(state) == _kinds(_NOTHING) and state["dtype"] in _DTYPES
+
+
+def _kinds(fields: dict[str, Any]) -> dict[str, type]:
+    return {name: type(value) for name, value in fields.items()}
 
 
 def _next_digest(previous: str, block: np.ndarray) -> str:

@@ -122,15 +122,51 @@ def test_damaged_text_is_prepared_again(damage, small_steps: Path) -> None:
     assert any("preparing it again" in note for note in notes)
 
 
-def test_damaged_progress_starts_over(small_steps: Path) -> None:
+@pytest.mark.parametrize("damage", ["{", '{"documents": 1}', "", "tokens"])
+@pytest.mark.parametrize("at", [0, 2])
+def test_damaged_progress_counts_up_to_the_damage(at: int, damage: str, small_steps: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         prepare(Documents(TEXTS, 15))
-    state = small_steps / "packed" / "k-bytes" / "train.json"
-    assert json.loads(state.read_text())["documents"] > 0
-    state.write_text("{")
+    progress = small_steps / "packed" / "k-bytes" / "train.jsonl"
+    lines = progress.read_text().splitlines(keepends=True)
+    assert len(lines) > 3
+    more = json.dumps({**json.loads(lines[at]), "tokens": 1}) if damage == "tokens" else damage
+    progress.write_text("".join([*lines[:at], more, "\n", *lines[at + 1 :]]))
     second = Documents(TEXTS)
     assert prepare(second)["train"].tokens.tobytes() == whole(TEXTS)
-    assert second.read == list(range(len(TEXTS)))
+    assert second.read == list(range(json.loads(lines[at - 1])["documents"] if at else 0, len(TEXTS)))
+
+
+def test_a_line_whose_tokens_are_gone_is_done_again(small_steps: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        prepare(Documents(TEXTS, 15))
+    folder = small_steps / "packed" / "k-bytes"
+    first, second, *_ = map(json.loads, (folder / "train.jsonl").read_text().splitlines())
+    os.truncate(folder / "train.bin", second["tokens"] - 1)
+    again = Documents(TEXTS)
+    assert prepare(again)["train"].tokens.tobytes() == whole(TEXTS)
+    assert again.read[0] == first["documents"]
+
+
+def test_progress_costs_as_many_bytes_for_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written whole after every step, as it was once, it grew with the square of the text."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+    def written(steps: int) -> int:
+        before = _bytes_written()
+        prepare(Documents([b"x" * 40] * steps), key=f"steps{steps}")
+        return _bytes_written() - before
+
+    few, many = written(100), written(800)
+    assert many < 9 * few  # 22 times as many when it was quadratic
+
+
+def _bytes_written() -> int:
+    """Of this process, to files of any kind."""
+    text = Path("/proc/self/io")
+    if not text.exists():
+        pytest.skip("the system does not count them")
+    return int(text.read_text().split("wchar:")[1].split()[0])
 
 
 def test_one_prepares_and_the_others_wait() -> None:
