@@ -6,7 +6,7 @@ import contextlib
 import queue
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -116,9 +116,10 @@ class TensorBoard:
     name = "TensorBoard"
 
     def __init__(self, logdir: Path, resume_step: int | None) -> None:
-        from tensorboardX import summary
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto import event_pb2
+        with _hidden("torch", "boto3", "google.cloud.storage"):  # seconds of imports, for tensors and buckets
+            from tensorboardX import summary
+            from tensorboardX.event_file_writer import EventsWriter
+            from tensorboardX.proto import event_pb2
 
         logdir.mkdir(parents=True, exist_ok=True)
         pb: Any = event_pb2  # its messages are made when it is imported
@@ -180,6 +181,18 @@ class Wandb:
 
     def close(self) -> None:
         self._run.finish()
+
+
+@contextlib.contextmanager
+def _hidden(*modules: str) -> Iterator[None]:
+    """What is imported inside finds no such modules, unless they are loaded already."""
+    hidden = [name for name in modules if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # pyright: ignore[reportCallIssue, reportArgumentType]
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
 
 
 def _scalars(row: Mapping[str, Any]) -> dict[str, float]:

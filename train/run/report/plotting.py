@@ -92,8 +92,6 @@ def margin_labels(axes: Axes, labels: Sequence[tuple[float, str, str]], gap: flo
         labels: y, text and colour of each. One that the axis cannot show (0 on a log axis) is left out.
         gap: least distance of two names, as a fraction of the panel's height.
     """
-    from scipy.optimize import isotonic_regression
-
     placed = []
     for value, text, color in sorted(labels):
         height = axes.transAxes.inverted().transform(axes.transData.transform((1, value)))[1]
@@ -101,9 +99,12 @@ def margin_labels(axes: Axes, labels: Sequence[tuple[float, str, str]], gap: flo
             placed.append((float(height), text, color))
     if not placed:
         return
-    ranks = np.arange(len(placed))
-    # Nearest heights (least squares) that keep the gaps.
-    heights = isotonic_regression([height for height, _, _ in placed] - ranks * gap).x + ranks * gap
+    # Nearest heights (least squares) that keep the gaps: isotonic regression by its min-max formula, without scipy's half second.
+    low, count = [height - rank * gap for rank, (height, _, _) in enumerate(placed)], len(placed)
+    heights = [
+        rank * gap + max(min(np.mean(low[i:j]) for j in range(rank + 1, count + 1)) for i in range(rank + 1))
+        for rank in range(count)
+    ]
     for (height, text, color), room in zip(placed, heights, strict=True):
         axes.annotate(
             text,
