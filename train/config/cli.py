@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -37,6 +38,8 @@ class Command:
     """Print the resolved config as JSON and stop."""
     restart: Annotated[int, conf.arg(metavar="N")] = 0
     """Train in a child process and start it again after a crash, from its newest good checkpoint, at most so many times."""
+    compilation_cache: Annotated[str | None, conf.arg(metavar="DIR|none")] = None
+    """Where compiled programs are kept for the next start (or MUPAX_COMPILATION_CACHE); the user cache folder unless given."""
 
     def __post_init__(self) -> None:
         at_least("", self, 0, "restart")
@@ -133,6 +136,9 @@ def parse(name: str, recipe: Callable[[], Config], argv: Sequence[str], more_fla
         command = dataclasses.replace(command, config=tuned.with_run_base(command.config, recipe(), preset))
     _check_read(command.config, argv)
     preset_of(command.config)
+    if command.compilation_cache is not None:
+        # Of the process and its children, not of a run: no config records it.
+        os.environ["MUPAX_COMPILATION_CACHE"] = command.compilation_cache
     if preset:
         from mupax.train.config import tuned
 

@@ -20,7 +20,8 @@ from mupax.train.core import nonfinite, optimizer
 from mupax.train.core.compile import compile_eval_step, trace_train_step
 from mupax.train.core.factors import Numbers, check_run, init_stds, resolve
 from mupax.train.core.state import Initializer, StepInputs, TrainState, abstract_state
-from mupax.train.parallel import hardware
+from mupax.train.data import cache
+from mupax.train.parallel import compilation_cache, hardware
 from mupax.train.parallel.mesh import make_mesh
 from mupax.train.parallel.sharding import Feed, MeshLayout, abstract_batch
 from mupax.zoo.definition import Definition, definition
@@ -146,6 +147,7 @@ def assemble(config: Config, devices: Sequence[Any] | None = None, *, swept: boo
     Raises:
         ConfigError, PresetError, MeshError: what does not fit, and what to write instead.
     """
+    compilation_cache.use(cache.root)
     preset = preset_of(config)
     layout = MeshLayout(make_mesh(config.mesh, devices, swept=swept), parse_rules(config.mesh.rules))
     layout.check_batch(config.data.batch_size, config.accumulation_steps)

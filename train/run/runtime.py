@@ -145,9 +145,11 @@ def runtime(config: Config) -> Iterator[Runtime]:
     with lasting(), StopRequest() as stop, _joined(others, config) as processes:
         stop.join(processes)
         if processes.count > 1:
-            from mupax.train.parallel import agreement
+            from mupax.train.data import cache
+            from mupax.train.parallel import agreement, compilation_cache
 
             agreement.check(config, processes)
+            compilation_cache.use(cache.root, processes)
         folder, resumed = workdir.claim(config, processes)
         with (
             workdir.locked(folder, processes),
