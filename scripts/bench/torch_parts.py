@@ -24,6 +24,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from mupax.train.core import nonfinite
 from mupax.train.core.loss import of_logits
 from mupax.train.core.program import Program, assemble
 from mupax.train.core.state import TrainState
@@ -148,7 +149,7 @@ def ends(program: Program) -> Part:
 
 
 def update(program: Program) -> Part:
-    """AdamW on all parameters; ours with the global norm of the gradients."""
+    """AdamW on all parameters; ours with the global norm of the gradients, and only where it is finite."""
     import torch
 
     from scripts.bench import torch_models
@@ -156,10 +157,14 @@ def update(program: Program) -> Part:
     run, state, opt = program.step_inputs(), program.initial_state(), program.config.optimizer
 
     def updated(state: TrainState, grads: Any, run: StepInputs) -> Any:
-        hyper = run.hyper.at(state.step)
-        updates, opt_state = program.tx.update(grads, state.opt_state, state.params, factors=run.factors, hyper=hyper)
-        params: Any = optax.apply_updates(state.params, updates)
-        return state._replace(step=state.step + 1, params=params, opt_state=opt_state), optax.tree.norm(grads)
+        hyper, norm = run.hyper.at(state.step), jnp.sqrt(jnp.sum(nonfinite.squares(grads, program.definition.specs)))
+
+        def moved(params: Any, opt_state: Any) -> tuple[Any, Any]:
+            updates, opt_state = program.tx.update(grads, opt_state, params, factors=run.factors, hyper=hyper)
+            return optax.apply_updates(params, updates), opt_state
+
+        params, opt_state = nonfinite.applied(jnp.isfinite(norm), moved, (state.params, state.opt_state))
+        return state._replace(step=state.step + 1, params=params, opt_state=opt_state), norm
 
     grads = jax.tree.map(lambda p: jnp.full_like(p, 1e-3), state.params)
     compiled = jax.jit(updated, donate_argnums=0).lower(state, grads, run).compile()

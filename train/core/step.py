@@ -103,15 +103,22 @@ def make_train_step(
     def step(state: TrainState, run: StepInputs, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         with partition.using(layout):
             grads, sums = gradients(definition, state.params, run, batch, accumulation_steps)
-        hyper, trained = run.hyper.at(state.step), {name: state.params[name] for name in grads}
-        updates, opt_state = tx.update(grads, state.opt_state, trained, factors=run.factors, hyper=hyper)
-        params: Any = {**state.params, **optax.apply_updates(trained, updates)}  # pyright: ignore[reportGeneralTypeIssues]
-        average = None if state.ema is None else averaged(state.ema, params, run.ema_decay, state.step)
         squares = nonfinite.squares(grads, definition.specs)
         loss, grad_norm = sums.loss / sums.weight, jnp.sqrt(jnp.sum(squares))
         keep, spike, health = nonfinite.judge(state.health, run.limits, loss, grad_norm)
-        before, after = (state.params, state.opt_state, state.ema), (params, opt_state, average)
-        params, opt_state, average = jax.tree.map(lambda a, b: jnp.where(keep, a, b), after, before)
+        hyper = run.hyper.at(state.step)
+
+        def update(trained: Arrays, opt_state: Any, average: Arrays | None) -> tuple[Arrays, Any, Arrays | None]:
+            updates, opt_state = tx.update(grads, opt_state, trained, factors=run.factors, hyper=hyper)
+            moved: Any = optax.apply_updates(trained, updates)  # pyright: ignore[reportArgumentType]
+            if average is not None:
+                average = averaged(average, {**state.params, **moved}, run.ema_decay, state.step)
+            return moved, opt_state, average
+
+        before = {name: state.params[name] for name in grads}, state.opt_state, state.ema
+        with partition.using(layout):
+            trained, opt_state, average = nonfinite.applied(keep, update, before)
+        params = {**state.params, **trained}
         flags = [1 - keep.astype(jnp.int32), spike.astype(jnp.int32), health.in_a_row]
         metrics = {"loss": loss, "accuracy": sums.correct / sums.weight, "grad_norm": grad_norm, "weight": sums.weight}
         metrics |= {"lr": hyper.peak_lr * hyper.schedule, "verdict": jnp.stack(flags), "squares": squares}

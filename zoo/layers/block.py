@@ -228,6 +228,9 @@ def residual_stack(block: nnx.Module, h_BTD: jax.Array, depth: int, compute: Com
         layer = jax.checkpoint(layer, policy=policy, prevent_cse=not scan)
     if scan:
         return jax.lax.scan(layer, h_BTD, stacked)[0]
-    for index in range(depth):
-        h_BTD, _ = layer(h_BTD, jax.tree.map(lambda array, i=index: array[i], stacked))
+    # Split at once, so that gradients are written side by side at once: of a slice each, every one is added into a whole stack.
+    leaves, structure = jax.tree.flatten(stacked)
+    each = [jax.lax.split(jnp.asarray(leaf), [1] * depth) for leaf in leaves]
+    for slices in zip(*each, strict=True):
+        h_BTD, _ = layer(h_BTD, jax.tree.unflatten(structure, [jnp.squeeze(array, 0) for array in slices]))
     return h_BTD

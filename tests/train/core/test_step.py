@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mupax import presets
-from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
+from mupax.train.config.run import Config, DataConfig, EmaConfig, MeshConfig, OptimizerConfig, PresetConfig
+from mupax.train.core import nonfinite
 from mupax.train.core import step as steps
 from mupax.train.core.factors import resolve
 from mupax.train.core.program import Program, assemble
 from mupax.train.core.step import StepInputs
 from mupax.zoo.configs import ComputeConfig, DecoderConfig, ViTConfig
+from tests.xla import FUSIONS_OF_USERS
 
 DECODER = DecoderConfig(
     width=22, depth=2, num_heads=6, num_kv_heads=2, head_dim=4, mlp_ratio=1.5, vocab_size=17, seq_len=7, qk_norm=True
@@ -221,6 +225,39 @@ def test_the_state_is_given_away() -> None:
     state = copied(before)
     compiled()(state, made.step_inputs(), batch_of())
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.params, state.opt_state)))
+
+
+# Where the state lies
+
+
+def chosen(keep: jax.Array, update: Any, before: tuple) -> tuple:
+    """`nonfinite.applied` as accelerators have it: every number of the state is chosen by itself."""
+    return jax.tree.map(lambda new, old: jnp.where(keep, new, old), update(*before), before)
+
+
+def test_a_step_moves_the_state_where_it_lies_and_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = dataclasses.replace(DECODER, depth=1, num_kv_heads=None, bias=False, qk_norm=False, activation="relu")
+    config = dataclasses.replace(CONFIG, model=bare, ema=EmaConfig(decay=0.9), freeze=("norm.*",))
+    made, good = program(config), batch_of()
+    batches, found = [good, {**good, "weights": 0 * good["weights"]}, batch_of(seed=1)], []
+    shapes = {f"f32[{','.join(map(str, leaf.shape))}]" for leaf in made.abstract.params.values() if leaf.ndim > 1}
+    for way in (nonfinite.applied, chosen):
+        monkeypatch.setattr(nonfinite, "applied", way)
+        train = made.trace_train().lower().compile(compiler_options={**FUSIONS_OF_USERS})
+        copies = sum(shape in shapes for shape in re.findall(r"= (\w+\[[\d,]*\])\S* copy\(", train.as_text()))
+        states, told = [made.initial_state()], []
+        for batch in batches:
+            state, metrics = train(copied(states[-1]), made.step_inputs(), batch)
+            states, told = [*states, state], [*told, metrics]
+        found.append((copies, jax.device_get((states, told))))
+    (copies, (states, told)), (more, other) = found
+    assert copies == 0 < more
+    assert [int(metrics["verdict"][0]) for metrics in told] == [0, 1, 0]
+    chex.assert_trees_all_equal((states, told), other)
+    first, _, after, last = (state._replace(step=0, health=()) for state in states)
+    chex.assert_trees_all_equal(after, states[1]._replace(step=0, health=()))
+    assert np.abs(last.ema["token"] - first.ema["token"]).max() > 1e-3
+    np.testing.assert_array_equal(last.params["norm.gain"], first.params["norm.gain"])
 
 
 # Centred outputs
