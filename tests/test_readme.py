@@ -23,6 +23,7 @@ import pytest
 from PIL import Image
 
 from mupax import __main__ as mupax
+from mupax.train.data import __main__ as data_command
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
@@ -104,6 +105,8 @@ def run(line: str) -> int:
     if words[0] == "sky":
         told = dict(word.split("=", 1) for word in words if "=" in word)
         words = ["mupax", "train", *shlex.split(told["TRAIN"]), "--print-config"]
+    if words[:3] == ["python", "-m", "mupax.train.data"]:
+        return data_command.main(words[3:])
     if words[:2] == ["python", "-m"]:
         words = ["mupax", *words[2:]]
     assert words[0] == "mupax", f"the documents say {line!r}, and nothing here knows how to check it"

@@ -1,4 +1,4 @@
-"""Prepares data sets before a run: `python -m mupax.train.data prepare NAME [--data-dir DIR]`.
+"""Prepares data sets before a run, and shows text with noise: `python -m mupax.train.data prepare | show NAME`.
 
 The embedded ones prepare themselves when a run asks for them; large ones are better prepared once, by hand.
 """
@@ -17,12 +17,13 @@ from tyro import conf
 
 from mupax import command_line, terminal
 from mupax.train.data import DataError
+from mupax.train.data.show import Show
 
 
 @terminal.entry_point
 def main(argv: list[str]) -> int:
     """The exit code of a command line: 0 done, 1 it could not be prepared, 2 bad input."""
-    return command_line.run("python -m mupax.train.data", {"prepare": Prepare}, argv)
+    return command_line.run("python -m mupax.train.data", {"prepare": Prepare, "show": Show}, argv)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -52,7 +52,7 @@ class Reference:
 
     name: str
     value: float
-    unit: Literal["nats/byte", "accuracy"]
+    unit: Literal["nats/byte", "nats/target", "accuracy"]
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -63,6 +63,7 @@ class Data(abc.ABC):
 
     * tokens: `inputs` int32 [B, T], `targets` int32 [B, T] (the next token), `weights` float32 [B, T].
     * images: `inputs` float32 [B, H, W, C] in [-1, 1], `targets` int32 [B], `weights` float32 [B].
+    * text with noise, for encoder and decoder: `mupax.train.data.text.denoising.Denoising`.
     """
 
     kind: ClassVar[Literal["tokens", "images"]]

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-ORDER, WINDOWS, AUGMENTATION, EVALUATION = range(4)
+ORDER, WINDOWS, AUGMENTATION, EVALUATION, NOISE = range(5)
 """Purposes of random numbers; each draws from a stream of its own."""
 
 

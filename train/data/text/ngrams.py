@@ -1,14 +1,15 @@
-"""Count models of bytes, the reference for a byte-level language model: what local statistics alone reach.
+"""Count models of bytes or of a few thousand tokens, the reference for a language model: what local statistics alone reach.
 
 Interpolated Witten-Bell smoothing (Witten and Bell 1991; Chen and Goodman 1998, section 2.5). With c(h) the count of
 a context h, t(h) the number of different bytes seen after it, and h' the context without its first byte:
 
-    p(w | h) = (c(hw) + t(h) p(w | h')) / (c(h) + t(h)),      p(w | nothing) interpolated with 1/256.
+    p(w | h) = (c(hw) + t(h) p(w | h')) / (c(h) + t(h)),      p(w | nothing) interpolated with 1/256, or 1/V of V tokens.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -41,29 +42,33 @@ def references(train: np.ndarray, eval_: np.ndarray, targets: np.ndarray, digest
     return [uniform, *(Reference(name, losses[name], "nats/byte") for name in _NAMES.values())]
 
 
-def nats_per_byte(train: np.ndarray, text: np.ndarray, positions: np.ndarray, order: int) -> list[np.ndarray]:
-    """-ln p of chosen bytes of a text under the models of order 1, …, `order` counted on `train`.
+def nats_per_byte(
+    train: np.ndarray, text: np.ndarray, positions: np.ndarray, order: int, vocab_size: int = 256
+) -> list[np.ndarray]:
+    """-ln p of chosen bytes, or tokens, of a text under the models of order 1, …, `order` counted on `train`.
 
     Args:
         train: bytes to count, [N].
         text: bytes, [M]; the context of a byte may reach back to its start, where it is shorter than the order allows.
         positions: which bytes of `text` to predict, [P], ascending.
         order: bytes per n-gram, 1 to 4.
+        vocab_size: V, at most 65536, where they are tokens.
 
     Returns:
         float64 [P] per order.
     """
-    if not 1 <= order <= 4:
-        raise ValueError(f"order {order}: a 32-bit key holds 1 to 4 bytes")
-    p = np.full(len(positions), 1 / 256)
+    if not 1 <= order <= 4 or vocab_size > 1 << 16:
+        raise ValueError(f"order {order} of {vocab_size} tokens: a key holds 1 to 4 bytes, or as many of 65536 tokens")
+    p = np.full(len(positions), 1 / vocab_size)
+    key: Any = np.uint32 if vocab_size <= 256 else np.uint64
     losses = []
     for n in range(1, order + 1):
         inside = positions >= n - 1
         if n <= len(train) and inside.any():
-            grams, counts = np.unique(_keys(train, np.arange(n - 1, len(train)), n), return_counts=True)
+            grams, counts = np.unique(_keys(train, np.arange(n - 1, len(train)), n, key), return_counts=True)
             contexts, first, kinds = np.unique(_context(grams, n), return_index=True, return_counts=True)
             totals = np.add.reduceat(counts, first)
-            keys = _keys(text, positions[inside], n)
+            keys = _keys(text, positions[inside], n, key)
             context = _context(keys, n)
             seen, total = _lookup(grams, counts, keys), _lookup(contexts, totals, context)
             # A context never seen has t = 0: backing off alone is t = 1.
@@ -74,16 +79,16 @@ def nats_per_byte(train: np.ndarray, text: np.ndarray, positions: np.ndarray, or
     return losses
 
 
-def _keys(text: np.ndarray, positions: np.ndarray, n: int) -> np.ndarray:
-    """The n bytes of `text` that end at each position, as one uint32 [P]."""
-    keys = np.zeros(len(positions), np.uint32)
+def _keys(text: np.ndarray, positions: np.ndarray, n: int, key: Any) -> np.ndarray:
+    """The n bytes (tokens) of `text` that end at each position, as one number of the type `key`, [P]: a quarter of it each."""
+    keys = np.zeros(len(positions), key)
     for i in range(n):
-        keys = (keys << np.uint32(8)) | text[positions - (n - 1 - i)]
+        keys = (keys << key(2 * keys.itemsize)) | text[positions - (n - 1 - i)].astype(key)
     return keys
 
 
 def _context(keys: np.ndarray, n: int) -> np.ndarray:
-    return keys >> 8 if n > 1 else keys & 0
+    return keys >> keys.dtype.type(2 * keys.itemsize) if n > 1 else keys & keys.dtype.type(0)
 
 
 def _lookup(known: np.ndarray, values: np.ndarray, keys: np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ from mupax.train.data.interface import DataError
 
 _SEPARATOR = "<|endoftext|>"
 _SEPARATORS = (_SEPARATOR, "</s>", "<eos>", "[SEP]")
+_SPACES = (("Ġ", " "), ("▁", " "), ("Ċ", "\n"), ("<0x0A>", "\n"))
+"""How byte-level and SentencePiece vocabularies write spaces and line ends."""
 _SMALLEST_BPE = 257
 _TRAINING_BYTES = 1 << 28
 
@@ -43,6 +46,14 @@ class Bytes:
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids; bytes that are no UTF-8 come out as U+FFFD."""
         return bytes(int(i) for i in ids if i != self.separator).decode("utf-8", errors="replace")
+
+    def find(self, *names: str) -> int | None:
+        """Id of the first of these tokens that the vocabulary has; None where it has none of them."""
+        return None
+
+    def pieces(self) -> list[str]:
+        """What each id stands for, a byte as the character of that number."""
+        return [chr(byte) for byte in range(self.vocab_size)]
 
 
 class Subwords:
@@ -88,6 +99,13 @@ class Subwords:
     def decode(self, ids: Iterable[int]) -> str:
         with self._calling():
             return self._library.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def find(self, *names: str) -> int | None:
+        return next((i for i in map(self._library.token_to_id, names) if i is not None), None)
+
+    def pieces(self) -> list[str]:
+        tokens = (self._library.id_to_token(i) or "" for i in range(self.vocab_size))
+        return [functools.reduce(lambda piece, pair: piece.replace(*pair), _SPACES, token) for token in tokens]
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:

@@ -1,0 +1,286 @@
+"""Span noise: what is cut, how much, where and in what lengths, against plain implementations of the sources' own rules."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models
+
+from mupax.train.data import show
+from mupax.train.data.interface import DataError
+from mupax.train.data.text.noise import Infilling, Lengths, Noised, Sentinels, permuted
+from mupax.train.data.text.tokenizer import Bytes, Subwords
+from mupax.train.data.text.vocabulary import Sentences, SpecialIds, special_ids
+
+pytestmark = pytest.mark.core
+
+IDS = SpecialIds(pad=1000, eos=1001, bos=1002, mask=1003, sentinels=tuple(range(1004, 1104)))
+ROWS = 4000
+
+
+def noised(noise: Infilling | Sentinels, length: int, rows: int = ROWS, seed: int = 0) -> Noised:
+    """Windows of the tokens 0, 1, …, one sentence each, with noise."""
+    tokens = np.tile(np.arange(length), (rows, 1))
+    starts = np.tile(np.arange(length) == 0, (rows, 1))
+    return noise(tokens, starts, np.random.default_rng(seed).random((rows, noise.draws, length)), IDS)
+
+
+def largest_z(first: np.ndarray, second: np.ndarray) -> float:
+    """The largest difference of means of two samples [rows, quantities], in standard errors."""
+    error = np.sqrt((first.var(axis=0) + second.var(axis=0)) / len(first) + 1e-12)
+    return float(np.max(np.abs(first.mean(axis=0) - second.mean(axis=0)) / error))
+
+
+# T5's sentinels
+
+
+def t5_mask(rng: np.random.Generator, length: int, rate: float, mean: float) -> list[bool]:
+    """T5's rule, told span by span: shuffle where parts begin, count their lengths, take what is left and what is cut in turn."""
+    cut = round(length * rate)
+    spans = round(cut / mean)
+
+    def parts(items: int) -> list[int]:
+        begins = [1] * (spans - 1) + [0] * (items - spans)
+        rng.shuffle(begins)
+        lengths = [1]
+        for begin in begins:
+            lengths = [*lengths, 1] if begin else [*lengths[:-1], lengths[-1] + 1]
+        return lengths
+
+    mask = []
+    for left, out in zip(parts(length - cut), parts(cut), strict=True):
+        mask += [False] * left + [True] * out
+    return mask
+
+
+def run_lengths(masks: np.ndarray, longest: int = 8) -> np.ndarray:
+    """How many spans of 1, 2, …, `longest` tokens each row has."""
+    rows = [collections.Counter(len(list(run)) for cut, run in itertools.groupby(mask) if cut) for mask in masks]
+    return np.array([[row[n] for n in range(1, longest + 1)] for row in rows], float)
+
+
+def test_masks_are_distributed_as_those_of_t5() -> None:
+    rng, length = np.random.default_rng(1), 67
+    plain = np.array([t5_mask(rng, length, 0.15, 3.0) for _ in range(ROWS)], float)
+    ours, wrong = (
+        noise.noise_mask(length, np.random.default_rng(2).random((ROWS, 2, length))).astype(float)
+        for noise in (Sentinels(), Sentinels(mean_span=2.0))
+    )
+    assert (ours.sum(axis=1) == plain.sum(axis=1)).all()
+    features = [np.hstack([masks, masks[:, :-1] * masks[:, 1:], run_lengths(masks)]) for masks in (plain, ours, wrong)]
+    assert largest_z(features[0], features[1]) < 4.5
+    assert largest_z(features[0], features[2]) > 20  # control: spans of another mean
+
+
+def test_every_mask_of_a_short_window_is_as_likely() -> None:
+    noise = Sentinels(rate=0.45, mean_span=2.0)
+    masks = noise.noise_mask(9, np.random.default_rng(3).random((12_000, 2, 9)))
+    counts = collections.Counter(map(bytes, masks))
+    assert noise.counts(9) == (4, 2)
+    assert len(counts) == math.comb(4, 1) * math.comb(3, 1)
+    assert max(abs(count - 1000) for count in counts.values()) < 4.5 * math.sqrt(1000)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 62, 200])
+@pytest.mark.parametrize("noise", [Sentinels(), Sentinels(rate=0.5, mean_span=1.0), Sentinels(rate=0.9, mean_span=5.0)])
+def test_every_token_comes_back(length: int, noise: Sentinels) -> None:
+    found = noised(noise, length, rows=20)
+    ids = IDS.sentinels[: noise.sentinels(length)]
+    for inputs, targets in zip(found.inputs, found.targets, strict=True):
+        assert inputs[-1] == targets[-1] == IDS.eos
+        assert [i for i in inputs if i in IDS.sentinels] == list(ids)
+        spans = np.split(targets[:-1], np.flatnonzero(targets >= IDS.sentinels[0]))[1:]
+        spans = {int(span[0]): span[1:] for span in spans}
+        text = [spans[i] if i in ids else [i] for i in inputs[:-1].tolist()]
+        np.testing.assert_array_equal(np.concatenate(text), np.arange(length))
+        assert show.restored(inputs, targets, IDS) == list(range(length))
+    if length > 7 and noise.rate < 0.5:  # control: targets of other noise do not fit
+        assert show.restored(found.inputs[0], found.targets[1], IDS) != list(range(length))
+
+
+def test_a_target_cut_short_restores_what_it_has() -> None:
+    inputs, targets = np.array([5, 1004, 6, 1005, 1001, 1000]), np.array([1004, 7, 8, 1001, 9, 9])
+    assert show.restored(inputs, targets, IDS) == [5, 7, 8, 6]
+
+
+def t5_lengths(inputs: int, rate: float, mean: float) -> Lengths:
+    """The rule of T5's `random_spans_helper`."""
+
+    def sizes(tokens: int) -> tuple[int, int]:
+        cut = round(tokens * rate)
+        spans = round(cut / mean)
+        return tokens - cut + spans + 1, cut + spans + 1
+
+    tokens = max(n for n in range(inputs, 4 * inputs) if sizes(n)[0] <= inputs)
+    targets = sizes(tokens)[1]
+    if rate == 0.5 and targets > sizes(tokens)[0]:
+        tokens, targets = tokens - 1, targets - 1
+    return Lengths(tokens, inputs, targets)
+
+
+def test_lengths_are_those_of_t5() -> None:
+    assert Sentinels().lengths(512) == Lengths(568, 512, 114)
+    for inputs, rate, mean in itertools.product((64, 113, 512), (0.15, 0.3, 0.5), (2.0, 3.0, 3.5)):
+        assert Sentinels(rate=rate, mean_span=mean).lengths(inputs) == t5_lengths(inputs, rate, mean)
+
+
+def test_windows_fill_the_batch() -> None:
+    lengths = Sentinels().lengths(64)
+    found = noised(Sentinels(), lengths.tokens, rows=5)
+    assert (found.inputs.shape[1], found.targets.shape[1]) == lengths[1:]
+    assert (found.counts == 64).all()
+
+
+# BART's infilling
+
+
+def test_a_share_of_the_tokens_is_cut_and_each_span_leaves_a_mask() -> None:
+    length, cut = 67, 21
+    found = noised(Infilling(), length, rows=300)
+    for inputs, count in zip(found.inputs, found.counts, strict=True):
+        assert inputs[0] == IDS.bos
+        assert inputs[count - 1] == IDS.eos
+        assert (inputs[count:] == IDS.pad).all()
+        body = inputs[1 : count - 1]
+        left = body[body != IDS.mask]
+        assert len(left) == length - cut
+        previous = -1
+        for token, run in itertools.groupby([*body, length], key=lambda i: i == IDS.mask):
+            if token:
+                continue
+            first, *rest = run
+            assert first > previous
+            assert rest == list(range(first + 1, first + 1 + len(rest)))  # without a mask nothing is missing
+            previous = first + len(rest)
+    np.testing.assert_array_equal(found.targets[7], [IDS.bos, *range(length), IDS.eos])
+
+
+def plain_cut(rng: np.random.Generator, length: int, rate: float, mean: float) -> tuple[list[bool], int]:
+    """BART's rule, told span by span, without overlap: (which tokens are cut, how many masks stand for them)."""
+    cut, spans = math.ceil(rate * length), []
+    while sum(spans) < cut:
+        spans.append(min(rng.poisson(mean), cut - sum(spans)))
+    parts = [[False]] * (length - cut) + [[True] * span for span in spans]
+    return [cut for i in rng.permutation(len(parts)) for cut in parts[i]], len(spans)
+
+
+def test_span_lengths_are_poisson() -> None:
+    uniforms = np.random.default_rng(4).random(100_000)
+    share = np.bincount(Infilling().span_lengths(uniforms), minlength=30)[:8] / len(uniforms)
+
+    def deviation(mean: float) -> float:
+        expected = np.array([math.exp(-mean) * mean**k / math.factorial(k) for k in range(8)])
+        return float(np.max(np.abs(share - expected) / np.sqrt(expected / len(uniforms))))
+
+    assert deviation(3.0) < 4.5
+    assert min(deviation(2.9), deviation(3.1)) > 6  # control: another mean
+
+
+def test_infilling_is_distributed_as_the_plain_rule_says() -> None:
+    rng, length = np.random.default_rng(4), 60
+
+    def features(cut: np.ndarray, masks: np.ndarray) -> np.ndarray:
+        return np.hstack([cut, cut[:, :-1] * cut[:, 1:], run_lengths(cut), masks[:, None]]).astype(float)
+
+    def plain(mean: float) -> np.ndarray:
+        cut, masks = zip(*(plain_cut(rng, length, 0.3, mean) for _ in range(ROWS)), strict=True)
+        return features(np.array(cut), np.array(masks))
+
+    found = noised(Infilling(), length)
+    left = np.zeros((ROWS, IDS.mask + 1), bool)
+    left[np.arange(ROWS)[:, None], found.inputs] = True
+    ours = features(~left[:, :length], (found.inputs == IDS.mask).sum(axis=1))
+    assert largest_z(ours, plain(3.0)) < 4.5
+    assert largest_z(ours, plain(2.8)) > 8  # control: spans of another mean
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5])
+def test_short_windows_have_noise_too(length: int) -> None:
+    found = noised(Infilling(), length, rows=200)
+    assert (found.counts <= length + 2).all()
+    assert ((found.inputs == IDS.mask).sum(axis=1) >= 1).all()
+
+
+def test_orders_of_sentences_are_all_alike() -> None:
+    starts = np.tile(np.array([1, 0, 1, 0, 0, 1], bool), (6000, 1))
+    rows = permuted(np.tile(np.arange(6), (6000, 1)), starts, np.random.default_rng(5).random((6000, 6)))
+    counts = collections.Counter(map(tuple, rows.tolist()))
+    parts = [(0, 1), (2, 3, 4), (5,)]
+    assert set(counts) == {sum(order, ()) for order in itertools.permutations(parts)}
+    assert max(abs(count - 1000) for count in counts.values()) < 4.5 * math.sqrt(1000)
+
+
+# Vocabularies
+
+
+@pytest.mark.parametrize(
+    ("text", "sentences"),
+    [
+        (b"x = 0.5\ny = self.x\n", [b"x = 0.5\n", b"y = self.x\n"]),
+        (b"One. Two? Three! four", [b"One.", b" Two?", b" Three!", b" four"]),
+        (b"end\n\n\nnext", [b"end\n\n\n", b"next"]),
+        (b"file\n\0other", [b"file\n\0", b"other"]),
+        (b"no end", [b"no end"]),
+    ],
+)  # fmt: skip
+def test_where_sentences_begin(text: bytes, sentences: list[bytes]) -> None:
+    starts = Sentences(Bytes(), 260).starts(np.frombuffer(text, np.uint8)[None].astype(int))[0]
+    assert [part.tobytes() for part in np.split(np.frombuffer(text, np.uint8), np.flatnonzero(starts)[1:])] == sentences
+
+
+def subwords(path: Path, *tokens: str) -> Subwords:
+    library = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=tokens[0]))
+    library.save(str(path / "tokenizer.json"))
+    return Subwords(path / "tokenizer.json")
+
+
+def test_sentences_of_subwords(tmp_path: Path) -> None:
+    tokenizer = subwords(tmp_path, "</s>", "Hi", ".", "▁there", "Ċ", "Ġyou", "com")
+    starts = Sentences(tokenizer, 9).starts(np.array([[1, 2, 3, 2, 6, 4, 1, 2, 5, 8]]))
+    np.testing.assert_array_equal(np.flatnonzero(starts[0]), [0, 2, 6, 8])
+
+
+def test_ids_of_bytes_come_after_them() -> None:
+    assert special_ids(Bytes(), 2) == SpecialIds(pad=256, eos=257, bos=258, mask=259, sentinels=(260, 261))
+
+
+def test_ids_of_a_tokenizer_are_its_own(tmp_path: Path) -> None:
+    words = ["<s>", "<pad>", "</s>", "a", "<mask>", "<extra_id_1>", "<extra_id_0>"]
+    tokenizer = subwords(tmp_path, *words)
+    assert special_ids(tokenizer, 2, vocab_size=7) == SpecialIds(pad=1, eos=2, bos=0, mask=4, sentinels=(6, 5))
+    assert special_ids(tokenizer, 4).sentinels == (6, 5, 7, 8)
+
+
+def test_no_room_for_ids_is_said(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no pad, eos, bos, mask, and the model's 256 .* write --model.vocab-size 260"):
+        special_ids(Bytes(), 0, vocab_size=256)
+    with pytest.raises(DataError, match=r"no pad, bos, 3 sentinels, and the model's 8 .* write --model.vocab-size 9"):
+        special_ids(subwords(tmp_path, "</s>", "a", "b", "<mask>"), 3, vocab_size=8)
+
+
+@pytest.mark.parametrize(
+    ("noise", "fields", "text"),
+    [
+        (Infilling, {"rate": 1.0}, "noise rate is 1.0; write a share"),
+        (Sentinels, {"rate": 0.0}, "noise rate is 0.0"),
+        (Infilling, {"mean_span": 0.5}, "mean span is 0.5; write a number of tokens from 1 to 50"),
+    ],
+)
+def test_noise_out_of_range_is_refused(noise: type, fields: dict[str, float], text: str) -> None:
+    with pytest.raises(DataError, match=text):
+        noise(**fields)
+
+
+def test_inputs_without_room_are_refused() -> None:
+    with pytest.raises(
+        DataError, match="inputs of 2 tokens have no room for text between bos and eos; write at least 3"
+    ):
+        Infilling().lengths(2)
+    with pytest.raises(DataError, match=r"inputs of 2 tokens have no room .* write at least 3"):
+        Sentinels().lengths(2)
+    assert Sentinels().lengths(3) == Lengths(2, 3, 3)
