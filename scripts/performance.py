@@ -28,6 +28,7 @@ NAMES = {
     "devices": "One device and eight simulated ones",
     "generate": "Text with a cache of keys and values",
     "sweep_cost": "A sweep against runs of their own",
+    "start": "From the command to the first step",
 }
 """Benchmark to its heading."""
 
@@ -46,6 +47,8 @@ ABOUT = {
     "depth 4, vocabulary 2048, 248 tokens.",
     "sweep_cost": "`lm-tiny`, 9 learning rates and 2 seeds, as `python -m train sweep` and as one `python -m train` a point, from the start of "
     "the process to its exit; some of the runs were started, and the median stands for all.",
+    "start": "Processor time of a command from its start, imports and all; of a run, to the end of its first step. Cold: no compiled program "
+    "is on disk. Warm: the same command again ([running.md](running.md)); its losses are bitwise the same. Data are prepared.",
 }
 HEAD = """# Performance
 

@@ -30,6 +30,7 @@ NEEDS_TORCH = [
         ("devices", TINY),
         ("generate", [*TINY, "--models", "lm-tiny"]),
         ("preset_cost", TINY),
+        ("start", TINY),
         pytest.param("torch_step", [*TINY, "--model", "lm"], marks=NEEDS_TORCH),
         pytest.param("torch_parts", [*TINY, "--model", "lm"], marks=NEEDS_TORCH),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -97,14 +98,7 @@ def margin_labels(axes: Axes, labels: Sequence[tuple[float, str, str]], gap: flo
         height = axes.transAxes.inverted().transform(axes.transData.transform((1, value)))[1]
         if math.isfinite(height):
             placed.append((float(height), text, color))
-    if not placed:
-        return
-    # Nearest heights (least squares) that keep the gaps: isotonic regression by its min-max formula, without scipy's half second.
-    low, count = [height - rank * gap for rank, (height, _, _) in enumerate(placed)], len(placed)
-    heights = [
-        rank * gap + max(min(np.mean(low[i:j]) for j in range(rank + 1, count + 1)) for i in range(rank + 1))
-        for rank in range(count)
-    ]
+    heights = spread([height for height, _, _ in placed], gap)
     for (height, text, color), room in zip(placed, heights, strict=True):
         axes.annotate(
             text,
@@ -117,3 +111,19 @@ def margin_labels(axes: Axes, labels: Sequence[tuple[float, str, str]], gap: flo
             color=color,
             arrowprops={"arrowstyle": "-", "color": color, "lw": 0.8, "shrinkA": 0, "shrinkB": 0, "relpos": (0, 0.5)},
         )
+
+
+def spread(heights: Sequence[float], gap: float) -> list[float]:
+    """The nearest heights (least squares) that keep a gap: isotonic regression by its min-max formula.
+
+    scipy.optimize has it too, which takes half a second to load.
+
+    Args:
+        heights: rising.
+        gap: least distance of two.
+    """
+    count, low = len(heights), [height - rank * gap for rank, height in enumerate(heights)]
+    return [
+        rank * gap + max(min(fmean(low[i:j]) for j in range(rank + 1, count + 1)) for i in range(rank + 1))
+        for rank in range(count)
+    ]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from rich.console import Console
+from scipy.optimize import isotonic_regression
 
 from mupax.train.run.report import metrics, plotting, report
 from mupax.train.run.report import picture as picture_module
@@ -145,6 +146,15 @@ def test_smoothing_has_no_lag_and_takes_the_noise_off():
     assert plotting.smoothed(noise)[-1] != noise[-1]
     holed = np.where(np.arange(500) == 250, np.nan, 1.0)
     np.testing.assert_array_equal(plotting.smoothed(holed), holed)
+
+
+@pytest.mark.parametrize("gap", [0.0, 0.1, 0.3])
+def test_names_are_spread_as_isotonic_regression_does(gap):
+    for seed in range(20):
+        heights = np.sort(np.random.default_rng(seed).uniform(size=seed % 7))
+        ranks = gap * np.arange(len(heights))
+        nearest = isotonic_regression(heights - ranks).x + ranks if len(heights) else heights
+        np.testing.assert_allclose(plotting.spread(heights, gap), nearest, atol=1e-12)
 
 
 def test_margin_labels_keep_their_distance_and_stay_near():
