@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import os
 import sys
 import types
 
@@ -18,6 +19,7 @@ from mupax.train.config.preset import preset_of
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import from_json, to_json
 from mupax.train.config.run import Config
+from mupax.train.studies.sweep import command as sweep
 from mupax.zoo import configs
 from mupax.zoo.configs import DecoderConfig
 
@@ -107,6 +109,22 @@ def test_a_recipe_says_what_it_costs_and_what_to_expect(name: str) -> None:
     assert "Cost" in doc
     assert "xpect" in doc
     preset_of(RECIPES[name]())
+
+
+def test_the_folder_of_compiled_programs_is_of_the_process_and_no_part_of_a_run(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MUPAX_COMPILATION_CACHE", "before")  # what a test sets is taken back
+    assert printed(capsys, "lm-tiny") == RECIPES["lm-tiny"]().resolved()
+    assert os.environ["MUPAX_COMPILATION_CACHE"] == "before"
+    assert printed(capsys, "lm-tiny", "--compilation-cache", "none") == RECIPES["lm-tiny"]().resolved()
+    assert os.environ["MUPAX_COMPILATION_CACHE"] == "none"
+    words = ["lm-tiny", "--compilation-cache", "folder"]
+    sweep.points(*command_line.parse_known(sweep.Sweep, "", words))  # as of every command with a recipe's flags
+    assert os.environ["MUPAX_COMPILATION_CACHE"] == "folder"
+    capsys.readouterr()
+    assert "gs:// is no folder of this machine" in refused(capsys, "lm-tiny", "--compilation-cache", "gs://bucket/a")
+    assert "did you mean --compilation-cache?" in refused(capsys, "lm-tiny", "--compilation-cash", "none")
 
 
 def test_flags_change_fields(capsys: Capture) -> None:
