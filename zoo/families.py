@@ -40,6 +40,8 @@ class ComputeConfig:
     """What the backward pass recomputes: nothing, all but matrix products, or whole blocks, whose inputs offload keeps in the host's memory."""
     attention: AttentionName = "auto"
     """auto takes a flash kernel where there is one that can: splash on TPU, cudnn on GPU."""
+    attention_block: int | None = None
+    """Positions on a side of a splash kernel's block, a multiple of 128; what suits the chip unless given."""
     projections: Literal["auto", "separate", "fused"] = "auto"
     """Queries, keys and values, and an MLP's gate and up, by a product each or by one; they stay parameters of their own."""
     cross_entropy: CrossEntropy = "auto"
@@ -48,6 +50,13 @@ class ComputeConfig:
     """Storage of parameters and optimizer state."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Matrix products and activations; norms, softmax and the loss stay in float32."""
+
+    def __post_init__(self) -> None:
+        if self.attention_block is not None and (self.attention_block < 128 or self.attention_block % 128):
+            near = max(1, round(self.attention_block / 128)) * 128
+            raise ConfigError(
+                f"model.compute.attention_block is {self.attention_block}, no multiple of 128; write {near}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from mupax.train.parallel import compilation_cache, hardware
 from mupax.train.parallel.mesh import make_mesh
 from mupax.train.parallel.sharding import Feed, MeshLayout, abstract_batch
 from mupax.zoo.definition import Definition, definition
+from mupax.zoo.layers.kernels import LANES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,9 +110,17 @@ class Program:
         """Whether the compiler chooses how the state lies in memory.
 
         On TPU only: there queries, keys and values lie with their heads inside, and in the order that they are declared
-        in, each step copied them and their moments to that layout and back, a tenth of a small step's memory traffic.
+        in, each step copied them and their moments to that layout and back, a tenth of a small step's memory traffic. Not
+        where a dimension is cut into parts of less than a vector, which is filled up where it is innermost: for the rows of
+        an embedding the compiler took 65.7 MB where f32[128256,16] is 8.2, and a step of lm-8b on 256 chips is as fast
+        (2.302e9 cycles) in JAX's layouts, which are the smallest.
         """
-        return self.mesh.devices.flat[0].platform == "tpu"
+
+        def short(leaf: Any) -> bool:
+            parts = zip(leaf.sharding.shard_shape(leaf.shape), leaf.shape, strict=True)
+            return any(size != whole and size % LANES for size, whole in parts)
+
+        return self.mesh.devices.flat[0].platform == "tpu" and not any(map(short, jax.tree.leaves(self.abstract)))
 
     def placed(self, state: TrainState, step: jax.stages.Compiled) -> TrainState:
         """The state in the layouts that the compiled training step takes.

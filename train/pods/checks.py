@@ -11,7 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mupax.terminal import gib
 from mupax.train.core.program import Program
+from mupax.train.pods import estimates
 from mupax.train.pods.collectives import Collective
 
 SLACK = 1.02
@@ -21,18 +23,41 @@ _RECOMPUTED = {"none": 0, "dots": 1, "block": 1, "offload": 1}
 """Forward passes of a block that the backward pass may need again, and then its parameters too."""
 
 
-def problems(program: Program, collectives: Sequence[Collective], state_shardings: Any) -> list[str]:
+MOST_ARGUMENTS, NUMBERS = 1.05, 2**17
+"""Bytes of a step's arguments over those of state and batch, and those of its numbers (a tile each): what is more is padding."""
+
+
+def problems(program: Program, collectives: Sequence[Collective], state_shardings: Any, arguments: int) -> list[str]:
     """Everything wrong with a compiled step, in words; empty where nothing is.
 
     Args:
         program: what was compiled.
         collectives: its.
         state_shardings: how the compiled step takes its state, in the state's structure.
+        arguments: bytes that it takes on a device.
     """
     specs, abstract = program.definition.specs, program.definition.abstract
-    stacks = {name: abstract[name].shape for name, spec in specs.items() if spec.in_block and len(spec.axes) > 2}
+    stacks = {n: abstract[n].shape for n, spec in specs.items() if spec.in_block and spec.fan_in and len(spec.axes) > 2}
     stacked = whole_stacks(collectives, stacks, program.mesh.shape["tensor"])
-    return [*stacked, *whole_moments(program, state_shardings), *unrequired(program, collectives)]
+    expected = estimates.expected(program)
+    return [
+        *stacked,
+        *whole_moments(program, state_shardings),
+        *unrequired(program, collectives),
+        *padding(arguments, expected["state"] + expected["batch"]),
+    ]
+
+
+def padding(arguments: int, needed: int) -> list[str]:
+    """A line where a step's arguments take more memory than what is in them.
+
+    Args:
+        arguments: bytes that the compiled step takes on a device.
+        needed: bytes of its state and batch there.
+    """
+    if arguments <= MOST_ARGUMENTS * needed + NUMBERS:
+        return []
+    return [f"arguments are {gib(arguments)} for {gib(needed)} of state and batch: layouts are padded"]
 
 
 def whole_stacks(collectives: Iterable[Collective], stacks: Mapping[str, tuple[int, ...]], ways: int = 1) -> list[str]:

@@ -21,6 +21,7 @@ _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)")
 _MESH = re.compile(
     r"replica_groups=@?\w*mesh\[([^\]]*)\](?:, device_ids=\((\[[\d,]+\](?:T\([\d,]+\))?|[\d,]+)\))?\s*\{([^}]*)\}"
 )
+_BETWEEN = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,10 @@ class Collective:
     name: str
     op_name: str
     source: str
+    overlapped: bool = False
+    """Whether it runs beside computation: inside fusions with it, or begun before and ended after it."""
+    between_slices: bool = False
+    """Whether it is sent over the slow network, by the hosts."""
 
     @property
     def wire_bytes(self) -> float:
@@ -51,22 +56,32 @@ class Collective:
         return (2 if self.kind == "all-reduce" else 1) * self.bytes * (self.group_size - 1) / self.group_size
 
 
-def collectives(module: hlo.Module, mesh: Mapping[str, int]) -> list[Collective]:
+def collectives(
+    module: hlo.Module, mesh: Mapping[str, int], across: Mapping[str, int] | None = None
+) -> list[Collective]:
     """Every collective that moves something, once each however the compiler cuts it up.
 
     Args:
         module: the optimized program.
         mesh: axis name to size, in the order of the mesh's dimensions.
+        across: of those that cross slices, the number of slices along them.
     """
-    by_channel: dict[tuple[str, str], Collective] = {}
+    across, by_name = across or {}, {}
     for executed in module.executed:
-        for computation, instruction, kind in _within(module, executed.instruction, executed.computation):
-            groups = replica_groups(instruction.attributes, math.prod(mesh.values()))
-            axes, size = axes_of(groups, mesh, pairs=kind == "collective-permute")
+        holder = executed.instruction
+        for computation, instruction, kind in _within(module, holder, executed.computation):
+            between = instruction.opcode == "send"
+            if between:
+                axes, size = tuple(across), math.prod(across.values())
+            else:
+                groups = replica_groups(instruction.attributes, math.prod(mesh.values()))
+                axes, size = axes_of(groups, mesh, pairs=kind == "collective-permute")
             if size < 2:
                 continue
-            holder, where = executed.instruction, module.computations[computation]
-            sent = sum(where[name].bytes for name in instruction.operands)
+            where = module.computations[computation]
+            sent = sum(where[name].bytes for name in instruction.operands if where[name].opcode != "after-all")
+            # The parts of a collective that several fusions hold have one chain; a channel may be that of many collectives.
+            chain = re.search(r'chain_id="(\d+)"', instruction.attributes)
             collective = Collective(
                 kind=kind,
                 bytes=sent * size if kind == "all-gather" else sent,
@@ -78,11 +93,11 @@ def collectives(module: hlo.Module, mesh: Mapping[str, int]) -> list[Collective]
                 name=instruction.name,
                 op_name=instruction.op_name or holder.op_name,
                 source=module.source(instruction) or module.source(holder),
+                overlapped=between or chain is not None or instruction.opcode.endswith("-start"),
+                between_slices=between,
             )
-            # A collective that several fusions hold parts of has one channel in all of them.
-            channel = re.search(r"channel_id=(\d+)", instruction.attributes)
-            by_channel.setdefault((executed.computation, channel[1] if channel else instruction.name), collective)
-    return list(by_channel.values())
+            by_name.setdefault((executed.computation, chain[0] if chain else instruction.name), collective)
+    return list(by_name.values())
 
 
 def _within(
@@ -94,6 +109,8 @@ def _within(
         # A sum of which every device keeps its own part is one operation on TPU.
         scattered = kind == "all-reduce" and "reduce-scatter" in computation
         yield computation, instruction, "reduce-scatter" if scattered else kind
+    elif kind == "send" and (transfer := _BETWEEN.search(instruction.attributes)):
+        yield computation, instruction, transfer[1].lower().replace("_", "-")
     elif kind == "fusion":
         for name in instruction.called():
             for one in module.computations[name].values():
@@ -164,12 +181,15 @@ def axes_of(groups: list[list[int]], mesh: Mapping[str, int], *, pairs: bool = F
 
 
 def table(collectives: Iterable[Collective]) -> list[dict[str, Any]]:
-    """Sums by kind, axes and loop, largest total first: what a report shows."""
-    rows: dict[tuple[str, tuple[str, ...], tuple[int, ...]], dict[str, Any]] = {}
+    """Sums by kind, axes and loop, largest total first: what a report shows. `alone_bytes` are those sent beside nothing."""
+    rows: dict[Any, dict[str, Any]] = {}
     for one in collectives:
         where = {"kind": one.kind, "axes": [*one.axes], "group_size": one.group_size, "loop_trips": [*one.trips]}
-        sums = {"count": 0, "executions": 0, "bytes": 0, "wire_bytes": 0.0}
-        row = rows.setdefault((one.kind, one.axes, one.trips), {**where, **sums})
-        for name, more in zip(sums, (1, one.times, one.bytes * one.times, one.wire_bytes * one.times), strict=True):
-            row[name] += more
+        where |= {"between_slices": one.between_slices}
+        sent = one.wire_bytes * one.times
+        more = {"count": 1, "executions": one.times, "bytes": one.bytes * one.times, "wire_bytes": sent}
+        more |= {"alone_bytes": 0.0 if one.overlapped else sent}
+        row = rows.setdefault(tuple(map(str, where.values())), {**where, **dict.fromkeys(more, 0)})
+        for name, number in more.items():
+            row[name] += number
     return sorted(rows.values(), key=lambda row: -row["wire_bytes"])

@@ -29,7 +29,7 @@ class Compile:
     recipe: Annotated[conf.Positional[str], conf.arg(metavar="RECIPE")]
     """A recipe of `python -m train`."""
     topology: Annotated[str, conf.arg(metavar="CHIP:AxB")]
-    """v5e:16x16, v5p:4x4x4, v6e:16x16, v4:4x4x4, ..."""
+    """v5e:16x16, v5p:4x4x4, v6e:16x16, v7x:4x4x4, v4:4x4x4, ..."""
     slices: Annotated[int, conf.arg(metavar="N")] = 1
     """So many of them, joined by the slow network."""
     json: Annotated[Path | None, conf.arg(metavar="PATH")] = None
@@ -78,9 +78,10 @@ def _tables(report: dict[str, Any], where: str) -> list[str]:
     """A report for people."""
     peak, room = report["peak_bytes_per_device"], report["hbm_bytes_per_device"]
     mesh = " x ".join(f"{axis} {size}" for axis, size in report["mesh"].items()) or "one device"
+    chips = f"{report['devices']} chips" + (f" in {report['slices']} slices" if report["slices"] > 1 else "")
     parts, expected = report["accumulation_steps"], report["expected_bytes_per_device"]
     facts = {
-        "mesh": f"{mesh} ({report['devices']} chips)",
+        "mesh": f"{mesh} ({chips})",
         "parameters": f"{report['parameters']:,}",
         "batch": f"{report['batch_size']}" + (f" in {parts} microbatches" if parts > 1 else ""),
         "compute": ", ".join(f"{name} {value}" for name, value in report["compute"].items()),
@@ -92,15 +93,18 @@ def _tables(report: dict[str, Any], where: str) -> list[str]:
         sizes = [f"{n} {gib(report[f'{n}_bytes_per_device'])}" for n in ("argument", "temporary", "output", "code")]
         model, traced = report["flops_per_step"], report["traced_flops_per_step"]
         cycles = f"{roofline['cycles']:.3g} s" if roofline["cycles"] else "clock not published"
-        names = ["compute", "memory", "network", *(["slow_network"] if roofline["slow_network"] else [])]
+        names = ["compute", "memory", "network", *(["slow_network"] if report["slices"] > 1 else [])]
         times = ", ".join(f"{name.replace('_', ' ')} {roofline[name]:.3g}" for name in names)
         bound = roofline["bound"].replace("_", " ")
+        sent, alone = (sum(row[name] for row in report["collectives"]) for name in ("wire_bytes", "alone_bytes"))
         facts |= {
             "of it": f"{', '.join(sizes)} (output in place of arguments)",
+            "arguments": f"{report['arguments_over_expected']:.2f} of state and batch",
             "FLOPs a step": f"{model:.3g} of the model, {traced:.3g} with recomputation",
             "memory traffic": f"{gib(report['hbm_traffic_per_device'])} a step and chip",
             "estimated cycles": f"{report['estimated_cycles']:,}, {cycles}",
-            "step time": f"at least {roofline['step_seconds']:.3g} s, bound by {bound} ({times})",
+            "sent": f"{gib(sent)} by a chip: {gib(sent - alone)} beside computation, {gib(alone)} alone",
+            "step time": f"at least {roofline['step_seconds']:.3g} s, bound by {bound} ({times}; alone {roofline['alone']:.3g})",
             "MFU": f"at most {roofline['mfu']:.1%}",
         }
     facts |= {f"problem {number}": problem for number, problem in enumerate(report["problems"], 1)}
@@ -108,16 +112,24 @@ def _tables(report: dict[str, Any], where: str) -> list[str]:
     summary = f"{where}\n{terminal.table(list(facts.items()))}"
     if not report["fits"]:
         return [summary]
-    rows = [("kind", "axes", "in loops of", "executions", "bytes", "sent")]
+    rows: list[tuple[str, ...]] = [("kind", "axes", "in loops of", "runs", "bytes", "sent", "alone")]
     for row in report["collectives"]:
         axes, loops = (" x ".join(map(str, row[name])) for name in ("axes", "loop_trips"))
-        sizes = f"{row['executions']:,}", gib(row["bytes"]), gib(row["wire_bytes"])
-        rows.append((row["kind"], axes, loops or "-", *sizes))
+        sizes = f"{row['executions']:,}", *(gib(row[name]) for name in ("bytes", "wire_bytes", "alone_bytes"))
+        rows.append((row["kind"], f"{axes} (slices)" if row["between_slices"] else axes, loops or "-", *sizes))
     live = [("bytes", "shape", "made by", "at")]
     for row in report["temporaries"]:
-        live.append((gib(row["bytes"]), row["shape"], row["op_name"] or row["name"], row["source"]))
+        live.append((gib(row["bytes"]), row["shape"], _maker(row["op_name"]) or row["name"], row["source"]))
     return [
         summary,
         f"collectives of one step, per chip\n{terminal.table(rows, rows[0][:3])}",
         f"temporaries of at least 1 % at the peak\n{terminal.table(live, live[0][1:])}",
     ]
+
+
+def _maker(op_name: str) -> str:
+    """The operation and the pass that an array is of, from where in the traced program it was made."""
+    *path, operation = op_name.split("/")
+    if "rematted_computation" in path:
+        return f"{operation}, recomputed"
+    return f"{operation}, backward" if any(part.startswith("transpose") for part in path) else operation

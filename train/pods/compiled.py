@@ -19,7 +19,7 @@ from mupax.train.core.program import Program, assemble
 from mupax.train.pods import buffers, checks, estimates, hlo, topology
 from mupax.train.pods.collectives import Collective, collectives, table
 from mupax.train.pods.topology import Chip
-from mupax.zoo.layers.kernels import BLOCKS
+from mupax.zoo.layers.kernels import block_of
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([KMGT]?)"
@@ -39,16 +39,22 @@ class Roofline:
     slow_network: float
     cycles: float | None
     """Of the compiler's estimated cycles, where the clock is known. Has no collectives, and no overlap between chips."""
+    alone: float = 0.0
+    """Of the network's, what computation waits for: collectives that the compiler runs beside nothing."""
 
     @property
     def bound(self) -> str:
         """The resource that takes longest."""
-        return max(dataclasses.asdict(self), key=lambda name: getattr(self, name) or 0.0)
+        return max(self._resources(), key=self._resources().__getitem__)
 
     @property
     def seconds(self) -> float:
-        """Step time with everything overlapped: a bound from below, so that the utilization is one from above."""
-        return getattr(self, self.bound)
+        """Step time with everything overlapped but what runs alone: a bound from below, so that the utilization is one from above."""
+        waiting = self.alone if self.bound != "network" else 0.0
+        return self._resources()[self.bound] + waiting
+
+    def _resources(self) -> dict[str, float]:
+        return {name: value or 0.0 for name, value in dataclasses.asdict(self).items() if name != "alone"}
 
     def utilization(self, model_flops: float, chip: Chip) -> float:
         """MFU: FLOPs that the model needs on this chip (no recomputation), over what it could do in the step's time.
@@ -107,21 +113,30 @@ class Compiled:
     @cached_property
     def collectives(self) -> list[Collective]:
         """Every collective of a step."""
-        return [] if self.module is None else collectives(self.module, dict(self.program.mesh.shape))
+        mesh = self.program.mesh
+        return [] if self.module is None else collectives(self.module, dict(mesh.shape), topology.across(mesh))
 
     def roofline(self) -> Roofline | None:
         """Least time of a step; None where the program does not fit."""
         if self.module is None:
             return None
-        chip, network = self.chip, {True: 0.0, False: 0.0}
+        chip, network, alone = self.chip, {True: 0.0, False: 0.0}, 0.0
         for one in self.collectives:
-            bandwidth, within = _bandwidth(self.program.mesh, one.axes, chip)
-            network[within] += one.wire_bytes * one.times / bandwidth if bandwidth else 0.0
+            within = not one.between_slices
+            bandwidth = _bandwidth(self.program.mesh, one.axes, chip) if within else chip.dcn_bandwidth
+            seconds = one.wire_bytes * one.times / bandwidth if bandwidth else 0.0
+            network[within] += seconds
+            alone += 0.0 if one.overlapped else seconds
         compute = self.traced_flops / self.program.mesh.size / chip.peak_flops
         cycles = self.module.cycles / chip.clock_hz if chip.clock_hz else None
         memory = self.module.hbm_bytes / chip.hbm_bandwidth
         return Roofline(
-            compute=compute, memory=memory, network=network[True], slow_network=network[False], cycles=cycles
+            compute=compute,
+            memory=memory,
+            network=network[True],
+            slow_network=network[False],
+            cycles=cycles,
+            alone=alone,
         )
 
     def report(self) -> dict[str, Any]:
@@ -129,7 +144,10 @@ class Compiled:
         config, roofline, module = self.program.config, self.roofline(), self.module
         expected, devices = estimates.expected(self.program), self.program.mesh.size
         model_flops = estimates.model_flops(config)
-        problems = checks.problems(self.program, self.collectives, self.state_shardings) if module else []
+        arguments = self.memory.get("argument", 0)
+        problems: list[str] = []
+        if module:
+            problems = checks.problems(self.program, self.collectives, self.state_shardings, arguments)
         return {
             "recipe": config.recipe,
             "fits": self.fits,
@@ -146,6 +164,7 @@ class Compiled:
             **{f"{name}_bytes_per_device": size for name, size in self.memory.items()},
             "expected_bytes_per_device": expected,
             "peak_over_expected": self.used_bytes / sum(expected.values()),
+            "arguments_over_expected": arguments / (expected["state"] + expected["batch"]),
             "flops_per_step": model_flops,
             "traced_flops_per_step": self.traced_flops,
             "hbm_traffic_per_device": module.hbm_bytes if module else None,
@@ -173,9 +192,11 @@ def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
         ConfigError, PresetError, MeshError: as the run itself would say.
     """
     program, chip = assemble(config, topology.devices(name, slices)), topology.chip_of(name)
-    traced, model = program.trace_train(), config.model
-    causal = estimates.causal_share(model.sizes()["position"], BLOCKS[0]) if model.causal else 1.0
-    flops = estimates.matmul_flops(traced.jaxpr, causal)
+    traced, model, kind = program.trace_train(), config.model, program.mesh.devices.flat[0].device_kind
+    length, visited = model.sizes()["position"], 1.0
+    if model.causal:
+        visited = estimates.causal_share(length, block_of(length, kind, model.compute.attention_block, causal=True))
+    flops = estimates.matmul_flops(traced.jaxpr, visited)
     lowered, began = traced.lower(), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         options = program.compiler_options() | {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
@@ -210,12 +231,10 @@ def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
     return Compiled(program, chip, seconds, flops, need, chip.hbm_bytes, module, text, memory, live, state)
 
 
-def _bandwidth(mesh: jax.sharding.Mesh, axes: tuple[str, ...], chip: Chip) -> tuple[float | None, bool]:
-    """Bytes a second that a chip can send along mesh axes, and whether they stay within a slice."""
+def _bandwidth(mesh: jax.sharding.Mesh, axes: tuple[str, ...], chip: Chip) -> float:
+    """Bytes a second that a chip can send to its neighbours along mesh axes."""
     index = tuple(slice(None) if axis in axes else 0 for axis in mesh.shape)
     group: Any = np.ravel(mesh.devices[index])
-    if len({getattr(device, "slice_index", None) or 0 for device in group}) > 1:
-        return chip.dcn_bandwidth, False
     places = np.array([device.coords for device in group])
     wired = sum(len(set(column)) > 1 for column in places.T.tolist())
-    return chip.ici_bandwidth * max(1, wired) / chip.torus, True
+    return chip.ici_bandwidth * max(1, wired) / chip.torus

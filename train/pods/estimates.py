@@ -5,9 +5,10 @@ Compared with what the compiler allocates (`train/pods/compiled.py`), so that ne
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from mupax.train.config.run import Config
 from mupax.train.core.loss import CHUNK_LOGITS, LEAST_ROWS
 from mupax.train.core.program import Program
 from mupax.zoo import flops
+from mupax.zoo.layers.kernels import LANES
 
 _SPLIT = ("heads", "kv_heads", "mlp")
 """Axes of activations that a device may have a part of."""
@@ -79,8 +81,26 @@ def expected(program: Program) -> dict[str, int]:
 
 
 def _bytes(leaf: Any, sharding: Any, itemsize: int | None = None) -> int:
-    """Bytes of an array's part on one device, in another type where `itemsize` says so."""
-    return math.prod(sharding.shard_shape(leaf.shape)) * (itemsize or leaf.dtype.itemsize)
+    """Bytes of an array's part on one device, in another type where `itemsize` says so, with padding in the smallest layout."""
+    shape = sharding.shard_shape(leaf.shape)
+    numbers = padded(shape) if sharding.mesh.devices.flat[0].platform == "tpu" else math.prod(shape)
+    return numbers * (itemsize or leaf.dtype.itemsize)
+
+
+def padded(shape: Sequence[int]) -> int:
+    """Numbers that an array takes in a TPU's memory: in tiles of 8 x 128 over the two dimensions that are filled up least.
+
+    Args:
+        shape: of the part on one device.
+    """
+    if len(shape) < 2:
+        return math.prod(shape)
+
+    def with_tiles(outer: int, inner: int) -> int:
+        tile = math.ceil(shape[outer] / 8) * 8 * math.ceil(shape[inner] / LANES) * LANES
+        return math.prod(shape) // (shape[outer] * shape[inner]) * tile
+
+    return min(itertools.starmap(with_tiles, itertools.permutations(range(len(shape)), 2)))
 
 
 def _per_position(program: Program) -> dict[str, float]:

@@ -6,6 +6,7 @@ F hidden, H heads, K key heads, N head dimension.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import jax
@@ -54,6 +55,7 @@ class Attention(nnx.Module):
     def __init__(self, config: TransformerConfig, init: Init) -> None:
         self.causal, self.rope_theta = config.causal, config.rotary_theta
         self.implementation: AttentionName = config.compute.attention
+        self.block = config.compute.attention_block
         self.fused = config.compute.projections == "fused"
         self.query, self.key, self.value = (init.param(name) for name in ("query", "key", "value"))
         self.out = init.param("out")
@@ -116,8 +118,8 @@ class Attention(nnx.Module):
         return self._projected_out(cache.attend(layer, self._scaled(q_BTHN))), cache
 
     def _attended(self, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array) -> jax.Array:
-        how, q_BTHN = self.implementation, self._scaled(q_BTHN)
-        return self._projected_out(kernels.attend(q_BTHN, k_BSKN, v_BSKN, causal=self.causal, implementation=how))
+        attend = functools.partial(kernels.attend, implementation=self.implementation, block=self.block)
+        return self._projected_out(attend(self._scaled(q_BTHN), k_BSKN, v_BSKN, causal=self.causal))
 
     def _scaled(self, q_BTHN: jax.Array) -> jax.Array:
         return q_BTHN * self.logit_scale[...].astype(q_BTHN.dtype)

@@ -7,6 +7,7 @@ already in q. Softmax is in float32.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 
 import jax
@@ -21,12 +22,36 @@ SAVED = "attention"
 LANES = 128
 """Positions that a splash kernel works on at least at once."""
 
-BLOCKS = (512, 256, LANES)
-"""Positions of a splash block: the largest that divides them, queries and keys apart. MaxText's default is the first."""
+BLOCK, BLOCKS = 512, {"TPU v6 lite": 1024}
+"""Positions on a side of a splash block, and device kinds where it is larger: a side is as many products per byte of keys and
+values, and where that is less than the chip's FLOPs per byte of main memory (v6e: 560, others up to 330) the kernel waits."""
+
+FUSED = 2048
+"""Side from which the gradients of queries, keys and values are one kernel, as in MaxText's settings: two products of seven less,
+but queries' gradients are written once per block of keys, which blocks of 1024 cost 3 % of a step's cycles on v5e."""
+
+
+def block_of(length: int, kind: str, wanted: int | None = None, *, causal: bool) -> int:
+    """Positions on a side of a splash block: the most that divide all of them, at most as many as wanted.
+
+    Args:
+        length: positions of one device; a multiple of 128.
+        kind: `jax.Device.device_kind`.
+        wanted: at most so many; the chip's own unless given, and half of the positions where a mask hides the other half.
+        causal: whether one does.
+    """
+    most = wanted or min(BLOCKS.get(kind, BLOCK), length // 2 if causal else length)
+    return max((size for size in range(LANES, most + 1, LANES) if length % size == 0), default=LANES)
 
 
 def attend(
-    q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *, causal: bool, implementation: AttentionName = "auto"
+    q_BTHN: jax.Array,
+    k_BSKN: jax.Array,
+    v_BSKN: jax.Array,
+    *,
+    causal: bool,
+    implementation: AttentionName = "auto",
+    block: int | None = None,
 ) -> jax.Array:
     """Attention [B, T, H, N] by the named implementation, on whatever devices are being compiled for.
 
@@ -36,6 +61,7 @@ def attend(
         v_BSKN: values.
         causal: query t sees keys 0..t, else all.
         implementation: auto takes the first that can of splash, cudnn and xla.
+        block: positions on a side of a splash block; the chip's own unless given.
 
     Raises:
         ConfigError: the named one cannot do this; the text says why.
@@ -47,7 +73,7 @@ def attend(
     elif reason := why_not(implementation, q_BTHN, k_BSKN, causal):
         raise ConfigError(f"model.compute.attention {implementation}: {reason}; write auto or xla")
     if implementation == "splash":
-        return splash_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal)
+        return splash_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, block=block)
     if implementation == "cudnn":
         return cudnn_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal)
     if layout.platform == "cpu" and all(layout.ways(axis) == 1 for axis in ("sequence", "heads", "kv_heads")):
@@ -77,13 +103,18 @@ def why_not(implementation: AttentionName, q_BTHN: jax.Array, k_BSKN: jax.Array,
                 return f"the kernel is for GPUs, and this is compiled for {platform}"
             if q_BTHN.dtype not in (jnp.bfloat16, jnp.float16):
                 return f"the kernel is for bfloat16, and model.compute.dtype is {q_BTHN.dtype}"
-            if size % 8 or size > 128:
-                return f"the head dimension {size} is not a multiple of 8 up to 128"
-            if causal and ways > 1:
-                return "its causal mask cannot begin at a later position, as split positions need"
-            gpus = (device for device in jax.local_devices() if device.platform == "gpu")
-            if any(float(device.compute_capability) < 8.0 for device in gpus):
+            capabilities = {str(d.compute_capability) for d in jax.local_devices() if d.platform == "gpu"}
+            if foreign := next((name for name in capabilities if not re.fullmatch(r"\d+\.\d+", name)), None):
+                return f"the kernel is NVIDIA's, and a GPU here is a {foreign}"
+            generation = min((int(name.split(".")[0]) for name in capabilities), default=8)
+            if generation < 8:
                 return "the kernel needs compute capability 8.0 or later"
+            most = 256 if generation >= 9 else 128
+            if size % 8 or size > most:
+                return f"the head dimension {size} is not a multiple of 8 up to {most}"
+            heads = q_BTHN.shape[2] // layout.ways("heads")
+            if causal and heads % ways:
+                return f"split positions are exchanged for heads, and {ways} do not divide a device's {heads}"
     return None
 
 
@@ -117,17 +148,38 @@ def cudnn_attention(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *, 
     """Attention by cuDNN's flash kernel, on every device's own batch and heads.
 
     Args:
-        q_BTHN: queries, bfloat16 or float16; N a multiple of 8 up to 128.
+        q_BTHN: queries, bfloat16 or float16; N a multiple of 8 up to 128, from Hopper on 256.
         k_BSKN: keys.
         v_BSKN: values.
-        causal: query t sees keys 0..t; positions must not be split then.
+        causal: query t sees keys 0..t. The kernel's mask begins at position 0: a device of split positions attends for a
+            part of its heads at all of them.
     """
     cudnn = functools.partial(jax.nn.dot_product_attention, scale=1.0, is_causal=causal, implementation="cudnn")
-    return _on_devices(cudnn, (q_BTHN, k_BSKN, v_BSKN))
+    names = partition.current().names("sequence") if causal else ()
+
+    def local(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array) -> jax.Array:
+        if not names:
+            return cudnn(q_BTHN, k_BSKN, v_BSKN)
+        ways, place = jax.lax.axis_size(names), jax.lax.axis_index(names)
+        if k_BSKN.shape[2] % ways:
+            groups = q_BTHN.shape[2] // k_BSKN.shape[2]
+            k_BSKN, v_BSKN = (jnp.repeat(x_BSKN, groups, axis=2) for x_BSKN in (k_BSKN, v_BSKN))
+        heads = k_BSKN.shape[2] // ways
+        mine = (jax.lax.dynamic_slice_in_dim(x_BSKN, place * heads, heads, axis=2) for x_BSKN in (k_BSKN, v_BSKN))
+        y_BTHN = cudnn(jax.lax.all_to_all(q_BTHN, names, split_axis=2, concat_axis=1, tiled=True), *mine)
+        return jax.lax.all_to_all(y_BTHN, names, split_axis=1, concat_axis=2, tiled=True)
+
+    return _on_devices(local, (q_BTHN, k_BSKN, v_BSKN))
 
 
 def splash_attention(
-    q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *, causal: bool, interpret: bool = False
+    q_BTHN: jax.Array,
+    k_BSKN: jax.Array,
+    v_BSKN: jax.Array,
+    *,
+    causal: bool,
+    block: int | None = None,
+    interpret: bool = False,
 ) -> jax.Array:
     """The Pallas kernel for TPUs, on every device's own batch, queries and heads, with all keys of those heads.
 
@@ -136,6 +188,7 @@ def splash_attention(
         k_BSKN: keys; S a multiple of 128.
         v_BSKN: values.
         causal: query t sees keys 0..t, whichever device it lies on.
+        block: positions on a side of a block; the chip's own unless given.
         interpret: run the kernel as ordinary operations, on any platform.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
@@ -143,11 +196,13 @@ def splash_attention(
 
     layout, length, source = partition.current(), q_BTHN.shape[1], k_BSKN.shape[1]
     shards = layout.ways("sequence")
-    block_q = next(size for size in BLOCKS if length // shards % size == 0)
-    block_kv = next(size for size in BLOCKS if source % size == 0)
+    kind = layout.mesh.devices.flat[0].device_kind
+    block_q, block_kv = (block_of(n, kind, block, causal=causal) for n in (length // shards, source))
+    fused = block_kv >= FUSED
     blocks = splash.BlockSizes(
-        block_q=block_q, block_kv=block_kv, block_kv_compute=block_kv, block_q_dq=block_q, block_kv_dq=block_kv,
-        block_q_dkv=block_q, block_kv_dkv=block_kv, block_kv_dkv_compute=block_kv,
+        block_q=block_q, block_kv=block_kv, block_kv_compute=min(block_kv, BLOCK), block_q_dkv=block_q,
+        block_kv_dkv=block_kv, block_kv_dkv_compute=min(block_kv, BLOCK), use_fused_bwd_kernel=fused,
+        block_q_dq=None if fused else block_q, block_kv_dq=None if fused else block_kv,
     )  # fmt: skip
     # What the kernel knows of its mask, block by block: where a mask depends on the query, a device gets its own rows.
     axis = "sequence" if causal else None

@@ -62,6 +62,21 @@ def test_a_step_sends_only_what_its_mesh_requires(mesh: str) -> None:
 
 
 @pytest.mark.tpu
+def test_state_is_not_padded_and_parameters_are_gathered_beside_computation() -> None:
+    # fsdp cuts rows of the embedding into parts of 32 of the 128 that a vector has: in free layouts 1.1 times the state.
+    config = config_of(MeshConfig(data=1, fsdp=16))
+    model = dataclasses.replace(config.model, width=512, num_heads=4, vocab_size=8192, seq_len=512, mlp_ratio=4.0)
+    made = compile_for(dataclasses.replace(config, model=model), "v5e:4x4")
+    report = made.report()
+    assert report["problems"] == []
+    assert report["arguments_over_expected"] < checks.MOST_ARGUMENTS
+    gathers = [row for row in report["collectives"] if row["kind"] == "all-gather" and row["loop_trips"] == [DEPTH]]
+    sent, alone = (sum(row[name] for row in gathers) for name in ("wire_bytes", "alone_bytes"))
+    assert sent > 0
+    assert alone < 0.2 * sent
+
+
+@pytest.mark.tpu
 def test_control_a_batch_that_is_not_split_is_caught() -> None:
     # fsdp splits parameters but not the batch: every product sums activations over it.
     bad = compile_for(config_of(MeshConfig(data=1, fsdp=4, rules=("batch=data",))), "v5e:2x2")
@@ -128,6 +143,12 @@ def test_control_whole_moments_are_caught() -> None:
     found = checks.whole_moments(program, good._replace(opt_state=whole))
     matrices = sum(leaf.sharding != program.layout.replicated for leaf in program.abstract.params.values())
     assert len(found) == 2 * matrices  # both moments of every parameter that is split
+
+
+@pytest.mark.core
+def test_control_padded_layouts_are_caught() -> None:
+    assert checks.padding(105 * 2**20, 100 * 2**20) == []
+    assert "106 MiB for 100 MiB of state and batch" in checks.padding(106 * 2**20, 100 * 2**20)[0]
 
 
 @pytest.mark.core

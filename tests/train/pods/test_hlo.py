@@ -144,6 +144,33 @@ def test_axes_of_groups() -> None:
     assert axes_of([[0, 1], [1, 2], [2, 0]], mesh, pairs=True) == (("fsdp",), 3)
 
 
+SHARD_MAPS = """ENTRY %main (p: f32[512,8]) -> f32[512,8] {
+  %p = f32[512,8]{1,0} parameter(0)
+  %a = f32[128,8]{1,0} reduce-scatter(%p), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}, to_apply=%sum
+  %b = f32[128,8]{1,0} reduce-scatter(%p), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}, to_apply=%sum
+  %begin = token[] after-all()
+  %s = (f32[512,8]{1,0}, u32[], token[]) send(%p, %begin), channel_id=2, is_host_transfer=true, frontend_attributes={TRANSFER}
+  %done = token[] send-done(%s), channel_id=2, is_host_transfer=true
+  ROOT %n = f32[512,8]{1,0} negate(%p)
+}
+""".replace("TRANSFER", '_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"')
+
+
+def test_one_channel_may_be_that_of_many() -> None:
+    found = [
+        one for one in collectives(hlo.parse(SHARD_MAPS), {"data": 2, "fsdp": 4}, {"data": 2}) if not one.between_slices
+    ]
+    assert [(one.kind, one.bytes, one.overlapped) for one in found] == [("reduce-scatter", 512 * 8 * 4, False)] * 2
+    assert sum(row["alone_bytes"] for row in table(found)) == sum(one.wire_bytes for one in found) > 0
+
+
+def test_what_hosts_send_between_slices_is_counted() -> None:
+    mesh = {"data": 2, "fsdp": 4}
+    (sent,) = [one for one in collectives(hlo.parse(SHARD_MAPS), mesh, {"data": 2}) if one.between_slices]
+    assert (sent.kind, sent.axes, sent.group_size, sent.wire_bytes) == ("all-reduce", ("data",), 2, 512 * 8 * 4)
+    assert sent.overlapped
+
+
 def test_ring_bytes_and_the_table() -> None:
     found = collectives(hlo.parse(TPU), MESH)
     rows = table(found)

@@ -5,6 +5,7 @@ Tolerance is for float32, relative to the largest entry.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import subprocess
@@ -19,9 +20,19 @@ import pytest
 from mupax.train.config.run import MeshConfig
 from mupax.train.parallel.mesh import make_mesh
 from mupax.train.parallel.sharding import MeshLayout
+from mupax.train.pods.topology import CHIPS
 from mupax.zoo import partition
-from mupax.zoo.configs import ConfigError
-from mupax.zoo.layers.kernels import attend, merged_attention, splash_attention, why_not
+from mupax.zoo.configs import ComputeConfig, ConfigError
+from mupax.zoo.layers.kernels import (
+    BLOCK,
+    BLOCKS,
+    attend,
+    block_of,
+    cudnn_attention,
+    merged_attention,
+    splash_attention,
+    why_not,
+)
 
 
 class Device(MeshLayout):
@@ -62,7 +73,10 @@ def outputs_and_gradients(run: Any, qkv: Any, layout: partition.Layout | None = 
     ],
     ids=["one device", "split", "key heads that do not divide", "sees everything"],
 )
-def test_splash_equals_the_products(causal: bool, sizes: dict[str, int] | None) -> None:
+def test_splash_equals_the_products(
+    causal: bool, sizes: dict[str, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mupax.zoo.layers.kernels.FUSED", 128 if sizes is None else 2048)
     qkv = projections(length=256 if sizes else 128)
     expected = outputs_and_gradients(functools.partial(merged_attention, causal=causal), qkv)
     layout = None if sizes is None else MeshLayout(make_mesh(MeshConfig(**sizes)))
@@ -79,7 +93,7 @@ def test_auto_takes_the_kernel_of_the_platform(monkeypatch: pytest.MonkeyPatch) 
     taken = []
     for name in ("splash_attention", "cudnn_attention", "merged_attention"):
         monkeypatch.setattr(
-            f"mupax.zoo.layers.kernels.{name}", lambda q, k, v, causal, name=name: taken.append(name) or q
+            f"mupax.zoo.layers.kernels.{name}", lambda q, k, v, causal, block=None, name=name: taken.append(name) or q
         )
 
     def choose(layout: partition.Layout, **changes: Any) -> str:
@@ -97,7 +111,8 @@ def test_auto_takes_the_kernel_of_the_platform(monkeypatch: pytest.MonkeyPatch) 
     assert choose(Device("gpu"), **half) == "cudnn_attention"
     assert choose(Device("gpu")) == "xla"
     assert choose(Device("gpu"), size=12, **half) == "xla"
-    assert choose(Device("gpu", data=4, sequence=2), **half) == "xla"
+    assert choose(Device("gpu", data=4, sequence=2), **half) == "cudnn_attention"
+    assert choose(Device("gpu", data=4, sequence=2), heads=3, kv_heads=1, **half) == "xla"
 
 
 @pytest.mark.core
@@ -119,12 +134,64 @@ def test_a_kernel_that_cannot_says_why(name: Any, platform: str, changes: dict[s
         attend(*projections(**changes), causal=True, implementation=name)
 
 
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    compute_capability: str
+    platform: str = "gpu"
+
+
 @pytest.mark.core
-def test_split_positions_have_no_causal_cudnn_kernel() -> None:
-    q, k, _ = projections(dtype=jnp.bfloat16)
-    with partition.using(Device("gpu", data=4, sequence=2)):
-        assert "mask cannot begin at a later position" in str(why_not("cudnn", q, k, True))
-        assert why_not("cudnn", q, k, False) is None
+@pytest.mark.parametrize(
+    ("capability", "size", "why"),
+    [
+        ("8.0", 128, None),
+        ("8.9", 136, "136 is not a multiple of 8 up to 128"),
+        ("9.0", 256, None),
+        ("10.3", 256, None),
+        ("9.0", 264, "264 is not a multiple of 8 up to 256"),
+        ("7.5", 64, "capability 8.0 or later"),
+        ("gfx942:sramecc+:xnack-", 64, "NVIDIA's, and a GPU here is a gfx942"),
+    ],
+)
+def test_the_gpus_at_hand_decide(capability: str, size: int, why: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, _ = projections(size=size, dtype=jnp.bfloat16)
+    with partition.using(Device("gpu")):
+        monkeypatch.setattr(jax, "local_devices", lambda: [Gpu("12.0"), Gpu(capability)])
+        found = why_not("cudnn", q, k, True)
+    assert found is None if why is None else why in str(found)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_split_positions_are_exchanged_for_heads(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What every device attends with is ordinary products here, in place of the kernel: of whole positions, causal from 0.
+    lengths = []
+
+    def products(q: jax.Array, k: jax.Array, v: jax.Array, *, is_causal: bool, **_: Any) -> jax.Array:
+        lengths.append((q.shape[1], q.shape[2], k.shape[2]))
+        return merged_attention(q, k, v, causal=is_causal)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", products)
+    qkv, layout = (
+        projections(length=16, kv_heads=kv_heads),
+        MeshLayout(make_mesh(MeshConfig(data=2, tensor=2, sequence=2))),
+    )
+    expected = outputs_and_gradients(functools.partial(merged_attention, causal=True), qkv)
+    found = outputs_and_gradients(functools.partial(cudnn_attention, causal=True), qkv, layout)
+    for got, want in zip(found, expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+    assert set(lengths) == {(16, 1, 1)}
+
+
+@pytest.mark.core
+def test_blocks_divide_the_positions_and_suit_the_chip() -> None:
+    assert [block_of(n, "TPU v5 lite", causal=True) for n in (128, 256, 384, 2048, 8192)] == [128, 128, 128, 512, 512]
+    assert block_of(8192, "TPU v6 lite", causal=True) == 1024
+    assert block_of(256, "TPU v5 lite", causal=False) == 256
+    assert block_of(8192, "TPU v6 lite", 640, causal=True) == 512
+    for chip in CHIPS.values():
+        assert BLOCKS.get(chip.device_kind, BLOCK) * chip.hbm_bandwidth > chip.peak_flops
+    with pytest.raises(ConfigError, match="attention_block is 700, no multiple of 128; write 640"):
+        ComputeConfig(attention_block=700)
 
 
 COMPILE = """

@@ -16,10 +16,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from mupax.train.config.run import MeshConfig
+from mupax.train.parallel.mesh import make_mesh
+from mupax.train.parallel.sharding import MeshLayout
+from mupax.zoo import partition
 from mupax.zoo.configs import DecoderConfig
 from mupax.zoo.definition import Init
 from mupax.zoo.layers.kernels import attend, merged_attention
-from mupax.zoo.layers.linear import Norm, project, rotary
+from mupax.zoo.layers.linear import Norm, _turned, project, rotary
 
 FORWARD, GRADIENT = 2e-5, 1e-4
 
@@ -112,6 +116,35 @@ def test_rotary_logits_depend_on_distance_alone() -> None:
         diagonal = np.diagonal(logits, distance)
         np.testing.assert_allclose(diagonal, diagonal[0], atol=1e-4)
     assert np.ptp(logits[0]) > 0.1
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rotary_by_a_product_is_the_same_numbers(dtype: str) -> None:
+    # The way of TPUs, by operations that round as written: bit for bit forward and backward.
+    x, weights, _ = (y.astype(dtype) for y in projections(3, 3, size=8))
+    angle = jnp.arange(7.0)[:, None] * 50.0 ** (-jnp.arange(4.0) / 4)
+
+    def run(way: Callable[[jax.Array], jax.Array]) -> Any:
+        with jax.disable_jit():
+            y, transpose = jax.vjp(way, x)
+            return y, *transpose(weights)
+
+    by_halves, by_product = run(lambda x: rotary(x, 50.0)), run(lambda x: _turned(x, jnp.cos(angle), jnp.sin(angle)))
+    chex.assert_trees_all_equal(by_product, by_halves)
+    (_, back), turn = by_product, lambda x: _turned(x, jnp.cos(angle), -jnp.sin(angle))
+    chex.assert_trees_all_equal(back, turn(weights))
+    with pytest.raises(AssertionError):
+        chex.assert_trees_all_equal(back, _turned(weights, jnp.cos(angle), jnp.sin(angle)))
+
+
+def test_rotary_takes_the_product_on_tpus() -> None:
+    layout = MeshLayout(make_mesh(MeshConfig()))
+    (x, _, _), products = projections(3, 3, size=8), {}
+    for layout.platform in ("cpu", "tpu"):
+        with partition.using(layout):
+            products[layout.platform] = "dot_general" in str(jax.make_jaxpr(lambda x: rotary(x, 50.0))(x))
+    assert products == {"cpu": False, "tpu": True}
 
 
 # Layers
