@@ -23,7 +23,9 @@ from mupax.train.data import images
 from mupax.train.data.__main__ import main
 from mupax.train.data.records import builders
 from mupax.train.data.sources import published
+from mupax.train.data.text import denoising
 from mupax.train.data.text.batches import TokenData
+from mupax.train.data.text.noise import Infilling
 from mupax.zoo import configs
 from mupax.zoo.configs import DecoderConfig, ModelConfig, ViTConfig
 
@@ -91,6 +93,9 @@ def test_prepared_text_by_name(tmp_path: Path) -> None:
     assert bytes(found._eval).decode() == "".join(s["text"] + "\0" for s in sentences(20, 25))
     assert found.facts["version"] == "1.2.3"
     assert load("tiny:1.2.3", tmp_path, SHORT).facts["digest"] == found.facts["digest"]
+    config = DataConfig(name="tiny", batch_size=6, data_dir=str(tmp_path))
+    noised = denoising.denoising(config, Infilling(), inputs=9, seed=0)
+    np.testing.assert_array_equal(noised.eval_batch(0)["targets"][:, 1:-1], found.eval_batch(0)["inputs"])
     assert "tensorflow" not in sys.modules
 
 

@@ -20,6 +20,10 @@ from mupax.train.data.text.noise import Infilling, Noise, Sentinels
 pytestmark = pytest.mark.core
 
 NOISES = [Infilling(), Sentinels()]
+RECORDED = {
+    "infilling": "<s><mask>456<mask>9:;<<mask>>?<mask>CDEFGHIJKLMNOPQRS<mask></s>" + 7 * "<pad>",
+    "sentinels": "0123456789:;<=>?@ABCDEFGHIJK<0>MNOPQRSTU<1></s>",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +80,16 @@ def test_noise_is_of_the_example_whatever_the_layout(text: Path, noise: Noise) -
     resumed.close()
     other = opened(text, noise, seed=1).train_batch(5)
     assert (other["inputs"] != batch["inputs"]).any()
+
+
+@pytest.mark.parametrize("noise", NOISES, ids=lambda noise: noise.name)
+def test_noise_is_that_of_every_machine_and_version(text: Path, noise: Noise, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = opened(text, noise, inputs=40)
+    tokens = np.tile(np.arange(48, 48 + data.lengths.tokens, dtype=np.int32), (8, 1))
+    windows = {"inputs": tokens, "weights": np.ones(tokens.shape, np.float32)}
+    monkeypatch.setattr(data.text, "train_batch", lambda k, rows: windows)
+    shown = show.visible(data.train_batch(3)["inputs"][5], data.tokenizer.pieces(), data.ids.names())
+    assert "".join(shown) == RECORDED[noise.name]
 
 
 def test_the_same_windows_have_other_noise_in_another_epoch(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
