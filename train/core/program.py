@@ -156,7 +156,7 @@ def assemble(config: Config, devices: Sequence[Any] | None = None, *, swept: boo
     Raises:
         ConfigError, PresetError, MeshError: what does not fit, and what to write instead.
     """
-    compilation_cache.use(cache.root)
+    compilation_cache.use(cache.root, devices=devices)
     preset = preset_of(config)
     layout = MeshLayout(make_mesh(config.mesh, devices, swept=swept), parse_rules(config.mesh.rules))
     layout.check_batch(config.data.batch_size, config.accumulation_steps)

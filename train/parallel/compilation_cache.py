@@ -20,7 +20,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,7 @@ class Store:
         self._bytes += size
 
 
-def use(root: Callable[[], Path], processes: Processes | None = None) -> None:
+def use(root: Callable[[], Path], processes: Processes | None = None, devices: Sequence[Any] | None = None) -> None:
     """Have JAX keep compiled programs from here on, unless the user has chosen otherwise; called again it changes nothing.
 
     JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE=false hold where neither `--compilation-cache` nor its variable is
@@ -119,7 +119,10 @@ def use(root: Callable[[], Path], processes: Processes | None = None) -> None:
         root: gives the folder for everything that can be made again.
         processes: of the run. Process 0 alone writes, so several keep programs only in a folder that all of them see: where one
             found a program and another compiled it, compilers that share their work (GPU) would wait for each other.
+        devices: to compile for, of this machine unless given. Programs for others cannot be read back, and none is kept any more.
     """
+    if devices is not None and devices[0] not in jax.devices():
+        _options.update("jax_enable_compilation_cache", False)
     folder = _folder(root)
     if processes is not None and processes.count > 1 and not _shared(folder, processes):
         folder = None

@@ -80,6 +80,11 @@ def test_no_cache_stays_none(plain: Path) -> None:
     assert not plain.exists()
 
 
+def test_nothing_is_kept_for_devices_that_are_not_here(plain: Path) -> None:
+    assert use(plain, devices=jax.devices()[:1]) == str(folder(plain))
+    assert use(plain, devices=["a TPU elsewhere"]) is None
+
+
 @pytest.mark.parametrize("reason", ["Not a directory", "no permission", "it belongs to another user", "no home"])
 def test_a_folder_that_cannot_be_used_is_told_once(
     reason: str, plain: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
