@@ -37,7 +37,7 @@ class Compile:
     hlo: Annotated[Path | None, conf.arg(metavar="PATH")] = None
     """Write the optimized program as text."""
     search: Switch = False
-    """Try meshes, remat policies and microbatches, and print the best that fit."""
+    """Try meshes, remat policies, microbatches, batches, losses and attention blocks; compile a few that differ, print the best that fit."""
     limit: Annotated[int, conf.arg(metavar="N")] = 6
     """With --search: compile at most so many."""
 

@@ -18,11 +18,16 @@ from mupax.presets import Role
 from mupax.train.config.run import Config
 from mupax.train.core.loss import CHUNK_LOGITS, LEAST_ROWS
 from mupax.train.core.program import Program
+from mupax.train.pods.topology import Chip
 from mupax.zoo import flops
-from mupax.zoo.layers.kernels import LANES
+from mupax.zoo.layers.kernels import FUSED, LANES, block_of
 
 _SPLIT = ("heads", "kv_heads", "mlp")
 """Axes of activations that a device may have a part of."""
+
+
+FORWARD_AGAIN = {"none": 0.0, "dots": 0.0, "block": 1.0, "offload": 1.0}
+"""Forward passes of the blocks that a remat policy computes again."""
 
 
 def model_flops(config: Config) -> float:
@@ -56,10 +61,7 @@ def expected(program: Program) -> dict[str, int]:
         "saved activations": int(sizes["layers"] * positions * saved[config.model.compute.remat] * itemsize),
     }
     # While logits exist: those of a chunk and their gradient, the readout gathered, and its gradient as it is summed.
-    targets = positions * config.model.units // sizes["position"]
-    chunks = math.ceil(targets / max(CHUNK_LOGITS[layout.platform] // columns, LEAST_ROWS))
-    if config.model.compute.cross_entropy == "plain":
-        chunks = 1
+    targets, chunks = positions * config.model.units // sizes["position"], loss_chunks(program)
     loss = {
         "logits": math.ceil(targets / chunks) * columns * (4 + itemsize),
         "gradient of the features": positions * sizes["embed"] * itemsize,
@@ -78,6 +80,18 @@ def expected(program: Program) -> dict[str, int]:
         // layout.ways("mlp"),
     }
     return max({**held, **loss}, {**held, **backward}, key=lambda terms: sum(terms.values()))
+
+
+def loss_chunks(program: Program) -> int:
+    """Parts that the tokens of a microbatch on one device are taken in by its cross-entropy."""
+    config, layout, sizes = program.config, program.layout, program.definition.sizes
+    if config.model.compute.cross_entropy == "plain":
+        return 1
+    rows = config.data.batch_size // config.accumulation_steps // layout.ways("batch")
+    targets = rows * config.model.units // layout.ways("sequence")
+    outputs, ways = sizes[config.model.output_axis], layout.ways(config.model.output_axis)
+    columns = outputs // ways if outputs % ways == 0 else outputs
+    return math.ceil(targets / max(CHUNK_LOGITS[layout.platform] // columns, LEAST_ROWS))
 
 
 def _bytes(leaf: Any, sharding: Any, itemsize: int | None = None) -> int:
@@ -123,6 +137,24 @@ def _per_position(program: Program) -> dict[str, float]:
         "hidden": fan_out[Role.MLP_IN],
         "activated": fan_in[Role.MLP_OUT],
     }
+
+
+def attention_waste(program: Program, chip: Chip) -> float:
+    """FLOPs of one device for which a splash kernel computes what its mask hides, computes again, or waits for keys and values.
+
+    Args:
+        program: whose attention it is.
+        chip: what it would run on.
+    """
+    model, sizes, mesh = program.config.model, defaultdict(int, program.definition.sizes), program.mesh.shape
+    length, again = sizes["position"], FORWARD_AGAIN[model.compute.remat]
+    block = block_of(length, chip.device_kind, model.compute.attention_block, causal=model.causal)
+    share, counted = (causal_share(length, block), 0.5) if model.causal else (1.0, 1.0)
+    rows = program.config.data.batch_size / (mesh["data"] * mesh["fsdp"]) / mesh["sequence"] / mesh["tensor"]
+    forward = 4.0 * length**2 * sizes["heads"] * sizes["head_dim"] * sizes["layers"] * rows
+    backward = 2.5 if block >= FUSED else 3.5
+    waits = max(1.0, chip.peak_flops / chip.hbm_bandwidth / block)
+    return forward * ((1 + again + backward) * share * waits - (3 + again) * counted)
 
 
 def matmul_flops(jaxpr: Any, visited: float = 1.0) -> float:

@@ -1,4 +1,4 @@
-"""Which mesh, remat policy and number of microbatches a run should use on a pod: estimated, then the best few compiled."""
+"""How a run should lie on a pod: mesh, remat, microbatches, batch, loss and blocks estimated, then a few that differ compiled."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ from mupax.train.pods import estimates, topology
 from mupax.train.pods.compiled import compile_for
 from mupax.train.pods.topology import Chip
 from mupax.zoo.configs import ComputeConfig
+from mupax.zoo.layers import kernels
+
+AXES = ("data", "fsdp", "sequence", "tensor")
+"""Mesh axes that a run is split over."""
 
 MOST_TENSOR = 16
 """Widest tensor axis tried: beyond it a layer's sums over activations take longer than its products on every chip here."""
@@ -26,8 +30,21 @@ MOST_TENSOR = 16
 MICROBATCHES = (1, 2, 4, 8)
 """Numbers of microbatches tried."""
 
+BATCHES = (1, 2, 4, 8)
+"""Numbers of microbatches tried."""
+
 _RECOMPUTED = {"none": 0.0, "dots": 0.0, "block": 1.0, "offload": 1.0}
 """Forward passes of the blocks that a remat policy computes again."""
+
+
+BATCHES = (0.5, 1, 2)
+"""Batches tried, over the run's own."""
+
+BLOCKS = (512, 1024, 2048)
+"""Sides of attention blocks tried beside the chip's own, where positions divide into them."""
+
+SECONDS_PER_MEBIBYTE = 120.0
+"""Time to compile for each MiB of traced program (StableHLO): 120 s of one core for lm-8b's and lm-1b's of about 1 MiB."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,20 +56,45 @@ class Candidate:
     bytes: int
 
     @property
+    def kinds(self) -> dict[str, Any]:
+        """What it decides, by name."""
+        config, compute = self.config, self.config.model.compute
+        mesh = dataclasses.asdict(config.mesh)
+        return {
+            "axes": tuple(axis for axis in AXES if mesh[axis] > 1),
+            "remat": compute.remat,
+            "microbatches": config.accumulation_steps,
+            "batch": config.data.batch_size,
+            "loss": compute.cross_entropy,
+            "block": compute.attention_block,
+        }
+
+    @property
+    def pace(self) -> float:
+        """Seconds an example: what candidates of different batches are compared by."""
+        return self.seconds / self.config.data.batch_size
+
+    @property
     def words(self) -> str:
         """What it changes, as flags."""
-        config, mesh = self.config, dataclasses.asdict(self.config.mesh)
-        split = [axis for axis in ("data", "fsdp", "sequence", "tensor") if mesh[axis] > 1 or axis == "data"]
-        remat, parts = config.model.compute.remat, config.accumulation_steps
-        axes = " ".join(f"--mesh.{axis} {mesh[axis]}" for axis in split)
-        return f"{axes} --model.compute.remat {remat} --accumulation-steps {parts}"
+        kinds = self.kinds
+        axes = " ".join(
+            f"--mesh.{axis} {size}"
+            for axis, size in zip(AXES, kinds["mesh"], strict=True)
+            if size > 1 or axis == "data"
+        )
+        block = f" --model.compute.attention-block {kinds['block']}" if kinds["block"] else ""
+        return (
+            f"{axes} --model.compute.remat {kinds['remat']} --accumulation-steps {kinds['microbatches']} "
+            f"--data.batch-size {kinds['batch']} --model.compute.cross-entropy {kinds['loss']}{block}"
+        )
 
 
 def search(config: Config, name: str, slices: int, limit: int) -> list[dict[str, Any]]:
-    """Reports of the most promising configurations, compiled one by one; how it goes is printed.
+    """Reports of promising configurations of several kinds, compiled one by one; how it goes is printed.
 
     Args:
-        config: the run; its mesh, remat policy and microbatches are replaced.
+        config: the run; its mesh, batch, remat policy, microbatches, loss and attention blocks are replaced.
         name: topology.
         slices: how many of them.
         limit: programs to compile; the others are only estimated.
@@ -69,15 +111,47 @@ def search(config: Config, name: str, slices: int, limit: int) -> list[dict[str,
         raise MeshError(f"no mesh of {len(devices)} chips fits this model and batch; write another --data.batch-size")
     room = [one for one in tried if one.bytes <= chip.hbm_bytes]
     # Where nothing is expected to fit, the smallest are tried: the estimate may be wrong.
-    chosen = sorted(room or tried, key=lambda one: one.seconds if room else one.bytes)[:limit]
-    print(f"{len(tried)} configurations, {len(room)} expected to fit; compiling {len(chosen)}", flush=True)
+    chosen = different(sorted(room or tried, key=lambda one: one.pace if room else one.bytes), limit)
+    lowered = assemble(chosen[0].config, devices).trace_train().lower().as_text()
+    minutes = max(1, round(len(chosen) * len(lowered) / 2**20 * SECONDS_PER_MEBIBYTE / 60))
+    print(
+        f"{len(tried)} configurations, {len(room)} expected to fit; compiling {len(chosen)}: about {minutes} min of one core",
+        flush=True,
+    )
     reports = []
     for number, one in enumerate(chosen, 1):
         expected = f"(expected {one.seconds:.3g} s, {gib(one.bytes)})"
         print(f"{number}/{len(chosen)}  {one.words}  {expected}", flush=True)
         report = compile_for(one.config, name, slices).report()
-        reports.append({"flags": one.words, "topology": name, "slices": slices, **report})
-    return sorted(reports, key=lambda r: (not r["fits"], (r["roofline"] or {}).get("step_seconds", math.inf)))
+        mine = {
+            "flags": one.words,
+            "kinds": one.kinds,
+            "expected_seconds": one.seconds,
+            "topology": name,
+            "slices": slices,
+        }
+        reports.append({**mine, **report})
+    return sorted(reports, key=lambda r: (not r["fits"], _pace(r)))
+
+
+def different(ranked: list[Candidate], limit: int) -> list[Candidate]:
+    """The best candidate, then of each thing it decides the best that decides it otherwise, then the best of what is left.
+
+    Near copies of the best would differ by less than the estimates are wrong; these show in which direction they are.
+
+    Args:
+        ranked: candidates, the best first.
+        limit: most that are returned.
+    """
+    best = ranked[0].kinds
+    others = (next((one for one in ranked if one.kinds[name] != best[name]), None) for name in best)
+    chosen = {id(one): one for one in (ranked[0], *others, *ranked) if one is not None}
+    return list(chosen.values())[:limit]
+
+
+def _pace(report: dict[str, Any]) -> float:
+    line = report["roofline"] or {}
+    return line.get("step_seconds", math.inf) / report["batch_size"]
 
 
 def table(reports: list[dict[str, Any]], title: str) -> str:
@@ -87,46 +161,63 @@ def table(reports: list[dict[str, Any]], title: str) -> str:
         reports: of `search`.
         title: line above them.
     """
-    rows = [("flags", "fits", "memory", "step", "bound", "MFU")]
+    rows = [("flags", "fits", "memory", "expected", "step", "alone", "bound", "MFU")]
     for report in reports:
         line = report["roofline"] or {}
-        step, bound, mfu = (f"{line['step_seconds']:.3g} s", line["bound"], f"{line['mfu']:.1%}") if line else "---"
+        step, alone, bound, mfu = "----"
+        if line:
+            step, alone = (f"{line[name]:.3g} s" for name in ("step_seconds", "alone"))
+            bound, mfu = line["bound"], f"{line['mfu']:.1%}"
         fits, memory = "yes" if report["fits"] else "no", gib(report["peak_bytes_per_device"])
-        rows.append((report["flags"], fits, memory, step, bound.replace("_", " "), mfu))
+        expected = f"{report['expected_seconds']:.3g} s"
+        rows.append((report["flags"], fits, memory, expected, step, alone, bound.replace("_", " "), mfu))
     return f"{title}\n{terminal.table(rows, left=('flags', 'bound'))}"
 
 
 def _candidates(config: Config, chip: Chip, devices: Any, slices: int) -> Iterator[Candidate]:
-    policies = typing.get_args(typing.get_type_hints(ComputeConfig)["remat"])
+    fields = typing.get_type_hints(ComputeConfig)
+    policies, losses = (typing.get_args(fields[name]) for name in ("remat", "cross_entropy"))
+    losses = [loss for loss in losses if loss != "auto"]  # which is one of the others
+    length, causal = config.model.sizes()["position"], config.model.causal
+    usual = kernels.block_of(length, chip.device_kind, causal=causal)
+    blocks = [None, *(block for block in BLOCKS if length % block == 0 and block != usual)]
+    sizes = [int(config.data.batch_size * factor) for factor in BATCHES]
     for mesh in _meshes(len(devices), slices, config.mesh):
         try:
             program = assemble(dataclasses.replace(config, mesh=mesh, accumulation_steps=1), devices)
         except MeshError:
             continue
-        for remat, parts in itertools.product(policies, MICROBATCHES):
-            if config.data.batch_size % (parts * program.layout.ways("batch")):
+        for remat, parts, size, loss in itertools.product(policies, MICROBATCHES, sizes, losses):
+            if size % (parts * program.layout.ways("batch")):
                 continue
-            compute = dataclasses.replace(config.model.compute, remat=remat)
-            model = dataclasses.replace(config.model, compute=compute)
-            changed = dataclasses.replace(program.config, model=model, accumulation_steps=parts)
-            # The arrays of the state lie as before.
-            estimated = dataclasses.replace(program, config=changed)
-            yield Candidate(changed, _estimate(estimated, chip, slices), sum(estimates.expected(estimated).values()))
+            room = 0
+            for block in blocks:
+                how = {"remat": remat, "cross_entropy": loss, "attention_block": block}
+                model = dataclasses.replace(config.model, compute=dataclasses.replace(config.model.compute, **how))
+                data = dataclasses.replace(program.config.data, batch_size=size)
+                changed = dataclasses.replace(program.config, model=model, data=data, accumulation_steps=parts)
+                # The arrays of the state lie as before.
+                estimated = dataclasses.replace(program, config=changed)
+                room = room or sum(estimates.expected(estimated).values())
+                yield Candidate(changed, _estimate(estimated, chip, slices), room)
 
 
 def _meshes(devices: int, slices: int, mesh: MeshConfig) -> Iterator[MeshConfig]:
     """Every way to split the devices over data, fsdp, sequence and tensor; slices lie along data."""
     sizes = [n for n in range(1, devices + 1) if devices % n == 0]
-    for data, fsdp, sequence, tensor in itertools.product(sizes, repeat=4):
+    for data, fsdp, sequence, tensor in itertools.product(sizes, repeat=len(AXES)):
         if data * fsdp * sequence * tensor == devices and tensor <= MOST_TENSOR and data % slices == 0:
             yield dataclasses.replace(mesh, data=data, fsdp=fsdp, sequence=sequence, tensor=tensor)
 
 
 def _estimate(program: Program, chip: Chip, slices: int) -> float:
-    """Seconds of a step: products, and what the mesh must send, where the two do not overlap by a tenth."""
+    """Seconds of a step: products, and what the mesh must send, where the two do not overlap by a tenth; then the loss' traffic."""
     config, mesh = program.config, program.mesh.shape
-    again = _RECOMPUTED[config.model.compute.remat]
-    compute = estimates.model_flops(config) * (1 + again / 3) / program.mesh.size / chip.peak_flops
+    again = estimates.FORWARD_AGAIN[config.model.compute.remat]
+    flops = estimates.model_flops(config) * (1 + again / 3) / program.mesh.size + estimates.attention_waste(
+        program, chip
+    )
+    compute = flops / chip.peak_flops
     weights = 2 * program.definition.count() / mesh["tensor"]
     gathered = (2 + again) * weights * config.accumulation_steps
     rows = config.data.batch_size / (mesh["data"] * mesh["fsdp"])
@@ -144,4 +235,10 @@ def _estimate(program: Program, chip: Chip, slices: int) -> float:
     network = sent / chip.ici_bandwidth
     if slices > 1 and chip.dcn_bandwidth:
         network += 2 * 2 * weights / mesh["fsdp"] / chip.dcn_bandwidth
-    return max(compute, network) + 0.1 * min(compute, network)
+    # Logits are written and read in both passes, the readout read and its gradient added to once a chunk, beside no product:
+    # 16.9 GB plain and 41 GB chunked of lm-8b at 1 x 4096 tokens, by the TPU compiler.
+    outputs = sizes[config.model.output_axis] / program.layout.ways(config.model.output_axis)
+    logits = rows / mesh["sequence"] * config.model.units * outputs
+    readouts = estimates.loss_chunks(program) * config.accumulation_steps * sizes["embed"] * outputs
+    traffic = (20 * logits + 12 * readouts) / chip.hbm_bandwidth
+    return max(compute, network) + 0.1 * min(compute, network) + traffic
