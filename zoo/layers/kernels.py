@@ -1,4 +1,4 @@
-"""softmax(q.k) v by the fastest implementation there is: cuDNN flash on GPU, splash (Pallas) on TPU, XLA elsewhere.
+"""softmax(q.k) v by the fastest implementation there is: cuDNN flash on GPU, splash (Pallas) on TPU, tiles of XLA on CPU.
 
 B batch, T query and S key positions, H heads, K key heads, N head dimension. Logits are taken as they are: any scale is
 already in q. Softmax is in float32.
@@ -15,9 +15,7 @@ import jax.numpy as jnp
 
 from mupax.zoo import partition
 from mupax.zoo.families import AttentionName, ConfigError
-
-SAVED = "attention"
-"""Name by which a remat policy may keep what the splash kernel's gradient needs: its output and the softmax's norm."""
+from mupax.zoo.layers.cpu_attention import SAVED, TILE, merged_attention, tiled_attention
 
 LANES = 128
 """Positions that a splash kernel works on at least at once."""
@@ -77,6 +75,8 @@ def attend(
     if implementation == "cudnn":
         return cudnn_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal)
     if layout.platform == "cpu" and all(layout.ways(axis) == 1 for axis in ("sequence", "heads", "kv_heads")):
+        if causal and q_BTHN.shape[1] > TILE:
+            return tiled_attention(q_BTHN, k_BSKN, v_BSKN)
         return merged_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal)
     return jax.nn.dot_product_attention(q_BTHN, k_BSKN, v_BSKN, scale=1.0, is_causal=causal, implementation="xla")
 
@@ -116,32 +116,6 @@ def why_not(implementation: AttentionName, q_BTHN: jax.Array, k_BSKN: jax.Array,
             if causal and heads % ways:
                 return f"split positions are exchanged for heads, and {ways} do not divide a device's {heads}"
     return None
-
-
-def merged_attention(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *, causal: bool) -> jax.Array:
-    """Attention by XLA, with batch and heads merged into one dimension R, the layout that CPUs like best.
-
-    Args:
-        q_BTHN: queries, with the logit scale.
-        k_BSKN: keys; H is a multiple of K.
-        v_BSKN: values.
-        causal: query t sees keys 0..t, else all.
-    """
-    batch, length, heads, size = q_BTHN.shape
-    source, groups = k_BSKN.shape[1], heads // k_BSKN.shape[2]
-
-    def rows(x: jax.Array, repeat: int) -> jax.Array:
-        """[B, T, H, N] to [R, T, N]."""
-        x = jnp.repeat(x, repeat, axis=2) if repeat > 1 else x
-        return x.swapaxes(1, 2).reshape(batch * heads, x.shape[1], size)
-
-    q_RTN, k_RSN, v_RSN = rows(q_BTHN, 1), rows(k_BSKN, groups), rows(v_BSKN, groups)
-    logits_RTS = jnp.einsum("btn,bsn->bts", q_RTN, k_RSN, preferred_element_type=jnp.float32)
-    if causal:
-        logits_RTS = jnp.where(jnp.tri(length, source, dtype=bool), logits_RTS, jnp.finfo(jnp.float32).min)
-    weights_RTS = jax.nn.softmax(logits_RTS, axis=-1).astype(v_RSN.dtype)
-    y_RTN = jnp.einsum("bts,bsn->btn", weights_RTS, v_RSN)
-    return y_RTN.reshape(batch, heads, length, size).swapaxes(1, 2)
 
 
 def cudnn_attention(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *, causal: bool) -> jax.Array:

@@ -31,6 +31,7 @@ from mupax.zoo.layers.kernels import (
     cudnn_attention,
     merged_attention,
     splash_attention,
+    tiled_attention,
     why_not,
 )
 
@@ -89,11 +90,25 @@ def test_splash_equals_the_products(
 
 
 @pytest.mark.core
+def test_tiles_equal_the_products_in_value_gradient_and_derivative() -> None:
+    qkv, causal = projections(length=150), functools.partial(merged_attention, causal=True)  # 64, 64 and 22 queries
+    found, expected = (outputs_and_gradients(run, qkv) for run in (tiled_attention, causal))
+    for got, want in zip(found, expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+    shifted = tuple(jnp.roll(x, 1, axis=1) for x in qkv)
+    changes = [jax.jit(lambda *x, run=run: jax.jvp(run, x, shifted)[1])(*qkv) for run in (tiled_attention, causal)]
+    np.testing.assert_allclose(*changes, rtol=0, atol=1e-5 * np.abs(changes[1]).max())
+    other = outputs_and_gradients(functools.partial(merged_attention, causal=False), qkv)
+    assert min(np.abs(a - b).max() for a, b in zip(other, found, strict=True)) > 0.1  # the control: the mask is seen
+
+
+@pytest.mark.core
 def test_auto_takes_the_kernel_of_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
-    for name in ("splash_attention", "cudnn_attention", "merged_attention"):
+    for name in ("splash_attention", "cudnn_attention", "merged_attention", "tiled_attention"):
         monkeypatch.setattr(
-            f"mupax.zoo.layers.kernels.{name}", lambda q, k, v, causal, block=None, name=name: taken.append(name) or q
+            f"mupax.zoo.layers.kernels.{name}",
+            lambda q, k, v, causal=True, block=None, name=name: taken.append(name) or q,
         )
 
     def choose(layout: partition.Layout, **changes: Any) -> str:
@@ -103,7 +118,8 @@ def test_auto_takes_the_kernel_of_the_platform(monkeypatch: pytest.MonkeyPatch) 
         return taken[0] if taken else "xla"
 
     half = {"dtype": jnp.bfloat16}
-    assert choose(Device("cpu")) == "merged_attention"
+    assert choose(Device("cpu")) == "tiled_attention"
+    assert choose(Device("cpu"), length=64) == "merged_attention"
     assert choose(Device("cpu", data=4, tensor=2)) == "xla"
     assert choose(Device("tpu"), **half) == "splash_attention"
     assert choose(Device("tpu"), length=196) == "xla"
