@@ -19,6 +19,9 @@ from mupax.zoo.layers.linear import Norm, Reading
 class Decoder(nnx.Module):
     """Tokens int32 [B, T] to float32 logits [B, T, V]; position t sees tokens 0..t. T is at most config.seq_len."""
 
+    gathers = True
+    """Parameters are read by a layout (`mupax.zoo.manual`)."""
+
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
         self.config = config
         init = Init(config, rngs)
@@ -35,7 +38,8 @@ class Decoder(nnx.Module):
             tokens_BT: int32 [batch, position].
             start: position of the first of them, int32 []; 0 unless given.
         """
-        h_BTD = self.token[...].astype(self.config.compute.dtype)[tokens_BT]
+        table_VD = self.token[...].astype(self.config.compute.dtype)
+        h_BTD = partition.current().lookup(table_VD, tokens_BT, ("vocab", "embed"))
         if self.position is not None:
             all_SD, length = self.position[...], tokens_BT.shape[1]
             position_TD = all_SD[:length] if start is None else jax.lax.dynamic_slice_in_dim(all_SD, start, length)

@@ -20,6 +20,7 @@ import numpy as np
 from flax import nnx
 
 from mupax.presets.roles import ParamSpec, PresetError, Role
+from mupax.zoo import partition
 from mupax.zoo.families import ModelConfig
 
 Arrays = dict[str, Any]
@@ -137,7 +138,8 @@ class Definition:
         """
         ones = {n: np.ones(f["shape"], np.float32) for n, f in self.factors.items() if f["kind"] == "skip"}
         variables = {name: Factor(value) for name, value in {**ones, **factors}.items()}
-        variables |= {name: nnx.Param(value) for name, value in params.items()}
+        params = partition.current().early(params, self.specs)
+        variables |= {name: nnx.Param(value, spec=self.specs[name]) for name, value in params.items()}
         return nnx.merge(self.graph, nnx.from_flat_state({_path(name): leaf for name, leaf in variables.items()}))
 
     def model(self, params: Mapping[str, jax.Array], multipliers: Arrays, factors: Arrays) -> Any:

@@ -15,7 +15,7 @@ from mupax.errors import MupaxError
 from mupax.presets.roles import FactorSpec, ParamSpec, Role
 
 AttentionName = Literal["auto", "xla", "cudnn", "splash"]
-CrossEntropy = Literal["auto", "plain", "chunked"]
+CrossEntropy = Literal["auto", "plain", "chunked", "vocab"]
 Task = Literal["tokens", "images"]
 
 
@@ -45,7 +45,7 @@ class ComputeConfig:
     projections: Literal["auto", "separate", "fused"] = "auto"
     """Queries, keys and values, and an MLP's gate and up, by a product each or by one; they stay parameters of their own."""
     cross_entropy: CrossEntropy = "auto"
-    """All logits at once, or those of a few tokens at a time; auto takes chunks where logits would be large."""
+    """All logits at once, those of a few tokens at a time, or of a part of the vocabulary; auto takes parts where logits would be large."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Storage of parameters and optimizer state."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -29,6 +29,12 @@ class Layout:
             dimensions of one array want the same mesh axis, the first one takes it.
     """
 
+    rings = False
+    """Whether sums that are scattered go along one dimension of a torus at a time (`--xla-flags scatter`)."""
+
+    policy: Callable[..., bool] | None = None
+    """What the backward pass of a layer that recomputes nothing may keep, where that is not everything."""
+
     def __init__(self, mesh: Mesh, rules: Mapping[str, tuple[str, ...]]) -> None:
         self.mesh, self.rules = mesh, rules
         self.platform: str = mesh.devices.flat[0].platform
@@ -76,6 +82,59 @@ class Layout:
             function, mesh=self.mesh, in_specs=tuple(map(self._spec, inputs)), out_specs=out_specs, check_vma=False
         )
 
+    def gather(self, w: jax.Array, axes: Axes) -> jax.Array:
+        """A parameter as a product takes it: w. Inside of `manual.Manual`, which has all that follows by hand, w is a part.
+
+        Args:
+            w: as it is stored.
+            axes: logical axis of every dimension.
+        """
+        del axes
+        return w
+
+    def layer(self, state: Any, dtype: Any) -> Any:
+        """One layer of a stack, as its module takes it.
+
+        Args:
+            state: an `nnx.State` of the layer.
+            dtype: of its products.
+        """
+        del dtype
+        return state
+
+    def early(self, params: Mapping[str, Any], specs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Parameters by name, those gathered that are not where they are read: all but tables, readouts and a stack's matrices.
+
+        Args:
+            params: as they are stored.
+            specs: their declarations.
+        """
+        del specs
+        return params
+
+    def lookup(self, table: jax.Array, index: jax.Array, axes: Axes) -> jax.Array:
+        """Rows of an embedding's table, [*index, D].
+
+        Args:
+            table: as w of `gather`, [V, D].
+            index: int32, its first dimension split as the batch is.
+            axes: of the table.
+        """
+        del axes
+        return table[index]
+
+    def readout(self, axes: Axes, width: int, tokens: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Mesh axes over which the gradient of a readout is summed: those that split its rows, of which a device keeps its own, and the others.
+
+        Args:
+            axes: logical axes of the readout.
+            width: rows of it.
+            tokens: mesh axes that split what it reads.
+        """
+        rows = self.names(axes[0])
+        rows = rows if set(rows) <= set(tokens) and width % self.ways(axes[0]) == 0 else ()
+        return rows, tuple(name for name in tokens if name not in rows)
+
     def _spec(self, axes: Axes, shape: tuple[int, ...] | None = None) -> PartitionSpec:
         parts: list[str | tuple[str, ...] | None] = []
         used: set[str] = set()
@@ -114,3 +173,46 @@ def _one_device() -> Layout:
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """x, laid out by the logical axes of its dimensions."""
     return current().constrain(x, axes)
+
+
+def all_gather(x: jax.Array, names: tuple[str, ...], dimension: int) -> jax.Array:
+    """x whole along a dimension that mesh axes split, the first one outermost; inside of `shard_map`."""
+    return jax.lax.all_gather(x, names, axis=dimension, tiled=True) if names else x
+
+
+def reduce_scatter(x: jax.Array, names: tuple[str, ...], dimension: int) -> jax.Array:
+    """This device's part, along a dimension, of the sum of x over mesh axes: what turns `all_gather` around.
+
+    Where `Layout.rings` says so over one dimension of a torus at a time: over several at once the TPU compiler sums everything
+    everywhere, twice the bytes, and then takes a part; beside products, where it leaves these rings alone but for some flags.
+    """
+    rings = _rings(names) if current().rings else [(names, None)] if names else []
+    for name, groups in rings:
+        x = jax.lax.psum_scatter(x, name, scatter_dimension=dimension, tiled=True, axis_index_groups=groups)
+    return x
+
+
+def _rings(names: tuple[str, ...]) -> list[tuple[str, list[list[int]] | None]]:
+    """Mesh axes, outermost first, each cut into the dimensions of the torus that it spans: groups of indices along it."""
+    mesh, rings = current().mesh, []
+    for name in names:
+        sizes = torus(np.moveaxis(mesh.devices, mesh.axis_names.index(name), -1).reshape(-1, mesh.shape[name])[0])
+        places = np.arange(mesh.shape[name]).reshape(sizes)
+        for dimension, size in enumerate(sizes):
+            groups = np.moveaxis(places, dimension, -1).reshape(-1, size).tolist()
+            rings.append((name, groups if len(sizes) > 1 else None))
+    return rings
+
+
+def torus(devices: np.ndarray) -> tuple[int, ...]:
+    """Sizes of the torus' dimensions that devices in a row fill, the slowest first; their number where they do not.
+
+    Args:
+        devices: along one mesh axis.
+    """
+    places = np.array([getattr(device, "coords", (index,)) for index, device in enumerate(devices)]).T
+    ranks = [np.unique(place, return_inverse=True)[1] for place in places if np.ptp(place)]
+    ranks.sort(key=lambda rank: -int(np.argmax(rank != rank[0])))
+    sizes = tuple(int(rank.max()) + 1 for rank in ranks)
+    filled = math.prod(sizes) == len(devices) and np.array_equal(ranks, np.indices(sizes).reshape(len(sizes), -1))
+    return sizes if filled else (len(devices),)

@@ -19,6 +19,9 @@ from mupax.zoo.layers.linear import Norm, Reading, project
 class ViT(nnx.Module):
     """Images [B, image_size, image_size, channels] to float32 logits [B, num_classes]."""
 
+    gathers = True
+    """Parameters are read by a layout (`mupax.zoo.manual`)."""
+
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs) -> None:
         self.config = config
         init = Init(config, rngs)

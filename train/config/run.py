@@ -62,8 +62,9 @@ class Config:
     """Continue from the newest checkpoint in workdir; start the run where there is none."""
     resume_change: Annotated[tuple[ResumeChange, ...], conf.arg(metavar="schedule|data ...")] = ()
     """What may change on resume though training then jumps: schedule (the learning rate), data (other files than before)."""
-    xla_flags: Literal["auto", "none"] = "auto"
-    """Compiler flags of train/parallel/hardware.py for the devices at hand, or none; those in XLA_FLAGS and LIBTPU_INIT_ARGS stay."""
+    xla_flags: Literal["auto", "none", "scatter"] = "auto"
+    """Compiler flags of train/parallel/hardware.py for the devices at hand, or none; those in XLA_FLAGS and LIBTPU_INIT_ARGS stay.
+    scatter, on TPU: also gradients by reduce-scatter along each dimension of the torus, half of the bytes of all-reduce."""
 
     def __post_init__(self) -> None:
         if wrong := [name for name in self.resume_change if name not in get_args(ResumeChange)]:

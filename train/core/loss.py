@@ -1,4 +1,4 @@
-"""Cross-entropy of a model's readout, computed for a few tokens at a time where all logits at once would be large.
+"""Cross-entropy of a model's readout, for a few tokens or columns at a time where all logits at once would be large.
 
 N tokens of one device, D width, V vocabulary or classes. A chunk's logits exist once: gradients are taken with them, in the
 forward pass, and the backward pass only scales them by the loss's cotangent (as Hsu et al. 2024, arXiv 2410.10989). On a
@@ -50,16 +50,25 @@ def cross_entropy(
         reading: of the model, features [B, D] or [B, T, D].
         targets: int32, one per feature vector.
         weights: float32, 0 where a target does not count; no gradient is taken with respect to them.
-        how: plain keeps all logits, chunked never does, auto is chunked where there is more than one chunk.
+        how: plain keeps all logits; chunked never does, and computes them for a few tokens at a time; vocab for a part of the
+            vocabulary (`mupax.train.core.vocabulary`). auto is one of the two where there is more than one chunk: vocab on TPU.
         reference: of the initial model where the output is centred; no gradient flows through it.
     """
-    plan = _plan(reading, targets)
-    if how == "plain" or (how == "auto" and plan.rows == plan.chunk):
+    axes = ("embed", "vocab" if targets.ndim == 2 else "classes")
+    plan = _plan(reading, targets, axes)
+    if how == "auto":
+        how = "plain" if plan.rows == plan.chunk else "vocab" if partition.current().platform == "tpu" else "chunked"
+    if how == "plain" or not plan.scattered:
+        gather = partition.current().gather
+        reading = reading._replace(weight=gather(reading.weight, axes))
+        reference = reference and reference._replace(weight=gather(reference.weight, axes))
+    if how == "plain":
         logits = reading.logits()
         if reference is not None:
             logits = logits - jax.lax.stop_gradient(reference.logits())
         return of_logits(logits, targets, weights)
-    return _chunked(plan, reading, reference, targets, jax.lax.stop_gradient(weights))
+    plan = dataclasses.replace(plan, by_vocab=how == "vocab")
+    return _in_parts(plan, reading, reference, targets, jax.lax.stop_gradient(weights))
 
 
 def of_logits(logits: jax.Array, targets: jax.Array, weights: jax.Array) -> Sums:
@@ -90,12 +99,16 @@ class _Plan:
     """Mesh axes that split tokens: gradients of the readout are summed over them."""
     scattered: tuple[str, ...]
     """Those among them that split the readout's rows: each device keeps its own rows of the sum."""
+    shared: tuple[str, ...]
+    """The others over whose devices the readout's gradient is summed."""
     over_vocab: tuple[str, ...]
     """Mesh axes that split the vocabulary."""
+    by_vocab: bool = False
+    """Whether parts are of the vocabulary, not of the tokens."""
 
 
-def _plan(reading: Reading, targets: jax.Array) -> _Plan:
-    (width, vocab), layout = reading.weight.shape, partition.current()
+def _plan(reading: Reading, targets: jax.Array, axes: tuple[str, str]) -> _Plan:
+    width, vocab, layout = reading.features.shape[-1], reading.weight.shape[1], partition.current()
     # An axis that does not divide its dimension stays whole, as do mesh axes that split tokens already.
     tokens = tuple(
         axis if size % layout.ways(axis) == 0 else None
@@ -103,21 +116,19 @@ def _plan(reading: Reading, targets: jax.Array) -> _Plan:
     )
     summed = tuple(name for axis in tokens for name in layout.names(axis))
     rows = targets.size // math.prod(layout.ways(axis) for axis in tokens)
-    column = "vocab" if targets.ndim == 2 else "classes"
-    if vocab % layout.ways(column) or set(layout.names(column)) & set(summed):
-        column = None
-    embed = layout.names("embed")
-    scattered = embed if set(embed) <= set(summed) and width % layout.ways("embed") == 0 else ()
+    scattered, shared = layout.readout(axes, width, summed)
+    column = None if vocab % layout.ways(axes[1]) or set(layout.names(axes[1])) & set(summed) else axes[1]
     wanted = max(CHUNK_LOGITS[layout.platform] // (vocab // layout.ways(column)), LEAST_ROWS)
     chunk = math.ceil(rows / math.ceil(rows / wanted))
-    return _Plan(rows, chunk, tokens, column, summed, scattered, layout.names(column))
+    return _Plan(rows, chunk, tokens, column, summed, scattered, shared, layout.names(column))
 
 
 def _on_devices(
     plan: _Plan, reading: Reading, reference: Reading | None, targets: jax.Array, weights: jax.Array, with_grads: bool
 ) -> tuple[Sums, Reading | None]:
     """Sums, and gradients of the loss, of all devices; every array is given and returned whole."""
-    axes = {"features": (*plan.tokens, None), "weight": (None, plan.vocab), "scale": (), "bias": (plan.vocab,)}
+    rows = "embed" if plan.scattered else None
+    axes = {"features": (*plan.tokens, None), "weight": (rows, plan.vocab), "scale": (), "bias": (plan.vocab,)}
     readings = [one._replace(weight=one.weight.astype(one.features.dtype)) for one in (reading, reference) if one]
     # Flat, and without what a reading does not have, as the layout wants to be told of every array.
     given = [(name, x) for one in readings for name, x in one._asdict().items() if x is not None]
@@ -126,11 +137,14 @@ def _on_devices(
     def local(targets: jax.Array, weights: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         parts = jax.tree.unflatten(jax.tree.structure(readings), arrays)
         start = parts[1] if len(parts) > 1 else None
-        sums, grads = _on_one(plan, parts[0], start, targets, weights, with_grads)
+        if plan.by_vocab:
+            from mupax.train.core.vocabulary import on_one
+        else:
+            on_one = _on_one
+        sums, grads = on_one(plan, parts[0], start, targets, weights, with_grads)
         return (*sums, *(getattr(grads, name) for name in returned))
 
-    kept = {**axes, "weight": ("embed" if plan.scattered else None, plan.vocab)}
-    outputs = ((), (), (), *(kept[name] for name in returned))
+    outputs = ((), (), (), *(axes[name] for name in returned))
     inputs = (plan.tokens, plan.tokens, *(axes[name] for name, _ in given))
     local = partition.current().local(local, inputs, outputs)
     loss, correct, weight, *grads = local(targets, weights, *(x for _, x in given))
@@ -141,7 +155,7 @@ def _on_devices(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunked(plan: _Plan, reading: Reading, reference: Reading | None, targets: jax.Array, weights: jax.Array) -> Sums:
+def _in_parts(plan: _Plan, reading: Reading, reference: Reading | None, targets: jax.Array, weights: jax.Array) -> Sums:
     return _on_devices(plan, reading, reference, targets, weights, False)[0]
 
 
@@ -149,7 +163,7 @@ def _backward(plan: _Plan, grads: Reading, cotangent: Sums) -> Any:
     return jax.tree.map(lambda g: (cotangent.loss * g).astype(g.dtype), grads), None, None, None
 
 
-_chunked.defvjp(functools.partial(_on_devices, with_grads=True), _backward)
+_in_parts.defvjp(functools.partial(_on_devices, with_grads=True), _backward)
 
 
 def _on_one(
@@ -157,6 +171,9 @@ def _on_one(
 ) -> tuple[Sums, Reading | None]:
     """The same on one device: its chunks one after the other, then sums over devices."""
     chunks = math.ceil(plan.rows / plan.chunk)
+    reading = reading._replace(weight=partition.all_gather(reading.weight, plan.scattered, 0))
+    if reference is not None:
+        reference = reference._replace(weight=partition.all_gather(reference.weight, plan.scattered, 0))
 
     def cut(x: jax.Array, *trailing: int) -> jax.Array:
         """All tokens in chunks; what fills up the last one counts nothing."""
@@ -182,9 +199,7 @@ def _on_one(
     if by_chunk is None:
         return sums, None
     features = by_chunk.reshape(-1, width)[: plan.rows].reshape(reading.features.shape)
-    weight = _psum(found.weight, tuple(name for name in plan.summed if name not in plan.scattered))
-    if plan.scattered:
-        weight = jax.lax.psum_scatter(weight, plan.scattered, scatter_dimension=0, tiled=True)
+    weight = partition.reduce_scatter(_psum(found.weight, plan.shared), plan.scattered, 0)
     scale, bias = _psum((_psum(found.scale, plan.over_vocab), found.bias), plan.summed)
     return sums, Reading(_psum(features, plan.over_vocab), weight, scale, bias)
 

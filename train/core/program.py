@@ -158,7 +158,9 @@ def assemble(config: Config, devices: Sequence[Any] | None = None, *, swept: boo
     """
     compilation_cache.use(cache.root, devices=devices)
     preset = preset_of(config)
-    layout = MeshLayout(make_mesh(config.mesh, devices, swept=swept), parse_rules(config.mesh.rules))
+    rings = config.xla_flags == "scatter"
+    mesh = make_mesh(config.mesh, devices, swept=swept, rings=rings)
+    layout = MeshLayout(mesh, parse_rules(config.mesh.rules), rings=rings)
     layout.check_batch(config.data.batch_size, config.accumulation_steps)
     layout.check_batch(config.eval_batch_size, 1, "data.eval_batch_size")
     layout.check_positions(config.model)

@@ -5,19 +5,25 @@ Shapes: B batch, T positions, V vocabulary or classes. What a batch holds is sai
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import chex
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
 from mupax.train.core import nonfinite
+from mupax.train.core.factors import Factors
 from mupax.train.core.loss import Sums, cross_entropy, of_logits
 from mupax.train.core.state import Batch, StepInputs, TrainState, averaged
 from mupax.zoo import partition
 from mupax.zoo.definition import Arrays, Definition
+
+if TYPE_CHECKING:
+    from mupax.zoo.manual import Manual
 
 
 def logits_of(definition: Definition, params: Arrays, run: StepInputs, inputs: jax.Array) -> jax.Array:
@@ -62,6 +68,36 @@ def gradients(
         definition, params, run: as in `logits_of`; the names in `run.factors.lr` are trained.
         batch, accumulation_steps: the global batch, and into how many microbatches, taken one after another, it is cut.
     """
+    inside, summed = _manual(definition), functools.partial(_summed, definition, accumulation_steps)
+    if inside is None:
+        grads, sums = summed(params, run, batch)
+    else:
+        specs, whole = {name: inside.spec(spec.axes) for name, spec in definition.specs.items()}, PartitionSpec()
+
+        def local(params: Arrays, factors: Factors, reference: Arrays | None, batch: Batch) -> tuple[Arrays, Sums]:
+            grads, sums = summed(params, run._replace(factors=factors, reference=reference), batch)
+            return grads, jax.lax.psum(sums, inside.batch)
+
+        inputs = (specs, whole, specs if run.reference else whole, PartitionSpec(inside.batch))
+        outputs = ({name: spec for name, spec in specs.items() if name in run.factors.lr}, whole)
+        grads, sums = inside.mapped(local, inputs, outputs)(params, run.factors, run.reference, batch)
+    return jax.tree.map(lambda g: (g / sums.weight).astype(g.dtype), grads), sums
+
+
+def _manual(definition: Definition) -> Manual | None:
+    """The layout inside of which gradients are summed by hand; None where no parameter is split by the batch's devices."""
+    layout = partition.current()
+    if not {name for axis in definition.sizes for name in layout.names(axis)} & set(layout.names("batch")):
+        return None
+    from mupax.zoo import manual
+
+    return manual.inside(layout, definition)
+
+
+def _summed(
+    definition: Definition, accumulation_steps: int, params: Arrays, run: StepInputs, batch: Batch
+) -> tuple[Arrays, Sums]:
+    """The same of the summed loss; of the examples of these devices alone inside of a `Manual` layout."""
     trained = {name: w for name, w in params.items() if name in run.factors.lr}
 
     def summed(trained: Arrays, micro: Batch) -> tuple[jax.Array, Sums]:
@@ -80,7 +116,7 @@ def gradients(
             return jax.tree.map(jnp.add, total, grad(trained, micro)), None
 
         (grads, sums), _ = jax.lax.scan(add, zeros, micros)
-    return jax.tree.map(lambda g: (g / sums.weight).astype(g.dtype), grads), sums
+    return grads, sums
 
 
 def make_train_step(

@@ -142,17 +142,33 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
 was timed on a GPU or TPU. `python -m scripts.bench.xla_flags` times each on the devices at hand."""
 
 
+_RINGS = (
+    "half of the bytes for gradients, beside products; compiled for lm-8b on v5e:16x16, other shapes may be refused"
+)
+SCATTER = tuple(
+    Flag(name, value, _RINGS, "found by compiling (libtpu 0.0.42); unmeasured")
+    for name, value in {
+        "xla_tpu_decompose_every_reduce_scatters_hlos": True,
+        "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter": True,
+        "xla_enable_async_reduce_scatter_fusion": True,
+        "xla_tpu_scoped_vmem_limit_kib": 32768,
+    }.items()
+)
+"""What `--xla-flags scatter` adds on TPU: it takes all of them for reduce-scatters to run beside products."""
+
+
 def compiler_options(
-    platform: str, choice: Literal["auto", "none"], environment: Mapping[str, str] = os.environ
+    platform: str, choice: Literal["auto", "none", "scatter"], environment: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
     """The flags for a backend, without those that the user's environment sets.
 
     Args:
         platform: `jax.Device.platform` of the devices to compile for; an unknown one has no flags.
-        choice: none gives no flags.
+        choice: none gives no flags, scatter also those in `SCATTER`.
         environment: where XLA_FLAGS and LIBTPU_INIT_ARGS are looked up.
     """
     if choice == "none":
         return {}
     set_by_user = re.findall(r"--(\w+)", " ".join(environment.get(name, "") for name in VARIABLES))
-    return {flag.name: flag.value for flag in FLAGS.get(platform, ()) if flag.name not in set_by_user}
+    flags = FLAGS.get(platform, ()) + (SCATTER if (platform, choice) == ("tpu", "scatter") else ())
+    return {flag.name: flag.value for flag in flags if flag.name not in set_by_user}

@@ -21,7 +21,9 @@ class MeshError(MupaxError):
     """A mesh that these devices, this model or this batch do not fit. The text says what divides."""
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None, *, swept: bool = True) -> Mesh:
+def make_mesh(
+    config: MeshConfig, devices: Sequence[Any] | None = None, *, swept: bool = True, rings: bool = False
+) -> Mesh:
     """The named mesh of a config over all devices.
 
     Devices joined by a fast network (one TPU slice, one host of GPUs) stay together: the slow network between such
@@ -31,6 +33,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None, *, swept
         config: devices along each axis, one of them -1 for what is left, and which axes cross islands.
         devices: all that JAX sees unless given; every one gets a place.
         swept: whether the mesh is of a sweep; the axis `sweep` of any other has size 1.
+        rings: fsdp alone on a torus goes along its dimensions in turn, as `zoo.partition.torus` finds them, not in one ring.
 
     Raises:
         MeshError: sizes whose product is not the number of devices, more than one -1, a sweep axis where no sweep is, or
@@ -50,11 +53,17 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None, *, swept
         raise MeshError(f"every {name} must have as many devices as the others; there are {counts}")
     inside = tuple(size // across[axis] for axis, size in sizes.items())
 
+    torus, fsdp = _torus(devices), MESH_AXES.index("fsdp")
+    if rings and math.prod(torus) == inside[fsdp] > 1:
+        inside = (*inside[:fsdp], *torus, *inside[fsdp + 1 :])
+    outside = (*across.values(),)
+    outside = (*outside[: fsdp + 1], *[1] * (len(inside) - len(outside)), *outside[fsdp + 1 :])
+
     def arranged(split: bool) -> np.ndarray:
         """Neighbours in the mesh are neighbours in the network; `split`: also along a part of a torus' dimension."""
         if len(islands) == 1:
             return mesh_utils.create_device_mesh(inside, devices, allow_split_physical_axes=split)
-        by_process, outside = attribute == "process_index", tuple(across.values())
+        by_process = attribute == "process_index"
         return mesh_utils.create_hybrid_device_mesh(
             inside, outside, devices, process_is_granule=by_process, allow_split_physical_axes=split
         )
@@ -63,7 +72,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None, *, swept
         grid = arranged(split=devices[0].device_kind in ("TPU v5 lite", "TPU v5e"))  # as jax.make_mesh does
     except NotImplementedError:  # no whole dimensions have these sizes
         grid = arranged(split=True)
-    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    return Mesh(grid.reshape(tuple(sizes.values())), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def _islands(devices: Sequence[Any]) -> tuple[str, Counter[int]]:
@@ -73,6 +82,12 @@ def _islands(devices: Sequence[Any]) -> tuple[str, Counter[int]]:
     if attribute == "process_index" and devices[0].platform == "tpu":
         return "slice_index", Counter({0: len(devices)})  # a topology of one slice, compiled for from outside
     return attribute, Counter(getattr(device, attribute) for device in devices)
+
+
+def _torus(devices: Sequence[Any]) -> tuple[int, ...]:
+    """Sizes of the dimensions that the devices of an island are wired in; none where they do not say."""
+    places = np.array([getattr(device, "coords", ()) for device in devices])
+    return tuple(int(size) for size in np.ptp(places, axis=0) + 1 if size > 1)
 
 
 def _across(config: MeshConfig, sizes: dict[str, int], count: int) -> dict[str, int]:

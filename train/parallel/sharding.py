@@ -19,8 +19,9 @@ from mupax.zoo.partition import Layout
 class MeshLayout(Layout):
     """A mesh and the rules from logical axes to mesh axes."""
 
-    def __init__(self, mesh: Mesh, rules: Rules = DEFAULT) -> None:
+    def __init__(self, mesh: Mesh, rules: Rules = DEFAULT, *, rings: bool = False) -> None:
         super().__init__(mesh, rules)
+        self.rings = rings
 
     @property
     def replicated(self) -> NamedSharding:

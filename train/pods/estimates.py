@@ -18,6 +18,7 @@ from mupax.presets import Role
 from mupax.train.config.run import Config
 from mupax.train.core.loss import CHUNK_LOGITS, LEAST_ROWS
 from mupax.train.core.program import Program
+from mupax.train.core.vocabulary import parts
 from mupax.train.pods.topology import Chip
 from mupax.zoo import flops
 from mupax.zoo.layers.kernels import FUSED, LANES, block_of
@@ -68,12 +69,21 @@ def expected(program: Program) -> dict[str, int]:
         "readout, whole": sizes["embed"] * columns * itemsize,
         "readout's gradient, whole": sizes["embed"] * columns * 4,
     }
+    how = config.model.compute.cross_entropy
+    if by_vocab := how == "vocab" or (how == "auto" and chunks > 1 and layout.platform == "tpu"):
+        part = parts(targets, columns)[0].stop
+        loss = {
+            "logits of a part": targets * part * 4,
+            "exponentials": targets * columns * itemsize,
+            "gradient of the features": positions * sizes["embed"] * 4,
+            "readout, a part and its gradient": sizes["embed"] * part * (4 + itemsize),
+        }
     # While the backward pass is in a layer's MLP, with the gradients of the layers behind it: the hidden layer's gradient
     # lies beside it, as does the stream's.
     layer = sum(each.values()) + each["activated"] + each["stream"] - each["norms"] / 2
     backward = {
         "gradients": sum(_bytes(leaf, leaf.sharding) for leaf in block.values()),
-        "readout's gradient, whole": loss["readout's gradient, whole"],
+        "readout's gradient, whole": 0 if by_vocab else loss["readout's gradient, whole"],
         "one layer": int(layer * positions * itemsize),
         "one layer's weights, whole": sum(leaf.size // leaf.shape[0] for leaf in stacks)
         * itemsize
@@ -85,7 +95,7 @@ def expected(program: Program) -> dict[str, int]:
 def loss_chunks(program: Program) -> int:
     """Parts that the tokens of a microbatch on one device are taken in by its cross-entropy."""
     config, layout, sizes = program.config, program.layout, program.definition.sizes
-    if config.model.compute.cross_entropy == "plain":
+    if config.model.compute.cross_entropy in ("plain", "vocab"):
         return 1
     rows = config.data.batch_size // config.accumulation_steps // layout.ways("batch")
     targets = rows * config.model.units // layout.ways("sequence")

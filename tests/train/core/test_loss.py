@@ -16,7 +16,7 @@ from jax.extend.core import jaxprs_in_params
 
 from mupax import presets
 from mupax.train.config.run import MeshConfig
-from mupax.train.core import loss
+from mupax.train.core import loss, vocabulary
 from mupax.train.core.factors import init_stds, resolve
 from mupax.train.core.step import StepInputs, gradients
 from mupax.train.parallel.mesh import make_mesh
@@ -27,6 +27,7 @@ from mupax.zoo.definition import definition
 from mupax.zoo.layers.linear import Reading
 
 B, T, D, V = 8, 6, 16, 24
+PARTS = ("chunked", "vocab")
 MESHES: dict[str, dict[str, int]] = {
     "data-fsdp": {"data": 2, "fsdp": 4},
     "fsdp-tensor": {"data": 2, "fsdp": 2, "tensor": 2},
@@ -37,9 +38,11 @@ MESHES: dict[str, dict[str, int]] = {
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of at most five tokens: several on every device, the last one filled up."""
+    """Chunks of at most five tokens, or five columns: several on every device, the last one filled up or shorter."""
     monkeypatch.setitem(loss.CHUNK_LOGITS, "cpu", 1)
     monkeypatch.setattr(loss, "LEAST_ROWS", 5)
+    monkeypatch.setattr(vocabulary, "PART_LOGITS", 100)
+    monkeypatch.setattr(vocabulary, "LANES", 5)
 
 
 def draw(*shape: int) -> jax.Array:
@@ -76,17 +79,19 @@ def assert_close(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
 def test_chunks_equal_all_logits_at_once(fields: tuple[str, ...], reference: Reading | None) -> None:
     reading = FULL._replace(**{name: None for name in ("scale", "bias") if name not in fields})
     expected = sums_and_gradients(reading, "plain", reference)
-    assert_close(sums_and_gradients(reading, "chunked", reference), expected)
-    # The control: without the last token, which fills a chunk alone, the loss is another.
-    other = sums_and_gradients(reading, "chunked", reference, weights=WEIGHTS.at[-1, -1].set(1 - WEIGHTS[-1, -1]))
-    assert abs(other[0].loss - expected[0].loss) > 1e-3
+    for how in PARTS:
+        assert_close(sums_and_gradients(reading, how, reference), expected)
+        # The control: without the last token, which fills a chunk alone, the loss is another.
+        other = sums_and_gradients(reading, how, reference, weights=WEIGHTS.at[-1, -1].set(1 - WEIGHTS[-1, -1]))
+        assert abs(other[0].loss - expected[0].loss) > 1e-3
 
 
 @pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
 def test_every_mesh_gives_the_same(sizes: dict[str, int]) -> None:
     layout = MeshLayout(make_mesh(MeshConfig(**sizes)))
     expected = sums_and_gradients(FULL, "plain", START)
-    assert_close(sums_and_gradients(FULL, "chunked", START, layout), expected)
+    for how in PARTS:
+        assert_close(sums_and_gradients(FULL, how, START, layout), expected)
 
 
 def test_what_does_not_divide_stays_whole() -> None:
@@ -104,16 +109,17 @@ def test_classes_of_images_and_bfloat16() -> None:
     expected = sums_and_gradients(reading, "plain", targets=targets, weights=weights)
     assert_close(sums_and_gradients(reading, "chunked", targets=targets, weights=weights), expected)
     half = FULL._replace(features=FULL.features.astype(jnp.bfloat16))
-    found, expected = (sums_and_gradients(half, how) for how in ("chunked", "plain"))
-    assert found[1].features.dtype == jnp.bfloat16
-    assert found[1].weight.dtype == jnp.float32
-    assert_close(found, expected, 2e-2)  # one product rounds its input to 8 bits, the other its output
+    for how in PARTS:
+        found, expected = (sums_and_gradients(half, how) for how in (how, "plain"))
+        assert found[1].features.dtype == jnp.bfloat16
+        assert found[1].weight.dtype == jnp.float32
+        assert_close(found, expected, 2e-2)  # one product rounds its input to 8 bits, the other its output
 
 
 def test_equal_logits_count_as_argmax_does() -> None:
     # A readout that starts at zero: the first column is the guess, not every one.
     nothing = Reading(FULL.features, jnp.zeros((D, V)))
-    for how in ("plain", "chunked"):
+    for how in ("plain", *PARTS):
         sums, _ = sums_and_gradients(nothing, how)
         assert sums.correct == jnp.sum(WEIGHTS * (TARGETS == 0))
 
@@ -138,7 +144,8 @@ def shapes(how: Any, layout: partition.Layout | None = None) -> set[tuple[int, .
 
 
 def test_no_array_holds_all_logits() -> None:
-    assert max(int(np.prod(shape)) for shape in shapes("chunked") if V in shape) == D * V < B * T * V
+    for how in PARTS:
+        assert max(int(np.prod(shape)) for shape in shapes(how) if V in shape) == D * V < B * T * V
     assert (B, T, V) in shapes("plain")
 
 
@@ -162,6 +169,7 @@ def test_gradients_of_the_readout_are_summed_over_devices_once() -> None:
 
     look(jax.make_jaxpr(jax.grad(total))(FULL).jaxpr, False)
     assert counts["reduce_scatter"] == 1
+    assert counts.pop("all_gather") == 1
     assert sum(counts.values()) == 7  # with three sums, the readout over data, its scale and its bias
 
 
@@ -176,9 +184,10 @@ def test_a_tied_model_trains_the_same_with_either() -> None:
     tokens = jnp.asarray(np.random.default_rng(3).integers(0, 17, (4, 7)), jnp.int32)
     batch = {"inputs": tokens, "targets": tokens[:, ::-1], "weights": jnp.ones(tokens.shape)}
     found = []
-    for how in ("plain", "chunked"):
+    for how in ("plain", *PARTS):
         made = definition(dataclasses.replace(model, compute=ComputeConfig(cross_entropy=how)))
         run: Any = StepInputs(resolve(presets.get("mup", base={"embed": 4}), made), None)  # the tied readout is halved
         params = made.initialize(0, init_stds(presets.get("sp"), made))
         found.append(jax.jit(lambda params, made=made, run=run: gradients(made, params, run, batch, 2))(params))
-    assert_close(found[1], found[0], 1e-4)
+    for one in found[1:]:
+        assert_close(one, found[0], 1e-4)

@@ -16,13 +16,14 @@ import pytest
 from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.program import Program, assemble
 from mupax.train.parallel import hardware
-from mupax.train.parallel.hardware import FLAGS, Value, compiler_options
+from mupax.train.parallel.hardware import FLAGS, SCATTER, Value, compiler_options
 from mupax.train.parallel.sharding import abstract_batch
 from mupax.zoo import configs
 from tests.xla import FUSIONS_OF_USERS
 
 GPU = {flag.name: flag.value for flag in FLAGS["gpu"]}
 TPU = {flag.name: flag.value for flag in FLAGS["tpu"]}
+RINGS = {**TPU, **{flag.name: flag.value for flag in SCATTER}}
 STEPS = 3
 
 
@@ -109,13 +110,13 @@ for options in json.loads(sys.argv[1]):
 
 @pytest.mark.tpu
 def test_the_tpu_compiler_knows_its_flags() -> None:
-    sets = [*({name: value} for name, value in TPU.items()), TPU, {"xla_tpu_no_such_flag": True}]
+    sets = [*({name: value} for name, value in TPU.items()), TPU, RINGS, {"xla_tpu_no_such_flag": True}]
     environment = {**os.environ, "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     done = subprocess.run(
         [sys.executable, "-c", AHEAD, json.dumps(sets)], env=environment, capture_output=True, text=True, timeout=300
     )
     *known, unknown = done.stdout.splitlines()
-    assert known == ["compiled"] * (len(TPU) + 1), done.stderr
+    assert known == ["compiled"] * (len(TPU) + 2), done.stderr
     assert "xla_tpu_no_such_flag" in unknown
 
 
@@ -124,6 +125,8 @@ def test_the_flags_of_a_backend() -> None:
     assert compiler_options("gpu", "auto", {}) == GPU
     assert compiler_options("tpu", "auto", {}) == TPU
     assert compiler_options("gpu", "none", {}) == {}
+    assert compiler_options("tpu", "scatter", {}) == RINGS
+    assert compiler_options("gpu", "scatter", {}) == GPU
     assert compiler_options("metal", "auto", {}) == {}
 
 

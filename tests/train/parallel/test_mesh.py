@@ -186,10 +186,11 @@ def test_a_state_is_born_on_its_devices() -> None:
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == jax.tree.map(lambda leaf: leaf.sharding, made.abstract)
 
 
-def test_bfloat16_products_run_on_a_mesh() -> None:
+@pytest.mark.parametrize("mesh", ["2x4x1", "2x2x2"])
+def test_bfloat16_products_run_on_a_mesh(mesh: str) -> None:
     run, config = "decoder", RUNS["decoder"]
     model = dataclasses.replace(config.model, compute=ComputeConfig(dtype="bfloat16", remat="dots"))
-    made = assemble(dataclasses.replace(config, model=model, mesh=MESHES["2x2x2"]))
+    made = assemble(dataclasses.replace(config, model=model, mesh=MESHES[mesh]))
     state, metrics = made.compile_train()(
         made.initial_state(), made.step_inputs(), made.train_feed().put(batch(run, 0))
     )

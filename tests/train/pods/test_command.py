@@ -77,6 +77,21 @@ def test_state_is_not_padded_and_parameters_are_gathered_beside_computation() ->
 
 
 @pytest.mark.tpu
+def test_no_gradient_of_a_matrix_is_summed_whole_where_rings_scatter_it() -> None:
+    config = config_of(MeshConfig(data=1, fsdp=16))
+    model = dataclasses.replace(config.model, width=1024, num_heads=8)
+    matrix = 1024 * 2048 * 2  # of an MLP, bytes in bfloat16
+
+    def sent(choice: Any, kind: str) -> int:
+        made = compile_for(dataclasses.replace(config, model=model, xla_flags=choice), "v5e:4x4")
+        inside = [one for one in made.collectives if one.kind == kind and DEPTH in one.trips]
+        return sum(one.bytes for one in inside if one.bytes >= matrix)
+
+    assert sent("scatter", "all-reduce") == 0
+    assert sent("auto", "all-reduce") >= 3 * matrix  # the control: over both dimensions at once
+
+
+@pytest.mark.tpu
 def test_control_a_batch_that_is_not_split_is_caught() -> None:
     # fsdp splits parameters but not the batch: every product sums activations over it.
     bad = compile_for(config_of(MeshConfig(data=1, fsdp=4, rules=("batch=data",))), "v5e:2x2")

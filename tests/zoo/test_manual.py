@@ -1,0 +1,109 @@
+"""What is gathered and scattered by hand: over the dimensions of a torus in turn, and in the gradient of a gathered parameter.
+
+Whole steps on meshes against one device are in tests/train/parallel/test_mesh.py and test_mesh_sequence.py.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import PartitionSpec as P
+
+from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
+from mupax.train.core.program import assemble
+from mupax.train.parallel.mesh import make_mesh
+from mupax.train.parallel.sharding import MeshLayout
+from mupax.zoo import manual, partition
+from mupax.zoo.configs import ComputeConfig, DecoderConfig
+from mupax.zoo.manual import Manual
+
+WEIGHTS = np.random.default_rng(0).integers(-9, 9, (16, 3)).astype(np.float32)
+INPUTS = np.random.default_rng(1).integers(-9, 9, (8, 16)).astype(np.float32)
+
+
+def row(*places: tuple[int, ...]) -> np.ndarray:
+    return np.array([SimpleNamespace(coords=place) for place in places])
+
+
+def test_a_row_of_devices_is_cut_into_the_dimensions_of_its_torus() -> None:
+    def grid(*sizes: int) -> list[tuple[int, ...]]:
+        return list(np.ndindex(*sizes))
+
+    assert partition.torus(row(*grid(4, 2, 3))) == (4, 2, 3)
+    assert partition.torus(row(*[(0, y, x) for x, y in grid(4, 2)])) == (4, 2)  # the last coordinate is the slowest
+    assert partition.torus(row(*[(5, 1, z) for z in range(4)])) == (4,)
+    ring = [(0, 0), (0, 1), (1, 1), (1, 0)]
+    assert partition.torus(row(*ring)) == (4,)
+    assert partition.torus(np.array(jax.devices())) == (8,)  # without coordinates
+
+
+@pytest.mark.parametrize("sizes", [(8,), (2, 4), (2, 2, 2)], ids=str)
+def test_a_sum_scattered_over_a_torus_is_that_of_one_ring(
+    sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partition, "torus", lambda devices: sizes)
+    layout = Manual(MeshLayout(make_mesh(MeshConfig(data=1, fsdp=8)), rings=True), {"embed": 16, "classes": 3})
+    split = layout.spec(("embed", "classes"))
+    assert split == P("fsdp", None)
+
+    def both(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        mine = x * jax.lax.axis_index("fsdp")
+        part = partition.reduce_scatter(mine, ("fsdp",), 0)
+        return part, partition.all_gather(part, ("fsdp",), 0)
+
+    part, whole = jax.jit(layout.mapped(both, P(), (split, P())))(WEIGHTS)
+    np.testing.assert_array_equal(part, 28 * WEIGHTS)
+    np.testing.assert_array_equal(whole, 28 * WEIGHTS)
+    # The control: the dimensions in another order give every device another's part.
+    if len(sizes) > 1:
+        rings = partition._rings
+        monkeypatch.setattr(partition, "_rings", lambda names: rings(names)[::-1])
+        part, _ = jax.jit(layout.mapped(both, P(), (split, P())))(WEIGHTS)
+        assert not np.array_equal(part, 28 * WEIGHTS)
+
+
+def gradient(mesh: MeshConfig, summed: tuple[str, ...] | None = None) -> jax.Array:
+    layout = Manual(MeshLayout(make_mesh(mesh)), {"embed": 16, "classes": 3})
+    split, splits = layout.spec(("embed", "classes")), layout.splits(("embed", "classes"))
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        w = layout.gather(w, ("embed", "classes")) if summed is None else manual._gather(splits, summed, w)
+        return jnp.sum(jnp.square(x @ w))
+
+    return jax.jit(layout.mapped(jax.grad(loss), (split, P(layout.batch)), split))(WEIGHTS, INPUTS)
+
+
+def test_the_gradient_of_a_gathered_parameter_is_summed_over_all_that_split_the_batch() -> None:
+    expected = 2 * INPUTS.T @ INPUTS @ WEIGHTS  # whole numbers: exact in any order
+    both = MeshConfig(data=2, fsdp=4)
+    for mesh in (both, MeshConfig(data=8), MeshConfig(data=1, fsdp=8)):
+        np.testing.assert_array_equal(gradient(mesh), expected)
+    assert not np.array_equal(gradient(both, ("fsdp",)), expected)  # the control: not over data
+
+
+def test_no_layer_keeps_its_gathered_matrices_for_the_backward_pass() -> None:
+    model = DecoderConfig(
+        width=16, depth=3, num_heads=2, mlp_ratio=1.5, vocab_size=17, seq_len=8, compute=ComputeConfig(layers="scan")
+    )
+    config = Config(
+        recipe="r", model=model, data=DataConfig(name="text:x", batch_size=8), mesh=MeshConfig(data=1, fsdp=8),
+        optimizer=OptimizerConfig(peak_lr=0.1), preset=PresetConfig(name="mup", base=None), steps=9,
+    )  # fmt: skip
+    shapes: set[tuple[int, ...]] = set()
+
+    def look(jaxpr: Any, inside: bool) -> None:
+        for equation in jaxpr.eqns:
+            shapes.update(tuple(v.aval.shape) for v in equation.outvars if inside)
+            for inner in jaxprs_in_params(equation.params):
+                look(inner, inside or equation.primitive.name == "shard_map")
+
+    look(assemble(config).trace_train().jaxpr.jaxpr, False)
+    # a gathered matrix, the parts of all, and hidden activations
+    assert shapes >= {(16, 24), (3, 2, 24), (3, 1, 8, 24)}
+    assert (3, 16, 24) not in shapes

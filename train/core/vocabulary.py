@@ -1,0 +1,114 @@
+"""Cross-entropy by parts of the vocabulary, where the readout is large and split over devices: a part is gathered at a time.
+
+The other way to cut what `mupax.train.core.loss` computes; suffixes are those there. Each part's gradient is complete, so
+that it is summed and scattered beside the next part's products, and none is ever added to in memory. Between the two
+passes over the parts exp(logit - largest of the part) is kept in the type of products, to which the slope is rounded
+before its products in any case: no logit is computed twice, and the sums are taken before rounding.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mupax.zoo import partition
+from mupax.zoo.layers.linear import Reading
+
+PART_LOGITS = 2**26
+"""Logits of one part on one device: a quarter of a gigabyte of float32."""
+LANES = 128
+
+
+def parts(rows: int, columns: int) -> list[slice]:
+    """The columns of each part, as even as whole registers allow.
+
+    Args:
+        rows: tokens of one device.
+        columns: of the vocabulary, there.
+    """
+    size = math.ceil(columns / math.ceil(rows * columns / PART_LOGITS) / LANES) * LANES
+    return [slice(start, min(start + size, columns)) for start in range(0, columns, size)]
+
+
+def on_one(
+    plan: Any, reading: Reading, reference: Reading | None, targets: jax.Array, weights: jax.Array, with_grads: bool
+) -> tuple[tuple[jax.Array, ...], Reading | None]:
+    """Loss, number correct and of targets, and gradients of this device's part, as `loss._on_one`."""
+    features_ND = reading.features.reshape(plan.rows, -1)
+    targets_N, weights_N = targets.reshape(-1), weights.reshape(-1)
+    columns = reading.weight.shape[1]
+    offset = columns * jax.lax.axis_index(plan.over_vocab) if plan.over_vocab else 0
+    cuts = parts(plan.rows, columns)
+
+    def several(reduced: Any, x: Any) -> Any:
+        return reduced(x, plan.over_vocab) if plan.over_vocab else x
+
+    def part(of: Reading, cut: slice, after: jax.Array | None = None) -> Reading:
+        """What reads a part of the vocabulary; with `after` gathered anew, not before that exists."""
+        weight_DV = of.weight[:, cut]
+        if after is not None:
+            weight_DV, _ = jax.lax.optimization_barrier((weight_DV, after))
+        weight_DV = partition.all_gather(weight_DV, plan.scattered, 0)
+        bias_V = None if of.bias is None else of.bias[cut]
+        x_ND = features_ND if of is reading else of.features.reshape(plan.rows, -1)
+        return Reading(x_ND, weight_DV, of.scale, bias_V)
+
+    def label(cut: slice) -> jax.Array:
+        column_V = offset + cut.start + jnp.arange(cut.stop - cut.start)
+        return column_V == targets_N[:, None]
+
+    tops, sums, labels, firsts, exps = [], [], [], [], []
+    for cut in cuts:
+        if exps:  # one after the other
+            features_ND, exps[-1] = jax.lax.optimization_barrier((features_ND, exps[-1]))
+        logits_NV = part(reading, cut).logits()
+        if reference is not None:
+            logits_NV = logits_NV - part(reference, cut).logits()
+        top_N = jnp.max(logits_NV, axis=1)
+        exp_NV = jnp.exp(logits_NV - top_N[:, None])
+        tops.append(top_N)
+        sums.append(jnp.sum(exp_NV, axis=1))
+        labels.append(jnp.sum(jnp.where(label(cut), logits_NV, 0), axis=1))
+        # The first of the largest, as argmax has it.
+        firsts.append(offset + cut.start + jnp.argmax(logits_NV, axis=1))
+        exps.append(exp_NV.astype(features_ND.dtype))
+    top_N = several(jax.lax.pmax, functools.reduce(jnp.maximum, tops))
+    shares = [jnp.exp(top - top_N) for top in tops]
+    exp_N, label_N = several(jax.lax.psum, (sum(s * e for s, e in zip(shares, sums, strict=True)), sum(labels)))
+    last = jnp.iinfo(jnp.int32).max
+    first_N = functools.reduce(
+        jnp.minimum, [jnp.where(top == top_N, first, last) for top, first in zip(tops, firsts, strict=True)]
+    )
+    first_N = several(jax.lax.pmin, first_N)
+    nll_N = jnp.log(exp_N) + top_N - label_N
+    totals = (jnp.sum(nll_N * weights_N), jnp.sum((first_N == targets_N) * weights_N), jnp.sum(weights_N))
+    totals = jax.lax.psum(totals, plan.summed) if plan.summed else totals
+    if not with_grads:
+        return totals, None
+    product = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
+    back_ND, rows, biases = jnp.zeros(features_ND.shape, jnp.float32), [], []
+    for cut, exp_NV, share_N in zip(cuts, exps, shares, strict=True):
+        if len(rows) > 1:  # no more than two gradients are on their way
+            features_ND, rows[-2] = jax.lax.optimization_barrier((features_ND, rows[-2]))
+        slope_NV = exp_NV.astype(jnp.float32) * (share_N / exp_N)[:, None] - label(cut)
+        slope_NV = slope_NV * weights_N[:, None]
+        biases.append(jnp.sum(slope_NV, axis=0))
+        slope_NV = jax.lax.optimization_barrier(slope_NV.astype(features_ND.dtype))
+        back_ND += product(slope_NV, part(reading, cut, slope_NV).weight, (((1,), (1,)), ((), ())))
+        row_DV = product(features_ND, slope_NV, (((0,), (0,)), ((), ())))
+        row_DV = jax.lax.psum(row_DV, plan.shared) if plan.shared else row_DV
+        rows.append(partition.reduce_scatter(row_DV, plan.scattered, 0))
+    back_ND, weight_DV = several(jax.lax.psum, back_ND), jnp.concatenate(rows, axis=1)
+    scale, bias = None, None
+    if reading.bias is not None:
+        bias = jax.lax.psum(jnp.concatenate(biases), plan.summed) if plan.summed else jnp.concatenate(biases)
+    if reading.scale is not None:
+        scale = jnp.sum(back_ND * features_ND)
+        scale = jax.lax.psum(scale, plan.summed) if plan.summed else scale
+        back_ND, weight_DV = reading.scale * back_ND, reading.scale * weight_DV
+    features = back_ND.astype(features_ND.dtype).reshape(reading.features.shape)
+    return totals, Reading(features, weight_DV, scale, bias)

@@ -1,0 +1,154 @@
+"""Parameters that the batch's own devices split (fsdp), gathered by hand, and their gradients scattered by hand.
+
+A step's gradients are taken inside of `jax.shard_map` over the mesh axes of the batch, where a parameter is this device's
+part: what reads it gathers it first, and its gradient is summed and split again where it was gathered, in a loop over
+layers beside the rest of the backward pass, in the way that suits the network (`partition.reduce_scatter`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from mupax.presets.roles import VECTORS, ParamSpec, Role
+from mupax.zoo import partition
+from mupax.zoo.definition import Definition
+from mupax.zoo.partition import Axes, Layout
+
+Splits = tuple[tuple[str, ...], ...]
+"""Mesh axes of every dimension."""
+
+
+def inside(layout: Layout, definition: Definition) -> Manual | None:
+    """The layout inside of which a model's gradients are taken; None where no parameter is split by the batch's devices.
+
+    Also None where devices split anything but examples (positions, heads), which is the compiler's to arrange, and for a module
+    that does not say that it reads its parameters through a layout, as the zoo's do (`gathers`).
+
+    Args:
+        layout: the one outside.
+        definition: the model.
+    """
+    made = Manual(layout, definition.sizes)
+    others = {name for axis in layout.rules for name in layout.names(axis)} - set(made.batch)
+    split = any(part for spec in definition.specs.values() for part in made.splits(spec.axes))
+    module = getattr(definition.graph.nodes[0], "type", None)
+    return made if split and not others and getattr(module, "gathers", False) else None
+
+
+class Manual(Layout):
+    """A layout as it is inside of `shard_map`: every array is one device's part, and nothing is left for the compiler to split.
+
+    Args:
+        whole: the layout outside.
+        sizes: of every logical axis, whole.
+    """
+
+    def __init__(self, whole: Layout, sizes: Mapping[str, int]) -> None:
+        super().__init__(whole.mesh, whole.rules)
+        self.whole, self.sizes, self.rings = whole, sizes, whole.rings
+        self.batch = whole.names("batch")
+        """Mesh axes that split examples."""
+
+    def names(self, axis: str | None) -> tuple[str, ...]:
+        return ()
+
+    def splits(self, axes: Axes) -> Splits:
+        """The mesh axes of the batch that split each dimension of a parameter."""
+        spec = self.whole.sharding(axes, tuple(self.sizes[axis or ""] for axis in axes)).spec
+        parts = [(part,) if isinstance(part, str) else part or () for part in spec]
+        return tuple(parts)
+
+    def spec(self, axes: Axes) -> PartitionSpec:
+        """The same, as `shard_map` takes it."""
+        return PartitionSpec(*(part or None for part in self.splits(axes)))
+
+    def constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
+        return x
+
+    def local(self, function: Callable[..., Any], inputs: tuple[Axes, ...], outputs: Any) -> Callable[..., Any]:
+        return function
+
+    def gather(self, w: jax.Array, axes: Axes) -> jax.Array:
+        """A parameter whole; its gradient is summed over the batch's devices, and this device's part of it returned."""
+        return _gather(self.splits(axes), self.batch, w)
+
+    def layer(self, state: Any, dtype: Any) -> Any:
+        """Its matrices gathered, in the type of their products; vectors are whole already."""
+
+        def whole(variable: nnx.Variable) -> nnx.Variable:
+            spec = variable.get_metadata("spec", None)
+            if not isinstance(variable, nnx.Param) or spec.role in VECTORS:
+                return variable
+            return nnx.Param(self.gather(variable[...].astype(dtype), spec.axes[1:]), spec=spec)
+
+        return jax.tree.map(whole, state, is_leaf=lambda node: isinstance(node, nnx.Variable))
+
+    def early(self, params: Mapping[str, Any], specs: Mapping[str, Any]) -> Mapping[str, Any]:
+        def later(spec: ParamSpec) -> bool:
+            matrix = spec.stacked and spec.role not in VECTORS
+            return matrix or spec.role is Role.READOUT or "vocab" in spec.axes
+
+        return {n: w if later(specs[n]) else self.gather(w, specs[n].axes) for n, w in params.items()}
+
+    @staticmethod
+    def policy(primitive: Any, *_: Any, **__: Any) -> bool:
+        """Never the gathered matrices of every layer."""
+        return primitive.name not in ("all_gather", "reshape", "transpose")
+
+    def lookup(self, table: jax.Array, index: jax.Array, axes: Axes) -> jax.Array:
+        """Rows of an embedding's table: every device looks up its columns for all, and sends each its rows."""
+        rows, columns = self.splits(axes)
+        if rows or not columns:
+            return self.gather(table, axes)[index]
+        table = _gather(((), ()), tuple(name for name in self.batch if name not in columns), table)
+        found = table[jax.lax.all_gather(index, columns, tiled=True)]
+        return jax.lax.all_to_all(found, columns, split_axis=0, concat_axis=found.ndim - 1, tiled=True)
+
+    def readout(self, axes: Axes, width: int, tokens: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        rows, columns = self.splits(axes)
+        if columns or not rows:
+            return (), tokens  # gathered before
+        return rows, (*tokens, *(name for name in self.batch if name not in rows))
+
+    def mapped(self, function: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
+        """`function` inside of `shard_map`, with this layout.
+
+        Args:
+            function: of parts.
+            inputs, outputs: specs of its arguments and results.
+        """
+
+        def inside(*parts: Any) -> Any:
+            with partition.using(self):
+                return function(*parts)
+
+        return jax.shard_map(inside, mesh=self.mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+
+
+def _whole(splits: Splits, batch: tuple[str, ...], w: jax.Array) -> jax.Array:
+    del batch
+    for dimension, names in enumerate(splits):
+        w = partition.all_gather(w, names, dimension)
+    return w
+
+
+_gather = jax.custom_vjp(_whole, nondiff_argnums=(0, 1))
+
+
+def _forward(splits: Splits, batch: tuple[str, ...], w: jax.Array) -> tuple[jax.Array, None]:
+    return _whole(splits, batch, w), None
+
+
+def _backward(splits: Splits, batch: tuple[str, ...], _: None, g: jax.Array) -> tuple[jax.Array]:
+    for dimension, names in enumerate(splits):
+        g = partition.reduce_scatter(g, names, dimension)
+    rest = tuple(name for name in batch if not any(name in names for names in splits))
+    return (jax.lax.psum(g, rest) if rest else g,)
+
+
+_gather.defvjp(_forward, _backward)
