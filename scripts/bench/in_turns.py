@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,6 +32,16 @@ def add_arguments(parser: argparse.ArgumentParser, rounds: int) -> None:
 def one_core() -> None:
     """Keep this process on one core, and count CPU time from here on. To be called before JAX starts its threads."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
+
+def keep_freed_memory() -> None:
+    """Start this command again with glibc told what `mupax.train` tells it (`hardware.keep_freed_memory`): too late where JAX is imported.
+
+    It holds for everything in the process, whatever it is compared with.
+    """
+    options = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
+    if not options.keys() <= os.environ.keys():
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **options})
 
 
 def clock() -> Callable[[], float]:

@@ -32,7 +32,7 @@ from mupax.train.core.step import StepInputs
 from mupax.zoo.configs import ComputeConfig
 from mupax.zoo.layers.kernels import attend
 from mupax.zoo.transformer import transformer
-from scripts.bench.in_turns import add_arguments, compared, in_turns, machine, one_core, write
+from scripts.bench.in_turns import add_arguments, compared, in_turns, keep_freed_memory, machine, one_core, write
 from scripts.bench.torch_step import MODELS, batches_of
 
 Step = Callable[[], Any]
@@ -242,4 +242,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     sys.exit(main())

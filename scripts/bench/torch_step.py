@@ -24,7 +24,7 @@ from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConf
 from mupax.train.core.program import Program, assemble
 from mupax.zoo import configs
 from mupax.zoo.configs import ComputeConfig, DecoderConfig, ModelConfig
-from scripts.bench.in_turns import add_arguments, compared, in_turns, machine, one_core, write
+from scripts.bench.in_turns import add_arguments, compared, in_turns, keep_freed_memory, machine, one_core, write
 
 LOSS_TOLERANCE = 1e-4
 """Relative difference of losses over the first steps, float32 and other orders of summation."""
@@ -179,4 +179,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     sys.exit(main())
