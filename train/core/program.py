@@ -103,7 +103,8 @@ class Program:
 
     def compiler_options(self) -> dict[str, Any]:
         """Flags that the training step is compiled with."""
-        return hardware.compiler_options(self.mesh.devices.flat[0].platform, self.config.xla_flags)
+        device = self.mesh.devices.flat[0]
+        return hardware.compiler_options(device.platform, self.config.xla_flags, kind=device.device_kind)
 
     @property
     def free(self) -> bool:

@@ -100,6 +100,8 @@ VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _JAX_FLAGS = "docs.jax.dev/en/latest/xla_flags.html"
 _MAXTEXT = "github.com/AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py (CF_FOR_ALL_REDUCE)"
 _ALL_REDUCE = "sums gradients during computation; it takes both flags to change the program (data)"
+_MAXTEXT_GATHER = "github.com/AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py (CF_FOR_ALL_GATHER)"
+_ALL_GATHER = "gathers parameters during computation, which is no default of libtpu 0.0.42 for v6e (fsdp)"
 
 
 class Flag(NamedTuple):
@@ -125,7 +127,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     ),
     # The other flags for asynchronous collectives that are passed around (async_collective_fusion, its fuse_all_gather and
     # multiple_steps, overlap_compute_collective_tc, async_all_gather, data_parallel_all_reduce_opt) are defaults of libtpu
-    # 0.0.42: with or without them it compiles the same program, on one slice and on two.
+    # 0.0.42 for v5e: with or without them it compiles the same program, on one slice and on two. For v6e see below.
     "tpu": (
         Flag("xla_enable_async_all_reduce", True, _ALL_REDUCE, _MAXTEXT),
         Flag("xla_tpu_enable_async_collective_fusion_fuse_all_reduce", True, _ALL_REDUCE, _MAXTEXT),
@@ -137,9 +139,15 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             f"{_JAX_FLAGS}; MaxText sets it the other way, for its tensor axis",
         ),
     ),
+    "TPU v6 lite": (
+        Flag("xla_enable_async_all_gather", True, _ALL_GATHER, _MAXTEXT_GATHER),
+        Flag("xla_tpu_enable_async_collective_fusion", True, _ALL_GATHER, _MAXTEXT_GATHER),
+        Flag("xla_tpu_enable_async_collective_fusion_fuse_all_gather", True, _ALL_GATHER, _MAXTEXT_GATHER),
+    ),
 }
-"""Backend (`jax.Device.platform`) to its flags. Chosen from documentation and from what the compiler makes of them: none
-was timed on a GPU or TPU. `python -m scripts.bench.xla_flags` times each on the devices at hand."""
+"""Backend (`jax.Device.platform`) to its flags, and kind of device to those it has besides. Chosen from documentation
+and from what the compiler makes of them: none was timed on a GPU or TPU. `python -m scripts.bench.xla_flags` times
+each on the devices at hand."""
 
 
 _RINGS = (
@@ -158,17 +166,24 @@ SCATTER = tuple(
 
 
 def compiler_options(
-    platform: str, choice: Literal["auto", "none", "scatter"], environment: Mapping[str, str] = os.environ
+    platform: str,
+    choice: Literal["auto", "none", "scatter"],
+    environment: Mapping[str, str] = os.environ,
+    *,
+    kind: str = "",
 ) -> dict[str, Any]:
     """The flags for a backend, without those that the user's environment sets.
 
     Args:
         platform: `jax.Device.platform` of the devices to compile for; an unknown one has no flags.
         choice: none gives no flags, scatter also those in `SCATTER`.
+        kind: their `device_kind`, for the flags of one generation.
         environment: where XLA_FLAGS and LIBTPU_INIT_ARGS are looked up.
     """
     if choice == "none":
         return {}
     set_by_user = re.findall(r"--(\w+)", " ".join(environment.get(name, "") for name in VARIABLES))
-    flags = FLAGS.get(platform, ()) + (SCATTER if (platform, choice) == ("tpu", "scatter") else ())
+    flags = (*FLAGS.get(platform, ()), *FLAGS.get(kind, ())) + (
+        SCATTER if (platform, choice) == ("tpu", "scatter") else ()
+    )
     return {flag.name: flag.value for flag in flags if flag.name not in set_by_user}
