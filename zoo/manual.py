@@ -74,11 +74,21 @@ class Manual(Layout):
         return function
 
     def gather(self, w: jax.Array, axes: Axes) -> jax.Array:
-        """A parameter whole; its gradient is summed over the batch's devices, and this device's part of it returned."""
+        """A parameter whole; its gradient is summed over the batch's devices, and this device's part of it returned.
+
+        Args:
+            w: this device's part.
+            axes: logical axes of its dimensions.
+        """
         return _gather(self.splits(axes), self.batch, w)
 
     def layer(self, state: Any, dtype: Any) -> Any:
-        """Its matrices gathered, in the type of their products; vectors are whole already."""
+        """Its matrices gathered, in the type of their products; vectors are whole already.
+
+        Args:
+            state: of one layer, parts.
+            dtype: of its products.
+        """
 
         def whole(variable: nnx.Variable) -> nnx.Variable:
             spec = variable.get_metadata("spec", None)
@@ -101,7 +111,13 @@ class Manual(Layout):
         return primitive.name not in ("all_gather", "reshape", "transpose")
 
     def lookup(self, table: jax.Array, index: jax.Array, axes: Axes) -> jax.Array:
-        """Rows of an embedding's table: every device looks up its columns for all, and sends each its rows."""
+        """Rows of an embedding's table: every device looks up its columns for all, and sends each its rows.
+
+        Args:
+            table: this device's part of it.
+            index: of the rows, of this device's examples.
+            axes: logical axes of the table.
+        """
         rows, columns = self.splits(axes)
         if rows or not columns:
             return self.gather(table, axes)[index]

@@ -176,7 +176,13 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def all_gather(x: jax.Array, names: tuple[str, ...], dimension: int) -> jax.Array:
-    """x whole along a dimension that mesh axes split, the first one outermost; inside of `shard_map`."""
+    """x whole along a dimension that mesh axes split; inside of `shard_map`.
+
+    Args:
+        x: this device's part.
+        names: of the mesh axes, the first one outermost; none: x as it is.
+        dimension: that they split.
+    """
     return jax.lax.all_gather(x, names, axis=dimension, tiled=True) if names else x
 
 
@@ -185,6 +191,11 @@ def reduce_scatter(x: jax.Array, names: tuple[str, ...], dimension: int) -> jax.
 
     Where `Layout.rings` says so over one dimension of a torus at a time: over several at once the TPU compiler sums everything
     everywhere, twice the bytes, and then takes a part; beside products, where it leaves these rings alone but for some flags.
+
+    Args:
+        x: whole along the dimension, on every device.
+        names: of the mesh axes, the first one outermost; none: x as it is.
+        dimension: that is split.
     """
     rings = _rings(names) if current().rings else [(names, None)] if names else []
     for name, groups in rings:

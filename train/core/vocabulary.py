@@ -37,7 +37,15 @@ def parts(rows: int, columns: int) -> list[slice]:
 def on_one(
     plan: Any, reading: Reading, reference: Reading | None, targets: jax.Array, weights: jax.Array, with_grads: bool
 ) -> tuple[tuple[jax.Array, ...], Reading | None]:
-    """Loss, number correct and of targets, and gradients of this device's part, as `loss._on_one`."""
+    """Loss, number correct and of targets, and gradients of this device's part, as `loss._on_one`.
+
+    Args:
+        plan: of the loss: rows of a device, and the mesh axes that split the vocabulary and what is gathered.
+        reading: features and readout, parts.
+        reference: of the centred model, where there is one.
+        targets, weights: of this device's examples, [B, T] or [B].
+        with_grads: whether gradients are wanted, too.
+    """
     features_ND = reading.features.reshape(plan.rows, -1)
     targets_N, weights_N = targets.reshape(-1), weights.reshape(-1)
     columns = reading.weight.shape[1]

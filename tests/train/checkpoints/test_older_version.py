@@ -51,6 +51,6 @@ def test_a_run_of_the_version_before_goes_on(optimizer: str, words: str, tmp_pat
     assert manifest_of(workdir, 6)["manifest"]["record"]["run"] == run
     after = losses(workdir)
     assert list(after) == [1, 2, 3, 4, 5, 6]
-    # Another jax rounds in another order.
+    # Another jax rounds in another order. The norm that gradients are clipped by is summed in another since: a last bit.
     same = (jax.__version__, sys.version_info[:2]) == ("0.10.2", (3, 11))
-    np.testing.assert_allclose(list(after.values()), list(before.values()), rtol=0 if same else 1e-4)
+    np.testing.assert_allclose(list(after.values()), list(before.values()), rtol=1.2e-7 if same else 1e-4)

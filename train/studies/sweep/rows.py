@@ -96,8 +96,11 @@ def key_of(config: Config, data_digest: str) -> str:
     bare = dataclasses.replace(without_reports(config.resolved()), mesh=MeshConfig(), distributed=DistributedConfig())
     fields = to_json(bare)
     del fields["preset"]["noise_scale"]  # decides whether a run is refused, and changes none
-    if bare.preset.joint == "none":  # as rows were named before there were such rules
+    # As rows were named before there were such fields.
+    if bare.preset.joint == "none":
         del fields["preset"]["joint"]
+    if bare.model.compute.attention_block is None:
+        del fields["model"]["compute"]["attention_block"]
     return hashlib.sha256(json.dumps([fields, data_digest], sort_keys=True).encode()).hexdigest()[:16]
 
 
