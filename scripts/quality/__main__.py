@@ -58,6 +58,12 @@ class Measuring:
                 self.seconds += row.seconds
         return np.array([self._losses[key] for key in keys]).reshape(len(settings), seeds)
 
+    def trained(self, arm: Arm, size: int, one: Setting) -> np.ndarray:
+        """Final training losses of the seeds that have been trained so, from the first on."""
+        arm = self.cell.arms[0] if size == self.cell.sizes[0] else arm
+        seeds = next(n for n in itertools.count() if (arm.label, size, one, n) not in self._losses)
+        return self.losses(arm, size, [one], seeds)[0]
+
     def searched(self, arm: Arm, size: int, start: Setting, constants: Sequence[str]) -> Setting:
         """The best setting of an arm at a size."""
         found = descend(lambda those, seeds: self.losses(arm, size, those, seeds), start, constants, FIRST, FINAL)
@@ -78,7 +84,8 @@ def measure(cell: Cell, stop: StopRequest) -> None:
     for arms, size in itertools.product((compared, [arm for arm in cell.arms if arm.ablation]), cell.sizes[1:]):
         for arm in arms:
             own = settings[arm.label]
-            own.append(work.searched(arm, size, _ahead(own), arm.tuned) if arm.tuned else base)
+            search = arm.tuned and (arm.searches is None or len(own) <= arm.searches)
+            own.append(work.searched(arm, size, _ahead(own), arm.tuned) if search else own[-1])
             _write(work, settings, tuning)
 
 
@@ -111,15 +118,15 @@ def _write(work: Measuring, settings: dict[str, list[Setting]], tuning: float) -
         sizes = []
         for size, own in zip(cell.sizes, settings[arm.label], strict=False):
             seeds = FINAL
-            losses, against = _paired(work, arm, size, own, settings, seeds)
+            against = _paired(work, arm, size, own, settings, seeds)
             while against is not None and not arm.ablation and difference(against)[2] > KNOWN and seeds < MOST:
                 seeds += 1
-                losses, against = _paired(work, arm, size, own, settings, seeds)
+                against = _paired(work, arm, size, own, settings, seeds)
             sizes.append(
                 {
                     "size": size,
                     "octaves": octaves(dict(own)),
-                    "losses": [float(f"{loss:.6g}") if np.isfinite(loss) else None for loss in losses],
+                    "losses": [],
                     "reference_minus_this": None if against is None else [float(f"{d:.4g}") for d in against],
                 }
             )
@@ -132,6 +139,10 @@ def _write(work: Measuring, settings: dict[str, list[Setting]], tuning: float) -
                 "sizes": sizes,
             }
         )
+    for arm, one in ((arm, one) for arm, made in zip(cell.arms, arms, strict=True) for one in made["sizes"]):
+        own = settings[arm.label][cell.sizes.index(one["size"])]
+        losses = work.trained(arm, one["size"], own)  # more of a reference than it had when its own row was made
+        one["losses"] = [float(f"{loss:.6g}") if np.isfinite(loss) else None for loss in losses]
     record = {
         "cell": cell.name,
         "axis": cell.axis,
@@ -146,15 +157,15 @@ def _write(work: Measuring, settings: dict[str, list[Setting]], tuning: float) -
 
 def _paired(
     work: Measuring, arm: Arm, size: int, own: Setting, settings: dict[str, list[Setting]], seeds: int
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Losses of an arm, and its reference's less these, seed by seed; None where one diverged or the reference has no such size."""
+) -> np.ndarray | None:
+    """The reference's losses less an arm's, seed by seed; None where one diverged or the reference has no such size."""
     reference, at = reference_of(work.cell, arm), work.cell.sizes.index(size)
     losses = work.losses(arm, size, [own], seeds)[0]
     if arm is reference or at >= len(settings[reference.label]):
-        return losses, None
+        return None
     theirs = work.losses(reference, size, [settings[reference.label][at]], seeds)[0]
     apart = theirs - losses
-    return losses, apart if np.isfinite(apart).all() else None
+    return apart if np.isfinite(apart).all() else None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

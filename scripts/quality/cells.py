@@ -42,6 +42,7 @@ class Arm:
         tuned: constants searched anew at every size, from the size before on; none: the base's setting transfers.
         constants: of the preset, from the grown size over the base's.
         ablation: whether it is `mup` with one rule as `sp` has it, held against `mup` alone.
+        searches: sizes after the base at which `tuned` is searched, later ones take the last's setting; all unless given.
     """
 
     label: str
@@ -49,6 +50,7 @@ class Arm:
     tuned: tuple[str, ...] = ()
     constants: Constants = lambda m: {}
     ablation: bool = False
+    searches: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +114,15 @@ def _each(groups: tuple[str, ...], value: Callable[[float], float]) -> Constants
     return lambda m: {f"rates.{group}": value(m) for group in groups}
 
 
+HALF = Arm("mup-half, readout std m^-1/2", "mup-half", constants=lambda m: {"readout_width": -0.5})
+"""Attention's logits as `sp` has them, too."""
+ANEW = Arm(
+    "mup, readout std m^-1/2, rate and readout's rate tuned anew",
+    tuned=("lr", "rates.readout"),
+    constants=lambda m: {"readout_width": -0.5},
+)
+"""What is lost by tuning at the base alone, apart from what the rules lose."""
+TWICE = dataclasses.replace(ANEW, label="mup, readout std m^-1/2, tuned at twice the base", searches=1)
 WIDTH_ARMS = (
     Arm(
         "mup, readout std and embedding rate m^-1/2",
@@ -119,16 +130,20 @@ WIDTH_ARMS = (
     ),
     Arm("mup, readout std m^-1/2", constants=lambda m: {"readout_width": -0.5}),
     Arm("mup"),
+    HALF,
+    ANEW,
+    TWICE,
     Arm("sp, rate and readout's rate tuned anew", "sp", ("lr", "rates.readout")),
     Arm("embedding's rate as sp has it", "mup", ("lr",), _each(("token_embedding",), lambda m: 1 / m), ablation=True),
     Arm("gains' rates as sp has them", "mup", ("lr",), _each(GAINS, lambda m: 1 / m), ablation=True),
     Arm("readout's std as sp has it", "mup", ("lr",), lambda m: {"readout_width": -0.5}, ablation=True),
     Arm("attention's logits as sp has them", "mup", ("lr",), lambda m: {"c_a": m**0.5}, ablation=True),
 )
-HEADS_ARMS = WIDTH_ARMS[:-1]
+HEADS_ARMS = tuple(arm for arm in WIDTH_ARMS[:-1] if arm is not HALF)
 """As many heads more, logits scale alike under both."""
 DEPTH_ARMS = (
     Arm("depth-mup", "depth-mup", constants=lambda m: {"alpha_l": 1.0}),
+    Arm("depth-mup, alpha_L 1/2", "depth-mup", constants=lambda m: {"alpha_l": 0.5}),
     Arm("sp, rate and readout's rate tuned anew", "sp", ("lr", "rates.readout")),
 )
 SEARCHED = ("lr", "rates.readout", "rates.token_embedding", "stds.readout")
@@ -152,7 +167,7 @@ def _cells() -> dict[str, Cell]:
         ]
     for steps in (100, 800):
         words = _horizon(VIT, steps)
-        made.append(Cell(f"vit-{steps}", "vit-endless", words, "head_dim", WIDE, VIT_SEARCHED, WIDTH_ARMS[:4]))
+        made.append(Cell(f"vit-{steps}", "vit-endless", words, "head_dim", WIDE, VIT_SEARCHED, WIDTH_ARMS[:7]))
     return {cell.name: cell for cell in made}
 
 
