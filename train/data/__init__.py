@@ -23,8 +23,8 @@ __all__ = ["Data", "DataError", "ReadError", "Reference", "load", "reading"]
 def load(config: DataConfig, model: ModelConfig, *, seed: int, note: Callable[[str], None] = print) -> Data:
     """The data a config names, prepared if it is not, and checked against the model.
 
-    One process prepares while others wait for it. Call it before building the model: it answers at once when something
-    is missing or does not fit.
+    One process prepares while others wait for it, and help it tokenize what takes long. Call it before building the model:
+    it answers at once when something is missing or does not fit.
 
     Args:
         config: which data, in what batches.

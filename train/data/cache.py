@@ -12,9 +12,10 @@ import hashlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from mupax import disk
 from mupax.errors import MupaxError
@@ -23,6 +24,8 @@ from mupax.train.config.checks import check_local
 from mupax.train.data.interface import DataError
 
 Note = Callable[[str], None]
+PATIENCE_S = 5.0
+"""What is prepared sooner needs no help."""
 
 
 def root() -> Path:
@@ -109,7 +112,7 @@ def folder(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def lock(base: Path, name: str, note: Note) -> Iterator[None]:
+def lock(base: Path, name: str, note: Note, meanwhile: Callable[[], None] | None = None) -> Iterator[None]:
     """Holds the lock NAME.lock of a folder; a second process waits for the first one, and a killed one frees it.
 
     This is how one process prepares while others wait, whether they belong to one run or to several. Hosts that share
@@ -119,6 +122,7 @@ def lock(base: Path, name: str, note: Note) -> Iterator[None]:
         base: folder, made if it is not there.
         name: of what is prepared.
         note: told that this process waits.
+        meanwhile: called once by a process that has waited for seconds, to help the one that prepares.
 
     Raises:
         DataError: the folder cannot be written, or its file system has no locks.
@@ -128,6 +132,8 @@ def lock(base: Path, name: str, note: Note) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             note(f"waiting for another process to prepare {name}")
+            if meanwhile is not None and not _locked_within(file, PATIENCE_S):
+                meanwhile()
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             raise DataError(
@@ -135,6 +141,16 @@ def lock(base: Path, name: str, note: Note) -> Iterator[None]:
                 "same data at once. Set MUPAX_DATA to a folder on a disk of this machine"
             ) from error
         yield
+
+
+def _locked_within(file: IO[str], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -22,6 +22,8 @@ _OPEN_MPI_5 = re.compile(r"prterun-(.+)-(\d+)@\d+$")
 """What Open MPI 5 calls a job: the host of mpirun, and its process."""
 _FIRST_PORT = 61440
 """Ports from here on are those that JAX takes for jobs of SLURM and Open MPI 4."""
+LEAD_S = 5.0
+"""Seconds that process 0 has to say alone what is wrong with a run's data."""
 
 
 class DistributedError(MupaxError):
@@ -82,9 +84,10 @@ class Processes:
 
     @contextlib.contextmanager
     def leader_first(self, name: str) -> Iterator[None]:
-        """Process 0 does what is inside; then the others do, and find what it has left for them."""
+        """Process 0 does what is inside; then the others do, or after `LEAD_S` to help it, and find what it has left for them."""
         if not self.leader:
-            self.broadcast(name, lambda: None)
+            with contextlib.suppress(DistributedError):
+                self.broadcast(name, lambda: None, LEAD_S)
         yield
         if self.leader:
             self.broadcast(name, lambda: None)

@@ -26,9 +26,9 @@ TINY = (
 # The command line, with two windows: on every batch that goes to the devices, and on the parameters at the end. What they
 # show goes to a file, a line a write: batches are made in threads, whose prints run into the lines of the loop. Where a
 # process BREAKS, its batch 12 of training is bad, and at batch 50 it gets SIGTERM. ALTERNATE lays pairs of the processes' devices in turn over
-# the mesh, as the torus of a TPU slice may.
+# the mesh, as the torus of a TPU slice may. SHARES slows what tokenizes the text, and has those that wait for it help at once.
 DRIVER = """
-import hashlib, json, os, signal, sys
+import hashlib, json, os, signal, sys, time
 import jax
 from jax.experimental import mesh_utils
 from mupax.train.parallel import sharding
@@ -43,6 +43,16 @@ if os.environ.get("ALTERNATE"):
         return in_order(shape, [device for i in pairs for device in devices[i : i + 2]], **options)
 
     mesh_utils.create_device_mesh = in_turn
+
+from mupax.train.data import cache
+from mupax.train.data.text import packing, shares, tokenizer
+from mupax.train.parallel import processes
+
+packing._STEP_BYTES, shares._DOCUMENTS = 1000, 4
+if os.environ.get("SHARES"):
+    encode = tokenizer.Bytes.encode
+    tokenizer.Bytes.encode = lambda self, texts: time.sleep(0.2) or encode(self, texts)
+    cache.PATIENCE_S = processes.LEAD_S = 0.0
 
 put, leave, seen = sharding.Feed.put, finish.leave, []
 window = os.open(os.environ["WINDOW"], os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_APPEND)
@@ -99,7 +109,10 @@ class Done:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path, choose = tmp_path_factory.mktemp("joined"), random.Random(0)
     words = ("def", "return", "import", "class", "self", "value", "lambda", "yield", "while", "None")
-    (path / "text.txt").write_text("\n".join(" ".join(choose.choice(words) for _ in range(9)) for _ in range(600)))
+    (path / "texts").mkdir()
+    for i in range(60):
+        lines = (" ".join(choose.choice(words) for _ in range(9)) for _ in range(10))
+        (path / "texts" / f"{i}.txt").write_text("\n".join(lines))
     return path
 
 
@@ -110,6 +123,7 @@ def start(
     *,
     devices: int = 1,
     alternate: bool = False,
+    shares: bool = False,
     breaks: int | None = None,
     every: int = 100_000_000,
 ) -> list[Done]:
@@ -123,11 +137,12 @@ def start(
             f"--distributed.coordinator localhost:{port} --distributed.processes {count} --distributed.process {index}"
         )
         tiny = TINY.replace("every-steps 100000000", f"every-steps {every}")
-        argv = [*tiny.split(), "--data.name", "text:text.txt", *words.split(), *(joined.split() if count > 1 else ())]
+        argv = [*tiny.split(), "--data.name", "text:texts", *words.split(), *(joined.split() if count > 1 else ())]
         environ = {
             **os.environ, "PYTHONPATH": str(ROOT),
             "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
-            "MUPAX_DATA": str(folder / "cache"), "BREAKS": "yes" if index == breaks else "",
+            "MUPAX_DATA": str(folder / ("shared" if shares else "cache")), "SHARES": "yes" if shares else "",
+            "BREAKS": "yes" if index == breaks else "",
             "WINDOW": str(folder / f"window{index}"), "ALTERNATE": "yes" if alternate else "",
         }  # fmt: skip
         command = [sys.executable, "-c", DRIVER, *argv]
@@ -186,7 +201,7 @@ def test_two_and_four_processes_train_what_one_trains(folder: Path, alone: Done)
     # Two processes of four devices train three steps and leave, four of one go on: hosts and mesh may change. Heads are
     # split inside each of the two, which have every other rows; positions over two pairs of the four.
     words = "--workdir many --steps 3 --mesh.data 2 --mesh.fsdp 2 --mesh.tensor 2"
-    two = start(folder, 2, words, devices=4, alternate=True)
+    two = start(folder, 2, words, devices=4, alternate=True, shares=True)
     assert [one.code for one in two] == [0, 0], two[0].err + two[1].err
     words = f"--workdir many --steps {STEPS} --resume --mesh.data 2 --mesh.sequence 2"
     four = start(folder, 4, f"{words} --log.no-samples")
@@ -207,6 +222,13 @@ def test_two_and_four_processes_train_what_one_trains(folder: Path, alone: Done)
     rows = [[sorted(map(int, batch)) for batch in one.batches()[:3]] for one in two]
     assert rows == [[[0, 1, 2, 3, 8, 9, 10, 11]] * 3, [[4, 5, 6, 7, 12, 13, 14, 15]] * 3]
     assert len({json.dumps(batch) for batch in order[:STEPS]}) == STEPS
+
+    # The two have packed the text side by side, to the bytes that one packed.
+    assert re.search(r"other processes tokenized \d+ of \d+ documents of train", " ".join(two[0].out.split()))
+    assert "other processes" not in alone.out
+    packed = [sorted((folder / cache).glob("packed/*/*.*")) for cache in ("shared", "cache")]
+    assert [path.name for path in packed[0]] == ["eval.bin", "manifest.json", "train.bin"]
+    assert [path.read_bytes() for path in packed[0]][::2] == [path.read_bytes() for path in packed[1]][::2]
 
     # One process alone speaks and writes.
     assert "compiled in" in two[0].out

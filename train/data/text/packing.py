@@ -4,14 +4,17 @@
     FOLDER/train.jsonl, ...      how far that side is: a line after every step
     FOLDER/manifest.json         written last: counts and digests of both sides
 
-A killed pass goes on at the last step: the file is cut back to what the lines vouch for.
+A killed pass goes on at the last step: the file is cut back to what the lines vouch for. One process writes these files; others
+that wait for it for long pack documents from the end (`shares`), which it takes over. What is written is the same.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,6 +25,7 @@ import numpy as np
 from mupax import disk
 from mupax.train.data import cache
 from mupax.train.data.interface import DataError
+from mupax.train.data.text import shares
 from mupax.train.data.text.tokenizer import Tokenizer
 
 SIDES = ("train", "eval")
@@ -67,7 +71,7 @@ def prepared(key: str, documents: Callable[[], Documents], tokenizer: Tokenizer,
     opened, _ = _open(folder, tokenizer)
     if opened is not None:
         return opened
-    with cache.lock(folder.parent, name, note):
+    with cache.lock(folder.parent, name, note, lambda: _help(documents(), tokenizer, folder)):
         opened, wrong = _open(folder, tokenizer)
         if opened is None:
             if wrong:
@@ -86,6 +90,12 @@ def prepared(key: str, documents: Callable[[], Documents], tokenizer: Tokenizer,
     return opened
 
 
+def _help(documents: Documents, tokenizer: Tokenizer, folder: Path) -> None:
+    """Packs shares of the documents while another process packs all; what is wrong with the disk that one will say."""
+    with contextlib.suppress(OSError):
+        shares.pack(documents, tokenizer, folder, _id_type(tokenizer), _STEP_BYTES)
+
+
 def _pack(documents: Documents, tokenizer: Tokenizer, folder: Path, note: cache.Note) -> None:
     """Tokenizes both sides into `folder`; goes on where a killed pass stopped."""
     sides = {side: _pack_side(documents[side], side, tokenizer, folder, note) for side in SIDES}
@@ -93,39 +103,42 @@ def _pack(documents: Documents, tokenizer: Tokenizer, folder: Path, note: cache.
     cache.write_json(folder / "manifest.json", manifest)
     for side in SIDES:
         (folder / f"{side}.jsonl").unlink(missing_ok=True)
+    shutil.rmtree(folder / shares.FOLDER, ignore_errors=True)
 
 
 def _pack_side(documents: Any, side: str, tokenizer: Tokenizer, folder: Path, note: cache.Note) -> dict[str, Any]:
-    dtype = next(dtype for dtype, bits in _DTYPES.items() if tokenizer.vocab_size <= 1 << bits)
-    path, itemsize = folder / f"{side}.bin", np.dtype(dtype).itemsize
+    dtype = _id_type(tokenizer)
+    path, itemsize, shared = folder / f"{side}.bin", np.dtype(dtype).itemsize, 0
     noted = time.monotonic()
     with path.open("ab") as file, path.with_suffix(".jsonl").open("a+b") as lines:
         done = {**_resumed(lines, file.tell() // itemsize), "dtype": dtype}
         file.truncate(done["tokens"] * itemsize)
-        while done["documents"] < len(documents):
-            texts, ends, first = [], [], done["documents"]
-            while first < len(documents) and sum(map(len, texts)) < _STEP_BYTES:
-                text, end = documents[first]
-                texts.append(text)
-                ends.append(end)
-                first += 1
-            separator = np.array([tokenizer.separator])
-            encoded = zip(tokenizer.encode(texts), ends, strict=True)
-            block = np.concatenate([part for ids, end in encoded for part in (ids, separator[:end])]).astype(dtype)
+        for step in shares.steps(shares.in_order(documents, side, done["documents"], folder, dtype), _STEP_BYTES):
+            block = np.concatenate(shares.encoded(step, tokenizer)).astype(dtype)
+            shared += sum(each.ids is not None for each in step)
             _write(file, block.tobytes())
-            step = {
-                "documents": first,
+            line = {
+                "documents": done["documents"] + len(step),
                 "tokens": done["tokens"] + len(block),
-                "text_bytes": done["text_bytes"] + sum(map(len, texts)) + sum(ends),
+                "text_bytes": done["text_bytes"] + sum(each.text_bytes + each.ends for each in step),
                 "digest": _next_digest(done["digest"], block),
             }
-            _write(lines, f"{json.dumps({**step, 'step': len(block)})}\n".encode())
-            done.update(step)
+            _write(lines, f"{json.dumps({**line, 'step': len(block)})}\n".encode())
+            done.update(line)
             done["steps"].append(len(block))
             if time.monotonic() - noted > _NOTE_SECONDS:
                 noted = time.monotonic()
-                note(f"tokenizing {side}: {first:,} of {len(documents):,} documents, {done['tokens']:,} tokens")
+                note(
+                    f"tokenizing {side}: {done['documents']:,} of {len(documents):,} documents, {done['tokens']:,} tokens"
+                )
+    if shared:
+        note(f"other processes tokenized {shared:,} of {len(documents):,} documents of {side}")
     return done
+
+
+def _id_type(tokenizer: Tokenizer) -> str:
+    """The smallest type that holds every id, as numpy writes it."""
+    return next(dtype for dtype, bits in _DTYPES.items() if tokenizer.vocab_size <= 1 << bits)
 
 
 def _write(file: BinaryIO, content: bytes) -> None:

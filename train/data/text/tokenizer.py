@@ -83,6 +83,8 @@ class Subwords:
             raise
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"{path} is no tokenizer.json of the `tokenizers` library: {error!s:.300}") from error
+        self._library.no_padding()  # of a model's inputs, not of texts: ids must not depend on the batch
+        self._library.no_truncation()
         self.key = f"tokenizer-{hashlib.sha256(content).hexdigest()[:16]}"
         self.vocab_size = 1 + max(self._library.get_vocab(with_added_tokens=True).values())
         separators = [i for i in map(self._library.token_to_id, _SEPARATORS) if i is not None]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from PIL import Image
 
 from mupax.train import data
@@ -294,6 +295,15 @@ def test_bpe_trained_on_the_training_text(tmp_path: Path, cache_folder: Path) ->
     assert found.bytes_per_token == pytest.approx(found.facts["eval_bytes"] / len(found._eval))
     assert found._eval.max() < 300
     assert found.references() == []
+    # A file that says how a model's inputs are padded and cut gives the same ids.
+    library = tokenizers.Tokenizer.from_str(found.tokenizer._library.to_str())
+    library.enable_padding()
+    library.enable_truncation(3)
+    library.save(str(tmp_path / "padded.json"))
+    texts = [b"document 7", b"a"]
+    assert [len(ids) for ids in found.tokenizer.encode(texts)] == [
+        len(ids) for ids in tokenizer.Subwords(tmp_path / "padded.json").encode(texts)
+    ]
     # A second load trains nothing and packs nothing; deleting everything gives the same again.
     again: list[str] = []
     assert data.load(config, model, seed=0, note=again.append).facts == found.facts

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 
 from mupax.train import data
 from mupax.train.data import cache
-from mupax.train.data.text import packing, tokenizer
+from mupax.train.data.text import packing, shares, tokenizer
 
 pytestmark = pytest.mark.core
 
@@ -181,6 +183,98 @@ def test_one_prepares_and_the_others_wait() -> None:
     assert len(found) == 4
     assert sorted(len(source.read) for source in sources) == [0, 0, 0, len(TEXTS)]
     assert {packed["train"].digest for packed in found} == {found[0]["train"].digest}
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small shares, and help without waiting."""
+    monkeypatch.setattr(shares, "_DOCUMENTS", 2)
+    monkeypatch.setattr(cache, "PATIENCE_S", 0.0)
+
+
+def helped(folder: Path, *helpers: Documents) -> None:
+    """What processes do that wait for one which holds the lock, and does nothing, until they have no more to do."""
+    ready = threading.Barrier(len(helpers))
+
+    def wait(documents: Documents) -> None:
+        ready.wait()
+        with contextlib.suppress(KeyboardInterrupt):
+            packing._help({"train": documents, "eval": Documents(TEXTS[:3])}, tokenizer.Bytes(), folder)
+
+    threads = [threading.Thread(target=wait, args=(documents,)) for documents in helpers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_processes_that_wait_tokenize_shares_that_the_first_one_takes(small_steps: Path) -> None:
+    once, folder = prepare(key="alone"), small_steps / "packed" / "k-bytes"
+    helpers, first, notes = [Documents(TEXTS) for _ in range(3)], Documents(TEXTS), []
+    helped(folder, *helpers)
+    assert sorted(i for one in helpers for i in one.read) == list(range(2, 23))  # each by one; the first share is left
+    assert not (folder / "train.bin").exists()
+    packed = prepare(first, notes.append)
+    assert first.read == [0, 1]
+    assert packed["train"].tokens.tobytes() == once["train"].tokens.tobytes()
+    assert {side: packed[side].digest for side in once} == {side: once[side].digest for side in once}
+    assert packed["train"].text_bytes == once["train"].text_bytes
+    assert "other processes tokenized 21 of 23 documents of train" in notes
+    assert sorted(path.name for path in folder.iterdir()) == ["eval.bin", "manifest.json", "train.bin"]
+    manifests = [(folder.with_name(f"{key}-bytes") / "manifest.json").read_bytes() for key in ("k", "alone")]
+    assert manifests[0] == manifests[1]
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("dies_after", [0, 1, 8, 15])
+def test_one_that_helps_or_leads_may_be_killed_at_any_time(dies_after: int, small_steps: Path) -> None:
+    folder, leads = small_steps / "packed" / "k-bytes", Documents(TEXTS, min(dies_after, 2))
+    helped(folder, Documents(TEXTS, dies_after))
+    assert len(list((folder / "shares").glob("train-*.npz"))) == (dies_after + 1) // 2
+    with pytest.raises(KeyboardInterrupt):
+        prepare(leads)
+    helped(folder, Documents(TEXTS, 3))
+    last = Documents(TEXTS)
+    assert prepare(last)["train"].tokens.tobytes() == whole(TEXTS)
+    assert len(last.read) <= 23 - dies_after
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("damage", ["cut", "flip", "empty"])
+def test_a_damaged_share_is_tokenized_again(damage: str, small_steps: Path) -> None:
+    folder = small_steps / "packed" / "k-bytes"
+    helped(folder, Documents(TEXTS))
+    path = folder / "shares" / "train-10-12.npz"
+    content = bytearray(path.read_bytes())
+    content[content.index(b"text 10") + 3] ^= 4
+    path.write_bytes({"cut": content[:-30], "flip": content, "empty": b""}[damage])
+    first = Documents(TEXTS)
+    assert prepare(first)["train"].tokens.tobytes() == whole(TEXTS)
+    assert first.read == [0, 1, 10, 11]
+
+
+@pytest.mark.usefixtures("at_once")
+def test_all_at_once_make_what_one_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "_TAIL_BYTES", 300)
+
+    class Slow(tokenizer.Bytes):
+        def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+            time.sleep(0.002)
+            return super().encode(texts)
+
+    sides, packed, notes = {"train": Documents(TEXTS * 9), "eval": Documents(TEXTS[:3])}, [], []
+    threads = [
+        threading.Thread(target=lambda: packed.append(packing.prepared("k", lambda: sides, Slow(), notes.append)))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert [one["train"].tokens.tobytes() for one in packed] == [whole(TEXTS * 9)] * 4
+    assert any(note.startswith("other processes tokenized") for note in notes)
+    assert len(sides["train"].read) < 9 * 23 + 4 * 2 * 4  # at most a share or two of each process is done twice
 
 
 def test_large_vocabularies_take_two_or_four_bytes(small_steps: Path) -> None:

@@ -1,0 +1,168 @@
+"""Shares of the documents, tokenized from the end by processes that would wait for the one that packs them all.
+
+    FOLDER/shares/train-160-176.npz    ids of documents 160 to 175, and of each how many they are
+    FOLDER/shares/train-160-176.lock   held by the process that tokenizes them; a killed one frees it
+
+The process that packs all goes through the documents in order, takes a share that is whole, and waits for none: one that is
+not whole yet it tokenizes by itself. So whatever becomes of the others, what it writes is the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mupax import disk
+from mupax.train.data.text.tokenizer import Tokenizer
+
+FOLDER = "shares"
+_DOCUMENTS = 16
+"""Of a share at least: of a text file cut into pieces these have 256 MiB."""
+_MOST = 4096
+_TAIL_BYTES = 4096
+
+
+class Document(NamedTuple):
+    """A document, or a piece of one, on its way into the packed file."""
+
+    text: bytes
+    """Empty where it is tokenized already."""
+    text_bytes: int
+    """How many those are or were."""
+    ends: bool
+    """Whether a document ends with it."""
+    ids: np.ndarray | None = None
+    """With the separator, where another process has tokenized it."""
+
+
+def steps(documents: Iterator[Document], size: int) -> Iterator[list[Document]]:
+    """The documents in lists of so much text each; the last one may have less.
+
+    Args:
+        documents: in order.
+        size: bytes of a list at least.
+    """
+    step, total = [], 0
+    for document in documents:
+        step.append(document)
+        total += document.text_bytes
+        if total >= size:
+            yield step
+            step, total = [], 0
+    if step:
+        yield step
+
+
+def encoded(step: list[Document], tokenizer: Tokenizer) -> list[np.ndarray]:
+    """The ids of each document, the separator with them where it ends.
+
+    Args:
+        step: documents that are tokenized at once.
+        tokenizer: encodes those that are not tokenized yet.
+    """
+    separator = np.array([tokenizer.separator])
+    fresh = iter(tokenizer.encode([document.text for document in step if document.ids is None]))
+    return [np.append(next(fresh), separator[: each.ends]) if each.ids is None else each.ids for each in step]
+
+
+def in_order(documents: Any, side: str, first: int, folder: Path, dtype: str) -> Iterator[Document]:
+    """The documents from `first` on, tokenized where a share has them.
+
+    Args:
+        documents: of one side of the split.
+        side: its name.
+        first: where a killed pass stopped.
+        folder: of the packed corpus; a share that is used up is removed.
+        dtype: of the ids.
+    """
+    while first < len(documents):
+        start, stop = _bounds(first, len(documents))
+        path = folder / FOLDER / f"{side}-{start}-{stop}.npz"
+        share = _read(path, stop - start, dtype)
+        for i in range(first, stop):
+            yield share[i - start] if share else _document(*documents[i])
+        path.unlink(missing_ok=True)
+        first = stop
+
+
+def pack(documents: Mapping[str, Any], tokenizer: Tokenizer, folder: Path, dtype: str, step_bytes: int) -> None:
+    """Tokenizes shares, the last ones first, until there are none before those of the process that packs all.
+
+    Args:
+        documents: of both sides.
+        tokenizer: encodes them.
+        folder: of the packed corpus.
+        dtype: of the ids.
+        step_bytes: of text that is tokenized at once.
+
+    Raises:
+        OSError: the disk is full, or the other process is done and has removed the shares.
+        DataError: a document cannot be read.
+    """
+    for side in reversed([*documents]):
+        start = len(documents[side])
+        while start and not (folder / "manifest.json").exists():
+            start, stop = _bounds(start - 1, len(documents[side]))
+            if start <= _position(folder / f"{side}.jsonl"):
+                break
+            path = folder / FOLDER / f"{side}-{start}-{stop}.npz"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.with_suffix(".lock").open("a") as lock, contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not path.exists():
+                    _write(
+                        path, (_document(*documents[side][i]) for i in range(start, stop)), tokenizer, dtype, step_bytes
+                    )
+
+
+def _bounds(i: int, count: int) -> tuple[int, int]:
+    """First document of the share of document `i`, and the first after it; the same for every process."""
+    size = max(_DOCUMENTS, -(-count // _MOST))
+    return i - i % size, min(i - i % size + size, count)
+
+
+def _document(text: bytes, ends: bool) -> Document:
+    return Document(text, len(text), ends)
+
+
+def _position(progress: Path) -> int:
+    """How many documents the process that packs all has done, by its last whole line."""
+    with contextlib.suppress(OSError, IndexError, KeyError, disk.JsonError), progress.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+        return int(disk.json_object(file.read().rpartition(b"\n")[0].splitlines()[-1], "a line")["documents"])
+    return 0
+
+
+def _write(path: Path, documents: Iterator[Document], tokenizer: Tokenizer, dtype: str, step_bytes: int) -> None:
+    """A share, which others see when it is whole."""
+    ids, facts = [np.zeros(0, dtype)], []
+    for step in steps(documents, step_bytes):
+        parts = encoded(step, tokenizer)
+        ids.append(np.concatenate(parts).astype(dtype))
+        facts += [(len(part), each.text_bytes, each.ends) for part, each in zip(parts, step, strict=True)]
+    part = path.with_suffix(f".{socket.gethostname()}.{os.getpid()}.part")
+    with part.open("wb") as file:
+        np.savez(file, ids=np.concatenate(ids), facts=np.array(facts, np.int64))
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def _read(path: Path, count: int, dtype: str) -> list[Document] | None:
+    """The documents of a share; None where there is none, or not as it was written (the file has checksums)."""
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            ids, facts = arrays["ids"], arrays["facts"]
+    except Exception:  # numpy and zipfile raise whatever the damage makes of them
+        return None
+    if ids.dtype != dtype or facts.shape != (count, 3) or facts[:, 0].sum() != len(ids):
+        return None
+    parts = np.split(ids, np.cumsum(facts[:-1, 0]))
+    return [Document(b"", int(size), bool(ends), part) for part, (_, size, ends) in zip(parts, facts, strict=True)]
