@@ -67,6 +67,8 @@ class DecoderConfig(TokenModel, TransformerConfig):
     """Base wavelength of rotary positions."""
     tied: bool = False
     """Read out with the token embedding."""
+    readout_bias: bool = False
+    """Trainable bias of the logits."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,6 +88,7 @@ class DecoderConfig(TokenModel, TransformerConfig):
             **(learned if self.positions == "learned" else {}),
             **self.stack(),
             **({} if self.tied else {"readout": MATRICES["readout"]}),
+            **({"readout_bias": MATRICES["readout"].bias} if self.readout_bias else {}),
         }
 
     def factors(self) -> dict[str, FactorSpec]:
@@ -140,11 +143,15 @@ CONFIGS: dict[str, ModelConfig] = {
         _LLAMA, width=2048, depth=16, num_heads=16, num_kv_heads=8, seq_len=2048, mlp_ratio=4.0, tied=True
     ),
     "lm-8b": _LLAMA,
-    # The smallest models of Bordelon et al. 2024: figures 6, 8-10 (CIFAR-5M) and 7, 12 (C4); (N, H, L) = (16, 16, 4), (8, 8, 4).
+    # The smallest models of Bordelon et al. 2024, as in its code: figures 6, 8-10 (CIFAR-5M) and 7, 12 (C4);
+    # (N, H, L) = (16, 16, 4), (8, 8, 4).
     "bordelon-vit": ViTConfig(
-        width=256, depth=4, num_heads=16, image_size=32, patch_size=4, num_classes=10, **_BARE
+        width=256, depth=4, num_heads=16, image_size=32, patch_size=4, num_classes=10, norm_eps=1e-6, **_BARE
     ),
-    "bordelon-lm": DecoderConfig(width=64, depth=4, num_heads=8, vocab_size=50257, seq_len=256, **_BARE),
+    "bordelon-lm": DecoderConfig(
+        width=64, depth=4, num_heads=8, vocab_size=50257, seq_len=256, norm_eps=1e-6,
+        branch_activation="gelu", qk_norm=True, qk_norm_kind="layernorm", readout_bias=True, **_BARE,
+    ),
 }  # fmt: skip
 
 

@@ -28,7 +28,7 @@ class Decoder(nnx.Module):
         self.token, self.position = init.param("token"), init.maybe("position")
         self.block = Block(config, init.scope("block"))
         self.norm = Norm(config.norm, init.scope("norm"), config.norm_eps)
-        self.readout = init.maybe("readout")
+        self.readout, self.readout_bias = init.maybe("readout"), init.maybe("readout_bias")
         self.tied_readout = init.factor("tied_readout") if config.tied else None
 
     def embed(self, tokens_BT: jax.Array, start: jax.Array | None = None) -> jax.Array:
@@ -81,7 +81,8 @@ class Decoder(nnx.Module):
         return self._reading(h_BTD).logits()
 
     def _reading(self, h_BTD: jax.Array) -> Reading:
+        bias = None if self.readout_bias is None else self.readout_bias[...]
         if self.readout is not None:
-            return Reading(self.norm(h_BTD), self.readout[...])
+            return Reading(self.norm(h_BTD), self.readout[...], bias=bias)
         assert self.tied_readout is not None
-        return Reading(self.norm(h_BTD), self.token[...].T, scale=self.tied_readout[...])
+        return Reading(self.norm(h_BTD), self.token[...].T, scale=self.tied_readout[...], bias=bias)

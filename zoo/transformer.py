@@ -40,6 +40,10 @@ class TransformerConfig(ModelConfig):
     """Trainable biases of matrices and of LayerNorm. A key bias exists only where it has a gradient (rotary, QK-norm)."""
     qk_norm: bool = False
     """RMS-normalize queries and keys per head, with a gain shared by heads."""
+    qk_norm_kind: Norm = "rmsnorm"
+    """layernorm subtracts the mean of queries and keys too (no bias)."""
+    branch_activation: Literal["none", "gelu"] = "none"
+    """gelu: a branch reads GELU of its norm's output, as in Bordelon et al. 2024's language model."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,6 +58,10 @@ class TransformerConfig(ModelConfig):
             raise ConfigError(
                 f"model.num_heads {self.num_heads} is not a multiple of model.num_kv_heads {self.kv_heads}; "
                 f"write num_kv_heads {near}"
+            )
+        if self.qk_norm_kind != "rmsnorm" and not self.qk_norm:
+            raise ConfigError(
+                f"model.qk_norm_kind is {self.qk_norm_kind} without model.qk_norm; write qk_norm True too"
             )
         if not (0 < self.mlp_ratio < math.inf):
             raise ConfigError(f"model.mlp_ratio is {self.mlp_ratio}; write a number above 0")

@@ -35,6 +35,9 @@ CHOICES = (
     Choice("readout_width", -0.5, _FAMILY, "readout std D^-1/2 with the rates of -1: the output starts at order one, its change in the "
            "first step grows as D^1/2; SGD rates of all else D^-1/2 lower, eps D^1/2 higher",
            "sp-layerwise's readout (Everett et al. 2407.05872); SGD and eps derived", "derived"),
+    Choice("readout_bias_width", 0.0, _FAMILY, "rates of the readout's bias do not scale", "Tensor Programs V (2203.03466)", "verified"),
+    Choice("readout_bias_width", -1.0, _FAMILY, "rates of the readout's bias D^-1: the bias is inside the readout's multiplier, and stands "
+           "still in the limit", "the language model of Bordelon et al. 2405.15712, its code", "verified"),
     Choice("embedding_width", 0.0, _FAMILY, "Adam's rate of the token embedding does not scale",
            "Tensor Programs V (2203.03466), CompleteP (2505.01618)", "verified"),
     Choice("embedding_width", -0.5, _FAMILY, "Adam's rate of the token embedding D^-1/2, for vocabularies much larger than the width",

@@ -23,7 +23,7 @@ Sources: the global rates of the paper's section 2.1 and appendix E.1, as rates 
 
 Beyond the paper: where F/D, N*H/D or H/H_kv grows too, the gradients change size and eps follows them, biases as their
 matrices (MLP in (F/D)^-1/2; q, k, v (N H/D)^-1/2; key and value, with G = H/H_kv, SGD G^-1 and eps G^1/2).
-Constants of newer work, each value in `choices`: `readout_width`, `embedding_width`, `decay_width`, `mlp_out`, `muon_scale`.
+Constants whose values `choices` lists: `readout_width`, `readout_bias_width`, `embedding_width`, `decay_width`, `mlp_out`, `muon_scale`.
 Forms: plain (TP-V Table 3), readout-multiplier (Table 8, native), table-9, mean-field (the paper's section 2.1).
 """
 
@@ -119,6 +119,7 @@ class Constants:
         c_a: constant on attention logits.
         decay_width: lr*wd of block matrices goes as D^decay_width.
         readout_width: the readout's initial std goes as D^readout_width.
+        readout_bias_width: rates of the readout's bias go as D^readout_bias_width.
         embedding_width: Adam's rate of the token embedding goes as D^embedding_width.
         mlp_out: initial std of MLP out, "fan-in" or "mean-field", for F/D that grows.
         muon_scale: Muon's step at the base, "spectral" or "rms".
@@ -131,6 +132,7 @@ class Constants:
     c_a: float = 1.0
     decay_width: float = 0.0
     readout_width: float = -1.0
+    readout_bias_width: float = 0.0
     embedding_width: float = 0.0
     mlp_out: str = "fan-in"
     muon_scale: str = "spectral"
@@ -167,6 +169,8 @@ def infinite_limits(name: str, constants: Constants) -> Preset:
         row = row.times(sgd=gamma0**2, eps=1 / gamma0)
         if Role.READOUT in (spec.role, spec.of):
             row = dataclasses.replace(row, multiplier=row.multiplier / gamma0)
+        if constants.readout_bias_width and spec.of is Role.READOUT:
+            row = row.times(sgd=D**constants.readout_bias_width, adam=D**constants.readout_bias_width)
         if constants.decay_width and row.muon is not None:
             row = dataclasses.replace(row, decay=D**constants.decay_width)
         if spec.tied and (readout_width != -1 or embedding_width):
@@ -193,7 +197,11 @@ def infinite_limits(name: str, constants: Constants) -> Preset:
         branch=constants.beta0 * (L**-alpha_l if alpha_l is not None else ONE),
         muon_rms=constants.muon_scale == "rms",
         given=powers | changed(**others),
-        vanishing={"attention": N ** (0.5 - alpha_a), "movement/token_embedding": D**embedding_width},
+        vanishing={
+            "attention": N ** (0.5 - alpha_a),
+            "movement/token_embedding": D**embedding_width,
+            "movement/readout.bias": D**constants.readout_bias_width,
+        },
         uneven=True,
     )
 

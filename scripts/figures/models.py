@@ -27,6 +27,7 @@ def vit(*, head_dim: int, heads: int, depth: int) -> ViTConfig:
         image_size=8,
         patch_size=2,
         channels=1,
+        norm_eps=1e-5,
         centered=False,
         compute=dataclasses.replace(paper.compute, layers="scan"),
     )

@@ -54,6 +54,7 @@ def vit(
         image_size=image_size,
         channels=channels,
         patch_size=patch_size,
+        norm_eps=1e-5,
         compute=_compute(depth),
     )
     return Config(
@@ -83,7 +84,10 @@ def lm(
     seq_len: int = 64,
     warmup_steps: int = 20,
 ) -> Config:
-    """A run of the paper's decoder on bytes: Adam with eps 1e-20, warm-up and cosine to 0, centred output."""
+    """A run of the paper's decoder on bytes: Adam with eps 1e-20, warm-up and cosine to 0, centred output.
+
+    As in its text: the GELU before branches, the norm of queries and keys and the readout's bias are its code's alone.
+    """
     model = configs.get("bordelon-lm")
     assert isinstance(model, configs.DecoderConfig)
     model = dataclasses.replace(
@@ -93,6 +97,11 @@ def lm(
         depth=depth,
         vocab_size=256,
         seq_len=seq_len,
+        norm_eps=1e-5,
+        branch_activation="none",
+        qk_norm=False,
+        qk_norm_kind="rmsnorm",
+        readout_bias=False,
         compute=_compute(depth),
     )
     return Config(

@@ -149,6 +149,9 @@ def _reasons(model: TransformerConfig) -> list[str]:
     refused = {
         "model.centered trains the difference of two networks, and a file holds one": model.centered,
         "model.qk_norm normalizes queries and keys, which it does not": model.qk_norm,
+        "model.branch_activation acts on what branches read, which it does not": model.branch_activation != "none",
+        "model.readout_bias adds to the logits, which it does not": family != "vit"
+        and "readout_bias" in model.parameters(),
     }
     if family == "llama":
         kinds = f"with rotary positions it needs rmsnorm and swiglu, not {model.norm} and {model.activation}"

@@ -62,8 +62,8 @@ class Attention(nnx.Module):
         self.query_bias, self.key_bias = init.maybe("query_bias"), init.maybe("key_bias")
         self.value_bias, self.out_bias = init.maybe("value_bias"), init.maybe("out_bias")
         eps = config.norm_eps
-        self.query_norm = Norm("rmsnorm", init.scope("query_norm"), eps) if config.qk_norm else None
-        self.key_norm = Norm("rmsnorm", init.scope("key_norm"), eps) if config.qk_norm else None
+        self.query_norm = Norm(config.qk_norm_kind, init.scope("query_norm"), eps) if config.qk_norm else None
+        self.key_norm = Norm(config.qk_norm_kind, init.scope("key_norm"), eps) if config.qk_norm else None
         self.logit_scale = init.factor("logit_scale")
 
     def heads(self, x_BTD: jax.Array, start: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -178,9 +178,10 @@ class Block(nnx.Module):
     """h <- skip*h + branch*attention(norm(h)), then the same with the MLP. Branch scales are applied here only."""
 
     def __init__(self, config: TransformerConfig, init: Init) -> None:
-        self.attention_norm = Norm(config.norm, init.scope("attention_norm"), config.norm_eps)
+        kind, eps, then = config.norm, config.norm_eps, config.branch_activation
+        self.attention_norm = Norm(kind, init.scope("attention_norm"), eps, then)
         self.attention = Attention(config, init.scope("attention"))
-        self.mlp_norm = Norm(config.norm, init.scope("mlp_norm"), config.norm_eps)
+        self.mlp_norm = Norm(kind, init.scope("mlp_norm"), eps, then)
         self.mlp = MLP(config, init.scope("mlp"))
         self.skip, self.branch = init.factor("skip"), init.factor("branch")
 

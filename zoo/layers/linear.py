@@ -72,10 +72,10 @@ class Reading(NamedTuple):
 
 
 class Norm(nnx.Module):
-    """LayerNorm or RMSNorm over the last axis in float32, with the gain and bias that its config declares."""
+    """LayerNorm or RMSNorm over the last axis in float32, with the gain and bias that its config declares, and GELU after it."""
 
-    def __init__(self, kind: str, init: Init, eps: float) -> None:
-        self.kind, self.eps = kind, eps
+    def __init__(self, kind: str, init: Init, eps: float, activation: str = "none") -> None:
+        self.kind, self.eps, self.activation = kind, eps, activation
         self.gain, self.bias = init.maybe("gain"), init.maybe("bias")
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -88,6 +88,8 @@ class Norm(nnx.Module):
             y = y * self.gain[...]
         if self.bias is not None:
             y = y + self.bias[...]
+        if self.activation == "gelu":
+            y = jax.nn.gelu(y)
         return y.astype(x.dtype)
 
 

@@ -299,3 +299,12 @@ def test_completed_has_the_eps_of_embeddings():
         row = f"gradient over eps, {group}"
         assert at(presets.get("completep"), row, "heads") == (-1, "vanishes")
         assert at(presets.get("completep", eps_scope="completed"), row, "heads") == (0, "stable")
+
+
+def test_a_bias_inside_the_readouts_multiplier_learns_one_over_the_width():
+    bias = READOUT.bias
+    for optimizer in ("adam", "sgd"):
+        plain, inside = both("depth-mup", bias, optimizer, readout_bias_width=-1)
+        assert inside == dataclasses.replace(plain, lr=plain.lr * BASE["embed"] / BIG["embed"])
+    plain, inside = both("depth-mup", READOUT, readout_bias_width=-1)
+    assert plain == inside

@@ -122,6 +122,8 @@ def test_what_our_models_cannot_be_is_refused(fields: dict[str, Any], said: str)
     [
         (GPT2, {"centered": True}, "difference of two networks"),
         (LLAMA, {"qk_norm": True}, "normalizes queries and keys"),
+        (LLAMA, {"branch_activation": "gelu"}, "acts on what branches read"),
+        (GPT2, {"readout_bias": True}, "adds to the logits"),
         (LLAMA, {"norm": "layernorm"}, "needs rmsnorm and swiglu, not layernorm"),
         (LLAMA, {"activation": "gelu"}, "needs rmsnorm and swiglu, not rmsnorm and gelu"),
         (LLAMA, {"num_heads": 8}, "multiple of model.num_heads 8"),

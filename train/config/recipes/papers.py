@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from mupax.train.config.run import CheckpointConfig, Config, DataConfig, LogConfig, OptimizerConfig, PresetConfig
 from mupax.zoo import configs
 
@@ -12,14 +14,19 @@ def bordelon_vit() -> Config:
     Cost: about 4e15 FLOPs, 4.8 M images. Needs CIFAR-5M's `part0.npz` to `part5.npz` in `--data.data-dir`; without them
     the endless set stands in with `--data.name shapes`, which needs a larger rate.
     Expect loss curves nearly equal as `--model.head-dim` or `--model.num-heads` (with `--model.width`) grows, slower
-    early at large depth. The authors' code also gives the embeddings, positions and readout beta0 times the rule and
-    divides queries and keys by a further root of two; those constants are not set here.
+    early at large depth. As in the authors' code, embeddings, positions and readout learn beta0 times the rule's rate, and
+    queries and keys have a further 2^-1/2; the epsilon of its norms is 1e-6.
     """
+    beta0, root = 4.0, math.sqrt(0.5)
+    ends = [f"rates.{group}={beta0:g}" for group in ("patch_embedding", "position", "readout")]
+    pair = [f"multipliers.{group}={root!r}" for group in ("query", "key")]
     return Config(
         recipe="bordelon-vit",
         model=configs.get("bordelon-vit"),
         data=DataConfig(name="cifar5m", batch_size=64, eval_batch_size=250, eval_examples=10_000, augment=False),
-        preset=PresetConfig(name="depth-mup", base=None, alpha_a=1.0, alpha_l=1.0, gamma0=0.1, beta0=4.0),
+        preset=PresetConfig(
+            name="depth-mup", base=None, alpha_a=1.0, alpha_l=1.0, gamma0=0.1, beta0=beta0, constants=(*ends, *pair)
+        ),
         optimizer=OptimizerConfig(name="sgd", peak_lr=0.2, momentum=0.9, schedule="constant"),
         log=LogConfig(eval_every_steps=2500),
         checkpoint=CheckpointConfig(every_steps=2500),
@@ -32,15 +39,24 @@ def bordelon_lm() -> Config:
 
     Cost: about 9e15 FLOPs, 330 M tokens, nearly all of it in the vocabulary. Needs C4 prepared by TFDS in
     `--data.data-dir`.
-    Expect lower loss at equal steps as heads, head dimension or depth grow. The paper states neither rate nor batch
-    (its code: rates of 0.005 to 0.05, batches of 128 to 256) and uses GPT-2's tokens: give that tokenizer.json as
-    `--data.tokenizer` to compare losses.
+    Expect lower loss at equal steps as heads, head dimension or depth grow. The model is that of the authors' code: GELU
+    before each branch, LayerNorm without a gain on queries and keys, a bias inside the readout's multiplier. The paper states
+    neither rate nor batch (its code: rates of 0.005 to 0.05, batches of 128 to 256) and uses GPT-2's tokens: give that
+    tokenizer.json as `--data.tokenizer` to compare losses. The code's warm-up begins at 0, a step later than ours.
     """
     return Config(
         recipe="bordelon-lm",
         model=configs.get("bordelon-lm"),
         data=DataConfig(name="c4", batch_size=128, eval_examples=4096, tokenizer="bpe:50257"),
-        preset=PresetConfig(name="depth-mup", base=None, alpha_a=1.0, alpha_l=1.0, gamma0=0.25, beta0=4.0),
+        preset=PresetConfig(
+            name="depth-mup",
+            base=None,
+            alpha_a=1.0,
+            alpha_l=1.0,
+            gamma0=0.25,
+            beta0=4.0,
+            constants=("readout_bias_width=-1",),
+        ),
         optimizer=OptimizerConfig(name="adam", peak_lr=0.01, b2=0.999, eps=1e-20, warmup_steps=100),
         log=LogConfig(eval_every_steps=1000),
         checkpoint=CheckpointConfig(every_steps=1000),

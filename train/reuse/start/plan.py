@@ -27,7 +27,10 @@ from mupax.zoo.families import ModelConfig
 RESIZABLE = ("position", "vocab", "classes")
 """Axes whose first entries can be kept (of images' positions: the grid interpolated)."""
 
-UNSEEN = ("activation", "norm", "norm_eps", "positions", "rope_theta", "qk_norm", "pool", "patch_size", "channels")
+UNSEEN = (
+    "activation", "branch_activation", "norm", "norm_eps", "positions", "rope_theta", "qk_norm", "qk_norm_kind", "pool",
+    "patch_size", "channels",
+)  # fmt: skip
 """Fields of a model that change its function and that the shapes of parameters need not show."""
 
 GROWING = ("embed", "heads", "kv_heads", "head_dim", "mlp", "layers")

@@ -28,6 +28,9 @@ LAST = 10
 """A point's loss is the mean over the last tenth of its steps."""
 
 
+_NEWER = {"qk_norm_kind": "rmsnorm", "branch_activation": "none", "readout_bias": False}
+"""Fields of models that rows were named without, and what those models had."""
+
 _NUMBER, _NONE = (int, float), type(None)
 _KINDS: dict[str, tuple[type, ...]] = {
     "key": (str,), "command": (str,), "loss": (*_NUMBER, _NONE), "eval_loss": (*_NUMBER, _NONE), "diverged_at": (int, _NONE),
@@ -101,6 +104,9 @@ def key_of(config: Config, data_digest: str) -> str:
         del fields["preset"]["joint"]
     if bare.model.compute.attention_block is None:
         del fields["model"]["compute"]["attention_block"]
+    for name, default in _NEWER.items():
+        if fields["model"].get(name) == default:
+            del fields["model"][name]
     return hashlib.sha256(json.dumps([fields, data_digest], sort_keys=True).encode()).hexdigest()[:16]
 
 
