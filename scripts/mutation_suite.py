@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -128,15 +128,16 @@ class Suite:
 
     Args:
         study: what is measured.
-        sizes: how many models, each twice as large as the one before.
+        doublings: of the size that grows, one number for every model; zero first.
     """
 
-    def __init__(self, study: Study, sizes: int = SIZES) -> None:
-        self.study = study
+    def __init__(self, study: Study, doublings: Sequence[int] = range(SIZES)) -> None:
+        self.study, self._doublings = study, doublings
         model: configs.ModelConfig = configs.get(study.model)
         if study.tied:
             model = dataclasses.replace(model, tied=True)  # pyright: ignore[reportCallIssue]
-        grown = check.grow(model, study.grow, sizes)
+        doubled = check.grow(model, study.grow, doublings[-1] + 1)
+        grown = [doubled[count] for count in doublings]
         config = OptimizerConfig(
             name=study.optimizer, peak_lr=study.peak_lr, schedule="constant", eps=study.eps, decay="coupled"
         )
@@ -191,7 +192,7 @@ class Suite:
         return {key: said for key, said in found.items() if not key[0].startswith("gradient")}
 
     def _judge(self, measured: Mapping[str, np.ndarray]) -> list[Finding]:
-        return check.judge(measured, [2.0**i for i in range(len(self._definitions))], self._expected)
+        return check.judge(measured, [2.0**count for count in self._doublings], self._expected)
 
 
 def _change(right: Mapping[str, np.ndarray], wrong: Mapping[str, np.ndarray]) -> float:

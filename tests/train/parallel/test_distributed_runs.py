@@ -25,7 +25,7 @@ TINY = (
 
 # The command line, with two windows: on every batch that goes to the devices, and on the parameters at the end. What they
 # show goes to a file, a line a write: batches are made in threads, whose prints run into the lines of the loop. Where a
-# process BREAKS, its batch 12 of training is bad, and at batch 50 it gets SIGTERM. ALTERNATE lays pairs of the processes' devices in turn over
+# process BREAKS, its batch 12 of training is bad, and at batch 25 it gets SIGTERM. ALTERNATE lays pairs of the processes' devices in turn over
 # the mesh, as the torus of a TPU slice may. SHARES slows what tokenizes the text, and has those that wait for it help at once.
 DRIVER = """
 import hashlib, json, os, signal, sys, time
@@ -64,7 +64,7 @@ def watched_put(self, batch):
     seen.append(1)
     if os.environ.get("BREAKS") and len(seen) == 12:
         batch = {**batch, "weights": batch["weights"] * float("nan")}
-    if os.environ.get("BREAKS") and len(seen) == 50:
+    if os.environ.get("BREAKS") and len(seen) == 25:
         os.kill(os.getpid(), signal.SIGTERM)
     rows = [row for part in self.rows for row in range(part.start, part.stop)]
     hashes = [hashlib.sha256(row.tobytes()).hexdigest()[:12] for row in batch["inputs"]]

@@ -38,7 +38,7 @@ def series() -> check.Series:
     )  # fmt: skip
     grown = check.grow(model, "heads", 3, {"width", "num_heads", "num_kv_heads", "depth", "vocab_size", "seq_len"})
     adam = OptimizerConfig(name="adam", peak_lr=2e-3, schedule="constant", eps=1e-12)
-    return check.Series([definition(one) for one in grown], adam, steps=1)
+    return check.Series([definition(one) for one in (grown[0], grown[-1])], adam, steps=1)  # ends have the slope
 
 
 def right(base: dict[str, int] | None = None) -> Preset:
@@ -51,7 +51,7 @@ def judged(trained: Preset) -> list[Finding]:
     """Train one table, ask theory about the right one."""
     definitions = series().definitions
     expected = theory.of(right(), definitions[0], definitions[-1], "adam")
-    return check.judge(series().measure(trained, BATCH(), SEEDS), [1, 2, 4], expected)
+    return check.judge(series().measure(trained, BATCH(), SEEDS), [1, 4], expected)
 
 
 @functools.cache
@@ -157,7 +157,7 @@ def test_what_a_constant_freezes_is_frozen():
     broken = dataclasses.replace(table, rule=rule)
     definitions = series().definitions
     expected = theory.of(broken, definitions[0], definitions[-1], "adam")  # of itself, which names no exponent
-    found = check.judge(series().measure(broken, BATCH(), SEEDS), [1, 2, 4], expected)
+    found = check.judge(series().measure(broken, BATCH(), SEEDS), [1, 4], expected)
     assert wrong(found)["movement/token_embedding @1"] == "frozen"
 
 
@@ -171,7 +171,7 @@ def test_a_table_that_is_wrong_and_followed_fails_by_the_second_verdict(tmp_path
     definitions = series().definitions
     broken = dataclasses.replace(table, rule=rule)
     expected = theory.of(broken, definitions[0], definitions[-1], "adam")
-    found = check.judge(series().measure(broken, BATCH(), SEEDS), [1, 2, 4], expected)
+    found = check.judge(series().measure(broken, BATCH(), SEEDS), [1, 4], expected)
     found = [f for f in found if f.observable != "change logits"]  # narrow, and eight positions long: it strays
     assert wrong(found) == {"movement/block.mlp_out @1": "frozen"}
     assert (

@@ -246,7 +246,7 @@ def test_a_signal_stops_the_command_which_then_goes_on(
         "--data.name",
         text,
         "--steps",
-        "300",
+        "120",
         "--how",
         "in-turn",
     ]
