@@ -82,6 +82,18 @@ def test_what_a_study_must_show(name: str) -> None:
         assert entry["below_half"]
 
 
+def test_the_batch_follows_the_square_root_and_the_horizon_no_source() -> None:
+    """What a rule of the batch must show; and the exponent of the horizon with its interval, beside those of three sources."""
+    rule, constant = (study["drift_octaves_per_doubling"] for study in RECORDS["batch"]["studies"])
+    assert abs(rule["value"]) < TOLERANCE
+    assert constant["value"] > 0.3
+    assert constant["low"] > TOLERANCE
+    rule, constant = (study["drift_octaves_per_doubling"] for study in RECORDS["tokens"]["studies"])
+    assert not [exponent for exponent in (-0.5, -0.32, 0.31) if constant["low"] <= exponent <= constant["high"]]
+    assert constant["low"] <= 0 <= constant["high"]
+    assert rule["low"] > TOLERANCE  # of the wrong sign here
+
+
 def _curve(points: list[dict[str, Any]], first: int) -> Curve:
     losses = {(p["log2_lr"], p["seed"]): math.inf if p["loss"] is None else p["loss"] for p in points}
     seeds = sorted({seed for _, seed in losses})
