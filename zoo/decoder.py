@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from mupax.zoo.configs import DecoderConfig
 from mupax.zoo.definition import Init
 from mupax.zoo.layers.block import Block, residual_stack, runs_as_scan
 from mupax.zoo.layers.cache import Cache
+from mupax.zoo.layers.kernels import chosen
 from mupax.zoo.layers.linear import Norm, Reading
 
 
@@ -74,7 +76,17 @@ class Decoder(nnx.Module):
         return h_BTD, cache._replace(length=cache.length + tokens_BT.shape[1])
 
     def reading(self, tokens_BT: jax.Array) -> Reading:
-        return self._reading(residual_stack(self.block, self.embed(tokens_BT), self.config.depth, self.config.compute))
+        h_BTD, config = self.embed(tokens_BT), self.config
+        q_BTHN, k_BSKN = (
+            jax.ShapeDtypeStruct((*tokens_BT.shape, heads, config.heads_dim), h_BTD.dtype)
+            for heads in (config.num_heads, config.kv_heads)
+        )
+        if chosen(config.compute.attention, q_BTHN, k_BSKN, causal=True) != "ring":
+            return self._reading(residual_stack(self.block, h_BTD, config.depth, config.compute))
+        from mupax.zoo.layers import ring
+
+        stack = functools.partial(residual_stack, self.block, depth=config.depth, compute=config.compute)
+        return self._reading(ring.in_zigzag(stack, h_BTD))
 
     def read(self, h_BTD: jax.Array) -> jax.Array:
         """The residual stream's last layer, [B, T, D], to float32 logits [B, T, V]."""

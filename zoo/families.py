@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from mupax.errors import MupaxError
 from mupax.presets.roles import FactorSpec, ParamSpec, Role
 
-AttentionName = Literal["auto", "xla", "cudnn", "splash"]
+AttentionName = Literal["auto", "xla", "cudnn", "splash", "ring"]
 CrossEntropy = Literal["auto", "plain", "chunked", "vocab"]
 Task = Literal["tokens", "images"]
 
@@ -39,7 +39,7 @@ class ComputeConfig:
     remat: Literal["none", "dots", "block", "offload"] = "none"
     """What the backward pass recomputes: nothing, all but matrix products, or whole blocks, whose inputs offload keeps in the host's memory."""
     attention: AttentionName = "auto"
-    """auto takes a flash kernel where there is one that can: splash on TPU, cudnn on GPU."""
+    """auto takes a flash kernel where there is one that can: splash on TPU, cudnn on GPU; where devices split positions, a ring on TPU."""
     attention_block: int | None = None
     """Positions on a side of a splash kernel's block, a multiple of 128; what suits the chip unless given."""
     projections: Literal["auto", "separate", "fused"] = "auto"

@@ -14,10 +14,14 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Axes = tuple[str | None, ...]
+
+LANES = 128
+"""Numbers in a row of a TPU's vectors, and positions that its kernels work on at least at once."""
 
 
 class Layout:
@@ -31,6 +35,9 @@ class Layout:
 
     rings = False
     """Whether sums that are scattered go along one dimension of a torus at a time (`--xla-flags scatter`)."""
+
+    zigzag = False
+    """Whether positions lie as a ring has them (`zoo.layers.ring`): of twice as many parts as devices d and 2D-1-d on device d."""
 
     policy: Callable[..., bool] | None = None
     """What the backward pass of a layer that recomputes nothing may keep, where that is not everything."""
@@ -65,6 +72,15 @@ class Layout:
             axes: as `sharding`.
         """
         return x if self.mesh.size == 1 else jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
+
+    def positions(self, length: int) -> jax.Array:
+        """The position that lies at every place, int32 [length]."""
+        places = jnp.arange(length)
+        if not self.zigzag:
+            return places
+        parts = 2 * self.ways("sequence")
+        part, within = jnp.divmod(places, length // parts)
+        return jnp.where(part % 2, parts - 1 - part // 2, part // 2) * (length // parts) + within
 
     def local(self, function: Callable[..., Any], inputs: tuple[Axes, ...], outputs: Any) -> Callable[..., Any]:
         """`function` on every device's own part, by `jax.shard_map`: for kernels that the compiler cannot split.

@@ -25,7 +25,7 @@ from mupax.train.parallel import compilation_cache, hardware
 from mupax.train.parallel.mesh import make_mesh
 from mupax.train.parallel.sharding import Feed, MeshLayout, abstract_batch
 from mupax.zoo.definition import Definition, definition
-from mupax.zoo.layers.kernels import LANES
+from mupax.zoo.partition import LANES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -138,12 +138,14 @@ def required(program: Program) -> dict[tuple[str, ...], float]:
     positions = rows * sizes["position"] * sizes["layers"] * itemsize
     stream = positions / mesh["sequence"] * sizes["embed"]
     keys = 2 * positions * sizes["kv_heads"] * sizes["head_dim"]
+    exchanged = 2 * positions / mesh["sequence"] * (sizes["heads"] + sizes["kv_heads"]) * sizes["head_dim"]
     allowed: dict[tuple[str, ...], float] = {
         ("fsdp",): (2 + again) * weights + gradients,
         # Two sums forward and two backward; heads that do not divide the axis cost a gather more each.
         ("tensor",): (4 + 2 * again) * stream,
-        # Keys and values gathered, their gradients scattered.
-        ("sequence",): (2 + again) * keys + keys + gradients,
+        # Keys and values gathered, their gradients scattered; or both sent round, and a device's own queries, keys, values and
+        # outputs of the whole layer exchanged so that all have as much to do.
+        ("sequence",): (2 + again) * (keys + exchanged) + 2 * keys + gradients,
     }
     summed = [axis for axis in ("data", "fsdp", "sequence") if mesh[axis] > 1]
     for first, last in itertools.combinations_with_replacement(range(len(summed)), 2):

@@ -19,7 +19,7 @@ from mupax.train.core.program import Program, assemble
 from mupax.train.pods import buffers, checks, estimates, hlo, topology
 from mupax.train.pods.collectives import Collective, collectives, table
 from mupax.train.pods.topology import Chip
-from mupax.zoo.layers.kernels import block_of
+from mupax.zoo.layers.flash import block_of
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([KMGT]?)"
@@ -193,9 +193,8 @@ def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
     """
     program, chip = assemble(config, topology.devices(name, slices)), topology.chip_of(name)
     traced, model, kind = program.trace_train(), config.model, program.mesh.devices.flat[0].device_kind
-    length, visited = model.sizes()["position"], 1.0
-    if model.causal:
-        visited = estimates.causal_share(length, block_of(length, kind, model.compute.attention_block, causal=True))
+    block = block_of(model.sizes()["position"], kind, model.compute.attention_block, causal=model.causal)
+    visited = estimates.attention_share(program, block, of_grid=True)
     flops = estimates.matmul_flops(traced.jaxpr, visited)
     lowered, began = traced.lower(), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:

@@ -20,12 +20,14 @@ from mupax.train.core.loss import CHUNK_LOGITS, LEAST_ROWS
 from mupax.train.core.program import Program
 from mupax.train.core.vocabulary import parts
 from mupax.train.pods.topology import Chip
-from mupax.zoo import flops
-from mupax.zoo.layers.kernels import FUSED, LANES, block_of
+from mupax.zoo import flops, partition
+from mupax.zoo.families import AttentionName
+from mupax.zoo.layers.flash import FUSED, block_of
+from mupax.zoo.layers.kernels import chosen
+from mupax.zoo.partition import LANES
 
 _SPLIT = ("heads", "kv_heads", "mlp")
 """Axes of activations that a device may have a part of."""
-
 
 FORWARD_AGAIN = {"none": 0.0, "dots": 0.0, "block": 1.0, "offload": 1.0}
 """Forward passes of the blocks that a remat policy computes again."""
@@ -159,12 +161,40 @@ def attention_waste(program: Program, chip: Chip) -> float:
     model, sizes, mesh = program.config.model, defaultdict(int, program.definition.sizes), program.mesh.shape
     length, again = sizes["position"], FORWARD_AGAIN[model.compute.remat]
     block = block_of(length, chip.device_kind, model.compute.attention_block, causal=model.causal)
-    share, counted = (causal_share(length, block), 0.5) if model.causal else (1.0, 1.0)
+    share, counted = attention_share(program, block), 0.5 if model.causal else 1.0
     rows = program.config.data.batch_size / (mesh["data"] * mesh["fsdp"]) / mesh["sequence"] / mesh["tensor"]
     forward = 4.0 * length**2 * sizes["heads"] * sizes["head_dim"] * sizes["layers"] * rows
     backward = 2.5 if block >= FUSED else 3.5
     waits = max(1.0, chip.peak_flops / chip.hbm_bandwidth / block)
     return forward * ((1 + again + backward) * share * waits - (3 + again) * counted)
+
+
+def attention_share(program: Program, block: int, *, of_grid: bool = False) -> float:
+    """Share of the pairs of positions that the slowest device computes of its own, in (0, 1].
+
+    Args:
+        program: whose attention it is.
+        block: positions on a side of the kernel's blocks.
+        of_grid: of a kernel's grid as traced; a ring has none for pairs of parts that its mask hides.
+    """
+    length, ways = program.definition.sizes["position"], program.layout.ways("sequence")
+    if not program.config.model.causal:
+        return 1.0
+    if ways > 1 and attention_of(program) == "ring":
+        # Its own two parts with the mask, and half as many pairs of each other device.
+        return (2 * causal_share(length // ways, block) + ways - 1) / ((ways + 1) if of_grid else 2 * ways)
+    return 1 - (1 - causal_share(length // ways, block)) / ways
+
+
+def attention_of(program: Program) -> AttentionName:
+    """The attention that a program takes."""
+    sizes, compute = defaultdict(int, program.definition.sizes), program.config.model.compute
+    q_BTHN, k_BSKN = (
+        jax.ShapeDtypeStruct((1, sizes["position"], sizes[heads], sizes["head_dim"]), jnp.dtype(compute.dtype))
+        for heads in ("heads", "kv_heads")
+    )
+    with partition.using(program.layout):
+        return chosen(compute.attention, q_BTHN, k_BSKN, program.config.model.causal)
 
 
 def matmul_flops(jaxpr: Any, visited: float = 1.0) -> float:

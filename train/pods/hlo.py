@@ -18,6 +18,7 @@ _ARRAY = re.compile(r"\b[a-z]+(\d*)\w*\[([\d,]*)\](\{[^}]*\})?")
 _CALLED = re.compile(r"\b(?:calls|to_apply|true_computation|false_computation|async_computation)=%([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRANSPARENT = ("bitcast", "copy", "convert", "reshape", "broadcast", "copy-start", "copy-done")
+_CALLING = ("while", "call", "conditional", "async-start")
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "while", "call", "conditional"}
 
 
@@ -96,12 +97,12 @@ class Module:
     def _walk(self, computation: str, trips: tuple[int, ...]) -> Iterator[Executed]:
         for instruction in self.computations[computation].values():
             yield Executed(instruction, computation, trips)
-            inner = trips
-            if instruction.opcode == "while":
-                inner = (*trips, self.trip_count(computation, instruction) or 1)
-            elif instruction.opcode not in ("call", "conditional", "async-start"):
-                continue
-            for name in instruction.called():
+            called = instruction.called() if instruction.opcode in _CALLING else []
+            if instruction.opcode == "conditional":  # one branch runs: at worst the longest
+                called = [max(called, key=lambda name: dataclasses.replace(self, entry=name).cycles)]
+            loop = instruction.opcode == "while"
+            inner = (*trips, self.trip_count(computation, instruction) or 1) if loop else trips
+            for name in called:
                 yield from self._walk(name, inner)
 
     def trip_count(self, computation: str, loop: Instruction) -> int | None:
@@ -131,7 +132,7 @@ class Module:
     @property
     def unknown_loops(self) -> int:
         """Loops whose trip count is not known, and are counted once."""
-        loops = [e for e in self.executed if e.instruction.opcode == "while"]
+        loops = (e for e in self.executed if e.instruction.opcode == "while")
         return sum(self.trip_count(loop.computation, loop.instruction) is None for loop in loops)
 
     @property

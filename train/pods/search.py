@@ -13,13 +13,14 @@ from typing import Any
 from mupax import terminal
 from mupax.terminal import gib
 from mupax.train.config.run import Config, MeshConfig
+from mupax.train.core import vocabulary
 from mupax.train.core.program import Program, assemble
 from mupax.train.parallel.mesh import MeshError
 from mupax.train.pods import estimates, topology
 from mupax.train.pods.compiled import compile_for
 from mupax.train.pods.topology import Chip
 from mupax.zoo.configs import ComputeConfig
-from mupax.zoo.layers import kernels
+from mupax.zoo.layers.flash import block_of
 
 AXES = ("data", "fsdp", "sequence", "tensor")
 """Mesh axes that a run is split over."""
@@ -29,13 +30,6 @@ MOST_TENSOR = 16
 
 MICROBATCHES = (1, 2, 4, 8)
 """Numbers of microbatches tried."""
-
-BATCHES = (1, 2, 4, 8)
-"""Numbers of microbatches tried."""
-
-_RECOMPUTED = {"none": 0.0, "dots": 0.0, "block": 1.0, "offload": 1.0}
-"""Forward passes of the blocks that a remat policy computes again."""
-
 
 BATCHES = (0.5, 1, 2)
 """Batches tried, over the run's own."""
@@ -59,9 +53,9 @@ class Candidate:
     def kinds(self) -> dict[str, Any]:
         """What it decides, by name."""
         config, compute = self.config, self.config.model.compute
-        mesh = dataclasses.asdict(config.mesh)
         return {
-            "axes": tuple(axis for axis in AXES if mesh[axis] > 1),
+            "axes": tuple(axis for axis in AXES if getattr(config.mesh, axis) > 1),
+            "fsdp": config.mesh.fsdp,
             "remat": compute.remat,
             "microbatches": config.accumulation_steps,
             "batch": config.data.batch_size,
@@ -78,11 +72,8 @@ class Candidate:
     def words(self) -> str:
         """What it changes, as flags."""
         kinds = self.kinds
-        axes = " ".join(
-            f"--mesh.{axis} {size}"
-            for axis, size in zip(AXES, kinds["mesh"], strict=True)
-            if size > 1 or axis == "data"
-        )
+        sizes = {axis: getattr(self.config.mesh, axis) for axis in AXES}
+        axes = " ".join(f"--mesh.{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "data")
         block = f" --model.compute.attention-block {kinds['block']}" if kinds["block"] else ""
         return (
             f"{axes} --model.compute.remat {kinds['remat']} --accumulation-steps {kinds['microbatches']} "
@@ -179,7 +170,7 @@ def _candidates(config: Config, chip: Chip, devices: Any, slices: int) -> Iterat
     policies, losses = (typing.get_args(fields[name]) for name in ("remat", "cross_entropy"))
     losses = [loss for loss in losses if loss != "auto"]  # which is one of the others
     length, causal = config.model.sizes()["position"], config.model.causal
-    usual = kernels.block_of(length, chip.device_kind, causal=causal)
+    usual = block_of(length, chip.device_kind, causal=causal)
     blocks = [None, *(block for block in BLOCKS if length % block == 0 and block != usual)]
     sizes = [int(config.data.batch_size * factor) for factor in BATCHES]
     for mesh in _meshes(len(devices), slices, config.mesh):
@@ -235,10 +226,23 @@ def _estimate(program: Program, chip: Chip, slices: int) -> float:
     network = sent / chip.ici_bandwidth
     if slices > 1 and chip.dcn_bandwidth:
         network += 2 * 2 * weights / mesh["fsdp"] / chip.dcn_bandwidth
-    # Logits are written and read in both passes, the readout read and its gradient added to once a chunk, beside no product:
-    # 16.9 GB plain and 41 GB chunked of lm-8b at 1 x 4096 tokens, by the TPU compiler.
-    outputs = sizes[config.model.output_axis] / program.layout.ways(config.model.output_axis)
-    logits = rows / mesh["sequence"] * config.model.units * outputs
-    readouts = estimates.loss_chunks(program) * config.accumulation_steps * sizes["embed"] * outputs
-    traffic = (20 * logits + 12 * readouts) / chip.hbm_bandwidth
-    return max(compute, network) + 0.1 * min(compute, network) + traffic
+    return max(compute, network) + 0.1 * min(compute, network) + loss_traffic(program) / chip.hbm_bandwidth
+
+
+def loss_traffic(program: Program) -> float:
+    """Bytes of main memory that readout and loss read and write on one device, beside no product.
+
+    Logits are written and read in both passes, the readout read and its gradient added to once a chunk: 16.9 GB plain and 41 GB
+    chunked of lm-8b at 1 x 4096 tokens, by the TPU compiler. By parts of the vocabulary exponentials are kept, too, and the
+    features and their gradient read for every part: 8 M cycles more than plain there, at 1.5 GHz 4.4 GB.
+    """
+    config, sizes, layout = program.config, program.definition.sizes, program.layout
+    parts, width = config.accumulation_steps, sizes["embed"]
+    outputs = sizes[config.model.output_axis] / layout.ways(config.model.output_axis)
+    tokens = config.data.batch_size * config.model.units / layout.ways("batch") / layout.ways("sequence")
+    traffic = 20 * tokens * outputs + 12 * estimates.loss_chunks(program) * parts * width * outputs
+    if config.model.compute.cross_entropy != "vocab":
+        return traffic
+    return (
+        traffic + 6 * tokens * outputs + 10 * tokens * width * len(vocabulary.parts(int(tokens) // parts, int(outputs)))
+    )

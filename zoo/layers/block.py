@@ -18,6 +18,7 @@ from mupax.zoo import partition
 from mupax.zoo.definition import Init
 from mupax.zoo.families import AttentionName, ComputeConfig
 from mupax.zoo.layers import kernels
+from mupax.zoo.layers.cpu_attention import SAVED
 from mupax.zoo.layers.linear import Norm, biased, project, rotary
 from mupax.zoo.transformer import TransformerConfig
 
@@ -32,7 +33,7 @@ _policies = jax.checkpoint_policies
 REMAT = {
     "none": None,
     "dots": _policies.save_from_both_policies(
-        _policies.dots_with_no_batch_dims_saveable, _policies.save_only_these_names(kernels.SAVED)
+        _policies.dots_with_no_batch_dims_saveable, _policies.save_only_these_names(SAVED)
     ),
     "block": _policies.nothing_saveable,
     "offload": _policies.save_and_offload_only_these_names(
@@ -78,12 +79,7 @@ class Attention(nnx.Module):
             q_BTHN, k_BSKN = self.query_norm(q_BTHN), self.key_norm(k_BSKN)
         if self.rope_theta is not None:
             q_BTHN, k_BSKN = (rotary(x, self.rope_theta, start) for x in (q_BTHN, k_BSKN))
-        # Where positions are split, every device keeps its queries and gathers all keys and values.
-        return (
-            partition.constrain(q_BTHN, "batch", "sequence", "heads", None),
-            partition.constrain(k_BSKN, "batch", None, "kv_heads", None),
-            partition.constrain(v_BSKN, "batch", None, "kv_heads", None),
-        )
+        return partition.constrain(q_BTHN, "batch", "sequence", "heads", None), k_BSKN, v_BSKN
 
     def _projected(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         query_DHN, key_DKN, value_DKN = self.query[...], self.key[...], self.value[...]

@@ -105,7 +105,7 @@ def rotary(x_BTHN: jax.Array, theta: float, start: jax.Array | None = None) -> j
     """
     length, half = x_BTHN.shape[1], x_BTHN.shape[-1] // 2
     frequency_M = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    positions_T = jnp.arange(length) if start is None else start + jnp.arange(length)
+    positions_T = partition.current().positions(length) if start is None else start + jnp.arange(length)
     angle_TM = positions_T.astype(jnp.float32)[:, None] * frequency_M
     if partition.current().platform == "tpu":
         return _turned(x_BTHN, jnp.cos(angle_TM), jnp.sin(angle_TM))

@@ -56,13 +56,18 @@ CASES = [
 ]
 
 
+RING = "data 2 x sequence 4"
+"""Where keys go round in a ring; the others gather them."""
+
+
 @functools.cache
 def program(model: str, mesh: str) -> Program:
     devices = jax.devices()
     assert len(devices) == 8
+    compute = dataclasses.replace(MODELS[model].compute, attention="ring" if mesh == RING else "auto")
     config = Config(
         recipe=model,
-        model=MODELS[model],
+        model=dataclasses.replace(MODELS[model], compute=compute),
         data=DataConfig(name="digits" if model == "vit" else "text:x", batch_size=8, eval_batch_size=4),
         preset=PresetConfig(name="mup", base=None),
         # An eps far below the gradients would enlarge the rounding of those near zero.

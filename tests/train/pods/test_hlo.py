@@ -195,3 +195,24 @@ def test_a_line_break_in_a_kernels_attributes_ends_nothing() -> None:
     assert list(found) == ["p", "k", "n"]
     assert found["k"].op_name == "k"
     assert found["n"].root
+
+
+BRANCHES = """
+%short (a: f32[8]) -> f32[8] {
+  %a = f32[8] parameter(0)
+  ROOT %b = f32[8] negate(%a), backend_config={"estimated_cycles":"3"}
+}
+%long (a: f32[8]) -> f32[8] {
+  %a = f32[8] parameter(0)
+  ROOT %b = f32[8] negate(%a), backend_config={"estimated_cycles":"5"}
+}
+ENTRY %main (p: s32[], x: f32[8]) -> f32[8] {
+  %p = s32[] parameter(0)
+  %x = f32[8] parameter(1)
+  ROOT %c = f32[8] conditional(%p, %x, %x), branch_computations={%short, %long}
+}
+"""
+
+
+def test_of_branches_the_longest_counts() -> None:
+    assert hlo.parse(BRANCHES).cycles == 5

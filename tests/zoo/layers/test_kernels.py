@@ -23,17 +23,8 @@ from mupax.train.parallel.sharding import MeshLayout
 from mupax.train.pods.topology import CHIPS
 from mupax.zoo import partition
 from mupax.zoo.configs import ComputeConfig, ConfigError
-from mupax.zoo.layers.kernels import (
-    BLOCK,
-    BLOCKS,
-    attend,
-    block_of,
-    cudnn_attention,
-    merged_attention,
-    splash_attention,
-    tiled_attention,
-    why_not,
-)
+from mupax.zoo.layers.flash import BLOCK, BLOCKS, block_of, cudnn_attention, ring_attention, splash_attention
+from mupax.zoo.layers.kernels import attend, merged_attention, tiled_attention, why_not
 
 
 class Device(MeshLayout):
@@ -77,7 +68,7 @@ def outputs_and_gradients(run: Any, qkv: Any, layout: partition.Layout | None = 
 def test_splash_equals_the_products(
     causal: bool, sizes: dict[str, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mupax.zoo.layers.kernels.FUSED", 128 if sizes is None else 2048)
+    monkeypatch.setattr("mupax.zoo.layers.flash.FUSED", 128 if sizes is None else 2048)
     qkv = projections(length=256 if sizes else 128)
     expected = outputs_and_gradients(functools.partial(merged_attention, causal=causal), qkv)
     layout = None if sizes is None else MeshLayout(make_mesh(MeshConfig(**sizes)))
@@ -87,6 +78,28 @@ def test_splash_equals_the_products(
     if causal:
         other = merged_attention(*qkv, causal=False)
         assert np.abs(other - found[0]).max() > 0.1  # the control: the mask is seen
+
+
+RINGS = [
+    # Softmax put together of eight parts, or of two in tiles of a kernel; key heads that tensor does not divide; no mask.
+    ({"data": 1, "sequence": 8}, 32, True, False),
+    ({"data": 2, "tensor": 2, "sequence": 2}, 512, True, True),
+    ({"data": 1, "tensor": 4, "sequence": 2}, 8, True, False),
+    ({"data": 2, "sequence": 4}, 16, False, False),
+]
+
+
+@pytest.mark.parametrize(("sizes", "length", "causal", "kernel"), RINGS)
+def test_a_ring_equals_the_products(
+    sizes: dict[str, int], length: int, causal: bool, kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mupax.zoo.layers.ring_products.TILE", 2)
+    qkv, layout = projections(length=length), MeshLayout(make_mesh(MeshConfig(**sizes)))
+    expected = outputs_and_gradients(functools.partial(merged_attention, causal=causal), qkv)
+    found = outputs_and_gradients(functools.partial(ring_attention, causal=causal, interpret=kernel), qkv, layout)
+    for got, want in zip(found, expected, strict=True):
+        # Sums of float32 in another order; a part that is left out or looked at twice changes the first digit.
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
 
 
 @pytest.mark.core
@@ -105,9 +118,10 @@ def test_tiles_equal_the_products_in_value_gradient_and_derivative() -> None:
 @pytest.mark.core
 def test_auto_takes_the_kernel_of_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
-    for name in ("splash_attention", "cudnn_attention", "merged_attention", "tiled_attention"):
+    for name in ("ring_attention", "splash_attention", "cudnn_attention", "merged_attention", "tiled_attention"):
+        file = "kernels" if name in ("merged_attention", "tiled_attention") else "flash"
         monkeypatch.setattr(
-            f"mupax.zoo.layers.kernels.{name}",
+            f"mupax.zoo.layers.{file}.{name}",
             lambda q, k, v, causal=True, block=None, name=name: taken.append(name) or q,
         )
 
@@ -123,12 +137,16 @@ def test_auto_takes_the_kernel_of_the_platform(monkeypatch: pytest.MonkeyPatch) 
     assert choose(Device("cpu", data=4, tensor=2)) == "xla"
     assert choose(Device("tpu"), **half) == "splash_attention"
     assert choose(Device("tpu"), length=196) == "xla"
-    assert choose(Device("tpu", data=4, sequence=2)) == "xla"  # 64 positions on each
+    assert choose(Device("tpu", data=4, sequence=2)) == "xla"  # two parts of 32 positions on each
+    assert choose(Device("tpu", data=4, sequence=2), length=512) == "ring_attention"
+    assert choose(Device("tpu", data=4, sequence=2), length=256) == "splash_attention"
     assert choose(Device("gpu"), **half) == "cudnn_attention"
     assert choose(Device("gpu")) == "xla"
     assert choose(Device("gpu"), size=12, **half) == "xla"
     assert choose(Device("gpu", data=4, sequence=2), **half) == "cudnn_attention"
-    assert choose(Device("gpu", data=4, sequence=2), heads=3, kv_heads=1, **half) == "xla"
+    assert choose(Device("gpu", data=4, sequence=2), heads=3, kv_heads=1, **half) == "ring_attention"
+    assert choose(Device("gpu", data=4, sequence=2), length=130) == "xla"
+    assert choose(Device("cpu", data=4, sequence=2)) == "xla"
 
 
 @pytest.mark.core
@@ -137,6 +155,7 @@ def test_auto_takes_the_kernel_of_the_platform(monkeypatch: pytest.MonkeyPatch) 
     [
         ("splash", "cpu", {}, "for TPUs, and this is compiled for cpu; write auto or xla"),
         ("splash", "tpu", {"length": 196}, "196 positions are not a multiple of 128"),
+        ("ring", "tpu", {}, "for positions that devices split, and mesh.sequence is 1; write auto or xla"),
         ("cudnn", "tpu", {}, "for GPUs, and this is compiled for tpu"),
         ("cudnn", "gpu", {}, "for bfloat16, and model.compute.dtype is float32"),
         ("cudnn", "gpu", {"dtype": jnp.bfloat16, "size": 12}, "head dimension 12 is not a multiple of 8"),
@@ -222,11 +241,13 @@ from mupax.zoo.configs import ComputeConfig
 devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
 compute = ComputeConfig(dtype="bfloat16", attention="splash", cross_entropy="chunked", remat="dots")
 model = dataclasses.replace(
-    configs.get("lm-tiny"), width=128, depth=2, num_heads=2, num_kv_heads=2, seq_len=256, mlp_ratio=2.0, compute=compute
+    configs.get("lm-tiny"), width=128, depth=2, num_heads=2, num_kv_heads=2, seq_len=512, mlp_ratio=2.0, compute=compute
 )
 for mesh in (MeshConfig(data=1, fsdp=2, tensor=2), MeshConfig(data=1, fsdp=2, sequence=2)):
     text = assemble(dataclasses.replace(config_of(model, 4), mesh=mesh), devices).compile_train().as_text()
     assert "tpu_custom_call" in text
+    # Keys sent round beside products.
+    assert ("collective-permute-start" in text and "collective-permute(" not in text) == (mesh.sequence > 1)
 print("compiled")
 """
 

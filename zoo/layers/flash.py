@@ -1,0 +1,180 @@
+"""Flash kernels on devices that split batch, heads and positions: cuDNN's, splash (Pallas), and a ring of either's parts.
+
+B batch, T query and S key positions, H heads, K key heads, N head dimension. Any scale is already in q.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mupax.zoo import partition
+from mupax.zoo.layers.cpu_attention import SAVED
+from mupax.zoo.partition import LANES
+
+BLOCK, BLOCKS = 512, {"TPU v6 lite": 1024}
+"""Positions on a side of a splash block, and device kinds where it is larger: a side is as many products per byte of keys and
+values, and where that is less than the chip's FLOPs per byte of main memory (v6e: 560, others up to 330) the kernel waits."""
+
+FUSED = 2048
+"""Side from which the gradients of queries, keys and values are one kernel, as in MaxText's settings: two products of seven less,
+but queries' gradients are written once per block of keys, which blocks of 1024 cost 3 % of a step's cycles on v5e."""
+
+
+def block_of(length: int, kind: str, wanted: int | None = None, *, causal: bool) -> int:
+    """Positions on a side of a splash block: the most that divide all of them, at most as many as wanted.
+
+    Args:
+        length: positions of one device; a multiple of 128.
+        kind: `jax.Device.device_kind`.
+        wanted: at most so many; the chip's own unless given, and half of the positions where a mask hides the other half.
+        causal: whether one does.
+    """
+    most = wanted or min(BLOCKS.get(kind, BLOCK), length // 2 if causal else length)
+    return max((size for size in range(LANES, most + 1, LANES) if length % size == 0), default=LANES)
+
+
+def cudnn_attention(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *, causal: bool) -> jax.Array:
+    """Attention by cuDNN's flash kernel, on every device's own batch and heads.
+
+    Args:
+        q_BTHN: queries, bfloat16 or float16; N a multiple of 8 up to 128, from Hopper on 256.
+        k_BSKN: keys.
+        v_BSKN: values.
+        causal: query t sees keys 0..t. The kernel's mask begins at position 0: a device of split positions attends for a
+            part of its heads at all of them.
+    """
+    cudnn = functools.partial(jax.nn.dot_product_attention, scale=1.0, is_causal=causal, implementation="cudnn")
+    names = partition.current().names("sequence") if causal else ()
+
+    def local(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array) -> jax.Array:
+        if not names:
+            return cudnn(q_BTHN, k_BSKN, v_BSKN)
+        ways, place = jax.lax.axis_size(names), jax.lax.axis_index(names)
+        if k_BSKN.shape[2] % ways:
+            groups = q_BTHN.shape[2] // k_BSKN.shape[2]
+            k_BSKN, v_BSKN = (jnp.repeat(x_BSKN, groups, axis=2) for x_BSKN in (k_BSKN, v_BSKN))
+        heads = k_BSKN.shape[2] // ways
+        mine = (jax.lax.dynamic_slice_in_dim(x_BSKN, place * heads, heads, axis=2) for x_BSKN in (k_BSKN, v_BSKN))
+        y_BTHN = cudnn(jax.lax.all_to_all(q_BTHN, names, split_axis=2, concat_axis=1, tiled=True), *mine)
+        return jax.lax.all_to_all(y_BTHN, names, split_axis=1, concat_axis=2, tiled=True)
+
+    return _on_devices(local, (q_BTHN, k_BSKN, v_BSKN))
+
+
+def splash_attention(
+    q_BTHN: jax.Array,
+    k_BSKN: jax.Array,
+    v_BSKN: jax.Array,
+    *,
+    causal: bool,
+    block: int | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """The Pallas kernel for TPUs, on every device's own batch, queries and heads, with all keys of those heads.
+
+    Args:
+        q_BTHN: queries; T a multiple of 128 on every device.
+        k_BSKN: keys; S a multiple of 128.
+        v_BSKN: values.
+        causal: query t sees keys 0..t, whichever device it lies on.
+        block: positions on a side of a block; the chip's own unless given.
+        interpret: run the kernel as ordinary operations, on any platform.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    layout, length, source = partition.current(), q_BTHN.shape[1], k_BSKN.shape[1]
+    shards = layout.ways("sequence")
+    blocks = _blocks(length // shards, source, kind=_kind(), wanted=block, causal=causal)
+    # What the kernel knows of its mask, block by block: where a mask depends on the query, a device gets its own rows.
+    axis = "sequence" if causal else None
+    mask = masks.CausalMask((length, source)) if causal else masks.FullMask((length // shards, source))
+    kernel = splash.make_splash_mha(
+        masks.MultiHeadMask([mask] * (q_BTHN.shape[2] // layout.ways("heads"))), block_sizes=blocks,
+        head_shards=1, q_seq_shards=shards if causal else 1, residual_checkpoint_name=SAVED, interpret=interpret,
+    )  # fmt: skip
+    arrays, structure = jax.tree.flatten(kernel)
+    axes = tuple((axis,) if x.ndim == 1 else (None, axis, None) for x in arrays)
+
+    def local(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *arrays: jax.Array) -> jax.Array:
+        run = jax.vmap(jax.tree.unflatten(structure, arrays))
+        return run(q_BTHN.swapaxes(1, 2), k_BSKN.swapaxes(1, 2), v_BSKN.swapaxes(1, 2)).swapaxes(1, 2)
+
+    return _on_devices(local, (q_BTHN, k_BSKN, v_BSKN), arrays, axes)
+
+
+def ring_attention(
+    q_BTHN: jax.Array,
+    k_BSKN: jax.Array,
+    v_BSKN: jax.Array,
+    *,
+    causal: bool,
+    block: int | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Attention where devices split positions, of which each holds its own: keys go round (`mupax.zoo.layers.ring`).
+
+    Args:
+        q_BTHN, k_BSKN, v_BSKN, causal, block, interpret: as `splash_attention`, whose kernel looks at each part on TPU; plain
+            products elsewhere.
+    """
+    from mupax.zoo.layers import ring, ring_products
+
+    layout, part = partition.current(), ring_products.PART
+    if layout.platform == "tpu" or interpret:
+        from mupax.zoo.layers import ring_splash
+
+        blocks = functools.partial(_blocks, kind=_kind(), wanted=block)  # here, where the layout is known
+        part = ring_splash.part(blocks, interpret)
+
+    def local(*qkv: jax.Array) -> jax.Array:
+        return ring.ring(layout.names("sequence"), part, causal, qkv)
+
+    qkv = _heads_alike(q_BTHN, k_BSKN, v_BSKN)
+    if not causal or layout.zigzag:
+        return _on_devices(local, qkv, source="sequence")
+    return ring.zigzag(_on_devices(local, ring.zigzag(*qkv), source="sequence"), back=True)[0]
+
+
+def _kind() -> str:
+    return partition.current().mesh.devices.flat[0].device_kind
+
+
+def _blocks(length: int, source: int, *, kind: str, wanted: int | None, causal: bool) -> Any:
+    """Blocks of a splash kernel for so many queries and keys."""
+    from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import BlockSizes
+
+    block_q, block_kv = (block_of(n, kind, wanted, causal=causal) for n in (length, source))
+    fused = block_kv >= FUSED
+    return BlockSizes(
+        block_q=block_q, block_kv=block_kv, block_kv_compute=min(block_kv, BLOCK), block_q_dkv=block_q,
+        block_kv_dkv=block_kv, block_kv_dkv_compute=min(block_kv, BLOCK), use_fused_bwd_kernel=fused,
+        block_q_dq=None if fused else block_q, block_kv_dq=None if fused else block_kv,
+    )  # fmt: skip
+
+
+def _on_devices(
+    local: Callable[..., jax.Array],
+    qkv: Sequence[jax.Array],
+    others: Sequence[jax.Array] = (),
+    others_axes: tuple[partition.Axes, ...] = (),
+    source: str | None = None,
+) -> jax.Array:
+    """A kernel that the compiler cannot split, on every device's own batch, queries and heads."""
+    layout, (q_BTHN, k_BSKN, v_BSKN) = partition.current(), _heads_alike(*qkv)
+    batch = "batch" if q_BTHN.shape[0] % layout.ways("batch") == 0 else None
+    queries, keys = (batch, "sequence", "heads", None), (batch, source, "heads", None)
+    return layout.local(local, (queries, keys, keys, *others_axes), queries)(q_BTHN, k_BSKN, v_BSKN, *others)
+
+
+def _heads_alike(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys and values whose heads lie alike: where they would not, every query head has its own key head."""
+    layout, groups = partition.current(), q_BTHN.shape[2] // k_BSKN.shape[2]
+    if k_BSKN.shape[2] % layout.ways("kv_heads") or layout.names("kv_heads") != layout.names("heads"):
+        k_BSKN, v_BSKN = (jnp.repeat(x_BSKN, groups, axis=2) for x_BSKN in (k_BSKN, v_BSKN))
+    return q_BTHN, k_BSKN, v_BSKN

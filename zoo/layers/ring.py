@@ -1,0 +1,196 @@
+"""Attention where devices split positions: keys and values go round in a ring, and every device looks at each part in turn.
+
+As Liu et al. 2023 (arXiv 2310.01889): a device holds one part of the keys at a time, whose softmax is put to the others' by its
+log-sum-exp, and sends it on beside its own products. Queries that see only keys before them would leave the first devices
+idle: device d of D takes parts d and 2D-1-d of 2D, of which every step then has the same number to multiply (zig-zag), and
+none that a mask hides. The backward pass runs the ring again, the gradients of keys and values going round with them.
+
+B batch, T query and S key positions, H heads, K key heads, G queries of each, N head dimension.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from mupax.zoo import partition
+from mupax.zoo.layers.cpu_attention import SAVED
+
+Kept = tuple[jax.Array, ...]
+"""Queries, keys, values, outputs and log-sum-exp: what gradients need."""
+
+
+class Part(NamedTuple):
+    """Attention of some queries to some keys, forward and backward. Arrays have heads before positions."""
+
+    forward: Callable[..., tuple[jax.Array, jax.Array]]
+    """(queries, keys, values, causal) to outputs [B, H, T, N] and the log of the softmax's sum [B, H, T]."""
+    backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+    """(kept, gradient, causal) to the gradients of queries, keys and values, by outputs and log-sum-exp over all keys there are."""
+
+
+def ring(names: tuple[str, ...], part: Part, causal: bool, qkv: Sequence[jax.Array]) -> jax.Array:
+    """Attention [B, T, H, N] of this device's queries to all keys; inside of `shard_map`.
+
+    Args:
+        names: mesh axes that split positions, which lie in zig-zag where causal.
+        part: how queries attend to one part of the keys.
+        causal: a query sees only keys up to its own.
+        qkv: queries with the logit scale, keys and values, [B, T, heads, N], this device's positions of each.
+    """
+    return jnp.swapaxes(_attended(names, part, causal, *(jnp.swapaxes(x, 1, 2) for x in qkv)), 1, 2)
+
+
+def zigzag(*arrays: jax.Array, back: bool = False) -> list[jax.Array]:
+    """Arrays [B, T, ...] in zig-zag: parts d and 2D-1-d of T on device d in place of 2d and 2d+1; or back.
+
+    Args:
+        arrays: whole; devices split B and T, and heads where there are four dimensions.
+        back: from zig-zag to the order of positions.
+    """
+    layout = partition.current()
+    names, ways = layout.names("sequence"), layout.ways("sequence")
+    # Even parts and odd ones: of each kind a device has one before and one after.
+    to = [part if part < ways else 2 * ways - 1 - part for part in range(2 * ways)]
+    routes = [[(device, to[2 * device + which]) for device in range(ways)] for which in (0, 1)]
+    if back:
+        routes = [[(there, here) for here, there in route] for route in routes]
+
+    def local(x: jax.Array) -> jax.Array:
+        odd = jax.lax.axis_index(names) % 2
+
+        def by_kind(halves: list[jax.Array]) -> list[jax.Array]:
+            return [jnp.where(odd, halves[1 - i], halves[i]) for i in (0, 1)]
+
+        halves = jnp.split(x, 2, axis=1)
+        halves = by_kind(halves) if back else halves
+        halves = [jax.lax.ppermute(half, names, route) for half, route in zip(halves, routes, strict=True)]
+        return jnp.concatenate(halves if back else by_kind(halves), axis=1)
+
+    def moved(x: jax.Array) -> jax.Array:
+        batch = "batch" if x.shape[0] % layout.ways("batch") == 0 else None
+        axes = (batch, "sequence", None) if x.ndim == 3 else (batch, "sequence", "heads", None)
+        return layout.local(local, (axes,), axes)(x)
+
+    return [moved(x) for x in arrays]
+
+
+def in_zigzag(stack: Callable[[jax.Array], jax.Array], h_BTD: jax.Array) -> jax.Array:
+    """What a residual stack makes of h, with positions in zig-zag within it: there rotary positions alone ask where they lie.
+
+    Args:
+        stack: of blocks whose attention goes in a ring.
+        h_BTD: by positions, as is what comes out.
+    """
+    layout = copy.copy(partition.current())
+    layout.zigzag = True
+    (h_BTD,) = zigzag(h_BTD)
+    with partition.using(layout):
+        h_BTD = stack(h_BTD)
+    return zigzag(h_BTD, back=True)[0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _attended(names: tuple[str, ...], part: Part, causal: bool, *qkv: jax.Array) -> jax.Array:
+    return _forward(names, part, causal, *qkv)[0]
+
+
+def _forward(names: tuple[str, ...], part: Part, causal: bool, *qkv: jax.Array) -> tuple[jax.Array, Kept]:
+    (q_BHTN, *mine), ways = qkv, jax.lax.axis_size(names)
+    *_, later_q = _parts(q_BHTN, causal)
+
+    def seen(totals: Any, kv: Any, step: jax.Array | int) -> Any:
+        def before() -> Any:
+            first, *_ = zip(*(_parts(x, causal) for x in kv), strict=True)
+            y_BHTN, lse_BHT = part.forward(q_BHTN, *first, False)
+            more = zip(_parts(y_BHTN, causal), _parts(lse_BHT, causal), strict=True)
+            return [_sum(total, one) for total, one in zip(totals, more, strict=True)]
+
+        def behind() -> Any:
+            return [totals[0], _sum(totals[1], part.forward(later_q, *kv, False))]
+
+        return jax.lax.cond(jax.lax.axis_index(names) >= step, before, behind) if causal else before()
+
+    def onward(carry: Any, step: jax.Array) -> tuple[Any, None]:
+        totals, kv = carry
+        return (seen(totals, kv, step), _sent(kv, names)), None
+
+    y_BHTN, lse_BHT = part.forward(*qkv, causal)
+    totals = list(zip(_parts(y_BHTN.astype(jnp.float32), causal), _parts(lse_BHT, causal), strict=True))
+    (totals, kv), _ = jax.lax.scan(onward, (totals, _sent(mine, names)), jnp.arange(1, ways - 1))
+    y_BHTN, lse_BHT = (jnp.concatenate(x, axis=2) for x in zip(*seen(totals, kv, ways - 1), strict=True))
+    y_BHTN, lse_BHT = checkpoint_name(y_BHTN.astype(q_BHTN.dtype), SAVED), checkpoint_name(lse_BHT, SAVED)
+    return y_BHTN, (*qkv, y_BHTN, lse_BHT)
+
+
+def _backward(names: tuple[str, ...], part: Part, causal: bool, kept: Kept, gradient_BHTN: jax.Array) -> Kept:
+    ways, (q_BHTN, *mine, y_BHTN, lse_BHT) = jax.lax.axis_size(names), kept
+    rows = q_BHTN, y_BHTN, lse_BHT, gradient_BHTN
+    later = [_parts(x, causal)[-1] for x in rows]
+
+    def gradients(rows: Any, kv: Any, masked: bool = False) -> list[list[jax.Array]]:
+        q_BHTN, y_BHTN, lse_BHT, gradient_BHTN = rows
+        found = part.backward((q_BHTN, *kv, y_BHTN, lse_BHT), gradient_BHTN, masked)
+        return [[x.astype(jnp.float32)] for x in found]
+
+    def seen(dq: Any, dkv: Any, kv: Any, step: jax.Array | int) -> Any:
+        """Gradients of queries, and of keys and values, by parts."""
+
+        def before() -> Any:
+            first, *_ = zip(*(_parts(x, causal) for x in kv), strict=True)
+            (more,), *others = gradients(rows, first)
+            return _plus(dq, _parts(more, causal)), [_plus(x, one) for x, one in zip(dkv, others, strict=True)]
+
+        def behind() -> Any:
+            (more,), *others = gradients(later, kv)
+            others = [_parts(one, causal) for (one,) in others]
+            return [dq[0], dq[1] + more], [_plus(x, one) for x, one in zip(dkv, others, strict=True)]
+
+        return jax.lax.cond(jax.lax.axis_index(names) >= step, before, behind) if causal else before()
+
+    # Gradients of keys and values follow a step behind them, so that they, too, are sent beside products.
+    def onward(carry: Any, step: jax.Array) -> tuple[Any, None]:
+        dq, dkv, kv = carry
+        return (*seen(dq, _sent(dkv, names), kv, step), _sent(kv, names)), None
+
+    dq, *dkv = (_parts(x, causal) for (x,) in gradients(rows, mine, causal))
+    (dq, dkv, kv), _ = jax.lax.scan(onward, (dq, dkv, _sent(mine, names)), jnp.arange(1, ways - 1))
+    dq, dkv = seen(dq, _sent(dkv, names), kv, ways - 1)
+    return tuple(jnp.concatenate(x, axis=2).astype(q_BHTN.dtype) for x in (dq, *_sent(dkv, names)))
+
+
+_attended.defvjp(_forward, _backward)
+
+
+def _sent(parts: Any, names: tuple[str, ...]) -> Any:
+    """Arrays that the device before had."""
+    ways = jax.lax.axis_size(names)
+    route = [(device, (device + 1) % ways) for device in range(ways)]
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, names, route), parts)
+
+
+def _parts(x: jax.Array, causal: bool) -> list[jax.Array]:
+    """A device's two parts of positions, [B, H, T / 2, ...]; one without a mask.
+
+    Its earlier part sees the earlier parts of devices before it, its later one every earlier part and the later ones behind.
+    """
+    return jnp.split(x, 2, axis=2) if causal else [x]
+
+
+def _plus(sums: list[jax.Array], more: list[jax.Array]) -> list[jax.Array]:
+    """Sums with what there is more of the first of them."""
+    return [*(x + one for x, one in zip(sums, more, strict=False)), *sums[len(more) :]]
+
+
+def _sum(total: Any, more: Any) -> tuple[jax.Array, jax.Array]:
+    """Outputs in float32 and log-sum-exp over two sets of keys."""
+    (y_BHTN, lse_BHT), (other_BHTN, other_BHT) = total, more
+    both_BHT = jnp.logaddexp(lse_BHT, other_BHT)
+    old, new = (jnp.exp(one_BHT - both_BHT)[..., None] for one_BHT in (lse_BHT, other_BHT))
+    return old * y_BHTN + new * other_BHTN.astype(jnp.float32), both_BHT
