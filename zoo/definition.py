@@ -22,6 +22,7 @@ from flax import nnx
 from mupax.presets.roles import ParamSpec, PresetError, Role
 from mupax.zoo import partition
 from mupax.zoo.families import ModelConfig
+from mupax.zoo.layers.initial import initial_value
 
 Arrays = dict[str, Any]
 """Parameter (or factor) name to array, or to its shape: what the step, the optimizer and checkpoints see."""
@@ -66,32 +67,6 @@ class Init:
         """The multiplier of this name, at its value without a preset."""
         spec = self._config.factors()[self._prefix + name]
         return Factor(jnp.full(spec.shape, spec.value, jnp.float32), kind=spec.kind, spec=spec.spec)
-
-
-def initial_value(
-    key: jax.Array, spec: ParamSpec, shape: tuple[int, ...], std: jax.Array | float, dtype: jnp.dtype
-) -> jax.Array:
-    """A parameter as it starts: std * Normal(0, 1), of gains and biases exactly std.
-
-    With a leading "layers" axis every layer draws from its own key, folded from `key` by its index, and std may be
-    per layer: a stacked parameter starts as the separate layers would, on any mesh. (With jax 0.12 on CPU to the last
-    bit only if made whole: how a row is split decides which numbers its vector instructions leave over.)
-
-    Args:
-        key: of this parameter alone.
-        spec: its declaration.
-        shape: a size for every axis of the spec.
-        std: [], or [layers] for a stacked parameter; 0 for a bias.
-        dtype: that it is stored in; numbers are drawn in float32.
-    """
-    if spec.stacked:
-        std = jnp.broadcast_to(jnp.asarray(std, jnp.float32), shape[:1]).reshape(-1, *[1] * (len(shape) - 1))
-    if spec.role in (Role.NORM_GAIN, Role.BIAS):
-        return jnp.broadcast_to(jnp.asarray(std, dtype), shape)
-    if not spec.stacked:
-        return (std * jax.random.normal(key, shape)).astype(dtype)
-    keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(jnp.arange(shape[0]))
-    return (std * jax.vmap(lambda layer_key: jax.random.normal(layer_key, shape[1:]))(keys)).astype(dtype)
 
 
 def multiplied(params: Mapping[str, Any], multipliers: Mapping[str, Any]) -> dict[str, jax.Array]:
@@ -163,17 +138,21 @@ class Definition:
         """
         return self.model(params, multipliers, factors)(*inputs)
 
-    def initialize(self, seed: jax.Array | int, stds: Mapping[str, jax.Array | float]) -> Arrays:
+    def initialize(
+        self, seed: jax.Array | int, stds: Mapping[str, jax.Array | float], draw: Callable | None = None
+    ) -> Arrays:
         """Fresh parameters, each from its own key (seed, name): the same bits on every mesh. Call under `jax.jit`.
 
         Args:
             seed: uint32 [].
             stds: standard deviation, of gains the value, float32 [] or [layers] by name.
+            draw: `initial.normals`, to draw all numbers at once; each parameter's by themselves unless given.
         """
-        key = jax.random.key(seed)
-        keys = {name: jax.random.fold_in(key, zlib.crc32(name.encode())) for name in self.specs}
+        sums = np.array([zlib.crc32(name.encode()) for name in self.specs], np.uint32)
+        keys = dict(zip(self.specs, jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), sums), strict=True))
+        normals = draw(keys, self.specs, {name: leaf.shape for name, leaf in self.abstract.items()}) if draw else {}
         return {
-            name: initial_value(keys[name], self.specs[name], leaf.shape, stds[name], leaf.dtype)
+            name: initial_value(keys[name], self.specs[name], leaf.shape, stds[name], leaf.dtype, normals.get(name))
             for name, leaf in self.abstract.items()
         }
 

@@ -23,7 +23,8 @@ from mupax.train.core.step import StepInputs
 from mupax.train.parallel.mesh import make_mesh
 from mupax.train.parallel.sharding import MeshLayout
 from mupax.zoo.configs import DecoderConfig, ModelConfig, ViTConfig
-from mupax.zoo.definition import Definition, Factor, define, definition, initial_value
+from mupax.zoo.definition import Definition, Factor, define, definition
+from mupax.zoo.layers.initial import initial_value, normals
 
 pytestmark = pytest.mark.core
 
@@ -173,7 +174,7 @@ def test_a_factor_of_an_unknown_kind_is_refused() -> None:
 @functools.cache
 def initializer(model: ModelConfig) -> tuple[Definition, Callable[..., dict[str, jax.Array]]]:
     found = definition(model)
-    return found, jax.jit(found.initialize)
+    return found, jax.jit(functools.partial(found.initialize, draw=normals))
 
 
 def started(model: ModelConfig, preset: Preset, seed: int = 0) -> dict[str, np.ndarray]:
@@ -220,6 +221,29 @@ def test_stacked_parameters_start_as_separate_layers_would() -> None:
     for layer in range(3):
         alone = jax.jit(lambda key, s=std[layer]: initial_value(key, single, (5, 7), s, jnp.float32))
         np.testing.assert_array_equal(together[layer], alone(jax.random.fold_in(key, layer)))
+
+
+def test_numbers_drawn_in_one_loop_are_those_drawn_by_themselves() -> None:
+    stacked = ParamSpec(role=Role.QUERY, axes=("layers", "embed", "heads"), fan_in=("embed",), in_block=True)
+    single = ParamSpec(role=Role.READOUT, axes=("embed", "vocab"), fan_in=("embed",))
+    specs = {
+        "small": stacked,
+        "large": single,
+        "bias": ParamSpec(role=Role.BIAS, axes=("vocab",)),
+    }  # 3 x 1 block, 2, none
+    shapes = {"small": (3, 5, 7), "large": (257, 67), "bias": (67,)}
+    keys = dict(zip(specs, jax.random.split(jax.random.key(2), 3), strict=True))
+
+    def start(drawn: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        std = np.float32(0.37)
+        return {n: initial_value(keys[n], s, shapes[n], std, jnp.float32, drawn.get(n)) for n, s in specs.items()}
+
+    one, each = jax.jit(lambda: start(normals(keys, specs, shapes)))(), jax.jit(lambda: start({}))()
+    for name in specs:
+        np.testing.assert_array_equal(one[name], each[name], err_msg=name)
+    assert len(np.unique(one["large"])) > 17_000
+    with jax.threefry_partitionable(False):  # other bits
+        assert normals(keys, specs, shapes) == {}
 
 
 def test_a_deeper_model_starts_with_the_layers_of_a_shallower_one() -> None:

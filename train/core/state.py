@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from mupax.train.core.nonfinite import Health, Limits
 from mupax.train.core.optimizer import Hyper
 from mupax.train.parallel.sharding import MeshLayout
 from mupax.zoo.definition import Arrays, Definition
+from mupax.zoo.layers import initial
 
 Batch = dict[str, jax.Array]
 """`inputs`, int32 tokens [B, T] or float32 images [B, H, W, C]; `targets`, int32 [B, T] or [B]; and `weights` of the same shape,
@@ -123,9 +125,10 @@ class Initializer:
         trained: Collection[str] | None = None,
     ) -> None:
         shardings, mesh = shardings_of(abstract), abstract.step.sharding.mesh
-        self._split = mesh.devices.flat[0].platform == "cpu"
+        device = mesh.devices.flat[0]
+        self._split = device.platform == "cpu"
         born = NamedSharding(mesh, PartitionSpec()) if self._split else shardings.params
-        self._params = jax.jit(definition.initialize, out_shardings=born)
+        self._params = jax.jit(functools.partial(definition.initialize, draw=_draw(device)), out_shardings=born)
         self._spread = jax.jit(lambda params: params, out_shardings=shardings.params)
 
         def beside(params: Arrays) -> TrainState:
@@ -170,8 +173,14 @@ def fresh_params(
         definition,
         **{field: {n: getattr(definition, field)[n] for n in sorted(names)} for field in ("specs", "abstract")},
     )
-    with jax.default_device(jax.local_devices()[0]):
-        return jax.device_get(jax.jit(only.initialize)(np.uint32(seed), {name: stds[name] for name in names}))
+    device = jax.local_devices()[0]
+    with jax.default_device(device):
+        make = jax.jit(functools.partial(only.initialize, draw=_draw(device)))
+        return jax.device_get(make(np.uint32(seed), {name: stds[name] for name in names}))
+
+
+def _draw(device: Any) -> Any:
+    return initial.normals if device.platform == "cpu" else None
 
 
 def _moving(params: Arrays, trained: Collection[str] | None) -> Arrays:

@@ -22,6 +22,7 @@ from mupax.train.core.state import TrainState
 from mupax.train.core.step import StepInputs, make_train_step
 from mupax.zoo.configs import DecoderConfig, ViTConfig
 from mupax.zoo.definition import Factor, definition
+from mupax.zoo.layers.initial import normals
 from tests.xla import FUSIONS_OF_USERS
 
 STEPS = 10
@@ -83,7 +84,7 @@ def bare(
 @functools.cache
 def initial(config: DecoderConfig | ViTConfig) -> Any:
     model = definition(config)
-    return jax.jit(model.initialize)(0, init_stds(presets.get("sp"), model))
+    return jax.jit(functools.partial(model.initialize, draw=normals))(0, init_stds(presets.get("sp"), model))
 
 
 @functools.cache

@@ -23,6 +23,7 @@ from mupax.train.core.state import TrainState
 from mupax.train.core.step import StepInputs, gradients, make_train_step
 from mupax.zoo.configs import DecoderConfig, ModelConfig, ViTConfig
 from mupax.zoo.definition import definition
+from mupax.zoo.layers.initial import normals
 
 MODELS: dict[str, ModelConfig] = {
     "decoder": DecoderConfig(
@@ -78,7 +79,7 @@ def batch_of(family: str) -> dict[str, np.ndarray]:
 
 @functools.cache
 def initializer(family: str):
-    return jax.jit(built(family).initialize)
+    return jax.jit(functools.partial(built(family).initialize, draw=normals))
 
 
 def first_step(family: str, name: str, preset: Preset) -> Any:
