@@ -19,6 +19,8 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
+import jaxlib
+
 _BFLOAT16_TERA: dict[float, tuple[str, ...]] = {
     # Per JAX device: v3 and 7x show each of a chip's two cores as a device, the others a chip.
     61.5: ("TPU v3",),
@@ -104,6 +106,13 @@ _MAXTEXT_GATHER = "github.com/AI-Hypercomputer/maxtext, benchmarks/xla_flags_lib
 _ALL_GATHER = "gathers parameters during computation, which is no default of libtpu 0.0.42 for v6e (fsdp)"
 
 
+_MAXTEXT_GPU = "github.com/AI-Hypercomputer/maxtext, src/maxtext/configs/models/gpu (1vm.sh of Llama 2 7B, H100)"
+_COMBINED = "sends a layer's parameters, or their gradients, in one message; 30 MB at most by default"
+_PIPELINED = (
+    "begins one iteration of a loop over layers early what the next one gathers, or ends it late (fsdp); off by default"
+)
+
+
 class Flag(NamedTuple):
     """One flag of XLA."""
 
@@ -113,16 +122,29 @@ class Flag(NamedTuple):
     source: str
 
 
+PIPELINING: dict[str, tuple[str, Value]] = {
+    "0.10": ("xla_gpu_enable_pipelined_{}", True),
+    "0.12": ("xla_gpu_pipeline_{}", "COLLECTIVE_PIPELINING_MODE_ON"),
+}
+"""Version of jaxlib to what pipelined collectives are called there; left to the compiler in others, which might refuse the name."""
+_pipelining = PIPELINING.get(".".join(jaxlib.__version__.split(".")[:2]))
+
 FLAGS: dict[str, tuple[Flag, ...]] = {
     "cpu": (),
-    # Collectives pipelined across the iterations of a loop are left to the compiler's own judgement: their flags were
-    # renamed from xla_gpu_enable_pipelined_* (true) to xla_gpu_pipeline_* (on) between jaxlib 0.10 and 0.12.
     "gpu": (
         Flag(
             "xla_gpu_enable_latency_hiding_scheduler",
             True,
             "schedules collectives beside computation instead of between it; off by default",
             f"{_JAX_FLAGS}; set in NVIDIA's JAX images, docs.nvidia.com/jax-toolbox/environment-variables",
+        ),
+        Flag("xla_gpu_all_gather_combine_threshold_bytes", 2**27, _COMBINED, _MAXTEXT_GPU),
+        Flag("xla_gpu_reduce_scatter_combine_threshold_bytes", 2**26, _COMBINED, _MAXTEXT_GPU),
+        Flag("xla_gpu_all_reduce_combine_threshold_bytes", 2**27, _COMBINED, _MAXTEXT_GPU),
+        *(
+            Flag(_pipelining[0].format(kind), _pipelining[1], _PIPELINED, _MAXTEXT_GPU)
+            for kind in ("all_gather", "reduce_scatter", "all_reduce")
+            if _pipelining
         ),
     ),
     # The other flags for asynchronous collectives that are passed around (async_collective_fusion, its fuse_all_gather and

@@ -66,9 +66,21 @@ def without(program: Program) -> list[float]:
 # A build for CPUs knows the flags of GPUs and ignores them: here this shows that the names and values are right. On
 # devices, `python -m scripts.bench.xla_flags` makes the same comparison and times it.
 @pytest.mark.core
-@pytest.mark.parametrize("name", GPU)
-def test_a_flag_is_known_and_leaves_the_loss(name: str, program: Program, without: list[float]) -> None:
-    assert losses(program, {name: GPU[name]}) == pytest.approx(without, rel=1e-6)
+def test_the_flags_are_known_and_leave_the_loss(program: Program, without: list[float]) -> None:
+    assert losses(program, GPU) == pytest.approx(without, rel=1e-6)
+
+
+@pytest.mark.core
+def test_what_pipelined_collectives_are_called_depends_on_the_version() -> None:
+    version = ".".join(jax.__version__.split(".")[:2])
+    lowered = jax.jit(lambda x: x + 1).lower(jnp.zeros(3))
+    for of, (name, value) in hardware.PIPELINING.items():
+        option = {name.format("all_gather"): value}
+        if of == version:
+            assert option.items() <= GPU.items()
+        else:
+            with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+                lowered.compile(compiler_options=option)
 
 
 @pytest.mark.core
