@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mupax.presets.roles import VECTORS, ParamSpec, PresetError, Role
+from mupax.presets.roles import BIASES, VECTORS, ParamSpec, PresetError, Role
 from mupax.presets.rule import names
 
 COLUMNS = {
@@ -23,7 +23,8 @@ COLUMNS = {
 """Word before the dot, and what it scales. A decay may be 0, which turns it off."""
 
 _VECTORS = [f"{of.value}.{role.value}" for of in Role for role in Role if role in VECTORS]
-GROUPS = tuple(f"{block}{name}" for block in ("", "block.") for name in (*(role.value for role in Role), *_VECTORS))
+_WHERE = ("", "block.", "encoder.", "encoder.block.", "block.cross.")
+GROUPS = tuple(f"{where}{name}" for where in _WHERE for name in (*(role.value for role in Role), *_VECTORS))
 """Every name that a group can have."""
 
 
@@ -84,7 +85,7 @@ def check(constants: Mapping[str, float], specs: Iterable[ParamSpec], preset: st
         why = None
         if spec.tied and column != "multipliers":
             why = f"a tied readout has only a multiplier of its own; write {column}.{Role.TOKEN_EMBEDDING.value}"
-        elif column == "stds" and spec.role is Role.BIAS:
+        elif column == "stds" and spec.role in BIASES:
             why = "biases start at 0"
         elif column == "decays" and spec.role in VECTORS:
             why = f"{preset} does not decay gains and biases"

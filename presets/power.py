@@ -14,7 +14,10 @@ from collections.abc import Iterable, Mapping
 
 from mupax.presets.roles import PresetError
 
-SYMBOLS = {"embed": "D", "heads": "H", "kv_heads": "K", "head_dim": "N", "mlp": "F", "layers": "L", "patch": "D_in"}
+SYMBOLS = {
+    "embed": "D", "heads": "H", "kv_heads": "K", "head_dim": "N", "mlp": "F", "layers": "L", "patch": "D_in",
+    "memory": "D_e", "encoder_layers": "L_e",
+}  # fmt: skip
 """Letters for axes in printed rules, after the papers."""
 
 Exponents = tuple[tuple[str, float], ...]
@@ -50,6 +53,20 @@ class Power:
 
     def __truediv__(self, other: Power | float) -> Power:
         return self * (other**-1 if isinstance(other, Power) else 1.0 / other)
+
+    def renamed(self, before: str, after: str) -> Power:
+        """The same law in another axis.
+
+        Args:
+            before: axis of the law.
+            after: what stands in its place.
+        """
+
+        def moved(exponents: Exponents) -> Exponents:
+            return _collected(tuple((after if axis == before else axis, e) for axis, e in exponents))
+
+        clips = tuple((moved(inner), power) for inner, power in self.clips)
+        return Power(self.coefficient, moved(self.exponents), clips)
 
     def growth(self, axes: Mapping[str, float]) -> float:
         """The exponent of t as t -> infinity where each axis grows as t ** axes[axis] and the others stay."""

@@ -5,14 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Literal
 
 from mupax.presets.optimizers import OPTIMIZERS, Family, refused
 from mupax.presets.power import ONE, Power
-from mupax.presets.roles import EMBEDDINGS, VECTORS, ParamSpec, PresetError, Role
+from mupax.presets.roles import BIASES, EMBEDDINGS, FOLLOWS, OWN, VECTORS, Branch, ParamSpec, PresetError, Role, Stack
 from mupax.presets.rule import FORMS, Decay, Form, Rule, Scales, theta
-
-Branch = Literal["attention", "mlp"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,7 +23,7 @@ class Preset:
         branch: scale of every residual branch (with `residual`: how it scales in the sizes).
         native_form: the form of the source's table.
         form: where multipliers sit; changes numbers, never training. None is the native form.
-        residual: (sizes, layer, branch) -> (skip, branch scale), for a rule that differs over depth.
+        residual: (blocks, layer, branch, branches of a block) -> (skip, branch scale), for a rule that differs over depth.
         no_rule: optimizer families that the source has no rule for, and why.
         baseless: the source's numbers are absolute, and there is no relative form.
         base: size of each axis at which every factor is 1; None is the absolute form (base 1 everywhere).
@@ -46,7 +43,7 @@ class Preset:
     branch: Power = ONE
     native_form: Form = "plain"
     form: Form | None = None
-    residual: Callable[[Mapping[str, int], int, Branch], tuple[float, float]] | None = None
+    residual: Callable[[int, int, Branch, tuple[Branch, ...]], tuple[float, float]] | None = None
     no_rule: Mapping[Family, str] = dataclasses.field(default_factory=dict)
     baseless: bool = False
     base: Mapping[str, int] | None = None
@@ -69,6 +66,8 @@ class Preset:
 
     def _formed(self, spec: ParamSpec) -> Rule:
         rule = self.rule(spec)
+        if spec.blocks != OWN.axis:
+            rule = rule.renamed(OWN.axis, spec.blocks)
         if self.form is None or self.form == self.native_form:
             return rule
         if self.form == "table-9" and "sgd" in self.no_rule:
@@ -95,9 +94,10 @@ class Preset:
         """
         if self.base is None:
             return 1
-        if name not in self.base and name not in sizes:
+        size = self.base.get(name, self.base.get(FOLLOWS.get(name, name), sizes.get(name)))
+        if size is None:
             raise PresetError(f"axis {name!r} has no size; the sizes given are {dict(sizes)}")
-        return self.base[name] if name in self.base else sizes[name]
+        return size
 
     def ratios(self, sizes: Mapping[str, int]) -> dict[str, float]:
         """m_axis = size / base size of every axis in `sizes`; 1 for an axis the base does not name."""
@@ -176,7 +176,7 @@ class Preset:
         """
         root = math.prod((self.base_size(name, sizes) ** -0.5 for name in spec.fan_in), start=1.0)
         on_multiplier = spec.role in EMBEDDINGS or spec.tied
-        zero = spec.role is Role.BIAS or (spec.role is Role.READOUT and self.zero_readout and not spec.tied)
+        zero = spec.role in BIASES or (spec.role is Role.READOUT and self.zero_readout and not spec.tied)
         std = 0.0 if zero else self.rule(spec).init_constant
         return Scales(
             multiplier=root if on_multiplier else 1.0,
@@ -187,17 +187,20 @@ class Preset:
         """What attention logits k.q are multiplied by: N_base^-1/2 at base size, N^-1/2 under `sp`."""
         return self.base_size("head_dim", sizes) ** -0.5 * self.logits(self.ratios(sizes), self.base)
 
-    def residual_scale(self, sizes: Mapping[str, int], layer: int, branch: Branch) -> tuple[float, float]:
+    def residual_scale(
+        self, sizes: Mapping[str, int], layer: int, branch: Branch, stack: Stack = OWN
+    ) -> tuple[float, float]:
         """(skip, branch) multipliers of one residual addition: h <- skip * h + branch * f(norm(h)).
 
         Args:
             sizes: of the model.
             layer: from 0.
-            branch: attention or mlp.
+            branch: of the block.
+            stack: that the block is of.
         """
         if self.residual is not None:
-            return self.residual(sizes, layer, branch)
-        return 1.0, self.branch(self.ratios(sizes), self.base)
+            return self.residual(sizes[stack.axis], layer, branch, stack.branches)
+        return 1.0, self.branch.renamed(OWN.axis, stack.axis)(self.ratios(sizes), self.base)
 
     def with_form(self, form: Form) -> Preset:
         """The same training with multipliers in another place.
@@ -243,8 +246,3 @@ class Preset:
         """One line: name, constants, form and base."""
         base = "absolute" if self.base is None else "base " + " ".join(f"{k}={v}" for k, v in self.base.items())
         return f"{self.label}, {self.form or self.native_form}, {base}"
-
-
-def changed(**constants: tuple[float | str | None, float | str | None]) -> dict[str, float | str]:
-    """Constants that are not their defaults, each (value, default), as `Preset.given` has them."""
-    return {name: value for name, (value, default) in constants.items() if value is not None and value != default}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from mupax.errors import MupaxError
 
@@ -24,6 +24,8 @@ class Role(enum.Enum):
     POSITION = "position"
     NORM_GAIN = "norm_gain"
     BIAS = "bias"
+    RELATIVE_BIAS = "relative_bias"
+    """Added to attention logits by how far apart two positions are, one number per head (T5)."""
     QUERY = "query"
     KEY = "key"
     VALUE = "value"
@@ -36,10 +38,26 @@ class Role(enum.Enum):
     """Any other matrix between activations of growing size, for models of a user's own."""
 
 
-VECTORS = frozenset({Role.NORM_GAIN, Role.BIAS})
-"""Roles that say in `of` which matrix or norm they belong to, and that never decay."""
+BIASES = frozenset({Role.BIAS, Role.RELATIVE_BIAS})
+"""Roles that start at 0."""
+
+VECTORS = frozenset({Role.NORM_GAIN}) | BIASES
+"""Roles that never decay, and that say in `of` which matrix or norm they belong to, if any."""
 
 EMBEDDINGS = frozenset({Role.TOKEN_EMBEDDING, Role.PATCH_EMBEDDING, Role.POSITION})
+
+Branch = Literal["attention", "cross", "mlp"]
+
+
+class Stack(NamedTuple):
+    """Residual blocks of one kind: the axis that counts them, and the branches of each, in order."""
+
+    axis: str = "layers"
+    branches: tuple[Branch, ...] = ("attention", "mlp")
+
+
+OWN, ENCODER, CROSSED = Stack(), Stack("encoder_layers"), Stack(branches=("attention", "cross", "mlp"))
+"""The stack of most models; of an encoder-decoder, that of its encoder, and of its decoder."""
 
 AXES = {
     "layers": "stacked residual blocks",
@@ -52,10 +70,17 @@ AXES = {
     "classes": "image classes",
     "patch": "one flattened input patch",
     "position": "sequence positions",
+    "encoder_layers": "stacked residual blocks of an encoder that a decoder attends to",
+    "memory": "residual stream of that encoder, as the decoder attends to it",
+    "source": "positions of that encoder",
+    "distance": "buckets of distances between positions",
     "input": "features of any other input",
     "output": "features of any other output",
 }
 """Logical axis names and what each counts. Sharding rules and base sizes use the same names."""
+
+FOLLOWS = {"memory": "embed", "encoder_layers": "layers"}
+"""Axes whose base is another's where a base names only that."""
 
 RUN_AXES = {"batch": "examples in a step", "tokens": "tokens, of images images, seen in all"}
 """What a base may name beside sizes: joint rules (`mupax.presets.horizon`) are relative to them."""
@@ -72,6 +97,7 @@ class ParamSpec:
         in_block: whether the parameter sits in a residual branch, where depth rules apply.
         of: for a gain or bias, the role of the matrix it belongs to (None for a norm of the residual stream).
         tied: for a readout that reuses the token embedding; such a spec has a multiplier but no array of its own.
+        part: of an encoder-decoder: "encoder", or "cross", the attention of its decoder to what the encoder wrote.
 
     Raises:
         PresetError: an axis that is not in `AXES`, a fan-in that is not an axis, or `of` on a matrix.
@@ -83,6 +109,7 @@ class ParamSpec:
     in_block: bool = False
     of: Role | None = None
     tied: bool = False
+    part: Literal["", "encoder", "cross"] = ""
 
     def __post_init__(self) -> None:
         for axis in self.axes:
@@ -105,23 +132,32 @@ class ParamSpec:
     @property
     def stacked(self) -> bool:
         """Whether the first axis counts the blocks of a residual stack, each with its own numbers."""
-        return self.axes[:1] == ("layers",)
+        return self.axes[:1] in ((OWN.axis,), (ENCODER.axis,))
+
+    @property
+    def blocks(self) -> str:
+        """The axis that counts the blocks of its stack."""
+        return (ENCODER if self.part == "encoder" else OWN).axis
 
     @property
     def bias(self) -> ParamSpec:
         """The declaration of this matrix' bias: one number per output."""
-        axes = ("layers", *self.fan_out) if self.stacked else self.fan_out
-        return ParamSpec(role=Role.BIAS, axes=axes, in_block=self.in_block, of=self.role)
+        axes = (self.blocks, *self.fan_out) if self.stacked else self.fan_out
+        return ParamSpec(role=Role.BIAS, axes=axes, in_block=self.in_block, of=self.role, part=self.part)
 
     @property
     def fan_out(self) -> tuple[str, ...]:
         """Axes of the output: those that are neither summed over nor stacked layers."""
-        return tuple(axis for axis in self.axes if axis not in self.fan_in and axis != "layers")
+        return tuple(axis for axis in self.axes if axis not in self.fan_in and axis not in (OWN.axis, ENCODER.axis))
 
     @property
     def group(self) -> str:
-        """Name of the preset row, such as `block.query`, `block.query.bias` or `readout`."""
-        parts = ["block"] if self.in_block else []
+        """Name of the preset row, such as `block.query`, `encoder.block.query.bias`, `block.cross.query` or `readout`."""
+        parts = [
+            *["encoder"] * (self.part == "encoder"),
+            *["block"] * self.in_block,
+            *["cross"] * (self.part == "cross"),
+        ]
         parts += [self.of.value] if self.of else []
         return ".".join([*parts, self.role.value])
 
@@ -131,17 +167,19 @@ class FactorSpec:
     """A number that the forward pass multiplies by. A parameterization sets it; nothing trains or saves it.
 
     Attributes:
-        kind: "logits" of attention, [layers]; "skip" and "branch" of a residual stack, [layers, 2 (attention, mlp)]; "readout",
-            [], of one that shares the embedding's table.
+        kind: "logits" of attention, [layers]; "skip" and "branch" of a residual stack, [layers, branches]; "readout", [], of one
+            that shares the embedding's table.
         shape: of the factor.
         value: until a parameterization sets it.
         spec: declaration of a readout that has no array of its own.
+        stack: whose blocks have it.
     """
 
     kind: Literal["logits", "skip", "branch", "readout"]
     shape: tuple[int, ...]
     value: float = 1.0
     spec: ParamSpec | None = None
+    stack: Stack = OWN
 
 
 def block_matrix(role: Role, axes: tuple[str, ...], fan_in: tuple[str, ...]) -> ParamSpec:

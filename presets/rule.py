@@ -99,6 +99,16 @@ class Rule:
             eps=self.eps * theta,
         )
 
+    def renamed(self, before: str, after: str) -> Rule:
+        """The rule with one axis in place of another in every column.
+
+        Args:
+            before: axis of the rule.
+            after: what stands in its place.
+        """
+        columns = {name: x.renamed(before, after) for name, x in vars(self).items() if isinstance(x, Power)}
+        return dataclasses.replace(self, **columns)
+
     def times(self, *, sgd: Power | float = 1.0, adam: Power | float = 1.0, eps: Power | float = 1.0) -> Rule:
         """The rule with factors on some columns; `adam` goes on Muon's rate too.
 

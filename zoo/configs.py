@@ -8,12 +8,26 @@ from importlib import import_module
 from typing import Any, ClassVar, Literal
 
 from mupax.presets.roles import MATRICES, FactorSpec, ParamSpec, Role
+from mupax.zoo.encoder_decoder.config import NAMED, EncoderDecoderConfig
 from mupax.zoo.families import ComputeConfig, ConfigError, ImageModel, ModelConfig, TokenModel
 from mupax.zoo.transformer import TransformerConfig
 
-__all__ = ["CONFIGS", "ComputeConfig", "ConfigError", "DecoderConfig", "ModelConfig", "ViTConfig", "get"]
+__all__ = [
+    "CONFIGS",
+    "ComputeConfig",
+    "ConfigError",
+    "DecoderConfig",
+    "EncoderDecoderConfig",
+    "ModelConfig",
+    "ViTConfig",
+    "get",
+]
 
-FAMILIES = {"vit": f"{__name__}:ViTConfig", "decoder": f"{__name__}:DecoderConfig"}
+FAMILIES = {
+    "vit": f"{__name__}:ViTConfig",
+    "decoder": f"{__name__}:DecoderConfig",
+    "encoder-decoder": f"{__name__}:EncoderDecoderConfig",
+}
 """Family to where its config is. A family that is not listed is called by that place itself, module:Class."""
 
 
@@ -143,6 +157,7 @@ CONFIGS: dict[str, ModelConfig] = {
         _LLAMA, width=2048, depth=16, num_heads=16, num_kv_heads=8, seq_len=2048, mlp_ratio=4.0, tied=True
     ),
     "lm-8b": _LLAMA,
+    **NAMED,
     # The smallest models of Bordelon et al. 2024, as in its code: figures 6, 8-10 (CIFAR-5M) and 7, 12 (C4);
     # (N, H, L) = (16, 16, 4), (8, 8, 4).
     "bordelon-vit": ViTConfig(

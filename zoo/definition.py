@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mupax.presets.roles import ParamSpec, PresetError, Role
+from mupax.presets.roles import BIASES, ParamSpec, PresetError
 from mupax.zoo import partition
 from mupax.zoo.families import ModelConfig
 from mupax.zoo.layers.initial import initial_value
@@ -56,7 +56,7 @@ class Init:
         """The parameter of this name as it starts without a preset: at fan_in^-1/2 (1 where there is none), biases at 0."""
         spec = self._specs[self._prefix + name]
         shape, dtype = tuple(self._sizes[axis] for axis in spec.axes), jnp.dtype(self._config.compute.param_dtype)
-        std = 0.0 if spec.role is Role.BIAS else math.prod(self._sizes[axis] for axis in spec.fan_in) ** -0.5
+        std = 0.0 if spec.role in BIASES else math.prod(self._sizes[axis] for axis in spec.fan_in) ** -0.5
         return nnx.Param(initial_value(self._rngs.params(), spec, shape, std, dtype), spec=spec)
 
     def maybe(self, name: str) -> nnx.Param | None:
@@ -66,7 +66,7 @@ class Init:
     def factor(self, name: str) -> Factor:
         """The multiplier of this name, at its value without a preset."""
         spec = self._config.factors()[self._prefix + name]
-        return Factor(jnp.full(spec.shape, spec.value, jnp.float32), kind=spec.kind, spec=spec.spec)
+        return Factor(jnp.full(spec.shape, spec.value, jnp.float32), kind=spec.kind, spec=spec.spec, stack=spec.stack)
 
 
 def multiplied(params: Mapping[str, Any], multipliers: Mapping[str, Any]) -> dict[str, jax.Array]:
@@ -91,7 +91,7 @@ class Definition:
         graph: NNX graph definition.
         specs: name to declaration, one per parameter.
         abstract: name to shape and dtype.
-        factors: name to `Factor` metadata ("kind", "shape", "spec") of every forward multiplier.
+        factors: name to `Factor` metadata ("kind", "shape", "spec", "stack") of every forward multiplier.
         sizes: size of every logical axis.
     """
 
@@ -184,7 +184,8 @@ def define(make: Callable[[], nnx.Module], *, sizes: Mapping[str, int] | None = 
         name = ".".join(map(str, path))
         leaf, metadata = variable.get_value(), variable.get_metadata()
         if isinstance(variable, Factor):
-            factors[name] = {"kind": metadata["kind"], "shape": leaf.shape, "spec": metadata.get("spec")}
+            of = {key: metadata.get(key) for key in ("spec", "stack")}
+            factors[name] = {"kind": metadata["kind"], "shape": leaf.shape, **of}
             continue
         if not isinstance(variable, nnx.Param):
             raise PresetError(

@@ -73,6 +73,8 @@ class ModelConfig(abc.ABC):
     """Whether a position sees only those before it."""
     generates: ClassVar[bool] = False
     """Whether its module continues a text (`mupax.zoo.decoder.Decoder.cached`)."""
+    denoises: ClassVar[bool] = False
+    """Whether it reads one text and writes another: text with noise (`data.noise`), and what was there."""
 
     centered: bool = False
     """Train f - f at initialization (Bordelon et al. 2024), not f."""

@@ -10,7 +10,7 @@ from mupax.presets.roles import MATRICES, FactorSpec, ParamSpec, Role
 from mupax.zoo.families import ConfigError, ModelConfig
 
 Norm = Literal["layernorm", "rmsnorm"]
-Activation = Literal["gelu", "gelu_exact", "relu", "swiglu"]
+Activation = Literal["gelu", "gelu_exact", "relu", "swiglu", "geglu"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ class TransformerConfig(ModelConfig):
 
     @property
     def gated(self) -> bool:
-        return self.activation == "swiglu"
+        return self.activation in ("swiglu", "geglu")
 
     @property
     def absorbs_logit_scale(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Literal
 
 from mupax.presets.analysis.limits import SPECS, Limit
 from mupax.presets.preset import Preset
-from mupax.presets.roles import EMBEDDINGS, VECTORS, ParamSpec, Role
+from mupax.presets.roles import BIASES, EMBEDDINGS, VECTORS, ParamSpec, Role
 
 Column = Literal["init_std", "lr", "eps"]
 """Of a row: initial size (multiplier and std), steps (multiplier and rate), Adam's eps."""
@@ -85,8 +85,8 @@ class Health:
             start -= 0.0 if limit.layers else limit.stream
         elif spec.role is Role.READOUT:  # vanishing as D^-1/2 it starts at zero, as anything between may
             start = max(start, 0.0) + min(start + 0.5, 0.0)
-        if spec.role is Role.BIAS or abs(start) > _TOLERANCE:
-            return None if spec.role is Role.BIAS else Trouble("explodes" if start > 0 else "vanishes", start)
+        if spec.role in BIASES or abs(start) > _TOLERANCE:
+            return None if spec.role in BIASES else Trouble("explodes" if start > 0 else "vanishes", start)
         if spec.role in NAMES and spec.in_block:
             return self._alone(lambda alone: max(0.0, self._effective(spec, alone)), "explodes")
         return None

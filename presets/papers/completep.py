@@ -23,10 +23,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from mupax.presets.papers.choices import changed
 from mupax.presets.papers.infinite_limits import Constants, D, L, N, heads_summed, infinite_limits
 from mupax.presets.power import ONE, Power, product
-from mupax.presets.preset import Preset, changed
-from mupax.presets.roles import EMBEDDINGS, VECTORS, ParamSpec, PresetError
+from mupax.presets.preset import Preset
+from mupax.presets.roles import EMBEDDINGS, VECTORS, ParamSpec, PresetError, Role
 from mupax.presets.rule import Rule
 
 _TABLES = (*(role.value for role in sorted(EMBEDDINGS, key=str)), "readout")
@@ -79,6 +80,6 @@ def _eps(spec: ParamSpec, of_family: Power, alpha_l: float, scope: str) -> Power
     in_block, summed = D**-1 * L**-alpha_l, heads_summed(spec)
     if scope == "completed":
         if spec.in_block:
-            return in_block if summed == ONE else L**-alpha_l
+            return L**-alpha_l if spec.role is Role.NORM_GAIN and summed != ONE else in_block * summed
         return ONE if spec.role in VECTORS else of_family
     return in_block * summed if spec.in_block or scope == "everywhere" else ONE

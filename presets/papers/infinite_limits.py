@@ -10,6 +10,7 @@ m_X is size / base size: D width, N head dimension, F MLP, L depth, in = fan-in.
 | query, key                             | 1        | in^-1/2  | N^(2aa-2) L^(2al-1)       | in^-1 N^(aa-1) L^(al-1) | D^-1 N^(1-aa) L^-al  |
 | query, key bias; per-head QK-norm gain | 1        | 0; 1     | D N^(2aa-2) L^(2al-1)     | N^(aa-1) L^(al-1)       | D^-1 N^(1-aa) L^-al  |
 | QK-norm gain shared by heads           | 1        | 1        | N^(2aa-1) L^(2al-1)       | N^(aa-1) L^(al-1)       | N^-aa L^-al          |
+| relative bias of all blocks (derived) | 1       | 0        | D N^-1 L^(2al-2)          | L^(al-1)                | D^-1 N L^(1-al)      |
 | other gains and biases in a block      | 1        | 1; 0     | D L^(2al-1)               | L^(al-1)                | D^-1 L^-al           |
 | final norm, biases outside blocks      | 1        | 1; 0     | D                         | 1                       | D^-1                 |
 | readout (TP-V Table 8)                 | D^-1     | 1        | D                         | 1                       | D^-1                 |
@@ -23,6 +24,7 @@ Sources: the global rates of the paper's section 2.1 and appendix E.1, as rates 
 
 Beyond the paper: where F/D, N*H/D or H/H_kv grows too, the gradients change size and eps follows them, biases as their
 matrices (MLP in (F/D)^-1/2; q, k, v (N H/D)^-1/2; key and value, with G = H/H_kv, SGD G^-1 and eps G^1/2).
+In an encoder-decoder L is the depth of a parameter's own stack, and in is the encoder's width for cross-attention's key and value.
 Constants whose values `choices` lists: `readout_width`, `readout_bias_width`, `embedding_width`, `decay_width`, `mlp_out`, `muon_scale`.
 Forms: plain (TP-V Table 3), readout-multiplier (Table 8, native), table-9, mean-field (the paper's section 2.1).
 """
@@ -35,8 +37,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from mupax.presets.papers.choices import changed
 from mupax.presets.power import ONE, Power, axis, product
-from mupax.presets.preset import Preset, changed
+from mupax.presets.preset import Preset
 from mupax.presets.roles import VECTORS, ParamSpec, PresetError, Role
 from mupax.presets.rule import Rule
 
@@ -82,7 +85,13 @@ def row_of(spec: ParamSpec, alpha_a: float, alpha_l: float | None) -> Rule:
 
 
 def heads_summed(spec: ParamSpec) -> Power:
-    """How many heads' gradients a parameter adds up: all of them in a QK-norm gain that heads share, else one (derived)."""
+    """How many gradients of an entry's size a parameter adds up: those of all heads in a QK-norm gain that they share, else one.
+
+    A relative bias goes into a head's logits as a whole: its gradient sums over the head's N values, and over all blocks where
+    they share a table. (Both derived.)
+    """
+    if spec.role is Role.RELATIVE_BIAS:
+        return N if spec.stacked else N * L
     of_head = spec.role is Role.NORM_GAIN and spec.of in (Role.QUERY, Role.KEY)
     return D / N if of_head and not {"heads", "kv_heads"} & set(spec.axes) else ONE
 
@@ -98,6 +107,8 @@ def _in_branch(spec: ParamSpec, row: Rule, alpha_a: float) -> Rule:
             summed = heads_summed(spec)
             return row.times(sgd=summed**-1, eps=summed)
     match role:
+        case Role.RELATIVE_BIAS:
+            return row.times(sgd=heads_summed(spec) ** -1, eps=heads_summed(spec))
         case Role.MLP_IN:
             return row.times(eps=(F / D) ** -0.5)
         case Role.QUERY:

@@ -14,19 +14,19 @@ attention logits * N^-1; weight decay independent of the rate. The paper also re
 which Adam does not see but for eps; we keep true gradients.
 Residual branches (its tau rule): skip 1/sqrt(1 + tau^2), branch tau/sqrt(1 + tau^2), with a_mlp = alpha_res sqrt(2/(1 + r^2)),
 a_attn = r a_mlp and, in block i of L, tau_attn^2 = a_attn^2 / (L + i a_attn^2 + i a_mlp^2),
-tau_mlp^2 = a_mlp^2 / (L + (i+1) a_attn^2 + i a_mlp^2).
+tau_mlp^2 = a_mlp^2 / (L + (i+1) a_attn^2 + i a_mlp^2). A decoder's attention to an encoder is one branch more, of a_attn (derived).
 `embedding_exponent`: -1/2 is this paper's rate of the embedding, 0 that of Tensor Programs V and CompleteP.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
+from mupax.presets.papers.choices import changed
 from mupax.presets.papers.infinite_limits import D, L, N, heads_summed
 from mupax.presets.power import ONE, product
-from mupax.presets.preset import Branch, Preset, changed
-from mupax.presets.roles import EMBEDDINGS, VECTORS, ParamSpec, PresetError, Role
+from mupax.presets.preset import Preset
+from mupax.presets.roles import EMBEDDINGS, VECTORS, Branch, ParamSpec, PresetError, Role
 from mupax.presets.rule import Rule
 
 
@@ -62,11 +62,13 @@ def u_mup(*, alpha_res: float = 1.0, alpha_ratio: float = 1.0, embedding_exponen
                 return Rule(adam=D**embedding_exponent, eps=D**-1)
         return Rule(multiplier=m_in**-0.5, adam=m_in**-0.5 * depth, eps=m_in**-0.5 * D**-1 * depth)
 
-    def residual(sizes: Mapping[str, int], layer: int, branch: Branch) -> tuple[float, float]:
+    def residual(layers: int, layer: int, branch: Branch, branches: tuple[Branch, ...]) -> tuple[float, float]:
         mlp_sq = alpha_res**2 * 2 / (1 + alpha_ratio**2)
         attention_sq = alpha_ratio**2 * mlp_sq
-        before = sizes["layers"] + layer * (attention_sq + mlp_sq)
-        tau_sq = attention_sq / before if branch == "attention" else mlp_sq / (before + attention_sq)
+        of = {"attention": attention_sq, "cross": attention_sq, "mlp": mlp_sq}
+        earlier = branches[: branches.index(branch)]
+        before = layers + layer * sum(of[each] for each in branches) + sum(of[each] for each in earlier)
+        tau_sq = of[branch] / before
         return 1 / math.sqrt(1 + tau_sq), math.sqrt(tau_sq / (1 + tau_sq))
 
     return Preset(

@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.power import ONE
-from mupax.presets.preset import Branch, Preset
-from mupax.presets.roles import AXES, ParamSpec, PresetError
+from mupax.presets.preset import Preset
+from mupax.presets.roles import AXES, OWN, Branch, ParamSpec, PresetError, Stack
 from mupax.presets.rule import Decay, Form, Number, Rule, Scales
 from mupax.presets.tuned import schema
 
@@ -112,7 +112,9 @@ class Measured(Preset):
     def logit_scale(self, sizes: Mapping[str, int]) -> float:
         return self.table.logits
 
-    def residual_scale(self, sizes: Mapping[str, int], layer: int, branch: Branch) -> tuple[float, float]:
+    def residual_scale(
+        self, sizes: Mapping[str, int], layer: int, branch: Branch, stack: Stack = OWN
+    ) -> tuple[float, float]:
         return self.table.residual[layer][branch == "mlp"] if self.table.residual else (1.0, 1.0)
 
     def with_form(self, form: Form) -> NoReturn:

@@ -23,6 +23,7 @@ DEFAULT: Rules = {
     "batch": ("data", "fsdp"),
     "sequence": ("sequence",),
     "embed": ("fsdp",),
+    "memory": ("fsdp",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
@@ -35,7 +36,7 @@ MAY_STAY_WHOLE = frozenset({"vocab", "classes", "kv_heads"})
 """Logical axes kept whole where the mesh axis does not divide them: rarely round, and not worth refusing a run."""
 
 _TARGETS = tuple(axis for axis in MESH_AXES if axis != "sweep")
-_LOGICAL = ("batch", "sequence", *(axis for axis in PARAMETER_AXES if axis != "layers"))
+_LOGICAL = ("batch", "sequence", *(axis for axis in PARAMETER_AXES if axis not in ("layers", "encoder_layers")))
 
 
 def parse_rules(words: Sequence[str]) -> Rules:

@@ -12,6 +12,7 @@ import numpy as np
 
 from mupax.presets import Decay, ParamSpec, Preset, PresetError, Scales
 from mupax.presets.optimizers import OPTIMIZERS
+from mupax.presets.roles import OWN
 from mupax.presets.rule import Number, constant
 from mupax.train.config.run import OptimizerConfig
 from mupax.zoo.definition import Definition
@@ -125,7 +126,7 @@ def check_run(preset: Preset, definition: Definition, factors: Factors, config: 
 
 
 def _number(value: Number, spec: ParamSpec, definition: Definition) -> np.ndarray:
-    shape = (definition.sizes["layers"],) if spec.stacked else ()
+    shape = (definition.sizes[spec.blocks],) if spec.stacked else ()
     if np.shape(value) not in ((), shape):
         raise PresetError(f"{spec.group}: {np.size(value)} numbers for a parameter of {shape or 'no'} layers")
     return np.broadcast_to(np.asarray(value, np.float32), shape).copy()
@@ -139,9 +140,11 @@ def _forward(preset: Preset, definition: Definition, declared: dict) -> np.ndarr
         case "readout":
             value = preset.scales(declared["spec"], sizes, preset.optimizers[0]).multiplier
         case "skip" | "branch" as kind:
-            which, layers = ("skip", "branch").index(kind), range(shape[0])
+            which, stack = ("skip", "branch").index(kind), declared["stack"] or OWN
+            where = () if stack == OWN else (stack,)
             value = [
-                [preset.residual_scale(sizes, i, branch)[which] for branch in ("attention", "mlp")] for i in layers
+                [preset.residual_scale(sizes, i, branch, *where)[which] for branch in stack.branches]
+                for i in range(shape[0])
             ]
         case kind:
             raise ValueError(f"no factor is of kind {kind!r}; write logits, skip, branch or readout")

@@ -148,6 +148,7 @@ def _reasons(model: TransformerConfig) -> list[str]:
     width, heads, kv_heads, size = model.width, model.num_heads, model.kv_heads, model.heads_dim
     refused = {
         "model.centered trains the difference of two networks, and a file holds one": model.centered,
+        "files of encoder-decoders are not written here": model.denoises,
         "model.qk_norm normalizes queries and keys, which it does not": model.qk_norm,
         "model.branch_activation acts on what branches read, which it does not": model.branch_activation != "none",
         "model.readout_bias adds to the logits, which it does not": family != "vit"
@@ -155,12 +156,12 @@ def _reasons(model: TransformerConfig) -> list[str]:
     }
     if family == "llama":
         kinds = f"with rotary positions it needs rmsnorm and swiglu, not {model.norm} and {model.activation}"
-        refused[kinds] = model.norm != "rmsnorm" or not model.gated
+        refused[kinds] = model.norm != "rmsnorm" or model.activation != "swiglu"
         refused[f"it needs model.width {width} to be a multiple of model.num_heads {heads}"] = bool(width % heads)
     else:
         refused |= {
             "it has LayerNorm, which subtracts the mean, and model.norm is rmsnorm": model.norm != "layernorm",
-            "its MLP has no gate, and model.activation is swiglu": model.gated,
+            f"its MLP has no gate, and model.activation is {model.activation}": model.gated,
             f"it has no grouped queries, and model.num_kv_heads is {kv_heads} of {heads} heads": kv_heads != heads,
             f"its heads fill the width, and {heads} heads of {size} are not {width}": heads * size != width,
             "it classifies by the CLS token, and model.pool is mean; train with --model.pool cls to export": (

@@ -19,7 +19,7 @@ from mupax.zoo.definition import Init
 from mupax.zoo.families import AttentionName, ComputeConfig
 from mupax.zoo.layers import kernels
 from mupax.zoo.layers.cpu_attention import SAVED
-from mupax.zoo.layers.linear import Norm, biased, project, rotary
+from mupax.zoo.layers.linear import GATES, Norm, biased, project, rotary
 from mupax.zoo.transformer import TransformerConfig
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class MLP(nnx.Module):
         h_BTF, g_BTF = self._projected(x_BTD)
         if g_BTF is not None:
             h_BTF, g_BTF = _alone((h_BTF, g_BTF), x_BTD.shape[-1])
-            h_BTF = _alone(jax.nn.silu(g_BTF) * h_BTF, x_BTD.shape[-1])
+            h_BTF = _alone(GATES[self.activation](g_BTF) * h_BTF, x_BTD.shape[-1])
         elif self.activation == "relu":
             h_BTF = jax.nn.relu(h_BTF)
         else:
@@ -218,7 +218,7 @@ def runs_as_scan(compute: ComputeConfig, depth: int) -> bool:
     return compute.layers == "scan"
 
 
-def residual_stack(block: nnx.Module, h_BTD: jax.Array, depth: int, compute: ComputeConfig) -> jax.Array:
+def residual_stack(block: nnx.Module, h_BTD: jax.Array, depth: int, compute: ComputeConfig, *context: Any) -> jax.Array:
     """The residual stream after `depth` blocks, [B, T, D].
 
     Args:
@@ -226,12 +226,13 @@ def residual_stack(block: nnx.Module, h_BTD: jax.Array, depth: int, compute: Com
         h_BTD: the stream before the first block.
         depth: size of that axis.
         compute: whether the stack is a loop, and what its backward pass keeps.
+        *context: what every block takes beside the stream.
     """
     graph, stacked = nnx.split(block)
     scan, layout = runs_as_scan(compute, depth), partition.current()
 
     def layer(h_BTD: jax.Array, state: nnx.State) -> tuple[jax.Array, None]:
-        return nnx.merge(graph, layout.layer(state, compute.dtype))(checkpoint_name(h_BTD, BLOCK_INPUT)), None
+        return nnx.merge(graph, layout.layer(state, compute.dtype))(checkpoint_name(h_BTD, BLOCK_INPUT), *context), None
 
     if (policy := REMAT[compute.remat] or layout.policy) is not None:
         # Inside a scan the loop already keeps XLA from merging the recomputation with the forward pass.

@@ -19,7 +19,15 @@ TILE, MOST = 64, 8
 """Fewest queries of a tile, where masked products cost less than tiles do, and most tiles, each of which is compiled."""
 
 
-def merged_attention(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *, causal: bool) -> jax.Array:
+def merged_attention(
+    q_BTHN: jax.Array,
+    k_BSKN: jax.Array,
+    v_BSKN: jax.Array,
+    *,
+    causal: bool,
+    seen_BS: jax.Array | None = None,
+    bias_HTS: jax.Array | None = None,
+) -> jax.Array:
     """Attention [B, T, H, N] by whole products.
 
     Args:
@@ -27,10 +35,18 @@ def merged_attention(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *,
         k_BSKN: keys; H is a multiple of K.
         v_BSKN: values.
         causal: query t sees keys 0..t, else all.
+        seen_BS: bool, keys that any query sees; all unless given.
+        bias_HTS: added to logits.
     """
+    heads = q_BTHN.shape[2]
 
     def products(q_RTN: jax.Array, k_RSN: jax.Array, v_RSN: jax.Array) -> jax.Array:
         logits_RTS = jnp.einsum("btn,bsn->bts", q_RTN, k_RSN, preferred_element_type=jnp.float32)
+        if bias_HTS is not None:
+            logits_RTS = (logits_RTS.reshape(-1, *bias_HTS.shape) + bias_HTS).reshape(logits_RTS.shape)
+        if seen_BS is not None:
+            seen_R1S = jnp.repeat(seen_BS, heads, axis=0)[:, None]
+            logits_RTS = jnp.where(seen_R1S, logits_RTS, jnp.finfo(jnp.float32).min)
         if causal:
             seen_TS = jnp.tri(*logits_RTS.shape[1:], dtype=bool)
             logits_RTS = jnp.where(seen_TS, logits_RTS, jnp.finfo(jnp.float32).min)

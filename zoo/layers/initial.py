@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import threefry_2x32
 
-from mupax.presets.roles import ParamSpec, Role
+from mupax.presets.roles import VECTORS, ParamSpec
 
-_CONSTANT = (Role.NORM_GAIN, Role.BIAS)
 _BLOCK_BITS = 14
 _BLOCK = 1 << _BLOCK_BITS
 """Numbers of a turn of the loop."""
@@ -46,7 +45,7 @@ def initial_value(
     """
     if spec.stacked:
         std = jnp.broadcast_to(jnp.asarray(std, jnp.float32), shape[:1]).reshape(-1, *[1] * (len(shape) - 1))
-    if spec.role in _CONSTANT:
+    if spec.role in VECTORS:
         return jnp.broadcast_to(jnp.asarray(std, dtype), shape)
     if normal is None and spec.stacked:
         normal = jax.vmap(lambda layer_key: jax.random.normal(layer_key, shape[1:]))(_layer_keys(key, shape[0]))
@@ -71,14 +70,15 @@ def normals(
         specs: their declarations.
         shapes: a size for every axis of the spec.
     """
-    names = [name for name, spec in specs.items() if spec.role not in _CONSTANT]
+    names = [name for name, spec in specs.items() if spec.role not in VECTORS]
     if not (names and jax.config.jax_default_prng_impl == "threefry2x32" and jax.config.jax_threefry_partitionable):  # pyright: ignore
         return {}
     stacked = [name for name in names if specs[name].stacked]
     rows = {name: keys[name][None] for name in names}
     if stacked:
-        each = jax.vmap(_layer_keys, (0, None))(jnp.stack([keys[name] for name in stacked]), shapes[stacked[0]][0])
-        rows |= dict(zip(stacked, each, strict=True))
+        most = max(shapes[name][0] for name in stacked)
+        each = jax.vmap(_layer_keys, (0, None))(jnp.stack([keys[name] for name in stacked]), most)
+        rows |= {name: of[: shapes[name][0]] for name, of in zip(stacked, each, strict=True)}
     sizes = {name: math.prod(shapes[name]) // len(rows[name]) for name in names}
     blocks = {name: -(-sizes[name] // _BLOCK) for name in names}
     data = jax.random.key_data(jnp.concatenate([rows[name] for name in names]))

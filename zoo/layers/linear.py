@@ -16,6 +16,9 @@ from flax import nnx
 from mupax.zoo import partition
 from mupax.zoo.definition import Init
 
+GATES = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
+"""Activation of an MLP's gate; gelu in the tanh form."""
+
 
 def project(x: jax.Array, w: jax.Array, *, inputs: int = 1, out_dtype: jnp.dtype | None = None) -> jax.Array:
     """The product of x and w over the last `inputs` dimensions of x and the first of w, [..., O].

@@ -1,0 +1,130 @@
+"""Blocks of an encoder-decoder: self-attention that hides padding or adds relative positions, and attention to the encoder.
+
+B batch, T query and S key positions, D width, H heads, K key heads, N head dimension.
+"""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+
+from mupax.zoo import partition
+from mupax.zoo.definition import Init
+from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
+from mupax.zoo.layers.block import MLP, Attention
+from mupax.zoo.layers.linear import Norm, biased, project
+from mupax.zoo.layers.masked import attend
+
+
+class SelfAttention(Attention):
+    """Attention within one sequence; the encoder's looks both ways."""
+
+    def __init__(self, config: EncoderDecoderConfig, init: Init, *, causal: bool) -> None:
+        super().__init__(config, init)
+        self.causal = causal
+
+    def __call__(self, x_BTD: jax.Array, seen_BS: jax.Array | None, bias_HTS: jax.Array | None) -> jax.Array:
+        """The branch [B, T, D].
+
+        Args:
+            x_BTD: the stream after its norm.
+            seen_BS: bool, False at padding; None: all are seen.
+            bias_HTS: added to logits; None: nothing is.
+        """
+        return self._masked(*self.heads(x_BTD), seen_BS, bias_HTS)
+
+    def _masked(
+        self,
+        q_BTHN: jax.Array,
+        k_BSKN: jax.Array,
+        v_BSKN: jax.Array,
+        seen_BS: jax.Array | None,
+        bias_HTS: jax.Array | None = None,
+    ) -> jax.Array:
+        kind = {"implementation": self.implementation, "block": self.block}
+        masks = {"causal": self.causal, "seen_BS": seen_BS, "bias_HTS": bias_HTS}
+        return self._projected_out(attend(self._scaled(q_BTHN), k_BSKN, v_BSKN, **masks, **kind))
+
+
+class CrossAttention(SelfAttention):
+    """Attention of a decoder's positions to all that its encoder wrote; without positions of its own."""
+
+    def __init__(self, config: EncoderDecoderConfig, init: Init) -> None:
+        super().__init__(config, init, causal=False)
+
+    def __call__(self, x_BTD: jax.Array, memory_BSD: jax.Array, seen_BS: jax.Array | None) -> jax.Array:
+        """The branch [B, T, D].
+
+        Args:
+            x_BTD: the decoder's stream after its norm.
+            memory_BSD: the encoder's output.
+            seen_BS: bool, False at its padding.
+        """
+        return self._masked(self.queries(x_BTD), *self.keys(memory_BSD), seen_BS)
+
+    def queries(self, x_BTD: jax.Array) -> jax.Array:
+        """[B, T, H, N], without the logit scale."""
+        q_BTHN = biased(project(x_BTD, self.query[...]), self.query_bias)
+        q_BTHN = q_BTHN if self.query_norm is None else self.query_norm(q_BTHN)
+        return partition.constrain(q_BTHN, "batch", "sequence", "heads", None)
+
+    def keys(self, memory_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys and values of the encoder's output, [B, S, K, N]."""
+        k_BSKN, v_BSKN = project(memory_BSD, self.key[...]), project(memory_BSD, self.value[...])
+        k_BSKN, v_BSKN = biased(k_BSKN, self.key_bias), biased(v_BSKN, self.value_bias)
+        k_BSKN = k_BSKN if self.key_norm is None else self.key_norm(k_BSKN)
+        k_BSKN, v_BSKN = (partition.constrain(x, "batch", None, "kv_heads", None) for x in (k_BSKN, v_BSKN))
+        return k_BSKN, v_BSKN
+
+
+class EncoderBlock(nnx.Module):
+    """h <- skip*h + branch*attention(norm(h)), then the same with the MLP."""
+
+    def __init__(self, config: EncoderDecoderConfig, init: Init) -> None:
+        self.attention_norm = Norm(config.norm, init.scope("attention_norm"), config.norm_eps)
+        self.attention = SelfAttention(config, init.scope("attention"), causal=False)
+        self.mlp_norm = Norm(config.norm, init.scope("mlp_norm"), config.norm_eps)
+        self.mlp = MLP(config, init.scope("mlp"))
+        self.skip, self.branch = init.factor("skip"), init.factor("branch")
+
+    def __call__(self, h_BSD: jax.Array, seen_BS: jax.Array | None, bias_HSS: jax.Array | None) -> jax.Array:
+        h_BSD = self.added(h_BSD, 0, self.attention(self.attention_norm(h_BSD), seen_BS, bias_HSS))
+        h_BSD = self.added(h_BSD, 1, self.mlp(self.mlp_norm(h_BSD)))
+        return partition.constrain(h_BSD, "batch", "sequence", None)
+
+    def added(self, h_BTD: jax.Array, branch: int, y_BTD: jax.Array) -> jax.Array:
+        """The stream after a branch. Branch scales are applied here only.
+
+        Args:
+            h_BTD: the stream before it.
+            branch: its number in the block.
+            y_BTD: what it made of the stream.
+        """
+        skip, scale = self.skip[...].astype(h_BTD.dtype), self.branch[...].astype(h_BTD.dtype)
+        return skip[branch] * h_BTD + scale[branch] * y_BTD
+
+
+class DecoderBlock(EncoderBlock):
+    """The same with causal attention, and attention to the encoder's output before the MLP."""
+
+    def __init__(self, config: EncoderDecoderConfig, init: Init) -> None:
+        super().__init__(config, init)
+        self.attention.causal = True
+        self.cross_norm = Norm(config.norm, init.scope("cross_norm"), config.norm_eps)
+        self.cross = CrossAttention(config, init.scope("cross"))
+
+    def __call__(
+        self, h_BTD: jax.Array, memory_BSD: jax.Array, seen_BS: jax.Array | None, bias_HTT: jax.Array | None
+    ) -> jax.Array:
+        """The stream after the block, [B, T, D].
+
+        Args:
+            h_BTD: before it.
+            memory_BSD: the encoder's output.
+            seen_BS: bool, False at its padding.
+            bias_HTT: of the decoder's relative positions.
+        """
+        h_BTD = self.added(h_BTD, 0, self.attention(self.attention_norm(h_BTD), None, bias_HTT))
+        h_BTD = self.added(h_BTD, 1, self.cross(self.cross_norm(h_BTD), memory_BSD, seen_BS))
+        h_BTD = self.added(h_BTD, 2, self.mlp(self.mlp_norm(h_BTD)))
+        return partition.constrain(h_BTD, "batch", "sequence", None)

@@ -1,0 +1,120 @@
+"""Encoder-decoder, pre-norm. B batch, S encoder and T decoder positions, D width, V vocabulary, H heads."""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+
+from mupax.zoo import partition
+from mupax.zoo.definition import Init
+from mupax.zoo.encoder_decoder import relative
+from mupax.zoo.encoder_decoder.block import DecoderBlock, EncoderBlock
+from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
+from mupax.zoo.layers.block import residual_stack
+from mupax.zoo.layers.linear import Norm, Reading
+
+
+class Ends(nnx.Module):
+    """What is before and after a stack of blocks: positions, the norm after the embeddings, and the norm after the last block."""
+
+    def __init__(self, config: EncoderDecoderConfig, init: Init, *, both: bool) -> None:
+        self.config, self.both = config, both
+        self.position, self.relative_bias = init.maybe("position"), init.maybe("relative_bias")
+        kind, eps = config.norm, config.norm_eps
+        self.embedding_norm = Norm(kind, init.scope("embedding_norm"), eps) if config.embedding_norm else None
+        self.norm = Norm(kind, init.scope("norm"), eps)
+
+    def embed(self, table: nnx.Param, tokens_BT: jax.Array, start: jax.Array | None = None) -> jax.Array:
+        """The residual stream's first layer, [B, T, D].
+
+        Args:
+            table: of token embeddings.
+            tokens_BT: int32.
+            start: position of the first of them, int32 []; 0 unless given.
+        """
+        table_VD = table[...].astype(self.config.compute.dtype)
+        h_BTD = partition.current().lookup(table_VD, tokens_BT, ("vocab", "embed"))
+        if self.position is not None:
+            all_SD, length = self.position[...], tokens_BT.shape[1]
+            position_TD = all_SD[:length] if start is None else jax.lax.dynamic_slice_in_dim(all_SD, start, length)
+            h_BTD = h_BTD + position_TD.astype(h_BTD.dtype)
+        if self.embedding_norm is not None:
+            h_BTD = self.embedding_norm(h_BTD)
+        return partition.constrain(h_BTD, "batch", "sequence", None)
+
+    def bias(self, queries: int, keys: int, start: jax.Array | int = 0) -> jax.Array | None:
+        """What relative positions add to logits, [H, T, S]; None without them.
+
+        Args:
+            queries: T.
+            keys: S.
+            start: position of the first query.
+        """
+        if self.relative_bias is None:
+            return None
+        count, longest = self.config.distance_buckets, self.config.longest_distance
+        row_TS = relative.buckets(queries, keys, count=count, longest=longest, both=self.both, start=start)
+        return relative.bias(self.relative_bias[...], row_TS)
+
+
+class Encoder(Ends):
+    """Tokens to what the decoder attends to."""
+
+    def __init__(self, config: EncoderDecoderConfig, init: Init) -> None:
+        super().__init__(config, init, both=True)
+        self.token, self.block = init.maybe("token"), EncoderBlock(config, init.scope("block"))
+
+
+class EncoderDecoder(Ends):
+    """Tokens [B, S] and [B, T] to float32 logits [B, T, V]; target t sees all inputs and decoder inputs 0..t."""
+
+    gathers = True
+    """Parameters are read by a layout (`mupax.zoo.manual`)."""
+
+    def __init__(self, config: EncoderDecoderConfig, rngs: nnx.Rngs) -> None:
+        init = Init(config, rngs)
+        super().__init__(config, init, both=False)
+        self.token = init.param("token")
+        self.encoder = Encoder(config, init.scope("encoder"))
+        self.block = DecoderBlock(config, init.scope("block"))
+        self.readout = init.maybe("readout")
+        self.tied_readout = init.factor("tied_readout") if config.tied else None
+
+    def __call__(self, inputs: jax.Array, input_mask: jax.Array, decoder_inputs: jax.Array) -> jax.Array:
+        """Logits.
+
+        Args:
+            inputs: of the encoder, int32 [B, S].
+            input_mask: int32 [B, S], 0 at padding.
+            decoder_inputs: int32 [B, T], the targets shifted right.
+        """
+        return self.reading(inputs, input_mask, decoder_inputs).logits()
+
+    def reading(self, inputs: jax.Array, input_mask: jax.Array, decoder_inputs: jax.Array) -> Reading:
+        """The same as a `Reading`."""
+        memory_BSD = self.encode(inputs, input_mask)
+        h_BTD, length = self.embed(self.token, decoder_inputs), decoder_inputs.shape[1]
+        context = (memory_BSD, input_mask > 0, self.bias(length, length))
+        return self._reading(residual_stack(self.block, h_BTD, self.config.depth, self.config.compute, *context))
+
+    def encode(self, inputs: jax.Array, input_mask: jax.Array) -> jax.Array:
+        """What the decoder attends to, [B, S, D]: the encoder's last layer after its norm.
+
+        Args:
+            inputs: int32 [B, S].
+            input_mask: int32 [B, S], 0 at padding.
+        """
+        config, encoder, length = self.config, self.encoder, inputs.shape[1]
+        h_BSD = encoder.embed(self.token if encoder.token is None else encoder.token, inputs)
+        context = (input_mask > 0, encoder.bias(length, length))
+        return encoder.norm(residual_stack(encoder.block, h_BSD, config.encoder_blocks, config.compute, *context))
+
+    def read(self, h_BTD: jax.Array) -> jax.Array:
+        """The decoder's last layer, [B, T, D], to float32 logits [B, T, V]."""
+        return self._reading(h_BTD).logits()
+
+    def _reading(self, h_BTD: jax.Array) -> Reading:
+        if self.readout is not None:
+            return Reading(self.norm(h_BTD), self.readout[...])
+        assert self.tied_readout is not None
+        return Reading(self.norm(h_BTD), self.token[...].T, scale=self.tied_readout[...])

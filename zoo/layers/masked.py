@@ -1,0 +1,56 @@
+"""Attention with padding hidden and biases on logits, where `kernels.attend` has neither.
+
+B batch, T query and S key positions, H heads, K key heads, N head dimension.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from mupax.zoo import partition
+from mupax.zoo.families import AttentionName, ConfigError
+from mupax.zoo.layers import kernels
+from mupax.zoo.layers.cpu_attention import merged_attention
+
+
+def attend(
+    q_BTHN: jax.Array,
+    k_BSKN: jax.Array,
+    v_BSKN: jax.Array,
+    *,
+    causal: bool,
+    seen_BS: jax.Array | None = None,
+    bias_HTS: jax.Array | None = None,
+    implementation: AttentionName = "auto",
+    block: int | None = None,
+) -> jax.Array:
+    """Attention [B, T, H, N]; with a mask or a bias by XLA, else by whatever `kernels.attend` takes.
+
+    Args:
+        q_BTHN: queries, with the logit scale.
+        k_BSKN: keys; H is a multiple of K.
+        v_BSKN: values.
+        causal: query t sees keys 0..t, else all.
+        seen_BS: bool, keys that are no padding; at least one of an example.
+        bias_HTS: added to logits, float32.
+        implementation: as `kernels.attend`.
+        block: as `kernels.attend`.
+
+    Raises:
+        ConfigError: a named kernel has no mask or bias.
+    """
+    if seen_BS is None and bias_HTS is None:
+        return kernels.attend(q_BTHN, k_BSKN, v_BSKN, causal=causal, implementation=implementation, block=block)
+    if implementation not in ("auto", "xla"):
+        raise ConfigError(
+            f"model.compute.attention {implementation}: the kernel hides no padding and adds no relative positions; write auto or xla"
+        )
+    layout = partition.current()
+    if layout.platform == "cpu" and all(layout.ways(axis) == 1 for axis in ("sequence", "heads", "kv_heads")):
+        return merged_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, seen_BS=seen_BS, bias_HTS=bias_HTS)
+    mask_B1TS = None if seen_BS is None else seen_BS[:, None, None, :]
+    bias_BHTS = None if bias_HTS is None else jnp.broadcast_to(bias_HTS, (1, *bias_HTS.shape))
+    return jax.nn.dot_product_attention(
+        q_BTHN, k_BSKN, v_BSKN, bias_BHTS, mask_B1TS, scale=1.0, is_causal=causal, implementation="xla"
+    )
