@@ -16,7 +16,7 @@ from mupax.presets import PRESETS, PresetError
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.__main__ import main
 from mupax.train.checkpoints import saved_run
-from mupax.train.config.sections import SOURCES
+from mupax.train.config.data import SOURCES
 from mupax.train.reuse.transplant import powers_of
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -236,7 +236,7 @@ def _converted(folder: Path) -> None:
 
 def _loaded(name: str, model: Any, **fields: Any) -> None:
     from mupax.train import data
-    from mupax.train.config.sections import DataConfig
+    from mupax.train.config.data import DataConfig
 
     config = DataConfig(name=name, batch_size=2, eval_batch_size=2, **fields)
     try:

@@ -18,9 +18,9 @@ from mupax.command_line import Switch
 from mupax.presets import papers
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.checks import at_least
+from mupax.train.config.data import source
 from mupax.train.config.preset import PresetConfig, preset_of
 from mupax.train.config.run import Config
-from mupax.train.config.sections import source
 from mupax.zoo import configs
 from mupax.zoo.configs import ConfigError
 

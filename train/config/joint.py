@@ -7,8 +7,9 @@ from typing import Protocol
 
 from mupax.presets import horizon, joint
 from mupax.presets.roles import RUN_AXES
+from mupax.train.config.data import DataConfig
 from mupax.train.config.preset import Parameterized, base_parts, base_text
-from mupax.train.config.sections import DataConfig, OptimizerConfig
+from mupax.train.config.sections import OptimizerConfig
 from mupax.zoo.configs import ConfigError
 
 

@@ -13,11 +13,11 @@ from typing import Annotated, Literal, get_args
 from tyro import conf
 
 from mupax.train.config.checks import at_least, check_place
+from mupax.train.config.data import DataConfig
 from mupax.train.config.devices import DistributedConfig, MeshConfig
 from mupax.train.config.preset import PresetConfig
 from mupax.train.config.sections import (
     CheckpointConfig,
-    DataConfig,
     EmaConfig,
     FaultsConfig,
     InitConfig,
@@ -100,6 +100,12 @@ class Config:
                 f"the data {self.data.name} is {wanted} and the model, a {self.model.family}, reads {self.model.task}; "
                 f"write another data.name, or one of these models: {', '.join(named)}"
             )
+
+        if self.model.denoises != (self.data.noise is not None):
+            instead = "add --data.noise infilling or sentinels"
+            if not self.model.denoises:
+                instead = "leave it out, or write an encoder-decoder such as --model ed-tiny"
+            raise ConfigError(f"data.noise is {self.data.noise} and the model a {self.model.family}; {instead}")
 
     @property
     def scaled_optimizer(self) -> OptimizerConfig:

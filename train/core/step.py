@@ -26,17 +26,20 @@ if TYPE_CHECKING:
     from mupax.zoo.manual import Manual
 
 
-def logits_of(definition: Definition, params: Arrays, run: StepInputs, inputs: jax.Array) -> jax.Array:
+def logits_of(
+    definition: Definition, params: Arrays, run: StepInputs, inputs: jax.Array, **others: jax.Array
+) -> jax.Array:
     """Logits, float32 [B, T, V] or [B, V], less those of the reference, where there is one (no gradient flows through it).
 
     Args:
         definition, params, run, inputs: model, parameters as stored, factors of the forward pass, a batch's inputs.
+        **others: what else of a batch the model reads.
     """
     multiplier, forward = run.factors.multiplier, run.factors.forward
-    logits = definition.apply(params, multiplier, forward, inputs)
+    logits = definition.model(params, multiplier, forward)(inputs, **others)
     if run.reference is None:
         return logits
-    return logits - jax.lax.stop_gradient(definition.apply(run.reference, multiplier, forward, inputs))
+    return logits - jax.lax.stop_gradient(definition.model(run.reference, multiplier, forward)(inputs, **others))
 
 
 def batch_sums(definition: Definition, params: Arrays, run: StepInputs, batch: Batch) -> Sums:
@@ -46,17 +49,20 @@ def batch_sums(definition: Definition, params: Arrays, run: StepInputs, batch: B
         definition, params, run, batch: as in `gradients`; whether a parameter is trained makes no difference.
     """
     inputs, targets, weights = batch["inputs"], batch["targets"], batch["weights"]
+    others = {name: x for name, x in batch.items() if name not in ("inputs", "targets", "weights")}
     chex.assert_equal_shape([targets, weights])
     model = definition.model(params, run.factors.multiplier, run.factors.forward)
     if not hasattr(model, "reading"):  # not one of the zoo's
-        logits = logits_of(definition, params, run, inputs)
+        logits = logits_of(definition, params, run, inputs, **others)
         chex.assert_shape(logits, (*targets.shape, None))
         return of_logits(logits, targets, weights)
     reference = None
     if run.reference is not None:
-        reference = definition.model(run.reference, run.factors.multiplier, run.factors.forward).reading(inputs)
+        reference = definition.model(run.reference, run.factors.multiplier, run.factors.forward).reading(
+            inputs, **others
+        )
     how = model.config.compute.cross_entropy
-    return cross_entropy(model.reading(inputs), targets, weights, how=how, reference=reference)
+    return cross_entropy(model.reading(inputs, **others), targets, weights, how=how, reference=reference)
 
 
 def gradients(

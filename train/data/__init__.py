@@ -1,6 +1,6 @@
 """Data: batches by index from text and images. `load` is the way in; importing this package imports nothing heavy.
 
-`mupax.train.config.sections.SOURCES` names a loader for each kind of data, all in sources/. A loader finds its examples, on disk
+`mupax.train.config.data.SOURCES` names a loader for each kind of data, all in sources/. A loader finds its examples, on disk
 by records/, and gives them out as batches by text/ or images.py, behind `interface.Data`.
 """
 
@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from mupax.train.config.sections import source
+from mupax.train.config.data import source
 from mupax.train.data.interface import Data, DataError, ReadError, Reference, reading
 
 if TYPE_CHECKING:
@@ -37,5 +37,9 @@ def load(config: DataConfig, model: ModelConfig, *, seed: int, note: Callable[[s
     """
     if seed < 0:
         raise DataError(f"seed is {seed}; write a whole number of at least 0")
+    if config.noise is not None:
+        from mupax.train.data.text import denoising
+
+        return denoising.load(config, model, seed=seed, note=note)
     module, _, function = source(config.name).loader.partition(":")
     return getattr(importlib.import_module(module), function)(config, model, seed, note)

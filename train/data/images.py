@@ -17,7 +17,7 @@ from mupax.train.data.interface import ALL_ROWS, Batch, Data, DataError
 from mupax.zoo.families import ImageModel, ModelConfig
 
 if TYPE_CHECKING:
-    from mupax.train.config.sections import DataConfig
+    from mupax.train.config.data import DataConfig
 
 View = Callable[[Sequence["np.ndarray"], "np.ndarray"], "np.ndarray"]
 """(B images uint8 [h, w, C], uniforms float64 [B, NUMBERS]) -> float32 [B, H, W, C]."""

@@ -17,7 +17,7 @@ from mupax.errors import MupaxError, MupaxFailure
 if TYPE_CHECKING:
     import numpy as np
 
-    from mupax.train.config.sections import DataConfig
+    from mupax.train.config.data import DataConfig
 
 Batch = dict[str, "np.ndarray"]
 ALL_ROWS = slice(None)
@@ -82,8 +82,8 @@ class Data(abc.ABC):
     """A name per label; None for tokens."""
     tokenizer: Any = None
     """What made the tokens (text/tokenizer.py); None for images."""
-    bytes_per_token: float = 1.0
-    """Bytes of text per token of the evaluation text; nats per byte = nats per token / this."""
+    bytes_per_token: float | None = 1.0
+    """Bytes of text per token of the evaluation text; nats per byte = nats per token / this. None where targets are not the text."""
 
     def __post_init__(self) -> None:
         self.facts = {"name": self.config.name, **self.facts}

@@ -45,7 +45,7 @@ class Show:
     def run(self) -> int:
         """0."""
         from mupax.train.config.checks import at_least
-        from mupax.train.config.sections import DataConfig
+        from mupax.train.config.data import DataConfig
         from mupax.train.data.text.denoising import denoising
         from mupax.train.data.text.noise import NOISES
 

@@ -62,8 +62,8 @@ class MeshLayout(Layout):
         Raises:
             MeshError: the positions are not a multiple of the devices that split them.
         """
-        length, ways = model.sizes()["position"], self.ways("sequence")
-        if length % ways:
+        sizes, ways = model.sizes(), self.ways("sequence")
+        for length in (sizes[axis] for axis in ("position", "source") if sizes.get(axis, 0) % ways):
             made_of, instead = model.splitting_hint(ways)
             raise MeshError(
                 f"{self._named('sequence')} does not divide the {length} positions{made_of}; "

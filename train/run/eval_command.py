@@ -105,7 +105,8 @@ def measured(saved: Any, console: Any) -> dict[str, Any]:
     params, eval_fn, inputs = saved.params(program.abstract), program.compile_eval(), program.step_inputs()
     began = time.monotonic()
     loss, accuracy, targets = evaluate(eval_fn, params, inputs, data, program.eval_feed())
-    text = {"bits_per_byte": loss / math.log(2) / data.bytes_per_token} if data.kind == "tokens" else {}
+    each = data.bytes_per_token if data.kind == "tokens" else None
+    text = {"bits_per_byte": loss / math.log(2) / each} if each else {}
     return {
         "workdir": str(saved.workdir),
         "step": saved.step,

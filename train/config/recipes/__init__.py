@@ -18,6 +18,7 @@ RECIPES: Table[Callable[[], Config]] = Table(
         "lm-tiny": "laptop:lm_tiny",
         "vit-digits": "laptop:vit_digits",
         "vit-endless": "laptop:vit_endless",
+        "ed-tiny": "laptop:ed_tiny",
         "bordelon-vit": "papers:bordelon_vit",
         "bordelon-lm": "papers:bordelon_lm",
         "vit-s16-imagenet": "pods:vit_s16_imagenet",

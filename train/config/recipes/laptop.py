@@ -48,6 +48,27 @@ def lm_tiny() -> Config:
     )
 
 
+def ed_tiny() -> Config:
+    """A byte-level encoder-decoder that mends the sources of Python's standard library, with spans cut out (BART), under mup.
+
+    Cost: a few minutes on two CPU cores. Needs no download: every machine with Python has the text.
+    Expect a validation loss of about 0.68 nats per target token, all of the text with what can be read off the input; copying from
+    it, and a 4-gram of the targets where there is nothing to copy, reach 1.00, the 4-gram alone 1.53.
+    """
+    return Config(
+        recipe="ed-tiny",
+        model=configs.get("ed-tiny"),
+        data=DataConfig(name="python_corpus", batch_size=32, eval_batch_size=64, eval_examples=512, noise="infilling"),
+        preset=PresetConfig(name="mup", base="ed-proxy"),
+        optimizer=OptimizerConfig(
+            peak_lr=8e-3, warmup_steps=100, weight_decay=3e-4, decay="independent", clip_norm=1.0
+        ),
+        log=LogConfig(eval_every_steps=250),
+        checkpoint=CheckpointConfig(every_steps=250),
+        steps=1000,
+    )
+
+
 def vit_digits() -> Config:
     """A vision transformer on scikit-learn's real handwritten digits, under mup.
 

@@ -25,7 +25,7 @@ from mupax.train.data.sources import published
 from mupax.zoo.configs import ModelConfig
 
 if TYPE_CHECKING:
-    from mupax.train.config.sections import DataConfig
+    from mupax.train.config.data import DataConfig
 
 SOURCE = "https://storage.googleapis.com/gresearch/cifar5m/"
 PARTS = [f"part{i}" for i in range(6)]

@@ -16,7 +16,7 @@ import grain
 import numpy as np
 
 from mupax.paths import is_remote, path_of
-from mupax.train.config.sections import SOURCES
+from mupax.train.config.data import SOURCES
 from mupax.train.data import cache, images
 from mupax.train.data.interface import Data, DataError
 from mupax.train.data.sources import folders, text
@@ -24,7 +24,7 @@ from mupax.train.data.text import packing
 from mupax.zoo.families import ModelConfig
 
 if TYPE_CHECKING:
-    from mupax.train.config.sections import DataConfig
+    from mupax.train.config.data import DataConfig
 
 CONFIGS = {"c4": "c4/en"}
 """The configuration meant where a data set has several and none is named."""

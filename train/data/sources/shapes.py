@@ -24,7 +24,7 @@ from mupax.train.data.interface import ALL_ROWS, Batch, Data, Reference
 from mupax.zoo.configs import ModelConfig
 
 if TYPE_CHECKING:
-    from mupax.train.config.sections import DataConfig
+    from mupax.train.config.data import DataConfig
 
 SIZE = 32
 VERSION = "shapes-1"

@@ -18,7 +18,7 @@ from mupax.train.data.text.packing import Packed
 from mupax.train.data.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from mupax.train.config.sections import DataConfig
+    from mupax.train.config.data import DataConfig
 
 
 class TokenData(Data):

@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mupax.train.config.sections import source
-from mupax.train.data import cache, load, order
+from mupax.train import data as sources
+from mupax.train.config.data import source
+from mupax.train.data import cache, order
 from mupax.train.data.interface import ALL_ROWS, Batch, Data, DataError, Reference
 from mupax.train.data.text.batches import TokenData
-from mupax.train.data.text.noise import Noise
+from mupax.train.data.text.noise import NOISES, Noise
 from mupax.train.data.text.vocabulary import Sentences, special_ids
 from mupax.zoo.configs import DecoderConfig
-from mupax.zoo.families import ArraySpec
+from mupax.zoo.families import ArraySpec, ModelConfig
 
 if TYPE_CHECKING:
-    from mupax.train.config.sections import DataConfig
+    from mupax.train.config.data import DataConfig
 
 
 class Denoising(Data):
@@ -61,6 +62,7 @@ class Denoising(Data):
             train_size=text.train_size,
             eval_size=text.eval_size,
             tokenizer=text.tokenizer,
+            bytes_per_token=None,
         )
         self._seed = seed
         self._sentences = Sentences(text.tokenizer, self.vocab_size)
@@ -115,6 +117,32 @@ class Denoising(Data):
         return batch
 
 
+def load(config: DataConfig, model: ModelConfig, *, seed: int, note: cache.Note = print) -> Denoising:
+    """The text and noise that a config names, for an encoder-decoder.
+
+    Args:
+        config: its `noise` is given.
+        model: whose inputs, targets and vocabulary the batches must fit.
+        seed: of order and noise.
+        note: told, in a line, what takes time.
+
+    Raises:
+        DataError: as `denoising`, or targets are longer or shorter than the model's.
+    """
+    assert config.noise is not None
+    fields = {"rate": config.noise_rate, "mean_span": config.noise_span}
+    noise = NOISES[config.noise](**{name: value for name, value in fields.items() if value is not None})
+    sizes = model.sizes()
+    wanted, there = noise.lengths(sizes["source"]).targets, sizes["position"]
+    if wanted != there:
+        raise DataError(
+            f"{config.noise} of {sizes['source']} inputs has targets of {wanted} tokens, and the model's are {there}; "
+            f"write --model.target-len {wanted}"
+        )
+    plain = dataclasses.replace(config, noise=None, noise_rate=None, noise_span=None)
+    return denoising(plain, noise, inputs=sizes["source"], vocab_size=sizes["vocab"], seed=seed, note=note)
+
+
 def denoising(
     config: DataConfig, noise: Noise, *, inputs: int, vocab_size: int | None = None, seed: int, note: cache.Note = print
 ) -> Denoising:
@@ -135,6 +163,6 @@ def denoising(
         raise DataError(f"data {config.name!r} is images, and noise is put on text; write python_corpus or text:PATH")
     tokens = noise.lengths(inputs).tokens
     windows = DecoderConfig(width=1, depth=1, num_heads=1, seq_len=tokens, vocab_size=vocab_size or 2**31)
-    text = load(config, windows, seed=seed, note=note)
+    text = sources.load(config, windows, seed=seed, note=note)
     assert isinstance(text, TokenData)
     return Denoising(text, noise, inputs=inputs, vocab_size=vocab_size, seed=seed)

@@ -30,7 +30,7 @@ def loss_plot(
     references: Sequence[Reference] = (),
     title: str = "",
     *,
-    bytes_per_token: float = 1.0,
+    bytes_per_token: float | None = 1.0,
 ) -> None:
     """Draw the training loss, the evaluations and the reference models over steps.
 
@@ -42,7 +42,7 @@ def loss_plot(
         out_png: picture to write.
         references: drawn as horizontal lines in the panel of their unit.
         title: shown above the panels.
-        bytes_per_token: mean bytes of text per token; divides a language model's losses.
+        bytes_per_token: mean bytes of text per token; divides a language model's losses; None: they are per target.
 
     Raises:
         metrics.MetricsError: the file has no rows, or a line of it is not a metrics row.
@@ -51,7 +51,7 @@ def loss_plot(
     from matplotlib.figure import Figure
 
     rows, unit = _rows(metrics_path)
-    scale = bytes_per_token if unit == "tokens" else 1.0
+    scale, per = _scale(unit, bytes_per_token)
     steps, losses = _series(rows, "loss", scale)
     accuracies = _series(rows, "eval_accuracy", 0.01)
     panels = 2 if unit == "images" and accuracies[0].size else 1
@@ -61,9 +61,9 @@ def loss_plot(
         plotting.style(axes, min(row["step"] for row in rows), max(row["step"] for row in rows))
 
     smooth = _training(upper, steps, losses)
-    upper.set_ylabel("loss (nats per byte)" if unit == "tokens" else "loss (nats per image)", color=plotting.INK)
+    upper.set_ylabel(f"loss ({per.replace('/', ' per ')})", color=plotting.INK)
     upper.set_title(title, loc="left", fontsize=12, fontweight="bold", color=plotting.INK, pad=26)
-    lines = [(r.value, f"{r.name} {r.value:.3f}") for r in references if r.unit == "nats/byte" and unit == "tokens"]
+    lines = [(r.value, f"{r.name} {r.value:.3f}") for r in references if r.unit == per]
     evaluations = _series(rows, "eval_loss", scale)
     extremes = np.nanquantile(losses, [0.002, 0.998]) if np.isfinite(losses).any() else []
     around = np.array([*smooth, *extremes])
@@ -89,7 +89,7 @@ def summary(
     seconds: float,
     facts: Mapping[str, str],
     references: Sequence[Reference] = (),
-    bytes_per_token: float = 1.0,
+    bytes_per_token: float | None = 1.0,
     files: Sequence[Path | str] = (),
 ) -> None:
     """Print how a run ended: its results beside the reference models, its cost, and where its files are.
@@ -101,14 +101,14 @@ def summary(
         seconds: wall-clock time of the session.
         facts: lines about the model and the session, by their label.
         references: compared with the last evaluation where it has their unit.
-        bytes_per_token: mean bytes of text per token; divides a language model's losses.
+        bytes_per_token: mean bytes of text per token; divides a language model's losses; None: they are per target.
         files: what was written, shown relative to the current folder.
     """
     rows, unit = _rows(metrics_path)
-    scale, per = (bytes_per_token, "nats/byte") if unit == "tokens" else (1.0, "nats/image")
+    scale, per = _scale(unit, bytes_per_token)
     label_column, right, folded = Column(no_wrap=True), Column(justify="right", no_wrap=True), Column(overflow="fold")
     table = Table.grid(label_column, right, folded, padding=(0, 3, 0, 0))
-    loss = ("evaluation loss", "nats/byte", _series(rows, "eval_loss", scale)[1], per)
+    loss = ("evaluation loss", per, _series(rows, "eval_loss", scale)[1], per)
     accuracy = ("evaluation accuracy", "accuracy", _series(rows, "eval_accuracy")[1], "")
     for label, reference_unit, values, remark in (accuracy, loss) if unit == "images" else (loss, accuracy):
         if not values.size:
@@ -142,6 +142,13 @@ def _rows(path: Path | str) -> tuple[list[dict[str, Any]], str]:
     if not rows:
         raise metrics.MetricsError(f"{path} has no rows, there is nothing to report; train at least one step")
     return rows, "images" if any("images" in row for row in rows) else "tokens"
+
+
+def _scale(unit: str, bytes_per_token: float | None) -> tuple[float, str]:
+    """What losses are divided by, and their unit then."""
+    if unit != "tokens":
+        return 1.0, "nats/image"
+    return (1.0, "nats/target") if bytes_per_token is None else (bytes_per_token, "nats/byte")
 
 
 def _series(rows: Sequence[Mapping[str, Any]], key: str, scale: float = 1.0) -> tuple[np.ndarray, np.ndarray]:

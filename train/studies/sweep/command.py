@@ -15,9 +15,10 @@ from tyro import conf
 
 from mupax import command_line, terminal
 from mupax.command_line import Repeated, Switch
-from mupax.train.config import cli, grids, sizes
+from mupax.train.config import cli, sizes
 from mupax.train.config.checks import at_least
-from mupax.train.config.grids import Planned
+from mupax.train.studies.sweep import grids
+from mupax.train.studies.sweep.grids import Planned
 from mupax.zoo.configs import ConfigError
 
 if TYPE_CHECKING:

@@ -102,6 +102,9 @@ def key_of(config: Config, data_digest: str) -> str:
     # As rows were named before there were such fields.
     if bare.preset.joint == "none":
         del fields["preset"]["joint"]
+    for name in ("noise", "noise_rate", "noise_span"):
+        if getattr(bare.data, name) is None:
+            del fields["data"][name]
     if bare.model.compute.attention_block is None:
         del fields["model"]["compute"]["attention_block"]
     for name, default in _NEWER.items():

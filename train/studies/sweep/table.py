@@ -17,9 +17,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from mupax.train.config.grids import power
 from mupax.train.config.run import Config
 from mupax.train.run.report.timing import duration
+from mupax.train.studies.sweep.grids import power
 from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.sweep.work import Watcher
 from mupax.zoo import flops

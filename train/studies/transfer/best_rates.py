@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mupax import terminal
-from mupax.train.config.grids import power
+from mupax.train.studies.sweep.grids import power
 from mupax.train.studies.transfer import tuned
 from mupax.train.studies.transfer.drift import analyse, finite
 from mupax.train.studies.transfer.frugal import Frugal

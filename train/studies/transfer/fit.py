@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from mupax.train.config.grids import power
+from mupax.train.studies.sweep.grids import power
 
 STEP = 0.5
 """Octaves between neighbouring rates of a study's grid."""

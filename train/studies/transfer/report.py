@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mupax import terminal
-from mupax.train.config.grids import power
+from mupax.train.studies.sweep.grids import power
 from mupax.train.studies.transfer import figure
 from mupax.train.studies.transfer.drift import TOLERANCE, Analysis, finite
 from mupax.train.studies.transfer.fit import STEP

@@ -26,9 +26,9 @@ from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.papers import CONSTANT_FLAGS, PRESETS, read_constants
 from mupax.presets.roles import PresetError, Role
 from mupax.presets.rule import names
-from mupax.train.config import grids
 from mupax.train.config.preset import PresetConfig, preset_of
 from mupax.train.config.run import Config
+from mupax.train.studies.sweep import grids
 from mupax.zoo.configs import ConfigError
 
 STEPS = 16

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mupax.train.config.sections import DataConfig
+from mupax.train.config.data import DataConfig
 from mupax.train.data import __main__ as command
 from mupax.train.data import show
 from mupax.train.data.interface import Batch, DataError

@@ -15,10 +15,9 @@ from matplotlib.figure import Figure
 from mupax import presets
 from mupax.presets.tuned import find
 from mupax.train.__main__ import main
-from mupax.train.config import grids
 from mupax.train.config.run import PresetConfig
 from mupax.train.studies.sweep import command as sweep_command
-from mupax.train.studies.sweep import sweep
+from mupax.train.studies.sweep import grids, sweep
 from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.transfer import figure as transfer_figure
 from mupax.train.studies.transfer import tuned as transfer_tuned

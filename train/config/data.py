@@ -1,0 +1,97 @@
+"""Which data a run reads, in what batches, and the table of kinds of data. Imports no JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+from mupax.train.config.checks import at_least, check_place
+from mupax.zoo.configs import ConfigError
+from mupax.zoo.families import Task
+
+
+class Source(NamedTuple):
+    """A kind of data."""
+
+    loader: str
+    """module:function; (DataConfig, ModelConfig, seed, note) -> `mupax.train.data.interface.Data`."""
+    task: Task | None
+    """What models of it read; None where only the data set itself can tell."""
+    reads: frozenset[str]
+    """The fields of `DataConfig` that it reads and not every one does. Any other is refused as a flag."""
+
+
+_FOLDER = "mupax.train.data.sources"
+_TEXT, _IMAGES = frozenset({"tokenizer"}), frozenset({"augment"})
+SOURCES: dict[str, Source] = {
+    "python_corpus": Source(f"{_FOLDER}.text:python_corpus", "tokens", _TEXT),
+    "digits": Source(f"{_FOLDER}.digits:digits", "images", _IMAGES | {"split"}),
+    "shapes": Source(f"{_FOLDER}.shapes:striped_shapes", "images", frozenset()),
+    "cifar5m": Source(f"{_FOLDER}.cifar5m:cifar5m", "images", _IMAGES),
+    "text:PATH": Source(f"{_FOLDER}.text:own_text", "tokens", _TEXT),
+    "images:PATH": Source(f"{_FOLDER}.folders:own_images", "images", _IMAGES),
+}
+"""data.name to its source. To add one, write its loader and a line here; docs/add_a_dataset.md is an example."""
+_PUBLISHED: dict[str, Task] = {
+    **dict.fromkeys(("c4", "lm1b", "wiki40b"), "tokens"),
+    **dict.fromkeys(("mnist", "cifar10", "cifar100", "imagenet2012"), "images"),
+}
+"""What some data sets of TFDS are, known before they are opened."""
+
+
+def source(name: str) -> Source:
+    """The source of a data.name; any that `SOURCES` does not have is a data set of TFDS."""
+    kind, colon, _ = name.partition(":")
+    if known := SOURCES.get(f"{kind}:PATH" if colon else name):
+        return known
+    task = _PUBLISHED.get(kind.partition("/")[0])
+    reads = {"tokens": _TEXT, "images": _IMAGES, None: _TEXT | _IMAGES}[task]
+    return Source(f"{_FOLDER}.published:tfds_data", task, reads)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where batches come from. Batch k is a function of (seed, k, batch_size) alone."""
+
+    name: str
+    """python_corpus, digits, shapes (endless), text:PATH (a file or folder), images:PATH (a folder per class), cifar5m, or any TFDS name."""
+    batch_size: int
+    """Sequences or images per optimizer step, over all devices."""
+    seed: int | None = None
+    """Seeds data order and augmentation; the run's seed unless given, which then seeds the initialization alone."""
+    eval_batch_size: int | None = None
+    """batch_size unless given."""
+    eval_examples: int | None = None
+    """Use the first so many evaluation examples; all unless given."""
+    data_dir: str | None = None
+    """Where prepared datasets lie; the user cache folder unless given."""
+    tokenizer: str = "bytes"
+    """bytes, bpe:SIZE (trained on the training text), or the path of a tokenizer.json."""
+    augment: bool = True
+    """Light augmentation of training images."""
+    split: Literal["random", "writer"] = "random"
+    """digits only: a stratified random split, or test writers never seen in training."""
+    noise: Literal["infilling", "sentinels"] | None = None
+    """What text an encoder-decoder reads: BART's text infilling, of which it writes the whole text, or T5's sentinels, of which it
+    writes what they stand for."""
+    noise_rate: float | None = None
+    """Share of tokens that noise cuts; 0.3 (infilling) or 0.15 (sentinels) unless given."""
+    noise_span: float | None = None
+    """Mean tokens of a span that noise cuts; 3 unless given."""
+
+    def __post_init__(self) -> None:
+        at_least("data.", self, 1, "batch_size", "eval_batch_size", "eval_examples", "noise_span")
+        if self.noise_rate is not None and not 0 < self.noise_rate < 1:
+            raise ConfigError(
+                f"data.noise_rate is {self.noise_rate}; write a share of the tokens in (0, 1), such as 0.3"
+            )
+        if self.noise is None and (self.noise_rate or self.noise_span) is not None:
+            raise ConfigError("data.noise_rate and data.noise_span are of noise; add data.noise infilling or sentinels")
+        at_least("data.", self, 0, "seed")
+        for name in ("name", "data_dir", "tokenizer"):
+            check_place(f"data.{name}", getattr(self, name))
+
+    @property
+    def task(self) -> Task | None:
+        """What models of this data read, tokens or images; None where only the data set itself can tell."""
+        return source(self.name).task
