@@ -81,9 +81,10 @@ class EncoderBlock(nnx.Module):
     """h <- skip*h + branch*attention(norm(h)), then the same with the MLP."""
 
     def __init__(self, config: EncoderDecoderConfig, init: Init) -> None:
-        self.attention_norm = Norm(config.norm, init.scope("attention_norm"), config.norm_eps)
+        kind, eps, then = config.norm, config.norm_eps, config.branch_activation
+        self.attention_norm = Norm(kind, init.scope("attention_norm"), eps, then)
         self.attention = SelfAttention(config, init.scope("attention"), causal=False)
-        self.mlp_norm = Norm(config.norm, init.scope("mlp_norm"), config.norm_eps)
+        self.mlp_norm = Norm(kind, init.scope("mlp_norm"), eps, then)
         self.mlp = MLP(config, init.scope("mlp"))
         self.skip, self.branch = init.factor("skip"), init.factor("branch")
 
@@ -110,7 +111,7 @@ class DecoderBlock(EncoderBlock):
     def __init__(self, config: EncoderDecoderConfig, init: Init) -> None:
         super().__init__(config, init)
         self.attention.causal = True
-        self.cross_norm = Norm(config.norm, init.scope("cross_norm"), config.norm_eps)
+        self.cross_norm = Norm(config.norm, init.scope("cross_norm"), config.norm_eps, config.branch_activation)
         self.cross = CrossAttention(config, init.scope("cross"))
 
     def __call__(
