@@ -141,3 +141,8 @@ def product(names: Iterable[str]) -> Power:
 def at_most_one(power: Power) -> Power:
     """min(1, power), evaluated at sizes, not at ratios."""
     return Power(1.0, (), ((power.exponents, 1.0),))
+
+
+def changed(**constants: tuple[float | str | None, float | str | None]) -> dict[str, float | str]:
+    """Constants that are not their defaults, each (value, default), as `Preset.given` has them."""
+    return {name: value for name, (value, default) in constants.items() if value is not None and value != default}

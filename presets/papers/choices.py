@@ -90,8 +90,3 @@ def listed(preset: str, **constants: float | str) -> None:
             some = f"{', '.join(texts[:-1])} or {texts[-1]}"
             shown = value if isinstance(value, str) else f"{value:g}"
             raise PresetError(f"{preset}: {constant}={shown} is not a choice; write {some}")
-
-
-def changed(**constants: tuple[float | str | None, float | str | None]) -> dict[str, float | str]:
-    """Constants that are not their defaults, each (value, default), as `Preset.given` has them."""
-    return {name: value for name, (value, default) in constants.items() if value is not None and value != default}

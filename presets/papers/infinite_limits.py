@@ -37,8 +37,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from mupax.presets.papers.choices import changed
-from mupax.presets.power import ONE, Power, axis, product
+from mupax.presets.power import ONE, Power, axis, changed, product
 from mupax.presets.preset import Preset
 from mupax.presets.roles import VECTORS, ParamSpec, PresetError, Role
 from mupax.presets.rule import Rule

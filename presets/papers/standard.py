@@ -15,8 +15,7 @@ attention logits * N^-1/2, branches * 1. One learning rate for all, so the best 
 
 from __future__ import annotations
 
-from mupax.presets.papers.choices import changed
-from mupax.presets.power import axis, product
+from mupax.presets.power import axis, changed, product
 from mupax.presets.preset import Preset
 from mupax.presets.roles import EMBEDDINGS, VECTORS, ParamSpec, PresetError, Role
 from mupax.presets.rule import Rule

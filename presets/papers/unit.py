@@ -22,9 +22,8 @@ from __future__ import annotations
 
 import math
 
-from mupax.presets.papers.choices import changed
 from mupax.presets.papers.infinite_limits import D, L, N, heads_summed
-from mupax.presets.power import ONE, product
+from mupax.presets.power import ONE, changed, product
 from mupax.presets.preset import Preset
 from mupax.presets.roles import EMBEDDINGS, VECTORS, Branch, ParamSpec, PresetError, Role
 from mupax.presets.rule import Rule

@@ -91,7 +91,11 @@ class EncoderDecoder(Ends):
         return self.reading(inputs, input_mask, decoder_inputs).logits()
 
     def reading(self, inputs: jax.Array, input_mask: jax.Array, decoder_inputs: jax.Array) -> Reading:
-        """The same as a `Reading`."""
+        """The same as a `Reading`.
+
+        Args:
+            inputs, input_mask, decoder_inputs: as of a call.
+        """
         memory_BSD = self.encode(inputs, input_mask)
         h_BTD, length = self.embed(self.token, decoder_inputs), decoder_inputs.shape[1]
         context = (memory_BSD, input_mask > 0, self.bias(length, length))
