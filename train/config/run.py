@@ -101,11 +101,14 @@ class Config:
                 f"write another data.name, or one of these models: {', '.join(named)}"
             )
 
-        if self.model.denoises != (self.data.noise is not None):
-            instead = "add --data.noise infilling or sentinels"
-            if not self.model.denoises:
-                instead = "leave it out, or write an encoder-decoder such as --model ed-tiny"
-            raise ConfigError(f"data.noise is {self.data.noise} and the model a {self.model.family}; {instead}")
+        if self.model.denoises and self.data.noise is None:
+            raise ConfigError(
+                f"the model, an {self.model.family}, reads text with noise; add --data.noise infilling or sentinels"
+            )
+        if self.data.noise is not None and not self.model.denoises:
+            raise ConfigError(
+                f"data.noise {self.data.noise} is for an encoder-decoder, and the model is a {self.model.family}; leave it out"
+            )
 
     @property
     def scaled_optimizer(self) -> OptimizerConfig:
