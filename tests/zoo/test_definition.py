@@ -226,13 +226,15 @@ def test_stacked_parameters_start_as_separate_layers_would() -> None:
 def test_numbers_drawn_in_one_loop_are_those_drawn_by_themselves() -> None:
     stacked = ParamSpec(role=Role.QUERY, axes=("layers", "embed", "heads"), fan_in=("embed",), in_block=True)
     single = ParamSpec(role=Role.READOUT, axes=("embed", "vocab"), fan_in=("embed",))
+    deeper = dataclasses.replace(stacked, part="encoder", axes=("encoder_layers", "embed", "heads"))
     specs = {
         "small": stacked,
         "large": single,
         "bias": ParamSpec(role=Role.BIAS, axes=("vocab",)),
-    }  # 3 x 1 block, 2, none
-    shapes = {"small": (3, 5, 7), "large": (257, 67), "bias": (67,)}
-    keys = dict(zip(specs, jax.random.split(jax.random.key(2), 3), strict=True))
+        "encoder": deeper,
+    }  # 3 x 1 block, 2, none, 4 x 1
+    shapes = {"small": (3, 5, 7), "large": (257, 67), "bias": (67,), "encoder": (4, 5, 7)}
+    keys = dict(zip(specs, jax.random.split(jax.random.key(2), len(specs)), strict=True))
 
     def start(drawn: dict[str, jax.Array]) -> dict[str, jax.Array]:
         std = np.float32(0.37)

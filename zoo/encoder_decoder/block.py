@@ -72,9 +72,7 @@ class CrossAttention(SelfAttention):
         """Keys and values of the encoder's output, [B, S, K, N]."""
         k_BSKN, v_BSKN = project(memory_BSD, self.key[...]), project(memory_BSD, self.value[...])
         k_BSKN, v_BSKN = biased(k_BSKN, self.key_bias), biased(v_BSKN, self.value_bias)
-        k_BSKN = k_BSKN if self.key_norm is None else self.key_norm(k_BSKN)
-        k_BSKN, v_BSKN = (partition.constrain(x, "batch", None, "kv_heads", None) for x in (k_BSKN, v_BSKN))
-        return k_BSKN, v_BSKN
+        return k_BSKN if self.key_norm is None else self.key_norm(k_BSKN), v_BSKN
 
 
 class EncoderBlock(nnx.Module):

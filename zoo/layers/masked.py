@@ -47,6 +47,7 @@ def attend(
             f"model.compute.attention {implementation}: the kernel hides no padding and adds no relative positions; write auto or xla"
         )
     layout = partition.current()
+    k_BSKN, v_BSKN = (partition.constrain(x_BSKN, "batch", None, "kv_heads", None) for x_BSKN in (k_BSKN, v_BSKN))
     if layout.platform == "cpu" and all(layout.ways(axis) == 1 for axis in ("sequence", "heads", "kv_heads")):
         return merged_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, seen_BS=seen_BS, bias_HTS=bias_HTS)
     mask_B1TS = None if seen_BS is None else seen_BS[:, None, None, :]
