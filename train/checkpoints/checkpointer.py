@@ -174,8 +174,9 @@ class Checkpoints(CheckpointFolder):
                 f"{facts.get('name')} with digest {facts.get('digest')}; restore that data, "
                 "or go on with these by --resume-change data, or start again with another --workdir"
             )
-        wanted = {name: list(leaf.shape) for name, leaf in manifest.by_name(abstract.arrays()).items()}
-        stored = {name: entry["shape"] for name, entry in content.arrays.items()}
+        leaves = manifest.by_name(abstract.arrays()).items()
+        wanted = {name: f"{leaf.dtype} {list(leaf.shape)}" for name, leaf in leaves}
+        stored = {name: f"{entry['dtype']} {entry['shape']}" for name, entry in content.arrays.items()}
         if differing := sorted(n for n in wanted.keys() | stored.keys() if wanted.get(n) != stored.get(n)):
             name = differing[0]
             raise WorkdirError(

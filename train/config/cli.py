@@ -214,6 +214,8 @@ def _check_read(config: Config, argv: Sequence[str]) -> None:
         instead["decay_steps"] = "schedule wsd"
     if opt.schedule == "constant":
         instead["final_lr_fraction"] = "schedule cosine"
+    if "trace" in OPTIMIZERS[opt.name].moments and opt.momentum == 0:
+        instead["moment_dtype"] = "momentum 0.9"
     for field, choice in instead.items():
         flag = f"--optimizer.{field.replace('_', '-')}"
         if flag in given:

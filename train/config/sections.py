@@ -32,6 +32,8 @@ class OptimizerConfig:
     """Added to the root of Adam's second moment, at base size."""
     momentum: float = 0.9
     """sgd, momentum and muon: decay of the heavy-ball sum (muon: mean) of gradients."""
+    moment_dtype: Literal["bfloat16"] | None = None
+    """How the mean or sum of gradients is stored, computed in float32 all the same; None: as parameters are."""
     clip_norm: float | None = None
     """Clip gradients to this global norm over all parameters; None does not clip."""
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
@@ -93,11 +95,9 @@ class InitConfig:
     def __post_init__(self) -> None:
         lists = ("init_new", "init_resize", "init_drop", "init_change")
         check_place("--init-from", self.init_from)
-        given = [name for name in ("init_optimizer", "init_ema", *lists) if getattr(self, name)]
+        given = [name.replace("_", "-") for name in ("init_optimizer", "init_ema", *lists) if getattr(self, name)]
         if given and self.init_from is None:
-            raise ConfigError(
-                f"--{given[0].replace('_', '-')} says how to start from a checkpoint; add --init-from PATH"
-            )
+            raise ConfigError(f"--{given[0]} says how to start from a checkpoint; add --init-from PATH")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

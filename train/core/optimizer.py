@@ -19,6 +19,7 @@ import optax
 from mupax.presets import ParamSpec
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.run import OptimizerConfig
+from mupax.train.core import transforms
 from mupax.train.core.transforms import rows
 
 
@@ -87,6 +88,9 @@ def build(config: OptimizerConfig, specs: Mapping[str, ParamSpec]) -> optax.Grad
     """
     module, _, function = OPTIMIZERS[config.name].direction.partition(":")
     direction = getattr(importlib.import_module(module), function)(config, specs)
+    if config.moment_dtype is not None:
+        first = [field for field, power in OPTIMIZERS[config.name].moments.items() if power == 1]
+        direction = transforms.stored(direction, first, config.moment_dtype)
     coupled = config.decay == "coupled"
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm) if config.clip_norm is not None else optax.identity(),

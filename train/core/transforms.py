@@ -6,7 +6,7 @@ hyperparameters as extra arguments of `update` (`factors`, `hyper`), and a state
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -119,6 +119,30 @@ def dimension_numbers(specs: Specs) -> dict[str, MuonDimensionNumbers]:
         for name, spec in specs.items()
         if spec.role not in VECTORS | EMBEDDINGS | {Role.READOUT}
     }
+
+
+def stored(direction: optax.GradientTransformation, fields: Sequence[str], dtype: str) -> Any:
+    """A direction whose moments are rounded to another type where they are kept, and are as gradients are where they are summed.
+
+    Args:
+        direction: as it is without.
+        fields: of its state, those that are rounded; one that it does not have is passed over.
+        dtype: that they are kept in.
+    """
+    extended = optax.with_extra_args_support(direction)
+
+    def moments_to(state: Any, to: Callable[[Any], Any]) -> Any:
+        return state._replace(**{field: to(getattr(state, field)) for field in fields if hasattr(state, field)})
+
+    def narrow(state: Any) -> Any:
+        return moments_to(state, lambda moments: optax.tree.cast(moments, dtype))
+
+    def update(updates, state, params=None, **extra):
+        wide = moments_to(state, lambda moments: jax.tree.map(lambda m, g: m.astype(g.dtype), moments, updates))
+        steps, state = extended.update(updates, wide, params, **extra)
+        return steps, narrow(state)
+
+    return optax.GradientTransformationExtraArgs(lambda params: narrow(direction.init(params)), update)
 
 
 def rows(number: jax.typing.ArrayLike, like: jax.Array) -> jax.Array:

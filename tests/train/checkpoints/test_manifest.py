@@ -256,6 +256,10 @@ def test_another_state_or_other_data_is_refused_and_not_set_aside(run: Path) -> 
             WorkdirError, match=r"checkpoint 5 has another state than this run: ema\.gain is missing there"
         ):
             checkpoints.restore(wanted._replace(ema={"gain": wanted.params["gain"]}), FACTS)
+        gain = wanted.params["gain"]
+        half = {**wanted.params, "gain": jax.ShapeDtypeStruct(gain.shape, jnp.bfloat16, sharding=gain.sharding)}
+        with pytest.raises(WorkdirError, match=r"params\.gain is float32 \[\d+\] there and bfloat16 \[\d+\] here"):
+            checkpoints.restore(wanted._replace(params=half), FACTS)
     assert steps(run / "checkpoints") == [3, 5]
 
 

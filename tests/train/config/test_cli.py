@@ -348,6 +348,10 @@ def test_a_wrong_flag(words: str, said: str, capsys: Capture) -> None:
         ("--preset.base lm-tyni", "did you mean lm-tiny"),
         ("--optimizer.name sgd --optimizer.b1 0.8", "--optimizer.b1 is not read by sgd"),
         (
+            "--optimizer.name sgd --optimizer.momentum 0 --optimizer.moment-dtype bfloat16",
+            "--optimizer.moment-dtype is not read by sgd; leave it out, or write --optimizer.momentum 0.9",
+        ),
+        (
             "--optimizer.momentum 0.8",
             "--optimizer.momentum is not read by adamw; leave it out, or write --optimizer.name sgd",
         ),

@@ -7,12 +7,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+from mupax.presets import ParamSpec, Role
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import optimizer
 from mupax.train.core.factors import Factors
@@ -58,6 +60,34 @@ def test_at_base_size_the_chain_is_optax(config: OptimizerConfig, known: Callabl
         updates, states[1] = theirs.update(grads, states[1], at[1])
         at[1] = optax.apply_updates(at[1], updates)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *at)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("name", "moment"), [("adamw", "mu"), ("lion", "mu"), ("momentum", "trace"), ("muon", "mu")])
+def test_first_moments_may_be_stored_in_bfloat16_and_are_summed_in_float32(name: str, moment: str) -> None:
+    specs = {"a": ParamSpec(role=Role.HIDDEN, axes=("embed", "mlp"), fan_in=("embed",), in_block=True)}
+    plain, stored = (
+        optimizer.build(OptimizerConfig(name=name, peak_lr=0.1, moment_dtype=d), specs) for d in (None, "bfloat16")
+    )
+    random, extra = np.random.default_rng(0), {"factors": rows_of_ones({"a": True})}
+    params, *grads = ({"a": jnp.asarray(random.standard_normal((3, 5)), jnp.float32)} for _ in range(3))
+    numbers = optimizer.hyper(OptimizerConfig(peak_lr=0.1), 5).at(jnp.int32(2))
+
+    def to(state: Any, dtype: str) -> Any:
+        field = state[1]._replace(**{moment: optax.tree.cast(getattr(state[1], moment), dtype)})
+        return (state[0], field, *state[2:])
+
+    exact = plain.update(grads[0], plain.init(params), params, hyper=numbers, **extra)[1]
+    updates, rounded = stored.update(grads[0], stored.init(params), params, hyper=numbers, **extra)
+    chex.assert_trees_all_equal(rounded, to(exact, "bfloat16"))
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(rounded)} - {"int32", "float32"} == {"bfloat16"}
+    assert name != "adamw" or rounded[1].nu["a"].dtype == jnp.float32
+    updates, after = stored.update(grads[1], rounded, params, hyper=numbers, **extra)
+    expected, wide = plain.update(grads[1], to(rounded, "float32"), params, hyper=numbers, **extra)
+    chex.assert_trees_all_equal((updates, after), (expected, to(wide, "bfloat16")))
+    if name != "lion":  # the control: it is rounded; Lion takes signs
+        other, _ = plain.update(grads[1], exact, params, hyper=numbers, **extra)
+        assert (np.asarray(other["a"]) != np.asarray(updates["a"])).any()
 
 
 @pytest.mark.core

@@ -204,6 +204,7 @@ FIELDS: dict[str, Way] = {
     "preset.joint": (program, changed(TOKENS, "preset.base", "lm-proxy,batch=4,tokens=768"), "sde"),
     "preset.noise_scale": Shown("train/config/test_joint.py", "--noise-scale"),
     "preset.alpha_l": (program, changed(TOKENS, "model.depth", 5), 0.75),
+    "optimizer.moment_dtype": (program, TOKENS, "bfloat16"),
     "optimizer.momentum": (program, MUON, 0.8),
     "optimizer.decay_steps": (program, WSD, 3),
     "ema.decay": (program, TOKENS, 0.9),

@@ -107,6 +107,8 @@ def key_of(config: Config, data_digest: str) -> str:
             del fields["data"][name]
     if bare.model.compute.attention_block is None:
         del fields["model"]["compute"]["attention_block"]
+    if bare.optimizer.moment_dtype is None:
+        del fields["optimizer"]["moment_dtype"]
     for name, default in _NEWER.items():
         if fields["model"].get(name) == default:
             del fields["model"][name]
