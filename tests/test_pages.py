@@ -50,7 +50,7 @@ def test_a_page_works(
     runpy.run_path(f"{name}.py", run_name="__main__")
     recipe = name.replace("_", "-")
     workdir = tmp_path / "runs" / recipe
-    assert saved_run.find(workdir).step == 50
+    assert saved_run.find(workdir).step == 30
     rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     assert next(row["eval_accuracy"] for row in rows if "eval_accuracy" in row) > accuracy
 

@@ -31,6 +31,8 @@ MODULES = tuple(name for name in DOCUMENTS if name.startswith("docs/add_a"))
 """Pages whose Python is a module to save, which a test beside what is added does."""
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 RUNS_NOTHING = ("--dry-run", "--print-config", "--help")
+AS_A_SCAN = ("--model.compute.layers", "scan")
+"""Compiles in a quarter of the time that twelve layers one by one take."""
 USES_A_RUN = ("checkpoints", "eval", "generate", "grow", "noise")
 """Commands of `mupax train` that are cheap, and are run as written on what `make train` leaves, here after two steps."""
 
@@ -111,9 +113,9 @@ def run(line: str) -> int:
         words = ["mupax", *words[2:]]
     assert words[0] == "mupax", f"the documents say {line!r}, and nothing here knows how to check it"
     if words[1] == "train" and words[2] not in USES_A_RUN and not set(words) & set(RUNS_NOTHING):
-        words.append("--dry-run")
-    if "gpt2-c4" in words:
-        words += ["--model.compute.layers", "scan"]  # twelve layers one by one take four times as long to compile
+        words += ["--dry-run", *AS_A_SCAN]
+    elif "gpt2-c4" in words:
+        words += AS_A_SCAN
     try:
         return mupax.main(words[1:])
     except SystemExit as stop:
