@@ -65,6 +65,8 @@ class Config:
     xla_flags: Literal["auto", "none", "scatter"] = "auto"
     """Compiler flags of train/parallel/hardware.py for the devices at hand, or none; those in XLA_FLAGS and LIBTPU_INIT_ARGS stay.
     scatter, on TPU: also gradients by reduce-scatter along each dimension of the torus, half of the bytes of all-reduce."""
+    vmem_kib: int | None = None
+    """On TPU: most KiB of a core's own memory that one operation may take, such as 98304; as the compiler has it unless given."""
 
     def __post_init__(self) -> None:
         if wrong := [name for name in self.resume_change if name not in get_args(ResumeChange)]:
@@ -73,6 +75,7 @@ class Config:
             raise ConfigError(f"--resume-change {' '.join(self.resume_change)} is for a run that goes on; add --resume")
         at_least("", self, 1, "steps", "accumulation_steps")
         at_least("", self, 0, "seed")
+        at_least("", self, 1024, "vmem_kib")
         check_place("workdir", self.workdir)
         batch, parts = self.data.batch_size, self.accumulation_steps
         if batch % parts:

@@ -104,7 +104,10 @@ class Program:
     def compiler_options(self) -> dict[str, Any]:
         """Flags that the training step is compiled with."""
         device = self.mesh.devices.flat[0]
-        return hardware.compiler_options(device.platform, self.config.xla_flags, kind=device.device_kind)
+        config = self.config
+        return hardware.compiler_options(
+            device.platform, config.xla_flags, kind=device.device_kind, vmem_kib=config.vmem_kib
+        )
 
     @property
     def free(self) -> bool:

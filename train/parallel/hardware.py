@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
-import jaxlib
+from jaxlib.version import __version__ as jaxlib_version
 
 _BFLOAT16_TERA: dict[float, tuple[str, ...]] = {
     # Per JAX device: v3 and 7x show each of a chip's two cores as a device, the others a chip.
@@ -127,7 +127,7 @@ PIPELINING: dict[str, tuple[str, Value]] = {
     "0.12": ("xla_gpu_pipeline_{}", "COLLECTIVE_PIPELINING_MODE_ON"),
 }
 """Version of jaxlib to what pipelined collectives are called there; left to the compiler in others, which might refuse the name."""
-_pipelining = PIPELINING.get(".".join(jaxlib.__version__.split(".")[:2]))
+_pipelining = PIPELINING.get(".".join(jaxlib_version.split(".")[:2]))
 
 FLAGS: dict[str, tuple[Flag, ...]] = {
     "cpu": (),
@@ -172,6 +172,9 @@ and from what the compiler makes of them: none was timed on a GPU or TPU. `pytho
 each on the devices at hand."""
 
 
+VMEM = "xla_tpu_scoped_vmem_limit_kib"
+"""What `--vmem-kib` sets."""
+
 _RINGS = (
     "half of the bytes for gradients, beside products; compiled for lm-8b on v5e:16x16, other shapes may be refused"
 )
@@ -181,7 +184,7 @@ SCATTER = tuple(
         "xla_tpu_decompose_every_reduce_scatters_hlos": True,
         "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter": True,
         "xla_enable_async_reduce_scatter_fusion": True,
-        "xla_tpu_scoped_vmem_limit_kib": 32768,
+        VMEM: 32768,
     }.items()
 )
 """What `--xla-flags scatter` adds on TPU: it takes all of them for reduce-scatters to run beside products."""
@@ -193,6 +196,7 @@ def compiler_options(
     environment: Mapping[str, str] = os.environ,
     *,
     kind: str = "",
+    vmem_kib: int | None = None,
 ) -> dict[str, Any]:
     """The flags for a backend, without those that the user's environment sets.
 
@@ -200,12 +204,13 @@ def compiler_options(
         platform: `jax.Device.platform` of the devices to compile for; an unknown one has no flags.
         choice: none gives no flags, scatter also those in `SCATTER`.
         kind: their `device_kind`, for the flags of one generation.
+        vmem_kib: of a TPU core's own memory, in place of what a flag says; whatever the choice.
         environment: where XLA_FLAGS and LIBTPU_INIT_ARGS are looked up.
     """
-    if choice == "none":
-        return {}
     set_by_user = re.findall(r"--(\w+)", " ".join(environment.get(name, "") for name in VARIABLES))
-    flags = (*FLAGS.get(platform, ()), *FLAGS.get(kind, ())) + (
-        SCATTER if (platform, choice) == ("tpu", "scatter") else ()
-    )
-    return {flag.name: flag.value for flag in flags if flag.name not in set_by_user}
+    flags = () if choice == "none" else (*FLAGS.get(platform, ()), *FLAGS.get(kind, ()))
+    flags += SCATTER if (platform, choice) == ("tpu", "scatter") else ()
+    values = {flag.name: flag.value for flag in flags}
+    if platform == "tpu" and vmem_kib is not None:
+        values[VMEM] = vmem_kib
+    return {name: value for name, value in values.items() if name not in set_by_user}

@@ -12,7 +12,18 @@ from mupax.train.core.optimizer import schedule_table
 
 JUMP = 1.5
 """Learning rates of one step, of the schedule before and of the new one, further apart than this ratio are a jump."""
-_APART = ("recipe", "init", "distributed", "checkpoint", "log", "workdir", "resume", "resume_change", "xla_flags")
+_APART = (
+    "recipe",
+    "init",
+    "distributed",
+    "checkpoint",
+    "log",
+    "workdir",
+    "resume",
+    "resume_change",
+    "xla_flags",
+    "vmem_kib",
+)
 """Fields of a config that leave training as it is, and what is settled elsewhere."""
 
 

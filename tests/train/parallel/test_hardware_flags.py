@@ -124,13 +124,13 @@ for options in json.loads(sys.argv[1]):
 @pytest.mark.tpu
 def test_the_tpu_compiler_knows_its_flags() -> None:
     each = ({name: value} for name, value in (TPU | V6E).items())
-    sets = [*each, TPU, TPU | V6E, RINGS, {"xla_tpu_no_such_flag": True}]
+    sets = [*each, TPU, TPU | V6E, RINGS, TPU | {hardware.VMEM: 65536}, {"xla_tpu_no_such_flag": True}]
     environment = {**os.environ, "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     done = subprocess.run(
         [sys.executable, "-c", AHEAD, json.dumps(sets)], env=environment, capture_output=True, text=True, timeout=300
     )
     *known, unknown = done.stdout.splitlines()
-    assert known == ["compiled"] * (len(TPU | V6E) + 3), done.stderr
+    assert known == ["compiled"] * (len(TPU | V6E) + 4), done.stderr
     assert "xla_tpu_no_such_flag" in unknown
 
 
@@ -145,6 +145,10 @@ def test_the_flags_of_a_backend() -> None:
     assert compiler_options("tpu", "scatter", {}) == RINGS
     assert compiler_options("gpu", "scatter", {}) == GPU
     assert compiler_options("metal", "auto", {}) == {}
+    assert compiler_options("tpu", "auto", {}, vmem_kib=65536) == TPU | {hardware.VMEM: 65536}
+    assert compiler_options("tpu", "scatter", {}, vmem_kib=65536) == RINGS | {hardware.VMEM: 65536}
+    assert compiler_options("gpu", "none", {}, vmem_kib=65536) == {}
+    assert compiler_options("tpu", "none", {"LIBTPU_INIT_ARGS": f"--{hardware.VMEM}=1"}, vmem_kib=65536) == {}
 
 
 @pytest.mark.core

@@ -239,6 +239,7 @@ FIELDS: dict[str, Way] = {
     "seed": (start, TOKENS, 1),
     "resume": Shown("train/checkpoints/test_checkpointer.py", "--resume"),
     "resume_change": Shown("train/run/test_resume.py", "--resume-change"),
+    "vmem_kib": Shown("train/parallel/test_hardware_flags.py", "vmem_kib"),
     "xla_flags": Shown("train/parallel/test_hardware_flags.py", "xla_flags"),
 }
 

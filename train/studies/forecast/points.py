@@ -29,7 +29,7 @@ SCALES = (
 )  # fmt: skip
 """Fields in which the runs of one law differ."""
 ELSEWHERE = (
-    "recipe", "workdir", "resume", "log.", "checkpoint.", "mesh.", "distributed.", "faults.", "model.compute.", "xla_flags",
+    "recipe", "workdir", "resume", "log.", "checkpoint.", "mesh.", "distributed.", "faults.", "model.compute.", "xla_flags", "vmem_kib",
     "accumulation_steps", "preset.noise_scale",
 )  # fmt: skip
 """Fields that change nothing of what is learnt."""

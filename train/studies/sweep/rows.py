@@ -105,6 +105,8 @@ def key_of(config: Config, data_digest: str) -> str:
     for name in ("noise", "noise_rate", "noise_span"):
         if getattr(bare.data, name) is None:
             del fields["data"][name]
+    if bare.vmem_kib is None:
+        del fields["vmem_kib"]
     if bare.model.compute.attention_block is None:
         del fields["model"]["compute"]["attention_block"]
     if bare.optimizer.moment_dtype is None:
