@@ -185,9 +185,16 @@ SCATTER = tuple(
         "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter": True,
         "xla_enable_async_reduce_scatter_fusion": True,
         VMEM: 32768,
+        "xla_tpu_use_minor_sharding_for_major_trivial_input": True,
+        "xla_tpu_relayout_group_size_threshold_for_reduce_scatter": 1,
     }.items()
 )
-"""What `--xla-flags scatter` adds on TPU: it takes all of them for reduce-scatters to run beside products."""
+"""What `--xla-flags scatter` adds on TPU: it takes all of them for reduce-scatters to run beside products.
+
+The last two are MaxText's REDUCE_SCATTER_FUSION: without them what is split on its last axis into fewer than 128 numbers is summed
+by all-reduce along the last dimension of the torus. Of f32[14336,4096] over fsdp 256 on v5e:16x16: 440 MB of reduce-scatters and 28
+in place of 55 for a loop of four, and 15.29 M cycles in place of 15.40.
+"""
 
 
 def compiler_options(
