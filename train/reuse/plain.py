@@ -10,9 +10,10 @@ Both are one function when every parameter is taken times one number (per layer,
 | attention out, MLP out and their biases| times branch / c                          |
 | gain and bias of the norm before a tied readout | times the readout's multiplier   |
 
-c is the product of the skips so far: with h = c h', the stream h' has skip 1 (u-mup only). A norm does not see c but
-through its eps, which counts as eps / c^2: that part alone is not exact, and is no larger than eps (c^-2 - 1) / 2 of the norm's
-output where the stream's variance is 1.
+An encoder-decoder has these in either stack, with a third branch, `cross`, in the decoder's. c is the product of a stack's
+skips so far: with h = c h', the stream h' has skip 1 (u-mup only). A norm does not see c but through its eps, which counts
+as eps / c^2: that part alone is not exact, and is no larger than eps (c^-2 - 1) / 2 of the norm's output where the
+stream's variance is 1.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from mupax.zoo.definition import Definition
 Scales = dict[str, np.ndarray]
 """Parameter to the number that its weight is taken times, float64 [] or [layers]."""
 
-GAIN = "norm.gain"
-"""The gain that a tied readout's multiplier goes into, also where the model has none (it is 1 then)."""
+NORM, GAIN = "norm.", "norm.gain"
+"""The last norm; its gain, which a tied readout's multiplier goes into, also where the model has none (it is 1 then)."""
 
 
 class AbsorbError(MupaxError):
@@ -52,25 +53,24 @@ def scales(definition: Definition, factors: Factors) -> Scales:
     Where queries are normalized without a gain (qk_norm, norm_gain false) no weight can hold the logits' scale; a definition
     does not show that, so callers must compare the two scales themselves.
     """
-    forward = {kind: _factor(definition, factors, kind) for kind in ("logits", "branch", "skip", "readout")}
-    query = forward["logits"] * definition.sizes.get("head_dim", 1) ** 0.5
     normalized = any(spec.role is Role.NORM_GAIN and spec.of is Role.QUERY for spec in definition.specs.values())
-    branch = forward["branch"] / np.cumprod(forward["skip"].reshape(-1)).reshape(forward["skip"].shape)
     by: Scales = {}
     for name, spec in definition.specs.items():
         scale = np.asarray(factors.multiplier[name], np.float64)
+        stack, _, inside = name.rpartition("block.")
+        module = inside.partition(".")[0]
         match spec.of or spec.role:
             case Role.QUERY if normalized == (spec.role is Role.NORM_GAIN):
-                scale = scale * query
-            case Role.ATTENTION_OUT:
-                scale = scale * branch[:, 0]
-            case Role.MLP_OUT:
-                scale = scale * branch[:, 1]
-            case Role.NORM_GAIN if not spec.in_block:
-                scale = scale * forward["readout"]
+                logits = _factor(definition, factors, f"{stack}block.{module}.logit_scale")
+                scale = scale * logits * definition.sizes.get("head_dim", 1) ** 0.5
+            case Role.ATTENTION_OUT | Role.MLP_OUT:
+                scale = scale * _branch(definition, factors, f"{stack}block.", module)
+            case Role.NORM_GAIN if name.startswith(NORM):
+                scale = scale * _factor(definition, factors, "tied_readout")
         by[name] = scale
-    if GAIN not in by and forward["readout"] != 1:
-        by[GAIN] = forward["readout"]
+    readout = _factor(definition, factors, "tied_readout")
+    if GAIN not in by and readout != 1:
+        by[GAIN] = readout
     for name, scale in by.items():
         if not (np.isfinite(scale).all() and (scale != 0).all()):
             raise AbsorbError(f"{name}: its multiplier is {scale}, which a weight cannot carry")
@@ -136,14 +136,17 @@ def preset_record(fields: PresetConfig, preset: Preset, model: Definition, facto
         model: whose weights.
         factors: the preset's, for this model.
     """
-    kinds = {declared["kind"]: name for name, declared in model.factors.items() if name in factors.forward}
-    skips = factors.forward.get(kinds.get("skip", ""))
+    names: dict[str, str] = {}
+    for name, declared in model.factors.items():
+        if name in factors.forward:  # by kind, and by name those of other stacks and branches
+            names[declared["kind"] if declared["kind"] not in names else name] = name
+    skips = [factors.forward[name] for name in names.values() if model.factors[name]["kind"] == "skip"]
     return {
-        **({} if skips is None else {"norm_eps_times": float(np.prod(skips, dtype=np.float64) ** -2)}),
+        **({"norm_eps_times": max(float(np.prod(skip, dtype=np.float64) ** -2) for skip in skips)} if skips else {}),
         "described": preset.describe(),
         "fields": {name: value for name, value in vars(fields).items() if value not in (None, (), False, "none")},
         "base": dict(preset.base) if preset.base else None,
-        "factors": {kind: number(factors.forward[name]) for kind, name in kinds.items()},
+        "factors": {key: number(factors.forward[name]) for key, name in names.items()},
         "scales": {name: number(scale) for name, scale in scales(model, factors).items()},
     }
 
@@ -153,10 +156,18 @@ def number(numbers: np.ndarray) -> Any:
     return float(numbers.flat[0]) if np.ptp(numbers) == 0 else np.asarray(numbers).tolist()
 
 
-def _factor(definition: Definition, factors: Factors, kind: str) -> np.ndarray:
-    """The forward factor of a kind; ones where the preset left a skip out or the readout is not tied."""
-    for name, declared in definition.factors.items():
-        if declared["kind"] == kind and name in factors.forward:
-            return np.asarray(factors.forward[name], np.float64)
-    layers = definition.sizes["layers"]
-    return np.ones({"logits": (layers,), "readout": ()}.get(kind, (layers, 2)))
+def _branch(definition: Definition, factors: Factors, block: str, module: str) -> np.ndarray:
+    """What a branch of the blocks at a path is times in the stream divided by its skips so far, [layers]."""
+    if f"{block}branch" not in definition.factors:
+        return np.ones(())
+    skip = _factor(definition, factors, f"{block}skip")
+    branch = _factor(definition, factors, f"{block}branch") / np.cumprod(skip.reshape(-1)).reshape(skip.shape)
+    return branch[:, definition.factors[f"{block}branch"]["stack"].branches.index(module)]
+
+
+def _factor(definition: Definition, factors: Factors, name: str) -> np.ndarray:
+    """A forward factor; ones where the preset left a skip out, 1 where the readout is not tied."""
+    if name in factors.forward:
+        return np.asarray(factors.forward[name], np.float64)
+    declared = definition.factors.get(name)
+    return np.ones(declared["shape"] if declared else ())

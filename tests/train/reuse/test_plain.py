@@ -16,12 +16,16 @@ from mupax.train.core.factors import Factors, resolve
 from mupax.train.reuse import plain as fold
 from mupax.zoo.configs import DecoderConfig, ModelConfig, ViTConfig
 from mupax.zoo.definition import Definition, definition
+from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
 
 pytestmark = pytest.mark.core
 
 TIED = DecoderConfig(width=12, depth=3, num_heads=3, mlp_ratio=1.5, vocab_size=17, seq_len=5, tied=True)
 ROTARY = dataclasses.replace(TIED, positions="rotary", tied=False, num_kv_heads=1, norm="rmsnorm", activation="swiglu")
 VIT = ViTConfig(width=12, depth=3, num_heads=3, mlp_ratio=1.5, image_size=6, patch_size=3, num_classes=5)
+TRANSLATOR = EncoderDecoderConfig(
+    width=12, depth=3, encoder_depth=2, num_heads=3, mlp_ratio=1.5, vocab_size=17, seq_len=6, target_len=5
+)
 BASE = {"embed": 8, "heads": 2, "kv_heads": 1, "head_dim": 4, "mlp": 12, "layers": 2}
 
 CASES: dict[str, tuple[ModelConfig, Preset]] = {
@@ -29,6 +33,7 @@ CASES: dict[str, tuple[ModelConfig, Preset]] = {
     "mup, tied, no gains": (dataclasses.replace(TIED, norm_gain=False, bias=False), presets.get("mup")),
     "depth-mup, rotary": (ROTARY, presets.get("depth-mup", base=BASE, gamma0=0.5, beta0=3.0)),
     "depth-mup, queries normalized": (dataclasses.replace(ROTARY, qk_norm=True), presets.get("depth-mup", base=BASE)),
+    "depth-mup, encoder-decoder": (TRANSLATOR, presets.get("depth-mup", base=BASE, beta0=3.0)),
     "mean-field, ViT": (VIT, presets.get("mup", base=BASE, form="mean-field")),
 }
 
@@ -46,11 +51,16 @@ def numbers(built: Definition, preset: Preset) -> tuple[dict[str, Any], Factors]
     return {name: draw(name, leaf.shape) for name, leaf in built.abstract.items()}, factors
 
 
-def inputs_of(model: ModelConfig) -> jax.Array:
+def inputs_of(model: ModelConfig) -> tuple[jax.Array, ...]:
     random = np.random.default_rng(1)
-    if isinstance(model, DecoderConfig):
-        return jnp.asarray(random.integers(model.vocab_size, size=(2, model.seq_len)), jnp.int32)
-    return jnp.asarray(random.standard_normal((2, model.image_size, model.image_size, model.channels)), jnp.float32)
+    if isinstance(model, ViTConfig):
+        return (
+            jnp.asarray(random.standard_normal((2, model.image_size, model.image_size, model.channels)), jnp.float32),
+        )
+    tokens = jnp.asarray(random.integers(17, size=(2, model.seq_len)), jnp.int32)
+    if not isinstance(model, EncoderDecoderConfig):
+        return (tokens,)
+    return tokens, jnp.ones_like(tokens).at[1, 4:].set(0), tokens[:, : model.targets]
 
 
 def difference(model: ModelConfig, preset: Preset, change: Any = None) -> float:
@@ -69,8 +79,8 @@ def difference(model: ModelConfig, preset: Preset, change: Any = None) -> float:
         if f["kind"] != "skip"
     }
     x = inputs_of(model)
-    want = np.asarray(built.apply(params, factors.multiplier, factors.forward, x))
-    got = np.asarray(full.apply(folded, {name: np.float32(1) for name in folded}, plain, x))
+    want = np.asarray(built.apply(params, factors.multiplier, factors.forward, *x))
+    got = np.asarray(full.apply(folded, {name: np.float32(1) for name in folded}, plain, *x))
     assert np.abs(want).max() > 0.3
     return float(np.abs(got - want).max())
 
@@ -83,6 +93,14 @@ def test_the_plain_network_is_the_same_function(case: tuple[ModelConfig, Preset]
 @pytest.mark.parametrize("name", ["block.attention.query", "block.mlp.down_bias", "norm.gain", "token"])
 def test_control_every_scale_counts(name: str) -> None:
     model, preset = CASES["depth-mup, rotary"] if name == "block.mlp.down_bias" else CASES["mup, tied"]
+    assert difference(model, preset, lambda by: {**by, name: by[name] * 1.3}) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "name", ["block.cross.query", "block.cross.out", "encoder.block.mlp.down", "encoder.norm.gain"]
+)
+def test_control_every_scale_of_an_encoder_decoder_counts(name: str) -> None:
+    model, preset = CASES["depth-mup, encoder-decoder"]
     assert difference(model, preset, lambda by: {**by, name: by[name] * 1.3}) > 1e-3
 
 
