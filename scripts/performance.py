@@ -108,6 +108,22 @@ All of it together, as the command compiles it now (cycles as the report counts 
 | 8 B, v6e:16x16, 2x4096 | 1.544e9 | 0.91 | 0.377 | 6.83 |
 | 8 B, v5p:4x4x4, 4x4096 (MaxText 4.728e9, 1.509 + 14.14 GB) | 4.806e9 | 1.02 | 1.50 | 13.3 |
 
+Positions split over devices, whose keys are gathered (`--model.compute.attention splash`) or go round in a ring (`auto`): `python -m
+train compile lm-8b --topology v5p:4x4x4 --model.seq-len 131072 --data.batch-size 8 --mesh.fsdp 8 --mesh.sequence 8`, and on
+v5e:16x16 `--model.seq-len 32768 --data.batch-size 64 --mesh.fsdp 64 --mesh.sequence 4`. A step is kernels at the chip's peak, on
+the device that has most to do, and the estimated cycles of all else, where a branch counts as its longest.
+
+| | arguments, GB | temporaries, GB | cycles | kernels | step at least | sent over `sequence`, GB: beside products + alone |
+|---|---|---|---|---|---|---|
+| 131,072 on v5p, gathered | 12.0 | 13.7 | 4.91e9 | 12.7 s | 15.5 s | 30 + 83 |
+| 131,072 on v5p, ring | 12.0 | 13.4 | 6.16e9 | 6.8 s | 10.3 s | 76 + 4 |
+| 32,768 on v5e, gathered | 1.5 | 5.7 | 4.65e9 | 3.5 s | 6.6 s | 16 + 8 |
+| 32,768 on v5e, ring | 1.5 | 5.7 | 5.41e9 | 2.0 s | 5.6 s | 0 + 17 |
+
+Keys of a context are small beside the rest (0.5 GB a layer at 131,072 tokens): what a ring saves is the wait for the last device. Its
+other cycles put parts together. On v5e:16x16, where the axis is four devices of a row of sixteen, the compiler sends keys alone; on
+v5e:4x4, where it is a row, and on v5p beside products. `auto` takes a ring from 4096 positions of a device on, where both gain.
+
 Attention blocks of 1024 with one backward kernel cost the 1.2 B step 0.667e9 cycles: sums of queries' gradients.
 On a CPU the product takes 1.28 times as long as halves, which stay there (`python -m scripts.bench.rotary --one-core`): the first
 loss has the same bits, and over 50 steps of a small decoder a loss differs by at most 3.3e-7; with the sums of queries, keys and

@@ -21,6 +21,10 @@ Shaped = jax.Array | jax.ShapeDtypeStruct
 AUTO: dict[str, tuple[AttentionName, ...]] = {"tpu": ("ring", "splash"), "gpu": ("cudnn", "ring")}
 """What auto tries, by platform, before XLA. On a GPU heads are exchanged for positions where they can be: whole kernels."""
 
+RING = 4096
+"""Positions of one device from which auto takes a ring on TPU: what a step of it saves grows with their square, what it costs to put
+its parts together with their number; the two are equal at about 2000 on v5p and 2800 on v5e (lm-8b at 131,072 and 32,768 tokens)."""
+
 
 def attend(
     q_BTHN: jax.Array,
@@ -72,7 +76,10 @@ def chosen(implementation: AttentionName, q_BTHN: Shaped, k_BSKN: Shaped, causal
         ConfigError: the named one cannot do this; the text says why.
     """
     if implementation == "auto":
-        able: tuple[AttentionName, ...] = (*AUTO.get(partition.current().platform, ()), "xla")
+        layout = partition.current()
+        able: tuple[AttentionName, ...] = (*AUTO.get(layout.platform, ()), "xla")
+        if layout.platform == "tpu" and q_BTHN.shape[1] < RING * layout.ways("sequence"):
+            able = able[able.index("ring") + 1 :]
         return next(name for name in able if not why_not(name, q_BTHN, k_BSKN, causal))
     if reason := why_not(implementation, q_BTHN, k_BSKN, causal):
         raise ConfigError(f"model.compute.attention {implementation}: {reason}; write auto or xla")

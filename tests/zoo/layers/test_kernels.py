@@ -138,8 +138,8 @@ def test_auto_takes_the_kernel_of_the_platform(monkeypatch: pytest.MonkeyPatch) 
     assert choose(Device("tpu"), **half) == "splash_attention"
     assert choose(Device("tpu"), length=196) == "xla"
     assert choose(Device("tpu", data=4, sequence=2)) == "xla"  # two parts of 32 positions on each
-    assert choose(Device("tpu", data=4, sequence=2), length=512) == "ring_attention"
-    assert choose(Device("tpu", data=4, sequence=2), length=256) == "splash_attention"
+    assert choose(Device("tpu", data=4, sequence=2), length=8192) == "ring_attention"
+    assert choose(Device("tpu", data=4, sequence=2), length=4096) == "splash_attention"
     assert choose(Device("gpu"), **half) == "cudnn_attention"
     assert choose(Device("gpu")) == "xla"
     assert choose(Device("gpu"), size=12, **half) == "xla"
@@ -244,6 +244,8 @@ model = dataclasses.replace(
     configs.get("lm-tiny"), width=128, depth=2, num_heads=2, num_kv_heads=2, seq_len=512, mlp_ratio=2.0, compute=compute
 )
 for mesh in (MeshConfig(data=1, fsdp=2, tensor=2), MeshConfig(data=1, fsdp=2, sequence=2)):
+    attention = "ring" if mesh.sequence > 1 else "splash"
+    model = dataclasses.replace(model, compute=dataclasses.replace(compute, attention=attention))
     text = assemble(dataclasses.replace(config_of(model, 4), mesh=mesh), devices).compile_train().as_text()
     assert "tpu_custom_call" in text
     # Keys sent round beside products.
