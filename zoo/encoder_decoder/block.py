@@ -5,6 +5,8 @@ B batch, T query and S key positions, D width, H heads, K key heads, N head dime
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax
 from flax import nnx
 
@@ -14,6 +16,9 @@ from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
 from mupax.zoo.layers.block import MLP, Attention
 from mupax.zoo.layers.linear import Norm, biased, project
 from mupax.zoo.layers.masked import attend
+
+if TYPE_CHECKING:
+    from mupax.zoo.layers.cache import Cache
 
 
 class SelfAttention(Attention):
@@ -32,6 +37,21 @@ class SelfAttention(Attention):
             bias_HTS: added to logits; None: nothing is.
         """
         return self._masked(*self.heads(x_BTD), seen_BS, bias_HTS)
+
+    def cached(
+        self, x_BTD: jax.Array, cache: Cache, layer: jax.Array | int, bias_HTS: jax.Array | None
+    ) -> tuple[jax.Array, Cache]:
+        """The branch of the T positions after those in the cache, and the cache with them.
+
+        Args:
+            x_BTD: the stream after its norm.
+            cache: of all layers.
+            layer: which of them this is.
+            bias_HTS: added to logits, of all positions the cache has room for.
+        """
+        q_BTHN, k_BTKN, v_BTKN = self.heads(x_BTD, cache.length)
+        cache = cache.put(layer, k_BTKN, v_BTKN)
+        return self._projected_out(cache.attend(layer, self._scaled(q_BTHN), bias_HTS)), cache
 
     def _masked(
         self,
@@ -60,7 +80,17 @@ class CrossAttention(SelfAttention):
             memory_BSD: the encoder's output.
             seen_BS: bool, False at its padding.
         """
-        return self._masked(self.queries(x_BTD), *self.keys(memory_BSD), seen_BS)
+        return self.among(x_BTD, self.keys(memory_BSD), seen_BS)
+
+    def among(self, x_BTD: jax.Array, keys: tuple[jax.Array, jax.Array], seen_BS: jax.Array | None) -> jax.Array:
+        """The same where keys and values are there already.
+
+        Args:
+            x_BTD: the decoder's stream after its norm.
+            keys: from `keys`.
+            seen_BS: bool, False at padding.
+        """
+        return self._masked(self.queries(x_BTD), *keys, seen_BS)
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, H, N], without the logit scale."""
@@ -124,6 +154,31 @@ class DecoderBlock(EncoderBlock):
             bias_HTT: of the decoder's relative positions.
         """
         h_BTD = self.added(h_BTD, 0, self.attention(self.attention_norm(h_BTD), None, bias_HTT))
-        h_BTD = self.added(h_BTD, 1, self.cross(self.cross_norm(h_BTD), memory_BSD, seen_BS))
+        return self._read_on(h_BTD, self.cross.keys(memory_BSD), seen_BS)
+
+    def cached(
+        self,
+        h_BTD: jax.Array,
+        cache: Cache,
+        layer: jax.Array | int,
+        keys: tuple[jax.Array, jax.Array],
+        seen_BS: jax.Array,
+        bias_HTS: jax.Array | None,
+    ) -> tuple[jax.Array, Cache]:
+        """The same for the T positions after those in the cache, and the cache with them.
+
+        Args:
+            h_BTD: the stream at the new positions.
+            cache: of the decoder's own positions, all layers.
+            layer: which of them this is.
+            keys: of the encoder's output, `CrossAttention.keys` of this layer.
+            seen_BS: bool, False at the encoder's padding.
+            bias_HTS: of the decoder's relative positions, all that the cache has room for.
+        """
+        y_BTD, cache = self.attention.cached(self.attention_norm(h_BTD), cache, layer, bias_HTS)
+        return self._read_on(self.added(h_BTD, 0, y_BTD), keys, seen_BS), cache
+
+    def _read_on(self, h_BTD: jax.Array, keys: tuple[jax.Array, jax.Array], seen_BS: jax.Array | None) -> jax.Array:
+        h_BTD = self.added(h_BTD, 1, self.cross.among(self.cross_norm(h_BTD), keys, seen_BS))
         h_BTD = self.added(h_BTD, 2, self.mlp(self.mlp_norm(h_BTD)))
         return partition.constrain(h_BTD, "batch", "sequence", None)

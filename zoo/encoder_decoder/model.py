@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, NamedTuple
+
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from mupax.zoo import partition
@@ -12,6 +15,25 @@ from mupax.zoo.encoder_decoder.block import DecoderBlock, EncoderBlock
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
 from mupax.zoo.layers.block import residual_stack
 from mupax.zoo.layers.linear import Norm, Reading
+
+if TYPE_CHECKING:
+    from mupax.zoo.layers.cache import Cache
+
+
+class Memory(NamedTuple):
+    """What a decoder reads of one input."""
+
+    keys: jax.Array
+    """[L, B, S, K, N], of cross-attention, by layer."""
+    values: jax.Array
+    """[L, B, S, K, N]."""
+    seen: jax.Array
+    """Bool [B, S], False at padding."""
+
+    def repeated(self, times: int) -> Memory:
+        """Every input so many times, side by side."""
+        keys, values = (jnp.repeat(x, times, axis=1) for x in (self.keys, self.values))
+        return Memory(keys, values, jnp.repeat(self.seen, times, axis=0))
 
 
 class Ends(nnx.Module):
@@ -112,6 +134,36 @@ class EncoderDecoder(Ends):
         h_BSD = encoder.embed(self.token if encoder.token is None else encoder.token, inputs)
         context = (input_mask > 0, encoder.bias(length, length))
         return encoder.norm(residual_stack(encoder.block, h_BSD, config.encoder_blocks, config.compute, *context))
+
+    def remember(self, inputs: jax.Array, input_mask: jax.Array) -> Memory:
+        """All that the decoder reads of an input, computed once.
+
+        Args:
+            inputs, input_mask: as of `encode`.
+        """
+        memory_BSD, (graph, stacked) = self.encode(inputs, input_mask), nnx.split(self.block)
+        keys, values = jax.lax.map(lambda state: nnx.merge(graph, state).cross.keys(memory_BSD), stacked)
+        return Memory(keys, values, input_mask > 0)
+
+    def cached(self, tokens_BT: jax.Array, cache: Cache, memory: Memory) -> tuple[jax.Array, Cache]:
+        """The decoder's last layer, [B, T, D], of the tokens after those in the cache, and the cache with them.
+
+        Args:
+            tokens_BT: no more of them than the cache has room for.
+            cache: keys and values of what came before (`mupax.zoo.layers.cache.empty`).
+            memory: of the inputs, from `remember`.
+        """
+        (graph, stacked), depth = nnx.split(self.block), self.config.depth
+        h_BTD = self.embed(self.token, tokens_BT, cache.length)
+        bias_HTS = self.bias(tokens_BT.shape[1], cache.keys.shape[3], cache.length)
+
+        def layer(stream: tuple[jax.Array, Cache], of: tuple[Any, ...]) -> tuple[Any, None]:
+            (h_BTD, cache), (index, state, *keys) = stream, of
+            return nnx.merge(graph, state).cached(h_BTD, cache, index, tuple(keys), memory.seen, bias_HTS), None
+
+        each = (jnp.arange(depth), stacked, memory.keys, memory.values)
+        h_BTD, cache = jax.lax.scan(layer, (h_BTD, cache), each)[0]
+        return h_BTD, cache._replace(length=cache.length + tokens_BT.shape[1])
 
     def read(self, h_BTD: jax.Array) -> jax.Array:
         """The decoder's last layer, [B, T, D], to float32 logits [B, T, V]."""

@@ -27,6 +27,8 @@ RECIPES: Table[Callable[[], Config]] = Table(
         "vit-h14": "pods:vit_h14",
         "lm-1b": "pods:lm_1b",
         "lm-8b": "pods:lm_8b",
+        "bart-large-c4": "pods:bart_large_c4",
+        "r2c2-c4": "pods:r2c2_c4",
     },
 )
 """Name to recipe. The name is the first word after `python -m train`."""

@@ -129,10 +129,7 @@ def load(config: DataConfig, model: ModelConfig, *, seed: int, note: cache.Note 
     Raises:
         DataError: as `denoising`, or targets are longer or shorter than the model's.
     """
-    assert config.noise is not None
-    fields = {"rate": config.noise_rate, "mean_span": config.noise_span}
-    noise = NOISES[config.noise](**{name: value for name, value in fields.items() if value is not None})
-    sizes = model.sizes()
+    noise, sizes = noise_of(config), model.sizes()
     wanted, there = noise.lengths(sizes["source"]).targets, sizes["position"]
     if wanted != there:
         raise DataError(
@@ -141,6 +138,13 @@ def load(config: DataConfig, model: ModelConfig, *, seed: int, note: cache.Note 
         )
     plain = dataclasses.replace(config, noise=None, noise_rate=None, noise_span=None)
     return denoising(plain, noise, inputs=sizes["source"], vocab_size=sizes["vocab"], seed=seed, note=note)
+
+
+def noise_of(config: DataConfig) -> Noise:
+    """The noise that a config names; raises DataError for numbers that it cannot have."""
+    assert config.noise is not None
+    fields = {"rate": config.noise_rate, "mean_span": config.noise_span}
+    return NOISES[config.noise](**{name: value for name, value in fields.items() if value is not None})
 
 
 def denoising(

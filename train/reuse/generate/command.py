@@ -27,7 +27,7 @@ UNFINISHED = "\ufffd"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generate(CheckpointFlags):
-    """Text from any checkpoint of a language model.
+    """Text from any checkpoint of a language model; of an encoder-decoder, what it makes of a text with `<mask>` (or `<0>`, `<1>`) in it.
 
     The text goes to stdout as it is made, what it took to stderr. Without --step the newest checkpoint writes; where the run
     keeps a moving average of its parameters, that does. One device makes it, with a cache of keys and values, so that a token
@@ -36,7 +36,7 @@ class Generate(CheckpointFlags):
     """
 
     prompt: Annotated[str, conf.arg(metavar="TEXT")]
-    """What to continue; - reads stdin, '' begins a document."""
+    """What to continue, or to fill in; - reads stdin, '' begins a document."""
     tokens: Annotated[int, conf.arg(metavar="N")] = 200
     """How many to add."""
     temperature: Annotated[float, conf.arg(metavar="T")] = 0.8
@@ -49,6 +49,8 @@ class Generate(CheckpointFlags):
     """Of the draws."""
     samples: Annotated[int, conf.arg(metavar="N")] = 1
     """Texts, made side by side."""
+    beams: Annotated[int, conf.arg(metavar="K")] = 1
+    """Encoder-decoders, at temperature 0: keep the K likeliest texts so far."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -62,9 +64,17 @@ def main(argv: Sequence[str]) -> int:
         if getattr(args, name) < least:
             raise DecodingError(f"--{name} is {getattr(args, name)}; write a whole number of at least {least}")
     run = saved_run.find(args.workdir, args.step, args.average)
+    if run.config.model.denoises:
+        from mupax.train.reuse.generate import denoised
+
+        return denoised.main(args, run, _tokenizer(run), sampling)
+    if args.beams != 1:
+        raise DecodingError(
+            f"--beams {args.beams} is for encoder-decoders, and the run is a {run.config.model.family}; leave it out"
+        )
     if not run.config.model.generates:
         raise saved_run.WorkdirError(
-            f"the run in {args.workdir} trained a {run.config.model.family}; only decoders write text"
+            f"the run in {args.workdir} trained a {run.config.model.family}; only decoders and encoder-decoders write text"
         )
     import numpy as np
 

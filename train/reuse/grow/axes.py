@@ -8,6 +8,7 @@ import numpy as np
 
 from mupax.errors import MupaxError
 from mupax.presets import ParamSpec, Role
+from mupax.presets.roles import ENCODER
 from mupax.train.reuse.transplant import Index, first
 from mupax.zoo.transformer import TransformerConfig
 
@@ -16,7 +17,18 @@ SIZES = {
 }  # fmt: skip
 """What grows: a property of the model, and the axis."""
 
-FREE = {"width", "depth", "num_heads", "head_dim", "num_kv_heads", "mlp_ratio", "norm_eps", "rope_theta", "compute"}
+FREE = {
+    "width",
+    "depth",
+    "encoder_depth",
+    "num_heads",
+    "head_dim",
+    "num_kv_heads",
+    "mlp_ratio",
+    "norm_eps",
+    "rope_theta",
+    "compute",
+}
 """Fields that growth may change; norm_eps and rope_theta to go with a wider stream and wider heads."""
 
 
@@ -61,6 +73,9 @@ def axes(before: TransformerConfig, after: TransformerConfig) -> Axes:
     _check(before, after)
     heads, kv_heads, copies = _heads(before, after)
     along = {axis: first(getattr(before, size), getattr(after, size)) for size, axis in SIZES.items()}
+    along["memory"] = along["embed"]
+    if before.denoises:
+        along[ENCODER.axis] = first(*(side.sizes()[ENCODER.axis] for side in (before, after)))
     rotated, notes = _rotated(before, after)
     return Axes({**along, "heads": heads, "kv_heads": kv_heads}, rotated, copies, notes)
 
@@ -85,6 +100,12 @@ def _check(before: TransformerConfig, after: TransformerConfig) -> None:
             # Without head_dim a head is the width over the heads, and more heads are smaller ones.
             instead = f"; add head_dim={was} to --set" if size == "heads_dim" else ""
             raise GrowError(f"{size} would shrink from {was} to {now}; growth only adds{instead}")
+    if before.denoises and after.sizes()[ENCODER.axis] < (was := before.sizes()[ENCODER.axis]):
+        raise GrowError(f"encoder_depth would shrink from {was}; growth only adds")
+    if after.width != before.width and getattr(before, "embedding_norm", False) and not before.norm_gain:
+        raise GrowError(
+            "a wider stream needs a gain of the norm after the embeddings, and this model has none; keep its width"
+        )
     if before.qk_norm and after.heads_dim != before.heads_dim:
         raise GrowError(
             "queries and keys are normalized (qk_norm) over the head dimension, and new entries of a head would change what "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro import conf
@@ -69,8 +69,8 @@ def main(argv: Sequence[str]) -> int:
     old = runs.whole_state(run.verified(), one)
     state, growth = grown(one, other, old)
     data = data_sources.load(before.data, before.model, seed=before.data_seed, note=console.print)
-    inputs = data.eval_batch(0)["inputs"][:EXAMPLES]
-    was, now = logits(one, old.params, inputs), logits(other, state.params, inputs)
+    batch = {name: array[:EXAMPLES] for name, array in data.eval_batch(0).items() if name not in ("targets", "weights")}
+    was, now = logits(one, old.params, batch), logits(other, state.params, batch)
     step = runs.write(args.out, after, other.preset.describe(), state, run.facts)
     cautions = other.preset.cautions(other.definition.sizes, after.optimizer.name)
     notes = [*growth.notes, *transplant.overshoot_notes(after.scaled_optimizer), *cautions]
@@ -135,13 +135,13 @@ def grown(one: Program, other: Program, old: TrainState) -> tuple[TrainState, Gr
     return jax.tree.map(init_from.placed, state, other.abstract), growth
 
 
-def logits(program: Program, params: Any, inputs: Any) -> np.ndarray:
+def logits(program: Program, params: Any, batch: Mapping[str, Any]) -> np.ndarray:
     """Logits of a batch, float32 whatever the run computes in.
 
     Args:
         program: of the run.
         params: the model's, by name.
-        inputs: tokens [batch, position] or images [batch, height, width, channel].
+        batch: what the model reads: `inputs`, and all else by name.
     """
     import jax
     import numpy as np
@@ -151,7 +151,13 @@ def logits(program: Program, params: Any, inputs: Any) -> np.ndarray:
     model = program.config.model
     exact = definition(dataclasses.replace(model, compute=dataclasses.replace(model.compute, dtype="float32")))
     factors = program.inputs.factors
-    return np.asarray(jax.jit(exact.apply)(params, factors.multiplier, factors.forward, inputs))
+
+    @jax.jit
+    def run(params: Any, inputs: Any, others: Any) -> Any:
+        return exact.model(params, factors.multiplier, factors.forward)(inputs, **others)
+
+    others = {name: array for name, array in batch.items() if name != "inputs"}
+    return np.asarray(run(params, batch["inputs"], others))
 
 
 def _read(value: str) -> Any:

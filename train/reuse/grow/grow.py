@@ -112,7 +112,7 @@ def _silent(spec: ParamSpec, along: Sequence[np.ndarray]) -> np.ndarray | None:
         return None
     # Only in heads and layers that are not new themselves: there the output is silent.
     sides = dict(zip(spec.axes, transplant.sides(along), strict=True))
-    return sides["layers"] & sides["kv_heads"] & ~sides["head_dim"]
+    return sides[spec.blocks] & sides["kv_heads"] & ~sides["head_dim"]
 
 
 def _notes(before: TransformerConfig, after: TransformerConfig, axes: grow_axes.Axes) -> tuple[bool, list[str]]:

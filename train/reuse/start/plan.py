@@ -24,16 +24,17 @@ from mupax.train.reuse.transplant import Move
 from mupax.zoo.definition import Definition
 from mupax.zoo.families import ModelConfig
 
-RESIZABLE = ("position", "vocab", "classes")
+RESIZABLE = ("position", "source", "vocab", "classes")
 """Axes whose first entries can be kept (of images' positions: the grid interpolated)."""
 
 UNSEEN = (
-    "activation", "branch_activation", "norm", "norm_eps", "positions", "rope_theta", "qk_norm", "qk_norm_kind", "pool",
+    "activation", "branch_activation", "norm", "norm_eps", "positions", "rope_theta", "embedding_norm", "shared",
+    "longest_distance", "qk_norm", "qk_norm_kind", "pool",
     "patch_size", "channels",
 )  # fmt: skip
 """Fields of a model that change its function and that the shapes of parameters need not show."""
 
-GROWING = ("embed", "heads", "kv_heads", "head_dim", "mlp", "layers")
+GROWING = ("embed", "heads", "kv_heads", "head_dim", "mlp", "layers", "memory", "encoder_layers")
 
 
 Shape = tuple[int, ...]
@@ -218,7 +219,7 @@ def _differing(spec: ParamSpec, old: Shape, shape: Shape) -> set[str]:
 
 def _refusal(refused: list[tuple[str, str, str]], there: ModelConfig, here: ModelConfig) -> str:
     text = first_of([differs for differs, _, _ in refused], "; ")
-    growth = [here.sizes().get(axis, 0) - there.sizes()[axis] for axis in GROWING]
+    growth = [here.sizes().get(axis, 0) - there.sizes().get(axis, 0) for axis in GROWING]
     if min(growth) >= 0 < max(growth):
         return f"{text}\nthis model is larger: `python -m train grow` makes the checkpoint one of it, with the same function"
     flags = {flag: [n for _, f, n in refused if f == flag] for flag in ("--init-new", "--init-resize", "--init-drop")}

@@ -35,7 +35,7 @@ def leave(session: Session, params: Arrays) -> None:
     config, folder, leader, count = program.config, rt.files, rt.processes.leader, program.definition.count()
     relative = f"relative to {config.preset.base}" if config.preset.base else "in absolute form"
     files = [folder / metrics.FILE_NAME]
-    if config.log.samples and config.model.generates:
+    if config.log.samples and (config.model.generates or config.model.denoises):
         files.append(folder / "sample.txt")
         text = _sample(program, data, params, inputs)
         if leader:
@@ -83,7 +83,11 @@ def _extra(rt: Runtime, what: str) -> Iterator[None]:
 
 
 def _sample(program: Program, data: Data, params: Arrays, inputs: StepInputs) -> str:
-    """A short prompt, continued."""
+    """A short prompt, continued; of an encoder-decoder texts with noise, and what it makes of them."""
+    if program.config.model.denoises:
+        from mupax.train.reuse.generate import denoised
+
+        return denoised.examples_text(program, data, params, inputs)
     from mupax.train.reuse.generate.decode import Generator
 
     prompt = data.tokenizer.encode([_PROMPT.encode()])[0]

@@ -1,0 +1,165 @@
+"""What an encoder-decoder writes for its inputs: the encoder runs once, then every token costs one position. Loops run on the devices.
+
+B inputs, K beams of each, S inputs and T tokens at most, V vocabulary. What is drawn depends on the seed, the row's number and the
+token's number alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mupax.train.core.program import Program
+from mupax.train.core.step import StepInputs
+from mupax.train.reuse.generate.decode import DEFAULT, DecodingError, Sampling, draw
+from mupax.zoo import partition
+from mupax.zoo.definition import Arrays, multiplied
+from mupax.zoo.layers import cache as caches
+from mupax.zoo.transformer import transformer
+
+
+class _Text(NamedTuple):
+    """Texts on the devices, R = B x K rows, the beams of one input side by side."""
+
+    number: Any
+    """Tokens of each, int32 []."""
+    caches: Any
+    """One per network."""
+    out: Any
+    """int32 [R, T]; behind an end stands more of it."""
+    done: Any
+    """Whether a text has ended, bool [R]."""
+    score: Any
+    """ln p of each, float32 [R]."""
+    count: Any
+    """Tokens until its end, int32 [R]."""
+    finite: Any
+    """Whether all logits so far were finite, bool []."""
+
+
+class Rewriter:
+    """Writes with one encoder-decoder. Compiles once per shape of inputs.
+
+    Args:
+        program: of the run; its mesh is where the parameters lie.
+        params: of the model.
+        inputs: the program's numbers: factors, and a reference where the model's output is centred.
+        start: token before the first that is written.
+        end: token that ends a text.
+        sampling: how tokens are drawn; with beams the likeliest are taken.
+        beams: K texts are kept for each input, the likeliest so far; 1 takes a token at a time.
+        length_penalty: beams are compared by ln p / length^penalty; 1 takes the mean over tokens.
+
+    Raises:
+        DecodingError: no beams, or beams and a temperature.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        params: Arrays,
+        inputs: StepInputs,
+        *,
+        start: int,
+        end: int,
+        sampling: Sampling = DEFAULT,
+        beams: int = 1,
+        length_penalty: float = 1.0,
+    ) -> None:
+        if beams < 1:
+            raise DecodingError(f"beams is {beams}; write at least 1")
+        if beams > 1 and sampling.temperature:
+            raise DecodingError(f"{beams} beams take the likeliest tokens; write temperature 0 with them, or 1 beam")
+        self._model, self._definition = transformer(program.config.model, "writing text"), program.definition
+        self._layout, self._forward = program.layout, inputs.factors.forward
+        self._start, self._end, self._sampling = start, end, sampling
+        self._beams, self._penalty = beams, length_penalty
+        networks = (params,) if inputs.reference is None else (params, inputs.reference)
+        apply = jax.jit(lambda networks, by: tuple(multiplied(dict(one), by) for one in networks))
+        self._weights = apply(networks, inputs.factors.multiplier)
+        self._run = jax.jit(self._written, static_argnums=2, out_shardings=program.layout.replicated)
+
+    def write(
+        self, inputs: np.ndarray, input_mask: np.ndarray, length: int | None = None, seed: int = 0
+    ) -> list[np.ndarray]:
+        """What is written for each input, int32 [tokens], its end with it where there is one.
+
+        Args:
+            inputs: int32 [B, S].
+            input_mask: int32 [B, S], 0 at padding.
+            length: tokens at most; the model's targets unless given.
+            seed: of the draws.
+
+        Raises:
+            DecodingError: a length that the model does not have, or the logits are not numbers: the model has diverged.
+        """
+        most = self._model.sizes()["position"]
+        length = most if length is None else length
+        if not 1 <= length <= most:
+            raise DecodingError(f"{length} tokens cannot be written; write 1 to {most}, the model's longest text")
+        arrays = np.asarray(inputs, np.int32), np.asarray(input_mask, np.int32)
+        out_BT, count_B, finite = self._run(self._weights, arrays, length, jax.random.key(seed))
+        if not finite:
+            raise DecodingError("the logits hold nan or inf: the model has diverged, there is nothing to write")
+        return [row[:count] for row, count in zip(np.asarray(out_BT), np.asarray(count_B), strict=True)]
+
+    def _written(
+        self, weights: Any, arrays: tuple[jax.Array, jax.Array], length: int, key: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The best text of every input, int32 [B, length], its tokens, int32 [B], and whether all logits were finite."""
+        rows = len(arrays[0]) * self._beams
+        with partition.using(self._layout):
+            networks: list[Any] = [self._definition.bind(params, self._forward) for params in weights]
+            memories = [net.remember(*arrays).repeated(self._beams) for net in networks]
+        empty = tuple(caches.empty(self._model, rows) for _ in weights)
+        first_R = jnp.arange(rows) % self._beams == 0  # beams begin alike: all but one would be copies of it
+        text = _Text(
+            jnp.int32(0), empty, jnp.full((rows, length), self._end, jnp.int32), jnp.zeros(rows, bool),
+            jnp.where(first_R, 0.0, -jnp.inf), jnp.zeros(rows, jnp.int32), jnp.array(True),
+        )  # fmt: skip
+        step = functools.partial(self._step, networks, memories, key)
+        text = jax.lax.while_loop(lambda text: (text.number < length) & ~jnp.all(text.done), step, text)
+        score_BK = (text.score / jnp.maximum(text.count, 1) ** self._penalty).reshape(-1, self._beams)
+        best_B = jnp.arange(len(score_BK)) * self._beams + jnp.argmax(score_BK, axis=1)
+        return text.out[best_B], text.count[best_B], text.finite
+
+    def _step(self, networks: list[Any], memories: list[Any], key: jax.Array, text: _Text) -> _Text:
+        """One token more of every text that has not ended."""
+        newest_R = jax.lax.dynamic_slice_in_dim(text.out, jnp.maximum(text.number - 1, 0), 1, axis=1)[:, 0]
+        newest_R1 = jnp.where(text.number == 0, self._start, newest_R)[:, None]
+        logits, read = [], []
+        with partition.using(self._layout):
+            for net, memory, cache in zip(networks, memories, text.caches, strict=True):
+                h_R1D, filled = net.cached(newest_R1, cache, memory)
+                logits.append(net.read(h_R1D)[:, 0])
+                read.append(filled)
+        logits_RV = logits[0] - logits[1] if len(logits) == 2 else logits[0]
+        finite = text.finite & jnp.all(jnp.isfinite(jnp.max(logits_RV, axis=-1)))
+        chances_RV = jax.nn.log_softmax(logits_RV, axis=-1)
+        parent_R, token_R, score_R = self._taken(text, chances_RV, jax.random.fold_in(key, text.number))
+        out, done, count = text.out[parent_R], text.done[parent_R], text.count[parent_R]
+        token_R = jnp.where(done, self._end, token_R)
+        out = jax.lax.dynamic_update_slice(out, token_R[:, None], (0, text.number))
+        if self._beams > 1:
+            read = [one._replace(keys=one.keys[:, parent_R], values=one.values[:, parent_R]) for one in read]
+        ended = done | (token_R == self._end)
+        return _Text(text.number + 1, tuple(read), out, ended, score_R, count + ~done, finite)
+
+    def _taken(self, text: _Text, chances_RV: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The text that each row goes on with, the token, and the score with it, all [R]."""
+        rows, vocab = chances_RV.shape
+        if self._beams == 1:
+            keys_R = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
+            token_R = draw(chances_RV, keys_R, self._sampling)
+            gained_R = jnp.take_along_axis(chances_RV, token_R[:, None], axis=1)[:, 0]
+            return jnp.arange(rows), token_R, text.score + jnp.where(text.done, 0.0, gained_R)
+        # A text that has ended goes on in one way, with its end again, at no cost.
+        ended_V = jnp.where(jnp.arange(vocab) == self._end, 0.0, -jnp.inf)
+        scores_RV = text.score[:, None] + jnp.where(text.done[:, None], ended_V, chances_RV)
+        score_BK, index_BK = jax.lax.top_k(scores_RV.reshape(-1, self._beams * vocab), self._beams)
+        parent_BK = index_BK // vocab + self._beams * jnp.arange(len(index_BK))[:, None]
+        return parent_BK.reshape(-1), (index_BK % vocab).reshape(-1), score_BK.reshape(-1)
