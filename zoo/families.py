@@ -50,6 +50,8 @@ class ComputeConfig:
     """Storage of parameters and optimizer state."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Matrix products and activations; norms, softmax and the loss stay in float32."""
+    product_dtype: Literal["int8", "float8"] | None = None
+    """Products of blocks with their weights, forward and back, in this type (extra `quantized`); in dtype unless given."""
 
     def __post_init__(self) -> None:
         if self.attention_block is not None and (self.attention_block < 128 or self.attention_block % 128):

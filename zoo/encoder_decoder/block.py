@@ -94,13 +94,13 @@ class CrossAttention(SelfAttention):
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, H, N], without the logit scale."""
-        q_BTHN = biased(project(x_BTD, self.query[...]), self.query_bias)
+        q_BTHN = biased(project(x_BTD, self.query[...], kind=self.kind), self.query_bias)
         q_BTHN = q_BTHN if self.query_norm is None else self.query_norm(q_BTHN)
         return partition.constrain(q_BTHN, "batch", "sequence", "heads", None)
 
     def keys(self, memory_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Keys and values of the encoder's output, [B, S, K, N]."""
-        k_BSKN, v_BSKN = project(memory_BSD, self.key[...]), project(memory_BSD, self.value[...])
+        k_BSKN, v_BSKN = (project(memory_BSD, w[...], kind=self.kind) for w in (self.key, self.value))
         k_BSKN, v_BSKN = biased(k_BSKN, self.key_bias), biased(v_BSKN, self.value_bias)
         return k_BSKN if self.key_norm is None else self.key_norm(k_BSKN), v_BSKN
 

@@ -19,7 +19,7 @@ from mupax.zoo.definition import Init
 from mupax.zoo.families import AttentionName, ComputeConfig
 from mupax.zoo.layers import kernels
 from mupax.zoo.layers.cpu_attention import SAVED
-from mupax.zoo.layers.linear import GATES, Norm, biased, project, rotary
+from mupax.zoo.layers.linear import GATES, Norm, biased, product_kind, project, rotary
 from mupax.zoo.transformer import TransformerConfig
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Attention(nnx.Module):
         self.causal, self.rope_theta = config.causal, config.rotary_theta
         self.implementation: AttentionName = config.compute.attention
         self.block = config.compute.attention_block
-        self.fused = config.compute.projections == "fused"
+        self.fused, self.kind = config.compute.projections == "fused", product_kind(config.compute)
         self.query, self.key, self.value = (init.param(name) for name in ("query", "key", "value"))
         self.out = init.param("out")
         self.query_bias, self.key_bias = init.maybe("query_bias"), init.maybe("key_bias")
@@ -88,11 +88,11 @@ class Attention(nnx.Module):
             width, kv_heads, size = key_DKN.shape
             query_DKGN = query_DHN.reshape(width, kv_heads, -1, size)
             each_DKGN = jnp.concatenate([query_DKGN, key_DKN[:, :, None], value_DKN[:, :, None]], axis=2)
-            y_BTKGN = project(x_BTD, each_DKGN)
+            y_BTKGN = project(x_BTD, each_DKGN, kind=self.kind)
             q_BTHN = y_BTKGN[..., :-2, :].reshape(*x_BTD.shape[:-1], *query_DHN.shape[1:])
             k_BSKN, v_BSKN = y_BTKGN[..., -2, :], y_BTKGN[..., -1, :]
         else:
-            q_BTHN, k_BSKN, v_BSKN = (project(x_BTD, w) for w in (query_DHN, key_DKN, value_DKN))
+            q_BTHN, k_BSKN, v_BSKN = (project(x_BTD, w, kind=self.kind) for w in (query_DHN, key_DKN, value_DKN))
         return biased(q_BTHN, self.query_bias), biased(k_BSKN, self.key_bias), biased(v_BSKN, self.value_bias)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
@@ -122,7 +122,7 @@ class Attention(nnx.Module):
 
     def _projected_out(self, y_BTHN: jax.Array) -> jax.Array:
         y_BTHN = partition.constrain(y_BTHN, "batch", "sequence", "heads", None)
-        return biased(project(y_BTHN, self.out[...], inputs=2), self.out_bias)
+        return biased(project(y_BTHN, self.out[...], inputs=2, kind=self.kind), self.out_bias)
 
 
 WIDE = 4096
@@ -140,7 +140,7 @@ class MLP(nnx.Module):
 
     def __init__(self, config: TransformerConfig, init: Init) -> None:
         self.activation = config.activation
-        self.fused = config.compute.projections == "fused"
+        self.fused, self.kind = config.compute.projections == "fused", product_kind(config.compute)
         self.up, self.gate, self.down = init.param("up"), init.maybe("gate"), init.param("down")
         self.up_bias, self.gate_bias = init.maybe("up_bias"), init.maybe("gate_bias")
         self.down_bias = init.maybe("down_bias")
@@ -155,18 +155,18 @@ class MLP(nnx.Module):
         else:
             h_BTF = jax.nn.gelu(h_BTF, approximate=self.activation != "gelu_exact")
         h_BTF = partition.constrain(h_BTF, "batch", "sequence", "mlp")
-        return biased(project(h_BTF, self.down[...]), self.down_bias)
+        return biased(project(h_BTF, self.down[...], kind=self.kind), self.down_bias)
 
     def _projected(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Up and, where there is one, gate, both [B, T, F]."""
         if self.gate is None:
-            return biased(project(x_BTD, self.up[...]), self.up_bias), None
+            return biased(project(x_BTD, self.up[...], kind=self.kind), self.up_bias), None
         if self.fused:
             # Side by side on an axis of their own, so that F stays split as it is.
             both_D2F = jnp.stack([self.up[...], self.gate[...]], axis=1)
-            up_BTF, gate_BTF = jnp.moveaxis(project(x_BTD, both_D2F), -2, 0)
+            up_BTF, gate_BTF = jnp.moveaxis(project(x_BTD, both_D2F, kind=self.kind), -2, 0)
         else:
-            up_BTF, gate_BTF = project(x_BTD, self.up[...]), project(x_BTD, self.gate[...])
+            up_BTF, gate_BTF = (project(x_BTD, w[...], kind=self.kind) for w in (self.up, self.gate))
         return biased(up_BTF, self.up_bias), biased(gate_BTF, self.gate_bias)
 
 

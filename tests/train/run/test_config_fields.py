@@ -191,6 +191,7 @@ FIELDS: dict[str, Way] = {
     **on(program, IMAGES, "model.", image_size=12, patch_size=2, channels=3, num_classes=9, pool="cls"),
     **on(program, TOKENS, "model.compute.", layers="unrolled", remat="block", projections="fused"),
     **on(program, TOKENS, "model.compute.", cross_entropy="chunked", param_dtype="bfloat16", dtype="bfloat16"),
+    "model.compute.product_dtype": Shown("zoo/layers/test_layers.py", "product_dtype="),
     "model.compute.attention_block": Shown("zoo/layers/test_kernels.py", "attention_block="),
     "model.compute.attention": Shown("zoo/layers/test_kernels.py", 'attention="splash"'),
     **on(program, TOKENS, "preset.", name="sp", base=None, form="mean-field", alpha_a=0.75, gamma0=0.5),

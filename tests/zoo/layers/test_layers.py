@@ -6,6 +6,7 @@ All tolerances are for float32, relative to the largest entry: 2e-5 for one pass
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +21,8 @@ from mupax.train.config.run import MeshConfig
 from mupax.train.parallel.mesh import make_mesh
 from mupax.train.parallel.sharding import MeshLayout
 from mupax.zoo import partition
-from mupax.zoo.configs import DecoderConfig
-from mupax.zoo.definition import Init
+from mupax.zoo.configs import ComputeConfig, ConfigError, DecoderConfig
+from mupax.zoo.definition import Init, definition
 from mupax.zoo.layers.kernels import attend, merged_attention
 from mupax.zoo.layers.linear import Norm, _turned, project, rotary
 
@@ -205,3 +206,32 @@ def test_mlps_equal_their_formulas(activation: Any) -> None:
         hidden = 0.5 * up * (1 + np.tanh(np.sqrt(2 / np.pi) * (up + 0.044715 * up**3)))
     expected = (hidden @ p["down"] + p["down_bias"]).astype(np.float32)
     assert_close(np.asarray(mlp(jnp.asarray(x))), expected, FORWARD)
+
+
+# Products of 8 bits
+
+
+def test_products_of_8_bits_without_their_package_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    config = dataclasses.replace(DECODER, compute=ComputeConfig(product_dtype="int8"))
+    with pytest.raises(
+        ConfigError, match=r"product_dtype int8 needs qwix; install it by pip install 'mupax\[quantized\]'"
+    ):
+        definition(config)
+
+
+@pytest.mark.parametrize("kind", ["int8", "float8"])
+def test_products_of_8_bits_are_near_and_follow_every_factor(kind: str) -> None:
+    pytest.importorskip("qwix", reason="products of 8 bits need the extra `quantized`")
+    keys = jax.random.split(jax.random.key(0))
+    x_BTI, w_IHN = jax.random.normal(keys[0], (2, 3, 17)), jax.random.normal(keys[1], (17, 5, 2))
+
+    def of(x: jax.Array, w: jax.Array, kind: str | None) -> Any:
+        y, back = jax.vjp(lambda x, w: project(x, w, kind=kind), x, w)
+        return y, *back(jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape))
+
+    exact, near = of(x_BTI, w_IHN, None), of(x_BTI, w_IHN, kind)
+    for a, b in zip(exact, near, strict=True):
+        error = float(jnp.linalg.norm(a - b) / jnp.linalg.norm(a))
+        assert 1e-3 < error < {"int8": 0.03, "float8": 0.1}[kind]
+    np.testing.assert_array_equal(of(4 * x_BTI, w_IHN / 64, kind)[0], near[0] / 16)

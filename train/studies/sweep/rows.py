@@ -107,8 +107,9 @@ def key_of(config: Config, data_digest: str) -> str:
             del fields["data"][name]
     if bare.vmem_kib is None:
         del fields["vmem_kib"]
-    if bare.model.compute.attention_block is None:
-        del fields["model"]["compute"]["attention_block"]
+    for name in ("attention_block", "product_dtype"):
+        if getattr(bare.model.compute, name) is None:
+            del fields["model"]["compute"][name]
     if bare.optimizer.moment_dtype is None:
         del fields["optimizer"]["moment_dtype"]
     for name, default in _NEWER.items():
