@@ -88,7 +88,7 @@ def search(config: Config, name: str, slices: int, limit: int) -> list[dict[str,
         config: the run; its mesh, batch, remat policy, microbatches, loss and attention blocks are replaced.
         name: topology.
         slices: how many of them.
-        limit: programs to compile; the others are only estimated.
+        limit: programs to compile, one of them the run's own; the others are only estimated.
 
     Returns:
         Reports of `mupax.train.pods.compiled.Compiled`, those that fit first, fastest first, with the flags that make them.
@@ -103,6 +103,7 @@ def search(config: Config, name: str, slices: int, limit: int) -> list[dict[str,
     room = [one for one in tried if one.bytes <= chip.hbm_bytes]
     # Where nothing is expected to fit, the smallest are tried: the estimate may be wrong.
     chosen = different(sorted(room or tried, key=lambda one: one.pace if room else one.bytes), limit)
+    chosen = [candidate(config, chip, devices, slices), *chosen][: max(2, limit)]  # beside the run as it stands
     lowered = assemble(chosen[0].config, devices).trace_train().lower().as_text()
     minutes = max(1, round(len(chosen) * len(lowered) / 2**20 * SECONDS_PER_MEBIBYTE / 60))
     print(
@@ -114,14 +115,10 @@ def search(config: Config, name: str, slices: int, limit: int) -> list[dict[str,
         expected = f"(expected {one.seconds:.3g} s, {gib(one.bytes)})"
         print(f"{number}/{len(chosen)}  {one.words}  {expected}", flush=True)
         report = compile_for(one.config, name, slices).report()
-        mine = {
-            "flags": one.words,
-            "kinds": one.kinds,
-            "expected_seconds": one.seconds,
-            "topology": name,
-            "slices": slices,
-        }
-        reports.append({**mine, **report})
+        step = report["roofline"] and f", {report['roofline']['step_seconds']:.3g} s"
+        print(f"     {gib(report['peak_bytes_per_device'])}{step or ', does not fit'}", flush=True)
+        mine = {"flags": one.words, "kinds": one.kinds, "expected_seconds": one.seconds, "topology": name}
+        reports.append({**mine, "slices": slices, **report})
     return sorted(reports, key=lambda r: (not r["fits"], _pace(r)))
 
 
@@ -193,6 +190,14 @@ def _candidates(config: Config, chip: Chip, devices: Any, slices: int) -> Iterat
                 yield Candidate(changed, _estimate(estimated, chip, slices), room)
 
 
+def candidate(config: Config, chip: Chip, devices: Any, slices: int) -> Candidate:
+    """A configuration as a candidate, its mesh filled in."""
+    program = assemble(config, devices)
+    mesh = dataclasses.replace(config.mesh, **{axis: program.mesh.shape[axis] for axis in AXES})
+    made = dataclasses.replace(program.config, mesh=mesh)
+    return Candidate(made, _estimate(program, chip, slices), sum(estimates.expected(program).values()))
+
+
 def _meshes(devices: int, slices: int, mesh: MeshConfig) -> Iterator[MeshConfig]:
     """Every way to split the devices over data, fsdp, sequence and tensor; slices lie along data."""
     sizes = [n for n in range(1, devices + 1) if devices % n == 0]
@@ -202,12 +207,11 @@ def _meshes(devices: int, slices: int, mesh: MeshConfig) -> Iterator[MeshConfig]
 
 
 def _estimate(program: Program, chip: Chip, slices: int) -> float:
-    """Seconds of a step: products, and what the mesh must send, where the two do not overlap by a tenth; then the loss' traffic."""
+    """Seconds of a step: products, and parameters sent, where the two do not overlap by a tenth; then what is waited for."""
     config, mesh = program.config, program.mesh.shape
     again = estimates.FORWARD_AGAIN[config.model.compute.remat]
-    flops = estimates.model_flops(config) * (1 + again / 3) / program.mesh.size + estimates.attention_waste(
-        program, chip
-    )
+    flops = estimates.model_flops(config) * (1 + again / 3) / program.mesh.size
+    flops += estimates.attention_waste(program, chip)
     compute = flops / chip.peak_flops
     weights = 2 * program.definition.count() / mesh["tensor"]
     gathered = (2 + again) * weights * config.accumulation_steps
@@ -217,16 +221,14 @@ def _estimate(program: Program, chip: Chip, slices: int) -> float:
     stream = 2 * positions / mesh["sequence"] * sizes["embed"]
     keys = 4 * positions * sizes["kv_heads"] * sizes["head_dim"] / mesh["tensor"]
     ring = {axis: (size - 1) / size for axis, size in mesh.items()}
-    sent = (
-        ring["fsdp"] * (gathered + 2 * weights)
-        + ring["data"] * 2 * 2 * weights / mesh["fsdp"]
-        + ring["tensor"] * 2 * (4 + 2 * again) * stream
-        + ring["sequence"] * (2 + again) * keys
-    )
-    network = sent / chip.ici_bandwidth
+    network = (ring["fsdp"] * (gathered + 2 * weights) + ring["data"] * 4 * weights / mesh["fsdp"]) / chip.ici_bandwidth
+    # What activations are summed or exchanged by is waited for, over one dimension of the torus.
+    waited = ring["tensor"] * 2 * (4 + 2 * again) * stream + ring["sequence"] * (2 + again) * keys
+    waits = waited * chip.torus / chip.ici_bandwidth
     if slices > 1 and chip.dcn_bandwidth:
         network += 2 * 2 * weights / mesh["fsdp"] / chip.dcn_bandwidth
-    return max(compute, network) + 0.1 * min(compute, network) + loss_traffic(program) / chip.hbm_bandwidth
+    waits += loss_traffic(program) / chip.hbm_bandwidth
+    return max(compute, network) + 0.1 * min(compute, network) + waits
 
 
 def loss_traffic(program: Program) -> float:

@@ -50,6 +50,11 @@ def test_candidates_decide_all_that_the_search_says() -> None:
         assert dataclasses.replace(one, config=parsed).kinds == one.kinds
     batch = config.data.batch_size
     assert values["batch"] == {str(batch // 2), str(batch), str(2 * batch)}
+    # What splits a layer's activations is waited for.
+    paces = {one.kinds["axes"]: one.seconds for one in reversed(found) if one.kinds["batch"] == batch}
+    assert paces["tensor",] > paces["fsdp",]
+    own = search.candidate(config, CHIPS["v5e"], jax.devices()[:2], 1)
+    assert (own.config.mesh.data, own.bytes > 0) == (2, True)
     # Larger batches are compared by the example.
     assert min(one.pace for one in found) == min(one.seconds / one.config.data.batch_size for one in found)
 
