@@ -6,15 +6,18 @@ import dataclasses
 import inspect
 import json
 import os
+import re
 import sys
 import types
 
 import pytest
 
 from mupax import command_line
+from mupax.errors import MupaxError
 from mupax.presets import PRESETS
 from mupax.train import run as train_run
 from mupax.train.__main__ import COMMANDS, main
+from mupax.train.config import cli
 from mupax.train.config.preset import preset_of
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import from_json, to_json
@@ -387,3 +390,18 @@ def test_messages_hold_on_a_terminal_with_colours(capsys: Capture, monkeypatch: 
     err = capsys.readouterr().err
     assert "\x1b" not in err
     assert "--optimizer.schedule needs one of 'constant', 'cosine', 'linear', 'wsd', not 'sdg'" in err
+
+
+def test_noise_is_for_encoder_decoders_and_they_need_it() -> None:
+    for words, text in (
+        ("lm-tiny --data.noise infilling", "for an encoder-decoder, and the model is a decoder"),
+        ("lm-tiny --data.noise-rate 0.2", "add data.noise infilling or sentinels"),
+        ("lm-tiny --model ed-tiny", "add --data.noise infilling or sentinels"),
+        ("ed-tiny --data.noise-rate 1.5", "write a share of the tokens in"),
+        ("ed-tiny --data.noise-span 0.5", "data.noise_span is 0.5"),
+        ("ed-tiny --preset.base lm-proxy", "write one of ed-proxy, ed-tiny"),
+    ):
+        name, *argv = words.split()
+        with pytest.raises(MupaxError, match=re.escape(text)):
+            cli.parse(name, RECIPES[name], argv)
+    assert cli.parse("r2c2-c4", RECIPES["r2c2-c4"], ["--data.noise-span", "4"]).config.data.noise_span == 4

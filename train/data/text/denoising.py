@@ -133,7 +133,7 @@ def load(config: DataConfig, model: ModelConfig, *, seed: int, note: cache.Note 
     wanted, there = noise.lengths(sizes["source"]).targets, sizes["position"]
     if wanted != there:
         raise DataError(
-            f"{config.noise} of {sizes['source']} inputs has targets of {wanted} tokens, and the model's are {there}; "
+            f"{config.noise} of {sizes['source']} inputs makes targets of {wanted} tokens, and the model's are {there}; "
             f"write --model.target-len {wanted}"
         )
     plain = dataclasses.replace(config, noise=None, noise_rate=None, noise_span=None)

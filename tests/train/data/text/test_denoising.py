@@ -12,10 +12,12 @@ import pytest
 
 from mupax.train.config.data import DataConfig
 from mupax.train.data import __main__ as command
-from mupax.train.data import show
+from mupax.train.data import load, show
 from mupax.train.data.interface import Batch, DataError
 from mupax.train.data.text import baselines, denoising, ngrams
 from mupax.train.data.text.noise import Infilling, Noise, Sentinels
+from mupax.train.parallel.sharding import abstract_batch
+from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
 
 pytestmark = pytest.mark.core
 
@@ -221,3 +223,18 @@ def test_what_cannot_be_seen_has_a_sign() -> None:
         show.side_by_side({"a": ["<mask>"] * 2, "b": ["x"]}, 20)
         == "a          b\n---------  ---------\n<mask>     x\n<mask>\n"
     )
+
+
+def test_a_run_names_its_noise_and_a_model_of_its_lengths(text: Path) -> None:
+    model = EncoderDecoderConfig(width=8, depth=1, num_heads=2, vocab_size=270, seq_len=43)
+    config = DataConfig(name=f"text:{text}", batch_size=8, noise="infilling", noise_rate=0.2)
+    data = load(config, model, seed=0, note=lambda line: None)
+    assert_same(data.train_batch(0), [opened(text, Infilling(rate=0.2)).train_batch(0)])
+    assert abstract_batch(model, 8).keys() == data.train_batch(0).keys()
+    sentinels = dataclasses.replace(config, noise="sentinels")
+    with pytest.raises(DataError, match=r"write --model\.target-len 14"):
+        load(sentinels, model, seed=0)
+    short = load(sentinels, dataclasses.replace(model, target_len=14), seed=0)
+    assert short.train_batch(0)["targets"].shape == (8, 14)
+    with pytest.raises(DataError, match=r"write --model\.vocab-size 260"):
+        load(config, dataclasses.replace(model, vocab_size=256), seed=0)
