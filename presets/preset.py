@@ -28,6 +28,7 @@ class Preset:
         baseless: the source's numbers are absolute, and there is no relative form.
         base: size of each axis at which every factor is 1; None is the absolute form (base 1 everywhere).
         zero_readout: start the readout at zero.
+        key_as_query: keys start as the queries' matrix (`choices`: key_start).
         muon_rms: entries of Muon's steps are 0.2 at the base, in place of their spectral norm 1 (`choices`: muon_scale).
         constants: of parameter groups (`constants`): COLUMN.GROUP to a factor.
         given: all constants this preset was made with, for printing.
@@ -48,6 +49,7 @@ class Preset:
     baseless: bool = False
     base: Mapping[str, int] | None = None
     zero_readout: bool = False
+    key_as_query: bool = False
     muon_rms: bool = False
     constants: Mapping[str, float] = dataclasses.field(default_factory=dict)
     given: Mapping[str, float | str] = dataclasses.field(default_factory=dict)
@@ -184,8 +186,9 @@ class Preset:
         )
 
     def logit_scale(self, sizes: Mapping[str, int]) -> float:
-        """What attention logits k.q are multiplied by: N_base^-1/2 at base size, N^-1/2 under `sp`."""
-        return self.base_size("head_dim", sizes) ** -0.5 * self.logits(self.ratios(sizes), self.base)
+        """What attention logits k.q are multiplied by: N_base^-1/2 at base size (-1 for keys that start as queries), N^-1/2 under `sp`."""
+        root = -1.0 if self.key_as_query else -0.5
+        return self.base_size("head_dim", sizes) ** root * self.logits(self.ratios(sizes), self.base)
 
     def residual_scale(
         self, sizes: Mapping[str, int], layer: int, branch: Branch, stack: Stack = OWN
@@ -203,11 +206,7 @@ class Preset:
         return 1.0, self.branch.renamed(OWN.axis, stack.axis)(self.ratios(sizes), self.base)
 
     def with_form(self, form: Form) -> Preset:
-        """The same training with multipliers in another place.
-
-        Raises:
-            PresetError: no form has this name.
-        """
+        """The same training with multipliers in another place; raises PresetError where no form has this name."""
         if form not in FORMS:
             raise PresetError(f"no form is named {form!r}; write {', '.join(map(repr, FORMS))}")
         return dataclasses.replace(self, form=form)

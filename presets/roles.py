@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from mupax.errors import MupaxError
@@ -65,6 +66,7 @@ AXES = {
     "heads": "query heads",
     "kv_heads": "key and value heads",
     "head_dim": "one head",
+    "value_dim": "one head's values, where they have a size of their own",
     "mlp": "MLP hidden",
     "vocab": "tokens",
     "classes": "image classes",
@@ -98,6 +100,7 @@ class ParamSpec:
         of: for a gain or bias, the role of the matrix it belongs to (None for a norm of the residual stream).
         tied: for a readout that reuses the token embedding; such a spec has a multiplier but no array of its own.
         part: of an encoder-decoder: "encoder", or "cross", the attention of its decoder to what the encoder wrote.
+        value_dim: for queries and keys, whose gradients are sums over values of a size of their own.
 
     Raises:
         PresetError: an axis that is not in `AXES`, a fan-in that is not an axis, or `of` on a matrix.
@@ -110,6 +113,7 @@ class ParamSpec:
     of: Role | None = None
     tied: bool = False
     part: Literal["", "encoder", "cross"] = ""
+    value_dim: bool = False
 
     def __post_init__(self) -> None:
         for axis in self.axes:
@@ -143,7 +147,7 @@ class ParamSpec:
     def bias(self) -> ParamSpec:
         """The declaration of this matrix' bias: one number per output."""
         axes = (self.blocks, *self.fan_out) if self.stacked else self.fan_out
-        return ParamSpec(role=Role.BIAS, axes=axes, in_block=self.in_block, of=self.role, part=self.part)
+        return dataclasses.replace(self, role=Role.BIAS, axes=axes, fan_in=(), of=self.role, tied=False)
 
     @property
     def fan_out(self) -> tuple[str, ...]:
@@ -204,3 +208,23 @@ MATRICES = {
     "readout": ParamSpec(role=Role.READOUT, axes=("embed", "vocab"), fan_in=("embed",)),
 }
 """The matrices of a transformer, by name: what limits are worked out for and the zoo's models are made of."""
+
+
+def with_value_dim(specs: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
+    """The matrices of attention whose values have a size of their own, `value_dim`; the others as they are.
+
+    Args:
+        specs: the matrices, by any names.
+    """
+
+    def one(spec: ParamSpec) -> ParamSpec:
+        if spec.role in (Role.QUERY, Role.KEY):
+            return dataclasses.replace(spec, value_dim=True)
+        if spec.role not in (Role.VALUE, Role.ATTENTION_OUT):
+            return spec
+        axes, fan_in = (
+            tuple("value_dim" if axis == "head_dim" else axis for axis in of) for of in (spec.axes, spec.fan_in)
+        )
+        return dataclasses.replace(spec, axes=axes, fan_in=fan_in)
+
+    return {name: one(spec) for name, spec in specs.items()}

@@ -26,6 +26,8 @@ from mupax.zoo.layers.initial import initial_value
 
 Arrays = dict[str, Any]
 """Parameter (or factor) name to array, or to its shape: what the step, the optimizer and checkpoints see."""
+LIKE = "like "
+"""Stands before a parameter's name where `Definition.initialize` is to draw it with another's `zlib.crc32` of its name."""
 
 
 class Factor(nnx.Variable):
@@ -145,10 +147,11 @@ class Definition:
 
         Args:
             seed: uint32 [].
-            stds: standard deviation, of gains the value, float32 [] or [layers] by name.
+            stds: standard deviation, of gains the value, float32 [] or [layers] by name; whom names after `LIKE` start as.
             draw: `initial.normals`, to draw all numbers at once; each parameter's by themselves unless given.
         """
-        sums = np.array([zlib.crc32(name.encode()) for name in self.specs], np.uint32)
+        each = [stds.get(LIKE + name, np.uint32(zlib.crc32(name.encode()))) for name in self.specs]
+        sums = jnp.array(each, jnp.uint32)
         keys = dict(zip(self.specs, jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), sums), strict=True))
         normals = draw(keys, self.specs, {name: leaf.shape for name, leaf in self.abstract.items()}) if draw else {}
         return {

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Literal
 
-from mupax.presets.roles import MATRICES, FactorSpec, ParamSpec, Role
+from mupax.presets.roles import MATRICES, FactorSpec, ParamSpec, Role, with_value_dim
 from mupax.zoo.families import ConfigError, ModelConfig
 
 Norm = Literal["layernorm", "rmsnorm"]
@@ -25,6 +25,8 @@ class TransformerConfig(ModelConfig):
     """Query heads H."""
     head_dim: int | None = None
     """Dimension per head N; width / num_heads unless given."""
+    value_dim: int | None = None
+    """Dimension of a head's values, where it is not that of its queries and keys."""
     num_kv_heads: int | None = None
     """Key and value heads (grouped-query attention); num_heads unless given."""
     mlp_ratio: float = 4.0
@@ -58,6 +60,10 @@ class TransformerConfig(ModelConfig):
             raise ConfigError(
                 f"model.num_heads {self.num_heads} is not a multiple of model.num_kv_heads {self.kv_heads}; "
                 f"write num_kv_heads {near}"
+            )
+        if self.value_dim is not None and self.compute.projections == "fused":
+            raise ConfigError(
+                "model.value_dim makes values of another size than queries; write projections auto or separate"
             )
         if self.qk_norm_kind != "rmsnorm" and not self.qk_norm:
             raise ConfigError(
@@ -105,6 +111,7 @@ class TransformerConfig(ModelConfig):
             "heads": self.num_heads,
             "kv_heads": self.kv_heads,
             "head_dim": self.heads_dim,
+            **({"value_dim": self.value_dim} if self.value_dim else {}),
             "mlp": self.mlp_dim,
             "layers": self.depth,
         }
@@ -112,6 +119,7 @@ class TransformerConfig(ModelConfig):
     def stack(self) -> dict[str, ParamSpec]:
         """Parameters of the residual stack and of the norm that ends it."""
         matrices = {name: spec for name, spec in MATRICES.items() if spec.in_block}
+        matrices = with_value_dim(matrices) if self.value_dim else matrices
         if self.gated:
             matrices["block.mlp.gate"] = MATRICES["block.mlp.up"]
         biases = {f"{name}_bias": spec.bias for name, spec in matrices.items()} if self.bias else {}
@@ -145,7 +153,8 @@ class TransformerConfig(ModelConfig):
         """q.k and the sum of values. A causal position attends to half of the context on average and is counted so."""
         length = self.sizes()["position"]
         attended = length / 2 if self.causal else length
-        return 2 * 2 * attended * self.num_heads * self.heads_dim * self.depth * (length // self.units)
+        each = self.heads_dim + (self.value_dim or self.heads_dim)
+        return 2 * attended * self.num_heads * each * self.depth * (length // self.units)
 
 
 def transformer(model: ModelConfig, what: str) -> TransformerConfig:

@@ -58,7 +58,7 @@ class Limit:
         self.fan_out = {name: sum(growth.get(axis, 0.0) for axis in spec.fan_out) for name, spec in SPECS.items()}
         self.n, self.layers = growth.get("head_dim", 0.0), growth.get("layers", 0.0)
         self.logits, self.branch = self.x(preset.logits), self.x(preset.branch)
-        self._initialize()
+        self._initialize(preset)
         self._differentiate()
         self._update()
 
@@ -88,9 +88,11 @@ class Limit:
         fan_in, fan_out = self.fan_in[name], self.fan_out[name]
         return self.weight(name) + max(fan_in, fan_out) / 2 + (fan_in - fan_out) / 2 + change
 
-    def _initialize(self) -> None:
+    def _initialize(self, preset: Preset) -> None:
         self.q, self.k, self.v = (self.random(name) for name in ("query", "key", "value"))
-        self.attention = self.logits + self.q + self.k + self.n / 2
+        of_head = self.logits + self.q + self.k + self.n / 2
+        # A key that starts as its query: |q|^2 is a sum of squares, alike in all heads.
+        self.attention, self.spread = of_head + (self.n / 2 if preset.key_as_query else 0.0), of_head
         self.hidden = self.random("MLP in")
         self.block = max(self.random("attention out", self.v), self.random("MLP out", self.hidden))
         self.contribution = self.branch + self.block
@@ -195,7 +197,7 @@ class Limit:
 
     def observables(self) -> dict[str, float]:
         # The residual kernel h.h'/D averages over D entries, and over the heads, whose random attention each block adds once.
-        heads = 2 * min(0.0, self.attention) - self.growth.get("heads", 0.0)
+        heads = 2 * min(0.0, self.spread) - self.growth.get("heads", 0.0)
         blocks = self.layers + 4 * (self.contribution - self.stream)
         exponents = {
             "residual stream": self.stream,
@@ -203,7 +205,7 @@ class Limit:
             "all blocks' share of the stream": self.contribution + self.layers / 2,
             "entries of q, k, v, MLP": _farthest(self.q, self.k, self.v, self.hidden),
             "attention logits": self.attention,
-            "variance of attention over heads": 2 * self.attention,
+            "variance of attention over heads": 2 * self.spread,
             "squared error of the kernel": max(-self.growth.get("embed", 0.0), heads + blocks),
             "output": self.random("readout"),
             "change of q, k entries": _farthest(self.dq, self.dk),

@@ -50,6 +50,10 @@ CHOICES = (
     Choice("decay_width", -0.5, _FAMILY, "lr*wd of block matrices D^-1/2", "Fan et al. 2510.15262 (abstract)", "reported"),
     Choice("decay_width", -1.0, _FAMILY, "lr*wd of block matrices D^-1 (independent decay 1/width)",
            "Qiu et al. 2512.05620 (abstract)", "reported"),
+    Choice("key_start", "own", _FAMILY, "keys and queries start apart", "common practice", "verified"),
+    Choice("key_start", "query", ("mup", "depth-mup"), "keys start as the queries' matrix: logits are of order one at the start though "
+           "they are taken by 1/N, so that N can grow alone; heads start alike, each position sees itself most",
+           "the feature speed formula's desiderata (2311.18718) for head_dim", "derived"),
     Choice("mlp_out", "fan-in", _FAMILY, "MLP out std F^-1/2", "Tensor Programs V (2203.03466)", "verified"),
     Choice("mlp_out", "mean-field", _FAMILY, "where F/D grows: MLP out std (F/D)^-1/2 below fan-in, MLP in SGD rate F/D and eps "
            "(D/F)^1/2 more; every hidden entry moves, and what the MLP adds at the start vanishes",

@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from mupax.presets.papers.infinite_limits import Constants, D, L, N, heads_summed, infinite_limits
+from mupax.presets.papers.family import Constants
+from mupax.presets.papers.infinite_limits import D, L, N, heads_summed, infinite_limits
 from mupax.presets.power import ONE, Power, changed, product
 from mupax.presets.preset import Preset
 from mupax.presets.roles import EMBEDDINGS, VECTORS, ParamSpec, PresetError, Role

@@ -25,7 +25,8 @@ Sources: the global rates of the paper's section 2.1 and appendix E.1, as rates 
 Beyond the paper: where F/D, N*H/D or H/H_kv grows too, the gradients change size and eps follows them, biases as their
 matrices (MLP in (F/D)^-1/2; q, k, v (N H/D)^-1/2; key and value, with G = H/H_kv, SGD G^-1 and eps G^1/2).
 In an encoder-decoder L is the depth of a parameter's own stack, and in is the encoder's width for cross-attention's key and value.
-Constants whose values `choices` lists: `readout_width`, `readout_bias_width`, `embedding_width`, `decay_width`, `mlp_out`, `muon_scale`.
+Constants whose values `choices` lists: `readout_width`, `readout_bias_width`, `embedding_width`, `decay_width`,
+`key_start`, `mlp_out`, `muon_scale`.
 Forms: plain (TP-V Table 3), readout-multiplier (Table 8, native), table-9, mean-field (the paper's section 2.1).
 """
 
@@ -37,12 +38,14 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from mupax.presets.papers.family import Constants
 from mupax.presets.power import ONE, Power, axis, changed, product
 from mupax.presets.preset import Preset
 from mupax.presets.roles import VECTORS, ParamSpec, PresetError, Role
 from mupax.presets.rule import Rule
 
 D, N, F, L = axis("embed"), axis("head_dim"), axis("mlp"), axis("layers")
+VALUES = axis("value_dim") / N
 HEADS_OVER_WIDTH = axis("head_dim") * axis("heads") / axis("embed")
 QUERIES_PER_KEY = axis("heads") / axis("kv_heads")
 
@@ -101,6 +104,10 @@ def _in_branch(spec: ParamSpec, row: Rule, alpha_a: float) -> Rule:
     if role in (Role.QUERY, Role.KEY):
         slowed = N ** (alpha_a - 1)
         row = row.times(sgd=slowed**2, adam=slowed, eps=slowed**-1)
+        if (
+            spec.value_dim
+        ):  # a gradient sums over values, and N stands for their number where they have none of their own
+            row = row.times(sgd=VALUES**-1, eps=VALUES)
         row = dataclasses.replace(row, mean_field=slowed)
         if spec.role is Role.NORM_GAIN:
             summed = heads_summed(spec)
@@ -113,50 +120,9 @@ def _in_branch(spec: ParamSpec, row: Rule, alpha_a: float) -> Rule:
         case Role.QUERY:
             return row.times(eps=HEADS_OVER_WIDTH**-0.5)
         case Role.KEY | Role.VALUE:
-            return row.times(sgd=QUERIES_PER_KEY**-1, eps=HEADS_OVER_WIDTH**-0.5 * QUERIES_PER_KEY**0.5)
+            over = HEADS_OVER_WIDTH * VALUES if "value_dim" in spec.axes else HEADS_OVER_WIDTH
+            return row.times(sgd=QUERIES_PER_KEY**-1, eps=over**-0.5 * QUERIES_PER_KEY**0.5)
     return row
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Constants:
-    """What the presets of the family take; `choices` says of some what each value is.
-
-    Attributes:
-        alpha_l: branches scale as L^-alpha_l, in [1/2, 1]; None is no depth rule.
-        alpha_a: attention logits scale as N^-alpha_a, in [1/2, 1].
-        gamma0: amount of feature learning (gamma0 -> 0 is lazy); divides the readout.
-        beta0: constant on every branch, the effective depth.
-        c_a: constant on attention logits.
-        decay_width: lr*wd of block matrices goes as D^decay_width.
-        readout_width: the readout's initial std goes as D^readout_width.
-        readout_bias_width: rates of the readout's bias go as D^readout_bias_width.
-        embedding_width: Adam's rate of the token embedding goes as D^embedding_width.
-        mlp_out: initial std of MLP out, "fan-in" or "mean-field", for F/D that grows.
-        muon_scale: Muon's step at the base, "spectral" or "rms".
-    """
-
-    alpha_l: float | None = 0.5
-    alpha_a: float = 1.0
-    gamma0: float = 1.0
-    beta0: float = 1.0
-    c_a: float = 1.0
-    decay_width: float = 0.0
-    readout_width: float = -1.0
-    readout_bias_width: float = 0.0
-    embedding_width: float = 0.0
-    mlp_out: str = "fan-in"
-    muon_scale: str = "spectral"
-
-    def check(self, name: str) -> None:
-        """Raises PresetError for an exponent outside [1/2, 1] or a constant that is not positive; `name` is the preset's."""
-        for label, value in (("alpha_a", self.alpha_a), ("alpha_l", self.alpha_l)):
-            if value is not None and not 0.5 <= value <= 1.0:
-                raise PresetError(
-                    f"{name}: {label}={value:g} is outside [0.5, 1], where the limit exists; write a value from 0.5 to 1"
-                )
-        for label, value in (("gamma0", self.gamma0), ("beta0", self.beta0), ("c_a", self.c_a)):
-            if not value > 0:
-                raise PresetError(f"{name}: {label}={value:g} must be positive; write a number above 0")
 
 
 def infinite_limits(name: str, constants: Constants) -> Preset:
@@ -206,9 +172,10 @@ def infinite_limits(name: str, constants: Constants) -> Preset:
         logits=constants.c_a * N**-alpha_a,
         branch=constants.beta0 * (L**-alpha_l if alpha_l is not None else ONE),
         muon_rms=constants.muon_scale == "rms",
+        key_as_query=constants.key_start == "query",
         given=powers | changed(**others),
         vanishing={
-            "attention": N ** (0.5 - alpha_a),
+            **({} if constants.key_start == "query" else {"attention": N ** (0.5 - alpha_a)}),
             "movement/token_embedding": D**embedding_width,
             "movement/readout.bias": D**constants.readout_bias_width,
         },

@@ -5,17 +5,18 @@ Factors are arguments, never constants of the program and never in a checkpoint:
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
 
-from mupax.presets import Decay, ParamSpec, Preset, PresetError, Scales
+from mupax.presets import Decay, ParamSpec, Preset, PresetError, Role, Scales
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.roles import OWN
 from mupax.presets.rule import Number, constant
 from mupax.train.config.run import OptimizerConfig
-from mupax.zoo.definition import Definition
+from mupax.zoo.definition import LIKE, Definition
 
 TOLERANCE = 0.02
 """Relative difference of two rates that are the same: betas and Nesterov momentum change a first step by a common factor."""
@@ -79,16 +80,39 @@ def resolve(preset: Preset, definition: Definition, optimizer: str = "adam", dec
 
 
 def init_stds(preset: Preset, definition: Definition) -> Numbers:
-    """Initial standard deviation (for gains: value) of every parameter, by name.
+    """Initial standard deviation (for gains: value) of every parameter, by name; and whose numbers keys start from, if not their own.
 
     Args:
         preset: gives the same for each of its optimizers, so that none is named.
         definition: whose specs the preset is evaluated for, at its sizes.
+
+    Raises:
+        PresetError: keys that start as queries and have not their shape.
     """
     # The same whatever the optimizer; a measured table knows only its own.
     first, sizes = preset.optimizers[0], definition.sizes
     stds = {name: preset.scales(spec, sizes, first).init_std for name, spec in definition.specs.items()}
-    return {name: _number(std, definition.specs[name], definition) for name, std in stds.items()}
+    numbers = {name: _number(std, definition.specs[name], definition) for name, std in stds.items()}
+    return {**numbers, **(_alike(preset, definition) if preset.key_as_query else {})}
+
+
+def draw_of(name: str) -> np.ndarray:
+    """What a parameter of this name is drawn with, uint32 []."""
+    return np.asarray(zlib.crc32(name.encode()), np.uint32)
+
+
+def _alike(preset: Preset, definition: Definition) -> Numbers:
+    queries = {name for name, spec in definition.specs.items() if spec.role is Role.QUERY}
+    found = {}
+    for name, spec in definition.specs.items():
+        if spec.role is Role.KEY:
+            query = next((of for of in queries if of.rpartition(".")[0] == name.rpartition(".")[0]), None)
+            if query is None or definition.abstract[query].shape != definition.abstract[name].shape:
+                raise PresetError(
+                    f"{name}: {preset.label} starts keys as queries, and they are not as many; write num_kv_heads as num_heads"
+                )
+            found[LIKE + name] = draw_of(query)
+    return found
 
 
 def check_run(preset: Preset, definition: Definition, factors: Factors, config: OptimizerConfig) -> None:

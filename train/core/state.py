@@ -17,7 +17,7 @@ from mupax.train.core.factors import Factors
 from mupax.train.core.nonfinite import Health, Limits
 from mupax.train.core.optimizer import Hyper
 from mupax.train.parallel.sharding import MeshLayout
-from mupax.zoo.definition import Arrays, Definition
+from mupax.zoo.definition import LIKE, Arrays, Definition
 from mupax.zoo.layers import initial
 
 Batch = dict[str, jax.Array]
@@ -177,7 +177,8 @@ def fresh_params(
     device = jax.local_devices()[0]
     with jax.default_device(device):
         make = jax.jit(functools.partial(only.initialize, draw=_draw(device)))
-        return jax.device_get(make(np.uint32(seed), {name: stds[name] for name in names}))
+        theirs = {name: number for name, number in stds.items() if name.removeprefix(LIKE) in names}
+        return jax.device_get(make(np.uint32(seed), theirs))
 
 
 def _draw(device: Any) -> Any:

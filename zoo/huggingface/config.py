@@ -150,6 +150,7 @@ def _reasons(model: TransformerConfig) -> list[str]:
         "model.centered trains the difference of two networks, and a file holds one": model.centered,
         "files of encoder-decoders are not written here": model.denoises,
         "model.qk_norm normalizes queries and keys, which it does not": model.qk_norm,
+        "model.value_dim makes values of another size than queries, which it does not": model.value_dim is not None,
         "model.branch_activation acts on what branches read, which it does not": model.branch_activation != "none",
         "model.readout_bias adds to the logits, which it does not": family != "vit"
         and "readout_bias" in model.parameters(),

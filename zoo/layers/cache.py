@@ -20,7 +20,7 @@ class Cache(NamedTuple):
     keys: jax.Array
     """[L, B, K, S, N], rotated where positions are rotary."""
     values: jax.Array
-    """[L, B, K, S, N]."""
+    """[L, B, K, S, N], or of a size of their own."""
     length: jax.Array
     """int32 []."""
 
@@ -63,8 +63,8 @@ class Cache(NamedTuple):
         weights_BKGTS = jax.nn.softmax(jnp.where(seen_TS, logits_BKGTS, jnp.finfo(jnp.float32).min), axis=-1)
         weights_BKQS = weights_BKGTS.reshape(batch, kv_heads, -1, source).astype(v_BKSN.dtype)
         y_BKQN = jnp.einsum("bkqs,bksn->bkqn", weights_BKQS, v_BKSN)
-        y_BKGTN = y_BKQN.reshape(batch, kv_heads, -1, length, size)
-        return y_BKGTN.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, size).astype(q_BTHN.dtype)
+        y_BKGTN = y_BKQN.reshape(batch, kv_heads, -1, length, v_BKSN.shape[-1])
+        return y_BKGTN.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, -1).astype(q_BTHN.dtype)
 
 
 def empty(config: TransformerConfig, batch: int) -> Cache:
@@ -74,6 +74,7 @@ def empty(config: TransformerConfig, batch: int) -> Cache:
         config: of the decoder; S is its context.
         batch: B, sequences read side by side.
     """
-    shape = (config.depth, batch, config.kv_heads, config.sizes()["position"], config.heads_dim)
+    shape, size = (config.depth, batch, config.kv_heads, config.sizes()["position"]), config.heads_dim
     dtype = jnp.dtype(config.compute.dtype)
-    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.int32(0))
+    keys, values = (jnp.zeros((*shape, n), dtype) for n in (size, config.value_dim or size))
+    return Cache(keys, values, jnp.int32(0))

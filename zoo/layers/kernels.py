@@ -48,6 +48,11 @@ def attend(
     Raises:
         ConfigError: as `chosen`.
     """
+    queries, values = q_BTHN.shape[-1], v_BSKN.shape[-1]
+    if queries != values:  # zeros change no product
+        most = max(queries, values)
+        wide = (jnp.pad(x, (*((0, 0),) * 3, (0, most - x.shape[-1]))) for x in (q_BTHN, k_BSKN, v_BSKN))
+        return attend(*wide, causal=causal, implementation=implementation, block=block)[..., :values]
     layout, implementation = partition.current(), chosen(implementation, q_BTHN, k_BSKN, causal)
     # Where positions are split, every device keeps its queries, and but for a ring gathers all keys and values.
     source = "sequence" if implementation == "ring" else None

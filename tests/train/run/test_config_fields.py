@@ -185,7 +185,7 @@ FIELDS: dict[str, Way] = {
         positions="rotary",
         tied=True,
     ),
-    **on(program, TOKENS, "model.", branch_activation="gelu", readout_bias=True),
+    **on(program, TOKENS, "model.", branch_activation="gelu", readout_bias=True, value_dim=3),
     "model.qk_norm_kind": (program, changed(TOKENS, "model.qk_norm", True), "layernorm"),
     "model.rope_theta": (program, changed(TOKENS, "model.positions", "rotary"), 100.0),
     **on(program, IMAGES, "model.", image_size=12, patch_size=2, channels=3, num_classes=9, pool="cls"),

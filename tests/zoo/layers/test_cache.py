@@ -24,7 +24,7 @@ LLAMA = DecoderConfig(
 MODELS = {
     "gpt2": GPT2,
     "llama": LLAMA,
-    "qk-norm": dataclasses.replace(LLAMA, qk_norm=True, bias=True, head_dim=6),
+    "qk-norm": dataclasses.replace(LLAMA, qk_norm=True, bias=True, head_dim=6, value_dim=4),
     "learned-gqa": dataclasses.replace(GPT2, width=24, num_heads=6, num_kv_heads=3, tied=False),
     "one-key-head": dataclasses.replace(LLAMA, num_kv_heads=1, tied=True),
 }

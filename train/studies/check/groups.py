@@ -112,7 +112,7 @@ def at_base(
         numbers[f"weight/{label}", 0] = float(multiplier * std)
         numbers[f"movement/{label}", 1] = float(multiplier * lr)
         numbers[f"gradient/{label}", 0] = float(eps)
-    if Role.QUERY in stds and Role.KEY in stds:
+    if Role.QUERY in stds and Role.KEY in stds and not preset.key_as_query:
         normed = any(spec.role is Role.NORM_GAIN and spec.of is Role.QUERY for spec in specs.values())
         entries = 1.0 if normed else stds[Role.QUERY] * stds[Role.KEY]
         numbers["attention", 0] = entries * preset.logit_scale(sizes) * sizes["head_dim"] ** 0.5

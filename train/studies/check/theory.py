@@ -194,7 +194,7 @@ def _slopes(
         "query": limit.q,
         "key": limit.k,
         "attention": limit.attention,
-        "variance over heads": 2 * limit.attention,
+        "variance over heads": 2 * limit.spread,
         "contribution": limit.contribution,
         "logits": limit.random("readout"),
     }

@@ -28,7 +28,7 @@ LAST = 10
 """A point's loss is the mean over the last tenth of its steps."""
 
 
-_NEWER = {"qk_norm_kind": "rmsnorm", "branch_activation": "none", "readout_bias": False}
+_NEWER = {"value_dim": None, "qk_norm_kind": "rmsnorm", "branch_activation": "none", "readout_bias": False}
 """Fields of models that rows were named without, and what those models had."""
 
 _NUMBER, _NONE = (int, float), type(None)
@@ -113,7 +113,7 @@ def key_of(config: Config, data_digest: str) -> str:
     if bare.optimizer.moment_dtype is None:
         del fields["optimizer"]["moment_dtype"]
     for name, default in _NEWER.items():
-        if fields["model"].get(name) == default:
+        if fields["model"].get(name, ...) == default:
             del fields["model"][name]
     return hashlib.sha256(json.dumps([fields, data_digest], sort_keys=True).encode()).hexdigest()[:16]
 

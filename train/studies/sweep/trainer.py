@@ -19,11 +19,13 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mupax.train import data as data_sources
+from mupax.train.core.factors import draw_of
 from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
 from mupax.train.core.step import Batch, StepInputs, batch_sums, make_train_step
 from mupax.train.data import Data
 from mupax.zoo import partition
+from mupax.zoo.definition import LIKE
 
 _OF_MEMORY = 0.8
 """Share of what a device has left that a pack may fill."""
@@ -108,7 +110,13 @@ def _together(program: Program, count: int, evaluated: bool) -> Trainer:
 
     def begin(points: Sequence[Program]) -> tuple[TrainState, StepInputs]:
         seeds = np.array([point.config.seed for point in points], np.uint32)
-        stds, runs = jax.tree.map(lambda *each: np.stack(each), *((point.stds, point.inputs) for point in points))
+        names = {name for point in points for name in point.stds}
+        each = [
+            {n: point.stds[n] if n in point.stds else draw_of(n.removeprefix(LIKE)) for n in names} for point in points
+        ]
+        stds, runs = jax.tree.map(
+            lambda *one: np.stack(one), *zip(each, (point.inputs for point in points), strict=True)
+        )
         if config.model.centered:
             runs = runs._replace(reference=births(seeds, stds))
         return begins(births(seeds, stds)), jax.device_put(runs, taken[1])

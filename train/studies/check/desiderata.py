@@ -1,0 +1,147 @@
+"""`python -m train check MODEL --desiderata`: which dimensions can be scaled, measured beside theory (`presets desiderata`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mupax.presets import Preset
+from mupax.presets.analysis import desiderata as theory
+from mupax.presets.analysis.desiderata import Cell
+from mupax.train.core import factors
+from mupax.train.studies.check import check, mappings
+from mupax.zoo.definition import Definition
+from mupax.zoo.families import ModelConfig
+from mupax.zoo.transformer import TransformerConfig
+
+BAND = 0.15
+"""Theory and measurement agree where no exponent of a cell is farther apart."""
+_HEADS, _DIM, _WIDTH, _HIDDEN, _TOKENS = 4, 32, 128, 512, 8
+
+
+def grown(model: ModelConfig, dimension: str, count: int) -> list[TransformerConfig]:
+    """Models of a structure where one dimension alone doubles, from sizes at which exponents of large ones show.
+
+    Args:
+        model: whose structure; it gets as many key heads as query heads, and no tie.
+        dimension: of `GROWTHS`; positions are of text only.
+        count: how many.
+    """
+    tokens = {"vocab_size": 512, "seq_len": _TOKENS, "tied": False} if model.task == "tokens" else {"num_classes": 512}
+    start: Any = check.smallest(dataclasses.replace(model, value_dim=None))  # pyright: ignore[reportCallIssue]
+
+    def sized(m: int) -> TransformerConfig:
+        heads, head_dim, value_dim, width, hidden, depth = _HEADS, _DIM, _DIM, _WIDTH, _HIDDEN, 2
+        sizes = dict(tokens)
+        match dimension:
+            case "d_k":
+                head_dim *= m
+            case "d_v":
+                value_dim *= m
+            case "d_ff":
+                hidden *= m
+            case "d_model":
+                width = width // 2 * m
+            case "heads":
+                heads *= m
+            case "width":
+                heads, width, hidden = heads // 2 * m, width // 2 * m, hidden // 2 * m
+            case "positions":
+                width, depth, sizes["seq_len"] = 4 * width, 1, 4 * _TOKENS * m
+            case "depth":
+                depth *= 4 * m
+        return dataclasses.replace(
+            start, width=width, num_heads=heads, head_dim=head_dim, value_dim=value_dim, num_kv_heads=None,
+            mlp_ratio=hidden / width, depth=depth, **sizes,
+        )  # fmt: skip
+
+    return [sized(2**k) for k in range(count)]
+
+
+def batch(model: ModelConfig) -> dict[str, np.ndarray]:
+    """Few random tokens, so that those of no size are more than the width."""
+    return {name: array[:2] for name, array in check.batch(model).items()}
+
+
+class Series:
+    """A structure at growing sizes, each compiled once for all presets.
+
+    Args:
+        definitions: at growing sizes.
+        batches: one for each.
+        seeds: initializations of each.
+        masked: a causal model sees no later positions.
+    """
+
+    def __init__(
+        self,
+        definitions: Sequence[Definition],
+        batches: Sequence[Mapping[str, Any]],
+        seeds: int,
+        *,
+        masked: bool = True,
+    ) -> None:
+        self.definitions, self._batches, self._seeds = definitions, batches, np.arange(seeds, dtype=np.uint32)
+
+        def program(definition: Definition) -> Any:
+            def one(seed: Any, stds: Any, numbers: Any, batch: Any) -> mappings.Mappings:
+                return mappings.measure(definition, definition.initialize(seed, stds), numbers, batch, masked=masked)
+
+            return jax.jit(lambda seeds, *given: jax.lax.map(lambda seed: one(seed, *given), seeds))
+
+        self._programs = [program(definition) for definition in definitions]
+
+    def slopes(self, preset: Preset) -> dict[str, dict[str, float]]:
+        """Log-log slopes over sizes, means over seeds, by field of `Mappings` and name.
+
+        Args:
+            preset: relative to the smallest size, or absolute.
+        """
+        seen = []
+        rule = "sgd" not in preset.no_rule
+        for program, definition, batch in zip(self._programs, self.definitions, self._batches, strict=True):
+            numbers = factors.resolve(preset, definition, "sgd" if rule else preset.optimizers[0], "independent")
+            stds = factors.init_stds(preset, definition)
+            seen.append(jax.device_get(program(self._seeds, stds, numbers, batch))._asdict())
+        x = np.arange(len(seen)) - (len(seen) - 1) / 2
+
+        def slope(what: str, name: str) -> float:
+            y = np.log2([np.exp(np.mean(np.log(at[what][name]))) for at in seen])
+            return float(x @ y / (x @ x))
+
+        return {what: {name: slope(what, name) for name in seen[0][what]} for what in seen[0]}
+
+
+def compared(preset: Preset, dimension: str, slopes: Mapping[str, Mapping[str, float]]) -> dict[str, tuple[Cell, Cell]]:
+    """By desideratum theory and the same exponents as measured.
+
+    Args:
+        preset: that was measured.
+        dimension: that grew.
+        slopes: of `Series.slopes`.
+    """
+    expected = theory.desiderata(preset, dimension)
+    most = max(slopes["parts"].values())
+    measured = {
+        "signal": slopes["signal"],
+        "speed": slopes["speed"],
+        "balance": {name: x - most for name, x in slopes["parts"].items()},
+        "loss decay": slopes["parts"],
+    }
+    return {
+        column: (
+            cell,
+            theory.cell({name: measured[column][name] for name in cell.exponents}, BAND) if cell.exponents else cell,
+        )
+        for column, cell in expected.items()
+    }
+
+
+def apart(expected: Cell, measured: Cell) -> dict[str, float]:
+    """Names whose exponents are farther apart than `BAND`, and by how much they are measured to be larger."""
+    found = {name: measured.exponents[name] - x for name, x in expected.exponents.items()}
+    return {name: by for name, by in found.items() if abs(by) > BAND}
