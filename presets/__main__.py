@@ -1,25 +1,25 @@
 """Look at presets. `python -m presets` lists them; with a word it does more.
 
 `constants PRESET` lists what it takes, `table PRESET --model NAME` shows it at work, `limits PRESET` says what each size does as it
-grows, `compare A B ...` puts presets side by side, `joint` has rules for batch and tokens, `tuned` what a study found best.
+grows, `desiderata PRESET` which sizes can grow alone, `compare A B ...` puts presets side by side, `joint` has rules for batch and
+tokens, `tuned` what a study found best.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 import sys
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from tyro import conf
 
 from mupax import command_line, presets, terminal
 from mupax.command_line import Switch
 from mupax.presets import horizon, joint
-from mupax.presets.analysis import dynamics, table, verdicts
+from mupax.presets.analysis import desiderata, dynamics, table, verdicts
+from mupax.presets.analysis.batch_command import Joint, RunFlags, print_json
 from mupax.presets.papers import choices
-from mupax.presets.roles import RUN_AXES
 from mupax.train.config.cli import ConstantFlags, PresetFlags, with_group_constants
 from mupax.train.config.preset import preset_for
 
@@ -28,7 +28,8 @@ from mupax.train.config.preset import preset_for
 def main(argv: list[str]) -> int:
     """The exit code of a command line, which is the words after `python -m presets`."""
     commands = {
-        "list": List, "constants": Constants, "table": Table, "limits": Limits, "compare": Compare, "joint": Joint, "tuned": Tuned,
+        "list": List, "constants": Constants, "table": Table, "limits": Limits, "desiderata": Desiderata, "compare": Compare,
+        "joint": Joint, "tuned": Tuned,
     }  # fmt: skip
     return command_line.run("python -m presets", commands, with_group_constants(argv), default="list")
 
@@ -61,27 +62,9 @@ class Constants:
         defaults = {n: p.default for n, p in inspect.signature(presets.PRESETS[name]).parameters.items()}
         if self.json:
             listed = {n: [dataclasses.asdict(choice) for choice in choices.of(name, n)] for n in defaults}
-            return _print_json({n: {"default": x, "choices": listed[n]} for n, x in defaults.items()})
+            return print_json({n: {"default": x, "choices": listed[n]} for n, x in defaults.items()})
         print(table.constants_text(name, defaults))
         return 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunFlags:
-    """How far a run is from the one that its numbers were tuned on."""
-
-    batch: Annotated[str, conf.arg(metavar="FROM:TO")] = "1:1"
-    """The base's batch and the run's, as 8:64."""
-    tokens: Annotated[str, conf.arg(metavar="FROM:TO")] = "1:1"
-    """The base's tokens and the run's, as 1:8."""
-    b1: float = 0.9
-    """Adam's at the base, to see whether a rule leaves (0, 1)."""
-    b2: float = 0.95
-    """The same."""
-
-    def ends(self) -> list[tuple[float, float]]:
-        """Batch and tokens, of the base and of the run; raises PresetError for texts that are none."""
-        return [joint.ends("--batch", self.batch), joint.ends("--tokens", self.tokens)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,7 +107,7 @@ class Table(PresetFlags, RunFlags):
         rule = joint.of(self.joint, self.optimizer)
         far = joint.path(rule, *self.ends(), b1=self.b1, b2=self.b2, decay=self.decay, noise_scale=self.noise_scale)
         if self.json:
-            return _print_json(rows if self.joint == "none" else {"parameters": rows, "joint": far})
+            return print_json(rows if self.joint == "none" else {"parameters": rows, "joint": far})
         title = f"{self.model} under {preset.describe()}, {self.optimizer}, {self.decay} decay"
         print(
             terminal.wrapped(title), table.text(rows), terminal.wrapped(table.forward_text(preset, sizes)), sep="\n\n"
@@ -158,12 +141,35 @@ class Limits(ConstantFlags):
         if self.json:
             rows = {**verdicts.verdicts(preset, self.optimizer), **(dynamics.verdicts(rule) if adam else {})}
             entries = {row: {limit: dataclasses.asdict(e) for limit, e in at.items()} for row, at in rows.items()}
-            return _print_json(entries)
+            return print_json(entries)
         what = "size^exponent of each observable as one size grows, the ratios of widths fixed"
         print(terminal.wrapped(f"{preset.describe()}, {self.optimizer}: {what}"), end="\n\n")
         print(terminal.table(verdicts.limits_rows(preset, self.optimizer)))
         if adam:
             print(f"\n{dynamics.limits_text(rule)}")
+        return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Desiderata(ConstantFlags):
+    """Which dimensions can be scaled: of d_k, d_v, d_ff, d_model, heads alone, width, positions and depth, by mapping of a block.
+
+    At the first step under SGD: entries stay (signal), they move where every weight has an equal part of the loss's decay (speed),
+    the preset's own rates make parts equal (balance) and of order one (loss decay). `python -m train check MODEL --desiderata` measures.
+    """
+
+    preset: Annotated[conf.Positional[str], conf.arg(metavar="PRESET")]
+    """A preset."""
+    json: Switch = False
+    """Print JSON."""
+
+    def run(self) -> int:
+        preset = presets.get(self.preset, **self.values())
+        if self.json:
+            found = {dimension: desiderata.desiderata(preset, dimension) for dimension in desiderata.GROWTHS}
+            return print_json({d: {name: dataclasses.asdict(c) for name, c in of.items()} for d, of in found.items()})
+        print(terminal.wrapped(f"{preset.describe()}: dimension^exponent of what does not stay"), end="\n\n")
+        print(terminal.table(desiderata.rows(preset)))
         return 0
 
 
@@ -190,26 +196,8 @@ class Compare:
         compared = [presets.get(name) for name in self.names]
         rows = (verdicts.summary_rows if self.summary else verdicts.compare_rows)(compared, self.optimizer)
         if self.json:
-            return _print_json([dict(zip(rows[0], row, strict=True)) for row in rows[1:]])
+            return print_json([dict(zip(rows[0], row, strict=True)) for row in rows[1:]])
         print(verdicts.markdown(rows) if self.markdown else terminal.table(rows, keys=1 if self.summary else 2))
-        return 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Joint(RunFlags):
-    """Rules for batch and tokens beside width and depth: formulas, values, and what each rests on.
-
-    B is batch over base batch, T tokens over base tokens. Rules contradict each other on T; --joint of a run applies one marked so.
-    """
-
-    json: Switch = False
-    """Print JSON."""
-
-    def run(self) -> int:
-        ratios = {name: stop / start for name, (start, stop) in zip(RUN_AXES, self.ends(), strict=True)}
-        if self.json:
-            return _print_json([rule.to_json(ratios) for rule in horizon.RULES.values()])
-        print(dynamics.joint_text(ratios, b1=self.b1, b2=self.b2))
         return 0
 
 
@@ -231,7 +219,7 @@ class Tuned:
         tuned = [find.find(self.name)] if self.name else [find.load(path) for path in find.files().values()]
         if self.json:
             entries = [dataclasses.asdict(each) for each in tuned]
-            return _print_json(entries[0] if self.name else entries)
+            return print_json(entries[0] if self.name else entries)
         if self.name:
             print(find.described(tuned[0]))
         elif tuned:
@@ -239,11 +227,6 @@ class Tuned:
         else:
             print("no preset is tuned yet; `python -m train transfer ... --save-tuned NAME` makes one")
         return 0
-
-
-def _print_json(value: Any) -> int:
-    print(json.dumps(value, indent=2))
-    return 0
 
 
 if __name__ == "__main__":

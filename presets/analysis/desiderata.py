@@ -1,7 +1,7 @@
 """Which dimensions of a transformer can be scaled, from a preset's rules alone: the desiderata of the feature speed formula by mapping.
 
 A block is cut into q, k, logits, v, o (values as attended to), attention out, MLP in and MLP out. At initialization, as one
-dimension grows alone (entries are root mean squares, tokens independent and fewer than d_model):
+dimension grows alone (entries are root mean squares; tokens are independent, fewer than d_model and more than d_k where they grow):
 
 * signal: entries of every mapping stay Theta(1).
 * speed: they move at Theta(1) by their own weights, where rates are such that every weight has an equal part of the loss's decay,
@@ -126,8 +126,8 @@ def desiderata(preset: Preset, dimension: str) -> dict[str, Cell]:
                "MLP in": hidden, "MLP out": width}  # fmt: skip
     speed = {name: -layers - at[name] - n - tokens for name, n in entries.items()}
     speed["embedding"] = -at["stream"] - width - tokens
-    # Uniform attention and activations of one mean: inputs that tokens share, whose signals add up as noise does.
-    for name in ("attention out", "MLP out"):
+    # What tokens share (uniform attention, keys of few dimensions, activations' mean): their signals add up as noise does.
+    for name in ("logits", "attention out", "MLP out"):
         speed[name] += tokens / 2
     speed["o"] = speed["v"]
 

@@ -59,6 +59,8 @@ class Check(cli.ConstantFlags):
     """Write verdict and slopes as JSON."""
     figure: Annotated[str | None, conf.arg(metavar="PATH")] = None
     """Draw every observable against size (PNG)."""
+    desiderata: Switch = False
+    """Which dimensions can be scaled, by mapping of a block at the first step under SGD, beside `python -m presets desiderata`."""
     dry_run: Switch = False
     """Print the sizes and what theory expects; measure nothing."""
 
@@ -69,6 +71,10 @@ def main(argv: Sequence[str]) -> int:
     config = configured(args, rest)
     if args.sizes < 2 or args.seeds < 1:
         raise configs.ConfigError("a slope needs --sizes of at least 2 and --seeds of at least 1")
+    if args.desiderata:
+        from mupax.train.studies.desiderata import command
+
+        return command.main(config, count=args.sizes, seeds=args.seeds, path=args.json)
     if args.grow in RUN_AXES:
         return _joint_rule(args, config)
     from mupax.presets.analysis.uneven import refuse_uneven

@@ -1,4 +1,4 @@
-"""`python -m train check MODEL --desiderata`: which dimensions can be scaled, measured beside theory (`presets desiderata`)."""
+"""Models in which one dimension alone doubles, and the slopes of what their mappings do."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ import jax
 import numpy as np
 
 from mupax.presets import Preset
-from mupax.presets.analysis import desiderata as theory
-from mupax.presets.analysis.desiderata import Cell
 from mupax.train.core import factors
-from mupax.train.studies.check import check, mappings
+from mupax.train.studies.check import check
+from mupax.train.studies.desiderata import mappings
 from mupax.zoo.definition import Definition
 from mupax.zoo.families import ModelConfig
 from mupax.zoo.transformer import TransformerConfig
 
-BAND = 0.15
-"""Theory and measurement agree where no exponent of a cell is farther apart."""
 _HEADS, _DIM, _WIDTH, _HIDDEN, _TOKENS = 4, 32, 128, 512, 8
 
 
@@ -51,7 +48,9 @@ def grown(model: ModelConfig, dimension: str, count: int) -> list[TransformerCon
             case "width":
                 heads, width, hidden = heads // 2 * m, width // 2 * m, hidden // 2 * m
             case "positions":
-                width, depth, sizes["seq_len"] = 4 * width, 1, 4 * _TOKENS * m
+                # Fewer tokens than d_model, more than d_k; one layer: attention has tokens share what they were independent in.
+                width, head_dim, value_dim, depth = 1024, 16, 16, 1
+                sizes = {**tokens, "seq_len": 64 * m, "vocab_size": 4096}
             case "depth":
                 depth *= 4 * m
         return dataclasses.replace(
@@ -62,9 +61,24 @@ def grown(model: ModelConfig, dimension: str, count: int) -> list[TransformerCon
     return [sized(2**k) for k in range(count)]
 
 
-def batch(model: ModelConfig) -> dict[str, np.ndarray]:
-    """Few random tokens, so that those of no size are more than the width."""
-    return {name: array[:2] for name, array in check.batch(model).items()}
+def batch(model: ModelConfig, dimension: str) -> dict[str, np.ndarray]:
+    """Few random tokens, so that those of no size are more than the width.
+
+    Args:
+        model: of `grown`.
+        dimension: that grows.
+    """
+    return {name: array[: 1 if dimension == "positions" else 2] for name, array in check.batch(model).items()}
+
+
+def base(smallest: TransformerConfig, dimension: str) -> dict[str, int]:
+    """What presets are relative to: the smallest model, but one layer, so that branches are small at every depth.
+
+    Args:
+        smallest: of `grown`.
+        dimension: that grows.
+    """
+    return {**smallest.base_sizes(), **({"layers": 1} if dimension == "depth" else {})}
 
 
 class Series:
@@ -87,13 +101,13 @@ class Series:
     ) -> None:
         self.definitions, self._batches, self._seeds = definitions, batches, np.arange(seeds, dtype=np.uint32)
 
-        def program(definition: Definition) -> Any:
+        def program(made: Definition) -> Any:
             def one(seed: Any, stds: Any, numbers: Any, batch: Any) -> mappings.Mappings:
-                return mappings.measure(definition, definition.initialize(seed, stds), numbers, batch, masked=masked)
+                return mappings.measure(made, made.initialize(seed, stds), numbers, batch, masked=masked)
 
             return jax.jit(lambda seeds, *given: jax.lax.map(lambda seed: one(seed, *given), seeds))
 
-        self._programs = [program(definition) for definition in definitions]
+        self._programs = [program(made) for made in definitions]
 
     def slopes(self, preset: Preset) -> dict[str, dict[str, float]]:
         """Log-log slopes over sizes, means over seeds, by field of `Mappings` and name.
@@ -103,9 +117,9 @@ class Series:
         """
         seen = []
         rule = "sgd" not in preset.no_rule
-        for program, definition, batch in zip(self._programs, self.definitions, self._batches, strict=True):
-            numbers = factors.resolve(preset, definition, "sgd" if rule else preset.optimizers[0], "independent")
-            stds = factors.init_stds(preset, definition)
+        for program, made, batch in zip(self._programs, self.definitions, self._batches, strict=True):
+            numbers = factors.resolve(preset, made, "sgd" if rule else preset.optimizers[0], "independent")
+            stds = factors.init_stds(preset, made)
             seen.append(jax.device_get(program(self._seeds, stds, numbers, batch))._asdict())
         x = np.arange(len(seen)) - (len(seen) - 1) / 2
 
@@ -114,34 +128,3 @@ class Series:
             return float(x @ y / (x @ x))
 
         return {what: {name: slope(what, name) for name in seen[0][what]} for what in seen[0]}
-
-
-def compared(preset: Preset, dimension: str, slopes: Mapping[str, Mapping[str, float]]) -> dict[str, tuple[Cell, Cell]]:
-    """By desideratum theory and the same exponents as measured.
-
-    Args:
-        preset: that was measured.
-        dimension: that grew.
-        slopes: of `Series.slopes`.
-    """
-    expected = theory.desiderata(preset, dimension)
-    most = max(slopes["parts"].values())
-    measured = {
-        "signal": slopes["signal"],
-        "speed": slopes["speed"],
-        "balance": {name: x - most for name, x in slopes["parts"].items()},
-        "loss decay": slopes["parts"],
-    }
-    return {
-        column: (
-            cell,
-            theory.cell({name: measured[column][name] for name in cell.exponents}, BAND) if cell.exponents else cell,
-        )
-        for column, cell in expected.items()
-    }
-
-
-def apart(expected: Cell, measured: Cell) -> dict[str, float]:
-    """Names whose exponents are farther apart than `BAND`, and by how much they are measured to be larger."""
-    found = {name: measured.exponents[name] - x for name, x in expected.exponents.items()}
-    return {name: by for name, by in found.items() if abs(by) > BAND}

@@ -133,7 +133,8 @@ def measure(definition: Definition, params: Arrays, factors: Factors, batch: Bat
             parts[NAMES[name]] = jnp.sum(factors.lr[name] * squares)
     _, speeds = jax.jvp(lambda p: loss(p, {}, jax.lax.stop_gradient)[1], (params,), (flow,))
     seen["branches"] = (seen["stream"] - seen["embedding"]) / _rms(seen["stream"])
-    return Mappings(*(jax.tree.map(_rms, dict(x)) for x in (seen, speeds, signals)), parts)
+    signal, speed, backward = (jax.tree.map(_rms, dict(x)) for x in (seen, speeds, signals))
+    return Mappings(signal, speed, backward, parts)
 
 
 def _rms(x: jax.Array) -> jax.Array:

@@ -1,0 +1,66 @@
+"""Which dimensions can be scaled, from rules alone; the numbers measured are in docs/desiderata.json."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mupax import presets
+from mupax.presets import PresetError
+from mupax.presets.__main__ import main
+from mupax.presets.analysis.desiderata import COLUMNS, GROWTHS, desiderata
+from mupax.presets.analysis.limits import LIMITS, Limit
+
+pytestmark = pytest.mark.core
+
+
+def failing(preset: str, dimension: str, **constants) -> dict[str, tuple[float | None, tuple[str, ...]]]:
+    cells = desiderata(presets.get(preset, **constants), dimension)
+    return {column: (cells[column].exponent, cells[column].of) for column in COLUMNS if not cells[column].holds}
+
+
+@pytest.mark.parametrize(
+    ("preset", "constants", "dimension", "wrong"),
+    [
+        ("mup-half", {}, "d_k", {"speed": (-0.5, ("q", "k"))}),
+        ("mup", {}, "d_k", {"signal": (-0.5, ("logits",))}),
+        ("mup", {"key_start": "query"}, "d_k", {}),
+        ("mup", {}, "d_ff", {"speed": (-0.5, ("MLP in",))}),
+        ("mup", {"mlp_out": "mean-field"}, "d_ff", {"signal": (-0.5, ("MLP out",))}),
+        ("mup", {}, "heads", {"speed": (-0.5, ("q", "k", "logits", "v", "o"))}),
+        ("mup", {}, "d_v", {"speed": (-0.5, ("v", "o")), "balance": (-1, ("query", "key"))}),
+        ("mup", {}, "width", {}),
+        ("mup-half", {}, "width", {}),
+        ("depth-mup", {"alpha_l": 1.0}, "depth", {"signal": (-0.5, ("branches",))}),
+    ],
+)
+def test_what_can_be_scaled_and_what_says_that_it_cannot(preset, constants, dimension, wrong) -> None:
+    assert failing(preset, dimension, **constants) == wrong
+
+
+def test_a_preset_without_a_rule_for_sgd_has_no_rates_to_ask() -> None:
+    cells = desiderata(presets.get("u-mup"), "d_k")
+    assert cells["signal"].of == ("logits",)
+    assert cells["balance"].text("d_k") == cells["loss decay"].text("d_k") == "no rule for SGD"
+
+
+def test_keys_that_start_as_queries_have_logits_of_order_one(capsys) -> None:
+    assert main(["desiderata", "mup", "--constant", "key_start=query"]) == 0
+    assert [line.split()[:6] for line in capsys.readouterr().out.splitlines() if line.startswith("d_k")] == [
+        ["d_k", "can", "yes", "yes", "yes", "yes"]
+    ]
+    for preset, logits in ((presets.get("mup"), -0.5), (presets.get("mup", key_start="query"), 0)):
+        limit = Limit(preset, "adam", LIMITS["head_dim"])
+        assert limit.observables()["attention logits"] == logits
+        assert limit.observables()["variance of attention over heads"] == -1
+        assert limit.observables()["change of attention logits"] == 0
+    at = presets.get("mup", key_start="query", base={"head_dim": 16})
+    assert at.logit_scale({"head_dim": 64}) == 1 / 64
+    with pytest.raises(PresetError, match="write alpha_a 1"):
+        presets.get("depth-mup", alpha_a=0.5, key_start="query")
+
+
+def test_json_has_every_dimension(capsys) -> None:
+    assert main(["desiderata", "sp", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out).keys() == GROWTHS.keys()

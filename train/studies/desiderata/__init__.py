@@ -1,0 +1,1 @@
+"""Which dimensions of a transformer can be scaled: a block cut into its mappings, measured beside theory."""

@@ -1,0 +1,154 @@
+"""`python -m train check MODEL --desiderata`: which dimensions can be scaled, measured beside theory (`presets desiderata`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mupax import terminal
+from mupax.presets import Preset
+from mupax.presets.analysis import desiderata as theory
+from mupax.presets.analysis.desiderata import Cell
+from mupax.train.config.preset import preset_for
+from mupax.train.config.run import Config
+from mupax.train.studies.desiderata.series import Series, base, batch, grown
+from mupax.zoo.definition import definition
+from mupax.zoo.families import ModelConfig
+from mupax.zoo.transformer import transformer
+
+BAND = 0.15
+"""Theory and measurement agree where no exponent of a cell is farther apart."""
+
+Row = dict[str, dict[str, tuple[Cell, Cell]]]
+"""Dimension to desideratum to theory and measurement."""
+
+
+def compared(preset: Preset, dimension: str, slopes: Mapping[str, Mapping[str, float]]) -> dict[str, tuple[Cell, Cell]]:
+    """By desideratum theory and the same exponents as measured.
+
+    Args:
+        preset: that was measured.
+        dimension: that grew.
+        slopes: of `Series.slopes`.
+    """
+    expected = theory.desiderata(preset, dimension)
+    most = max(slopes["parts"].values())
+    measured = {
+        "signal": slopes["signal"],
+        "speed": slopes["speed"],
+        "balance": {name: x - most for name, x in slopes["parts"].items()},
+        "loss decay": slopes["parts"],
+    }
+    return {
+        column: (
+            cell,
+            theory.cell({name: measured[column][name] for name in cell.exponents}, BAND) if cell.exponents else cell,
+        )
+        for column, cell in expected.items()
+    }
+
+
+def apart(expected: Cell, measured: Cell) -> dict[str, float]:
+    """Names whose exponents are farther apart than `BAND`, and by how much they are measured to be larger.
+
+    Args:
+        expected: by theory.
+        measured: the same exponents.
+    """
+    found = {name: measured.exponents[name] - x for name, x in expected.exponents.items()}
+    return {name: by for name, by in found.items() if abs(by) > BAND}
+
+
+def measured(
+    model: ModelConfig, presets: Sequence[Callable[[Mapping[str, int]], Preset]], *, count: int, seeds: int
+) -> list[Row]:
+    """All dimensions of some presets, each dimension's models compiled once.
+
+    Args:
+        model: whose structure.
+        presets: base to preset, of each.
+        count: sizes of a dimension, each twice the one before.
+        seeds: initializations of each size.
+    """
+    rows: list[Row] = [{} for _ in presets]
+    for dimension in theory.GROWTHS:
+        if dimension == "positions" and model.task != "tokens":
+            continue
+        models = grown(model, dimension, count)
+        batches = [batch(one, dimension) for one in models]
+        series = Series([definition(one) for one in models], batches, seeds, masked=dimension != "positions")
+        for row, make in zip(rows, presets, strict=True):
+            preset = make(base(models[0], dimension))
+            row[dimension] = compared(preset, dimension, series.slopes(preset))
+    return rows
+
+
+def table(row: Row) -> list[list[str]]:
+    """Every dimension, theory | measurement in every cell, and what is farther apart than `BAND`.
+
+    Args:
+        row: of one preset.
+    """
+    lines = [["dimension", "scales", *theory.COLUMNS, "apart"]]
+    for dimension, cells in row.items():
+        far = [(name, by) for pair in cells.values() for name, by in apart(*pair).items()]
+        can = all(expected.holds for expected, _ in cells.values())
+        lines.append([
+            dimension,
+            "can" if can else "cannot",
+            *(beside(*cells[column]) for column in theory.COLUMNS),
+            ", ".join(f"{name} {by:+.2f}" for name, by in far) or "-",
+        ])  # fmt: skip
+    return lines
+
+
+def beside(expected: Cell, seen: Cell) -> str:
+    """Theory and measurement in one cell: `yes | -0.03`, `no: q, k -0.5 | -0.51`.
+
+    Args:
+        expected: by theory.
+        seen: the same exponents, measured.
+    """
+    if expected.exponent is None:
+        return expected.why
+    if expected.holds:
+        return f"yes | {max(seen.exponents.values(), key=abs):+.2f}"
+    mean = sum(seen.exponents[name] for name in expected.of) / len(expected.of)
+    return f"no: {', '.join(expected.of)} {expected.exponent:+.3g} | {mean:+.2f}"
+
+
+def main(config: Config, *, count: int, seeds: int, path: str | None) -> int:
+    """`python -m train check MODEL --desiderata`: 0 where theory and measurement agree on every cell.
+
+    Args:
+        config: has the model and the preset.
+        count: sizes of a dimension.
+        seeds: of a size.
+        path: of a JSON file to write.
+    """
+
+    def preset(base: Mapping[str, int]) -> Preset:
+        absolute = preset_for(dataclasses.replace(config.preset, base=None), model)
+        return absolute if absolute.baseless else dataclasses.replace(absolute, base=dict(base))
+
+    model = transformer(config.model, "cutting blocks into mappings")
+    (row,) = measured(model, [preset], count=count, seeds=seeds)
+    print(terminal.wrapped(f"{config.recipe} under {preset({}).label}: exponent of each dimension, theory | measured"))
+    print(terminal.table(table(row)))
+    if path:
+        Path(path).write_text(json.dumps(to_json(row), indent=2) + "\n")
+    return 1 if any(apart(*pair) for cells in row.values() for pair in cells.values()) else 0
+
+
+def to_json(row: Row) -> dict[str, Any]:
+    """All exponents, by dimension, desideratum and name as [theory, measured]."""
+    return {
+        dimension: {
+            column: {name: [x, round(seen.exponents[name], 4)] for name, x in expected.exponents.items()}
+            for column, (expected, seen) in cells.items()
+        }
+        for dimension, cells in row.items()
+    }
