@@ -45,6 +45,8 @@ class EncoderDecoderConfig(TokenModel, TransformerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.value_dim is not None:
+            raise ConfigError("model.value_dim is of ViTs and decoders; an encoder-decoder's values have head_dim")
         if self.positions == "rotary" and self.heads_dim % 2:
             raise ConfigError(
                 f"rotary positions need an even head dimension, not {self.heads_dim}; write head_dim {self.heads_dim + 1}"
