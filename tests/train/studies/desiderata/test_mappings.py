@@ -17,8 +17,10 @@ from mupax import presets
 from mupax.presets import PresetError
 from mupax.presets.analysis import desiderata as theory
 from mupax.train.__main__ import main
+from mupax.train.config.run import OptimizerConfig
 from mupax.train.core.factors import init_stds, resolve
 from mupax.train.studies.check import check
+from mupax.train.studies.check.balance import balance
 from mupax.train.studies.desiderata import command, mappings, series
 from mupax.zoo import configs
 from mupax.zoo.definition import definition
@@ -112,3 +114,9 @@ def test_one_dimension_grows_alone() -> None:
         small, large = (model.sizes() for model in series.grown(configs.get("lm-proxy"), dimension, 2))
         assert {axis for axis in small if large[axis] == 2 * small[axis]} == axes.keys()
         assert all(large[axis] == small[axis] for axis in small.keys() - axes.keys())
+
+
+def test_balance_refuses_what_its_table_cannot_hold() -> None:
+    built, batch, *_ = made()
+    with pytest.raises(PresetError, match="write key_start=own"):
+        balance(built, batch, OptimizerConfig(name="sgd"), reference=presets.get("mup", key_start="query"))
