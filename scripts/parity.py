@@ -28,7 +28,11 @@ from mupax.train.reuse import source as pretrained
 from mupax.train.reuse.huggingface import files
 from mupax.zoo.configs import DecoderConfig, ViTConfig
 from mupax.zoo.definition import Definition, definition
+from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
+from mupax.zoo.families import ImageModel
 from mupax.zoo.huggingface import config as huggingface
+from mupax.zoo.huggingface.architectures import family_of
+from mupax.zoo.transformer import TransformerConfig
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "huggingface.md"
 BEGIN, END = "<!-- parity: begin -->", "<!-- parity: end -->"
@@ -42,8 +46,16 @@ VIT = ViTConfig(
     width=48, depth=3, num_heads=6, image_size=12, patch_size=4, num_classes=11, pool="cls", activation="gelu_exact",
     norm_eps=1e-12,
 )  # fmt: skip
+MBART = EncoderDecoderConfig(
+    width=48, depth=3, encoder_depth=2, num_heads=6, vocab_size=97, seq_len=23, activation="gelu_exact"
+)
+T5 = EncoderDecoderConfig(
+    width=48, depth=3, encoder_depth=2, num_heads=6, head_dim=10, vocab_size=97, seq_len=23, target_len=17, mlp_ratio=2.5,
+    activation="relu", norm="rmsnorm", norm_eps=1e-6, bias=False, positions="relative", distance_buckets=16,
+    longest_distance=20, embedding_norm=False,
+)  # fmt: skip
 
-MODELS: dict[str, ViTConfig | DecoderConfig] = {
+MODELS: dict[str, TransformerConfig] = {
     "GPT-2, tied": GPT2,
     "GPT-2, untied": dataclasses.replace(GPT2, tied=False, activation="relu", mlp_ratio=3.0),
     "Llama, untied": LLAMA,
@@ -51,6 +63,10 @@ MODELS: dict[str, ViTConfig | DecoderConfig] = {
     "Llama, grouped queries": dataclasses.replace(LLAMA, num_kv_heads=2, head_dim=None),
     "Llama, biases": dataclasses.replace(LLAMA, bias=True, num_kv_heads=3),
     "ViT": VIT,
+    "MBart, tied": MBART,
+    "MBart, untied": dataclasses.replace(MBART, tied=False, activation="relu"),
+    "T5": T5,
+    "T5 v1.1": dataclasses.replace(T5, tied=False, activation="geglu", target_len=None),
 }
 """Sizes at which no two axes are equal that could be mistaken for each other."""
 
@@ -63,7 +79,7 @@ PRESETS: dict[str, PresetConfig] = {
 }
 """mup and depth-mup are taken relative to the family's proxy; u-mup has absolute numbers."""
 
-BASES = {"gpt2": "lm-proxy", "llama": "lm-proxy", "vit": "vit-proxy"}
+BASES = {"gpt2": "lm-proxy", "llama": "lm-proxy", "vit": "vit-proxy", "mbart": "ed-proxy", "t5": "ed-proxy"}
 
 
 class Row(NamedTuple):
@@ -83,7 +99,7 @@ def cases() -> list[tuple[str, str, str]]:
     found = []
     for model, config in MODELS.items():
         for name in PRESETS:
-            if name == "u-mup" and isinstance(config, DecoderConfig) and config.tied:
+            if name == "u-mup" and (config.tied_readout or config.denoises):
                 continue
             found += [(model, way, name) for way in ("in", "out")]
     return found
@@ -94,7 +110,7 @@ def measure(model: str, way: str, preset: str, folder: Path) -> Row:
     config = MODELS[model]
     given = PRESETS[preset]
     if given.name in ("mup", "depth-mup"):
-        given = dataclasses.replace(given, base=BASES[huggingface.family_of(config)])
+        given = dataclasses.replace(given, base=BASES[family_of(config)])
     built, made = definition(config), preset_for(given, config)
     factors = resolve(made, built, made.optimizers[0])
     theirs_at, ours_at = folder / "theirs", folder / "ours"
@@ -112,17 +128,24 @@ def measure(model: str, way: str, preset: str, folder: Path) -> Row:
             pretrained.Source(config, plain, {name: np.ones(()) for name in plain}, record, []), theirs_at, "float32"
         )
     inputs = inputs_of(config)
-    ours = np.asarray(jax.jit(built.apply)(params, factors.multiplier, factors.forward, jnp.asarray(inputs)))
-    theirs = transformers_logits(theirs_at, inputs)
+    ours = np.asarray(jax.jit(built.apply)(params, factors.multiplier, factors.forward, *map(jnp.asarray, inputs)))
+    theirs = transformers_logits(theirs_at, *inputs)
     return Row(model, way, preset, float(np.abs(theirs).max()), float(np.abs(ours - theirs).max()))
 
 
-def inputs_of(config: ViTConfig | DecoderConfig, batch: int = 3) -> np.ndarray:
-    """Random tokens [B, T], or images [B, size, size, channels]."""
+def inputs_of(config: TransformerConfig, batch: int = 3) -> tuple[np.ndarray, ...]:
+    """Random tokens [B, T], images [B, size, size, channels], or an encoder's tokens, their mask and a decoder's tokens."""
     random = np.random.default_rng(1)
-    if isinstance(config, DecoderConfig):
-        return random.integers(config.vocab_size, size=(batch, config.seq_len), dtype=np.int32)
-    return random.standard_normal((batch, config.image_size, config.image_size, config.channels)).astype(np.float32)
+    if isinstance(config, ImageModel):
+        return (
+            random.standard_normal((batch, config.image_size, config.image_size, config.channels)).astype(np.float32),
+        )
+    vocab, length = config.sizes()["vocab"], config.example()["inputs"].shape[0]
+    tokens = random.integers(vocab, size=(batch, length), dtype=np.int32)
+    if not isinstance(config, EncoderDecoderConfig):
+        return (tokens,)
+    mask = (np.arange(length) < np.array([[length], [length // 2], [3]])).astype(np.int32)
+    return tokens, mask, random.integers(vocab, size=(batch, config.targets), dtype=np.int32)
 
 
 def random_params(built: Definition, stds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -136,34 +159,54 @@ def random_params(built: Definition, stds: dict[str, np.ndarray]) -> dict[str, n
     return {name: draw(name, leaf.shape).astype(np.float32) for name, leaf in built.abstract.items()}
 
 
-def random_transformers(config: ViTConfig | DecoderConfig, folder: Path) -> None:
+def random_transformers(config: TransformerConfig, folder: Path) -> None:
     """A model of transformers with random weights, saved as it saves them."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
+    from transformers import AutoConfig
 
     fields = huggingface.to_huggingface(config)
     settings = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    kind = AutoModelForImageClassification if isinstance(config, ViTConfig) else AutoModelForCausalLM
-    model, random = kind.from_config(settings), torch.Generator().manual_seed(0)
+    model, random = _auto(settings).from_config(settings), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, value in model.named_parameters():
             noise = torch.randn(value.shape, generator=random)
             gain = name.endswith("weight") and value.ndim == 1
             value.copy_(1 + 0.2 * noise if gain else noise * (0.2 if value.ndim == 1 else value.shape[-1] ** -0.5))
+        for stack in (
+            (model.model.encoder, model.model.decoder)
+            if isinstance(config, EncoderDecoderConfig) and config.embedding_norm
+            else ()
+        ):
+            stack.embed_tokens.weight.copy_(model.model.shared.weight)  # later versions tie all tables or none
     model.save_pretrained(folder)
 
 
-def transformers_logits(folder: Path, inputs: np.ndarray) -> np.ndarray:
+def transformers_logits(folder: Path, inputs: np.ndarray, *others: np.ndarray) -> np.ndarray:
     """Logits of a folder's model by transformers, float32; images are turned to its channels-first order."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForImageClassification
+    from transformers import AutoConfig
 
+    kind = _auto(AutoConfig.from_pretrained(folder))
     with torch.no_grad():
-        if inputs.ndim == 2:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-            return model(torch.from_numpy(inputs.astype(np.int64))).logits.numpy()
-        model = AutoModelForImageClassification.from_pretrained(folder, dtype=torch.float32).eval()
-        return model(torch.from_numpy(inputs.transpose(0, 3, 1, 2).copy())).logits.numpy()
+        model = kind.from_pretrained(folder, dtype=torch.float32).eval()
+        if inputs.ndim == 4:
+            return model(torch.from_numpy(inputs.transpose(0, 3, 1, 2).copy())).logits.numpy()
+        names = ("input_ids", "attention_mask", "decoder_input_ids")
+        tokens = {name: torch.from_numpy(x.astype(np.int64)) for name, x in zip(names, (inputs, *others), strict=False)}
+        return model(**tokens).logits.numpy()
+
+
+def _auto(settings: Any) -> Any:
+    """The class of transformers that makes a config's model."""
+    import transformers
+
+    kind = settings.architectures[0].removeprefix(settings.__class__.__name__.removesuffix("Config"))
+    return {
+        "LMHeadModel": transformers.AutoModelForCausalLM,
+        "ForCausalLM": transformers.AutoModelForCausalLM,
+        "ForImageClassification": transformers.AutoModelForImageClassification,
+        "ForConditionalGeneration": transformers.AutoModelForSeq2SeqLM,
+    }[kind]
 
 
 def table(rows: list[Row]) -> str:

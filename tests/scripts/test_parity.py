@@ -18,6 +18,7 @@ from mupax.train.reuse import plain, source
 from mupax.train.reuse.huggingface import files
 from mupax.zoo.configs import CONFIGS, DecoderConfig
 from mupax.zoo.definition import definition
+from mupax.zoo.huggingface import config as huggingface
 from scripts import parity
 from scripts.bench import generate_uncached
 
@@ -42,7 +43,7 @@ def presets_in_turn() -> list[tuple[str, str, str]]:
     """Every model both ways under mup and depth-mup, and once each under the others: enough here, all in the table."""
     others = {
         "u-mup": ("GPT-2, untied", "Llama, untied", "ViT"),
-        "mup, mean-field form": ("Llama, tied",),
+        "mup, mean-field form": ("Llama, tied", "MBart, untied"),
         "sp": ("ViT",),
     }
     return [case for case in parity.cases() if case[2] in ("mup", "depth-mup") or case[0] in others[case[2]]]
@@ -99,6 +100,56 @@ def test_greedy_text_is_the_same(preset: str, tmp_path: Path) -> None:
     assert theirs.config.mupax["described"] == made.describe()
 
 
+@pytest.mark.parametrize("name", ["MBart, tied", "T5", "T5 v1.1"])
+def test_greedy_text_of_an_encoder_decoder_is_the_same(name: str, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForSeq2SeqLM
+
+    # MBart's own generation counts the encoder's layers for the decoder's.
+    model, given = (
+        dataclasses.replace(parity.MODELS[name], encoder_depth=3),
+        PresetConfig(name="depth-mup", base="ed-proxy"),
+    )
+    built, made = definition(model), preset_for(given, model)
+    factors = resolve(made, built)
+    params = parity.random_params(built, init_stds(made, built))
+    params |= {
+        name: 16 * params[name] for name in ("block.cross.out", "block.mlp.down")
+    }  # else a token predicts itself
+    folded = plain.absorb_multipliers(params, plain.scales(built, factors))
+    ids = {"bos_token_id": 3, "eos_token_id": None, "pad_token_id": 0, "decoder_start_token_id": 2}
+    files.write_huggingface(
+        source.Source(model, folded, dict.fromkeys(folded, np.ones(())), {}, []), tmp_path / "hf", "float32", ids
+    )
+    inputs, mask, targets = parity.inputs_of(model)
+    text, forward = np.full_like(targets, 2), jax.jit(built.apply)
+    for t in range(targets.shape[1] - 1):
+        logits = forward(params, factors.multiplier, factors.forward, *map(jnp.asarray, (inputs, mask, text)))
+        text[:, t + 1] = np.argmax(logits[:, t], axis=-1)
+    theirs = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "hf").generate(
+        torch.from_numpy(inputs.astype(np.int64)), attention_mask=torch.from_numpy(mask.astype(np.int64)),
+        max_new_tokens=text.shape[1] - 1, do_sample=False, num_beams=1,
+    )  # fmt: skip
+    np.testing.assert_array_equal(theirs.numpy(), text)
+    assert len(np.unique(text)) > 4, "the text repeats one token, which proves little"
+
+
+def test_embeddings_that_their_code_scales_are_read(tmp_path: Path) -> None:
+    from transformers import MBartConfig, MBartForConditionalGeneration
+
+    fields = huggingface.to_huggingface(parity.MBART)
+    settings = MBartConfig(**{**fields, "scale_embedding": True})
+    MBartForConditionalGeneration(settings).save_pretrained(tmp_path)
+    read, inputs = source.read(tmp_path), parity.inputs_of(parity.MBART)
+    built = definition(read.model)
+    factors = resolve(preset_for(PresetConfig(name="sp"), read.model), built)
+    params = source.place(read, built, factors)
+    ours = jax.jit(built.apply)(params, factors.multiplier, factors.forward, *map(jnp.asarray, inputs))
+    theirs = parity.transformers_logits(tmp_path, *inputs)
+    np.testing.assert_allclose(ours, theirs, atol=TOLERANCE)
+    assert np.abs(theirs).max() > 0.1
+
+
 def test_transformers_reads_parts_and_halves(tmp_path: Path) -> None:
     """Files of its own making, in parts and in bfloat16, are read here; ours in parts are read there."""
     import torch
@@ -121,7 +172,7 @@ def test_transformers_reads_parts_and_halves(tmp_path: Path) -> None:
     )
     (tmp_path / "parts" / "config.json").write_text((tmp_path / "one" / "config.json").read_text())
     assert len(Tensors(tmp_path / "parts").shapes) > 5
-    tokens = parity.inputs_of(config)
+    (tokens,) = parity.inputs_of(config)
     np.testing.assert_array_equal(
         parity.transformers_logits(tmp_path / "parts", tokens), parity.transformers_logits(tmp_path / "one", tokens)
     )

@@ -1,80 +1,48 @@
-"""Model configs in the form of Hugging Face's `transformers`: GPT-2, Llama and ViT, both ways.
+"""Model configs in the form of Hugging Face's `transformers`: GPT-2, Llama, ViT, MBart and T5, both ways.
 
-A decoder with learned positions is a GPT-2, one with rotary positions a Llama. What a family's code cannot compute is
-refused with its reason, in both directions.
+A decoder with learned positions is a GPT-2, one with rotary positions a Llama; an encoder-decoder with learned positions is an
+MBart, one with relative positions a T5. What a family's code cannot compute is refused with its reason, in both directions.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from mupax.disk import shown
 from mupax.zoo.configs import ConfigError, DecoderConfig, ViTConfig
+from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
 from mupax.zoo.families import ImageModel
 from mupax.zoo.fields import Fields
+from mupax.zoo.huggingface import encoder_decoder
+from mupax.zoo.huggingface.architectures import (
+    ACTIVATIONS,
+    ARCHITECTURES,
+    DEFAULTS,
+    DROPOUTS,
+    FIELDS,
+    STACK,
+    Family,
+    Published,
+    family_of,
+)
 from mupax.zoo.transformer import TransformerConfig
-
-Family = Literal["gpt2", "llama", "vit"]
-
-ACTIVATIONS = {
-    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu"),
-    **dict.fromkeys(("gelu", "gelu_python"), "gelu_exact"),
-    "relu": "relu",
-}
-"""Their names of activations to ours; gelu_new, gelu_pytorch_tanh and gelu_fast are one function."""
-
-ARCHITECTURES: dict[Family, str] = {
-    "gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "vit": "ViTForImageClassification"
-}  # fmt: skip
-
-STACK = ("width", "depth", "num_heads", "mlp_dim", "norm_eps")
-_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-FIELDS: dict[Family, tuple[str, ...]] = {
-    "gpt2": ("n_embd", "n_layer", "n_head", "n_inner", "layer_norm_epsilon"),
-    "llama": (*_SIZES, "rms_norm_eps"),
-    "vit": (*_SIZES, "layer_norm_eps"),
-}
-"""Their names of what our `STACK` names."""
-
-DEFAULTS: dict[Family, tuple[float, ...]] = {
-    "gpt2": (768, 12, 12, 0, 1e-5), "llama": (4096, 32, 32, 11008, 1e-6), "vit": (768, 12, 12, 3072, 1e-12)
-}  # fmt: skip
-"""What a field left out is; 0 is four widths."""
-
-DROPOUTS: dict[Family, tuple[str, ...]] = {
-    "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
-    "llama": ("attention_dropout",),
-    "vit": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
-}
 
 _QKV = tuple(f"block.attention.{name}_bias" for name in ("query", "key", "value"))
 _ATTENTION = (*_QKV, "block.attention.out_bias")
 _MLP = tuple(f"block.mlp.{name}_bias" for name in ("up", "gate", "down"))
 
 
-class Published(NamedTuple):
-    """A model as its config.json describes it."""
-
-    model: TransformerConfig
-    zeros: frozenset[str]
-    """Parameters that our model has, the file does not, and that are zero there."""
-
-
-def family_of(model: TransformerConfig) -> Family:
-    """The architecture whose files can hold such a model."""
-    if isinstance(model, ImageModel):
-        return "vit"
-    return "gpt2" if model.rotary_theta is None else "llama"
-
-
-def to_huggingface(model: TransformerConfig, *, dtype: str = "float32", separator: int | None = None) -> dict[str, Any]:
+def to_huggingface(
+    model: TransformerConfig, *, dtype: str = "float32", tokens: Mapping[str, int | None] | None = None
+) -> dict[str, Any]:
     """config.json of a model.
 
     Args:
         model: the model.
         dtype: type of the stored weights.
-        separator: token that ends a text, where generation stops; None where there is none.
+        tokens: ids by config.json's names of them, such as eos_token_id, where generation stops; the others are none.
 
     Raises:
         ConfigError: the family's code cannot compute this model; the text has every reason.
@@ -82,15 +50,24 @@ def to_huggingface(model: TransformerConfig, *, dtype: str = "float32", separato
     family = family_of(model)
     if reasons := _reasons(model):
         raise ConfigError(f"transformers' {family} cannot hold this model: {'; '.join(reasons)}")
-    activation = "silu" if model.gated else next(name for name, ours in ACTIVATIONS.items() if ours == model.activation)
     sizes = model.sizes()
     shared = {
         "model_type": family,
         "architectures": [ARCHITECTURES[family]],
         "dtype": dtype,
-        **{theirs: getattr(model, ours) for theirs, ours in zip(FIELDS[family], STACK, strict=True)},
+        **{theirs: getattr(model, ours) for theirs, ours in zip(FIELDS[family], STACK, strict=False)},
         **dict.fromkeys(DROPOUTS[family], 0.0),
     }
+    tied = {"vocab_size": sizes.get("vocab"), "tie_word_embeddings": model.tied_readout is not None}
+    if isinstance(model, EncoderDecoderConfig):
+        return {
+            **shared,
+            **tied,
+            **encoder_decoder.fields_of(model),
+            **_ids("decoder_start", "forced_eos"),
+            **(tokens or {}),
+        }
+    activation = "silu" if model.gated else next(name for name, ours in ACTIVATIONS.items() if ours == model.activation)
     if isinstance(model, ImageModel):
         labels = range(model.num_classes)
         return {
@@ -103,14 +80,7 @@ def to_huggingface(model: TransformerConfig, *, dtype: str = "float32", separato
             "id2label": {str(i): f"LABEL_{i}" for i in labels},
             "label2id": {f"LABEL_{i}": i for i in labels},
         }
-    text = {
-        **shared,
-        "vocab_size": sizes["vocab"],
-        "tie_word_embeddings": model.tied_readout is not None,
-        "bos_token_id": separator,
-        "eos_token_id": separator,
-        "pad_token_id": None,
-    }
+    text = {**shared, **tied, **_ids(), **(tokens or {})}
     if family == "gpt2":
         return {**text, "n_positions": sizes["position"], "activation_function": activation}
     return {
@@ -134,9 +104,11 @@ def from_huggingface(fields: Mapping[str, Any]) -> Published:
         ConfigError: another architecture, a feature that our models lack, or a value of the wrong kind.
     """
     kind = fields.get("model_type")
-    if not isinstance(kind, str) or kind not in ARCHITECTURES:
-        raise ConfigError(f"config.json: model_type is {shown(kind)}; only {', '.join(ARCHITECTURES)} are read")
-    published = {"gpt2": _gpt2, "llama": _llama, "vit": _vit}[kind](Fields(fields))
+    if kind == "bart":
+        raise ConfigError(f"config.json: {encoder_decoder.POST_NORM}")
+    if not isinstance(kind, str) or kind not in _READ:
+        raise ConfigError(f"config.json: model_type is {shown(kind)}; only {', '.join(_READ)} are read")
+    published = _READ[kind](Fields(fields))
     if reasons := _reasons(published.model):
         raise ConfigError(f"config.json: {'; '.join(reasons)}")
     return published
@@ -148,14 +120,15 @@ def _reasons(model: TransformerConfig) -> list[str]:
     width, heads, kv_heads, size = model.width, model.num_heads, model.kv_heads, model.heads_dim
     refused = {
         "model.centered trains the difference of two networks, and a file holds one": model.centered,
-        "files of encoder-decoders are not written here": model.denoises,
         "model.qk_norm normalizes queries and keys, which it does not": model.qk_norm,
         "model.value_dim makes values of another size than queries, which it does not": model.value_dim is not None,
         "model.branch_activation acts on what branches read, which it does not": model.branch_activation != "none",
         "model.readout_bias adds to the logits, which it does not": family != "vit"
         and "readout_bias" in model.parameters(),
     }
-    if family == "llama":
+    if isinstance(model, EncoderDecoderConfig):
+        refused |= encoder_decoder.reasons(model)
+    elif family == "llama":
         kinds = f"with rotary positions it needs rmsnorm and swiglu, not {model.norm} and {model.activation}"
         refused[kinds] = model.norm != "rmsnorm" or model.activation != "swiglu"
         refused[f"it needs model.width {width} to be a multiple of model.num_heads {heads}"] = bool(width % heads)
@@ -231,6 +204,17 @@ def _vit(read: Fields) -> Published:
         pool="cls",
     )
     return Published(model, frozenset() if read.read("qkv_bias", True) else frozenset(_QKV))
+
+
+_READ = {
+    "gpt2": _gpt2, "llama": _llama, "vit": _vit, "mbart": encoder_decoder.mbart,
+    "t5": functools.partial(encoder_decoder.t5, newer=False), "mt5": functools.partial(encoder_decoder.t5, newer=True),
+}  # fmt: skip
+"""Every model_type that is read."""
+
+
+def _ids(*others: str) -> dict[str, None]:
+    return dict.fromkeys(f"{name}_token_id" for name in ("bos", "eos", "pad", *others))
 
 
 def _rope_theta(read: Fields) -> float:

@@ -1,4 +1,4 @@
-"""Weights in the layout of Hugging Face's `transformers`: names and tensors of GPT-2, Llama and ViT, both ways.
+"""Weights in the layout of Hugging Face's `transformers`: names and tensors of GPT-2, Llama, ViT, MBart and T5, both ways.
 
 Ours are stacked over layers and keep heads apart; theirs are one matrix per layer, [out, in] but for GPT-2's, which are
 [in, out] with query, key and value side by side. Names on disk have the prefix of the model with its head; files of
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mupax.zoo.huggingface.config import Published, family_of
+from mupax.zoo.huggingface.architectures import Published, family_of
 from mupax.zoo.huggingface.names import HEADS, PREFIX, tensors
 from mupax.zoo.huggingface.tensorfile import TensorFileError, Tensors
 from mupax.zoo.transformer import TransformerConfig
@@ -24,6 +24,9 @@ WITHOUT_MEANING = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", "e
 
 POOLER = "pooler."
 """A layer after the bare ViT that no classifier reads."""
+
+COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+"""Names under which older files hold `shared.weight` again."""
 
 _LARGEST_ZEROS = 2**28
 
@@ -48,7 +51,7 @@ def to_huggingface(model: TransformerConfig, params: Mapping[str, np.ndarray]) -
     """
     prefix = PREFIX[family_of(model)]
     for tensor in tensors(model):
-        for i in range(model.depth if tensor.stacked else 1):
+        for i in range(tensor.layers(model)):
             values = []
             for part in tensor.parts:
                 value = params.get(part.name)
@@ -59,6 +62,8 @@ def to_huggingface(model: TransformerConfig, params: Mapping[str, np.ndarray]) -
                 values.append(part.theirs(value))
             name = tensor.name.format(i=i)
             yield (name if name in HEADS else prefix + name), np.concatenate(values, -1) if values[1:] else values[0]
+    if prefix == "model." and model.denoises and not model.tied_readout:  # later versions tie all tables or none
+        yield from ((prefix + name, params["token"]) for name in COPIES)
 
 
 def from_huggingface(files: Tensors, published: Published) -> Loaded:
@@ -74,19 +79,23 @@ def from_huggingface(files: Tensors, published: Published) -> Loaded:
     model, family = published.model, family_of(published.model)
     names_in_file = _without_prefix(files, PREFIX[family])
     # Before any loop over layers: a config may claim millions of them.
-    if model.depth > len(names_in_file):
+    if (deepest := max(tensor.layers(model) for tensor in tensors(model))) > len(names_in_file):
         raise TensorFileError(
-            f"{files.path}: {len(names_in_file)} tensors cannot be the {model.depth} layers of config.json"
+            f"{files.path}: {len(names_in_file)} tensors cannot be the {deepest} layers of config.json"
         )
     zeros = set(published.zeros)
+    if family == "mbart" and "final_logits_bias" not in names_in_file:
+        zeros.add("readout_bias")
     if family == "vit" and not any(name.startswith("classifier.") for name in names_in_file):
         zeros |= {"readout", "readout_bias"}
         if (classes := model.sizes()["classes"]) * model.width > _LARGEST_ZEROS:
             raise TensorFileError(f"{files.path}: no classifier, and {classes} classes are too many to add")
-    left = dict(names_in_file)
+    if family == "t5" and not model.tied_readout:  # which a file leaves out where it is the embedding
+        names_in_file.setdefault("lm_head.weight", names_in_file.get("shared.weight", ""))
+    left = {name: file for name, file in names_in_file.items() if file in files.shapes}
     for tensor in tensors(model):  # every shape before any array is made
         if not zeros.issuperset(part.name for part in tensor.parts):
-            for i in range(model.depth if tensor.stacked else 1):
+            for i in range(tensor.layers(model)):
                 name, shape = tensor.name.format(i=i), tensor.shape
                 if name not in left:
                     raise TensorFileError(f"{files.path}: the tensor {name} {shape} is missing")
@@ -96,32 +105,46 @@ def from_huggingface(files: Tensors, published: Published) -> Loaded:
                     )
     params: Params = {}
     for tensor in tensors(model):
-        layers = (model.depth,) if tensor.stacked else ()
+        layers = (tensor.layers(model),) if tensor.stacked else ()
         absent = zeros.issuperset(part.name for part in tensor.parts)
         make = np.zeros if absent else np.empty
         params |= {part.name: make(layers + part.shape, np.float32) for part in tensor.parts}
-        for i in range(0 if absent else model.depth if tensor.stacked else 1):
+        for i in range(0 if absent else tensor.layers(model)):
             value = files.read(names_in_file[tensor.name.format(i=i)])
             ends = np.cumsum(tensor.widths)[:-1]
             for part, values in zip(tensor.parts, np.split(value, ends, axis=-1), strict=True):
                 params[part.name][i if tensor.stacked else ...] = part.ours(values)
-    if "block.attention.key_bias" not in model.parameters():
-        params.pop("block.attention.key_bias", None)  # softmax does not see it: exactly the same function
+    for name in params.keys() - model.parameters().keys():
+        value = params.pop(name)  # a key bias that softmax does not see: exactly the same function without
+        if not name.endswith("key_bias") and value.any():
+            raise TensorFileError(f"{files.path}: final_logits_bias is not zero, and our models have no such bias")
     dropped = [name for name in sorted(left) if name.endswith(WITHOUT_MEANING) or name.startswith(POOLER)]
-    if "lm_head.weight" in left and model.tied_readout:
-        name, token = names_in_file["lm_head.weight"], params["token"]
+    for copy in sorted(left.keys() & {*COPIES, *(["lm_head.weight"] if model.tied_readout else [])}):
+        name, token = names_in_file[copy], params["token"]
         if files.shapes[name] != token.shape or not np.array_equal(files.read(name), token):
             raise TensorFileError(
                 f"{files.path}: config.json says that the readout is the embedding (tie_word_embeddings), and "
                 "lm_head.weight differs from it; write tie_word_embeddings false to read it as its own matrix"
+                if copy == "lm_head.weight"
+                else f"{files.path}: {copy} differs from shared.weight, and by the architecture they are one table"
             )
-        dropped.append("lm_head.weight")
+        del left[copy]
+        dropped += [copy] * (copy not in COPIES)
     if unknown := sorted(set(left) - set(dropped)):
         raise TensorFileError(
             f"{files.path}: {len(unknown)} tensors that a {family} of this config does not have, such as "
             f"{', '.join(ascii(name)[1:-1][:60] for name in unknown[:3])}; the model is another than config.json says"
         )
+    if published.embedding_scale != 1:
+        _scale_embeddings(params, published.embedding_scale, tied=model.tied_readout is not None)
     return Loaded(params, dropped, sorted(zeros & set(params)))
+
+
+def _scale_embeddings(params: Params, scale: float, *, tied: bool) -> None:
+    """Put a factor of looked-up embeddings into their table; a readout that is this table has a smaller norm before it."""
+    params["token"] = (params["token"] * np.float64(scale)).astype(np.float32)
+    for name in ("norm.gain", "norm.bias") if tied else ():
+        params[name] = (params[name] / np.float64(scale)).astype(np.float32)
 
 
 def _without_prefix(files: Tensors, prefix: str) -> dict[str, str]:

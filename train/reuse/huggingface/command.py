@@ -13,6 +13,7 @@ from mupax.paths import delivered, path_of
 from mupax.train.config.cli import PresetFlags
 
 if TYPE_CHECKING:
+    from mupax.train.data.text.tokenizer import Tokenizer
     from mupax.train.reuse.source import Source
 
 
@@ -68,7 +69,7 @@ class Export:
         name, file = (None, self.tokenizer) if self.tokenizer else _tokenizer(source)
         encoder = tokenizer.Subwords(file) if file else tokenizer.Bytes() if name == "bytes" else None
         with delivered(self.out) as out:
-            pretrained_files.write_huggingface(source, out, self.dtype, encoder and encoder.separator)
+            pretrained_files.write_huggingface(source, out, self.dtype, encoder and _token_ids(source, encoder))
             if file is not None and encoder is not None:
                 pretrained_files.copy_tokenizer(file, encoder.separator, out)
         _print_summary(source, source.preset)
@@ -78,6 +79,18 @@ class Export:
         elif name and file is None:
             print(f"the tokenizer {name} was not found on this machine; give its file as --tokenizer FILE")
         return 0
+
+
+def _token_ids(source: Source, encoder: Tokenizer) -> dict[str, int | None]:
+    """What ends a text, and of an encoder-decoder what pads, begins and starts it, by the names of config.json."""
+    if not source.model.denoises:
+        return {"bos_token_id": encoder.separator, "eos_token_id": encoder.separator}
+    from mupax.train.data.text.vocabulary import special_ids
+
+    ids = special_ids(encoder, 0, source.model.sizes()["vocab"])
+    infilled = source.run is not None and source.run[0].data.noise == "infilling"
+    start = ids.eos if infilled else ids.pad
+    return {"bos_token_id": ids.bos, "eos_token_id": ids.eos, "pad_token_id": ids.pad, "decoder_start_token_id": start}
 
 
 def _tokenizer(source: Source) -> tuple[str | None, Path | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def write_imported(source: Source, fields: PresetConfig, out: Path, origin: str)
     return record["preset"]
 
 
-def write_huggingface(source: Source, out: Path, dtype: DType, separator: int | None = None) -> None:
+def write_huggingface(source: Source, out: Path, dtype: DType, tokens: Mapping[str, int | None] | None = None) -> None:
     """Write weights as `transformers` reads them: config.json and safetensors.
 
     config.json has a key `mupax` that says which preset the weights come from and what was folded into each.
@@ -75,14 +76,14 @@ def write_huggingface(source: Source, out: Path, dtype: DType, separator: int | 
         source: from `read`.
         out: folder, made here.
         dtype: type of the stored weights.
-        separator: token that ends a text.
+        tokens: ids by config.json's names of them, such as eos_token_id.
 
     Raises:
         ConfigError: no family of theirs computes this model.
         TensorFileError: the type cannot hold the weights.
     """
     model = transformer(source.model, "export")
-    fields = huggingface.to_huggingface(model, dtype=dtype, separator=separator)
+    fields = huggingface.to_huggingface(model, dtype=dtype, tokens=tokens)
     if source.preset:
         fields["mupax"] = source.preset
     out.mkdir(parents=True, exist_ok=True)
