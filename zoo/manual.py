@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
@@ -50,7 +51,7 @@ class Manual(Layout):
 
     def __init__(self, whole: Layout, sizes: Mapping[str, int]) -> None:
         super().__init__(whole.mesh, whole.rules)
-        self.whole, self.sizes, self.rings = whole, sizes, whole.rings
+        self.whole, self.sizes, self.rings, self.gradient_dtype = whole, sizes, whole.rings, whole.gradient_dtype
         self.batch = whole.names("batch")
         """Mesh axes that split examples."""
 
@@ -124,6 +125,18 @@ class Manual(Layout):
         table = _gather(((), ()), tuple(name for name in self.batch if name not in columns), table)
         found = table[jax.lax.all_gather(index, columns, tiled=True)]
         return jax.lax.all_to_all(found, columns, split_axis=0, concat_axis=found.ndim - 1, tiled=True)
+
+    def exchange(self, x: jax.Array, names: tuple[str, ...], dimension: int) -> jax.Array:
+        """`partition.reduce_scatter` of numbers rounded to `gradient_dtype` and summed in float32.
+
+        Every device is sent all summands of its part, as many bytes as their sum on its way would be.
+
+        Args:
+            x, names, dimension: as there.
+        """
+        parts = jax.lax.all_to_all(x.astype(self.gradient_dtype), names, dimension, dimension, tiled=True)
+        parts = parts.reshape(*x.shape[:dimension], jax.lax.axis_size(names), -1, *x.shape[dimension + 1 :])
+        return jnp.sum(parts, axis=dimension, dtype=jnp.float32).astype(x.dtype)
 
     def readout(self, axes: Axes, width: int, tokens: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         rows, columns = self.splits(axes)

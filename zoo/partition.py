@@ -39,6 +39,9 @@ class Layout:
     zigzag = False
     """Whether positions lie as a ring has them (`zoo.layers.ring`): of twice as many parts as devices d and 2D-1-d on device d."""
 
+    gradient_dtype: str | None = None
+    """`mesh.gradient_dtype`; where there is one, sums are scattered by `exchange`."""
+    exchange: Callable[..., jax.Array]
     policy: Callable[..., bool] | None = None
     """What the backward pass of a layer that recomputes nothing may keep, where that is not everything."""
 
@@ -213,6 +216,8 @@ def reduce_scatter(x: jax.Array, names: tuple[str, ...], dimension: int) -> jax.
         names: of the mesh axes, the first one outermost; none: x as it is.
         dimension: that is split.
     """
+    if names and current().gradient_dtype:
+        return current().exchange(x, names, dimension)
     rings = _rings(names) if current().rings else [(names, None)] if names else []
     for name, groups in rings:
         x = jax.lax.psum_scatter(x, name, scatter_dimension=dimension, tiled=True, axis_index_groups=groups)

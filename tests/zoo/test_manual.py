@@ -68,6 +68,24 @@ def test_a_sum_scattered_over_a_torus_is_that_of_one_ring(
         assert not np.array_equal(part, 28 * WEIGHTS)
 
 
+@pytest.mark.parametrize("names", [("fsdp",), ("data", "fsdp"), ("fsdp", "data")], ids=",".join)
+def test_rounded_summands_are_sent_and_summed_in_float32(names: tuple[str, ...]) -> None:
+    layout = Manual(MeshLayout(make_mesh(MeshConfig(data=2, fsdp=4)), gradient_dtype="bfloat16"), {})
+    values = np.random.default_rng(2).uniform(1, 2, (8, 3, 16)).astype(np.float32)  # of each device
+    split = P(None, names)
+
+    def part(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        mine = partition.reduce_scatter(x[0], names, 1)
+        summed = jax.lax.psum_scatter(x[0].astype(jnp.bfloat16), names, scatter_dimension=1, tiled=True)
+        return (jax.lax.psum(mine, "data"), summed) if names == ("fsdp",) else (mine, summed)
+
+    sent, summed = jax.jit(layout.mapped(part, P(("data", "fsdp")), (split, split)))(values)
+    assert sent.dtype == jnp.float32
+    rounded = values.astype(jnp.bfloat16).astype(np.float32)  # exact sums of eight
+    np.testing.assert_array_equal(sent, rounded.sum(axis=0))
+    assert np.abs(np.asarray(summed, np.float32) - np.asarray(sent)).max() > 1e-3  # the control: a sum in bfloat16
+
+
 def gradient(mesh: MeshConfig, summed: tuple[str, ...] | None = None) -> jax.Array:
     layout = Manual(MeshLayout(make_mesh(mesh)), {"embed": 16, "classes": 3})
     split, splits = layout.spec(("embed", "classes")), layout.splits(("embed", "classes"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 from tyro import conf
 
@@ -107,6 +107,8 @@ class MeshConfig:
     """Changes of the table from logical to mesh axes: mlp=fsdp, vocab=none, batch=data,fsdp."""
     slices: Annotated[tuple[str, ...], conf.arg(metavar="AXIS=N ...")] = ()
     """Slices or hosts along each axis that crosses the slow network: data=2 fsdp=4. As many as fit over data, then fsdp."""
+    gradient_dtype: Literal["bfloat16"] | None = None
+    """What fsdp's sums of gradients are sent in, and then added in float32; unless given both are of the products' type."""
 
     def __post_init__(self) -> None:
         parse_rules(self.rules)

@@ -22,7 +22,7 @@ from mupax.train.core.factors import Numbers, check_run, init_stds, resolve
 from mupax.train.core.state import Initializer, StepInputs, TrainState, abstract_state
 from mupax.train.data import cache
 from mupax.train.parallel import compilation_cache, hardware
-from mupax.train.parallel.mesh import make_mesh
+from mupax.train.parallel.mesh import MeshError, make_mesh
 from mupax.train.parallel.sharding import Feed, MeshLayout, abstract_batch
 from mupax.zoo.definition import Definition, definition
 from mupax.zoo.partition import LANES
@@ -164,7 +164,13 @@ def assemble(config: Config, devices: Sequence[Any] | None = None, *, swept: boo
     preset = preset_of(config)
     rings = config.xla_flags == "scatter"
     mesh = make_mesh(config.mesh, devices, swept=swept, rings=rings)
-    layout = MeshLayout(mesh, parse_rules(config.mesh.rules), rings=rings)
+    sent = config.mesh.gradient_dtype
+    if sent and (mesh.shape["fsdp"] == 1 or mesh.shape["sequence"] * mesh.shape["tensor"] > 1):
+        raise MeshError(
+            f"mesh.gradient_dtype {sent} is for parameters that fsdp splits, and neither sequence nor tensor; "
+            "leave it out, or write --mesh.fsdp -1 --mesh.data 1"
+        )
+    layout = MeshLayout(mesh, parse_rules(config.mesh.rules), rings=rings, gradient_dtype=sent)
     layout.check_batch(config.data.batch_size, config.accumulation_steps)
     layout.check_batch(config.eval_batch_size, 1, "data.eval_batch_size")
     layout.check_positions(config.model)

@@ -19,9 +19,11 @@ from mupax.zoo.partition import Layout
 class MeshLayout(Layout):
     """A mesh and the rules from logical axes to mesh axes."""
 
-    def __init__(self, mesh: Mesh, rules: Rules = DEFAULT, *, rings: bool = False) -> None:
+    def __init__(
+        self, mesh: Mesh, rules: Rules = DEFAULT, *, rings: bool = False, gradient_dtype: str | None = None
+    ) -> None:
         super().__init__(mesh, rules)
-        self.rings = rings
+        self.rings, self.gradient_dtype = rings, gradient_dtype
 
     @property
     def replicated(self) -> NamedSharding:

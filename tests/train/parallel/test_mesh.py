@@ -203,7 +203,7 @@ def test_bfloat16_products_run_on_a_mesh(mesh: str) -> None:
 # Meshes that cannot be
 
 
-def refused(said: str, *, model: Any = ODD, batch_size: int = 16, accumulation: int = 1, **mesh: int) -> None:
+def refused(said: str, *, model: Any = ODD, batch_size: int = 16, accumulation: int = 1, **mesh: Any) -> None:
     config = dataclasses.replace(
         RUNS["decoder"], model=model, mesh=MeshConfig(**mesh), data=DataConfig(name="text:x", batch_size=batch_size),
         accumulation_steps=accumulation,
@@ -230,10 +230,14 @@ def refused(said: str, *, model: Any = ODD, batch_size: int = 16, accumulation: 
             "mesh.sweep is 2 and a run of its own is one point; write 1, or `python -m train sweep`",
         ),
         ({"data": 1, "fsdp": 8}, "mesh.fsdp 8 does not divide axis 'embed' of size 20"),
+        (
+            {"data": 2, "fsdp": 2, "tensor": 2, "gradient_dtype": "bfloat16"},
+            "mesh.gradient_dtype bfloat16 is for parameters that fsdp splits, and neither sequence nor tensor; leave it out",
+        ),
         ({"data": 2, "tensor": 4}, "mesh.tensor 4 does not divide axis 'heads' of size 6"),
     ],
 )
-def test_a_mesh_that_does_not_fit_says_what_does(mesh: dict[str, int], said: str) -> None:
+def test_a_mesh_that_does_not_fit_says_what_does(mesh: dict[str, Any], said: str) -> None:
     refused(said, **mesh)
 
 

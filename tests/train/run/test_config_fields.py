@@ -211,6 +211,7 @@ FIELDS: dict[str, Way] = {
     "ema.decay": (program, TOKENS, 0.9),
     **on(program, TOKENS, "mesh.", fsdp=2, sequence=2, tensor=2),
     "mesh.data": (program, changed(TOKENS, "mesh", MeshConfig(data=1, fsdp=-1)), 2),
+    "mesh.gradient_dtype": (program, changed(TOKENS, "mesh", MeshConfig(data=1, fsdp=-1)), "bfloat16"),
     "mesh.rules": (program, changed(TOKENS, "mesh.tensor", 2), ("mlp=none",)),
     "mesh.sweep": Shown("train/run/test_loop_errors.py", "--mesh.sweep 2"),
     "mesh.slices": Shown("train/parallel/test_mesh_islands.py", "slices"),

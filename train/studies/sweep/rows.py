@@ -96,7 +96,11 @@ def key_of(config: Config, data_digest: str) -> str:
         config: of the point.
         data_digest: of the data it sees.
     """
-    bare = dataclasses.replace(without_reports(config.resolved()), mesh=MeshConfig(), distributed=DistributedConfig())
+    bare = dataclasses.replace(
+        without_reports(config.resolved()),
+        mesh=MeshConfig(gradient_dtype=config.mesh.gradient_dtype),
+        distributed=DistributedConfig(),
+    )
     fields = to_json(bare)
     del fields["preset"]["noise_scale"]  # decides whether a run is refused, and changes none
     # As rows were named before there were such fields.
@@ -110,6 +114,8 @@ def key_of(config: Config, data_digest: str) -> str:
     for name in ("attention_block", "product_dtype"):
         if getattr(bare.model.compute, name) is None:
             del fields["model"]["compute"][name]
+    if bare.mesh.gradient_dtype is None:
+        del fields["mesh"]["gradient_dtype"]
     if bare.optimizer.moment_dtype is None:
         del fields["optimizer"]["moment_dtype"]
     for name, default in _NEWER.items():
