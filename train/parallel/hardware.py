@@ -17,9 +17,8 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from importlib.metadata import version
 from typing import Any, Literal, NamedTuple
-
-from jaxlib.version import __version__ as jaxlib_version
 
 _BFLOAT16_TERA: dict[float, tuple[str, ...]] = {
     # Per JAX device: v3 and 7x show each of a chip's two cores as a device, the others a chip.
@@ -127,7 +126,7 @@ PIPELINING: dict[str, tuple[str, Value]] = {
     "0.12": ("xla_gpu_pipeline_{}", "COLLECTIVE_PIPELINING_MODE_ON"),
 }
 """Version of jaxlib to what pipelined collectives are called there; left to the compiler in others, which might refuse the name."""
-_pipelining = PIPELINING.get(".".join(jaxlib_version.split(".")[:2]))
+_pipelining = PIPELINING.get(".".join(version("jaxlib").split(".")[:2]))
 
 FLAGS: dict[str, tuple[Flag, ...]] = {
     "cpu": (),

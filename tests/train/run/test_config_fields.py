@@ -202,6 +202,9 @@ FIELDS: dict[str, Way] = {
     **on(
         program, TOKENS, "optimizer.", eps=1e-5, clip_norm=1.0, schedule="linear", warmup_steps=2, final_lr_fraction=0.1
     ),
+    "data.noise": Shown("train/data/text/test_denoising.py", 'noise="infilling"'),
+    "data.noise_rate": Shown("train/data/text/test_denoising.py", "noise_rate=0.2"),
+    "data.noise_span": Shown("train/config/test_cli.py", '"--data.noise-span", "4"'),
     "preset.joint": (program, changed(TOKENS, "preset.base", "lm-proxy,batch=4,tokens=768"), "sde"),
     "preset.noise_scale": Shown("train/config/test_joint.py", "--noise-scale"),
     "preset.alpha_l": (program, changed(TOKENS, "model.depth", 5), 0.75),
