@@ -124,6 +124,22 @@ Keys of a context are small beside the rest (0.5 GB a layer at 131,072 tokens): 
 other cycles put parts together. On v5e:16x16, where the axis is four devices of a row of sixteen, the compiler sends keys alone; on
 v5e:4x4, where it is a row, and on v5p beside products. `auto` takes a ring from 4096 positions of a device on, where both gain.
 
+What `--search --limit 3` compiled of lm-8b on v5e:8x8 (`--model.seq-len 4096 --data.batch-size 128`, `docs/performance/search.json`),
+before its estimate waited for sums of activations, and since, with the run as it stands first:
+
+| | expected | found | alone |
+|---|---|---|---|
+| fsdp 4, sequence 4, tensor 4, `dots`, plain | 2.16 s, 13.5 GiB | 4.87 s, 14.8 GiB | 1.26 s |
+| fsdp 8, sequence 4, tensor 2, batch 256, `dots`, by parts | 4.33 s, 15.9 GiB | 22.8 GiB | |
+| data 2, fsdp 8, tensor 4, batch 256, `dots`, plain | 4.35 s, 14.7 GiB | 15.8 GiB | |
+| since: fsdp 64, `block` | 2.90 s, 6.12 GiB | 3.04 s, 8.01 GiB | |
+| fsdp 64, batch 256 in 4, `dots`, by parts | 4.38 s, 15.8 GiB | 17.6 GiB | |
+| fsdp 32, sequence 2, batch 256 in 8, `dots`, plain, blocks of 2048 | 4.67 s, 13.9 GiB | refused: 20 MiB of 16 of a core's own memory | |
+
+Since then memory is taken to need 4/3 of what is expected, and blocks of 2048 are not tried. With fsdp 4 and tensor 4 the 1.2 B step
+above takes 0.939e9 cycles and 3.92 GB of temporaries. `--vmem-kib` is unmeasured: lm-8b with 49152 on v5p:4x4x4 was not compiled in
+15 minutes, where without it takes 4.
+
 Attention blocks of 1024 with one backward kernel cost the 1.2 B step 0.667e9 cycles: sums of queries' gradients.
 On a CPU the product takes 1.28 times as long as halves, which stay there (`python -m scripts.bench.rotary --one-core`): the first
 loss has the same bits, and over 50 steps of a small decoder a loss differs by at most 3.3e-7; with the sums of queries, keys and
