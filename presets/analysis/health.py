@@ -151,6 +151,8 @@ class Health:
     def _moves(self, spec: ParamSpec) -> float | None:
         """What the steps of this parameter alone do to the stream, or the readout's to the output: 0 in a good table."""
         limit, name = self.limit, NAMES.get(spec.role)
+        if spec.role is Role.RELATIVE_BIAS:
+            return None
         if spec.role is Role.READOUT:
             return limit.acts("readout")
         if name is not None and spec.in_block:

@@ -46,7 +46,7 @@ class Ends(nnx.Module):
         self.embedding_norm = Norm(kind, init.scope("embedding_norm"), eps) if config.embedding_norm else None
         self.norm = Norm(kind, init.scope("norm"), eps)
 
-    def embed(self, table: nnx.Param, tokens_BT: jax.Array, start: jax.Array | None = None) -> jax.Array:
+    def first(self, table: nnx.Param, tokens_BT: jax.Array, start: jax.Array | None = None) -> jax.Array:
         """The residual stream's first layer, [B, T, D].
 
         Args:
@@ -118,10 +118,27 @@ class EncoderDecoder(Ends):
         Args:
             inputs, input_mask, decoder_inputs: as of a call.
         """
-        memory_BSD = self.encode(inputs, input_mask)
-        h_BTD, length = self.embed(self.token, decoder_inputs), decoder_inputs.shape[1]
-        context = (memory_BSD, input_mask > 0, self.bias(length, length))
+        h_BTD, context = self.begin(inputs, input_mask, decoder_inputs)
         return self._reading(residual_stack(self.block, h_BTD, self.config.depth, self.config.compute, *context))
+
+    def begin(self, inputs: jax.Array, input_mask: jax.Array, decoder_inputs: jax.Array) -> tuple[jax.Array, Any]:
+        """The decoder's first layer, [B, T, D], and what each of its blocks takes beside the stream.
+
+        Args:
+            inputs, input_mask, decoder_inputs: as of a call.
+        """
+        length = decoder_inputs.shape[1]
+        context = (self.encode(inputs, input_mask), input_mask > 0, self.bias(length, length))
+        return self.embed(decoder_inputs), context
+
+    def embed(self, tokens_BT: jax.Array, start: jax.Array | None = None) -> jax.Array:
+        """The decoder's first layer, [B, T, D].
+
+        Args:
+            tokens_BT: int32.
+            start: position of the first of them, int32 []; 0 unless given.
+        """
+        return self.first(self.token, tokens_BT, start)
 
     def encode(self, inputs: jax.Array, input_mask: jax.Array) -> jax.Array:
         """What the decoder attends to, [B, S, D]: the encoder's last layer after its norm.
@@ -131,7 +148,7 @@ class EncoderDecoder(Ends):
             input_mask: int32 [B, S], 0 at padding.
         """
         config, encoder, length = self.config, self.encoder, inputs.shape[1]
-        h_BSD = encoder.embed(self.token if encoder.token is None else encoder.token, inputs)
+        h_BSD = encoder.first(self.token if encoder.token is None else encoder.token, inputs)
         context = (input_mask > 0, encoder.bias(length, length))
         return encoder.norm(residual_stack(encoder.block, h_BSD, config.encoder_blocks, config.compute, *context))
 
@@ -154,7 +171,7 @@ class EncoderDecoder(Ends):
             memory: of the inputs, from `remember`.
         """
         (graph, stacked), depth = nnx.split(self.block), self.config.depth
-        h_BTD = self.embed(self.token, tokens_BT, cache.length)
+        h_BTD = self.embed(tokens_BT, cache.length)
         bias_HTS = self.bias(tokens_BT.shape[1], cache.keys.shape[3], cache.length)
 
         def layer(stream: tuple[jax.Array, Cache], of: tuple[Any, ...]) -> tuple[Any, None]:

@@ -38,6 +38,8 @@ def smallest(model: ModelConfig, written: Collection[str] = ()) -> TransformerCo
     model = transformer(model, "growing one size")
     inputs = {"tokens": {"vocab_size": _VOCAB, "seq_len": _POSITIONS}, "images": {"image_size": 8, "patch_size": 2}}
     small = {"width": _WIDTH, "num_heads": _HEADS, "head_dim": None, "depth": _DEPTH, **inputs[model.task]}
+    if model.denoises:
+        small |= {"encoder_depth": None, "target_len": None}
     small = {name: size for name, size in small.items() if name not in written}
     heads, width = small.get("num_heads", model.num_heads), small.get("width", model.width)
     if "num_kv_heads" not in written and model.num_kv_heads is not None:
@@ -64,6 +66,11 @@ def grow(model: ModelConfig, axis: str, count: int, written: Collection[str] = (
         if 2 ** (count - 1) > most:
             raise ConfigError(f"key heads grow from 1 to {most}; write --sizes {most.bit_length()} or fewer")
         return [dataclasses.replace(start, num_heads=most, num_kv_heads=2**k) for k in range(count)]
+    if axis == "depth" and model.denoises:
+        raise ConfigError(
+            "how far finite depths stray from theory was measured for blocks of two branches, and a decoder that attends to an "
+            "encoder has three; grow head_dim, heads or width"
+        )
     if axis not in sizes.AXES:
         raise ConfigError(f"no size is named {axis!r}; write head_dim, heads, width, depth, mlp or kv_heads")
     if axis != "width":
@@ -76,6 +83,11 @@ def batch(model: ModelConfig) -> dict[str, np.ndarray]:
     """Random inputs with random labels, from a fixed seed: what every size trains on."""
     rng = np.random.default_rng(0)
     outputs, example = model.sizes()[model.output_axis], model.example()["inputs"].shape
+    if model.denoises:
+        shapes = {name: (_EXAMPLES, *of.shape) for name, of in model.example().items()}
+        made = {name: rng.integers(0, outputs, shape).astype(np.int32) for name, shape in shapes.items()}
+        seen = np.arange(example[0]) < rng.integers(1, example[0] + 1, (_EXAMPLES, 1))
+        return made | {"input_mask": seen.astype(np.int32), "weights": np.ones(shapes["weights"], np.float32)}
     if model.task == "images":
         shape = (2 * _EXAMPLES, *example)
         targets = rng.integers(0, outputs, shape[0]).astype(np.int32)

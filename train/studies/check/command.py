@@ -211,7 +211,8 @@ def configured(args: Check, rest: Sequence[str]) -> Config:
             )
 
     def bare() -> Config:
-        model, data, preset = configs.get(args.model), DataConfig(name="random", batch_size=1), PresetConfig()
+        model, preset = configs.get(args.model), PresetConfig()
+        data = DataConfig(name="random", batch_size=1, noise="infilling" if model.denoises else None)
         return Config(
             recipe=args.model, model=model, data=data, preset=preset, optimizer=OptimizerConfig(name="adam"), steps=1
         )

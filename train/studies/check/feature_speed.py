@@ -162,6 +162,10 @@ def of_model(
         return jnp.sum(nll * batch["weights"]) / jnp.sum(batch["weights"])
 
     model, parts = bound({}), ("embed", "block", "read")
+    if hasattr(model, "begin"):
+        raise PresetError(
+            "an encoder-decoder is no chain of layers, as every block of its decoder reads the encoder; write a decoder or a ViT"
+        )
     if "layers" not in definition.sizes or not all(callable(getattr(model, part, None)) for part in parts):
         raise PresetError(
             "the model cannot be taken apart into layers; give it the methods embed(inputs) and read(h), and a module "

@@ -162,7 +162,11 @@ def gradient(spec: ParamSpec, limit: Limit, preset: Preset, *, aligned: bool = T
         preset: the table.
         aligned: after some steps; at initialization the heads that share a gain add up as independent terms do.
     """
-    own, of = limit.x(preset.row(spec).multiplier), "embedding" if spec.role in EMBEDDINGS else NAMES.get(spec.role)
+    own = limit.x(preset.row(spec).multiplier)
+    if spec.part == "encoder" and not aligned:
+        # Its signal is a sum over the decoder's blocks, of branches that are independent at first (and add up in concert later).
+        own += limit.branch + limit.layers / 2 - limit.stream
+    of = "embedding" if spec.role in EMBEDDINGS else NAMES.get(spec.role)
     effective = {name: x - limit.x(limit.rows[name].multiplier) for name, x in limit.gradient.items()}
     if of is not None:
         return effective[of] + own
@@ -172,6 +176,8 @@ def gradient(spec: ParamSpec, limit: Limit, preset: Preset, *, aligned: bool = T
 
 def _vector(spec: ParamSpec, limit: Limit, effective: Mapping[str, float], aligned: bool) -> float | None:
     """The same of a gain or bias: that of the matrix beside it, whose input has entries Theta(1)."""
+    if spec.role is Role.RELATIVE_BIAS:
+        return None
     if spec.role is Role.NORM_GAIN and spec.of in (Role.QUERY, Role.KEY):
         # q_n k_n times the logit's gradient, a sum over the heads that share the gain.
         shared = 0.0 if {"heads", "kv_heads"} & set(spec.axes) else limit.growth.get("heads", 0.0)

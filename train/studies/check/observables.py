@@ -43,13 +43,14 @@ def program(definition: Definition, tx: optax.GradientTransformationExtraArgs, s
     """
 
     def one(seed: jax.Array, run: StepInputs, stds: Arrays, batch: Batch) -> Arrays:
-        params, factors, inputs = definition.initialize(seed, stds), run.factors, batch["inputs"]
-        start = internals(definition.model(params, factors.multiplier, factors.forward), inputs)
+        params, factors = definition.initialize(seed, stds), run.factors
+        read = {name: x for name, x in batch.items() if name not in ("targets", "weights")}
+        start = internals(definition.model(params, factors.multiplier, factors.forward), **read)
 
         def step(state: TrainState, _: None) -> tuple[TrainState, Arrays]:
             grads, _sums = gradients(definition, state.params, run, dict(batch), 1)
             model = definition.model(state.params, factors.multiplier, factors.forward)
-            seen = _activations(model, start, inputs, definition.tied_readout is not None)
+            seen = _activations(model, start, read, definition.tied_readout is not None)
             seen |= _weights(definition, factors, params, state.params, grads)
             hyper = run.hyper.at(state.step)
             updates, opt_state = tx.update(grads, state.opt_state, state.params, factors=factors, hyper=hyper)
@@ -62,7 +63,7 @@ def program(definition: Definition, tx: optax.GradientTransformationExtraArgs, s
     return jax.jit(lambda seeds, *inputs: jax.lax.map(lambda seed: one(seed, *inputs), seeds))
 
 
-def _activations(model: Any, start: Arrays, inputs: jax.Array, tied: bool) -> Arrays:
+def _activations(model: Any, start: Arrays, read: Batch, tied: bool) -> Arrays:
     """Activations `X`, what changed since initialization, and the variance of attention logits over heads.
 
     `change X` is the whole change; for queries, keys and attention logits `update X` is that through their own weights alone.
@@ -71,10 +72,10 @@ def _activations(model: Any, start: Arrays, inputs: jax.Array, tied: bool) -> Ar
     products of either sign. It is D^1/2 times larger: of order one under `mup`, whose other logits vanish as D^-1/2, and
     D^1/2 under `ntk`. `change logits` is of all of them: what training adds has one exponent.
     """
-    now = internals(model, inputs)
+    now = internals(model, **read)
     seen = {name: (by_layer if name in _BY_LAYER else rms)(x) for name, x in now.items()}
     if tied:
-        contact_BTV = jnp.arange(now["logits"].shape[-1]) == inputs[..., None]
+        contact_BTV = jnp.arange(now["logits"].shape[-1]) == read.get("decoder_inputs", read["inputs"])[..., None]
         seen |= {"logits": rms(now["logits"], ~contact_BTV), "contact logit": rms(now["logits"], contact_BTV)}
     seen |= {f"change {name}": rms(x - start[name]) for name, x in now.items() if name not in _BY_OWN_WEIGHTS}
     if "query" in now:
@@ -114,35 +115,36 @@ def rms(x: jax.Array, where: jax.Array | None = None) -> jax.Array:
     return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), where=where))
 
 
-def internals(model: Any, inputs: jax.Array) -> Arrays:
+def internals(model: Any, inputs: jax.Array, **others: jax.Array) -> Arrays:
     """Activations of one forward pass.
 
     Args:
         model: a zoo model, or any NNX model. One with a method `internals(inputs)` is asked instead.
         inputs: what the model is called with.
+        **others: the same, by name: of an encoder-decoder, whose decoder is looked at, its padding and the decoder's inputs.
 
     Returns:
-        For a model with `embed`, `block` and `read`: `embedding` [B, T, D], and per layer `residual` [L, B, T, D] (after the
-        block) and `contribution` (what the block added); where the block has `attention` also `attended` [L, B, T, D]
-        (input of q, k, v), `query` [L, B, T, H, N], `key` [L, B, S, K, N], `attention` [L, B, H, T, S] (logits as they
-        enter the softmax, before any mask). For every model `logits`, its output.
+        For a model with `embed`, `block` and `read` (and `begin`, where blocks take more than the stream): `embedding` [B, T, D],
+        and per layer `residual` [L, B, T, D] (after the block) and `contribution` (what the block added); where the block has
+        `attention` also `attended` [L, B, T, D] (input of q, k, v), `query` [L, B, T, H, N], `key` [L, B, S, K, N], `attention`
+        [L, B, H, T, S] (logits as they enter the softmax, before any mask). For every model `logits`, its output.
     """
     if hasattr(model, "internals"):
-        return {"logits": model(inputs), **model.internals(inputs)}
+        return {"logits": model(inputs, **others), **model.internals(inputs)}
     if not all(hasattr(model, part) for part in ("embed", "block", "read")):
-        return {"logits": model(inputs)}
+        return {"logits": model(inputs, **others)}
+    embedding, context = model.begin(inputs, **others) if hasattr(model, "begin") else (model.embed(inputs), ())
     graph, stacked = nnx.split(model.block)
 
     def layer(h_BTD: jax.Array, state: nnx.State) -> tuple[jax.Array, Arrays]:
         block = nnx.merge(graph, state)
-        out_BTD = block(h_BTD)
+        out_BTD = block(h_BTD, *context)
         here = {"residual": out_BTD, "contribution": out_BTD - h_BTD}
         if hasattr(block, "attention"):
             here["attended"] = block.attention_norm(h_BTD)
             here |= _attention(block, here["attended"])
         return out_BTD, here
 
-    embedding = model.embed(inputs)
     out_BTD, by_layer = jax.lax.scan(layer, embedding, stacked)
     return {"embedding": embedding, **by_layer, "logits": model.read(out_BTD)}
 

@@ -371,3 +371,17 @@ def test_the_committed_table_has_every_preset_and_nothing_against_theory():
     assert {row["preset"] for row in rows} == set(presets.PRESETS)
     assert not any(o["verdict"].startswith(("contradicts", "zero")) for row in rows for o in row["observables"])
     assert theory_and_measurement.markdown(rows) == table.with_suffix(".md").read_text()
+
+
+def test_an_encoder_decoder_grows_but_for_depth() -> None:
+    # `check ed-tiny --preset mup --grow heads --sizes 3 --seeds 2`: all 104 observables as predicted.
+    model = dataclasses.replace(configs.get("ed-tiny"), encoder_depth=5)  # pyright: ignore
+    small, large = check.grow(model, "heads", 2)
+    assert (small.sizes()["encoder_layers"], large.sizes()["memory"]) == (2, 2 * small.sizes()["memory"])
+    batch = check.batch(small)
+    assert {name: array.shape[1:] for name, array in batch.items()} == {
+        n: of.shape for n, of in small.example().items()
+    }
+    assert batch["input_mask"].any(axis=1).all()
+    with pytest.raises(configs.ConfigError, match="grow head_dim, heads or width"):
+        check.grow(model, "depth", 2)
