@@ -24,6 +24,7 @@ from mupax.train.studies.check.balance import balance
 from mupax.train.studies.desiderata import command, mappings, series
 from mupax.zoo import configs
 from mupax.zoo.definition import definition
+from scripts import desiderata as script
 
 MODEL: Any = dataclasses.replace(
     check.smallest(configs.get("lm-proxy")), width=12, num_heads=2, head_dim=6, value_dim=4, vocab_size=11, seq_len=5
@@ -107,6 +108,27 @@ def test_the_command_holds_measurement_against_theory(monkeypatch, capsys, tmp_p
     Fake.off = 0.2
     assert main(words) == 1
     assert "q +0.20" in capsys.readouterr().out
+
+
+def test_the_committed_measurement_agrees_with_theory_where_its_page_does_not_say_why_not() -> None:
+    data = json.loads(script.PAGE.with_suffix(".json").read_text())
+    assert script.page(data) == script.PAGE.read_text()
+    apart = set()
+    for label, dimensions in data["presets"].items():
+        for dimension, columns in dimensions.items():
+            cells = theory.desiderata(script._preset(label), dimension)
+            for column, names in columns.items():
+                assert cells[column].exponents.keys() == names.keys()
+                for name, (_, seen) in names.items():
+                    if abs(cells[column].exponents[name] - seen) > command.BAND:
+                        apart.add((label, dimension, column, name))
+    explained = {(label, "positions", "balance", name) for label in data["presets"] for name in ("query", "key")}
+    explained |= {("mup key_start=query", "depth", "signal", "logits")}
+    assert {each for each in apart - explained if each[:2] != ("mup mlp_out=mean-field", "d_model")} == set()
+    # Controls: each other rule for d_k fails against the measurement of keys that start as queries.
+    seen = data["presets"]["mup key_start=query"]["d_k"]
+    for other, column, name in (("mup", "signal", "logits"), ("mup-half", "speed", "q")):
+        assert abs(theory.desiderata(presets.get(other), "d_k")[column].exponents[name] - seen[column][name][1]) > 0.3
 
 
 def test_one_dimension_grows_alone() -> None:
