@@ -18,6 +18,7 @@ from mupax.train.config.run import Config
 from mupax.train.core.program import Program, assemble
 from mupax.train.pods import buffers, checks, estimates, hlo, topology
 from mupax.train.pods.collectives import Collective, collectives, table
+from mupax.train.pods.refusals import refused
 from mupax.train.pods.topology import Chip
 from mupax.zoo.layers.flash import block_of
 
@@ -189,6 +190,7 @@ def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
 
     Raises:
         TopologyError: no such topology, or no compiler for it.
+        RefusedError: the compiler refuses the step for another reason than its size in a chip's memory.
         ConfigError, PresetError, MeshError: as the run itself would say.
     """
     program, chip = assemble(config, topology.devices(name, slices)), topology.chip_of(name)
@@ -206,7 +208,7 @@ def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
             temporaries = _TEMPORARIES.search(str(error))
             used = _USED.search(str(error)) or temporaries
             if used is None:
-                raise
+                raise refused(name, str(error), model.compute.attention_block) from None
             need, limit = (int(float(used[i]) * _UNITS[used[i + 1]]) for i in (1, 3))
             if used is temporaries:
                 need += estimates.expected(program)["state"]  # which stands beside the temporaries

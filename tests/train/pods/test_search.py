@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,8 +13,10 @@ import pytest
 from mupax.train.config import cli
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config, MeshConfig
-from mupax.train.pods import search
-from mupax.train.pods.search import Candidate, different
+from mupax.train.pods import candidates, search
+from mupax.train.pods.candidates import Candidate
+from mupax.train.pods.refusals import refused
+from mupax.train.pods.search import different
 from mupax.train.pods.topology import CHIPS
 
 pytestmark = pytest.mark.core
@@ -40,7 +43,7 @@ def test_near_copies_of_the_best_are_left_out() -> None:
 def test_candidates_decide_all_that_the_search_says() -> None:
     config = dataclasses.replace(config_of(), mesh=MeshConfig())
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, seq_len=512, num_heads=2))
-    found = list(search._candidates(config, CHIPS["v5e"], jax.devices()[:2], 1))
+    found = list(candidates.candidates(config, CHIPS["v5e"], jax.devices()[:2], 1))
     values = {name: {json.dumps(one.kinds[name]) for one in found} for name in found[0].kinds}
     assert all(len(of) > 1 for of in values.values()), values
     # What is printed is what makes it.
@@ -53,7 +56,7 @@ def test_candidates_decide_all_that_the_search_says() -> None:
     # What splits a layer's activations is waited for.
     paces = {one.kinds["axes"]: one.seconds for one in reversed(found) if one.kinds["batch"] == batch}
     assert paces["tensor",] > paces["fsdp",]
-    own = search.candidate(config, CHIPS["v5e"], jax.devices()[:2], 1)
+    own = candidates.candidate(config, CHIPS["v5e"], jax.devices()[:2], 1)
     assert (own.config.mesh.data, own.bytes > 0) == (2, True)
     # Larger batches are compared by the example.
     assert min(one.pace for one in found) == min(one.seconds / one.config.data.batch_size for one in found)
@@ -64,19 +67,45 @@ def test_estimates_know_the_loss_and_the_blocks() -> None:
 
     def seconds(chip: str, **compute: Any) -> float:
         model = dataclasses.replace(config.model, compute=dataclasses.replace(config.model.compute, **compute))
-        program = search.assemble(dataclasses.replace(config, model=model))
-        return search._estimate(program, CHIPS[chip], 1)
+        program = candidates.assemble(dataclasses.replace(config, model=model))
+        return candidates.estimate(program, CHIPS[chip], 1)
 
     # By parts of the vocabulary between the two: 130 M cycles of 122 and 180 (docs/performance.md).
     model, data = dataclasses.replace(config.model, seq_len=4096), dataclasses.replace(config.data, batch_size=8)
-    small = search.assemble(dataclasses.replace(config, model=model, data=data))
+    small = candidates.assemble(dataclasses.replace(config, model=model, data=data))
 
     def traffic(loss: Any) -> float:
         changed = dataclasses.replace(model, compute=dataclasses.replace(model.compute, cross_entropy=loss))
-        return search.loss_traffic(dataclasses.replace(small, config=dataclasses.replace(small.config, model=changed)))
+        return candidates.loss_traffic(
+            dataclasses.replace(small, config=dataclasses.replace(small.config, model=changed))
+        )
 
     plain, vocab, chunked = map(traffic, ("plain", "vocab", "chunked"))
     assert plain < vocab < (plain + chunked) / 2
     # On v6e blocks of 512 wait for keys and values; on v5e larger ones compute more of what the mask hides.
     assert seconds("v6e", attention_block=512) > seconds("v6e")
     assert seconds("v5e", attention_block=1024) > seconds("v5e")
+
+
+def test_a_candidate_that_the_compiler_refuses_does_not_end_the_search(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried: list[Config] = []
+
+    def compile_for(config: Config, name: str, slices: int) -> Any:
+        tried.append(config)
+        if len(tried) == 2:
+            raise refused(name, "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem: 20.0M of 16.0M", 2048)
+        report = {"fits": True, "roofline": {"step_seconds": 1.0}, "peak_bytes_per_device": 1, "batch_size": 1}
+        return SimpleNamespace(report=lambda: report)
+
+    monkeypatch.setattr(search, "compile_for", compile_for)
+    monkeypatch.setattr(search.topology, "devices", lambda *_: jax.devices()[:2])
+    config = dataclasses.replace(config_of(), mesh=MeshConfig())
+    reports = search.search(config, "v5e:2x2", 1, 3)
+    assert (len(tried), len(reports)) == (3, 2)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert (
+        "the compiler of v5e:2x2 refuses this step; a core's own memory is too small: write --model.compute." in shown
+    )
+    assert "attention-block 1024, or more for one operation with --vmem-kib. It says: RESOURCE_EXHAUSTED" in shown
