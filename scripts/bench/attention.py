@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mupax.zoo.layers import flash
 from mupax.zoo.layers import kernels as attend
 from scripts.bench.in_turns import add_arguments, compared, in_turns, machine, one_core, write
 
@@ -29,7 +30,7 @@ def implementations(q: jax.Array, k: jax.Array, causal: bool) -> dict[str, Calla
         "merged": functools.partial(attend.merged_attention, causal=causal),
         "xla": lambda q, k, v: jax.nn.dot_product_attention(q, k, v, scale=1.0, is_causal=causal, implementation="xla"),
     }
-    kernels = {"splash": attend.splash_attention, "cudnn": attend.cudnn_attention}
+    kernels = {"splash": flash.splash_attention, "cudnn": flash.cudnn_attention}
     here = {name: f for name, f in kernels.items() if attend.why_not(name, q, k, causal) is None}  # pyright: ignore
     return {**everywhere, **{name: functools.partial(f, causal=causal) for name, f in here.items()}}
 
