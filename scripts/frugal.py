@@ -39,6 +39,12 @@ MOST = 0.4
 """Cost up to which a choice may be made."""
 
 
+CHOSEN_ON = ("depth", "depth-adam", "head_dim", "heads")
+"""Studies that the method's numbers were chosen on."""
+LATER = ("batch", "tokens")
+"""Studies made when they were fixed."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Recorded:
     """A study whose rows are there.
@@ -58,10 +64,14 @@ class Recorded:
     reference: tuple[float, ...]
 
 
-def recorded() -> Iterator[Recorded]:
-    """The committed studies; one whose rows all are another's is left out."""
+def recorded(names: Sequence[str] = CHOSEN_ON) -> Iterator[Recorded]:
+    """The committed studies; one whose rows all are another's is left out.
+
+    Args:
+        names: of the studies.
+    """
     seen: list[set[str]] = []
-    for file in sorted((ROOT / "docs" / "transfer").glob("*/transfer.json")):
+    for file in (ROOT / "docs" / "transfer" / name / "transfer.json" for name in names):
         lines = (file.parent / "points.jsonl").read_text().splitlines()
         rows = {row.key: row for row in map(_row, lines)}
         kept = json.loads(file.read_text())
@@ -131,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.frugal", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quiet", action="store_true", help="print nothing")
     args = parser.parse_args(argv)
-    studies = list(recorded())
+    studies, later = list(recorded()), list(recorded(LATER))
     names = sorted({one.name for one in studies})
     shipped = {name: getattr(frugal, name) for name in CHOICES}
     by_choice: list[tuple[dict[str, float], dict[str, dict[str, float]]]] = []
@@ -163,6 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         },
         "one_seed_on_the_whole_grid": judged(studies, seeds=1, plain=True),
         "two_seeds_on_the_whole_grid": judged(studies, seeds=2, plain=True),
+        "later": {"settings": sum(len(one.cost) for one in later), **judged(later)},
         "held_out": held_out,
         "frontier": _frontier([(choice, _mean(each, names, weights)) for choice, each in by_choice]),
     }

@@ -94,7 +94,8 @@ three seeds; cost in FLOPs, of those of all these runs):
 By study: {by_study}.
 The vision transformer under SGD (depth) is the hard one: its seeds differ so much that searches move, or are made in full, and numbers
 chosen without having seen such noise find fewer. The form of the method was found on all of these rows.
-Where all sizes cost the same, as when the batch grows, the smallest's full search weighs more: about half is trained.
+Where all sizes cost the same, as when the batch grows, the smallest's full search weighs more: about half is trained. On the
+studies of batch and tokens ({later_settings} sizes), made when the method and its numbers were fixed, it finds {later}.
 """
 """The section that docs/frugal.json fills."""
 
@@ -144,7 +145,8 @@ def _frugal() -> str:
     )
     return FRUGAL.format(
         settings=found["settings"], shipped=shipped, one=one, two=two, alone=held_out(1), halves=held_out(2),
-        by_study=", ".join(by_study),
+        by_study=", ".join(by_study), later_settings=found["later"]["settings"],
+        later=cells([found["later"]], [1]).replace(" | ", " at "),
     )  # fmt: skip
 
 

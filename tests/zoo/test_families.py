@@ -153,7 +153,9 @@ def test_it_trains_is_saved_and_goes_on_bitwise(tmp_path: Path) -> None:
     "name", ["nothing", "examples.mlp_mixer:Mixer", "examples.nothing:Config", "os:path", "a b:C", ""]
 )
 def test_a_family_that_is_none(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"model\.family is .*; write one of vit, decoder, or module:Class"):
+    with pytest.raises(
+        ConfigError, match=r"model\.family is .*; write one of vit, decoder, encoder-decoder, or module:Class"
+    ):
         family_class(name)
 
 

@@ -332,7 +332,7 @@ def test_a_wrong_flag(words: str, said: str, capsys: Capture) -> None:
         ("--preset ntk --preset.constants s", "the constant 's': write NAME=VALUE, such as s=0.5"),
         (
             "--preset mup --preset.constants s=1",
-            "mup takes alpha_a, gamma0, beta0, c_a, decay_width, readout_width, readout_bias_width, embedding_width, mlp_out",
+            "mup takes alpha_a, gamma0, beta0, c_a, decay_width, readout_width, readout_bias_width, embedding_width, key_start, mlp_out",
         ),
         (
             "--preset mup --preset.alpha-a 1 --preset.constants alpha-a=0.5",

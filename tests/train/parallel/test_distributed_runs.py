@@ -52,7 +52,7 @@ packing._STEP_BYTES, shares._DOCUMENTS = 1000, 4
 if os.environ.get("SHARES"):
     encode = tokenizer.Bytes.encode
     tokenizer.Bytes.encode = lambda self, texts: time.sleep(0.2) or encode(self, texts)
-    cache.PATIENCE_S = processes.LEAD_S = 0.0
+    cache.PATIENCE_S, processes.LEAD_S = 0.0, 1.5
 
 put, leave, seen = sharding.Feed.put, finish.leave, []
 window = os.open(os.environ["WINDOW"], os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_APPEND)

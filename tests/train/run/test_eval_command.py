@@ -161,7 +161,7 @@ def test_nothing_to_continue_begins_a_document() -> None:
         ("eval lm --data.name text:none.txt", "none.txt"),
         ("eval lm --mesh.data 3", "the mesh needs 3 devices"),
         ("generate nothing --prompt a", "nothing holds no run"),
-        ("generate vit --prompt a", "the run in vit trained a vit; only decoders write text"),
+        ("generate vit --prompt a", "the run in vit trained a vit; only decoders and encoder-decoders write text"),
         ("generate lm --prompt a --step 9", "lm has no checkpoint of step 9; there are 2, 4"),
         ("generate lm --prompt a --top-p 2", "top-p is 2.0; write a probability above 0 and up to 1"),
         ("generate lm --prompt a --temperature -1", "temperature is -1.0"),

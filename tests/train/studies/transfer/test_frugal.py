@@ -97,6 +97,8 @@ def test_the_record_is_what_the_committed_rows_give_and_the_control_loses() -> N
     assert found == {name: shipped[name] for name in found}
     assert found["within_a_quarter_octave"] >= 0.95
     assert found["cost"] <= 0.4
+    later = replay.judged(list(replay.recorded(replay.LATER)))
+    assert later == {name: RECORD["later"][name] for name in later}
     assert RECORD["one_seed_on_the_whole_grid"]["within_a_quarter_octave"] < 0.8
     alone = [each for each in RECORD["held_out"] if len(each["held_out"]) == 1]
     weights = [each["settings"] for each in alone]
