@@ -13,7 +13,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("mupax",),
     ("presets",),
     ("presets/papers",),
-    ("presets/tuned", "presets/analysis"),
+    ("presets/tuned", "presets/analysis", "presets/infinite"),
     ("presets/__init__.py",),
     ("zoo", "zoo/layers"),
     ("zoo/huggingface",),
@@ -36,6 +36,8 @@ TOGETHER = {"zoo", "zoo/layers"}
 HEAVY = ("jax", "jaxlib", "flax", "optax", "orbax", "numpy")
 PURE = ("presets", "presets/papers", "presets/tuned", "presets/analysis")
 """Rooms that import none of `HEAVY`: theory needs neither arrays nor a device."""
+ARRAYS = "presets/infinite"
+"""The room of theory that computes with arrays: it imports NumPy, and no other of `HEAVY`; no other room of `presets` imports it."""
 
 pytestmark = pytest.mark.core
 
@@ -96,11 +98,14 @@ def violations(path: str, source: str) -> list[str]:
             wrong.append(f"{path}: {module} has another name where mupax is installed; write mupax.{module}")
         elif module.split(".")[0] in HEAVY and own in PURE:
             wrong.append(f"{path}: {own} is pure Python and imports {module}")
+        elif module.split(".")[0] in HEAVY and own == ARRAYS and module.split(".")[0] != "numpy":
+            wrong.append(f"{path}: {own} has NumPy alone and imports {module}")
         elif "__main__" in module.split(".") and path != "mupax/__main__.py":
             wrong.append(f"{path}: imports the entry point {module}")
         elif (target := file_of(module)) and "__main__" not in module:
             other = room(target)
             allowed = other == own or floor(other) < floor(own) or {own, other} <= TOGETHER
+            allowed &= other != ARRAYS or not own.startswith("presets") or own == other
             if not allowed:
                 wrong.append(f"{path}: {own} imports {module}, which is in {other}, not on a floor below")
             elif own == "entry points" and top and floor(other) >= floor("train/core"):
@@ -185,6 +190,9 @@ def test_every_room_is_there_and_has_at_most_twelve_files():
         ("presets/analysis/planted.py", "from flax import nnx"),
         ("presets/planted.py", "def f():\n    from mupax.zoo import configs"),
         ("presets/planted.py", "from zoo import configs"),
+        ("presets/infinite/planted.py", "import jax.numpy"),
+        ("presets/analysis/planted.py", "from mupax.presets.infinite import dice"),
+        ("presets/__init__.py", "def f():\n    from mupax.presets.infinite import dice"),
         ("zoo/planted.py", "from mupax.train.config.run import Config"),
         ("zoo/planted.py", "class A:\n    def f(self):\n        from mupax.train.core import step"),
         ("zoo/layers/planted.py", "from mupax.zoo.huggingface import names"),
@@ -206,6 +214,7 @@ def test_control_a_planted_import_is_caught(path: str, source: str):
     ("path", "source"),
     [
         ("presets/planted.py", "import math\nfrom mupax.presets.roles import Role"),
+        ("presets/infinite/planted.py", "import numpy as np"),
         ("presets/__main__.py", "def main():\n    from mupax.zoo import configs"),
         ("zoo/layers/planted.py", "import jax\nfrom mupax.zoo import configs"),
         ("train/run/planted.py", "from mupax.train.core import step"),

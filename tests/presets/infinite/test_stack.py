@@ -1,0 +1,92 @@
+"""Networks of dice have the law of networks of matrices, at a width where both can be had; and a known limit comes out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from mupax.presets.infinite.dice import Basis, Dice, Weight
+from mupax.presets.infinite.stack import BLOCK, Numbers, Stack
+
+pytestmark = pytest.mark.core
+
+DRAWS, STEPS, IMAGES = 200, 4, 2
+
+
+def numbers(*, head_dim: int = 4, heads: int = 8, depth: int = 1, rate: float = 0.5, gamma0: float = 0.5) -> Numbers:
+    """`depth-mup` in its absolute form, alpha_A = alpha_L = 1 and beta0 = 1, its rates times `rate`."""
+    width = head_dim * heads
+    in_block = {name: np.full(depth, width**-0.5) for name in BLOCK}
+    rates = {name: np.full(depth, gamma0**2 * depth * rate) for name in BLOCK}
+    ends = {"patch": width * gamma0**2 * rate, "position": width * gamma0**2 * rate, "readout": rate / width}
+    return Numbers(
+        head_dim=head_dim, heads=heads, depth=depth, mlp=width, momentum=0.9, eps=1e-5, logit_scale=1 / head_dim,
+        stds={**in_block, "patch": np.array(1.0), "position": np.array(1.0), "readout": np.array(1 / (gamma0 * width))},
+        rates={**rates, **{name: np.array(x) for name, x in ends.items()}},
+        skip=np.ones((depth, 2)), branch=np.full((depth, 2), 1 / depth),
+    )  # fmt: skip
+
+
+def outputs(seed: int, *, dense: bool = False, responses: bool = True) -> np.ndarray:
+    """Losses and a centred logit before each step but the first, [DRAWS, 2 (STEPS - 1)]."""
+    rng = np.random.default_rng(seed)
+    stack = Stack(numbers(), positions=3, patch=2, classes=3, rng=rng, draws=DRAWS, responses=responses)
+    if dense:
+        for block in stack.blocks:
+            for weight in block.weights.values():
+                weight.dice.matrix()
+    inputs = np.random.default_rng(0).standard_normal((IMAGES, 3, 2))
+    seen = [stack.step(inputs, np.array([0, 2])) for _ in range(STEPS)][1:]
+    return np.stack([*(one.loss for one in seen), *(one.logits[:, 1, 2] for one in seen)], -1)
+
+
+def z_of(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """By how many standard errors means and variances of two samples [draws, columns] differ, [2, columns]."""
+    both = []
+    for x, y in ((a, b), ((a - a.mean(0)) ** 2, (b - b.mean(0)) ** 2)):
+        both.append((x.mean(0) - y.mean(0)) / np.sqrt(x.var(0) / len(x) + y.var(0) / len(y)))
+    return np.abs(both)
+
+
+def test_dice_and_dense_networks_have_one_law_and_without_responses_another():
+    dense = outputs(1, dense=True)
+    assert z_of(dense, outputs(2)).max() < 4
+    assert z_of(dense, outputs(3, responses=False)).max() > 10
+
+
+def test_float32_is_the_same_path_to_its_rounding():
+    small = dataclasses.replace(numbers(heads=64), momentum=0.0)
+    losses = []
+    for dtype in (np.float32, np.float64):
+        stack = Stack(small, positions=3, patch=2, classes=3, rng=np.random.default_rng(0), dtype=dtype)
+        inputs = np.random.default_rng(0).standard_normal((IMAGES, 3, 2))
+        losses.append([stack.step(inputs, np.array([0, 2])).loss[0] for _ in range(3)])
+        assert stack.blocks[0].weights["query"].dice.matrix().dtype == dtype
+    assert losses[0][0] == pytest.approx(losses[1][0]) == pytest.approx(np.log(3))
+
+
+@pytest.mark.parametrize(("responses", "expected"), [(True, 15.96), (False, 1.16)])
+def test_a_deep_linear_net_after_one_step(responses: bool, expected: float):
+    """The kernel of the last of 16 layers, 1 + (eta gamma0)^2 L (L + 1) (2 L + 1) / 6, and 1 + L (eta gamma0)^2 without responses."""
+    depth, width, draws, rate = 16, 4096, 24, 0.1
+    rng = np.random.default_rng(4)
+    weights = []
+    for _ in range(depth - 1):
+        sides = Basis(width, (draws,)), Basis(width, (draws,))
+        weights.append(Weight(Dice(*sides, rng, responses=responses), width**-0.5, rate=0.0))
+    first, last = rng.standard_normal((2, draws, 1, width))
+    h, at = [first], []
+    for weight in weights:
+        at.append(weight.dice.inputs.coordinates(h[-1]))
+        h.append(weight.forward(at[-1]))
+    g = last
+    for weight, where in zip(reversed(weights), reversed(at), strict=True):
+        g = weight.backward(g, where)
+        weight.rate = -rate / width  # uphill: g is the gradient of the output
+    x = first + rate * g
+    for weight in weights:
+        weight.step()
+        x = weight.forward(weight.dice.inputs.coordinates(x))
+    assert (x**2).mean() == pytest.approx(expected, rel=0.1)
