@@ -42,11 +42,11 @@ class Init:
 
     Args:
         config: declares parameters, factors and sizes.
-        rngs: source of the `params` stream.
+        rngs: source of the `params` stream; None: parameters and factors are shapes alone.
         prefix: the scope's path, with a dot at its end.
     """
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, prefix: str = "") -> None:
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs | None, prefix: str = "") -> None:
         self._config, self._rngs, self._prefix = config, rngs, prefix
         self._specs, self._sizes = config.parameters(), config.sizes()
 
@@ -58,6 +58,8 @@ class Init:
         """The parameter of this name as it starts without a preset: at fan_in^-1/2 (1 where there is none), biases at 0."""
         spec = self._specs[self._prefix + name]
         shape, dtype = tuple(self._sizes[axis] for axis in spec.axes), jnp.dtype(self._config.compute.param_dtype)
+        if self._rngs is None:
+            return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), spec=spec)
         std = 0.0 if spec.role in BIASES else math.prod(self._sizes[axis] for axis in spec.fan_in) ** -0.5
         return nnx.Param(initial_value(self._rngs.params(), spec, shape, std, dtype), spec=spec)
 
@@ -68,7 +70,9 @@ class Init:
     def factor(self, name: str) -> Factor:
         """The multiplier of this name, at its value without a preset."""
         spec = self._config.factors()[self._prefix + name]
-        return Factor(jnp.full(spec.shape, spec.value, jnp.float32), kind=spec.kind, spec=spec.spec, stack=spec.stack)
+        shape = jax.ShapeDtypeStruct(spec.shape, jnp.float32)
+        value = shape if self._rngs is None else jnp.full(spec.shape, spec.value, jnp.float32)
+        return Factor(value, kind=spec.kind, spec=spec.spec, stack=spec.stack)
 
 
 def multiplied(params: Mapping[str, Any], multipliers: Mapping[str, Any]) -> dict[str, jax.Array]:
@@ -180,9 +184,13 @@ def define(make: Callable[[], nnx.Module], *, sizes: Mapping[str, int] | None = 
         PresetError: a parameter without a spec, a spec that does not fit its array, an axis with two sizes, or
             state that is neither `nnx.Param` nor `Factor`.
     """
-    graph, state = nnx.split(nnx.eval_shape(make))
+    return _definition(nnx.eval_shape(make), sizes or {})
+
+
+def _definition(shapes: nnx.Module, sizes: Mapping[str, int]) -> Definition:
+    graph, state = nnx.split(shapes)
     specs, abstract, factors = {}, {}, {}
-    axes: dict[str, tuple[int, str]] = {axis: (size, "the sizes given") for axis, size in (sizes or {}).items()}
+    axes: dict[str, tuple[int, str]] = {axis: (size, "the sizes given") for axis, size in sizes.items()}
     for path, variable in nnx.to_flat_state(state):
         name = ".".join(map(str, path))
         leaf, metadata = variable.get_value(), variable.get_metadata()
@@ -216,7 +224,7 @@ def definition(config: ModelConfig) -> Definition:
     Raises:
         PresetError: the module's parameters are not those that the config declares.
     """
-    model, declared = define(lambda: config.module(nnx.Rngs(0)), sizes=config.sizes()), config.parameters()
+    model, declared = _definition(config.module(None), config.sizes()), config.parameters()
     for name in sorted(declared.keys() | model.specs.keys()):
         if declared.get(name) != model.specs.get(name):
             raise PresetError(

@@ -99,7 +99,11 @@ class ModelConfig(abc.ABC):
 
     @abc.abstractmethod
     def module(self, rngs: Any) -> Any:
-        """The NNX module, each parameter made from its declaration; import JAX in here, or beside the class."""
+        """The NNX module, each parameter made from its declaration; import JAX in here, or beside the class.
+
+        Args:
+            rngs: `nnx.Rngs` that numbers are drawn from; None: parameters are shapes alone.
+        """
 
     @abc.abstractmethod
     def base_sizes(self) -> dict[str, int]:
