@@ -228,3 +228,17 @@ def with_value_dim(specs: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
         return dataclasses.replace(spec, axes=axes, fan_in=fan_in)
 
     return {name: one(spec) for name, spec in specs.items()}
+
+
+def of_encoder(spec: ParamSpec) -> ParamSpec:
+    """The declaration as one of an encoder's stack and positions."""
+    moved = {OWN.axis: ENCODER.axis, "position": "source"}
+    return dataclasses.replace(spec, part="encoder", axes=tuple(moved.get(axis, axis) for axis in spec.axes))
+
+
+def of_cross(spec: ParamSpec) -> ParamSpec:
+    """The declaration as one of attention to an encoder's output, which keys and values read."""
+    if spec.role not in (Role.KEY, Role.VALUE):
+        return dataclasses.replace(spec, part="cross")
+    axes = tuple("memory" if axis == "embed" else axis for axis in spec.axes)
+    return dataclasses.replace(spec, part="cross", axes=axes, fan_in=("memory",))

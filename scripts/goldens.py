@@ -1,4 +1,4 @@
-"""Write tests/goldens: every preset's table for both model families and each optimizer, the only way they change.
+"""Write tests/goldens: every preset's table for every model family and each optimizer, the only way they change.
 
     python -m scripts.goldens
 
@@ -20,7 +20,8 @@ from mupax.presets import ParamSpec, Preset, PresetError
 from mupax.presets.analysis import table
 from mupax.presets.optimizers import Family
 from mupax.presets.papers import choices
-from mupax.zoo.configs import DecoderConfig, ModelConfig, ViTConfig
+from mupax.presets.roles import ENCODER, OWN, Stack
+from mupax.zoo.configs import DecoderConfig, EncoderDecoderConfig, ModelConfig, ViTConfig
 
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "goldens"
 OPTIMIZERS: tuple[Family, ...] = get_args(Family)
@@ -29,6 +30,7 @@ EXPONENTS = (0.5, 0.75, 1.0)
 
 _VIT = {"image_size": 6, "patch_size": 3, "channels": 1, "num_classes": 7, "pool": "cls", "qk_norm": True}
 _LM = {"vocab_size": 11, "seq_len": 5, "positions": "rotary", "activation": "swiglu"}
+_ED = {"vocab_size": 11, "seq_len": 5, "target_len": 3, "positions": "relative", "qk_norm": True, "tied": False}
 MODELS: dict[str, tuple[ModelConfig, ModelConfig, ModelConfig]] = {
     "vit": (
         ViTConfig(width=8, num_heads=2, depth=2, **_VIT),
@@ -40,11 +42,22 @@ MODELS: dict[str, tuple[ModelConfig, ModelConfig, ModelConfig]] = {
         DecoderConfig(width=32, num_heads=4, num_kv_heads=2, depth=8, **_LM),
         DecoderConfig(width=24, num_heads=12, num_kv_heads=6, mlp_ratio=8, depth=2, **_LM),
     ),
+    "encoder-decoder": (
+        EncoderDecoderConfig(width=8, num_heads=2, depth=2, encoder_depth=3, **_ED),
+        EncoderDecoderConfig(width=32, num_heads=2, depth=8, encoder_depth=6, **_ED),
+        EncoderDecoderConfig(width=24, num_heads=6, depth=2, encoder_depth=3, **_ED),
+    ),
 }  # fmt: skip
 """Base and two sizes of each family: head_dim and depth grown; heads grown (decoder: the MLP further)."""
 
 
-def golden(preset: Preset, specs: Mapping[str, ParamSpec], sizes: Iterable[Mapping[str, int]], optimizer: str) -> str:
+def golden(
+    preset: Preset,
+    specs: Mapping[str, ParamSpec],
+    sizes: Iterable[Mapping[str, int]],
+    optimizer: str,
+    stacks: Iterable[Stack] = (OWN,),
+) -> str:
     """A compact text that says all a preset does to a model: forward scales, then rules and values per group.
 
     Args:
@@ -52,14 +65,16 @@ def golden(preset: Preset, specs: Mapping[str, ParamSpec], sizes: Iterable[Mappi
         specs: name to declaration.
         sizes: each is one `|` column of shape, multiplier, init_std, lr, eps, weight_decay.
         optimizer: whose columns.
+        stacks: of residual blocks.
     """
     sizes = list(sizes)
     lines = [f"{preset.describe()}; {optimizer}"]
-    for branch in ("attention", "mlp"):
-        scales = [preset.residual_scale(at, layer, branch) for at in sizes for layer in (0, at["layers"] - 1)]
-        lines.append(
-            f"{branch} branch {preset.branch} | " + " ".join(f"{skip:.5g}/{scale:.5g}" for skip, scale in scales)
-        )
+    for stack in stacks:
+        law, part = preset.branch.renamed(OWN.axis, stack.axis), "encoder " if stack == ENCODER else ""
+        for branch in stack.branches:
+            scales = [preset.residual_scale(at, i, branch, stack) for at in sizes for i in (0, at[stack.axis] - 1)]
+            numbers = " ".join(f"{skip:.5g}/{scale:.5g}" for skip, scale in scales)
+            lines.append(f"{part}{branch} branch {law} | {numbers}")
     lines.append(f"logits {preset.logits} | " + " ".join(f"{preset.logit_scale(at):.5g}" for at in sizes))
     by_group = {spec.group: spec for spec in specs.values()}
     for group, rule in sorted((row["group"], row) for row in table.rule_rows(preset, specs, optimizer)):
@@ -77,30 +92,34 @@ def goldens() -> Iterator[tuple[str, str]]:
     """(file name, text) of every golden file."""
     for family, (base, *grown) in MODELS.items():
         specs = dict(sorted(base.parameters().items()))
+        stacks = dict.fromkeys(of.stack for of in base.factors().values() if of.kind == "branch")
         sizes = [model.sizes() for model in grown]
         for optimizer in OPTIMIZERS:
             for name in presets.PRESETS:
                 preset = _relative(name, base)
                 if optimizer in preset.optimizers:
-                    yield f"{name}-{family}-{optimizer}.txt", golden(preset, specs, sizes, optimizer)
+                    yield f"{name}-{family}-{optimizer}.txt", golden(preset, specs, sizes, optimizer, stacks)
         for optimizer in ("adam", "sgd"):
             pairs = [
-                golden(_relative("depth-mup", base, alpha_a=alpha_a, alpha_l=alpha_l), specs, sizes, optimizer)
+                golden(_relative("depth-mup", base, alpha_a=alpha_a, alpha_l=alpha_l), specs, sizes, optimizer, stacks)
                 for alpha_a, alpha_l in itertools.product(EXPONENTS, EXPONENTS)
             ]
             yield f"pairs-depth-mup-{family}-{optimizer}.txt", "\n".join(pairs)
         for optimizer in OPTIMIZERS:
             named = [_relative(c.presets[0], base, **{c.constant: c.value}) for c in choices.CHOICES]
             other = [preset for preset, c in zip(named, choices.CHOICES, strict=True) if c.constant in preset.given]
-            texts = [golden(preset, specs, sizes, optimizer) for preset in other if optimizer in preset.optimizers]
+            texts = [
+                golden(preset, specs, sizes, optimizer, stacks) for preset in other if optimizer in preset.optimizers
+            ]
             yield f"choices-{family}-{optimizer}.txt", "\n".join(texts)
     for optimizer in OPTIMIZERS:
-        yield f"tied-{optimizer}.txt", "\n".join(_tied(optimizer))
+        yield f"tied-{optimizer}.txt", "\n".join(_tied("decoder", optimizer))
+        yield f"tied-encoder-decoder-{optimizer}.txt", "\n".join(_tied("encoder-decoder", optimizer))
 
 
-def _tied(optimizer: str) -> Iterator[str]:
-    """Every preset's table of a decoder's shared embedding and readout, or its reason to refuse them."""
-    base, *grown = (dataclasses.replace(model, tied=True) for model in MODELS["decoder"])  # pyright: ignore[reportCallIssue]
+def _tied(family: str, optimizer: str) -> Iterator[str]:
+    """Every preset's table of a shared embedding and readout, or its reason to refuse them."""
+    base, *grown = (dataclasses.replace(model, tied=True) for model in MODELS[family])  # pyright: ignore[reportCallIssue]
     assert base.tied_readout is not None
     specs = {"token": base.parameters()["token"], "tied_readout": base.tied_readout}
     for name in presets.PRESETS:

@@ -21,7 +21,7 @@ from mupax.presets.roles import BIASES, EMBEDDINGS, VECTORS, ParamSpec, Role
 Column = Literal["init_std", "lr", "eps"]
 """Of a row: initial size (multiplier and std), steps (multiplier and rate), Adam's eps."""
 
-ALONE = ("embed", "mlp", "heads", "kv_heads", "head_dim")
+ALONE = ("embed", "memory", "mlp", "heads", "kv_heads", "head_dim")
 """Axes that a limit grows together: a fan-in of the wrong one shows where one grows alone."""
 
 NAMES = {spec.role: name for name, spec in SPECS.items()}
@@ -101,7 +101,7 @@ class Health:
             return None
         if move > _TOLERANCE:
             return Trouble("explodes", move)
-        if move < min(-_TOLERANCE, self._lets(f"movement/{spec.group}") - _TOLERANCE):
+        if move < min(-_TOLERANCE, self._lets("movement", spec) - _TOLERANCE):
             source = self._lets("features")
             slower = source < 0 and move < source - _TOLERANCE
             return Trouble("lazy" if (lazy or source < 0) and not slower else "frozen", move)
@@ -113,7 +113,7 @@ class Health:
         over = self._over_eps(spec, self.limit)
         if over is None:
             return None
-        lets = self._lets(f"eps/{spec.group}")
+        lets = self._lets("eps", spec)
         if over < min(lets, 0.0) - _TOLERANCE or over > max(lets, 0.0) + _TOLERANCE:
             return Trouble("eps dominates" if over < 0 else "eps fades", over)
         if self.preset.uneven and spec.role in NAMES and spec.in_block:
@@ -140,8 +140,10 @@ class Health:
         family, tied = self.limit.family, self.limit.tied
         return {axis: Limit(self.preset, family, {axis: 1.0}, tied=tied) for axis in ALONE}
 
-    def _lets(self, key: str) -> float:
-        """Exponent of what the preset's source lets vanish."""
+    def _lets(self, what: str, spec: ParamSpec | None = None) -> float:
+        """Exponent of what the preset's source lets vanish: of a parameter, the same in all parts of an encoder-decoder."""
+        own = None if spec is None else dataclasses.replace(spec, part="")
+        key = what if own is None else f"{what}/{own.group}"
         return self.limit.x(self.preset.vanishing[key]) if key in self.preset.vanishing else 0.0
 
     def _rate(self, spec: ParamSpec, limit: Limit) -> float:
@@ -150,9 +152,7 @@ class Health:
 
     def _moves(self, spec: ParamSpec) -> float | None:
         """What the steps of this parameter alone do to the stream, or the readout's to the output: 0 in a good table."""
-        limit, name = self.limit, NAMES.get(spec.role)
-        if spec.role is Role.RELATIVE_BIAS:
-            return None
+        limit, name = self.limit.of(spec.part), NAMES.get(spec.role)
         if spec.role is Role.READOUT:
             return limit.acts("readout")
         if name is not None and spec.in_block:
@@ -169,19 +169,26 @@ class Health:
         if spec.role not in VECTORS:
             change += _axes(spec.fan_in, limit)
             return None if limit.family == "muon" else change + (limit.branch + limit.layers) * spec.in_block
-        return self._vector(spec, change)
+        return self._vector(spec, change, limit)
 
-    def _vector(self, spec: ParamSpec, change: float) -> float | None:
+    def _vector(self, spec: ParamSpec, change: float, limit: Limit) -> float | None:
         """The same of a gain or bias whose entries move by this: as the product of its matrix would by a change so large.
 
         None of what goes through both matrices of an MLP that grows alone: their norms are no bound that is ever reached.
         """
-        limit, branches = self.limit, self.limit.branch + self.limit.layers - self.limit.stream
-        match spec.of:
+        branches = limit.branch + limit.layers - limit.stream
+
+        def through_logits(change: float) -> float:
+            return max(change, 0.0) or min(change, 0.0) + limit.random("attention out", limit.v) + branches
+
+        match spec.of or spec.role:
             case Role.QUERY | Role.KEY:
                 other = limit.k if spec.of is Role.QUERY else limit.q
-                attention = limit.logits + limit.n + change + other
-                return max(attention, 0.0) or min(attention, 0.0) + limit.random("attention out", limit.v) + branches
+                return through_logits(limit.logits + limit.n + change + other)
+            case Role.RELATIVE_BIAS:
+                return through_logits(change)
+            case Role.NORM_GAIN if spec.part == "cross":  # queries alone read it
+                return through_logits(limit.logits + limit.n + limit.carried("query", change) + limit.k)
             case Role.VALUE:
                 return limit.carried("attention out", change) + branches
             case Role.MLP_IN:

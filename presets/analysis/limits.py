@@ -15,12 +15,12 @@ from collections.abc import Mapping
 from mupax.presets.optimizers import Family
 from mupax.presets.power import Power
 from mupax.presets.preset import Preset
-from mupax.presets.roles import MATRICES, Role
+from mupax.presets.roles import MATRICES, OWN, ParamSpec, Role, of_cross, of_encoder
 
 LIMITS: dict[str, dict[str, float]] = {
-    "head_dim": {"head_dim": 1.0, "embed": 1.0, "mlp": 1.0},
-    "heads": {"heads": 1.0, "kv_heads": 1.0, "embed": 1.0, "mlp": 1.0},
-    "depth": {"layers": 1.0},
+    "head_dim": {"head_dim": 1.0, "embed": 1.0, "memory": 1.0, "mlp": 1.0},
+    "heads": {"heads": 1.0, "kv_heads": 1.0, "embed": 1.0, "memory": 1.0, "mlp": 1.0},
+    "depth": {"layers": 1.0, "encoder_layers": 1.0},
 }
 """Limit to the axes that grow, and how fast: N, H and L with F/D and H/H_kv fixed."""
 
@@ -28,6 +28,12 @@ SPECS = {
     spec.role.value.replace("token_", "").replace("mlp_", "MLP ").replace("_", " "): spec for spec in MATRICES.values()
 }
 """The matrices of the model, by the names of the report."""
+PARTS = {
+    "": SPECS,
+    "cross": SPECS | {name: of_cross(SPECS[name]) for name in ("query", "key", "value", "attention out")},
+    "encoder": {name: of_encoder(spec) if spec.in_block else spec for name, spec in SPECS.items()},
+}
+"""The same by `ParamSpec.part` of an encoder-decoder: with attention to the encoder's output for its own, and of the encoder."""
 
 _TIED = dataclasses.replace(SPECS["embedding"], role=Role.READOUT, fan_in=("embed",), tied=True)
 
@@ -43,24 +49,35 @@ class Limit:
         preset: whose rules.
         family: column of the rules, an optimizer's family.
         growth: axis to the power of the size that goes to infinity.
-        tied: the readout is the token embedding's table, so that its std and rates are the table's and only its multiplier
-            is its own. One logit then differs from all others at initialization: `contact`.
+        tied: the readout is the embedding's table: only its multiplier is its own. One logit is then unlike others at first: `contact`.
+        part: of an encoder-decoder, a key of `PARTS`; for its encoder the readout stands for the decoder, whose blocks add up in concert.
     """
 
-    def __init__(self, preset: Preset, family: Family, growth: Mapping[str, float], *, tied: bool = False) -> None:
-        self.growth, self.tied = growth, tied
+    def __init__(
+        self, preset: Preset, family: Family, growth: Mapping[str, float], *, tied: bool = False, part: str = ""
+    ) -> None:
+        self.preset, self.growth, self.tied = preset, growth, tied
+        self._parts: dict[str, Limit] = {part: self}
+        specs = self.specs = PARTS[part]
         self.family: Family = family
-        self.rows = {name: preset.row(spec) for name, spec in SPECS.items() if not (tied and name == "readout")}
+        self.rows = {name: preset.row(spec) for name, spec in specs.items() if not (tied and name == "readout")}
         if tied:
             table, of_readout = self.rows["embedding"], preset.row(_TIED).multiplier
             self.rows["readout"] = dataclasses.replace(table, multiplier=table.multiplier * of_readout)
-        self.fan_in = {name: sum(growth.get(axis, 0.0) for axis in spec.fan_in) for name, spec in SPECS.items()}
-        self.fan_out = {name: sum(growth.get(axis, 0.0) for axis in spec.fan_out) for name, spec in SPECS.items()}
-        self.n, self.layers = growth.get("head_dim", 0.0), growth.get("layers", 0.0)
-        self.logits, self.branch = self.x(preset.logits), self.x(preset.branch)
+        self.fan_in = {name: sum(growth.get(axis, 0.0) for axis in spec.fan_in) for name, spec in specs.items()}
+        self.fan_out = {name: sum(growth.get(axis, 0.0) for axis in spec.fan_out) for name, spec in specs.items()}
+        blocks = specs["query"].blocks
+        self.n, self.layers = growth.get("head_dim", 0.0), growth.get(blocks, 0.0)
+        self.logits, self.branch = self.x(preset.logits), self.x(preset.branch.renamed(OWN.axis, blocks))
         self._initialize(preset)
         self._differentiate()
         self._update()
+
+    def of(self, part: str) -> Limit:
+        """The same of another part of an encoder-decoder."""
+        if part not in self._parts:
+            self._parts[part] = Limit(self.preset, self.family, self.growth, tied=self.tied, part=part)
+        return self._parts[part]
 
     def x(self, power: Power) -> float:
         return power.growth(self.growth)
@@ -151,7 +168,7 @@ class Limit:
         return self.step(name) + self.fan_in[name] + entries
 
     def orthogonal(self, name: str) -> bool:
-        return self.family == "muon" and SPECS[name].in_block
+        return self.family == "muon" and self.specs[name].in_block
 
     def _update(self) -> None:
         self.dq, self.dk = self.acts("query"), self.acts("key")
@@ -184,7 +201,7 @@ class Limit:
     def first_order(self, name: str) -> float:
         """The output's change through one kind of weight: gradient times step, all of one sign, over entries and blocks."""
         rate, entries = self.x(self.rows[name].lr(self.family)), self.fan_in[name] + self.fan_out[name]
-        blocks = self.layers if SPECS[name].in_block else 0.0
+        blocks = self.layers if self.specs[name].in_block else 0.0
         if self.orthogonal(name):  # rate times the nuclear norm of a gradient of low rank
             return rate + self.gradient[name] + entries / 2 + blocks
         return rate + self.direction(name) + self.gradient[name] + entries + blocks

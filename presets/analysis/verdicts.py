@@ -52,11 +52,26 @@ def verdicts(preset: Preset, optimizer: str = "adam") -> dict[str, dict[str, Ent
     family = preset.family(optimizer)
     table: dict[str, dict[str, Entry]] = {}
     for limit, growth in LIMITS.items():
-        column = Limit(preset, family, growth).observables()
+        whole = Limit(preset, family, growth)
+        column = whole.observables() | _of_cross(whole.of("cross"))
         for row, exponent in column.items():
             x = round(exponent, 10) + 0.0
             table.setdefault(row, {})[limit] = Entry(x, _verdict(row, limit, x, column, family))
     return table
+
+
+def _of_cross(limit: Limit) -> dict[str, float]:
+    """Of a decoder's attention to an encoder's output: what may differ from its attention to itself."""
+    rows = {
+        "cross-attention logits": limit.attention,
+        "change of cross-attention logits": limit.d_attention,
+        "change of cross-attention's v": limit.dv - limit.v,
+    }
+    on_adam = [name for name in ("query", "key", "value", "attention out") if not limit.orthogonal(name)]
+    if on_adam and limit.family in ("adam", "muon"):
+        over = (limit.gradient[name] - limit.x(limit.rows[name].eps_of(limit.family)) for name in on_adam)
+        rows["gradient over eps, cross-attention"] = min(over)
+    return rows
 
 
 def _verdict(row: str, limit: str, exponent: float, column: Mapping[str, float], family: str) -> str:
@@ -73,13 +88,13 @@ def _verdict(row: str, limit: str, exponent: float, column: Mapping[str, float],
         return "explodes"
     if exponent == 0:
         return "stable"
-    if row == "attention logits" and limit == "head_dim":
+    if row in ("attention logits", "cross-attention logits") and limit == "head_dim":
         return "heads collapse"
     if row == "weight movement, q, k" and column["change of attention logits"] >= 0:
         return "vanishes"  # and the logits, a sum over many entries, move all the same
-    if row.startswith(("weight movement", "change of attention")):
+    if row.startswith(("weight movement", "change of attention", "change of cross-attention logits")):
         return "frozen"
-    if row in ("change of v, MLP entries", "change of the stream"):
+    if row in ("change of v, MLP entries", "change of cross-attention's v", "change of the stream"):
         return "frozen" if limit == "depth" else "lazy"
     return "vanishes"
 

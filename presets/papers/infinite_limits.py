@@ -25,6 +25,7 @@ Sources: the global rates of the paper's section 2.1 and appendix E.1, as rates 
 Beyond the paper: where F/D, N*H/D or H/H_kv grows too, the gradients change size and eps follows them, biases as their
 matrices (MLP in (F/D)^-1/2; q, k, v (N H/D)^-1/2; key and value, with G = H/H_kv, SGD G^-1 and eps G^1/2).
 In an encoder-decoder L is the depth of a parameter's own stack, and in is the encoder's width for cross-attention's key and value.
+The norm before cross-attention, which its queries alone read, has the row of a query's bias. (Derived.)
 Constants whose values `choices` lists: `readout_width`, `readout_bias_width`, `embedding_width`, `decay_width`,
 `key_start`, `mlp_out`, `muon_scale`.
 Forms: plain (TP-V Table 3), readout-multiplier (Table 8, native), table-9, mean-field (the paper's section 2.1).
@@ -101,7 +102,7 @@ def heads_summed(spec: ParamSpec) -> Power:
 def _in_branch(spec: ParamSpec, row: Rule, alpha_a: float) -> Rule:
     """What the place in the block adds to a matrix' row, and to those of its bias and gain."""
     role = spec.of or spec.role
-    if role in (Role.QUERY, Role.KEY):
+    if role in (Role.QUERY, Role.KEY) or (spec.part == "cross" and role is Role.NORM_GAIN):
         slowed = N ** (alpha_a - 1)
         row = row.times(sgd=slowed**2, adam=slowed, eps=slowed**-1)
         if (

@@ -26,15 +26,33 @@ def test_every_table_is_the_committed_one():
 
 def test_every_preset_family_and_exponent_pair_is_there():
     names = {path.name for path in goldens.FOLDER.glob("*.txt")}
-    assert {f"{name}-{family}-adam.txt" for name in PRESETS for family in ("vit", "decoder")} <= names
-    pairs = (goldens.FOLDER / "pairs-depth-mup-decoder-sgd.txt").read_text()
-    assert pairs.count("depth-mup alpha_a=") == 9
-    assert all(f"alpha_a={a} alpha_l={b}" in pairs for a in ("0.5", "0.75", "1") for b in ("0.5", "0.75", "1"))
-    tied = (goldens.FOLDER / "tied-adam.txt").read_text()
-    assert [
-        line.split()[0].rstrip(",:") for line in tied.splitlines() if line.endswith(("; adam", "untie it"))
-    ] == list(PRESETS)
-    assert tied.count("a tied readout would need two rates") == 2
+    assert {f"{name}-{family}-adam.txt" for name in PRESETS for family in goldens.MODELS} <= names
+    for family in goldens.MODELS:
+        pairs = (goldens.FOLDER / f"pairs-depth-mup-{family}-sgd.txt").read_text()
+        assert pairs.count("depth-mup alpha_a=") == 9
+        assert all(f"alpha_a={a} alpha_l={b}" in pairs for a in ("0.5", "0.75", "1") for b in ("0.5", "0.75", "1"))
+    for name in ("tied-adam.txt", "tied-encoder-decoder-adam.txt"):
+        tied = (goldens.FOLDER / name).read_text()
+        ends = [line.split()[0].rstrip(",:") for line in tied.splitlines() if line.endswith(("; adam", "untie it"))]
+        assert ends == list(PRESETS)
+        assert tied.count("a tied readout would need two rates") == 2
+
+
+def test_the_tables_of_an_encoder_decoder_have_its_stacks_and_what_reads_the_memory():
+    table = (goldens.FOLDER / "depth-mup-encoder-decoder-adam.txt").read_text().splitlines()
+    rows = {group: text for group, _, text in (line.partition(": ") for line in table)}
+    assert {"encoder attention branch", "encoder mlp branch", "cross branch"} <= {
+        line.partition(" branch")[0] + " branch" for line in table
+    }
+    for name in ("query", "key", "value", "attention_out"):
+        own, cross, encoder = (rows[f"{part}{name}"] for part in ("block.", "block.cross.", "encoder.block."))
+        columns = [text.split("; ") for text in (own, cross, encoder)]
+        fan_in = "D_e" if name in ("key", "value") else columns[0][1].partition("^")[0]
+        assert columns[1][1].startswith(fan_in)
+        assert cross.count("D_e") == 2 * (fan_in == "D_e")
+        assert "L_e^-0.5" in columns[2][2]
+        assert "L_e" not in own + cross
+    assert "L_e^" in rows["encoder.block.relative_bias"]
 
 
 def test_control_a_changed_exponent_is_one_changed_line(monkeypatch: pytest.MonkeyPatch):

@@ -11,7 +11,7 @@ import dataclasses
 from importlib import import_module
 from typing import Any, ClassVar, Literal
 
-from mupax.presets.roles import CROSSED, ENCODER, MATRICES, FactorSpec, ParamSpec, Role
+from mupax.presets.roles import CROSSED, ENCODER, MATRICES, FactorSpec, ParamSpec, Role, of_cross, of_encoder
 from mupax.zoo.families import ArraySpec, ConfigError, TokenModel
 from mupax.zoo.transformer import TransformerConfig
 
@@ -103,8 +103,8 @@ class EncoderDecoderConfig(TokenModel, TransformerConfig):
         attention = {name: spec for name, spec in specs.items() if name.startswith("block.attention")}
         if not self.qk_norm:
             attention.pop("block.attention.key_bias", None)  # no positions turn it: its gradient would be zero
-        cross = {name.replace("attention", "cross", 1): _cross(spec) for name, spec in attention.items()}
-        encoder = {f"encoder.{name}": _of_encoder(spec) for name, spec in {**ends, **specs}.items()}
+        cross = {name.replace("attention", "cross", 1): of_cross(spec) for name, spec in attention.items()}
+        encoder = {f"encoder.{name}": of_encoder(spec) for name, spec in {**ends, **specs}.items()}
         if self.shared:
             del encoder["encoder.token"]
         return {**ends, **encoder, **specs, **cross, **({} if self.tied else {"readout": MATRICES["readout"]})}
@@ -134,20 +134,6 @@ class EncoderDecoderConfig(TokenModel, TransformerConfig):
 
     def module(self, rngs: Any) -> Any:
         return import_module("mupax.zoo.encoder_decoder.model").EncoderDecoder(self, rngs)
-
-
-def _of_encoder(spec: ParamSpec) -> ParamSpec:
-    """The declaration for the encoder's stack and positions."""
-    moved = {"layers": ENCODER.axis, "position": "source"}
-    return dataclasses.replace(spec, part="encoder", axes=tuple(moved.get(axis, axis) for axis in spec.axes))
-
-
-def _cross(spec: ParamSpec) -> ParamSpec:
-    """The declaration for attention to the encoder's output, which keys and values read."""
-    if spec.role not in (Role.KEY, Role.VALUE):
-        return dataclasses.replace(spec, part="cross")
-    axes = tuple("memory" if axis == "embed" else axis for axis in spec.axes)
-    return dataclasses.replace(spec, part="cross", axes=axes, fan_in=("memory",))
 
 
 def _bart(width: int, depth: int, num_heads: int) -> EncoderDecoderConfig:

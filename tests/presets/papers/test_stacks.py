@@ -43,6 +43,8 @@ def test_every_parameter_has_the_row_of_a_model_with_its_stack_alone(name: str, 
         return
     depths = {"layers": (SIZES["layers"], 2), "encoder_layers": (SIZES["encoder_layers"], 4)}
     for parameter, spec in SPECS.items():
+        if parameter.startswith("block.cross_norm"):
+            continue  # below
         depth, base_depth = depths[spec.blocks]
         base = None if preset.base is None else {**BASE.base_sizes(), "layers": base_depth}
         other = dataclasses.replace(preset, base=base)
@@ -64,6 +66,17 @@ def test_keys_and_values_of_the_memory_have_its_width_as_fan_in() -> None:
         spec, preset = SPECS[f"block.cross.{name}"], made("mup", None)
         before, after = (preset.factors(spec, sizes).init_std for sizes in (SIZES, wider))
         assert after / before == pytest.approx(0.5 if name in ("key", "value") else 1)
+
+
+def test_the_norm_that_queries_alone_read_has_the_row_of_their_bias() -> None:
+    # derived: both change logits and nothing else, by a step that is aligned with them.
+    preset, bias = made("depth-mup", None, alpha_a=0.5), SPECS["block.cross.query_bias"]
+    for optimizer in ("adam", "sgd"):
+        wanted = preset.scales(bias, SIZES, optimizer)
+        for name in ("block.cross_norm.gain", "block.cross_norm.bias"):
+            scales = preset.scales(SPECS[name], SIZES, optimizer)
+            assert (scales.lr, scales.eps) == pytest.approx((wanted.lr, wanted.eps))
+        assert preset.scales(SPECS["block.attention_norm.gain"], SIZES, optimizer).lr != pytest.approx(wanted.lr)
 
 
 def test_a_base_that_names_one_stack_means_both() -> None:

@@ -40,6 +40,8 @@ def smallest(model: ModelConfig, written: Collection[str] = ()) -> TransformerCo
     small = {"width": _WIDTH, "num_heads": _HEADS, "head_dim": None, "depth": _DEPTH, **inputs[model.task]}
     if model.denoises:
         small |= {"encoder_depth": None, "target_len": None}
+    if "distance" in model.sizes():  # so that every row of a relative table is seen
+        small |= {"distance_buckets": _POSITIONS // 2, "longest_distance": _POSITIONS}
     small = {name: size for name, size in small.items() if name not in written}
     heads, width = small.get("num_heads", model.num_heads), small.get("width", model.width)
     if "num_kv_heads" not in written and model.num_kv_heads is not None:

@@ -15,6 +15,7 @@ import numpy as np
 from mupax.presets import EMBEDDINGS, VECTORS, ParamSpec, Preset, Role
 from mupax.presets.analysis.health import NAMES, Column, Health, Trouble
 from mupax.presets.analysis.limits import Limit
+from mupax.presets.roles import BIASES
 
 COLUMNS: dict[tuple[str, int], Column] = {("weight", 0): "init_std", ("movement", 1): "lr", ("gradient", 0): "eps"}
 """What is observed of a parameter, at which step, and the column of its row that sets it."""
@@ -56,14 +57,14 @@ def slopes(
     for name, label in labels(specs).items():
         spec = specs[name]
         row, family, of = preset.row(spec), limit.family, NAMES.get(spec.role)
-        if spec.role is not Role.BIAS:
+        if spec.role not in BIASES:
             found[f"weight/{label}", 0] = limit.x(row.multiplier * row.init_std)
         rate, change = limit.x(row.multiplier * row.lr(family)), gradient(spec, limit, preset, aligned=aligned)
         if spec.role is Role.BIAS and spec.of is Role.KEY and normed:
             # Softmax ignores what all keys have in common, but for the norm between: what is left has the exponent of no sum.
             change = None
         if family == "muon" and of is not None and limit.orthogonal(of):
-            found[f"movement/{label}", 1] = limit.step(of)
+            found[f"movement/{label}", 1] = limit.of(spec.part).step(of)
         elif family != "sgd" and not (family == "muon" and row.muon is not None):
             found[f"movement/{label}", 1] = rate
         elif family == "sgd" and change is not None:
@@ -108,7 +109,8 @@ def at_base(
         scales = preset.scales(specs[name], sizes, optimizer)
         # A number per layer is its preset's own; the middle one speaks for it.
         multiplier, std, lr, eps = map(np.median, (scales.multiplier, scales.init_std, scales.lr, scales.eps))
-        stds[specs[name].role] = multiplier * std * math.prod(sizes[axis] for axis in specs[name].fan_in) ** 0.5
+        if not specs[name].part:
+            stds[specs[name].role] = multiplier * std * math.prod(sizes[axis] for axis in specs[name].fan_in) ** 0.5
         numbers[f"weight/{label}", 0] = float(multiplier * std)
         numbers[f"movement/{label}", 1] = float(multiplier * lr)
         numbers[f"gradient/{label}", 0] = float(eps)
@@ -149,7 +151,7 @@ def not_judged(specs: Mapping[str, ParamSpec], expected: Collection[tuple[str, i
         f"{what}/{label}"
         for name, label in labels(specs).items()
         for (what, step) in COLUMNS
-        if (f"{what}/{label}", step) not in expected and not (what == "weight" and specs[name].role is Role.BIAS)
+        if (f"{what}/{label}", step) not in expected and not (what == "weight" and specs[name].role in BIASES)
     )
 
 
@@ -166,7 +168,7 @@ def gradient(spec: ParamSpec, limit: Limit, preset: Preset, *, aligned: bool = T
     if spec.part == "encoder" and not aligned:
         # Its signal is a sum over the decoder's blocks, of branches that are independent at first (and add up in concert later).
         own += limit.branch + limit.layers / 2 - limit.stream
-    of = "embedding" if spec.role in EMBEDDINGS else NAMES.get(spec.role)
+    limit, of = limit.of(spec.part), "embedding" if spec.role in EMBEDDINGS else NAMES.get(spec.role)
     effective = {name: x - limit.x(limit.rows[name].multiplier) for name, x in limit.gradient.items()}
     if of is not None:
         return effective[of] + own
@@ -177,7 +179,9 @@ def gradient(spec: ParamSpec, limit: Limit, preset: Preset, *, aligned: bool = T
 def _vector(spec: ParamSpec, limit: Limit, effective: Mapping[str, float], aligned: bool) -> float | None:
     """The same of a gain or bias: that of the matrix beside it, whose input has entries Theta(1)."""
     if spec.role is Role.RELATIVE_BIAS:
-        return None
+        # That of a logit: a sum over a head's values, and over the blocks that share a table.
+        of_logit = effective["query"] - limit.logits - limit.k - (0.0 if aligned else limit.aligned - limit.n / 2)
+        return of_logit + (0.0 if spec.stacked else limit.layers if aligned else limit.layers / 2)
     if spec.role is Role.NORM_GAIN and spec.of in (Role.QUERY, Role.KEY):
         # q_n k_n times the logit's gradient, a sum over the heads that share the gain.
         shared = 0.0 if {"heads", "kv_heads"} & set(spec.axes) else limit.growth.get("heads", 0.0)
@@ -195,4 +199,6 @@ def _vector(spec: ParamSpec, limit: Limit, effective: Mapping[str, float], align
         return effective["MLP out"] - limit.hidden
     if spec.role is Role.BIAS and spec.of in NAMES:
         return effective[NAMES[spec.of]]
+    if spec.part == "cross":  # the norm that queries alone read
+        return effective["query"]
     return max(effective["value"], effective["MLP in"])
