@@ -51,7 +51,8 @@ class Manual(Layout):
 
     def __init__(self, whole: Layout, sizes: Mapping[str, int]) -> None:
         super().__init__(whole.mesh, whole.rules)
-        self.whole, self.sizes, self.rings, self.gradient_dtype = whole, sizes, whole.rings, whole.gradient_dtype
+        self.whole, self.sizes = whole, sizes
+        self.rings, self.gradient_dtype, self.room = whole.rings, whole.gradient_dtype, whole.room
         self.batch = whole.names("batch")
         """Mesh axes that split examples."""
 

@@ -42,6 +42,8 @@ class Layout:
     gradient_dtype: str | None = None
     """`mesh.gradient_dtype`; where there is one, sums are scattered by `exchange`."""
     exchange: Callable[..., jax.Array]
+    room: int | None = None
+    """Bytes of a device that a loss may take while the step's peak stays as it is."""
     policy: Callable[..., bool] | None = None
     """What the backward pass of a layer that recomputes nothing may keep, where that is not everything."""
 
@@ -49,6 +51,8 @@ class Layout:
         self.mesh, self.rules = mesh, rules
         self.platform: str = mesh.devices.flat[0].platform
         """cpu, gpu or tpu."""
+        self.kind: str = mesh.devices.flat[0].device_kind
+        """As JAX calls its devices."""
 
     def names(self, axis: str | None) -> tuple[str, ...]:
         """The mesh axes that split a logical axis, for collectives inside `local`; empty where nothing does."""

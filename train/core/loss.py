@@ -17,15 +17,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from mupax.train.core.costs import losses
 from mupax.zoo import partition
 from mupax.zoo.families import CrossEntropy
 from mupax.zoo.layers.linear import Reading
-
-CHUNK_LOGITS = {"cpu": 2**21, "gpu": 2**27, "tpu": 2**27}
-"""Logits of one chunk on one device: on CPU what its caches hold, elsewhere half a gigabyte of float32."""
-
-LEAST_ROWS = 1024
-"""Tokens that a chunk has at least: the readout's gradient is read and written once per chunk, which more tokens pay for."""
 
 
 class Sums(NamedTuple):
@@ -51,24 +46,28 @@ def cross_entropy(
         targets: int32, one per feature vector.
         weights: float32, 0 where a target does not count; no gradient is taken with respect to them.
         how: plain keeps all logits; chunked never does, and computes them for a few tokens at a time; vocab for a part of the
-            vocabulary (`mupax.train.core.vocabulary`). auto is one of the two where there is more than one chunk: vocab on TPU.
+            vocabulary (`mupax.train.core.vocabulary`). auto is the first of `costs.losses.options`.
         reference: of the initial model where the output is centred; no gradient flows through it.
     """
     axes = ("embed", "vocab" if targets.ndim == 2 else "classes")
     plan = _plan(reading, targets, axes)
-    if how == "auto":
-        how = "plain" if plan.rows == plan.chunk else "vocab" if partition.current().platform == "tpu" else "chunked"
-    if how == "plain" or not plan.scattered:
+    way = losses.options(plan.work)[0] if how == "auto" else losses.way(plan.work, how)
+    if way.kind == "plain" or not plan.scattered:
         gather = partition.current().gather
         reading = reading._replace(weight=gather(reading.weight, axes))
         reference = reference and reference._replace(weight=gather(reference.weight, axes))
-    if how == "plain":
+    if way.kind == "plain":
         logits = reading.logits()
         if reference is not None:
             logits = logits - jax.lax.stop_gradient(reference.logits())
         return of_logits(logits, targets, weights)
-    plan = dataclasses.replace(plan, by_vocab=how == "vocab")
-    return _in_parts(plan, reading, reference, targets, jax.lax.stop_gradient(weights))
+    return _in_parts(
+        dataclasses.replace(plan, by_vocab=way.kind == "vocab", kept=way.kept),
+        reading,
+        reference,
+        targets,
+        jax.lax.stop_gradient(weights),
+    )
 
 
 def of_logits(logits: jax.Array, targets: jax.Array, weights: jax.Array) -> Sums:
@@ -87,10 +86,8 @@ def of_logits(logits: jax.Array, targets: jax.Array, weights: jax.Array) -> Sums
 class _Plan:
     """How the work lies on devices."""
 
-    rows: int
-    """Tokens of one device."""
-    chunk: int
-    """Tokens of one chunk, at most rows."""
+    work: losses.Work
+    """What one device does."""
     tokens: partition.Axes
     """Logical axes of the targets."""
     vocab: str | None
@@ -105,6 +102,13 @@ class _Plan:
     """Mesh axes that split the vocabulary."""
     by_vocab: bool = False
     """Whether parts are of the vocabulary, not of the tokens."""
+    kept: int = 0
+    """Of those parts, how many keep their exponentials."""
+
+    @property
+    def rows(self) -> int:
+        """Tokens of one device."""
+        return self.work.rows
 
 
 def _plan(reading: Reading, targets: jax.Array, axes: tuple[str, str]) -> _Plan:
@@ -118,9 +122,9 @@ def _plan(reading: Reading, targets: jax.Array, axes: tuple[str, str]) -> _Plan:
     rows = targets.size // math.prod(layout.ways(axis) for axis in tokens)
     scattered, shared = layout.readout(axes, width, summed)
     column = None if vocab % layout.ways(axes[1]) or set(layout.names(axes[1])) & set(summed) else axes[1]
-    wanted = max(CHUNK_LOGITS[layout.platform] // (vocab // layout.ways(column)), LEAST_ROWS)
-    chunk = math.ceil(rows / math.ceil(rows / wanted))
-    return _Plan(rows, chunk, tokens, column, summed, scattered, shared, layout.names(column))
+    columns, itemsize = vocab // layout.ways(column), reading.features.dtype.itemsize
+    work = losses.Work(rows, columns, width, itemsize, layout.platform, layout.kind, layout.room)
+    return _Plan(work, tokens, column, summed, scattered, shared, layout.names(column))
 
 
 def _on_devices(
@@ -170,15 +174,17 @@ def _on_one(
     plan: _Plan, reading: Reading, reference: Reading | None, targets: jax.Array, weights: jax.Array, with_grads: bool
 ) -> tuple[Sums, Reading | None]:
     """The same on one device: its chunks one after the other, then sums over devices."""
-    chunks = math.ceil(plan.rows / plan.chunk)
+    chunks = math.ceil(plan.rows / plan.work.chunk)
     reading = reading._replace(weight=partition.all_gather(reading.weight, plan.scattered, 0))
     if reference is not None:
         reference = reference._replace(weight=partition.all_gather(reference.weight, plan.scattered, 0))
 
     def cut(x: jax.Array, *trailing: int) -> jax.Array:
         """All tokens in chunks; what fills up the last one counts nothing."""
-        x = jnp.pad(x.reshape(plan.rows, *trailing), [(0, chunks * plan.chunk - plan.rows), *[(0, 0)] * len(trailing)])
-        return x.reshape(chunks, plan.chunk, *trailing)
+        x = jnp.pad(
+            x.reshape(plan.rows, *trailing), [(0, chunks * plan.work.chunk - plan.rows), *[(0, 0)] * len(trailing)]
+        )
+        return x.reshape(chunks, plan.work.chunk, *trailing)
 
     def add(total: tuple[Sums, Reading | None], part: tuple[Any, ...]) -> tuple[Any, jax.Array | None]:
         features, fixed, labels, counts = part

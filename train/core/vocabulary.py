@@ -3,13 +3,14 @@
 The other way to cut what `mupax.train.core.loss` computes; suffixes are those there. Each part's gradient is complete, so
 that it is summed and scattered beside the next part's products, and none is ever added to in memory. Between the two
 passes over the parts exp(logit - largest of the part) is kept in the type of products, to which the slope is rounded
-before its products in any case: no logit is computed twice, and the sums are taken before rounding.
+before its products in any case: no logit is computed twice, and the sums are taken before rounding. It is so of as many parts
+as there is room for (`costs.losses`); logits of the others are computed again.
 """
 
 from __future__ import annotations
 
 import functools
-import math
+import itertools
 from typing import Any
 
 import jax
@@ -17,21 +18,6 @@ import jax.numpy as jnp
 
 from mupax.zoo import partition
 from mupax.zoo.layers.linear import Reading
-
-PART_LOGITS = 2**26
-"""Logits of one part on one device: a quarter of a gigabyte of float32."""
-LANES = 128
-
-
-def parts(rows: int, columns: int) -> list[slice]:
-    """The columns of each part, as even as whole registers allow.
-
-    Args:
-        rows: tokens of one device.
-        columns: of the vocabulary, there.
-    """
-    size = math.ceil(columns / math.ceil(rows * columns / PART_LOGITS) / LANES) * LANES
-    return [slice(start, min(start + size, columns)) for start in range(0, columns, size)]
 
 
 def on_one(
@@ -50,7 +36,7 @@ def on_one(
     targets_N, weights_N = targets.reshape(-1), weights.reshape(-1)
     columns = reading.weight.shape[1]
     offset = columns * jax.lax.axis_index(plan.over_vocab) if plan.over_vocab else 0
-    cuts = parts(plan.rows, columns)
+    cuts = plan.work.parts
 
     def several(reduced: Any, x: Any) -> Any:
         return reduced(x, plan.over_vocab) if plan.over_vocab else x
@@ -65,51 +51,68 @@ def on_one(
         x_ND = features_ND if of is reading else of.features.reshape(plan.rows, -1)
         return Reading(x_ND, weight_DV, of.scale, bias_V)
 
-    def label(cut: slice) -> jax.Array:
-        column_V = offset + cut.start + jnp.arange(cut.stop - cut.start)
-        return column_V == targets_N[:, None]
-
-    tops, sums, labels, firsts, exps = [], [], [], [], []
-    for cut in cuts:
-        if exps:  # one after the other
-            features_ND, exps[-1] = jax.lax.optimization_barrier((features_ND, exps[-1]))
-        logits_NV = part(reading, cut).logits()
+    def logits(cut: slice, after: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """Those of a part, float32, and the part of the readout that they are of."""
+        read = part(reading, cut, after)
+        logits_NV = read.logits()
         if reference is not None:
-            logits_NV = logits_NV - part(reference, cut).logits()
+            logits_NV = logits_NV - part(reference, cut, after).logits()
+        return logits_NV, read.weight
+
+    def column(cut: slice) -> jax.Array:
+        return offset + cut.start + jnp.arange(cut.stop - cut.start)
+
+    def label(cut: slice) -> jax.Array:
+        return column(cut) == targets_N[:, None]
+
+    tops, sums, labels, befores, exps = [], [], [], [], []
+    for cut in cuts:
+        if tops:  # one after the other
+            recent = exps if len(exps) == len(tops) else sums
+            features_ND, recent[-1] = jax.lax.optimization_barrier((features_ND, recent[-1]))
+        logits_NV, _ = logits(cut)
         top_N = jnp.max(logits_NV, axis=1)
         exp_NV = jnp.exp(logits_NV - top_N[:, None])
         tops.append(top_N)
         sums.append(jnp.sum(exp_NV, axis=1))
         labels.append(jnp.sum(jnp.where(label(cut), logits_NV, 0), axis=1))
-        # The first of the largest, as argmax has it.
-        firsts.append(offset + cut.start + jnp.argmax(logits_NV, axis=1))
-        exps.append(exp_NV.astype(features_ND.dtype))
+        # One as large before the target, which then is not the first of the largest, as argmax has it; cheaper than that.
+        before_NV = (logits_NV == top_N[:, None]) & (column(cut) < targets_N[:, None])
+        befores.append(jnp.any(before_NV, axis=1))
+        if len(exps) < plan.kept:
+            exps.append(exp_NV.astype(features_ND.dtype))
     top_N = several(jax.lax.pmax, functools.reduce(jnp.maximum, tops))
     shares = [jnp.exp(top - top_N) for top in tops]
     exp_N, label_N = several(jax.lax.psum, (sum(s * e for s, e in zip(shares, sums, strict=True)), sum(labels)))
-    last = jnp.iinfo(jnp.int32).max
-    first_N = functools.reduce(
-        jnp.minimum, [jnp.where(top == top_N, first, last) for top, first in zip(tops, firsts, strict=True)]
-    )
-    first_N = several(jax.lax.pmin, first_N)
+    earlier_N = sum(before & (top == top_N) for top, before in zip(tops, befores, strict=True))
+    hit_N = (label_N == top_N) & (several(jax.lax.psum, earlier_N) == 0)
     nll_N = jnp.log(exp_N) + top_N - label_N
-    totals = (jnp.sum(nll_N * weights_N), jnp.sum((first_N == targets_N) * weights_N), jnp.sum(weights_N))
+    totals = (jnp.sum(nll_N * weights_N), jnp.sum(hit_N * weights_N), jnp.sum(weights_N))
     totals = jax.lax.psum(totals, plan.summed) if plan.summed else totals
     if not with_grads:
         return totals, None
     product = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
-    back_ND, rows, biases = jnp.zeros(features_ND.shape, jnp.float32), [], []
-    for cut, exp_NV, share_N in zip(cuts, exps, shares, strict=True):
+    back_ND, rows, biases, slope_NV = jnp.zeros(features_ND.shape, jnp.float32), [], [], top_N
+    for cut, exp_NV, share_N in itertools.zip_longest(cuts, exps, shares):
         if len(rows) > 1:  # no more than two gradients are on their way
             features_ND, rows[-2] = jax.lax.optimization_barrier((features_ND, rows[-2]))
-        slope_NV = exp_NV.astype(jnp.float32) * (share_N / exp_N)[:, None] - label(cut)
+        weight_DV = None
+        if exp_NV is None:
+            logits_NV, weight_DV = logits(cut, slope_NV)
+            probability_NV = jnp.exp(logits_NV - top_N[:, None]) / exp_N[:, None]
+        else:
+            probability_NV = exp_NV.astype(jnp.float32) * (share_N / exp_N)[:, None]
+        slope_NV = probability_NV - label(cut)
         slope_NV = slope_NV * weights_N[:, None]
         biases.append(jnp.sum(slope_NV, axis=0))
         slope_NV = jax.lax.optimization_barrier(slope_NV.astype(features_ND.dtype))
-        back_ND += product(slope_NV, part(reading, cut, slope_NV).weight, (((1,), (1,)), ((), ())))
+        weight_DV = part(reading, cut, slope_NV).weight if weight_DV is None else weight_DV
+        back_ND += product(slope_NV, weight_DV, (((1,), (1,)), ((), ())))
         row_DV = product(features_ND, slope_NV, (((0,), (0,)), ((), ())))
         row_DV = jax.lax.psum(row_DV, plan.shared) if plan.shared else row_DV
         rows.append(partition.reduce_scatter(row_DV, plan.scattered, 0))
+    # Before the layers: else the compiler takes the last products and sums with it through their loop, with what they are of.
+    back_ND, *rows = jax.lax.optimization_barrier((back_ND, *rows))
     back_ND, weight_DV = several(jax.lax.psum, back_ND), jnp.concatenate(rows, axis=1)
     scale, bias = None, None
     if reading.bias is not None:

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from mupax.train.config.run import Config, MeshConfig
-from mupax.train.core import vocabulary
+from mupax.train.core.costs import memory
 from mupax.train.core.program import Program, assemble
+from mupax.train.parallel.chips import Chip
 from mupax.train.parallel.mesh import MeshError
 from mupax.train.pods import estimates
-from mupax.train.pods.topology import Chip
 from mupax.zoo.configs import ComputeConfig
 from mupax.zoo.layers.flash import block_of
 
@@ -139,7 +139,7 @@ def estimate(program: Program, chip: Chip, slices: int) -> float:
         slices: of the slow network.
     """
     config, mesh = program.config, program.mesh.shape
-    again = estimates.FORWARD_AGAIN[config.model.compute.remat]
+    again = memory.FORWARD_AGAIN[config.model.compute.remat]
     flops = estimates.model_flops(config) * (1 + again / 3) / program.mesh.size
     flops += estimates.attention_waste(program, chip)
     compute = flops / chip.peak_flops
@@ -157,24 +157,6 @@ def estimate(program: Program, chip: Chip, slices: int) -> float:
     waits = waited * chip.torus / chip.ici_bandwidth
     if slices > 1 and chip.dcn_bandwidth:
         network += 2 * 2 * weights / mesh["fsdp"] / chip.dcn_bandwidth
-    waits += loss_traffic(program) / chip.hbm_bandwidth
+    loss = memory.loss(config, program.definition, program.layout)
+    waits += config.accumulation_steps * (loss.traffic / chip.hbm_bandwidth + loss.again / chip.peak_flops)
     return max(compute, network) + 0.1 * min(compute, network) + waits
-
-
-def loss_traffic(program: Program) -> float:
-    """Bytes of main memory that readout and loss read and write on one device, beside no product.
-
-    Logits are written and read in both passes, the readout read and its gradient added to once a chunk: 16.9 GB plain and 41 GB
-    chunked of lm-8b at 1 x 4096 tokens, by the TPU compiler. By parts of the vocabulary exponentials are kept, too, and the
-    features and their gradient read for every part: 8 M cycles more than plain there, at 1.5 GHz 4.4 GB.
-    """
-    config, sizes, layout = program.config, program.definition.sizes, program.layout
-    parts, width = config.accumulation_steps, sizes["embed"]
-    outputs = sizes[config.model.output_axis] / layout.ways(config.model.output_axis)
-    tokens = config.data.batch_size * config.model.units / layout.ways("batch") / layout.ways("sequence")
-    traffic = 20 * tokens * outputs + 12 * estimates.loss_chunks(program) * parts * width * outputs
-    if config.model.compute.cross_entropy != "vocab":
-        return traffic
-    return (
-        traffic + 6 * tokens * outputs + 10 * tokens * width * len(vocabulary.parts(int(tokens) // parts, int(outputs)))
-    )

@@ -85,6 +85,7 @@ def _tables(report: dict[str, Any], where: str) -> list[str]:
         "parameters": f"{report['parameters']:,}",
         "batch": f"{report['batch_size']}" + (f" in {parts} microbatches" if parts > 1 else ""),
         "compute": ", ".join(f"{name} {value}" for name, value in report["compute"].items()),
+        "loss": _loss(report["loss"]),
         "memory": f"{gib(peak)} of {gib(room)}: "
         + (f"fits, {gib(room - peak)} to spare" if report["fits"] else f"does not fit by {gib(peak - room)}"),
         "expected": f"{gib(sum(expected.values()))}: " + ", ".join(f"{name} {gib(n)}" for name, n in expected.items()),
@@ -125,6 +126,14 @@ def _tables(report: dict[str, Any], where: str) -> list[str]:
         f"collectives of one step, per chip\n{terminal.table(rows, rows[0][:3])}",
         f"temporaries of at least 1 % at the peak\n{terminal.table(live, live[0][1:])}",
     ]
+
+
+def _loss(loss: dict[str, Any]) -> str:
+    """How the loss is computed, and why where that was left to `auto`."""
+    kept = f", exponentials of {loss['kept']} kept" if loss["kind"] == "vocab" else ""
+    how = loss["kind"] + (f" in {loss['parts']} parts{kept}" if loss["parts"] > 1 else "")
+    above = ", ".join(f"{kind} by {gib(size)}" for kind, size in loss["raises_peak_by"].items())
+    return f"{how}; of what auto may be, {above} above the layers' peak" if len(loss["raises_peak_by"]) > 1 else how
 
 
 def _maker(op_name: str) -> str:

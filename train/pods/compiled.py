@@ -15,11 +15,12 @@ import jax
 import numpy as np
 
 from mupax.train.config.run import Config
+from mupax.train.core.costs import losses, memory
 from mupax.train.core.program import Program, assemble
+from mupax.train.parallel.chips import Chip
 from mupax.train.pods import buffers, checks, estimates, hlo, topology
 from mupax.train.pods.collectives import Collective, collectives, table
 from mupax.train.pods.refusals import refused
-from mupax.train.pods.topology import Chip
 from mupax.zoo.layers.flash import block_of
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -130,15 +131,22 @@ class Compiled:
             alone += 0.0 if one.overlapped else seconds
         compute = self.traced_flops / self.program.mesh.size / chip.peak_flops
         cycles = self.module.cycles / chip.clock_hz if chip.clock_hz else None
-        memory = self.module.hbm_bytes / chip.hbm_bandwidth
         return Roofline(
             compute=compute,
-            memory=memory,
+            memory=self.module.hbm_bytes / chip.hbm_bandwidth,
             network=network[True],
             slow_network=network[False],
             cycles=cycles,
             alone=alone,
         )
+
+    def _loss(self) -> dict[str, Any]:
+        """How the loss is computed, and of `auto` the bytes by which each way would raise the peak, the one taken first."""
+        config, definition, layout = self.program.config, self.program.definition, self.program.layout
+        way, work = memory.loss(config, definition, layout), memory.work(config, definition, layout)
+        ways = losses.options(work) if config.model.compute.cross_entropy == "auto" else []
+        above = {one.kind: losses.above(work, one) for one in ways}
+        return {"kind": way.kind, "parts": way.parts, "kept": way.kept, "raises_peak_by": above}
 
     def report(self) -> dict[str, Any]:
         """Everything as JSON."""
@@ -158,6 +166,7 @@ class Compiled:
             "batch_size": config.data.batch_size,
             "accumulation_steps": config.accumulation_steps,
             "compute": dataclasses.asdict(config.model.compute),
+            "loss": self._loss(),
             "parameters": self.program.definition.count(),
             "hbm_bytes_per_device": self.limit_bytes,
             "peak_bytes_per_device": self.used_bytes,
@@ -217,19 +226,19 @@ def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
         module = hlo.parse(text := executable.as_text() or "")
         assigned = buffers.read(Path(folder), module)
     stats: Any = executable.memory_analysis()
-    memory = {
+    taken = {
         "argument": stats.argument_size_in_bytes,
         "output": stats.output_size_in_bytes,
         "alias": stats.alias_size_in_bytes,
         "temporary": stats.temp_size_in_bytes,
         "code": stats.generated_code_size_in_bytes,
     }
-    need, live, state = sum(memory.values()) - 2 * memory["alias"], [], executable.input_shardings[0][0]
+    need, live, state = sum(taken.values()) - 2 * taken["alias"], [], executable.input_shardings[0][0]
     if assigned is not None:
         # The statistics count some buffers of loops twice; what is allocated is in the buffer assignment.
-        memory["temporary"], total, live = assigned
-        need = total + memory["code"]
-    return Compiled(program, chip, seconds, flops, need, chip.hbm_bytes, module, text, memory, live, state)
+        taken["temporary"], total, live = assigned
+        need = total + taken["code"]
+    return Compiled(program, chip, seconds, flops, need, chip.hbm_bytes, module, text, taken, live, state)
 
 
 def _bandwidth(mesh: jax.sharding.Mesh, axes: tuple[str, ...], chip: Chip) -> float:

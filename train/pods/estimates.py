@@ -5,50 +5,33 @@ Compared with what the compiler allocates (`train/pods/compiled.py`), so that ne
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from mupax.presets import Role
 from mupax.train.config.run import Config
-from mupax.train.core.loss import CHUNK_LOGITS, LEAST_ROWS
+from mupax.train.core.costs import memory
 from mupax.train.core.program import Program
-from mupax.train.core.vocabulary import parts
-from mupax.train.pods.topology import Chip
+from mupax.train.parallel.chips import Chip
 from mupax.zoo import flops, partition
 from mupax.zoo.families import AttentionName
 from mupax.zoo.layers.flash import FUSED, block_of
 from mupax.zoo.layers.kernels import chosen
-from mupax.zoo.partition import LANES
-
-_SPLIT = ("heads", "kv_heads", "mlp")
-"""Axes of activations that a device may have a part of."""
-
-FORWARD_AGAIN = {"none": 0.0, "dots": 0.0, "block": 1.0, "offload": 1.0}
-"""Forward passes of the blocks that a remat policy computes again."""
-
-
-def model_flops(config: Config) -> float:
-    """FLOPs that the model needs for a step, counted from its sizes (see `mupax.zoo.flops`): what utilization is of."""
-    return flops.train_flops(config.model) * config.data.batch_size * config.model.units
 
 
 def expected(program: Program) -> dict[str, int]:
-    """Bytes by what they hold at the fuller of two moments, the loss and the backward pass of one layer: in sum the peak."""
-    config, layout, sizes = program.config, program.layout, program.definition.sizes
-    itemsize, each = jnp.dtype(config.model.compute.dtype).itemsize, _per_position(program)
-    rows = config.data.batch_size // config.accumulation_steps // layout.ways("batch")
-    positions = rows * sizes["position"] // layout.ways("sequence")  # of one microbatch on one device
-    outputs, ways = sizes[config.model.output_axis], layout.ways(config.model.output_axis)
-    columns = outputs // ways if outputs % ways == 0 else outputs
-    params, specs, batch = program.abstract.params, program.definition.specs, program.train_feed().abstract
-    block = {name: leaf for name, leaf in params.items() if specs[name].in_block}
-    stacks = [leaf for leaf in block.values() if leaf.ndim > 2]
+    """Bytes by what they hold at the fuller of two moments, the loss and the backward pass of one layer: in sum the peak.
+
+    Args:
+        program: whose step.
+    """
+    config, layout, definition = program.config, program.layout, program.definition
+    sizes, itemsize = definition.sizes, jnp.dtype(config.model.compute.dtype).itemsize
+    each, positions = memory.per_position(definition, layout), memory.positions(config, definition, layout)
+    batch = program.train_feed().abstract
     saved = {
         "none": sum(each.values()),
         # Products alone: not their activations, nor norms.
@@ -56,99 +39,23 @@ def expected(program: Program) -> dict[str, int]:
         "block": each["stream"],
         "offload": 0.0,
     }
+    params, specs = program.abstract.params, definition.specs
+    stacks = [leaf for name, leaf in params.items() if specs[name].in_block and leaf.ndim > 2]
     held = {
-        "state": sum(_bytes(leaf, leaf.sharding) for leaf in jax.tree.leaves(program.abstract)),
-        "batch": sum(_bytes(batch[name], sharding) for name, sharding in layout.batch(batch).items()),
+        "state": sum(memory.bytes_of(leaf, leaf.sharding) for leaf in jax.tree.leaves(program.abstract)),
+        "batch": sum(memory.bytes_of(batch[name], sharding) for name, sharding in layout.batch(batch).items()),
         # Every block parameter times its multiplier, once, where it lies.
-        "weights in compute type": sum(_bytes(leaf, leaf.sharding, itemsize) for leaf in stacks),
+        "weights in compute type": sum(memory.bytes_of(leaf, leaf.sharding, itemsize) for leaf in stacks),
         "saved activations": int(sizes["layers"] * positions * saved[config.model.compute.remat] * itemsize),
     }
-    # While logits exist: those of a chunk and their gradient, the readout gathered, and its gradient as it is summed.
-    targets, chunks = positions * config.model.units // sizes["position"], loss_chunks(program)
-    loss = {
-        "logits": math.ceil(targets / chunks) * columns * (4 + itemsize),
-        "gradient of the features": positions * sizes["embed"] * itemsize,
-        "readout, whole": sizes["embed"] * columns * itemsize,
-        "readout's gradient, whole": sizes["embed"] * columns * 4,
-    }
-    how = config.model.compute.cross_entropy
-    if by_vocab := how == "vocab" or (how == "auto" and chunks > 1 and layout.platform == "tpu"):
-        part = parts(targets, columns)[0].stop
-        loss = {
-            "logits of a part": targets * part * 4,
-            "exponentials": targets * columns * itemsize,
-            "gradient of the features": positions * sizes["embed"] * 4,
-            "readout, a part and its gradient": sizes["embed"] * part * (4 + itemsize),
-        }
-    # While the backward pass is in a layer's MLP, with the gradients of the layers behind it: the hidden layer's gradient
-    # lies beside it, as does the stream's.
-    layer = sum(each.values()) + each["activated"] + each["stream"] - each["norms"] / 2
-    backward = {
-        "gradients": sum(_bytes(leaf, leaf.sharding) for leaf in block.values()),
-        "readout's gradient, whole": 0 if by_vocab else loss["readout's gradient, whole"],
-        "one layer": int(layer * positions * itemsize),
-        "one layer's weights, whole": sum(leaf.size // leaf.shape[0] for leaf in stacks)
-        * itemsize
-        // layout.ways("mlp"),
-    }
-    return max({**held, **loss}, {**held, **backward}, key=lambda terms: sum(terms.values()))
+    way = memory.loss(config, definition, layout)
+    backward = {**memory.layer(config, definition, layout), "readout's gradient, whole": way.after}
+    return max({**held, **way.memory}, {**held, **backward}, key=lambda terms: sum(terms.values()))
 
 
-def loss_chunks(program: Program) -> int:
-    """Parts that the tokens of a microbatch on one device are taken in by its cross-entropy."""
-    config, layout, sizes = program.config, program.layout, program.definition.sizes
-    if config.model.compute.cross_entropy in ("plain", "vocab"):
-        return 1
-    rows = config.data.batch_size // config.accumulation_steps // layout.ways("batch")
-    targets = rows * config.model.units // layout.ways("sequence")
-    outputs, ways = sizes[config.model.output_axis], layout.ways(config.model.output_axis)
-    columns = outputs // ways if outputs % ways == 0 else outputs
-    return math.ceil(targets / max(CHUNK_LOGITS[layout.platform] // columns, LEAST_ROWS))
-
-
-def _bytes(leaf: Any, sharding: Any, itemsize: int | None = None) -> int:
-    """Bytes of an array's part on one device, in another type where `itemsize` says so, with padding in the smallest layout."""
-    shape = sharding.shard_shape(leaf.shape)
-    numbers = padded(shape) if sharding.mesh.devices.flat[0].platform == "tpu" else math.prod(shape)
-    return numbers * (itemsize or leaf.dtype.itemsize)
-
-
-def padded(shape: Sequence[int]) -> int:
-    """Numbers that an array takes in a TPU's memory: in tiles of 8 x 128 over the two dimensions that are filled up least.
-
-    Args:
-        shape: of the part on one device.
-    """
-    if len(shape) < 2:
-        return math.prod(shape)
-
-    def with_tiles(outer: int, inner: int) -> int:
-        tile = math.ceil(shape[outer] / 8) * 8 * math.ceil(shape[inner] / LANES) * LANES
-        return math.prod(shape) // (shape[outer] * shape[inner]) * tile
-
-    return min(itertools.starmap(with_tiles, itertools.permutations(range(len(shape)), 2)))
-
-
-def _per_position(program: Program) -> dict[str, float]:
-    """Numbers that one block makes per position on one device, by what they are."""
-    sizes, specs, ways = program.definition.sizes, program.definition.specs.values(), program.layout.ways
-
-    def per_device(axes: Iterable[str]) -> float:
-        return math.prod(sizes[axis] / (ways(axis) if axis in _SPLIT else 1) for axis in axes)
-
-    fan_in, fan_out = defaultdict(float), defaultdict(float)
-    for spec in specs:
-        fan_in[spec.role] += per_device(spec.fan_in)
-        fan_out[spec.role] += per_device(spec.fan_out)
-    return {
-        "stream": sizes["embed"],
-        "norms": 2 * sizes["embed"],
-        "qkv": fan_out[Role.QUERY] + fan_out[Role.KEY] + fan_out[Role.VALUE],
-        "attended": fan_in[Role.ATTENTION_OUT],
-        "middle": sizes["embed"],
-        "hidden": fan_out[Role.MLP_IN],
-        "activated": fan_in[Role.MLP_OUT],
-    }
+def model_flops(config: Config) -> float:
+    """FLOPs that the model needs for a step, counted from its sizes (see `mupax.zoo.flops`): what utilization is of."""
+    return flops.train_flops(config.model) * config.data.batch_size * config.model.units
 
 
 def attention_waste(program: Program, chip: Chip) -> float:
@@ -159,7 +66,7 @@ def attention_waste(program: Program, chip: Chip) -> float:
         chip: what it would run on.
     """
     model, sizes, mesh = program.config.model, defaultdict(int, program.definition.sizes), program.mesh.shape
-    length, again = sizes["position"], FORWARD_AGAIN[model.compute.remat]
+    length, again = sizes["position"], memory.FORWARD_AGAIN[model.compute.remat]
     block = block_of(length, chip.device_kind, model.compute.attention_block, causal=model.causal)
     share, counted = attention_share(program, block), 0.5 if model.causal else 1.0
     rows = program.config.data.batch_size / (mesh["data"] * mesh["fsdp"]) / mesh["sequence"] / mesh["tensor"]

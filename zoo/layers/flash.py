@@ -90,7 +90,7 @@ def splash_attention(
 
     layout, length, source = partition.current(), q_BTHN.shape[1], k_BSKN.shape[1]
     shards = layout.ways("sequence")
-    blocks = _blocks(length // shards, source, kind=_kind(), wanted=block, causal=causal)
+    blocks = _blocks(length // shards, source, kind=partition.current().kind, wanted=block, causal=causal)
     # What the kernel knows of its mask, block by block: where a mask depends on the query, a device gets its own rows.
     axis = "sequence" if causal else None
     mask = masks.CausalMask((length, source)) if causal else masks.FullMask((length // shards, source))
@@ -129,7 +129,9 @@ def ring_attention(
     if layout.platform == "tpu" or interpret:
         from mupax.zoo.layers import ring_splash
 
-        blocks = functools.partial(_blocks, kind=_kind(), wanted=block)  # here, where the layout is known
+        blocks = functools.partial(
+            _blocks, kind=partition.current().kind, wanted=block
+        )  # here, where the layout is known
         part = ring_splash.part(blocks, interpret)
 
     def local(*qkv: jax.Array) -> jax.Array:
@@ -139,10 +141,6 @@ def ring_attention(
     if not causal or layout.zigzag:
         return _on_devices(local, qkv, source="sequence")
     return ring.zigzag(_on_devices(local, ring.zigzag(*qkv), source="sequence"), back=True)[0]
-
-
-def _kind() -> str:
-    return partition.current().mesh.devices.flat[0].device_kind
 
 
 def _blocks(length: int, source: int, *, kind: str, wanted: int | None, causal: bool) -> Any:

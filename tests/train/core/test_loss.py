@@ -6,6 +6,7 @@ Tolerances are for float32, relative to the largest entry: sums over 48 tokens i
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,7 +17,8 @@ from jax.extend.core import jaxprs_in_params
 
 from mupax import presets
 from mupax.train.config.run import MeshConfig
-from mupax.train.core import loss, vocabulary
+from mupax.train.core import loss
+from mupax.train.core.costs import losses
 from mupax.train.core.factors import init_stds, resolve
 from mupax.train.core.step import StepInputs, gradients
 from mupax.train.parallel.mesh import make_mesh
@@ -39,10 +41,10 @@ MESHES: dict[str, dict[str, int]] = {
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of at most five tokens, or five columns: several on every device, the last one filled up or shorter."""
-    monkeypatch.setitem(loss.CHUNK_LOGITS, "cpu", 1)
-    monkeypatch.setattr(loss, "LEAST_ROWS", 5)
-    monkeypatch.setattr(vocabulary, "PART_LOGITS", 100)
-    monkeypatch.setattr(vocabulary, "LANES", 5)
+    monkeypatch.setitem(losses.CHUNK_LOGITS, "cpu", 1)
+    monkeypatch.setattr(losses, "LEAST_ROWS", 5)
+    monkeypatch.setattr(losses, "PART_LOGITS", 100)
+    monkeypatch.setattr(losses, "LANES", 5)
 
 
 def draw(*shape: int) -> jax.Array:
@@ -94,6 +96,24 @@ def test_every_mesh_gives_the_same(sizes: dict[str, int]) -> None:
         assert_close(sums_and_gradients(FULL, how, START, layout), expected)
 
 
+@pytest.mark.parametrize("sizes", [{"data": 8}, MESHES["data-fsdp"]], ids=str)
+def test_logits_whose_exponentials_have_no_room_are_computed_again(sizes: dict[str, int]) -> None:
+    layout = MeshLayout(make_mesh(MeshConfig(**sizes)))
+    expected, computed = sums_and_gradients(FULL, "plain", START), {}
+    work = losses.Work(B * T // 8, V, D, 4, "cpu", layout.kind)
+    least = losses.way(work, "vocab", kept=0).bytes
+    each = losses.way(work, "vocab", kept=1).bytes - least
+    assert losses.way(work, "vocab").kept == len(work.parts)  # where nothing is known of room
+    for kept in (0, 2, len(work.parts)):
+        layout.room = least + kept * each
+        assert losses.way(work._replace(room=layout.room), "vocab").kept == kept
+        assert_close(sums_and_gradients(FULL, "vocab", START, layout), expected)
+        computed[kept] = products("vocab", layout)
+    # Two products of a part with its readout, and of the reference's, less for each that is kept; three where all are.
+    assert computed[0] - computed[2] == 2 * 2
+    assert computed[0] - computed[len(work.parts)] == 2 * len(work.parts)
+
+
 def test_what_does_not_divide_stays_whole() -> None:
     layout = MeshLayout(make_mesh(MeshConfig(data=2, tensor=4)))
     reading = FULL._replace(weight=FULL.weight[:, :23], bias=None)  # 23 columns over 4 devices
@@ -124,6 +144,25 @@ def test_equal_logits_count_as_argmax_does() -> None:
         assert sums.correct == jnp.sum(WEIGHTS * (TARGETS == 0))
 
 
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """All of them, those of inner jaxprs behind their own."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner)
+
+
+def products(how: Any, layout: partition.Layout) -> int:
+    """Matrix products of the loss and its gradient."""
+
+    def total(reading: Reading) -> jax.Array:
+        with partition.using(layout):
+            return loss.cross_entropy(reading, TARGETS, WEIGHTS, how=how, reference=START).loss
+
+    jaxpr = jax.make_jaxpr(jax.grad(total))(FULL).jaxpr
+    return sum(equation.primitive.name == "dot_general" for equation in equations(jaxpr))
+
+
 def shapes(how: Any, layout: partition.Layout | None = None) -> set[tuple[int, ...]]:
     """Of everything computed for the gradient."""
 
@@ -131,16 +170,11 @@ def shapes(how: Any, layout: partition.Layout | None = None) -> set[tuple[int, .
         with partition.using(layout):
             return loss.cross_entropy(reading, TARGETS, WEIGHTS, how=how).loss
 
-    found: set[tuple[int, ...]] = set()
-
-    def look(jaxpr: Any) -> None:
-        for equation in jaxpr.eqns:
-            found.update(tuple(v.aval.shape) for v in equation.outvars)
-            for inner in jaxprs_in_params(equation.params):
-                look(inner)
-
-    look(jax.make_jaxpr(jax.grad(total))(FULL).jaxpr)
-    return found
+    return {
+        tuple(v.aval.shape)
+        for equation in equations(jax.make_jaxpr(jax.grad(total))(FULL).jaxpr)
+        for v in equation.outvars
+    }
 
 
 def test_no_array_holds_all_logits() -> None:
@@ -175,7 +209,7 @@ def test_gradients_of_the_readout_are_summed_over_devices_once() -> None:
 
 def test_auto_is_chunked_where_there_are_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (B, T, V) not in shapes("auto")
-    monkeypatch.setattr(loss, "LEAST_ROWS", B * T)
+    monkeypatch.setattr(losses, "LEAST_ROWS", B * T)
     assert (B, T, V) in shapes("auto")
 
 

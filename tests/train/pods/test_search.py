@@ -13,11 +13,11 @@ import pytest
 from mupax.train.config import cli
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config, MeshConfig
+from mupax.train.parallel.chips import CHIPS
 from mupax.train.pods import candidates, search
 from mupax.train.pods.candidates import Candidate
 from mupax.train.pods.refusals import refused
 from mupax.train.pods.search import different
-from mupax.train.pods.topology import CHIPS
 
 pytestmark = pytest.mark.core
 
@@ -71,17 +71,12 @@ def test_estimates_know_the_loss_and_the_blocks() -> None:
         return candidates.estimate(program, CHIPS[chip], 1)
 
     # By parts of the vocabulary between the two: 130 M cycles of 122 and 180 (docs/performance.md).
+    large = config
     model, data = dataclasses.replace(config.model, seq_len=4096), dataclasses.replace(config.data, batch_size=8)
-    small = candidates.assemble(dataclasses.replace(config, model=model, data=data))
-
-    def traffic(loss: Any) -> float:
-        changed = dataclasses.replace(model, compute=dataclasses.replace(model.compute, cross_entropy=loss))
-        return candidates.loss_traffic(
-            dataclasses.replace(small, config=dataclasses.replace(small.config, model=changed))
-        )
-
-    plain, vocab, chunked = map(traffic, ("plain", "vocab", "chunked"))
+    config = dataclasses.replace(config, model=model, data=data)
+    plain, vocab, chunked = (seconds("v5e", cross_entropy=loss) for loss in ("plain", "vocab", "chunked"))
     assert plain < vocab < (plain + chunked) / 2
+    config = large
     # On v6e blocks of 512 wait for keys and values; on v5e larger ones compute more of what the mask hides.
     assert seconds("v6e", attention_block=512) > seconds("v6e")
     assert seconds("v5e", attention_block=1024) > seconds("v5e")

@@ -15,13 +15,15 @@ import pytest
 
 from mupax.train.__main__ import main
 from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
+from mupax.train.core.costs import losses, memory
 from mupax.train.core.nonfinite import Health
 from mupax.train.core.program import assemble
+from mupax.train.parallel.chips import CHIPS
 from mupax.train.parallel.hardware import peak_flops
 from mupax.train.pods import estimates, topology
 from mupax.train.pods.compiled import Roofline
 from mupax.train.pods.estimates import causal_share, matmul_flops
-from mupax.train.pods.topology import CHIPS, TopologyError
+from mupax.train.pods.topology import TopologyError
 from mupax.zoo import configs, flops
 from mupax.zoo.configs import ComputeConfig, DecoderConfig
 
@@ -99,10 +101,10 @@ def test_roofline_takes_the_slowest_resource() -> None:
 
 
 def test_padding_of_the_smallest_layout() -> None:
-    assert estimates.padded((128256, 16)) == 128256 * 16  # positions innermost
-    assert estimates.padded((32, 16, 8, 128)) == 32 * 16 * 8 * 128
-    assert estimates.padded((3, 5)) == 8 * 128
-    assert estimates.padded((7,)) == 7
+    assert memory.padded((128256, 16)) == 128256 * 16  # positions innermost
+    assert memory.padded((32, 16, 8, 128)) == 32 * 16 * 8 * 128
+    assert memory.padded((3, 5)) == 8 * 128
+    assert memory.padded((7,)) == 7
 
 
 def test_only_whole_vectors_may_lie_as_the_compiler_likes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,3 +239,36 @@ def test_the_memory_model_counts_what_a_device_holds() -> None:
     assert terms(MeshConfig(data=8), 32, remat="block")["saved activations"] == 5 * 4 * 14 * 24 * 4
     kept = [terms(MeshConfig(data=8), remat=name)["saved activations"] for name in ("none", "dots", "block")]
     assert kept == sorted(kept, reverse=True)
+
+
+# How the loss is computed
+
+
+@pytest.mark.parametrize(
+    "mesh", [MeshConfig(data=2, fsdp=4), MeshConfig(data=1, fsdp=2, sequence=2, tensor=2)], ids=["fsdp", "all"]
+)
+def test_the_loss_that_is_estimated_is_the_one_that_is_computed(
+    mesh: MeshConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works: list[losses.Work] = []
+    options = losses.options
+    monkeypatch.setattr(losses, "options", lambda work: works.append(work) or options(work))
+    config = config_of(layers="scan")
+    data = dataclasses.replace(config.data, batch_size=16)
+    program = assemble(dataclasses.replace(config, mesh=mesh, data=data, accumulation_steps=2))
+    program.trace_train()
+    assert set(works) == {memory.work(program.config, program.definition, program.layout)}
+
+
+def test_auto_takes_of_the_losses_the_one_that_raises_the_peak_least() -> None:
+    # Llama's readout on a chip of v5e:16x16, 4096 tokens. Its layers leave little room, or some, or all.
+    work = losses.Work(4096, 128_256, 4096, 2, "tpu", "TPU v5 lite", room=2**30)
+    assert [one.kind for one in losses.options(work)] == ["vocab", "chunked", "plain"]
+    some, all_ = (losses.options(work._replace(room=room))[0] for room in (2**30, 2 * 2**30))
+    assert (0 < some.kept < some.parts, all_.kept) == (True, all_.parts)
+    assert (some.again > 0, all_.again) == (True, 0)
+    # Where it is free all logits at once are fastest, but their gradient stays while the layers' is taken.
+    assert losses.above(work._replace(room=2**40), losses.way(work, "plain")) == 4 * 4096 * 128_256
+    # Elsewhere as it was: chunks where there are several.
+    assert [one.kind for one in losses.options(work._replace(platform="cpu"))] == ["chunked"]
+    assert [one.kind for one in losses.options(work._replace(platform="cpu", columns=256))] == ["plain"]

@@ -1,0 +1,1 @@
+"""What a step takes of a device, from sizes alone."""
