@@ -1,10 +1,11 @@
 """Kernel of what attention adds to the residual stream, averaged over infinitely many heads at initialization.
 
-V[x, s, x', s'] = mean over heads of the sum over r, r' of w[x, s, r] w[x', s', r'] C[x, r, x', r'], with C the kernel of
-attention's input (diagonal 1) and w = softmax over r of the logits A[x, s, r] = N^-alpha_A k[x, r].q[x, s]. In a head the N
-components of k and of q are independent Gaussians with covariance C (Bordelon et al. 2024, section 2.1).
+V[x, t, x', t'] = mean over heads of the sum over r, r' of w[x, t, r] w[x', t', r'] C[x, r, x', r'], with C the kernel of
+what keys and values read (diagonal 1) and w = softmax over the r that t sees of the logits A[x, t, r] = N^-alpha_A k[x, r].q[x, t].
+In a head the N components of k are independent Gaussians with covariance C, those of q with that of what queries read, Q
+(Bordelon et al. 2024, section 2.1; there, as in all self-attention, Q = C).
 As N grows A vanishes for alpha_A above 1/2: attention is uniform. At 1/2 it becomes Gaussian, with covariance
-C[x, s, x', s'] C[x, r, x', r'] between A[x, s, r] and A[x', s', r']. Needs numpy; X inputs, S positions, M = X S.
+Q[x, t, x', t'] C[x, r, x', r'] between A[x, t, r] and A[x', t', r']. Needs numpy; X inputs, T query and S key positions.
 """
 
 from __future__ import annotations
@@ -20,46 +21,62 @@ def is_uniform(alpha_a: float, head_dim: int | None) -> bool:
     return head_dim is None and alpha_a > 0.5
 
 
-def uniform(kernel: np.ndarray) -> np.ndarray:
-    """V for attention logits of 0: the mean of the kernel over both positions, at every pair of them; [X, S, X, S]."""
-    return np.broadcast_to(kernel.mean(axis=(1, 3), keepdims=True), kernel.shape)
+def uniform(keys: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    """V for attention logits of 0, [X, T, X, T]: the mean of the kernel over what both positions see.
+
+    Args:
+        keys: C, [X, S, X, S].
+        seen: bool [X, T, S], the keys that a query attends to.
+    """
+    weights = seen / seen.sum(axis=-1, keepdims=True)
+    return np.einsum("xtr,xryq,yuq->xtyu", weights, keys, weights, optimize=True)
 
 
 def sampled(
-    kernel: np.ndarray, alpha_a: float, head_dim: int | None, heads: int, rng: np.random.Generator
+    queries: np.ndarray,
+    keys: np.ndarray,
+    seen: np.ndarray,
+    alpha_a: float,
+    head_dim: int | None,
+    heads: int,
+    rng: np.random.Generator,
 ) -> np.ndarray:
     """V as the mean over heads that are drawn.
 
     Args:
-        kernel: C, [X, S, X, S] with diagonal 1.
+        queries: Q, [X, T, X, T] with diagonal 1.
+        keys: C, [X, S, X, S] with diagonal 1.
+        seen: bool [X, T, S], the keys that a query attends to.
         alpha_a: exponent of the logits' scale.
         head_dim: N; None for the Gaussian logits of N to infinity, for alpha_a = 1/2.
         heads: how many to draw.
         rng: where from.
 
     Returns:
-        [X, S, X, S].
+        [X, T, X, T].
     """
-    inputs, positions = kernel.shape[:2]
-    root = _root(kernel.reshape(inputs * positions, -1))
-    per_input = root.reshape(inputs, positions, -1)
-    total = np.zeros((inputs * positions, inputs * positions))
-    rank = root.shape[1]
-    at_once = max(1, _CHUNK // max(rank * rank, inputs * positions * max(positions, rank, head_dim or 1)))
+    (inputs, rows), columns = queries.shape[:2], keys.shape[1]
+    of_queries, of_keys = _root(queries.reshape(inputs * rows, -1)), _root(keys.reshape(inputs * columns, -1))
+    per_input = of_keys.reshape(inputs, columns, -1)
+    total = np.zeros((inputs * rows, inputs * rows))
+    (first, rank), most = (of_queries.shape[1], of_keys.shape[1]), max(rows, columns)
+    at_once = max(1, _CHUNK // max(first * rank, inputs * most * max(columns, rank, head_dim or 1)))
     for start in range(0, heads, at_once):
         count = min(at_once, heads - start)  # K heads at once: matrix products are over all of them
         if head_dim is None:
-            rows = root @ rng.standard_normal((rank, count * rank))  # [M, K rank]
-            logits = rows.reshape(inputs, positions * count, rank) @ per_input.swapaxes(1, 2)  # [X, S K, S]
+            draws = of_queries @ rng.standard_normal((first, count * rank))  # [X T, K rank]
+            logits = draws.reshape(inputs, rows * count, rank) @ per_input.swapaxes(1, 2)  # [X, T K, S]
         else:
-            shape = (inputs, positions, count, head_dim)
-            draws = rng.standard_normal((2, rank, count * head_dim))
-            query, key = ((root @ one).reshape(shape).swapaxes(1, 2) for one in draws)  # [X, K, S, N]
-            logits = head_dim**-alpha_a * (query @ key.swapaxes(2, 3)).swapaxes(1, 2)  # [X, S, K, S]
-            logits = logits.reshape(inputs, positions * count, positions)
-        values = (_softmax(logits) @ per_input).reshape(inputs * positions, count * rank)
+            query, key = (
+                (root @ rng.standard_normal((root.shape[1], count * head_dim))).reshape(inputs, -1, count, head_dim)
+                for root in (of_queries, of_keys)
+            )
+            products = query.swapaxes(1, 2) @ key.transpose(0, 2, 3, 1)  # [X, K, T, S]
+            logits = head_dim**-alpha_a * products.swapaxes(1, 2).reshape(inputs, rows * count, columns)
+        logits = np.where(np.repeat(seen, count, axis=1), logits, -np.inf)
+        values = (_softmax(logits) @ per_input).reshape(inputs * rows, count * rank)
         total += values @ values.T
-    return (total / heads).reshape(kernel.shape)
+    return (total / heads).reshape(queries.shape)
 
 
 def _softmax(logits: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The residual kernel of a ViT at initialization as heads go to infinity, layer by layer (Bordelon et al. 2024, 2405.15712).
+"""The residual kernel of a transformer at initialization as heads go to infinity, by layer (Bordelon et al. 2024, 2405.15712).
 
     first = kernels.input_kernel(patches)                                    # [X, S, X, S]
     found = kernels.residual_kernels(first, depth=8, alpha_a=1.0, alpha_l=0.5, beta0=4.0)
@@ -10,8 +10,11 @@ E^2 = beta0^2 L^(-2 alpha_L) and bars for kernels of what a LayerNorm gives (dia
     H~ = H + E^2 V(H-bar)          attention: `attention_kernels`
     H' = H~ + E^2 Phi(H~-bar)      MLP: Phi(c) = mean of phi(z) phi(z') over unit Gaussians with correlation c
 
+The block of a decoder that attends to an encoder adds E^2 V_x between the two: attention with queries of kernel H~-bar to keys and
+values of kernel M, the bar of the encoder's last layer.
+
 The paper gives the model (section 2.1) and its limit as a field theory; this recursion is the limit's initial condition, derived
-here. It holds for any F/D, since every matrix starts at fan-in variance, without biases, norm gains or a CLS token. Needs numpy,
+here, and so is V_x. It holds for any F/D, since every matrix starts at fan-in variance, without biases, norm gains or a CLS token. Needs numpy,
 as nothing else in this folder but `attention_kernels` does: import it only where it is used.
 """
 
@@ -40,6 +43,15 @@ class Kernels(NamedTuple):
     """[L + 1]: standard error from sampled attention, relative to the kernel (both root mean square over entries)."""
 
 
+class Memory(NamedTuple):
+    """What a decoder attends to."""
+
+    kernel: np.ndarray
+    """M, [X, S, X, S] with diagonal 1."""
+    seen: np.ndarray
+    """Bool [X, S], False at padding."""
+
+
 def input_kernel(patches: np.ndarray, *, positions: bool = True) -> np.ndarray:
     """Kernel of the patch embedding: x.x'/D_in, and 1 between equal positions where positions are learned.
 
@@ -55,6 +67,17 @@ def input_kernel(patches: np.ndarray, *, positions: bool = True) -> np.ndarray:
     return kernel + np.eye(patches.shape[1])[None, :, None, :] if positions else kernel
 
 
+def token_kernel(tokens: np.ndarray) -> np.ndarray:
+    """Kernel of token embeddings and learned positions, both with standard deviation 1, [X, S, X, S].
+
+    Args:
+        tokens: [X, S].
+    """
+    tokens = np.asarray(tokens)
+    same = (tokens[:, :, None, None] == tokens).astype(np.float64)
+    return same + np.eye(tokens.shape[1])[None, :, None, :]
+
+
 def residual_kernels(
     first: np.ndarray,
     *,
@@ -66,6 +89,8 @@ def residual_kernels(
     activation: str = "gelu",
     samples: int = 4000,
     seed: int = 0,
+    seen: np.ndarray | None = None,
+    memory: Memory | None = None,
 ) -> Kernels:
     """The kernel of the residual stream after every block.
 
@@ -80,25 +105,33 @@ def residual_kernels(
         samples: heads drawn, where the mean over heads has no closed form: everywhere but for N to infinity at
             alpha_a above 1/2. They are drawn in 8 independent recursions, whose spread is the sampling error.
         seed: of the heads drawn; the same seed gives the same kernels.
+        seen: which positions one attends to, bool, of a shape that broadcasts to [X, S, S]; all unless given.
+        memory: of an encoder, which every block attends to before its MLP.
 
     Raises:
-        PresetError: no such activation, an exponent outside [1/2, 1], sizes below 1, or a first kernel of another shape.
+        PresetError: no such activation, an exponent outside [1/2, 1], sizes below 1, or kernels of other shapes.
     """
-    _check(first, depth, alpha_a, alpha_l, head_dim, samples)
+    _check(first, depth, alpha_a, alpha_l, head_dim, samples, memory)
     mean_of = activation_kernel(activation)
     branch = beta0**2 * depth ** (-2 * alpha_l)
     exact = attention_kernels.is_uniform(alpha_a, head_dim)
     repeats = 1 if exact else 8
+    (inputs, positions), everything = first.shape[:2], np.ones(1, bool)
+
+    def heads(queries: np.ndarray, keys: np.ndarray, seen: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        seen = np.broadcast_to(seen, (inputs, positions, keys.shape[1]))
+        if exact:
+            return attention_kernels.uniform(keys, seen)
+        each = math.ceil(samples / repeats)
+        return attention_kernels.sampled(queries, keys, seen, alpha_a, head_dim, each, rng)
 
     def recursion(rng: np.random.Generator) -> np.ndarray:
         kernel, layers = first, [first]
         for _ in range(depth):
             bar = normalized(kernel)
-            if exact:
-                heads = attention_kernels.uniform(bar)
-            else:
-                heads = attention_kernels.sampled(bar, alpha_a, head_dim, math.ceil(samples / repeats), rng)
-            kernel = kernel + branch * heads
+            kernel = kernel + branch * heads(bar, bar, everything if seen is None else seen, rng)
+            if memory is not None:
+                kernel = kernel + branch * heads(normalized(kernel), memory.kernel, memory.seen[:, None], rng)
             kernel = kernel + branch * mean_of(normalized(kernel))
             layers.append(kernel)
         return np.stack(layers)
@@ -164,9 +197,22 @@ def _rms(layers: np.ndarray) -> np.ndarray:
     return np.sqrt(np.mean(layers**2, axis=(1, 2, 3, 4)))
 
 
-def _check(first: np.ndarray, depth: int, alpha_a: float, alpha_l: float, head_dim: int | None, samples: int) -> None:
+def _check(
+    first: np.ndarray,
+    depth: int,
+    alpha_a: float,
+    alpha_l: float,
+    head_dim: int | None,
+    samples: int,
+    memory: Memory | None,
+) -> None:
     if first.ndim != 4 or first.shape[:2] != first.shape[2:]:
         raise PresetError(f"the first kernel has shape {first.shape}; write one of shape [X, S, X, S]")
+    if memory is not None and memory.kernel.shape != 2 * (len(first), memory.seen.shape[-1]):
+        shapes = f"{memory.kernel.shape} with {memory.seen.shape} seen"
+        raise PresetError(
+            f"the memory has shapes {shapes}; write [{len(first)}, S, {len(first)}, S] and [{len(first)}, S]"
+        )
     for label, value in (("alpha_a", alpha_a), ("alpha_l", alpha_l)):
         if not 0.5 <= value <= 1.0:
             raise PresetError(f"{label}={value:g} is outside [0.5, 1], where the limit exists")

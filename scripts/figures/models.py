@@ -1,4 +1,4 @@
-"""The models of the figures at initialization: the zoo's ViT in the form of `bordelon-vit`, absolute presets, real images."""
+"""The models of the figures at initialization: the zoo's `bordelon-vit` and `bart-large` at small sizes, absolute presets, images."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mupax.presets import Preset, get
 from mupax.zoo import configs
 
 if TYPE_CHECKING:
-    from mupax.zoo.configs import ViTConfig
+    from mupax.zoo.configs import EncoderDecoderConfig, ViTConfig
 
 
 def vit(*, head_dim: int, heads: int, depth: int) -> ViTConfig:
@@ -29,6 +29,26 @@ def vit(*, head_dim: int, heads: int, depth: int) -> ViTConfig:
         channels=1,
         norm_eps=1e-5,
         centered=False,
+        compute=dataclasses.replace(paper.compute, layers="scan"),
+    )
+
+
+def encoder_decoder(
+    *, head_dim: int, heads: int, depth: int, encoder_depth: int, seq_len: int, target_len: int
+) -> EncoderDecoderConfig:
+    """BART's layout (pre-norm, norms after both embeddings, learned positions, no biases and gains) on ASCII, F = D."""
+    paper = configs.get("bart-large")
+    assert isinstance(paper, configs.EncoderDecoderConfig)
+    return dataclasses.replace(
+        paper,
+        width=head_dim * heads,
+        num_heads=heads,
+        depth=depth,
+        encoder_depth=encoder_depth,
+        mlp_ratio=1.0,
+        vocab_size=128,
+        seq_len=seq_len,
+        target_len=target_len,
         compute=dataclasses.replace(paper.compute, layers="scan"),
     )
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mupax.presets import PresetError
-from scripts.figures import attention_kernels, finite_kernels, kernels
+from scripts.figures import attention_kernels, fig_cross, finite_kernels, kernels
 
 PHI = {
     "relu": lambda z: np.maximum(z, 0),
@@ -77,11 +77,12 @@ def test_uniform_attention_by_hand():
 
 def test_sampled_attention_tends_to_its_limits():
     bar = kernels.normalized(kernels.input_kernel(patches()))
+    everything = np.ones((2, 3, 3), bool)
 
     def drawn(alpha_a: float, head_dim: int | None) -> np.ndarray:
-        return attention_kernels.sampled(bar, alpha_a, head_dim, 20_000, np.random.default_rng(0))
+        return attention_kernels.sampled(bar, bar, everything, alpha_a, head_dim, 20_000, np.random.default_rng(0))
 
-    gaussian, uniform = drawn(0.5, None), attention_kernels.uniform(bar)
+    gaussian, uniform = drawn(0.5, None), attention_kernels.uniform(bar, everything)
     room = 0.012  # five standard errors of 20,000 heads
     np.testing.assert_allclose(drawn(0.5, 32), gaussian, atol=room)
     np.testing.assert_allclose(drawn(1.0, 200), uniform, atol=room)
@@ -118,6 +119,55 @@ def test_finite_models_follow_the_recursion_and_no_other():
 
 
 @pytest.mark.core
+def test_masks_and_a_memory_by_hand():
+    """Uniform attention of two positions with products 1 and c: a causal one of their means, and those of the memory that is seen."""
+    c, m, eps2 = 0.4, 0.7, 0.25
+    first, both = (np.array([[1.0, x], [x, 1.0]]).reshape(1, 2, 1, 2) for x in (c, m))
+    rule = {"depth": 2, "alpha_a": 1.0, "alpha_l": 1.0, "activation": "relu", "seen": np.tri(2, dtype=bool)}
+    mean, causal = (1 + c) / 2, np.array([[1.0, (1 + c) / 2], [(1 + c) / 2, (1 + c) / 2]])
+    for seen, cross in (([[True, True]], (1 + m) / 2), ([[True, False]], 1.0)):
+        memory = kernels.Memory(both, np.array(seen))
+        found = kernels.residual_kernels(first, **rule, memory=memory).layers[1].reshape(2, 2)
+        before = first.reshape(2, 2) + eps2 * (causal + cross)
+        size = np.sqrt(np.diag(before))
+        np.testing.assert_allclose(found, before + eps2 * kernels.relu_kernel(before / np.outer(size, size)))
+    assert causal[1, 1] == mean
+
+
+def test_sampled_attention_to_another_sequence_tends_to_its_limits_and_sees_no_padding():
+    queries = kernels.normalized(kernels.input_kernel(patches()))
+    keys = kernels.normalized(kernels.input_kernel(patches(positions=4)))
+    seen = np.broadcast_to(np.array([[True, True, False, True], [True, False, False, False]])[:, None], (2, 3, 4))
+
+    def drawn(keys: np.ndarray, alpha_a: float, head_dim: int | None, seen: np.ndarray = seen) -> np.ndarray:
+        rng = np.random.default_rng(0)
+        return attention_kernels.sampled(queries, keys, seen, alpha_a, head_dim, 10_000, rng)
+
+    room = 0.018  # five standard errors of 10,000 heads
+    np.testing.assert_allclose(drawn(keys, 0.5, 32), drawn(keys, 0.5, None), atol=room)
+    np.testing.assert_allclose(drawn(keys, 1.0, 200), attention_kernels.uniform(keys, seen), atol=room)
+    assert abs(drawn(keys, 0.5, None) - attention_kernels.uniform(keys, seen)).max() > 5 * room
+    # One key that is seen is all that is attended to, whatever the padding beside it.
+    np.testing.assert_allclose(drawn(keys, 0.5, None)[1, :, 1], 1.0, rtol=1e-9)
+    assert abs(drawn(keys, 0.5, None, np.ones_like(seen))[1, :, 1] - 1).max() > 5 * room
+
+
+def test_finite_encoder_decoders_follow_the_recursion_with_attention_to_the_encoder():
+    """Means of 12 small models of the zoo; without the cross term, or causal masks, they are elsewhere."""
+    settings = {"alpha_l": [0.5], "depth": 1, "encoder_depth": 2, "beta0": 1.0, "samples": 400, "seeds": 12}
+    found = fig_cross.finite(settings, alpha_a=1.0, head_dim=8, heads=16)
+
+    def distance(wrong: str) -> float:
+        limit = fig_cross.recursion(settings, alpha_a=1.0, alpha_l=0.5, head_dim=8, wrong=wrong)
+        return math.sqrt(finite_kernels.products(found, limit[None]).mean())
+
+    distances = [distance(wrong) for wrong in ("", *fig_cross.CONTROLS)]
+    assert distances[0] < 0.08
+    assert distances[1] > 0.5
+    assert distances[2] > 0.1
+
+
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -125,6 +175,10 @@ def test_finite_models_follow_the_recursion_and_no_other():
         ({"alpha_l": 0.4}, r"alpha_l=0.4 is outside \[0.5, 1\]"),
         ({"alpha_a": 1.2}, r"alpha_a=1.2 is outside \[0.5, 1\]"),
         ({"depth": 0}, "depth=0: write a whole number of at least 1"),
+        (
+            {"memory": kernels.Memory(np.ones((1, 3, 1, 3)), np.ones((2, 3), bool))},
+            r"the memory has shapes \(1, 3, 1, 3\) with \(2, 3\) seen; write \[2, S, 2, S\] and \[2, S\]",
+        ),
         ({"first": np.eye(3)}, r"the first kernel has shape \(3, 3\); write one of shape \[X, S, X, S\]"),
     ],
 )
