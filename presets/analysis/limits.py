@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from mupax.presets.optimizers import Family
 from mupax.presets.power import Power
 from mupax.presets.preset import Preset
-from mupax.presets.roles import MATRICES, OWN, ParamSpec, Role, of_cross, of_encoder
+from mupax.presets.roles import MATRICES, OWN, Role, of_cross, of_encoder
 
 LIMITS: dict[str, dict[str, float]] = {
     "head_dim": {"head_dim": 1.0, "embed": 1.0, "memory": 1.0, "mlp": 1.0},

@@ -10,7 +10,7 @@ from mupax import terminal
 from mupax.presets import constants
 from mupax.presets.papers import choices
 from mupax.presets.preset import Preset
-from mupax.presets.roles import ParamSpec
+from mupax.presets.roles import CROSSED, ENCODER, OWN, ParamSpec, Stack
 from mupax.presets.rule import Decay
 
 
@@ -47,19 +47,27 @@ def rows(
 
 
 def forward_text(preset: Preset, sizes: Mapping[str, int]) -> str:
-    """What multiplies activations, in a sentence: attention logits, and residual branches and skips of first and last block.
+    """What multiplies activations, in a sentence: attention logits, and residual branches and skips of first and last block by stack.
 
     Args:
         preset: whose forward pass.
         sizes: of every logical axis of the model.
     """
     logits = f"attention logits x {preset.logit_scale(sizes):.4g}"
-    scales = [preset.residual_scale(sizes, layer, b) for layer in range(sizes["layers"]) for b in ("attention", "mlp")]
+    if ENCODER.axis not in sizes:
+        return f"{logits}, {_branches(preset, sizes, OWN)}"
+    stacks = {"of the encoder": ENCODER, "of the decoder": CROSSED}
+    return f"{logits}; " + "; ".join(f"{name} {_branches(preset, sizes, stack)}" for name, stack in stacks.items())
+
+
+def _branches(preset: Preset, sizes: Mapping[str, int], stack: Stack) -> str:
+    blocks = range(sizes[stack.axis])
+    scales = [preset.residual_scale(sizes, layer, branch, stack) for layer in blocks for branch in stack.branches]
     (skip, branch), (last_skip, last_branch) = scales[0], scales[-1]
     if set(scales) == {(1.0, branch)}:
-        return f"{logits}, every residual branch x {branch:.4g}"
+        return f"every residual branch x {branch:.4g}"
     return (
-        f"{logits}, residual branches x {branch:.4g} (first attention) to {last_branch:.4g} (last MLP), "
+        f"residual branches x {branch:.4g} (first attention) to {last_branch:.4g} (last MLP), "
         f"skips x {skip:.4g} to {last_skip:.4g}"
     )
 

@@ -26,6 +26,7 @@ DESCRIPTIVE = (
     "all blocks' share of the stream",
     "change of q, k entries",
     "q, k backward signal, at first",
+    "signal into an encoder, at first",
     "weight movement, q, k",
 )
 """Observables that describe a rule without speaking for or against it; the others judge it."""
@@ -53,7 +54,7 @@ def verdicts(preset: Preset, optimizer: str = "adam") -> dict[str, dict[str, Ent
     table: dict[str, dict[str, Entry]] = {}
     for limit, growth in LIMITS.items():
         whole = Limit(preset, family, growth)
-        column = whole.observables() | _of_cross(whole.of("cross"))
+        column = whole.observables() | _of_cross(whole.of("cross")) | _into_encoder(whole)
         for row, exponent in column.items():
             x = round(exponent, 10) + 0.0
             table.setdefault(row, {})[limit] = Entry(x, _verdict(row, limit, x, column, family))
@@ -74,6 +75,17 @@ def _of_cross(limit: Limit) -> dict[str, float]:
     return rows
 
 
+def _into_encoder(limit: Limit) -> dict[str, float]:
+    """Backward signal at an encoder's output over that at its decoder's: a sum over the decoder's blocks, through W_V^T W_O^T of each.
+
+    At first they are independent, which makes it L^1/2 of them, later in concert, L, as far as they have moved. (Derived.)
+    """
+    cross, each = limit.of("cross"), limit.branch - limit.stream
+    first, moved = each + limit.layers / 2, max(cross.movement("value"), cross.movement("attention out"))
+    later = max(first, each + limit.layers + min(moved, 0.0))
+    return {"signal into an encoder, at first": first, "signal into an encoder, aligned": later}
+
+
 def _verdict(row: str, limit: str, exponent: float, column: Mapping[str, float], family: str) -> str:
     if row == "one block's share of the stream":
         return "stable" if column["all blocks' share of the stream"] <= 0 else "explodes"
@@ -81,7 +93,7 @@ def _verdict(row: str, limit: str, exponent: float, column: Mapping[str, float],
         return "converges" if exponent < 0 else "stable"
     if row.startswith("gradient over eps"):
         return "vanishes" if exponent < 0 else "stable"
-    if row.startswith("q, k backward signal"):
+    if row.startswith(("q, k backward signal", "signal into an encoder")):
         # Adam divides by it; SGD's rate is set for one of the two and training goes from the first to the second.
         return "explodes" if exponent > 0 and family == "sgd" else "stable"
     if exponent > 0:

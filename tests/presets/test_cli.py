@@ -144,6 +144,19 @@ def test_wrong_words_of_limits_and_compare(argv: list[str], text: str, capsys: p
     assert text in capsys.readouterr().err
 
 
+def test_branches_are_told_by_stack(capsys: pytest.CaptureFixture[str]):
+    """T5 base has twice the blocks of T5 small in both stacks; three branches of a decoder's block have one factor."""
+    words = ["table", "depth-mup", "--model", "flan-t5-base", "--base", "t5-small", "--preset.alpha-l", "1.0"]
+    assert main(words) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "of the encoder every residual branch x 0.5; of the decoder every residual branch x 0.5" in shown
+    base = "layers=6,encoder_layers=3,embed=512,heads=8,kv_heads=8,head_dim=64,mlp=2048"
+    assert main([*words[:5], base, *words[6:]]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "of the encoder every residual branch x 0.25; of the decoder every residual branch x 0.5" in shown
+
+
+
 def test_the_table_of_the_document_is_the_printed_one(capsys: pytest.CaptureFixture[str]):
     text = (Path(__file__).resolve().parents[2] / "docs" / "presets.md").read_text()
     argv = re.search(r"`presets (compare .* --summary --markdown)` prints this table", text)

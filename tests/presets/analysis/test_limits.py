@@ -10,7 +10,7 @@ from mupax import presets
 from mupax.presets import Preset, Role
 from mupax.presets.analysis.limits import LIMITS, SPECS, Limit
 from mupax.presets.analysis.verdicts import Entry, compare_rows, verdicts, wrong
-from mupax.presets.power import axis
+from mupax.presets.power import ONE, axis
 
 pytestmark = pytest.mark.core
 
@@ -140,6 +140,46 @@ def test_standard_parameterization_explodes_in_width():
         ):
             assert at(presets.get("sp"), row, limit)[1] == "explodes", (row, limit)
         assert at(presets.get("sp"), "gradient over eps, block", limit)[1] == "vanishes"
+
+
+# Encoder-decoders
+
+
+@pytest.mark.parametrize("alpha_l", [0.5, 0.75, 1.0])
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon"])
+def test_what_comes_back_to_an_encoder_is_a_sum_over_independent_blocks_and_later_one_in_concert(optimizer, alpha_l):
+    preset = presets.get("depth-mup", alpha_l=alpha_l)
+    assert at(preset, "signal into an encoder, at first", L, optimizer) == (0.5 - alpha_l, "stable")
+    assert at(preset, "signal into an encoder, aligned", L, optimizer) == (0, "stable")
+    for limit in (N, H):
+        assert at(preset, "signal into an encoder, at first", limit, optimizer) == (0, "stable")
+
+
+def test_without_a_depth_rule_what_comes_back_to_an_encoder_explodes_once_aligned():
+    mup = presets.get("mup")
+    assert at(mup, "signal into an encoder, at first", L)[0] == 0  # the stream grows as the sum does
+    assert at(mup, "signal into an encoder, aligned", L)[0] == 0.5
+    unscaled = dataclasses.replace(presets.get("depth-mup", alpha_l=1.0), branch=ONE)
+    assert at(unscaled, "signal into an encoder, at first", L)[0] == 0
+
+
+def test_control_a_memory_of_another_fan_in_is_seen_in_cross_attention_alone():
+    preset = presets.get("mup")
+
+    def rule(spec):
+        row = preset.rule(spec)
+        return dataclasses.replace(row, init_std=row.init_std * axis("memory") ** 0.5) if spec.part == "cross" else row
+
+    wide = dataclasses.replace(preset, rule=rule)
+    assert at(wide, "cross-attention logits", H)[1] == "explodes"
+    assert at(wide, "attention logits", H) == (0, "stable")
+
+
+def test_an_encoder_has_its_own_depth():
+    preset = presets.get("depth-mup", alpha_l=1.0)
+    deep, decoder = (Limit(preset, "adam", {axis: 1.0}) for axis in ("encoder_layers", "layers"))
+    assert (deep.contribution, deep.of("encoder").contribution) == (0, -1)
+    assert (decoder.contribution, decoder.of("encoder").contribution) == (-1, 0)
 
 
 # Section 3
