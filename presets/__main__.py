@@ -2,7 +2,7 @@
 
 `constants PRESET` lists what it takes, `table PRESET --model NAME` shows it at work, `limits PRESET` says what each size does as it
 grows, `desiderata PRESET` which sizes can grow alone, `compare A B ...` puts presets side by side, `joint` has rules for batch and
-tokens, `tuned` what a study found best.
+tokens, `tuned` what a study found best, `dynamics` how a model with infinitely many heads learns.
 """
 
 from __future__ import annotations
@@ -31,7 +31,17 @@ def main(argv: list[str]) -> int:
         "list": List, "constants": Constants, "table": Table, "limits": Limits, "desiderata": Desiderata, "compare": Compare,
         "joint": Joint, "tuned": Tuned,
     }  # fmt: skip
-    return command_line.run("python -m presets", commands, with_group_constants(argv), default="list")
+    lines = {
+        **commands,
+        "dynamics": "How a model with infinitely many heads learns: loss, kernels, attention (has a recipe's flags too).",
+    }
+    words = with_group_constants(argv)
+    name, rest = command_line.first_word("python -m presets", {"command": lines}, words, "list")
+    if name == "dynamics":
+        from mupax.train.studies.infinite import command
+
+        return command.main(rest)
+    return command_line.parse(commands[name], f"python -m presets {name}", rest).run()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -218,23 +218,35 @@ class Stack:
         self.blocks = [Block(numbers, layer, basis, rng, responses=responses) for layer in range(numbers.depth)]
         self._inputs, self._reference = np.zeros(0), np.zeros(0)
 
-    def step(self, inputs: np.ndarray, targets: np.ndarray) -> Seen:
-        """What the network is on a batch, which it then takes a step on.
+    def look(self, inputs: np.ndarray, targets: np.ndarray) -> Seen:
+        """What the network is on a batch.
 
         Args:
             inputs: patches [B, T, I].
             targets: classes [B].
         """
+        return self._looked(inputs, targets)[0]
+
+    def step(self, inputs: np.ndarray, targets: np.ndarray) -> Seen:
+        """The same, of the network as it is before the step on this batch that it then takes.
+
+        Args:
+            inputs, targets: as `look` takes them.
+        """
+        seen, back = self._looked(inputs, targets)
+        back()
+        for each in (self.patch, self.position, self.readout, *self.blocks):
+            each.step()
+        return seen
+
+    def _looked(self, inputs: np.ndarray, targets: np.ndarray) -> tuple[Seen, Callable[[], None]]:
         inputs = np.asarray(inputs, self.dtype)
         if self.numbers.centred and not np.array_equal(inputs, self._inputs):
             self._inputs, self._reference = inputs, self._forward(inputs, initial=True)[0]
         logits, features, attention, back = self._forward(inputs)
         logits = logits - self._reference if self.numbers.centred else logits
         loss, dlogits = cross_entropy(logits, targets)
-        back(dlogits.astype(self.dtype))
-        for each in (self.patch, self.position, self.readout, *self.blocks):
-            each.step()
-        return Seen(loss, logits, features, attention)
+        return Seen(loss, logits, features, attention), lambda: back(dlogits.astype(self.dtype))
 
     def _forward(self, inputs: np.ndarray, *, initial: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray, Back]:
         """Logits before centring, features, `Seen.attention`, and what takes the logits' gradient to every parameter."""

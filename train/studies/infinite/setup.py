@@ -110,28 +110,30 @@ def check(config: Config) -> None:
         raise ConfigError(f"model.activation is {model.activation}; the infinite limit has gelu and relu")
 
 
-def check_rank(config: Config, images: int, width: int) -> None:
-    """Raises ConfigError where so many steps and tokens reveal too much of a matrix of that width, with what fits.
+def check_rank(config: Config, images: int) -> int:
+    """Directions that every matrix is looked at along, by so many steps and a last look.
 
     Args:
-        config: has the steps and the positions of an image.
+        config: has the steps, the positions of an image and the width of the matrices.
         images: of every step.
-        width: of the matrices.
+
+    Raises:
+        ConfigError: they are more than are worth recording; the text says what fits.
     """
     model = _vit(config)
-    positions, most = model.seq_len, width // SHARE
-    rank = config.steps * images * positions
+    looks, positions, most = config.steps + 1, model.seq_len, model.width // SHARE
+    rank = looks * images * positions
     if rank > most:
-        steps, fits = most // (images * positions), most // (config.steps * positions)
-        heads = -(-rank * SHARE // model.heads_dim)
-        fitting = [f"--heads {heads}"]
-        fitting += [f"--steps {steps}"] if steps else []
+        steps, fits = most // (images * positions) - 1, most // (looks * positions)
+        fitting = [f"--heads {-(-rank * SHARE // model.heads_dim)}"]
+        fitting += [f"--steps {steps}"] if steps > 0 else []
         fitting += [f"--images {fits}"] if fits else []
         raise ConfigError(
-            f"{config.steps} steps of {images} images of {positions} positions look at {rank} directions of every matrix; of width "
-            f"{width} at most {most} are worth recording (a {SHARE}th, which takes the memory of the matrix itself); write "
+            f"{config.steps} steps on {images} images of {positions} positions look at {rank} directions of every matrix, and of "
+            f"width {model.width} at most {most} are worth recording: a {SHARE}th takes the memory of the matrix itself; write "
             f"{', or '.join(fitting)}"
         )
+    return rank
 
 
 def patches(images_BHWC: np.ndarray, size: int) -> np.ndarray:

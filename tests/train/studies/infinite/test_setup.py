@@ -87,7 +87,8 @@ def test_what_has_no_limit_here_is_said(changes: dict, words: str) -> None:
 
 
 def test_more_directions_than_are_worth_recording_are_refused_with_what_fits() -> None:
-    run = config()
-    setup.check_rank(run, 2, 128)
-    with pytest.raises(ConfigError, match=re.escape("--heads 96, or --steps 2, or --images 1")):
-        setup.check_rank(run, 3, 100)
+    run = setup.with_heads(config(), 80)
+    assert setup.check_rank(run, 2) == (STEPS + 1) * 2 * 4
+    with pytest.raises(ConfigError, match=re.escape("60 directions")) as refused:
+        setup.check_rank(run, 3)
+    assert "--heads 120, or --steps 2, or --images 2" in str(refused.value)

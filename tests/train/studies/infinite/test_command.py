@@ -1,0 +1,55 @@
+"""`python -m presets dynamics` as a user types it: its numbers, files and messages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mupax.presets.__main__ import main
+
+TINY = [
+    "dynamics", "--images", "2", "--steps", "2", "--heads", "48", "--model.width", "6", "--model.num-heads", "3",
+    "--model.depth", "1", "--model.patch-size", "16", "--optimizer.peak-lr", "0.5",
+]  # fmt: skip
+
+
+def test_the_limit_with_finite_models_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = ["--json", str(tmp_path / "x.json"), "--figure", str(tmp_path / "x.png")]
+    assert main([*TINY, "--finite", "4", "--seeds", "3", *files]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "48 heads (width 96) for infinitely many; 2 images, 2 steps; 24 directions" in lines[0]
+    assert lines[2].split("  ")[0] == "step"
+    assert [line.split()[0] for line in lines[3:]] == ["0", "1", "2"]
+    record = json.loads((tmp_path / "x.json").read_text())
+    limit, net = record["limit"], record["finite"]["4"]
+    assert np.shape(limit["losses"]) == (2, 3)
+    assert np.shape(net["losses"]) == (3, 3)
+    for course in (limit, net):
+        assert np.array(course["losses"])[:, 0] == pytest.approx(np.log(10), abs=1e-5)
+        assert np.array(course["losses"])[:, 2].max() < np.log(10)
+        assert np.allclose(course["memory"], np.swapaxes(course["memory"], 1, 2))
+    assert (tmp_path / "x.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--optimizer.name", "adam"], "updates of low rank, those of SGD"),
+        (["--steps", "9"], "80 directions of every matrix, and of width 96 at most 24 are worth recording"),
+        (["--model", "lm-tiny"], "is of vision transformers, and the model is a decoder"),
+        (["--model", "vit-tiny"], "model.norm_gain is True"),
+        (["--draws", "1"], "--draws is 1; write a number of at least 2"),
+        (["--head", "9"], "no flag is named --head; did you mean --heads"),
+    ],
+)
+def test_what_it_refuses(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, *words] if words[0] != "--model" else ["dynamics", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_it_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "dynamics" in capsys.readouterr().out
