@@ -8,8 +8,9 @@ A causal position attends to half of the context on average and is counted so, w
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
-from mupax.presets.roles import Role
+from mupax.presets.roles import ENCODER, OWN, ParamSpec, Role, Stack
 from mupax.zoo.families import ModelConfig
 
 KINDS = {
@@ -23,6 +24,32 @@ KINDS = {
     Role.HIDDEN: "hidden",
     Role.READOUT: "readout",
 }
+
+
+class Blocks(NamedTuple):
+    """A residual stack at its sizes."""
+
+    stack: Stack
+    depth: int
+    length: int
+    """Positions of its stream."""
+    memory: int
+    """Positions of an encoder's output that every block reads; 0 without one."""
+    specs: tuple[ParamSpec, ...]
+    """Parameters of one block."""
+
+
+def stacks(model: ModelConfig) -> tuple[Blocks, ...]:
+    """The residual stacks of a model, its own last; of one without factors a stack of the usual branches."""
+    sizes, made = model.sizes(), []
+    for stack in dict.fromkeys([of.stack for of in model.factors().values() if of.kind == "branch"] or [OWN]):
+        encodes = stack == ENCODER
+        specs = [of for of in model.parameters().values() if of.in_block and (of.part == "encoder") == encodes]
+        length, memory = sizes.get("source" if encodes else "position", 0), "cross" in stack.branches
+        made.append(
+            Blocks(stack, sizes.get(stack.axis, 0), length, sizes.get("source", 0) if memory else 0, tuple(specs))
+        )
+    return tuple(made)
 
 
 def params(model: ModelConfig) -> int:

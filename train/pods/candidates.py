@@ -15,6 +15,7 @@ from mupax.train.core.program import Program, assemble
 from mupax.train.parallel.chips import Chip
 from mupax.train.parallel.mesh import MeshError
 from mupax.train.pods import estimates
+from mupax.zoo import flops
 from mupax.zoo.configs import ComputeConfig
 from mupax.zoo.layers.flash import block_of
 
@@ -140,20 +141,21 @@ def estimate(program: Program, chip: Chip, slices: int) -> float:
     """
     config, mesh = program.config, program.mesh.shape
     again = memory.FORWARD_AGAIN[config.model.compute.remat]
-    flops = estimates.model_flops(config) * (1 + again / 3) / program.mesh.size
-    flops += estimates.attention_waste(program, chip)
-    compute = flops / chip.peak_flops
+    products = estimates.model_flops(config) * (1 + again / 3) / program.mesh.size
+    compute = (products + estimates.attention_waste(program, chip)) / chip.peak_flops
     weights = 2 * program.definition.count() / mesh["tensor"]
     gathered = (2 + again) * weights * config.accumulation_steps
     rows = config.data.batch_size / (mesh["data"] * mesh["fsdp"])
     sizes = defaultdict(int, program.definition.sizes)
-    positions = rows * sizes["position"] * sizes["layers"]
-    stream = 2 * positions / mesh["sequence"] * sizes["embed"]
-    keys = 4 * positions * sizes["kv_heads"] * sizes["head_dim"] / mesh["tensor"]
+    stacks = flops.stacks(config.model)
+    summed = sum(blocks.depth * (len(blocks.stack.branches) * blocks.length + blocks.memory) for blocks in stacks)
+    read = sum(blocks.depth * (blocks.length + blocks.memory) for blocks in stacks)
+    stream = 2 * rows * summed / mesh["sequence"] * sizes["embed"]
+    keys = 4 * rows * read * sizes["kv_heads"] * sizes["head_dim"] / mesh["tensor"]
     ring = {axis: (size - 1) / size for axis, size in mesh.items()}
     network = (ring["fsdp"] * (gathered + 2 * weights) + ring["data"] * 4 * weights / mesh["fsdp"]) / chip.ici_bandwidth
     # What activations are summed or exchanged by is waited for, over one dimension of the torus.
-    waited = ring["tensor"] * 2 * (4 + 2 * again) * stream + ring["sequence"] * (2 + again) * keys
+    waited = ring["tensor"] * 2 * (2 + again) * stream + ring["sequence"] * (2 + again) * keys
     waits = waited * chip.torus / chip.ici_bandwidth
     if slices > 1 and chip.dcn_bandwidth:
         network += 2 * 2 * weights / mesh["fsdp"] / chip.dcn_bandwidth

@@ -15,6 +15,7 @@ from mupax.terminal import gib
 from mupax.train.core.program import Program
 from mupax.train.pods import estimates
 from mupax.train.pods.collectives import Collective
+from mupax.zoo import flops
 
 SLACK = 1.02
 """Bytes sent inside the layer loop over those required: norms, losses and other small sums."""
@@ -107,10 +108,14 @@ def unrequired(program: Program, collectives: Iterable[Collective]) -> list[str]
         collectives: of its compiled step; those outside loops over layers are passed over.
     """
     allowed, config, sizes = required(program), program.config, program.definition.sizes
-    layers = {sizes["layers"], sizes["layers"] - 1}  # the compiler may take one layer out of the loop
+    stacks = flops.stacks(config.model)
+    layers = {
+        blocks.depth - out for blocks in stacks for out in (0, 1)
+    }  # the compiler may take one layer out of the loop
     # Norm gains, biases and row statistics: a few vectors per layer and position.
-    vectors = sizes["embed"] + config.data.batch_size * sizes["position"] / program.mesh.size
-    small = 64.0 * sizes["layers"] * config.accumulation_steps * vectors
+    each = config.data.batch_size / program.mesh.size
+    vectors = sum(blocks.depth * (sizes["embed"] + each * (blocks.length + blocks.memory)) for blocks in stacks)
+    small = 64.0 * config.accumulation_steps * vectors
     inside: dict[tuple[str, ...], list[Collective]] = defaultdict(list)
     for one in collectives:
         if layers & set(one.trips):
@@ -135,14 +140,16 @@ def required(program: Program) -> dict[tuple[str, ...], float]:
     gradients = count * 4 * config.accumulation_steps
     rows = config.data.batch_size / (mesh["data"] * mesh["fsdp"])
     sizes = defaultdict(int, program.definition.sizes)
-    positions = rows * sizes["position"] * sizes["layers"] * itemsize
-    stream = positions / mesh["sequence"] * sizes["embed"]
-    keys = 2 * positions * sizes["kv_heads"] * sizes["head_dim"]
+    stacks = flops.stacks(model)
+    positions = rows * itemsize * sum(blocks.depth * blocks.length for blocks in stacks)
+    memory = rows * itemsize * sum(blocks.depth * blocks.memory for blocks in stacks)
+    branches = rows * itemsize * sum(blocks.depth * len(blocks.stack.branches) * blocks.length for blocks in stacks)
+    keys = 2 * (positions + memory) * sizes["kv_heads"] * sizes["head_dim"]
     exchanged = 2 * positions / mesh["sequence"] * (sizes["heads"] + sizes["kv_heads"]) * sizes["head_dim"]
     allowed: dict[tuple[str, ...], float] = {
         ("fsdp",): (2 + again) * weights + gradients,
-        # Two sums forward and two backward; heads that do not divide the axis cost a gather more each.
-        ("tensor",): (4 + 2 * again) * stream,
+        # A branch's sum forward and one backward; heads that do not divide the axis cost a gather more each.
+        ("tensor",): (2 + again) * (branches + memory) / mesh["sequence"] * sizes["embed"],
         # Keys and values gathered, their gradients scattered; or both sent round, and a device's own queries, keys, values and
         # outputs of the whole layer exchanged so that all have as much to do.
         ("sequence",): (2 + again) * (keys + exchanged) + 2 * keys + gradients,

@@ -29,16 +29,7 @@ def expected(program: Program) -> dict[str, int]:
         program: whose step.
     """
     config, layout, definition = program.config, program.layout, program.definition
-    sizes, itemsize = definition.sizes, jnp.dtype(config.model.compute.dtype).itemsize
-    each, positions = memory.per_position(definition, layout), memory.positions(config, definition, layout)
-    batch = program.train_feed().abstract
-    saved = {
-        "none": sum(each.values()),
-        # Products alone: not their activations, nor norms.
-        "dots": each["stream"] + each["qkv"] + 2 * each["attended"] + each["middle"] + each["hidden"],
-        "block": each["stream"],
-        "offload": 0.0,
-    }
+    itemsize, batch = jnp.dtype(config.model.compute.dtype).itemsize, program.train_feed().abstract
     params, specs = program.abstract.params, definition.specs
     stacks = [leaf for name, leaf in params.items() if specs[name].in_block and leaf.ndim > 2]
     held = {
@@ -46,7 +37,7 @@ def expected(program: Program) -> dict[str, int]:
         "batch": sum(memory.bytes_of(batch[name], sharding) for name, sharding in layout.batch(batch).items()),
         # Every block parameter times its multiplier, once, where it lies.
         "weights in compute type": sum(memory.bytes_of(leaf, leaf.sharding, itemsize) for leaf in stacks),
-        "saved activations": int(sizes["layers"] * positions * saved[config.model.compute.remat] * itemsize),
+        "saved activations": memory.activations(config, definition, layout)[0],
     }
     way = memory.loss(config, definition, layout)
     backward = {**memory.layer(config, definition, layout), "readout's gradient, whole": way.after}

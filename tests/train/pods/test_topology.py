@@ -25,7 +25,7 @@ from mupax.train.pods.compiled import Roofline
 from mupax.train.pods.estimates import causal_share, matmul_flops
 from mupax.train.pods.topology import TopologyError
 from mupax.zoo import configs, flops
-from mupax.zoo.configs import ComputeConfig, DecoderConfig
+from mupax.zoo.configs import ComputeConfig, DecoderConfig, EncoderDecoderConfig
 
 pytestmark = pytest.mark.core
 
@@ -272,3 +272,37 @@ def test_auto_takes_of_the_losses_the_one_that_raises_the_peak_least() -> None:
     # Elsewhere as it was: chunks where there are several.
     assert [one.kind for one in losses.options(work._replace(platform="cpu"))] == ["chunked"]
     assert [one.kind for one in losses.options(work._replace(platform="cpu", columns=256))] == ["plain"]
+
+
+# Of an encoder-decoder: five blocks that read 14 positions, three that write 6 and attend to the 14
+
+
+def mending(**compute: str) -> Config:
+    model = EncoderDecoderConfig(
+        width=24, depth=3, encoder_depth=5, num_heads=2, vocab_size=31, seq_len=14, target_len=6, positions="rotary",
+        bias=False, compute=ComputeConfig(layers="scan", **compute),  # type: ignore[arg-type]
+    )  # fmt: skip
+    config = config_of()
+    return dataclasses.replace(
+        config, model=model, data=dataclasses.replace(config.data, batch_size=16, noise="infilling")
+    )
+
+
+def test_traced_flops_have_both_stacks() -> None:
+    config = mending()
+    terms, masked = (
+        flops.forward_terms(config.model),
+        2 * 3 * 24 * 6**2,
+    )  # the masked half of the decoder's own attention
+    assert traced(config) == 3 * 16 * (6 * sum(terms.values()) + masked)
+
+
+def test_the_memory_model_counts_both_stacks() -> None:
+    def saved(remat: str) -> int:
+        program = assemble(dataclasses.replace(mending(remat=remat), mesh=MeshConfig(data=8)))
+        return estimates.expected(program)["saved activations"] // (2 * 24 * 4)  # rows, width, bytes
+
+    assert saved("block") == 5 * 14 + 3 * 6
+    # The stream and its norm before every branch, queries, keys and values, what heads attended to, and the MLP's two times 4;
+    # keys and values of what the encoder wrote at its positions.
+    assert saved("none") == 5 * 14 * (4 + 3 + 1 + 8) + 3 * (6 * (6 + 4 + 2 + 8) + 14 * 2)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from mupax.presets import Role
 from mupax.train.config.run import Config
 from mupax.train.core.costs import losses
+from mupax.zoo import flops
 from mupax.zoo.definition import Definition
 from mupax.zoo.partition import LANES, Layout
 
@@ -69,33 +70,24 @@ def layer(config: Config, definition: Definition, layout: Layout) -> dict[str, i
     Args:
         config, definition, layout: as `loss`.
     """
-    each, itemsize = per_position(definition, layout), jnp.dtype(config.model.compute.dtype).itemsize
+    itemsize = jnp.dtype(config.model.compute.dtype).itemsize
     block = {name: definition.abstract[name] for name, spec in definition.specs.items() if spec.in_block}
     gradients = (
         bytes_of(leaf, layout.sharding(definition.specs[name].axes, leaf.shape)) for name, leaf in block.items()
     )
-    matrices = sum(leaf.size // leaf.shape[0] for leaf in block.values() if leaf.ndim > 2)
-    # The hidden layer's gradient lies beside it, as does the stream's.
-    numbers = sum(each.values()) + each["activated"] + each["stream"] - each["norms"] / 2
+    matrices: dict[str, int] = defaultdict(int)  # of one block, by the stack
+    for name, leaf in block.items():
+        matrices[definition.specs[name].blocks] += leaf.size // leaf.shape[0] if leaf.ndim > 2 else 0
     return {
         "gradients": sum(gradients),
-        "one layer": int(numbers * positions(config, definition, layout) * itemsize),
-        "one layer's weights, whole": matrices * itemsize // layout.ways("mlp"),
+        "one layer": activations(config, definition, layout)[1],
+        "one layer's weights, whole": max(matrices.values(), default=0) * itemsize // layout.ways("mlp"),
     }
 
 
 def _rows(config: Config, layout: Layout) -> int:
     """Examples of one microbatch on one device."""
     return config.data.batch_size // config.accumulation_steps // layout.ways("batch")
-
-
-def positions(config: Config, definition: Definition, layout: Layout) -> int:
-    """Those of one microbatch on one device.
-
-    Args:
-        config, definition, layout: as `loss`.
-    """
-    return _rows(config, layout) * definition.sizes["position"] // layout.ways("sequence")
 
 
 def bytes_of(leaf: Any, sharding: Any, itemsize: int | None = None) -> int:
@@ -127,27 +119,37 @@ def padded(shape: Sequence[int]) -> int:
     return min(itertools.starmap(with_tiles, itertools.permutations(range(len(shape)), 2)))
 
 
-def per_position(definition: Definition, layout: Layout) -> dict[str, float]:
-    """Numbers that one block makes per position on one device, by what they are.
+def activations(config: Config, definition: Definition, layout: Layout) -> tuple[int, int]:
+    """Bytes of a microbatch on one device: what all blocks save for their backward pass, and what this then has of the largest.
 
     Args:
-        definition, layout: as `loss`.
+        config, definition, layout: as `loss`.
     """
-    sizes, specs = definition.sizes, definition.specs.values()
+    compute, stacks = config.model.compute, flops.stacks(config.model)
+    saved, layers = zip(*(_numbers(config, definition, layout, blocks) for blocks in stacks), strict=True)
+    itemsize = jnp.dtype(compute.dtype).itemsize
+    return int(sum(each[compute.remat] for each in saved) * itemsize), int(max(layers) * itemsize)
+
+
+def _numbers(
+    config: Config, definition: Definition, layout: Layout, blocks: flops.Blocks
+) -> tuple[dict[str, float], float]:
+    """What a stack saves by remat policy, and what the backward pass has of one of its layers."""
+    sizes, branches = definition.sizes, len(blocks.stack.branches)
+    length, memory = (_rows(config, layout) * n // layout.ways("sequence") for n in (blocks.length, blocks.memory))
 
     def per_device(axes: Iterable[str]) -> float:
         return math.prod(sizes[axis] / (layout.ways(axis) if axis in _SPLIT else 1) for axis in axes)
 
     fan_in, fan_out = defaultdict(float), defaultdict(float)
-    for spec in specs:
-        fan_in[spec.role] += per_device(spec.fan_in)
-        fan_out[spec.role] += per_device(spec.fan_out)
-    return {
-        "stream": sizes["embed"],
-        "norms": 2 * sizes["embed"],
-        "qkv": fan_out[Role.QUERY] + fan_out[Role.KEY] + fan_out[Role.VALUE],
-        "attended": fan_in[Role.ATTENTION_OUT],
-        "middle": sizes["embed"],
-        "hidden": fan_out[Role.MLP_IN],
-        "activated": fan_in[Role.MLP_OUT],
-    }
+    for spec in blocks.specs:
+        fan_in[spec.role] += length * per_device(spec.fan_in)
+        fan_out[spec.role] += (memory if "memory" in spec.fan_in else length) * per_device(spec.fan_out)
+    stream, attended, activated = length * sizes["embed"], fan_in[Role.ATTENTION_OUT], fan_in[Role.MLP_OUT]
+    products = sum(fan_out[role] for role in (Role.QUERY, Role.KEY, Role.VALUE, Role.MLP_IN))
+    products += branches * stream + attended  # the stream before every branch
+    whole = products + branches * stream + activated  # norms
+    # dots keeps products alone: not their activations, nor norms.
+    saved = {"none": whole, "dots": products + attended, "block": stream, "offload": 0.0}
+    # The hidden layer's gradient lies beside it.
+    return {remat: blocks.depth * numbers for remat, numbers in saved.items()}, whole + activated
