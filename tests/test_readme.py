@@ -115,6 +115,8 @@ def run(line: str) -> int:
     assert words[0] == "mupax", f"the documents say {line!r}, and nothing here knows how to check it"
     if words[1] == "train" and words[2] not in USES_A_RUN and not set(words) & set(RUNS_NOTHING):
         words += ["--dry-run", *AS_A_SCAN]
+    elif words[1:3] == ["presets", "dynamics"]:
+        words += ["--dry-run"]
     elif "gpt2-c4" in words:
         words += AS_A_SCAN
     try:

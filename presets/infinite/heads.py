@@ -141,7 +141,7 @@ def train(
         return normed @ x.swapaxes(0, 1).reshape(heads, tokens, n)
 
     for _ in range(steps):
-        values, logits, back = attend(split(q), split(k), split(v), n**-block.alpha_a, causal=False)
+        values, logits, back = attend(split(q), split(k), split(v), n**-block.alpha_a)
         y = values.transpose(0, 2, 1, 3).reshape(tokens, heads * n)
         branch = output.forward(y)
         for error, readout, before in pushes:

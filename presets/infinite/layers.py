@@ -50,21 +50,15 @@ def relu(x: np.ndarray) -> tuple[np.ndarray, Back]:
 ACTIVATIONS = {"gelu": gelu, "relu": relu}
 
 
-def attend(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, *, causal: bool
-) -> tuple[np.ndarray, np.ndarray, Back]:
+def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray, Back]:
     """Softmax attention: outputs [D..., B, H, T, N], logits [D..., B, H, T, S], and dL/d(outputs) to those of q, k and v.
 
     Args:
         q, k, v: [D..., B, H, T or S, N].
         scale: what q.k is multiplied by.
-        causal: whether a query sees no later key.
     """
     logits = scale * q @ np.swapaxes(k, -1, -2)
-    seen = logits
-    if causal:
-        seen = np.where(np.tri(*logits.shape[-2:], dtype=bool), logits, -np.inf)
-    p = np.exp(seen - seen.max(-1, keepdims=True))
+    p = np.exp(logits - logits.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
     out = p @ v
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mupax.train.studies.infinite.setup import patches
 from scripts.figures import kernels, models, panels
 from scripts.figures.result import Data, Figure, Row, Settings, exponent
 
@@ -23,7 +24,7 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     from mupax.train.studies.check.observables import internals
 
     images = models.images(settings["images"])
-    first = kernels.input_kernel(models.patches(images))
+    first = kernels.input_kernel(patches(images, 2))
     inputs = jnp.asarray(images)
 
     def look(model: Any) -> jax.Array:

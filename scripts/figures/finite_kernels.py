@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mupax.train.studies.infinite.setup import patches
 from scripts.figures import kernels, models
 from scripts.figures.result import Row, Settings, jackknife
 
@@ -27,7 +28,7 @@ def title(ends: Sequence[float]) -> str:
 
 def limits(settings: Settings, head_dim: int | None) -> np.ndarray:
     """Kernels of the recursion at every pair of `ENDS`, [pairs, L + 1, M, M] with M the positions of all images."""
-    first = kernels.input_kernel(models.patches(models.images(settings["images"])))
+    first = kernels.input_kernel(patches(models.images(settings["images"]), 2))
     side = first.shape[0] * first.shape[1]
     found = []
     for alpha_a, alpha_l in ENDS:

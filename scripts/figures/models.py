@@ -67,14 +67,6 @@ def images(count: int) -> np.ndarray:
     return ((pixels[:count] - pixels.mean()) / pixels.std()).astype(np.float32)[..., None]
 
 
-def patches(images_BHWC: np.ndarray, size: int = 2) -> np.ndarray:
-    """What the patch embedding reads, [B, P, size * size * C], in the order of the zoo's ViT."""
-    batch, side, _, channels = images_BHWC.shape
-    grid = side // size
-    x = images_BHWC.reshape(batch, grid, size, grid, size, channels).swapaxes(2, 3)
-    return x.reshape(batch, grid * grid, size * size * channels)
-
-
 def at_initialization(
     config: configs.ModelConfig, look: Callable[[Any], Any]
 ) -> Callable[[int, Sequence[Preset]], list[Any]]:

@@ -7,8 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 
+from mupax.presets.infinite.block import BLOCK, Numbers
 from mupax.presets.infinite.dice import Basis, Dice, Weight
-from mupax.presets.infinite.stack import BLOCK, Numbers, Stack
+from mupax.presets.infinite.stack import Stack
 
 pytestmark = pytest.mark.core
 

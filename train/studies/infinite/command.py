@@ -57,6 +57,8 @@ class Dynamics:
     """Draw loss, kernels and attention (PNG)."""
     json: Annotated[str | None, conf.arg(metavar="PATH")] = None
     """Write all numbers as JSON."""
+    dry_run: Switch = False
+    """Say how large the network and its records are; train nothing."""
 
     def __post_init__(self) -> None:
         at_least("--", self, 1, "steps", "images", "heads")
@@ -75,7 +77,6 @@ def main(argv: Sequence[str]) -> int:
     setup.check(config)
     wide = setup.with_heads(config, args.heads)
     rank = setup.check_rank(wide, args.images)
-    images, targets = course.examples(config, args.images)
     model: Any = wide.model
     size = terminal.gib(MATRICES * model.width * rank * model.depth * (8 if args.float64 else 4))
     print(
@@ -85,6 +86,9 @@ def main(argv: Sequence[str]) -> int:
         ),
         flush=True,
     )
+    if args.dry_run:
+        return 0
+    images, targets = course.examples(config, args.images)
     dtype = np.float64 if args.float64 else np.float32
     limit = course.limit(config, images, targets, heads=args.heads, draws=args.draws, seed=config.seed, dtype=dtype)
     nets = {

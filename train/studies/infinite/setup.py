@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mupax.presets.infinite.stack import BLOCK, Numbers
+from mupax.presets.infinite.block import BLOCK, Numbers
 from mupax.train.config.preset import preset_of
 from mupax.train.config.run import Config
 from mupax.zoo.configs import ConfigError, ViTConfig

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mupax.presets.infinite.block import BLOCK
 from mupax.presets.infinite.dice import transposed
-from mupax.presets.infinite.stack import BLOCK, Stack
+from mupax.presets.infinite.stack import Stack
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config
 from mupax.train.core.program import assemble
@@ -25,7 +26,7 @@ def config(**changes: object) -> Config:
     """The paper's run at H = 3, N = 2, L = 2 on images of 4 patches."""
     run = RECIPES["bordelon-vit"]()
     model = dataclasses.replace(
-        run.model, width=6, num_heads=3, depth=2, image_size=4, patch_size=2, channels=1, norm_eps=1e-5
+        run.model, width=6, num_heads=3, depth=2, image_size=4, patch_size=2, channels=1, norm_eps=1e-5, mlp_ratio=2.0
     )
     data = dataclasses.replace(run.data, name="shapes", batch_size=IMAGES, eval_batch_size=IMAGES)
     return dataclasses.replace(run, model=model, data=data, steps=STEPS, **changes)
