@@ -68,23 +68,26 @@ def on_one(
     tops, sums, labels, befores, exps = [], [], [], [], []
     for cut in cuts:
         if tops:  # one after the other
-            recent = exps if len(exps) == len(tops) else sums
-            features_ND, recent[-1] = jax.lax.optimization_barrier((features_ND, recent[-1]))
+            recent = (sums, labels, befores, *([exps] if len(exps) == len(tops) else []))
+            features_ND, *done = jax.lax.optimization_barrier((features_ND, *(each[-1] for each in recent)))
+            for each, x in zip(recent, done, strict=True):
+                each[-1] = x
         logits_NV, _ = logits(cut)
         top_N = jnp.max(logits_NV, axis=1)
         exp_NV = jnp.exp(logits_NV - top_N[:, None])
         tops.append(top_N)
         sums.append(jnp.sum(exp_NV, axis=1))
         labels.append(jnp.sum(jnp.where(label(cut), logits_NV, 0), axis=1))
-        # One as large before the target, which then is not the first of the largest, as argmax has it; cheaper than that.
+        # How many as large are before the target, which then is not the first of the largest, as argmax has it: a sum like
+        # the others is taken with them, where an argmax reads all logits again.
         before_NV = (logits_NV == top_N[:, None]) & (column(cut) < targets_N[:, None])
-        befores.append(jnp.any(before_NV, axis=1))
+        befores.append(jnp.sum(before_NV.astype(jnp.float32), axis=1))
         if len(exps) < plan.kept:
             exps.append(exp_NV.astype(features_ND.dtype))
     top_N = several(jax.lax.pmax, functools.reduce(jnp.maximum, tops))
     shares = [jnp.exp(top - top_N) for top in tops]
     exp_N, label_N = several(jax.lax.psum, (sum(s * e for s, e in zip(shares, sums, strict=True)), sum(labels)))
-    earlier_N = sum(before & (top == top_N) for top, before in zip(tops, befores, strict=True))
+    earlier_N = sum(jnp.where(top == top_N, before, 0) for top, before in zip(tops, befores, strict=True))
     hit_N = (label_N == top_N) & (several(jax.lax.psum, earlier_N) == 0)
     nll_N = jnp.log(exp_N) + top_N - label_N
     totals = (jnp.sum(nll_N * weights_N), jnp.sum(hit_N * weights_N), jnp.sum(weights_N))
@@ -104,11 +107,15 @@ def on_one(
             probability_NV = exp_NV.astype(jnp.float32) * (share_N / exp_N)[:, None]
         slope_NV = probability_NV - label(cut)
         slope_NV = slope_NV * weights_N[:, None]
-        biases.append(jnp.sum(slope_NV, axis=0))
+        bias = [] if reading.bias is None else [jnp.sum(slope_NV, axis=0)]
         slope_NV = jax.lax.optimization_barrier(slope_NV.astype(features_ND.dtype))
         weight_DV = part(reading, cut, slope_NV).weight if weight_DV is None else weight_DV
         back_ND += product(slope_NV, weight_DV, (((1,), (1,)), ((), ())))
         row_DV = product(features_ND, slope_NV, (((0,), (0,)), ((), ())))
+        # One part after the other: else the compiler adds up at the end, with every part's slope and product in memory.
+        done = back_ND, row_DV, features_ND, exp_N, *bias
+        back_ND, row_DV, features_ND, exp_N, *bias = jax.lax.optimization_barrier(done)
+        biases += bias
         row_DV = jax.lax.psum(row_DV, plan.shared) if plan.shared else row_DV
         rows.append(partition.reduce_scatter(row_DV, plan.scattered, 0))
     # Before the layers: else the compiler takes the last products and sums with it through their loop, with what they are of.
