@@ -156,7 +156,6 @@ def test_branches_are_told_by_stack(capsys: pytest.CaptureFixture[str]):
     assert "of the encoder every residual branch x 0.25; of the decoder every residual branch x 0.5" in shown
 
 
-
 def test_the_table_of_the_document_is_the_printed_one(capsys: pytest.CaptureFixture[str]):
     text = (Path(__file__).resolve().parents[2] / "docs" / "presets.md").read_text()
     argv = re.search(r"`presets (compare .* --summary --markdown)` prints this table", text)
