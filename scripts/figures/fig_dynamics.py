@@ -1,0 +1,239 @@
+"""The infinite limit in time: finite nets come to it as 1/H while they train, and not to the one without response terms."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mupax.train.studies.infinite.setup import patches
+from scripts.figures import models, panels
+from scripts.figures.result import Data, Figure, Row, Settings, exponent
+
+if TYPE_CHECKING:
+    import matplotlib.figure
+
+    from mupax.train.config.run import Config
+
+
+def measure(settings: Settings, work: Path) -> dict[str, Any]:
+    """Per case the numbers of `compared`, for one block and whole stacks; and of the deepest stack the curves that are drawn."""
+    del work
+    one = [_one_block(settings, **case) for case in settings["one_block"]["cases"]]
+    stacks = [_stack(settings, depth) for depth in settings["stack"]["depth"]]
+    return {"one_block": one, "stack": [errors for errors, _ in stacks], "curves": stacks[-1][1]}
+
+
+def _one_block(settings: Settings, *, head_dim: int, alpha_a: float, heads: list[int]) -> dict[str, Any]:
+    """Nets with all their matrices, written apart from the solver (`scripts/figures/one_block.py`)."""
+    from mupax.presets.infinite.heads import OneBlock, train
+    from scripts.figures import one_block
+
+    own = settings["one_block"]
+    block, steps = OneBlock(head_dim=head_dim, alpha_a=alpha_a, rate=own["rate"]), max(settings["at"]) + 1
+    images, classes = digits(own["images"])
+    inputs, targets = patches(images, own["patch_size"]).astype(float), np.where(classes % 2, 1.0, -1.0)
+    kernel = np.einsum("psi,qti->psqt", inputs, inputs) / inputs.shape[-1]
+
+    def limits(draws: int, *, responses: bool) -> np.ndarray | Any:
+        rngs = np.random.default_rng([1, responses]).spawn(draws)
+        sampled = {"steps": steps, "heads": own["sampled"], "responses": responses}
+        return [train(block, kernel, targets, rng=rng, **sampled) for rng in rngs]
+
+    right, wrong = limits(own["draws"], responses=True), limits(1, responses=False)
+    nets = []
+    for count in heads:
+        rngs = np.random.default_rng(count).spawn(own["parts"])
+        parts = [
+            one_block.train(block, inputs, targets, steps=steps, heads=count, seeds=own["seeds"], rng=rng)
+            for rng in rngs
+        ]
+        nets.append(tuple(np.concatenate([getattr(part, x) for part in parts]) for x in ("outputs", "kernels")))
+    return compared(
+        settings["at"],
+        nets,
+        (np.stack([x.outputs for x in right]), np.stack([x.kernels for x in right])),
+        np.stack([x.outputs for x in wrong]),
+    )
+
+
+def _stack(settings: Settings, depth: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The zoo's ViT trained by our own step."""
+    from mupax.train.studies.infinite import course, setup
+
+    own = settings["stack"]
+    config = run(settings, depth)
+    images, targets = digits(own["images"])
+    wide = {"heads": own["limit"], "draws": own["draws"]}
+    right = course.limit(config, images, targets, **wide, seed=1)
+    wrong = course.limit(config, images, targets, **{**wide, "draws": 1}, seed=2, responses=False)
+    nets = [
+        course.finite(setup.with_heads(config, count), images, targets, seeds=own["seeds"]) for count in own["heads"]
+    ]
+    curves = {
+        "limit": right.losses, "without_response": wrong.losses, "nets": nets[0].losses, "memory": right.memory.mean(0),
+        "memory_of_nets": nets[0].memory.mean(0), "attention": right.attention.mean(0),
+    }  # fmt: skip
+    found = compared(
+        settings["at"], [(net.logits, net.kernels) for net in nets], (right.logits, right.kernels), wrong.logits
+    )
+    return found, curves
+
+
+def run(settings: Settings, depth: int) -> Config:
+    """The paper's ViT on patches of digits, plain gradient descent on one batch, in the absolute form of `depth-mup`."""
+    from mupax.train.config.run import Config, DataConfig, OptimizerConfig, PresetConfig
+
+    own = settings["stack"]
+    model = models.vit(head_dim=own["head_dim"], heads=own["heads"][0], depth=depth)
+    constants = {name: own[name] for name in ("alpha_a", "alpha_l", "gamma0", "beta0")}
+    return Config(
+        recipe="figure",
+        model=dataclasses.replace(
+            model,
+            patch_size=own["patch_size"],
+            centered=True,
+            compute=dataclasses.replace(model.compute, layers="auto"),
+        ),
+        data=DataConfig(name="digits", batch_size=own["images"], augment=False),
+        preset=PresetConfig(name="depth-mup", base=None, **constants),
+        optimizer=OptimizerConfig(name="sgd", peak_lr=own["rate"], momentum=own["momentum"], schedule="constant"),
+        steps=max(settings["at"]),
+    )
+
+
+def digits(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first images and their classes."""
+    from sklearn.datasets import load_digits
+
+    digits: Any = load_digits()
+    return models.images(count), np.asarray(digits.target[:count], np.int32)
+
+
+def compared(
+    at: Any, nets: list[tuple[np.ndarray, np.ndarray]], limit: tuple[np.ndarray, np.ndarray], wrong: np.ndarray
+) -> dict[str, Any]:
+    """How far nets are from the limit.
+
+    Args:
+        at: steps that are looked at.
+        nets: outputs [seeds, steps, ...] and kernels [seeds, steps, ...] by H, the largest last.
+        limit: the same of its draws.
+        wrong: outputs without responses.
+
+    Returns:
+        Mean squares of the differences to the mean of the limit's draws, `outputs` and `kernels` [at, H, seeds], and by how many
+        standard errors the mean of the largest nets is from the limit and from the wrong one, along what those differ in, at
+        the last of the steps.
+    """
+    found: dict[str, Any] = {}
+    for index, name in enumerate(("outputs", "kernels")):
+        middle = limit[index].mean(0)
+        squares = [((x[index] - middle) ** 2)[:, at] for x in nets]
+        found[name] = np.array([x.reshape(*x.shape[:2], -1).mean(-1) for x in squares]).transpose(2, 0, 1)
+    last = at[-1]
+    along = (wrong - limit[0].mean(0)).mean(0)[last].ravel()
+    largest, draws, other = (x[:, last].reshape(len(x), -1) @ along for x in (nets[-1][0], limit[0], wrong))
+    error = np.sqrt(largest.var(ddof=1) / len(largest) + draws.var(ddof=1) / len(draws))
+    wide = np.sqrt(largest.var(ddof=1) / len(largest) + draws.var(ddof=1) / len(other))
+    found["apart"] = [(largest.mean() - draws.mean()) / error, (largest.mean() - other.mean()) / wide]
+    return found
+
+
+def rows(settings: Settings, data: Data) -> list[Row]:
+    """Slopes at every time of every case, and the distances in standard errors."""
+    found = []
+    cases = [f"one block, N = {x['head_dim']}, alpha_A = {x['alpha_a']:g}" for x in settings["one_block"]["cases"]]
+    stacks = [f"stack of L = {depth}" for depth in settings["stack"]["depth"]]
+    sizes = [x["heads"] for x in settings["one_block"]["cases"]], [settings["stack"]["heads"]] * len(stacks)
+    for kind, names, all_heads in zip(("one_block", "stack"), (cases, stacks), sizes, strict=True):
+        for name, heads, errors in zip(names, all_heads, data[kind], strict=True):
+            for what in ("outputs", "kernels"):
+                for step, values in zip(settings["at"], errors[what], strict=True):
+                    about = f"squared error of the {what} against H after {step} steps, {name}"
+                    found.append(exponent(about, heads, values, predicted=-1.0, tolerance=0.15))
+            for control, apart in zip((False, True), errors["apart"], strict=True):
+                about = f"standard errors between nets of H = {heads[-1]} and the limit{' without response terms' * control}, {name}"
+                about += f", after {settings['at'][-1]} steps"
+                z = abs(apart)
+                found.append(
+                    Row(
+                        what=about, measured=z, low=z - 1.96, high=z + 1.96, predicted=0.0, tolerance=5.0, kind="value", control=control
+                    )
+                )  # fmt: skip
+    return found
+
+
+def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
+    """Loss and memory of the deepest stack, and errors of the outputs against H."""
+    figure, (left, second, third, right) = panels.row(4, "The infinite limit in time, and nets that come to it")
+    curves = {name: np.asarray(x) for name, x in data["curves"].items()}
+    steps, own = np.arange(curves["limit"].shape[-1]), settings["stack"]
+    left.plot(steps, curves["nets"].T, color=panels.SKY, alpha=0.35, linewidth=0.8)
+    left.plot([], [], color=panels.SKY, label=f"our step, H = {own['heads'][0]}, by seed")
+    left.plot(steps, curves["without_response"].mean(0), ":", color=panels.ORANGE, label="without response terms")
+    left.plot(steps, curves["limit"].mean(0), "--", color=panels.INK, label="limit")
+    panels.label(left, f"Loss, N = {own['head_dim']}, L = {own['depth'][-1]}", "step", "nats")
+    panels.legend(left)
+    for color, step in zip(panels.COLORS, (0, *settings["at"]), strict=False):
+        second.plot(steps, curves["memory"][step], color=color, label=f"s = {step}")
+        second.plot(steps, curves["memory_of_nets"][step], "o", color=color, markersize=3)
+    panels.label(second, f"C(t, s): limit, and nets of H = {own['heads'][0]} (dots)", "step t", "")
+    panels.legend(second)
+    for color, case, errors in zip(panels.COLORS, settings["one_block"]["cases"], data["one_block"], strict=False):
+        name = rf"N = {case['head_dim']}, $\\alpha_A$ = {case['alpha_a']:g}".replace("\\\\", "\\")
+        panels.power_law(third, case["heads"], errors["outputs"][-1], name, color=color, predicted=-1.0)
+    for color, depth, errors in zip(panels.COLORS, own["depth"], data["stack"], strict=False):
+        panels.power_law(right, own["heads"], errors["outputs"][-1], f"L = {depth}", color=color, predicted=-1.0)
+    last = settings["at"][-1]
+    for one, title in ((third, "One block"), (right, "Whole stack, our step")):
+        panels.label(one, f"{title}, after {last} steps; dashed: slope -1", "heads H", "squared error of the output")
+        panels.legend(one)
+    return figure
+
+
+def _cases(*heads: int) -> list[dict[str, Any]]:
+    """N and alpha_A, and H by which widths are the same at every N."""
+    return [
+        {"head_dim": n, "alpha_a": alpha_a, "heads": [4 * count // n for count in heads]}
+        for n, alpha_a in ((4, 0.5), (4, 1.0), (1, 0.5))
+    ]
+
+
+FIGURE = Figure(
+    title="The infinite limit in time",
+    source="the dynamical mean field theory of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712), solved here by conditioning "
+    "initial matrices on what they have acted on (Lu 2021, arXiv 2101.07464)",
+    about="Training on one batch of digits, the output centred. One block: attention alone, read-in frozen, squared error; the limit is "
+    "`mupax.presets.infinite.heads`, and the nets are of NumPy, with all their matrices (`scripts/figures/one_block.py`). "
+    "Stack: the paper's ViT (F = D, both norms, read-in trained), cross-entropy; the limit is `mupax.presets.infinite.stack` at a width "
+    "that stands for infinity, and the nets are the zoo's, trained by our own step. "
+    "Controls have no response terms: as if W and its transpose were unrelated.",
+    small={
+        "at": [2, 4, 8],
+        "one_block": {
+            "cases": _cases(16, 32, 64, 128),
+            "parts": 4, "seeds": 32, "rate": 0.5, "images": 4, "patch_size": 4, "sampled": 8000, "draws": 3,
+        },
+        "stack": {
+            "head_dim": 4, "depth": [1, 2], "alpha_a": 1.0, "alpha_l": 1.0, "gamma0": 0.5, "beta0": 1.0, "rate": 2.0, "momentum": 0.0,
+            "heads": [16, 32, 64, 128], "seeds": 48, "images": 6, "patch_size": 4, "limit": 2048, "draws": 4,
+        },
+    },
+    full={
+        "at": [4, 8, 16],
+        "one_block": {
+            "cases": _cases(16, 32, 64, 128, 256),
+            "parts": 4, "seeds": 32, "rate": 0.25, "images": 4, "patch_size": 2, "sampled": 16000, "draws": 8,
+        },
+        "stack": {
+            "head_dim": 4, "depth": [1, 2, 4, 8], "alpha_a": 1.0, "alpha_l": 1.0, "gamma0": 0.5, "beta0": 1.0, "rate": 1.0, "momentum": 0.9,
+            "heads": [16, 32, 64, 128, 256], "seeds": 64, "images": 8, "patch_size": 2, "limit": 16384, "draws": 8,
+        },
+    },
+    measure=measure,
+    rows=rows,
+    draw=draw,
+)  # fmt: skip
