@@ -219,7 +219,7 @@ FIGURE = Figure(
         },
         "stack": {
             "head_dim": 4, "depth": [1, 2], "alpha_a": 1.0, "alpha_l": 1.0, "gamma0": 0.5, "beta0": 1.0, "rate": 2.0, "momentum": 0.0,
-            "heads": [16, 32, 64, 128], "seeds": 48, "images": 6, "patch_size": 4, "limit": 2048, "draws": 4,
+            "heads": [16, 32, 64, 128], "seeds": 144, "images": 6, "patch_size": 4, "limit": 2048, "draws": 4,
         },
     },
     full={
