@@ -92,6 +92,18 @@ def test_no_gradient_of_a_matrix_is_summed_whole_where_rings_scatter_it() -> Non
 
 
 @pytest.mark.tpu
+def test_parts_of_the_vocabulary_are_in_memory_one_after_the_other() -> None:
+    # 8192 targets of a device and a vocabulary of 32,768: four parts of 268 MB of logits each, and layers that leave no room.
+    config = config_of(MeshConfig(data=1, fsdp=4))
+    data = dataclasses.replace(config.data, batch_size=256)
+    model = dataclasses.replace(config.model, vocab_size=2**15)
+    made = compile_for(dataclasses.replace(config, model=model, data=data), "v5e:2x2")
+    report, part = made.report(), 4 * 8192 * 8192
+    assert (report["loss"]["kind"], report["loss"]["parts"], report["loss"]["kept"]) == ("vocab", 4, 0)
+    assert part < report["temporary_bytes_per_device"] < 2 * part
+
+
+@pytest.mark.tpu
 def test_control_a_batch_that_is_not_split_is_caught() -> None:
     # fsdp splits parameters but not the batch: every product sums activations over it.
     bad = compile_for(config_of(MeshConfig(data=1, fsdp=4, rules=("batch=data",))), "v5e:2x2")
