@@ -98,15 +98,37 @@ Ours: `python -m train compile lm-1b --topology v5e:4x4 --model.vocab-size 32000
 | before | 1.853e9 | 1.10 | 0.638 | 6.43 | 0 + 26.8 |
 | after | 1.610e9 | 0.95 | 0.377 | 6.15 | 26.7 + 0 |
 
-All of it together, as the command compiles it now (cycles as the report counts them):
+All of it together against MaxText (cycles as the report counts them; libtpu 0.0.42.1 for the rows "one after another"):
 
-| | cycles | of MaxText's | arguments, GB | temporaries, GB |
-|---|---|---|---|---|
-| 1.2 B, v5e:4x4, 4x2048 | 0.652e9 | 0.90 | 0.904 | 2.29 |
-| the same, `--model.compute.cross-entropy chunked` | 0.654e9 | 0.90 | 0.904 | 2.03 |
-| 8 B, v5e:16x16, 1x4096 | 2.199e9 | 0.87 | 0.377 | 3.67 |
-| 8 B, v6e:16x16, 2x4096 | 1.544e9 | 0.91 | 0.377 | 6.83 |
-| 8 B, v5p:4x4x4, 4x4096 (MaxText 4.728e9, 1.509 + 14.14 GB) | 4.806e9 | 1.02 | 1.50 | 13.3 |
+| | cycles | of MaxText's | arguments, of MaxText's | temporaries, GB | of MaxText's |
+|---|---|---|---|---|---|
+| 1.2 B, v5e:4x4, 4x2048, parts of the vocabulary as the compiler ordered them | 0.652e9 | 0.90 | 1.00 | 2.29 | 1.20 |
+| the same, the readout's gradient done before the layers | 0.650e9 | 0.90 | 1.00 | 1.82 | 0.95 |
+| the same, parts one after another | 0.652e9 | 0.90 | 1.00 | 1.79 | 0.93 |
+| the same, as ordered, `--model.compute.cross-entropy chunked` | 0.654e9 | 0.90 | 1.00 | 2.03 | 1.06 |
+| 8 B, v5e:16x16, 1x4096, as ordered | 2.199e9 | 0.87 | 0.99 | 3.67 | 0.84 |
+| 8 B, v6e:16x16, 2x4096, as ordered | 1.544e9 | 0.91 | 1.00 | 6.83 | 1.22 |
+| the same, one after another, ten of sixteen parts kept | 1.550e9 | 0.92 | 1.00 | 4.36 | 0.78 |
+| 8 B, v5p:4x4x4, 4x4096, as ordered (MaxText 4.728e9, 1.509 + 14.14 GB) | 4.806e9 | 1.02 | 0.99 | 13.3 | 0.94 |
+
+What filled the memory: on v6e, at the end of the loss, sixteen parts' products with their slopes in float32 (2.1 GB) that were added up
+there, and the slopes (2.1 GB); of the 1.2 B step slopes and products of the readout's gradient (0.46 GB) that stood through the
+layers' backward loop. Of the 1.79 GB now 0.54 are the layers' inputs, 0.40 three arrays of an MLP's hidden layer, 0.27 gradients
+and 0.13 all layers' weights times their multipliers, in bfloat16 before the loop.
+
+Where cycles beside products are: the splash kernel writes its log-sum-exp into all 128 lanes, and the compiler transposes all of it
+before one is taken (in JAX's `splash_attention_kernel`): 21.6 of the v6e step's 1544 M cycles, 3.9 of the 1.2 B step's 652. Gradients
+of the stream, and those that queries, keys and values give their input, are added in passes of their own: 13.6 of 652 M, 27.7 of
+1544. The number correct took an argmax of each part, 4.7 of 652 M; it is now summed with the exponentials: 54.5 to 49.8 M
+outside of the layers' loops, and 106.3 to 98.1 M on v6e with six parts' logits computed twice; inside 597.9 to 601.9 M and 1437 to
+1452 M, by where the compiler puts arrays. Parts one after another wait for more of the readout's sums: on v6e 1.84 in place of 0.52
+of 4.21 GB alone, and of its gathers 1.38 in place of 1.11 of 2.09. With what waits, a step is bound by 0.828 s as before, and that of
+1.2 B by 0.453 in place of 0.454.
+
+`--model.compute.cross-entropy auto` and `--search` read one estimate of what each way takes (`train/core/costs`): on TPU `auto` is what
+raises the step's peak memory least, and of those that raise it as little the fastest; exponentials of as many parts are kept as a
+layer's backward pass leaves room for. By the estimate, in bytes above the layers' peak: of the 1.2 B step parts of the vocabulary 0, chunks
+250 MiB, all logits 755 MiB; on v6e 0, 1.96 and 7.08 GiB. At the peak the compiler takes 0.99 and 1.07 of what is expected.
 
 Positions split over devices, whose keys are gathered (`--model.compute.attention splash`) or go round in a ring (`auto`): `python -m
 train compile lm-8b --topology v5p:4x4x4 --model.seq-len 131072 --data.batch-size 8 --mesh.fsdp 8 --mesh.sequence 8`, and on
