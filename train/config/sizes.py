@@ -13,8 +13,9 @@ from mupax.zoo.transformer import TransformerConfig, transformer
 if TYPE_CHECKING:
     from mupax.train.config.run import Config
 
-AXES = ("head_dim", "heads", "width", "depth", "mlp", "kv_heads")
-"""What can grow alone. Width follows head_dim and heads, the MLP follows width, key heads follow heads unless they grow alone."""
+AXES = ("head_dim", "heads", "width", "depth", "encoder_depth", "mlp", "kv_heads")
+"""What can grow alone. Width follows head_dim and heads, the MLP follows width, key heads follow heads unless they grow alone, and
+an encoder's depth its decoder's unless it is written."""
 
 
 def parse(text: str, axes: Sequence[str] = AXES) -> tuple[str, tuple[int, ...]]:
@@ -75,8 +76,12 @@ def of(model: ModelConfig, axis: str) -> int:
     Args:
         model: of any family.
         axis: of `AXES`.
+
+    Raises:
+        ConfigError: an encoder's depth, of a model without one.
     """
-    return model.sizes()[{"width": "embed", "depth": "layers"}.get(axis, axis)]
+    _refuse_encoder(model, axis)
+    return model.sizes()[{"width": "embed", "depth": "layers", "encoder_depth": "encoder_layers"}.get(axis, axis)]
 
 
 def grown(model: ModelConfig, axis: str, size: int) -> TransformerConfig:
@@ -84,16 +89,17 @@ def grown(model: ModelConfig, axis: str, size: int) -> TransformerConfig:
 
     Args:
         model: whose structure, and whose other sizes.
-        axis: head_dim (at so many heads), heads (of this dimension), width (more heads of this dimension), depth, mlp, or kv_heads
-            (of so many heads).
+        axis: head_dim (at so many heads), heads (of this dimension), width (more heads of this dimension), depth, encoder_depth, mlp,
+            or kv_heads (of so many heads).
         size: of the axis; width must be a multiple of the head dimension.
 
     Raises:
         ConfigError: a model that cannot have that size.
     """
     model = transformer(model, f"growing {axis}")
-    if axis == "depth":
-        return dataclasses.replace(model, depth=size)
+    _refuse_encoder(model, axis)
+    if axis in ("depth", "encoder_depth"):
+        return dataclasses.replace(model, **{axis: size})
     if axis == "mlp":
         return dataclasses.replace(model, mlp_ratio=size / model.width)
     if axis == "kv_heads":
@@ -116,3 +122,8 @@ def grown(model: ModelConfig, axis: str, size: int) -> TransformerConfig:
         head_dim=None if model.head_dim is None else head_dim,
         num_kv_heads=None if model.num_kv_heads is None else heads * model.kv_heads // model.num_heads,
     )
+
+
+def _refuse_encoder(model: ModelConfig, axis: str) -> None:
+    if axis == "encoder_depth" and "encoder_layers" not in model.sizes():
+        raise ConfigError(f"a {model.family} has no encoder, so no encoder_depth; write depth, or an encoder-decoder")

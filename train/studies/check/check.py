@@ -58,7 +58,8 @@ def grow(model: ModelConfig, axis: str, count: int, written: Collection[str] = (
 
     Args:
         model: whose structure.
-        axis: head_dim, heads, depth, width (heads and head_dim in turn), mlp alone, or kv_heads alone (of 8 query heads).
+        axis: head_dim, heads, depth (an encoder's too, unless that is written), encoder_depth alone, width (heads and head_dim in
+            turn), mlp alone, or kv_heads alone (of 8 query heads).
         count: how many.
         written: fields of the model whose sizes the smallest has too.
     """
@@ -68,13 +69,8 @@ def grow(model: ModelConfig, axis: str, count: int, written: Collection[str] = (
         if 2 ** (count - 1) > most:
             raise ConfigError(f"key heads grow from 1 to {most}; write --sizes {most.bit_length()} or fewer")
         return [dataclasses.replace(start, num_heads=most, num_kv_heads=2**k) for k in range(count)]
-    if axis == "depth" and model.denoises:
-        raise ConfigError(
-            "how far finite depths stray from theory was measured for blocks of two branches, and a decoder that attends to an "
-            "encoder has three; grow head_dim, heads or width"
-        )
     if axis not in sizes.AXES:
-        raise ConfigError(f"no size is named {axis!r}; write head_dim, heads, width, depth, mlp or kv_heads")
+        raise ConfigError(f"no size is named {axis!r}; write {', '.join(sizes.AXES[:-1])} or {sizes.AXES[-1]}")
     if axis != "width":
         return [sizes.grown(start, axis, sizes.of(start, axis) * 2**k) for k in range(count)]
     wider = [sizes.grown(start, "heads", start.num_heads * 2 ** (k // 2)) for k in range(count)]

@@ -43,8 +43,10 @@ class Check(cli.ConstantFlags):
     """A model of `python -m zoo` or a recipe, for its structure."""
     preset: Annotated[str | None, conf.arg(aliases=("--preset.name",), metavar="NAME")] = None
     """A preset of `python -m presets`; the recipe's, or mup for a model."""
-    grow: Literal["head_dim", "heads", "depth", "width", "mlp", "kv_heads", "batch", "tokens"] = "head_dim"
-    """Which size grows; width doubles heads and head_dim in turn."""
+    grow: Literal["head_dim", "heads", "depth", "encoder_depth", "width", "mlp", "kv_heads", "batch", "tokens"] = (
+        "head_dim"
+    )
+    """Which size grows; width doubles heads and head_dim in turn, depth an encoder's too unless --model.encoder-depth is written."""
     optimizer: Annotated[str | None, conf.arg(aliases=("--optimizer.name",), metavar="NAME")] = None
     """Whose rates; the recipe's, or adam for a model."""
     accept: tuple[Literal["lazy"], ...] = ()
@@ -95,7 +97,9 @@ def main(argv: Sequence[str]) -> int:
     vanishing = {name: power.growth(growth) for name, power in preset.vanishing.items() if power.growth(growth)}
     if args.dry_run:
         for one in grown:
-            print(f"width {one.width}, {one.num_heads} heads of {one.heads_dim}, depth {one.depth}")
+            encoder = one.sizes().get("encoder_layers")
+            depth = f"depth {one.depth}" + (f", encoder {encoder}" if encoder else "")
+            print(f"width {one.width}, {one.num_heads} heads of {one.heads_dim}, {depth}")
         for (name, step), slope in expected.items():
             trouble = f", {slope.trouble}" if slope.trouble else ""
             print(f"{name} after {step}: theory says {slope.slope:+.2f}{trouble}")

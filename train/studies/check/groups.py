@@ -168,6 +168,16 @@ def gradient(spec: ParamSpec, limit: Limit, preset: Preset, *, aligned: bool = T
     if spec.part == "encoder" and not aligned:
         # Its signal is a sum over the decoder's blocks, of branches that are independent at first (and add up in concert later).
         own += limit.branch + limit.layers / 2 - limit.stream
+    if (
+        spec.role is Role.NORM_GAIN
+        and spec.of not in (Role.QUERY, Role.KEY)
+        and limit.tied
+        and abs(limit.contact) > 0.01
+    ):
+        # Summed over tokens in concert as far as softmax believes the input token: p E_t . E_t, a sum of squares. Where its
+        # logit grows or falls p goes to a constant as no power law does: 0.62, 0.91, 0.99, 1.00 under `sp` growing head_dim
+        # from 64 to 512, a slope of +0.22, and the gain's gradient has -0.31 and -0.35 in place of -1/2.
+        return None
     limit, of = limit.of(spec.part), "embedding" if spec.role in EMBEDDINGS else NAMES.get(spec.role)
     effective = {name: x - limit.x(limit.rows[name].multiplier) for name, x in limit.gradient.items()}
     if of is not None:
@@ -186,11 +196,6 @@ def _vector(spec: ParamSpec, limit: Limit, effective: Mapping[str, float], align
         # q_n k_n times the logit's gradient, a sum over the heads that share the gain.
         shared = 0.0 if {"heads", "kv_heads"} & set(spec.axes) else limit.growth.get("heads", 0.0)
         return effective["query"] - limit.k + (shared if aligned else shared / 2)
-    if spec.role is Role.NORM_GAIN and limit.tied and abs(limit.contact) > 0.01:
-        # Summed over tokens in concert as far as softmax believes the input token: p E_t . E_t, a sum of squares. Where its
-        # logit grows or falls p goes to a constant as no power law does: 0.62, 0.91, 0.99, 1.00 under `sp` growing head_dim
-        # from 64 to 512, a slope of +0.22, and the gain's gradient has -0.31 and -0.35 in place of -1/2.
-        return None
     if not spec.in_block:
         if spec.of is Role.READOUT:
             return 0.0

@@ -25,7 +25,9 @@ from mupax.zoo.definition import Arrays, Definition, multiplied
 
 Batch = Mapping[str, Any]
 _BY_OWN_WEIGHTS = ("query", "key", "attention")
-_BY_LAYER = (*_BY_OWN_WEIGHTS, "contribution")
+CROSS = "contribution/block.cross.attention_out"
+"""What attention to an encoder adds to the stream: of its own, so that a wrong scale of this branch has a name."""
+_BY_LAYER = (*_BY_OWN_WEIGHTS, "contribution", CROSS)
 """What `internals` has an axis of layers of, first, and a table sets at initialization."""
 
 
@@ -77,7 +79,7 @@ def _activations(model: Any, start: Arrays, read: Batch, tied: bool) -> Arrays:
     if tied:
         contact_BTV = jnp.arange(now["logits"].shape[-1]) == read.get("decoder_inputs", read["inputs"])[..., None]
         seen |= {"logits": rms(now["logits"], ~contact_BTV), "contact logit": rms(now["logits"], contact_BTV)}
-    seen |= {f"change {name}": rms(x - start[name]) for name, x in now.items() if name not in _BY_OWN_WEIGHTS}
+    seen |= {f"change {name}": rms(x - start[name]) for name, x in now.items() if name not in (*_BY_OWN_WEIGHTS, CROSS)}
     if "query" in now:
         # What they owe to their own weights, at the inputs they had: the stream below moves too, and would hide it.
         graph, blocks = nnx.split(model.block)
@@ -125,7 +127,8 @@ def internals(model: Any, inputs: jax.Array, **others: jax.Array) -> Arrays:
 
     Returns:
         For a model with `embed`, `block` and `read` (and `begin`, where blocks take more than the stream): `embedding` [B, T, D],
-        and per layer `residual` [L, B, T, D] (after the block) and `contribution` (what the block added); where the block has
+        and per layer `residual` [L, B, T, D] (after the block), `contribution` (what the block added) and, where it attends to an
+        encoder, `CROSS`; where the block has
         `attention` also `attended` [L, B, T, D] (input of q, k, v), `query` [L, B, T, H, N], `key` [L, B, S, K, N], `attention`
         [L, B, H, T, S] (logits as they enter the softmax, before any mask). For every model `logits`, its output.
     """
@@ -143,10 +146,19 @@ def internals(model: Any, inputs: jax.Array, **others: jax.Array) -> Arrays:
         if hasattr(block, "attention"):
             here["attended"] = block.attention_norm(h_BTD)
             here |= _attention(block, here["attended"])
+        if hasattr(block, "cross"):
+            here[CROSS] = _cross(block, h_BTD, here["attended"], *context)
         return out_BTD, here
 
     out_BTD, by_layer = jax.lax.scan(layer, embedding, stacked)
     return {"embedding": embedding, **by_layer, "logits": model.read(out_BTD)}
+
+
+def _cross(
+    block: Any, h_BTD: jax.Array, attended_BTD: jax.Array, memory_BSD: jax.Array, seen_BS: Any, bias: Any
+) -> jax.Array:
+    h_BTD = block.added(h_BTD, 0, block.attention(attended_BTD, None, bias))
+    return block.added(jnp.zeros_like(h_BTD), 1, block.cross(block.cross_norm(h_BTD), memory_BSD, seen_BS))
 
 
 def _attention(block: Any, attended_BTD: jax.Array) -> Arrays:

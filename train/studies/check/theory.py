@@ -16,7 +16,7 @@ from pathlib import Path
 from mupax.presets import EMBEDDINGS, Preset, PresetError
 from mupax.presets.analysis.limits import Limit
 from mupax.presets.power import axis
-from mupax.train.studies.check import groups
+from mupax.train.studies.check import groups, observables
 from mupax.zoo.definition import Definition
 
 STEPS = (0, 1, 3, 10)
@@ -26,6 +26,8 @@ NO_LIMIT = " without a limit"
 """Marks the allowances of rules under which something explodes as this size grows."""
 TIED = " tied"
 """Marks what a tied readout adds to the allowances of a study."""
+ENCODED = " with an encoder"
+"""Marks the allowances of decoders whose blocks have a third branch, attention to an encoder."""
 _MARGIN = {"weight": 0.04, "movement": 0.08}
 """Room around theory and the measured allowance, by kind of observable; 0.12 for all others."""
 _GROWS = 0.01
@@ -99,7 +101,7 @@ def of(
         )
     exponents, _ = growth(first.sizes, last.sizes)
     family = preset.family(optimizer)
-    tied = first.tied_readout is not None
+    tied, encoded = first.tied_readout is not None, "encoder_layers" in first.sizes
     limit = Limit(preset, family, exponents, tied=tied)
     late = _slopes(preset, first, limit)
     # At initialization the backward signal of q and k is not aligned with the values, up to N^1/2 less: logits that much smaller
@@ -111,7 +113,7 @@ def of(
         for slower in (dataclasses.replace(preset, logits=preset.logits * axis("head_dim") ** -x) for x in (lost, 0.5))
     )
     worst = max((slope for (_, step), slope in late.items() if step > 0 and slope > _GROWS), default=0.0)
-    allowed = {} if strict else _allowed(f"{family} {_grown_size(exponents)}", explodes=worst > 0, tied=tied)
+    allowed = {} if strict else _allowed(f"{family} {_grown_size(exponents, encoded)}", explodes=worst > 0, tied=tied)
     wrong = {key: str(trouble) for key, trouble in groups.troubles(preset, first.specs, limit).items()}
     of_base = groups.wrong_base(preset, first.specs, first.sizes, optimizer)
     wrong |= {key: f"wrong base ({ratio:.3g} times)" for key, ratio in of_base.items()}
@@ -123,7 +125,7 @@ def of(
     for (name, step), slope in late.items():
         kind = name.partition("/")[0]
         margin = 0.0 if strict else _MARGIN.get(kind, 0.12)
-        below, above = allowed.get(f"{'/'.join(name.split('/')[:2])} @{step}", (0.0, 0.0))
+        below, above = allowed.get(allowance(name, step), (0.0, 0.0))
         if (step, kind) in _FIRST_GRADIENT:
             slope = first_gradient[name, step]
         elif step > 0:
@@ -154,6 +156,16 @@ def of(
     return expected
 
 
+def allowance(observable: str, step: int) -> str:
+    """Name of an observable's allowance: one for all parts of a group, such as the norms of a block.
+
+    Args:
+        observable: of `mupax.train.studies.check.observables`.
+        step: after which it is read.
+    """
+    return f"{'/'.join(observable.split('/')[:2])} @{step}"
+
+
 def _waits_for_readout(name: str, step: int) -> bool:
     """Whether a readout that starts at zero leaves this at zero: nothing else has a gradient before its first step."""
     kind, _, group = name.partition("/")
@@ -162,19 +174,23 @@ def _waits_for_readout(name: str, step: int) -> bool:
     return step == 1 and name != "change logits" and not group.startswith("readout")
 
 
-def _grown_size(exponents: Mapping[str, float]) -> str:
-    """Which allowance applies: depth, head_dim, heads, or width for anything else that widens."""
+def _grown_size(exponents: Mapping[str, float], encoded: bool) -> str:
+    """Which allowance applies: depth (of a decoder, with its encoder's or alone), head_dim, heads, or width for anything else that widens."""
     if "layers" in exponents:
-        return "depth"
+        return f"depth{ENCODED}" if encoded else "depth"
+    if "encoder_layers" in exponents:
+        return "encoder_depth"
     alone = {"head_dim", "heads"} & exponents.keys()
     return alone.pop() if len(alone) == 1 else "width"
 
 
 def _embedding_moves(preset: Preset, definition: Definition, limit: Limit) -> list[float]:
-    """Exponents of what moves the stream's input: tables, the patches' matrix and its bias."""
+    """Exponents of what moves the (decoder's) stream's input: tables, the patches' matrix and its bias."""
     of_weights = groups.slopes(preset, definition.specs, limit)
     labels = groups.labels(definition.specs)
-    names = (labels[name] for name, spec in definition.specs.items() if EMBEDDINGS & {spec.role, spec.of})
+    names = (
+        labels[name] for name, spec in definition.specs.items() if EMBEDDINGS & {spec.role, spec.of} and spec.part == ""
+    )
     return [of_weights[f"movement/{name}", 1] for name in names if (f"movement/{name}", 1) in of_weights]
 
 
@@ -200,13 +216,21 @@ def _slopes(
     }
     if definition.tied_readout is not None:
         start["contact logit"] = limit.contact
+    features, output = limit.features, limit.d_output
+    if "encoder_layers" in definition.sizes:
+        # What its encoder changes reaches the decoder by branches that are independent of it.
+        encoder = limit.of("encoder")
+        cross = limit.of("cross")
+        start[observables.CROSS] = cross.branch + cross.random("attention out", cross.v)
+        features = max(features, limit.branch + limit.layers / 2 - limit.stream + encoder.features)
+        output = max(output, encoder.d_output)
     change = {
         "change embedding": max(_embedding_moves(preset, definition, limit), default=limit.step("embedding")),
         "update query": limit.dq,
         "update key": limit.dk,
         "update attention": limit.d_attention,
-        "change logits": limit.d_output,
-        "change residual": limit.features + limit.stream,
+        "change logits": output,
+        "change residual": features + limit.stream,
     }
     slopes = {(name, 0): slope for name, slope in start.items()}
     slopes |= {(name, step): slope for name, slope in change.items() for step in STEPS[1:]}

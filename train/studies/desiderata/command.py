@@ -16,7 +16,7 @@ from mupax.train.config.preset import preset_for
 from mupax.train.config.run import Config
 from mupax.train.studies.desiderata.series import Series, base, batch, grown
 from mupax.zoo.definition import definition
-from mupax.zoo.families import ModelConfig
+from mupax.zoo.families import ConfigError, ModelConfig
 from mupax.zoo.transformer import transformer
 
 BAND = 0.15
@@ -128,6 +128,9 @@ def main(config: Config, *, count: int, seeds: int, path: str | None) -> int:
         count: sizes of a dimension.
         seeds: of a size.
         path: of a JSON file to write.
+
+    Raises:
+        ConfigError: no transformer, or one whose blocks have a third branch.
     """
 
     def preset(base: Mapping[str, int]) -> Preset:
@@ -135,6 +138,11 @@ def main(config: Config, *, count: int, seeds: int, path: str | None) -> int:
         return absolute if absolute.baseless else dataclasses.replace(absolute, base=dict(base))
 
     model = transformer(config.model, "cutting blocks into mappings")
+    if model.denoises:
+        raise ConfigError(
+            "cutting blocks into mappings knows those of attention and MLP, and a decoder that attends to an encoder has a third branch; "
+            "write a decoder or a ViT"
+        )
     (row,) = measured(model, [preset], count=count, seeds=seeds)
     print(terminal.wrapped(f"{config.recipe} under {preset({}).label}: exponent of each dimension, theory | measured"))
     print(terminal.table(table(row)))

@@ -24,7 +24,8 @@ from mupax.zoo import flops
 
 METRICS = {"evaluation": "loss on the evaluation examples", "training": "mean training loss of the last tenth of steps"}
 SCALES = (
-    "model.width", "model.depth", "model.num_heads", "model.head_dim", "model.num_kv_heads", "model.mlp_ratio", "steps", "seed",
+    "model.width", "model.depth", "model.encoder_depth", "model.num_heads", "model.head_dim", "model.num_kv_heads", "model.mlp_ratio",
+    "steps", "seed",
     "data.batch_size", "data.eval_batch_size", "data.seed", "optimizer.peak_lr", "optimizer.warmup_steps", "optimizer.decay_steps",
 )  # fmt: skip
 """Fields in which the runs of one law differ."""

@@ -24,7 +24,7 @@ FARTHEST_ROW = {
     "batch": ("run of the largest batch", "run of the smallest batch"),
 }
 """Of each axis what has most and least of it."""
-SHAPE = ("width", "depth", "num_heads", "head_dim", "num_kv_heads", "mlp_ratio")
+SHAPE = ("width", "depth", "encoder_depth", "num_heads", "head_dim", "num_kv_heads", "mlp_ratio")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,7 +29,7 @@ class Transfer:
     recipe: Annotated[conf.Positional[str], conf.arg(metavar="RECIPE")]
     """A recipe of `python -m train --help`."""
     grow: Annotated[Repeated, conf.arg(metavar="AXIS=N,N,...")]
-    """What grows alone: head_dim, heads, width, depth, mlp, kv_heads, batch (at the same tokens) or tokens; each is a study."""
+    """What grows alone: head_dim, heads, width, depth, encoder_depth, mlp, kv_heads, batch (at the same tokens) or tokens; each is a study."""
     compare: Annotated[tuple[str, ...], conf.arg(metavar="PRESET ...")] = ()
     """Other presets side by side; constants after commas: depth-mup,alpha_l=1. A joint rule is the recipe's preset under it."""
     control: Annotated[str | None, conf.arg(metavar="PRESET")] = None

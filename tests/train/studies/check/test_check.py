@@ -373,7 +373,7 @@ def test_the_committed_table_has_every_preset_and_nothing_against_theory():
     assert theory_and_measurement.markdown(rows) == table.with_suffix(".md").read_text()
 
 
-def test_an_encoder_decoder_grows_but_for_depth() -> None:
+def test_an_encoder_decoder_grows() -> None:
     # `check ed-tiny --preset mup --grow heads --sizes 3 --seeds 2`: all 104 observables as predicted.
     model = dataclasses.replace(configs.get("ed-tiny"), encoder_depth=5)  # pyright: ignore
     small, large = check.grow(model, "heads", 2)
@@ -383,5 +383,3 @@ def test_an_encoder_decoder_grows_but_for_depth() -> None:
         n: of.shape for n, of in small.example().items()
     }
     assert batch["input_mask"].any(axis=1).all()
-    with pytest.raises(configs.ConfigError, match="grow head_dim, heads or width"):
-        check.grow(model, "depth", 2)
