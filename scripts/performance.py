@@ -158,6 +158,9 @@ before its estimate waited for sums of activations, and since, with the run as i
 | fsdp 64, batch 256 in 4, `dots`, by parts | 4.38 s, 15.8 GiB | 17.6 GiB | |
 | fsdp 32, sequence 2, batch 256 in 8, `dots`, plain, blocks of 2048 | 4.67 s, 13.9 GiB | refused: 20 MiB of 16 of a core's own memory | |
 
+A whole search, `lm-tiny --topology v5e:2x2 --search --limit 4`, said about 2 min of one core and took 155 s on two busy ones. Of a
+model so small the estimate knows nothing: 45 us for steps of 805, 814 and 872, which it took for equal.
+
 Since then memory is taken to need 4/3 of what is expected, and blocks of 2048 are not tried. With fsdp 4 and tensor 4 the 1.2 B step
 above takes 0.939e9 cycles and 3.92 GB of temporaries. `--vmem-kib` is unmeasured: lm-8b with 49152 on v5p:4x4x4 was not compiled in
 15 minutes, where without it takes 4.
