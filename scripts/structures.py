@@ -145,6 +145,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "## Wrong tables",
         "",
         "`depth-mup` with one mistake, which the program follows: the first verdict passes, the second names the role. By theory alone.",
+        "ed is ed-proxy untied, with relative positions and a table for each stack; of its depth the decoder's grows.",
         "",
         "| mistake | model | growing | named by | as |",
         "|---|---|---|---|---|",

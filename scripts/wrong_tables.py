@@ -15,7 +15,7 @@ from mupax.presets.power import ONE, axis
 from mupax.zoo import configs
 from mupax.zoo.transformer import TransformerConfig, transformer
 
-LM, VIT = (transformer(configs.get(name), "this") for name in ("lm-proxy", "vit-proxy"))
+LM, VIT, ED = (transformer(configs.get(name), "this") for name in ("lm-proxy", "vit-proxy", "ed-proxy"))
 MODELS: dict[str, TransformerConfig] = {
     "lm": LM,
     "lm, QK-norm": dataclasses.replace(LM, qk_norm=True),
@@ -30,8 +30,15 @@ MODELS: dict[str, TransformerConfig] = {
     "vit, no biases": dataclasses.replace(VIT, bias=False),
 }
 """lm-proxy has SwiGLU and no biases; vit-proxy GELU, biases and a readout that cannot be tied."""
+MENDING = {
+    "ed": dataclasses.replace(ED, tied=False, shared=False, positions="relative"),  # pyright: ignore[reportCallIssue]
+    "ed, tied": ED,
+    "ed, QK-norm": dataclasses.replace(ED, tied=False, qk_norm=True, bias=True, norm="layernorm"),  # pyright: ignore[reportCallIssue]
+}
+"""Encoder-decoders, whose tables are judged by theory alone: relative positions and two tables, or rotary and one."""
 Mistake = Callable[[Rule, ParamSpec], Rule]
 D, F, N, K, L = (axis(name) for name in ("embed", "mlp", "head_dim", "kv_heads", "layers"))
+H, M, E = (axis(name) for name in ("heads", "memory", "encoder_layers"))
 HIDDEN = {Role.QUERY, Role.KEY, Role.VALUE, Role.ATTENTION_OUT, Role.MLP_IN, Role.MLP_OUT}
 
 
@@ -55,7 +62,7 @@ class Wrong:
     """A mistake in the rows of some roles or groups, and what has to name it.
 
     Attributes:
-        model: of `MODELS`.
+        model: of `MODELS` or `MENDING`.
         grow: what grows.
         rows: roles or groups.
         mistake: made in each.
@@ -129,5 +136,47 @@ WRONG = {
     "QK-norm gains' eps without the heads they sum over": _wrong(
         "lm, QK-norm", "heads", {"block.query.norm_gain", "block.key.norm_gain"},
         lambda row, spec: dataclasses.replace(row, eps=row.eps * (N / D)), "gradient/block.key.norm_gain @0", "eps fades",
+    ),
+    "cross-attention's query rate/m": _wrong("ed", "heads", {"block.cross.query"}, rate(D**-1), "movement/block.cross.query @1", "frozen"),
+    "cross-attention's key with the decoder's width for fan-in": _wrong(
+        "ed", "heads", {"block.cross.key"}, std((M / D) ** 0.5), "weight/block.cross.key @0", "explodes where memory grows alone",
+    ),
+    "cross-attention's value rate by the decoder's width": _wrong(
+        "ed", "heads", {"block.cross.value"}, rate(M / D), "movement/block.cross.value @1", "explodes where memory grows alone",
+    ),
+    "cross-attention's out std": _wrong(
+        "ed", "head_dim", {"block.cross.attention_out"}, std(D**0.25), "weight/block.cross.attention_out @0", "explodes",
+    ),
+    "cross-attention's value eps unscaled": _wrong(
+        "ed", "heads", {"block.cross.value"}, unscaled_eps, "gradient/block.cross.value @0", "eps dominates",
+    ),
+    "cross-attention's norm rate/m": _wrong(
+        "ed", "heads", {"block.cross.norm_gain"}, rate(D**-1), "movement/block.cross.norm_gain @1", "frozen",
+    ),
+    "decoder's value rate by the encoder's depth": _wrong(
+        "ed", "depth", {"block.value"}, rate((L / E) ** 0.5), "movement/block.value @1", "explodes",
+    ),
+    "encoder's value rate/m": _wrong("ed", "heads", {"encoder.block.value"}, rate(D**-1), "movement/encoder.block.value @1", "frozen"),
+    "encoder's MLP out std": _wrong(
+        "ed", "heads", {"encoder.block.mlp_out"}, std(D**-0.25), "weight/encoder.block.mlp_out @0", "vanishes",
+    ),
+    "encoder's last norm rate/m": _wrong(
+        "ed", "heads", {"encoder.norm_gain"}, rate(D**-1), "movement/encoder.norm_gain/norm @1", "frozen",
+    ),
+    "encoder's own table rate/m": _wrong(
+        "ed", "heads", {"encoder.token_embedding"}, rate(D**-1), "movement/encoder.token_embedding @1", "frozen",
+    ),
+    "shared table of three uses rate/m": _wrong(
+        "ed, tied", "heads", {Role.TOKEN_EMBEDDING}, rate(D**-1), "movement/token_embedding @1", "frozen",
+    ),
+    "relative bias rate/m": _wrong(
+        "ed", "heads", {"block.relative_bias"}, rate(H**-1), "movement/block.relative_bias @1", "frozen",
+    ),
+    "relative bias rate x m": _wrong(
+        "ed", "heads", {"encoder.block.relative_bias"}, rate(H**0.5), "movement/encoder.block.relative_bias @1", "explodes",
+    ),
+    "relative bias with the eps of a norm": _wrong(
+        "ed", "head_dim", {Role.RELATIVE_BIAS}, lambda row, spec: dataclasses.replace(row, eps=row.eps / N),
+        "gradient/block.relative_bias @0", "eps fades",
     ),
 }  # fmt: skip

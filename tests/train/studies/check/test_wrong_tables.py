@@ -15,7 +15,7 @@ from mupax.train.studies.check.theory import Expected
 from mupax.zoo.definition import Definition, definition
 from scripts import structures
 from scripts.structures import RIGHT, accepted, right, troubles
-from scripts.wrong_tables import MODELS, WRONG, Wrong, rate
+from scripts.wrong_tables import MENDING, MODELS, WRONG, Wrong, rate
 
 pytestmark = pytest.mark.core
 
@@ -27,12 +27,18 @@ one = functools.cache(definition)
 
 def ends(model: str, grow: str) -> tuple[Definition, Definition]:
     """The smallest model, and the same with the sizes of the next: theory asks no more of it."""
-    first, last = check.grow(MODELS[model], grow, 2)
+    if grow == "depth":  # of an encoder-decoder its decoder's alone
+        first = check.smallest((MODELS | MENDING)[model])
+        last = dataclasses.replace(
+            first, depth=2 * first.depth, **({"encoder_depth": first.depth} if first.denoises else {})
+        )
+    else:
+        first, last = check.grow((MODELS | MENDING)[model], grow, 2)
     return one(first), dataclasses.replace(one(first), sizes=last.sizes())
 
 
 @pytest.mark.parametrize("grow", RIGHT)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*MODELS, *MENDING])
 def test_right_tables_are_good_on_every_structure(model: str, grow: str):
     smallest = ends(model, grow)[0]
     for name in RIGHT[grow]:
