@@ -47,7 +47,8 @@ def markdown(outcomes: Outcomes, command: str) -> str:
         "",
         "A mutant is a right rule, `mup` growing head_dim, with one column of one parameter group wrong by a power of m, the ratio of",
         f"the width to its base. Theory is asked about the right rule, the mutant trains on {SIZES} sizes from {SEEDS} seeds, and from",
-        f"{MORE_SEEDS} if it passes. Made by `{command}`; the rows, with what gave each away, are in `mutations.json`.",
+        f"{MORE_SEEDS} if it passes; those of an encoder-decoder grow heads, on the first and the third size.",
+        f"Made by `{command}`; the rows, with what gave each away, are in `mutations.json`.",
         "Rules for batch and tokens are in [joint-mutations.md](joint-mutations.md).",
         "",
         f"Of {len(every)} mutants {len(training)} change training, and the check catches **{len(caught)}** of those "

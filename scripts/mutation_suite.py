@@ -47,6 +47,8 @@ class Study:
         grow: the size that grows; mutants are powers of `size`, the axis that grows with it.
         tied: the model with its readout tied to the token embedding; of its mutants those of this table and its readout.
         besides: leave out the parameter groups that this model has too.
+        changes: fields of the model that are not as its name has them.
+        doublings: of the size that grows, one number for every model; zero first.
         columns: which to mutate.
         exponents: by how much.
     """
@@ -61,6 +63,8 @@ class Study:
     size: str = "embed"
     tied: bool = False
     besides: str | None = None
+    changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    doublings: Sequence[int] = range(SIZES)
     columns: tuple[str, ...] = mutants.COLUMNS
     exponents: tuple[float, ...] = mutants.EXPONENTS
 
@@ -72,6 +76,11 @@ _EPS_MATTERS: dict[str, Any] = {
     "columns": ("eps",),
     "exponents": _SMALL,
 }
+_IN_HEADS: dict[str, Any] = {"grow": "heads", "doublings": (0, 2)}
+_OTHERS: dict[str, Any] = {
+    "model": "ed-proxy", "besides": "lm-proxy", "changes": {"positions": "relative", "tied": False}, **_IN_HEADS,
+}  # fmt: skip
+"""Of an encoder-decoder: its encoder, attention to what that wrote, and relative positions."""
 
 STUDIES = (
     Study(name="decoder, Adam", model="lm-proxy"),
@@ -91,6 +100,15 @@ STUDIES = (
         exponents=(0.5, -0.5),
     ),
     Study(name="tied decoder, Adam", model="lm-proxy", tied=True),
+    Study(name="encoder-decoder's other roles, Adam", exponents=(0.5, -0.5), **_OTHERS),
+    Study(
+        name="encoder-decoder's other roles, SGD",
+        optimizer="sgd",
+        peak_lr=OPTIMIZERS["sgd"].check_lr,
+        exponents=(0.5,),
+        **_OTHERS,
+    ),
+    Study(name="tied encoder-decoder, Adam", model="ed-proxy", tied=True, exponents=(0.5,), **_IN_HEADS),
 )
 
 
@@ -128,14 +146,14 @@ class Suite:
 
     Args:
         study: what is measured.
-        doublings: of the size that grows, one number for every model; zero first.
+        doublings: in place of the study's.
     """
 
-    def __init__(self, study: Study, doublings: Sequence[int] = range(SIZES)) -> None:
+    def __init__(self, study: Study, doublings: Sequence[int] | None = None) -> None:
+        doublings = study.doublings if doublings is None else doublings
         self.study, self._doublings = study, doublings
-        model: configs.ModelConfig = configs.get(study.model)
-        if study.tied:
-            model = dataclasses.replace(model, tied=True)  # pyright: ignore[reportCallIssue]
+        changes = {**study.changes, **({"tied": True} if study.tied else {})}
+        model: configs.ModelConfig = dataclasses.replace(configs.get(study.model), **changes)
         doubled = check.grow(model, study.grow, doublings[-1] + 1)
         grown = [doubled[count] for count in doublings]
         config = OptimizerConfig(

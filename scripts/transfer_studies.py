@@ -33,9 +33,14 @@ SMALL = (
     "--optimizer.clip-norm None --optimizer.peak-lr 0.016"
 )
 DEPTH = "--preset depth-mup --preset.alpha-l 1 --control mup --grow depth=2,4,8,16"
+ED = (
+    "ed-tiny --model.width 32 --model.num-heads 2 --model.depth 2 --model.seq-len 32 --data.batch-size 8 --steps 100 "
+    "--optimizer.name adam --optimizer.warmup-steps 20 --optimizer.clip-norm None"
+)
 STUDIES = {
     "head_dim": f"{LM} --preset mup --compare mup-half --control sp --grow head_dim=16,32,64,128",
     "heads": f"{LM} --preset mup --compare mup-half --control sp --grow heads=4,8,16,32",
+    "ed-heads": f"{ED} --preset mup --control sp --grow heads=2,4,8",
     "depth": f"{VIT} {DEPTH}",
     "depth-adam": f"{LM} {DEPTH}",
     "batch": f"{SMALL} --steps 2400 --optimizer.warmup-steps 240 --grow batch=8,16,32,64 --joint sde --control none --seeds 6",
@@ -46,6 +51,8 @@ STUDIES = {
 ABOUT = {
     "head_dim": "A decoder under Adam, the head dimension growing with four heads.",
     "heads": "The same, heads growing at head dimension 16: here `mup` and `mup-half` are one rule, trained once.",
+    "ed-heads": "An encoder-decoder (2 + 2 layers, 32 positions each) that mends bytes under Adam, heads growing at head dimension 16 from "
+    "two at width 32, fourfold. The encoder's width, which keys and values of cross-attention read, grows along.",
     "depth": "A vision transformer under SGD with momentum, layers growing at width 64.",
     "depth-adam": "The decoder under Adam, layers growing at width 64. Here the control drifts little: what plain `mup` loses with depth "
     "is quality, deeper is worse at most learning rates near the best. A likely cause, not tested by itself: in 100 steps of "

@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from mupax.presets import Role
+from mupax.presets.roles import OWN
 from mupax.train.config.run import Config
 from mupax.train.core.costs import losses
 from mupax.zoo import flops
@@ -151,5 +152,9 @@ def _numbers(
     whole = products + branches * stream + activated  # norms
     # dots keeps products alone: not their activations, nor norms.
     saved = {"none": whole, "dots": products + attended, "block": stream, "offload": 0.0}
-    # The hidden layer's gradient lies beside it.
-    return {remat: blocks.depth * numbers for remat, numbers in saved.items()}, whole + activated
+    backward = whole + activated  # the hidden layer's gradient beside it
+    if blocks.stack != OWN:  # with a mask attention is XLA's, whose weights and their gradient are matrices of float32
+        itemsize = jnp.dtype(config.model.compute.dtype).itemsize
+        weights = sizes["heads"] / layout.ways("heads") * length * max(blocks.length, blocks.memory)
+        backward += 2 * weights * 4 / itemsize
+    return {remat: blocks.depth * numbers for remat, numbers in saved.items()}, backward
