@@ -17,7 +17,8 @@ Made by `python -m scripts.figures --render` from the records in `docs/figures/`
 in 21 minutes on two shared cores. Figures of whole runs share those they have in common: their CPU time stands with the first.
 Each row holds a number against what its source predicts: it reproduces where the estimate lies within the band (±) around
 the prediction and its 95 % interval over seeds is not twice as wide as the band; it does not where the whole interval lies
-outside; else it is undecided. A control must fail.
+outside; else it is undecided. Where the source says only that a number is above a bound, the whole interval must be. A control must
+fail.
 """
 
 
@@ -41,7 +42,7 @@ def text(folder: Path) -> str:
 
 def sentence(row: Mapping[str, Any]) -> str:
     """A row in one line of text."""
-    predicted = "" if row["predicted"] is None else f", predicted {_number(row, row['predicted'])} {_band(row)}"
+    predicted = "" if row["predicted"] is None else f", predicted {_predicted(row)}"
     return f"{row['what']}: {_measured(row)}{predicted}: {row['verdict']}"
 
 
@@ -64,7 +65,7 @@ def _section(folder: str, name: str, kept: Mapping[str, Any]) -> str:
     lines += [f"![{kept['title']}]({folder}/{name}.png)", ""]
     lines += ["| what | predicted | measured [95 %] | verdict |", "|---|---|---|---|"]
     for row in kept["rows"]:
-        predicted = "" if row["predicted"] is None else f"{_number(row, row['predicted'])} {_band(row)}"
+        predicted = "" if row["predicted"] is None else _predicted(row)
         source = f" ({row['source']})" if row["source"] else ""
         note = f" {row['note']}" if row["note"] else ""
         lines.append(f"| {row['what']} | {predicted}{source} | {_measured(row)} | {row['verdict']}.{note} |")
@@ -80,5 +81,6 @@ def _number(row: Mapping[str, Any], value: float) -> str:
     return f"{value:+.2f}" if row["kind"] == "exponent" else f"{value:.4g}"
 
 
-def _band(row: Mapping[str, Any]) -> str:
-    return f"± {row['tolerance']:.2g}"
+def _predicted(row: Mapping[str, Any]) -> str:
+    number = _number(row, row["predicted"])
+    return f"above {number}" if row.get("above") else f"{number} ± {row['tolerance']:.2g}"

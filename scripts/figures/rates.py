@@ -54,11 +54,12 @@ def measure(
 
 def _kept(measured: Any, sizes: int) -> dict[str, Any]:
     curves = [measured.curve(at) for at in range(sizes)]
-    losses = [[[_loss(loss) for loss in rate] for rate in curve.losses] for curve in curves]
+    losses = [[[kept_loss(loss) for loss in rate] for rate in curve.losses] for curve in curves]
     return {"x": [curve.x for curve in curves], "losses": losses, "first": [curve.first for curve in curves]}
 
 
-def _loss(loss: float) -> float | None:
+def kept_loss(loss: float) -> float | None:
+    """A loss as a record has it: null where it was not measured, `DIVERGED` where it is not finite."""
     if math.isnan(loss):
         return None
     return loss if math.isfinite(loss) else DIVERGED
@@ -95,14 +96,14 @@ def draw(title: str, size: str, sizes: Sequence[int], data: Data) -> matplotlib.
         transfer_figure.draw_study(one, analysis, all_curves[name])
         words = f"{name}\n{transfer_figure.drift_words(analysis)}"
         panels.label(one, words, "learning rate", "training loss (nats)" if one is axes[0] else "")
-    low, high = _near([curve for some in all_curves.values() for curve in some])
+    low, high = near([curve for some in all_curves.values() for curve in some])
     for one in axes:
         one.set_ylim(low, high)
     axes[-1].legend(title=size, frameon=False, fontsize=9)
     return figure
 
 
-def _near(curves: Sequence[Curve]) -> tuple[float, float]:
+def near(curves: Sequence[Curve]) -> tuple[float, float]:
     """Limits of the losses near the minima."""
     near = []
     for curve in curves:

@@ -52,6 +52,7 @@ class Row:
         tolerance: how far `measured` may be from it.
         kind: "exponent", or "value" of any other number.
         source: of the prediction, where it is not the figure's.
+        above: the source says more than `predicted`, which is a bound; `tolerance` is not read.
         control: the row must not agree with its prediction.
         note: what the reader should know of it.
     """
@@ -64,13 +65,16 @@ class Row:
     tolerance: float = 0.1
     kind: str = "exponent"
     source: str = ""
+    above: bool = False
     control: bool = False
     note: str = ""
 
     @property
     def agrees(self) -> bool:
-        """Whether the estimate lies in the band around its prediction, and the prediction is there."""
-        return self.predicted is not None and abs(self.measured - self.predicted) <= self.tolerance
+        """Whether the estimate lies in the band around its prediction, or above its bound, and the prediction is there."""
+        if self.predicted is None:
+            return False
+        return self.measured > self.predicted if self.above else abs(self.measured - self.predicted) <= self.tolerance
 
     @property
     def verdict(self) -> str:
@@ -79,9 +83,13 @@ class Row:
             return "measured, nothing predicted"
         if not math.isfinite(self.measured):
             return "not measured"
-        apart = self.low > self.predicted + self.tolerance or self.high < self.predicted - self.tolerance
+        band = 0.0 if self.above else self.tolerance
+        apart = self.high < self.predicted - band or (self.low > self.predicted + band and not self.above)
         if self.control:
             return "control: fails as it must" if apart else "control: does not fail, so the check shows nothing"
+        if self.above:
+            meets = "undecided: the interval meets the bound"
+            return "reproduces" if self.low > self.predicted else "does not reproduce" if apart else meets
         if self.agrees:
             if self.low >= self.predicted - self.tolerance and self.high <= self.predicted + self.tolerance:
                 return "reproduces"
@@ -91,8 +99,9 @@ class Row:
         return "does not reproduce" if apart else "undecided: outside the band, the interval meets it"
 
     def json(self) -> dict[str, Any]:
-        """All fields and the verdict, numbers to six digits."""
-        return {**_plain(dataclasses.asdict(self)), "verdict": self.verdict}
+        """All fields and the verdict, numbers to six digits; `above` only where it is so."""
+        fields = {name: value for name, value in dataclasses.asdict(self).items() if name != "above" or value}
+        return {**_plain(fields), "verdict": self.verdict}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,128 @@
+"""What learning rates below the best one cost: the estimator of the effective theory's figure 3, and its rows.
+
+For every seed the best rate is the one of the grid whose mean loss over the *other* seeds is least, so that no seed's noise lowers
+the loss that it is compared with. Two strategies are compared seed by seed; both see the same batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from mupax.train.studies.transfer.fit import Curve
+from scripts.figures.result import Row, mean
+
+
+def best(curve: Curve) -> np.ndarray:
+    """Index of the best rate for every seed [S], chosen by the others; rates at which one of those diverged are none.
+
+    Args:
+        curve: losses of one size, every rate with every seed.
+
+    Raises:
+        ValueError: one seed, or every rate diverged.
+    """
+    seeds = curve.losses.shape[1]
+    if seeds < 2:
+        raise ValueError("one seed leaves no other to choose its best rate; measure at least 2")
+    others = np.stack([np.delete(curve.losses, seed, axis=1).mean(axis=1) for seed in range(seeds)])
+    others = np.where(np.isfinite(others), others, np.inf)
+    if not np.isfinite(others.min(axis=1)).all():
+        raise ValueError("every rate of the grid diverged")
+    return others.argmin(axis=1)
+
+
+def least(curve: Curve) -> np.ndarray:
+    """Loss of every seed [S] at the rate that is best by the others."""
+    chosen = best(curve)
+    return curve.losses[chosen, np.arange(len(chosen))]
+
+
+def excess(curve: Curve, octaves: float) -> np.ndarray:
+    """Loss of every seed [S] so many octaves below its best rate, less the loss at it; nan where the grid has no such rate.
+
+    Args:
+        curve: losses of one size.
+        octaves: how far below.
+    """
+    chosen = best(curve)
+    below = [np.flatnonzero(np.abs(curve.x - (curve.x[at] - octaves)) < 1e-6) for at in chosen]
+    there = [curve.losses[at[0], seed] if at.size else math.nan for seed, at in enumerate(below)]
+    return np.array(there) - least(curve)
+
+
+def growth(sizes: Sequence[int], values: np.ndarray) -> np.ndarray:
+    """Least-squares slope of values [sizes, seeds] per doubling of the size, for every seed [S].
+
+    Args:
+        sizes: increasing.
+        values: of each size and seed.
+    """
+    doublings = np.log2(np.asarray(sizes, float))
+    doublings -= doublings.mean()
+    return doublings @ values / (doublings @ doublings)
+
+
+def rows(what: str, sizes: Sequence[int], curves: dict[str, Sequence[Curve]], names: Sequence[str]) -> list[Row]:
+    """Excess of the first strategy over that of the second, half and a quarter of the best rate, and how it grows; with controls.
+
+    Args:
+        what: the sizes are called.
+        sizes: increasing.
+        curves: strategy to its curve per size.
+        names: the two strategies, and then any that are put in the first's place as controls.
+    """
+    first, second, *controls = names
+    made: list[Row] = []
+    for octaves in (1, 2):
+        part = {1: "half", 2: "a quarter of"}[octaves]
+        of = {name: np.array([excess(curve, octaves) for curve in curves[name]]) for name in names}
+        apart = of[first] - of[second]
+        for at, size in enumerate(sizes):
+            each = ", ".join(f"{name} {_interval(of[name][at])}" for name in (first, second))
+            made.append(
+                value(
+                    f"loss at {part} the best hidden rate less the least, {first} minus {second}, {what} = {size}",
+                    apart[at],
+                    predicted=0.0,
+                    above=True,
+                    note=f"Each: {each} nats.",
+                )
+            )
+        made.append(
+            value(
+                f"growth of that difference per doubling of {what}, {part} the best hidden rate",
+                growth(sizes, apart),
+                predicted=0.0,
+                above=True,
+            )
+        )
+        for name in controls:
+            for at, size in enumerate(sizes):
+                if size_missing := not np.isfinite(of[name][at]).all():
+                    continue
+                del size_missing
+                made.append(
+                    value(
+                        f"the same with {name} in the place of {first}, {part} the best hidden rate, {what} = {size}",
+                        of[name][at] - of[second][at],
+                        predicted=float(apart[at].mean()) / 2,
+                        above=True,
+                        control=True,
+                        note=f"It must not reach half of what {first} has; itself {_interval(of[name][at])} nats.",
+                    )
+                )
+    return made
+
+
+def value(what: str, values: np.ndarray, **more: object) -> Row:
+    """The row of a mean over seeds; `more` are fields of `Row`."""
+    measured, low, high = mean(values)
+    return Row(what=what, measured=measured, low=low, high=high, kind="value", **more)  # pyright: ignore[reportArgumentType]
+
+
+def _interval(values: np.ndarray) -> str:
+    measured, low, high = mean(values)
+    return f"{measured:.3f} [{low:.3f}, {high:.3f}]"

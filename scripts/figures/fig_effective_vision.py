@@ -1,0 +1,238 @@
+"""Figures 1 and 2 of Dinan, Yaida and Zhang 2023 on a ViT that a CPU can train: the search over learning rate and weight decay."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mupax.train.studies.transfer.drift import analyse
+from mupax.train.studies.transfer.fit import Curve
+from scripts.figures import effective, excess, panels, rates
+from scripts.figures.result import Data, Figure, Row, Settings
+
+if TYPE_CHECKING:
+    import matplotlib.figure
+    from matplotlib.axes import Axes
+
+    from mupax.train.config.run import Config
+
+NEAR = {"hidden rate": 0.5, "decay": 1.0}
+"""Octaves that count as the same place: half a step of the grid."""
+SHOWN = 0.6
+"""Nats above a strategy's least loss at which the colours of its panel end."""
+
+
+def config(settings: Settings, strategy: str, hidden: float, decay: float, seed: int) -> Config:
+    """The run of one point.
+
+    Args:
+        settings: of the figure.
+        strategy: a key of `effective.MAP`.
+        hidden: rate of hidden matrices.
+        decay: weight decay over that rate, as `standard` has it.
+        seed: of the initialization; all points see the same batches.
+    """
+    from mupax.train.config.run import Config, DataConfig, OptimizerConfig
+    from mupax.zoo import configs
+
+    model = dataclasses.replace(configs.get("vit-tiny"), **settings["model"])
+    assert isinstance(model, configs.ViTConfig)
+    lr = effective.peak_lr(strategy, model.width, hidden)
+    return Config(
+        recipe="figure",
+        model=model,
+        data=DataConfig(seed=0, **settings["data"]),
+        preset=effective.vision(strategy, model.sizes()["patch"]),
+        optimizer=OptimizerConfig(
+            name="adamw", peak_lr=lr, weight_decay=decay * hidden / lr, **settings["optimizer"]
+        ),
+        steps=settings["steps"],
+        seed=seed,
+    )
+
+
+def measure(settings: Settings, work: Path) -> dict[str, Any]:
+    """Per strategy rates `x` and decays, both as log2, and the losses on test images [decays][rates][seeds]."""
+    from mupax.train.studies.sweep.sweep import Sweep
+
+    engine, made = Sweep(work), {}
+    for strategy, (low, high) in settings["grid"].items():
+        x, seeds = [float(one) for one in range(low, high + 1)], range(settings["seeds"])
+        points = [(decay, one, seed) for decay in settings["decay"] for one in x for seed in seeds]
+        rows = engine.run([config(settings, strategy, 2.0**one, 2.0**decay, seed) for decay, one, seed in points])
+        losses = [rates.kept_loss(math.inf if row.eval_loss is None else row.eval_loss) for row in rows]
+        shape = len(settings["decay"]), len(x), len(seeds)
+        made[strategy] = {"x": x, "losses": np.array(losses, object).reshape(shape).tolist()}
+    return made
+
+
+def surface(of_strategy: Data) -> np.ndarray:
+    """Losses [decays, rates, seeds], inf where a run diverged."""
+    losses = np.array(of_strategy["losses"], float)
+    return np.where(losses == rates.DIVERGED, np.inf, losses)
+
+
+def through_best(settings: Settings, of_strategy: Data) -> dict[str, Curve]:
+    """Loss against the hidden rate at the best decay, and against the decay at the best rate, by the seeds' means.
+
+    Args:
+        settings: of the figure.
+        of_strategy: what `measure` kept of it.
+    """
+    losses, seeds = surface(of_strategy), settings["seeds"]
+    decay, rate = np.unravel_index(np.argmin(losses.mean(axis=2)), losses.shape[:2])
+    return {
+        "hidden rate": Curve(np.array(of_strategy["x"], float), losses[decay], seeds),
+        "decay": Curve(np.array(settings["decay"], float), losses[:, rate], seeds),
+    }
+
+
+def rows(settings: Settings, data: Data) -> list[Row]:
+    """Where each strategy's best rate and decay lie beside standard's, through the paper's map; what the map costs; how sharp they are."""
+    curves = {strategy: through_best(settings, of_strategy) for strategy, of_strategy in data.items()}
+    others = [strategy for strategy in data if strategy != "standard"]
+    made = [_apart(settings, curves, strategy, of) for of in NEAR for strategy in others]
+    made.append(_through_wrong_map(settings, curves))
+    for strategy in others:
+        made.append(_price(data, strategy))
+    least = {strategy: excess.least(of["hidden rate"]) for strategy, of in curves.items()}
+    paper = {"standard": 80.7, "ntk": 80.9, "hybrid": 81.0, "maximal-update": 80.5}
+    for strategy in others:
+        note = f"{least[strategy].mean():.3f} and {least['standard'].mean():.3f} nats; the paper's top-1: {paper[strategy]} and 80.7 %."
+        made.append(
+            excess.value(f"least loss, {strategy} minus standard", least[strategy] - least["standard"], note=note)
+        )
+    for strategy, of in curves.items():
+        for which, curve in of.items():
+            octaves = curve.gap
+            below, above = (excess.excess(curve, sign * octaves) for sign in (1, -1))
+            made.append(
+                excess.value(
+                    f"loss {octaves:g} octaves below the best {which} less the least, {strategy}",
+                    below,
+                    note=f"As far above it: {above.mean():.3f} nats.",
+                )
+            )
+    return made
+
+
+def _apart(settings: Settings, curves: Any, strategy: str, of: str) -> Row:
+    """Octaves from standard's best hidden rate, or decay, to a strategy's."""
+    found = analyse((1, 2), [curves["standard"][of], curves[strategy][of]])
+    trouble = next((fit.trouble for fit in found.fits if fit.trouble), "")
+    seen = {"ntk": -0.1, "hybrid": 0.0, "maximal-update": -0.9} if of == "hidden rate" else {"ntk": 0.1, "hybrid": 0.0, "maximal-update": -0.1}  # fmt: skip
+    return Row(
+        what=f"octaves from the best {of} of standard to that of {strategy}, through the paper's map",
+        measured=found.drift.value,
+        low=found.drift.low,
+        high=found.drift.high,
+        predicted=0.0,
+        tolerance=NEAR[of],
+        note=f"{trouble.capitalize()}. " * bool(trouble) + f"The paper's own best: {seen[strategy]:+.1f}.",
+    )
+
+
+def _through_wrong_map(settings: Settings, curves: Any) -> Row:
+    """The same of ntk through the map of maximal update, whose power of n is lower by 1/2: it must be elsewhere."""
+    standard, ntk = (curves[strategy]["hidden rate"] for strategy in ("standard", "ntk"))
+    octaves = (effective.MAP["ntk"] - effective.MAP["maximal-update"]) * math.log2(settings["model"]["width"])
+    found = analyse((1, 2), [standard, dataclasses.replace(ntk, x=ntk.x + octaves)])
+    return Row(
+        what="octaves from the best hidden rate of standard to that of ntk, through maximal update's map",
+        measured=found.drift.value,
+        low=found.drift.low,
+        high=found.drift.high,
+        predicted=0.0,
+        tolerance=NEAR["hidden rate"],
+        control=True,
+    )
+
+
+def _price(data: Data, strategy: str) -> Row:
+    """What standard's best (rate, decay), taken through the map, costs under a strategy over its own best."""
+    losses = {name: surface(data[name]) for name in ("standard", strategy)}
+    decay, rate = (int(i) for i in np.unravel_index(np.argmin(losses["standard"].mean(axis=2)), losses["standard"].shape[:2]))  # fmt: skip
+    x = data["standard"]["x"][rate]
+    what = f"loss of {strategy} at standard's best (rate, decay), mapped, less its own least"
+    own = losses[strategy].reshape(-1, losses[strategy].shape[2])
+    least = own[np.argmin(own.mean(axis=1))]
+    if x not in data[strategy]["x"]:
+        return Row(what=what, measured=math.nan, low=math.nan, high=math.nan, kind="value", note="Outside its grid.")
+    return excess.value(what, losses[strategy][decay, data[strategy]["x"].index(x)] - least)
+
+
+def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
+    """A map of losses per strategy over hidden rate and decay; a ring on its least, a dashed one on standard's best."""
+    figure, axes = panels.row(len(data), "A ViT on digits: loss above each strategy's least", height=3.9)
+    best = {strategy: _least_at(settings, of_strategy) for strategy, of_strategy in data.items()}
+    for one, (strategy, of_strategy) in zip(axes, data.items(), strict=True):
+        _draw_surface(one, settings, of_strategy, best[strategy], best["standard"])
+        least = surface(of_strategy).mean(axis=2).min()
+        panels.label(one, f"{strategy}: least {least:.2f} nats", "hidden rate h", "decay over h" if one is axes[0] else "")
+    return figure
+
+
+def _least_at(settings: Settings, of_strategy: Data) -> tuple[float, float]:
+    """log2 of the hidden rate and the decay with the least mean loss."""
+    losses = surface(of_strategy).mean(axis=2)
+    decay, rate = np.unravel_index(np.argmin(losses), losses.shape)
+    return of_strategy["x"][rate], settings["decay"][decay]
+
+
+def _draw_surface(
+    axes: Axes, settings: Settings, of_strategy: Data, own: Sequence[float], standard: Sequence[float]
+) -> None:
+    x, decay, losses = of_strategy["x"], settings["decay"], surface(of_strategy).mean(axis=2)
+    above = losses - losses.min()
+    half, step = 0.5, (decay[1] - decay[0]) / 2
+    sides = (x[0] - half, x[-1] + half, decay[0] - step, decay[-1] + step)
+    axes.grid(False)
+    axes.imshow(above, origin="lower", extent=sides, aspect="auto", cmap="Blues", vmin=0, vmax=SHOWN)
+    for (row, column), value in np.ndenumerate(above):
+        text = f"{value:.2f}" if np.isfinite(value) else "div."
+        axes.text(x[column], decay[row], text, ha="center", va="center", fontsize=7, color="white" if value > SHOWN * 0.6 else "#222222")  # fmt: skip
+    for place, style in ((own, "-"), (standard, "--")):
+        if x[0] <= place[0] <= x[-1]:
+            corner = (place[0] - half * 0.94, place[1] - step * 0.94)
+            from matplotlib.patches import Rectangle
+
+            axes.add_patch(Rectangle(corner, 1.88 * half, 1.88 * step, fill=False, lw=1.8, ls=style, ec=panels.COLORS[1]))
+    axes.set_xticks(x, [f"$2^{{{one:g}}}$" for one in x])
+    axes.set_yticks(decay, [f"$2^{{{one:g}}}$" for one in decay])
+
+
+_SETTINGS = {
+    "data": {"name": "digits", "batch_size": 32, "eval_batch_size": 180},
+    "optimizer": {"b2": 0.999, "eps": 1e-8, "warmup_steps": 20, "schedule": "cosine", "clip_norm": 1.0},
+    "decay": [-4, -2, 0, 2],
+    "seeds": 4,
+}
+
+FIGURE = Figure(
+    title="The effective theory's figures 1 and 2: learning rate and weight decay of a ViT",
+    source="figures 1 and 2 of Dinan, Yaida and Zhang 2023 (arXiv 2304.02034): ViT-B/16 on ImageNet-1k under four strategies",
+    about="Loss on test images of a ViT of width 64 and depth 2 after 4.5 epochs of scikit-learn's digits, for learning rates and decays on one "
+    "grid for all strategies, which is that of the hidden rate h and of the decay over it: (lr, wd) = (h n^(3/2 - s/2), d n^-(3/2 - s/2)), "
+    "under standard (h, d). Hidden matrices, patches and positions start alike everywhere. The paper found the best of standard, ntk and "
+    "hybrid at one place of it, and of maximal update an octave of h lower.",
+    small={
+        **_SETTINGS,
+        "model": {"width": 64, "depth": 2, "num_heads": 4, "norm_gain": False, "bias": False, "activation": "gelu_exact"},
+        "steps": 200,
+        "grid": {"standard": [-8, -5], "ntk": [-9, -6], "hybrid": [-9, -6], "maximal-update": [-9, -6]},
+    },
+    full={
+        **_SETTINGS,
+        "model": {"width": 256, "depth": 4, "num_heads": 16, "norm_gain": False, "bias": False, "activation": "gelu_exact"},
+        "steps": 4000,
+        "grid": {"standard": [-12, -6], "ntk": [-12, -6], "hybrid": [-12, -6], "maximal-update": [-12, -6]},
+    },
+    measure=measure,
+    rows=rows,
+    draw=draw,
+)  # fmt: skip

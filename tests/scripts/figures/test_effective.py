@@ -1,0 +1,113 @@
+"""The effective theory's trained strategies: the numbers of their runs are the paper's, and its claims are judged by losses made up."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from mupax.presets import Role
+from mupax.train.config.preset import preset_of
+from mupax.train.config.run import Config
+from scripts.figures import effective, fig_effective_language, fig_effective_vision
+
+LANGUAGE, VISION = fig_effective_language.FIGURE.small, fig_effective_vision.FIGURE.small
+H = 2.0**-8
+
+
+def numbers(config: Config) -> dict[str, tuple[float, float, float]]:
+    """Name of every parameter to its initial std, what a step of AdamW moves it by in the forward pass, and lr times wd."""
+    preset, opt = preset_of(config), config.optimizer
+    made = {}
+    for name, spec in config.model.parameters().items():
+        scales = preset.scales(spec, config.model.sizes(), "adamw")
+        std, multiplier, lr, wd = (float(np.ravel(getattr(scales, f))[0]) for f in ("init_std", "multiplier", "lr", "weight_decay"))  # fmt: skip
+        made[name] = (std * multiplier, lr * opt.peak_lr * multiplier, lr * opt.peak_lr * wd * opt.weight_decay)
+    return made
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("width", [64, 256])
+def test_the_language_runs_have_the_papers_numbers(width: int):
+    """Standard: one std, 0.02 at n = 1024, and one rate. Neural tangent: tokens start at 1, tables move n times as fast, h is alike."""
+    std = 0.64 / math.sqrt(width)
+    standard = fig_effective_language.config(LANGUAGE, "standard", width, H, 0)
+    assert all(found == pytest.approx((std, H, 0.01 * H)) for found in numbers(standard).values())
+    assert tied(standard) == pytest.approx(1)
+    ntk = fig_effective_language.config(LANGUAGE, "ntk", width, H, 0)
+    assert ntk.optimizer.peak_lr == pytest.approx(H * width**1.5)
+    for name, found in numbers(ntk).items():
+        table = name == "token" or name.endswith("position")
+        start = 1.0 if name == "token" else std
+        assert found == pytest.approx((start, H * width if table else H, 0.01 * H)), name
+    assert tied(ntk) == pytest.approx(width**-0.5)
+
+
+def tied(config: Config) -> float:
+    """What the tied head multiplies by."""
+    spec = config.model.tied_readout
+    assert spec is not None
+    return float(np.ravel(preset_of(config).scales(spec, config.model.sizes(), "adamw").multiplier)[0])
+
+
+@pytest.mark.core
+def test_the_controls_raise_the_embeddings_alone():
+    width = 256
+    (name, _), *_ = LANGUAGE["embeddings"].items()
+    found = numbers(fig_effective_language.config(LANGUAGE, name, width, H, 0))
+    rates = {rate for of, (_, rate, _) in found.items() if of == "token" or of.endswith("position")}
+    assert [*rates] == [pytest.approx(0.64 * math.sqrt(width) * H)], "as fast, over where they start, as ntk's"
+    assert all(rate == pytest.approx(H) for of, (_, rate, _) in found.items() if "block" in of)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("strategy", effective.MAP)
+def test_the_vision_runs_start_and_move_alike_inside(strategy: str):
+    """The paper's map keeps the rate and the decay of hidden matrices; what starts otherwise is the readout, n^-s/2 lower."""
+    config = fig_effective_vision.config(VISION, strategy, H, 0.5, 0)
+    width, specs = VISION["model"]["width"], config.model.parameters()
+    s = 3 - 2 * effective.MAP[strategy] if strategy != "standard" else 0
+    for name, (std, rate, pull) in numbers(config).items():
+        assert pull == pytest.approx(0.5 * H)
+        if specs[name].in_block:
+            fan_in = width * (4 if specs[name].role is Role.MLP_OUT else 1)
+            constant = fig_effective_vision.effective.VARIANCES[specs[name].role]
+            assert (std, rate) == pytest.approx((math.sqrt(constant / fan_in), H)), name
+        elif specs[name].role is Role.READOUT:
+            assert std == pytest.approx(width ** (-0.5 - s / 2))
+        elif strategy == "standard":
+            assert rate == pytest.approx(H)
+
+
+def made_up(rates: dict[str, float], decay: float) -> dict:
+    """Losses of every strategy whose best hidden rate is 2^rates, and whose best decay 2^decay."""
+    noise = np.random.default_rng(0)
+    made = {}
+    for strategy, (low, high) in VISION["grid"].items():
+        x = np.arange(low, high + 1.0)
+        surface = 0.2 * (x - rates.get(strategy, -7.2)) ** 2 + 0.05 * (np.array(VISION["decay"])[:, None] - decay) ** 2
+        losses = surface[..., None] + noise.normal(0, 0.005, (*surface.shape, VISION["seeds"]))
+        made[strategy] = {"x": x.tolist(), "losses": losses.tolist()}
+    return made
+
+
+@pytest.mark.core
+def test_strategies_that_share_their_best_place_reproduce_the_claim_and_others_do_not(tmp_path):
+    alike = fig_effective_vision.rows(VISION, made_up({}, decay=-0.8))
+    claims = [row for row in alike if row.predicted is not None and not row.control]
+    assert len(claims) == 6
+    assert {row.verdict for row in claims} == {"reproduces"}
+    assert [row.verdict for row in alike if row.control] == ["control: fails as it must"]
+    apart = fig_effective_vision.rows(VISION, made_up({"ntk": -8.8}, decay=-0.8))
+    (ntk,) = [row for row in apart if "best hidden rate of standard to that of ntk, through the paper" in row.what]
+    assert (ntk.measured, ntk.verdict) == (pytest.approx(-1.6, abs=0.2), "does not reproduce")
+    fig_effective_vision.draw(VISION, made_up({}, decay=-0.8)).savefig(tmp_path / "map.png")
+
+
+@pytest.mark.core
+def test_a_best_decay_at_the_end_of_the_grid_is_not_measured():
+    found = fig_effective_vision.rows(VISION, made_up({}, decay=-7))
+    decays = [row for row in found if "best decay of" in row.what]
+    assert {row.verdict for row in decays} == {"not measured"}
+    assert all("end of the grid" in row.note for row in decays)
