@@ -7,7 +7,7 @@ the loss that it is compared with. Two strategies are compared seed by seed; bot
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -65,54 +65,39 @@ def growth(sizes: Sequence[int], values: np.ndarray) -> np.ndarray:
     return doublings @ values / (doublings @ doublings)
 
 
-def rows(what: str, sizes: Sequence[int], curves: dict[str, Sequence[Curve]], names: Sequence[str]) -> list[Row]:
-    """Excess of the first strategy over that of the second, half and a quarter of the best rate, and how it grows; with controls.
+def rows(what: str, sizes: Sequence[int], curves: Mapping[str, Sequence[Curve]], names: Sequence[str]) -> list[Row]:
+    """What half and a quarter of the best rate cost under one strategy over what they cost under another, how that grows, and controls.
 
     Args:
         what: the sizes are called.
         sizes: increasing.
-        curves: strategy to its curve per size.
-        names: the two strategies, and then any that are put in the first's place as controls.
+        curves: strategy to its curve per size; of a control one without rates where it was not trained.
+        names: the two strategies, and then those that are put in the first's place as controls.
     """
     first, second, *controls = names
     made: list[Row] = []
-    for octaves in (1, 2):
-        part = {1: "half", 2: "a quarter of"}[octaves]
-        of = {name: np.array([excess(curve, octaves) for curve in curves[name]]) for name in names}
-        apart = of[first] - of[second]
-        for at, size in enumerate(sizes):
-            each = ", ".join(f"{name} {_interval(of[name][at])}" for name in (first, second))
-            made.append(
-                value(
-                    f"loss at {part} the best hidden rate less the least, {first} minus {second}, {what} = {size}",
-                    apart[at],
-                    predicted=0.0,
-                    above=True,
-                    note=f"Each: {each} nats.",
-                )
-            )
-        made.append(
-            value(
-                f"growth of that difference per doubling of {what}, {part} the best hidden rate",
-                growth(sizes, apart),
-                predicted=0.0,
-                above=True,
-            )
-        )
+    for octaves, part in ((1, "half"), (2, "a quarter of")):
+        of = [
+            {name: excess(curves[name][at], octaves) for name in names if len(curves[name][at].x)}
+            for at in range(len(sizes))
+        ]
+        apart = [found[first] - found[second] for found in of]
+        title = f"loss at {part} the best hidden rate less the least"
+        for size, found, difference in zip(sizes, of, apart, strict=True):
+            each = ", ".join(f"{name} {_interval(found[name])}" for name in (first, second))
+            title_of = f"{title}, {first} minus {second}, {what} = {size}"
+            made.append(value(title_of, difference, predicted=0.0, above=True, note=f"Each: {each} nats."))
+        seeds = min(map(len, apart))
+        grown = growth(sizes, np.array([difference[:seeds] for difference in apart]))
+        made.append(value(f"growth of that difference per doubling of {what}", grown, predicted=0.0, above=True))
         for name in controls:
-            for at, size in enumerate(sizes):
-                if size_missing := not np.isfinite(of[name][at]).all():
+            for size, found, difference in zip(sizes, of, apart, strict=True):
+                if name not in found or not np.isfinite(found[name]).all():
                     continue
-                del size_missing
+                note = f"Half of what {first} has is the bound; by itself {_interval(found[name])} nats."
+                bound = {"predicted": float(difference.mean()) / 2, "above": True, "control": True, "note": note}
                 made.append(
-                    value(
-                        f"the same with {name} in the place of {first}, {part} the best hidden rate, {what} = {size}",
-                        of[name][at] - of[second][at],
-                        predicted=float(apart[at].mean()) / 2,
-                        above=True,
-                        control=True,
-                        note=f"It must not reach half of what {first} has; itself {_interval(of[name][at])} nats.",
-                    )
+                    value(f"{title}, {name}, minus {second}, {what} = {size}", found[name] - found[second], **bound)
                 )
     return made
 

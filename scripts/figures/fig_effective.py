@@ -73,8 +73,7 @@ FIGURE = Figure(
     title="The effective theory's family on a ViT: what the first step moves",
     source="Dinan, Yaida and Zhang 2023 (arXiv 2304.02034), the family from neural tangent (s = 0) to maximal update (s = 1)",
     about="A ViT of depth 2 whose heads and width grow together, under AdamW at a learning rate so small that the first step is one of first "
-    "order. At the smallest width the three members of the family are one model; `standard` starts with variances of its own. "
-    "Their encoder-decoder is left for later.",
+    "order. At the smallest width the three members of the family are one model; `standard` starts with variances of its own.",
     small={"presets": ["standard", "ntk", "hybrid", "maximal-update"], "width": [64, 128, 256], "peak_lr": 1e-4, "seeds": 8},
     full={"presets": ["standard", "ntk", "hybrid", "maximal-update"], "width": [64, 128, 256, 512, 1024], "peak_lr": 1e-4, "seeds": 16},
     measure=measure,

@@ -70,8 +70,7 @@ FIGURE = Figure(
     title="The effective theory's family on a ViT: trained at two widths",
     source="Dinan, Yaida and Zhang 2023 (arXiv 2304.02034), whose ViT is trained under the family's members at two widths",
     about="Training loss, mean over the last tenth of the steps, of a ViT of depth 2 on scikit-learn's digits under AdamW as heads "
-    "and width grow together, paired seeds and the same batches everywhere; the presets are relative to the smaller width. "
-    "Their encoder-decoder is left for later.",
+    "and width grow together, paired seeds and the same batches everywhere; the presets are relative to the smaller width.",
     small={
         "presets": _PRESETS,
         "recipe": "vit-digits",

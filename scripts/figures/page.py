@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 HEAD = """# The papers' figures, measured again
 
 Made by `python -m scripts.figures --render` from the records in `docs/figures/`; `make figures` measures them all on a CPU,
-in 21 minutes on two shared cores. Figures of whole runs share those they have in common: their CPU time stands with the first.
+in {minutes} minutes of CPU time. Figures of whole runs share those they have in common: their CPU time stands with the first.
 Each row holds a number against what its source predicts: it reproduces where the estimate lies within the band (±) around
 the prediction and its 95 % interval over seeds is not twice as wide as the band; it does not where the whole interval lies
 outside; else it is undecided. Where the source says only that a number is above a bound, the whole interval must be. A control must
@@ -35,7 +35,8 @@ def load(name: str) -> Figure:
 def text(folder: Path) -> str:
     """The page, from the records in `folder`."""
     records = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("fig*.json"))}
-    parts = [HEAD, _summary(records)]
+    minutes = round(sum(kept["seconds"] for kept in records.values()) / 60)
+    parts = [HEAD.format(minutes=minutes), _summary(records)]
     parts += [_section(folder.name, name, kept) for name, kept in records.items()]
     return "\n".join(parts)
 

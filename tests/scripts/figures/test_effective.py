@@ -22,7 +22,8 @@ def numbers(config: Config) -> dict[str, tuple[float, float, float]]:
     made = {}
     for name, spec in config.model.parameters().items():
         scales = preset.scales(spec, config.model.sizes(), "adamw")
-        std, multiplier, lr, wd = (float(np.ravel(getattr(scales, f))[0]) for f in ("init_std", "multiplier", "lr", "weight_decay"))  # fmt: skip
+        columns = ("init_std", "multiplier", "lr", "weight_decay")
+        std, multiplier, lr, wd = (float(np.ravel(getattr(scales, column))[0]) for column in columns)
         made[name] = (std * multiplier, lr * opt.peak_lr * multiplier, lr * opt.peak_lr * wd * opt.weight_decay)
     return made
 
