@@ -100,15 +100,14 @@ def test_strategies_that_share_their_best_place_reproduce_the_claim_and_others_d
     assert len(claims) == 6
     assert {row.verdict for row in claims} == {"reproduces"}
     assert [row.verdict for row in alike if row.control] == ["control: fails as it must"]
-    apart = fig_effective_vision.rows(VISION, made_up({"ntk": -8.8}, decay=-0.8))
+    apart = fig_effective_vision.rows(VISION, made_up({"ntk": -8.4}, decay=-0.8))
     (ntk,) = [row for row in apart if "best hidden rate of standard to that of ntk, through the paper" in row.what]
-    assert (ntk.measured, ntk.verdict) == (pytest.approx(-1.6, abs=0.2), "does not reproduce")
+    assert (ntk.measured, ntk.verdict) == (pytest.approx(-1.2, abs=0.2), "does not reproduce")
     fig_effective_vision.draw(VISION, made_up({}, decay=-0.8)).savefig(tmp_path / "map.png")
 
 
 @pytest.mark.core
-def test_a_best_decay_at_the_end_of_the_grid_is_not_measured():
+def test_a_best_decay_at_the_end_of_the_grid_has_no_row():
     found = fig_effective_vision.rows(VISION, made_up({}, decay=-7))
-    decays = [row for row in found if "best decay of" in row.what]
-    assert {row.verdict for row in decays} == {"not measured"}
-    assert all("end of the grid" in row.note for row in decays)
+    assert not [row for row in found if "best decay of" in row.what]
+    assert all(np.isfinite(row.measured) for row in found)
