@@ -17,7 +17,7 @@ from tyro import conf
 from mupax import command_line, presets, terminal
 from mupax.command_line import Switch
 from mupax.presets import horizon, joint
-from mupax.presets.analysis import desiderata, dynamics, table, verdicts
+from mupax.presets.analysis import desiderata, joint_limits, table, verdicts
 from mupax.presets.analysis.batch_command import Joint, RunFlags, print_json
 from mupax.presets.papers import choices
 from mupax.train.config.cli import ConstantFlags, PresetFlags, with_group_constants
@@ -149,14 +149,14 @@ class Limits(ConstantFlags):
         preset = presets.get(self.preset, **self.values())
         adam, rule = preset.family(self.optimizer) == "adam", joint.of(self.joint, self.optimizer)
         if self.json:
-            rows = {**verdicts.verdicts(preset, self.optimizer), **(dynamics.verdicts(rule) if adam else {})}
+            rows = {**verdicts.verdicts(preset, self.optimizer), **(joint_limits.verdicts(rule) if adam else {})}
             entries = {row: {limit: dataclasses.asdict(e) for limit, e in at.items()} for row, at in rows.items()}
             return print_json(entries)
         what = "size^exponent of each observable as one size grows, the ratios of widths fixed"
         print(terminal.wrapped(f"{preset.describe()}, {self.optimizer}: {what}"), end="\n\n")
         print(terminal.table(verdicts.limits_rows(preset, self.optimizer)))
         if adam:
-            print(f"\n{dynamics.limits_text(rule)}")
+            print(f"\n{joint_limits.limits_text(rule)}")
         return 0
 
 

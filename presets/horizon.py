@@ -39,7 +39,7 @@ class JointRule:
         limits: axis to the smallest and largest ratio of it that was tested, as far as known.
         status: verified: read in its author's own text; reported: in an account of it; derived: worked out here.
         remark: what to know beside the formula.
-        concessions: what the source lets go as B or T grows, an observable of `mupax.presets.analysis.dynamics` to its power.
+        concessions: what the source lets go as B or T grows, an observable of `mupax.presets.analysis.joint_limits` to its power.
     """
 
     name: str

@@ -19,12 +19,12 @@ from unittest import mock
 import jax
 
 from mupax.presets import horizon
-from mupax.presets.analysis.dynamics import OBSERVABLES, troubles
+from mupax.presets.analysis.joint_limits import OBSERVABLES, troubles
 from mupax.presets.horizon import COLUMNS, RULES, JointRule
 from mupax.presets.power import ONE, axis
 from mupax.train.config import cli
 from mupax.train.config.recipes import RECIPES
-from mupax.train.studies.check import dynamics
+from mupax.train.studies.check import joint_run
 from mupax.train.studies.check.judge import Finding, passes
 
 PAGE = Path(__file__).parent.parent / "docs" / "joint-mutations.md"
@@ -74,22 +74,22 @@ class Suite:
     def __init__(self, rule: str, grows: str, sizes: int = SIZES, words: tuple[str, ...] = BETAS) -> None:
         self.grows, self._programs = grows, dict[Any, Callable]()
         config = cli.parse("lm-tiny", RECIPES["lm-tiny"], ["--joint", rule, *words]).config
-        self.runs = dynamics.runs(config, grows, sizes)
-        self.expected = dynamics.expectation(self.runs, grows)
+        self.runs = joint_run.runs(config, grows, sizes)
+        self.expected = joint_run.expectation(self.runs, grows)
         self.seen = [self._observe(k) for k in range(sizes)]
 
     def _observe(self, k: int) -> dict[str, float]:
-        return dynamics.observe(self.runs[k], 2.0**k if self.grows == "batch" else 1.0, self._programs)
+        return joint_run.observe(self.runs[k], 2.0**k if self.grows == "batch" else 1.0, self._programs)
 
     def right(self) -> list[Finding]:
         """The right rule itself, judged: the control, which must pass."""
-        return dynamics.judged(self.seen, self.expected)
+        return joint_run.judged(self.seen, self.expected)
 
     def run(self, mutant: Mutant) -> list[Finding]:
         """What the check says of a wrong rule's runs; at the base it is the right one."""
         with mock.patch.dict(horizon.RULES, {mutant.rule: mutant.of()}):
             seen = [self.seen[0], *(self._observe(k) for k in range(1, len(self.runs)))]
-        return dynamics.judged(seen, self.expected)
+        return joint_run.judged(seen, self.expected)
 
 
 def row(mutant: Mutant, findings: list[Finding]) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def rows_of_file() -> list[dict[str, Any]]:
 
 def named(each: dict[str, Any]) -> bool:
     """Whether the check saw the mutant, and blames its number alone."""
-    right = {dynamics.LABELS[name] for name, column in OBSERVABLES.items() if column == each["column"]}
+    right = {joint_run.LABELS[name] for name, column in OBSERVABLES.items() if column == each["column"]}
     return bool(each["wrong"]) and set(each["wrong"]) <= right
 
 

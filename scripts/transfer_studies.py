@@ -47,7 +47,7 @@ STUDIES = {
     "tokens": f"{SMALL} --steps 600 --optimizer.warmup-steps 60 --grow tokens=38400,76800,153600,307200 --joint complete-d "
     "--control none --seeds 6",
 }
-"""Name to the run, presets and sizes: eightfold but where a title says otherwise, from width 64, four heads and two layers, or of the run's batch and length."""
+"""Name to the run, presets and sizes: mostly eightfold, from width 64, four heads and two layers, or of the run's batch and length."""
 ABOUT = {
     "head_dim": "A decoder under Adam, the head dimension growing with four heads.",
     "heads": "The same, heads growing at head dimension 16: here `mup` and `mup-half` are one rule, trained once.",
@@ -66,12 +66,13 @@ ABOUT = {
 }
 HEAD = """# Does the learning rate transfer?
 
-Small models grown in one dimension at a time, eightfold unless said otherwise: learning rates half an octave apart, the same batches
-for every point, the same seeds at every size. The best learning rate is the vertex of a parabola through the seeds' mean losses within an
-octave of the grid's best; drift is its slope against the size, intervals are 95 % from a bootstrap over seeds (`train/studies/transfer/drift.py`). A preset
-**transfers** where the drift is known to ± 0.15 octaves per doubling and meets 0 ± 0.15; the control must drift. The price of
-not tuning is the loss at the smallest size's best learning rate less that at the size's own. Where the control, tuned anew at the
-largest size, ends below a preset's least loss, the preset's learning rates transfer and its other constants are what is left to tune.
+Small models grown in one dimension at a time, eightfold unless said otherwise: learning rates half an octave apart, the same batches for
+every point, the same seeds at every size. The best learning rate is the vertex of a parabola through the seeds' mean losses within an
+octave of the grid's best; drift is its slope against the size, intervals are 95 % from a bootstrap over seeds
+(`train/studies/transfer/drift.py`). A preset **transfers** where the drift is known to ± 0.15 octaves per doubling and meets 0 ± 0.15;
+the control must drift. The price of not tuning is the loss at the smallest size's best learning rate less that at the size's own. Where
+the control, tuned anew at the largest size, ends below a preset's least loss, the preset's learning rates transfer and its other
+constants are what is left to tune.
 What that comes to, and what tuned constants do about it: [quality.md](quality.md).
 
 Made by `python -m scripts.transfer_studies`, which goes on where it was stopped; every row is in `docs/transfer/*/points.jsonl`

@@ -10,7 +10,7 @@ from tyro import conf
 
 from mupax.command_line import Switch
 from mupax.presets import horizon, joint
-from mupax.presets.analysis import dynamics
+from mupax.presets.analysis import joint_limits
 from mupax.presets.roles import RUN_AXES
 
 
@@ -46,7 +46,7 @@ class Joint(RunFlags):
         ratios = {name: stop / start for name, (start, stop) in zip(RUN_AXES, self.ends(), strict=True)}
         if self.json:
             return print_json([rule.to_json(ratios) for rule in horizon.RULES.values()])
-        print(dynamics.joint_text(ratios, b1=self.b1, b2=self.b2))
+        print(joint_limits.joint_text(ratios, b1=self.b1, b2=self.b2))
         return 0
 
 

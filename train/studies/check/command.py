@@ -128,9 +128,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _joint_rule(args: Check, config: Config) -> int:
     """The same where batch or tokens grow."""
-    from mupax.presets.analysis.dynamics import SYMBOLS
+    from mupax.presets.analysis.joint_limits import SYMBOLS
     from mupax.train.config import joint
-    from mupax.train.studies.check import dynamics
+    from mupax.train.studies.check import joint_run
 
     if args.model not in RECIPES:
         raise configs.ConfigError(
@@ -140,16 +140,16 @@ def _joint_rule(args: Check, config: Config) -> int:
     if args.accept:
         raise command_line.UsageError(f"check does not read --accept growing {args.grow}; it is of presets")
     started, rule = time.monotonic(), horizon.rule(config.preset.joint)
-    runs = dynamics.runs(config, args.grow, args.sizes)
+    runs = joint_run.runs(config, args.grow, args.sizes)
     vanishing = {name: power.growth({args.grow: 1.0}) for name, power in rule.concessions.items()}
     vanishing = {name: exponent for name, exponent in vanishing.items() if exponent}
     if args.dry_run:
         for run in runs:
             print(f"batch {run.data.batch_size}, {run.steps} steps: {joint.numbers_text(run.scaled_optimizer)}")
-        for name, slope in dynamics.expectation(runs, args.grow).items():
+        for name, slope in joint_run.expectation(runs, args.grow).items():
             print(f"{name}: theory says {slope.slope:+.2f}{f', {slope.trouble}' if slope.trouble else ''}")
         return 0
-    findings, not_judged = dynamics.study(runs, args.grow)
+    findings, not_judged = joint_run.study(runs, args.grow)
     grew = f"{SYMBOLS[args.grow]} 1 to {2 ** (args.sizes - 1)} ({time.monotonic() - started:.0f} s)"
     title = f"{args.model} under the joint rule {rule.name}, {config.optimizer.name}, {grew}"
     about = {

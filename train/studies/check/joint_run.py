@@ -1,7 +1,7 @@
 """What a run's own optimizer does as its batch or its tokens grow: `python -m train check RECIPE --grow batch --joint sde`.
 
 Every size is assembled as its run would be, and its chain, schedule and numbers take all of the run's steps on gradients that are
-signal + noise B^-1/2. What comes of it is held against the joint rule (`mupax.presets.analysis.dynamics`), column by column.
+signal + noise B^-1/2. What comes of it is held against the joint rule (`mupax.presets.analysis.joint_limits`), column by column.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 from mupax.presets import horizon
-from mupax.presets.analysis import dynamics
+from mupax.presets.analysis import joint_limits
 from mupax.presets.joint import NUMBERS
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config import joint, sizes
@@ -45,7 +45,7 @@ _LEAST_EPS = 1e-16
 _MARGIN = 0.12
 """Room around theory: a slope as far off as the loss of Adam's drift where 1 - beta is no longer small (0.06 from B = 1 to 8)."""
 _NUMBERS = {column: number for number, column in reversed(NUMBERS.items())}
-LABELS = {name: f"{name}/{_NUMBERS[column]}" for name, column in dynamics.OBSERVABLES.items()}
+LABELS = {name: f"{name}/{_NUMBERS[column]}" for name, column in joint_limits.OBSERVABLES.items()}
 """Observable to its name in a report: with the optimizer's number that is to blame."""
 
 
@@ -85,7 +85,7 @@ def runs(config: Config, grows: str, count: int) -> list[Config]:
 
 
 def observe(config: Config, batch_ratio: float, programs: dict[Any, Callable] | None = None) -> dict[str, float]:
-    """The observables of `mupax.presets.analysis.dynamics` of one run.
+    """The observables of `mupax.presets.analysis.joint_limits` of one run.
 
     Args:
         config: of the run.
@@ -188,8 +188,8 @@ def expectation(runs: Sequence[Config], grows: str) -> dict[str, Expected]:
         values["decay over the run"] = 0.0
     shortest = max(1, min(run.scaled_optimizer.warmup_steps for run in runs))  # a whole number of steps, rounded
     rounding = {"warm-up": math.log2(1 + 0.5 / shortest) / (len(runs) - 1)}
-    wrong, expected = dynamics.troubles(rule, grows), {}
-    for name, power in dynamics.observables(rule).items():
+    wrong, expected = joint_limits.troubles(rule, grows), {}
+    for name, power in joint_limits.observables(rule).items():
         margin = _MARGIN + rounding.get(name, 0.0)
         if values[name]:
             expected[name] = Expected(

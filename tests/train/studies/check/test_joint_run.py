@@ -11,7 +11,7 @@ import pytest
 
 from mupax.presets.joint import NUMBERS
 from mupax.train.__main__ import main
-from mupax.train.studies.check import dynamics, judge
+from mupax.train.studies.check import joint_run, judge
 from scripts import joint_mutations
 from scripts.joint_mutations import STUDIES, Mutant, Suite, mutants, named, row, rows_of_file
 
@@ -60,8 +60,8 @@ def test_a_wrong_number_at_the_base_is_seen_there():
     base = made.runs[0]
     for number, value in (("peak_lr", 0.016), ("weight_decay", 6e-4), ("b1", 0.8), ("b2", 0.9), ("warmup_steps", 80)):
         meant = dataclasses.replace(base, optimizer=dataclasses.replace(base.optimizer, **{number: value}))
-        expected = dynamics.expectation([meant, *made.runs[1:]], "batch")
-        wrong = {f.observable.partition("/")[2] for f in dynamics.judged(made.seen, expected) if not f.agrees}
+        expected = joint_run.expectation([meant, *made.runs[1:]], "batch")
+        wrong = {f.observable.partition("/")[2] for f in joint_run.judged(made.seen, expected) if not f.agrees}
         assert wrong == {number}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mupax.presets.__main__ import main
-from mupax.presets.analysis.dynamics import OBSERVABLES, observables, troubles, verdicts
+from mupax.presets.analysis.joint_limits import OBSERVABLES, observables, troubles, verdicts
 from mupax.presets.horizon import COLUMNS, RULES, formula
 from mupax.presets.joint import path, scaled
 from mupax.presets.power import ONE, axis
