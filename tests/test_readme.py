@@ -24,6 +24,9 @@ from PIL import Image
 
 from mupax import __main__ as mupax
 from mupax.train.data import __main__ as data_command
+from tests.emulator import bucket, emulator
+
+__all__ = ["bucket", "emulator"]  # fixtures
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
@@ -130,7 +133,9 @@ def test_the_documents_have_commands():
 
 
 @pytest.mark.parametrize("line", shell_lines())
-def test_a_command_works(line: str, tmp_path: Path, trained: Path):
+def test_a_command_works(line: str, tmp_path: Path, trained: Path, request: pytest.FixtureRequest):
+    if line.startswith("mupax ") and "gs://bucket" in line:
+        line = line.replace("gs://bucket", request.getfixturevalue("bucket"))
     shown, errors = io.StringIO(), io.StringIO()
     copied(trained, tmp_path, line)
     with folders_of_the_reader(tmp_path), contextlib.redirect_stdout(shown), contextlib.redirect_stderr(errors):

@@ -18,7 +18,6 @@ from mupax.train.config.preset import preset_of
 from mupax.train.config.run import Config
 from mupax.train.core import nonfinite, optimizer
 from mupax.train.core.compile import compile_eval_step, trace_train_step
-from mupax.train.core.costs import memory
 from mupax.train.core.factors import Numbers, check_run, init_stds, resolve
 from mupax.train.core.state import Initializer, StepInputs, TrainState, abstract_state
 from mupax.train.data import cache
@@ -176,7 +175,10 @@ def assemble(config: Config, devices: Sequence[Any] | None = None, *, swept: boo
     layout.check_batch(config.eval_batch_size, 1, "data.eval_batch_size")
     layout.check_positions(config.model)
     model = definition(config.model)
-    layout.room = memory.room(config, model, layout)
+    if layout.platform != "cpu":  # where memory is what a loss is chosen by
+        from mupax.train.core.costs import memory
+
+        layout.room = memory.room(config, model, layout)
     trained = checks.trained(config.train_only, config.freeze, model.specs)
     tx = optimizer.build(config.scaled_optimizer, trained)
     inputs = _inputs(config, preset, model, trained)

@@ -10,8 +10,6 @@ import math
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, get_args
 
-from mupax.train.parallel import chips
-
 CHUNK_LOGITS = {"cpu": 2**21, "gpu": 2**27, "tpu": 2**27}
 """Logits of one chunk on one device: on CPU what its caches hold, elsewhere half a gigabyte of float32."""
 LEAST_ROWS = 1024
@@ -41,6 +39,8 @@ class Work(NamedTuple):
     @property
     def balance(self) -> float:
         """FLOPs that a device computes in the time that it takes a byte of main memory."""
+        from mupax.train.parallel import chips
+
         chip = chips.of_kind(self.kind) or chips.CHIPS["v5e"]
         return chip.peak_flops / chip.hbm_bandwidth
 
