@@ -142,8 +142,7 @@ class Health:
 
     def _lets(self, what: str, spec: ParamSpec | None = None) -> float:
         """Exponent of what the preset's source lets vanish: of a parameter, the same in all parts of an encoder-decoder."""
-        own = None if spec is None else dataclasses.replace(spec, part="")
-        key = what if own is None else f"{what}/{own.group}"
+        key = what if spec is None else f"{what}/{dataclasses.replace(spec, part='').group}"
         return self.limit.x(self.preset.vanishing[key]) if key in self.preset.vanishing else 0.0
 
     def _rate(self, spec: ParamSpec, limit: Limit) -> float:

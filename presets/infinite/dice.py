@@ -43,18 +43,18 @@ class Basis:
     def coordinates(self, x: np.ndarray) -> np.ndarray:
         """Coordinates [D..., R, r] of vectors [D..., R, size] in the directions, to which those are added that they lack."""
         x = np.asarray(x, self.rows.dtype)
-        known = x @ transposed(self.rows)
-        q, t = np.linalg.qr(transposed(x - known @ self.rows))
+        inside = x @ transposed(self.rows)
+        q, t = np.linalg.qr(transposed(x - inside @ self.rows))
         p, lengths, _ = np.linalg.svd(t)
         least = ROUNDING * np.finfo(x.dtype).eps * np.sqrt((x**2).sum((-1, -2)).max())
         count = min(int((lengths > least).sum(-1).max(initial=0)), x.shape[-1] - len(self))
         if not count:
-            return known
+            return inside
         new = transposed(q @ p[..., :count])
         new = new - (new @ transposed(self.rows)) @ self.rows  # twice is enough
         new = transposed(np.linalg.qr(transposed(new))[0])
         self.rows = np.concatenate([self.rows, new], axis=-2)
-        return np.concatenate([known, x @ transposed(new)], axis=-1)
+        return np.concatenate([inside, x @ transposed(new)], axis=-1)
 
 
 class Dice:
@@ -88,15 +88,15 @@ class Dice:
         *draws, _, size = self.inputs.rows.shape
         return transposed(self.forward(self.inputs.coordinates(np.broadcast_to(np.eye(size), (*draws, size, size)))))
 
-    def _revealed(self, here: Basis, images: np.ndarray, there: Basis, known: np.ndarray) -> np.ndarray:
-        """Images of all directions here, [D..., r, size there], where those `known` [D..., r', size here] are of directions there."""
+    def _revealed(self, here: Basis, images: np.ndarray, there: Basis, preimages: np.ndarray) -> np.ndarray:
+        """Images of all directions here, [D..., r, size there], with the `preimages` [D..., r', size here] of directions there."""
         new = here.rows[..., images.shape[-2] :, :]
         if not new.shape[-2]:
             return images
         fresh = self._rng.standard_normal((*new.shape[:-1], there.rows.shape[-1]), images.dtype)
         if self.responses:
-            seen = there.rows[..., : known.shape[-2], :]
-            fresh += (new @ transposed(known) - fresh @ transposed(seen)) @ seen
+            seen = there.rows[..., : preimages.shape[-2], :]
+            fresh += (new @ transposed(preimages) - fresh @ transposed(seen)) @ seen
         return np.concatenate([images, fresh], axis=-2)
 
 
@@ -123,10 +123,10 @@ class Weight:
             initial: of the matrix as it was at the start.
         """
         product = self.std * self.dice.forward(coordinates)
-        known = min(coordinates.shape[-1], self._change.shape[-1])
-        if initial or not known:
+        rank = min(coordinates.shape[-1], self._change.shape[-1])
+        if initial or not rank:
             return product
-        change = coordinates[..., :known] @ transposed(self._change)[..., :known, :]
+        change = coordinates[..., :rank] @ transposed(self._change)[..., :rank, :]
         return product + change @ self.dice.outputs.rows[..., : change.shape[-1], :]
 
     def backward(self, gradient: np.ndarray, coordinates: np.ndarray) -> np.ndarray:
@@ -139,8 +139,8 @@ class Weight:
         back = self.dice.outputs.coordinates(gradient)
         self._gradient = _sum(self._gradient, transposed(back) @ coordinates)
         product = self.std * self.dice.backward(back)
-        known = min(back.shape[-1], self._change.shape[-2])
-        change = back[..., :known] @ self._change[..., :known, :]
+        rank = min(back.shape[-1], self._change.shape[-2])
+        change = back[..., :rank] @ self._change[..., :rank, :]
         return product + change @ self.dice.inputs.rows[..., : change.shape[-1], :]
 
     def step(self) -> None:

@@ -125,15 +125,10 @@ def rows(settings: Settings, data: Data) -> list[Row]:
     )  # fmt: skip
     for error in ERRORS:
         n, width = needed(a, b, error)
-        found.append(
-            Row(
-                what=f"width for an error of {error:.0%} at N = {n}",
-                measured=width,
-                low=width,
-                high=width,
-                kind="value",
-            )
-        )
+        low, high = (width_of(a_end, b_end, n, error) for a_end, b_end in zip(of_seeds[1:], of_draws[1:], strict=True))
+        what = f"width for an error of {error:.0%} at N = {n}"
+        note = "The interval has both terms at the same end of theirs."
+        found.append(Row(what=what, measured=width, low=low, high=high, kind="value", note=note))
     return found
 
 
@@ -152,7 +147,18 @@ def needed(a: float, b: float, error: float) -> tuple[int, float]:
     n = 1
     while (b / n) ** 2 > error**2 / 4:
         n *= 2
-    return n, a / (error**2 - (b / n) ** 2)
+    return n, width_of(a, b, n, error)
+
+
+def width_of(a: float, b: float, head_dim: int, error: float) -> float:
+    """The width at which heads of a dimension have an error.
+
+    Args:
+        a, b: of `terms`.
+        head_dim: N.
+        error: relative, above b / N.
+    """
+    return a / (error**2 - (b / head_dim) ** 2)
 
 
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:

@@ -175,7 +175,7 @@ def assemble(config: Config, devices: Sequence[Any] | None = None, *, swept: boo
     layout.check_batch(config.eval_batch_size, 1, "data.eval_batch_size")
     layout.check_positions(config.model)
     model = definition(config.model)
-    if layout.platform != "cpu":  # where memory is what a loss is chosen by
+    if layout.platform == "tpu":  # elsewhere no loss is chosen by the step's peak
         from mupax.train.core.costs import memory
 
         layout.room = memory.room(config, model, layout)

@@ -66,6 +66,7 @@ def test_the_terms_of_a_proxys_error_are_recovered(tmp_path: Path) -> None:
     rows = fig_proxy.rows(settings, data)
     judged = [row.verdict for row in rows if row.predicted is not None]
     assert judged == ["reproduces"] * 8 + ["control: fails as it must"]
+    assert all(row.low < row.measured < row.high for row in rows)
     fig_proxy.draw(settings, data).savefig(tmp_path / "x.png")
 
 

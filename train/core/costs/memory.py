@@ -56,13 +56,15 @@ def work(config: Config, definition: Definition, layout: Layout) -> losses.Work:
 
 
 def room(config: Config, definition: Definition, layout: Layout) -> int | None:
-    """Bytes that a loss may take while the step's peak stays as it is: what the backward pass of a layer takes after it; None if unknown.
+    """Bytes that a loss may take while the step's peak stays as it is: what the backward pass of a layer takes after it.
+
+    None off TPU, and of a model that is no transformer.
 
     Args:
         config, definition, layout: as `loss`.
     """
-    known = layout.platform == "tpu" and {"embed", "position"} <= definition.sizes.keys()
-    return sum(layer(config, definition, layout).values()) if known else None
+    transformer = {"embed", "position"} <= definition.sizes.keys()
+    return sum(layer(config, definition, layout).values()) if layout.platform == "tpu" and transformer else None
 
 
 def layer(config: Config, definition: Definition, layout: Layout) -> dict[str, int]:
