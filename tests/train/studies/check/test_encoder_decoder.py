@@ -177,8 +177,13 @@ def test_the_right_program_passes(monkeypatch: pytest.MonkeyPatch):
         (branches(slice(1, 2)), ["contribution contradicts theory", "block.cross.attention_out (contribution"]),
         (rates("encoder.block", -0.5), ["encoder.block.query (movement)", "encoder.block.mlp_out (movement)"]),
         (rates("block.cross.out", 0.5), ["block.cross.attention_out (movement)"]),
+        (rates("embedding_norm", -0.5), ["by role: norm_gain (movement of embedding_norm)"]),
+        (rates("encoder.embedding_norm", -0.5), ["by role: encoder.norm_gain (movement of embedding_norm)"]),
     ],
-    ids=["branches without depth", "cross-attention without depth", "encoder by the decoder's depth", "rate of cross out"],
+    ids=[
+        "branches without depth", "cross-attention without depth", "encoder by the decoder's depth", "rate of cross out",
+        "embedding norm as one of a block", "encoder's embedding norm as one of a block",
+    ],
 )  # fmt: skip
 def test_a_wrong_depth_rule_fails_by_the_name_of_its_role(
     monkeypatch: pytest.MonkeyPatch, change: Any, named: list[str]
