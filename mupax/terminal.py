@@ -241,4 +241,4 @@ def gib(count: float) -> str:
         if abs(count) < 1024:
             return f"{count:.3g} {unit}"
         count /= 1024
-    return f"{count:.3g} GiB"
+    return f"{count:,.0f} GiB" if count >= 1000 else f"{count:.3g} GiB"

@@ -11,6 +11,7 @@ import numpy as np
 from mupax import terminal
 from mupax.train.config import joint
 from mupax.train.config.run import Config
+from mupax.train.core.costs import fit
 from mupax.train.core.program import Program, assemble
 from mupax.train.parallel.mesh import described
 from mupax.train.run import save_time
@@ -81,10 +82,11 @@ def _costs(program: Program) -> str:
     }
     if program.inputs.hyper.weight_decay:
         rows["decay averages"] = joint.decay_text(config.scaled_optimizer, config.steps)
-    memory = program.compile_train().memory_analysis()
-    if memory is not None:
-        temporary = memory.temp_size_in_bytes
-        rows["step needs"] = f"{terminal.gib(temporary)} for activations and gradients, compiled for this mesh"
-        rows["peak per device"] = f"about {terminal.gib(memory.argument_size_in_bytes + temporary)}"
+    if taken := fit.needs(program):
+        rows["step needs"] = f"{terminal.gib(taken.temporary)} for activations and gradients, compiled for this mesh"
+        rows["peak per device"] = f"about {terminal.gib(taken.peak)}"
+        limit = fit.room(program.mesh.devices.flat[0])
+        if limit and (problem := fit.verdict(program, taken, limit)):
+            rows["does not fit"] = problem
     rows |= save_time.rows(config.workdir or f"runs/{config.recipe}", program.abstract)
     return f"cost\n{terminal.table([*rows.items()], indent=1)}"
