@@ -165,7 +165,7 @@ def test_a_sweep_without_a_best_rate_says_what_to_add(
     code, figures = swept(lr, losses, text, tmp_path, monkeypatch)
     assert (code, len(figures)) == (0, 1)
     (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
-    assert note.startswith("note: no best rate for mup at width 16: ")
+    assert note.startswith("note: no best rate, by training loss, for mup at width 16: ")
     assert note.endswith(said)
     path = tmp_path / "mup.mine.json"
     code, _ = swept(lr, losses, text, tmp_path, monkeypatch, "--save-tuned", str(path))
