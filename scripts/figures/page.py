@@ -23,13 +23,17 @@ fail.
 
 
 def names() -> list[str]:
-    """The figures there are: a file `fig*.py` each."""
-    return sorted(path.stem for path in Path(__file__).parent.glob("fig*.py"))
+    """The figures there are: a file `fig*.py` each, in some room."""
+    return sorted(_rooms())
 
 
 def load(name: str) -> Figure:
     """The figure in the file of this name."""
-    return importlib.import_module(f"scripts.figures.{name}").FIGURE
+    return importlib.import_module(f"scripts.figures.{_rooms()[name]}.{name}").FIGURE
+
+
+def _rooms() -> dict[str, str]:
+    return {path.stem: path.parent.name for path in Path(__file__).parent.glob("*/fig*.py")}
 
 
 def text(folder: Path) -> str:

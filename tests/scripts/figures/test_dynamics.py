@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scripts.figures import fig_dynamics, fig_proxy
+from scripts.figures.infinite import fig_dynamics, fig_proxy
 
 AT = [1, 2]
 STACK = {

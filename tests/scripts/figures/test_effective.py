@@ -10,7 +10,7 @@ import pytest
 from mupax.presets import Role
 from mupax.train.config.preset import preset_of
 from mupax.train.config.run import Config
-from scripts.figures import effective, fig_effective_language, fig_effective_vision
+from scripts.figures.effective import fig_effective_language, fig_effective_vision, strategies
 
 LANGUAGE, VISION = fig_effective_language.FIGURE.small, fig_effective_vision.FIGURE.small
 H = 2.0**-8
@@ -63,17 +63,17 @@ def test_the_controls_raise_the_embeddings_alone():
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("strategy", effective.MAP)
+@pytest.mark.parametrize("strategy", strategies.MAP)
 def test_the_vision_runs_start_and_move_alike_inside(strategy: str):
     """The paper's map keeps the rate and the decay of hidden matrices; what starts otherwise is the readout, n^-s/2 lower."""
     config = fig_effective_vision.config(VISION, strategy, H, 0.5, 0)
     width, specs = VISION["model"]["width"], config.model.parameters()
-    s = 3 - 2 * effective.MAP[strategy] if strategy != "standard" else 0
+    s = 3 - 2 * strategies.MAP[strategy] if strategy != "standard" else 0
     for name, (std, rate, pull) in numbers(config).items():
         assert pull == pytest.approx(0.5 * H)
         if specs[name].in_block:
             fan_in = width * (4 if specs[name].role is Role.MLP_OUT else 1)
-            constant = fig_effective_vision.effective.VARIANCES[specs[name].role]
+            constant = fig_effective_vision.strategies.VARIANCES[specs[name].role]
             assert (std, rate) == pytest.approx((math.sqrt(constant / fan_in), H)), name
         elif specs[name].role is Role.READOUT:
             assert std == pytest.approx(width ** (-0.5 - s / 2))

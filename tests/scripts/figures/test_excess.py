@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mupax.train.studies.transfer.fit import Curve
-from scripts.figures import excess
+from scripts.figures.effective import excess
 from scripts.figures.result import Row
 
 SIZES = (64, 128, 256)

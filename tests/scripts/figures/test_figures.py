@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from scripts.figures import __main__ as command
-from scripts.figures import fig_linear, linear_net, page, result
+from scripts.figures import page, result
+from scripts.figures.initialization import fig_linear, linear_net
 from scripts.figures.result import Row
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mupax.presets import PresetError
-from scripts.figures import attention_kernels, fig_cross, finite_kernels, kernels
+from scripts.figures.initialization import attention_kernels, fig_cross, finite_kernels, kernels
 
 PHI = {
     "relu": lambda z: np.maximum(z, 0),

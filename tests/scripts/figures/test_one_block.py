@@ -7,7 +7,7 @@ import pytest
 
 from mupax.presets.infinite import heads
 from mupax.presets.infinite.heads import Course, OneBlock
-from scripts.figures import one_block
+from scripts.figures.infinite import one_block
 
 STEPS, SEEDS = 4, 64
 INPUTS = np.random.default_rng(0).standard_normal((2, 3, 4))

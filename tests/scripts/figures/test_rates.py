@@ -13,7 +13,9 @@ import pytest
 from mupax.presets.papers import ALIASES
 from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.transfer.command import Transfer
-from scripts.figures import fig2a, fig_effective_trained, rates, result
+from scripts.figures import rates, result
+from scripts.figures.effective import fig_effective_trained
+from scripts.figures.runs import fig2a
 
 SIZES = (16, 32, 64)
 LIMITS = {"seeds": 3, "max_seeds": 3, "minutes": 1.0}

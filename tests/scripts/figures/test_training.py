@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from mupax.presets import Role
-from scripts.figures import curves, fig2b, fig5a, fig6, fig7, training
+from scripts.figures import curves, training
+from scripts.figures.runs import fig2b, fig5a, fig6, fig7
 
 TINY = {
     "axes": ["head_dim"],

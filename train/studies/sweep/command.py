@@ -186,7 +186,9 @@ def _study(args: Sweep, found: Sequence[Planned], rows: Sequence[Row], folder: P
     for measured, analysis in studies:
         for size, fitted in zip(analysis.sizes, analysis.fits, strict=True):
             if fitted.trouble:
-                print(f"note: no best rate, by training loss, for {measured.study.label} at {measured.study.axis} {size}: {fitted.why}")
+                print(
+                    f"note: no best rate, by training loss, for {measured.study.label} at {measured.study.axis} {size}: {fitted.why}"
+                )
     if args.save_tuned:
         path, word = tuned.save(args.save_tuned, studies[0][0].study.label, studies, command)
         print(f"tuned preset in {path}; use it with --preset {word}")

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from scripts.figures import fig_dynamics, panels
+from scripts.figures import panels
+from scripts.figures.infinite import fig_dynamics
 from scripts.figures.result import Data, Figure, Row, Settings, jackknife, mean
 
 if TYPE_CHECKING:
@@ -209,7 +210,7 @@ _STACK = {
 
 FIGURE = Figure(
     title="How far a proxy is from the infinite model",
-    source="the infinite limit in time, measured here (`scripts/figures/fig_dynamics.py`)",
+    source="the infinite limit in time, measured here (`scripts/figures/infinite/fig_dynamics.py`)",
     about="The paper's ViT at alpha_A = 1, trained by our own step on one batch of digits until the loss has halved; its centred outputs "
     "against those of infinitely many heads of infinite dimension, root mean square relative to their own. The limit of many heads is taken "
     "at several head dimensions, and a line in 1/N through them gives N to infinity and b; a is of the proxies with the largest N.",

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from scripts.figures import finite_kernels, panels
-from scripts.figures.finite_kernels import ENDS
+from scripts.figures import panels
+from scripts.figures.initialization import finite_kernels
+from scripts.figures.initialization.finite_kernels import ENDS
 from scripts.figures.result import Data, Figure, Row, Settings
 
 if TYPE_CHECKING:
@@ -68,7 +69,8 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
 FIGURE = Figure(
     title="The residual kernel of the infinite limit, and of finite models",
     source="the kernel recursion at initialization, from section 2.1 of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712), derived here",
-    about="Models as in figure 3a with N = H growing, against the limit of both that `scripts/figures/kernels.py` computes: uniform attention "
+    about="Models as in figure 3a with N = H growing, against the limit of both that `scripts/figures/initialization/kernels.py` "
+    "computes: uniform attention "
     "at alpha_A = 1, Gaussian logits at 1/2. Distances are root mean squares over all pairs of positions.",
     small={"size": [4, 8, 16, 32], "depth": 8, "beta0": 4.0, "images": 2, "seeds": 48, "samples": 4000},
     full={"size": [4, 8, 16, 32, 64], "depth": 8, "beta0": 4.0, "images": 4, "seeds": 32, "samples": 64000},

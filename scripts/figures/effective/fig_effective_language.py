@@ -13,7 +13,8 @@ import numpy as np
 
 from mupax.train.studies.transfer.drift import TOLERANCE, analyse
 from mupax.train.studies.transfer.fit import STEP, Curve
-from scripts.figures import effective, excess, panels, rates
+from scripts.figures import panels, rates
+from scripts.figures.effective import excess, strategies
 from scripts.figures.result import Data, Figure, Row, Settings, mean
 
 if TYPE_CHECKING:
@@ -47,12 +48,12 @@ def config(settings: Settings, strategy: str, width: int, hidden: float, seed: i
         **settings["model"],
     )
     constant, power = settings["embeddings"].get(strategy, (1.0, 0.0))
-    lr = effective.peak_lr(strategy, width, hidden)
+    lr = strategies.peak_lr(strategy, width, hidden)
     return Config(
         recipe="figure",
         model=model,
         data=DataConfig(name="python_corpus", noise="infilling", seed=0, **settings["data"]),
-        preset=effective.language(strategy, width, constant * width**power),
+        preset=strategies.language(strategy, width, constant * width**power),
         optimizer=OptimizerConfig(
             name="adamw",
             peak_lr=lr,
@@ -165,7 +166,7 @@ def gain(small: Curve, large: Curve) -> np.ndarray:
 
 def _drifts(widths: Sequence[int], curves: dict[str, list[Curve]]) -> list[Row]:
     """Transfer of the hidden rate, as the paper used it under both, and of ntk's own learning rate: two claims."""
-    power = effective.MAP["ntk"]
+    power = strategies.MAP["ntk"]
     own = [
         dataclasses.replace(curve, x=curve.x + power * math.log2(width))
         for width, curve in zip(widths, curves["ntk"], strict=True)

@@ -1,4 +1,4 @@
-"""Residual kernels of finite models at initialization, and how far they are from the recursion of `scripts.figures.kernels`."""
+"""Residual kernels of finite models at initialization, and how far they are from the recursion of `scripts.figures.initialization.kernels`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from mupax.train.studies.infinite.setup import patches
-from scripts.figures import kernels, models
+from scripts.figures import models
+from scripts.figures.initialization import kernels
 from scripts.figures.result import Row, Settings, jackknife
 
 ENDS = ((1.0, 1.0), (1.0, 0.5), (0.5, 1.0), (0.5, 0.5))

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from scripts.figures import finite_kernels, panels
-from scripts.figures.finite_kernels import ENDS
+from scripts.figures import panels
+from scripts.figures.initialization import finite_kernels
+from scripts.figures.initialization.finite_kernels import ENDS
 from scripts.figures.result import Data, Figure, Row, Settings, exponent
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ FIGURE = Figure(
     title="Figure 3a: the initial residual kernel as heads are added",
     source="figure 3a of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712), whose own slopes are -1.04 and -1.15",
     about="The kernel h.h'/D after the last block, over all positions of a few digits, of the paper's ViT with N = 4 and L = 8, against "
-    "the limit H to infinity that `scripts/figures/kernels.py` computes at this N.",
+    "the limit H to infinity that `scripts/figures/initialization/kernels.py` computes at this N.",
     small={"head_dim": 4, "heads": [8, 16, 32, 64, 128, 256], "depth": 8, "beta0": 4.0, "images": 2, "seeds": 48, "samples": 4000},
     full={"head_dim": 4, "heads": [8, 16, 32, 64, 128, 256, 512, 1024], "depth": 8, "beta0": 4.0, "images": 4, "seeds": 16, "samples": 64000},
     measure=measure,

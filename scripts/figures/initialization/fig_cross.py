@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from scripts.figures import finite_kernels, kernels, models, panels
+from scripts.figures import models, panels
+from scripts.figures.initialization import finite_kernels, kernels
 from scripts.figures.result import Data, Figure, Row, Settings, exponent
 
 if TYPE_CHECKING:
@@ -153,7 +154,8 @@ FIGURE = Figure(
     title="The residual kernels of an encoder-decoder",
     source="the kernel recursion with attention to an encoder, derived here",
     about="The kernel h.h'/D of the decoder's stream after its last block, over all positions of two short texts (bytes with gaps, inputs "
-    "padded to different lengths), of BART's layout with few blocks, against `scripts/figures/kernels.py` at this N: the encoder, its "
+    "padded to different lengths), of BART's layout with few blocks, against `scripts/figures/initialization/kernels.py` at this N: "
+    "the encoder, its "
     "norm, then a decoder of causal attention, attention to the encoder and MLP. Weights and forward pass are the zoo's, under "
     "`depth-mup`. Distances are root mean squares over all pairs of positions, over that of the recursion.",
     small={

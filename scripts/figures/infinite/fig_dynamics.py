@@ -27,9 +27,9 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
 
 
 def _one_block(settings: Settings, *, head_dim: int, alpha_a: float, heads: list[int]) -> dict[str, Any]:
-    """Nets with all their matrices, written apart from the solver (`scripts/figures/one_block.py`)."""
+    """Nets with all their matrices, written apart from the solver (`scripts/figures/infinite/one_block.py`)."""
     from mupax.presets.infinite.heads import OneBlock, train
-    from scripts.figures import one_block
+    from scripts.figures.infinite import one_block
 
     own = settings["one_block"]
     block, steps = OneBlock(head_dim=head_dim, alpha_a=alpha_a, rate=own["rate"]), max(settings["at"]) + 1
@@ -207,7 +207,7 @@ FIGURE = Figure(
     source="the dynamical mean field theory of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712), solved here by conditioning "
     "initial matrices on what they have acted on (Lu 2021, arXiv 2101.07464)",
     about="Training on one batch of digits, the output centred. One block: attention alone, read-in frozen, squared error; the limit is "
-    "`mupax.presets.infinite.heads`, and the nets are of NumPy, with all their matrices (`scripts/figures/one_block.py`). "
+    "`mupax.presets.infinite.heads`, and the nets are of NumPy, with all their matrices (`scripts/figures/infinite/one_block.py`). "
     "Stack: the paper's ViT (F = D, both norms, read-in trained), cross-entropy; the limit is `mupax.presets.infinite.stack` at a width "
     "that stands for infinity, and the nets are the zoo's, trained by our own step. "
     "Controls have no response terms: as if W and its transpose were unrelated.",

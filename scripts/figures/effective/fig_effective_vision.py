@@ -12,7 +12,8 @@ import numpy as np
 
 from mupax.train.studies.transfer.drift import analyse
 from mupax.train.studies.transfer.fit import Curve
-from scripts.figures import effective, excess, panels, rates
+from scripts.figures import panels, rates
+from scripts.figures.effective import excess, strategies
 from scripts.figures.result import Data, Figure, Row, Settings
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def config(settings: Settings, strategy: str, hidden: float, decay: float, seed:
 
     Args:
         settings: of the figure.
-        strategy: a key of `effective.MAP`.
+        strategy: a key of `strategies.MAP`.
         hidden: rate of hidden matrices.
         decay: weight decay over that rate, as `standard` has it.
         seed: of the initialization; all points see the same batches.
@@ -47,12 +48,12 @@ def config(settings: Settings, strategy: str, hidden: float, decay: float, seed:
 
     model = dataclasses.replace(configs.get("vit-tiny"), **settings["model"])
     assert isinstance(model, configs.ViTConfig)
-    lr = effective.peak_lr(strategy, model.width, hidden)
+    lr = strategies.peak_lr(strategy, model.width, hidden)
     return Config(
         recipe="figure",
         model=model,
         data=DataConfig(seed=0, **settings["data"]),
-        preset=effective.vision(strategy, model.sizes()["patch"]),
+        preset=strategies.vision(strategy, model.sizes()["patch"]),
         optimizer=OptimizerConfig(name="adamw", peak_lr=lr, weight_decay=decay * hidden / lr, **settings["optimizer"]),
         steps=settings["steps"],
         seed=seed,
@@ -143,7 +144,7 @@ def _apart(settings: Settings, curves: Any, strategy: str, of: str) -> Row:
 def _through_wrong_map(settings: Settings, curves: Any) -> Row:
     """The same of ntk through the map of maximal update, whose power of n is lower by 1/2: it must be elsewhere."""
     standard, ntk = (curves[strategy]["hidden rate"] for strategy in ("standard", "ntk"))
-    octaves = (effective.MAP["ntk"] - effective.MAP["maximal-update"]) * math.log2(settings["model"]["width"])
+    octaves = (strategies.MAP["ntk"] - strategies.MAP["maximal-update"]) * math.log2(settings["model"]["width"])
     found = analyse((1, 2), [standard, dataclasses.replace(ntk, x=ntk.x + octaves)])
     return Row(
         what="octaves from the best hidden rate of standard to that of ntk, through maximal update's map",

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mupax.presets.roles import PresetError
-from scripts.figures import attention_kernels
+from scripts.figures.initialization import attention_kernels
 
 _DEGREE, _NODES = 60, 150
 """Of the Hermite series of a smooth activation: what it leaves out is below 1e-14."""

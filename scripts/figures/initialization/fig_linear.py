@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from scripts.figures import linear_net, panels
+from scripts.figures import panels
+from scripts.figures.initialization import linear_net
 from scripts.figures.result import Data, Figure, Row, Settings, mean
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mupax.train.studies.infinite.setup import patches
-from scripts.figures import kernels, models, panels
+from scripts.figures import models, panels
+from scripts.figures.initialization import kernels
 from scripts.figures.result import Data, Figure, Row, Settings, exponent
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from scripts.figures import curves, fig7, panels
+from scripts.figures import curves, panels
+from scripts.figures.runs import fig7
 from scripts.figures.result import Data, Figure, Row, Settings, mean
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""Figures of the infinite limit in time."""

@@ -1,0 +1,1 @@
+"""Figures of models at initialization, and after one step."""
