@@ -161,7 +161,8 @@ def described(tuned: Tuned) -> str:
         f"constants  {_pairs(tuned.constants) or 'none'}; form {tuned.form or 'its own'}",
         f"optimizer  {_pairs(tuned.optimizer)}",
         f"optimum    2^{optimum['value']:.2f} {_bounds(optimum)}, from {study['seeds']} paired seeds",
-        "curve      " + ", ".join(f"2^{x:g} {'diverged' if y is None else f'{y:.4f}'}" for x, y in curve),
+        f"curve      of {study.get('judged', 'training')} loss: "
+        + ", ".join(f"2^{x:g} {'diverged' if y is None else f'{y:.4f}'}" for x, y in curve),
         *(f"grown      {g['axis']} {', '.join(map(str, g['sizes']))}: {_verdict(g)}" for g in study["transfer"]),
         f"run        {study['recipe']}, {study['steps']} steps of batch {study['batch']}",
         f"command    {study['command']}",

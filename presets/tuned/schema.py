@@ -101,6 +101,7 @@ _SCHEMA: dict[str, Any] = {
             lambda v: isinstance(v, dict) and all(isinstance(x, str) for x in v.values()),
             "an object of texts",
         ),
+        "judged": _one_of("training", "evaluation"),
         "command": _TEXT,
         "date": (lambda v: isinstance(v, str) and bool(re.fullmatch(r"\d{4}-\d\d-\d\d", v)), "YYYY-MM-DD"),
         "search": {
@@ -124,7 +125,7 @@ _SCHEMA: dict[str, Any] = {
     },
 }
 """Entry to what fits and what it must be; to entries of its own; or, in brackets, to that of every entry of a list."""
-_OPTIONAL = ("search",)
+_OPTIONAL = ("search", "judged")
 """Entries that a file may leave out."""
 
 

@@ -52,6 +52,8 @@ class Sweep:
     """All points of a shape at once, one after another, or what a trial shows to be faster, on a CPU some side by side."""
     no_eval: Switch = False
     """Do not evaluate after the last step."""
+    judge: Literal["training", "evaluation"] = "training"
+    """The loss that is least at the best rate: of training, over the last tenth of the steps, or where examples repeat of evaluation."""
     out: Annotated[str | None, conf.arg(metavar="FOLDER")] = None
     """Where rows and the summary go; runs/sweep-RECIPE unless given."""
     json: Annotated[str | None, conf.arg(metavar="PATH")] = None
@@ -63,6 +65,8 @@ class Sweep:
 
     def __post_init__(self) -> None:
         at_least("--", self, 1, "seeds")
+        if self.no_eval and self.judge == "evaluation":
+            raise command_line.UsageError("--judge evaluation needs what --no-eval leaves out; write one of them")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -178,19 +182,21 @@ def _study(args: Sweep, found: Sequence[Planned], rows: Sequence[Row], folder: P
     """The picture of loss against rate, a note where there is no best rate, and the tuned preset."""
     from mupax.train.studies.transfer import figure, tuned
 
+    if args.judge == "evaluation":
+        rows = [dataclasses.replace(row, loss=_value(row)) for row in rows]
     studies = judged(found, rows, args.sizes.partition("=")[0].strip() if args.sizes else "")
     config = found[0].config
     title = f"{args.recipe}, {config.optimizer.name}, {config.steps} steps: loss against learning rate"
-    figure.draw(folder / "sweep.png", studies, title)
+    figure.draw(folder / "sweep.png", studies, title, figure.LOSSES[args.judge])
     print(f"picture in {folder / 'sweep.png'}")
     for measured, analysis in studies:
         for size, fitted in zip(analysis.sizes, analysis.fits, strict=True):
             if fitted.trouble:
                 print(
-                    f"note: no best rate, by training loss, for {measured.study.label} at {measured.study.axis} {size}: {fitted.why}"
+                    f"note: no best rate, by {args.judge} loss, for {measured.study.label} at {measured.study.axis} {size}: {fitted.why}"
                 )
     if args.save_tuned:
-        path, word = tuned.save(args.save_tuned, studies[0][0].study.label, studies, command)
+        path, word = tuned.save(args.save_tuned, studies[0][0].study.label, studies, command, args.judge)
         print(f"tuned preset in {path}; use it with --preset {word}")
 
 

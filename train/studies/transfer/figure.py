@@ -20,9 +20,13 @@ if TYPE_CHECKING:
 
 WIDE = 3.0
 """Greatest loss over the least from which on the axis of losses is logarithmic."""
+LOSSES = {
+    "training": "training loss (nats), mean over the last tenth",
+    "evaluation": "evaluation loss (nats) after the last step",
+}
 
 
-def draw(path: Path, studies: Sequence[tuple[Measured, Analysis]], title: str) -> None:
+def draw(path: Path, studies: Sequence[tuple[Measured, Analysis]], title: str, loss: str = LOSSES["training"]) -> None:
     """Write a PNG of panels side by side with shared axes, one per study of an axis.
 
     Curves go from light (smallest) to dark (largest); faint points are seeds, a cross at the top a rate at which a seed
@@ -32,6 +36,7 @@ def draw(path: Path, studies: Sequence[tuple[Measured, Analysis]], title: str) -
         path: of the picture.
         studies: of one axis.
         title: above all.
+        loss: what is drawn.
     """
     from matplotlib.figure import Figure
 
@@ -49,7 +54,7 @@ def draw(path: Path, studies: Sequence[tuple[Measured, Analysis]], title: str) -
     losses = np.concatenate([curve.losses.ravel() for measured, _ in studies for curve in measured.curves])
     losses = losses[np.isfinite(losses)]
     plotting.limits(panels[0], losses, log=bool(losses.size and losses.max() > WIDE * losses.min() > 0))
-    panels[0].set_ylabel("training loss (nats), mean over the last tenth", fontsize=9)
+    panels[0].set_ylabel(loss, fontsize=9)
     outside = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
     panels[-1].legend(title=studies[0][0].study.axis, fontsize=9, title_fontsize=9, frameon=False, **outside)
     drawn.savefig(path, dpi=130)

@@ -44,7 +44,9 @@ def check_name(name: str, preset: str) -> str:
     return bare
 
 
-def save(name: str, label: str, judged: Sequence[tuple[Measured, Analysis]], command: str) -> tuple[Path, str]:
+def save(
+    name: str, label: str, judged: Sequence[tuple[Measured, Analysis]], command: str, loss: str = "training"
+) -> tuple[Path, str]:
     """Write the tuned preset, and give its path and what `--preset` takes.
 
     Args:
@@ -52,6 +54,7 @@ def save(name: str, label: str, judged: Sequence[tuple[Measured, Analysis]], com
         label: of the studies that it is of.
         judged: all studies; those relative to the same base as the first are its evidence.
         command: that was written.
+        loss: that the studies are of, training or evaluation.
 
     Raises:
         NoMinimum: the smallest size has no fitted best rate.
@@ -76,6 +79,7 @@ def save(name: str, label: str, judged: Sequence[tuple[Measured, Analysis]], com
             for m, a in of_base
             if len(a.sizes) > 1
         ],
+        **({} if loss == "training" else {"judged": loss}),
     }
     return write(name, config, float(f"{2.0**fitted.optimum:.4g}"), evidence, command)
 

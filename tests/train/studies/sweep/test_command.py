@@ -143,6 +143,36 @@ def test_the_best_rate_is_fitted_on_any_spacing(
     assert np.log2(find.load(path).optimizer["peak_lr"]) == pytest.approx(best, abs=1e-3)
 
 
+def test_where_examples_repeat_the_best_rate_is_that_of_evaluation(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Training losses fall with the rate, as the examples are learned by heart; the other ones have a minimum."""
+    evaluated = [2.960, 2.799, 2.725, 2.758, 2.885]
+    rows = [Row(str(i), "", 0.1**i, loss, None, (), 4, 1.0, "in turn") for i, loss in enumerate(evaluated)]
+    monkeypatch.setattr(sweep, "run", lambda configs, *_, **__: rows)
+    path = tmp_path / "mup.mine.json"
+    words = [
+        *COMMAND.split(),
+        "--data.name",
+        text,
+        "--lr",
+        "2^-8:2^-4:5",
+        "--out",
+        str(tmp_path),
+        "--save-tuned",
+        str(path),
+    ]
+    assert main(["sweep", *words]) == 1
+    assert "no best rate, by training loss, for mup" in capsys.readouterr().out
+    assert main(["sweep", *words, "--judge", "evaluation"]) == 0
+    saved = find.load(path)
+    assert np.log2(saved.optimizer["peak_lr"]) == pytest.approx(-6 + 0.041 / 0.214, abs=1e-3)
+    assert saved.provenance["loss"] == evaluated
+    assert "of evaluation loss: 2^-8 2.9600" in find.described(saved)
+    assert main(["sweep", *words, "--judge", "evaluation", "--no-eval"]) == 2
+    assert "--judge evaluation needs what --no-eval leaves out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("lr", "losses", "said"),
     [
