@@ -1,6 +1,7 @@
 """Train a recipe: `python -m train RECIPE [--FLAG VALUE ...]`.
 
-The first word is a recipe; `python -m train RECIPE --help` lists its flags, which are the fields of its config.
+The first word is a recipe; `python -m train RECIPE --help` lists its flags, which are the fields of its config. A file stands
+in its place with `--config PATH`: JSON or YAML, such as the config.json of another run.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input (one message on stderr), 128 + its number stopped by a signal.
 With `--restart` it is that of the last attempt, 128 and the signal's number where it was killed.
@@ -69,10 +70,15 @@ def _command(argv: list[str]) -> int:
     hardware.keep_freed_memory()
     check_words(argv)
     commands = {name: line for name, (_, line) in COMMANDS.items()}
-    name, words = command_line.first_word("python -m train", {"recipe": RECIPES, "command": commands}, argv)
+    kinds = {"recipe": RECIPES, "command": commands}
+    argv = cli.with_file_first(argv)
+    if argv and cli.is_file(argv[0]):
+        name, *words = argv
+    else:
+        name, words = command_line.first_word("python -m train", kinds, argv)
     if name in COMMANDS:
         return importlib.import_module(f"mupax.train.{COMMANDS[name][0]}").main(words)
-    command = cli.parse(name, RECIPES[name], words)
+    command = cli.parse(name, cli.recipe(name), words)
     if command.print_config:
         from mupax.train.config.record import to_json
 

@@ -82,6 +82,10 @@ class PresetFlags(ConstantFlags):
         return PresetConfig(name=name, base=self.base, form=self.form, constants=given)
 
 
+FILES = (".json", ".yaml", ".yml")
+"""How the path of a config file ends."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointFlags:
     """Which parameters a command reads."""
@@ -146,10 +150,32 @@ def parse(name: str, recipe: Callable[[], Config], argv: Sequence[str], more_fla
     return dataclasses.replace(command, config=command.config.resolved())
 
 
+def is_file(word: str) -> bool:
+    """Whether a word is a config file's path rather than a recipe's name."""
+    return word.endswith(FILES)
+
+
+def with_file_first(argv: Sequence[str]) -> list[str]:
+    """A command line that begins with `--config PATH` as one that begins with the path; raises UsageError for no such path."""
+    flag, equals, path = (argv or [""])[0].partition("=")
+    if flag != "--config":
+        return [*argv]
+    words = [path, *argv[1:]] if equals else [*argv[1:]]
+    if not (words and is_file(words[0])):
+        raise command_line.UsageError(
+            f"--config {(words or ['PATH'])[0]}: write a file that ends in {', '.join(FILES)}"
+        )
+    return words
+
+
 def recipe(name: str) -> Callable[[], Config]:
-    """The recipe of that name, for a command that takes one; raises UsageError where there is none."""
+    """The recipe of that name, or of a config file's path; raises UsageError where there is none, ConfigError for a wrong file."""
     from mupax.train.config.recipes import RECIPES
 
+    if is_file(name):
+        from mupax.train.config.recipes import files
+
+        return files.recipe(name)
     return RECIPES[command_line.first_word("", {"recipe": RECIPES}, [name])[0]]
 
 

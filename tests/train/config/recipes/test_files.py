@@ -1,0 +1,95 @@
+"""A config from a file: what a run was repeats it, and what is wrong in one is said with its name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mupax.train.__main__ import main
+from mupax.train.config import cli
+from mupax.train.config.recipes import RECIPES
+from mupax.train.config.record import to_json
+from mupax.zoo import configs
+
+pytestmark = pytest.mark.core
+
+FLAGS = "--steps 7 --model.width 64 --optimizer.peak-lr 3e-4 --preset.constants gamma0=0.5 --workdir runs/x"
+
+
+def parsed(path: Path | str, *words: str) -> dict[str, object]:
+    return to_json(cli.parse(str(path), cli.recipe(str(path)), words).config)
+
+
+@pytest.mark.parametrize("ending", ["json", "yaml"])
+def test_what_print_config_prints_is_the_run_again(
+    ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / f"run.{ending}"
+    words = FLAGS.split()
+    assert main(["vit-digits", *words, "--print-config"]) == 0
+    path.write_text(capsys.readouterr().out)  # JSON is YAML
+    assert main(["--config", str(path), "--steps", "9", "--print-config"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    config = to_json(cli.parse("vit-digits", RECIPES["vit-digits"], words).config)
+    assert again == {**config, "steps": 9, "workdir": "runs/vit-digits"}
+    assert main([f"--config={path}", "--steps", "9", "--print-config"]) == 0
+    assert json.loads(capsys.readouterr().out) == again
+
+
+def test_a_record_of_a_run_has_it_under_config(tmp_path: Path) -> None:
+    config = to_json(cli.parse("lm-tiny", RECIPES["lm-tiny"], ["--steps", "5", "--resume"]).config)
+    (tmp_path / "config.json").write_text(json.dumps({"run": "1f", "config": config, "versions": {}}))
+    assert parsed(tmp_path / "config.json") == {**config, "resume": False}
+
+
+def test_fields_that_a_file_leaves_out_are_its_recipes(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yml"
+    path.write_text("recipe: lm-tiny\nsteps: 12\noptimizer:\n  peak_lr: 3e-4\nmodel:\n  depth: 3\n")
+    flags = ["--steps", "12", "--optimizer.peak-lr", "3e-4", "--model.depth", "3"]
+    assert parsed(path) == to_json(cli.parse("lm-tiny", RECIPES["lm-tiny"], flags).config)
+    path.write_text("recipe: gpt2-c4\nmodel: gpt2-medium\n")
+    assert parsed(path)["model"] == parsed("gpt2-c4", "--model", "gpt2-medium")["model"]
+    assert parsed(path)["model"]["width"] == configs.get("gpt2-medium").width  # pyright: ignore
+
+
+def test_commands_that_take_a_recipe_take_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("recipe: vit-digits\nsteps: 12\n")
+    assert main(["sweep", str(path), "--lr", "2^-8:2^-6:3", "--dry-run"]) == 0
+    assert "12 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.yaml", None, "a.yaml: no such file; `--print-config > "),
+        ("a.yaml", "recipe: lm-tiny\nstep: 12\n", "a.yaml: no config has a field step; did you mean steps?"),
+        (
+            "a.yaml",
+            "recipe: lm-tiny\noptimizer: {peak_lr: fast}\n",
+            "a.yaml: optimizer.peak_lr is 'fast'; it must be float",
+        ),
+        ("a.yaml", "recipe: lm-tyni\n", "a.yaml: no recipe is named 'lm-tyni'; the recipes are "),
+        ("a.yaml", "steps: [1\n", "a.yaml cannot be read: while parsing a flow sequence"),
+        ("a.json", "{", "a.json cannot be read: Expecting property name"),
+        ("a.json", "[1]", "a.json holds no named fields; write them as `--print-config` does"),
+        ("a.yaml", "recipe: lm-tiny\nsteps: 0\n", "a.yaml: steps is 0"),
+        ("a.txt", "steps: 1\n", "a.txt: write a file that ends in .json, .yaml, .yml"),
+    ],
+)
+def test_a_wrong_file_is_one_message_with_its_name(
+    name: str, text: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    assert main(["--config", str(tmp_path / name), "--dry-run"]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert len(err.splitlines()) <= 2
+
+
+def test_a_missing_path_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config"]) == 2
+    assert "--config PATH: write a file that ends in .json, .yaml, .yml" in capsys.readouterr().err
