@@ -31,7 +31,6 @@ from mupax.zoo.definition import Definition, definition
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
 from mupax.zoo.families import ImageModel
 from mupax.zoo.huggingface import config as huggingface
-from mupax.zoo.huggingface.architectures import family_of
 from mupax.zoo.transformer import TransformerConfig
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "huggingface.md"
@@ -55,6 +54,18 @@ T5 = EncoderDecoderConfig(
     longest_distance=20, embedding_norm=False,
 )  # fmt: skip
 
+VARIANTS: dict[str, TransformerConfig] = {
+    "Llama 3.1": dataclasses.replace(
+        LLAMA, num_kv_heads=2, rope_scaling="llama3", rope_theta=50.0, rope_original_len=16
+    ),
+    "Llama, linear positions": dataclasses.replace(LLAMA, rope_scaling="linear", rope_factor=3.0),
+    "Mistral": dataclasses.replace(LLAMA, num_kv_heads=3, window=5),
+    "Qwen2": dataclasses.replace(LLAMA, num_kv_heads=2, head_dim=None, qkv_bias=True),
+    "Qwen2, window": dataclasses.replace(LLAMA, qkv_bias=True, tied=True, window=7),
+    "Qwen3": dataclasses.replace(LLAMA, num_kv_heads=2, qk_norm=True),
+}
+"""Models that differ from one of the others in a few fields."""
+
 MODELS: dict[str, TransformerConfig] = {
     "GPT-2, tied": GPT2,
     "GPT-2, untied": dataclasses.replace(GPT2, tied=False, activation="relu", mlp_ratio=3.0),
@@ -67,6 +78,7 @@ MODELS: dict[str, TransformerConfig] = {
     "MBart, untied": dataclasses.replace(MBART, tied=False, activation="relu"),
     "T5": T5,
     "T5 v1.1": dataclasses.replace(T5, tied=False, activation="geglu", target_len=None),
+    **VARIANTS,
 }
 """Sizes at which no two axes are equal that could be mistaken for each other."""
 
@@ -79,7 +91,7 @@ PRESETS: dict[str, PresetConfig] = {
 }
 """mup and depth-mup are taken relative to the family's proxy; u-mup has absolute numbers."""
 
-BASES = {"gpt2": "lm-proxy", "llama": "lm-proxy", "vit": "vit-proxy", "mbart": "ed-proxy", "t5": "ed-proxy"}
+BASES = {"decoder": "lm-proxy", "vit": "vit-proxy", "encoder-decoder": "ed-proxy"}
 
 
 class Row(NamedTuple):
@@ -95,11 +107,13 @@ class Row(NamedTuple):
 
 
 def cases() -> list[tuple[str, str, str]]:
-    """Model, way and preset of every comparison; a preset that has no rule for the model is left out."""
+    """Model, way and preset of every comparison; a preset that has no rule for the model is left out, and of variants a form."""
     found = []
     for model, config in MODELS.items():
         for name in PRESETS:
             if name == "u-mup" and (config.tied_readout or config.denoises):
+                continue
+            if name == "mup, mean-field form" and model in VARIANTS:
                 continue
             found += [(model, way, name) for way in ("in", "out")]
     return found
@@ -110,7 +124,7 @@ def measure(model: str, way: str, preset: str, folder: Path) -> Row:
     config = MODELS[model]
     given = PRESETS[preset]
     if given.name in ("mup", "depth-mup"):
-        given = dataclasses.replace(given, base=BASES[family_of(config)])
+        given = dataclasses.replace(given, base=BASES[config.family])
     built, made = definition(config), preset_for(given, config)
     factors = resolve(made, built, made.optimizers[0])
     theirs_at, ours_at = folder / "theirs", folder / "ours"

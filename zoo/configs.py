@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from importlib import import_module
 from typing import Any, ClassVar, Literal
 
 from mupax.presets.roles import MATRICES, FactorSpec, ParamSpec, Role
 from mupax.zoo.encoder_decoder.config import NAMED, EncoderDecoderConfig
 from mupax.zoo.families import ComputeConfig, ConfigError, ImageModel, ModelConfig, TokenModel
-from mupax.zoo.transformer import TransformerConfig
+from mupax.zoo.transformer import RopeScaling, Sight, TransformerConfig
 
 __all__ = [
     "CONFIGS",
@@ -79,6 +80,18 @@ class DecoderConfig(TokenModel, TransformerConfig):
     positions: Literal["learned", "rotary"] = "learned"
     rope_theta: float = 10_000.0
     """Base wavelength of rotary positions."""
+    rope_scaling: Literal["none", "linear", "llama3"] = "none"
+    """Frequencies for a context longer than the one first trained on: all divided, or (Llama 3.1) those of few turns within it."""
+    rope_factor: float = 8.0
+    """What scaled frequencies are divided by."""
+    rope_low_freq_factor: float = 1.0
+    """llama3: turns within the first context below which a frequency is divided."""
+    rope_high_freq_factor: float = 4.0
+    """llama3: turns within the first context above which it is left alone."""
+    rope_original_len: int = 8192
+    """llama3: the first context, in positions."""
+    window: int | None = None
+    """Positions that a query sees, its own and those before it (sliding window); all before it unless given."""
     tied: bool = False
     """Read out with the token embedding."""
     readout_bias: bool = False
@@ -90,10 +103,32 @@ class DecoderConfig(TokenModel, TransformerConfig):
             raise ConfigError(
                 f"rotary positions need an even head dimension, not {self.heads_dim}; write head_dim {self.heads_dim + 1}"
             )
+        if self.rope_scaling == "none":
+            return
+        if self.positions != "rotary":
+            raise ConfigError(f"model.rope_scaling {self.rope_scaling} is of rotary positions; write positions rotary")
+        if not 1 <= self.rope_factor < math.inf:
+            raise ConfigError(f"model.rope_factor is {self.rope_factor}; write a number of at least 1")
+        if not 0 < self.rope_low_freq_factor < self.rope_high_freq_factor < math.inf:
+            raise ConfigError(
+                f"model.rope_low_freq_factor {self.rope_low_freq_factor} is not between 0 and model.rope_high_freq_factor "
+                f"{self.rope_high_freq_factor}; write 1 and 4, as Llama 3.1 has"
+            )
 
     @property
     def rotary_theta(self) -> float | None:
         return self.rope_theta if self.positions == "rotary" else None
+
+    @property
+    def rotary_scaling(self) -> RopeScaling | None:
+        if self.rope_scaling == "none":
+            return None
+        turns = self.rope_low_freq_factor, self.rope_high_freq_factor
+        return RopeScaling(self.rope_scaling, self.rope_factor, *turns, self.rope_original_len)
+
+    @property
+    def sight(self) -> Sight:
+        return Sight(self.causal, self.window)
 
     def parameters(self) -> dict[str, ParamSpec]:
         learned = {"position": ParamSpec(role=Role.POSITION, axes=("position", "embed"))}

@@ -81,7 +81,7 @@ class Decoder(nnx.Module):
             jax.ShapeDtypeStruct((*tokens_BT.shape, heads, config.heads_dim), h_BTD.dtype)
             for heads in (config.num_heads, config.kv_heads)
         )
-        if chosen(config.compute.attention, q_BTHN, k_BSKN, causal=True) != "ring":
+        if chosen(config.compute.attention, q_BTHN, k_BSKN, *config.sight) != "ring":
             return self._reading(residual_stack(self.block, h_BTD, config.depth, config.compute))
         from mupax.zoo.layers import ring
 

@@ -45,6 +45,17 @@ class Fields:
             raise ConfigError(f"config.json: {name} is {shown(value)}, not {what}")
         return kind(value)
 
+    def optional(self, name: str, default: T | None) -> T | None:
+        """The same where null is a value: none.
+
+        Args:
+            name: in config.json.
+            default: where the field is left out; None: so is the field's value then, a whole number else.
+        """
+        if name in self.fields and self.fields[name] is None:
+            return None
+        return default if name not in self.fields else self.read(name, 1 if default is None else default)  # pyright: ignore
+
     def side(self, name: str, default: int) -> int:
         """The side of a square, given as one number or as two equal ones.
 

@@ -4,13 +4,37 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from mupax.presets.roles import MATRICES, FactorSpec, ParamSpec, Role, with_value_dim
 from mupax.zoo.families import ConfigError, ModelConfig
 
 Norm = Literal["layernorm", "rmsnorm"]
 Activation = Literal["gelu", "gelu_exact", "relu", "swiglu", "geglu"]
+_QKV = ("block.attention.query", "block.attention.key", "block.attention.value")
+
+
+class RopeScaling(NamedTuple):
+    """How the frequencies of rotary positions are stretched for a context that is longer than the one first trained on."""
+
+    kind: Literal["linear", "llama3"]
+    """linear divides all by the factor (Chen et al. 2023); llama3 those alone that turn too rarely within the first context."""
+    factor: float
+    low: float = 1.0
+    """llama3: turns within the first context below which a frequency is divided."""
+    high: float = 4.0
+    """llama3: turns above which it is left alone; between the two it is interpolated."""
+    original: int = 8192
+    """llama3: positions of the first context."""
+
+
+class Sight(NamedTuple):
+    """What attention sees."""
+
+    causal: bool
+    """Query t sees keys 0..t, else all."""
+    window: int | None = None
+    """Causal alone: of those the last so many, its own among them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +64,8 @@ class TransformerConfig(ModelConfig):
     """Trainable norm gains."""
     bias: bool = True
     """Trainable biases of matrices and of LayerNorm. A key bias exists only where it has a gradient (rotary, QK-norm)."""
+    qkv_bias: bool = False
+    """Trainable biases of queries, keys and values alone, where `bias` is off."""
     qk_norm: bool = False
     """RMS-normalize queries and keys per head, with a gain shared by heads."""
     qk_norm_kind: Norm = "rmsnorm"
@@ -64,6 +90,10 @@ class TransformerConfig(ModelConfig):
         if self.value_dim is not None and self.compute.projections == "fused":
             raise ConfigError(
                 "model.value_dim makes values of another size than queries; write projections auto or separate"
+            )
+        if self.qkv_bias and self.bias:
+            raise ConfigError(
+                "model.qkv_bias is there with model.bias already; write bias False to have these three alone"
             )
         if self.qk_norm_kind != "rmsnorm" and not self.qk_norm:
             raise ConfigError(
@@ -105,6 +135,16 @@ class TransformerConfig(ModelConfig):
         """Base wavelength of rotary positions; None without them."""
         return None
 
+    @property
+    def rotary_scaling(self) -> RopeScaling | None:
+        """How rotary frequencies are stretched; None where they are not."""
+        return None
+
+    @property
+    def sight(self) -> Sight:
+        """What attention sees."""
+        return Sight(self.causal)
+
     def base_sizes(self) -> dict[str, int]:
         return {
             "embed": self.width,
@@ -122,7 +162,8 @@ class TransformerConfig(ModelConfig):
         matrices = with_value_dim(matrices) if self.value_dim else matrices
         if self.gated:
             matrices["block.mlp.gate"] = MATRICES["block.mlp.up"]
-        biases = {f"{name}_bias": spec.bias for name, spec in matrices.items()} if self.bias else {}
+        with_bias = matrices if self.bias else _QKV if self.qkv_bias else ()
+        biases = {f"{name}_bias": matrices[name].bias for name in with_bias}
         if self.rotary_theta is None and not self.qk_norm:
             # Softmax ignores a shift common to all keys: a key bias would have exactly zero gradient.
             biases.pop("block.attention.key_bias", None)
@@ -153,6 +194,8 @@ class TransformerConfig(ModelConfig):
         """q.k and the sum of values. A causal position attends to half of the context on average and is counted so."""
         length = self.sizes()["position"]
         attended = length / 2 if self.causal else length
+        if (window := self.sight.window) is not None and window < length:
+            attended = window - window**2 / (2 * length)
         each = self.heads_dim + (self.value_dim or self.heads_dim)
         return 2 * attended * self.num_heads * each * self.depth * (length // self.units)
 

@@ -20,6 +20,7 @@ from mupax.zoo import flops, partition
 from mupax.zoo.families import AttentionName
 from mupax.zoo.layers.flash import FUSED, block_of
 from mupax.zoo.layers.kernels import chosen
+from mupax.zoo.transformer import Sight, TransformerConfig
 
 
 def expected(program: Program) -> dict[str, int]:
@@ -92,7 +93,9 @@ def attention_of(program: Program) -> AttentionName:
         for heads in ("heads", "kv_heads")
     )
     with partition.using(program.layout):
-        return chosen(compute.attention, q_BTHN, k_BSKN, program.config.model.causal)
+        model = program.config.model
+        sight = model.sight if isinstance(model, TransformerConfig) else Sight(model.causal)
+        return chosen(compute.attention, q_BTHN, k_BSKN, *sight)
 
 
 def matmul_flops(jaxpr: Any, visited: float = 1.0) -> float:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from mupax.zoo.families import ImageModel
 from mupax.zoo.transformer import TransformerConfig
 
-Family = Literal["gpt2", "llama", "vit", "mbart", "t5"]
+Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "vit", "mbart", "t5"]
 
 ARCHITECTURES: dict[Family, str] = {
-    "gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "vit": "ViTForImageClassification",
+    "gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "vit": "ViTForImageClassification",
     "mbart": "MBartForConditionalGeneration", "t5": "T5ForConditionalGeneration",
 }  # fmt: skip
 
@@ -22,10 +22,11 @@ ACTIVATIONS = {
 """Their names of activations to ours; gelu_new, gelu_pytorch_tanh and gelu_fast are one function."""
 
 STACK = ("width", "depth", "num_heads", "mlp_dim", "norm_eps")
+_LIKE_LLAMA: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 FIELDS: dict[Family, tuple[str, ...]] = {
     "gpt2": ("n_embd", "n_layer", "n_head", "n_inner", "layer_norm_epsilon"),
-    "llama": (*_SIZES, "rms_norm_eps"),
+    **dict.fromkeys(_LIKE_LLAMA, (*_SIZES, "rms_norm_eps")),
     "vit": (*_SIZES, "layer_norm_eps"),
     "mbart": ("d_model", "decoder_layers", "decoder_attention_heads", "decoder_ffn_dim"),  # its eps is in its code
     "t5": ("d_model", "num_decoder_layers", "num_heads", "d_ff", "layer_norm_epsilon"),
@@ -33,14 +34,15 @@ FIELDS: dict[Family, tuple[str, ...]] = {
 """Their names of what our `STACK` names."""
 
 DEFAULTS: dict[Family, tuple[float, ...]] = {
-    "gpt2": (768, 12, 12, 0, 1e-5), "llama": (4096, 32, 32, 11008, 1e-6), "vit": (768, 12, 12, 3072, 1e-12),
+    "gpt2": (768, 12, 12, 0, 1e-5), "llama": (4096, 32, 32, 11008, 1e-6),
+    "mistral": (4096, 32, 32, 14336, 1e-6), **dict.fromkeys(("qwen2", "qwen3"), (4096, 32, 32, 22016, 1e-6)), "vit": (768, 12, 12, 3072, 1e-12),
     "mbart": (1024, 12, 16, 4096), "t5": (512, 6, 8, 2048, 1e-6),
 }  # fmt: skip
 """What a field left out is; 0 is four widths."""
 
 DROPOUTS: dict[Family, tuple[str, ...]] = {
     "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
-    "llama": ("attention_dropout",),
+    **dict.fromkeys(_LIKE_LLAMA, ("attention_dropout",)),
     "vit": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
     "mbart": ("dropout", "attention_dropout", "activation_dropout"),
     "t5": ("dropout_rate",),
@@ -55,12 +57,3 @@ class Published(NamedTuple):
     """Parameters that our model has, the file does not, and that are zero there."""
     embedding_scale: float = 1.0
     """What its code multiplies looked-up embeddings by, before positions are added."""
-
-
-def family_of(model: TransformerConfig) -> Family:
-    """The architecture whose files can hold such a model."""
-    if isinstance(model, ImageModel):
-        return "vit"
-    if model.denoises:
-        return "t5" if "relative_bias" in model.parameters() else "mbart"
-    return "gpt2" if model.rotary_theta is None else "llama"

@@ -1,7 +1,8 @@
-"""Model configs in the form of Hugging Face's `transformers`: GPT-2, Llama, ViT, MBart and T5, both ways.
+"""Model configs in the form of Hugging Face's `transformers`: GPT-2, Llama and its like, ViT, MBart and T5, both ways.
 
-A decoder with learned positions is a GPT-2, one with rotary positions a Llama; an encoder-decoder with learned positions is an
-MBart, one with relative positions a T5. What a family's code cannot compute is refused with its reason, in both directions.
+A decoder with learned positions is a GPT-2, one with rotary positions a Llama or like one (`decoders`); an encoder-decoder with
+learned positions is an MBart, one with relative positions a T5. What a family's code cannot compute is refused with its reason,
+in both directions.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from mupax.zoo.configs import ConfigError, DecoderConfig, ViTConfig
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
 from mupax.zoo.families import ImageModel
 from mupax.zoo.fields import Fields
-from mupax.zoo.huggingface import encoder_decoder
+from mupax.zoo.huggingface import decoders, encoder_decoder
 from mupax.zoo.huggingface.architectures import (
     ACTIVATIONS,
     ARCHITECTURES,
@@ -25,13 +26,11 @@ from mupax.zoo.huggingface.architectures import (
     STACK,
     Family,
     Published,
-    family_of,
 )
+from mupax.zoo.huggingface.names import family_of
 from mupax.zoo.transformer import TransformerConfig
 
 _QKV = tuple(f"block.attention.{name}_bias" for name in ("query", "key", "value"))
-_ATTENTION = (*_QKV, "block.attention.out_bias")
-_MLP = tuple(f"block.mlp.{name}_bias" for name in ("up", "gate", "down"))
 
 
 def to_huggingface(
@@ -83,18 +82,8 @@ def to_huggingface(
     text = {**shared, **tied, **_ids(), **(tokens or {})}
     if family == "gpt2":
         return {**text, "n_positions": sizes["position"], "activation_function": activation}
-    return {
-        **text,
-        "head_dim": model.heads_dim,
-        "num_key_value_heads": model.kv_heads,
-        "hidden_act": activation,
-        "max_position_embeddings": sizes["position"],
-        "attention_bias": model.bias,
-        "mlp_bias": model.bias,
-        # The first is read by transformers 5, the second by those before.
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rotary_theta},
-        "rope_theta": model.rotary_theta,
-    }
+    assert isinstance(model, DecoderConfig)
+    return {**text, **decoders.fields_of(model, family)}
 
 
 def from_huggingface(fields: Mapping[str, Any]) -> Published:
@@ -120,7 +109,7 @@ def _reasons(model: TransformerConfig) -> list[str]:
     width, heads, kv_heads, size = model.width, model.num_heads, model.kv_heads, model.heads_dim
     refused = {
         "model.centered trains the difference of two networks, and a file holds one": model.centered,
-        "model.qk_norm normalizes queries and keys, which it does not": model.qk_norm,
+        "model.qk_norm normalizes queries and keys, which it does not": model.qk_norm and family != "qwen3",
         "model.value_dim makes values of another size than queries, which it does not": model.value_dim is not None,
         "model.branch_activation acts on what branches read, which it does not": model.branch_activation != "none",
         "model.readout_bias adds to the logits, which it does not": family != "vit"
@@ -128,12 +117,11 @@ def _reasons(model: TransformerConfig) -> list[str]:
     }
     if isinstance(model, EncoderDecoderConfig):
         refused |= encoder_decoder.reasons(model)
-    elif family == "llama":
-        kinds = f"with rotary positions it needs rmsnorm and swiglu, not {model.norm} and {model.activation}"
-        refused[kinds] = model.norm != "rmsnorm" or model.activation != "swiglu"
-        refused[f"it needs model.width {width} to be a multiple of model.num_heads {heads}"] = bool(width % heads)
+    elif isinstance(model, DecoderConfig) and model.rotary_theta is not None:
+        refused |= decoders.reasons(model, family)
     else:
         refused |= {
+            "model.window hides all but the last positions, which it does not": model.sight.window is not None,
             "it has LayerNorm, which subtracts the mean, and model.norm is rmsnorm": model.norm != "layernorm",
             f"its MLP has no gate, and model.activation is {model.activation}": model.gated,
             f"it has no grouped queries, and model.num_kv_heads is {kv_heads} of {heads} heads": kv_heads != heads,
@@ -168,30 +156,6 @@ def _gpt2(read: Fields) -> Published:
     return Published(model, frozenset())
 
 
-def _llama(read: Fields) -> Published:
-    if read.read("hidden_act", "silu") not in ("silu", "swish"):
-        raise ConfigError(f"config.json: hidden_act is {shown(read.fields['hidden_act'])}, and our gated MLP has silu")
-    stack = _stack(read, "llama")
-    width, heads = stack["width"], stack["num_heads"]
-    head_dim, kv_heads = read.read("head_dim", max(1, width // heads)), read.read("num_key_value_heads", heads)
-    attention, mlp = read.read("attention_bias", False), read.read("mlp_bias", False)
-    model = DecoderConfig(
-        **stack,
-        head_dim=None if heads * head_dim == width else head_dim,
-        num_kv_heads=None if kv_heads == heads else kv_heads,
-        activation="swiglu",
-        norm="rmsnorm",
-        bias=attention or mlp,
-        positions="rotary",
-        rope_theta=_rope_theta(read),
-        vocab_size=read.read("vocab_size", 32000),
-        seq_len=read.read("max_position_embeddings", 2048),
-        tied=read.read("tie_word_embeddings", False),
-    )
-    zeros = () if attention == mlp else _MLP if attention else _ATTENTION
-    return Published(model, frozenset(zeros))
-
-
 def _vit(read: Fields) -> Published:
     labels = read.fields.get("id2label")
     model = ViTConfig(
@@ -207,30 +171,15 @@ def _vit(read: Fields) -> Published:
 
 
 _READ = {
-    "gpt2": _gpt2, "llama": _llama, "vit": _vit, "mbart": encoder_decoder.mbart,
-    "t5": functools.partial(encoder_decoder.t5, newer=False), "mt5": functools.partial(encoder_decoder.t5, newer=True),
-}  # fmt: skip
+    "gpt2": _gpt2,
+    **{family: functools.partial(decoders.like_llama, family=family) for family in decoders.LIKE},
+    "vit": _vit,
+    "mbart": encoder_decoder.mbart,
+    "t5": functools.partial(encoder_decoder.t5, newer=False),
+    "mt5": functools.partial(encoder_decoder.t5, newer=True),
+}
 """Every model_type that is read."""
 
 
 def _ids(*others: str) -> dict[str, None]:
     return dict.fromkeys(f"{name}_token_id" for name in ("bos", "eos", "pad", *others))
-
-
-def _rope_theta(read: Fields) -> float:
-    """The base of rotary positions; other kinds than the plain one are refused."""
-    parameters, scaling = read.fields.get("rope_parameters"), read.fields.get("rope_scaling")
-    for rope in (parameters, scaling):
-        if rope is None:
-            continue
-        if not isinstance(rope, dict):
-            raise ConfigError(f"config.json: rotary parameters are {shown(rope)}, not an object")
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            raise ConfigError(
-                f"config.json: rotary positions of type {shown(kind)} change the frequencies with the context; "
-                "our models have the plain ones (type default) only"
-            )
-    if any(holder.get("partial_rotary_factor", 1) != 1 for holder in (parameters or {}, scaling or {}, read.fields)):
-        raise ConfigError("config.json: partial_rotary_factor turns only a part of each head; ours turn all of it")
-    return Fields({**read.fields, **(parameters or {})}).read("rope_theta", 10_000.0)

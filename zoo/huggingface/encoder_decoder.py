@@ -37,7 +37,7 @@ def reasons(model: EncoderDecoderConfig) -> dict[str, bool]:
     if model.positions == "relative":
         return both | {
             f"it has rmsnorm, and model.norm is {model.norm}": model.norm != "rmsnorm",
-            "it has no biases; train with --model.no-bias to export": model.bias,
+            "it has no biases; train with --model.no-bias to export": model.bias or model.qkv_bias,
             "it has no norms after the embeddings; train with --model.no-embedding-norm to export": model.embedding_norm,
         }
     return both | {

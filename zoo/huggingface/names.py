@@ -1,4 +1,4 @@
-"""Names and shapes of tensors in Hugging Face's files of GPT-2, Llama, ViT, MBart and T5, beside ours.
+"""Names and shapes of tensors in Hugging Face's files, beside ours.
 
 D width, H heads, K key heads, N head dimension, F MLP hidden, V vocabulary, T positions, P patch size, C channels.
 """
@@ -10,15 +10,27 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mupax.zoo.configs import DecoderConfig
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
 from mupax.zoo.families import ImageModel
-from mupax.zoo.huggingface.architectures import Family, family_of
+from mupax.zoo.huggingface import decoders
+from mupax.zoo.huggingface.architectures import Family
+from mupax.zoo.huggingface.decoders import LIKE
+from mupax.zoo.huggingface.tables import table
 from mupax.zoo.transformer import TransformerConfig
-
-PREFIX: dict[Family, str] = {"gpt2": "transformer.", "llama": "model.", "vit": "vit.", "mbart": "model.", "t5": ""}
 
 HEADS = ("lm_head.weight", "final_logits_bias", "classifier.weight", "classifier.bias")
 """Tensors outside the prefix."""
+
+
+def family_of(model: TransformerConfig) -> Family:
+    """The architecture whose files can hold such a model."""
+    if isinstance(model, ImageModel):
+        return "vit"
+    if model.denoises:
+        return "t5" if "relative_bias" in model.parameters() else "mbart"
+    assert isinstance(model, DecoderConfig)
+    return "gpt2" if model.rotary_theta is None else decoders.family_of(model)
 
 
 class Part(NamedTuple):
@@ -107,107 +119,6 @@ def _part(model: TransformerConfig, name: str, layout: str) -> Part:
     return Part(name, shape, shape, tuple(range(len(shape))))
 
 
-_GPT2 = """
-wte.weight same token
-wpe.weight same position
-h.{i}.ln_1 norm block.attention_norm
-h.{i}.attn.c_attn.weight conv1d block.attention.query block.attention.key block.attention.value
-h.{i}.attn.c_attn.bias flat block.attention.query_bias block.attention.key_bias block.attention.value_bias
-h.{i}.attn.c_proj conv1d block.attention.out
-h.{i}.ln_2 norm block.mlp_norm
-h.{i}.mlp.c_fc conv1d block.mlp.up
-h.{i}.mlp.c_proj conv1d block.mlp.down
-ln_f norm norm
-"""
-_LLAMA = """
-embed_tokens.weight same token
-layers.{i}.self_attn.q_proj linear block.attention.query
-layers.{i}.self_attn.k_proj linear block.attention.key
-layers.{i}.self_attn.v_proj linear block.attention.value
-layers.{i}.self_attn.o_proj linear block.attention.out
-layers.{i}.mlp.gate_proj linear block.mlp.gate
-layers.{i}.mlp.up_proj linear block.mlp.up
-layers.{i}.mlp.down_proj linear block.mlp.down
-layers.{i}.input_layernorm.weight flat block.attention_norm.gain
-layers.{i}.post_attention_layernorm.weight flat block.mlp_norm.gain
-norm.weight flat norm.gain
-"""
-_VIT = """
-embeddings.cls_token led cls
-embeddings.position_embeddings led position
-embeddings.patch_embeddings.projection.weight conv2d patch
-embeddings.patch_embeddings.projection.bias flat patch_bias
-encoder.layer.{i}.layernorm_before norm block.attention_norm
-encoder.layer.{i}.attention.attention.query linear block.attention.query
-encoder.layer.{i}.attention.attention.key linear block.attention.key
-encoder.layer.{i}.attention.attention.value linear block.attention.value
-encoder.layer.{i}.attention.output.dense linear block.attention.out
-encoder.layer.{i}.layernorm_after norm block.mlp_norm
-encoder.layer.{i}.intermediate.dense linear block.mlp.up
-encoder.layer.{i}.output.dense linear block.mlp.down
-layernorm norm norm
-classifier linear readout
-"""
-_MBART_STACK = """
-{stack}.embed_positions.weight behind {ours}position
-{stack}.layernorm_embedding norm {ours}embedding_norm
-{stack}.layers.{i}.self_attn.q_proj linear {ours}block.attention.query
-{stack}.layers.{i}.self_attn.k_proj linear {ours}block.attention.key
-{stack}.layers.{i}.self_attn.v_proj linear {ours}block.attention.value
-{stack}.layers.{i}.self_attn.out_proj linear {ours}block.attention.out
-{stack}.layers.{i}.self_attn_layer_norm norm {ours}block.attention_norm
-{stack}.layers.{i}.fc1 linear {ours}block.mlp.up
-{stack}.layers.{i}.fc2 linear {ours}block.mlp.down
-{stack}.layers.{i}.final_layer_norm norm {ours}block.mlp_norm
-{stack}.layer_norm norm {ours}norm
-"""
-_MBART_CROSS = """
-decoder.layers.{i}.encoder_attn.q_proj linear block.cross.query
-decoder.layers.{i}.encoder_attn.k_proj linear block.cross.key
-decoder.layers.{i}.encoder_attn.v_proj linear block.cross.value
-decoder.layers.{i}.encoder_attn.out_proj linear block.cross.out
-decoder.layers.{i}.encoder_attn_layer_norm norm block.cross_norm
-final_logits_bias logits readout_bias
-"""
-_T5_STACK = """
-{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight same {ours}relative_bias
-{stack}.block.{i}.layer.0.SelfAttention.q.weight linear {ours}block.attention.query
-{stack}.block.{i}.layer.0.SelfAttention.k.weight linear {ours}block.attention.key
-{stack}.block.{i}.layer.0.SelfAttention.v.weight linear {ours}block.attention.value
-{stack}.block.{i}.layer.0.SelfAttention.o.weight linear {ours}block.attention.out
-{stack}.block.{i}.layer.0.layer_norm.weight flat {ours}block.attention_norm.gain
-{stack}.block.{i}.layer.{last}.DenseReluDense.{up}.weight linear {ours}block.mlp.up
-{stack}.block.{i}.layer.{last}.DenseReluDense.wo.weight linear {ours}block.mlp.down
-{stack}.block.{i}.layer.{last}.layer_norm.weight flat {ours}block.mlp_norm.gain
-{stack}.final_layer_norm.weight flat {ours}norm.gain
-"""
-_T5_GATE = "{stack}.block.{i}.layer.{last}.DenseReluDense.wi_0.weight linear {ours}block.mlp.gate\n"
-_T5_CROSS = """
-decoder.block.{i}.layer.1.EncDecAttention.q.weight linear block.cross.query
-decoder.block.{i}.layer.1.EncDecAttention.k.weight linear block.cross.key
-decoder.block.{i}.layer.1.EncDecAttention.v.weight linear block.cross.value
-decoder.block.{i}.layer.1.EncDecAttention.o.weight linear block.cross.out
-decoder.block.{i}.layer.1.layer_norm.weight flat block.cross_norm.gain
-"""
-
-
-def _table(model: TransformerConfig, family: Family) -> str:
-    """Lines of their name, the layout and our names. A name without .weight or .bias is both: a matrix', or gain and bias of a norm."""
-    if family in _TABLES:
-        return _TABLES[family]
-    stack, cross = (_MBART_STACK, _MBART_CROSS) if family == "mbart" else (_T5_STACK, _T5_CROSS)
-    gate, up = (_T5_GATE, "wi_1") if model.gated else ("", "wi")
-    lines = ["shared.weight same token\n", cross]
-    for name, ours, last in (("encoder", "encoder.", "1"), ("decoder", "", "2")):
-        lines += [
-            (stack + gate).replace("{stack}", name).replace("{ours}", ours).replace("{last}", last).replace("{up}", up)
-        ]
-    return "\n".join(lines)
-
-
-_TABLES: dict[Family, str] = {"gpt2": _GPT2, "llama": _LLAMA, "vit": _VIT}
-
-
 def _times(model: TransformerConfig, family: Family, name: str) -> float:
     """T5's code has no scale of attention logits, and divides a tied readout by width^1/2."""
     if family != "t5":
@@ -225,17 +136,16 @@ def tensors(model: TransformerConfig) -> list[Tensor]:
         parts = (_part(model, name, layout)._replace(times=_times(model, family, name)) for name in ours)
         every.append(Tensor(theirs, tuple(parts)))
 
-    for line in filter(None, _table(model, family).splitlines()):
+    for line in filter(None, table(model, family).splitlines()):
         theirs, layout, *ours = line.split()
         if layout == "norm":
             add(f"{theirs}.weight", "flat", f"{ours[0]}.gain")
-            if family != "llama" or model.bias:
-                add(f"{theirs}.bias", "flat", f"{ours[0]}.bias")
+            add(f"{theirs}.bias", "flat", f"{ours[0]}.bias")
         elif theirs.endswith((".weight", ".bias", "_token", "_embeddings", "_logits_bias")):
             add(theirs, layout, *ours)
         else:
             add(f"{theirs}.weight", layout, *ours)
-            if family != "llama" or model.bias:
+            if family not in LIKE or f"{ours[0]}_bias" in model.parameters():
                 add(f"{theirs}.bias", "flat", f"{ours[0]}_bias")
     if family != "vit" and not model.tied_readout:
         add("lm_head.weight", "linear", "readout")

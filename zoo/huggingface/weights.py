@@ -1,4 +1,4 @@
-"""Weights in the layout of Hugging Face's `transformers`: names and tensors of GPT-2, Llama, ViT, MBart and T5, both ways.
+"""Weights in the layout of Hugging Face's `transformers`: names and tensors of the families in `architectures`, both ways.
 
 Ours are stacked over layers and keep heads apart; theirs are one matrix per layer, [out, in] but for GPT-2's, which are
 [in, out] with query, key and value side by side. Names on disk have the prefix of the model with its head; files of
@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mupax.zoo.huggingface.architectures import Published, family_of
-from mupax.zoo.huggingface.names import HEADS, PREFIX, tensors
+from mupax.zoo.huggingface.architectures import Published
+from mupax.zoo.huggingface.names import HEADS, family_of, tensors
+from mupax.zoo.huggingface.tables import PREFIX
 from mupax.zoo.huggingface.tensorfile import TensorFileError, Tensors
 from mupax.zoo.transformer import TransformerConfig
 

@@ -54,7 +54,8 @@ class Attention(nnx.Module):
     """softmax(logit_scale * q.k) v, projected out. The preset's logit scale is applied here and nowhere else."""
 
     def __init__(self, config: TransformerConfig, init: Init) -> None:
-        self.causal, self.rope_theta = config.causal, config.rotary_theta
+        self.causal, self.window = config.sight
+        self.rope_theta, self.rope_scaling = config.rotary_theta, config.rotary_scaling
         self.implementation: AttentionName = config.compute.attention
         self.block = config.compute.attention_block
         self.fused, self.kind = config.compute.projections == "fused", product_kind(config.compute)
@@ -78,7 +79,7 @@ class Attention(nnx.Module):
         if self.query_norm is not None and self.key_norm is not None:
             q_BTHN, k_BSKN = self.query_norm(q_BTHN), self.key_norm(k_BSKN)
         if self.rope_theta is not None:
-            q_BTHN, k_BSKN = (rotary(x, self.rope_theta, start) for x in (q_BTHN, k_BSKN))
+            q_BTHN, k_BSKN = (rotary(x, self.rope_theta, start, self.rope_scaling) for x in (q_BTHN, k_BSKN))
         return partition.constrain(q_BTHN, "batch", "sequence", "heads", None), k_BSKN, v_BSKN
 
     def _projected(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -111,11 +112,12 @@ class Attention(nnx.Module):
         cache = cache.put(layer, k_BTKN, v_BTKN)
         if fresh:
             return self._attended(q_BTHN, k_BTKN, v_BTKN), cache
-        return self._projected_out(cache.attend(layer, self._scaled(q_BTHN))), cache
+        return self._projected_out(cache.attend(layer, self._scaled(q_BTHN), window=self.window)), cache
 
     def _attended(self, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array) -> jax.Array:
         attend = functools.partial(kernels.attend, implementation=self.implementation, block=self.block)
-        return self._projected_out(attend(self._scaled(q_BTHN), k_BSKN, v_BSKN, causal=self.causal))
+        sight = {"causal": self.causal, "window": self.window}
+        return self._projected_out(attend(self._scaled(q_BTHN), k_BSKN, v_BSKN, **sight))
 
     def _scaled(self, q_BTHN: jax.Array) -> jax.Array:
         return q_BTHN * self.logit_scale[...].astype(q_BTHN.dtype)

@@ -39,7 +39,14 @@ class Cache(NamedTuple):
 
         return self._replace(keys=updated(self.keys, k_BTKN), values=updated(self.values, v_BTKN))
 
-    def attend(self, layer: jax.Array | int, q_BTHN: jax.Array, bias_HTS: jax.Array | None = None) -> jax.Array:
+    def attend(
+        self,
+        layer: jax.Array | int,
+        q_BTHN: jax.Array,
+        bias_HTS: jax.Array | None = None,
+        *,
+        window: int | None = None,
+    ) -> jax.Array:
         """softmax(q.k) v of T queries, at the positions from `length` on, over everything up to each of them.
 
         Their own keys and values are in the cache already. Logits are taken as they are; softmax is in float32.
@@ -48,6 +55,7 @@ class Cache(NamedTuple):
             layer: whose keys and values they see, from 0.
             q_BTHN: queries, with the logit scale, and rotated as the keys are.
             bias_HTS: added to logits, of all positions there is room for.
+            window: positions that a query sees, its own the last of them; all before it unless given.
         """
         batch, length, heads, size = q_BTHN.shape
         k_BKSN, v_BKSN = self.keys[layer], self.values[layer]
@@ -57,6 +65,8 @@ class Cache(NamedTuple):
         q_BKQN = q_BTKGN.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, size)
         logits_BKQS = jnp.einsum("bkqn,bksn->bkqs", q_BKQN, k_BKSN, preferred_element_type=jnp.float32)
         seen_TS = jnp.arange(source) <= self.length + jnp.arange(length)[:, None]
+        if window is not None:
+            seen_TS &= jnp.arange(source) > self.length + jnp.arange(length)[:, None] - window
         logits_BKGTS = logits_BKQS.reshape(batch, kv_heads, -1, length, source)
         if bias_HTS is not None:
             logits_BKGTS = logits_BKGTS + bias_HTS.reshape(kv_heads, -1, length, source)

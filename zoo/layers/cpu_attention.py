@@ -25,6 +25,7 @@ def merged_attention(
     v_BSKN: jax.Array,
     *,
     causal: bool,
+    window: int | None = None,
     seen_BS: jax.Array | None = None,
     bias_HTS: jax.Array | None = None,
 ) -> jax.Array:
@@ -35,6 +36,7 @@ def merged_attention(
         k_BSKN: keys; H is a multiple of K.
         v_BSKN: values.
         causal: query t sees keys 0..t, else all.
+        window: causal alone: of those the last so many.
         seen_BS: bool, keys that any query sees; all unless given.
         bias_HTS: added to logits.
     """
@@ -49,6 +51,8 @@ def merged_attention(
             logits_RTS = jnp.where(seen_R1S, logits_RTS, jnp.finfo(jnp.float32).min)
         if causal:
             seen_TS = jnp.tri(*logits_RTS.shape[1:], dtype=bool)
+            if window is not None:
+                seen_TS &= ~jnp.tri(*logits_RTS.shape[1:], k=-window, dtype=bool)
             logits_RTS = jnp.where(seen_TS, logits_RTS, jnp.finfo(jnp.float32).min)
         weights_RTS = jax.nn.softmax(logits_RTS, axis=-1).astype(v_RSN.dtype)
         return jnp.einsum("bts,bsn->btn", weights_RTS, v_RSN)
@@ -56,32 +60,38 @@ def merged_attention(
     return _in_rows(products, q_BTHN, k_BSKN, v_BSKN)
 
 
-def tiled_attention(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array) -> jax.Array:
-    """Attention in which query t sees keys 0..t, by tiles of queries: keys after a tile's last are never multiplied.
+def tiled_attention(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *, window: int | None = None) -> jax.Array:
+    """Attention in which query t sees keys 0..t, by tiles of queries: keys that none of a tile's sees are never multiplied.
 
     The gradient computes each tile's weights anew. Plain operations under `jax.checkpoint`: derivatives of any kind and
     order go through.
 
     Args:
-        q_BTHN, k_BSKN, v_BSKN: as `merged_attention`.
+        q_BTHN, k_BSKN, v_BSKN, window: as `merged_attention`.
     """
 
     def tiles(q_RTN: jax.Array, k_RSN: jax.Array, v_RSN: jax.Array) -> jax.Array:
         length, policy = q_RTN.shape[1], jax.checkpoint_policies.save_only_these_names(SAVED)
         count = max(TILE, -(-length // MOST))
-        tile = [functools.partial(_tile, start=start, count=count) for start in range(0, length, count)]
+        tile = [functools.partial(_tile, start=start, count=count, window=window) for start in range(0, length, count)]
         return jnp.concatenate([jax.checkpoint(one, policy=policy)(q_RTN, k_RSN, v_RSN) for one in tile], axis=1)
 
     return _in_rows(tiles, q_BTHN, k_BSKN, v_BSKN)
 
 
-def _tile(q_RTN: jax.Array, k_RSN: jax.Array, v_RSN: jax.Array, *, start: int, count: int) -> jax.Array:
+def _tile(
+    q_RTN: jax.Array, k_RSN: jax.Array, v_RSN: jax.Array, *, start: int, count: int, window: int | None
+) -> jax.Array:
     """The outputs of `count` queries, or those there are, from `start` on: [R, count, N]."""
     q_RTN = q_RTN[:, start : start + count]
-    k_RSN, v_RSN = (x_RSN[:, : start + count] for x_RSN in (k_RSN, v_RSN))
+    first = 0 if window is None else max(0, start - window + 1)
+    k_RSN, v_RSN = (x_RSN[:, first : start + count] for x_RSN in (k_RSN, v_RSN))
     # Keys before queries: sums and maxima over keys then run along vectors of queries.
     logits_RST = jnp.einsum("rsn,rtn->rst", k_RSN, q_RTN, preferred_element_type=jnp.float32)
-    seen_ST = jnp.arange(k_RSN.shape[1])[:, None] <= start + jnp.arange(q_RTN.shape[1])
+    key_S1, query_T = first + jnp.arange(k_RSN.shape[1])[:, None], start + jnp.arange(q_RTN.shape[1])
+    seen_ST = key_S1 <= query_T
+    if window is not None:
+        seen_ST &= key_S1 > query_T - window
     logits_RST = jnp.where(seen_ST, logits_RST, jnp.finfo(jnp.float32).min)
     most_R1T = checkpoint_name(jax.lax.stop_gradient(jnp.max(logits_RST, axis=1, keepdims=True)), SAVED)
     weights_RST = jnp.exp(logits_RST - most_R1T)

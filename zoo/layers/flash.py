@@ -72,6 +72,7 @@ def splash_attention(
     v_BSKN: jax.Array,
     *,
     causal: bool,
+    window: int | None = None,
     block: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -82,6 +83,7 @@ def splash_attention(
         k_BSKN: keys; S a multiple of 128.
         v_BSKN: values.
         causal: query t sees keys 0..t, whichever device it lies on.
+        window: causal alone: of those the last so many; blocks that it hides are skipped.
         block: positions on a side of a block; the chip's own unless given.
         interpret: run the kernel as ordinary operations, on any platform.
     """
@@ -94,6 +96,8 @@ def splash_attention(
     # What the kernel knows of its mask, block by block: where a mask depends on the query, a device gets its own rows.
     axis = "sequence" if causal else None
     mask = masks.CausalMask((length, source)) if causal else masks.FullMask((length // shards, source))
+    if window is not None:
+        mask = masks.LocalMask((length, source), (window - 1, 0), 0)
     kernel = splash.make_splash_mha(
         masks.MultiHeadMask([mask] * (q_BTHN.shape[2] // layout.ways("heads"))), block_sizes=blocks,
         head_shards=1, q_seq_shards=shards if causal else 1, residual_checkpoint_name=SAVED, interpret=interpret,

@@ -32,6 +32,7 @@ def attend(
     v_BSKN: jax.Array,
     *,
     causal: bool,
+    window: int | None = None,
     implementation: AttentionName = "auto",
     block: int | None = None,
 ) -> jax.Array:
@@ -42,6 +43,7 @@ def attend(
         k_BSKN: keys; H is a multiple of K.
         v_BSKN: values.
         causal: query t sees keys 0..t, else all.
+        window: causal alone: of those the last so many.
         implementation: as `chosen`.
         block: positions on a side of a splash block; the chip's own unless given.
 
@@ -52,8 +54,8 @@ def attend(
     if queries != values:  # zeros change no product
         most = max(queries, values)
         wide = (jnp.pad(x, (*((0, 0),) * 3, (0, most - x.shape[-1]))) for x in (q_BTHN, k_BSKN, v_BSKN))
-        return attend(*wide, causal=causal, implementation=implementation, block=block)[..., :values]
-    layout, implementation = partition.current(), chosen(implementation, q_BTHN, k_BSKN, causal)
+        return attend(*wide, causal=causal, window=window, implementation=implementation, block=block)[..., :values]
+    layout, implementation = partition.current(), chosen(implementation, q_BTHN, k_BSKN, causal, window)
     # Where positions are split, every device keeps its queries, and but for a ring gathers all keys and values.
     source = "sequence" if implementation == "ring" else None
     k_BSKN, v_BSKN = (partition.constrain(x_BSKN, "batch", source, "kv_heads", None) for x_BSKN in (k_BSKN, v_BSKN))
@@ -62,20 +64,26 @@ def attend(
 
         if implementation == "cudnn":
             return flash.cudnn_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal)
-        run = flash.ring_attention if implementation == "ring" else flash.splash_attention
-        return run(q_BTHN, k_BSKN, v_BSKN, causal=causal, block=block)
+        if implementation == "ring":
+            return flash.ring_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, block=block)
+        return flash.splash_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, window=window, block=block)
     if layout.platform == "cpu" and all(layout.ways(axis) == 1 for axis in ("sequence", "heads", "kv_heads")):
         if causal and q_BTHN.shape[1] > TILE:
-            return tiled_attention(q_BTHN, k_BSKN, v_BSKN)
-        return merged_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal)
-    return jax.nn.dot_product_attention(q_BTHN, k_BSKN, v_BSKN, scale=1.0, is_causal=causal, implementation="xla")
+            return tiled_attention(q_BTHN, k_BSKN, v_BSKN, window=window)
+        return merged_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, window=window)
+    before = None if window is None else (window - 1, 0)
+    return jax.nn.dot_product_attention(
+        q_BTHN, k_BSKN, v_BSKN, scale=1.0, is_causal=causal, local_window_size=before, implementation="xla"
+    )
 
 
-def chosen(implementation: AttentionName, q_BTHN: Shaped, k_BSKN: Shaped, causal: bool) -> AttentionName:
+def chosen(
+    implementation: AttentionName, q_BTHN: Shaped, k_BSKN: Shaped, causal: bool, window: int | None = None
+) -> AttentionName:
     """The implementation that attends: the named one, or with auto the first of the platform's that can (`AUTO`).
 
     Args:
-        implementation, q_BTHN, k_BSKN, causal: as `why_not`.
+        implementation, q_BTHN, k_BSKN, causal, window: as `why_not`.
 
     Raises:
         ConfigError: the named one cannot do this; the text says why.
@@ -85,13 +93,15 @@ def chosen(implementation: AttentionName, q_BTHN: Shaped, k_BSKN: Shaped, causal
         able: tuple[AttentionName, ...] = (*AUTO.get(layout.platform, ()), "xla")
         if layout.platform == "tpu" and q_BTHN.shape[1] < RING * layout.ways("sequence"):
             able = able[able.index("ring") + 1 :]
-        return next(name for name in able if not why_not(name, q_BTHN, k_BSKN, causal))
-    if reason := why_not(implementation, q_BTHN, k_BSKN, causal):
+        return next(name for name in able if not why_not(name, q_BTHN, k_BSKN, causal, window))
+    if reason := why_not(implementation, q_BTHN, k_BSKN, causal, window):
         raise ConfigError(f"model.compute.attention {implementation}: {reason}; write auto or xla")
     return implementation
 
 
-def why_not(implementation: AttentionName, q_BTHN: Shaped, k_BSKN: Shaped, causal: bool) -> str | None:
+def why_not(
+    implementation: AttentionName, q_BTHN: Shaped, k_BSKN: Shaped, causal: bool, window: int | None = None
+) -> str | None:
     """Why this implementation cannot attend here; None where it can.
 
     Args:
@@ -99,6 +109,7 @@ def why_not(implementation: AttentionName, q_BTHN: Shaped, k_BSKN: Shaped, causa
         q_BTHN: queries, of which shape and dtype count.
         k_BSKN: keys, of which the shape does.
         causal: whether a query sees only the keys up to its own.
+        window: of those how many; None: all.
     """
     layout, size = partition.current(), q_BTHN.shape[-1]
     platform, ways = layout.platform, layout.ways("sequence")
@@ -106,6 +117,8 @@ def why_not(implementation: AttentionName, q_BTHN: Shaped, k_BSKN: Shaped, causa
         case "ring":
             # Causal, a device has two parts of as many.
             parts, unit = ways * (2 if causal else 1), LANES if platform == "tpu" else 1
+            if window is not None:
+                return f"parts of keys go round whole, and model.window {window} hides most of them"
             if ways == 1:
                 return "it is for positions that devices split, and mesh.sequence is 1"
             if q_BTHN.shape[1] % (parts * unit) or k_BSKN.shape[1] != q_BTHN.shape[1]:
@@ -116,6 +129,8 @@ def why_not(implementation: AttentionName, q_BTHN: Shaped, k_BSKN: Shaped, causa
             if q_BTHN.shape[1] % (LANES * ways) or k_BSKN.shape[1] % LANES:
                 return f"a device's {q_BTHN.shape[1] // ways} positions are not a multiple of {LANES}"
         case "cudnn":
+            if window is not None:
+                return f"it is not taken with a window, and model.window is {window}"
             if platform != "gpu":
                 return f"the kernel is for GPUs, and this is compiled for {platform}"
             if q_BTHN.dtype not in (jnp.bfloat16, jnp.float16):

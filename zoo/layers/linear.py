@@ -17,6 +17,7 @@ from flax import nnx
 from mupax.zoo import partition
 from mupax.zoo.definition import Init
 from mupax.zoo.families import ComputeConfig, ConfigError
+from mupax.zoo.transformer import RopeScaling
 
 GATES = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
 """Activation of an MLP's gate; gelu in the tanh form."""
@@ -128,7 +129,23 @@ class Norm(nnx.Module):
         return y.astype(x.dtype)
 
 
-def rotary(x_BTHN: jax.Array, theta: float, start: jax.Array | None = None) -> jax.Array:
+def scaled_frequencies(frequency_M: jax.Array, scaling: RopeScaling) -> jax.Array:
+    """Angles per position, float32 [M], as Llama 3.1 (Meta's reference code, `apply_scaling`) or linear interpolation has them.
+
+    Args:
+        frequency_M: plain ones.
+        scaling: of the model.
+    """
+    if scaling.kind == "linear":
+        return frequency_M / scaling.factor
+    turns_M = scaling.original * frequency_M / (2 * math.pi)
+    kept_M = jnp.clip((turns_M - scaling.low) / (scaling.high - scaling.low), 0, 1)
+    return kept_M * frequency_M + (1 - kept_M) * frequency_M / scaling.factor
+
+
+def rotary(
+    x_BTHN: jax.Array, theta: float, start: jax.Array | None = None, scaling: RopeScaling | None = None
+) -> jax.Array:
     """x, its pairs (i, i + N/2) turned by position * theta^(-2i/N) (Su et al. 2021, in the half-split layout of Llama).
 
     M is N / 2.
@@ -137,9 +154,11 @@ def rotary(x_BTHN: jax.Array, theta: float, start: jax.Array | None = None) -> j
         x_BTHN: queries or keys; N is even.
         theta: base of the frequencies.
         start: position of the first of them, int32 []; 0 unless given.
+        scaling: of the frequencies; None: they are the plain ones.
     """
     length, half = x_BTHN.shape[1], x_BTHN.shape[-1] // 2
     frequency_M = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    frequency_M = frequency_M if scaling is None else scaled_frequencies(frequency_M, scaling)
     positions_T = partition.current().positions(length) if start is None else start + jnp.arange(length)
     angle_TM = positions_T.astype(jnp.float32)[:, None] * frequency_M
     if partition.current().platform == "tpu":

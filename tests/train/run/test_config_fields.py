@@ -59,6 +59,8 @@ TOKENS = Config(
 RUN = dataclasses.replace(TOKENS, model=dataclasses.replace(TOKENS.model, depth=1), log=LogConfig(samples=False))
 WSD = dataclasses.replace(TOKENS, optimizer=OptimizerConfig(schedule="wsd", decay_steps=2))
 MUON = dataclasses.replace(TOKENS, optimizer=OptimizerConfig(name="muon"))
+ROTARY = dataclasses.replace(TOKENS, model=dataclasses.replace(TOKENS.model, positions="rotary"))
+LONG = dataclasses.replace(ROTARY, model=dataclasses.replace(ROTARY.model, rope_scaling="llama3", rope_original_len=16))
 IMAGES = dataclasses.replace(
     TOKENS,
     recipe="vit-digits",
@@ -187,7 +189,19 @@ FIELDS: dict[str, Way] = {
     ),
     **on(program, TOKENS, "model.", branch_activation="gelu", readout_bias=True, value_dim=3),
     "model.qk_norm_kind": (program, changed(TOKENS, "model.qk_norm", True), "layernorm"),
-    "model.rope_theta": (program, changed(TOKENS, "model.positions", "rotary"), 100.0),
+    "model.rope_theta": (program, ROTARY, 100.0),
+    "model.rope_scaling": (program, ROTARY, "linear"),
+    **on(
+        program,
+        LONG,
+        "model.",
+        rope_factor=4.0,
+        rope_low_freq_factor=2.0,
+        rope_high_freq_factor=8.0,
+        rope_original_len=12,
+    ),
+    "model.window": (program, TOKENS, 5),
+    "model.qkv_bias": (program, changed(TOKENS, "model.bias", False), True),
     **on(program, IMAGES, "model.", image_size=12, patch_size=2, channels=3, num_classes=9, pool="cls"),
     **on(program, TOKENS, "model.compute.", layers="unrolled", remat="block", projections="fused"),
     **on(program, TOKENS, "model.compute.", cross_entropy="chunked", param_dtype="bfloat16", dtype="bfloat16"),

@@ -16,9 +16,10 @@ from flax import nnx
 from mupax.zoo.configs import ConfigError, DecoderConfig, ModelConfig, ViTConfig
 from mupax.zoo.definition import definition
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
-from mupax.zoo.huggingface import names, weights
-from mupax.zoo.huggingface.architectures import Published, family_of
+from mupax.zoo.huggingface import tables, weights
+from mupax.zoo.huggingface.architectures import Published
 from mupax.zoo.huggingface.config import from_huggingface, to_huggingface
+from mupax.zoo.huggingface.names import family_of
 from mupax.zoo.huggingface.tensorfile import TensorFileError, Tensors, write_tensors
 
 pytestmark = pytest.mark.core
@@ -45,6 +46,12 @@ MODELS: dict[str, ModelConfig] = {
     "gpt2 untied": dataclasses.replace(GPT2, tied=False, activation="relu"),
     "llama": LLAMA,
     "llama tied, biases": dataclasses.replace(LLAMA, tied=True, bias=True, num_kv_heads=None),
+    "llama 3.1": dataclasses.replace(LLAMA, rope_scaling="llama3", rope_original_len=3),
+    "llama, linear positions": dataclasses.replace(LLAMA, rope_scaling="linear", rope_factor=2.0),
+    "mistral": dataclasses.replace(LLAMA, window=3),
+    "qwen2": dataclasses.replace(LLAMA, qkv_bias=True),
+    "qwen2, window": dataclasses.replace(LLAMA, qkv_bias=True, window=3, tied=True),
+    "qwen3": dataclasses.replace(LLAMA, qk_norm=True),
     "vit": VIT,
     "mbart": MBART,
     "mbart untied": dataclasses.replace(MBART, tied=False, activation="relu", encoder_depth=None),
@@ -104,16 +111,21 @@ def test_a_llama_with_some_biases_has_the_others_at_zero() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"model_type": "mamba"}, "only gpt2, llama, vit, mbart, t5, mt5"),
-        ({"model_type": ["gpt2"]}, "only gpt2, llama, vit"),
-        ({}, "only gpt2, llama, vit"),
+        ({"model_type": "mamba"}, "only gpt2, llama, .*vit, mbart, t5, mt5"),
+        ({"model_type": ["gpt2"]}, "only gpt2, llama, "),
+        ({}, "only gpt2, llama, "),
         ({"model_type": "bart"}, "norm after every branch"),
         ({"model_type": "mbart", "encoder_ffn_dim": 2048}, "encoder_ffn_dim is 2048 and decoder_ffn_dim 4096"),
         ({"model_type": "mbart", "activation_function": "silu"}, "activation_function is 'silu'"),
         ({"model_type": "t5", "feed_forward_proj": "gated-relu"}, "feed_forward_proj is 'gated-relu'"),
         ({"model_type": "t5", "is_encoder_decoder": False}, "an encoder alone"),
-        ({"model_type": "llama", "rope_parameters": {"rope_type": "llama3"}}, "of type 'llama3'"),
-        ({"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2}}, "of type 'linear'"),
+        ({"model_type": "llama", "rope_parameters": {"rope_type": "llama3"}}, "type llama3 need factor"),
+        ({"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_factor is 0.5"),
+        ({"model_type": "llama", "rope_scaling": {"type": "yarn", "factor": 2}}, "of type 'yarn'"),
+        ({"model_type": "qwen2", "rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "of type 'dynamic'"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "layer_types has both"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["chunked"]}, "layer_types is"),
+        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias is True"),
         ({"model_type": "llama", "partial_rotary_factor": 0.5}, "a part of each head"),
         ({"model_type": "llama", "hidden_act": "gelu"}, "our gated MLP has silu"),
         ({"model_type": "gpt2", "activation_function": "tanh"}, "activation_function is 'tanh'"),
@@ -140,7 +152,11 @@ def test_what_our_models_cannot_be_is_refused(fields: dict[str, Any], said: str)
     ("model", "change", "said"),
     [
         (GPT2, {"centered": True}, "difference of two networks"),
-        (LLAMA, {"qk_norm": True}, "normalizes queries and keys"),
+        (GPT2, {"qk_norm": True}, "normalizes queries and keys"),
+        (GPT2, {"window": 3}, "model.window hides"),
+        (LLAMA, {"qk_norm": True, "bias": True}, "model.bias adds"),
+        (LLAMA, {"qk_norm": True, "qkv_bias": True}, "two families in one"),
+        (T5, {"qkv_bias": True}, "it has no biases"),
         (LLAMA, {"branch_activation": "gelu"}, "acts on what branches read"),
         (GPT2, {"readout_bias": True}, "adds to the logits"),
         (LLAMA, {"norm": "layernorm"}, "needs rmsnorm and swiglu, not layernorm"),
@@ -215,7 +231,7 @@ def test_gains_and_biases_that_a_model_lacks_are_ones_and_zeros() -> None:
 
 @pytest.mark.parametrize("model", [GPT2, dataclasses.replace(LLAMA, tied=True), VIT], ids=["gpt2", "llama", "vit"])
 def test_files_of_the_model_without_its_head_have_no_prefix(model: ModelConfig, tmp_path: Path) -> None:
-    prefix = names.PREFIX[family_of(model)]
+    prefix = tables.PREFIX[family_of(model)]
     tensors = weights.to_huggingface(model, random_params(model))
     bare = [(name.removeprefix(prefix), value) for name, value in tensors if not name.startswith("classifier")]
     write_tensors(tmp_path, bare)

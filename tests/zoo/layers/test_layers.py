@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import chex
 import jax
@@ -24,7 +25,8 @@ from mupax.zoo import partition
 from mupax.zoo.configs import ComputeConfig, ConfigError, DecoderConfig
 from mupax.zoo.definition import Init, definition
 from mupax.zoo.layers.kernels import attend, merged_attention
-from mupax.zoo.layers.linear import Norm, _turned, project, rotary
+from mupax.zoo.layers.linear import Norm, _turned, project, rotary, scaled_frequencies
+from mupax.zoo.transformer import RopeScaling
 
 FORWARD, GRADIENT = 2e-5, 1e-4
 
@@ -107,6 +109,33 @@ def test_rotary_is_multiplication_by_a_phase() -> None:
     angle = np.arange(7)[:, None, None] * theta ** (-np.arange(3) / 3)
     turned = half * np.exp(1j * angle)
     np.testing.assert_allclose(rotary(x, theta), np.concatenate([turned.real, turned.imag], axis=-1), atol=FORWARD)
+
+
+@pytest.mark.parametrize("kind", ["llama3", "linear"])
+def test_scaled_frequencies_are_those_of_the_reference(kind: Literal["llama3", "linear"]) -> None:
+    def apply_scaling(frequency: float) -> float:
+        """Of Meta's reference code of Llama 3.1, its constants as arguments."""
+        wavelength = 2 * math.pi / frequency
+        if wavelength < scaling.original / scaling.high:
+            return frequency
+        if wavelength > scaling.original / scaling.low:
+            return frequency / scaling.factor
+        smooth = (scaling.original / wavelength - scaling.low) / (scaling.high - scaling.low)
+        return (1 - smooth) * frequency / scaling.factor + smooth * frequency
+
+    scaling, frequency = RopeScaling(kind, 8.0, 1.0, 4.0, 8192), 500_000.0 ** -(np.arange(64) / 64)
+    expected = [apply_scaling(each) if kind == "llama3" else each / 8 for each in frequency]
+    found = scaled_frequencies(jnp.asarray(frequency, jnp.float32), scaling)
+    np.testing.assert_allclose(found, expected, rtol=2e-5)
+    if kind == "llama3":
+        assert (
+            len({each < 0.99 * plain for each, plain in zip(expected, frequency, strict=True)}) == 2
+        )  # some are left alone
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 3, 1, 128)), jnp.float32)
+    half = np.asarray(x[..., :64]) + 1j * np.asarray(x[..., 64:])
+    turned = half * np.exp(1j * np.arange(3)[:, None, None] * np.asarray(expected))
+    by_hand = np.concatenate([turned.real, turned.imag], axis=-1)
+    np.testing.assert_allclose(rotary(x, 500_000.0, scaling=scaling), by_hand, atol=1e-5)
 
 
 def test_rotary_logits_depend_on_distance_alone() -> None:

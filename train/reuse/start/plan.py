@@ -28,7 +28,8 @@ RESIZABLE = ("position", "source", "vocab", "classes")
 """Axes whose first entries can be kept (of images' positions: the grid interpolated)."""
 
 UNSEEN = (
-    "activation", "branch_activation", "norm", "norm_eps", "positions", "rope_theta", "embedding_norm", "shared",
+    "activation", "branch_activation", "norm", "norm_eps", "positions", "rope_theta", "rope_scaling", "rope_factor",
+    "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_len", "window", "embedding_norm", "shared",
     "longest_distance", "qk_norm", "qk_norm_kind", "pool",
     "patch_size", "channels",
 )  # fmt: skip

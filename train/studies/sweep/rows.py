@@ -28,7 +28,11 @@ LAST = 10
 """A point's loss is the mean over the last tenth of its steps."""
 
 
-_NEWER = {"value_dim": None, "qk_norm_kind": "rmsnorm", "branch_activation": "none", "readout_bias": False}
+_NEWER = {
+    "value_dim": None, "qk_norm_kind": "rmsnorm", "branch_activation": "none", "readout_bias": False, "qkv_bias": False,
+    "rope_scaling": "none", "rope_factor": 8.0, "rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0,
+    "rope_original_len": 8192, "window": None,
+}  # fmt: skip
 """Fields of models that rows were named without, and what those models had."""
 
 _NUMBER, _NONE = (int, float), type(None)
