@@ -2,7 +2,7 @@
 
     python -m scripts.campaigns.kills [--kills 200] [--most 8] [--steps N] [--processes 1] [--again] [--folder DIR] [--page FILE]
 
-Tiny runs of a decoder (accumulation, moving average) and a ViT, of one process and of two, get SIGKILL, SIGTERM, SIGINT or
+Tiny runs of a decoder (accumulation, moving average), a ViT and an encoder-decoder, of one process and of two, get SIGKILL, SIGTERM, SIGINT or
 two signals in short order, in whatever phase they are, and are resumed until the last step. Every run must then have the
 parameters, optimizer state, counters and metrics rows of the undisturbed run, bitwise. What the file holds counts; the
 rest is run. Processes are forked from one that has everything imported, so that a start takes a second.
@@ -44,6 +44,7 @@ SHARED = (
 MODELS = {
     "decoder": "lm-tiny --model.seq-len 16 --accumulation-steps 2 --ema.decay 0.9",
     "vit": "vit-digits --optimizer.peak-lr 1e-3",
+    "encoder-decoder": "ed-tiny --model.seq-len 16 --model.encoder-depth 1",
 }
 SIGNALS = {"SIGKILL": 9, "SIGTERM": 7, "SIGINT": 2, "twice": 2}
 """How often each is sent, of 20; twice is SIGTERM and another within a second."""
@@ -67,7 +68,7 @@ class Case:
             steps: of the run.
         """
         place = workdir if "://" in workdir else folder / workdir
-        source = f"--data.name text:{folder / 'text.txt'}" if self.model == "decoder" else ""
+        source = f"--data.name text:{folder / 'text.txt'}" if self.model != "vit" else ""
         words = f"{MODELS[self.model]} {source} {SHARED} --steps {steps} --workdir {place}"
         return words.split()
 
