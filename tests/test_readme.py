@@ -19,6 +19,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -53,13 +54,19 @@ def shell_lines() -> list[str]:
 
 @contextlib.contextmanager
 def folders_of_the_reader(path: Path) -> Iterator[None]:
-    """The empty folder a person types in, with the text and the images the documents speak of."""
+    """The empty folder a person types in, with the text, records and images the documents speak of."""
     (path / "tuned").mkdir()
     # What the sweep before would have left.
     saved = json.loads((ROOT / "presets" / "tuned" / "mup.lm-python-v1.json").read_text())
     (path / "tuned" / "mup.my-lm.json").write_text(json.dumps({**saved, "name": "my-lm"}))
     (path / "my_texts").mkdir()
     (path / "my_texts" / "a.txt").write_text("Something to read. " * 2000)
+    (path / "my_records").mkdir()
+    records = [{"body": f"Something to read, {i}. " * 20} for i in range(60)]
+    (path / "my_records" / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (path / "my_ids").mkdir()
+    for name in ("train", "val"):
+        np.arange(2000, dtype=np.uint16).tofile(path / "my_ids" / f"{name}.bin")
     for name in ("cats", "dogs"):
         (path / "my_images" / name).mkdir(parents=True)
         for number in range(5):

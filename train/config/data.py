@@ -22,13 +22,14 @@ class Source(NamedTuple):
 
 
 _FOLDER = "mupax.train.data.sources"
-_TEXT, _IMAGES = frozenset({"tokenizer"}), frozenset({"augment"})
+_TEXT, _IMAGES = frozenset({"tokenizer", "separator"}), frozenset({"augment"})
 SOURCES: dict[str, Source] = {
     "python_corpus": Source(f"{_FOLDER}.text:python_corpus", "tokens", _TEXT),
     "digits": Source(f"{_FOLDER}.digits:digits", "images", _IMAGES | {"split"}),
     "shapes": Source(f"{_FOLDER}.shapes:striped_shapes", "images", frozenset()),
     "cifar5m": Source(f"{_FOLDER}.cifar5m:cifar5m", "images", _IMAGES),
-    "text:PATH": Source(f"{_FOLDER}.text:own_text", "tokens", _TEXT),
+    "text:PATH": Source(f"{_FOLDER}.text:own_files", "tokens", _TEXT | {"field"}),
+    "records:PATH": Source(f"{_FOLDER}.text:own_files", "tokens", _TEXT | {"field"}),
     "images:PATH": Source(f"{_FOLDER}.folders:own_images", "images", _IMAGES),
 }
 """data.name to its source. To add one, write its loader and a line here; docs/add_a_dataset.md is an example."""
@@ -54,7 +55,8 @@ class DataConfig:
     """Where batches come from. Batch k is a function of (seed, k, batch_size) alone."""
 
     name: str
-    """python_corpus, digits, shapes (endless), text:PATH (a file or folder), images:PATH (a folder per class), cifar5m, or any TFDS name."""
+    """python_corpus, digits, shapes (endless), text:PATH (a file or folder), records:PATH (JSON lines, Parquet or token ids),
+    images:PATH (a folder per class), cifar5m, or any TFDS name."""
     batch_size: int
     """Sequences or images per optimizer step, over all devices."""
     seed: int | None = None
@@ -66,7 +68,11 @@ class DataConfig:
     data_dir: str | None = None
     """Where prepared datasets lie; the user cache folder unless given."""
     tokenizer: str = "bytes"
-    """bytes, bpe:SIZE (trained on the training text), or the path of a tokenizer.json."""
+    """bytes, bpe:SIZE (trained on the training text), the path of a tokenizer.json, or ids:SIZE of token ids made elsewhere."""
+    separator: str | None = None
+    """The token that ends every document, such as <|endoftext|>; found in the tokenizer by its usual names unless given."""
+    field: str = "text"
+    """Of records: the field or column that has the text."""
     augment: bool = True
     """Light augmentation of training images."""
     split: Literal["random", "writer"] = "random"

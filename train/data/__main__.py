@@ -28,18 +28,26 @@ def main(argv: list[str]) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepare:
-    """Write a data set as array_record."""
+    """Write a data set as array_record, or tokenize a text."""
 
     name: Annotated[conf.Positional[str], conf.arg(metavar="NAME")]
-    """python_corpus, digits, cifar5m, c4, imagenet2012 or any other TFDS name."""
+    """python_corpus, digits, cifar5m, c4, imagenet2012 or any other TFDS name; text:PATH or records:PATH."""
     data_dir: str | None = None
     """Folder of prepared data sets (the user's cache unless given)."""
+    tokenizer: str = "bytes"
+    """Of text:PATH and records:PATH, as data.tokenizer."""
+    separator: str | None = None
+    """Of text:PATH and records:PATH, as data.separator."""
+    field: str = "text"
+    """Of records: the field or column that has the text."""
 
     def run(self) -> int:
         """0 when prepared, 1 when TFDS could not."""
         from mupax.train.data import cache
         from mupax.train.data.records import builders, corpus
 
+        if self.name.startswith(("text:", "records:")):
+            return self._tokenize()
         if self.name == "python_corpus":
             config = corpus.content_digest(corpus.python_files())
             builders.embedded(builders.PythonCorpus, self.data_dir, print, config=config)
@@ -55,6 +63,19 @@ class Prepare:
         else:
             return _prepare_published(self.name, self.data_dir)
         print(f"{self.name} is prepared in {cache.data_sets(self.data_dir)}")
+        return 0
+
+    def _tokenize(self) -> int:
+        """0 when a user's text is tokenized: what a run with the same data would begin with."""
+        from mupax.train.config.data import DataConfig
+        from mupax.train.data import load
+        from mupax.zoo.configs import DecoderConfig
+
+        fields = {"tokenizer": self.tokenizer, "separator": self.separator, "field": self.field}
+        config = DataConfig(name=self.name, batch_size=1, **fields)
+        facts = load(config, DecoderConfig(width=1, depth=1, num_heads=1, seq_len=1, vocab_size=2**31), seed=0).facts
+        train, evaluation = facts["train_tokens"], facts["eval_tokens"]
+        print(f"{self.name} is prepared: {train:,} training and {evaluation:,} evaluation tokens")
         return 0
 
 

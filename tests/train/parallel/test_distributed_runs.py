@@ -48,7 +48,7 @@ from mupax.train.data import cache
 from mupax.train.data.text import packing, shares, tokenizer
 from mupax.train.parallel import processes
 
-packing._STEP_BYTES, shares._DOCUMENTS = 1000, 4
+packing._STEP_BYTES, shares._PARTS = 1000, 4
 if os.environ.get("SHARES"):
     encode = tokenizer.Bytes.encode
     tokenizer.Bytes.encode = lambda self, texts: time.sleep(0.2) or encode(self, texts)
@@ -224,7 +224,7 @@ def test_two_and_four_processes_train_what_one_trains(folder: Path, alone: Done)
     assert len({json.dumps(batch) for batch in order[:STEPS]}) == STEPS
 
     # The two have packed the text side by side, to the bytes that one packed.
-    assert re.search(r"other processes tokenized \d+ of \d+ documents of train", " ".join(two[0].out.split()))
+    assert re.search(r"other processes tokenized \d+ of \d+ parts of train", " ".join(two[0].out.split()))
     assert "other processes" not in alone.out
     packed = [sorted((folder / cache).glob("packed/*/*.*")) for cache in ("shared", "cache")]
     assert [path.name for path in packed[0]] == ["eval.bin", "manifest.json", "train.bin"]

@@ -12,7 +12,7 @@ import grain
 from mupax.paths import path_of
 from mupax.train.data import cache
 from mupax.train.data.interface import DataError
-from mupax.train.data.records import corpus
+from mupax.train.data.records import corpus, own
 from mupax.train.data.text import packing, tokenizer
 from mupax.train.data.text.batches import TokenData
 from mupax.zoo.families import ModelConfig, TokenModel
@@ -29,11 +29,11 @@ def records(source: Sequence[Mapping[str, Any]], feature: str) -> Any:
         feature: name of the text in a record, str or bytes.
     """
 
-    def document(record: Mapping[str, Any]) -> tuple[bytes, bool]:
+    def part(record: Mapping[str, Any]) -> list[tuple[bytes, bool]]:
         content = record[feature]
-        return content.encode() if isinstance(content, str) else bytes(content), True
+        return [(content.encode() if isinstance(content, str) else bytes(content), True)]
 
-    return grain.MapDataset.source(source).map(document)
+    return grain.MapDataset.source(source).map(part)
 
 
 def python_corpus(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> TokenData:
@@ -56,21 +56,27 @@ def python_corpus(config: DataConfig, model: ModelConfig, seed: int, note: cache
     return open_text(config, model, seed, note, f"python_corpus-{content}", documents, facts)
 
 
-def own_text(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> TokenData:
-    """A user's text file or folder of text files as batches. Nothing is copied but the tokens.
+def own_files(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> TokenData:
+    """A user's text, records and token ids, a file or a folder, as batches. Nothing is copied but the tokens.
 
     Args:
-        config, model, seed, note: as `mupax.train.data.load` takes them; `config.name` is text:PATH.
+        config, model, seed, note: as `mupax.train.data.load` takes them; `config.name` is text:PATH or records:PATH.
     """
     language_model(config.name, model)
-    files = corpus.text_files(path_of(config.name.removeprefix("text:")), note)
-    content = corpus.stat_digest(files)
-
-    def documents() -> packing.Documents:
-        sides = corpus.text_pieces(files).items()
-        return {side: grain.MapDataset.source(pieces).map(corpus.Piece.read) for side, pieces in sides}
-
-    return open_text(config, model, seed, note, f"text-{content}", documents, {"files": len(files)})
+    kind, _, path = config.name.partition(":")
+    encoder = tokenizer.opened(config.tokenizer, config.separator)
+    vocab_size = encoder.vocab_size if encoder and config.tokenizer != "bytes" else None
+    files = own.files(path_of(path), kind, config.field, vocab_size, note)
+    if isinstance(encoder, tokenizer.Ids) and (others := [*files.text, *files.records]):
+        raise DataError(
+            f"{others[0][0]} is text, and data.tokenizer {config.tokenizer} has a number of ids and no words; take it out of "
+            f"{path}, or write data.tokenizer as the path of the tokenizer.json that made the ids"
+        )
+    key = f"text-{corpus.stat_digest(files.every())}"
+    if files.records or files.ids:  # plain text has no field
+        key = f"records-{cache.digest(key, config.field, kind)}"
+    facts = {"files": len(files.every())}
+    return open_text(config, model, seed, note, key, lambda: own.sides(files), facts, has_bytes=not files.ids)
 
 
 def language_model(name: str, model: ModelConfig) -> TokenModel:
@@ -96,6 +102,7 @@ def open_text(
     key: str,
     documents: Callable[[], packing.Documents],
     facts: dict[str, Any],
+    has_bytes: bool = True,
 ) -> TokenData:
     """Text data from documents by side of the split, prepared if it is not in the cache.
 
@@ -107,12 +114,13 @@ def open_text(
         key: names the corpus and its content.
         documents: called only if something must be prepared from them.
         facts: more to record about the corpus.
+        has_bytes: whether all of it was text, so that tokens can be counted in bytes.
 
     Raises:
         DataError: the tokenizer, the text or the model does not fit.
     """
     model = language_model(config.name, model)
-    encoder = _tokenizer(config.tokenizer, key, model.vocab_size, documents, note)
+    encoder = _tokenizer(config, key, model.vocab_size, documents, note)
     if encoder.vocab_size > model.vocab_size:
         raise DataError(
             f"tokenizer {config.tokenizer} has {encoder.vocab_size} tokens and the model {model.vocab_size}; "
@@ -128,26 +136,29 @@ def open_text(
         seq_len=model.seq_len,
         seed=seed,
         facts={"digest": digest, **facts},
+        has_bytes=has_bytes,
     )
 
 
 def _tokenizer(
-    name: str, key: str, vocab_size: int, documents: Callable[[], packing.Documents], note: cache.Note
+    config: DataConfig, key: str, vocab_size: int, documents: Callable[[], packing.Documents], note: cache.Note
 ) -> tokenizer.Tokenizer:
-    """bytes, bpe:SIZE (trained on the training documents, kept in the cache) or a path."""
-    if name == "bytes":
-        return tokenizer.Bytes()
-    size = tokenizer.bpe_size(name)
-    if size is None:
-        return tokenizer.Subwords(path_of(name))
+    """The tokenizer of a config; bpe:SIZE is trained on the training documents and kept in the cache."""
+    if encoder := tokenizer.opened(config.tokenizer, config.separator):
+        return encoder
+    size = tokenizer.bpe_size(config.tokenizer)
+    assert size is not None
     if size > vocab_size:  # before minutes of training
-        raise DataError(f"data.tokenizer {name} and a model of {vocab_size} tokens; write --model.vocab-size {size}")
+        raise DataError(
+            f"data.tokenizer {config.tokenizer} and a model of {vocab_size} tokens; write --model.vocab-size {size}"
+        )
     path = cache.root() / "tokenizers" / f"bpe{size}-{key}.json"
     if not path.exists():
         with cache.lock(path.parent, path.stem, note):
             if not path.exists():
                 note(f"training a tokenizer of {size:,} tokens")
                 texts, part = documents()["train"], path.with_name(f"{path.name}.{os.getpid()}.part")
-                tokenizer.train_bpe((texts[i][0] for i in range(len(texts))), size).save(str(part))
+                contents = (content for i in range(len(texts)) for content, _ in texts[i])
+                tokenizer.train_bpe(contents, size).save(str(part))
                 part.replace(path)
-    return tokenizer.Subwords(path)
+    return tokenizer.Subwords(path, config.separator)

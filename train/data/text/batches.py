@@ -32,6 +32,7 @@ class TokenData(Data):
         seq_len: T, tokens predicted per window.
         seed: seed of the order and of the offsets.
         facts: more to record about the corpus.
+        has_bytes: whether all of it was text, and not ids, whose bytes are not known.
 
     Raises:
         DataError: the text is too short for one batch's window.
@@ -49,12 +50,13 @@ class TokenData(Data):
         seq_len: int,
         seed: int,
         facts: dict[str, Any],
+        has_bytes: bool = True,
     ) -> None:
         for side, packed, least in (("training", train, 2 * seq_len), ("evaluation", eval_, 2)):
             if len(packed.tokens) < least:
                 raise DataError(
                     f"the {side} text of {config.name} has {len(packed.tokens):,} tokens; sequences of {seq_len} need at "
-                    f"least {least:,}. Give more text (or more files: they are split by file), or a smaller model.seq_len"
+                    f"least {least:,}. Give more text (text files are split by file, records by their content), or a smaller model.seq_len"
                 )
         windows = -(-(len(eval_.tokens) - 1) // seq_len)
         super().__init__(
@@ -64,13 +66,12 @@ class TokenData(Data):
                 "tokenizer": tokenizer.key,
                 "train_tokens": len(train.tokens),
                 "eval_tokens": len(eval_.tokens),
-                "train_bytes": train.text_bytes,
-                "eval_bytes": eval_.text_bytes,
+                **({"train_bytes": train.text_bytes, "eval_bytes": eval_.text_bytes} if has_bytes else {}),
             },
             train_size=(len(train.tokens) - seq_len) // seq_len,
             eval_size=windows,
             tokenizer=tokenizer,
-            bytes_per_token=eval_.text_bytes / len(eval_.tokens),
+            bytes_per_token=eval_.text_bytes / len(eval_.tokens) if has_bytes else None,
         )
         self._train, self._eval = train.tokens, eval_.tokens
         self._seq_len, self._seed = seq_len, seed

@@ -40,7 +40,8 @@ _STEP = {"documents": 0, "tokens": 0, "text_bytes": 0, "digest": "", "step": 0}
 
 
 Documents = Mapping[str, Any]
-"""Side to a sequence of (text as bytes, whether a document ends with it), each read when it is taken."""
+"""Side to a sequence of parts, each read when it is taken: a list of (text as bytes or ids as an array, whether a document ends
+with it). Ids have their separators with them."""
 
 
 class Packed(NamedTuple):
@@ -114,13 +115,14 @@ def _pack_side(documents: Any, side: str, tokenizer: Tokenizer, folder: Path, no
         done = {**_resumed(lines, file.tell() // itemsize), "dtype": dtype}
         file.truncate(done["tokens"] * itemsize)
         for step in shares.steps(shares.in_order(documents, side, done["documents"], folder, dtype), _STEP_BYTES):
-            block = np.concatenate(shares.encoded(step, tokenizer)).astype(dtype)
-            shared += sum(each.ids is not None for each in step)
+            contents = [document for part in step for document in part]
+            block = np.concatenate([np.zeros(0, dtype), *shares.encoded(contents, tokenizer)]).astype(dtype)
+            shared += sum(any(each.by_others for each in part) for part in step)
             _write(file, block.tobytes())
             line = {
                 "documents": done["documents"] + len(step),
                 "tokens": done["tokens"] + len(block),
-                "text_bytes": done["text_bytes"] + sum(each.text_bytes + each.ends for each in step),
+                "text_bytes": done["text_bytes"] + sum(each.text_bytes + each.ends for each in contents),
                 "digest": _next_digest(done["digest"], block),
             }
             _write(lines, f"{json.dumps({**line, 'step': len(block)})}\n".encode())
@@ -128,11 +130,9 @@ def _pack_side(documents: Any, side: str, tokenizer: Tokenizer, folder: Path, no
             done["steps"].append(len(block))
             if time.monotonic() - noted > _NOTE_SECONDS:
                 noted = time.monotonic()
-                note(
-                    f"tokenizing {side}: {done['documents']:,} of {len(documents):,} documents, {done['tokens']:,} tokens"
-                )
+                note(f"tokenizing {side}: {done['documents']:,} of {len(documents):,} parts, {done['tokens']:,} tokens")
     if shared:
-        note(f"other processes tokenized {shared:,} of {len(documents):,} documents of {side}")
+        note(f"other processes tokenized {shared:,} of {len(documents):,} parts of {side}")
     return done
 
 

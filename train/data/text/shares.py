@@ -1,9 +1,11 @@
 """Shares of the documents, tokenized from the end by processes that would wait for the one that packs them all.
 
-    FOLDER/shares/train-160-176.npz    ids of documents 160 to 175, and of each how many they are
+Documents come in parts, a list of them each: a file, or what of its records is read at once.
+
+    FOLDER/shares/train-160-176.npz    ids of parts 160 to 175, and of each document how many they are
     FOLDER/shares/train-160-176.lock   held by the process that tokenizes them; a killed one frees it
 
-The process that packs all goes through the documents in order, takes a share that is whole, and waits for none: one that is
+The process that packs all goes through the parts in order, takes a share that is whole, and waits for none: one that is
 not whole yet it tokenizes by itself. So whatever becomes of the others, what it writes is the same.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import socket
 from collections.abc import Iterator, Mapping
@@ -23,8 +26,8 @@ from mupax import disk
 from mupax.train.data.text.tokenizer import Tokenizer
 
 FOLDER = "shares"
-_DOCUMENTS = 16
-"""Of a share at least: of a text file cut into pieces these have 256 MiB."""
+_PARTS = 16
+"""Of a share at least: of a large file cut into pieces these have 256 MiB."""
 _MOST = 4096
 _TAIL_BYTES = 4096
 
@@ -33,26 +36,31 @@ class Document(NamedTuple):
     """A document, or a piece of one, on its way into the packed file."""
 
     text: bytes
-    """Empty where it is tokenized already."""
+    """Empty where there are ids already."""
     text_bytes: int
-    """How many those are or were."""
+    """How many those are or were; of a file of ids how many ids."""
     ends: bool
     """Whether a document ends with it."""
     ids: np.ndarray | None = None
-    """With the separator, where another process has tokenized it."""
+    """With the separator, where it is tokenized already."""
+    by_others: bool = False
+    """Whether another process has tokenized it for this one."""
 
 
-def steps(documents: Iterator[Document], size: int) -> Iterator[list[Document]]:
-    """The documents in lists of so much text each; the last one may have less.
+Part = list[Document]
+
+
+def steps(parts: Iterator[Part], size: int) -> Iterator[list[Part]]:
+    """The parts in lists of so much text each; the last one may have less.
 
     Args:
-        documents: in order.
+        parts: in order.
         size: bytes of a list at least.
     """
     step, total = [], 0
-    for document in documents:
-        step.append(document)
-        total += document.text_bytes
+    for part in parts:
+        step.append(part)
+        total += sum(document.text_bytes for document in part)
         if total >= size:
             yield step
             step, total = [], 0
@@ -72,8 +80,8 @@ def encoded(step: list[Document], tokenizer: Tokenizer) -> list[np.ndarray]:
     return [np.append(next(fresh), separator[: each.ends]) if each.ids is None else each.ids for each in step]
 
 
-def in_order(documents: Any, side: str, first: int, folder: Path, dtype: str) -> Iterator[Document]:
-    """The documents from `first` on, tokenized where a share has them.
+def in_order(documents: Any, side: str, first: int, folder: Path, dtype: str) -> Iterator[Part]:
+    """The parts from `first` on, tokenized where a share has them.
 
     Args:
         documents: of one side of the split.
@@ -87,7 +95,7 @@ def in_order(documents: Any, side: str, first: int, folder: Path, dtype: str) ->
         path = folder / FOLDER / f"{side}-{start}-{stop}.npz"
         share = _read(path, stop - start, dtype)
         for i in range(first, stop):
-            yield share[i - start] if share else _document(*documents[i])
+            yield share[i - start] if share else _part(documents[i])
         path.unlink(missing_ok=True)
         first = stop
 
@@ -117,52 +125,60 @@ def pack(documents: Mapping[str, Any], tokenizer: Tokenizer, folder: Path, dtype
             with path.with_suffix(".lock").open("a") as lock, contextlib.suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if not path.exists():
-                    _write(
-                        path, (_document(*documents[side][i]) for i in range(start, stop)), tokenizer, dtype, step_bytes
-                    )
+                    parts = (_part(documents[side][i]) for i in range(start, stop))
+                    _write(path, parts, tokenizer, dtype, step_bytes)
 
 
 def _bounds(i: int, count: int) -> tuple[int, int]:
-    """First document of the share of document `i`, and the first after it; the same for every process."""
-    size = max(_DOCUMENTS, -(-count // _MOST))
+    """First part of the share of part `i`, and the first after it; the same for every process."""
+    size = max(_PARTS, -(-count // _MOST))
     return i - i % size, min(i - i % size + size, count)
 
 
-def _document(text: bytes, ends: bool) -> Document:
-    return Document(text, len(text), ends)
+def _part(contents: list[tuple[bytes | np.ndarray, bool]]) -> Part:
+    return [
+        Document(content, len(content), ends)
+        if isinstance(content, bytes)
+        else Document(b"", len(content), ends, content)
+        for content, ends in contents
+    ]
 
 
 def _position(progress: Path) -> int:
-    """How many documents the process that packs all has done, by its last whole line."""
+    """How many parts the process that packs all has done, by its last whole line."""
     with contextlib.suppress(OSError, IndexError, KeyError, disk.JsonError), progress.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
         return int(disk.json_object(file.read().rpartition(b"\n")[0].splitlines()[-1], "a line")["documents"])
     return 0
 
 
-def _write(path: Path, documents: Iterator[Document], tokenizer: Tokenizer, dtype: str, step_bytes: int) -> None:
+def _write(path: Path, parts: Iterator[Part], tokenizer: Tokenizer, dtype: str, step_bytes: int) -> None:
     """A share, which others see when it is whole."""
-    ids, facts = [np.zeros(0, dtype)], []
-    for step in steps(documents, step_bytes):
-        parts = encoded(step, tokenizer)
-        ids.append(np.concatenate(parts).astype(dtype))
-        facts += [(len(part), each.text_bytes, each.ends) for part, each in zip(parts, step, strict=True)]
+    ids, facts, sizes = [np.zeros(0, dtype)], [], []
+    for step in steps(parts, step_bytes):
+        documents = [document for part in step for document in part]
+        tokens = encoded(documents, tokenizer)
+        ids += [each.astype(dtype) for each in tokens]
+        facts += [(len(part), each.text_bytes, each.ends) for part, each in zip(tokens, documents, strict=True)]
+        sizes += map(len, step)
     part = path.with_suffix(f".{socket.gethostname()}.{os.getpid()}.part")
     with part.open("wb") as file:
-        np.savez(file, ids=np.concatenate(ids), facts=np.array(facts, np.int64))
+        np.savez(file, ids=np.concatenate(ids), facts=np.array(facts, np.int64).reshape(-1, 3), sizes=np.array(sizes))
         file.flush()
         os.fsync(file.fileno())
     part.replace(path)
 
 
-def _read(path: Path, count: int, dtype: str) -> list[Document] | None:
-    """The documents of a share; None where there is none, or not as it was written (the file has checksums)."""
+def _read(path: Path, count: int, dtype: str) -> list[Part] | None:
+    """The parts of a share; None where there is none, or not as it was written (the file has checksums)."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            ids, facts = arrays["ids"], arrays["facts"]
+            ids, facts, sizes = arrays["ids"], arrays["facts"], arrays["sizes"]
     except Exception:  # numpy and zipfile raise whatever the damage makes of them
         return None
-    if ids.dtype != dtype or facts.shape != (count, 3) or facts[:, 0].sum() != len(ids):
+    if ids.dtype != dtype or len(sizes) != count or facts.shape != (sizes.sum(), 3) or facts[:, 0].sum() != len(ids):
         return None
-    parts = np.split(ids, np.cumsum(facts[:-1, 0]))
-    return [Document(b"", int(size), bool(ends), part) for part, (_, size, ends) in zip(parts, facts, strict=True)]
+    tokens = np.split(ids, np.cumsum(facts[:, 0]))
+    facts = zip(tokens, facts, strict=False)  # after the last cut nothing is left
+    documents = (Document(b"", int(size), bool(ends), part, by_others=True) for part, (_, size, ends) in facts)
+    return [list(itertools.islice(documents, int(size))) for size in sizes]

@@ -1,4 +1,4 @@
-"""Text to token ids and back: plain bytes, or a byte-pair encoding trained by the `tokenizers` library.
+"""Text to token ids and back: plain bytes, or a vocabulary of the `tokenizers` library. `opened` makes one of its name.
 
 A token that stands in no text separates documents: byte 0 for bytes, `<|endoftext|>` or the like otherwise.
 """
@@ -15,12 +15,15 @@ from typing import Any
 
 import numpy as np
 
+from mupax.paths import path_of
 from mupax.train.data.interface import DataError
 
 _SEPARATOR = "<|endoftext|>"
-_SEPARATORS = (_SEPARATOR, "</s>", "<eos>", "[SEP]")
+_SEPARATORS = (_SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "[SEP]")
+"""What ends a document in the vocabularies of GPT-2, NeoX and Qwen; Llama 3; Llama 2, Mistral and T5; Gemma; DeepSeek; BERT."""
 _SPACES = (("Ġ", " "), ("▁", " "), ("Ċ", "\n"), ("<0x0A>", "\n"))
 """How byte-level and SentencePiece vocabularies write spaces and line ends."""
+_LISTED = 6
 _SMALLEST_BPE = 257
 _TRAINING_BYTES = 1 << 28
 
@@ -56,17 +59,37 @@ class Bytes:
         return [chr(byte) for byte in range(self.vocab_size)]
 
 
+class Ids(Bytes):
+    """Ids that were made elsewhere, by a tokenizer that is not here: no text can be encoded, and ids stand for themselves."""
+
+    def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        words = [text.split() for text in texts]
+        if not all(word.isdigit() and int(word) < self.vocab_size for text in words for word in text):
+            raise DataError(
+                f"the tokenizer of {self.key} is not known, so it has no text but ids below {self.vocab_size} between "
+                "spaces; write data.tokenizer as the path of the tokenizer.json that made them"
+            )
+        return [np.array(text, np.int32) for text in words]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return "".join(f"{int(i)} " for i in ids)
+
+    def pieces(self) -> list[str]:
+        return [f" {i}" for i in range(self.vocab_size)]
+
+
 class Subwords:
     """A tokenizer.json of the `tokenizers` library, with what `Bytes` has.
 
     Args:
         path: the file.
+        separator: the token that ends every document; found by its usual names unless given.
 
     Raises:
         DataError: there is no such file, it is no tokenizer, or it has no token that could separate documents.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, separator: str | None = None) -> None:
         from tokenizers import Tokenizer as Library
 
         try:
@@ -87,10 +110,18 @@ class Subwords:
         self._library.no_truncation()
         self.key = f"tokenizer-{hashlib.sha256(content).hexdigest()[:16]}"
         self.vocab_size = 1 + max(self._library.get_vocab(with_added_tokens=True).values())
-        separators = [i for i in map(self._library.token_to_id, _SEPARATORS) if i is not None]
-        if not separators:
-            raise DataError(f"{path} has no token to end a document with; add one of {', '.join(_SEPARATORS)}")
-        self.separator = separators[0]
+        usual = self.find(*_SEPARATORS)
+        chosen = usual if separator is None else self.find(separator)
+        if chosen is None:
+            special = [token.content for token in self._library.get_added_tokens_decoder().values() if token.special]
+            missing = "token to end a document with" if separator is None else f"token {separator}"
+            raise DataError(
+                f"{path} has no {missing}; write --data.separator with one of its tokens"
+                + (f", such as {', '.join(special[:_LISTED])}" if special else f", or add {_SEPARATOR} to it")
+            )
+        self.separator = chosen
+        if chosen != usual:
+            self.key += f"-{chosen}"  # what was packed with another is not this
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         # The library spreads a batch over the cores.
@@ -123,6 +154,31 @@ class Subwords:
 Tokenizer = Bytes | Subwords
 
 
+def opened(name: str, separator: str | None = None) -> Tokenizer | None:
+    """The tokenizer of a data.tokenizer: bytes, ids:SIZE or the path of a tokenizer.json; None of bpe:SIZE, which data make.
+
+    Args:
+        name: data.tokenizer.
+        separator: data.separator.
+
+    Raises:
+        DataError: there is none of that name, or it has not this separator.
+    """
+    if bpe_size(name) is not None:
+        return None
+    size = _size(name, "ids", 2)
+    if name != "bytes" and size is None:
+        return Subwords(path_of(name), separator)
+    if size is None:
+        if separator is not None:
+            raise DataError(f"data.separator is {separator!r}, and of bytes it is byte 0; leave it out")
+        return Bytes()
+    last = size - 1 if separator is None else int(separator) if separator.isascii() and separator.isdigit() else size
+    if last >= size:
+        raise DataError(f"data.separator is {separator!r}; of data.tokenizer {name} write an id below {size}")
+    return Ids(f"ids{size}-{last}", size, last)
+
+
 def _decoded(text: bytes) -> str:
     try:
         return text.decode()
@@ -137,11 +193,16 @@ def bpe_size(name: str) -> int | None:
     Raises:
         DataError: SIZE is not a number that holds every byte and the separator.
     """
-    if not name.startswith("bpe:"):
+    return _size(name, "bpe", _SMALLEST_BPE)
+
+
+def _size(name: str, kind: str, least: int) -> int | None:
+    """SIZE of KIND:SIZE; None for other names."""
+    if not name.startswith(f"{kind}:"):
         return None
-    size = name.removeprefix("bpe:")
-    if not size.isascii() or not size.isdigit() or int(size) < _SMALLEST_BPE:
-        raise DataError(f"data.tokenizer is {name!r}; write bpe:SIZE with a SIZE of at least {_SMALLEST_BPE}")
+    size = name.removeprefix(f"{kind}:")
+    if not size.isascii() or not size.isdigit() or int(size) < least:
+        raise DataError(f"data.tokenizer is {name!r}; write {kind}:SIZE with a SIZE of at least {least}")
     return int(size)
 
 

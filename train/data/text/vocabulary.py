@@ -11,7 +11,7 @@ from mupax.train.data.text.tokenizer import Tokenizer
 
 _NAMES = {
     "pad": ("<pad>", "[PAD]", "<|pad|>"),
-    "eos": ("</s>", "<eos>", "[SEP]", "<|endoftext|>"),
+    "eos": ("</s>", "<eos>", "[SEP]", "<|endoftext|>", "<|end_of_text|>"),
     "bos": ("<s>", "<bos>", "[CLS]", "<|startoftext|>"),
     "mask": ("<mask>", "[MASK]", "<|mask|>"),
 }

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro import conf
 
 from mupax import command_line
-from mupax.paths import path_of
 from mupax.train.config.cli import CheckpointFlags
 
 if TYPE_CHECKING:
@@ -154,14 +153,11 @@ def _tokenizer(run: Trained) -> Any:
     """The run's tokenizer; its data only where that has made it. Raises DataError where it is not here, or is another."""
     from mupax.train import data as data_sources
     from mupax.train.data import DataError
-    from mupax.train.data.text.tokenizer import Bytes, Subwords, bpe_size
+    from mupax.train.data.text.tokenizer import opened
 
     config, name = run.config, run.config.data.tokenizer
-    if name == "bytes":
-        tokenizer: Any = Bytes()
-    elif bpe_size(name) is None:
-        tokenizer = Subwords(path_of(name))
-    else:
+    tokenizer: Any = opened(name, config.data.separator)
+    if tokenizer is None:
         note = functools.partial(print, file=sys.stderr)
         tokenizer = data_sources.load(config.data, config.model, seed=config.data_seed, note=note).tokenizer
     key = run.facts.get("tokenizer")

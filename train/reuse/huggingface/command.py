@@ -107,7 +107,9 @@ def _tokenizer(source: Source) -> tuple[str | None, Path | None]:
     size = tokenizer.bpe_size(name)
     files = (cache.root() / "tokenizers").glob(f"bpe{size}-*.json") if size else [path_of(name)]
     key = facts.get("tokenizer")
-    return name, next((file for file in files if file.is_file() and tokenizer.Subwords(file).key == key), None)
+    return name, next(
+        (file for file in files if file.is_file() and tokenizer.Subwords(file, config.data.separator).key == key), None
+    )
 
 
 def _print_summary(source: Source, preset: dict[str, Any]) -> None:

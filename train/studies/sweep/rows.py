@@ -110,8 +110,8 @@ def key_of(config: Config, data_digest: str) -> str:
     # As rows were named before there were such fields.
     if bare.preset.joint == "none":
         del fields["preset"]["joint"]
-    for name in ("noise", "noise_rate", "noise_span"):
-        if getattr(bare.data, name) is None:
+    for name, default in {**dict.fromkeys(("noise", "noise_rate", "noise_span", "separator")), "field": "text"}.items():
+        if getattr(bare.data, name) == default:
             del fields["data"][name]
     if bare.vmem_kib is None:
         del fields["vmem_kib"]

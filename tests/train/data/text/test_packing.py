@@ -31,11 +31,11 @@ class Documents(Sequence):
     def __len__(self) -> int:
         return len(self.texts)
 
-    def __getitem__(self, i: int) -> tuple[bytes, bool]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __getitem__(self, i: int) -> list[tuple[bytes, bool]]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if len(self.read) == self.dies_after:
             raise KeyboardInterrupt
         self.read.append(i)
-        return self.texts[i], True
+        return [(self.texts[i], True)]
 
 
 @pytest.fixture(autouse=True)
@@ -188,7 +188,7 @@ def test_one_prepares_and_the_others_wait() -> None:
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small shares, and help without waiting."""
-    monkeypatch.setattr(shares, "_DOCUMENTS", 2)
+    monkeypatch.setattr(shares, "_PARTS", 2)
     monkeypatch.setattr(cache, "PATIENCE_S", 0.0)
 
 
@@ -220,7 +220,7 @@ def test_processes_that_wait_tokenize_shares_that_the_first_one_takes(small_step
     assert packed["train"].tokens.tobytes() == once["train"].tokens.tobytes()
     assert {side: packed[side].digest for side in once} == {side: once[side].digest for side in once}
     assert packed["train"].text_bytes == once["train"].text_bytes
-    assert "other processes tokenized 21 of 23 documents of train" in notes
+    assert "other processes tokenized 21 of 23 parts of train" in notes
     assert sorted(path.name for path in folder.iterdir()) == ["eval.bin", "manifest.json", "train.bin"]
     manifests = [(folder.with_name(f"{key}-bytes") / "manifest.json").read_bytes() for key in ("k", "alone")]
     assert manifests[0] == manifests[1]

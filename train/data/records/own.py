@@ -1,0 +1,216 @@
+"""A user's own files: text, JSON lines, Parquet and files of token ids, one or a folder, mixed; and the sides of their split.
+
+Text files are on a side by the hash of their path, records by the hash of their text, files of ids by path. Where names of
+records or ids have `train` in them and others `val`, `validation`, `valid`, `dev`, `eval` or `test`, those are the sides.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mupax.train.data import cache
+from mupax.train.data.interface import DataError
+from mupax.train.data.records import corpus, ids
+from mupax.train.data.records.ids import IdFile
+from mupax.train.data.records.lines import Lines
+from mupax.train.data.records.tables import Table
+
+Named = list[tuple[str, Path]]
+_SNIFF_BYTES = 1 << 13
+_LISTED = 8
+_LINES = (".jsonl", ".ndjson", ".json")
+_UNREAD = (".arrow", ".csv", ".feather", ".tsv")
+_PACKED = (".gz", ".zst", ".bz2", ".xz")
+_TRAIN = {"train", "training"}
+_EVAL = {"val", "valid", "validation", "dev", "eval", "test"}
+
+
+class Files(NamedTuple):
+    """A user's files by how they are read, each with its path in the folder."""
+
+    text: Named
+    records: list[tuple[str, Lines | Table]]
+    ids: list[tuple[str, IdFile]]
+
+    def every(self) -> Named:
+        """(relative path, file) of all, sorted."""
+        return sorted([*self.text, *((name, file.path) for name, file in (*self.records, *self.ids))])
+
+
+class Parts(Sequence[list[tuple[Any, bool]]]):
+    """Parts of one side, as `packing.Documents` has them; each is read when it is taken."""
+
+    def __init__(self, readers: list[Callable[[], list[tuple[Any, bool]]]]) -> None:
+        self._readers = readers
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+    def __getitem__(self, i: int) -> list[tuple[Any, bool]]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self._readers[i]()
+
+
+def files(path: Path, kind: str, field: str, vocab_size: int | None, note: cache.Note) -> Files:
+    """What can be read of a file, or of every file in a folder (hidden ones left out).
+
+    Args:
+        path: of the file or folder.
+        kind: "text" reads plain text, records and ids, "records" the last two.
+        field: of records, whose text is a document.
+        vocab_size: of the tokenizer that made files of ids; None where none is named, and they are not read.
+        note: told which files are left out, and which are not read as plain text.
+
+    Raises:
+        DataError: there is no such path, nothing in it that can be read, or more in files that cannot.
+    """
+    if path.is_file():
+        every = [(path.name, path)]
+    elif path.is_dir():
+        below = ((file.relative_to(path), file) for file in path.rglob("*") if file.is_file())
+        every = sorted((r.as_posix(), file) for r, file in below if not any(p.startswith(".") for p in r.parts))
+    else:
+        raise DataError(f"no file or folder {path}; write data.name as {kind}:PATH, with the path of your {kind}")
+    # The README of a folder of records is not what is to be learned, a package.json among sources need not stop a run.
+    read, refused, binary = Files([], [], []), {}, []
+    for name, file in every:
+        try:
+            _place(read, name, file, field, vocab_size)
+        except DataError as error:
+            refused[name] = (file, error)
+        except _NotTextError:
+            binary.append((name, file))
+    if kind == "records":
+        binary, read = [*binary, *read.text], read._replace(text=[])
+    unread = [(name, file) for name, (file, _) in refused.items()]
+    if unread and _size(unread) >= _size(read.every()):
+        raise max(refused.values(), key=lambda item: item[0].stat().st_size)[1]
+    if not _size(read.every()):
+        raise DataError(_nothing(path, kind, binary))
+    if left_out := sorted([*unread, *binary]):
+        note(f"left out of {path}, as {'not plain text' if kind == 'text' else 'no records'}: {_listed(left_out)}")
+    if read.records:
+        note(f"reading the field {field!r} of {_listed([(name, file.path) for name, file in read.records])}")
+    for name, file in read.ids:
+        note(f"reading {name} as {file.size:,} token ids ({file.dtype})")
+    return read
+
+
+class _NotTextError(Exception):
+    """A file that is none of what can be read."""
+
+
+def _place(read: Files, name: str, file: Path, field: str, vocab_size: int | None) -> None:
+    """Puts a file where it belongs; raises DataError where it is of a kind that is read, and cannot be."""
+    suffix = _format(file)
+    if suffix in _LINES:
+        lines = Lines(file, field)
+        try:
+            lines.first()
+        except DataError as error:
+            # JSON files need not be lines: one list, say, which is read whole or not at all.
+            raise DataError(_plain_text_of(file)) if suffix == ".json" and "no JSON" in str(error) else error from error
+        read.records.append((name, lines))
+    elif suffix == ".parquet":
+        read.records.append((name, Table(file, field)))
+    elif suffix in _UNREAD:
+        raise DataError(_plain_text_of(file))
+    elif suffix in ids.SUFFIXES and vocab_size is not None:
+        read.ids.append((name, ids.opened(file, vocab_size)))
+    elif b"\0" in corpus.read_bytes(file, 0, _SNIFF_BYTES):
+        raise _NotTextError
+    else:
+        read.text.append((name, file))
+
+
+def _nothing(path: Path, kind: str, left_out: Named) -> str:
+    """What to say where nothing can be read."""
+    if any(file.suffix.lower() in ids.SUFFIXES for _, file in left_out):
+        return (
+            f"{path} has no {kind} in it: NUL bytes in {_listed(left_out)}; if these are token ids, write --data.tokenizer "
+            "with the path of the tokenizer.json that made them, or ids:SIZE, how many tokens it has"
+        )
+    if kind == "records":
+        return f"{path} has no records in it; records:PATH takes .jsonl (or .gz, .zst of it) and .parquet, text:PATH plain text"
+    why = f": NUL bytes in {_listed(left_out)}" if left_out else ""
+    return f"{path} has no text in it{why}; text:PATH takes a UTF-8 text file or a folder of text files"
+
+
+def sides(read: Files) -> dict[str, Parts]:
+    """The two sides of the split. Compressed records are read once to find their parts.
+
+    Args:
+        read: as `files` gave them.
+
+    Raises:
+        DataError: a file is damaged.
+    """
+    pieces = corpus.text_pieces(read.text) if read.text else {"train": [], "eval": []}
+    readers: dict[str, list[Any]] = {side: [piece.read for piece in pieces[side]] for side in ("train", "eval")}
+    by_name = _by_name([name for name, _ in (*read.records, *read.ids)])
+    for name, file in read.records:
+        parts = file.parts()
+        for side in readers:
+            if by_name is None or by_name[name] == side:
+                readers[side] += [partial(_records, file, part, None if by_name else side) for part in parts]
+    for_eval = corpus.names_for_eval([name for name, _ in read.ids])
+    for name, file in read.ids:
+        cut = file.size if name not in for_eval else 0
+        if by_name is not None:
+            cut = file.size if by_name[name] == "train" else 0
+        elif len(read.ids) == 1:
+            cut = file.size - file.size // 10
+        readers["train"] += [partial(_ids, file, *part) for part in file.parts(0, cut)]
+        readers["eval"] += [partial(_ids, file, *part) for part in file.parts(cut, file.size)]
+    return {side: Parts(readers[side]) for side in readers}
+
+
+def _by_name(names: list[str]) -> dict[str, str] | None:
+    """The side of each file by a word in its name or first folder; None where names tell no two sides."""
+    words = {name: set(re.split(r"[^a-z]+", f"{name.split('/')[0]} {Path(name).name}".lower())) for name in names}
+    named = {name: "eval" if found & _EVAL and not found & _TRAIN else "train" for name, found in words.items()}
+    telling = any(found & _TRAIN for found in words.values())
+    return named if telling and set(named.values()) == {"train", "eval"} else None
+
+
+def _records(file: Any, part: Any, side: str | None) -> list[tuple[bytes, bool]]:
+    texts = file.read(part)
+    return [(text, True) for text in texts if text and side in (None, corpus.side(text))]
+
+
+def _ids(file: IdFile, start: int, stop: int) -> list[tuple[np.ndarray, bool]]:
+    return [(file.read(start, stop), False)]
+
+
+def _format(path: Path) -> str:
+    """The suffix that tells the format, without that of a compression."""
+    return Path(path.stem if path.suffix.lower() in _PACKED else path.name).suffix.lower()
+
+
+def _size(named: Named) -> int:
+    return sum(file.stat().st_size for _, file in named)
+
+
+def _listed(named: Named) -> str:
+    names = ", ".join(name for name, _ in named[:_LISTED])
+    return names if len(named) <= _LISTED else f"{names} and {len(named) - _LISTED} more"
+
+
+def _plain_text_of(path: Path) -> str:
+    """What to say of a file of records that are not read: how to write them as JSON lines, or as text."""
+    advice = f"{path} holds records that are not read as they are; write them as JSON lines or Parquet"
+    if _format(path) != ".json":
+        return advice
+    unpack = {".gz": "gzip -dc", ".zst": "zstd -dc", ".bz2": "bzip2 -dc", ".xz": "xz -dc"}.get(
+        path.suffix.lower(), "cat"
+    )
+    program = "import json, sys; [print(json.dumps(row)) for row in json.load(sys.stdin)]"
+    return (
+        f'{advice}, by\n{unpack} {shlex.quote(str(path))} | python -c "{program}" > {path.name.partition(".")[0]}.jsonl'
+    )

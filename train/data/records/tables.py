@@ -1,0 +1,98 @@
+"""Documents from Parquet: a column of text, read by parts of its row groups, split by content as lines are."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mupax.train.data.interface import DataError
+from mupax.train.data.records import lines
+
+_PART_BYTES = 1 << 24
+
+
+class Part(NamedTuple):
+    """Rows [start, stop) of a row group, which begins at row `first` of the file."""
+
+    group: int
+    start: int
+    stop: int
+    first: int
+
+
+@dataclasses.dataclass
+class Table:
+    """A Parquet file.
+
+    Args:
+        path: of the file.
+        field: column whose text is the document.
+
+    Raises:
+        DataError: when it is made: it is damaged, or has no such column of text.
+    """
+
+    path: Path
+    field: str
+    _group: int | None = None
+    _column: Any = None
+
+    def __post_init__(self) -> None:
+        import pyarrow
+
+        def is_text(kind: pyarrow.DataType) -> bool:
+            kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+            return pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
+
+        with self._opened() as table:
+            columns = {column.name: column.type for column in table.schema_arrow}
+        texts = [name for name, kind in columns.items() if is_text(kind)]
+        if self.field not in texts:
+            kind = f"text but {columns[self.field]} in" if self.field in columns else "column"
+            advice = f"write --data.field {texts[0]}" if texts else f"its columns are {', '.join(columns)}"
+            more = f" (or {', '.join(texts[1:])})" if texts[1:] else ""
+            raise DataError(f"{self.path} has no {kind} {self.field!r}; {advice}{more}")
+
+    def parts(self) -> list[Part]:
+        """The file in parts small enough to be tokenized at once."""
+        parts, first = [], 0
+        with self._opened() as table:
+            column = table.schema_arrow.names.index(self.field)
+            for group in range(table.num_row_groups):
+                facts = table.metadata.row_group(group)
+                rows, size = facts.num_rows, facts.column(column).total_uncompressed_size
+                step = max(1, rows // max(1, size // _PART_BYTES))
+                parts += [Part(group, i, min(i + step, rows), first) for i in range(0, rows, step)]
+                first += rows
+        return parts
+
+    def read(self, part: Part) -> list[bytes]:
+        """The texts of a part, in order.
+
+        Raises:
+            DataError: the file is damaged, or a row has no text.
+        """
+        if self._group != part.group:
+            with self._opened() as table:
+                self._column = table.read_row_group(part.group, columns=[self.field]).column(0)
+            self._group = part.group
+        rows = self._column.slice(part.start, part.stop - part.start).to_pylist()
+        first = part.first + part.start
+        return [lines.content_of(row, f"{self.path} row {first + i}", self.field, []) for i, row in enumerate(rows)]
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[Any]:
+        import pyarrow
+        from pyarrow import parquet
+
+        try:
+            with self.path.open("rb") as file, parquet.ParquetFile(file) as table:
+                yield table
+        except (OSError, pyarrow.ArrowException) as error:
+            reason = str(error).splitlines()[0]
+            raise DataError(
+                f"cannot read {self.path}: {reason}. It may be damaged or cut off; fetch it again"
+            ) from error
