@@ -12,7 +12,7 @@ import dataclasses
 import math
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +75,20 @@ class Init:
         return Factor(value, kind=spec.kind, spec=spec.spec, stack=spec.stack)
 
 
+class Product(NamedTuple):
+    """A parameter times its multiplier, not multiplied yet: of a stack or, inside of the loop over its layers, of one of them."""
+
+    weight: jax.Array
+    """As it is stored, w."""
+    multiplier: jax.Array
+    """a, float32; its dimensions are the first of w's."""
+
+    def array(self) -> jax.Array:
+        """a * w, in w's dtype."""
+        a = self.multiplier.reshape(self.multiplier.shape + (1,) * (self.weight.ndim - self.multiplier.ndim))
+        return (self.weight * a).astype(self.weight.dtype)
+
+
 def multiplied(params: Mapping[str, Any], multipliers: Mapping[str, Any]) -> dict[str, jax.Array]:
     """a * w for every parameter w, in its dtype.
 
@@ -82,11 +96,7 @@ def multiplied(params: Mapping[str, Any], multipliers: Mapping[str, Any]) -> dic
         params: w by name.
         multipliers: a by the same names, [] or [layers].
     """
-
-    def product(w: jax.Array, a: jax.Array) -> jax.Array:
-        return (w * a.reshape(a.shape + (1,) * (w.ndim - a.ndim))).astype(w.dtype)
-
-    return {name: product(w, multipliers[name]) for name, w in params.items()}
+    return {name: Product(w, multipliers[name]).array() for name, w in params.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,12 +136,19 @@ class Definition:
     def model(self, params: Mapping[str, jax.Array], multipliers: Arrays, factors: Arrays) -> Any:
         """The model with every parameter taken as multiplier * w.
 
+        Of a matrix that a layout reads by layer the product is taken there. Before the loop over layers the compiler would keep
+        it of all of them, in the type of products, through the whole step.
+
         Args:
             params: as they are stored, w.
             multipliers: float32 [] or [layers], by the same names.
             factors: as `bind`.
         """
-        return self.bind(multiplied(dict(params), multipliers), factors)
+        layout = partition.current()
+        by_layer = {name: w for name, w in params.items() if layout.by_layer(self.specs[name])}
+        others = {name: w for name, w in params.items() if name not in by_layer}
+        later = {n: Product(w, jnp.broadcast_to(multipliers[n], w.shape[:1])) for n, w in by_layer.items()}
+        return self.bind({**multiplied(others, multipliers), **later}, factors)
 
     def apply(self, params: Mapping[str, jax.Array], multipliers: Arrays, factors: Arrays, *inputs: jax.Array) -> Any:
         """`model(params, multipliers, factors)(*inputs)`: float32 logits.

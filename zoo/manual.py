@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from mupax.presets.roles import VECTORS, ParamSpec, Role
 from mupax.zoo import partition
-from mupax.zoo.definition import Definition
+from mupax.zoo.definition import Definition, Product
 from mupax.zoo.partition import Axes, Layout
 
 Splits = tuple[tuple[str, ...], ...]
@@ -85,7 +85,7 @@ class Manual(Layout):
         return _gather(self.splits(axes), self.batch, w)
 
     def layer(self, state: Any, dtype: Any) -> Any:
-        """Its matrices gathered, in the type of their products; vectors are whole already.
+        """Its matrices times their multipliers, gathered, in the type of their products; vectors are whole already.
 
         Args:
             state: of one layer, parts.
@@ -94,16 +94,20 @@ class Manual(Layout):
 
         def whole(variable: nnx.Variable) -> nnx.Variable:
             spec = variable.get_metadata("spec", None)
-            if not isinstance(variable, nnx.Param) or spec.role in VECTORS:
+            if not isinstance(variable, nnx.Param) or not self.by_layer(spec):
                 return variable
-            return nnx.Param(self.gather(variable[...].astype(dtype), spec.axes[1:]), spec=spec)
+            part = variable.get_value()
+            part = part.array() if isinstance(part, Product) else part
+            return nnx.Param(self.gather(part.astype(dtype), spec.axes[1:]), spec=spec)
 
         return jax.tree.map(whole, state, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
+    def by_layer(self, spec: ParamSpec) -> bool:
+        return spec.stacked and spec.role not in VECTORS
+
     def early(self, params: Mapping[str, Any], specs: Mapping[str, Any]) -> Mapping[str, Any]:
         def later(spec: ParamSpec) -> bool:
-            matrix = spec.stacked and spec.role not in VECTORS
-            return matrix or spec.role is Role.READOUT or "vocab" in spec.axes
+            return self.by_layer(spec) or spec.role is Role.READOUT or "vocab" in spec.axes
 
         return {n: w if later(specs[n]) else self.gather(w, specs[n].axes) for n, w in params.items()}
 

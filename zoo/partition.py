@@ -125,6 +125,15 @@ class Layout:
         del dtype
         return state
 
+    def by_layer(self, spec: Any) -> bool:
+        """Whether a stack's parameter is read by `layer` alone, so that what is done to it can wait for its layer.
+
+        Args:
+            spec: its declaration.
+        """
+        del spec
+        return False
+
     def early(self, params: Mapping[str, Any], specs: Mapping[str, Any]) -> Mapping[str, Any]:
         """Parameters by name, those gathered that are not where they are read: all but tables, readouts and a stack's matrices.
 

@@ -114,10 +114,13 @@ def test_no_layer_keeps_its_gathered_matrices_for_the_backward_pass() -> None:
         optimizer=OptimizerConfig(peak_lr=0.1), preset=PresetConfig(name="mup", base=None), steps=9,
     )  # fmt: skip
     shapes: set[tuple[int, ...]] = set()
+    products: set[tuple[int, ...]] = set()
 
     def look(jaxpr: Any, inside: bool) -> None:
         for equation in jaxpr.eqns:
-            shapes.update(tuple(v.aval.shape) for v in equation.outvars if inside)
+            made = [tuple(v.aval.shape) for v in equation.outvars if inside]
+            shapes.update(made)
+            products.update(made if equation.primitive.name == "mul" else ())
             for inner in jaxprs_in_params(equation.params):
                 look(inner, inside or equation.primitive.name == "shard_map")
 
@@ -125,3 +128,6 @@ def test_no_layer_keeps_its_gathered_matrices_for_the_backward_pass() -> None:
     # a gathered matrix, the parts of all, and hidden activations
     assert shapes >= {(16, 24), (3, 2, 24), (3, 1, 8, 24)}
     assert (3, 16, 24) not in shapes
+    # A layer's part is taken times its multiplier, the parts of all never at once.
+    assert (2, 24) in products
+    assert (3, 2, 24) not in products

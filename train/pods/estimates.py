@@ -16,7 +16,7 @@ from mupax.train.config.run import Config
 from mupax.train.core.costs import memory
 from mupax.train.core.program import Program
 from mupax.train.parallel.chips import Chip
-from mupax.zoo import flops, partition
+from mupax.zoo import flops, manual, partition
 from mupax.zoo.families import AttentionName
 from mupax.zoo.layers.flash import FUSED, block_of
 from mupax.zoo.layers.kernels import chosen
@@ -32,11 +32,14 @@ def expected(program: Program) -> dict[str, int]:
     config, layout, definition = program.config, program.layout, program.definition
     itemsize, batch = jnp.dtype(config.model.compute.dtype).itemsize, program.train_feed().abstract
     params, specs = program.abstract.params, definition.specs
-    stacks = [leaf for name, leaf in params.items() if specs[name].in_block and leaf.ndim > 2]
+    inside = manual.inside(layout, definition) or layout
+    stacks = [
+        leaf for n, leaf in params.items() if specs[n].in_block and leaf.ndim > 2 and not inside.by_layer(specs[n])
+    ]
     held = {
         "state": sum(memory.bytes_of(leaf, leaf.sharding) for leaf in jax.tree.leaves(program.abstract)),
         "batch": sum(memory.bytes_of(batch[name], sharding) for name, sharding in layout.batch(batch).items()),
-        # Every block parameter times its multiplier, once, where it lies.
+        # Every block parameter times its multiplier, once, where it lies; but not where a layer's are taken in the loop.
         "weights in compute type": sum(memory.bytes_of(leaf, leaf.sharding, itemsize) for leaf in stacks),
         "saved activations": memory.activations(config, definition, layout)[0],
     }
