@@ -167,8 +167,17 @@ A whole search, `lm-tiny --topology v5e:2x2 --search --limit 4`, said about 2 mi
 model so small the estimate knows nothing: 45 us for steps of 805, 814 and 872, which it took for equal.
 
 Since then memory is taken to need 4/3 of what is expected, and blocks of 2048 are not tried. With fsdp 4 and tensor 4 the 1.2 B step
-above takes 0.939e9 cycles and 3.92 GB of temporaries. `--vmem-kib` is unmeasured: lm-8b with 49152 on v5p:4x4x4 was not compiled in
-15 minutes, where without it takes 4.
+above takes 0.939e9 cycles and 3.92 GB of temporaries. `--vmem-kib`, which lets one operation
+take so much of a core's own memory (16 MiB on v5e unless given), pays on the 1.2 B step on v5e:4x4, multipliers in the loop:
+
+| `--vmem-kib` | cycles | of MaxText's | temporaries, GB | step at least | processor time of the compiler |
+|---|---|---|---|---|---|
+| left out | 0.651e9 | 0.900 | 1.685 | 0.452 s | 2.0 min |
+| 24576 | 0.646e9 | 0.892 | 1.710 | 0.449 s | 2.2 min |
+| 32768 | 0.630e9 | 0.870 | 1.683 | 0.438 s | 3.1 min |
+
+MaxText's is without it. It is no rule of a generation: other shapes were not compiled with it, and lm-8b with 49152 on v5p:4x4x4 was
+not in 15 minutes, where without it takes 4.
 
 Attention blocks of 1024 with one backward kernel cost the 1.2 B step 0.667e9 cycles: sums of queries' gradients.
 On a CPU the product takes 1.28 times as long as halves, which stay there (`python -m scripts.bench.rotary --one-core`): the first

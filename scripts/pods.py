@@ -98,6 +98,8 @@ def document(found: dict[str, Any]) -> str:
     """The page."""
     pods = found["pods"]
     lines = [INTRODUCTION, *_summary(pods)]
+    if old := [f"{report['recipe']} on {report['topology']}" for report in pods if "loss" not in report]:
+        lines += ["", f"Of an earlier program, whose loss went by chunks of tokens: {', '.join(old)}."]
     for report in pods:
         lines += ["", f"## {report['recipe']} on {report['topology']}", "", *_memory(report), "", *_collectives(report)]
         lines += ["", *_temporaries(report)]
