@@ -45,6 +45,10 @@ class _Translated:
 class _File(_Translated):
     """A file whose errors are OSErrors."""
 
+    @property
+    def closed(self) -> bool:
+        return self._backend.closed
+
     def __enter__(self) -> _File:
         return self
 

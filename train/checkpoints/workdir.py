@@ -32,7 +32,16 @@ _FIRST = (_SHARED, _LOCK, _OWNER, _PROBE, _PARTIAL, *PROBES, "attempts*.jsonl")
 """What a run writes before its record: a kill leaves some of them in a folder that is still free."""
 _FIXED = (
     *("model.", "preset.", "ema.", "optimizer.name", "seed", "train_only", "freeze"),
-    *("data.name", "data.batch_size", "data.tokenizer", "data.separator", "data.field", "data.split", "data.seed"),
+    *(
+        "data.name",
+        "data.batch_size",
+        "data.tokenizer",
+        "data.separator",
+        "data.field",
+        "data.on_broken",
+        "data.split",
+        "data.seed",
+    ),
 )
 """Beginnings of the fields that a run keeps. Every constant of a preset multiplies something in the forward pass."""
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")

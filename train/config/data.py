@@ -30,7 +30,7 @@ SOURCES: dict[str, Source] = {
     "cifar5m": Source(f"{_FOLDER}.cifar5m:cifar5m", "images", _IMAGES),
     "text:PATH": Source(f"{_FOLDER}.text:own_files", "tokens", _TEXT | {"field"}),
     "records:PATH": Source(f"{_FOLDER}.text:own_files", "tokens", _TEXT | {"field"}),
-    "images:PATH": Source(f"{_FOLDER}.folders:own_images", "images", _IMAGES),
+    "images:PATH": Source(f"{_FOLDER}.folders:own_images", "images", _IMAGES | {"on_broken"}),
 }
 """data.name to its source. To add one, write its loader and a line here; docs/add_a_dataset.md is an example."""
 _PUBLISHED: dict[str, Task] = {
@@ -75,6 +75,8 @@ class DataConfig:
     """Of records: the field or column that has the text."""
     augment: bool = True
     """Light augmentation of training images."""
+    on_broken: Literal["stop", "skip"] = "stop"
+    """images:PATH only: whether an image that cannot be decoded ends the run before it starts, or is left out."""
     split: Literal["random", "writer"] = "random"
     """digits only: a stratified random split, or test writers never seen in training."""
     noise: Literal["infilling", "sentinels"] | None = None

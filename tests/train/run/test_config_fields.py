@@ -235,6 +235,7 @@ FIELDS: dict[str, Way] = {
     **on(data, TOKENS, "data.", name="python_corpus", batch_size=4, seed=5, eval_batch_size=8, eval_examples=20),
     "data.tokenizer": (data, changed(TOKENS, "model.vocab_size", 300), "bpe:300"),
     "data.separator": Shown("train/data/sources/test_records.py", 'separator="<|eot|>"'),
+    "data.on_broken": Shown("train/data/sources/test_folders.py", 'on_broken="skip"'),
     "data.field": Shown("train/data/sources/test_records.py", "--data.field"),
     **on(data, IMAGES, "data.", augment=False, split="writer"),
     "data.data_dir": Shown("train/data/sources/test_published.py", "data_dir"),

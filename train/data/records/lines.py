@@ -51,7 +51,7 @@ class Lines:
     def first(self) -> None:
         """Raises DataError where the first line is no JSON object with the field."""
         with _opened(self.path) as stream, _whole(self.path):
-            for number, line in enumerate(stream, 1):
+            for number, line in enumerate(iter(stream.readline, b""), 1):  # files in buckets have no more
                 if line.strip():
                     self.text(line, number)
                     return
@@ -174,7 +174,7 @@ def _whole(path: Path) -> Iterator[None]:
 def _unpacked(file: Any, suffix: str) -> Any:
     match suffix:
         case ".gz":
-            return gzip.GzipFile(fileobj=file)
+            return gzip.GzipFile("", "rb", fileobj=file)  # a file in a bucket has no name
         case ".bz2":
             return bz2.BZ2File(file)
         case ".xz":

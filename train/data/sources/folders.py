@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 _EVAL_FOLDERS = ("val", "validation", "eval", "test")
 _MODES = {1: "L", 3: "RGB"}
+_LISTED = 8
 _Labelled = list[tuple[str, Path, int]]
 
 
@@ -83,9 +84,15 @@ def decoded(file: Path | io.BytesIO, channels: int, name: str) -> np.ndarray:
     return pixels.reshape(*pixels.shape[:2], channels)
 
 
-def _check_header(path: Path) -> None:
-    with _opened(path, str(path)):
-        pass
+def _broken(path: Path) -> DataError | None:
+    """What is wrong with an image file; None where all of it can be decoded."""
+    try:
+        with _opened(path, str(path)) as image:
+            image.draft("RGB", (64, 64))  # of a JPEG all is unpacked, and no more pixels computed than these
+            image.load()
+    except DataError as error:
+        return error
+    return None
 
 
 def decoding_threads() -> int:
@@ -105,17 +112,23 @@ def own_images(config: DataConfig, model: ModelConfig, seed: int, note: cache.No
     train, eval_, classes = _split(path)
     vision = images.vision_model(config.name, model, classes)
     check_channels(config.name, vision.channels)
+    if broken := _scanned([*train, *eval_], note):
+        if config.on_broken == "stop":
+            first = next(iter(broken.values()))
+            raise DataError(
+                f"{first} ({len(broken)} of {len(train) + len(eval_)} are broken), or add --data.on-broken skip"
+            )
+        note(f"left out, as broken: {len(broken)} of {len(train) + len(eval_)} images: {_listed(sorted(broken))}")
+        train, eval_ = ([item for item in files if str(item[1]) not in broken] for files in (train, eval_))
+        if empty := sorted(set(range(len(classes))) - {label for _, _, label in train}):
+            raise DataError(
+                f"class {classes[empty[0]]} in {path} has no whole image to train on; repair some of its images"
+            )
+        if not eval_:
+            raise DataError(f"{path} has no whole image to evaluate on; repair some")
     every = [(f"{side}/{name}", file) for side, files in (("train", train), ("eval", eval_)) for name, file, _ in files]
     # Names and sizes, not contents or times: the same for a copy of the folder, and quick for a large one.
     digest = cache.digest(*(f"{name}:{file.stat().st_size}" for name, file in every))
-
-    def headers() -> dict[str, float]:
-        note(f"reading the headers of {len(every)} images")
-        with ThreadPool(decoding_threads()) as pool:
-            checked = pool.imap_unordered(_check_header, (file for _, file in every), chunksize=64)
-            return {"images": float(sum(1 for _ in checked))}
-
-    cache.remembered(f"images-{digest}", headers)  # a file to refuse is better named now than in mid-run
     return images.ImageData(
         config,
         Files(train, vision.channels),
@@ -124,8 +137,34 @@ def own_images(config: DataConfig, model: ModelConfig, seed: int, note: cache.No
         seed=seed,
         threads=decoding_threads(),
         class_names=classes,
-        facts={"digest": digest},
+        facts={"digest": digest, **({"broken_images": len(broken)} if broken else {})},
     )
+
+
+def _scanned(files: _Labelled, note: cache.Note) -> dict[str, DataError]:
+    """The images that cannot be decoded by path, and why: all are tried, once, for a file to refuse is better named now than in mid-run.
+
+    What was whole stays known by its name, size and time. What was broken is looked at again, for it may be repaired.
+    """
+    stats = ((path, path.stat()) for _, path, _ in files)
+    digest = cache.digest(*(f"{path}:{stat.st_size}:{stat.st_mtime_ns}" for path, stat in stats))
+
+    def broken(paths: list[Path]) -> dict[str, DataError]:
+        with ThreadPool(decoding_threads()) as pool:
+            errors = pool.imap(_broken, paths, chunksize=64)
+            return {str(path): error for path, error in zip(paths, errors, strict=True) if error}
+
+    def names() -> dict[str, float]:
+        note(f"decoding {len(files)} images, to find broken ones")
+        return dict.fromkeys(broken([path for _, path, _ in files]), 1.0)
+
+    suspects = cache.remembered(f"decoded-{digest}", names)
+    return broken([path for _, path, _ in files if str(path) in suspects]) if suspects else {}
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:_LISTED])
+    return shown if len(names) <= _LISTED else f"{shown} and {len(names) - _LISTED} more"
 
 
 def check_channels(name: str, channels: int) -> None:

@@ -34,6 +34,8 @@ _NEWER = {
     "rope_original_len": 8192, "window": None,
 }  # fmt: skip
 """Fields of models that rows were named without, and what those models had."""
+_NEWER_DATA = {"noise": None, "noise_rate": None, "noise_span": None, "separator": None, "field": "text", "on_broken": "stop"}  # fmt: skip
+"""The same of data."""
 
 _NUMBER, _NONE = (int, float), type(None)
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -110,7 +112,7 @@ def key_of(config: Config, data_digest: str) -> str:
     # As rows were named before there were such fields.
     if bare.preset.joint == "none":
         del fields["preset"]["joint"]
-    for name, default in {**dict.fromkeys(("noise", "noise_rate", "noise_span", "separator")), "field": "text"}.items():
+    for name, default in _NEWER_DATA.items():
         if getattr(bare.data, name) == default:
             del fields["data"][name]
     if bare.vmem_kib is None:

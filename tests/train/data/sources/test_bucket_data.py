@@ -14,6 +14,7 @@ from mupax.zoo.configs import ConfigError, ModelConfig
 from tests.emulator import bucket, emulator
 from tests.train.data.sources.test_folders import pictures
 from tests.train.data.sources.test_published import SHORT, TEXT, VIT, cache_folder, prepare, sentences
+from tests.train.data.sources.test_records import write_as
 
 __all__ = ["bucket", "cache_folder", "emulator"]  # fixtures
 
@@ -33,7 +34,7 @@ def test_text(tmp_path: Path, bucket: str) -> None:
     (texts / "deep").mkdir(parents=True)
     for i in range(6):
         (texts / ("deep" if i % 2 else ".") / f"{i}.txt").write_text("".join(f"line {j} of {i}\n" for j in range(40)))
-    (texts / "records.jsonl").write_text('{"text": "x"}\n')
+    (texts / "records.jsonl").write_text('{"message": "x"}\n')
     copy(texts, path_of(f"{bucket}/texts"))
     notes: list[str] = []
     assert same(load(SHORT, f"text:{bucket}/texts", notes), load(SHORT, f"text:{texts}"))
@@ -41,6 +42,13 @@ def test_text(tmp_path: Path, bucket: str) -> None:
     assert same(load(SHORT, f"text:{bucket}/texts/0.txt"), load(SHORT, f"text:{texts / '0.txt'}"))
     with pytest.raises(data.DataError, match=f"no file or folder {bucket}/nothing"):
         load(SHORT, f"text:{bucket}/nothing")
+
+
+def test_records(tmp_path: Path, bucket: str) -> None:
+    for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet"):
+        write_as(tmp_path / "records" / name)
+    copy(tmp_path / "records", path_of(f"{bucket}/records"))
+    assert same(load(SHORT, f"records:{bucket}/records"), load(SHORT, f"records:{tmp_path / 'records'}"))
 
 
 def test_images(tmp_path: Path, bucket: str) -> None:

@@ -132,13 +132,50 @@ def test_missing_and_wrong_folders_are_named(tmp_path: Path) -> None:
         load(tmp_path / "q")
 
 
-@pytest.mark.parametrize("length", [60, -20])
-def test_broken_image_is_named(tmp_path: Path, length: int) -> None:
+@pytest.mark.parametrize(("length", "count"), [(60, 17), (-20, 8)])  # of a PNG the last 20 bytes are no pixels
+def test_broken_image_is_named(tmp_path: Path, length: int, count: int) -> None:
     path = pictures(tmp_path / "p")
     for file in (path / "red").iterdir():
         file.write_bytes(file.read_bytes()[:length])
-    with pytest.raises(data.DataError, match=r"cannot read the image .*red/.*Remove or repair it"):
-        list(itertools.islice(load(path, batch_size=32).train_batches(0), 4))
+    message = rf"cannot read the image .*red/.*Remove or repair it \({count} of 51 are broken\), or add --data\.on-broken skip"
+    for _ in range(2):  # what is known of the folder is no licence
+        with pytest.raises(data.DataError, match=message):
+            load(path)
+    if count < 17:
+        return
+    with pytest.raises(data.DataError, match=r"class red in .* has no whole image to train on"):
+        load(path, on_broken="skip")
+
+
+def test_broken_images_are_left_out_where_that_is_asked_for(tmp_path: Path) -> None:
+    path, notes = pictures(tmp_path / "p"), []
+    whole = load(path)
+    contents = {name: (path / name).read_bytes() for name in ("red/3.jpg", "blue/4.png")}
+    for name, content in contents.items():
+        (path / name).write_bytes(content[:-40])
+    (path / "red" / "none.png").write_bytes(b"")
+    some = load(path, on_broken="skip", note=notes.append)
+    assert f"left out, as broken: 3 of 52 images: {path}/blue/4.png, {path}/red/3.jpg, {path}/red/none.png" in notes
+    assert some.facts["broken_images"] == 3
+    assert some.train_size + some.eval_size == 49
+    list(itertools.islice(some.train_batches(0), 8))
+    assert some.facts["digest"] != whole.facts["digest"]
+    for name, content in contents.items():
+        (path / name).write_bytes(content)
+    (path / "red" / "none.png").unlink()
+    assert load(path).facts == whole.facts
+
+
+def test_mixed_sizes_and_modes_are_read_alike(tmp_path: Path) -> None:
+    path = pictures(tmp_path / "p")
+    for i, mode in enumerate(("L", "LA", "P", "RGBA", "CMYK", "1", "YCbCr")):
+        suffix = "tif" if mode in ("CMYK", "YCbCr") else "png"
+        Image.new("RGB", (9 + i, 40), (230, 10, 20)).convert(mode).save(path / "red" / f"{mode}.{suffix}")
+    Image.new("CMYK", (40, 9), (0, 250, 250, 0)).save(path / "red" / "print.jpg")
+    found = load(path)
+    assert found.train_size + found.eval_size == 59
+    for files in (found.train, found.eval):
+        assert {files[i][0].shape[2] for i in range(len(files))} == {3}
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -166,7 +203,7 @@ def test_a_decompression_bomb_is_named_before_training(tmp_path: Path, monkeypat
     path = pictures(tmp_path / "p")
     notes: list[str] = []
     load(path, note=notes.append)
-    assert notes == ["reading the headers of 51 images"]
+    assert notes == ["decoding 51 images, to find broken ones"]
     load(path, note=notes.append)
     assert len(notes) == 1  # once for a folder
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 3000)
