@@ -41,6 +41,9 @@ LLAMA = DecoderConfig(
     width=48, depth=3, num_heads=6, head_dim=10, vocab_size=97, seq_len=29, mlp_ratio=2.5, norm_eps=1e-6,
     positions="rotary", rope_theta=500_000.0, norm="rmsnorm", activation="swiglu", bias=False,
 )  # fmt: skip
+NEOX = dataclasses.replace(
+    GPT2, positions="rotary", parallel=True, rotary_fraction=0.25, activation="gelu_exact", tied=False, bias=True
+)
 VIT = ViTConfig(
     width=48, depth=3, num_heads=6, image_size=12, patch_size=4, num_classes=11, pool="cls", activation="gelu_exact",
     norm_eps=1e-12,
@@ -62,6 +65,9 @@ VARIANTS: dict[str, TransformerConfig] = {
     "Mistral": dataclasses.replace(LLAMA, num_kv_heads=3, window=5),
     "Qwen2": dataclasses.replace(LLAMA, num_kv_heads=2, head_dim=None, qkv_bias=True),
     "Qwen2, window": dataclasses.replace(LLAMA, qkv_bias=True, tied=True, window=7),
+    "GPT-NeoX": NEOX,
+    "GPT-NeoX, one after the other": dataclasses.replace(NEOX, parallel=False, rotary_fraction=0.5, activation="relu"),
+    "SigLIP": dataclasses.replace(VIT, pool="mean", activation="gelu", norm_eps=1e-6),
     "Qwen3": dataclasses.replace(LLAMA, num_kv_heads=2, qk_norm=True),
 }
 """Models that differ from one of the others in a few fields."""

@@ -90,6 +90,10 @@ class DecoderConfig(TokenModel, TransformerConfig):
     """llama3: turns within the first context above which it is left alone."""
     rope_original_len: int = 8192
     """llama3: the first context, in positions."""
+    rotary_fraction: float = 1.0
+    """Share of each head that rotary positions turn, its first entries."""
+    parallel: bool = False
+    """A block's MLP reads the stream as its attention does, not after it (GPT-J, GPT-NeoX)."""
     window: int | None = None
     """Positions that a query sees, its own and those before it (sliding window); all before it unless given."""
     tied: bool = False
@@ -103,6 +107,15 @@ class DecoderConfig(TokenModel, TransformerConfig):
             raise ConfigError(
                 f"rotary positions need an even head dimension, not {self.heads_dim}; write head_dim {self.heads_dim + 1}"
             )
+        if self.rotary_fraction != 1 and not (
+            0 < self.rotary_fraction < 1 and self.rotary_size and self.rotary_size % 2 == 0
+        ):
+            raise ConfigError(
+                f"model.rotary_fraction {self.rotary_fraction} of {self.heads_dim} is {self.rotary_size} entries of a head; write a share "
+                "of at most 1 that makes an even number"
+            )
+        if self.rotary_fraction != 1 and self.positions != "rotary":
+            raise ConfigError("model.rotary_fraction is of rotary positions; write positions rotary")
         if self.rope_scaling == "none":
             return
         if self.positions != "rotary":
@@ -118,6 +131,14 @@ class DecoderConfig(TokenModel, TransformerConfig):
     @property
     def rotary_theta(self) -> float | None:
         return self.rope_theta if self.positions == "rotary" else None
+
+    @property
+    def rotary_size(self) -> int:
+        return int(self.rotary_fraction * self.heads_dim) if self.rotary_fraction != 1 else self.heads_dim
+
+    @property
+    def parallel_branches(self) -> bool:
+        return self.parallel
 
     @property
     def rotary_scaling(self) -> RopeScaling | None:

@@ -141,6 +141,16 @@ class TransformerConfig(ModelConfig):
         return None
 
     @property
+    def rotary_size(self) -> int:
+        """Entries of a head that rotary positions turn, its first ones."""
+        return self.heads_dim
+
+    @property
+    def parallel_branches(self) -> bool:
+        """Whether a block's MLP reads the stream as its attention does, not after it."""
+        return False
+
+    @property
     def sight(self) -> Sight:
         """What attention sees."""
         return Sight(self.causal)

@@ -6,11 +6,12 @@ from typing import Literal, NamedTuple
 
 from mupax.zoo.transformer import TransformerConfig
 
-Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "vit", "mbart", "t5"]
+Family = Literal["gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "vit", "siglip", "mbart", "t5"]
 
 ARCHITECTURES: dict[Family, str] = {
-    "gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
+    "gpt2": "GPT2LMHeadModel", "gpt_neox": "GPTNeoXForCausalLM", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "vit": "ViTForImageClassification",
+    "siglip": "SiglipForImageClassification",
     "mbart": "MBartForConditionalGeneration", "t5": "T5ForConditionalGeneration",
 }  # fmt: skip
 
@@ -23,11 +24,12 @@ ACTIVATIONS = {
 
 STACK = ("width", "depth", "num_heads", "mlp_dim", "norm_eps")
 _LIKE_LLAMA: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
+_LAYERNORM: tuple[Family, ...] = ("gpt_neox", "vit", "siglip")
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 FIELDS: dict[Family, tuple[str, ...]] = {
     "gpt2": ("n_embd", "n_layer", "n_head", "n_inner", "layer_norm_epsilon"),
     **dict.fromkeys(_LIKE_LLAMA, (*_SIZES, "rms_norm_eps")),
-    "vit": (*_SIZES, "layer_norm_eps"),
+    **dict.fromkeys(_LAYERNORM, (*_SIZES, "layer_norm_eps")),
     "mbart": ("d_model", "decoder_layers", "decoder_attention_heads", "decoder_ffn_dim"),  # its eps is in its code
     "t5": ("d_model", "num_decoder_layers", "num_heads", "d_ff", "layer_norm_epsilon"),
 }
@@ -36,6 +38,7 @@ FIELDS: dict[Family, tuple[str, ...]] = {
 DEFAULTS: dict[Family, tuple[float, ...]] = {
     "gpt2": (768, 12, 12, 0, 1e-5), "llama": (4096, 32, 32, 11008, 1e-6),
     "mistral": (4096, 32, 32, 14336, 1e-6), **dict.fromkeys(("qwen2", "qwen3"), (4096, 32, 32, 22016, 1e-6)), "vit": (768, 12, 12, 3072, 1e-12),
+    "siglip": (768, 12, 12, 3072, 1e-6), "gpt_neox": (6144, 44, 64, 24576, 1e-5),
     "mbart": (1024, 12, 16, 4096), "t5": (512, 6, 8, 2048, 1e-6),
 }  # fmt: skip
 """What a field left out is; 0 is four widths."""
@@ -43,6 +46,8 @@ DEFAULTS: dict[Family, tuple[float, ...]] = {
 DROPOUTS: dict[Family, tuple[str, ...]] = {
     "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     **dict.fromkeys(_LIKE_LLAMA, ("attention_dropout",)),
+    "gpt_neox": ("hidden_dropout", "attention_dropout"),
+    "siglip": ("attention_dropout",),
     "vit": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
     "mbart": ("dropout", "attention_dropout", "activation_dropout"),
     "t5": ("dropout_rate",),

@@ -33,6 +33,20 @@ from mupax.zoo.transformer import TransformerConfig
 _QKV = tuple(f"block.attention.{name}_bias" for name in ("query", "key", "value"))
 
 
+UNLIKE = {
+    "gemma2": "norms after the branches (post_feedforward_layernorm), a window in every other layer (layer_types) and caps of "
+    "logits (attn_logit_softcapping, final_logit_softcapping)",
+    "gemma3": "norms after the branches (post_feedforward_layernorm) and a window in five of six layers (layer_types)",
+    "gemma3_text": "norms after the branches (post_feedforward_layernorm) and a window in five of six layers (layer_types)",
+    "dinov2": "a scale of every branch (layerscale_value) and a classifier of the CLS token beside the mean of all others",
+    "dinov2_with_registers": "register tokens (num_register_tokens) and a scale of every branch (layerscale_value)",
+    "deit": "a distillation token beside the CLS token (distillation_token); those without it are of model_type vit",
+    "siglip_vision_model": "no classifier, and pools by attention (vision_use_head); SiglipForImageClassification, of model_type siglip, "
+    "has the mean",
+}
+"""Architectures that are refused, and what of theirs."""
+
+
 def to_huggingface(
     model: TransformerConfig, *, dtype: str = "float32", tokens: Mapping[str, int | None] | None = None
 ) -> dict[str, Any]:
@@ -69,13 +83,15 @@ def to_huggingface(
     activation = "silu" if model.gated else next(name for name, ours in ACTIVATIONS.items() if ours == model.activation)
     if isinstance(model, ImageModel):
         labels = range(model.num_classes)
+        pixels = {"image_size": model.image_size, "patch_size": model.patch_size, "num_channels": model.channels}
+        pixels["hidden_act"] = activation
+        if family == "siglip":
+            tower = {name: shared.pop(name) for name in (*FIELDS[family], *DROPOUTS[family])}
+            pixels = {"vision_config": {**tower, **pixels, "vision_use_head": False}}
         return {
             **shared,
-            "image_size": model.image_size,
-            "patch_size": model.patch_size,
-            "num_channels": model.channels,
-            "hidden_act": activation,
-            "qkv_bias": True,
+            **pixels,
+            **({"qkv_bias": True} if family == "vit" else {}),
             "id2label": {str(i): f"LABEL_{i}" for i in labels},
             "label2id": {f"LABEL_{i}": i for i in labels},
         }
@@ -93,6 +109,8 @@ def from_huggingface(fields: Mapping[str, Any]) -> Published:
         ConfigError: another architecture, a feature that our models lack, or a value of the wrong kind.
     """
     kind = fields.get("model_type")
+    if isinstance(kind, str) and kind in UNLIKE:
+        raise ConfigError(f"config.json: model_type {kind} has {UNLIKE[kind]}, which our models do not have")
     if kind == "bart":
         raise ConfigError(f"config.json: {encoder_decoder.POST_NORM}")
     if not isinstance(kind, str) or kind not in _READ:
@@ -112,8 +130,10 @@ def _reasons(model: TransformerConfig) -> list[str]:
         "model.qk_norm normalizes queries and keys, which it does not": model.qk_norm and family != "qwen3",
         "model.value_dim makes values of another size than queries, which it does not": model.value_dim is not None,
         "model.branch_activation acts on what branches read, which it does not": model.branch_activation != "none",
-        "model.readout_bias adds to the logits, which it does not": family != "vit"
+        "model.readout_bias adds to the logits, which it does not": not isinstance(model, ImageModel)
         and "readout_bias" in model.parameters(),
+        "model.parallel has the MLP read what attention reads, which it does not": model.parallel_branches
+        and family != "gpt_neox",
     }
     if isinstance(model, EncoderDecoderConfig):
         refused |= encoder_decoder.reasons(model)
@@ -126,9 +146,6 @@ def _reasons(model: TransformerConfig) -> list[str]:
             f"its MLP has no gate, and model.activation is {model.activation}": model.gated,
             f"it has no grouped queries, and model.num_kv_heads is {kv_heads} of {heads} heads": kv_heads != heads,
             f"its heads fill the width, and {heads} heads of {size} are not {width}": heads * size != width,
-            "it classifies by the CLS token, and model.pool is mean; train with --model.pool cls to export": (
-                family == "vit" and "cls" not in model.parameters()
-            ),
         }
     return [reason for reason, holds in refused.items() if holds]
 
@@ -156,24 +173,30 @@ def _gpt2(read: Fields) -> Published:
     return Published(model, frozenset())
 
 
-def _vit(read: Fields) -> Published:
-    labels = read.fields.get("id2label")
+def _vit(read: Fields, family: Family) -> Published:
+    labels, vit = read.fields.get("id2label"), family == "vit"
+    if not vit:
+        tower = read.fields.get("vision_config")
+        if not isinstance(tower, dict):
+            raise ConfigError(f"config.json: vision_config is {shown(tower)}, not an object")
+        read = Fields({"num_labels": read.fields.get("num_labels"), **tower})
     model = ViTConfig(
-        **_stack(read, "vit"),
-        activation=read.choice("hidden_act", "gelu", ACTIVATIONS),
+        **_stack(read, family),
+        activation=read.choice("hidden_act", "gelu" if vit else "gelu_pytorch_tanh", ACTIVATIONS),
         image_size=read.side("image_size", 224),
         patch_size=read.side("patch_size", 16),
         channels=read.read("num_channels", 3),
         num_classes=len(labels) if isinstance(labels, dict) and labels else read.read("num_labels", 2),
-        pool="cls",
+        pool="cls" if vit else "mean",
     )
-    return Published(model, frozenset() if read.read("qkv_bias", True) else frozenset(_QKV))
+    return Published(model, frozenset() if not vit or read.read("qkv_bias", True) else frozenset(_QKV))
 
 
 _READ = {
     "gpt2": _gpt2,
     **{family: functools.partial(decoders.like_llama, family=family) for family in decoders.LIKE},
-    "vit": _vit,
+    "gpt_neox": decoders.gpt_neox,
+    **{family: functools.partial(_vit, family=family) for family in ("vit", "siglip")},
     "mbart": encoder_decoder.mbart,
     "t5": functools.partial(encoder_decoder.t5, newer=False),
     "mt5": functools.partial(encoder_decoder.t5, newer=True),

@@ -1,7 +1,7 @@
-"""Configs of decoders with rotary positions in the form of `transformers`: Llama and those that are like it, both ways.
+"""Configs of decoders with rotary positions in the form of `transformers`: Llama, those that are like it, and GPT-NeoX, both ways.
 
-Mistral has a window, Qwen2 biases of queries, keys and values, Qwen3 norms of queries and keys. A decoder of ours is written as
-the plainest of them that has what it has.
+Mistral has a window, Qwen2 biases of queries, keys and values, Qwen3 norms of queries and keys, GPT-NeoX branches side by side.
+A decoder of ours is written as the plainest of them that has what it has.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from mupax.disk import shown
 from mupax.zoo.configs import ConfigError, DecoderConfig
 from mupax.zoo.fields import Fields
-from mupax.zoo.huggingface.architectures import DEFAULTS, FIELDS, STACK, Family, Published
+from mupax.zoo.huggingface.architectures import ACTIVATIONS, DEFAULTS, FIELDS, STACK, Family, Published
 
 ATTENTION = tuple(f"block.attention.{name}_bias" for name in ("query", "key", "value", "out"))
 MLP = tuple(f"block.mlp.{name}_bias" for name in ("up", "gate", "down"))
@@ -42,6 +42,8 @@ LIKE: dict[Family, Defaults] = {
 
 def family_of(model: DecoderConfig) -> Family:
     """The plainest family that has what a decoder with rotary positions has."""
+    if model.parallel or model.rotary_fraction != 1 or (model.norm == "layernorm" and not model.gated):
+        return "gpt_neox"
     if model.qk_norm:
         return "qwen3"
     if model.qkv_bias:
@@ -56,11 +58,22 @@ def reasons(model: DecoderConfig, family: Family) -> dict[str, bool]:
         model: a decoder with rotary positions.
         family: of `family_of`.
     """
+    width, heads = model.width, model.num_heads
+    if family == "gpt_neox":
+        return {
+            f"it has LayerNorm, which subtracts the mean, and model.norm is {model.norm}": model.norm != "layernorm",
+            f"its MLP has no gate, and model.activation is {model.activation}": model.gated,
+            f"it has no grouped queries, and model.num_kv_heads is {model.kv_heads} of {heads} heads": model.kv_heads
+            != heads,
+            f"its heads fill the width, and {heads} heads of {model.heads_dim} are not {width}": heads * model.heads_dim
+            != width,
+            "model.window hides all but the last positions, which it does not": model.window is not None,
+        }
     kinds = f"with rotary positions it needs rmsnorm and swiglu, not {model.norm} and {model.activation}"
     return {
         kinds: model.norm != "rmsnorm" or model.activation != "swiglu",
-        f"it needs model.width {model.width} to be a multiple of model.num_heads {model.num_heads}": family == "llama"
-        and bool(model.width % model.num_heads),
+        f"it needs model.width {width} to be a multiple of model.num_heads {heads}": family == "llama"
+        and bool(width % heads),
         "model.bias adds to every product, which only llama does, without a window and without model.qk_norm": family
         != "llama"
         and model.bias,
@@ -83,6 +96,18 @@ def fields_of(model: DecoderConfig, family: Family) -> dict[str, Any]:
     if model.rope_scaling == "llama3":
         rope["low_freq_factor"], rope["high_freq_factor"] = model.rope_low_freq_factor, model.rope_high_freq_factor
         rope["original_max_position_embeddings"] = model.rope_original_len
+    if family == "gpt_neox":
+        rope |= {"partial_rotary_factor": model.rotary_fraction}
+        return {
+            "hidden_act": next(name for name, ours in ACTIVATIONS.items() if ours == model.activation),
+            "max_position_embeddings": model.seq_len,
+            "use_parallel_residual": model.parallel,
+            "attention_bias": True,
+            "rope_parameters": rope,
+            "rotary_pct": model.rotary_fraction,
+            "rotary_emb_base": model.rotary_theta,
+            **({"rope_scaling": rope} if model.rotary_scaling is not None else {}),
+        }
     fields = {
         "head_dim": model.heads_dim,
         "num_key_value_heads": model.kv_heads,
@@ -144,6 +169,32 @@ def like_llama(read: Fields, family: Family) -> Published:
     return Published(model, frozenset(zeros))
 
 
+def gpt_neox(read: Fields) -> Published:
+    """The model of a GPT-NeoX' config.json."""
+    stack: dict[str, Any] = {}
+    for ours, theirs, default in zip(STACK, FIELDS["gpt_neox"], DEFAULTS["gpt_neox"], strict=True):
+        stack[ours] = read.read(theirs, default)
+    stack["mlp_ratio"] = stack.pop("mlp_dim") / stack["width"]
+    fraction = read.read("rotary_pct", 0.25)
+    holders = [read.fields, *(read.fields.get(name) or {} for name in ("rope_parameters", "rope_scaling"))]
+    for holder in holders:
+        if isinstance(holder, dict):
+            fraction = Fields(holder).read("partial_rotary_factor", fraction)
+    older = Fields({"rope_theta": read.fields.get("rotary_emb_base"), **read.fields, "partial_rotary_factor": None})
+    model = DecoderConfig(
+        **stack,
+        **rope(older, partial=True),
+        rotary_fraction=fraction,
+        parallel=read.read("use_parallel_residual", True),
+        activation=read.choice("hidden_act", "gelu", ACTIVATIONS),
+        positions="rotary",
+        vocab_size=read.read("vocab_size", 50432),
+        seq_len=read.read("max_position_embeddings", 2048),
+        tied=read.read("tie_word_embeddings", False),
+    )
+    return Published(model, frozenset() if read.read("attention_bias", True) else frozenset(ATTENTION))
+
+
 def _window(read: Fields, family: Family, depth: int) -> int | None:
     """The window of every block; None where they have none."""
     if family == "llama":
@@ -166,15 +217,20 @@ def _window(read: Fields, family: Family, depth: int) -> int | None:
     return window if kinds[0] == SLIDING else None
 
 
-def rope(read: Fields) -> dict[str, Any]:
-    """Our fields of rotary positions; other kinds than default, linear and llama3 are refused."""
+def rope(read: Fields, *, partial: bool = False) -> dict[str, Any]:
+    """Our fields of rotary positions; other kinds than default, linear and llama3 are refused.
+
+    Args:
+        read: fields of the config.
+        partial: the architecture may turn a part of each head.
+    """
     parameters, scaling = read.fields.get("rope_parameters"), read.fields.get("rope_scaling")
     for holder in (parameters, scaling):
         if holder is not None and not isinstance(holder, dict):
             raise ConfigError(f"config.json: rotary parameters are {shown(holder)}, not an object")
     merged = {**(parameters or {}), **(scaling or {})}
     kind = merged.get("rope_type", merged.get("type", "default"))
-    if any(holder.get("partial_rotary_factor", 1) != 1 for holder in (merged, read.fields)):
+    if not partial and any(holder.get("partial_rotary_factor", 1) != 1 for holder in (merged, read.fields)):
         raise ConfigError("config.json: partial_rotary_factor turns only a part of each head; ours turn all of it")
     if kind not in ("default", "linear", "llama3"):
         raise ConfigError(

@@ -6,6 +6,7 @@ D width, H heads, K key heads, N head dimension, F MLP hidden, V vocabulary, T p
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,14 +20,14 @@ from mupax.zoo.huggingface.decoders import LIKE
 from mupax.zoo.huggingface.tables import table
 from mupax.zoo.transformer import TransformerConfig
 
-HEADS = ("lm_head.weight", "final_logits_bias", "classifier.weight", "classifier.bias")
+HEADS = ("lm_head.weight", "embed_out.weight", "final_logits_bias", "classifier.weight", "classifier.bias")
 """Tensors outside the prefix."""
 
 
 def family_of(model: TransformerConfig) -> Family:
     """The architecture whose files can hold such a model."""
     if isinstance(model, ImageModel):
-        return "vit"
+        return "vit" if "cls" in model.parameters() else "siglip"
     if model.denoises:
         return "t5" if "relative_bias" in model.parameters() else "mbart"
     assert isinstance(model, DecoderConfig)
@@ -62,6 +63,25 @@ class Tensor(NamedTuple):
 
     name: str
     parts: tuple[Part, ...]
+    fused: bool = False
+    """Whether they lie side by side head by head (GPT-NeoX), and heads and inputs in theirs as [out, in]."""
+
+    def theirs(self, values: Sequence[np.ndarray]) -> np.ndarray:
+        """The tensor of one layer, from the parts' values."""
+        each = [part.theirs(value) for part, value in zip(self.parts, values, strict=True)]
+        whole = np.concatenate(each, -1) if each[1:] else each[0]
+        if not self.fused:
+            return whole
+        return np.moveaxis(whole, 0, -1).reshape(self.shape) if whole.ndim == 3 else whole.reshape(self.shape)
+
+    def ours(self, value: np.ndarray) -> list[np.ndarray]:
+        """The parts' values, from the tensor of one layer."""
+        if self.fused:
+            heads, size = self.parts[0].shape[-2], sum(self.widths)
+            value = value.reshape(heads, size, *value.shape[1:])
+            value = np.moveaxis(value, -1, 0) if value.ndim == 3 else value
+        each = np.split(value, np.cumsum(self.widths)[:-1], axis=-1)
+        return [part.ours(one) for part, one in zip(self.parts, each, strict=True)]
 
     @property
     def stacked(self) -> bool:
@@ -75,6 +95,9 @@ class Tensor(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         first = self.parts[0]
+        if self.fused:
+            *inputs, heads, _ = first.shape
+            return (heads * sum(self.widths), *inputs)
         sizes = [first.matrix[axis] for axis in first.axes]
         sizes[0], sizes[-1] = sizes[0] + first.rows, sum(self.widths)
         return tuple(sizes)
@@ -134,7 +157,7 @@ def tensors(model: TransformerConfig) -> list[Tensor]:
 
     def add(theirs: str, layout: str, *ours: str) -> None:
         parts = (_part(model, name, layout)._replace(times=_times(model, family, name)) for name in ours)
-        every.append(Tensor(theirs, tuple(parts)))
+        every.append(Tensor(theirs, tuple(parts), fused=layout == "fused"))
 
     for line in filter(None, table(model, family).splitlines()):
         theirs, layout, *ours = line.split()
@@ -147,6 +170,6 @@ def tensors(model: TransformerConfig) -> list[Tensor]:
             add(f"{theirs}.weight", layout, *ours)
             if family not in LIKE or f"{ours[0]}_bias" in model.parameters():
                 add(f"{theirs}.bias", "flat", f"{ours[0]}_bias")
-    if family != "vit" and not model.tied_readout:
+    if not isinstance(model, ImageModel) and not model.tied_readout:
         add("lm_head.weight", "linear", "readout")
     return every

@@ -10,6 +10,7 @@ from mupax.zoo.transformer import TransformerConfig
 
 PREFIX: dict[Family, str] = {
     "gpt2": "transformer.", "llama": "model.", "mistral": "model.", "qwen2": "model.", "qwen3": "model.", "vit": "vit.",
+    "gpt_neox": "gpt_neox.", "siglip": "vision_model.",
     "mbart": "model.", "t5": "",
 }  # fmt: skip
 
@@ -58,6 +59,32 @@ encoder.layer.{i}.output.dense linear block.mlp.down
 layernorm norm norm
 classifier linear readout
 """
+_SIGLIP = """
+embeddings.position_embedding.weight same position
+embeddings.patch_embedding.weight conv2d patch
+embeddings.patch_embedding.bias flat patch_bias
+encoder.layers.{i}.layer_norm1 norm block.attention_norm
+encoder.layers.{i}.self_attn.q_proj linear block.attention.query
+encoder.layers.{i}.self_attn.k_proj linear block.attention.key
+encoder.layers.{i}.self_attn.v_proj linear block.attention.value
+encoder.layers.{i}.self_attn.out_proj linear block.attention.out
+encoder.layers.{i}.layer_norm2 norm block.mlp_norm
+encoder.layers.{i}.mlp.fc1 linear block.mlp.up
+encoder.layers.{i}.mlp.fc2 linear block.mlp.down
+post_layernorm norm norm
+classifier linear readout
+"""
+_GPT_NEOX = """
+embed_in.weight same token
+layers.{i}.input_layernorm norm block.attention_norm
+layers.{i}.attention.query_key_value.weight fused block.attention.query block.attention.key block.attention.value
+layers.{i}.attention.query_key_value.bias fused block.attention.query_bias block.attention.key_bias block.attention.value_bias
+layers.{i}.attention.dense linear block.attention.out
+layers.{i}.post_attention_layernorm norm block.mlp_norm
+layers.{i}.mlp.dense_h_to_4h linear block.mlp.up
+layers.{i}.mlp.dense_4h_to_h linear block.mlp.down
+final_layer_norm norm norm
+"""
 _MBART_STACK = """
 {stack}.embed_positions.weight behind {ours}position
 {stack}.layernorm_embedding norm {ours}embedding_norm
@@ -102,6 +129,8 @@ decoder.block.{i}.layer.1.layer_norm.weight flat block.cross_norm.gain
 _TABLES: dict[Family, str] = {
     "gpt2": _GPT2,
     "vit": _VIT,
+    "siglip": _SIGLIP,
+    "gpt_neox": _GPT_NEOX,
     **dict.fromkeys(("llama", "mistral", "qwen2"), _LLAMA),
     "qwen3": _LLAMA + _QK_NORM,
 }

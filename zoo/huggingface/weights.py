@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mupax.zoo.families import ImageModel
 from mupax.zoo.huggingface.architectures import Published
 from mupax.zoo.huggingface.names import HEADS, family_of, tensors
 from mupax.zoo.huggingface.tables import PREFIX
@@ -20,11 +21,21 @@ from mupax.zoo.transformer import TransformerConfig
 
 Params = dict[str, np.ndarray]
 
-WITHOUT_MEANING = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", "embeddings.mask_token")
+WITHOUT_MEANING = (
+    ".attention.bias",
+    ".attention.masked_bias",
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".rotary_emb.inv_freq",
+    "embeddings.mask_token",
+)
 """Ends of names that files of older versions hold beside the weights: masks, tables, the token of another training task."""
 
-POOLER = "pooler."
-"""A layer after the bare ViT that no classifier reads."""
+POOLER = ("pooler.", "head.")
+"""Layers after the bare ViT and SigLIP's vision tower that no classifier reads."""
+
+NEOX_HEAD = "embed_out.weight"
+"""What GPT-NeoX' files call its readout."""
 
 COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 """Names under which older files hold `shared.weight` again."""
@@ -60,9 +71,10 @@ def to_huggingface(model: TransformerConfig, params: Mapping[str, np.ndarray]) -
                     value = np.full(part.shape, part.name.endswith("gain"), np.float32)
                 elif tensor.stacked:
                     value = value[i]
-                values.append(part.theirs(value))
+                values.append(value)
             name = tensor.name.format(i=i)
-            yield (name if name in HEADS else prefix + name), np.concatenate(values, -1) if values[1:] else values[0]
+            name = NEOX_HEAD if prefix == "gpt_neox." and name == "lm_head.weight" else name
+            yield (name if name in HEADS else prefix + name), tensor.theirs(values)
     if prefix == "model." and model.denoises and not model.tied_readout:  # later versions tie all tables or none
         yield from ((prefix + name, params["token"]) for name in COPIES)
 
@@ -87,7 +99,7 @@ def from_huggingface(files: Tensors, published: Published) -> Loaded:
     zeros = set(published.zeros)
     if family == "mbart" and "final_logits_bias" not in names_in_file:
         zeros.add("readout_bias")
-    if family == "vit" and not any(name.startswith("classifier.") for name in names_in_file):
+    if isinstance(model, ImageModel) and not any(name.startswith("classifier.") for name in names_in_file):
         zeros |= {"readout", "readout_bias"}
         if (classes := model.sizes()["classes"]) * model.width > _LARGEST_ZEROS:
             raise TensorFileError(f"{files.path}: no classifier, and {classes} classes are too many to add")
@@ -112,9 +124,8 @@ def from_huggingface(files: Tensors, published: Published) -> Loaded:
         params |= {part.name: make(layers + part.shape, np.float32) for part in tensor.parts}
         for i in range(0 if absent else tensor.layers(model)):
             value = files.read(names_in_file[tensor.name.format(i=i)])
-            ends = np.cumsum(tensor.widths)[:-1]
-            for part, values in zip(tensor.parts, np.split(value, ends, axis=-1), strict=True):
-                params[part.name][i if tensor.stacked else ...] = part.ours(values)
+            for part, values in zip(tensor.parts, tensor.ours(value), strict=True):
+                params[part.name][i if tensor.stacked else ...] = values
     for name in params.keys() - model.parameters().keys():
         value = params.pop(name)  # a key bias that softmax does not see: exactly the same function without
         if not name.endswith("key_bias") and value.any():
@@ -152,7 +163,7 @@ def _without_prefix(files: Tensors, prefix: str) -> dict[str, str]:
     """Name without the prefix to name in the file."""
     names_in_file: dict[str, str] = {}
     for name in files.shapes:
-        short = name.removeprefix(prefix)
+        short = "lm_head.weight" if name == NEOX_HEAD and prefix == "gpt_neox." else name.removeprefix(prefix)
         if short in names_in_file:
             raise TensorFileError(
                 f"{files.path}: holds both {names_in_file[short][:60]!a} and {name[:60]!a}, which are one tensor"

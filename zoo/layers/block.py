@@ -55,7 +55,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: TransformerConfig, init: Init) -> None:
         self.causal, self.window = config.sight
-        self.rope_theta, self.rope_scaling = config.rotary_theta, config.rotary_scaling
+        self.rope_theta, self.rope = config.rotary_theta, (config.rotary_scaling, config.rotary_size)
         self.implementation: AttentionName = config.compute.attention
         self.block = config.compute.attention_block
         self.fused, self.kind = config.compute.projections == "fused", product_kind(config.compute)
@@ -79,7 +79,7 @@ class Attention(nnx.Module):
         if self.query_norm is not None and self.key_norm is not None:
             q_BTHN, k_BSKN = self.query_norm(q_BTHN), self.key_norm(k_BSKN)
         if self.rope_theta is not None:
-            q_BTHN, k_BSKN = (rotary(x, self.rope_theta, start, self.rope_scaling) for x in (q_BTHN, k_BSKN))
+            q_BTHN, k_BSKN = (rotary(x, self.rope_theta, start, *self.rope) for x in (q_BTHN, k_BSKN))
         return partition.constrain(q_BTHN, "batch", "sequence", "heads", None), k_BSKN, v_BSKN
 
     def _projected(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -182,6 +182,7 @@ class Block(nnx.Module):
         self.mlp_norm = Norm(kind, init.scope("mlp_norm"), eps, then)
         self.mlp = MLP(config, init.scope("mlp"))
         self.skip, self.branch = init.factor("skip"), init.factor("branch")
+        self.parallel = config.parallel_branches
 
     def __call__(self, h_BTD: jax.Array) -> jax.Array:
         return self._added(h_BTD, self.attention(self.attention_norm(h_BTD)))
@@ -200,8 +201,9 @@ class Block(nnx.Module):
 
     def _added(self, h_BTD: jax.Array, attention_BTD: jax.Array) -> jax.Array:
         skip, branch = self.skip[...].astype(h_BTD.dtype), self.branch[...].astype(h_BTD.dtype)
-        h_BTD = skip[0] * h_BTD + branch[0] * attention_BTD
-        h_BTD = skip[1] * h_BTD + branch[1] * self.mlp(self.mlp_norm(h_BTD))
+        before_BTD, h_BTD = h_BTD, skip[0] * h_BTD + branch[0] * attention_BTD
+        read_BTD = before_BTD if self.parallel else h_BTD
+        h_BTD = skip[1] * h_BTD + branch[1] * self.mlp(self.mlp_norm(read_BTD))
         return partition.constrain(h_BTD, "batch", "sequence", None)
 
 

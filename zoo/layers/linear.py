@@ -144,7 +144,11 @@ def scaled_frequencies(frequency_M: jax.Array, scaling: RopeScaling) -> jax.Arra
 
 
 def rotary(
-    x_BTHN: jax.Array, theta: float, start: jax.Array | None = None, scaling: RopeScaling | None = None
+    x_BTHN: jax.Array,
+    theta: float,
+    start: jax.Array | None = None,
+    scaling: RopeScaling | None = None,
+    size: int | None = None,
 ) -> jax.Array:
     """x, its pairs (i, i + N/2) turned by position * theta^(-2i/N) (Su et al. 2021, in the half-split layout of Llama).
 
@@ -155,7 +159,11 @@ def rotary(
         theta: base of the frequencies.
         start: position of the first of them, int32 []; 0 unless given.
         scaling: of the frequencies; None: they are the plain ones.
+        size: entries of each head that are turned, the first ones; all unless given.
     """
+    if size not in (None, x_BTHN.shape[-1]):
+        turned_BTHN = rotary(x_BTHN[..., :size], theta, start, scaling)
+        return jnp.concatenate([turned_BTHN, x_BTHN[..., size:]], axis=-1)
     length, half = x_BTHN.shape[1], x_BTHN.shape[-1] // 2
     frequency_M = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     frequency_M = frequency_M if scaling is None else scaled_frequencies(frequency_M, scaling)

@@ -29,6 +29,7 @@ LLAMA = DecoderConfig(
     width=12, depth=2, num_heads=6, num_kv_heads=2, head_dim=4, mlp_ratio=11 / 12, vocab_size=13, seq_len=5,
     positions="rotary", rope_theta=5e5, norm="rmsnorm", norm_eps=1e-6, activation="swiglu", bias=False,
 )  # fmt: skip
+NEOX = dataclasses.replace(GPT2, width=12, positions="rotary", parallel=True, rotary_fraction=0.5, tied=False)
 VIT = ViTConfig(
     width=6, depth=2, num_heads=3, mlp_ratio=11 / 6, image_size=9, patch_size=3, channels=2, num_classes=7, pool="cls",
     activation="gelu_exact", norm_eps=1e-12,
@@ -52,6 +53,9 @@ MODELS: dict[str, ModelConfig] = {
     "qwen2": dataclasses.replace(LLAMA, qkv_bias=True),
     "qwen2, window": dataclasses.replace(LLAMA, qkv_bias=True, window=3, tied=True),
     "qwen3": dataclasses.replace(LLAMA, qk_norm=True),
+    "gpt-neox": NEOX,
+    "gpt-neox, one after the other": dataclasses.replace(NEOX, parallel=False, tied=True),
+    "siglip": dataclasses.replace(VIT, pool="mean"),
     "vit": VIT,
     "mbart": MBART,
     "mbart untied": dataclasses.replace(MBART, tied=False, activation="relu", encoder_depth=None),
@@ -111,9 +115,21 @@ def test_a_llama_with_some_biases_has_the_others_at_zero() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"model_type": "mamba"}, "only gpt2, llama, .*vit, mbart, t5, mt5"),
+        ({"model_type": "mamba"}, "only gpt2, .*llama, .*vit, siglip, mbart, t5, mt5"),
         ({"model_type": ["gpt2"]}, "only gpt2, llama, "),
         ({}, "only gpt2, llama, "),
+        ({"model_type": "gemma2"}, "final_logit_softcapping"),
+        ({"model_type": "gemma3_text"}, "post_feedforward_layernorm"),
+        ({"model_type": "dinov2"}, "layerscale_value"),
+        ({"model_type": "dinov2_with_registers"}, "num_register_tokens"),
+        ({"model_type": "deit"}, "distillation_token"),
+        ({"model_type": "siglip_vision_model"}, "vision_use_head"),
+        ({"model_type": "siglip"}, "vision_config is None"),
+        (
+            {"model_type": "gpt_neox", "rotary_pct": 0.2, "hidden_size": 64, "num_attention_heads": 4},
+            "rotary_fraction 0.2 of 16",
+        ),
+        ({"model_type": "gpt_neox", "hidden_act": "silu"}, "hidden_act is 'silu'"),
         ({"model_type": "bart"}, "norm after every branch"),
         ({"model_type": "mbart", "encoder_ffn_dim": 2048}, "encoder_ffn_dim is 2048 and decoder_ffn_dim 4096"),
         ({"model_type": "mbart", "activation_function": "silu"}, "activation_function is 'silu'"),
@@ -166,7 +182,11 @@ def test_what_our_models_cannot_be_is_refused(fields: dict[str, Any], said: str)
         (GPT2, {"activation": "swiglu"}, "no gate"),
         (GPT2, {"num_kv_heads": 1}, "no grouped queries"),
         (GPT2, {"head_dim": 4}, "3 heads of 4 are not 6"),
-        (VIT, {"pool": "mean"}, "train with --model.pool cls"),
+        (NEOX, {"num_kv_heads": 1}, "no grouped queries"),
+        (NEOX, {"window": 3}, "model.window hides"),
+        (NEOX, {"qk_norm": True}, "normalizes queries and keys"),
+        (GPT2, {"parallel": True}, "model.parallel has the MLP read"),
+        (LLAMA, {"parallel": True}, "it has LayerNorm"),
         (MBART, {"positions": "rotary"}, "no rotary positions"),
         (MBART, {"target_len": 4}, "as many positions in both stacks, not 5 and 4"),
         (MBART, {"embedding_norm": False, "norm_eps": 1e-6}, "its norms add 1e-05.*--model.embedding-norm"),

@@ -26,6 +26,7 @@ MODELS = {
     "llama": LLAMA,
     "qk-norm": dataclasses.replace(LLAMA, qk_norm=True, bias=True, head_dim=6, value_dim=4),
     "learned-gqa": dataclasses.replace(GPT2, width=24, num_heads=6, num_kv_heads=3, tied=False),
+    "parallel": dataclasses.replace(GPT2, positions="rotary", rotary_fraction=0.5, parallel=True, tied=False),
     "window": dataclasses.replace(LLAMA, window=3, rope_scaling="llama3", rope_original_len=6, rope_theta=20.0),
     "one-key-head": dataclasses.replace(LLAMA, num_kv_heads=1, tied=True),
 }

@@ -138,6 +138,13 @@ def test_scaled_frequencies_are_those_of_the_reference(kind: Literal["llama3", "
     np.testing.assert_allclose(rotary(x, 500_000.0, scaling=scaling), by_hand, atol=1e-5)
 
 
+def test_a_part_of_each_head_is_turned() -> None:
+    (x, _, _) = projections(3, 3, size=6)
+    y = rotary(x, 50.0, size=4)
+    np.testing.assert_array_equal(y[..., :4], rotary(x[..., :4], 50.0))
+    np.testing.assert_array_equal(y[..., 4:], x[..., 4:])
+
+
 def test_rotary_logits_depend_on_distance_alone() -> None:
     random = np.random.default_rng(7)
     q, k = (jnp.broadcast_to(jnp.asarray(random.standard_normal(6), jnp.float32), (1, 11, 1, 6)) for _ in range(2))

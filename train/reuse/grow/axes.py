@@ -111,6 +111,10 @@ def _check(before: TransformerConfig, after: TransformerConfig) -> None:
             "queries and keys are normalized (qk_norm) over the head dimension, and new entries of a head would change what "
             f"the old ones are divided by; keep head_dim {before.heads_dim} and add heads"
         )
+    if before.rotary_size != before.heads_dim and after.heads_dim != before.heads_dim:
+        raise GrowError(
+            f"rotary positions turn a part of each head (rotary_fraction); keep head_dim {before.heads_dim} and add heads"
+        )
     if after.width != before.width and before.tied_readout and not before.norm_gain:
         raise GrowError(
             "a wider stream needs a norm gain before a tied readout, and this model has none; keep its width"
