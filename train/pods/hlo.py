@@ -237,11 +237,17 @@ def _sources(text: str) -> dict[str, str]:
     """Stack frame number to the innermost file:line of this project, from the tables at the module's head."""
     names = dict(re.findall(r'^(\d+) "(.*)"$', _group(r"(?m)^FileNames\n((?:\d.*\n)*)", text), re.MULTILINE))
     lines = {
-        number: f"{'/'.join(names[file].split('/')[-2:])}:{line}"
+        number: f"{_place(names[file])}:{line}"
         for number, file, line in re.findall(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", text, re.MULTILINE)
     }
     frames = re.findall(r"^(\d+) \{file_location_id=(\d+)", text, re.MULTILINE)
     return {number: lines[place] for number, place in frames if place in lines}
+
+
+def _place(path: str) -> str:
+    """A file from the project's folder on, another's by its own folder and name."""
+    before, _, inside = path.rpartition("/mupax/")
+    return inside if before else "/".join(path.split("/")[-2:])
 
 
 def _group(pattern: str, text: str) -> str:
