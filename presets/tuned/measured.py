@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.power import ONE
 from mupax.presets.preset import Preset
-from mupax.presets.roles import AXES, OWN, Branch, ParamSpec, PresetError, Stack
+from mupax.presets.roles import AXES, CROSSED, ENCODER, OWN, Branch, ParamSpec, PresetError, Stack
 from mupax.presets.rule import Decay, Form, Number, Rule, Scales
 from mupax.presets.tuned import schema
 
@@ -35,7 +35,8 @@ class Table:
         scales: group to its numbers, absolute; each one number or one per layer of the stack. `weight_decay` is the
             independent decay: the coupled one is this over `lr`.
         logits: what attention logits are multiplied by.
-        residual: per layer ((skip, branch) of attention, (skip, branch) of the MLP); empty: all are 1.
+        residual: per layer (skip, branch) of attention, of the MLP, and between them of attention to an encoder; empty: all are 1.
+        encoder_residual: the same of an encoder's layers.
         sizes: size of every logical axis of the measured model.
         optimizer: whose rates these are, a name in `mupax.presets.optimizers.OPTIMIZERS`.
         source: where the numbers come from, for a person.
@@ -43,10 +44,11 @@ class Table:
 
     scales: Mapping[str, Scales]
     logits: float
-    residual: tuple[tuple[tuple[float, float], tuple[float, float]], ...]
+    residual: tuple[tuple[tuple[float, float], ...], ...]
     sizes: Mapping[str, int]
     optimizer: str
     source: str = ""
+    encoder_residual: tuple[tuple[tuple[float, float], ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.source, str):
@@ -56,16 +58,23 @@ class Table:
         for axis, size in self.sizes.items():
             if axis not in AXES or type(size) is not int or not 1 <= size < 2**53:
                 _bad(f"size {axis}={size!r}: write a logical axis ({', '.join(AXES)}) and a whole number of at least 1")
-        layers = self.sizes.get("layers")
-        if self.residual and len(self.residual) != layers:
-            _bad(f"residual has {len(self.residual)} layers and sizes say {layers}; write one entry per layer")
+        own = CROSSED if ENCODER.axis in self.sizes else OWN
         _check("logits", self.logits)
-        for layer, pairs in enumerate(self.residual):
-            if [len(pair) for pair in pairs] != [2, 2]:
-                _bad(f"residual {layer} must be two pairs, (skip, branch) of attention and of the MLP")
-            for number in (*pairs[0], *pairs[1]):
-                _check(f"residual {layer}", number, zero=True)
+        for what, stack, residual in (
+            ("residual", own, self.residual),
+            ("encoder_residual", ENCODER, self.encoder_residual),
+        ):
+            layers, branches = self.sizes.get(stack.axis), len(stack.branches)
+            if residual and len(residual) != layers:
+                _bad(f"{what} has {len(residual)} layers and sizes say {layers}; write one entry per layer")
+            for layer, pairs in enumerate(residual):
+                if [len(pair) for pair in pairs] != [2] * branches:
+                    which = f"{', '.join(stack.branches[:-1])} and mlp"
+                    _bad(f"{what} {layer} must be {('two', 'three')[branches - 2]} pairs, (skip, branch) of {which}")
+                for number in (number for pair in pairs for number in pair):
+                    _check(f"{what} {layer}", number, zero=True)
         for group, scales in self.scales.items():
+            layers = self.sizes.get((ENCODER if group.startswith("encoder.") else OWN).axis)
             for column, value in vars(scales).items():
                 if isinstance(value, tuple) and len(value) != layers:
                     _bad(
@@ -115,7 +124,8 @@ class Measured(Preset):
     def residual_scale(
         self, sizes: Mapping[str, int], layer: int, branch: Branch, stack: Stack = OWN
     ) -> tuple[float, float]:
-        return self.table.residual[layer][branch == "mlp"] if self.table.residual else (1.0, 1.0)
+        residual = self.table.encoder_residual if stack.axis == ENCODER.axis else self.table.residual
+        return residual[layer][stack.branches.index(branch)] if residual else (1.0, 1.0)
 
     def with_form(self, form: Form) -> NoReturn:
         """Refused: moving multipliers needs the rules behind the numbers."""
@@ -159,6 +169,7 @@ def load(path: str | Path) -> Table:
 def _table(contents: Any) -> Table:
     if not isinstance(contents, dict) or contents.get("format") != FORMAT:
         _bad(f'not a table of this version; its first entry must be "format": "{FORMAT}"')
+    contents = {"encoder_residual": [], **contents}  # files of models without an encoder may lack it
     named, columns = (sorted(field.name for field in dataclasses.fields(kind)) for kind in (Table, Scales))
     schema.same_keys("a table of measured scales", contents.keys() - {"format"}, named)
     if not all(isinstance(contents[name], dict) for name in ("scales", "sizes")):
@@ -166,12 +177,13 @@ def _table(contents: Any) -> Table:
     for group, row in contents["scales"].items():
         schema.same_keys(f"a table of measured scales: {group}", row if isinstance(row, dict) else (), columns)
     rows = {group: Scales(**{c: _tuples(x) for c, x in row.items()}) for group, row in contents["scales"].items()}
-    residual: Any = _tuples(contents["residual"])
-    if not isinstance(residual, tuple) or not all(
-        isinstance(pairs, tuple) and all(isinstance(pair, tuple) for pair in pairs) for pairs in residual
-    ):
-        _bad("residual must be a list of pairs of pairs")
-    return Table(**{**{name: contents[name] for name in named}, "scales": rows, "residual": residual})
+    residuals: dict[str, Any] = {name: _tuples(contents[name]) for name in ("residual", "encoder_residual")}
+    for what, residual in residuals.items():
+        if not isinstance(residual, tuple) or not all(
+            isinstance(pairs, tuple) and all(isinstance(pair, tuple) for pair in pairs) for pairs in residual
+        ):
+            _bad(f"{what} must be a list of pairs of pairs")
+    return Table(**{**{name: contents[name] for name in named}, "scales": rows, **residuals})
 
 
 def _tuples(value: Any) -> Any:

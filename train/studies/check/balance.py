@@ -15,6 +15,7 @@ the reference's business: for a deep one take branches of depth^-1/2, without wh
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -25,12 +26,13 @@ import numpy as np
 
 from mupax import presets
 from mupax.presets import Preset, PresetError, Role, Scales
+from mupax.presets.roles import CROSSED, ENCODER, OWN, Stack
 from mupax.presets.rule import Number
 from mupax.presets.tuned.measured import Measured, Table, measured
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import optimizer as chains
 from mupax.train.core.factors import Factors, init_stds, resolve
-from mupax.train.studies.check.feature_speed import Batch, Flow, Speeds, layer_names, of_model, refuse_tied
+from mupax.train.studies.check.feature_speed import Batch, Flow, Speeds, chain, of_model, refuse_tied, split
 from mupax.zoo.definition import Arrays, Definition
 
 _CLOSE = 0.01
@@ -62,7 +64,7 @@ def balance(
     formula gives the output scale from one pass exactly while logits are small; passes repeat until it holds.
 
     Args:
-        definition: a ViT, an untied decoder, or a model that `mupax.train.studies.check.feature_speed.of_model` can take apart.
+        definition: a ViT, an untied decoder or encoder-decoder, or one that `mupax.train.studies.check.feature_speed.of_model` can take apart.
         batch: `inputs`, `targets`, `weights`; larger ones have less noise in the gradient.
         config: the optimizer. Its rate, schedule, decay and clipping play no part.
         reference: initialization, multipliers, eps and decay (lr * wd per group) come from here; `sp` unless given.
@@ -86,22 +88,22 @@ def balance(
     params = jax.jit(definition.initialize)(np.uint32(seed), init_stds(reference, definition))
 
     @jax.jit
-    def measure(params: Arrays, factors: Factors, batch: Batch) -> tuple[Speeds, Parts]:
+    def measure(params: Arrays, factors: Factors, batch: Batch) -> tuple[Speeds, Parts, Arrays]:
         unit = direction(definition, factors, config)
 
         def flow(grads: Arrays) -> Arrays:
-            rates = balanced(definition, parts_of(definition, grads, unit(grads)))
+            rates = balanced(definition, grads, unit(grads))
             return descent(definition, factors._replace(lr=rates), config)(grads)
 
         speeds, grads = of_model(definition, params, factors, batch, flow, centered=centered)
-        return speeds, parts_of(definition, grads, unit(grads))
+        return speeds, parts_of(definition, grads, unit(grads)), balanced(definition, grads, unit(grads))
 
     readouts = [name for name, spec in definition.specs.items() if spec.role is Role.READOUT]
     scaled, scale, tried = factors, 1.0, []
     for _ in range(_ROUNDS):
         outputs = {name: (factors.multiplier[name] * scale).astype(np.float32) for name in readouts}
         scaled = factors._replace(multiplier={**factors.multiplier, **outputs})
-        speeds, parts = measure(params, scaled, dict(batch))
+        speeds, parts, rates = measure(params, scaled, dict(batch))
         speed = float(speeds.speed_rms[-1])
         _check_gradients(parts)
         if abs(speed - 1) < _CLOSE:
@@ -110,7 +112,7 @@ def balance(
         scale = next_scale(tried)
     else:
         raise PresetError(f"no output scale makes the last feature move at speed 1 (at {scale:.3g} it is {speed:.3g})")
-    return measured(_table(definition, scaled._replace(lr=balanced(definition, parts)), reference, config.name))
+    return measured(_table(definition, scaled._replace(lr=rates), reference, config.name))
 
 
 def desiderata(
@@ -175,18 +177,41 @@ def direction(definition: Definition, factors: Factors, config: OptimizerConfig)
     return lambda grads: {name: -step for name, step in flow(grads).items()}
 
 
-def balanced(definition: Definition, parts: Parts) -> Arrays:
-    """rate = 1 / (L G <∇, u>) by parameter, in a chain of L layers with G groups in its own.
+def balanced(definition: Definition, grads: Arrays, updates: Arrays) -> Arrays:
+    """Rates by parameter at which each of L layers takes 1 / L off the loss, and each of its G groups 1 / (L G): 1 / (L G <∇, u>).
+
+    A group in several layers, as the gains of an embedding's norm and of the last one, has at most that part in each of them, and a
+    layer's other groups share what it leaves.
 
     Args:
         definition: of the model.
-        parts: of one batch; only the slopes <∇, u> are read.
+        grads: by name, in the parameters' shapes.
+        updates: by name, in the parameters' shapes, at rate 1.
     """
-    rates = {}
-    for names in layer_names(definition):
-        count = (definition.sizes["layers"] + 2) * len({definition.specs[name].group for name in names})
-        rates |= {name: 1 / (count * parts.slope[definition.specs[name].group]) for name in names}
-    return {name: rate if definition.specs[name].stacked else rate[0] for name, rate in rates.items()}
+    layers, groups = chain(definition), {name: spec.group for name, spec in definition.specs.items()}
+    slopes: list[Arrays] = []
+    for g, u in zip(split(definition, grads), split(definition, updates), strict=True):
+        slopes.append({})
+        for name in g:
+            slope = jnp.sum(g[name].astype(jnp.float32) * u[name].astype(jnp.float32))
+            slopes[-1][groups[name]] = slopes[-1].get(groups[name], 0.0) + slope
+    outside = [{groups[name] for name, index in layer.items() if index is None} for layer in layers]
+    several = {group for at, here in enumerate(outside) for group in here if any(group in o for o in outside[:at])}
+    shared = {
+        group: functools.reduce(
+            jnp.minimum, [1 / (len(layers) * len(here) * here[group]) for here in slopes if group in here]
+        )
+        for group in several
+    }
+    rates: dict[str, list[jax.Array]] = {}
+    for layer, here in zip(layers, slopes, strict=True):
+        left = 1 / len(layers) - sum(shared[group] * here[group] for group in here if group in shared)
+        own = {
+            group: left / (len(here.keys() - several) * slope) for group, slope in here.items() if group not in shared
+        }
+        for name in layer:
+            rates.setdefault(name, []).append((own | shared)[groups[name]])
+    return {name: jnp.stack(x) if definition.specs[name].stacked else x[0] for name, x in rates.items()}
 
 
 def parts_of(definition: Definition, grads: Arrays, updates: Arrays) -> Parts:
@@ -231,13 +256,18 @@ def _table(definition: Definition, factors: Factors, reference: Preset, optimize
                 f"{name}: {reference.name} gives another of the group {spec.group} other numbers; give them roles apart"
             )
     kinds, sizes = {declared["kind"] for declared in definition.factors.values()}, definition.sizes
+
+    def residual(stack: Stack) -> tuple[tuple[tuple[float, float], ...], ...]:
+        return tuple(
+            tuple(reference.residual_scale(sizes, layer, branch, stack) for branch in stack.branches)
+            for layer in range(sizes[stack.axis])
+        )
+
     return Table(
         scales=scales,
         logits=reference.logit_scale(sizes) if "logits" in kinds else 1.0,
-        residual=tuple(
-            (reference.residual_scale(sizes, layer, "attention"), reference.residual_scale(sizes, layer, "mlp"))
-            for layer in (range(sizes["layers"]) if "branch" in kinds else ())
-        ),
+        residual=residual(CROSSED if ENCODER.axis in sizes else OWN) if "branch" in kinds else (),
+        encoder_residual=residual(ENCODER) if ENCODER.axis in sizes else (),
         sizes=dict(sizes),
         optimizer=optimizer,
         source=f"balanced from {reference.describe()}",

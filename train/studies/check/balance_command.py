@@ -88,10 +88,11 @@ def configured(args: Balance, rest: Sequence[str]) -> Config:
         raise UsageError(f"--out {args.out}: there is no folder {args.out.parent}; make it, or write another path")
 
     def bare() -> Config:
+        model = configs.get(args.name)
         return Config(
             recipe=args.name,
-            model=configs.get(args.name),
-            data=DataConfig(name="random", batch_size=1),
+            model=model,
+            data=DataConfig(name="random", batch_size=1, noise="infilling" if model.denoises else None),
             preset=PresetConfig(name="sp"),
             optimizer=OptimizerConfig(name="adam"),
             steps=1,
@@ -123,7 +124,8 @@ def _show(before: Speeds, after: Speeds, table: Table, reference: str) -> None:
 
     layers = [["layer", "cos θ", "feature rms", "speed rms", "part of the loss decay"]]
     columns = [(s.cosine, s.feature_rms, s.speed_rms, s.contribution / s.loss_decay) for s in (before, after)]
-    for i, name in enumerate(("embedding", *(f"block {i}" for i in range(table.sizes["layers"])), "readout")):
+    encoder = [f"encoder block {i}" for i in range(table.sizes.get("encoder_layers", 0))]
+    for i, name in enumerate(("embedding", *encoder, *(f"block {i}" for i in range(table.sizes["layers"])), "readout")):
         pairs = zip(*columns, strict=True)
         layers.append([name, *(f"{was[i]:.3g} | {now[i]:.3g}" if i < len(was) else "" for was, now in pairs)])
 

@@ -25,8 +25,8 @@ from mupax.presets import EMBEDDINGS, PresetError
 from mupax.train.core.factors import Factors
 from mupax.zoo.definition import Arrays, Definition
 
-Layer = Callable[[Any, Any], jax.Array]
-"""(weights, output of the layer before) to its own output."""
+Layer = Callable[[Any, Any], Any]
+"""(weights, output of the layer before) to its own output: an array, or a tree of them that is one vector."""
 Flow = Callable[[Any], Any]
 """Gradients to velocities dw/dt of the same structure, such as -η ∇."""
 Batch = Mapping[str, Any]
@@ -79,16 +79,17 @@ def measure(
         parts: such a tree to V + 1: every layer's and the readout's.
     """
 
-    def forward(params: Any, deltas: Sequence[Any]) -> tuple[jax.Array, list[jax.Array]]:
+    def forward(params: Any, deltas: Sequence[Any]) -> tuple[jax.Array, list[Any]]:
         x, features, (*weights, readout) = inputs, [], parts(params)
         for layer, w, delta in zip(layers, weights, deltas, strict=True):
-            x = layer(w, x) + delta
+            x = layer(w, x)
+            x = x if delta is None else jax.tree.map(jnp.add, x, delta)
             features.append(x)
         return loss(readout, x), features
 
-    shapes = jax.eval_shape(lambda p: forward(p, [0.0] * len(layers))[1], params)
+    shapes = jax.eval_shape(lambda p: forward(p, [None] * len(layers))[1], params)
     # A zero added to what each layer gives: its gradient is the backward signal there.
-    zeros = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in shapes]
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     (value, features), (grads, signals) = jax.value_and_grad(forward, argnums=(0, 1), has_aux=True)(params, zeros)
     velocities = flow(grads)
     _, speeds = jax.jvp(lambda p: forward(p, zeros)[1], (params,), (velocities,))
@@ -101,7 +102,7 @@ def measure(
         backward=backward,
         cosine=dots / (speed * backward),
         contribution=jnp.stack([-dot(g, w) for g, w in zip(parts(grads), parts(velocities), strict=True)]),
-        entries=jnp.asarray([f.size for f in features], jnp.float32),
+        entries=jnp.asarray([sum(x.size for x in jax.tree.leaves(f)) for f in features], jnp.float32),
     ), grads
 
 
@@ -125,9 +126,12 @@ def of_model(
 ) -> tuple[Speeds, Arrays]:
     """`measure` for a model of the zoo: layers are the embedding and each block, with norm and readout last.
 
+    An encoder-decoder is a chain, too, once a feature is the pair of both streams: embeddings, encoder's blocks, decoder's blocks.
+    The last block's feature is the decoder's stream alone.
+
     Args:
-        definition: of a ViT, an untied decoder, or any model with `embed(inputs)`, `block` (one module whose parameters
-            are stacked along "layers") and `read(h)`.
+        definition: of a ViT, an untied decoder or encoder-decoder, or any model with `embed(inputs)`, `block` (one module whose
+            parameters are stacked along "layers") and `read(h)`.
         params: where to measure.
         factors: multipliers of the forward pass.
         batch: `inputs`, `targets`, `weights` (see `mupax.train.core.step`).
@@ -138,22 +142,42 @@ def of_model(
         The speeds (feature 0 is the embedding, feature i what block i gives), and the gradients by name.
 
     Raises:
-        PresetError: a tied readout (`refuse_tied`), or a model that is not made of these parts.
+        PresetError: a tied readout (`refuse_tied`), relative positions, or a model that is not made of these parts.
     """
     refuse_tied(definition)
 
-    def bound(own: Arrays, index: int | None = None) -> Any:
+    def bound(own: Arrays, index: int | None = None, stack: str = "block.") -> Any:
         multipliers, forward = dict(factors.multiplier), dict(factors.forward)
         if index is not None:
             # One layer of the stack, as a stack of one.
-            own = {name: w[None] for name, w in own.items()}
-            multipliers |= {name: multipliers[name][index : index + 1] for name in own}
-            forward = {name: number[index : index + 1] for name, number in forward.items()}
+            layer = {name for name in own if definition.specs[name].stacked}
+            own = {name: w[None] if name in layer else w for name, w in own.items()}
+            multipliers |= {name: multipliers[name][index : index + 1] for name in layer}
+            forward |= {name: x[index : index + 1] for name, x in forward.items() if name.startswith(stack)}
         return definition.model({**params, **own}, multipliers, forward)
 
+    def one(stacked: Any) -> Any:
+        graph, state = nnx.split(stacked)
+        return nnx.merge(graph, jax.tree.map(lambda w: w[0], state))
+
     def block(index: int, own: Arrays, h_BTD: jax.Array) -> jax.Array:
-        graph, stacked = nnx.split(bound(own, index).block)
-        return nnx.merge(graph, jax.tree.map(lambda w: w[0], stacked))(h_BTD)
+        return one(bound(own, index).block)(h_BTD)
+
+    def both(own: Arrays, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        model = bound(own)
+        table = model.token if model.encoder.token is None else model.encoder.token
+        return model.encoder.first(table, batch["inputs"]), model.embed(batch["decoder_inputs"])
+
+    def encoder_block(index: int, own: Arrays, streams: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        (e_BSD, h_BTD), model = streams, bound(own, index, "encoder.block.")
+        e_BSD = one(model.encoder.block)(e_BSD, batch["input_mask"] > 0, None)
+        last = index == definition.sizes["encoder_layers"] - 1
+        return model.encoder.norm(e_BSD) if last else e_BSD, h_BTD
+
+    def decoder_block(index: int, own: Arrays, streams: tuple[jax.Array, jax.Array]) -> Any:
+        memory_BSD, h_BTD = streams
+        h_BTD = one(bound(own, index).block)(h_BTD, memory_BSD, batch["input_mask"] > 0, None)
+        return h_BTD if index == definition.sizes["layers"] - 1 else (memory_BSD, h_BTD)
 
     def loss(own: Arrays, h_BTD: jax.Array) -> jax.Array:
         logits = bound(own).read(h_BTD)
@@ -161,19 +185,26 @@ def of_model(
         nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
         return jnp.sum(nll * batch["weights"]) / jnp.sum(batch["weights"])
 
-    model, parts = bound({}), ("embed", "block", "read")
-    if hasattr(model, "begin"):
-        raise PresetError(
-            "an encoder-decoder is no chain of layers, as every block of its decoder reads the encoder; write a decoder or a ViT"
-        )
-    if "layers" not in definition.sizes or not all(callable(getattr(model, part, None)) for part in parts):
+    parts = functools.partial(split, definition)
+    if hasattr(model := bound({}), "begin"):
+        if model.relative_bias is not None:
+            raise PresetError(
+                "a table of relative positions acts in every block of its stack, so no feature carries its whole effect and the "
+                "formula does not hold; write positions=rotary (--model.positions rotary) to measure"
+            )
+        encoder = [functools.partial(encoder_block, index) for index in range(definition.sizes["encoder_layers"])]
+        decoder = [functools.partial(decoder_block, index) for index in range(definition.sizes["layers"])]
+        return measure([both, *encoder, *decoder], loss, params, batch, flow, parts)
+    if "layers" not in definition.sizes or not all(
+        callable(getattr(model, part, None)) for part in ("embed", "block", "read")
+    ):
         raise PresetError(
             "the model cannot be taken apart into layers; give it the methods embed(inputs) and read(h), and a module "
             "`block` whose parameters are stacked along 'layers' (or call feature_speed.measure with layers of your own)"
         )
     blocks = [functools.partial(block, index) for index in range(definition.sizes["layers"])]
     layers = [lambda own, inputs: bound(own).embed(inputs), *blocks]
-    return measure(layers, loss, params, batch["inputs"], flow, functools.partial(split, definition))
+    return measure(layers, loss, params, batch["inputs"], flow, parts)
 
 
 def refuse_tied(definition: Definition) -> None:
@@ -185,22 +216,37 @@ def refuse_tied(definition: Definition) -> None:
         )
 
 
-def layer_names(definition: Definition) -> tuple[list[str], list[str], list[str]]:
-    """Names of the parameters of the embedding, of the blocks (each stacked over layers), and of norm and readout."""
-    embed, block, read = [], [], []
+def chain(definition: Definition) -> list[dict[str, int | None]]:
+    """Parameters of every layer by name, with the layer's index in its stack or None outside: embedding, blocks, norm and readout.
+
+    Of an encoder-decoder both embeddings are one layer, as they may share a table, and the encoder's last norm is its last block's.
+    """
+    embed, encoder, block, memory, read = [], [], [], [], []
     for name, spec in definition.specs.items():
-        first = spec.role in EMBEDDINGS or spec.of in EMBEDDINGS
-        (block if spec.stacked else embed if first else read).append(name)
-    return embed, block, read
+        of_encoder = spec.part == "encoder"
+        if spec.stacked:
+            (encoder if of_encoder else block).append(name)
+        elif spec.role in EMBEDDINGS or spec.of in EMBEDDINGS or "embedding_norm" in name.split("."):
+            embed.append(name)
+        else:
+            (memory if of_encoder else read).append(name)
+    stacks: list[list[dict[str, int | None]]] = [
+        [dict.fromkeys(names, index) for index in range(definition.sizes[axis])] if names else []
+        for names, axis in ((encoder, "encoder_layers"), (block, "layers"))
+    ]
+    if memory:
+        stacks[0][-1] |= dict.fromkeys(memory)
+    return [dict.fromkeys(embed), *stacks[0], *stacks[1], dict.fromkeys(read)]
 
 
 def split(definition: Definition, arrays: Arrays) -> list[Arrays]:
-    """Arrays by name as a list over layers: embedding, every block, norm and readout.
+    """Arrays by name as a list over the layers of `chain`.
 
     Args:
         definition: of the model.
         arrays: a parameter's name to an array whose first axis is layers where it is stacked.
     """
-    embed, block, read = layer_names(definition)
-    blocks = [{name: arrays[name][index] for name in block} for index in range(definition.sizes["layers"])]
-    return [{name: arrays[name] for name in embed}, *blocks, {name: arrays[name] for name in read}]
+    return [
+        {name: arrays[name] if index is None else arrays[name][index] for name, index in layer.items()}
+        for layer in chain(definition)
+    ]

@@ -130,7 +130,7 @@ def main(config: Config, *, count: int, seeds: int, path: str | None) -> int:
         path: of a JSON file to write.
 
     Raises:
-        ConfigError: no transformer, or one whose blocks have a third branch.
+        ConfigError: no transformer, or one that has an encoder.
     """
 
     def preset(base: Mapping[str, int]) -> Preset:
@@ -140,8 +140,9 @@ def main(config: Config, *, count: int, seeds: int, path: str | None) -> int:
     model = transformer(config.model, "cutting blocks into mappings")
     if model.denoises:
         raise ConfigError(
-            "cutting blocks into mappings knows those of attention and MLP, and a decoder that attends to an encoder has a third branch; "
-            "write a decoder or a ViT"
+            "the theory beside the measurement is of one stack: what an encoder gets back is a sum over the decoder's blocks, whose power "
+            "by mapping is not worked out; write a decoder or a ViT, or ask of an encoder-decoder `python -m train check --grow` and "
+            "`python -m train balance`"
         )
     (row,) = measured(model, [preset], count=count, seeds=seeds)
     print(terminal.wrapped(f"{config.recipe} under {preset({}).label}: exponent of each dimension, theory | measured"))

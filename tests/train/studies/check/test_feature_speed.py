@@ -32,14 +32,30 @@ MODELS = {
     "vit": dataclasses.replace(
         check.smallest(configs.get("vit-proxy")), width=12, num_heads=2, depth=2, num_classes=5, pool="cls"
     ),
+    "encoder-decoder": dataclasses.replace(
+        check.smallest(configs.get("ed-tiny")),
+        width=12,
+        num_heads=2,
+        depth=2,
+        encoder_depth=1,
+        vocab_size=13,
+        seq_len=5,
+        tied=False,
+    ),
 }
-"""Distinct small sizes; the decoder has rotary positions, RMS norm and SwiGLU, the ViT biases, positions and a CLS token."""
+"""Distinct small sizes; the decoder has rotary positions, RMS norm and SwiGLU, the ViT biases, positions and a CLS token.
+The encoder-decoder has one table for both its stacks, and norms after both embeddings."""
 
 SEEDS = 8
 
 
 def config(name: str, **changes) -> OptimizerConfig:
     return OptimizerConfig(name=name, eps=1e-12, schedule="constant", **{"clip_norm": None, **changes})
+
+
+def count(name: str) -> int:
+    """Layers of the chain: blocks of all stacks, embedding and readout."""
+    return MODELS[name].depth + (MODELS[name].encoder_blocks if MODELS[name].denoises else 0) + 2
 
 
 @functools.cache
@@ -75,7 +91,7 @@ def formula(speeds: feature_speed.Speeds) -> jax.Array:
 @pytest.mark.parametrize("name", MODELS)
 def test_both_sides_of_the_formula_agree(name):
     speeds, grads, whole = uneven(name)
-    layers = MODELS[name].depth + 2
+    layers = count(name)
     assert speeds.contribution.shape == (layers,)
     # Contributions that differ, or the order in which they are summed would not show.
     assert speeds.contribution.max() > 1.5 * speeds.contribution.min()
@@ -233,7 +249,7 @@ def derived(name: str, optimizer_name: str, centered: bool) -> presets.Preset:
     return balance(definition, batch, config(optimizer_name), seed=3, centered=centered)
 
 
-CASES = [("decoder", "adam", False), ("vit", "sgd", True)]
+CASES = [("decoder", "adam", False), ("vit", "sgd", True), ("encoder-decoder", "adam", False)]
 
 
 @functools.cache
@@ -253,7 +269,7 @@ def test_derived_rates_satisfy_the_desiderata(name, optimizer_name, centered):
     preset = derived(name, optimizer_name, centered)
     measured_again = program(name, optimizer_name, centered)
     here = measured_again(*start(definition, preset, optimizer_name), batch)
-    layers = MODELS[name].depth + 2
+    layers = count(name)
     np.testing.assert_allclose(here.contribution, np.full(layers, 1 / layers), rtol=1e-4)
     np.testing.assert_allclose(here.loss_decay, 1, rtol=1e-4)
     np.testing.assert_allclose(here.speed_rms[-1], 1, atol=0.011)
