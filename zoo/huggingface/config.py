@@ -83,7 +83,11 @@ def to_huggingface(
     activation = "silu" if model.gated else next(name for name, ours in ACTIVATIONS.items() if ours == model.activation)
     if isinstance(model, ImageModel):
         labels = range(model.num_classes)
-        pixels = {"image_size": model.image_size, "patch_size": model.patch_size, "num_channels": model.channels}
+        pixels: dict[str, Any] = {
+            "image_size": model.image_size,
+            "patch_size": model.patch_size,
+            "num_channels": model.channels,
+        }
         pixels["hidden_act"] = activation
         if family == "siglip":
             tower = {name: shared.pop(name) for name in (*FIELDS[family], *DROPOUTS[family])}
