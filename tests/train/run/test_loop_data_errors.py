@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from mupax.train.data import DataError
+from mupax.train.data.sources import folders
 from mupax.train.data.text.batches import TokenData
 from tests.train.run.test_loop import STEPS, Done, evaluations, folder, rows, train
 
@@ -44,12 +45,20 @@ def checkpoints(workdir: str) -> list[int]:
 @pytest.mark.parametrize(
     ("every", "step"), [("None", 4), ("2", 2), ("3", 3)], ids=["last", "both-due", "evaluation-due"]
 )
-def test_a_truncated_image_to_evaluate_on_loses_no_step(every: str, step: int, folder: Path, tmp_path: Path) -> None:
+def test_an_image_that_is_torn_after_the_scan_loses_no_step(
+    every: str, step: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     images, workdir = tmp_path / "images", str(tmp_path / "run")
     write_images(images)
     torn = images / "val" / "dark" / "1.jpg"
-    whole = torn.read_bytes()
-    torn.write_bytes(whole[: len(whole) // 2])
+    whole, scanned = torn.read_bytes(), folders._scanned
+
+    def torn_then(*files: Any) -> Any:
+        broken = scanned(*files)
+        torn.write_bytes(whole[: len(whole) // 2])
+        return broken
+
+    monkeypatch.setattr(folders, "_scanned", torn_then)
     failed = on_images(images, workdir, "--log.eval-every-steps", every)
     assert failed.code == 2
     assert str(torn) in failed.err
@@ -60,9 +69,11 @@ def test_a_truncated_image_to_evaluate_on_loses_no_step(every: str, step: int, f
     assert [row["step"] for row in rows(workdir)] == list(range(1, step + 1))
     assert not evaluations(workdir)
 
+    monkeypatch.setattr(folders, "_scanned", scanned)
     again = on_images(images, workdir, "--log.eval-every-steps", every, "--resume")
-    assert again.code == 2, "the image is still torn"
-    assert str(torn) in again.err
+    assert again.code == 2, "the image is still torn, and is found before a step now"
+    assert f"{torn}" in again.err
+    assert "1 of 24 are broken" in again.err
     assert checkpoints(workdir)[-1] == step
 
     torn.write_bytes(whole)  # of another size, so these are other data than the run began with
