@@ -117,6 +117,12 @@ class DecoderConfig(TokenModel, TransformerConfig):
         if self.rotary_fraction != 1 and self.positions != "rotary":
             raise ConfigError("model.rotary_fraction is of rotary positions; write positions rotary")
         if self.rope_scaling == "none":
+            plain = {of.name: of.default for of in dataclasses.fields(self)}
+            for name in ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_len"):
+                if (value := getattr(self, name)) != plain[name]:
+                    raise ConfigError(
+                        f"model.{name} {value} is of scaled frequencies; write rope_scaling llama3 or linear"
+                    )
             return
         if self.positions != "rotary":
             raise ConfigError(f"model.rope_scaling {self.rope_scaling} is of rotary positions; write positions rotary")

@@ -58,10 +58,10 @@ class Table:
         for axis, size in self.sizes.items():
             if axis not in AXES or type(size) is not int or not 1 <= size < 2**53:
                 _bad(f"size {axis}={size!r}: write a logical axis ({', '.join(AXES)}) and a whole number of at least 1")
-        own = CROSSED if ENCODER.axis in self.sizes else OWN
+        decoder = CROSSED if ENCODER.axis in self.sizes else OWN
         _check("logits", self.logits)
         for what, stack, residual in (
-            ("residual", own, self.residual),
+            ("residual", decoder, self.residual),
             ("encoder_residual", ENCODER, self.encoder_residual),
         ):
             layers, branches = self.sizes.get(stack.axis), len(stack.branches)

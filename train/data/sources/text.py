@@ -12,7 +12,7 @@ import grain
 from mupax.paths import path_of
 from mupax.train.data import cache
 from mupax.train.data.interface import DataError
-from mupax.train.data.records import corpus, own
+from mupax.train.data.records import corpus, user_files
 from mupax.train.data.text import packing, tokenizer
 from mupax.train.data.text.batches import TokenData
 from mupax.zoo.families import ModelConfig, TokenModel
@@ -66,7 +66,7 @@ def own_files(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
     kind, _, path = config.name.partition(":")
     encoder = tokenizer.opened(config.tokenizer, config.separator)
     vocab_size = encoder.vocab_size if encoder and config.tokenizer != "bytes" else None
-    files = own.files(path_of(path), kind, config.field, vocab_size, note)
+    files = user_files.files(path_of(path), kind, config.field, vocab_size, note)
     if isinstance(encoder, tokenizer.Ids) and (others := [*files.text, *files.records]):
         raise DataError(
             f"{others[0][0]} is text, and data.tokenizer {config.tokenizer} has a number of ids and no words; take it out of "
@@ -76,7 +76,7 @@ def own_files(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
     if files.records or files.ids:  # plain text has no field
         key = f"records-{cache.digest(key, config.field, kind)}"
     facts = {"files": len(files.every())}
-    return open_text(config, model, seed, note, key, lambda: own.sides(files), facts, has_bytes=not files.ids)
+    return open_text(config, model, seed, note, key, lambda: user_files.sides(files), facts, has_bytes=not files.ids)
 
 
 def language_model(name: str, model: ModelConfig) -> TokenModel:

@@ -206,11 +206,11 @@ def balanced(definition: Definition, grads: Arrays, updates: Arrays) -> Arrays:
     rates: dict[str, list[jax.Array]] = {}
     for layer, here in zip(layers, slopes, strict=True):
         left = 1 / len(layers) - sum(shared[group] * here[group] for group in here if group in shared)
-        own = {
+        alone = {
             group: left / (len(here.keys() - several) * slope) for group, slope in here.items() if group not in shared
         }
         for name in layer:
-            rates.setdefault(name, []).append((own | shared)[groups[name]])
+            rates.setdefault(name, []).append((alone | shared)[groups[name]])
     return {name: jnp.stack(x) if definition.specs[name].stacked else x[0] for name, x in rates.items()}
 
 
