@@ -179,7 +179,7 @@ class Preset:
         root = math.prod((self.base_size(name, sizes) ** -0.5 for name in spec.fan_in), start=1.0)
         on_multiplier = spec.role in EMBEDDINGS or spec.tied
         zero = spec.role in BIASES or (spec.role is Role.READOUT and self.zero_readout and not spec.tied)
-        std = 0.0 if zero else self.rule(spec).init_constant
+        std = 0.0 if zero else self.rule(spec).init_constant * spec.start
         return Scales(
             multiplier=root if on_multiplier else 1.0,
             init_std=std if on_multiplier or spec.role in VECTORS else std * root,

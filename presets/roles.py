@@ -71,6 +71,7 @@ AXES = {
     "vocab": "tokens",
     "classes": "image classes",
     "patch": "one flattened input patch",
+    "pooled": "vectors of an image that its classifier reads side by side",
     "position": "sequence positions",
     "encoder_layers": "stacked residual blocks of an encoder that a decoder attends to",
     "memory": "residual stream of that encoder, as the decoder attends to it",
@@ -101,6 +102,7 @@ class ParamSpec:
         tied: for a readout that reuses the token embedding; such a spec has a multiplier but no array of its own.
         part: of an encoder-decoder: "encoder", or "cross", the attention of its decoder to what the encoder wrote.
         value_dim: for queries and keys, whose gradients are sums over values of a size of their own.
+        start: what a gain starts at where no parameterization says otherwise: a layer scale's small number.
 
     Raises:
         PresetError: an axis that is not in `AXES`, a fan-in that is not an axis, or `of` on a matrix.
@@ -114,6 +116,7 @@ class ParamSpec:
     tied: bool = False
     part: Literal["", "encoder", "cross"] = ""
     value_dim: bool = False
+    start: float = 1.0
 
     def __post_init__(self) -> None:
         for axis in self.axes:
@@ -128,6 +131,8 @@ class ParamSpec:
                 raise PresetError(f"{self.role.value}: fan_in {axis!r} is not one of the axes {self.axes}")
         if self.of is not None and self.role not in VECTORS:
             raise PresetError(f"{self.role.value}: only gains and biases say which role they belong to (of={self.of})")
+        if self.start != 1 and self.role is not Role.NORM_GAIN:
+            raise PresetError(f"{self.role.value}: only gains say what they start at (start={self.start:g})")
         if self.tied and self.role is not Role.READOUT:
             raise PresetError(f"{self.role.value}: only a readout can be tied")
         if self.role not in VECTORS | EMBEDDINGS and not self.fan_in:
@@ -148,6 +153,11 @@ class ParamSpec:
         """The declaration of this matrix' bias: one number per output."""
         axes = (self.blocks, *self.fan_out) if self.stacked else self.fan_out
         return dataclasses.replace(self, role=Role.BIAS, axes=axes, fan_in=(), of=self.role, tied=False)
+
+    @property
+    def gain(self) -> ParamSpec:
+        """The declaration of a gain of what this matrix writes, for all its rows: one number per output."""
+        return dataclasses.replace(self.bias, role=Role.NORM_GAIN)
 
     @property
     def fan_out(self) -> tuple[str, ...]:

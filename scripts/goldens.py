@@ -28,7 +28,15 @@ OPTIMIZERS: tuple[Family, ...] = get_args(Family)
 """One per column of the rules: adamw reads adam's, momentum sgd's."""
 EXPONENTS = (0.5, 0.75, 1.0)
 
-_VIT = {"image_size": 6, "patch_size": 3, "channels": 1, "num_classes": 7, "pool": "cls", "qk_norm": True}
+_VIT = {
+    "image_size": 6,
+    "patch_size": 3,
+    "channels": 1,
+    "num_classes": 7,
+    "pool": "cls",
+    "qk_norm": True,
+    "layer_scale": 0.1,
+}
 _LM = {"vocab_size": 11, "seq_len": 5, "positions": "rotary", "activation": "swiglu"}
 _ED = {"vocab_size": 11, "seq_len": 5, "target_len": 3, "positions": "relative", "qk_norm": True, "tied": False}
 MODELS: dict[str, tuple[ModelConfig, ModelConfig, ModelConfig]] = {

@@ -68,6 +68,9 @@ VARIANTS: dict[str, TransformerConfig] = {
     "GPT-NeoX": NEOX,
     "GPT-NeoX, one after the other": dataclasses.replace(NEOX, parallel=False, rotary_fraction=0.5, activation="relu"),
     "SigLIP": dataclasses.replace(VIT, pool="mean", activation="gelu", norm_eps=1e-6),
+    "DeiT": dataclasses.replace(VIT, registers=1),
+    "DINOv2": dataclasses.replace(VIT, pool="cls-mean", layer_scale=1.0, norm_eps=1e-6),
+    "DINOv2, registers": dataclasses.replace(VIT, pool="cls-mean", layer_scale=0.125, registers=3, mlp_ratio=2.0),
     "Qwen3": dataclasses.replace(LLAMA, num_kv_heads=2, qk_norm=True),
 }
 """Models that differ from one of the others in a few fields."""

@@ -38,21 +38,44 @@ class ViTConfig(ImageModel, TransformerConfig):
 
     family: ClassVar[str] = "vit"
 
-    pool: Literal["mean", "cls"] = "mean"
+    pool: Literal["mean", "cls", "cls-mean"] = "mean"
+    """What the classifier reads: the mean of all patches, the CLS token, or both side by side (DINOv2)."""
+    registers: int | None = None
+    """Tokens without an image's content beside the patches (Darcet et al. 2024): rows of the positions alone."""
+    layer_scale: float | None = None
+    """What trainable gains of each branch's output start at (LayerScale, Touvron et al. 2021); without them unless given."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.layer_scale is not None and not 0 < self.layer_scale < math.inf:
+            raise ConfigError(f"model.layer_scale is {self.layer_scale}; write a number above 0, such as 1e-5")
+
+    @property
+    def leading(self) -> int:
+        """Positions before those of the patches: the CLS token, then registers."""
+        return (self.pool != "mean") + (self.registers or 0)
 
     @property
     def seq_len(self) -> int:
-        """Positions in the residual stream: patches, and the CLS token where there is one."""
-        return self.num_patches + (self.pool == "cls")
+        """Positions in the residual stream: patches, and what leads them."""
+        return self.num_patches + self.leading
+
+    @property
+    def branch_gains(self) -> float | None:
+        return self.layer_scale
+
+    def sizes(self) -> dict[str, int]:
+        return {**super().sizes(), **({"pooled": 2} if self.pool == "cls-mean" else {})}
 
     def parameters(self) -> dict[str, ParamSpec]:
         patch = ParamSpec(role=Role.PATCH_EMBEDDING, axes=("patch", "embed"), fan_in=("patch",))
-        readout = ParamSpec(role=Role.READOUT, axes=("embed", "classes"), fan_in=("embed",))
+        read = ("embed", "pooled") if self.pool == "cls-mean" else ("embed",)
+        readout = ParamSpec(role=Role.READOUT, axes=(*read, "classes"), fan_in=read)
         cls = ParamSpec(role=Role.TOKEN_EMBEDDING, axes=("embed",))
         return {
             "patch": patch,
             **({"patch_bias": patch.bias} if self.bias else {}),
-            **({"cls": cls} if self.pool == "cls" else {}),
+            **({"cls": cls} if self.pool != "mean" else {}),
             "position": ParamSpec(role=Role.POSITION, axes=("position", "embed")),
             **self.stack(),
             "readout": readout,
@@ -61,9 +84,14 @@ class ViTConfig(ImageModel, TransformerConfig):
 
     def splitting_hint(self, ways: int) -> tuple[str, str]:
         patches, instead = super().splitting_hint(ways)
-        if self.pool == "mean":
+        tokens = [
+            *["the CLS token"] * (self.pool != "mean"),
+            *([f"{self.registers} registers"] if self.registers else []),
+        ]
+        if not tokens:
             return patches, instead
-        return patches.replace(")", " and the CLS token)"), instead if self.num_patches % ways else "--model.pool mean"
+        plain = "--model.pool mean" if self.registers is None else "--model.pool mean --model.registers none"
+        return patches.replace(")", f" and {' and '.join(tokens)})"), instead if self.num_patches % ways else plain
 
     def module(self, rngs: Any) -> Any:
         return import_module("mupax.zoo.vit").ViT(self, rngs)

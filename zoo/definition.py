@@ -60,7 +60,7 @@ class Init:
         shape, dtype = tuple(self._sizes[axis] for axis in spec.axes), jnp.dtype(self._config.compute.param_dtype)
         if self._rngs is None:
             return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), spec=spec)
-        std = 0.0 if spec.role in BIASES else math.prod(self._sizes[axis] for axis in spec.fan_in) ** -0.5
+        std = 0.0 if spec.role in BIASES else spec.start * math.prod(self._sizes[axis] for axis in spec.fan_in) ** -0.5
         return nnx.Param(initial_value(self._rngs.params(), spec, shape, std, dtype), spec=spec)
 
     def maybe(self, name: str) -> nnx.Param | None:

@@ -151,6 +151,11 @@ class TransformerConfig(ModelConfig):
         return False
 
     @property
+    def branch_gains(self) -> float | None:
+        """What trainable gains of all that a branch writes start at (layer scale); None without them."""
+        return None
+
+    @property
     def sight(self) -> Sight:
         """What attention sees."""
         return Sight(self.causal)
@@ -178,6 +183,9 @@ class TransformerConfig(ModelConfig):
             # Softmax ignores a shift common to all keys: a key bias would have exactly zero gradient.
             biases.pop("block.attention.key_bias", None)
         specs = {**matrices, **biases}
+        if (start := self.branch_gains) is not None:
+            for branch, out in (("attention", "attention.out"), ("mlp", "mlp.down")):
+                specs[f"block.{branch}_gain"] = dataclasses.replace(MATRICES[f"block.{out}"].gain, start=start)
         if self.qk_norm and self.norm_gain:
             for name in ("query", "key"):
                 of = MATRICES[f"block.attention.{name}"].role

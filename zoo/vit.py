@@ -39,6 +39,8 @@ class ViT(nnx.Module):
         h_BTD = project(x_BPI, self.patch[...])
         if self.patch_bias is not None:
             h_BTD = h_BTD + self.patch_bias[...].astype(h_BTD.dtype)
+        if self.config.registers is not None:
+            h_BTD = jnp.pad(h_BTD, ((0, 0), (self.config.registers, 0), (0, 0)))
         if self.cls is not None:
             cls_B1D = jnp.broadcast_to(self.cls[...].astype(h_BTD.dtype), (batch, 1, h_BTD.shape[-1]))
             h_BTD = jnp.concatenate([cls_B1D, h_BTD], axis=1)
@@ -55,7 +57,13 @@ class ViT(nnx.Module):
         return self._reading(h_BTD).logits()
 
     def _reading(self, h_BTD: jax.Array) -> Reading:
-        h_BTD = self.norm(h_BTD)
-        pooled_BD = h_BTD[:, 0] if self.config.pool == "cls" else jnp.mean(h_BTD, axis=1)
+        h_BTD, first, weight = self.norm(h_BTD), self.config.leading, self.readout[...]
         bias = None if self.readout_bias is None else self.readout_bias[...]
-        return Reading(pooled_BD, self.readout[...], bias=bias)
+        if self.config.pool == "cls":
+            return Reading(h_BTD[:, 0], weight, bias=bias)
+        mean_BD = jnp.mean(h_BTD[:, first:] if first else h_BTD, axis=1)
+        if self.config.pool == "mean":
+            return Reading(mean_BD, weight, bias=bias)
+        # Both vectors of a feature are neighbours: where devices split features, each has both.
+        both_BD2 = jnp.stack([h_BTD[:, 0], mean_BD], axis=-1)
+        return Reading(both_BD2.reshape(len(both_BD2), -1), weight.reshape(-1, weight.shape[-1]), bias=bias)

@@ -32,7 +32,7 @@ MODERN = dataclasses.replace(DECODER, positions="rotary", norm="rmsnorm", activa
 TIED = dataclasses.replace(DECODER, tied=True, qk_norm=True)
 BARE = dataclasses.replace(DECODER, bias=False, norm_gain=False, activation="relu")
 VIT = ViTConfig(width=10, depth=2, num_heads=5, mlp_ratio=1.3, image_size=9, patch_size=3, channels=2, num_classes=7)
-CLS = dataclasses.replace(VIT, pool="cls", qk_norm=True)
+CLS = dataclasses.replace(VIT, pool="cls-mean", registers=2, layer_scale=0.5, qk_norm=True)
 VARIANTS: dict[str, ModelConfig] = {
     "decoder": DECODER,
     "modern": MODERN,
@@ -280,8 +280,9 @@ def test_patches_are_a_strided_convolution(model: ViTConfig) -> None:
         images, kernel, (model.patch_size,) * 2, "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
     rows = patches.reshape(len(images), model.num_patches, model.width) + params["patch_bias"]
-    if model.pool == "cls":
-        rows = jnp.concatenate([jnp.broadcast_to(params["cls"], (len(images), 1, model.width)), rows], axis=1)
+    if model.pool != "mean":
+        leading_RD = jnp.concatenate([params["cls"][None], jnp.zeros((2, model.width))])
+        rows = jnp.concatenate([jnp.broadcast_to(leading_RD, (len(images), *leading_RD.shape)), rows], axis=1)
     assert_close(bound.embed(images), rows + params["position"], FORWARD)
 
 
@@ -290,7 +291,7 @@ def test_the_order_of_patches_is_known_by_their_positions_alone(model: ViTConfig
     found = definition(model)
     params, factors = numbers(found)
     images = inputs_of(model)
-    grid, size, first = model.image_size // model.patch_size, model.patch_size, int(model.pool == "cls")
+    grid, size, first = model.image_size // model.patch_size, model.patch_size, model.leading
     order = (4 * np.arange(model.num_patches) + 2) % model.num_patches  # every patch moves
     cells = (
         images.reshape(-1, grid, size, grid, size, model.channels)

@@ -7,7 +7,7 @@ Both are one function when every parameter is taken times one number (per layer,
 | parameter                              | its multiplier, and                       |
 |----------------------------------------|-------------------------------------------|
 | query and its bias; under qk_norm the gain after them | times logit_scale * N^1/2  |
-| attention out, MLP out and their biases| times branch / c                          |
+| attention out, MLP out and their biases; a gain after them | times branch / c      |
 | gain and bias of the norm before a tied readout | times the readout's multiplier   |
 
 An encoder-decoder has these in either stack, with a third branch, `cross`, in the decoder's. c is the product of a stack's
@@ -53,17 +53,19 @@ def scales(definition: Definition, factors: Factors) -> Scales:
     Where queries are normalized without a gain (qk_norm, norm_gain false) no weight can hold the logits' scale; a definition
     does not show that, so callers must compare the two scales themselves.
     """
-    normalized = any(spec.role is Role.NORM_GAIN and spec.of is Role.QUERY for spec in definition.specs.values())
+    gains = {spec.of for spec in definition.specs.values() if spec.role is Role.NORM_GAIN}
     by: Scales = {}
     for name, spec in definition.specs.items():
         scale = np.asarray(factors.multiplier[name], np.float64)
         stack, _, inside = name.rpartition("block.")
-        module = inside.partition(".")[0]
-        match spec.of or spec.role:
-            case Role.QUERY if normalized == (spec.role is Role.NORM_GAIN):
+        module = inside.partition(".")[0].removesuffix("_gain")
+        of = spec.of or spec.role
+        last = spec.role is Role.NORM_GAIN or of not in gains  # of what a matrix' output is taken times
+        match of:
+            case Role.QUERY if last:
                 logits = _factor(definition, factors, f"{stack}block.{module}.logit_scale")
                 scale = scale * logits * definition.sizes.get("head_dim", 1) ** 0.5
-            case Role.ATTENTION_OUT | Role.MLP_OUT:
+            case Role.ATTENTION_OUT | Role.MLP_OUT if last:
                 scale = scale * _branch(definition, factors, f"{stack}block.", module)
             case Role.NORM_GAIN if name.startswith(NORM):
                 scale = scale * _factor(definition, factors, "tied_readout")

@@ -123,17 +123,17 @@ def resized(position_TD: np.ndarray, before: ModelConfig, after: ModelConfig) ->
     Args:
         position_TD: of `before`, [T, D].
         before: the model that they are of.
-        after: the model that they are for. A class token that only it has gets a row of zeros.
+        after: the model that they are for. Tokens before the patches that only it has get rows of zeros.
     """
     old, new = before.position_grid, after.position_grid
-    own, width = position_TD.shape[0] - old**2, position_TD.shape[1]  # the class token's row, first
+    own, width = position_TD.shape[0] - old**2, position_TD.shape[1]  # rows of the class token and registers, first
     grid_GGD = position_TD[own:].astype(np.float32).reshape(old, old, width)
     if old != new:
         # Smaller grids are filtered before they are sampled (antialias), as timm does it.
         grid_GGD = np.asarray(jax.image.resize(grid_GGD, (new, new, width), "bicubic", antialias=True))
-    class_row = position_TD[:own] if own else np.zeros_like(position_TD[:1])
-    class_row = class_row[: after.sizes()["position"] - new**2]
-    return np.concatenate([class_row, grid_GGD.reshape(-1, width)]).astype(np.float32)
+    leading_RD = np.zeros_like(position_TD, shape=(after.sizes()["position"] - new**2, width))
+    leading_RD[:own] = position_TD[:own][: len(leading_RD)]
+    return np.concatenate([leading_RD, grid_GGD.reshape(-1, width)]).astype(np.float32)
 
 
 def state(moves: Mapping[str, Move], old: TrainState, fresh: Params, opt_state: Any, optimizer: str) -> TrainState:

@@ -6,12 +6,16 @@ from typing import Literal, NamedTuple
 
 from mupax.zoo.transformer import TransformerConfig
 
-Family = Literal["gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "vit", "siglip", "mbart", "t5"]
+Family = Literal[
+    "gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3",
+    "vit", "deit", "siglip", "dinov2", "dinov2_with_registers", "mbart", "t5",
+]  # fmt: skip
 
 ARCHITECTURES: dict[Family, str] = {
     "gpt2": "GPT2LMHeadModel", "gpt_neox": "GPTNeoXForCausalLM", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "vit": "ViTForImageClassification",
-    "siglip": "SiglipForImageClassification",
+    "deit": "DeiTForImageClassification", "siglip": "SiglipForImageClassification", "dinov2": "Dinov2ForImageClassification",
+    "dinov2_with_registers": "Dinov2WithRegistersForImageClassification",
     "mbart": "MBartForConditionalGeneration", "t5": "T5ForConditionalGeneration",
 }  # fmt: skip
 
@@ -24,12 +28,14 @@ ACTIVATIONS = {
 
 STACK = ("width", "depth", "num_heads", "mlp_dim", "norm_eps")
 _LIKE_LLAMA: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
-_LAYERNORM: tuple[Family, ...] = ("gpt_neox", "vit", "siglip")
+_LAYERNORM: tuple[Family, ...] = ("gpt_neox", "vit", "deit", "siglip")
+DINO: tuple[Family, ...] = ("dinov2", "dinov2_with_registers")
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 FIELDS: dict[Family, tuple[str, ...]] = {
     "gpt2": ("n_embd", "n_layer", "n_head", "n_inner", "layer_norm_epsilon"),
     **dict.fromkeys(_LIKE_LLAMA, (*_SIZES, "rms_norm_eps")),
     **dict.fromkeys(_LAYERNORM, (*_SIZES, "layer_norm_eps")),
+    **dict.fromkeys(DINO, (*_SIZES[:3], "mlp_ratio", "layer_norm_eps")),  # a ratio in place of a size
     "mbart": ("d_model", "decoder_layers", "decoder_attention_heads", "decoder_ffn_dim"),  # its eps is in its code
     "t5": ("d_model", "num_decoder_layers", "num_heads", "d_ff", "layer_norm_epsilon"),
 }
@@ -37,7 +43,8 @@ FIELDS: dict[Family, tuple[str, ...]] = {
 
 DEFAULTS: dict[Family, tuple[float, ...]] = {
     "gpt2": (768, 12, 12, 0, 1e-5), "llama": (4096, 32, 32, 11008, 1e-6),
-    "mistral": (4096, 32, 32, 14336, 1e-6), **dict.fromkeys(("qwen2", "qwen3"), (4096, 32, 32, 22016, 1e-6)), "vit": (768, 12, 12, 3072, 1e-12),
+    "mistral": (4096, 32, 32, 14336, 1e-6), **dict.fromkeys(("qwen2", "qwen3"), (4096, 32, 32, 22016, 1e-6)),
+    **dict.fromkeys(("vit", "deit"), (768, 12, 12, 3072, 1e-12)), **dict.fromkeys(DINO, (768, 12, 12, 4.0, 1e-6)),
     "siglip": (768, 12, 12, 3072, 1e-6), "gpt_neox": (6144, 44, 64, 24576, 1e-5),
     "mbart": (1024, 12, 16, 4096), "t5": (512, 6, 8, 2048, 1e-6),
 }  # fmt: skip
@@ -48,7 +55,8 @@ DROPOUTS: dict[Family, tuple[str, ...]] = {
     **dict.fromkeys(_LIKE_LLAMA, ("attention_dropout",)),
     "gpt_neox": ("hidden_dropout", "attention_dropout"),
     "siglip": ("attention_dropout",),
-    "vit": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    **dict.fromkeys(("vit", "deit"), ("hidden_dropout_prob", "attention_probs_dropout_prob")),
+    **dict.fromkeys(DINO, ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate")),
     "mbart": ("dropout", "attention_dropout", "activation_dropout"),
     "t5": ("dropout_rate",),
 }

@@ -21,6 +21,7 @@ from mupax.zoo.huggingface.architectures import (
     ACTIVATIONS,
     ARCHITECTURES,
     DEFAULTS,
+    DINO,
     DROPOUTS,
     FIELDS,
     STACK,
@@ -38,13 +39,12 @@ UNLIKE = {
     "logits (attn_logit_softcapping, final_logit_softcapping)",
     "gemma3": "norms after the branches (post_feedforward_layernorm) and a window in five of six layers (layer_types)",
     "gemma3_text": "norms after the branches (post_feedforward_layernorm) and a window in five of six layers (layer_types)",
-    "dinov2": "a scale of every branch (layerscale_value) and a classifier of the CLS token beside the mean of all others",
-    "dinov2_with_registers": "register tokens (num_register_tokens) and a scale of every branch (layerscale_value)",
-    "deit": "a distillation token beside the CLS token (distillation_token); those without it are of model_type vit",
     "siglip_vision_model": "no classifier, and pools by attention (vision_use_head); SiglipForImageClassification, of model_type siglip, "
     "has the mean",
 }
 """Architectures that are refused, and what of theirs."""
+
+DISTILLED = "DeiTForImageClassificationWithTeacher"
 
 
 def to_huggingface(
@@ -92,10 +92,18 @@ def to_huggingface(
         if family == "siglip":
             tower = {name: shared.pop(name) for name in (*FIELDS[family], *DROPOUTS[family])}
             pixels = {"vision_config": {**tower, **pixels, "vision_use_head": False}}
+        elif family in DINO:
+            assert isinstance(model, ViTConfig)
+            pixels |= {
+                "mlp_ratio": int(model.mlp_ratio),
+                "layerscale_value": model.layer_scale or 1.0,
+                "use_swiglu_ffn": False,
+            }
+            pixels |= {"use_mask_token": False} if family == "dinov2" else {"num_register_tokens": model.registers}
         return {
             **shared,
             **pixels,
-            **({"qkv_bias": True} if family == "vit" else {}),
+            **({"qkv_bias": True} if family != "siglip" else {}),
             "id2label": {str(i): f"LABEL_{i}" for i in labels},
             "label2id": {f"LABEL_{i}": i for i in labels},
         }
@@ -144,6 +152,8 @@ def _reasons(model: TransformerConfig) -> list[str]:
     elif isinstance(model, DecoderConfig) and model.rotary_theta is not None:
         refused |= decoders.reasons(model, family)
     else:
+        if isinstance(model, ViTConfig):
+            refused |= _image_reasons(model, family)
         refused |= {
             "model.window hides all but the last positions, which it does not": model.sight.window is not None,
             "it has LayerNorm, which subtracts the mean, and model.norm is rmsnorm": model.norm != "layernorm",
@@ -154,12 +164,28 @@ def _reasons(model: TransformerConfig) -> list[str]:
     return [reason for reason, holds in refused.items() if holds]
 
 
+def _image_reasons(model: ViTConfig, family: Family) -> dict[str, bool]:
+    """The same of what ViTs alone have, and whether it holds."""
+    ratio = model.mlp_dim / model.width
+    return {
+        "model.layer_scale multiplies what branches write, which it does not": model.layer_scale is not None
+        and family not in DINO,
+        "model.registers are tokens beside the patches, which it does not have": model.registers is not None
+        and family == "siglip",
+        f"it has one token beside the CLS token, and model.registers is {model.registers}": model.registers != 1
+        and family == "deit",
+        f"its mlp_ratio is a whole number, and model.mlp_ratio is {model.mlp_ratio}": ratio != int(ratio)
+        and family in DINO,
+    }
+
+
 def _stack(read: Fields, family: Family) -> dict[str, Any]:
     """Our fields of the residual stack."""
     stack: dict[str, Any] = {}
     for ours, theirs, default in zip(STACK, FIELDS[family], DEFAULTS[family], strict=True):
         stack[ours] = read.read(theirs, default or 4 * stack["width"])
-    stack["mlp_ratio"] = stack.pop("mlp_dim") / stack["width"]
+    size = stack.pop("mlp_dim")
+    stack["mlp_ratio"] = size if family in DINO else size / stack["width"]
     return stack
 
 
@@ -178,29 +204,37 @@ def _gpt2(read: Fields) -> Published:
 
 
 def _vit(read: Fields, family: Family) -> Published:
-    labels, vit = read.fields.get("id2label"), family == "vit"
-    if not vit:
+    labels, dino = read.fields.get("id2label"), family in DINO
+    if DISTILLED in (read.fields.get("architectures") or ()):
+        raise ConfigError(
+            f"config.json: {DISTILLED} takes the mean of two classifiers (distillation_classifier), which our models do not have; "
+            "DeiTForImageClassification reads the CLS token's alone"
+        )
+    read.refuse("use_swiglu_ffn", False, "a gate of the MLP whose hidden size is two thirds of mlp_ratio")
+    if family == "siglip":
         tower = read.fields.get("vision_config")
         if not isinstance(tower, dict):
             raise ConfigError(f"config.json: vision_config is {shown(tower)}, not an object")
         read = Fields({"num_labels": read.fields.get("num_labels"), **tower})
     model = ViTConfig(
         **_stack(read, family),
-        activation=read.choice("hidden_act", "gelu" if vit else "gelu_pytorch_tanh", ACTIVATIONS),
+        activation=read.choice("hidden_act", "gelu_pytorch_tanh" if family == "siglip" else "gelu", ACTIVATIONS),
         image_size=read.side("image_size", 224),
-        patch_size=read.side("patch_size", 16),
+        patch_size=read.side("patch_size", 14 if family == "dinov2" else 16),
         channels=read.read("num_channels", 3),
         num_classes=len(labels) if isinstance(labels, dict) and labels else read.read("num_labels", 2),
-        pool="cls" if vit else "mean",
+        pool="mean" if family == "siglip" else "cls-mean" if dino else "cls",
+        registers=1 if family == "deit" else read.read("num_register_tokens", 4) if family == DINO[1] else None,
+        layer_scale=read.read("layerscale_value", 1.0) if dino else None,
     )
-    return Published(model, frozenset() if not vit or read.read("qkv_bias", True) else frozenset(_QKV))
+    return Published(model, frozenset() if family == "siglip" or read.read("qkv_bias", True) else frozenset(_QKV))
 
 
 _READ = {
     "gpt2": _gpt2,
     **{family: functools.partial(decoders.like_llama, family=family) for family in decoders.LIKE},
     "gpt_neox": decoders.gpt_neox,
-    **{family: functools.partial(_vit, family=family) for family in ("vit", "siglip")},
+    **{family: functools.partial(_vit, family=family) for family in ("vit", "deit", "siglip", *DINO)},
     "mbart": encoder_decoder.mbart,
     "t5": functools.partial(encoder_decoder.t5, newer=False),
     "mt5": functools.partial(encoder_decoder.t5, newer=True),

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mupax.zoo.configs import DecoderConfig
+from mupax.zoo.configs import DecoderConfig, ViTConfig
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
 from mupax.zoo.families import ImageModel
 from mupax.zoo.huggingface import decoders
@@ -27,7 +27,10 @@ HEADS = ("lm_head.weight", "embed_out.weight", "final_logits_bias", "classifier.
 def family_of(model: TransformerConfig) -> Family:
     """The architecture whose files can hold such a model."""
     if isinstance(model, ImageModel):
-        return "vit" if "cls" in model.parameters() else "siglip"
+        assert isinstance(model, ViTConfig)
+        if model.pool == "cls-mean":
+            return "dinov2" if model.registers is None else "dinov2_with_registers"
+        return "siglip" if model.pool == "mean" else "vit" if model.registers is None else "deit"
     if model.denoises:
         return "t5" if "relative_bias" in model.parameters() else "mbart"
     assert isinstance(model, DecoderConfig)
@@ -47,14 +50,18 @@ class Part(NamedTuple):
     """Rows in front of theirs that nothing reads."""
     times: float = 1.0
     """How many times as large ours is, where their code has a factor that ours has not."""
+    joined: bool = False
+    """Whether all axes but the first are one in theirs."""
 
     def theirs(self, value: np.ndarray) -> np.ndarray:
         value = value.reshape(self.matrix).transpose(self.axes)
+        value = value.reshape(len(value), -1) if self.joined else value
         value = value if self.times == 1 else (value / self.times).astype(value.dtype)
         return np.pad(value, ((self.rows, 0), (0, 0))) if self.rows else value
 
     def ours(self, value: np.ndarray) -> np.ndarray:
-        value = value[self.rows :].transpose(np.argsort(self.axes)).reshape(self.shape)
+        value = value[self.rows :].reshape([self.matrix[axis] for axis in self.axes])
+        value = value.transpose(np.argsort(self.axes)).reshape(self.shape)
         return value if self.times == 1 else (value * self.times).astype(value.dtype)
 
 
@@ -90,7 +97,7 @@ class Tensor(NamedTuple):
     @property
     def widths(self) -> list[int]:
         """Size of the last axis of each part."""
-        return [part.matrix[part.axes[-1]] for part in self.parts]
+        return [math.prod(part.matrix[axis] for axis in part.axes[1 if part.joined else -1 :]) for part in self.parts]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -98,7 +105,7 @@ class Tensor(NamedTuple):
         if self.fused:
             *inputs, heads, _ = first.shape
             return (heads * sum(self.widths), *inputs)
-        sizes = [first.matrix[axis] for axis in first.axes]
+        sizes = [first.matrix[axis] for axis in first.axes[: 2 if first.joined else None]]
         sizes[0], sizes[-1] = sizes[0] + first.rows, sum(self.widths)
         return tuple(sizes)
 
@@ -114,7 +121,8 @@ class Tensor(NamedTuple):
 def _part(model: TransformerConfig, name: str, layout: str) -> Part:
     """A parameter of ours in a layout: same (as ours), linear [out, in], conv1d [in, out], flat, led, behind or conv2d [D, C, P, P].
 
-    Flat has one axis, led has axes of size 1 in front, 3 in all, and behind has two rows in front. Our model may lack the parameter: a
+    Flat has one axis, led has axes of size 1 in front, 3 in all, and behind has two rows in front. Pooled is linear of several vectors,
+    registers are led, and so is beside, the positions but those of registers. Our model may lack the parameter: a
     bias is then as its matrix' output, and what belongs to a norm as the residual stream.
     """
     specs, sizes = model.parameters(), model.sizes()
@@ -134,6 +142,12 @@ def _part(model: TransformerConfig, name: str, layout: str) -> Part:
             return Part(name, shape, shape, (0, 1), rows=2)
         case "logits":
             return Part(name, (sizes["vocab"],), (1, sizes["vocab"]), (0, 1))
+        case "pooled":
+            return Part(name, shape, shape, (2, 1, 0), joined=True)
+        case "registers" | "beside":
+            assert isinstance(model, ViTConfig)
+            rows = (model.registers or 0) if layout == "registers" else shape[0] - (model.registers or 0)
+            return Part(name, (rows, model.width), (1, rows, model.width), (0, 1, 2))
         case "led":
             return Part(name, shape, (1,) * (3 - len(shape)) + shape, (0, 1, 2))
         case "conv2d":
@@ -164,7 +178,7 @@ def tensors(model: TransformerConfig) -> list[Tensor]:
         if layout == "norm":
             add(f"{theirs}.weight", "flat", f"{ours[0]}.gain")
             add(f"{theirs}.bias", "flat", f"{ours[0]}.bias")
-        elif theirs.endswith((".weight", ".bias", "_token", "_embeddings", "_logits_bias")):
+        elif theirs.endswith((".weight", ".bias", ".lambda1", "_token", "_tokens", "_embeddings", "_logits_bias")):
             add(theirs, layout, *ours)
         else:
             add(f"{theirs}.weight", layout, *ours)

@@ -10,7 +10,8 @@ from mupax.zoo.transformer import TransformerConfig
 
 PREFIX: dict[Family, str] = {
     "gpt2": "transformer.", "llama": "model.", "mistral": "model.", "qwen2": "model.", "qwen3": "model.", "vit": "vit.",
-    "gpt_neox": "gpt_neox.", "siglip": "vision_model.",
+    "gpt_neox": "gpt_neox.", "siglip": "vision_model.", "deit": "deit.", "dinov2": "dinov2.",
+    "dinov2_with_registers": "dinov2_with_registers.",
     "mbart": "model.", "t5": "",
 }  # fmt: skip
 
@@ -59,6 +60,27 @@ encoder.layer.{i}.output.dense linear block.mlp.down
 layernorm norm norm
 classifier linear readout
 """
+_DISTILLED = "embeddings.distillation_token registers registers\n"
+_DINOV2 = """
+embeddings.cls_token led cls
+embeddings.position_embeddings beside position
+embeddings.patch_embeddings.projection.weight conv2d patch
+embeddings.patch_embeddings.projection.bias flat patch_bias
+encoder.layer.{i}.norm1 norm block.attention_norm
+encoder.layer.{i}.attention.attention.query linear block.attention.query
+encoder.layer.{i}.attention.attention.key linear block.attention.key
+encoder.layer.{i}.attention.attention.value linear block.attention.value
+encoder.layer.{i}.attention.output.dense linear block.attention.out
+encoder.layer.{i}.layer_scale1.lambda1 flat block.attention_gain
+encoder.layer.{i}.norm2 norm block.mlp_norm
+encoder.layer.{i}.mlp.fc1 linear block.mlp.up
+encoder.layer.{i}.mlp.fc2 linear block.mlp.down
+encoder.layer.{i}.layer_scale2.lambda1 flat block.mlp_gain
+layernorm norm norm
+classifier.weight pooled readout
+classifier.bias flat readout_bias
+"""
+_REGISTERS = "embeddings.register_tokens registers registers\n"
 _SIGLIP = """
 embeddings.position_embedding.weight same position
 embeddings.patch_embedding.weight conv2d patch
@@ -129,6 +151,9 @@ decoder.block.{i}.layer.1.layer_norm.weight flat block.cross_norm.gain
 _TABLES: dict[Family, str] = {
     "gpt2": _GPT2,
     "vit": _VIT,
+    "deit": _VIT + _DISTILLED,
+    "dinov2": _DINOV2,
+    "dinov2_with_registers": _DINOV2 + _REGISTERS,
     "siglip": _SIGLIP,
     "gpt_neox": _GPT_NEOX,
     **dict.fromkeys(("llama", "mistral", "qwen2"), _LLAMA),

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mupax.zoo.configs import ViTConfig
 from mupax.zoo.families import ImageModel
 from mupax.zoo.huggingface.architectures import Published
 from mupax.zoo.huggingface.names import HEADS, family_of, tensors
@@ -40,6 +41,9 @@ NEOX_HEAD = "embed_out.weight"
 COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 """Names under which older files hold `shared.weight` again."""
 
+REGISTERS = "registers"
+"""Vectors of their own that theirs has for tokens that are rows of the positions in ours."""
+
 _LARGEST_ZEROS = 2**28
 
 
@@ -61,7 +65,10 @@ def to_huggingface(model: TransformerConfig, params: Mapping[str, np.ndarray]) -
         params: our parameters as the plain network has them, multipliers folded. Gains and biases that the model
             does not have are written as ones and zeros, which is the same function.
     """
-    prefix = PREFIX[family_of(model)]
+    family = family_of(model)
+    prefix = PREFIX[family]
+    if family == "dinov2_with_registers":
+        params = _registers_apart(params, model)
     for tensor in tensors(model):
         for i in range(tensor.layers(model)):
             values = []
@@ -126,6 +133,8 @@ def from_huggingface(files: Tensors, published: Published) -> Loaded:
             value = files.read(names_in_file[tensor.name.format(i=i)])
             for part, values in zip(tensor.parts, tensor.ours(value), strict=True):
                 params[part.name][i if tensor.stacked else ...] = values
+    if (registers := params.pop(REGISTERS, None)) is not None:
+        _put_registers(params, registers, own_rows=family == "deit")
     for name in params.keys() - model.parameters().keys():
         value = params.pop(name)  # a key bias that softmax does not see: exactly the same function without
         if not name.endswith("key_bias") and value.any():
@@ -150,6 +159,20 @@ def from_huggingface(files: Tensors, published: Published) -> Loaded:
     if published.embedding_scale != 1:
         _scale_embeddings(params, published.embedding_scale, tied=model.tied_readout is not None)
     return Loaded(params, dropped, sorted(zeros & set(params)))
+
+
+def _registers_apart(params: Mapping[str, np.ndarray], model: TransformerConfig) -> Params:
+    """Parameters whose rows of positions that are registers stand apart."""
+    assert isinstance(model, ViTConfig)
+    rows = slice(1, 1 + (model.registers or 0))
+    return {**params, REGISTERS: params["position"][rows], "position": np.delete(params["position"], rows, 0)}
+
+
+def _put_registers(params: Params, registers: np.ndarray, *, own_rows: bool) -> None:
+    """Put registers into the positions, after the CLS token's row; own_rows: there are rows for them, which add to them."""
+    rows, position = slice(1, 1 + len(registers)), params["position"]
+    params["position"] = position if own_rows else np.insert(position, [1] * len(registers), 0, axis=0)
+    params["position"][rows] += registers
 
 
 def _scale_embeddings(params: Params, scale: float, *, tied: bool) -> None:

@@ -173,7 +173,7 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """h <- skip*h + branch*attention(norm(h)), then the same with the MLP. Branch scales are applied here only."""
+    """h <- skip*h + branch*gain*attention(norm(h)), then the same with the MLP. Branch scales and gains are applied here only."""
 
     def __init__(self, config: TransformerConfig, init: Init) -> None:
         kind, eps, then = config.norm, config.norm_eps, config.branch_activation
@@ -181,11 +181,12 @@ class Block(nnx.Module):
         self.attention = Attention(config, init.scope("attention"))
         self.mlp_norm = Norm(kind, init.scope("mlp_norm"), eps, then)
         self.mlp = MLP(config, init.scope("mlp"))
+        self.attention_gain, self.mlp_gain = init.maybe("attention_gain"), init.maybe("mlp_gain")
         self.skip, self.branch = init.factor("skip"), init.factor("branch")
         self.parallel = config.parallel_branches
 
     def __call__(self, h_BTD: jax.Array) -> jax.Array:
-        return self._added(h_BTD, self.attention(self.attention_norm(h_BTD)))
+        return self._after(h_BTD, self.attention(self.attention_norm(h_BTD)))
 
     def cached(self, h_BTD: jax.Array, cache: Cache, layer: jax.Array | int, *, fresh: bool) -> tuple[jax.Array, Cache]:
         """The same for the T positions after those in the cache, and the cache with them.
@@ -197,13 +198,25 @@ class Block(nnx.Module):
             fresh: as `Attention.cached`.
         """
         y_BTD, cache = self.attention.cached(self.attention_norm(h_BTD), cache, layer, fresh=fresh)
-        return self._added(h_BTD, y_BTD), cache
+        return self._after(h_BTD, y_BTD), cache
 
-    def _added(self, h_BTD: jax.Array, attention_BTD: jax.Array) -> jax.Array:
+    def added(self, h_BTD: jax.Array, place: int, y_BTD: jax.Array) -> jax.Array:
+        """The stream after a branch.
+
+        Args:
+            h_BTD: the stream before it.
+            place: of the branch, 0 attention's and 1 the MLP's.
+            y_BTD: what it made of the stream.
+        """
         skip, branch = self.skip[...].astype(h_BTD.dtype), self.branch[...].astype(h_BTD.dtype)
-        before_BTD, h_BTD = h_BTD, skip[0] * h_BTD + branch[0] * attention_BTD
+        gain = (self.attention_gain, self.mlp_gain)[place]
+        y_BTD = y_BTD if gain is None else y_BTD * gain[...].astype(y_BTD.dtype)
+        return skip[place] * h_BTD + branch[place] * y_BTD
+
+    def _after(self, h_BTD: jax.Array, attention_BTD: jax.Array) -> jax.Array:
+        before_BTD, h_BTD = h_BTD, self.added(h_BTD, 0, attention_BTD)
         read_BTD = before_BTD if self.parallel else h_BTD
-        h_BTD = skip[1] * h_BTD + branch[1] * self.mlp(self.mlp_norm(read_BTD))
+        h_BTD = self.added(h_BTD, 1, self.mlp(self.mlp_norm(read_BTD)))
         return partition.constrain(h_BTD, "batch", "sequence", None)
 
 

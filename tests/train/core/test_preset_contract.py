@@ -29,7 +29,8 @@ MODELS: dict[str, ModelConfig] = {
     "decoder": DecoderConfig(
         width=24, num_heads=4, num_kv_heads=2, depth=3, vocab_size=11, seq_len=5, positions="rotary", activation="swiglu"
     ),
-    "vit": ViTConfig(width=20, num_heads=4, depth=3, image_size=6, patch_size=3, channels=1, num_classes=7, pool="cls", qk_norm=True),
+    "vit": ViTConfig(width=20, num_heads=4, depth=3, image_size=6, patch_size=3, channels=1, num_classes=7, pool="cls-mean", qk_norm=True,
+                     registers=1, layer_scale=0.5),
 }  # fmt: skip
 BASE = {"embed": 6, "heads": 2, "kv_heads": 1, "head_dim": 3, "mlp": 24, "layers": 2}
 QUICKLY: Any = {"xla_backend_optimization_level": 0}

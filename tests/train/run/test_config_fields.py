@@ -204,6 +204,7 @@ FIELDS: dict[str, Way] = {
     **on(program, TOKENS, "model.", window=5, parallel=True),
     "model.qkv_bias": (program, changed(TOKENS, "model.bias", False), True),
     **on(program, IMAGES, "model.", image_size=12, patch_size=2, channels=3, num_classes=9, pool="cls"),
+    **on(program, IMAGES, "model.", registers=2, layer_scale=0.5),
     **on(program, TOKENS, "model.compute.", layers="unrolled", remat="block", projections="fused"),
     **on(program, TOKENS, "model.compute.", cross_entropy="chunked", param_dtype="bfloat16", dtype="bfloat16"),
     "model.compute.product_dtype": Shown("zoo/layers/test_layers.py", "product_dtype="),

@@ -57,6 +57,9 @@ MODELS: dict[str, ModelConfig] = {
     "gpt-neox, one after the other": dataclasses.replace(NEOX, parallel=False, tied=True),
     "siglip": dataclasses.replace(VIT, pool="mean"),
     "vit": VIT,
+    "deit": dataclasses.replace(VIT, registers=1),
+    "dinov2": dataclasses.replace(VIT, pool="cls-mean", layer_scale=0.5, mlp_ratio=2.0),
+    "dinov2, registers": dataclasses.replace(VIT, pool="cls-mean", layer_scale=1.0, mlp_ratio=2.0, registers=3),
     "mbart": MBART,
     "mbart untied": dataclasses.replace(MBART, tied=False, activation="relu", encoder_depth=None),
     "t5": T5,
@@ -115,14 +118,15 @@ def test_a_llama_with_some_biases_has_the_others_at_zero() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"model_type": "mamba"}, "only gpt2, .*llama, .*vit, siglip, mbart, t5, mt5"),
+        ({"model_type": "mamba"}, "only gpt2, .*llama, .*vit, deit, siglip, .*mbart, t5, mt5"),
         ({"model_type": ["gpt2"]}, "only gpt2, llama, "),
         ({}, "only gpt2, llama, "),
         ({"model_type": "gemma2"}, "final_logit_softcapping"),
         ({"model_type": "gemma3_text"}, "post_feedforward_layernorm"),
-        ({"model_type": "dinov2"}, "layerscale_value"),
-        ({"model_type": "dinov2_with_registers"}, "num_register_tokens"),
-        ({"model_type": "deit"}, "distillation_token"),
+        ({"model_type": "dinov2", "use_swiglu_ffn": True}, "use_swiglu_ffn is True"),
+        ({"model_type": "dinov2", "layerscale_value": 0.0}, "layerscale_value is 0"),
+        ({"model_type": "dinov2_with_registers", "num_register_tokens": "4"}, "num_register_tokens is '4'"),
+        ({"model_type": "deit", "architectures": ["DeiTForImageClassificationWithTeacher"]}, "distillation_classifier"),
         ({"model_type": "siglip_vision_model"}, "vision_use_head"),
         ({"model_type": "siglip"}, "vision_config is None"),
         (
@@ -193,6 +197,10 @@ def test_what_our_models_cannot_be_is_refused(fields: dict[str, Any], said: str)
         (MBART, {"shared": False}, "one table of embeddings"),
         (T5, {"bias": True, "norm": "layernorm"}, "it has rmsnorm.*--model.no-bias"),
         (T5, {"embedding_norm": True}, "--model.no-embedding-norm"),
+        (VIT, {"layer_scale": 0.1}, "model.layer_scale multiplies"),
+        (VIT, {"registers": 2}, "model.registers is 2"),
+        (VIT, {"pool": "mean", "registers": 2}, "model.registers are tokens"),
+        (VIT, {"pool": "cls-mean"}, "model.mlp_ratio is 1.83"),
         (VIT, {"norm": "rmsnorm", "qk_norm": True}, "normalizes queries and keys.*; .*subtracts the mean"),
     ],
 )
@@ -212,6 +220,23 @@ def test_parameters_come_back(model: ModelConfig, tmp_path: Path) -> None:
     assert set(loaded.params) == set(params)
     for name, value in params.items():
         np.testing.assert_array_equal(loaded.params[name], value, err_msg=name)
+
+
+def test_tokens_beside_the_patches_are_rows_of_the_positions(tmp_path: Path) -> None:
+    """A distillation token and its position are one vector; registers have no position of their own."""
+    for name in ("deit", "dinov2, registers"):
+        (folder := tmp_path / name).mkdir()
+        model = MODELS[name]
+        tensors = dict(weights.to_huggingface(model, random_params(model)))
+        prefix = tables.PREFIX[family_of(model)]
+        token = f"{prefix}embeddings.{'distillation_token' if name == 'deit' else 'register_tokens'}"
+        rows = tensors[token].shape[1]
+        assert tensors[f"{prefix}embeddings.position_embeddings"].shape == (1, 11 if name == "deit" else 10, 6)
+        assert tensors[token].any() == (name != "deit")
+        position = read(written(model, folder, **{token: tensors[token] + 1}), to_huggingface(model)).params["position"]
+        expected = random_params(model)["position"]
+        expected[1 : 1 + rows] += 1
+        np.testing.assert_array_equal(position, expected)
 
 
 def test_names_are_those_of_the_files() -> None:

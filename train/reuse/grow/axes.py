@@ -115,6 +115,10 @@ def _check(before: TransformerConfig, after: TransformerConfig) -> None:
         raise GrowError(
             f"rotary positions turn a part of each head (rotary_fraction); keep head_dim {before.heads_dim} and add heads"
         )
+    if after.width != before.width and before.branch_gains is not None and before.norm == "layernorm":
+        raise GrowError(
+            "a wider stream under LayerNorm needs branches of mean 0, and gains after them (layer_scale) leave none; keep its width"
+        )
     if after.width != before.width and before.tied_readout and not before.norm_gain:
         raise GrowError(
             "a wider stream needs a norm gain before a tied readout, and this model has none; keep its width"

@@ -30,7 +30,7 @@ RESIZABLE = ("position", "source", "vocab", "classes")
 UNSEEN = (
     "activation", "branch_activation", "norm", "norm_eps", "positions", "rope_theta", "rope_scaling", "rope_factor",
     "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_len", "window", "parallel", "rotary_fraction", "embedding_norm", "shared",
-    "longest_distance", "qk_norm", "qk_norm_kind", "pool",
+    "longest_distance", "qk_norm", "qk_norm_kind", "pool", "registers",
     "patch_size", "channels",
 )  # fmt: skip
 """Fields of a model that change its function and that the shapes of parameters need not show."""

@@ -54,7 +54,7 @@ def cut(
         seen[name] = x + zeros[name] if name in zeros else x
         return seen[name]
 
-    attention, mlp, skip, branch = block.attention, block.mlp, block.skip[...], block.branch[...]
+    attention, mlp = block.attention, block.mlp
     q_BTHN, k_BSKN, v_BSKN = attention.heads(hold(block.attention_norm(h_BTD)))
     q_BTHN, k_BSKN, v_BSKN = mapping("q", q_BTHN), mapping("k", k_BSKN), mapping("v", v_BSKN)
     groups = q_BTHN.shape[2] // k_BSKN.shape[2]
@@ -65,7 +65,7 @@ def cut(
     weights_BHTS = mapping("softmax", jax.nn.softmax(logits))
     o_BTHN = mapping("o", jnp.einsum("bhts,bshn->bthn", hold(weights_BHTS), v_BSHN))
     out_BTD = biased(project(hold(o_BTHN), attention.out[...], inputs=2), attention.out_bias)
-    h_BTD = skip[0] * h_BTD + branch[0] * mapping("attention out", out_BTD)
+    h_BTD = block.added(h_BTD, 0, mapping("attention out", out_BTD))
     x_BTD = hold(block.mlp_norm(h_BTD))
     act_BTF = up_BTF = mapping("MLP in", biased(project(x_BTD, mlp.up[...]), mlp.up_bias))
     if mlp.gate is not None:
@@ -76,7 +76,7 @@ def cut(
         act_BTF = jax.nn.gelu(up_BTF, approximate=mlp.activation != "gelu_exact")
     act_BTF = mapping("activation", act_BTF)
     out_BTD = mapping("MLP out", biased(project(hold(act_BTF), mlp.down[...]), mlp.down_bias))
-    return skip[1] * h_BTD + branch[1] * out_BTD, seen
+    return block.added(h_BTD, 1, out_BTD), seen
 
 
 def forward(

@@ -88,6 +88,8 @@ def check(config: Config) -> None:
         "model.bias": (model.bias, False),
         "model.qk_norm": (model.qk_norm, False),
         "model.pool": (model.pool, "mean"),
+        "model.registers": (model.registers, None),
+        "model.layer_scale": (model.layer_scale, None),
         "model.value_dim": (model.value_dim, None),
         "model.branch_activation": (model.branch_activation, "none"),
         "model.num_kv_heads": (model.kv_heads, model.num_heads),

@@ -53,11 +53,12 @@ VIT = ViTConfig(
     pool="cls",
     norm_eps=SMALL_EPS,
 )
+READS_BOTH = dataclasses.replace(VIT, pool="cls-mean", registers=2)
 BARE = dataclasses.replace(VIT, norm_gain=False, bias=False, pool="mean")
 LARGE: dict[str, tuple[ModelConfig, ModelConfig]] = {
     "lm": (LM, dataclasses.replace(LM, width=20, depth=3, num_heads=6, num_kv_heads=3, head_dim=8, mlp_ratio=2.0)),
     "tied": (TIED, dataclasses.replace(TIED, width=20, depth=3, num_heads=4, head_dim=6, mlp_ratio=2.0)),
-    "vit": (VIT, dataclasses.replace(VIT, width=20, depth=3, num_heads=4, head_dim=6, mlp_ratio=2.0)),
+    "vit": (READS_BOTH, dataclasses.replace(READS_BOTH, width=20, depth=3, num_heads=4, head_dim=6, mlp_ratio=2.0)),
     "bare": (BARE, dataclasses.replace(BARE, width=20, depth=3, num_heads=4, head_dim=6, mlp_ratio=2.0)),
 }
 BASE = {"embed": 8, "heads": 2, "kv_heads": 1, "head_dim": 4, "mlp": 12, "layers": 2}
@@ -262,6 +263,7 @@ def test_how_far_adams_first_steps_go() -> None:
         (dataclasses.replace(LM, qk_norm=True), {"head_dim": 8}, "keep head_dim 4 and add heads"),
         (dataclasses.replace(LM, centered=True), {"depth": 3}, "a centred model"),
         (dataclasses.replace(TIED, norm_gain=False), {"width": 24}, "needs a norm gain before a tied readout"),
+        (dataclasses.replace(VIT, layer_scale=0.1), {"width": 24, "head_dim": 4}, r"gains after them \(layer_scale\)"),
         (
             dataclasses.replace(LM, head_dim=8),
             {"rope_theta": 1.5},

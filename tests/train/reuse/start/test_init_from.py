@@ -128,6 +128,8 @@ def test_interpolated_positions() -> None:
     np.testing.assert_array_equal(resized(plane, mean, mean), plane)
     np.testing.assert_array_equal(resized(plane, mean, small)[1:], plane)
     np.testing.assert_array_equal(resized(np.concatenate([cls, plane]), small, mean), plane)
+    more = resized(np.concatenate([cls, plane]), small, dataclasses.replace(small, registers=2))
+    np.testing.assert_array_equal(more, np.concatenate([cls, np.zeros((2, 3)), plane]))
 
 
 def test_a_longer_context_and_another_vocabulary() -> None:
