@@ -39,6 +39,7 @@ _FIXED = (
         "data.separator",
         "data.field",
         "data.on_broken",
+        "data.pixels.",
         "data.split",
         "data.seed",
     ),

@@ -247,11 +247,9 @@ def _check_read(config: Config, argv: Sequence[str]) -> None:
         if flag in given:
             by = f"schedule {opt.schedule}" if choice.startswith("schedule") else opt.name
             raise ConfigError(f"{flag} is not read by {by}; leave it out, or write --optimizer.{choice}")
-    for flag in (
-        f"--data.{name}" for name in ("split", "tokenizer", "separator", "field", "augment", "no-augment", "on-broken")
-    ):
-        if (
-            flag in given
-            and flag.removeprefix("--data.").removeprefix("no-").replace("-", "_") not in source(data.name).reads
-        ):
+    fields = ("split", "tokenizer", "separator", "field", "augment", "no-augment", "on-broken")
+    pixels = {flag for flag in given if flag.startswith("--data.pixels.")}
+    for flag in (*(f"--data.{name}" for name in fields), *sorted(pixels)):
+        field = flag.removeprefix("--data.").removeprefix("no-").partition(".")[0].replace("-", "_")
+        if flag in given and field not in source(data.name).reads:
             raise ConfigError(f"{flag} is not read with the data {data.name}; leave it out")

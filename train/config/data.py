@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal, NamedTuple
 
 from mupax.train.config.checks import at_least, check_place
@@ -30,7 +31,7 @@ SOURCES: dict[str, Source] = {
     "cifar5m": Source(f"{_FOLDER}.cifar5m:cifar5m", "images", _IMAGES),
     "text:PATH": Source(f"{_FOLDER}.text:own_files", "tokens", _TEXT | {"field"}),
     "records:PATH": Source(f"{_FOLDER}.text:own_files", "tokens", _TEXT | {"field"}),
-    "images:PATH": Source(f"{_FOLDER}.folders:own_images", "images", _IMAGES | {"on_broken"}),
+    "images:PATH": Source(f"{_FOLDER}.folders:own_images", "images", _IMAGES | {"on_broken", "pixels"}),
 }
 """data.name to its source. To add one, write its loader and a line here; docs/add_a_dataset.md is an example."""
 _PUBLISHED: dict[str, Task] = {
@@ -48,6 +49,59 @@ def source(name: str) -> Source:
     task = _PUBLISHED.get(kind.partition("/")[0])
     reads = {"tokens": _TEXT, "images": _IMAGES, None: _TEXT | _IMAGES}[task]
     return Source(f"{_FOLDER}.published:tfds_data", task, reads)
+
+
+Fit = Literal["centre", "squash", "edge"]
+Interpolation = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]
+"""In the order of PIL's numbers, which Hugging Face's files have."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PixelsConfig:
+    """What becomes of an image file before a model reads it. Training crops at random in place of the fit."""
+
+    fit: Fit = "centre"
+    """Made square as the central 7/8 of the shorter side, by squashing the whole image, or by scaling the shorter edge and cutting."""
+    resize: int | None = None
+    """squash, edge: pixels that the sides, or the shorter edge, are scaled to before the centre is cut out; the model's unless given."""
+    interpolation: Interpolation = "bilinear"
+    """How the image is scaled."""
+    mean: tuple[float, ...] = (0.5,)
+    """Subtracted from values in [0, 1]; one number, or one per channel."""
+    std: tuple[float, ...] = (0.5,)
+    """What is left is divided by it; one number, or one per channel."""
+
+    def __post_init__(self) -> None:
+        at_least("data.pixels.", self, 1, "resize")
+        if self.fit == "centre" and self.resize is not None:
+            raise ConfigError("data.pixels.resize is of the fits squash and edge; add --data.pixels.fit edge")
+        for name in ("mean", "std"):
+            values = getattr(self, name)
+            if not values or not all(math.isfinite(value) for value in values):
+                raise ConfigError(f"data.pixels.{name} is {values}; write one number, or one per channel")
+        if not all(value > 0 for value in self.std):
+            raise ConfigError(f"data.pixels.std is {self.std}; write numbers above 0")
+
+    def check(self, size: int, channels: int) -> None:
+        """Refuse what does not fit a model.
+
+        Args:
+            size: pixels on a side of what it reads.
+            channels: of what it reads.
+
+        Raises:
+            ConfigError: another number of channels, or an image scaled to less than the model reads.
+        """
+        for name in ("mean", "std"):
+            if len(getattr(self, name)) not in (1, channels):
+                raise ConfigError(
+                    f"data.pixels.{name} has {len(getattr(self, name))} numbers, and the model reads {channels} channels; "
+                    "write one, or one per channel"
+                )
+        if self.resize is not None and self.resize < size:
+            raise ConfigError(
+                f"data.pixels.resize {self.resize} is less than the {size} pixels that the model reads; write {size} or more"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,6 +131,7 @@ class DataConfig:
     """Light augmentation of training images."""
     on_broken: Literal["stop", "skip"] = "stop"
     """images:PATH only: whether an image that cannot be decoded ends the run before it starts, or is left out."""
+    pixels: PixelsConfig = PixelsConfig()
     split: Literal["random", "writer"] = "random"
     """digits only: a stratified random split, or test writers never seen in training."""
     noise: Literal["infilling", "sentinels"] | None = None

@@ -13,6 +13,8 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from mupax.train.config.data import PixelsConfig
+from mupax.train.config.preset import PresetConfig
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config
 from mupax.zoo.configs import CONFIGS, ConfigError, ModelConfig, family_class
@@ -48,6 +50,16 @@ def from_json(fields: Mapping[str, Any]) -> Config:
     """
     fields = _object("the config", fields)
     return _make(Config, "", {**fields, "model": model_from_json(fields.get("model", {}))})
+
+
+def pixels_from_json(fields: Mapping[str, Any]) -> PixelsConfig:
+    """The `PixelsConfig` whose fields a record holds; raises as `from_json`."""
+    return _make(PixelsConfig, "data.pixels.", _object("data.pixels", fields))
+
+
+def preset_from_json(fields: Mapping[str, Any]) -> PresetConfig:
+    """The `PresetConfig` whose fields a record holds; raises as `from_json`."""
+    return _make(PresetConfig, "preset.", _object("preset", fields))
 
 
 def completed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,12 +6,14 @@ model's size in the raw range. It draws nothing itself, so a row's augmentation 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from mupax.train.config.data import PixelsConfig
 from mupax.train.data import order
 from mupax.train.data.interface import ALL_ROWS, Batch, Data, DataError
 from mupax.zoo.families import ImageModel, ModelConfig
@@ -26,10 +28,11 @@ NUMBERS = 5
 _MAX_ROTATION = math.radians(6)
 _MAX_LOG_SCALE = 0.06
 _MAX_SHIFT = 0.05  # of the image's size
-_CROP_AREA = (0.08, 1.0)
-_CROP_RATIO = (3 / 4, 4 / 3)
 _PAD = 0.125  # of the image's size
-_EVAL_CROP = 224 / 256
+
+
+WHOLE = PixelsConfig(fit="squash")
+"""What becomes of images of other sizes where all of a data set have one."""
 
 
 class Images(Protocol):
@@ -43,17 +46,19 @@ class Images(Protocol):
 
 
 class ImageData(Data):
-    """Labelled images as batches in [-1, 1].
+    """Labelled images as batches, in [-1, 1] unless data.pixels says otherwise.
 
     Args:
         config: sizes of batches, and whether to augment.
         train: training images.
         eval_: evaluation images, of which the first so many of a fixed shuffled order may be used.
         views: what training shows of them, and what evaluation shows; that of evaluation for both where data.augment is off.
-        white: the raw value that becomes 1; 0 becomes -1.
+        white: the raw value that counts as 1; 0 is 0.
         seed: seed of the order and of the views.
         threads: how many make batches; decoding image files keeps many busy.
         class_names: a name per label.
+        pixels: what becomes of an image of another size or range, as a record has it for those who use the model; where all
+            images are of one size, squashing is what no image of the data needs.
         facts: what to record.
     """
 
@@ -70,11 +75,13 @@ class ImageData(Data):
         seed: int,
         threads: int = 2,
         class_names: list[str],
+        pixels: PixelsConfig = WHOLE,
         facts: dict[str, Any],
     ) -> None:
+        sizes = {"train_images": len(train), "eval_images": len(eval_), "classes": len(class_names)}
         super().__init__(
             config,
-            facts={**facts, "train_images": len(train), "eval_images": len(eval_), "classes": len(class_names)},
+            facts={**facts, **sizes, "pixels": dataclasses.asdict(pixels)},
             train_size=len(train),
             eval_size=len(eval_),
             threads=threads,
@@ -82,7 +89,7 @@ class ImageData(Data):
         )
         self.train, self.eval = train, eval_
         self._train_view, self._eval_view = views if config.augment else (views[1], views[1])
-        self._white, self._seed = white, seed
+        self._pixels, self._white, self._seed = pixels, white, seed
         self._shuffle = order.Shuffle(len(train), seed)
         self._eval_shuffle = order.Shuffle(len(eval_), 0, order.EVALUATION)
 
@@ -106,10 +113,23 @@ class ImageData(Data):
     def _seen(
         self, source: Images, positions: np.ndarray, view: View, uniforms: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """float32 [b, H, W, C] in [-1, 1] and int32 [b] of the images at `positions`."""
+        """float32 [b, H, W, C] and int32 [b] of the images at `positions`."""
         examples = [source[int(i)] for i in positions]
         raw = view([image for image, _ in examples], uniforms)
-        return raw * np.float32(2 / self._white) - np.float32(1), np.array([label for _, label in examples], np.int32)
+        labels = np.array([label for _, label in examples], np.int32)
+        return normalized(raw, self._pixels, self._white), labels
+
+
+def normalized(raw: np.ndarray, pixels: PixelsConfig, white: float = 255.0) -> np.ndarray:
+    """Images as a model reads them: (raw / white - mean) / std, float32; 2 * raw / white - 1 where both are a half.
+
+    Args:
+        raw: float32 [B, H, W, C].
+        pixels: has mean and std.
+        white: the raw value that counts as 1.
+    """
+    mean, std = np.array(pixels.mean), np.array(pixels.std)
+    return raw * (1 / (white * std)).astype(np.float32) - (mean / std).astype(np.float32)
 
 
 def vision_model(name: str, model: ModelConfig, class_names: Sequence[str]) -> ImageModel:
@@ -205,46 +225,3 @@ def shift_and_flip(images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.nda
     y = (u * (2 * p + 1)).astype(int)[:, None] + np.arange(H)
     x = (v * (2 * q + 1)).astype(int)[:, None] + columns
     return padded[np.arange(B)[:, None, None], y[:, :, None], x[:, None, :]].astype(np.float32)
-
-
-def random_crop(size: int) -> View:
-    """Random-resized crop (Szegedy et al. 2015) of size x size, mirrored half of the time."""
-
-    def view(images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
-        return np.stack([one(image, *row) for image, row in zip(images, uniforms, strict=True)])
-
-    def one(image: np.ndarray, u: float, v: float, mirror: float, a: float, r: float) -> np.ndarray:
-        H, W, _ = image.shape
-        area = H * W * (_CROP_AREA[0] + a * (_CROP_AREA[1] - _CROP_AREA[0]))
-        ratio = math.exp(math.log(_CROP_RATIO[0]) + r * math.log(_CROP_RATIO[1] / _CROP_RATIO[0]))
-        h, w = min(H, round(math.sqrt(area / ratio))), min(W, round(math.sqrt(area * ratio)))
-        h, w = max(1, h), max(1, w)
-        top, left = int(u * (H - h + 1)), int(v * (W - w + 1))
-        crop = _resized(image, (left, top, left + w, top + h), size)
-        return crop[:, ::-1] if mirror < 0.5 else crop
-
-    return view
-
-
-def centre_crop(size: int) -> View:
-    """The central 7/8 of the shorter side, as a square of size x size."""
-
-    def view(images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
-        return np.stack([one(image) for image in images])
-
-    def one(image: np.ndarray) -> np.ndarray:
-        H, W, _ = image.shape
-        side = max(1, round(_EVAL_CROP * min(H, W)))
-        top, left = (H - side) // 2, (W - side) // 2
-        return _resized(image, (left, top, left + side, top + side), size)
-
-    return view
-
-
-def _resized(image: np.ndarray, box: tuple[int, int, int, int], size: int) -> np.ndarray:
-    """The box (left, top, right, bottom) of image [H, W, C] as float32 [size, size, C]."""
-    from PIL import Image
-
-    flat = image[..., 0] if image.shape[-1] == 1 else image
-    resized = Image.fromarray(flat).resize((size, size), Image.Resampling.BILINEAR, box=box)
-    return np.asarray(resized, np.float32).reshape(size, size, image.shape[-1])

@@ -62,7 +62,7 @@ class Data(abc.ABC):
     A batch is a dict of arrays for B examples:
 
     * tokens: `inputs` int32 [B, T], `targets` int32 [B, T] (the next token), `weights` float32 [B, T].
-    * images: `inputs` float32 [B, H, W, C] in [-1, 1], `targets` int32 [B], `weights` float32 [B].
+    * images: `inputs` float32 [B, H, W, C], in [-1, 1] unless data.pixels says otherwise, `targets` int32 [B], `weights` float32 [B].
     * text with noise, for encoder and decoder: `mupax.train.data.text.denoising.Denoising`.
     """
 
@@ -71,7 +71,7 @@ class Data(abc.ABC):
     """Sizes of batches, over all processes, and how many evaluation examples to use."""
     _: dataclasses.KW_ONLY
     facts: dict[str, Any]
-    """`digest` and sizes, ready for JSON; the name is added. A run resumes only on data of the same digest."""
+    """`digest` and sizes, ready for JSON; the name and the classes' are added. A run resumes only on data of the same digest."""
     train_size: int
     """Training examples per epoch (sequences or images)."""
     eval_size: int
@@ -86,7 +86,8 @@ class Data(abc.ABC):
     """Bytes of text per token of the evaluation text; nats per byte = nats per token / this. None where targets are not the text."""
 
     def __post_init__(self) -> None:
-        self.facts = {"name": self.config.name, **self.facts}
+        names = {} if self.class_names is None else {"class_names": list(self.class_names)}
+        self.facts = {"name": self.config.name, **self.facts, **names}
         self.eval_size = min(self.eval_size, self.config.eval_examples or self.eval_size)
         self.batch_size = self.config.batch_size
         self.eval_batch_size = self.config.eval_batch_size or self.batch_size

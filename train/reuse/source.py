@@ -14,16 +14,24 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from mupax.disk import read_json
-from mupax.errors import MupaxError
 from mupax.train.checkpoints import saved_run
 from mupax.train.checkpoints.folder import first_of
 from mupax.train.checkpoints.workdir import CHECKPOINTS, RECORD
 from mupax.train.config.preset import preset_for
-from mupax.train.config.record import from_json, model_from_json
 from mupax.train.config.run import Config
 from mupax.train.core.factors import Factors, resolve
 from mupax.train.reuse import plain
+from mupax.train.reuse.image_input import ImageInput
+from mupax.train.reuse.outline import (
+    MODEL,
+    Recorded,
+    WeightsError,
+    checked_model,
+    images_of,
+    opened,
+    published_images,
+    recorded_run,
+)
 from mupax.zoo import flops
 from mupax.zoo.configs import ModelConfig
 from mupax.zoo.definition import Definition, definition
@@ -31,16 +39,6 @@ from mupax.zoo.huggingface import config as huggingface
 from mupax.zoo.huggingface import weights
 from mupax.zoo.huggingface.tensorfile import Tensors
 from mupax.zoo.huggingface.weights import Params
-
-MODEL = "model.json"
-"""Beside imported weights: the model, the preset whose form they are in, and what folds them."""
-
-FORMAT = "mupax-weights-1"
-CONFIG = "config.json"
-
-
-class WeightsError(MupaxError):
-    """Weights that are not there, or that do not fit. The text says which and what to write instead."""
 
 
 class Source(NamedTuple):
@@ -57,6 +55,8 @@ class Source(NamedTuple):
     """What was left out or added in reading, one sentence each."""
     run: tuple[Config, dict[str, Any]] | None = None
     """The run they come from, and what it recorded of its data."""
+    images: ImageInput | None = None
+    """Class names and preprocessing of a model of images."""
 
     @property
     def params(self) -> Params:
@@ -92,29 +92,20 @@ def read(path: Path, step: int | None = None, *, part: Literal["params", "ema"] 
         WeightsError, WorkdirError, JsonError, TensorFileError, ConfigError: nothing of this kind there, or files that do not
             fit together.
     """
-    folder = path if path.is_dir() else path.parent
-    if folder.name.isdigit() and folder.parent.name == CHECKPOINTS:
-        folder, step = folder.parent, int(folder.name)
-    if folder.name == CHECKPOINTS and (folder.parent / RECORD).is_file():
-        folder = folder.parent
-    imported = (folder / MODEL).is_file()
-    if not imported and not (folder / CONFIG).is_file():
-        raise WeightsError(
-            f"{path}: no run and no weights there ({CONFIG} is missing); give a workdir, workdir/{CHECKPOINTS}/STEP, "
-            "a folder of `python -m zoo import`, or one of Hugging Face with config.json and safetensors"
-        )
-    fields = read_json(folder / (MODEL if imported else CONFIG))
-    if not imported and "model_type" not in fields and "config" in fields:
+    folder, fields, step = opened(path, step)
+    if isinstance(fields, Recorded):
         return _run(folder, fields, step, part)
     if part == "ema":
         raise WeightsError(f"{path}: holds weights, and no moving average beside them; leave --init-ema out")
-    if imported:
+    if (folder / MODEL).is_file():
         return _imported(path, fields)
     published = huggingface.from_huggingface(fields)
+    images, note = published_images(folder, fields, published.model)
     loaded = weights.from_huggingface(Tensors(path), published)
     notes = [f"not read, and read by no model here: {first_of(loaded.dropped)}"] if loaded.dropped else []
     notes += [f"not in the file, so zero: {first_of(loaded.zeros)}"] if loaded.zeros else []
-    return Source(published.model, loaded.params, dict.fromkeys(loaded.params, np.ones(())), {}, notes)
+    scales = dict.fromkeys(loaded.params, np.ones(()))
+    return Source(published.model, loaded.params, scales, {}, [*notes, *note], images=images)
 
 
 def place(source: Source, definition: Definition, factors: Factors) -> dict[str, np.ndarray]:
@@ -143,20 +134,18 @@ def place(source: Source, definition: Definition, factors: Factors) -> dict[str,
 
 
 def _imported(path: Path, record: Mapping[str, Any]) -> Source:
-    if record.get("format") != FORMAT:
-        raise WeightsError(f"{path}: {MODEL} has format {record.get('format')!r:.40}; this version reads {FORMAT}")
-    model, preset = model_from_json(record.get("model", {})), record.get("preset")
+    model, preset = checked_model(path, record), record.get("preset")
     files = Tensors(path)
     # Counted first: a model may be built only if it is no larger than the file.
     if flops.params(model) != sum(math.prod(shape) for shape in files.shapes.values()):
         raise WeightsError(f"{path}: the tensors are not the parameters of the model in {MODEL}")
     _check_shapes(files.shapes, definition(model), f"{path}: the weights are of another model than {MODEL} says")
-    by = _scales(preset, files)
-    return Source(model, {name: files.read(name) for name in files.shapes}, by, dict(preset), [])  # pyright: ignore
+    by, params = _scales(preset, files), {name: files.read(name) for name in files.shapes}
+    return Source(model, params, by, dict(preset), [], images=images_of(record, model, path))  # pyright: ignore
 
 
 def _run(workdir: Path, recorded: Mapping[str, Any], step: int | None, part: Literal["params", "ema"]) -> Source:
-    config, facts = from_json(recorded["config"]), recorded.get("data")
+    config, facts = recorded_run(recorded)
     if part == "ema" and config.ema.decay is None:
         raise WeightsError(f"{workdir}: the run kept no moving average (ema.decay is None); leave --init-ema out")
     run = saved_run.find(workdir, step, part == "ema")
@@ -166,8 +155,8 @@ def _run(workdir: Path, recorded: Mapping[str, Any], step: int | None, part: Lit
     average = {name: np.empty(w.shape, np.float32) for name, w in empty.items()}
     params = run.params(SimpleNamespace(params=empty, ema=average))
     record = {**plain.preset_record(config.preset, preset, model, factors), "step": run.step}
-    facts = facts if isinstance(facts, dict) else {}
-    return Source(config.model, params, plain.scales(model, factors), record, [], (config, facts))
+    images = images_of(facts, config.model, workdir)
+    return Source(config.model, params, plain.scales(model, factors), record, [], (config, facts), images)
 
 
 def _scales(preset: Any, files: Tensors) -> plain.Scales:

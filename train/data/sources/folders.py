@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from mupax.paths import path_of
-from mupax.train.data import cache, images
+from mupax.train.data import cache, crops, images
 from mupax.train.data.interface import DataError
 from mupax.train.data.records import corpus
 
@@ -112,6 +112,7 @@ def own_images(config: DataConfig, model: ModelConfig, seed: int, note: cache.No
     train, eval_, classes = _split(path)
     vision = images.vision_model(config.name, model, classes)
     check_channels(config.name, vision.channels)
+    config.pixels.check(vision.image_size, vision.channels)
     if broken := _scanned([*train, *eval_], note):
         if config.on_broken == "stop":
             first = next(iter(broken.values()))
@@ -133,10 +134,14 @@ def own_images(config: DataConfig, model: ModelConfig, seed: int, note: cache.No
         config,
         Files(train, vision.channels),
         Files(eval_, vision.channels),
-        views=(images.random_crop(vision.image_size), images.centre_crop(vision.image_size)),
+        views=(
+            crops.random_crop(vision.image_size, config.pixels.interpolation),
+            crops.fitted(config.pixels, vision.image_size),
+        ),
         seed=seed,
         threads=decoding_threads(),
         class_names=classes,
+        pixels=config.pixels,
         facts={"digest": digest, **({"broken_images": len(broken)} if broken else {})},
     )
 

@@ -16,8 +16,8 @@ import grain
 import numpy as np
 
 from mupax.paths import is_remote, path_of
-from mupax.train.config.data import SOURCES
-from mupax.train.data import cache, images
+from mupax.train.config.data import SOURCES, PixelsConfig
+from mupax.train.data import cache, crops, images
 from mupax.train.data.interface import Data, DataError
 from mupax.train.data.sources import folders, text
 from mupax.train.data.text import packing
@@ -107,9 +107,10 @@ def _images(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int
     small = None not in (height, width) and min(height, width) <= size
     images.check_size(config.name, vision, height if small else size, channels or vision.channels)
     if (height, width) == (size, size):
-        views = (images.jitter if channels == 1 else images.shift_and_flip, images.as_is)
+        views, pixels = (images.jitter if channels == 1 else images.shift_and_flip, images.as_is), images.WHOLE
     else:
-        views = (images.random_crop(size), images.centre_crop(size))
+        pixels = PixelsConfig()
+        views = (crops.random_crop(size), crops.fitted(pixels, size))
     # Image files stay bytes, for PIL to decode: TFDS would want OpenCV or TensorFlow.
     skip: Any = {image: tfds.decode.SkipDecoding()} if isinstance(features[image], tfds.features.Image) else None
     train, eval_ = (
@@ -124,6 +125,7 @@ def _images(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int
         seed=seed,
         threads=folders.decoding_threads(),
         class_names=names,
+        pixels=pixels,
         facts={"digest": data_set.digest},
     )
 

@@ -14,6 +14,7 @@ from mupax.train.config.cli import PresetFlags
 
 if TYPE_CHECKING:
     from mupax.train.data.text.tokenizer import Tokenizer
+    from mupax.train.reuse.image_input import ImageInput
     from mupax.train.reuse.source import Source
 
 
@@ -39,6 +40,8 @@ class Import(PresetFlags):
         with delivered(self.out) as out:
             preset = pretrained_files.write_imported(source, config, out, str(self.path))
         _print_summary(source, preset)
+        if source.images:
+            print(_images_line(source.images))
         print(f"written to {self.out} under {preset['described']}")
         return 0
 
@@ -63,6 +66,8 @@ class Export:
         from mupax.train.data.text import tokenizer
         from mupax.train.reuse import source as pretrained
         from mupax.train.reuse.huggingface import files as pretrained_files
+        from mupax.train.reuse.huggingface import preprocessor
+        from mupax.zoo.families import ImageModel
 
         pretrained_files.check_free(self.out)
         source = pretrained.read(self.path, self.step)
@@ -73,6 +78,10 @@ class Export:
             if file is not None and encoder is not None:
                 pretrained_files.copy_tokenizer(file, encoder.separator, out)
         _print_summary(source, source.preset)
+        if source.images and isinstance(source.model, ImageModel):
+            print(_images_line(source.images))
+            if note := preprocessor.note(source.images.pixels, source.model):
+                print(note)
         print(f"written to {self.out}" + (f"; folded from {source.preset.get('described')}" if source.preset else ""))
         if name == "bytes":
             print("tokens are bytes, ids 0 to 255, for which there is no tokenizer.json: ids = list(text.encode())")
@@ -110,6 +119,15 @@ def _tokenizer(source: Source) -> tuple[str | None, Path | None]:
     return name, next(
         (file for file in files if file.is_file() and tokenizer.Subwords(file, config.data.separator).key == key), None
     )
+
+
+def _images_line(images: ImageInput) -> str:
+    names, pixels = images.class_names, images.pixels
+    count = 0 if names is None else len(names)
+    listed = ", ".join(map(images.name, range(min(count, 6)))) + (f" and {count - 6} more" if count > 6 else "")
+    means, stds = (" ".join(f"{x:.4g}" for x in values) for values in (pixels.mean, pixels.std))
+    scaled = f"{pixels.fit}, {pixels.interpolation}, mean {means}, std {stds}"
+    return f"classes: {listed or 'without names'}; images: {scaled}"
 
 
 def _print_summary(source: Source, preset: dict[str, Any]) -> None:

@@ -13,10 +13,14 @@ from mupax.train.config.preset import PresetConfig, preset_for
 from mupax.train.config.record import model_to_json
 from mupax.train.core.factors import resolve
 from mupax.train.reuse import plain
-from mupax.train.reuse.source import CONFIG, FORMAT, MODEL, Source, WeightsError, place
+from mupax.train.reuse.huggingface import preprocessor
+from mupax.train.reuse.outline import CONFIG, FORMAT, MODEL, WeightsError
+from mupax.train.reuse.source import Source, place
 from mupax.zoo.definition import definition
+from mupax.zoo.families import ImageModel
 from mupax.zoo.huggingface import config as huggingface
 from mupax.zoo.huggingface import weights
+from mupax.zoo.huggingface.names import family_of
 from mupax.zoo.huggingface.tensorfile import DType, write_tensors
 from mupax.zoo.transformer import transformer
 
@@ -60,6 +64,7 @@ def write_imported(source: Source, fields: PresetConfig, out: Path, origin: str)
         "model": model_to_json(source.model),
         "preset": plain.preset_record(fields, preset, model, factors),
         "from": origin,
+        **(source.images.to_json() if source.images else {}),
     }
     out.mkdir(parents=True, exist_ok=True)
     write_tensors(out, sorted(params.items()), dtype=source.model.compute.param_dtype)
@@ -68,9 +73,9 @@ def write_imported(source: Source, fields: PresetConfig, out: Path, origin: str)
 
 
 def write_huggingface(source: Source, out: Path, dtype: DType, tokens: Mapping[str, int | None] | None = None) -> None:
-    """Write weights as `transformers` reads them: config.json and safetensors.
+    """Write weights as `transformers` reads them: config.json and safetensors; of a model of images preprocessor_config.json.
 
-    config.json has a key `mupax` that says which preset the weights come from and what was folded into each.
+    config.json has the names of classes, and a key `mupax` that says which preset the weights come from and what was folded into each.
 
     Args:
         source: from `read`.
@@ -83,12 +88,17 @@ def write_huggingface(source: Source, out: Path, dtype: DType, tokens: Mapping[s
         TensorFileError: the type cannot hold the weights.
     """
     model = transformer(source.model, "export")
-    fields = huggingface.to_huggingface(model, dtype=dtype, tokens=tokens)
+    fields, processor = huggingface.to_huggingface(model, dtype=dtype, tokens=tokens), None
+    if isinstance(model, ImageModel) and source.images:
+        fields |= preprocessor.labels(source.images.class_names)
+        processor = preprocessor.to_huggingface(source.images.pixels, model, family_of(model))
     if source.preset:
         fields["mupax"] = source.preset
     out.mkdir(parents=True, exist_ok=True)
     write_tensors(out, weights.to_huggingface(model, source.params), dtype=dtype, metadata={"format": "pt"})
     (out / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
+    if processor:
+        (out / preprocessor.FILE).write_text(json.dumps(processor, indent=2) + "\n")
 
 
 def copy_tokenizer(tokenizer: Path, separator: int, out: Path) -> None:

@@ -19,6 +19,7 @@ import xxhash
 
 from mupax import disk
 from mupax.errors import MupaxError
+from mupax.train.config.data import PixelsConfig
 from mupax.train.config.record import to_json
 from mupax.train.config.run import CheckpointConfig, Config, DistributedConfig, LogConfig, MeshConfig
 
@@ -35,7 +36,10 @@ _NEWER = {
     "layer_scale": None,
 }  # fmt: skip
 """Fields of models that rows were named without, and what those models had."""
-_NEWER_DATA = {"noise": None, "noise_rate": None, "noise_span": None, "separator": None, "field": "text", "on_broken": "stop"}  # fmt: skip
+_NEWER_DATA = {
+    "noise": None, "noise_rate": None, "noise_span": None, "separator": None, "field": "text", "on_broken": "stop",
+    "pixels": PixelsConfig(),
+}  # fmt: skip
 """The same of data."""
 
 _NUMBER, _NONE = (int, float), type(None)

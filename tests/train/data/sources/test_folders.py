@@ -11,11 +11,11 @@ import pytest
 from PIL import ExifTags, Image
 
 from mupax.train import data
-from mupax.train.config.run import DataConfig
-from mupax.train.data import cache, images
+from mupax.train.config.data import DataConfig, PixelsConfig
+from mupax.train.data import cache, crops, images
 from mupax.train.data.records import corpus
 from mupax.train.data.sources import folders
-from mupax.zoo.configs import ViTConfig
+from mupax.zoo.configs import ConfigError, ViTConfig
 
 pytestmark = pytest.mark.core
 
@@ -238,16 +238,58 @@ def gradient(height: int, width: int) -> np.ndarray:
 
 
 def test_centre_crop_is_the_centre() -> None:
-    out = images.centre_crop(28)([gradient(64, 32)], np.zeros((1, images.NUMBERS)))[0]
+    out = crops.fitted(PixelsConfig(), 28)([gradient(64, 32)], np.zeros((1, images.NUMBERS)))[0]
     assert out.shape == (28, 28, 3)
     assert np.allclose(out[:, :, 0].mean(), 15.5, atol=0.5)
     assert np.allclose(out[:, :, 1].mean(), 31.5, atol=0.5)
     assert out[0, -1, 0] - out[0, 0, 0] == pytest.approx(27, abs=1)  # 7/8 of the shorter side at scale 1
 
 
+def test_squash_takes_all_of_an_image_and_edge_its_middle() -> None:
+    wide, none = gradient(32, 64), np.zeros((1, images.NUMBERS))
+    squashed = crops.fitted(PixelsConfig(fit="squash", interpolation="box"), 16)([wide], none)[0]
+    assert np.array_equal(squashed, np.floor(wide.reshape(16, 2, 16, 4, 3).mean((1, 3)) + 0.5))
+    edge = crops.fitted(PixelsConfig(fit="edge", resize=32, interpolation="nearest"), 24)([wide], none)[0]
+    assert np.array_equal(edge, wide[4:28, 20:44])
+    tall = crops.fitted(PixelsConfig(fit="edge", resize=32), 24)([wide.swapaxes(0, 1)], none)[0]
+    assert np.array_equal(tall, wide.swapaxes(0, 1)[20:44, 4:28])
+    sides = crops.fitted(PixelsConfig(fit="squash", resize=64, interpolation="nearest"), 32)([wide], none)[0]
+    assert np.array_equal(sides, wide.repeat(2, 0)[16:48, 16:48])
+
+
+def test_pixels_are_what_the_config_says_and_recorded(tmp_path: Path) -> None:
+    path = pictures(tmp_path / "p")
+    pixels = PixelsConfig(fit="squash", interpolation="bicubic", mean=(0.1, 0.2, 0.3), std=(0.5, 0.25, 1.0))
+    plain, other = load(path, augment=False), load(path, augment=False, pixels=pixels)
+    assert plain.facts["class_names"] == other.facts["class_names"] == ["blue", "green", "red"]
+    assert other.facts["pixels"] == dataclasses.asdict(pixels)
+    image, _ = other.eval[int(other.eval_positions(range(1))[0])]
+    raw = crops.fitted(pixels, 12)([image], np.zeros((1, images.NUMBERS)))[0]
+    batch = other.eval_batch(0)["inputs"][0]
+    np.testing.assert_allclose(batch, (raw / 255 - np.array(pixels.mean)) / np.array(pixels.std), atol=1e-6)
+    assert batch.dtype == np.float32
+    assert np.abs(batch - plain.eval_batch(0)["inputs"][0]).max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("pixels", "said"),
+    [
+        ({"mean": (0.5, 0.5)}, "data.pixels.mean has 2 numbers, and the model reads 3 channels"),
+        ({"std": (0.5, 0.0, 0.5)}, "write numbers above 0"),
+        ({"mean": ()}, "write one number, or one per channel"),
+        ({"fit": "edge", "resize": 11}, "data.pixels.resize 11 is less than the 12 pixels"),
+        ({"resize": 14}, "of the fits squash and edge"),
+    ],
+)
+def test_pixels_that_fit_no_model_are_refused(pixels: dict, said: str, tmp_path: Path) -> None:
+    path = pictures(tmp_path / "p", 2)
+    with pytest.raises(ConfigError, match=said):
+        load(path, pixels=PixelsConfig(**pixels))
+
+
 def test_random_crop_stays_inside_and_varies() -> None:
     numbers = np.random.default_rng(0).random((64, images.NUMBERS))
-    outs = images.random_crop(9)([gradient(40, 60)] * 64, numbers)
+    outs = crops.random_crop(9)([gradient(40, 60)] * 64, numbers)
     assert outs.shape == (64, 9, 9, 3)
     width = np.abs(outs[:, 0, -1, 0] - outs[:, 0, 0, 0]) * 9 / 8
     height = np.abs(outs[:, -1, 0, 1] - outs[:, 0, 0, 1]) * 9 / 8
@@ -262,7 +304,7 @@ def test_random_crop_stays_inside_and_varies() -> None:
 @pytest.mark.parametrize("extreme", [0.0, 1 - 1e-9])
 def test_random_crop_of_any_shape(extreme: float) -> None:
     for shape in ((1, 50), (50, 1), (1, 1), (3, 400)):
-        out = images.random_crop(5)([gradient(*shape)], np.full((1, images.NUMBERS), extreme))
+        out = crops.random_crop(5)([gradient(*shape)], np.full((1, images.NUMBERS), extreme))
         assert out.shape == (1, 5, 5, 3)
 
 

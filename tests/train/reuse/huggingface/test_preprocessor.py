@@ -1,0 +1,151 @@
+"""Class names and preprocessing travel: from Hugging Face's folders through imports and runs, and out again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mupax.train.config.data import PixelsConfig
+from mupax.train.reuse import outline
+from mupax.train.reuse import source as pretrained
+from mupax.train.reuse.huggingface import preprocessor
+from mupax.train.reuse.image_input import recorded
+from mupax.zoo.configs import ConfigError, ViTConfig
+from tests.train.reuse.test_source import published, zoo
+
+pytestmark = pytest.mark.core
+
+MODEL = ViTConfig(
+    width=8, depth=1, num_heads=2, mlp_ratio=2, image_size=12, patch_size=4, channels=3, num_classes=3, pool="cls"
+)  # fmt: skip
+NAMES = ("ant", "bee", "cat")
+VIT = {
+    "image_processor_type": "ViTImageProcessor",
+    "do_resize": True,
+    "size": {"height": 12, "width": 12},
+    "resample": 3,
+    "do_rescale": True,
+    "rescale_factor": 0.00392156862745098,
+    "do_normalize": True,
+    "image_mean": [0.485, 0.456, 0.406],
+    "image_std": [0.229, 0.224, 0.225],
+}
+BICUBIC = PixelsConfig(
+    fit="squash", interpolation="bicubic", mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)
+)  # fmt: skip
+
+
+def folder(path: Path, processor: dict[str, Any] | None = VIT, names: tuple[str, ...] = NAMES) -> Path:
+    """A ViT as it is published, with names of its classes."""
+    published(path, MODEL)  # pyright: ignore[reportArgumentType]
+    config = json.loads((path / "config.json").read_text()) | preprocessor.labels(names)
+    (path / "config.json").write_text(json.dumps(config))
+    if processor is not None:
+        (path / preprocessor.FILE).write_text(json.dumps(processor))
+    return path
+
+
+def test_names_and_preprocessing_come_in_and_go_out_again(tmp_path: Path) -> None:
+    given = folder(tmp_path / "hf")
+    code, out, err = zoo("import", given, "--out", tmp_path / "in", "--preset", "mup", "--base", "vit-proxy")
+    assert (code, err) == (0, "")
+    assert "classes: ant, bee, cat; images: squash, bicubic, mean 0.485 0.456 0.406, std 0.229 0.224 0.225" in out
+    for path in (given, tmp_path / "in"):
+        assert outline.outline(path).images == pretrained.read(path).images == (NAMES, BICUBIC)
+    assert zoo("export", tmp_path / "in", "--out", tmp_path / "out")[0] == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["id2label"] == {"0": "ant", "1": "bee", "2": "cat"}
+    assert config["label2id"] == {"ant": 0, "bee": 1, "cat": 2}
+    assert json.loads((tmp_path / "out" / preprocessor.FILE).read_text()) == {**VIT, "do_convert_rgb": True}
+
+
+def test_a_folder_without_the_file_has_the_processors_defaults(tmp_path: Path) -> None:
+    source = pretrained.read(folder(tmp_path / "hf", None, ("LABEL_0", "LABEL_1", "LABEL_2")))
+    assert source.images == (None, PixelsConfig(fit="squash"))
+    assert any("no preprocessor_config.json" in note for note in source.notes)
+
+
+@pytest.mark.parametrize(
+    ("change", "pixels"),
+    [
+        ({"do_normalize": False}, PixelsConfig(fit="squash", interpolation="bicubic", mean=(0.0,), std=(1.0,))),
+        ({"image_mean": 0.5, "image_std": [0.5] * 3, "resample": 2}, PixelsConfig(fit="squash")),
+        (
+            {"do_rescale": False, "image_mean": 127.5, "image_std": 51.0, "size": 12, "resample": 0},
+            PixelsConfig(fit="squash", interpolation="nearest", mean=(0.5,), std=(0.2,)),
+        ),
+        (
+            {"size": {"shortest_edge": 14}, "do_center_crop": True, "crop_size": {"height": 12, "width": 12}},
+            PixelsConfig(**{**vars(BICUBIC), "fit": "edge", "resize": 14}),
+        ),
+        (
+            {"image_processor_type": "BitImageProcessor", "size": 14, "do_center_crop": True, "crop_size": 12},
+            PixelsConfig(**{**vars(BICUBIC), "fit": "edge", "resize": 14}),
+        ),
+        (
+            {"size": {"height": 14, "width": 14}, "do_center_crop": True, "crop_size": 12},
+            PixelsConfig(**{**vars(BICUBIC), "resize": 14}),
+        ),
+    ],
+)
+def test_what_processors_do_is_read_and_written(change: dict[str, Any], pixels: PixelsConfig) -> None:
+    read = preprocessor.from_huggingface({"model_type": "vit"}, {**VIT, **change}, MODEL).pixels
+    assert read == pixels
+    written = preprocessor.to_huggingface(read, MODEL, "vit")
+    assert preprocessor.from_huggingface({"model_type": "vit"}, written, MODEL).pixels == pixels
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"size": {"height": 16, "width": 16}}, "another size than the 12 x 12"),
+        ({"size": {"shortest_edge": 12}}, "another size"),
+        ({"size": {"height": 16, "width": 12}}, "neither a square nor a shortest edge"),
+        ({"size": {"longest_edge": 12}}, "neither a square nor a shortest edge"),
+        ({"size": {"height": "12", "width": "12"}}, "neither a square"),
+        ({"do_resize": False}, "do_resize is false"),
+        ({"image_processor_type": "ConvNextImageProcessor"}, "only those of ViT, DeiT, Siglip, CLIP, Bit are read"),
+        ({"do_pad": True}, "do_pad is True, which is not done here"),
+        ({"resample": 9}, "no number of PIL's filters"),
+        ({"image_mean": [0.4, 0.5]}, "mean has 2 numbers"),
+        ({"image_mean": ["0.5"] * 3}, "image_mean is .* not numbers"),
+        ({"image_std": [0.2, 0.0, 0.2]}, "above 0"),
+        ({"rescale_factor": 0}, "rescale_factor is 0"),
+        ({"do_center_crop": True, "size": {"shortest_edge": 11}, "crop_size": 12}, "less than the 12 pixels"),
+    ],
+)
+def test_what_is_not_done_here_is_refused_by_its_field(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    path = folder(tmp_path / "hf", {**VIT, **change})
+    code, _, err = zoo("import", path, "--out", tmp_path / "in")
+    assert code == 2
+    with pytest.raises(ConfigError, match=said):
+        outline.outline(path)
+    assert " ".join(err.split()).count("preprocessor_config.json") == 1
+    assert "remove the file to read the weights without it" in " ".join(err.split())
+
+
+def test_names_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="two classes are called 'ant'"):
+        preprocessor.labels(("ant", "bee", "ant"))
+    path = folder(tmp_path / "hf")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "id2label": {"0": "ant", "1": "bee", "3": "cat"}}))
+    with pytest.raises(ConfigError, match="id2label does not name the classes 0 to 2"):
+        pretrained.read(path)
+    for fields, said in (({"class_names": ["ant"]}, "1 names"), ({"class_names": "ant"}, "list of names")):
+        with pytest.raises(ConfigError, match=said):
+            recorded(fields, MODEL, "here")
+
+
+def test_records_of_older_versions_have_what_their_data_did() -> None:
+    assert recorded({"name": "images:x"}, MODEL, "") == (None, PixelsConfig())
+    assert recorded({"name": "digits"}, MODEL, "") == (None, PixelsConfig(fit="squash"))
+
+
+def test_a_name_shows_nothing_that_a_terminal_obeys() -> None:
+    images = recorded({"class_names": ["a\x1b[2J", "b", "c"]}, MODEL, "")
+    assert [images.name(0), images.name(1)] == ["a\ufffd[2J", "b"]
+    assert recorded({}, MODEL, "").name(2) == "2"

@@ -1,0 +1,79 @@
+"""Views of images of any size: a random crop for training, and what `data.pixels` says for everything else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from mupax.train.config.data import Interpolation, PixelsConfig
+from mupax.train.data.images import View
+
+_CROP_AREA = (0.08, 1.0)
+_CROP_RATIO = (3 / 4, 4 / 3)
+_EVAL_CROP = 224 / 256
+
+
+def random_crop(size: int, interpolation: Interpolation = "bilinear") -> View:
+    """Random-resized crop (Szegedy et al. 2015), mirrored half of the time.
+
+    Args:
+        size: pixels on a side of what comes out.
+        interpolation: how the crop is scaled to it.
+    """
+
+    def view(images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
+        return np.stack([one(image, *row) for image, row in zip(images, uniforms, strict=True)])
+
+    def one(image: np.ndarray, u: float, v: float, mirror: float, a: float, r: float) -> np.ndarray:
+        H, W, _ = image.shape
+        area = H * W * (_CROP_AREA[0] + a * (_CROP_AREA[1] - _CROP_AREA[0]))
+        ratio = math.exp(math.log(_CROP_RATIO[0]) + r * math.log(_CROP_RATIO[1] / _CROP_RATIO[0]))
+        h, w = min(H, round(math.sqrt(area / ratio))), min(W, round(math.sqrt(area * ratio)))
+        h, w = max(1, h), max(1, w)
+        top, left = int(u * (H - h + 1)), int(v * (W - w + 1))
+        crop = _resized(image, (left, top, left + w, top + h), (size, size), interpolation)
+        return crop[:, ::-1] if mirror < 0.5 else crop
+
+    return view
+
+
+def fitted(pixels: PixelsConfig, size: int) -> View:
+    """Each image made a square by the fit of `data.pixels`, the same each time.
+
+    Args:
+        pixels: how.
+        size: pixels on a side of what comes out.
+    """
+    fit: Callable[[np.ndarray], np.ndarray]
+
+    def centre(image: np.ndarray) -> np.ndarray:
+        H, W, _ = image.shape
+        side = max(1, round(_EVAL_CROP * min(H, W)))
+        top, left = (H - side) // 2, (W - side) // 2
+        return _resized(image, (left, top, left + side, top + side), (size, size), pixels.interpolation)
+
+    def scaled(image: np.ndarray) -> np.ndarray:
+        H, W, _ = image.shape
+        height = width = pixels.resize or size
+        if pixels.fit == "edge":  # rounded down, as torchvision and transformers have it
+            height, width = (height, int(width * W / H)) if H <= W else (int(height * H / W), width)
+        whole = _resized(image, (0, 0, W, H), (height, width), pixels.interpolation)
+        top, left = (height - size) // 2, (width - size) // 2
+        return whole[top : top + size, left : left + size]
+
+    fit = centre if pixels.fit == "centre" else scaled
+    return lambda images, uniforms: np.stack([fit(image) for image in images])
+
+
+def _resized(
+    image: np.ndarray, box: tuple[int, int, int, int], size: tuple[int, int], interpolation: Interpolation
+) -> np.ndarray:
+    """The box (left, top, right, bottom) of image [H, W, C] as float32 [*size, C]."""
+    from PIL import Image
+
+    flat = image[..., 0] if image.shape[-1] == 1 else image
+    how = Image.Resampling[interpolation.upper()]
+    resized = Image.fromarray(flat).resize((size[1], size[0]), how, box=box)
+    return np.asarray(resized, np.float32).reshape(*size, image.shape[-1])

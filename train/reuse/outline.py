@@ -1,0 +1,134 @@
+"""What can be said of weights from elsewhere without reading them: the model, its preset, class names, preprocessing, the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mupax.disk import read_json
+from mupax.errors import MupaxError
+from mupax.train.checkpoints.workdir import CHECKPOINTS, RECORD
+from mupax.train.config.record import from_json, model_from_json, preset_from_json
+from mupax.train.config.run import Config, PresetConfig
+from mupax.train.reuse import image_input
+from mupax.train.reuse.huggingface import preprocessor
+from mupax.train.reuse.image_input import ImageInput
+from mupax.zoo.configs import ModelConfig
+from mupax.zoo.families import ImageModel
+from mupax.zoo.huggingface import config as huggingface
+
+MODEL = "model.json"
+"""Beside imported weights: the model, the preset whose form they are in, and what folds them."""
+
+FORMAT = "mupax-weights-1"
+CONFIG = "config.json"
+
+
+class WeightsError(MupaxError):
+    """Weights that are not there, or that do not fit. The text says which and what to write instead."""
+
+
+class Recorded(dict[str, Any]):
+    """What config.json says of a run."""
+
+
+def opened(path: Path, step: int | None = None) -> tuple[Path, dict[str, Any], int | None]:
+    """The folder of weights, what its JSON says, and which step of a run is meant. Weights themselves are not read.
+
+    Args:
+        path, step: as `read` takes them.
+
+    Raises:
+        WeightsError, JsonError: nothing of this kind there, or a file that is not whole.
+    """
+    folder = path if path.is_dir() else path.parent
+    if folder.name.isdigit() and folder.parent.name == CHECKPOINTS:
+        folder, step = folder.parent, int(folder.name)
+    if folder.name == CHECKPOINTS and (folder.parent / RECORD).is_file():
+        folder = folder.parent
+    imported = (folder / MODEL).is_file()
+    if not imported and not (folder / CONFIG).is_file():
+        raise WeightsError(
+            f"{path}: no run and no weights there ({CONFIG} is missing); give a workdir, workdir/{CHECKPOINTS}/STEP, "
+            "a folder of `python -m zoo import`, or one of Hugging Face with config.json and safetensors"
+        )
+    fields = read_json(folder / (MODEL if imported else CONFIG))
+    run = not imported and "model_type" not in fields and "config" in fields
+    return folder, Recorded(fields) if run else fields, step
+
+
+class Outline(NamedTuple):
+    """What can be said of weights without reading them."""
+
+    folder: Path
+    model: ModelConfig
+    preset: PresetConfig | None
+    """The preset of the run, or of an imported folder; None for Hugging Face's."""
+    images: ImageInput | None
+    """Class names and preprocessing of a model of images."""
+    run: tuple[Config, dict[str, Any]] | None
+    """The run they come from, and what it recorded of its data."""
+
+
+def outline(path: Path) -> Outline:
+    """What a path says of its weights; raises as `read`."""
+    folder, fields, _ = opened(path)
+    if isinstance(fields, Recorded):
+        config, facts = recorded_run(fields)
+        return Outline(folder, config.model, config.preset, images_of(facts, config.model, folder), (config, facts))
+    if (folder / MODEL).is_file():
+        model, preset = checked_model(folder, fields), fields.get("preset")
+        known = preset.get("fields") if isinstance(preset, Mapping) else None
+        return Outline(folder, model, preset_from_json(known or {}), images_of(fields, model, folder / MODEL), None)
+    model = huggingface.from_huggingface(fields).model
+    return Outline(folder, model, None, published_images(folder, fields, model)[0], None)
+
+
+def checked_model(path: Path, record: Mapping[str, Any]) -> ModelConfig:
+    """The model of an imported folder.
+
+    Args:
+        path: of it, for the error.
+        record: its model.json.
+    """
+    if record.get("format") != FORMAT:
+        raise WeightsError(f"{path}: {MODEL} has format {record.get('format')!r:.40}; this version reads {FORMAT}")
+    return model_from_json(record.get("model", {}))
+
+
+def images_of(record: Mapping[str, Any], model: ModelConfig, where: Path) -> ImageInput | None:
+    """Class names and preprocessing that a record of a model of images holds; None for a model of text.
+
+    Args:
+        record: of a run's data, or of an imported folder.
+        model: whose.
+        where: what an error calls the record.
+    """
+    return image_input.recorded(record, model, str(where)) if isinstance(model, ImageModel) else None
+
+
+def published_images(
+    folder: Path, fields: Mapping[str, Any], model: ModelConfig
+) -> tuple[ImageInput | None, list[str]]:
+    """Class names and preprocessing beside Hugging Face's weights, and a note where its processor's defaults stand in.
+
+    Args:
+        folder: of the weights.
+        fields: of config.json.
+        model: that they describe.
+    """
+    if not isinstance(model, ImageModel):
+        return None, []
+    file = folder / preprocessor.FILE
+    processor = read_json(file) if file.is_file() else None
+    images = preprocessor.from_huggingface(fields, processor, model)
+    how = f"squashed to the model's size, {images.pixels.interpolation}, mean and deviation a half"
+    note = [] if processor else [f"no {preprocessor.FILE}: images are taken to be {how}"]
+    return images, note
+
+
+def recorded_run(recorded: Mapping[str, Any]) -> tuple[Config, dict[str, Any]]:
+    """A run's config, and what it recorded of its data."""
+    facts = recorded.get("data")
+    return from_json(recorded["config"]), facts if isinstance(facts, dict) else {}
