@@ -11,8 +11,6 @@ from collections.abc import Iterable, Iterator
 
 from mupax.presets import ParamSpec, Power, Preset, Rule
 from mupax.presets.power import axis
-from mupax.train.core import factors
-from mupax.train.studies.check.check import Series
 
 COLUMNS = ("init_std", "multiplier", "lr", "eps")
 EXPONENTS = (0.5, -0.5, 0.25, -0.25, 1.0, -1.0)
@@ -91,19 +89,3 @@ def eps_dominates(preset: Preset) -> Preset:
         return dataclasses.replace(row, sgd=row.adam / row.eps)
 
     return dataclasses.replace(preset, rule=rule)
-
-
-def preset_arrays(series: Series, preset: Preset) -> tuple[tuple[str, str, bytes], ...]:
-    """All that a preset sets in the programs, at every size: equal arrays are equal trainings.
-
-    Args:
-        series: the model at growing sizes.
-        preset: relative to the smallest.
-    """
-    arrays: list[tuple[str, str, bytes]] = []
-    for definition in series.definitions:
-        columns = factors.resolve(preset, definition, series.config.name, series.config.decay)._asdict()
-        columns["init_std"] = factors.init_stds(preset, definition)
-        for column, by_name in columns.items():
-            arrays += [(column, name, value.tobytes()) for name, value in by_name.items()]
-    return tuple(arrays)

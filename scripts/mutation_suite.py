@@ -17,7 +17,7 @@ from mupax.presets import Role
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.studies.check import check, theory
-from mupax.train.studies.check.check import Finding
+from mupax.train.studies.check.check import Finding, digest
 from mupax.zoo import configs
 from mupax.zoo.definition import definition
 from scripts import mutants
@@ -162,7 +162,6 @@ class Suite:
         self._definitions = [definition(one) for one in grown]
         self.series = check.Series(self._definitions, config, STEPS)
         self._batch = check.batch(grown[0])
-        self._known: dict[int, dict[str, np.ndarray]] = {}
         self._right = presets.get(study.preset, base=grown[0].base_sizes())
 
     def mutants(self) -> Iterator[Mutant]:
@@ -177,28 +176,26 @@ class Suite:
 
     def right(self, seeds: int = SEEDS) -> list[Finding]:
         """The right rule itself, judged: the control, which must pass."""
-        return self._judge(self._measured(seeds))
+        return self._judge(self._measured(self._right, seeds))
 
     def run(self, mutant: Mutant, seeds: int = SEEDS) -> Outcome:
         """Train a mutant and judge it by the right rule's theory."""
         wrong = mutant.of(self._right)
         what = (mutant.group, mutant.column, mutant.exponent)
-        if mutants.preset_arrays(self.series, wrong) == mutants.preset_arrays(self.series, self._right):
+        if digest(self.series.numbers(wrong)) == digest(self.series.numbers(self._right)):
             return Outcome(*what, same_numbers=True, seeds=seeds)
-        measured = self.series.measure(wrong, self._batch, seeds)
+        measured = self._measured(wrong, seeds)
         bad = [finding for finding in self._judge(measured) if not finding.ok]
         return Outcome(
             *what,
-            change=_change(self._measured(seeds), measured),
+            change=_change(self._measured(self._right, seeds), measured),
             seeds=seeds,
             by=_worst(bad),
             by_activations=_worst([finding for finding in bad if "/" not in finding.observable]),
         )
 
-    def _measured(self, seeds: int) -> dict[str, np.ndarray]:
-        if seeds not in self._known:
-            self._known[seeds] = self.series.measure(self._right, self._batch, seeds)
-        return self._known[seeds]
+    def _measured(self, preset: presets.Preset, seeds: int) -> dict[str, np.ndarray]:
+        return self.series.measure(preset, self._batch, seeds)
 
     @functools.cached_property
     def _expected(self) -> Mapping[tuple[str, int], theory.Expected]:

@@ -22,7 +22,6 @@ from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.studies.check import check, groups, report, theory
 from mupax.zoo.definition import Definition, definition
-from scripts.mutants import preset_arrays
 from scripts.wrong_tables import MODELS, WRONG
 
 PAGE = Path(__file__).parent.parent / "docs" / "structures.md"
@@ -62,16 +61,14 @@ def measure(model: str, grow: str) -> list[dict[str, Any]]:
     grown = check.grow(MODELS[model], grow, SIZES)
     definitions = [definition(one) for one in grown]
     adam = OptimizerConfig(name="adam", peak_lr=OPTIMIZERS["adam"].check_lr, schedule="constant", eps=1e-12)
-    series, known, rows = check.Series(definitions, adam, STEPS), {}, []
+    series, rows = check.Series(definitions, adam, STEPS), []
     for name in RIGHT[grow]:
         if name == "u-mup" and "tied" in model:
             continue  # it has no rule for one
         preset = right(name, definitions[0])
         expected = theory.of(preset, definitions[0], definitions[-1], "adam", accept=accepted(preset))
-        numbers = preset_arrays(series, preset)
-        if numbers not in known:
-            known[numbers] = series.measure(preset, check.batch(grown[0]), SEEDS)
-        findings = check.judge(known[numbers], [2.0**i for i in range(SIZES)], expected)
+        measured = series.measure(preset, check.batch(grown[0]), SEEDS)
+        findings = check.judge(measured, [2.0**i for i in range(SIZES)], expected)
         unsaid = groups.not_judged(definitions[0].specs, expected)
         row = report.to_json(
             findings, {"model": model, "grow": grow, "preset": name, "accept": list(accepted(preset))}, unsaid

@@ -178,7 +178,7 @@ def test_a_weight_that_acts_twice_breaks_the_formula():
     np.testing.assert_allclose(formula(speeds), speeds.speed, rtol=1e-5)  # with its first use alone it holds
 
 
-def slope_of_cosine(branch: float | None, depths=(8, 32), width: int = 256) -> np.ndarray:
+def slope_of_cosine(branch: float | None, depths=(6, 24), width: int = 256) -> np.ndarray:
     """Log-log slope of cos θ at the last layer in depth, one per seed. He initialization, balanced SGD rates, 4 inputs.
 
     Args:
