@@ -73,7 +73,7 @@ class Tuned:
     def evidence(self) -> str:
         """What its study says of growing: `transfers`, `drifts`, `undecided` (a drift known to more than DECIDES) or `one size`."""
         grown = self.provenance["transfer"]
-        if any(each["verdict"] == "drifts" for each in grown):
+        if any(_moves(each) == "drifts" for each in grown):
             return "drifts"
         bounds = [(each["drift"]["low"], each["drift"]["high"]) for each in grown]
         if any(None in ends or ends[1] - ends[0] > 2 * DECIDES for ends in bounds):
@@ -178,7 +178,14 @@ def _verdict(grown: Mapping[str, Any]) -> str:
     drift = grown["drift"]
     if drift["value"] is None:
         return "undecided"
-    return f"{grown['verdict']}, drift {drift['value']:+.2f} {_bounds(drift)} octaves per doubling"
+    return f"{_moves(grown)}, drift {drift['value']:+.2f} {_bounds(drift)} octaves per doubling"
+
+
+def _moves(grown: Mapping[str, Any]) -> str:
+    """The verdict of one axis; an interval that leaves 0 out decides, whatever files said before that was a rule."""
+    low, high = grown["drift"]["low"], grown["drift"]["high"]
+    apart = None not in (low, high) and (low > 0 or high < 0)
+    return "drifts" if apart and grown["verdict"] == "undecided" else grown["verdict"]
 
 
 def _bounds(interval: Mapping[str, float | None], digits: int = 2) -> str:

@@ -132,6 +132,7 @@ def test_a_preset_has_its_base_and_constants(mine: tuned.Tuned):
         ("undecided", -0.01, 0.2, "undecided"),
         ("undecided", None, None, "undecided"),
         ("drifts", 0.17, 0.77, "drifts"),
+        ("undecided", 0.11, 1.48, "drifts"),
     ],
 )
 def test_a_drift_that_is_hardly_known_decides_nothing(

@@ -92,14 +92,16 @@ class Analysis:
 
     @property
     def verdict(self) -> Literal["transfers", "drifts", "undecided"]:
-        """transfers: the drift is known to `TOLERANCE` and can be 0 up to it; drifts: it is beyond; else undecided.
+        """transfers: the drift is known to `TOLERANCE` and can be 0 up to it; drifts: its interval leaves 0 out; else undecided.
 
         Without an optimum at the largest and the smallest size nothing is said to transfer.
         """
-        if not self.drift.meets(-TOLERANCE, TOLERANCE):
-            return "drifts" if math.isfinite(self.drift.value) else "undecided"
+        if not math.isfinite(self.drift.value):
+            return "undecided"
         ends = not (self.fits[0].trouble or self.fits[-1].trouble)
-        return "transfers" if ends and self.drift.half_width <= TOLERANCE else "undecided"
+        if ends and self.drift.half_width <= TOLERANCE and self.drift.meets(-TOLERANCE, TOLERANCE):
+            return "transfers"
+        return "undecided" if self.drift.meets(0, 0) else "drifts"
 
 
 def analyse(sizes: Sequence[int], curves: Sequence[Curve]) -> Analysis:

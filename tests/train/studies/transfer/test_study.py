@@ -15,7 +15,7 @@ from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.transfer import drift as transfer_drift
 from mupax.train.studies.transfer import study as transfer
 from mupax.train.studies.transfer.command import shared
-from mupax.train.studies.transfer.drift import analyse
+from mupax.train.studies.transfer.drift import Interval, analyse
 from mupax.train.studies.transfer.fit import Curve, fit
 from mupax.zoo.configs import ConfigError
 
@@ -139,6 +139,21 @@ def test_one_seed_has_no_interval():
 def test_the_verdict(drift: float, noise: float, verdict: str):
     rng = np.random.default_rng(3)
     assert analyse(SIZES, [curve(-8 + drift * i, noise=noise, rng=rng) for i in range(4)]).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [
+        (-0.1, 0.1, "transfers"),
+        (-0.3, 0.1, "undecided"),
+        (0.11, 1.48, "drifts"),
+        (-1.0, -0.01, "drifts"),
+        (0.2, 0.3, "drifts"),
+    ],
+)
+def test_an_interval_that_leaves_zero_out_is_never_undecided(low: float, high: float, verdict: str):
+    exact = analyse(SIZES, [curve(-8.0) for _ in SIZES])
+    assert dataclasses.replace(exact, drift=Interval((low + high) / 2, low, high)).verdict == verdict
 
 
 def test_nothing_transfers_to_a_size_without_a_minimum():
