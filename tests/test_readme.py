@@ -37,7 +37,7 @@ FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 RUNS_NOTHING = ("--dry-run", "--print-config", "--help")
 AS_A_SCAN = ("--model.compute.layers", "scan")
 """Compiles in a quarter of the time that twelve layers one by one take."""
-USES_A_RUN = ("checkpoints", "eval", "generate", "grow", "noise")
+USES_A_RUN = ("checkpoints", "eval", "generate", "grow", "noise", "predict")
 """Commands of `mupax train` that are cheap, and are run as written on what `make train` leaves, here after two steps."""
 
 
@@ -77,11 +77,11 @@ def folders_of_the_reader(path: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the workdirs that `make train` and `mupax train ed-tiny` leave, but for the number of steps, and an export."""
+    """A folder with what `make train` and two recipes leave, but for the number of steps, and an export."""
     folder = tmp_path_factory.mktemp("trained")
     words = "--steps 2 --optimizer.warmup-steps 1 --data.batch-size 8 --data.eval-examples 8 --log.no-samples"
     with folders_of_the_reader(folder), contextlib.redirect_stdout(io.StringIO()):
-        for recipe in ("lm-laptop", "ed-tiny"):
+        for recipe in ("lm-laptop", "ed-tiny", "vit-digits"):
             assert mupax.main(["train", recipe, *words.split(), "--workdir", f"runs/{recipe}"]) == 0
         assert mupax.main(["zoo", "export", "runs/lm-laptop", "--out", "exported"]) == 0
     return folder

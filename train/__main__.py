@@ -40,6 +40,7 @@ COMMANDS = {
     "checkpoints": ("checkpoints.command", "list a run's checkpoints, their sizes and health, and verify them"),
     "grow": ("reuse.grow.command", "make a larger model of a checkpoint, with the same function"),
     "eval": ("run.eval_command", "loss and accuracy of any checkpoint, on its data or on other data"),
+    "predict": ("reuse.predict.command", "the likeliest classes of image files, by any checkpoint or imported weights"),
     "noise": ("run.noise", "the gradient noise scale at a checkpoint, below which joint rules for the batch hold"),
     "generate": ("reuse.generate.command", "text from any checkpoint of a language model"),
     "convert": ("reuse.forms", "carry a run's checkpoint into another form of its preset"),

@@ -10,7 +10,7 @@ from jax.experimental.layout import Format, Layout
 
 from mupax.train.core.loss import Sums
 from mupax.train.core.state import Batch, StepInputs, TrainState, shardings_of
-from mupax.train.core.step import batch_sums, make_train_step
+from mupax.train.core.step import batch_sums, logits_of, make_train_step
 from mupax.train.parallel.sharding import MeshLayout
 from mupax.zoo import partition
 from mupax.zoo.definition import Arrays, Definition
@@ -82,6 +82,31 @@ def compile_eval_step(
         out_shardings=layout.replicated,
     )
     return jitted.lower(params, run, batch).compile()
+
+
+def compile_logits(
+    definition: Definition, abstract: TrainState, layout: MeshLayout, run: StepInputs, batch: Batch
+) -> jax.stages.Compiled:
+    """(params, run, batch) -> logits of the batch's inputs, float32 [B, classes], on every device.
+
+    Args:
+        definition, abstract, layout, run, batch: as `compile_eval_step` takes them.
+    """
+
+    def logits(params: Arrays, run: StepInputs, batch: Batch) -> jax.Array:
+        with partition.using(layout):
+            return logits_of(definition, params, run, batch["inputs"])
+
+    jitted = jax.jit(
+        logits,
+        in_shardings=(
+            shardings_of(abstract).evaluated,
+            _shardings_of_inputs(run, abstract, layout),
+            layout.batch(batch),
+        ),
+        out_shardings=layout.replicated,
+    )
+    return jitted.lower(abstract.evaluated, run, batch).compile()
 
 
 def _shardings_of_inputs(run: StepInputs, abstract: TrainState, layout: MeshLayout) -> StepInputs:

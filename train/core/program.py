@@ -17,7 +17,7 @@ from mupax.train.config.devices import parse_rules
 from mupax.train.config.preset import preset_of
 from mupax.train.config.run import Config
 from mupax.train.core import nonfinite, optimizer
-from mupax.train.core.compile import compile_eval_step, trace_train_step
+from mupax.train.core.compile import compile_eval_step, compile_logits, trace_train_step
 from mupax.train.core.factors import Numbers, check_run, init_stds, resolve
 from mupax.train.core.state import Initializer, StepInputs, TrainState, abstract_state
 from mupax.train.data import cache
@@ -100,6 +100,11 @@ class Program:
         formats = _formats(train) if train is not None and self.free else None
         batch = abstract_batch(self.config.model, self.config.eval_batch_size)
         return compile_eval_step(self.definition, self.abstract, self.layout, self.abstract_inputs(), batch, formats)
+
+    def compile_logits(self) -> jax.stages.Compiled:
+        """(params, inputs, batch) -> logits of an evaluation batch, for parameters in their default layouts."""
+        batch = abstract_batch(self.config.model, self.config.eval_batch_size)
+        return compile_logits(self.definition, self.abstract, self.layout, self.abstract_inputs(), batch)
 
     def compiler_options(self) -> dict[str, Any]:
         """Flags that the training step is compiled with."""

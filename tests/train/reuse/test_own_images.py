@@ -1,0 +1,163 @@
+"""From a model of images to something used: its answers for files, a run on images of one's own that starts from it, its evaluation."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from mupax.train.__main__ import main
+from mupax.zoo.__main__ import main as zoo_main
+
+SMALL = (
+    "--model.width 16 --model.depth 1 --model.num-heads 2 --data.batch-size 16 --data.eval-batch-size 64 "
+    "--log.no-tensorboard --log.no-samples --log.no-progress"
+)
+
+
+def run(*words: str) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(list(words))
+    return code, out.getvalue(), " ".join(err.getvalue().split())
+
+
+def export(workdir: str, out: str) -> None:
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert zoo_main(["export", workdir, "--out", out]) == 0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A folder with a run on digits, one on text that is not begun, digits as files by class, and files of many kinds."""
+    path, digits = tmp_path_factory.mktemp("images"), cast("Any", load_digits())
+    for i in range(140):
+        place = path / "digits" / f"{digits.target[i]}"
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.round(digits.images[i] * 255 / 16).astype(np.uint8)).save(place / f"{i}.png")
+    kinds = path / "kinds"
+    kinds.mkdir()
+    big = Image.open(path / "digits" / "3" / "3.png").resize((40, 40))
+    for name, mode in (("grey.png", "L"), ("colour.jpg", "RGB"), ("print.jpg", "CMYK"), ("see.webp", "RGBA")):
+        big.convert("RGB" if mode != "L" else "L").convert(mode).save(kinds / name, quality=100)
+    big.convert("P").save(kinds / "palette.gif")
+    Image.fromarray(np.asarray(big).astype(np.uint16) * 257).save(kinds / "sixteen.png")
+    (kinds / "torn.png").write_bytes((kinds / "grey.png").read_bytes()[:90])
+    with pytest.MonkeyPatch.context() as patch, contextlib.chdir(path):
+        patch.setenv("MUPAX_DATA", str(path / "cache"))
+        words = f"vit-digits {SMALL} --optimizer.warmup-steps 1 --steps 250 --ema.decay 0.9 --workdir vit"
+        assert run(*words.split())[0] == 0
+        yield path
+
+
+def predicted(*words: str) -> list[dict[str, Any]]:
+    code, out, err = run("predict", *words, "--json")
+    assert code == 0, err
+    return [json.loads(line) for line in out.splitlines()]
+
+
+# Predictions
+
+
+def test_answers_are_those_of_the_evaluation() -> None:
+    rows = predicted("vit", "digits", "--top", "10")
+    assert [row["image"] for row in rows] == sorted(str(path) for path in Path("digits").rglob("*.png"))
+    for row in rows:
+        probabilities = [one["probability"] for one in row["classes"]]
+        assert probabilities == sorted(probabilities, reverse=True)
+        assert sum(probabilities) == pytest.approx(1)
+        assert {one["class"] for one in row["classes"]} == set("0123456789")
+    accuracy = np.mean([row["classes"][0]["class"] == Path(row["image"]).parent.name for row in rows])
+    assert accuracy > 0.5
+    log_loss = -np.mean(
+        [np.log(one["probability"]) for row in rows for one in row["classes"] if one["class"] == row["image"][7]]
+    )
+    from mupax.train import data
+    from mupax.train.checkpoints import saved_run
+    from mupax.train.reuse import runs
+    from mupax.zoo.definition import definition
+
+    saved = saved_run.find(Path("vit"), None, None)
+    program = runs.on_one_device(saved.config)
+    source: Any = data.load(saved.config.data, saved.config.model, seed=0)
+    model = definition(saved.config.model).model(
+        saved.params(program.abstract), program.inputs.factors.multiplier, program.inputs.factors.forward
+    )
+    digits = cast("Any", load_digits())
+    pixels = digits.images[:140, ..., None].astype(np.float32)
+    logits = np.asarray(
+        model(source._seen([(x, 0) for x in pixels], range(140), source._eval_view, np.zeros((140, 5)))[0])
+    )
+    exact = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    truth = -exact[np.arange(140), digits.target[:140]].mean()
+    assert log_loss == pytest.approx(truth, abs=2e-2)  # the files hold values in 1/255, the data in 1/16
+
+
+def test_a_folder_of_hugging_face_and_an_imported_one_answer_alike() -> None:
+    export("vit/checkpoints/250", "hf")
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert zoo_main(["import", "hf", "--out", "in", "--preset", "mup", "--base", "vit-proxy"]) == 0
+    first, *others = (predicted(*words, "digits/3") for words in (["vit", "--no-ema"], ["hf"], ["in"]))
+    assert [row["classes"][0]["class"] for row in first].count("3") > len(first) / 2
+    for rows in others:
+        for ours, theirs in zip(first, rows, strict=True):
+            for a, b in zip(ours["classes"], theirs["classes"], strict=True):
+                assert a["class"] == b["class"]
+                assert a["probability"] == pytest.approx(b["probability"], abs=1e-5)
+
+
+def test_files_of_any_size_and_mode_are_read_and_broken_ones_named() -> None:
+    Path("list.txt").write_text("kinds/grey.png\n\nkinds/missing.png\n")
+    code, out, err = run("predict", "vit", "kinds", "list.txt", "digits/3/3.png", "--top", "2", "--step", "250")
+    assert code == 2
+    lines = out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        *(
+            f"kinds/{name}"
+            for name in ("colour.jpg", "grey.png", "palette.gif", "print.jpg", "see.webp", "sixteen.png")
+        ),
+        "kinds/grey.png",
+        "digits/3/3.png",
+    ]
+    assert {line.partition(": ")[2].partition(" ")[0] for line in lines} == {"3"}
+    assert all(line.count("%") == 2 for line in lines)
+    assert "left out: cannot read the image kinds/torn.png" in err
+    assert "left out: cannot read the image kinds/missing.png" in err
+    assert "8 of 10 images by step 250 of vit, its moving average; 2 could not be read" in err
+    assert run("predict", "vit", "kinds/torn.png")[:2] == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("vit", "no images are named"),
+        ("vit no_such", "no file or folder no_such"),
+        ("vit empty", "empty has no image in it (.bmp"),
+        ("vit prose.txt", "prose.txt lists no image file (its first line is 'once upon')"),
+        ("vit blank.txt", "it is empty"),
+        ("nothing digits", "no run and no weights there"),
+        ("vit digits --top 0", "--top is 0"),
+        ("vit digits --step 7", "step 7"),
+        ("hf digits --step 7", "leave --step and --ema out"),
+        ("text digits", "holds a decoder, which reads text; predict is for models of images"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(words: str, said: str) -> None:
+    Path("empty").mkdir(exist_ok=True)
+    Path("prose.txt").write_text("once upon\na time\n")
+    Path("blank.txt").write_text("\n")
+    if not Path("text").exists():
+        Path("text").mkdir()
+        code, out, _ = run("lm-tiny", "--print-config")
+        Path("text/config.json").write_text(json.dumps({"config": json.loads(out), "data": {}, "run": "x"}))
+    code, out, err = run("predict", *words.split())
+    assert (code, out) == (2, "")
+    assert said in err
+    assert "Traceback" not in err

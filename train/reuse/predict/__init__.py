@@ -1,0 +1,1 @@
+"""Predictions of a model of images for image files."""

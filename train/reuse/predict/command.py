@@ -1,0 +1,149 @@
+"""`python -m train predict FOLDER IMAGES...`: the likeliest classes of image files, by a run or by weights from elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+from tyro import conf
+
+from mupax import command_line
+from mupax.command_line import Switch
+from mupax.train.config.cli import CheckpointFlags
+
+if TYPE_CHECKING:
+    from mupax.train.reuse.image_input import ImageInput
+
+_BATCH = 32
+_LISTS = (".txt", ".lst", ".list")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Predict(CheckpointFlags):
+    """The likeliest classes of image files, with probabilities.
+
+    WORKDIR is a run, one of its steps, a folder that `python -m zoo import` wrote, or one of Hugging Face. Images of any size and
+    mode are read as evaluation reads them, by the preprocessing that lies beside the weights. Answers go to stdout, a line an
+    image, as they are made; a file that cannot be read is named on stderr and left out, and the exit code is 2 then.
+    """
+
+    images: Annotated[conf.Positional[tuple[command_line.Place, ...]], conf.arg(metavar="IMAGES ...")]
+    """Image files, folders of them, or text files (.txt, .lst) with a path a line."""
+    top: Annotated[int, conf.arg(metavar="K")] = 5
+    """How many classes, the likeliest first."""
+    json: Switch = False
+    """A JSON object a line: image, and classes with class, label and probability."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the answers; 0, or 2 where a file could not be read.
+
+    Raises:
+        UsageError: no such file, no image in a folder, or a text that lists none.
+        WeightsError, WorkdirError, TensorFileError: no model of images there.
+    """
+    args = command_line.parse(Predict, "python -m train predict", argv)
+    if args.top < 1:
+        raise command_line.UsageError(f"--top is {args.top}; write a whole number of at least 1")
+    from mupax.train.reuse.outline import outline
+
+    said = outline(args.workdir)
+    paths = files(args.images)
+    from mupax.train.reuse.predict.classifier import classifier
+
+    model = classifier(args.workdir, said, args.step, args.average, min(_BATCH, len(paths)))
+    unread = 0
+    for path, probabilities, error in model.predictions(paths):
+        if probabilities is None:
+            unread += 1
+            print(f"left out: {error}", file=sys.stderr)
+            continue
+        best = ranked(probabilities, args.top)
+        print(as_json(path, best, model.images) if args.json else as_line(path, best, model.images), flush=True)
+    lost = f"; {unread} could not be read" if unread else ""
+    print(f"{len(paths) - unread} of {len(paths)} images by {model.described}{lost}", file=sys.stderr)
+    return 2 if unread else 0
+
+
+def files(places: Sequence[Path]) -> list[Path]:
+    """The image files that words of the command line mean, in their order; a folder's sorted.
+
+    Raises:
+        UsageError: one of them means none.
+    """
+    from mupax.train.data.sources.folders import SUFFIXES
+
+    paths: list[Path] = []
+    for place in places:
+        if place.is_dir():
+            inside = sorted(path for path in place.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+            if not inside:
+                raise command_line.UsageError(f"{place} has no image in it ({', '.join(SUFFIXES)})")
+            paths += inside
+        elif not place.exists():
+            raise command_line.UsageError(
+                f"no file or folder {place}; write images, folders, or texts with a path a line"
+            )
+        elif place.suffix.lower() in _LISTS:
+            paths += _listed(place)
+        else:
+            paths.append(place)
+    if not paths:
+        raise command_line.UsageError("no images are named; write image files, folders, or texts with a path a line")
+    return paths
+
+
+def _listed(text: Path) -> list[Path]:
+    """The paths of a text, of which one at least is a file's."""
+    try:
+        lines = [line.strip() for line in text.read_text().splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise command_line.UsageError(f"{text} is no text: {error}") from error
+    if not any(Path(line).is_file() for line in lines):
+        first = f"its first line is {lines[0]!r:.60}" if lines else "it is empty"
+        raise command_line.UsageError(f"{text} lists no image file ({first}); write a path a line, as seen from here")
+    return [Path(line) for line in lines]
+
+
+def ranked(probabilities: np.ndarray, top: int) -> list[tuple[int, float]]:
+    """Label and probability of the likeliest classes.
+
+    Args:
+        probabilities: float64 [classes].
+        top: how many, at most.
+    """
+    labels = np.argsort(-probabilities, kind="stable")[:top]
+    return [(int(label), float(probabilities[label])) for label in labels]
+
+
+def as_line(path: Path, best: list[tuple[int, float]], images: ImageInput) -> str:
+    """An answer to read: the path, names and per cent.
+
+    Args:
+        path: of the image.
+        best: of `ranked`.
+        images: has the names.
+    """
+    from mupax.train.reuse.image_input import printable
+
+    return f"{printable(str(path))}: {', '.join(f'{images.name(label)} {100 * p:.1f} %' for label, p in best)}"
+
+
+def as_json(path: Path, best: list[tuple[int, float]], images: ImageInput) -> str:
+    """An answer to read by a program; classes without names are called by their numbers.
+
+    Args:
+        path: of the image.
+        best: of `ranked`.
+        images: has the names.
+    """
+    names = images.class_names or [str(label) for label in range(1 + max(label for label, _ in best))]
+    classes: list[dict[str, Any]] = [
+        {"class": names[label], "label": label, "probability": probability} for label, probability in best
+    ]
+    return json.dumps({"image": str(path), "classes": classes})
