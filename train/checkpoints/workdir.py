@@ -34,6 +34,7 @@ _FIXED = (
     *("model.", "preset.", "ema.", "optimizer.name", "seed", "train_only", "freeze"),
     *(
         "data.name",
+        "data.mix",
         "data.batch_size",
         "data.tokenizer",
         "data.separator",

@@ -125,7 +125,7 @@ def parse(name: str, recipe: Callable[[], Config], argv: Sequence[str], more_fla
         PresetError: no such preset, tuned or not, or a constant out of its range.
     """
     prog = f"python -m train {name}"
-    default, preset = _with_model(recipe(), argv), None
+    default, preset = _with_mix(_with_model(recipe(), argv), argv), None
     if any(":" in word for word in argv):  # perhaps --preset PRESET:NAME
         from mupax.train.config import tuned
 
@@ -230,6 +230,13 @@ def _with_model(config: Config, argv: Sequence[str]) -> Config:
     return dataclasses.replace(config, model=model, data=data)
 
 
+def _with_mix(config: Config, argv: Sequence[str]) -> Config:
+    """The recipe on the texts that `--data.mix` names, whose data.name goes without saying."""
+    if not any(word.partition("=")[0] == "--data.mix" for word in argv) or _value_of("--data.name", argv) is not None:
+        return config
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, name="mix"))
+
+
 def _check_read(config: Config, argv: Sequence[str]) -> None:
     """A flag that the run would silently ignore is an error; a recipe's own value of it is not."""
     given = {word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")}
@@ -247,7 +254,7 @@ def _check_read(config: Config, argv: Sequence[str]) -> None:
         if flag in given:
             by = f"schedule {opt.schedule}" if choice.startswith("schedule") else opt.name
             raise ConfigError(f"{flag} is not read by {by}; leave it out, or write --optimizer.{choice}")
-    fields = ("split", "tokenizer", "separator", "field", "augment", "no-augment", "on-broken")
+    fields = ("mix", "split", "tokenizer", "separator", "field", "augment", "no-augment", "on-broken")
     pixels = {flag for flag in given if flag.startswith("--data.pixels.")}
     for flag in (*(f"--data.{name}" for name in fields), *sorted(pixels)):
         field = flag.removeprefix("--data.").removeprefix("no-").partition(".")[0].replace("-", "_")

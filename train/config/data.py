@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
+
+from tyro import conf
 
 from mupax.train.config.checks import at_least, check_place
 from mupax.zoo.configs import ConfigError
@@ -29,6 +31,7 @@ SOURCES: dict[str, Source] = {
     "digits": Source(f"{_FOLDER}.digits:digits", "images", _IMAGES | {"split"}),
     "shapes": Source(f"{_FOLDER}.shapes:striped_shapes", "images", frozenset()),
     "cifar5m": Source(f"{_FOLDER}.cifar5m:cifar5m", "images", _IMAGES),
+    "mix": Source(f"{_FOLDER}.mixtures:mixture", "tokens", _TEXT | {"field", "mix"}),
     "text:PATH": Source(f"{_FOLDER}.text:own_files", "tokens", _TEXT | {"field"}),
     "records:PATH": Source(f"{_FOLDER}.text:own_files", "tokens", _TEXT | {"field"}),
     "images:PATH": Source(f"{_FOLDER}.folders:own_images", "images", _IMAGES | {"on_broken", "pixels"}),
@@ -110,7 +113,9 @@ class DataConfig:
 
     name: str
     """python_corpus, digits, shapes (endless), text:PATH (a file or folder), records:PATH (JSON lines, Parquet or token ids),
-    images:PATH (a folder per class), cifar5m, or any TFDS name."""
+    images:PATH (a folder per class), cifar5m, mix (of data.mix), or any TFDS name."""
+    mix: Annotated[tuple[str, ...], conf.arg(metavar="NAME=SOURCE:WEIGHT ...")] = ()
+    """Several texts by name, each any text that data.name takes, in shares of their weights: code=text:src:0.3 prose=records:books:0.7."""
     batch_size: int
     """Sequences or images per optimizer step, over all devices."""
     seed: int | None = None
@@ -151,6 +156,8 @@ class DataConfig:
         if self.noise is None and (self.noise_rate or self.noise_span) is not None:
             raise ConfigError("data.noise_rate and data.noise_span are of noise; add data.noise infilling or sentinels")
         at_least("data.", self, 0, "seed")
+        if self.mix and self.name != "mix":
+            raise ConfigError(f"data.mix names its texts, and data.name is {self.name}; leave that out, or write mix")
         for name in ("name", "data_dir", "tokenizer"):
             check_place(f"data.{name}", getattr(self, name))
 

@@ -218,6 +218,7 @@ FIELDS: dict[str, Way] = {
     **on(
         program, TOKENS, "optimizer.", eps=1e-5, clip_norm=1.0, schedule="linear", warmup_steps=2, final_lr_fraction=0.1
     ),
+    "data.mix": Shown("train/data/text/test_mixture.py", "mix=words"),
     "data.noise": Shown("train/data/text/test_denoising.py", 'noise="infilling"'),
     "data.noise_rate": Shown("train/data/text/test_denoising.py", "noise_rate=0.2"),
     "data.noise_span": Shown("train/config/test_cli.py", '"--data.noise-span", "4"'),

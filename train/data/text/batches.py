@@ -8,6 +8,7 @@ evaluation text but the first is predicted once. They come in a fixed shuffled o
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -79,23 +80,31 @@ class TokenData(Data):
         self._eval_shuffle = order.Shuffle(windows, 0, order.EVALUATION)
 
     def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
-        epochs, windows = self._shuffle(order.batch_indices(k, self.batch_size, rows))
+        tokens = self.train_windows(order.batch_indices(k, self.batch_size, rows))
+        return batch_of(tokens, np.ones_like(tokens[:, 1:], np.float32))
+
+    def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
+        return batch_of(*self.eval_windows(order.batch_indices(j, self.eval_batch_size, rows)))
+
+    def train_windows(self, indices: Iterable[int]) -> np.ndarray:
+        """Training examples by their numbers, counted from the start of the run and on through all epochs: int32 [B, T + 1]."""
+        epochs, windows = self._shuffle(indices)
         starts = [self._offset(int(e)) + w * self._seq_len for e, w in zip(epochs, windows, strict=True)]
         tokens = np.empty((len(starts), self._seq_len + 1), np.int32)
         for row, start in zip(tokens, starts, strict=True):
             row[:] = self._train[start : start + self._seq_len + 1]
-        return _batch(tokens, np.ones((len(starts), self._seq_len), np.float32))
+        return tokens
 
-    def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
-        indices = order.batch_indices(j, self.eval_batch_size, rows)
+    def eval_windows(self, indices: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Evaluation examples by their numbers, int32 [B, T + 1], and their weights, float32 [B, T]; of those past the last one 0."""
         tokens = np.zeros((len(indices), self._seq_len + 1), np.int32)
         weights = np.zeros((len(indices), self._seq_len), np.float32)
-        here = [i for i in indices if i < self.eval_size]
-        for row, window in enumerate(self._eval_shuffle(here)[1]):
+        inside = [row for row, i in enumerate(indices) if i < self.eval_size]
+        for row, window in zip(inside, self._eval_shuffle(indices[row] for row in inside)[1], strict=True):
             ids = self._eval[window * self._seq_len : (window + 1) * self._seq_len + 1]
             tokens[row, : len(ids)] = ids
             weights[row, : len(ids) - 1] = 1.0
-        return _batch(tokens, weights)
+        return tokens, weights
 
     def eval_targets(self) -> np.ndarray:
         """Which tokens of the evaluation text are predicted, bool [eval_tokens]: all but the first, if all are used."""
@@ -116,6 +125,11 @@ class TokenData(Data):
         return ngrams.references(self._train, self._eval, self.eval_targets(), str(self.facts["digest"]))
 
 
-def _batch(tokens: np.ndarray, weights: np.ndarray) -> Batch:
-    """tokens [B, T+1] and weights [B, T] to a batch."""
+def batch_of(tokens: np.ndarray, weights: np.ndarray) -> Batch:
+    """A batch.
+
+    Args:
+        tokens: int32 [B, T + 1], each predicted from those before it.
+        weights: float32 [B, T].
+    """
     return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}

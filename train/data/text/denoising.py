@@ -16,6 +16,7 @@ from mupax.train.config.data import source
 from mupax.train.data import cache, order
 from mupax.train.data.interface import ALL_ROWS, Batch, Data, DataError, Reference
 from mupax.train.data.text.batches import TokenData
+from mupax.train.data.text.mixture import Mixture
 from mupax.train.data.text.noise import NOISES, Noise
 from mupax.train.data.text.vocabulary import Sentences, special_ids
 from mupax.zoo.configs import DecoderConfig
@@ -47,7 +48,9 @@ class Denoising(Data):
 
     kind = "tokens"
 
-    def __init__(self, text: TokenData, noise: Noise, *, inputs: int, vocab_size: int | None = None, seed: int) -> None:
+    def __init__(
+        self, text: TokenData | Mixture, noise: Noise, *, inputs: int, vocab_size: int | None = None, seed: int
+    ) -> None:
         self.noise, self.lengths, self.text = noise, noise.lengths(inputs), text
         self.ids = special_ids(text.tokenizer, noise.sentinels(self.lengths.tokens), vocab_size)
         self.vocab_size = 1 + max(text.tokenizer.vocab_size - 1, *self.ids[:4], *self.ids.sentinels)
@@ -168,5 +171,5 @@ def denoising(
     tokens = noise.lengths(inputs).tokens
     windows = DecoderConfig(width=1, depth=1, num_heads=1, seq_len=tokens, vocab_size=vocab_size or 2**31)
     text = sources.load(config, windows, seed=seed, note=note)
-    assert isinstance(text, TokenData)
+    assert isinstance(text, (TokenData, Mixture))
     return Denoising(text, noise, inputs=inputs, vocab_size=vocab_size, seed=seed)

@@ -38,7 +38,7 @@ _NEWER = {
 """Fields of models that rows were named without, and what those models had."""
 _NEWER_DATA = {
     "noise": None, "noise_rate": None, "noise_span": None, "separator": None, "field": "text", "on_broken": "stop",
-    "pixels": PixelsConfig(),
+    "pixels": PixelsConfig(), "mix": (),
 }  # fmt: skip
 """The same of data."""
 

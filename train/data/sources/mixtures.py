@@ -1,0 +1,51 @@
+"""Opens several texts as one: `data.mix`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mupax.train import data as sources
+from mupax.train.config.data import DataConfig
+from mupax.train.data import cache, mix
+from mupax.train.data.interface import DataError
+from mupax.train.data.sources.text import language_model
+from mupax.train.data.text import tokenizer
+from mupax.train.data.text.batches import TokenData
+from mupax.train.data.text.mixture import Mixture
+from mupax.zoo.families import ModelConfig
+
+
+def mixture(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> Mixture:
+    """The texts of `config.mix` in their shares, each prepared if it is not.
+
+    Args:
+        config, model, seed, note: as `mupax.train.data.load` takes them; `config.name` is mix.
+
+    Raises:
+        DataError: there are none, one is no text, does not fit, or has another tokenizer; its name stands before the reason.
+    """
+    language_model(config.name, model)
+    if not config.mix:
+        raise DataError(
+            "data.name mix has no texts; write them as --data.mix code=text:src:0.3 prose=records:books:0.7"
+        )
+    if tokenizer.bpe_size(config.tokenizer) is not None:
+        raise DataError(
+            f"data.tokenizer {config.tokenizer} is trained on one text, and data.mix has {len(config.mix)}; "
+            "write bytes, or the path of a tokenizer.json"
+        )
+    parts, texts = mix.parts(config.mix), {}
+    for name, part in parts.items():
+        own = dataclasses.replace(config, name=part.source, mix=(), eval_examples=None)
+        try:
+            text = sources.load(own, model, seed=seed, note=note)
+        except DataError as error:
+            raise DataError(f"data.mix {name}: {error}") from error
+        if not isinstance(text, TokenData):
+            raise DataError(f"data.mix {name}: {part.source} is no text; leave it out")
+        texts[name] = text
+    for name, part in parts.items():
+        note(
+            f"{name}: {part.count / mix.BLOCK:.2%} of the examples, {texts[name].facts['train_tokens']:,} tokens of {part.source}"
+        )
+    return Mixture(config, parts, texts, seed)

@@ -1,0 +1,120 @@
+"""Batches of several texts in fixed shares: which text example i of a run is from, and which of that text's examples it is.
+
+Both are functions of (seed, i) alone, so a run resumes anywhere and on any number of processes, as with one text. Every block of
+`mix.BLOCK` examples has exactly its shares, in a random order of its own; a text's own examples come in the text's own order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from mupax.train.config.data import DataConfig
+from mupax.train.data import cache, order
+from mupax.train.data.interface import ALL_ROWS, Batch, Data
+from mupax.train.data.mix import BLOCK, Part
+from mupax.train.data.text.batches import TokenData, batch_of
+
+
+class Shares:
+    """Which text an example is from, and which of its examples.
+
+    Args:
+        counts: examples of each text in every block; they add up to `BLOCK`.
+        seed: of the order within blocks.
+    """
+
+    def __init__(self, counts: Iterable[int], seed: int) -> None:
+        self.counts, self._seed = np.array(list(counts)), seed
+
+    def __call__(self, indices: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
+        """(text, example of it) of the run's examples, int64 each."""
+        i = np.fromiter(indices, np.int64)
+        texts, examples = np.empty_like(i), np.empty_like(i)
+        for block in np.unique(i // BLOCK):
+            here = i // BLOCK == block
+            of, rank = self._block(int(block))
+            texts[here], examples[here] = of[i[here] % BLOCK], rank[i[here] % BLOCK]
+        return texts, examples
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019  the data lives as long as the run
+    def _block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        of = order.rng(self._seed, order.MIXTURE, block).permutation(
+            np.repeat(np.arange(len(self.counts)), self.counts)
+        )
+        rank = np.empty(BLOCK, np.int64)
+        for text, count in enumerate(self.counts):
+            rank[of == text] = block * count + np.arange(count)
+        return of, rank
+
+    def until_one_ends(self, sizes: Iterable[int]) -> int:
+        """How many examples there are before one more of some text is needed than it has.
+
+        Args:
+            sizes: examples of each text.
+        """
+        sizes = np.array(list(sizes))
+        block = int(np.min(sizes // self.counts))
+        of, rank = self._block(block)
+        lacking = np.flatnonzero(rank >= sizes[of])
+        return block * BLOCK + (int(lacking[0]) if len(lacking) else BLOCK)
+
+
+class Mixture(Data):
+    """Windows of several texts of one tokenizer. Evaluation has the same shares, of whole texts: it ends where the first one does.
+
+    Args:
+        config: sizes of batches.
+        parts: how many of each text, by name.
+        texts: by the same names.
+        seed: of the order.
+    """
+
+    kind = "tokens"
+
+    def __init__(
+        self, config: DataConfig, parts: Mapping[str, Part], texts: Mapping[str, TokenData], seed: int
+    ) -> None:
+        counts, self._texts = [part.count for part in parts.values()], [texts[name] for name in parts]
+        self._train, self._eval = Shares(counts, seed), Shares(counts, 0)
+        each = {
+            name: {"source": part.source, "share": part.count / BLOCK, **texts[name].facts}
+            for name, part in parts.items()
+        }
+        lengths = [text.bytes_per_token for text in self._texts]
+        known = [length for length in lengths if length is not None]
+        super().__init__(
+            config,
+            facts={
+                "digest": cache.digest(*(f"{facts['digest']} {facts['share']}" for facts in each.values())),
+                "tokenizer": self._texts[0].facts["tokenizer"],
+                "train_tokens": sum(facts["train_tokens"] for facts in each.values()),
+                "eval_tokens": sum(facts["eval_tokens"] for facts in each.values()),
+                "mix": each,
+            },
+            train_size=self._train.until_one_ends(text.train_size for text in self._texts),
+            eval_size=self._eval.until_one_ends(text.eval_size for text in self._texts),
+            tokenizer=self._texts[0].tokenizer,
+            bytes_per_token=float(np.dot(counts, known)) / BLOCK if len(known) == len(lengths) else None,
+        )
+
+    def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
+        texts, examples = self._train(order.batch_indices(k, self.batch_size, rows))
+        windows = [text.train_windows(examples[texts == i]) for i, text in enumerate(self._texts)]
+        tokens = np.empty((len(texts), windows[0].shape[1]), np.int32)
+        for i, own in enumerate(windows):
+            tokens[texts == i] = own
+        return batch_of(tokens, np.ones_like(tokens[:, 1:], np.float32))
+
+    def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
+        indices = np.array(order.batch_indices(j, self.eval_batch_size, rows))
+        texts, examples = self._eval(indices)
+        windows = [text.eval_windows(examples[texts == i]) for i, text in enumerate(self._texts)]
+        tokens = np.zeros((len(texts), windows[0][0].shape[1]), np.int32)
+        weights = np.zeros_like(tokens[:, 1:], np.float32)
+        for i, (own, counted) in enumerate(windows):
+            tokens[texts == i], weights[texts == i] = own, counted
+        weights[indices >= self.eval_size] = 0.0
+        return batch_of(tokens, weights)
