@@ -67,6 +67,8 @@ class Preset:
         return self._formed(spec).with_constants(spec, self.constants)
 
     def _formed(self, spec: ParamSpec) -> Rule:
+        if spec.moved_by_loads:  # which are of no size's order
+            return Rule(decays=False)
         rule = self.rule(spec)
         if spec.blocks != OWN.axis:
             rule = rule.renamed(OWN.axis, spec.blocks)
@@ -109,7 +111,8 @@ class Preset:
         """Whether embed and mlp grow with the heads or with their dimension alone, as the limits do that the rules are made for."""
         ratios = self.ratios(sizes)
         wide, heads, each = (
-            {ratios.get(a, 1) for a in s} for s in (("embed", "mlp"), ("heads", "kv_heads"), ("head_dim",))
+            {ratios.get(a, 1) for a in s if a != "mlp" or a in ratios or "experts" not in ratios}
+            for s in (("embed", "mlp"), ("heads", "kv_heads"), ("head_dim",))
         )
         return len(wide) == 1 and (heads, each) in ((wide, {1}), ({1}, wide))
 
@@ -220,6 +223,10 @@ class Preset:
         """
         m = self.ratios(sizes)
         cautions = list(self.warnings)
+        if abs(m.get("active", 1) / m.get("experts", 1) - 1) > 0.01:
+            cautions.append(
+                f"active/experts is {m['active'] / m['experts']:.3g} times the base's; rules of experts hold at a fixed share"
+            )
         if self.base is None or not {"embed", "mlp", "heads", "kv_heads"} <= m.keys():
             return cautions
         for above, below in (("mlp", "embed"), ("heads", "kv_heads")):

@@ -34,6 +34,11 @@ class Role(enum.Enum):
     MLP_IN = "mlp_in"
     """Gate and up projections, each with fan-in embed."""
     MLP_OUT = "mlp_out"
+    ROUTER = "router"
+    """What scores every expert for a token. Its bias moves by how far an expert's load is from an even one."""
+    EXPERT_IN = "expert_in"
+    """Gate and up projections of every expert, each with fan-in embed."""
+    EXPERT_OUT = "expert_out"
     READOUT = "readout"
     HIDDEN = "hidden"
     """Any other matrix between activations of growing size, for models of a user's own."""
@@ -44,6 +49,12 @@ BIASES = frozenset({Role.BIAS, Role.RELATIVE_BIAS})
 
 VECTORS = frozenset({Role.NORM_GAIN}) | BIASES
 """Roles that never decay, and that say in `of` which matrix or norm they belong to, if any."""
+
+EXPERTS = frozenset({Role.EXPERT_IN, Role.EXPERT_OUT})
+"""Roles of which every expert has a matrix of its own."""
+
+ROUTED = EXPERTS | {Role.ROUTER}
+"""Roles of a layer of experts."""
 
 EMBEDDINGS = frozenset({Role.TOKEN_EMBEDDING, Role.PATCH_EMBEDDING, Role.POSITION})
 
@@ -68,6 +79,9 @@ AXES = {
     "head_dim": "one head",
     "value_dim": "one head's values, where they have a size of their own",
     "mlp": "MLP hidden",
+    "experts": "experts of a layer",
+    "active": "experts that a token goes to",
+    "expert_dim": "one expert's hidden",
     "vocab": "tokens",
     "classes": "image classes",
     "patch": "one flattened input patch",
@@ -144,6 +158,17 @@ class ParamSpec:
         return self.axes[:1] in ((OWN.axis,), (ENCODER.axis,))
 
     @property
+    def copies(self) -> tuple[str, ...]:
+        """Axes that count matrices of their own: blocks of a stack, and experts, but for the router, which scores them all."""
+        experts = {"experts"} if self.role in EXPERTS or self.of in EXPERTS else set()
+        return tuple(axis for axis in self.axes if axis in {OWN.axis, ENCODER.axis} | experts)
+
+    @property
+    def moved_by_loads(self) -> bool:
+        """Whether it is a router's bias, whose step is how far loads are from even ones and no gradient of the loss."""
+        return self.role is Role.BIAS and self.of is Role.ROUTER
+
+    @property
     def blocks(self) -> str:
         """The axis that counts the blocks of its stack."""
         return (ENCODER if self.part == "encoder" else OWN).axis
@@ -151,7 +176,7 @@ class ParamSpec:
     @property
     def bias(self) -> ParamSpec:
         """The declaration of this matrix' bias: one number per output."""
-        axes = (self.blocks, *self.fan_out) if self.stacked else self.fan_out
+        axes = (*self.copies, *self.fan_out)
         return dataclasses.replace(self, role=Role.BIAS, axes=axes, fan_in=(), of=self.role, tied=False)
 
     @property
@@ -161,8 +186,8 @@ class ParamSpec:
 
     @property
     def fan_out(self) -> tuple[str, ...]:
-        """Axes of the output: those that are neither summed over nor stacked layers."""
-        return tuple(axis for axis in self.axes if axis not in self.fan_in and axis not in (OWN.axis, ENCODER.axis))
+        """Axes of the output: those that are neither summed over nor count matrices (`copies`)."""
+        return tuple(axis for axis in self.axes if axis not in self.fan_in and axis not in self.copies)
 
     @property
     def group(self) -> str:
@@ -218,6 +243,13 @@ MATRICES = {
     "readout": ParamSpec(role=Role.READOUT, axes=("embed", "vocab"), fan_in=("embed",)),
 }
 """The matrices of a transformer, by name: what limits are worked out for and the zoo's models are made of."""
+
+EXPERT_MATRICES = {
+    "block.experts.router": block_matrix(Role.ROUTER, ("embed", "experts"), ("embed",)),
+    "block.experts.up": block_matrix(Role.EXPERT_IN, ("experts", "embed", "expert_dim"), ("embed",)),
+    "block.experts.down": block_matrix(Role.EXPERT_OUT, ("experts", "expert_dim", "embed"), ("expert_dim",)),
+}
+"""The same of a layer of experts, in place of its MLP."""
 
 
 def with_value_dim(specs: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:

@@ -22,6 +22,7 @@ from mupax.presets.optimizers import Family
 from mupax.presets.papers import choices
 from mupax.presets.roles import ENCODER, OWN, Stack
 from mupax.zoo.configs import DecoderConfig, EncoderDecoderConfig, ModelConfig, ViTConfig
+from mupax.zoo.experts.config import RoutingConfig
 
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "goldens"
 OPTIMIZERS: tuple[Family, ...] = get_args(Family)
@@ -57,6 +58,15 @@ MODELS: dict[str, tuple[ModelConfig, ModelConfig, ModelConfig]] = {
     ),
 }  # fmt: skip
 """Base and two sizes of each family: head_dim and depth grown; heads grown (decoder: the MLP further)."""
+
+
+_MOE = {"vocab_size": 11, "seq_len": 5, "activation": "swiglu", "routing": RoutingConfig(balance="bias")}
+EXPERTS = (
+    DecoderConfig(width=8, num_heads=4, depth=2, experts=6, expert_dim=3, **_MOE),
+    DecoderConfig(width=32, num_heads=4, depth=8, experts=6, expert_dim=12, **_MOE),
+    DecoderConfig(width=8, num_heads=4, depth=2, experts=18, active_experts=6, expert_dim=15, **_MOE),
+)  # fmt: skip
+"""Base and two sizes of a model of experts: width, with experts' hidden size, and depth; experts at a fixed share, and their size."""
 
 
 def golden(
@@ -114,8 +124,9 @@ def goldens() -> Iterator[tuple[str, str]]:
             ]
             yield f"pairs-depth-mup-{family}-{optimizer}.txt", "\n".join(pairs)
         for optimizer in OPTIMIZERS:
-            named = [_relative(c.presets[0], base, **{c.constant: c.value}) for c in choices.CHOICES]
-            other = [preset for preset, c in zip(named, choices.CHOICES, strict=True) if c.constant in preset.given]
+            dense = [choice for choice in choices.CHOICES if choice.constant != "experts"]
+            named = [_relative(c.presets[0], base, **{c.constant: c.value}) for c in dense]
+            other = [preset for preset, c in zip(named, dense, strict=True) if c.constant in preset.given]
             texts = [
                 golden(preset, specs, sizes, optimizer, stacks) for preset in other if optimizer in preset.optimizers
             ]
@@ -123,6 +134,7 @@ def goldens() -> Iterator[tuple[str, str]]:
     for optimizer in OPTIMIZERS:
         yield f"tied-{optimizer}.txt", "\n".join(_tied("decoder", optimizer))
         yield f"tied-encoder-decoder-{optimizer}.txt", "\n".join(_tied("encoder-decoder", optimizer))
+        yield f"experts-{optimizer}.txt", "\n".join(_experts(optimizer))
 
 
 def _tied(family: str, optimizer: str) -> Iterator[str]:
@@ -138,6 +150,17 @@ def _tied(family: str, optimizer: str) -> Iterator[str]:
             yield golden(preset, specs, [size.sizes() for size in grown], optimizer)
         except PresetError as error:
             yield f"{error}\n"
+
+
+def _experts(optimizer: str) -> Iterator[str]:
+    """Every preset's table of a router and experts, with biases, and those of the other rules that `mup` has for them."""
+    base, *grown = EXPERTS
+    specs = {name: spec for name, spec in base.parameters().items() if ".experts." in name}
+    rules = [choice.value for choice in choices.CHOICES if choice.constant == "experts"]
+    named = [_relative(name, base) for name in presets.PRESETS] + [_relative("mup", base, experts=x) for x in rules]
+    for preset in {each.label: each for each in named}.values():
+        if optimizer in preset.optimizers:
+            yield golden(preset, specs, [size.sizes() for size in grown], optimizer)
 
 
 def _relative(name: str, base: ModelConfig, **constants: Any) -> Preset:

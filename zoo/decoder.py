@@ -12,7 +12,8 @@ from flax import nnx
 from mupax.zoo import partition
 from mupax.zoo.configs import DecoderConfig
 from mupax.zoo.definition import Init
-from mupax.zoo.layers.block import Block, residual_stack, runs_as_scan
+from mupax.zoo.experts.routing import Routing
+from mupax.zoo.layers.block import Block, routed_stack, runs_as_scan
 from mupax.zoo.layers.cache import Cache
 from mupax.zoo.layers.kernels import chosen
 from mupax.zoo.layers.linear import Norm, Reading
@@ -82,19 +83,19 @@ class Decoder(nnx.Module):
             for heads in (config.num_heads, config.kv_heads)
         )
         if chosen(config.compute.attention, q_BTHN, k_BSKN, *config.sight) != "ring":
-            return self._reading(residual_stack(self.block, h_BTD, config.depth, config.compute))
+            return self._reading(*routed_stack(self.block, h_BTD, config.depth, config.compute))
         from mupax.zoo.layers import ring
 
-        stack = functools.partial(residual_stack, self.block, depth=config.depth, compute=config.compute)
-        return self._reading(ring.in_zigzag(stack, h_BTD))
+        stack = functools.partial(routed_stack, self.block, depth=config.depth, compute=config.compute)
+        return self._reading(*ring.in_zigzag(stack, h_BTD))
 
     def read(self, h_BTD: jax.Array) -> jax.Array:
         """The residual stream's last layer, [B, T, D], to float32 logits [B, T, V]."""
         return self._reading(h_BTD).logits()
 
-    def _reading(self, h_BTD: jax.Array) -> Reading:
+    def _reading(self, h_BTD: jax.Array, routing: Routing | None = None) -> Reading:
         bias = None if self.readout_bias is None else self.readout_bias[...]
         if self.readout is not None:
-            return Reading(self.norm(h_BTD), self.readout[...], bias=bias)
+            return Reading(self.norm(h_BTD), self.readout[...], bias=bias, routing=routing)
         assert self.tied_readout is not None
-        return Reading(self.norm(h_BTD), self.token[...].T, scale=self.tied_readout[...], bias=bias)
+        return Reading(self.norm(h_BTD), self.token[...].T, scale=self.tied_readout[...], bias=bias, routing=routing)

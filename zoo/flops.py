@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from mupax.presets.roles import ENCODER, OWN, ParamSpec, Role, Stack
+from mupax.presets.roles import ENCODER, EXPERTS, OWN, ParamSpec, Role, Stack
 from mupax.zoo.families import ModelConfig
 
 KINDS = {
@@ -21,6 +21,9 @@ KINDS = {
     Role.ATTENTION_OUT: "attention projections",
     Role.MLP_IN: "mlp",
     Role.MLP_OUT: "mlp",
+    Role.ROUTER: "router",
+    Role.EXPERT_IN: "experts",
+    Role.EXPERT_OUT: "experts",
     Role.HIDDEN: "hidden",
     Role.READOUT: "readout",
 }
@@ -63,7 +66,9 @@ def forward_terms(model: ModelConfig) -> dict[str, float]:
     sizes, terms = model.sizes(), dict.fromkeys(KINDS.values(), 0.0)
     for spec in [*model.parameters().values(), model.tied_readout]:
         if spec and spec.fan_in:
-            terms[KINDS[spec.role]] += 2 * math.prod(sizes[axis] for axis in spec.axes) * model.applications(spec)
+            share = sizes["active"] / sizes["experts"] if spec.role in EXPERTS else 1  # that a token goes through
+            weights = math.prod(sizes[axis] for axis in spec.axes) * share
+            terms[KINDS[spec.role]] += 2 * weights * model.applications(spec)
     return {kind: flops for kind, flops in {**terms, "attention": model.attention_flops()}.items() if flops}
 
 

@@ -75,6 +75,9 @@ class Manual(Layout):
     def local(self, function: Callable[..., Any], inputs: tuple[Axes, ...], outputs: Any) -> Callable[..., Any]:
         return function
 
+    def mean(self, x: jax.Array) -> jax.Array:
+        return jax.lax.pmean(x, self.batch)
+
     def gather(self, w: jax.Array, axes: Axes) -> jax.Array:
         """A parameter whole; its gradient is summed over the batch's devices, and this device's part of it returned.
 

@@ -105,6 +105,10 @@ class Layout:
             function, mesh=self.mesh, in_specs=tuple(map(self._spec, inputs)), out_specs=out_specs, check_vma=False
         )
 
+    def mean(self, x: jax.Array) -> jax.Array:
+        """The mean of x over the devices that split examples: x, but inside of `manual.Manual`, where it is of this device's alone."""
+        return x
+
     def gather(self, w: jax.Array, axes: Axes) -> jax.Array:
         """A parameter as a product takes it: w. Inside of `manual.Manual`, which has all that follows by hand, w is a part.
 

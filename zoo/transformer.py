@@ -6,7 +6,8 @@ import dataclasses
 import math
 from typing import Literal, NamedTuple
 
-from mupax.presets.roles import MATRICES, FactorSpec, ParamSpec, Role, with_value_dim
+from mupax.presets.roles import EXPERT_MATRICES, MATRICES, FactorSpec, ParamSpec, Role, with_value_dim
+from mupax.zoo.experts.config import RoutingConfig, check
 from mupax.zoo.families import ConfigError, ModelConfig
 
 Norm = Literal["layernorm", "rmsnorm"]
@@ -73,6 +74,16 @@ class TransformerConfig(ModelConfig):
     branch_activation: Literal["none", "gelu"] = "none"
     """gelu: a branch reads GELU of its norm's output, as in Bordelon et al. 2024's language model."""
 
+    experts: int | None = None
+    """Experts E in place of every block's MLP, of which a token goes to a few; none unless given."""
+    active_experts: int | None = None
+    """Experts that a token goes to; 2 of them unless given, or the only one."""
+    expert_dim: int | None = None
+    """Hidden size of an expert; the MLP's over active_experts unless given, so that a token costs as much as in the MLP."""
+    shared_experts: int | None = None
+    """Experts that every token goes to, as one MLP of so many times expert_dim beside the others; none unless given."""
+    routing: RoutingConfig = dataclasses.field(default=RoutingConfig())
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.head_dim is None and self.width % self.num_heads:
@@ -108,10 +119,26 @@ class TransformerConfig(ModelConfig):
             raise ConfigError(
                 f"model.mlp_ratio {self.mlp_ratio} times model.width {self.width} is not a whole number; write mlp_ratio {near:.10g}"
             )
+        check(self)
 
     @property
     def mlp_dim(self) -> int:
         return round(self.mlp_ratio * self.width)
+
+    @property
+    def active(self) -> int:
+        """Experts that a token goes to, a."""
+        return self.active_experts or min(2, self.experts or 1)
+
+    @property
+    def expert_size(self) -> int:
+        """Hidden size of an expert."""
+        return self.expert_dim or self.mlp_dim // self.active
+
+    @property
+    def dense_dim(self) -> int:
+        """Hidden size of what every token goes through in a block: the MLP's, or all shared experts'; 0 without any."""
+        return self.mlp_dim if self.experts is None else self.expert_size * (self.shared_experts or 0)
 
     @property
     def heads_dim(self) -> int:
@@ -167,7 +194,10 @@ class TransformerConfig(ModelConfig):
             "kv_heads": self.kv_heads,
             "head_dim": self.heads_dim,
             **({"value_dim": self.value_dim} if self.value_dim else {}),
-            "mlp": self.mlp_dim,
+            **({"mlp": self.dense_dim} if self.dense_dim else {}),
+            **(
+                {"experts": self.experts, "active": self.active, "expert_dim": self.expert_size} if self.experts else {}
+            ),
             "layers": self.depth,
         }
 
@@ -175,13 +205,20 @@ class TransformerConfig(ModelConfig):
         """Parameters of the residual stack and of the norm that ends it."""
         matrices = {name: spec for name, spec in MATRICES.items() if spec.in_block}
         matrices = with_value_dim(matrices) if self.value_dim else matrices
+        if self.experts:
+            matrices |= EXPERT_MATRICES
+        if not self.dense_dim:
+            matrices = {name: spec for name, spec in matrices.items() if not name.startswith("block.mlp.")}
         if self.gated:
-            matrices["block.mlp.gate"] = MATRICES["block.mlp.up"]
+            matrices |= {name.replace(".up", ".gate"): of for name, of in matrices.items() if name.endswith(".up")}
         with_bias = matrices if self.bias else _QKV if self.qkv_bias else ()
         biases = {f"{name}_bias": matrices[name].bias for name in with_bias}
         if self.rotary_theta is None and not self.qk_norm:
             # Softmax ignores a shift common to all keys: a key bias would have exactly zero gradient.
             biases.pop("block.attention.key_bias", None)
+        biases.pop("block.experts.router_bias", None)
+        if self.experts and self.routing.balance == "bias":
+            biases["block.experts.balance"] = EXPERT_MATRICES["block.experts.router"].bias
         specs = {**matrices, **biases}
         if (start := self.branch_gains) is not None:
             for branch, out in (("attention", "attention.out"), ("mlp", "mlp.down")):

@@ -12,7 +12,8 @@ from flax import nnx
 from mupax.zoo import partition
 from mupax.zoo.configs import ViTConfig
 from mupax.zoo.definition import Init
-from mupax.zoo.layers.block import Block, residual_stack
+from mupax.zoo.experts.routing import Routing
+from mupax.zoo.layers.block import Block, routed_stack
 from mupax.zoo.layers.linear import Norm, Reading, project
 
 
@@ -51,19 +52,21 @@ class ViT(nnx.Module):
 
     def reading(self, images_BHWC: jax.Array) -> Reading:
         h_BTD = self.embed(images_BHWC)
-        return self._reading(residual_stack(self.block, h_BTD, self.config.depth, self.config.compute))
+        return self._reading(*routed_stack(self.block, h_BTD, self.config.depth, self.config.compute))
 
     def read(self, h_BTD: jax.Array) -> jax.Array:
         return self._reading(h_BTD).logits()
 
-    def _reading(self, h_BTD: jax.Array) -> Reading:
+    def _reading(self, h_BTD: jax.Array, routing: Routing | None = None) -> Reading:
         h_BTD, first, weight = self.norm(h_BTD), self.config.leading, self.readout[...]
         bias = None if self.readout_bias is None else self.readout_bias[...]
         if self.config.pool == "cls":
-            return Reading(h_BTD[:, 0], weight, bias=bias)
+            return Reading(h_BTD[:, 0], weight, bias=bias, routing=routing)
         mean_BD = jnp.mean(h_BTD[:, first:] if first else h_BTD, axis=1)
         if self.config.pool == "mean":
-            return Reading(mean_BD, weight, bias=bias)
+            return Reading(mean_BD, weight, bias=bias, routing=routing)
         # Both vectors of a feature are neighbours: where devices split features, each has both.
         both_BD2 = jnp.stack([h_BTD[:, 0], mean_BD], axis=-1)
-        return Reading(both_BD2.reshape(len(both_BD2), -1), weight.reshape(-1, weight.shape[-1]), bias=bias)
+        return Reading(
+            both_BD2.reshape(len(both_BD2), -1), weight.reshape(-1, weight.shape[-1]), bias=bias, routing=routing
+        )

@@ -26,6 +26,8 @@ def refuse_uneven(preset: Preset, sizes: Mapping[str, int], optimizer: str = "ad
     """
     ratios = preset.ratios(sizes)
     widths = {axis: ratios[axis] for axis in ("embed", "mlp", "heads", "kv_heads", "head_dim") if axis in ratios}
+    if "experts" in ratios and "embed" in widths:  # an expert's hidden size may grow as it will
+        widths.setdefault("mlp", widths["embed"])
     largest = max(widths.values(), default=1.0)
     if preset.base is None or largest <= 1.0 or min(widths.values()) < 1.0:
         return

@@ -58,6 +58,12 @@ CHOICES = (
     Choice("mlp_out", "mean-field", _FAMILY, "where F/D grows: MLP out std (F/D)^-1/2 below fan-in, MLP in SGD rate F/D and eps "
            "(D/F)^1/2 more; every hidden entry moves, and what the MLP adds at the start vanishes",
            "as experts of Jiang et al. 2601.20205 (a co-author's notes)", "derived"),
+    Choice("experts", "mean-field", _FAMILY, "router std D^-1; expert out std (m/D)^-1 D^-1/2, Adam m^-1; expert in D^-1/2, Adam D^-1",
+           "Jiang et al. 2601.20205, Table 1 (a co-author's derivation; SGD, Muon and eps derived)", "reported"),
+    Choice("experts", "mssp", _FAMILY, "the same, but expert out std (E/m)^1/2, for E that grows with D at fixed m",
+           "Vankadara, Haas et al. 2605.14200, regime II (an account of it)", "reported"),
+    Choice("experts", "dense", _FAMILY, "an expert as a dense MLP and the router as a hidden matrix, an E nowhere: a control",
+           "Tensor Programs V (2203.03466), applied to experts", "derived"),
     Choice("muon_scale", "spectral", _FAMILY, "a step of spectral norm lr (out/in)^1/2 over the base's", "derived from spectral", "derived"),
     Choice("muon_scale", "rms", _FAMILY, "the same, times 0.2 max(in, out)^1/2 of the base: entries of a step are as large as Adam's, "
            "so that one rate serves both; a hidden rate of D^-1/2 over Moonlight's own",

@@ -16,7 +16,7 @@ Where its sources disagree, a constant chooses:
   (derived; measured, its gradient over eps goes as heads^0.95 without it and heads^-0.10 with it).
 * `decay`: "table" has wd = in at every alpha_l, so that lr*wd drifts as L^(al-1) below alpha_l = 1; "rate" keeps lr*wd fixed.
   Without it the table holds, but a run whose lr*wd would drift is refused until one of the two is named (`mupax.train.core.guards`).
-SGD, Muon and Lion follow the infinite-limits rule.
+SGD, Muon and Lion, and experts and their router, follow the infinite-limits rule.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mupax.presets.papers.family import Constants
 from mupax.presets.papers.infinite_limits import D, L, N, heads_summed, infinite_limits
 from mupax.presets.power import ONE, Power, changed, product
 from mupax.presets.preset import Preset
-from mupax.presets.roles import EMBEDDINGS, VECTORS, ParamSpec, PresetError, Role
+from mupax.presets.roles import EMBEDDINGS, ROUTED, VECTORS, ParamSpec, PresetError, Role
 from mupax.presets.rule import Rule
 
 _TABLES = (*(role.value for role in sorted(EMBEDDINGS, key=str)), "readout")
@@ -77,6 +77,8 @@ def completep(
 
 
 def _eps(spec: ParamSpec, of_family: Power, alpha_l: float, scope: str) -> Power:
+    if ROUTED & {spec.role, spec.of}:  # no source of this preset has them
+        return of_family
     in_block, summed = D**-1 * L**-alpha_l, heads_summed(spec)
     if scope == "completed":
         if spec.in_block:

@@ -23,6 +23,7 @@ class Constants:
         embedding_width: Adam's rate of the token embedding goes as D^embedding_width.
         key_start: keys start from numbers of their "own" or as the "query" matrix.
         mlp_out: initial std of MLP out, "fan-in" or "mean-field", for F/D that grows.
+        experts: rules of experts and their router, "mean-field", "mssp" or "dense".
         muon_scale: Muon's step at the base, "spectral" or "rms".
     """
 
@@ -37,6 +38,7 @@ class Constants:
     embedding_width: float = 0.0
     key_start: str = "own"
     mlp_out: str = "fan-in"
+    experts: str = "mean-field"
     muon_scale: str = "spectral"
 
     def check(self, name: str) -> None:

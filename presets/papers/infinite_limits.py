@@ -28,7 +28,17 @@ In an encoder-decoder L is the depth of a parameter's own stack, and in is the e
 The norm before cross-attention, which its queries alone read, has the row of a query's bias. (Derived.)
 Gains of what a branch writes (layer scale) have the row of other gains: their entries see the stream's gradient times L^-al, and L
 of them must move the stream by order one. What they start at is no power of a size; it is a factor on beta0 that trains. (Derived.)
-Constants whose values `choices` lists: `readout_width`, `readout_bias_width`, `embedding_width`, `decay_width`,
+Layers of experts after Jiang, Bordelon, Pehlevan and Hanin 2026 (2601.20205), E experts of hidden size m, a per token, a/E fixed:
+
+| role                          | std             | SGD lr (derived)     | Adam lr          | Adam eps (derived)   |
+|-------------------------------|-----------------|----------------------|------------------|----------------------|
+| router                        | D^-1            | E D^-1 L^(2al-1)     | D^-1 L^(al-1)    | E^-1 L^-al           |
+| expert in (gate and up)       | D^-1/2          | E m D^-1 L^(2al-1)   | D^-1 L^(al-1)    | E^-1 m^-1 L^-al      |
+| expert out                    | m^-1 D^1/2      | E D m^-1 L^(2al-1)   | m^-1 L^(al-1)    | E^-1 D^-1 L^-al      |
+
+A router's bias moves by loads and not by a gradient: its row is 1 under every preset. Muon: expert in and out as other block
+matrices, each expert apart; the router stays on Adam (derived).
+Constants whose values `choices` lists: `experts`, `readout_width`, `readout_bias_width`, `embedding_width`, `decay_width`,
 `key_start`, `mlp_out`, `muon_scale`.
 Forms: plain (TP-V Table 3), readout-multiplier (Table 8, native), table-9, mean-field (the paper's section 2.1).
 """
@@ -48,6 +58,7 @@ from mupax.presets.roles import VECTORS, ParamSpec, PresetError, Role
 from mupax.presets.rule import Rule
 
 D, N, F, L = axis("embed"), axis("head_dim"), axis("mlp"), axis("layers")
+E = axis("experts")
 VALUES = axis("value_dim") / N
 HEADS_OVER_WIDTH = axis("head_dim") * axis("heads") / axis("embed")
 QUERIES_PER_KEY = axis("heads") / axis("kv_heads")
@@ -128,6 +139,31 @@ def _in_branch(spec: ParamSpec, row: Rule, alpha_a: float) -> Rule:
     return row
 
 
+def of_experts(spec: ParamSpec, row: Rule, choice: str) -> Rule:
+    """The row of a router or of experts, from that of a dense matrix: their gradients sum over a/E of the tokens, 1/a of each.
+
+    Args:
+        spec: the parameter.
+        row: as a matrix of the block.
+        choice: the constant `experts`.
+    """
+    role = spec.of or spec.role
+    over = axis("expert_dim") / D
+    if role is Role.ROUTER:
+        row = dataclasses.replace(row, muon=None)
+        started = row if choice == "dense" else dataclasses.replace(row, init_std=row.init_std * D**-0.5)
+        # A score moves by what an expert's output has along the backward signal: D terms of its 1/D, not one.
+        return started if choice == "dense" else started.times(sgd=E / D, eps=D / E)
+    if role is Role.EXPERT_IN:
+        louder = {"mean-field": E * over, "mssp": E**0.5 * over**0.5, "dense": ONE}[choice]
+        return row.times(eps=over**-0.5) if choice == "dense" else row.times(sgd=louder, eps=louder**-1)
+    if role is Role.EXPERT_OUT:
+        louder = {"mean-field": over**-0.5, "mssp": E**0.5, "dense": ONE}[choice]
+        row = dataclasses.replace(row, init_std=row.init_std * louder) if spec.role is Role.EXPERT_OUT else row
+        return row if choice == "dense" else row.times(sgd=E, eps=E**-1)
+    return row
+
+
 def infinite_limits(name: str, constants: Constants) -> Preset:
     """The family of the module's table.
 
@@ -143,7 +179,7 @@ def infinite_limits(name: str, constants: Constants) -> Preset:
     readout_width, embedding_width = constants.readout_width, constants.embedding_width
 
     def rule(spec: ParamSpec) -> Rule:
-        row = row_of(spec, alpha_a, alpha_l)
+        row = of_experts(spec, row_of(spec, alpha_a, alpha_l), constants.experts)
         # Gradients go as 1/gamma0 through the readout: SGD rates * gamma0^2 (paper), eps / gamma0 (derived).
         row = row.times(sgd=gamma0**2, eps=1 / gamma0)
         if Role.READOUT in (spec.role, spec.of):

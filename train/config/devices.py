@@ -27,6 +27,7 @@ DEFAULT: Rules = {
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
+    "expert_dim": ("tensor",),
     "vocab": ("tensor",),
     "classes": ("tensor",),
 }

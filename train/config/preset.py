@@ -13,6 +13,9 @@ from mupax.presets.papers import ALIASES, CONSTANT_FLAGS, read_constants
 from mupax.presets.roles import RUN_AXES
 from mupax.zoo.configs import CONFIGS, ConfigError, ModelConfig
 from mupax.zoo.configs import get as get_model
+from mupax.zoo.transformer import TransformerConfig
+
+_EXPERTS = {"experts", "active", "expert_dim"}
 
 
 class Parameterized(Protocol):
@@ -31,7 +34,8 @@ class PresetConfig:
     name: Annotated[str, conf.arg(aliases=("--preset",))] = "mup"
     """Preset name (`python -m presets` lists them), or measured:PATH, a file of `python -m train balance`."""
     base: Annotated[str | None, conf.arg(metavar="MODEL|AXIS=N,...")] = None
-    """What factors are relative to: a model, or sizes such as embed=64,head_dim=16,layers=2; None is the absolute form (base 1)."""
+    """What factors are relative to: a model (with the run's experts, where it has none), or sizes such as embed=64,head_dim=16,layers=2;
+    None is the absolute form (base 1)."""
     form: Literal["plain", "readout-multiplier", "mean-field", "table-9"] | None = None
     """Where multipliers sit. Changes numbers, never training, but for clip_norm, which sees gradients as the form has them."""
     alpha_a: float | None = None
@@ -87,7 +91,12 @@ def preset_for(given: PresetConfig, model: ModelConfig) -> presets.Preset:
                 f"preset.base {name} is a {named.family} and the model a {model.family}; "
                 f"write one of {', '.join(alike) or 'its sizes, as embed=64,layers=2'}, or None for the absolute form"
             )
-        base = {**named.base_sizes(), **base}
+        base = {**_with_experts_of(model, named).base_sizes(), **base}
+    if base is not None and (missing := _EXPERTS & model.sizes().keys() - base.keys()):
+        raise ConfigError(
+            f"preset.base {given.base} has no {', '.join(sorted(missing))} and the model has experts; "
+            f"write {given.base},{base_text({axis: model.sizes()[axis] for axis in sorted(missing)})}, those of the base"
+        )
     flags = {name: getattr(given, name) for name in CONSTANT_FLAGS}
     preset = presets.get(
         given.name,
@@ -102,6 +111,17 @@ def preset_for(given: PresetConfig, model: ModelConfig) -> presets.Preset:
         tied = [model.tied_readout] if model.tied_readout else []
         check(preset.constants, [*model.parameters().values(), *tied], preset.name)
     return preset
+
+
+def _with_experts_of(model: ModelConfig, named: ModelConfig) -> ModelConfig:
+    """A base that has no experts with as many as the model, as large beside its width; as it is where it has its own."""
+    if not isinstance(model, TransformerConfig) or not isinstance(named, TransformerConfig):
+        return named
+    if model.experts is None or named.experts is not None:
+        return named
+    size = max(1, round(model.expert_size * named.width / model.width))
+    counts = {name: getattr(model, name) for name in ("experts", "active_experts", "shared_experts")}
+    return dataclasses.replace(named, **counts, expert_dim=size)
 
 
 def base_parts(text: str | None) -> tuple[str, dict[str, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,9 +14,9 @@ from mupax.zoo.transformer import TransformerConfig, transformer
 if TYPE_CHECKING:
     from mupax.train.config.run import Config
 
-AXES = ("head_dim", "heads", "width", "depth", "encoder_depth", "mlp", "kv_heads")
-"""What can grow alone. Width follows head_dim and heads, the MLP follows width, key heads follow heads unless they grow alone, and
-an encoder's depth its decoder's unless it is written."""
+AXES = ("head_dim", "heads", "width", "depth", "encoder_depth", "mlp", "experts", "expert_dim", "kv_heads")
+"""What can grow alone. Width follows head_dim and heads, the MLP and experts' hidden follow width, active experts the experts, key
+heads follow heads unless they grow alone, and an encoder's depth its decoder's unless it is written."""
 
 
 def parse(text: str, axes: Sequence[str] = AXES) -> tuple[str, tuple[int, ...]]:
@@ -81,6 +82,8 @@ def of(model: ModelConfig, axis: str) -> int:
         ConfigError: an encoder's depth, of a model without one.
     """
     _refuse_encoder(model, axis)
+    if axis in ("experts", "expert_dim") and axis not in model.sizes():
+        raise ConfigError(f"the model has no experts, so no {axis}; write model.experts too, or another size")
     return model.sizes()[{"width": "embed", "depth": "layers", "encoder_depth": "encoder_layers"}.get(axis, axis)]
 
 
@@ -100,6 +103,8 @@ def grown(model: ModelConfig, axis: str, size: int) -> TransformerConfig:
     _refuse_encoder(model, axis)
     if axis in ("depth", "encoder_depth"):
         return dataclasses.replace(model, **{axis: size})
+    if axis in ("experts", "expert_dim"):
+        return _with_experts(model, axis, size)
     if axis == "mlp":
         return dataclasses.replace(model, mlp_ratio=size / model.width)
     if axis == "kv_heads":
@@ -119,9 +124,25 @@ def grown(model: ModelConfig, axis: str, size: int) -> TransformerConfig:
         model,
         width=width,
         num_heads=heads,
+        expert_dim=None if model.expert_dim is None else round(model.expert_dim * width / model.width),
         head_dim=None if model.head_dim is None else head_dim,
         num_kv_heads=None if model.num_kv_heads is None else heads * model.kv_heads // model.num_heads,
     )
+
+
+def _with_experts(model: TransformerConfig, axis: str, size: int) -> TransformerConfig:
+    """The model with so many experts, a token going to the same share of them, or with experts of another hidden size."""
+    if model.experts is None:
+        raise ConfigError(f"the model has no experts, so no {axis}; write model.experts too, or another size")
+    if axis == "expert_dim":
+        return dataclasses.replace(model, expert_dim=size)
+    active, rest = divmod(size * model.active, model.experts)
+    if rest or not active:
+        raise ConfigError(
+            f"experts={size}: a token goes to {model.active} of {model.experts}, and no whole number of {size} is that share; "
+            f"write a multiple of {model.experts // math.gcd(model.active, model.experts)}"
+        )
+    return dataclasses.replace(model, experts=size, active_experts=active, expert_dim=model.expert_size)
 
 
 def _refuse_encoder(model: ModelConfig, axis: str) -> None:

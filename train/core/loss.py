@@ -19,6 +19,7 @@ import optax
 
 from mupax.train.core.costs import losses
 from mupax.zoo import partition
+from mupax.zoo.experts.routing import Routing
 from mupax.zoo.families import CrossEntropy
 from mupax.zoo.layers.linear import Reading
 
@@ -29,6 +30,8 @@ class Sums(NamedTuple):
     loss: jax.Array
     correct: jax.Array
     weight: jax.Array
+    routing: Routing | None = None
+    """What routers did, times the weight but for counts; None without experts."""
 
 
 def cross_entropy(
@@ -146,7 +149,7 @@ def _on_devices(
         else:
             on_one = _on_one
         sums, grads = on_one(plan, parts[0], start, targets, weights, with_grads)
-        return (*sums, *(getattr(grads, name) for name in returned))
+        return (*sums[:3], *(getattr(grads, name) for name in returned))
 
     outputs = ((), (), (), *(axes[name] for name in returned))
     inputs = (plan.tokens, plan.tokens, *(axes[name] for name, _ in given))

@@ -106,7 +106,7 @@ def applied(keep: jax.Array, update: Callable[..., tuple], before: tuple) -> tup
 def squares(grads: Arrays, specs: Mapping[str, ParamSpec]) -> jax.Array:
     """Sums of squared gradients, float32 [n]: one of every parameter, one of every layer where layers are stacked.
 
-    Their sum is the squared norm of the whole gradient, so that they cost nothing beside it.
+    Their sum is the squared norm of the whole gradient, so that they cost nothing beside it. What moves by loads is 0 in it.
 
     Args:
         grads: of the parameters that are trained, by name; [layers, ...] where layers are stacked.
@@ -115,7 +115,8 @@ def squares(grads: Arrays, specs: Mapping[str, ParamSpec]) -> jax.Array:
     sums = []
     for name in [name for name in specs if name in grads]:  # `grads` has another order inside a jitted function
         axes = tuple(range(int(specs[name].stacked), grads[name].ndim))
-        sums.append(jnp.ravel(jnp.sum(jnp.square(grads[name].astype(jnp.float32)), axis=axes)))
+        of_layers = jnp.ravel(jnp.sum(jnp.square(grads[name].astype(jnp.float32)), axis=axes))
+        sums.append(0 * of_layers if specs[name].moved_by_loads else of_layers)  # not finite where it is not
     # Summed in sight of the compiler, they would be summed anew from every g * g, which would then have two readers and be
     # written to memory whole: a third of AdamW's time on a CPU.
     return jax.lax.optimization_barrier(jnp.concatenate(sums))

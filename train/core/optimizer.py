@@ -80,7 +80,7 @@ def schedule_table(config: OptimizerConfig, steps: int) -> np.ndarray:
 
 
 def build(config: OptimizerConfig, specs: Mapping[str, ParamSpec]) -> optax.GradientTransformationExtraArgs:
-    """The chain of a config. Clipping is global over raw gradients; everything after it is per parameter.
+    """The chain of a config. Clipping is global over raw gradients of the loss; everything after it is per parameter.
 
     Args:
         config: names the optimizer and its constants.
@@ -93,13 +93,26 @@ def build(config: OptimizerConfig, specs: Mapping[str, ParamSpec]) -> optax.Grad
         direction = transforms.stored(direction, first, config.moment_dtype)
     coupled = config.decay == "coupled"
     return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm) if config.clip_norm is not None else optax.identity(),
+        _clip(config.clip_norm, specs) if config.clip_norm is not None else optax.identity(),
         direction,
         add_coupled_decay if coupled else optax.identity(),
         scale_by_preset,
         scale_by_schedule,
         optax.identity() if coupled else add_independent_decay,
     )
+
+
+def _clip(norm: float, specs: Mapping[str, ParamSpec]) -> optax.GradientTransformation:
+    """Clipping of the loss's gradient; how far loads are from even ones is neither counted in it nor clipped."""
+    clip, loads = optax.clip_by_global_norm(norm), {name for name, spec in specs.items() if spec.moved_by_loads}
+    if not loads:
+        return clip
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        clipped, state = clip.update({name: g for name, g in updates.items() if name not in loads}, state, params)
+        return {name: updates[name] if name in loads else clipped[name] for name in updates}, state  # pyright: ignore
+
+    return optax.GradientTransformation(clip.init, update)
 
 
 def _stateless(rule) -> optax.GradientTransformationExtraArgs:

@@ -62,7 +62,13 @@ def batch_sums(definition: Definition, params: Arrays, run: StepInputs, batch: B
             inputs, **others
         )
     how = model.config.compute.cross_entropy
-    return cross_entropy(model.reading(inputs, **others), targets, weights, how=how, reference=reference)
+    reading = model.reading(inputs, **others)
+    if (routing := reading.routing) is None:
+        return cross_entropy(reading, targets, weights, how=how, reference=reference)
+    reading, reference = reading._replace(routing=None), reference and reference._replace(routing=None)
+    sums = cross_entropy(reading, targets, weights, how=how, reference=reference)
+    # Of the mean weight, so that every device's tokens count alike.
+    return sums._replace(routing=routing.weighed(partition.current().mean(sums.weight)))
 
 
 def gradients(
@@ -108,7 +114,7 @@ def _summed(
 
     def summed(trained: Arrays, micro: Batch) -> tuple[jax.Array, Sums]:
         sums = batch_sums(definition, {**params, **trained}, run, micro)
-        return sums.loss, sums
+        return sums.loss if sums.routing is None else sums.loss + sums.routing.penalty, sums
 
     grad = jax.grad(summed, has_aux=True)
     if accumulation_steps == 1:
@@ -134,7 +140,8 @@ def make_train_step(
     """(state, inputs, batch) -> (state, metrics). A step that `nonfinite` rejects leaves all but its counters as they were.
 
     metrics: loss (mean nats per target, before the update), accuracy, grad_norm (before clipping), lr (peak x schedule),
-    weight (targets counted), float32 []; verdict (left out, spike, left out in a row) int32 [3]; `nonfinite.squares`.
+    weight (targets counted), float32 []; of a model with experts `Routing.metrics`; verdict (left out, spike, left out in a row) int32 [3];
+    `nonfinite.squares`.
 
     Args:
         definition, tx: the model, and the chain that turns gradients into updates (`optimizer.build`).
@@ -163,6 +170,7 @@ def make_train_step(
         params = {**state.params, **trained}
         flags = [1 - keep.astype(jnp.int32), spike.astype(jnp.int32), health.in_a_row]
         metrics = {"loss": loss, "accuracy": sums.correct / sums.weight, "grad_norm": grad_norm, "weight": sums.weight}
+        metrics |= {} if sums.routing is None else sums.routing.metrics(sums.weight)
         metrics |= {"lr": hyper.peak_lr * hyper.schedule, "verdict": jnp.stack(flags), "squares": squares}
         return TrainState(state.step + 1, params, opt_state, average, health), metrics
 

@@ -117,7 +117,7 @@ def dimension_numbers(specs: Specs) -> dict[str, MuonDimensionNumbers]:
     return {
         name: MuonDimensionNumbers(*(tuple(map(spec.axes.index, axes)) for axes in (spec.fan_in, spec.fan_out)))
         for name, spec in specs.items()
-        if spec.role not in VECTORS | EMBEDDINGS | {Role.READOUT}
+        if spec.role not in VECTORS | EMBEDDINGS | {Role.READOUT, Role.ROUTER}
     }
 
 

@@ -58,7 +58,7 @@ def evaluate(
                 sums = eval_fn(params, inputs, batch)
             total = sums if total is None else jax.tree.map(np.add, total, jax.device_get(sums))
     assert total is not None, "data without evaluation examples"
-    loss, correct, weight = (float(x) for x in jax.device_get(total))
+    loss, correct, weight = (float(x) for x in jax.device_get((total.loss, total.correct, total.weight)))
     return Scores(loss / weight, correct / weight, int(weight) if math.isfinite(weight) else 0)
 
 

@@ -47,6 +47,10 @@ class EncoderDecoderConfig(TokenModel, TransformerConfig):
         super().__post_init__()
         if self.value_dim is not None:
             raise ConfigError("model.value_dim is of ViTs and decoders; an encoder-decoder's values have head_dim")
+        if self.experts is not None:
+            raise ConfigError(
+                "model.experts is of ViTs and decoders; an encoder-decoder's blocks have an MLP, leave it out"
+            )
         if self.positions == "rotary" and self.heads_dim % 2:
             raise ConfigError(
                 f"rotary positions need an even head dimension, not {self.heads_dim}; write head_dim {self.heads_dim + 1}"

@@ -7,6 +7,7 @@ F hidden, H heads, K key heads, N head dimension.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,6 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mupax.zoo import partition
 from mupax.zoo.definition import Init
+from mupax.zoo.experts.layer import Experts
+from mupax.zoo.experts.routing import Routing
 from mupax.zoo.families import AttentionName, ComputeConfig
 from mupax.zoo.layers import kernels
 from mupax.zoo.layers.cpu_attention import SAVED
@@ -180,12 +183,17 @@ class Block(nnx.Module):
         self.attention_norm = Norm(kind, init.scope("attention_norm"), eps, then)
         self.attention = Attention(config, init.scope("attention"))
         self.mlp_norm = Norm(kind, init.scope("mlp_norm"), eps, then)
-        self.mlp = MLP(config, init.scope("mlp"))
+        self.mlp = MLP(config, init.scope("mlp")) if config.dense_dim else None
+        self.experts = Experts(config, init.scope("experts")) if config.experts else None
         self.attention_gain, self.mlp_gain = init.maybe("attention_gain"), init.maybe("mlp_gain")
         self.skip, self.branch = init.factor("skip"), init.factor("branch")
         self.parallel = config.parallel_branches
 
     def __call__(self, h_BTD: jax.Array) -> jax.Array:
+        return self.routed(h_BTD)[0]
+
+    def routed(self, h_BTD: jax.Array) -> tuple[jax.Array, Routing | None]:
+        """The stream after the block, and what its router did, None without experts."""
         return self._after(h_BTD, self.attention(self.attention_norm(h_BTD)))
 
     def cached(self, h_BTD: jax.Array, cache: Cache, layer: jax.Array | int, *, fresh: bool) -> tuple[jax.Array, Cache]:
@@ -198,7 +206,7 @@ class Block(nnx.Module):
             fresh: as `Attention.cached`.
         """
         y_BTD, cache = self.attention.cached(self.attention_norm(h_BTD), cache, layer, fresh=fresh)
-        return self._after(h_BTD, y_BTD), cache
+        return self._after(h_BTD, y_BTD, dropless=True)[0], cache
 
     def added(self, h_BTD: jax.Array, place: int, y_BTD: jax.Array) -> jax.Array:
         """The stream after a branch.
@@ -213,11 +221,18 @@ class Block(nnx.Module):
         y_BTD = y_BTD if gain is None else y_BTD * gain[...].astype(y_BTD.dtype)
         return skip[place] * h_BTD + branch[place] * y_BTD
 
-    def _after(self, h_BTD: jax.Array, attention_BTD: jax.Array) -> jax.Array:
+    def _after(
+        self, h_BTD: jax.Array, attention_BTD: jax.Array, *, dropless: bool = False
+    ) -> tuple[jax.Array, Routing | None]:
         before_BTD, h_BTD = h_BTD, self.added(h_BTD, 0, attention_BTD)
-        read_BTD = before_BTD if self.parallel else h_BTD
-        h_BTD = self.added(h_BTD, 1, self.mlp(self.mlp_norm(read_BTD)))
-        return partition.constrain(h_BTD, "batch", "sequence", None)
+        x_BTD, routing = self.mlp_norm(before_BTD if self.parallel else h_BTD), None
+        if self.experts is None:
+            assert self.mlp is not None
+            y_BTD = self.mlp(x_BTD)
+        else:
+            y_BTD, routing = self.experts(x_BTD, dropless=dropless)
+            y_BTD = y_BTD if self.mlp is None else self.mlp(x_BTD) + y_BTD
+        return partition.constrain(self.added(h_BTD, 1, y_BTD), "batch", "sequence", None), routing
 
 
 def runs_as_scan(compute: ComputeConfig, depth: int) -> bool:
@@ -245,20 +260,38 @@ def residual_stack(block: nnx.Module, h_BTD: jax.Array, depth: int, compute: Com
         compute: whether the stack is a loop, and what its backward pass keeps.
         *context: what every block takes beside the stream.
     """
+    return _stack(block, lambda block, h_BTD: (block(h_BTD, *context), None), h_BTD, depth, compute)[0]
+
+
+def routed_stack(
+    block: nnx.Module, h_BTD: jax.Array, depth: int, compute: ComputeConfig
+) -> tuple[jax.Array, Routing | None]:
+    """The same, and what the routers of all blocks did, the mean over them (of counts the sum); None without experts.
+
+    Args:
+        block, h_BTD, depth, compute: as `residual_stack`.
+    """
+    return _stack(block, lambda block, h_BTD: block.routed(h_BTD), h_BTD, depth, compute)
+
+
+def _stack(block: nnx.Module, call: Callable, h_BTD: jax.Array, depth: int, compute: ComputeConfig) -> tuple:
     graph, stacked = nnx.split(block)
     scan, layout = runs_as_scan(compute, depth), partition.current()
 
-    def layer(h_BTD: jax.Array, state: nnx.State) -> tuple[jax.Array, None]:
-        return nnx.merge(graph, layout.layer(state, compute.dtype))(checkpoint_name(h_BTD, BLOCK_INPUT), *context), None
+    def layer(h_BTD: jax.Array, state: nnx.State) -> tuple[jax.Array, Routing | None]:
+        return call(nnx.merge(graph, layout.layer(state, compute.dtype)), checkpoint_name(h_BTD, BLOCK_INPUT))
 
     if (policy := REMAT[compute.remat] or layout.policy) is not None:
         # Inside a scan the loop already keeps XLA from merging the recomputation with the forward pass.
         layer = jax.checkpoint(layer, policy=policy, prevent_cse=not scan)
     if scan:
-        return jax.lax.scan(layer, h_BTD, stacked)[0]
+        h_BTD, each = jax.lax.scan(layer, h_BTD, stacked)
+        return h_BTD, each and each.over_blocks()
     # Split at once, so that gradients are written side by side at once: of a slice each, every one is added into a whole stack.
     leaves, structure = jax.tree.flatten(stacked)
     each = [jax.lax.split(jnp.asarray(leaf), [1] * depth) for leaf in leaves]
+    routings = []
     for slices in zip(*each, strict=True):
-        h_BTD, _ = layer(h_BTD, jax.tree.unflatten(structure, [jnp.squeeze(array, 0) for array in slices]))
-    return h_BTD
+        h_BTD, routing = layer(h_BTD, jax.tree.unflatten(structure, [jnp.squeeze(array, 0) for array in slices]))
+        routings += [] if routing is None else [routing]
+    return h_BTD, jax.tree.map(lambda *numbers: jnp.stack(numbers), *routings).over_blocks() if routings else None

@@ -98,6 +98,8 @@ class Reading(NamedTuple):
     """[]; that of a readout through the embedding."""
     bias: jax.Array | None = None
     """[V]."""
+    routing: Any = None
+    """What the model's routers did (`mupax.zoo.experts.routing.Routing`); None without experts."""
 
     def logits(self) -> jax.Array:
         """All of them, float32 [..., V]."""

@@ -81,8 +81,10 @@ def zigzag(*arrays: jax.Array, back: bool = False) -> list[jax.Array]:
     return [moved(x) for x in arrays]
 
 
-def in_zigzag(stack: Callable[[jax.Array], jax.Array], h_BTD: jax.Array) -> jax.Array:
-    """What a residual stack makes of h, with positions in zig-zag within it: there rotary positions alone ask where they lie.
+def in_zigzag(stack: Callable[[jax.Array], tuple[jax.Array, Any]], h_BTD: jax.Array) -> tuple[jax.Array, Any]:
+    """What a residual stack makes of h, and what its routers did, with positions in zig-zag within it.
+
+    There rotary positions alone ask where they lie.
 
     Args:
         stack: of blocks whose attention goes in a ring.
@@ -92,8 +94,8 @@ def in_zigzag(stack: Callable[[jax.Array], jax.Array], h_BTD: jax.Array) -> jax.
     layout.zigzag = True
     (h_BTD,) = zigzag(h_BTD)
     with partition.using(layout):
-        h_BTD = stack(h_BTD)
-    return zigzag(h_BTD, back=True)[0]
+        h_BTD, routing = stack(h_BTD)
+    return zigzag(h_BTD, back=True)[0], routing
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

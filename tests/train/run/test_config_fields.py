@@ -61,6 +61,7 @@ WSD = dataclasses.replace(TOKENS, optimizer=OptimizerConfig(schedule="wsd", deca
 MUON = dataclasses.replace(TOKENS, optimizer=OptimizerConfig(name="muon"))
 ROTARY = dataclasses.replace(TOKENS, model=dataclasses.replace(TOKENS.model, positions="rotary"))
 LONG = dataclasses.replace(ROTARY, model=dataclasses.replace(ROTARY.model, rope_scaling="llama3", rope_original_len=16))
+EXPERTS = dataclasses.replace(RUN, model=dataclasses.replace(RUN.model, experts=4))
 IMAGES = dataclasses.replace(
     TOKENS,
     recipe="vit-digits",
@@ -202,6 +203,9 @@ FIELDS: dict[str, Way] = {
     ),
     "model.rotary_fraction": (program, ROTARY, 0.5),
     **on(program, TOKENS, "model.", window=5, parallel=True),
+    **on(program, EXPERTS, "model.", experts=2, active_experts=1, expert_dim=8, shared_experts=1),
+    **on(program, EXPERTS, "model.routing.", gate="softmax", capacity_factor=1.0, balance="bias"),
+    **on(program, EXPERTS, "model.routing.", balance_weight=0.1, z_weight=0.1),
     "model.qkv_bias": (program, changed(TOKENS, "model.bias", False), True),
     **on(program, IMAGES, "model.", image_size=12, patch_size=2, channels=3, num_classes=9, pool="cls"),
     **on(program, IMAGES, "model.", registers=2, layer_scale=0.5),

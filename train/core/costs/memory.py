@@ -18,7 +18,7 @@ from mupax.zoo import flops
 from mupax.zoo.definition import Definition
 from mupax.zoo.partition import LANES, Layout
 
-_SPLIT = ("heads", "kv_heads", "mlp")
+_SPLIT = ("heads", "kv_heads", "mlp", "expert_dim")
 """Axes of activations that a device may have a part of."""
 
 FORWARD_AGAIN = {"none": 0.0, "dots": 0.0, "block": 1.0, "offload": 1.0}
@@ -150,6 +150,9 @@ def _numbers(
         fan_out[spec.role] += (memory if "memory" in spec.fan_in else length) * per_device(spec.fan_out)
     stream, attended, activated = length * sizes["embed"], fan_in[Role.ATTENTION_OUT], fan_in[Role.MLP_OUT]
     products = sum(fan_out[role] for role in (Role.QUERY, Role.KEY, Role.VALUE, Role.MLP_IN))
+    active = sizes.get("active", 0)  # copies of every token
+    activated += active * fan_in[Role.EXPERT_OUT]
+    products += active * (fan_out[Role.EXPERT_IN] + 2 * stream * (active > 0))
     products += branches * stream + attended  # the stream before every branch
     whole = products + branches * stream + activated  # norms
     # dots keeps products alone: not their activations, nor norms.

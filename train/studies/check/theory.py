@@ -99,6 +99,11 @@ def of(
         raise PresetError(
             f"{preset.name} wants no lazy limit: its `vanishing` names no features; leave --accept lazy out"
         )
+    if "experts" in first.sizes:
+        raise PresetError(
+            "theory has no word for layers of experts yet, neither for activations nor for gradients; "
+            "`python -m presets table` shows their rules, and `python -m train transfer` measures them"
+        )
     exponents, _ = growth(first.sizes, last.sizes)
     family = preset.family(optimizer)
     tied, encoded = first.tied_readout is not None, "encoder_layers" in first.sizes

@@ -22,6 +22,7 @@ from mupax.errors import MupaxError
 from mupax.train.config.data import PixelsConfig
 from mupax.train.config.record import to_json
 from mupax.train.config.run import CheckpointConfig, Config, DistributedConfig, LogConfig, MeshConfig
+from mupax.zoo.experts.config import RoutingConfig
 
 FILE_NAME = "points.jsonl"
 CURVE_POINTS = 200
@@ -34,6 +35,7 @@ _NEWER = {
     "rope_scaling": "none", "rope_factor": 8.0, "rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0,
     "rope_original_len": 8192, "window": None, "parallel": False, "rotary_fraction": 1.0, "registers": None,
     "layer_scale": None,
+    "experts": None, "active_experts": None, "expert_dim": None, "shared_experts": None, "routing": dataclasses.asdict(RoutingConfig()),
 }  # fmt: skip
 """Fields of models that rows were named without, and what those models had."""
 _NEWER_DATA = {
