@@ -21,13 +21,12 @@ from mupax.train.core.factors import init_stds, resolve
 from mupax.train.core.state import TrainState
 from mupax.train.core.step import StepInputs, make_train_step
 from mupax.train.reuse.forms import convert, theta
-from mupax.zoo.configs import DecoderConfig, ViTConfig
+from mupax.zoo.configs import ComputeConfig, DecoderConfig, ViTConfig
 from mupax.zoo.definition import definition
 
-LM = DecoderConfig(width=16, num_heads=4, depth=4, mlp_ratio=4, vocab_size=11, seq_len=5, qk_norm=True)
-VIT = ViTConfig(
-    width=16, num_heads=4, depth=4, mlp_ratio=4, image_size=4, patch_size=2, channels=1, num_classes=5, pool="cls"
-)
+SIZES: Any = {"width": 16, "num_heads": 4, "depth": 4, "mlp_ratio": 4, "compute": ComputeConfig(layers="scan")}
+LM = DecoderConfig(**SIZES, vocab_size=11, seq_len=5, qk_norm=True)
+VIT = ViTConfig(**SIZES, image_size=4, patch_size=2, channels=1, num_classes=5, pool="cls")
 MODELS = {"decoder": LM, "vit": VIT}
 TIED = dataclasses.replace(LM, tied=True)
 BASE = dataclasses.replace(LM, width=1, num_heads=1, depth=1).base_sizes()
@@ -92,7 +91,7 @@ def normals(family: str):
     """Initial parameters at std 1, as `initialize` draws them; gains 1, biases 0."""
     model = built(family)
     stds = {name: np.float32(spec.role is not Role.BIAS) for name, spec in model.specs.items()}
-    return jax.jit(model.initialize)(0, stds)
+    return jax.device_get(jax.jit(model.initialize)(0, stds))
 
 
 def start(family: str, name: str, preset: presets.Preset) -> tuple[TrainState, StepInputs]:
