@@ -142,6 +142,8 @@ class Limits(ConstantFlags):
     """adam, adamw, sgd, momentum, muon or lion."""
     joint: horizon.Applied = "none"
     """The rule by which the optimizer's numbers follow batch and tokens (of Adam)."""
+    experts: Switch = False
+    """Of a model of experts: its width with their hidden size, their number at a fixed share of active ones, their size alone."""
     json: Switch = False
     """Print JSON."""
 
@@ -149,12 +151,15 @@ class Limits(ConstantFlags):
         preset = presets.get(self.preset, **self.values())
         adam, rule = preset.family(self.optimizer) == "adam", joint.of(self.joint, self.optimizer)
         if self.json:
-            rows = {**verdicts.verdicts(preset, self.optimizer), **(joint_limits.verdicts(rule) if adam else {})}
+            rows = {
+                **verdicts.verdicts(preset, self.optimizer, experts=self.experts),
+                **(joint_limits.verdicts(rule) if adam else {}),
+            }
             entries = {row: {limit: dataclasses.asdict(e) for limit, e in at.items()} for row, at in rows.items()}
             return print_json(entries)
         what = "size^exponent of each observable as one size grows, the ratios of widths fixed"
         print(terminal.wrapped(f"{preset.describe()}, {self.optimizer}: {what}"), end="\n\n")
-        print(terminal.table(verdicts.limits_rows(preset, self.optimizer)))
+        print(terminal.table(verdicts.limits_rows(preset, self.optimizer, experts=self.experts)))
         if adam:
             print(f"\n{joint_limits.limits_text(rule)}")
         return 0

@@ -14,9 +14,9 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Literal
 
-from mupax.presets.analysis.limits import SPECS, Limit
+from mupax.presets.analysis.limits import PARTS, SPECS, Limit
 from mupax.presets.preset import Preset
-from mupax.presets.roles import BIASES, EMBEDDINGS, VECTORS, ParamSpec, Role
+from mupax.presets.roles import BIASES, EMBEDDINGS, ROUTED, VECTORS, ParamSpec, Role
 
 Column = Literal["init_std", "lr", "eps"]
 """Of a row: initial size (multiplier and std), steps (multiplier and rate), Adam's eps."""
@@ -24,8 +24,8 @@ Column = Literal["init_std", "lr", "eps"]
 ALONE = ("embed", "memory", "mlp", "heads", "kv_heads", "head_dim")
 """Axes that a limit grows together: a fan-in of the wrong one shows where one grows alone."""
 
-NAMES = {spec.role: name for name, spec in SPECS.items()}
-"""Role to its name in `SPECS`."""
+NAMES = {spec.role: name for specs in (SPECS, PARTS["experts"]) for name, spec in specs.items()}
+"""Role to its name in `PARTS`."""
 
 _TOLERANCE = 0.01
 """An exponent beyond this is not zero."""
@@ -83,11 +83,11 @@ class Health:
         limit, start = self.limit, self._effective(spec, self.limit)
         if spec.role in EMBEDDINGS:
             start -= 0.0 if limit.layers else limit.stream
-        elif spec.role is Role.READOUT:  # vanishing as D^-1/2 it starts at zero, as anything between may
+        elif spec.role in (Role.READOUT, *ROUTED):  # vanishing as D^-1/2 it starts at zero, as anything between may
             start = max(start, 0.0) + min(start + 0.5, 0.0)
         if spec.role in BIASES or abs(start) > _TOLERANCE:
             return None if spec.role in BIASES else Trouble("explodes" if start > 0 else "vanishes", start)
-        if spec.role in NAMES and spec.in_block:
+        if _bounded(spec):
             return self._alone(lambda alone: max(0.0, self._effective(spec, alone)), "explodes")
         return None
 
@@ -105,7 +105,7 @@ class Health:
             source = self._lets("features")
             slower = source < 0 and move < source - _TOLERANCE
             return Trouble("lazy" if (lazy or source < 0) and not slower else "frozen", move)
-        if self.preset.uneven and spec.role in NAMES and spec.in_block and self.limit.family in ("adam", "lion"):
+        if self.preset.uneven and _bounded(spec) and self.limit.family in ("adam", "lion"):
             return self._alone(lambda alone: max(0.0, self._rate(spec, alone) + _axes(spec.fan_in, alone)), "explodes")
         return None
 
@@ -116,7 +116,7 @@ class Health:
         lets = self._lets("eps", spec)
         if over < min(lets, 0.0) - _TOLERANCE or over > max(lets, 0.0) + _TOLERANCE:
             return Trouble("eps dominates" if over < 0 else "eps fades", over)
-        if self.preset.uneven and spec.role in NAMES and spec.in_block:
+        if self.preset.uneven and _bounded(spec):
             return self._alone(lambda alone: self._over_eps(spec, alone) or 0.0, "eps dominates", "eps fades")
         return None
 
@@ -137,8 +137,8 @@ class Health:
     @functools.cached_property
     def _limits(self) -> dict[str, Limit]:
         """Every axis of `ALONE` growing alone."""
-        family, tied = self.limit.family, self.limit.tied
-        return {axis: Limit(self.preset, family, {axis: 1.0}, tied=tied) for axis in ALONE}
+        family, tied, part = self.limit.family, self.limit.tied, "experts" if self.limit.part == "experts" else ""
+        return {axis: Limit(self.preset, family, {axis: 1.0}, tied=tied, part=part) for axis in ALONE}
 
     def _lets(self, what: str, spec: ParamSpec | None = None) -> float:
         """Exponent of what the preset's source lets vanish: of a parameter, the same in all parts of an encoder-decoder."""
@@ -190,19 +190,26 @@ class Health:
                 return through_logits(limit.logits + limit.n + limit.carried("query", change) + limit.k)
             case Role.VALUE:
                 return limit.carried("attention out", change) + branches
-            case Role.MLP_IN:
+            case Role.MLP_IN | Role.EXPERT_IN:
                 return limit.carried("MLP out", change) + branches
             case Role.READOUT:
                 return change
             case role if role in EMBEDDINGS:
                 return change - limit.stream
-            case Role.ATTENTION_OUT | Role.MLP_OUT | Role.HIDDEN:
+            case Role.ATTENTION_OUT | Role.MLP_OUT | Role.EXPERT_OUT | Role.HIDDEN:
                 return change + branches
         if spec.in_block:
-            if limit.growth.get("mlp", 0.0) != limit.growth.get("embed", 0.0):
+            if limit.growth.get("mlp" if limit.part != "experts" else "expert_dim", 0.0) != limit.growth.get(
+                "embed", 0.0
+            ):
                 return None
             return limit.carried("MLP out", limit.carried("MLP in", change)) + branches
         return limit.carried("readout", change)
+
+
+def _bounded(spec: ParamSpec) -> bool:
+    """Whether its steps and start are bounded where one axis grows alone: matrices of a block, but experts, whose m/D is in them."""
+    return spec.role in NAMES and spec.in_block and spec.role not in ROUTED
 
 
 def _axes(names: Iterable[str], limit: Limit) -> float:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from mupax.presets.optimizers import Family
 from mupax.presets.power import Power
 from mupax.presets.preset import Preset
-from mupax.presets.roles import MATRICES, OWN, Role, of_cross, of_encoder
+from mupax.presets.roles import EXPERT_MATRICES, EXPERTS, MATRICES, OWN, Role, of_cross, of_encoder
 
 LIMITS: dict[str, dict[str, float]] = {
     "head_dim": {"head_dim": 1.0, "embed": 1.0, "memory": 1.0, "mlp": 1.0},
@@ -32,8 +32,16 @@ PARTS = {
     "": SPECS,
     "cross": SPECS | {name: of_cross(SPECS[name]) for name in ("query", "key", "value", "attention out")},
     "encoder": {name: of_encoder(spec) if spec.in_block else spec for name, spec in SPECS.items()},
+    "experts": SPECS | dict(zip(("router", "MLP in", "MLP out"), EXPERT_MATRICES.values(), strict=True)),
 }
-"""The same by `ParamSpec.part` of an encoder-decoder: with attention to the encoder's output for its own, and of the encoder."""
+"""The same by `ParamSpec.part` of an encoder-decoder: with attention to the encoder's output for its own, and of the encoder; and with
+experts for the MLP."""
+EXPERT_LIMITS = {
+    "width": {"head_dim": 1.0, "embed": 1.0, "expert_dim": 1.0},
+    "experts": {"experts": 1.0, "active": 1.0},
+    "expert_dim": {"expert_dim": 1.0},
+}
+"""Limits of a layer of experts: n with m, E at a fixed share of active ones, and m alone."""
 
 _TIED = dataclasses.replace(SPECS["embedding"], role=Role.READOUT, fan_in=("embed",), tied=True)
 
@@ -51,13 +59,14 @@ class Limit:
         growth: axis to the power of the size that goes to infinity.
         tied: the readout is the embedding's table: only its multiplier is its own. One logit is then unlike others at first: `contact`.
         part: of an encoder-decoder, a key of `PARTS`; for its encoder the readout stands for the decoder, whose blocks add up in concert.
+            experts: of a model whose MLPs are experts, E of them, a/E of which are active.
     """
 
     def __init__(
         self, preset: Preset, family: Family, growth: Mapping[str, float], *, tied: bool = False, part: str = ""
     ) -> None:
-        self.preset, self.growth, self.tied = preset, growth, tied
-        self._parts: dict[str, Limit] = {part: self}
+        self.preset, self.growth, self.tied, self.part = preset, growth, tied, part
+        self._parts: dict[str, Limit] = {part: self, **({"": self} if part == "experts" else {})}
         specs = self.specs = PARTS[part]
         self.family: Family = family
         self.rows = {name: preset.row(spec) for name, spec in specs.items() if not (tied and name == "readout")}
@@ -67,6 +76,8 @@ class Limit:
         self.fan_in = {name: sum(growth.get(axis, 0.0) for axis in spec.fan_in) for name, spec in specs.items()}
         self.fan_out = {name: sum(growth.get(axis, 0.0) for axis in spec.fan_out) for name, spec in specs.items()}
         blocks = specs["query"].blocks
+        of_experts = growth if part == "experts" else {}
+        self.active, self.experts = of_experts.get("active", 0.0), of_experts.get("experts", 0.0)
         self.n, self.layers = growth.get("head_dim", 0.0), growth.get(blocks, 0.0)
         self.logits, self.branch = self.x(preset.logits), self.x(preset.branch.renamed(OWN.axis, blocks))
         self._initialize(preset)
@@ -111,7 +122,9 @@ class Limit:
         # A key that starts as its query: |q|^2 is a sum of squares, alike in all heads.
         self.attention, self.spread = of_head + (self.n / 2 if preset.key_as_query else 0.0), of_head
         self.hidden = self.random("MLP in")
-        self.block = max(self.random("attention out", self.v), self.random("MLP out", self.hidden))
+        self.written = self.random("MLP out", self.hidden)
+        # The mean over active experts, which are independent at first.
+        self.block = max(self.random("attention out", self.v), self.written - self.active / 2)
         self.contribution = self.branch + self.block
         self.embedded = self.weight("embedding")
         self.stream = max(self.embedded, self.contribution + self.layers / 2)
@@ -132,8 +145,8 @@ class Limit:
             "embedding": a["embedding"] + self.weight("readout") - self.embedded,
             "value": a["value"] + at_heads + grouped,
             "attention out": a["attention out"] + at_branch + self.v,
-            "MLP in": a["MLP in"] + at_hidden,
-            "MLP out": a["MLP out"] + at_branch + self.hidden,
+            "MLP in": a["MLP in"] + at_hidden - self.experts,
+            "MLP out": a["MLP out"] + at_branch + self.hidden - self.experts,
             "readout": a["readout"],
         }
         # Attention weights see v . (backward signal): N terms, independent at first, aligned as far as v has moved.
@@ -141,6 +154,12 @@ class Limit:
         at_logits = at_heads + self.v + self.aligned
         self.gradient["query"] = a["query"] + self.logits + self.k + at_logits
         self.gradient["key"] = a["key"] + self.logits + self.q + at_logits + grouped
+        if "router" in self.specs:
+            # A score sees what its expert writes . (backward signal): D terms, independent at first, aligned once that moves.
+            width = self.fan_out["MLP out"]
+            first, moved = self.written + width / 2, self.acts("MLP out", self.hidden) + width
+            self.gradient["router"] = a["router"] + at_branch + max(first, moved) - self.experts
+            self.unaligned = first - max(first, moved)
 
     def direction(self, name: str) -> float:
         """Entries of the optimizer's direction: Adam and Lion divide the gradient's size out; eps has rows of its own."""
@@ -168,7 +187,7 @@ class Limit:
         return self.step(name) + self.fan_in[name] + entries
 
     def orthogonal(self, name: str) -> bool:
-        return self.family == "muon" and self.specs[name].in_block
+        return self.family == "muon" and self.specs[name].in_block and self.specs[name].role is not Role.ROUTER
 
     def _update(self) -> None:
         self.dq, self.dk = self.acts("query"), self.acts("key")
@@ -184,24 +203,27 @@ class Limit:
             # A softmax cannot move by more than its whole.
             **{name: min(0.0, x) + self.random("attention out", self.v) for name, x in attention.items()},
         }
+        if "router" in self.specs:  # a gate cannot move by more than its whole either
+            block["router"] = min(0.0, self.acts("router")) + self.written - self.active / 2
         self.d_block = max(block.values())
         # Blocks move in concert: their changes add up as L, not as L^1/2.
         stream = {name: self.branch + x + self.layers for name, x in block.items()}
         stream["embedding"] = self.step("embedding")
         self.features = max(stream.values()) - self.stream
-        output = {name: self.first_order(name) for name in SPECS}
+        output = {name: self.first_order(name) for name in self.specs}
         self.d_output = max(output.values())
         self.parts = {"attention logits": attention, "stream": stream, "output": output}
 
     def moved_by(self, what: str) -> tuple[str, ...]:
         """The weights, by their names in `SPECS`, whose steps change "attention logits", "stream" or "output" the fastest."""
         parts = self.parts[what]
-        return tuple(name for name in SPECS if parts.get(name, -math.inf) > max(parts.values()) - 1e-9)
+        return tuple(name for name in self.specs if parts.get(name, -math.inf) > max(parts.values()) - 1e-9)
 
     def first_order(self, name: str) -> float:
         """The output's change through one kind of weight: gradient times step, all of one sign, over entries and blocks."""
         rate, entries = self.x(self.rows[name].lr(self.family)), self.fan_in[name] + self.fan_out[name]
         blocks = self.layers if self.specs[name].in_block else 0.0
+        blocks += self.experts if self.specs[name].role in EXPERTS else 0.0
         if self.orthogonal(name):  # rate times the nuclear norm of a gradient of low rank
             return rate + self.gradient[name] + entries / 2 + blocks
         return rate + self.direction(name) + self.gradient[name] + entries + blocks
@@ -234,6 +256,16 @@ class Limit:
             "q, k backward signal, aligned": self.logits + self.k + self.aligned,
         }
         block = ("value", "attention out", "MLP in", "MLP out")
+        if "router" in self.specs:
+            exponents |= {
+                "router's scores": self.random("router"),
+                "change of router's scores": self.acts("router"),
+                "what an expert writes, at first": self.written,
+                "change of what experts write": max(
+                    self.acts("MLP out", self.hidden), self.carried("MLP out", self.d_hidden)
+                ),
+            }
+            block += ("router",)
         groups = {"embedding": ("embedding",), "q, k": ("query", "key"), "block": block, "readout": ("readout",)}
         for name, members in groups.items():
             exponents[f"weight movement, {name}"] = _farthest(*map(self.movement, members))

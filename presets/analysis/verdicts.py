@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from mupax.presets.analysis.limits import LIMITS, Limit
+from mupax.presets.analysis.limits import EXPERT_LIMITS, LIMITS, Limit
 from mupax.presets.preset import Preset
 
-SYMBOLS = {"head_dim": "N", "heads": "H", "depth": "L"}
+SYMBOLS = {"head_dim": "N", "heads": "H", "depth": "L", "width": "D", "experts": "E", "expert_dim": "m"}
 
 ORDER = ("explodes", "lazy", "frozen", "heads collapse", "vanishes", "stable")
 """Verdicts, worst first."""
@@ -26,6 +26,8 @@ DESCRIPTIVE = (
     "all blocks' share of the stream",
     "change of q, k entries",
     "q, k backward signal, at first",
+    "router's scores",
+    "what an expert writes, at first",
     "signal into an encoder, at first",
     "weight movement, q, k",
 )
@@ -40,21 +42,23 @@ class Entry:
     verdict: str
 
 
-def verdicts(preset: Preset, optimizer: str = "adam") -> dict[str, dict[str, Entry]]:
+def verdicts(preset: Preset, optimizer: str = "adam", *, experts: bool = False) -> dict[str, dict[str, Entry]]:
     """Observable to limit to exponent and verdict.
 
     Args:
         preset: any; form and base do not matter.
         optimizer: whose updates.
+        experts: of a model that has experts for MLPs, in the limits of `EXPERT_LIMITS`.
 
     Raises:
         PresetError: the preset has no rule for the optimizer.
     """
     family = preset.family(optimizer)
     table: dict[str, dict[str, Entry]] = {}
-    for limit, growth in LIMITS.items():
-        whole = Limit(preset, family, growth)
-        column = whole.observables() | _of_cross(whole.of("cross")) | _into_encoder(whole)
+    for limit, growth in (EXPERT_LIMITS if experts else LIMITS).items():
+        whole = Limit(preset, family, growth, part="experts" if experts else "")
+        column = whole.observables()
+        column |= {} if experts else _of_cross(whole.of("cross")) | _into_encoder(whole)
         for row, exponent in column.items():
             x = round(exponent, 10) + 0.0
             table.setdefault(row, {})[limit] = Entry(x, _verdict(row, limit, x, column, family))
@@ -104,9 +108,18 @@ def _verdict(row: str, limit: str, exponent: float, column: Mapping[str, float],
         return "heads collapse"
     if row == "weight movement, q, k" and column["change of attention logits"] >= 0:
         return "vanishes"  # and the logits, a sum over many entries, move all the same
-    if row.startswith(("weight movement", "change of attention", "change of cross-attention logits")):
+    if row == "what an expert writes, at first":
+        return "vanishes"  # a mean-field start: its steps write as much at every size
+    if row.startswith(
+        ("weight movement", "change of attention", "change of router's scores", "change of cross-attention logits")
+    ):
         return "frozen"
-    if row in ("change of v, MLP entries", "change of cross-attention's v", "change of the stream"):
+    if row in (
+        "change of v, MLP entries",
+        "change of what experts write",
+        "change of cross-attention's v",
+        "change of the stream",
+    ):
         return "frozen" if limit == "depth" else "lazy"
     return "vanishes"
 
@@ -126,15 +139,16 @@ def wrong(preset: Preset, optimizer: str = "adam") -> dict[str, list[tuple[str, 
     return {limit: sorted(rows, key=lambda row: ORDER.index(row[1].verdict)) for limit, rows in found.items()}
 
 
-def limits_rows(preset: Preset, optimizer: str = "adam") -> list[list[str]]:
+def limits_rows(preset: Preset, optimizer: str = "adam", *, experts: bool = False) -> list[list[str]]:
     """Every observable and its cell per limit, with a header row.
 
     Args:
         preset: whose observables.
         optimizer: whose steps change the model.
+        experts: as `verdicts`.
     """
-    rows = [["observable", *(f"{limit} ({SYMBOLS[limit]})" for limit in LIMITS)]]
-    table = verdicts(preset, optimizer)
+    table = verdicts(preset, optimizer, experts=experts)
+    rows = [["observable", *(f"{limit} ({SYMBOLS[limit]})" for limit in next(iter(table.values())))]]
     return [*rows, *([row, *(cell(entry, SYMBOLS[limit]) for limit, entry in at.items())] for row, at in table.items())]
 
 

@@ -14,6 +14,7 @@ from mupax.train.parallel.mesh import MeshError
 from mupax.zoo.definition import Definition
 from mupax.zoo.families import ModelConfig
 from mupax.zoo.partition import Layout
+from mupax.zoo.transformer import TransformerConfig
 
 
 class MeshLayout(Layout):
@@ -56,14 +57,20 @@ class MeshLayout(Layout):
         return shardings
 
     def check_positions(self, model: ModelConfig) -> None:
-        """Refuse a model whose positions do not split evenly.
+        """Refuse a model whose positions do not split evenly, or whose experts take the first tokens of an example.
 
         Padding them would put a mask into every attention kernel, into the mean over patches and into every FLOP count,
         to serve a CLS token that a model trained on split positions can do without.
 
         Raises:
-            MeshError: the positions are not a multiple of the devices that split them.
+            MeshError: the positions are not a multiple of the devices that split them, or experts have a capacity.
         """
+        factor = model.routing.capacity_factor if isinstance(model, TransformerConfig) else None
+        if factor is not None and self.ways("sequence") > 1:
+            raise MeshError(
+                f"model.routing.capacity_factor {factor} gives room to an example's first tokens, which no device has in order "
+                f"under {self._named('sequence')}; leave it out (no token is dropped), or write mesh.sequence 1"
+            )
         sizes, ways = model.sizes(), self.ways("sequence")
         for length in (sizes[axis] for axis in ("position", "source") if sizes.get(axis, 0) % ways):
             made_of, instead = model.splitting_hint(ways)

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import pytest
 
-from mupax.presets import PresetError
 from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.program import Program, assemble
 from mupax.train.core.step import Batch
@@ -107,37 +106,41 @@ def test_a_balance_bias_falls_where_an_expert_has_more_than_its_share_and_is_no_
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("words", "message"),
     [
-        ({"experts": 2, "active_experts": 3}, r"active_experts 3 is more than the 2 experts there are"),
-        ({"experts": 3, "active_experts": 3}, r"32 hidden units do not split over 3 active experts"),
-        ({"active_experts": 2}, r"there are no experts; write model\.experts too"),
-        ({"expert_dim": 8}, r"there are no experts; write model\.experts too"),
+        ("--model.experts 2 --model.active-experts 3", "active_experts 3 is more than the 2 experts there are; write"),
+        ("--model.experts 4 --model.routing.capacity-factor 0", "capacity_factor is 0.0, and no token would find room"),
+        (
+            "--model.experts 4 --model.routing.capacity-factor 1 --mesh.sequence 2",
+            "capacity_factor 1.0 gives room to an example's first tokens, which no device has in order under mesh.sequence 2",
+        ),
+        (
+            "--model.experts 4 --preset.base embed=64,head_dim=16",
+            "the model has experts; write embed=64,head_dim=16,active=2",
+        ),
     ],
 )
-def test_experts_that_do_not_fit_are_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        dataclasses.replace(DENSE, **fields)
+def test_experts_that_do_not_fit_are_refused_before_work(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mupax.train.__main__ import main
+
+    try:
+        code = main(["lm-tiny", "--model.mlp-ratio", "4", *words.split(), "--dry-run"])
+    except SystemExit as stop:
+        code = stop.code
+    said = " ".join(capsys.readouterr().err.split())
+    assert code == 2
+    assert message in said.replace(" │ │ ", " ")
 
 
-def test_a_capacity_of_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"capacity_factor is 0\.0, and no token would find room; write a number"):
-        RoutingConfig(capacity_factor=0.0)
-
-
-def test_an_encoder_decoder_has_no_experts() -> None:
+def test_an_encoder_decoder_has_no_experts_and_an_mlp_that_does_not_split_none() -> None:
+    with pytest.raises(ConfigError, match=r"32 hidden units do not split over 3 active experts; write expert_dim 11"):
+        dataclasses.replace(DENSE, experts=3, active_experts=3)
+    with pytest.raises(ConfigError, match=r"expert_dim is 8 and there are no experts; write model\.experts too"):
+        dataclasses.replace(DENSE, expert_dim=8)
     with pytest.raises(ConfigError, match=r"model\.experts is of ViTs and decoders"):
         EncoderDecoderConfig(width=8, depth=2, num_heads=2, vocab_size=11, seq_len=6, experts=4)
-
-
-def test_theory_says_that_it_has_no_word_for_experts() -> None:
-    from mupax.presets import get
-    from mupax.train.studies.check import theory
-    from mupax.zoo.definition import definition
-
-    made = definition(MODEL)
-    with pytest.raises(PresetError, match="no word for layers of experts yet"):
-        theory.of(get("mup", base=MODEL.base_sizes()), made, made, "adam")
 
 
 @functools.cache
