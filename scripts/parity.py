@@ -44,6 +44,10 @@ LLAMA = DecoderConfig(
 NEOX = dataclasses.replace(
     GPT2, positions="rotary", parallel=True, rotary_fraction=0.25, activation="gelu_exact", tied=False, bias=True
 )
+GEMMA = dataclasses.replace(
+    LLAMA, num_kv_heads=3, activation="geglu", tied=True, post_norm=True, window=5, full_every=2, attention_softcap=2.0,
+    logit_softcap=3.0,
+)  # fmt: skip
 VIT = ViTConfig(
     width=48, depth=3, num_heads=6, image_size=12, patch_size=4, num_classes=11, pool="cls", activation="gelu_exact",
     norm_eps=1e-12,
@@ -72,6 +76,8 @@ VARIANTS: dict[str, TransformerConfig] = {
     "DINOv2": dataclasses.replace(VIT, pool="cls-mean", layer_scale=1.0, norm_eps=1e-6),
     "DINOv2, registers": dataclasses.replace(VIT, pool="cls-mean", layer_scale=0.125, registers=3, mlp_ratio=2.0),
     "Qwen3": dataclasses.replace(LLAMA, num_kv_heads=2, qk_norm=True),
+    "Gemma 2": GEMMA,
+    "Gemma 2, untied": dataclasses.replace(GEMMA, tied=False, full_every=None, attention_softcap=None),
 }
 """Models that differ from one of the others in a few fields."""
 

@@ -124,6 +124,14 @@ class DecoderConfig(TokenModel, TransformerConfig):
     """A block's MLP reads the stream as its attention does, not after it (GPT-J, GPT-NeoX)."""
     window: int | None = None
     """Positions that a query sees, its own and those before it (sliding window); all before it unless given."""
+    full_every: int | None = None
+    """Every so-many-th block has no window; each has it unless given."""
+    post_norm: bool = False
+    """Normalize what each branch writes, too, with a gain (Gemma 2)."""
+    attention_softcap: float | None = None
+    """Attention logits x are cap * tanh(x / cap); as they are unless given."""
+    logit_softcap: float | None = None
+    """The same of the model's logits."""
     tied: bool = False
     """Read out with the token embedding."""
     readout_bias: bool = False
@@ -142,6 +150,14 @@ class DecoderConfig(TokenModel, TransformerConfig):
                 f"model.rotary_fraction {self.rotary_fraction} of {self.heads_dim} is {self.rotary_size} entries of a head; write a share "
                 "of at most 1 that makes an even number"
             )
+        if self.full_every is not None and (self.window is None or self.full_every < 2):
+            raise ConfigError(
+                f"model.full_every is {self.full_every} with window {self.window}; it says which blocks have no window: write window "
+                "too, and at least 2"
+            )
+        for name in ("attention_softcap", "logit_softcap"):
+            if (cap := getattr(self, name)) is not None and not 0 < cap < math.inf:
+                raise ConfigError(f"model.{name} is {cap}; write a number above 0, such as 50")
         if self.rotary_fraction != 1 and self.positions != "rotary":
             raise ConfigError("model.rotary_fraction is of rotary positions; write positions rotary")
         if self.rope_scaling == "none":
@@ -183,7 +199,21 @@ class DecoderConfig(TokenModel, TransformerConfig):
 
     @property
     def sight(self) -> Sight:
-        return Sight(self.causal, self.window)
+        return Sight(self.causal, self.window, self.attention_softcap)
+
+    @property
+    def sights(self) -> tuple[Sight, ...]:
+        if self.full_every is None:
+            return (self.sight,)
+        return (*[self.sight] * (self.full_every - 1), self.sight._replace(window=None))
+
+    @property
+    def branch_gains(self) -> float | None:
+        return 1.0 if self.post_norm else None
+
+    @property
+    def post_norms(self) -> bool:
+        return self.post_norm
 
     def parameters(self) -> dict[str, ParamSpec]:
         learned = {"position": ParamSpec(role=Role.POSITION, axes=("position", "embed"))}

@@ -13,7 +13,7 @@ from mupax.zoo import partition
 from mupax.zoo.configs import DecoderConfig
 from mupax.zoo.definition import Init
 from mupax.zoo.experts.routing import Routing
-from mupax.zoo.layers.block import Block, routed_stack, runs_as_scan
+from mupax.zoo.layers.block import Block, over_layers, routed_stack, runs_as_scan
 from mupax.zoo.layers.cache import Cache
 from mupax.zoo.layers.kernels import chosen
 from mupax.zoo.layers.linear import Norm, Reading
@@ -63,17 +63,20 @@ class Decoder(nnx.Module):
         h_BTD = self.embed(tokens_BT, None if fresh else cache.length)
         (graph, stacked), depth = nnx.split(self.block), self.config.depth
 
-        def layer(stream: tuple[jax.Array, Cache], of: tuple[jax.Array | int, nnx.State]) -> tuple[Any, None]:
+        def layer(
+            stream: tuple[jax.Array, Cache], of: tuple[jax.Array | int, nnx.State], place: int
+        ) -> tuple[Any, None]:
             (h_BTD, cache), (index, state) = stream, of
-            return nnx.merge(graph, state).cached(h_BTD, cache, index, fresh=fresh), None
+            return nnx.merge(graph, state).at(place).cached(h_BTD, cache, index, fresh=fresh), None
 
         # The cache is carried, not scanned over: it is then written in place, and never copied whole.
         if runs_as_scan(self.config.compute, depth):
-            (h_BTD, cache), _ = jax.lax.scan(layer, (h_BTD, cache), (jnp.arange(depth), stacked))
+            each = (jnp.arange(depth), stacked)
+            (h_BTD, cache), _ = over_layers(layer, (h_BTD, cache), each, depth, self.block.period)
         else:
             for index in range(depth):
                 state = jax.tree.map(lambda array, i=index: array[i], stacked)
-                (h_BTD, cache), _ = layer((h_BTD, cache), (index, state))
+                (h_BTD, cache), _ = layer((h_BTD, cache), (index, state), index)
         return h_BTD, cache._replace(length=cache.length + tokens_BT.shape[1])
 
     def reading(self, tokens_BT: jax.Array) -> Reading:
@@ -95,7 +98,10 @@ class Decoder(nnx.Module):
 
     def _reading(self, h_BTD: jax.Array, routing: Routing | None = None) -> Reading:
         bias = None if self.readout_bias is None else self.readout_bias[...]
+        cap = None if self.config.logit_softcap is None else jnp.float32(self.config.logit_softcap)
         if self.readout is not None:
-            return Reading(self.norm(h_BTD), self.readout[...], bias=bias, routing=routing)
+            return Reading(self.norm(h_BTD), self.readout[...], bias=bias, cap=cap, routing=routing)
         assert self.tied_readout is not None
-        return Reading(self.norm(h_BTD), self.token[...].T, scale=self.tied_readout[...], bias=bias, routing=routing)
+        return Reading(
+            self.norm(h_BTD), self.token[...].T, scale=self.tied_readout[...], bias=bias, cap=cap, routing=routing
+        )

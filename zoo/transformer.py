@@ -36,6 +36,8 @@ class Sight(NamedTuple):
     """Query t sees keys 0..t, else all."""
     window: int | None = None
     """Causal alone: of those the last so many, its own among them."""
+    cap: float | None = None
+    """Logits are cap * tanh(logits / cap) before softmax (soft cap); as they are unless given."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,6 +189,16 @@ class TransformerConfig(ModelConfig):
         """What attention sees."""
         return Sight(self.causal)
 
+    @property
+    def sights(self) -> tuple[Sight, ...]:
+        """What attention sees of layer 0, 1 and so on, until it begins anew: most models have one."""
+        return (self.sight,)
+
+    @property
+    def post_norms(self) -> bool:
+        """Whether what a branch writes is normalized before its gain (`branch_gains`)."""
+        return False
+
     def base_sizes(self) -> dict[str, int]:
         return {
             "embed": self.width,
@@ -248,11 +260,16 @@ class TransformerConfig(ModelConfig):
     def attention_flops(self) -> float:
         """q.k and the sum of values. A causal position attends to half of the context on average and is counted so."""
         length = self.sizes()["position"]
-        attended = length / 2 if self.causal else length
-        if (window := self.sight.window) is not None and window < length:
-            attended = window - window**2 / (2 * length)
+
+        def attended(sight: Sight) -> float:
+            if sight.window is not None and sight.window < length:
+                return sight.window - sight.window**2 / (2 * length)
+            return length / 2 if self.causal else length
+
+        layers = [self.depth // len(self.sights) + (i < self.depth % len(self.sights)) for i in range(len(self.sights))]
         each = self.heads_dim + (self.value_dim or self.heads_dim)
-        return 2 * attended * self.num_heads * each * self.depth * (length // self.units)
+        positions = sum(attended(sight) * count for sight, count in zip(self.sights, layers, strict=True))
+        return 2 * positions * self.num_heads * each * (length // self.units)
 
 
 def transformer(model: ModelConfig, what: str) -> TransformerConfig:

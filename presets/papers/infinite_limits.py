@@ -26,8 +26,9 @@ Beyond the paper: where F/D, N*H/D or H/H_kv grows too, the gradients change siz
 matrices (MLP in (F/D)^-1/2; q, k, v (N H/D)^-1/2; key and value, with G = H/H_kv, SGD G^-1 and eps G^1/2).
 In an encoder-decoder L is the depth of a parameter's own stack, and in is the encoder's width for cross-attention's key and value.
 The norm before cross-attention, which its queries alone read, has the row of a query's bias. (Derived.)
-Gains of what a branch writes (layer scale) have the row of other gains: their entries see the stream's gradient times L^-al, and L
-of them must move the stream by order one. What they start at is no power of a size; it is a factor on beta0 that trains. (Derived.)
+Gains of what a branch writes (layer scale, a norm's after the branch) have the row of other gains: their entries see the stream's
+gradient times L^-al, and L of them must move the stream by order one. What they start at is no power of a size; it is a factor on
+beta0 that trains. A norm after a branch changes no exponent, nor does a soft cap of logits that is the same at all sizes. (Derived.)
 Layers of experts after Jiang, Bordelon, Pehlevan and Hanin 2026 (2601.20205), E experts of hidden size m, a per token, a/E fixed:
 
 | role                          | std             | SGD lr (derived)     | Adam lr          | Adam eps (derived)   |

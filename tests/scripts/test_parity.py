@@ -73,12 +73,19 @@ def test_control_without_folding_logits_differ(name: str, tmp_path: Path, monkey
     assert parity.measure("Llama, untied", "out", "depth-mup", tmp_path).difference > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("preset", ["mup", "depth-mup"])
-def test_greedy_text_is_the_same(preset: str, tmp_path: Path) -> None:
+SANDWICH = dataclasses.replace(
+    CONFIGS["lm-proxy"], activation="geglu", post_norm=True, window=16, full_every=2, attention_softcap=2.0,
+    logit_softcap=5.0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "preset"), [("lm-tiny", "mup"), ("lm-tiny", "depth-mup"), ("gemma2", "depth-mup")])
+def test_greedy_text_is_the_same(model: Any, preset: str, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model, given = CONFIGS["lm-tiny"], PresetConfig(name=preset, base="lm-proxy")
+    model, given = CONFIGS.get(model, SANDWICH), PresetConfig(name=preset, base="lm-proxy")
+    model = dataclasses.replace(model, width=96, num_heads=6) if model is SANDWICH else model
     assert isinstance(model, DecoderConfig)
     built, made = definition(model), preset_for(given, model)
     factors = resolve(made, built)
@@ -138,6 +145,22 @@ def test_greedy_text_of_an_encoder_decoder_is_the_same(name: str, tmp_path: Path
     )  # fmt: skip
     np.testing.assert_array_equal(theirs.numpy(), text)
     assert len(np.unique(text)) > 4, "the text repeats one token, which proves little"
+
+
+def test_queries_that_their_code_scales_are_read(tmp_path: Path) -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    fields = {**huggingface.to_huggingface(parity.GEMMA), "query_pre_attn_scalar": 3}  # of heads of 10
+    Gemma2ForCausalLM(Gemma2Config(**fields)).save_pretrained(tmp_path)
+    read, inputs = source.read(tmp_path), parity.inputs_of(parity.GEMMA)
+    built = definition(read.model)
+    factors = resolve(preset_for(PresetConfig(name="sp"), read.model), built)
+    params, theirs = source.place(read, built, factors), parity.transformers_logits(tmp_path, *inputs)
+    for times, close in ((1, True), ((3 / 10) ** 0.5, False)):  # the control: as the file has them
+        queries = {"block.attention.query": times * params["block.attention.query"]}
+        ours = built.apply({**params, **queries}, factors.multiplier, factors.forward, *map(jnp.asarray, inputs))
+        assert (np.abs(ours - theirs).max() < TOLERANCE) == close
+    assert np.abs(theirs).max() > 0.1
 
 
 def test_embeddings_that_their_code_scales_are_read(tmp_path: Path) -> None:

@@ -29,6 +29,9 @@ DECODER = DecoderConfig(
     width=11, depth=2, num_heads=6, num_kv_heads=2, head_dim=4, mlp_ratio=13 / 11, vocab_size=17, seq_len=7
 )
 MODERN = dataclasses.replace(DECODER, positions="rotary", norm="rmsnorm", activation="swiglu", qk_norm=True)
+GEMMA = dataclasses.replace(
+    MODERN, depth=3, qk_norm=False, window=3, full_every=2, post_norm=True, attention_softcap=0.5, logit_softcap=2.0
+)
 TIED = dataclasses.replace(DECODER, tied=True, qk_norm=True)
 BARE = dataclasses.replace(DECODER, bias=False, norm_gain=False, activation="relu")
 VIT = ViTConfig(width=10, depth=2, num_heads=5, mlp_ratio=1.3, image_size=9, patch_size=3, channels=2, num_classes=7)
@@ -36,6 +39,7 @@ CLS = dataclasses.replace(VIT, pool="cls-mean", registers=2, layer_scale=0.5, qk
 VARIANTS: dict[str, ModelConfig] = {
     "decoder": DECODER,
     "modern": MODERN,
+    "gemma": GEMMA,
     "tied": TIED,
     "bare": BARE,
     "vit": VIT,
@@ -177,6 +181,18 @@ def test_scan_equals_unrolled(model: ModelConfig) -> None:
 def test_recomputation_changes_nothing(remat: str, layers: str) -> None:
     plain = logits_and_gradients(with_compute(MODERN, layers=layers))
     assert_close(logits_and_gradients(with_compute(MODERN, layers=layers, remat=remat)), plain, GRADIENT)
+
+
+def test_layers_that_see_differently_are_one_loop_over_groups() -> None:
+    rest = with_compute(GEMMA, layers="scan", remat="block")  # a group of two, and a third layer
+    assert_close(logits_and_gradients(rest), logits_and_gradients(with_compute(GEMMA, layers="scan")), GRADIENT)
+    counts = primitives(with_compute(GEMMA, layers="scan"))
+    assert counts["scan"] == primitives(with_compute(MODERN, layers="scan"))["scan"]
+    found = definition(GEMMA)
+    own, params = logits_of(found, *numbers(found), inputs_of(GEMMA)), numbers(found)
+    for change in ({"full_every": None}, {"full_every": 3}, {"attention_softcap": None}, {"logit_softcap": None}):
+        other = logits_of(definition(dataclasses.replace(GEMMA, **change)), *params, inputs_of(GEMMA))
+        assert np.abs(other - own).max() > 1e-3, change
 
 
 @pytest.mark.parametrize("model", [MODERN, VIT], ids=model_id)

@@ -65,7 +65,7 @@ def cross_entropy(
             logits = logits - jax.lax.stop_gradient(reference.logits())
         return of_logits(logits, targets, weights)
     return _in_parts(
-        dataclasses.replace(plan, by_vocab=way.kind == "vocab", kept=way.kept),
+        dataclasses.replace(plan, by_vocab=way.kind == "vocab", kept=way.kept if reading.cap is None else 0),
         reading,
         reference,
         targets,
@@ -135,11 +135,18 @@ def _on_devices(
 ) -> tuple[Sums, Reading | None]:
     """Sums, and gradients of the loss, of all devices; every array is given and returned whole."""
     rows = "embed" if plan.scattered else None
-    axes = {"features": (*plan.tokens, None), "weight": (rows, plan.vocab), "scale": (), "bias": (plan.vocab,)}
+    axes = {
+        "features": (*plan.tokens, None),
+        "weight": (rows, plan.vocab),
+        "scale": (),
+        "bias": (plan.vocab,),
+        "cap": (),
+    }
     readings = [one._replace(weight=one.weight.astype(one.features.dtype)) for one in (reading, reference) if one]
     # Flat, and without what a reading does not have, as the layout wants to be told of every array.
     given = [(name, x) for one in readings for name, x in one._asdict().items() if x is not None]
-    returned = [name for name, x in reading._asdict().items() if x is not None] if with_grads else []
+    trained = reading._replace(cap=None)
+    returned = [name for name, x in trained._asdict().items() if x is not None] if with_grads else []
 
     def local(targets: jax.Array, weights: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         parts = jax.tree.unflatten(jax.tree.structure(readings), arrays)
@@ -158,7 +165,8 @@ def _on_devices(
     if not with_grads:
         return Sums(loss, correct, weight), None
     cast = {n: g.astype(getattr(reading, n).dtype) for n, g in zip(returned, grads, strict=True)}
-    return Sums(loss, correct, weight), reading._replace(**cast)
+    no_slope = None if reading.cap is None else jnp.zeros_like(reading.cap)
+    return Sums(loss, correct, weight), reading._replace(**cast, cap=no_slope)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -198,7 +206,7 @@ def _on_one(
         return jax.tree.map(jnp.add, total, (sums, grads._replace(features=None))), grads.features  # pyright: ignore
 
     width, zero = reading.features.shape[-1], jnp.float32(0)
-    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), reading._replace(features=None))  # pyright: ignore
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), reading._replace(features=None, cap=None))  # pyright: ignore
     total = (Sums(zero, zero, zero), nothing if with_grads else None)
     fixed = None if reference is None else cut(reference.features, width)
     (sums, found), by_chunk = jax.lax.scan(
@@ -222,7 +230,7 @@ def _of_chunk(
     with_grads: bool,
 ) -> tuple[Sums, Reading | None]:
     """The same of one chunk; gradients are those of this device's part of the vocabulary."""
-    logits_NV = reading.logits()
+    own_NV = logits_NV = reading.logits()
     if reference is not None:
         logits_NV = logits_NV - reference.logits()
     columns = logits_NV.shape[1]
@@ -242,7 +250,7 @@ def _of_chunk(
     sums = Sums(jnp.sum(nll_N * weights_N), jnp.sum((first_N == targets_N) * weights_N), jnp.sum(weights_N))
     if not with_grads:
         return sums, None
-    slope_NV = (exp_NV / exp_N[:, None] - label_NV) * weights_N[:, None]
+    slope_NV = reading.uncapped((exp_NV / exp_N[:, None] - label_NV) * weights_N[:, None], own_NV)
     bias = None if reading.bias is None else jnp.sum(slope_NV, axis=0)
     slope_NV = slope_NV.astype(reading.features.dtype)
     product = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)

@@ -49,15 +49,15 @@ def on_one(
         weight_DV = partition.all_gather(weight_DV, plan.scattered, 0)
         bias_V = None if of.bias is None else of.bias[cut]
         x_ND = features_ND if of is reading else of.features.reshape(plan.rows, -1)
-        return Reading(x_ND, weight_DV, of.scale, bias_V)
+        return Reading(x_ND, weight_DV, of.scale, bias_V, cap=of.cap)
 
-    def logits(cut: slice, after: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """Those of a part, float32, and the part of the readout that they are of."""
+    def logits(cut: slice, after: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Those of a part, float32, the model's own among them, and the part of the readout that they are of."""
         read = part(reading, cut, after)
-        logits_NV = read.logits()
+        own_NV = logits_NV = read.logits()
         if reference is not None:
             logits_NV = logits_NV - part(reference, cut, after).logits()
-        return logits_NV, read.weight
+        return logits_NV, own_NV, read.weight
 
     def column(cut: slice) -> jax.Array:
         return offset + cut.start + jnp.arange(cut.stop - cut.start)
@@ -72,7 +72,7 @@ def on_one(
             features_ND, *done = jax.lax.optimization_barrier((features_ND, *(each[-1] for each in recent)))
             for each, x in zip(recent, done, strict=True):
                 each[-1] = x
-        logits_NV, _ = logits(cut)
+        logits_NV, *_ = logits(cut)
         top_N = jnp.max(logits_NV, axis=1)
         exp_NV = jnp.exp(logits_NV - top_N[:, None])
         tops.append(top_N)
@@ -99,14 +99,17 @@ def on_one(
     for cut, exp_NV, share_N in itertools.zip_longest(cuts, exps, shares):
         if len(rows) > 1:  # no more than two gradients are on their way
             features_ND, rows[-2] = jax.lax.optimization_barrier((features_ND, rows[-2]))
-        weight_DV = None
+        own_NV = weight_DV = None
         if exp_NV is None:
-            logits_NV, weight_DV = logits(cut, slope_NV)
+            logits_NV, own_NV, weight_DV = logits(cut, slope_NV)
             probability_NV = jnp.exp(logits_NV - top_N[:, None]) / exp_N[:, None]
         else:
             probability_NV = exp_NV.astype(jnp.float32) * (share_N / exp_N)[:, None]
         slope_NV = probability_NV - label(cut)
         slope_NV = slope_NV * weights_N[:, None]
+        slope_NV = (
+            slope_NV if own_NV is None else reading.uncapped(slope_NV, own_NV)
+        )  # no exponentials of capped ones are kept
         bias = [] if reading.bias is None else [jnp.sum(slope_NV, axis=0)]
         slope_NV = jax.lax.optimization_barrier(slope_NV.astype(features_ND.dtype))
         weight_DV = part(reading, cut, slope_NV).weight if weight_DV is None else weight_DV

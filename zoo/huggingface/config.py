@@ -16,7 +16,7 @@ from mupax.zoo.configs import ConfigError, DecoderConfig, ViTConfig
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
 from mupax.zoo.families import ImageModel
 from mupax.zoo.fields import Fields
-from mupax.zoo.huggingface import decoders, encoder_decoder
+from mupax.zoo.huggingface import decoders, encoder_decoder, gemma
 from mupax.zoo.huggingface.architectures import (
     ACTIVATIONS,
     ARCHITECTURES,
@@ -24,6 +24,7 @@ from mupax.zoo.huggingface.architectures import (
     DINO,
     DROPOUTS,
     FIELDS,
+    GEMMA,
     STACK,
     Family,
     Published,
@@ -35,10 +36,8 @@ _QKV = tuple(f"block.attention.{name}_bias" for name in ("query", "key", "value"
 
 
 UNLIKE = {
-    "gemma2": "norms after the branches (post_feedforward_layernorm), a window in every other layer (layer_types) and caps of "
-    "logits (attn_logit_softcapping, final_logit_softcapping)",
-    "gemma3": "norms after the branches (post_feedforward_layernorm) and a window in five of six layers (layer_types)",
-    "gemma3_text": "norms after the branches (post_feedforward_layernorm) and a window in five of six layers (layer_types)",
+    "gemma3": "an image tower (vision_config) and positions that turn at other rates in layers with a window (rope_local_base_freq)",
+    "gemma3_text": "positions that turn at other rates in layers with a window (rope_local_base_freq)",
     "siglip_vision_model": "no classifier, and pools by attention (vision_use_head); SiglipForImageClassification, of model_type siglip, "
     "has the mean",
 }
@@ -111,7 +110,7 @@ def to_huggingface(
     if family == "gpt2":
         return {**text, "n_positions": sizes["position"], "activation_function": activation}
     assert isinstance(model, DecoderConfig)
-    return {**text, **decoders.fields_of(model, family)}
+    return {**text, **(gemma.fields_of(model) if family in GEMMA else decoders.fields_of(model, family))}
 
 
 def from_huggingface(fields: Mapping[str, Any]) -> Published:
@@ -146,9 +145,17 @@ def _reasons(model: TransformerConfig) -> list[str]:
         and "readout_bias" in model.parameters(),
         "model.parallel has the MLP read what attention reads, which it does not": model.parallel_branches
         and family != "gpt_neox",
+        "model.post_norm normalizes what branches write, which it does not": model.post_norms and family not in GEMMA,
+        "a soft cap bounds logits, which it does not (model.attention_softcap, model.logit_softcap)": isinstance(
+            model, DecoderConfig
+        )
+        and (model.attention_softcap or model.logit_softcap) is not None
+        and family not in GEMMA,
     }
     if isinstance(model, EncoderDecoderConfig):
         refused |= encoder_decoder.reasons(model)
+    elif isinstance(model, DecoderConfig) and family in GEMMA:
+        refused |= gemma.reasons(model)
     elif isinstance(model, DecoderConfig) and model.rotary_theta is not None:
         refused |= decoders.reasons(model, family)
     else:
@@ -234,6 +241,7 @@ _READ = {
     "gpt2": _gpt2,
     **{family: functools.partial(decoders.like_llama, family=family) for family in decoders.LIKE},
     "gpt_neox": decoders.gpt_neox,
+    "gemma2": gemma.gemma2,
     **{family: functools.partial(_vit, family=family) for family in ("vit", "deit", "siglip", *DINO)},
     "mbart": encoder_decoder.mbart,
     "t5": functools.partial(encoder_decoder.t5, newer=False),

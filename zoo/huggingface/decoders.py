@@ -44,6 +44,8 @@ def family_of(model: DecoderConfig) -> Family:
     """The plainest family that has what a decoder with rotary positions has."""
     if model.parallel or model.rotary_fraction != 1 or (model.norm == "layernorm" and not model.gated):
         return "gpt_neox"
+    if model.post_norm or model.attention_softcap or model.logit_softcap or model.full_every:
+        return "gemma2"
     if model.qk_norm:
         return "qwen3"
     if model.qkv_bias:
@@ -90,12 +92,7 @@ def fields_of(model: DecoderConfig, family: Family) -> dict[str, Any]:
         model: a decoder with rotary positions.
         family: of `family_of`.
     """
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rotary_theta}
-    if model.rotary_scaling is not None:
-        rope |= {"rope_type": model.rope_scaling, "factor": model.rope_factor}
-    if model.rope_scaling == "llama3":
-        rope["low_freq_factor"], rope["high_freq_factor"] = model.rope_low_freq_factor, model.rope_high_freq_factor
-        rope["original_max_position_embeddings"] = model.rope_original_len
+    rope = rope_fields(model)
     if family == "gpt_neox":
         rope |= {"partial_rotary_factor": model.rotary_fraction}
         return {
@@ -125,6 +122,17 @@ def fields_of(model: DecoderConfig, family: Family) -> dict[str, Any]:
         fields |= {"use_sliding_window": model.window is not None, "max_window_layers": 0}
         fields["layer_types"] = [FULL if model.window is None else SLIDING] * model.depth
     return {**fields, "attention_bias": False} if family == "qwen3" else fields
+
+
+def rope_fields(model: DecoderConfig) -> dict[str, Any]:
+    """What config.json says of rotary positions."""
+    fields: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rotary_theta}
+    if model.rotary_scaling is not None:
+        fields |= {"rope_type": model.rope_scaling, "factor": model.rope_factor}
+    if model.rope_scaling == "llama3":
+        fields["low_freq_factor"], fields["high_freq_factor"] = model.rope_low_freq_factor, model.rope_high_freq_factor
+        fields["original_max_position_embeddings"] = model.rope_original_len
+    return fields
 
 
 def like_llama(read: Fields, family: Family) -> Published:

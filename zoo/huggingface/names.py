@@ -15,7 +15,7 @@ from mupax.zoo.configs import DecoderConfig, ViTConfig
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
 from mupax.zoo.families import ImageModel
 from mupax.zoo.huggingface import decoders
-from mupax.zoo.huggingface.architectures import Family
+from mupax.zoo.huggingface.architectures import GEMMA, Family
 from mupax.zoo.huggingface.decoders import LIKE
 from mupax.zoo.huggingface.tables import table
 from mupax.zoo.transformer import TransformerConfig
@@ -50,6 +50,8 @@ class Part(NamedTuple):
     """Rows in front of theirs that nothing reads."""
     times: float = 1.0
     """How many times as large ours is, where their code has a factor that ours has not."""
+    shift: float = 0.0
+    """What their code adds to theirs, before that."""
     joined: bool = False
     """Whether all axes but the first are one in theirs."""
 
@@ -57,11 +59,13 @@ class Part(NamedTuple):
         value = value.reshape(self.matrix).transpose(self.axes)
         value = value.reshape(len(value), -1) if self.joined else value
         value = value if self.times == 1 else (value / self.times).astype(value.dtype)
+        value = value - np.float32(self.shift) if self.shift else value
         return np.pad(value, ((self.rows, 0), (0, 0))) if self.rows else value
 
     def ours(self, value: np.ndarray) -> np.ndarray:
         value = value[self.rows :].reshape([self.matrix[axis] for axis in self.axes])
         value = value.transpose(np.argsort(self.axes)).reshape(self.shape)
+        value = value + np.float32(self.shift) if self.shift else value
         return value if self.times == 1 else (value * self.times).astype(value.dtype)
 
 
@@ -157,11 +161,13 @@ def _part(model: TransformerConfig, name: str, layout: str) -> Part:
 
 
 def _times(model: TransformerConfig, family: Family, name: str) -> float:
-    """T5's code has no scale of attention logits, and divides a tied readout by width^1/2."""
-    if family != "t5":
+    """T5's code has no scale of attention logits, and divides a tied readout by width^1/2; Gemma's takes looked-up embeddings times it."""
+    if family not in ("t5", *GEMMA):
         return 1.0
+    if name == "token":
+        return model.width**0.5 if family in GEMMA else 1.0
     if name.endswith(".query"):
-        return model.heads_dim**0.5
+        return model.heads_dim**0.5 if family == "t5" else 1.0
     return model.width**-0.5 if model.tied_readout and name == "norm.gain" else 1.0
 
 
@@ -170,7 +176,8 @@ def tensors(model: TransformerConfig) -> list[Tensor]:
     family, every = family_of(model), []
 
     def add(theirs: str, layout: str, *ours: str) -> None:
-        parts = (_part(model, name, layout)._replace(times=_times(model, family, name)) for name in ours)
+        shift = float(family in GEMMA and ours[0].endswith("gain"))
+        parts = (_part(model, name, layout)._replace(times=_times(model, family, name), shift=shift) for name in ours)
         every.append(Tensor(theirs, tuple(parts), fused=layout == "fused"))
 
     for line in filter(None, table(model, family).splitlines()):
@@ -182,7 +189,7 @@ def tensors(model: TransformerConfig) -> list[Tensor]:
             add(theirs, layout, *ours)
         else:
             add(f"{theirs}.weight", layout, *ours)
-            if family not in LIKE or f"{ours[0]}_bias" in model.parameters():
+            if family not in (*LIKE, *GEMMA) or f"{ours[0]}_bias" in model.parameters():
                 add(f"{theirs}.bias", "flat", f"{ours[0]}_bias")
     if not isinstance(model, ImageModel) and not model.tied_readout:
         add("lm_head.weight", "linear", "readout")

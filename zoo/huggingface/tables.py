@@ -9,7 +9,7 @@ from mupax.zoo.huggingface.architectures import Family
 from mupax.zoo.transformer import TransformerConfig
 
 PREFIX: dict[Family, str] = {
-    "gpt2": "transformer.", "llama": "model.", "mistral": "model.", "qwen2": "model.", "qwen3": "model.", "vit": "vit.",
+    "gpt2": "transformer.", "llama": "model.", "mistral": "model.", "qwen2": "model.", "qwen3": "model.", "gemma2": "model.", "vit": "vit.",
     "gpt_neox": "gpt_neox.", "siglip": "vision_model.", "deit": "deit.", "dinov2": "dinov2.",
     "dinov2_with_registers": "dinov2_with_registers.",
     "mbart": "model.", "t5": "",
@@ -44,6 +44,12 @@ _QK_NORM = """
 layers.{i}.self_attn.q_norm.weight flat block.attention.query_norm.gain
 layers.{i}.self_attn.k_norm.weight flat block.attention.key_norm.gain
 """
+_SANDWICH = """
+layers.{i}.post_attention_layernorm.weight flat block.attention_gain
+layers.{i}.pre_feedforward_layernorm.weight flat block.mlp_norm.gain
+layers.{i}.post_feedforward_layernorm.weight flat block.mlp_gain
+"""
+_GEMMA2 = _LLAMA.replace("layers.{i}.post_attention_layernorm.weight flat block.mlp_norm.gain\n", _SANDWICH.lstrip())
 _VIT = """
 embeddings.cls_token led cls
 embeddings.position_embeddings led position
@@ -158,6 +164,7 @@ _TABLES: dict[Family, str] = {
     "gpt_neox": _GPT_NEOX,
     **dict.fromkeys(("llama", "mistral", "qwen2"), _LLAMA),
     "qwen3": _LLAMA + _QK_NORM,
+    "gemma2": _GEMMA2,
 }
 
 

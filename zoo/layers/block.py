@@ -57,7 +57,8 @@ class Attention(nnx.Module):
     """softmax(logit_scale * q.k) v, projected out. The preset's logit scale is applied here and nowhere else."""
 
     def __init__(self, config: TransformerConfig, init: Init) -> None:
-        self.causal, self.window = config.sight
+        self.sights = config.sights
+        self.causal, self.window, self.cap = self.sights[0]
         self.rope_theta, self.rope = config.rotary_theta, (config.rotary_scaling, config.rotary_size)
         self.implementation: AttentionName = config.compute.attention
         self.block = config.compute.attention_block
@@ -115,11 +116,12 @@ class Attention(nnx.Module):
         cache = cache.put(layer, k_BTKN, v_BTKN)
         if fresh:
             return self._attended(q_BTHN, k_BTKN, v_BTKN), cache
-        return self._projected_out(cache.attend(layer, self._scaled(q_BTHN), window=self.window)), cache
+        sight = {"window": self.window, "cap": self.cap}
+        return self._projected_out(cache.attend(layer, self._scaled(q_BTHN), **sight)), cache
 
     def _attended(self, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array) -> jax.Array:
         attend = functools.partial(kernels.attend, implementation=self.implementation, block=self.block)
-        sight = {"causal": self.causal, "window": self.window}
+        sight = {"causal": self.causal, "window": self.window, "cap": self.cap}
         return self._projected_out(attend(self._scaled(q_BTHN), k_BSKN, v_BSKN, **sight))
 
     def _scaled(self, q_BTHN: jax.Array) -> jax.Array:
@@ -176,7 +178,10 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """h <- skip*h + branch*gain*attention(norm(h)), then the same with the MLP. Branch scales and gains are applied here only."""
+    """h <- skip*h + branch*gain*norm(attention(norm(h))), then the same with the MLP; most have no outer norm, and no gain.
+
+    Branch scales and gains are applied here only.
+    """
 
     def __init__(self, config: TransformerConfig, init: Init) -> None:
         kind, eps, then = config.norm, config.norm_eps, config.branch_activation
@@ -186,6 +191,7 @@ class Block(nnx.Module):
         self.mlp = MLP(config, init.scope("mlp")) if config.dense_dim else None
         self.experts = Experts(config, init.scope("experts")) if config.experts else None
         self.attention_gain, self.mlp_gain = init.maybe("attention_gain"), init.maybe("mlp_gain")
+        self.post_norm = Norm(kind, init.scope("post_norm"), eps) if config.post_norms else None
         self.skip, self.branch = init.factor("skip"), init.factor("branch")
         self.parallel = config.parallel_branches
 
@@ -195,6 +201,17 @@ class Block(nnx.Module):
     def routed(self, h_BTD: jax.Array) -> tuple[jax.Array, Routing | None]:
         """The stream after the block, and what its router did, None without experts."""
         return self._after(h_BTD, self.attention(self.attention_norm(h_BTD)))
+
+    @property
+    def period(self) -> int:
+        """Layers after which what attention sees begins anew."""
+        return len(self.attention.sights)
+
+    def at(self, layer: int) -> Block:
+        """This block as that of a layer, whose place within the period counts."""
+        attention = self.attention
+        attention.causal, attention.window, attention.cap = attention.sights[layer % self.period]
+        return self
 
     def cached(self, h_BTD: jax.Array, cache: Cache, layer: jax.Array | int, *, fresh: bool) -> tuple[jax.Array, Cache]:
         """The same for the T positions after those in the cache, and the cache with them.
@@ -218,6 +235,7 @@ class Block(nnx.Module):
         """
         skip, branch = self.skip[...].astype(h_BTD.dtype), self.branch[...].astype(h_BTD.dtype)
         gain = (self.attention_gain, self.mlp_gain)[place]
+        y_BTD = y_BTD if self.post_norm is None else self.post_norm(y_BTD)
         y_BTD = y_BTD if gain is None else y_BTD * gain[...].astype(y_BTD.dtype)
         return skip[place] * h_BTD + branch[place] * y_BTD
 
@@ -250,6 +268,41 @@ def runs_as_scan(compute: ComputeConfig, depth: int) -> bool:
     return compute.layers == "scan"
 
 
+def over_layers(
+    layer: Callable[[Any, Any, int], tuple[Any, Any]], first: Any, stacked: Any, depth: int, period: int = 1
+) -> tuple[Any, Any]:
+    """What comes out of the last layer, and what each gives, stacked.
+
+    A loop whose body is `period` layers, each with its own program; layers that are left over follow it.
+
+    Args:
+        layer: (what comes in, its part of `stacked`, its place in the period) to what comes out, and what it gives.
+        first: what comes into the first layer.
+        stacked: arrays with a leading axis of layers.
+        depth: size of that axis.
+        period: layers after which programs begin anew.
+    """
+    if period == 1:
+        return jax.lax.scan(lambda x, of: layer(x, of, 0), first, stacked)
+
+    def several(x: Any, of: Any, count: int) -> tuple[Any, Any]:
+        given = []
+        for place in range(count):
+            x, y = layer(x, jax.tree.map(lambda array, i=place: array[i], of), place)
+            given.append(y)
+        return x, jax.tree.map(lambda *each: jnp.stack(each), *given)
+
+    whole, parts = depth // period * period, []
+    if whole:
+        groups = jax.tree.map(lambda array: array[:whole].reshape(-1, period, *array.shape[1:]), stacked)
+        first, of_groups = jax.lax.scan(lambda x, of: several(x, of, period), first, groups)
+        parts.append(jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), of_groups))
+    if whole < depth:
+        first, rest = several(first, jax.tree.map(lambda array: array[whole:], stacked), depth - whole)
+        parts.append(rest)
+    return first, jax.tree.map(lambda *each: jnp.concatenate(each), *parts)
+
+
 def residual_stack(block: nnx.Module, h_BTD: jax.Array, depth: int, compute: ComputeConfig, *context: Any) -> jax.Array:
     """The residual stream after `depth` blocks, [B, T, D].
 
@@ -264,34 +317,40 @@ def residual_stack(block: nnx.Module, h_BTD: jax.Array, depth: int, compute: Com
 
 
 def routed_stack(
-    block: nnx.Module, h_BTD: jax.Array, depth: int, compute: ComputeConfig
+    block: Block, h_BTD: jax.Array, depth: int, compute: ComputeConfig
 ) -> tuple[jax.Array, Routing | None]:
     """The same, and what the routers of all blocks did, the mean over them (of counts the sum); None without experts.
 
     Args:
         block, h_BTD, depth, compute: as `residual_stack`.
     """
-    return _stack(block, lambda block, h_BTD: block.routed(h_BTD), h_BTD, depth, compute)
+    return _stack(block, lambda block, h_BTD: block.routed(h_BTD), h_BTD, depth, compute, block.period)
 
 
-def _stack(block: nnx.Module, call: Callable, h_BTD: jax.Array, depth: int, compute: ComputeConfig) -> tuple:
+def _stack(
+    block: nnx.Module, call: Callable, h_BTD: jax.Array, depth: int, compute: ComputeConfig, period: int = 1
+) -> tuple:
+    """The stream after all blocks, and what they give beside it; of a period each is called as `Block.at` its place."""
     graph, stacked = nnx.split(block)
     scan, layout = runs_as_scan(compute, depth), partition.current()
 
-    def layer(h_BTD: jax.Array, state: nnx.State) -> tuple[jax.Array, Routing | None]:
-        return call(nnx.merge(graph, layout.layer(state, compute.dtype)), checkpoint_name(h_BTD, BLOCK_INPUT))
+    def layer(place: int, h_BTD: jax.Array, state: nnx.State) -> tuple[jax.Array, Routing | None]:
+        own: Any = nnx.merge(graph, layout.layer(state, compute.dtype))
+        return call(own if period == 1 else own.at(place), checkpoint_name(h_BTD, BLOCK_INPUT))
 
+    layers = [functools.partial(layer, place) for place in range(period)]
     if (policy := REMAT[compute.remat] or layout.policy) is not None:
         # Inside a scan the loop already keeps XLA from merging the recomputation with the forward pass.
-        layer = jax.checkpoint(layer, policy=policy, prevent_cse=not scan)
+        layers = [jax.checkpoint(one, policy=policy, prevent_cse=not scan) for one in layers]
     if scan:
-        h_BTD, each = jax.lax.scan(layer, h_BTD, stacked)
+        h_BTD, each = over_layers(lambda x, of, place: layers[place](x, of), h_BTD, stacked, depth, period)
         return h_BTD, each and each.over_blocks()
     # Split at once, so that gradients are written side by side at once: of a slice each, every one is added into a whole stack.
     leaves, structure = jax.tree.flatten(stacked)
     each = [jax.lax.split(jnp.asarray(leaf), [1] * depth) for leaf in leaves]
     routings = []
-    for slices in zip(*each, strict=True):
-        h_BTD, routing = layer(h_BTD, jax.tree.unflatten(structure, [jnp.squeeze(array, 0) for array in slices]))
+    for i, slices in enumerate(zip(*each, strict=True)):
+        state = jax.tree.unflatten(structure, [jnp.squeeze(array, 0) for array in slices])
+        h_BTD, routing = layers[i % period](h_BTD, state)
         routings += [] if routing is None else [routing]
     return h_BTD, jax.tree.map(lambda *numbers: jnp.stack(numbers), *routings).over_blocks() if routings else None

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from mupax.zoo.layers.linear import softcapped
 from mupax.zoo.transformer import TransformerConfig
 
 
@@ -46,6 +47,7 @@ class Cache(NamedTuple):
         bias_HTS: jax.Array | None = None,
         *,
         window: int | None = None,
+        cap: float | None = None,
     ) -> jax.Array:
         """softmax(q.k) v of T queries, at the positions from `length` on, over everything up to each of them.
 
@@ -56,6 +58,7 @@ class Cache(NamedTuple):
             q_BTHN: queries, with the logit scale, and rotated as the keys are.
             bias_HTS: added to logits, of all positions there is room for.
             window: positions that a query sees, its own the last of them; all before it unless given.
+            cap: of logits, before what is added to them.
         """
         batch, length, heads, size = q_BTHN.shape
         k_BKSN, v_BKSN = self.keys[layer], self.values[layer]
@@ -67,7 +70,7 @@ class Cache(NamedTuple):
         seen_TS = jnp.arange(source) <= self.length + jnp.arange(length)[:, None]
         if window is not None:
             seen_TS &= jnp.arange(source) > self.length + jnp.arange(length)[:, None] - window
-        logits_BKGTS = logits_BKQS.reshape(batch, kv_heads, -1, length, source)
+        logits_BKGTS = softcapped(logits_BKQS, cap).reshape(batch, kv_heads, -1, length, source)
         if bias_HTS is not None:
             logits_BKGTS = logits_BKGTS + bias_HTS.reshape(kv_heads, -1, length, source)
         weights_BKGTS = jax.nn.softmax(jnp.where(seen_TS, logits_BKGTS, jnp.finfo(jnp.float32).min), axis=-1)

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from mupax.zoo.layers.linear import softcapped
+
 SAVED = "attention"
 """Name by which a remat policy may keep what a flash kernel's gradient needs: its output and the softmax's norm."""
 
@@ -26,6 +28,7 @@ def merged_attention(
     *,
     causal: bool,
     window: int | None = None,
+    cap: float | None = None,
     seen_BS: jax.Array | None = None,
     bias_HTS: jax.Array | None = None,
 ) -> jax.Array:
@@ -37,13 +40,14 @@ def merged_attention(
         v_BSKN: values.
         causal: query t sees keys 0..t, else all.
         window: causal alone: of those the last so many.
+        cap: of logits, before what is added to them.
         seen_BS: bool, keys that any query sees; all unless given.
         bias_HTS: added to logits.
     """
     heads = q_BTHN.shape[2]
 
     def products(q_RTN: jax.Array, k_RSN: jax.Array, v_RSN: jax.Array) -> jax.Array:
-        logits_RTS = jnp.einsum("btn,bsn->bts", q_RTN, k_RSN, preferred_element_type=jnp.float32)
+        logits_RTS = softcapped(jnp.einsum("btn,bsn->bts", q_RTN, k_RSN, preferred_element_type=jnp.float32), cap)
         if bias_HTS is not None:
             logits_RTS = (logits_RTS.reshape(-1, *bias_HTS.shape) + bias_HTS).reshape(logits_RTS.shape)
         if seen_BS is not None:
@@ -60,34 +64,44 @@ def merged_attention(
     return _in_rows(products, q_BTHN, k_BSKN, v_BSKN)
 
 
-def tiled_attention(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *, window: int | None = None) -> jax.Array:
+def tiled_attention(
+    q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *, window: int | None = None, cap: float | None = None
+) -> jax.Array:
     """Attention in which query t sees keys 0..t, by tiles of queries: keys that none of a tile's sees are never multiplied.
 
     The gradient computes each tile's weights anew. Plain operations under `jax.checkpoint`: derivatives of any kind and
     order go through.
 
     Args:
-        q_BTHN, k_BSKN, v_BSKN, window: as `merged_attention`.
+        q_BTHN, k_BSKN, v_BSKN, window, cap: as `merged_attention`.
     """
 
     def tiles(q_RTN: jax.Array, k_RSN: jax.Array, v_RSN: jax.Array) -> jax.Array:
         length, policy = q_RTN.shape[1], jax.checkpoint_policies.save_only_these_names(SAVED)
         count = max(TILE, -(-length // MOST))
-        tile = [functools.partial(_tile, start=start, count=count, window=window) for start in range(0, length, count)]
+        same = functools.partial(_tile, count=count, window=window, cap=cap)
+        tile = [functools.partial(same, start=start) for start in range(0, length, count)]
         return jnp.concatenate([jax.checkpoint(one, policy=policy)(q_RTN, k_RSN, v_RSN) for one in tile], axis=1)
 
     return _in_rows(tiles, q_BTHN, k_BSKN, v_BSKN)
 
 
 def _tile(
-    q_RTN: jax.Array, k_RSN: jax.Array, v_RSN: jax.Array, *, start: int, count: int, window: int | None
+    q_RTN: jax.Array,
+    k_RSN: jax.Array,
+    v_RSN: jax.Array,
+    *,
+    start: int,
+    count: int,
+    window: int | None,
+    cap: float | None,
 ) -> jax.Array:
     """The outputs of `count` queries, or those there are, from `start` on: [R, count, N]."""
     q_RTN = q_RTN[:, start : start + count]
     first = 0 if window is None else max(0, start - window + 1)
     k_RSN, v_RSN = (x_RSN[:, first : start + count] for x_RSN in (k_RSN, v_RSN))
     # Keys before queries: sums and maxima over keys then run along vectors of queries.
-    logits_RST = jnp.einsum("rsn,rtn->rst", k_RSN, q_RTN, preferred_element_type=jnp.float32)
+    logits_RST = softcapped(jnp.einsum("rsn,rtn->rst", k_RSN, q_RTN, preferred_element_type=jnp.float32), cap)
     key_S1, query_T = first + jnp.arange(k_RSN.shape[1])[:, None], start + jnp.arange(q_RTN.shape[1])
     seen_ST = key_S1 <= query_T
     if window is not None:

@@ -73,6 +73,7 @@ def splash_attention(
     *,
     causal: bool,
     window: int | None = None,
+    cap: float | None = None,
     block: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -84,6 +85,7 @@ def splash_attention(
         v_BSKN: values.
         causal: query t sees keys 0..t, whichever device it lies on.
         window: causal alone: of those the last so many; blocks that it hides are skipped.
+        cap: of logits.
         block: positions on a side of a block; the chip's own unless given.
         interpret: run the kernel as ordinary operations, on any platform.
     """
@@ -101,6 +103,7 @@ def splash_attention(
     kernel = splash.make_splash_mha(
         masks.MultiHeadMask([mask] * (q_BTHN.shape[2] // layout.ways("heads"))), block_sizes=blocks,
         head_shards=1, q_seq_shards=shards if causal else 1, residual_checkpoint_name=SAVED, interpret=interpret,
+        attn_logits_soft_cap=cap,
     )  # fmt: skip
     arrays, structure = jax.tree.flatten(kernel)
     axes = tuple((axis,) if x.ndim == 1 else (None, axis, None) for x in arrays)

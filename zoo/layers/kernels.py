@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from mupax.zoo import partition
 from mupax.zoo.families import AttentionName, ConfigError
 from mupax.zoo.layers.cpu_attention import TILE, merged_attention, tiled_attention
+from mupax.zoo.layers.linear import softcapped
 from mupax.zoo.partition import LANES
 
 Shaped = jax.Array | jax.ShapeDtypeStruct
@@ -33,6 +34,7 @@ def attend(
     *,
     causal: bool,
     window: int | None = None,
+    cap: float | None = None,
     implementation: AttentionName = "auto",
     block: int | None = None,
 ) -> jax.Array:
@@ -44,6 +46,7 @@ def attend(
         v_BSKN: values.
         causal: query t sees keys 0..t, else all.
         window: causal alone: of those the last so many.
+        cap: of logits (`softcapped`); None: they are as they are.
         implementation: as `chosen`.
         block: positions on a side of a splash block; the chip's own unless given.
 
@@ -54,8 +57,9 @@ def attend(
     if queries != values:  # zeros change no product
         most = max(queries, values)
         wide = (jnp.pad(x, (*((0, 0),) * 3, (0, most - x.shape[-1]))) for x in (q_BTHN, k_BSKN, v_BSKN))
-        return attend(*wide, causal=causal, window=window, implementation=implementation, block=block)[..., :values]
-    layout, implementation = partition.current(), chosen(implementation, q_BTHN, k_BSKN, causal, window)
+        sight = {"causal": causal, "window": window, "cap": cap}
+        return attend(*wide, **sight, implementation=implementation, block=block)[..., :values]
+    layout, implementation = partition.current(), chosen(implementation, q_BTHN, k_BSKN, causal, window, cap)
     # Where positions are split, every device keeps its queries, and but for a ring gathers all keys and values.
     source = "sequence" if implementation == "ring" else None
     k_BSKN, v_BSKN = (partition.constrain(x_BSKN, "batch", source, "kv_heads", None) for x_BSKN in (k_BSKN, v_BSKN))
@@ -66,24 +70,48 @@ def attend(
             return flash.cudnn_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal)
         if implementation == "ring":
             return flash.ring_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, block=block)
-        return flash.splash_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, window=window, block=block)
+        return flash.splash_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, window=window, cap=cap, block=block)
     if layout.platform == "cpu" and all(layout.ways(axis) == 1 for axis in ("sequence", "heads", "kv_heads")):
         if causal and q_BTHN.shape[1] > TILE:
-            return tiled_attention(q_BTHN, k_BSKN, v_BSKN, window=window)
-        return merged_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, window=window)
+            return tiled_attention(q_BTHN, k_BSKN, v_BSKN, window=window, cap=cap)
+        return merged_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, window=window, cap=cap)
+    if cap is not None:
+        return _capped(q_BTHN, k_BSKN, v_BSKN, causal=causal, window=window, cap=cap)
     before = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(
         q_BTHN, k_BSKN, v_BSKN, scale=1.0, is_causal=causal, local_window_size=before, implementation="xla"
     )
 
 
+def _capped(
+    q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *, causal: bool, window: int | None, cap: float
+) -> jax.Array:
+    """Attention by whole products, dimensions as they are, so that devices may split any of them."""
+    (*lead, heads, size), kv_heads = q_BTHN.shape, k_BSKN.shape[2]
+    q_BTKGN = q_BTHN.reshape(*lead, kv_heads, heads // kv_heads, size)
+    logits_BKGTS = jnp.einsum("btkgn,bskn->bkgts", q_BTKGN, k_BSKN, preferred_element_type=jnp.float32)
+    logits_BKGTS = softcapped(logits_BKGTS, cap)
+    if causal:
+        shape = logits_BKGTS.shape[-2:]
+        seen_TS = jnp.tri(*shape, dtype=bool)
+        seen_TS = seen_TS if window is None else seen_TS & ~jnp.tri(*shape, k=-window, dtype=bool)
+        logits_BKGTS = jnp.where(seen_TS, logits_BKGTS, jnp.finfo(jnp.float32).min)
+    weights_BKGTS = jax.nn.softmax(logits_BKGTS, axis=-1).astype(v_BSKN.dtype)
+    return jnp.einsum("bkgts,bskn->btkgn", weights_BKGTS, v_BSKN).reshape(q_BTHN.shape)
+
+
 def chosen(
-    implementation: AttentionName, q_BTHN: Shaped, k_BSKN: Shaped, causal: bool, window: int | None = None
+    implementation: AttentionName,
+    q_BTHN: Shaped,
+    k_BSKN: Shaped,
+    causal: bool,
+    window: int | None = None,
+    cap: float | None = None,
 ) -> AttentionName:
     """The implementation that attends: the named one, or with auto the first of the platform's that can (`AUTO`).
 
     Args:
-        implementation, q_BTHN, k_BSKN, causal, window: as `why_not`.
+        implementation, q_BTHN, k_BSKN, causal, window, cap: as `why_not`.
 
     Raises:
         ConfigError: the named one cannot do this; the text says why.
@@ -93,14 +121,19 @@ def chosen(
         able: tuple[AttentionName, ...] = (*AUTO.get(layout.platform, ()), "xla")
         if layout.platform == "tpu" and q_BTHN.shape[1] < RING * layout.ways("sequence"):
             able = able[able.index("ring") + 1 :]
-        return next(name for name in able if not why_not(name, q_BTHN, k_BSKN, causal, window))
-    if reason := why_not(implementation, q_BTHN, k_BSKN, causal, window):
+        return next(name for name in able if not why_not(name, q_BTHN, k_BSKN, causal, window, cap))
+    if reason := why_not(implementation, q_BTHN, k_BSKN, causal, window, cap):
         raise ConfigError(f"model.compute.attention {implementation}: {reason}; write auto or xla")
     return implementation
 
 
 def why_not(
-    implementation: AttentionName, q_BTHN: Shaped, k_BSKN: Shaped, causal: bool, window: int | None = None
+    implementation: AttentionName,
+    q_BTHN: Shaped,
+    k_BSKN: Shaped,
+    causal: bool,
+    window: int | None = None,
+    cap: float | None = None,
 ) -> str | None:
     """Why this implementation cannot attend here; None where it can.
 
@@ -110,9 +143,12 @@ def why_not(
         k_BSKN: keys, of which the shape does.
         causal: whether a query sees only the keys up to its own.
         window: of those how many; None: all.
+        cap: of logits; None: there is none.
     """
     layout, size = partition.current(), q_BTHN.shape[-1]
     platform, ways = layout.platform, layout.ways("sequence")
+    if cap is not None and implementation in ("ring", "cudnn"):
+        return f"it has no cap of logits, and model.attention_softcap is {cap}"
     match implementation:
         case "ring":
             # Causal, a device has two parts of as many.

@@ -87,8 +87,18 @@ def biased(x: jax.Array, bias: nnx.Param | None) -> jax.Array:
     return x if bias is None else x + bias[...].astype(x.dtype)
 
 
+def softcapped(logits: jax.Array, cap: jax.Array | float | None) -> jax.Array:
+    """cap * tanh(logits / cap), which is at most cap and near 0 the same.
+
+    Args:
+        logits: float32.
+        cap: None: they stay as they are.
+    """
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
 class Reading(NamedTuple):
-    """What logits are made of, apart so that a loss may compute them in parts: scale * features @ weight + bias, in float32."""
+    """What logits are made of, apart so that a loss may compute them in parts: scale * features @ weight + bias, in float32, capped."""
 
     features: jax.Array
     """[..., D], in the type that products are computed in."""
@@ -100,13 +110,25 @@ class Reading(NamedTuple):
     """[V]."""
     routing: Any = None
     """What the model's routers did (`mupax.zoo.experts.routing.Routing`); None without experts."""
+    cap: jax.Array | None = None
+    """[]; of `softcapped`."""
 
     def logits(self) -> jax.Array:
         """All of them, float32 [..., V]."""
         logits = project(self.features, self.weight, out_dtype=jnp.float32)
         if self.scale is not None:
             logits = self.scale * logits
-        return logits if self.bias is None else logits + self.bias
+        cap = None if self.cap is None else jax.lax.stop_gradient(self.cap)
+        return softcapped(logits if self.bias is None else logits + self.bias, cap)
+
+    def uncapped(self, slope: jax.Array, logits: jax.Array) -> jax.Array:
+        """The gradient with respect to what is capped: a cap's slope is 1 - (logits / cap)^2.
+
+        Args:
+            slope: the gradient with respect to the logits.
+            logits: of `logits`.
+        """
+        return slope if self.cap is None else slope * (1 - jnp.square(logits / self.cap))
 
 
 class Norm(nnx.Module):

@@ -77,9 +77,12 @@ def assert_close(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
 
 @pytest.mark.core
 @pytest.mark.parametrize("reference", [None, START], ids=["", "centered"])
-@pytest.mark.parametrize("fields", [(), ("scale",), ("bias",), ("scale", "bias")], ids=str)
+@pytest.mark.parametrize("fields", [(), ("scale",), ("bias",), ("scale", "bias"), ("bias", "cap")], ids=str)
 def test_chunks_equal_all_logits_at_once(fields: tuple[str, ...], reference: Reading | None) -> None:
     reading = FULL._replace(**{name: None for name in ("scale", "bias") if name not in fields})
+    if "cap" in fields:  # near 3, where logits go to 9
+        reading, reference = (one and one._replace(cap=jnp.float32(3)) for one in (reading, reference))
+        assert np.abs(reading.logits() - reading._replace(cap=None).logits()).max() > 1
     expected = sums_and_gradients(reading, "plain", reference)
     for how in PARTS:
         assert_close(sums_and_gradients(reading, how, reference), expected)

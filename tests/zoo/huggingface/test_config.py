@@ -29,6 +29,10 @@ LLAMA = DecoderConfig(
     width=12, depth=2, num_heads=6, num_kv_heads=2, head_dim=4, mlp_ratio=11 / 12, vocab_size=13, seq_len=5,
     positions="rotary", rope_theta=5e5, norm="rmsnorm", norm_eps=1e-6, activation="swiglu", bias=False,
 )  # fmt: skip
+GEMMA = dataclasses.replace(
+    LLAMA, depth=3, activation="geglu", tied=True, post_norm=True, window=3, full_every=2, attention_softcap=50.0,
+    logit_softcap=30.0,
+)  # fmt: skip
 NEOX = dataclasses.replace(GPT2, width=12, positions="rotary", parallel=True, rotary_fraction=0.5, tied=False)
 VIT = ViTConfig(
     width=6, depth=2, num_heads=3, mlp_ratio=11 / 6, image_size=9, patch_size=3, channels=2, num_classes=7, pool="cls",
@@ -53,6 +57,9 @@ MODELS: dict[str, ModelConfig] = {
     "qwen2": dataclasses.replace(LLAMA, qkv_bias=True),
     "qwen2, window": dataclasses.replace(LLAMA, qkv_bias=True, window=3, tied=True),
     "qwen3": dataclasses.replace(LLAMA, qk_norm=True),
+    "gemma2": GEMMA,
+    "gemma2, untied": dataclasses.replace(GEMMA, tied=False, full_every=None, logit_softcap=None, num_kv_heads=None),
+    "gemma2, no window": dataclasses.replace(GEMMA, window=None, full_every=None, attention_softcap=None),
     "gpt-neox": NEOX,
     "gpt-neox, one after the other": dataclasses.replace(NEOX, parallel=False, tied=True),
     "siglip": dataclasses.replace(VIT, pool="mean"),
@@ -121,8 +128,18 @@ def test_a_llama_with_some_biases_has_the_others_at_zero() -> None:
         ({"model_type": "mamba"}, "only gpt2, .*llama, .*vit, deit, siglip, .*mbart, t5, mt5"),
         ({"model_type": ["gpt2"]}, "only gpt2, llama, "),
         ({}, "only gpt2, llama, "),
-        ({"model_type": "gemma2"}, "final_logit_softcapping"),
-        ({"model_type": "gemma3_text"}, "post_feedforward_layernorm"),
+        ({"model_type": "gemma2", "hidden_activation": "silu"}, "hidden_activation is 'silu'"),
+        ({"model_type": "gemma2", "attention_bias": True}, "attention_bias is True"),
+        ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ({"model_type": "gemma2", "final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0"),
+        ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
+        ({"model_type": "gemma2", "layer_types": ["full_attention"]}, "layer_types is"),
+        (
+            {"model_type": "gemma2", "layer_types": ["full_attention", "sliding_attention"] * 13},
+            "every so-many-th layer",
+        ),
+        ({"model_type": "gemma2", "rope_scaling": {"rope_type": "yarn", "factor": 2}}, "of type 'yarn'"),
+        ({"model_type": "gemma3_text"}, "rope_local_base_freq"),
         ({"model_type": "dinov2", "use_swiglu_ffn": True}, "use_swiglu_ffn is True"),
         ({"model_type": "dinov2", "layerscale_value": 0.0}, "layerscale_value is 0"),
         ({"model_type": "dinov2_with_registers", "num_register_tokens": "4"}, "num_register_tokens is '4'"),
@@ -179,6 +196,14 @@ def test_what_our_models_cannot_be_is_refused(fields: dict[str, Any], said: str)
         (T5, {"qkv_bias": True}, "it has no biases"),
         (LLAMA, {"branch_activation": "gelu"}, "acts on what branches read"),
         (GPT2, {"readout_bias": True}, "adds to the logits"),
+        (LLAMA, {"post_norm": True}, "needs rmsnorm and geglu, not rmsnorm and swiglu"),
+        (LLAMA, {"logit_softcap": 2.0}, "model.post_norm does not"),
+        (GEMMA, {"bias": True}, "model.bias adds"),
+        (GEMMA, {"qkv_bias": True}, "model.qkv_bias adds"),
+        (GEMMA, {"qk_norm": True}, "normalizes queries and keys"),
+        (GEMMA, {"parallel": True}, "model.post_norm normalizes"),
+        (GPT2, {"post_norm": True}, "model.post_norm normalizes"),
+        (GPT2, {"attention_softcap": 2.0}, "model.attention_softcap, model.logit_softcap"),
         (LLAMA, {"norm": "layernorm"}, "needs rmsnorm and swiglu, not layernorm"),
         (LLAMA, {"activation": "gelu"}, "needs rmsnorm and swiglu, not rmsnorm and gelu"),
         (LLAMA, {"num_heads": 8}, "multiple of model.num_heads 8"),
@@ -219,7 +244,13 @@ def test_parameters_come_back(model: ModelConfig, tmp_path: Path) -> None:
     assert loaded.dropped == loaded.zeros == []
     assert set(loaded.params) == set(params)
     for name, value in params.items():
-        np.testing.assert_array_equal(loaded.params[name], value, err_msg=name)
+        # Gemma's gains are 1 + w and its embeddings times width^1/2.
+        compared = (
+            np.testing.assert_array_almost_equal
+            if "softcap" in str(model) and family_of(model) == "gemma2"
+            else np.testing.assert_array_equal
+        )
+        compared(loaded.params[name], value, err_msg=name)
 
 
 def test_tokens_beside_the_patches_are_rows_of_the_positions(tmp_path: Path) -> None:

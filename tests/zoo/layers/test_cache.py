@@ -28,6 +28,16 @@ MODELS = {
     "learned-gqa": dataclasses.replace(GPT2, width=24, num_heads=6, num_kv_heads=3, tied=False),
     "parallel": dataclasses.replace(GPT2, positions="rotary", rotary_fraction=0.5, parallel=True, tied=False),
     "window": dataclasses.replace(LLAMA, window=3, rope_scaling="llama3", rope_original_len=6, rope_theta=20.0),
+    "gemma": dataclasses.replace(
+        LLAMA,
+        window=3,
+        full_every=2,
+        post_norm=True,
+        attention_softcap=0.5,
+        logit_softcap=2.0,
+        activation="geglu",
+        tied=True,
+    ),
     "one-key-head": dataclasses.replace(LLAMA, num_kv_heads=1, tied=True),
 }
 BATCH, PROMPT = 3, 4
@@ -95,7 +105,7 @@ def test_cached_logits_are_the_uncached_ones(name: str) -> None:
     assert made.traces == 1
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", "gemma"])
 def test_a_scan_over_layers_has_the_same_cache(name: str) -> None:
     made = compiled(name, layers="scan", projections="fused")
     assert made.difference(made.step_inputs()) < CLOSE

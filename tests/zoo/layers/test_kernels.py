@@ -115,19 +115,20 @@ def test_tiles_equal_the_products_in_value_gradient_and_derivative() -> None:
     assert min(np.abs(a - b).max() for a, b in zip(other, found, strict=True)) > 0.1  # the control: the mask is seen
 
 
-def seen_by_a_window(qkv: Any, window: int) -> np.ndarray:
-    """The definition in float64: query t sees keys t - window + 1 to t."""
+def seen_by_a_window(qkv: Any, window: int, cap: float | None = None) -> np.ndarray:
+    """The definition in float64: query t sees keys t - window + 1 to t, by logits of at most the cap."""
     q, k, v = (np.asarray(x, np.float64) for x in qkv)
     k, v = (np.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     logits, distance = np.einsum("bthn,bshn->bhts", q, k), np.subtract.outer(*[np.arange(q.shape[1])] * 2)
+    logits = logits if cap is None else cap * np.tanh(logits / cap)
     weights = np.exp(np.where((distance >= 0) & (distance < window), logits, -np.inf))
     return np.einsum("bhts,bshn->bthn", weights / weights.sum(-1, keepdims=True), v)
 
 
-@pytest.mark.parametrize("window", [1, 37, 90, 128])
-def test_a_window_is_what_its_definition_says(window: int) -> None:
+@pytest.mark.parametrize(("window", "cap"), [(1, None), (37, None), (90, 1.5), (128, None), (128, 0.5)])
+def test_a_window_and_a_cap_are_what_their_definitions_say(window: int, cap: float | None) -> None:
     qkv = projections()
-    whole, expected = merged_attention(*qkv, causal=True), seen_by_a_window(qkv, window)
+    whole, expected = merged_attention(*qkv, causal=True), seen_by_a_window(qkv, window, cap)
     ways = {
         "merged": merged_attention,
         "by platform": attend,
@@ -135,21 +136,25 @@ def test_a_window_is_what_its_definition_says(window: int) -> None:
     }  # tiles of 64 queries, and XLA of many devices
     for name, way in ways.items():
         with partition.using(Device("cpu", data=4, tensor=2) if name == "xla" else None):
-            y = way(*qkv, causal=True, window=window)
+            y = way(*qkv, causal=True, window=window, cap=cap)
         np.testing.assert_allclose(y, expected, atol=2e-6, err_msg=name)
-    assert (np.abs(expected - whole).max() > 0.1) == (window < 128)  # the control: all of it is no window
+    assert (np.abs(expected - whole).max() > 0.1) == (
+        window < 128 or cap is not None
+    )  # the control: all of it is no window
 
 
-def test_kernels_take_a_window_or_say_why_not() -> None:
+def test_kernels_take_a_window_and_a_cap_or_say_why_not() -> None:
     qkv = projections(length=256)
-    expected = outputs_and_gradients(functools.partial(merged_attention, causal=True, window=100), qkv)
-    splash = functools.partial(splash_attention, causal=True, window=100, block=128, interpret=True)
-    for way in (splash, functools.partial(tiled_attention, window=100)):
+    sight = {"window": 100, "cap": 1.5}
+    expected = outputs_and_gradients(functools.partial(merged_attention, causal=True, **sight), qkv)
+    splash = functools.partial(splash_attention, causal=True, **sight, block=128, interpret=True)
+    for way in (splash, functools.partial(tiled_attention, **sight)):
         for got, want in zip(outputs_and_gradients(way, qkv), expected, strict=True):
             np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
     for kernel, platform in (("ring", "tpu"), ("cudnn", "gpu")):
         with partition.using(Device(platform)):
             assert "model.window" in (why_not(kernel, *qkv[:2], True, 100) or "")  # pyright: ignore
+            assert "model.attention_softcap is 1.5" in (why_not(kernel, *qkv[:2], True, None, 1.5) or "")  # pyright: ignore
 
 
 @pytest.mark.core
@@ -159,7 +164,7 @@ def test_auto_takes_the_kernel_of_the_platform(monkeypatch: pytest.MonkeyPatch) 
         file = "kernels" if name in ("merged_attention", "tiled_attention") else "flash"
         monkeypatch.setattr(
             f"mupax.zoo.layers.{file}.{name}",
-            lambda q, k, v, causal=True, window=None, block=None, name=name: taken.append(name) or q,
+            lambda q, k, v, causal=True, window=None, cap=None, block=None, name=name: taken.append(name) or q,
         )
 
     def choose(layout: partition.Layout, **changes: Any) -> str:

@@ -115,6 +115,11 @@ def _check(before: TransformerConfig, after: TransformerConfig) -> None:
         raise GrowError(
             f"rotary positions turn a part of each head (rotary_fraction); keep head_dim {before.heads_dim} and add heads"
         )
+    if before.post_norms and (after.width, after.depth) != (before.width, before.depth):
+        raise GrowError(
+            "norms after the branches (post_norm) divide by the size of what is written, whatever new entries and layers start at; "
+            f"keep width {before.width} and depth {before.depth}, and add heads or mlp_ratio"
+        )
     if after.width != before.width and before.branch_gains is not None and before.norm == "layernorm":
         raise GrowError(
             "a wider stream under LayerNorm needs branches of mean 0, and gains after them (layer_scale) leave none; keep its width"

@@ -161,7 +161,8 @@ def of_model(
         return nnx.merge(graph, jax.tree.map(lambda w: w[0], state))
 
     def block(index: int, own: Arrays, h_BTD: jax.Array) -> jax.Array:
-        return one(bound(own, index).block)(h_BTD)
+        own_block = one(bound(own, index).block)
+        return (own_block.at(index) if getattr(own_block, "period", 1) > 1 else own_block)(h_BTD)
 
     def both(own: Arrays, batch: Batch) -> tuple[jax.Array, jax.Array]:
         model = bound(own)

@@ -22,6 +22,7 @@ from mupax.train.core.step import StepInputs, gradients
 from mupax.train.core.transforms import rows
 from mupax.train.studies.check import groups
 from mupax.zoo.definition import Arrays, Definition, multiplied
+from mupax.zoo.layers.block import over_layers
 
 Batch = Mapping[str, Any]
 _BY_OWN_WEIGHTS = ("query", "key", "attention")
@@ -139,8 +140,11 @@ def internals(model: Any, inputs: jax.Array, **others: jax.Array) -> Arrays:
     embedding, context = model.begin(inputs, **others) if hasattr(model, "begin") else (model.embed(inputs), ())
     graph, stacked = nnx.split(model.block)
 
-    def layer(h_BTD: jax.Array, state: nnx.State) -> tuple[jax.Array, Arrays]:
+    period = getattr(model.block, "period", 1)
+
+    def layer(h_BTD: jax.Array, state: nnx.State, place: int) -> tuple[jax.Array, Arrays]:
         block = nnx.merge(graph, state)
+        block = block if period == 1 else block.at(place)
         out_BTD = block(h_BTD, *context)
         here = {"residual": out_BTD, "contribution": out_BTD - h_BTD}
         if hasattr(block, "attention"):
@@ -150,7 +154,8 @@ def internals(model: Any, inputs: jax.Array, **others: jax.Array) -> Arrays:
             here[CROSS] = _cross(block, h_BTD, here["attended"], *context)
         return out_BTD, here
 
-    out_BTD, by_layer = jax.lax.scan(layer, embedding, stacked)
+    depth = jax.tree.leaves(stacked)[0].shape[0]
+    out_BTD, by_layer = over_layers(layer, embedding, stacked, depth, period)
     return {"embedding": embedding, **by_layer, "logits": model.read(out_BTD)}
 
 

@@ -144,6 +144,13 @@ def main(config: Config, *, count: int, seeds: int, path: str | None) -> int:
             "by mapping is not worked out; write a decoder or a ViT, or ask of an encoder-decoder `python -m train check --grow` and "
             "`python -m train balance`"
         )
+    plain = {"parallel": False, "window": None, "post_norm": False, "attention_softcap": None, "logit_softcap": None}
+    for field in dataclasses.fields(model):
+        if field.name in plain and (value := getattr(model, field.name)) != plain[field.name]:
+            raise ConfigError(
+                f"model.{field.name} is {value}, and the mappings that a block is cut into are those of one without; write "
+                f"{field.name} {plain[field.name]}"
+            )
     (row,) = measured(model, [preset], count=count, seeds=seeds)
     print(terminal.wrapped(f"{config.recipe} under {preset({}).label}: exponent of each dimension, theory | measured"))
     print(terminal.table(table(row)))

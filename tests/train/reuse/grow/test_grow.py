@@ -263,6 +263,11 @@ def test_how_far_adams_first_steps_go() -> None:
         (dataclasses.replace(LM, qk_norm=True), {"head_dim": 8}, "keep head_dim 4 and add heads"),
         (dataclasses.replace(LM, centered=True), {"depth": 3}, "a centred model"),
         (dataclasses.replace(TIED, norm_gain=False), {"width": 24}, "needs a norm gain before a tied readout"),
+        (
+            dataclasses.replace(LM, post_norm=True),
+            {"depth": 3},
+            r"norms after the branches \(post_norm\) .* keep width",
+        ),
         (dataclasses.replace(VIT, layer_scale=0.1), {"width": 24, "head_dim": 4}, r"gains after them \(layer_scale\)"),
         (
             dataclasses.replace(LM, head_dim=8),
