@@ -40,12 +40,17 @@ COMMANDS = {
     "checkpoints": ("checkpoints.command", "list a run's checkpoints, their sizes and health, and verify them"),
     "grow": ("reuse.grow.command", "make a larger model of a checkpoint, with the same function"),
     "eval": ("run.eval_command", "loss and accuracy of any checkpoint, on its data or on other data"),
+    "finetune": (
+        "reuse.start.finetune",
+        "train on a folder of one's own from a run or imported weights; flags as of a recipe",
+    ),
     "predict": ("reuse.predict.command", "the likeliest classes of image files, by any checkpoint or imported weights"),
     "noise": ("run.noise", "the gradient noise scale at a checkpoint, below which joint rules for the batch hold"),
     "generate": ("reuse.generate.command", "text from any checkpoint of a language model"),
     "convert": ("reuse.forms", "carry a run's checkpoint into another form of its preset"),
 }
-"""First words that are not recipes: the module of each under `mupax.train`, whose `main` runs it, and what it does."""
+"""First words that are not recipes: the module of each under `mupax.train`, and what it does. Its `main` runs it; finetune's
+`command` makes a run, which goes on as a recipe's does."""
 
 
 @terminal.entry_point
@@ -77,9 +82,14 @@ def _command(argv: list[str]) -> int:
         name, *words = argv
     else:
         name, words = command_line.first_word("python -m train", kinds, argv)
-    if name in COMMANDS:
+    if name == "finetune":
+        from mupax.train.reuse.start import finetune
+
+        command = finetune.command(words)
+    elif name in COMMANDS:
         return importlib.import_module(f"mupax.train.{COMMANDS[name][0]}").main(words)
-    command = cli.parse(name, cli.recipe(name), words)
+    else:
+        command = cli.parse(name, cli.recipe(name), words)
     if command.print_config:
         from mupax.train.config.record import to_json
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any, cast
 
@@ -54,6 +55,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
         patch.setenv("MUPAX_DATA", str(path / "cache"))
         words = f"vit-digits {SMALL} --optimizer.warmup-steps 1 --steps 250 --ema.decay 0.9 --workdir vit"
         assert run(*words.split())[0] == 0
+        Path("text").mkdir()
+        config = json.loads(run("lm-tiny", "--print-config")[1])
+        Path("text/config.json").write_text(json.dumps({"config": config, "data": {}, "run": "x"}))
         yield path
 
 
@@ -153,11 +157,133 @@ def test_what_cannot_be_answered_is_refused(words: str, said: str) -> None:
     Path("empty").mkdir(exist_ok=True)
     Path("prose.txt").write_text("once upon\na time\n")
     Path("blank.txt").write_text("\n")
-    if not Path("text").exists():
-        Path("text").mkdir()
-        code, out, _ = run("lm-tiny", "--print-config")
-        Path("text/config.json").write_text(json.dumps({"config": json.loads(out), "data": {}, "run": "x"}))
     code, out, err = run("predict", *words.split())
     assert (code, out) == (2, "")
     assert said in err
     assert "Traceback" not in err
+
+
+# Fine-tuning
+
+QUICK = ["--steps", "40", "--log.no-tensorboard", "--log.no-samples", "--log.no-progress"]
+
+
+def config_of(workdir: str) -> dict[str, Any]:
+    return json.loads((Path(workdir) / "config.json").read_text())["config"]
+
+
+@pytest.fixture(scope="module")
+def tuned(folder: Path) -> dict[str, Any]:
+    """A run on letters, digits named otherwise, that goes on from the run on digits: its files, what it said, its last row."""
+    for number, name in enumerate(("nil", "one", "two")):
+        shutil.copytree(f"digits/{number}", f"letters/{name}")
+    code, out, err = run("finetune", "letters", "--from", "vit", *QUICK, "--data.no-augment")
+    assert code == 0, err
+    rows = [json.loads(line) for line in Path("runs/finetune-letters/metrics.jsonl").read_text().splitlines()]
+    return {"out": out, "err": err, "row": [row for row in rows if "eval_loss" in row][-1]}
+
+
+def test_all_that_can_comes_from_the_source(tuned: dict[str, Any]) -> None:
+    there, here = config_of("vit"), config_of("runs/finetune-letters")
+    assert here["model"] == {**there["model"], "num_classes": 3}
+    assert (here["preset"], here["data"]["pixels"]["fit"]) == (there["preset"], "squash")
+    assert here["optimizer"]["peak_lr"] == pytest.approx(0.3 * there["optimizer"]["peak_lr"])
+    assert here["init"]["init_from"].endswith("vit/checkpoints/250")
+    assert (here["init"]["init_ema"], here["init"]["init_new"]) == (True, ["readout"])
+    assert "rate 0.0009, 0.3 times the source's 0.003 under mup relative to vit-proxy; 40 steps" in tuned["err"]
+    assert "images of 3 classes, readout new" in tuned["err"]
+    facts = json.loads(Path("runs/finetune-letters/config.json").read_text())["data"]
+    assert (facts["class_names"], facts["pixels"]["fit"]) == (["nil", "one", "two"], "squash")
+
+
+def test_it_learns_from_the_source_what_it_does_not_alone(tuned: dict[str, Any]) -> None:
+    words = ("finetune", "letters", "--from", "vit", *QUICK, "--data.no-augment", "--workdir", "runs/scratch")
+    assert run(*words, "--init-new", "*")[0] == 0
+    rows = [json.loads(line) for line in Path("runs/scratch/metrics.jsonl").read_text().splitlines()]
+    alone = [row["eval_loss"] for row in rows if "eval_loss" in row][-1]
+    assert tuned["row"]["eval_loss"] < 0.7 * alone
+
+
+def test_predictions_and_exports_have_the_new_names(tuned: dict[str, Any]) -> None:
+    ours = predicted("runs/finetune-letters", "digits/1", "kinds/grey.png")
+    assert {one["class"] for one in ours[0]["classes"]} == {"nil", "one", "two"}
+    assert [row["classes"][0]["class"] for row in ours].count("one") > len(ours) / 2
+    export("runs/finetune-letters", "letters-hf")
+    assert json.loads(Path("letters-hf/config.json").read_text())["label2id"] == {"nil": 0, "one": 1, "two": 2}
+    for a, b in zip(ours, predicted("letters-hf", "digits/1", "kinds/grey.png"), strict=True):
+        assert a["classes"][0]["probability"] == pytest.approx(b["classes"][0]["probability"], abs=1e-5)
+
+
+def test_the_sources_own_classes_keep_its_readout() -> None:
+    code, out, err = run("finetune", "digits", "--from", "vit", "--print-config", "--steps", "7")
+    assert code == 0
+    assert "128 images of 10 classes, readout the source's" in err
+    config = json.loads(out)
+    assert (config["init"]["init_new"], config["workdir"]) == ([], "runs/finetune-digits")
+    code, out, err = run("finetune", "digits", "--from", "vit", "--print-config", "--optimizer.peak-lr", "0.002")
+    assert "rate 0.002, as asked; 100 steps" in err
+
+
+def test_weights_without_a_rate_have_one_by_width(tuned: dict[str, Any]) -> None:
+    said = "so that matrices move at 5e-5 x 768 / width = 0.0024 under"
+    export("vit", "plain")
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert zoo_main(["import", "plain", "--out", "as-mup", "--preset", "mup", "--base", "vit-proxy"]) == 0
+    for source, under, peak in (
+        ("plain", "sp in absolute form", 0.0024),
+        ("as-mup", "mup relative to vit-proxy", 0.0012),
+    ):
+        code, out, err = run("finetune", "letters", "--from", source, "--print-config")
+        assert code == 0
+        assert f"{said} {under}" in err
+        assert json.loads(out)["optimizer"]["peak_lr"] == pytest.approx(peak)
+    assert run("finetune", "letters", "--from", "as-mup", "--dry-run")[0] == 0
+
+
+def test_a_language_model_goes_on_with_its_own_tokens(folder: Path) -> None:
+    (folder / "prose").mkdir()
+    (folder / "prose" / "a.txt").write_text("once upon a time\n" * 99)
+    code, out, err = run("finetune", "prose", "--from", "text", "--print-config")
+    assert code == 0
+    assert "tokens of bytes; rate 0.0024, 0.3 times the source's 0.008 under mup relative to lm-proxy; 200 steps" in err
+    config = json.loads(out)
+    assert (config["data"]["name"], config["data"]["tokenizer"]) == ("text:prose", "bytes")
+    assert (config["init"]["init_new"], config["model"]["seq_len"]) == ([], 128)
+    record = json.loads(Path("text/config.json").read_text())
+    record["config"]["data"]["tokenizer"] = "bpe:300"
+    Path("text/config.json").write_text(json.dumps(record))
+    code, _, err = run("finetune", "prose", "--from", "text", "--print-config")
+    assert code == 2
+    assert "the tokenizer of" in err
+    assert "is not here (bpe:300); give its file as --data.tokenizer FILE" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("no_such --from vit", "no folder no_such"),
+        ("prose.txt --from vit", "prose.txt is a file, and"),
+        ("empty --from vit", "empty has no folders in it"),
+        ("digits/3 --from vit", "has no folders in it"),
+        ("hollow --from vit", "hollow/ant has no image"),
+        ("kinds2 --from vit", "cannot read the image"),
+        ("letters --from nothing", "no run and no weights there"),
+        ("letters --from text", "holds a decoder, which reads text, and letters has images"),
+        ("letters", "--from"),
+        ("letters --from vit --stepz 3", "did you mean --steps"),
+        ("letters --from vit --model.width 32 --steps 2", "train grow"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused(words: str, said: str, folder: Path, tuned: dict[str, Any]) -> None:
+    Path("empty").mkdir(exist_ok=True)
+    Path("hollow/ant").mkdir(parents=True, exist_ok=True)
+    Path("prose.txt").write_text("once upon\na time\n")
+    for name in ("a", "b"):
+        (Path("kinds2") / name).mkdir(parents=True, exist_ok=True)
+        for i in range(3):
+            (Path("kinds2") / name / f"{i}.png").write_bytes((folder / "kinds" / "torn.png").read_bytes())
+    code, _, err = run("finetune", *words.split(), "--workdir", "runs/never")
+    assert code == 2, err
+    assert said in err
+    assert "Traceback" not in err
+    assert not list(Path("runs/never").glob("config.json"))

@@ -109,7 +109,7 @@ def own_images(config: DataConfig, model: ModelConfig, seed: int, note: cache.No
     path = path_of(config.name.removeprefix("images:"))
     if not path.is_dir():
         raise DataError(f"no folder {path}; write data.name as images:PATH, with a folder that has a folder per class")
-    train, eval_, classes = _split(path)
+    train, eval_, classes = split(path)
     vision = images.vision_model(config.name, model, classes)
     check_channels(config.name, vision.channels)
     config.pixels.check(vision.image_size, vision.channels)
@@ -188,8 +188,12 @@ def check_channels(name: str, channels: int) -> None:
         )
 
 
-def _split(path: Path) -> tuple[_Labelled, _Labelled, list[str]]:
-    """Training files, evaluation files and class names (sorted)."""
+def split(path: Path) -> tuple[_Labelled, _Labelled, list[str]]:
+    """Training files, evaluation files and class names (sorted).
+
+    Raises:
+        DataError: the folder has no images by class.
+    """
     test = next((path / name for name in _EVAL_FOLDERS if (path / name).is_dir()), None)
     if test is not None and (path / "train").is_dir():
         classes = _classes(path / "train")

@@ -13,9 +13,11 @@ from mupax.paths import delivered, path_of
 from mupax.train.config.cli import PresetFlags
 
 if TYPE_CHECKING:
+    from mupax.train.config.run import Config
     from mupax.train.data.text.tokenizer import Tokenizer
     from mupax.train.reuse.image_input import ImageInput
     from mupax.train.reuse.source import Source
+    from mupax.zoo.families import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,7 @@ class Export:
 
         pretrained_files.check_free(self.out)
         source = pretrained.read(self.path, self.step)
-        name, file = (None, self.tokenizer) if self.tokenizer else _tokenizer(source)
+        name, file = (None, self.tokenizer) if self.tokenizer else tokenizer_of(source.model, source.run)
         encoder = tokenizer.Subwords(file) if file else tokenizer.Bytes() if name == "bytes" else None
         with delivered(self.out) as out:
             pretrained_files.write_huggingface(source, out, self.dtype, encoder and _token_ids(source, encoder))
@@ -102,14 +104,19 @@ def _token_ids(source: Source, encoder: Tokenizer) -> dict[str, int | None]:
     return {"bos_token_id": ids.bos, "eos_token_id": ids.eos, "pad_token_id": ids.pad, "decoder_start_token_id": start}
 
 
-def _tokenizer(source: Source) -> tuple[str | None, Path | None]:
-    """What the run calls its tokenizer, and the file of it: the one that made the run's tokens, or None."""
+def tokenizer_of(model: ModelConfig, run: tuple[Config, dict[str, Any]] | None) -> tuple[str | None, Path | None]:
+    """What a run calls its tokenizer, and the file of it: the one that made the run's tokens, or None.
+
+    Args:
+        model: of the run.
+        run: its config, and what it recorded of its data; None for weights without one.
+    """
     from mupax.train.data import cache
     from mupax.train.data.text import tokenizer
 
-    if source.run is None or source.model.task != "tokens":
+    if run is None or model.task != "tokens":
         return None, None
-    config, facts = source.run
+    config, facts = run
     name = config.data.tokenizer
     if name == "bytes":
         return name, None

@@ -1,0 +1,178 @@
+"""`python -m train finetune FOLDER --from SOURCE`: a run on data of one's own that goes on from a trained model.
+
+The source says the shape, the preset, the classes or the tokenizer, and what becomes of an image. What it cannot say has a
+rule here, which a line states: the learning rate and the steps. Every flag of a recipe changes them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from tyro import conf
+
+from mupax import command_line
+from mupax.presets.roles import RUN_AXES, Role
+from mupax.train.config import cli
+from mupax.train.config.data import DataConfig
+from mupax.train.config.preset import PresetConfig, base_parts, base_text, preset_for
+from mupax.train.config.run import Config, InitConfig, LogConfig, OptimizerConfig
+from mupax.train.reuse.outline import Outline, WeightsError, outline
+from mupax.zoo.families import ImageModel
+
+SHARE = 0.3
+"""Of the source's peak rate."""
+MATRIX_RATE = 5e-5 * 768
+"""Times 1 / width: the rate of a hidden matrix where the source says none, the default of transformers' Trainer at width 768."""
+EPOCHS, FEWEST, MOST = 10, 100, 2000
+TEXT_STEPS = 200
+_TEXT_BATCH, _IMAGE_BATCH = 16, 32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finetune:
+    """A run on data of one's own that goes on from a trained model; every flag of a recipe works here too.
+
+    Images: FOLDER has a folder per class. Shape, preset, preprocessing and, where the classes are the source's own, the readout
+    come from the source; other classes have a new readout. Text: FOLDER is text or records, read by the source's tokenizer.
+    The rate is 0.3 times the source's, or 5e-5 times 768 / width where it has none; ten epochs, 100 to 2,000 steps.
+    """
+
+    folder: Annotated[conf.Positional[command_line.Place], conf.arg(metavar="FOLDER")]
+    """Images in a folder per class; for a model of text, a file or folder of text."""
+    source: Annotated[command_line.Place, conf.arg(name="from", metavar="SOURCE")]
+    """A run, one of its steps, a folder that `python -m zoo import` wrote, or one of Hugging Face."""
+
+
+def command(argv: Sequence[str]) -> cli.Command:
+    """What `python -m train` is to run; the rule of the rate is a line on stderr.
+
+    Raises:
+        UsageError, ConfigError, PresetError: flags that are wrong, or do not fit together.
+        WeightsError, WorkdirError: no model there, or one that reads something else than the folder has.
+        DataError: no images by class in the folder.
+    """
+    args, rest = command_line.parse_known(Finetune, "python -m train finetune", argv)
+    if not args.folder.exists():
+        raise command_line.UsageError(
+            f"no folder {args.folder}; give one that has a folder of images per class, or text"
+        )
+    from mupax.train.reuse.source import located
+
+    source = located(args.source)
+    said = outline(source)
+    asked = any(word.partition("=")[0] == "--data.tokenizer" for word in rest)
+    if isinstance(said.model, ImageModel):
+        start, what = _images(args.folder, source, said, said.model)
+    else:
+        start, what = _text(args.folder, source, said, asked)
+    made = cli.parse("finetune", lambda: start, rest, ["--from"])
+    peak = made.config.optimizer.peak_lr
+    rate = rate_rule(said)[1] if peak == start.optimizer.peak_lr else "as asked"
+    print(f"finetune: {what}; rate {peak:.3g}, {rate}; {made.config.steps} steps", file=sys.stderr)
+    return made
+
+
+def rate_rule(said: Outline) -> tuple[OptimizerConfig, str]:
+    """The optimizer of a run that goes on from a source, and in words where its rate is from."""
+    preset, model = preset_of_source(said)
+    named = f"{preset.name}{f' relative to {preset.base}' if preset.base else ' in absolute form'}"
+    if said.run is not None:
+        before = said.run[0].scaled_optimizer
+        peak, text = SHARE * before.peak_lr, f"0.3 times the source's {before.peak_lr:.3g} under {named}"
+        fields = {"schedule": "cosine", "decay_steps": None, "final_lr_fraction": 0.0, "peak_lr": peak}
+        return dataclasses.replace(before, **fields), text
+    resolved, sizes = preset_for(preset, model), model.sizes()
+    spec = next(spec for spec in model.parameters().values() if spec.role in (Role.MLP_IN, Role.HIDDEN))
+    target = MATRIX_RATE / sizes["embed"]
+    peak = float(f"{target / resolved.scales(spec, sizes, 'adam').lr:.6g}")
+    return OptimizerConfig(
+        peak_lr=peak, clip_norm=1.0
+    ), f"so that matrices move at 5e-5 x 768 / width = {target:.3g} under {named}"
+
+
+def preset_of_source(said: Outline) -> tuple[PresetConfig, Any]:
+    """The source's preset without what is of its own batch and tokens, `sp` where it has none; and its model."""
+    preset = said.preset or PresetConfig(name="sp")
+    name, sizes = base_parts(preset.base)
+    kept = base_text({axis: size for axis, size in sizes.items() if axis not in RUN_AXES})
+    base = ",".join(part for part in ("" if name == "None" else name, kept) if part) or None
+    return dataclasses.replace(preset, base=base, joint="none", noise_scale=PresetConfig().noise_scale), said.model
+
+
+def _images(folder: Path, source: Path, said: Outline, model: ImageModel) -> tuple[Config, str]:
+    from mupax.train.data.sources import folders
+
+    assert said.images is not None
+    if not folder.is_dir():
+        raise command_line.UsageError(
+            f"{folder} is a file, and {source} holds a model of images; give a folder that has a folder of images per class"
+        )
+    train, _, classes = folders.split(folder)
+    same = said.images.class_names == tuple(classes)
+    steps = min(max(EPOCHS * math.ceil(len(train) / _IMAGE_BATCH), FEWEST), MOST)
+    data = DataConfig(name=f"images:{folder}", batch_size=_IMAGE_BATCH, pixels=said.images.pixels)
+    resized: Any = dataclasses.replace(model, num_classes=len(classes))
+    readout = "the source's" if same else "new"
+    what = f"{len(train)} images of {len(classes)} classes, readout {readout}"
+    return _config(folder, source, said, resized, data, steps, () if same else ("readout",)), what
+
+
+def _text(folder: Path, source: Path, said: Outline, asked: bool) -> tuple[Config, str]:
+    if folder.is_dir() and not asked:
+        from mupax.train.data.sources.folders import SUFFIXES
+
+        names = [path.suffix.lower() for path in folder.rglob("*") if path.is_file()]
+        if names and all(suffix in SUFFIXES for suffix in names):
+            raise WeightsError(f"{source} holds a {said.model.family}, which reads text, and {folder} has images")
+    before = said.run[0].data if said.run else None
+    if said.model.denoises and before is None:
+        raise WeightsError(
+            f"{source} holds an {said.model.family}, and not what noise it was trained on; start `python -m train ed-tiny` with "
+            "--init-from and --data.noise"
+        )
+    kept = ("separator", "field", "noise", "noise_rate", "noise_span")
+    fields = {name: getattr(before, name) for name in kept} if before else {}
+    tokenizer = "bytes" if asked else _tokenizer(source, said)
+    data = DataConfig(name=f"text:{folder}", batch_size=_TEXT_BATCH, tokenizer=tokenizer, **fields)
+    return _config(folder, source, said, said.model, data, TEXT_STEPS, ()), f"tokens of {tokenizer}"
+
+
+def _tokenizer(source: Path, said: Outline) -> str:
+    """data.tokenizer that makes the source's tokens; raises WeightsError where it is not here."""
+    from mupax.train.reuse.huggingface.command import tokenizer_of
+
+    if said.run is None:
+        file = said.folder / "tokenizer.json"
+        name = None
+    else:
+        name, file = tokenizer_of(said.model, said.run)
+    if name == "bytes":
+        return name
+    if file is None or not file.is_file():
+        raise WeightsError(
+            f"the tokenizer of {source} is not here ({name or file}); give its file as --data.tokenizer FILE"
+        )
+    return str(file)
+
+
+def _config(
+    folder: Path, source: Path, said: Outline, model: Any, data: DataConfig, steps: int, new: tuple[str, ...]
+) -> Config:
+    optimizer = dataclasses.replace(rate_rule(said)[0], warmup_steps=steps // 10)
+    averaged = said.run is not None and said.run[0].ema.decay is not None
+    return Config(
+        recipe="finetune",
+        model=model,
+        data=data,
+        preset=preset_of_source(said)[0],
+        optimizer=optimizer,
+        init=InitConfig(init_from=str(source), init_new=new, init_ema=averaged),
+        log=LogConfig(eval_every_steps=max(1, steps // 4)),
+        steps=steps,
+        workdir=str(Path("runs") / f"finetune-{folder.absolute().name}"),
+    )
