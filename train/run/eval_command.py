@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mupax import command_line, terminal
+from mupax.paths import path_of
 from mupax.train.config import cli
 
 READ = ("--data.", "--mesh.", "--model.compute.")
@@ -23,6 +25,7 @@ class Evaluate(cli.CheckpointFlags):
     The numbers are those that the run itself wrote at that step. Without --step the newest checkpoint is meant; where the run
     keeps a moving average of its parameters, that is evaluated, as in the run. The run's flags --data.*, --mesh.* and
     --model.compute.* work here too: --data.name text:PATH evaluates on another text, --mesh.data 1 on a single device.
+    Of images there are also the top-5 accuracy, the expected calibration error (15 bins) and every class by itself.
     """
 
     json: Path | None = None
@@ -95,6 +98,13 @@ def measured(saved: Any, console: Any) -> dict[str, Any]:
 
     config = saved.config
     program = assemble(config)
+    named = saved.facts.get("class_names")
+    if named and config.data.name.startswith("images:"):
+        from mupax.train.data.sources import folders
+
+        check_classes(
+            named, folders.split(path_of(config.data.name.removeprefix("images:")))[2], saved, config.data.name
+        )
     data = data_sources.load(config.data, config.model, seed=config.data_seed, note=console.print)
     known, here = saved.facts.get("tokenizer"), data.facts.get("tokenizer")
     if known is not None and known != here:
@@ -102,9 +112,15 @@ def measured(saved: Any, console: Any) -> dict[str, Any]:
             f"the model was trained on tokens of {known}, and {config.data.name} is cut into those of {here}; "
             "give --data.tokenizer the run's own, as bytes or the path of its tokenizer.json"
         )
+    if named:
+        check_classes(named, data.class_names, saved, config.data.name)
     params, eval_fn, inputs = saved.params(program.abstract), program.compile_eval(), program.step_inputs()
-    began = time.monotonic()
-    loss, accuracy, targets = evaluate(eval_fn, params, inputs, data, program.eval_feed())
+    seen, began = None, time.monotonic()
+    if data.kind == "images":
+        from mupax.train.reuse.predict.scores import Outcomes
+
+        seen = Outcomes(functools.partial(program.compile_logits(), params, inputs))
+    loss, accuracy, targets = evaluate(eval_fn, params, inputs, data, program.eval_feed(), seen=seen)
     each = data.bytes_per_token if data.kind == "tokens" else None
     text = {"bits_per_byte": loss / math.log(2) / each} if each else {}
     return {
@@ -120,8 +136,33 @@ def measured(saved: Any, console: Any) -> dict[str, Any]:
         **text,
         "examples": data.eval_size,
         "targets": targets,
+        **(seen.scores(data.class_names) if seen else {}),
         "seconds": time.monotonic() - began,
     }
+
+
+def check_classes(known: Sequence[str], here: Sequence[str] | None, saved: Any, name: str) -> None:
+    """Refuse data whose classes are not those of the run: label 3 would mean something else.
+
+    Args:
+        known: the run's, in order.
+        here: the data's.
+        saved: the run.
+        name: of the data.
+
+    Raises:
+        DataError: they differ.
+    """
+    from mupax.train.data import DataError
+    from mupax.train.reuse.image_input import printable
+
+    if list(known) == list(here or ()):
+        return
+    there, other = (printable(", ".join(names[:8]) + (" …" if len(names) > 8 else "")) for names in (known, here or ()))
+    raise DataError(
+        f"the classes of the run in {saved.workdir} are {there}, and those of {name} {other}; give it folders of the same names, or "
+        f"fine-tune on them: `python -m train finetune {name.removeprefix('images:')} --from {saved.workdir}`"
+    )
 
 
 def show(console: Any, numbers: dict[str, Any]) -> None:
@@ -139,9 +180,19 @@ def show(console: Any, numbers: dict[str, Any]) -> None:
         "perplexity": f"{numbers['perplexity']:.4g}",
         **text,
         "accuracy": f"{100 * numbers['accuracy']:.2f} %",
+        **({"top-5 accuracy": f"{100 * numbers['top5_accuracy']:.2f} %"} if "top5_accuracy" in numbers else {}),
+        **(
+            {"calibration": f"{100 * numbers['ece']:.2f} % expected error of the confidence"}
+            if "ece" in numbers
+            else {}
+        ),
         "examples": f"{numbers['examples']:,}, {numbers['targets']:,} targets",
         "time": f"{numbers['seconds']:.1f} s",
     }
     title = f"step {numbers['step']} of {Path(numbers['workdir']).name} on {numbers['data']}{other}"
     console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
     print(terminal.table([*rows.items()]))
+    if "classes" in numbers:
+        from mupax.train.reuse.predict import scores
+
+        print(f"\n{terminal.table(scores.table(numbers['classes']), left=('class', 'taken for'))}")

@@ -287,3 +287,55 @@ def test_what_cannot_be_tuned_is_refused(words: str, said: str, folder: Path, tu
     assert said in err
     assert "Traceback" not in err
     assert not list(Path("runs/never").glob("config.json"))
+
+
+# Evaluation
+
+
+def test_evaluation_has_calibration_and_every_class(tuned: dict[str, Any]) -> None:
+    code, out, err = run("eval", "vit", "--json", "vit.json")
+    assert (code, err) == (0, "")
+    numbers = json.loads(Path("vit.json").read_text())
+    assert [row["class"] for row in numbers["classes"]] == list("0123456789")
+    assert sum(row["examples"] for row in numbers["classes"]) == numbers["examples"]
+    hits = sum(row["recall"] * row["examples"] for row in numbers["classes"])
+    assert hits / numbers["examples"] == pytest.approx(numbers["accuracy"])
+    assert numbers["accuracy"] < numbers["top5_accuracy"] <= 1
+    assert 0 < numbers["ece"] < 0.5
+    assert "top-5 accuracy" in out
+    assert "expected error of the confidence" in out
+    assert "taken for" in out
+
+
+def test_classes_that_are_not_the_runs_are_refused(tuned: dict[str, Any]) -> None:
+    for words in (("vit", "--data.name", "images:letters"), ("runs/finetune-letters", "--data.name", "images:digits")):
+        code, _, err = run("eval", *words)
+        assert code == 2
+        assert "the classes of the run in" in err
+        assert "or fine-tune on them: `python -m train finetune" in err
+    code, out, _ = run("eval", "vit", "--data.name", "images:digits", "--data.pixels.fit", "squash")
+    assert code == 0
+    assert "other data than the run's" in out
+
+
+def test_scores_are_those_of_their_definitions() -> None:
+    from mupax.train.reuse.predict.scores import scores, table
+
+    wrong, right = 0.9, 0.6
+    logits = np.log(
+        np.array([[right, 1 - right], [1 - wrong, wrong], [wrong, 1 - wrong], [right, 1 - right]], np.float32)
+    )
+    found = scores(logits, np.array([0, 0, 0, 1]), ["ant", "bee"])
+    # Two at 0.6, half of them right; two at 0.9, half of them right.
+    assert found["ece"] == pytest.approx((0.1 * 2 + 0.4 * 2) / 4)
+    assert found["classes"][0] == {
+        "class": "ant", "label": 0, "examples": 3, "recall": 2 / 3, "precision": 2 / 3, "taken_for": "bee",
+    }  # fmt: skip
+    assert "top5_accuracy" not in found
+    six = np.eye(7, dtype=np.float32)[[0]] + np.arange(7, dtype=np.float32) / 100
+    ranks = [scores(six, np.array([label]), list("abcdefg"))["top5_accuracy"] for label in range(7)]
+    assert ranks == [1, 0, 0, 1, 1, 1, 1]
+    many = scores(
+        np.eye(30, dtype=np.float32), (np.arange(30) + (np.arange(30) < 2)) % 30, [f"c{i}" for i in range(30)]
+    )
+    assert [row[3] for row in table(many["classes"], most=3)] == ["recall", "0.0 %", "50.0 %", "100.0 %"]
