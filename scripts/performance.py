@@ -1,9 +1,9 @@
-"""Runs the benchmarks of this machine and writes docs/performance.md from what they found.
+"""Runs the named benchmarks and writes docs/performance.md from what these and earlier runs of them measured.
 
-    python -m scripts.performance [NAME ...] [--render]
+    python -m scripts.performance [NAME ... | --all]
 
-Names are those of `scripts/bench` that run anywhere; all of them unless given. Every one leaves docs/performance/NAME.json,
-and the page is made from the files there: `--render` only makes the page.
+Names are those of `scripts/bench` that run anywhere; all of them take an hour. Every one leaves docs/performance/NAME.json,
+and the page is made from the files there.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ ABOUT = {
 }
 HEAD = """# Performance
 
-Made by `python -m scripts.performance` from the files in `docs/performance/`. Times are medians of rounds in which everything
+Made by `python -m scripts.performance --all` from the files in `docs/performance/`. Times are medians of rounds in which everything
 compared has its turn; a ratio is the median over rounds, with its quartiles, of the first column's time over the
 other's, so below 1 the first is faster. Measured on two shared x86-64 cores, whose speed drifts: quote the ratios. With
 `--one-core` a process kept to one core counts its CPU time, which other work on the machine changes little.
@@ -270,18 +270,18 @@ def page(folder: Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure unless told not to, and write the page; returns the exit code 0."""
+    """Measure what is named, and write the page; returns the exit code 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(NAMES)}")
+    parser.add_argument("names", nargs="*", help=f"to measure, of {', '.join(NAMES)}; none: only the page")
     parser.add_argument(
         "--one-core", action="store_true", help="one core, CPU time: for a machine busy with other work"
     )
-    parser.add_argument("--render", action="store_true", help="make the page from the files there are")
+    parser.add_argument("--all", action="store_true", help="measure all of them, for an hour")
     args = parser.parse_args(argv)
     unknown = set(args.names) - set(NAMES)
     if unknown:
         parser.error(f"no benchmark is named {', '.join(sorted(unknown))}; write {', '.join(NAMES)}")
-    for name in () if args.render else args.names or NAMES:
+    for name in NAMES if args.all else args.names:
         words = [sys.executable, "-m", f"scripts.bench.{name}", "--json", str(FOLDER / f"{name}.json")]
         words += ["--one-core"] if args.one_core else []
         subprocess.run(words, check=True)
