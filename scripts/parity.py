@@ -77,6 +77,9 @@ VARIANTS: dict[str, TransformerConfig] = {
     "DINOv2, registers": dataclasses.replace(VIT, pool="cls-mean", layer_scale=0.125, registers=3, mlp_ratio=2.0),
     "Qwen3": dataclasses.replace(LLAMA, num_kv_heads=2, qk_norm=True),
     "Gemma 2": GEMMA,
+    "Gemma 3": dataclasses.replace(
+        GEMMA, qk_norm=True, attention_softcap=None, logit_softcap=None, window_theta=50.0, rope_scaling="linear"
+    ),
     "Gemma 2, untied": dataclasses.replace(GEMMA, tied=False, full_every=None, attention_softcap=None),
 }
 """Models that differ from one of the others in a few fields."""
@@ -229,7 +232,9 @@ def _auto(settings: Any) -> Any:
     """The class of transformers that makes a config's model."""
     import transformers
 
-    kind = settings.architectures[0].removeprefix(settings.__class__.__name__.removesuffix("Config"))
+    kind = settings.architectures[0].removeprefix(
+        settings.__class__.__name__.removesuffix("Config").removesuffix("Text")
+    )
     return {
         "LMHeadModel": transformers.AutoModelForCausalLM,
         "ForCausalLM": transformers.AutoModelForCausalLM,

@@ -126,6 +126,8 @@ class DecoderConfig(TokenModel, TransformerConfig):
     """Positions that a query sees, its own and those before it (sliding window); all before it unless given."""
     full_every: int | None = None
     """Every so-many-th block has no window; each has it unless given."""
+    window_theta: float | None = None
+    """Base wavelength of rotary positions in blocks with a window, whose frequencies are not scaled; as in the others unless given."""
     post_norm: bool = False
     """Normalize what each branch writes, too, with a gain (Gemma 2)."""
     attention_softcap: float | None = None
@@ -155,6 +157,13 @@ class DecoderConfig(TokenModel, TransformerConfig):
                 f"model.full_every is {self.full_every} with window {self.window}; it says which blocks have no window: write window "
                 "too, and at least 2"
             )
+        if self.window_theta is not None and (
+            self.window is None or self.positions != "rotary" or self.window_theta <= 0
+        ):
+            raise ConfigError(
+                f"model.window_theta is {self.window_theta}; it is a wavelength above 0 of rotary positions, in blocks with a window: "
+                "write window and positions rotary too"
+            )
         for name in ("attention_softcap", "logit_softcap"):
             if (cap := getattr(self, name)) is not None and not 0 < cap < math.inf:
                 raise ConfigError(f"model.{name} is {cap}; write a number above 0, such as 50")
@@ -181,6 +190,11 @@ class DecoderConfig(TokenModel, TransformerConfig):
     @property
     def rotary_theta(self) -> float | None:
         return self.rope_theta if self.positions == "rotary" else None
+
+    def rotary_of(self, sight: Sight) -> tuple[float | None, RopeScaling | None]:
+        if self.window_theta is None or sight.window is None:
+            return super().rotary_of(sight)
+        return self.window_theta, None
 
     @property
     def rotary_size(self) -> int:

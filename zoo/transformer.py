@@ -169,6 +169,10 @@ class TransformerConfig(ModelConfig):
         """How rotary frequencies are stretched; None where they are not."""
         return None
 
+    def rotary_of(self, sight: Sight) -> tuple[float | None, RopeScaling | None]:
+        """Base wavelength of a layer that sees so, and how its frequencies are stretched."""
+        return self.rotary_theta, self.rotary_scaling
+
     @property
     def rotary_size(self) -> int:
         """Entries of a head that rotary positions turn, its first ones."""

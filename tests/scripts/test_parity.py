@@ -147,17 +147,19 @@ def test_greedy_text_of_an_encoder_decoder_is_the_same(name: str, tmp_path: Path
     assert len(np.unique(text)) > 4, "the text repeats one token, which proves little"
 
 
-def test_queries_that_their_code_scales_are_read(tmp_path: Path) -> None:
-    from transformers import Gemma2Config, Gemma2ForCausalLM
+@pytest.mark.parametrize(("name", "last"), [("Gemma 2", "query"), ("Gemma 3", "query_norm.gain")])
+def test_queries_that_their_code_scales_are_read(name: str, last: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = {**huggingface.to_huggingface(parity.GEMMA), "query_pre_attn_scalar": 3}  # of heads of 10
-    Gemma2ForCausalLM(Gemma2Config(**fields)).save_pretrained(tmp_path)
+    fields = {**huggingface.to_huggingface(parity.MODELS[name]), "query_pre_attn_scalar": 3}  # of heads of 10
+    settings = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path)
     read, inputs = source.read(tmp_path), parity.inputs_of(parity.GEMMA)
     built = definition(read.model)
     factors = resolve(preset_for(PresetConfig(name="sp"), read.model), built)
     params, theirs = source.place(read, built, factors), parity.transformers_logits(tmp_path, *inputs)
     for times, close in ((1, True), ((3 / 10) ** 0.5, False)):  # the control: as the file has them
-        queries = {"block.attention.query": times * params["block.attention.query"]}
+        queries = {f"block.attention.{last}": times * params[f"block.attention.{last}"]}
         ours = built.apply({**params, **queries}, factors.multiplier, factors.forward, *map(jnp.asarray, inputs))
         assert (np.abs(ours - theirs).max() < TOLERANCE) == close
     assert np.abs(theirs).max() > 0.1

@@ -30,7 +30,15 @@ DECODER = DecoderConfig(
 )
 MODERN = dataclasses.replace(DECODER, positions="rotary", norm="rmsnorm", activation="swiglu", qk_norm=True)
 GEMMA = dataclasses.replace(
-    MODERN, depth=3, qk_norm=False, window=3, full_every=2, post_norm=True, attention_softcap=0.5, logit_softcap=2.0
+    MODERN,
+    depth=3,
+    qk_norm=False,
+    window=3,
+    window_theta=9.0,
+    full_every=2,
+    post_norm=True,
+    attention_softcap=0.5,
+    logit_softcap=2.0,
 )
 TIED = dataclasses.replace(DECODER, tied=True, qk_norm=True)
 BARE = dataclasses.replace(DECODER, bias=False, norm_gain=False, activation="relu")
@@ -190,7 +198,7 @@ def test_layers_that_see_differently_are_one_loop_over_groups() -> None:
     assert counts["scan"] == primitives(with_compute(MODERN, layers="scan"))["scan"]
     found = definition(GEMMA)
     own, params = logits_of(found, *numbers(found), inputs_of(GEMMA)), numbers(found)
-    for change in ({"full_every": None}, {"full_every": 3}, {"attention_softcap": None}, {"logit_softcap": None}):
+    for change in ({"full_every": None}, {"window_theta": None}, {"attention_softcap": None}, {"logit_softcap": None}):
         other = logits_of(definition(dataclasses.replace(GEMMA, **change)), *params, inputs_of(GEMMA))
         assert np.abs(other - own).max() > 1e-3, change
 

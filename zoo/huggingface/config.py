@@ -36,8 +36,7 @@ _QKV = tuple(f"block.attention.{name}_bias" for name in ("query", "key", "value"
 
 
 UNLIKE = {
-    "gemma3": "an image tower (vision_config) and positions that turn at other rates in layers with a window (rope_local_base_freq)",
-    "gemma3_text": "positions that turn at other rates in layers with a window (rope_local_base_freq)",
+    "gemma3": "an image tower (vision_config); its text model alone is Gemma3ForCausalLM, of model_type gemma3_text",
     "siglip_vision_model": "no classifier, and pools by attention (vision_use_head); SiglipForImageClassification, of model_type siglip, "
     "has the mean",
 }
@@ -110,7 +109,7 @@ def to_huggingface(
     if family == "gpt2":
         return {**text, "n_positions": sizes["position"], "activation_function": activation}
     assert isinstance(model, DecoderConfig)
-    return {**text, **(gemma.fields_of(model) if family in GEMMA else decoders.fields_of(model, family))}
+    return {**text, **(gemma.fields_of(model, family) if family in GEMMA else decoders.fields_of(model, family))}
 
 
 def from_huggingface(fields: Mapping[str, Any]) -> Published:
@@ -138,7 +137,9 @@ def _reasons(model: TransformerConfig) -> list[str]:
     width, heads, kv_heads, size = model.width, model.num_heads, model.kv_heads, model.heads_dim
     refused = {
         "model.centered trains the difference of two networks, and a file holds one": model.centered,
-        "model.qk_norm normalizes queries and keys, which it does not": model.qk_norm and family != "qwen3",
+        "model.qk_norm normalizes queries and keys, which it does not": model.qk_norm
+        and family not in ("qwen3", "gemma3_text"),
+        "model.experts routes tokens to MLPs of their own, which it does not": model.experts is not None,
         "model.value_dim makes values of another size than queries, which it does not": model.value_dim is not None,
         "model.branch_activation acts on what branches read, which it does not": model.branch_activation != "none",
         "model.readout_bias adds to the logits, which it does not": not isinstance(model, ImageModel)
@@ -155,7 +156,7 @@ def _reasons(model: TransformerConfig) -> list[str]:
     if isinstance(model, EncoderDecoderConfig):
         refused |= encoder_decoder.reasons(model)
     elif isinstance(model, DecoderConfig) and family in GEMMA:
-        refused |= gemma.reasons(model)
+        refused |= gemma.reasons(model, family)
     elif isinstance(model, DecoderConfig) and model.rotary_theta is not None:
         refused |= decoders.reasons(model, family)
     else:
@@ -241,7 +242,7 @@ _READ = {
     "gpt2": _gpt2,
     **{family: functools.partial(decoders.like_llama, family=family) for family in decoders.LIKE},
     "gpt_neox": decoders.gpt_neox,
-    "gemma2": gemma.gemma2,
+    **{family: functools.partial(gemma.gemma, family=family) for family in GEMMA},
     **{family: functools.partial(_vit, family=family) for family in ("vit", "deit", "siglip", *DINO)},
     "mbart": encoder_decoder.mbart,
     "t5": functools.partial(encoder_decoder.t5, newer=False),

@@ -44,8 +44,8 @@ def family_of(model: DecoderConfig) -> Family:
     """The plainest family that has what a decoder with rotary positions has."""
     if model.parallel or model.rotary_fraction != 1 or (model.norm == "layernorm" and not model.gated):
         return "gpt_neox"
-    if model.post_norm or model.attention_softcap or model.logit_softcap or model.full_every:
-        return "gemma2"
+    if model.post_norm or model.attention_softcap or model.logit_softcap or model.full_every or model.window_theta:
+        return "gemma3_text" if model.qk_norm else "gemma2"
     if model.qk_norm:
         return "qwen3"
     if model.qkv_bias:

@@ -9,7 +9,8 @@ from mupax.zoo.huggingface.architectures import Family
 from mupax.zoo.transformer import TransformerConfig
 
 PREFIX: dict[Family, str] = {
-    "gpt2": "transformer.", "llama": "model.", "mistral": "model.", "qwen2": "model.", "qwen3": "model.", "gemma2": "model.", "vit": "vit.",
+    "gpt2": "transformer.", "llama": "model.", "mistral": "model.", "qwen2": "model.", "qwen3": "model.", "gemma2": "model.",
+    "gemma3_text": "model.", "vit": "vit.",
     "gpt_neox": "gpt_neox.", "siglip": "vision_model.", "deit": "deit.", "dinov2": "dinov2.",
     "dinov2_with_registers": "dinov2_with_registers.",
     "mbart": "model.", "t5": "",
@@ -165,6 +166,7 @@ _TABLES: dict[Family, str] = {
     **dict.fromkeys(("llama", "mistral", "qwen2"), _LLAMA),
     "qwen3": _LLAMA + _QK_NORM,
     "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA2 + _QK_NORM,
 }
 
 

@@ -157,7 +157,8 @@ def from_huggingface(files: Tensors, published: Published) -> Loaded:
             f"{', '.join(ascii(name)[1:-1][:60] for name in unknown[:3])}; the model is another than config.json says"
         )
     if published.query_scale != 1:
-        params["block.attention.query"] *= np.float32(published.query_scale)
+        last = "query_norm.gain" if "block.attention.query_norm.gain" in params else "query"
+        params[f"block.attention.{last}"] *= np.float32(published.query_scale)
     if published.embedding_scale != 1:
         _scale_embeddings(params, published.embedding_scale, tied=model.tied_readout is not None)
     return Loaded(params, dropped, sorted(zeros & set(params)))

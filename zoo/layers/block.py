@@ -57,9 +57,9 @@ class Attention(nnx.Module):
     """softmax(logit_scale * q.k) v, projected out. The preset's logit scale is applied here and nowhere else."""
 
     def __init__(self, config: TransformerConfig, init: Init) -> None:
-        self.sights = config.sights
-        self.causal, self.window, self.cap = self.sights[0]
-        self.rope_theta, self.rope = config.rotary_theta, (config.rotary_scaling, config.rotary_size)
+        self.sights, self.turns = config.sights, tuple(config.rotary_of(sight) for sight in config.sights)
+        self.rotary_size = config.rotary_size
+        self.at(0)
         self.implementation: AttentionName = config.compute.attention
         self.block = config.compute.attention_block
         self.fused, self.kind = config.compute.projections == "fused", product_kind(config.compute)
@@ -72,6 +72,11 @@ class Attention(nnx.Module):
         self.key_norm = Norm(config.qk_norm_kind, init.scope("key_norm"), eps) if config.qk_norm else None
         self.logit_scale = init.factor("logit_scale")
 
+    def at(self, place: int) -> None:
+        """Be the attention of layers at this place of the period."""
+        self.causal, self.window, self.cap = self.sights[place]
+        self.rope_theta, self.rope_scaling = self.turns[place]
+
     def heads(self, x_BTD: jax.Array, start: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries [B, T, H, N] (without the logit scale), keys and values [B, S, K, N].
 
@@ -83,7 +88,9 @@ class Attention(nnx.Module):
         if self.query_norm is not None and self.key_norm is not None:
             q_BTHN, k_BSKN = self.query_norm(q_BTHN), self.key_norm(k_BSKN)
         if self.rope_theta is not None:
-            q_BTHN, k_BSKN = (rotary(x, self.rope_theta, start, *self.rope) for x in (q_BTHN, k_BSKN))
+            q_BTHN, k_BSKN = (
+                rotary(x, self.rope_theta, start, self.rope_scaling, self.rotary_size) for x in (q_BTHN, k_BSKN)
+            )
         return partition.constrain(q_BTHN, "batch", "sequence", "heads", None), k_BSKN, v_BSKN
 
     def _projected(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -209,8 +216,7 @@ class Block(nnx.Module):
 
     def at(self, layer: int) -> Block:
         """This block as that of a layer, whose place within the period counts."""
-        attention = self.attention
-        attention.causal, attention.window, attention.cap = attention.sights[layer % self.period]
+        self.attention.at(layer % self.period)
         return self
 
     def cached(self, h_BTD: jax.Array, cache: Cache, layer: jax.Array | int, *, fresh: bool) -> tuple[jax.Array, Cache]:

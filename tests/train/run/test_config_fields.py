@@ -206,6 +206,7 @@ FIELDS: dict[str, Way] = {
     **on(program, EXPERTS, "model.routing.", gate="softmax", capacity_factor=1.0, balance="bias"),
     **on(program, EXPERTS, "model.routing.", balance_weight=0.1, z_weight=0.1),
     **on(program, TOKENS, "model.", window=5, parallel=True, post_norm=True, attention_softcap=2.0, logit_softcap=2.0),
+    "model.window_theta": (program, changed(ROTARY, "model.window", 5), 7.0),
     "model.full_every": (program, changed(TOKENS, "model.window", 5), 2),
     "model.qkv_bias": (program, changed(TOKENS, "model.bias", False), True),
     **on(program, IMAGES, "model.", image_size=12, patch_size=2, channels=3, num_classes=9, pool="cls"),

@@ -33,6 +33,9 @@ GEMMA = dataclasses.replace(
     LLAMA, depth=3, activation="geglu", tied=True, post_norm=True, window=3, full_every=2, attention_softcap=50.0,
     logit_softcap=30.0,
 )  # fmt: skip
+GEMMA3 = dataclasses.replace(
+    GEMMA, qk_norm=True, window_theta=1e4, attention_softcap=None, logit_softcap=None, full_every=3
+)
 NEOX = dataclasses.replace(GPT2, width=12, positions="rotary", parallel=True, rotary_fraction=0.5, tied=False)
 VIT = ViTConfig(
     width=6, depth=2, num_heads=3, mlp_ratio=11 / 6, image_size=9, patch_size=3, channels=2, num_classes=7, pool="cls",
@@ -59,6 +62,9 @@ MODELS: dict[str, ModelConfig] = {
     "qwen3": dataclasses.replace(LLAMA, qk_norm=True),
     "gemma2": GEMMA,
     "gemma2, untied": dataclasses.replace(GEMMA, tied=False, full_every=None, logit_softcap=None, num_kv_heads=None),
+    "gemma3": GEMMA3,
+    "gemma3, one wavelength": dataclasses.replace(GEMMA3, window_theta=None, rope_scaling="linear", logit_softcap=30.0),
+    "gemma3, windows alone": dataclasses.replace(GEMMA3, window_theta=None, full_every=None, tied=False),
     "gemma2, no window": dataclasses.replace(GEMMA, window=None, full_every=None, attention_softcap=None),
     "gpt-neox": NEOX,
     "gpt-neox, one after the other": dataclasses.replace(NEOX, parallel=False, tied=True),
@@ -109,6 +115,17 @@ def test_fields_left_out_have_the_defaults_of_transformers() -> None:
     assert (vit.norm_eps, vit.activation, vit.seq_len, vit.num_classes) == (1e-12, "gelu_exact", 197, 2)
 
 
+def test_older_files_of_gemma_say_wavelengths_and_windows_in_other_words() -> None:
+    old = {"rope_theta": 1e6, "rope_local_base_freq": 500.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    model = from_huggingface({"model_type": "gemma3_text", "sliding_window_pattern": 4, **old}).model
+    assert isinstance(model, DecoderConfig)
+    assert (model.rope_theta, model.window_theta, model.rope_scaling, model.rope_factor) == (1e6, 500.0, "linear", 8.0)
+    assert (model.full_every, model.window) == (4, 4096)
+    older = from_huggingface({"model_type": "gemma2"}).model
+    assert isinstance(older, DecoderConfig)
+    assert (older.full_every, older.window, older.tied, older.attention_softcap) == (2, 4096, True, 50.0)
+
+
 def test_older_files_say_rope_theta_at_the_top() -> None:
     for fields in ({"rope_theta": 7e5}, {"rope_parameters": {"rope_theta": 7e5, "rope_type": "default"}}):
         model = from_huggingface({"model_type": "llama", **fields}).model
@@ -139,7 +156,20 @@ def test_a_llama_with_some_biases_has_the_others_at_zero() -> None:
             "every so-many-th layer",
         ),
         ({"model_type": "gemma2", "rope_scaling": {"rope_type": "yarn", "factor": 2}}, "of type 'yarn'"),
-        ({"model_type": "gemma3_text"}, "rope_local_base_freq"),
+        ({"model_type": "gemma3"}, "vision_config"),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping is given"),
+        ({"model_type": "gemma3_text", "rope_parameters": {"rope_theta": 5.0}}, "not objects full_attention and"),
+        ({"model_type": "gemma3_text", "sliding_window_pattern": "six"}, "sliding_window_pattern is 'six'"),
+        (
+            {
+                "model_type": "gemma3_text",
+                "rope_parameters": {
+                    "full_attention": {},
+                    "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+                },
+            },
+            "rope_parameters of sliding_attention scale",
+        ),
         ({"model_type": "dinov2", "use_swiglu_ffn": True}, "use_swiglu_ffn is True"),
         ({"model_type": "dinov2", "layerscale_value": 0.0}, "layerscale_value is 0"),
         ({"model_type": "dinov2_with_registers", "num_register_tokens": "4"}, "num_register_tokens is '4'"),
@@ -200,7 +230,10 @@ def test_what_our_models_cannot_be_is_refused(fields: dict[str, Any], said: str)
         (LLAMA, {"logit_softcap": 2.0}, "model.post_norm does not"),
         (GEMMA, {"bias": True}, "model.bias adds"),
         (GEMMA, {"qkv_bias": True}, "model.qkv_bias adds"),
-        (GEMMA, {"qk_norm": True}, "normalizes queries and keys"),
+        (GEMMA, {"qk_norm": True}, "model.attention_softcap bounds"),
+        (GEMMA, {"window_theta": 5.0}, "model.window_theta is of layers"),
+        (LLAMA, {"experts": 2, "expert_dim": 6}, "model.experts routes"),
+        (GEMMA3, {"norm_eps": 1e-6, "qk_norm_kind": "layernorm"}, "model.qk_norm_kind layernorm"),
         (GEMMA, {"parallel": True}, "model.post_norm normalizes"),
         (GPT2, {"post_norm": True}, "model.post_norm normalizes"),
         (GPT2, {"attention_softcap": 2.0}, "model.attention_softcap, model.logit_softcap"),
@@ -247,7 +280,7 @@ def test_parameters_come_back(model: ModelConfig, tmp_path: Path) -> None:
         # Gemma's gains are 1 + w and its embeddings times width^1/2.
         compared = (
             np.testing.assert_array_almost_equal
-            if "softcap" in str(model) and family_of(model) == "gemma2"
+            if "softcap" in str(model) and family_of(model).startswith("gemma")
             else np.testing.assert_array_equal
         )
         compared(loaded.params[name], value, err_msg=name)

@@ -32,6 +32,7 @@ MODELS = {
         LLAMA,
         window=3,
         full_every=2,
+        window_theta=9.0,
         post_norm=True,
         attention_softcap=0.5,
         logit_softcap=2.0,

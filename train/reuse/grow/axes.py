@@ -115,6 +115,10 @@ def _check(before: TransformerConfig, after: TransformerConfig) -> None:
         raise GrowError(
             f"rotary positions turn a part of each head (rotary_fraction); keep head_dim {before.heads_dim} and add heads"
         )
+    if len({before.rotary_of(sight) for sight in before.sights}) > 1 and after.heads_dim != before.heads_dim:
+        raise GrowError(
+            f"layers turn positions at different rates (window_theta); keep head_dim {before.heads_dim} and add heads"
+        )
     if before.post_norms and (after.width, after.depth) != (before.width, before.depth):
         raise GrowError(
             "norms after the branches (post_norm) divide by the size of what is written, whatever new entries and layers start at; "

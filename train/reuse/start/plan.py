@@ -29,7 +29,8 @@ RESIZABLE = ("position", "source", "vocab", "classes")
 
 UNSEEN = (
     "activation", "branch_activation", "norm", "norm_eps", "positions", "rope_theta", "rope_scaling", "rope_factor",
-    "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_len", "window", "full_every", "post_norm", "attention_softcap",
+    "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_len", "window", "full_every", "window_theta",
+    "post_norm", "attention_softcap",
     "logit_softcap", "parallel", "rotary_fraction", "embedding_norm", "shared",
     "longest_distance", "qk_norm", "qk_norm_kind", "pool", "registers",
     "patch_size", "channels",

@@ -264,6 +264,11 @@ def test_how_far_adams_first_steps_go() -> None:
         (dataclasses.replace(LM, centered=True), {"depth": 3}, "a centred model"),
         (dataclasses.replace(TIED, norm_gain=False), {"width": 24}, "needs a norm gain before a tied readout"),
         (
+            dataclasses.replace(LM, window=3, full_every=2, window_theta=5.0),
+            {"head_dim": 8},
+            r"different rates \(window_theta\); keep head_dim 4",
+        ),
+        (
             dataclasses.replace(LM, post_norm=True),
             {"depth": 3},
             r"norms after the branches \(post_norm\) .* keep width",
