@@ -57,7 +57,7 @@ class Manual(Layout):
         """Mesh axes that split examples."""
 
     def names(self, axis: str | None) -> tuple[str, ...]:
-        return ()
+        return self.whole.names(axis) if axis == "experts" else ()
 
     def splits(self, axes: Axes) -> Splits:
         """The mesh axes of the batch that split each dimension of a parameter."""
@@ -78,14 +78,19 @@ class Manual(Layout):
     def mean(self, x: jax.Array) -> jax.Array:
         return jax.lax.pmean(x, self.batch)
 
-    def gather(self, w: jax.Array, axes: Axes) -> jax.Array:
+    def gather(self, w: jax.Array, axes: Axes, copies: tuple[str, ...] = ()) -> jax.Array:
         """A parameter whole; its gradient is summed over the batch's devices, and this device's part of it returned.
 
         Args:
             w: this device's part.
             axes: logical axes of its dimensions.
+            copies: those of them that count matrices of their own (`ParamSpec.copies`): of experts a device keeps its own, to which
+                the others send their tokens.
         """
-        return _gather(self.splits(axes), self.batch, w)
+        splits = self.splits(axes)
+        own = {name for axis, names in zip(axes, splits, strict=True) if axis in copies for name in names}
+        splits = tuple(() if axis in copies else names for axis, names in zip(axes, splits, strict=True))
+        return _gather(splits, tuple(name for name in self.batch if name not in own), w)
 
     def layer(self, state: Any, dtype: Any) -> Any:
         """Its matrices times their multipliers, gathered, in the type of their products; vectors are whole already.
@@ -101,7 +106,7 @@ class Manual(Layout):
                 return variable
             part = variable.get_value()
             part = part.array() if isinstance(part, Product) else part
-            return nnx.Param(self.gather(part.astype(dtype), spec.axes[1:]), spec=spec)
+            return nnx.Param(self.gather(part.astype(dtype), spec.axes[1:], spec.copies), spec=spec)
 
         return jax.tree.map(whole, state, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
@@ -112,7 +117,7 @@ class Manual(Layout):
         def later(spec: ParamSpec) -> bool:
             return self.by_layer(spec) or spec.role is Role.READOUT or "vocab" in spec.axes
 
-        return {n: w if later(specs[n]) else self.gather(w, specs[n].axes) for n, w in params.items()}
+        return {n: w if later(specs[n]) else self.gather(w, specs[n].axes, specs[n].copies) for n, w in params.items()}
 
     @staticmethod
     def policy(primitive: Any, *_: Any, **__: Any) -> bool:

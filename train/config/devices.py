@@ -13,17 +13,18 @@ from mupax.presets.roles import AXES as PARAMETER_AXES
 from mupax.train.config.checks import at_least
 from mupax.zoo.configs import ConfigError
 
-MESH_AXES = ("data", "fsdp", "sequence", "tensor", "sweep")
+MESH_AXES = ("data", "fsdp", "experts", "sequence", "tensor", "sweep")
 """Axes of every mesh, in the order of its array: what communicates least comes first."""
 
 Rules = Mapping[str, tuple[str, ...]]
 """Logical axis to the mesh axes that split it, the first one outermost. An axis not named is whole on every device."""
 
 DEFAULT: Rules = {
-    "batch": ("data", "fsdp"),
+    "batch": ("data", "fsdp", "experts"),
     "sequence": ("sequence",),
-    "embed": ("fsdp",),
-    "memory": ("fsdp",),
+    "embed": ("fsdp", "experts"),
+    "memory": ("fsdp", "experts"),
+    "experts": ("experts",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
@@ -98,6 +99,8 @@ class MeshConfig:
     """Batch split, parameters replicated."""
     fsdp: int = 1
     """Batch split, parameters and optimizer state split too."""
+    experts: int = 1
+    """Experts split, and batch and other parameters as by fsdp; tokens are sent to their experts and back (expert parallel)."""
     sequence: int = 1
     """Positions split (context parallel)."""
     tensor: int = 1

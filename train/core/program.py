@@ -179,6 +179,7 @@ def assemble(config: Config, devices: Sequence[Any] | None = None, *, swept: boo
     layout.check_batch(config.data.batch_size, config.accumulation_steps)
     layout.check_batch(config.eval_batch_size, 1, "data.eval_batch_size")
     layout.check_positions(config.model)
+    layout.check_experts(config.model)
     model = definition(config.model)
     if layout.platform == "tpu":  # elsewhere no loss is chosen by the step's peak
         from mupax.train.core.costs import memory

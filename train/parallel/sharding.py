@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mupax.train.config.devices import DEFAULT, MAY_STAY_WHOLE, Rules
-from mupax.train.parallel.mesh import MeshError
+from mupax.train.parallel.mesh import MeshError, described
 from mupax.zoo.definition import Definition
 from mupax.zoo.families import ModelConfig
 from mupax.zoo.partition import Layout
@@ -79,6 +79,24 @@ class MeshLayout(Layout):
                 f"write {self._fitting('sequence', length)}, or {instead}"
             )
 
+    def check_experts(self, model: ModelConfig) -> None:
+        """Refuse a mesh that splits experts of a model without any, or experts but not the examples that are sent to them.
+
+        Raises:
+            MeshError: either; that experts do not split evenly is said by `parameters`.
+        """
+        if not (names := self.names("experts")):
+            return
+        if "experts" not in model.sizes():
+            raise MeshError(
+                f"{self._named('experts')} splits experts and the model has none; write --model.experts too, or --mesh.fsdp for more devices"
+            )
+        if other := set(names) - set(self.names("batch")):
+            raise MeshError(
+                f"mesh.rules splits experts over {', '.join(sorted(other))}, over which the batch is not split, and tokens are "
+                f"sent to experts from where they are; write batch={','.join((*self.rules['batch'], *sorted(other)))} too"
+            )
+
     def check_batch(self, batch_size: int, accumulation_steps: int, name: str = "data.batch_size") -> None:
         """Refuse a batch that does not split evenly.
 
@@ -92,7 +110,7 @@ class MeshLayout(Layout):
         """
         needed = self.ways("batch") * accumulation_steps
         if batch_size % needed:
-            over = " x ".join(f"{axis} {self.mesh.shape[axis]}" for axis in self.rules["batch"])
+            over = described({axis: self.mesh.shape[axis] for axis in self.rules["batch"]})
             raise MeshError(
                 f"{name} {batch_size} does not split over {self.ways('batch')} devices ({over}) and {accumulation_steps} "
                 f"microbatches; write a multiple of {needed}, such as {max(needed, batch_size // needed * needed)}"
@@ -100,13 +118,13 @@ class MeshLayout(Layout):
 
     def _named(self, axis: str) -> str:
         """The mesh axes of a logical axis with their sizes, as they are written: mesh.data 2 x mesh.fsdp 4."""
-        return " x ".join(f"mesh.{name} {self.mesh.shape[name]}" for name in self.rules[axis])
+        return " x ".join(f"mesh.{name} {self.mesh.shape[name]}" for name in self.names(axis))
 
     def _fitting(self, axis: str, size: int) -> str:
         """What to write so that a logical axis of this size is divided."""
-        first, *others = self.rules[axis]
+        first, *others = self.names(axis)
         if others:
-            return f"sizes of {' and '.join(self.rules[axis])} whose product divides {size}"
+            return f"sizes of {' and '.join(self.names(axis))} whose product divides {size}"
         return f"mesh.{first} {max(n for n in range(1, self.ways(axis) + 1) if size % n == 0)}"
 
 

@@ -19,8 +19,8 @@ from mupax.zoo import flops
 from mupax.zoo.configs import ComputeConfig
 from mupax.zoo.layers.flash import block_of
 
-AXES = ("data", "fsdp", "sequence", "tensor")
-"""Mesh axes that a run is split over."""
+AXES = ("data", "fsdp", "experts", "sequence", "tensor")
+"""Mesh axes that a run is split over; experts as the run has them."""
 
 MOST_TENSOR = 16
 """Widest tensor axis tried: beyond it a layer's sums over activations take longer than its products on every chip here."""
@@ -125,8 +125,9 @@ def candidate(config: Config, chip: Chip, devices: Any, slices: int) -> Candidat
 
 def _meshes(devices: int, slices: int, mesh: MeshConfig) -> Iterator[MeshConfig]:
     """Every way to split the devices over data, fsdp, sequence and tensor; slices lie along data."""
+    devices //= mesh.experts
     sizes = [n for n in range(1, devices + 1) if devices % n == 0]
-    for data, fsdp, sequence, tensor in itertools.product(sizes, repeat=len(AXES)):
+    for data, fsdp, sequence, tensor in itertools.product(sizes, repeat=4):
         if data * fsdp * sequence * tensor == devices and tensor <= MOST_TENSOR and data % slices == 0:
             yield dataclasses.replace(mesh, data=data, fsdp=fsdp, sequence=sequence, tensor=tensor)
 
@@ -144,8 +145,7 @@ def estimate(program: Program, chip: Chip, slices: int) -> float:
     products = estimates.model_flops(config) * (1 + again / 3) / program.mesh.size
     compute = (products + estimates.attention_waste(program, chip)) / chip.peak_flops
     weights = 2 * program.definition.count() / mesh["tensor"]
-    gathered = (2 + again) * weights * config.accumulation_steps
-    rows = config.data.batch_size / (mesh["data"] * mesh["fsdp"])
+    rows = config.data.batch_size / program.layout.ways("batch")
     sizes = defaultdict(int, program.definition.sizes)
     stacks = flops.stacks(config.model)
     summed = sum(blocks.depth * (len(blocks.stack.branches) * blocks.length + blocks.memory) for blocks in stacks)
@@ -153,9 +153,14 @@ def estimate(program: Program, chip: Chip, slices: int) -> float:
     stream = 2 * rows * summed / mesh["sequence"] * sizes["embed"]
     keys = 4 * rows * read * sizes["kv_heads"] * sizes["head_dim"] / mesh["tensor"]
     ring = {axis: (size - 1) / size for axis, size in mesh.items()}
+    # Of experts a device gathers and sums its own; tokens are sent to them and back.
+    weights -= 2 * estimates.expert_weights(program.definition) / mesh["tensor"] * ring["experts"]
+    gathered = (2 + again) * weights * config.accumulation_steps
     network = (ring["fsdp"] * (gathered + 2 * weights) + ring["data"] * 4 * weights / mesh["fsdp"]) / chip.ici_bandwidth
     # What activations are summed or exchanged by is waited for, over one dimension of the torus.
+    copies = sizes["active"] * stream  # of a block's stream, there and back; it is counted for two branches
     waited = ring["tensor"] * 2 * (2 + again) * stream + ring["sequence"] * (2 + again) * keys
+    waited += ring["experts"] * (2 + again) * copies
     waits = waited * chip.torus / chip.ici_bandwidth
     if slices > 1 and chip.dcn_bandwidth:
         network += 2 * 2 * weights / mesh["fsdp"] / chip.dcn_bandwidth

@@ -135,10 +135,14 @@ def required(program: Program) -> dict[tuple[str, ...], float]:
     again = _RECOMPUTED[model.compute.remat]
     specs, abstract = program.definition.specs, program.definition.abstract
     count = sum(abstract[name].size for name, spec in specs.items() if spec.in_block) / mesh["tensor"]
-    weights = count * itemsize * config.accumulation_steps
+    # Of experts a device has its own alone; all else is split by their axis too.
+    own = estimates.expert_weights(program.definition) / mesh["tensor"]
+    split = {"own": own / mesh["experts"], "others": count - own}
     # Every device of a group sums its own gradient, which may be in float32.
     gradients = count * 4 * config.accumulation_steps
-    rows = config.data.batch_size / (mesh["data"] * mesh["fsdp"])
+    each = {name: n * ((2 + again) * itemsize + 4) * config.accumulation_steps for name, n in split.items()}
+    shared = tuple(axis for axis in ("fsdp", "experts") if mesh[axis] > 1) or ("fsdp",)
+    rows = config.data.batch_size / program.layout.ways("batch")
     sizes = defaultdict(int, program.definition.sizes)
     stacks = flops.stacks(model)
     positions = rows * itemsize * sum(blocks.depth * blocks.length for blocks in stacks)
@@ -147,14 +151,18 @@ def required(program: Program) -> dict[tuple[str, ...], float]:
     keys = 2 * (positions + memory) * sizes["kv_heads"] * sizes["head_dim"]
     exchanged = 2 * positions / mesh["sequence"] * (sizes["heads"] + sizes["kv_heads"]) * sizes["head_dim"]
     allowed: dict[tuple[str, ...], float] = {
-        ("fsdp",): (2 + again) * weights + gradients,
+        ("fsdp",): each["own"],
         # A branch's sum forward and one backward; heads that do not divide the axis cost a gather more each.
         ("tensor",): (2 + again) * (branches + memory) / mesh["sequence"] * sizes["embed"],
         # Keys and values gathered, their gradients scattered; or both sent round, and a device's own queries, keys, values and
         # outputs of the whole layer exchanged so that all have as much to do.
         ("sequence",): (2 + again) * (keys + exchanged) + 2 * keys + gradients,
     }
-    summed = [axis for axis in ("data", "fsdp", "sequence") if mesh[axis] > 1]
+    allowed[shared] = allowed.get(shared, 0.0) + each["others"]
+    # Tokens to their experts and back, in every pass.
+    sent = 2 * (2 + again) * positions * estimates.expert_slots(config, mesh["experts"]) * sizes["embed"]
+    allowed["experts",] = allowed.get(("experts",), 0.0) + sent + gradients
+    summed = [axis for axis in ("data", "fsdp", "experts", "sequence") if mesh[axis] > 1]
     for first, last in itertools.combinations_with_replacement(range(len(summed)), 2):
         allowed.setdefault(tuple(summed[first : last + 1]), gradients)
     return allowed

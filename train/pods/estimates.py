@@ -17,6 +17,7 @@ from mupax.train.core.costs import memory
 from mupax.train.core.program import Program
 from mupax.train.parallel.chips import Chip
 from mupax.zoo import flops, manual, partition
+from mupax.zoo.definition import Definition
 from mupax.zoo.families import AttentionName
 from mupax.zoo.layers.flash import FUSED, block_of
 from mupax.zoo.layers.kernels import chosen
@@ -53,6 +54,27 @@ def model_flops(config: Config) -> float:
     return flops.train_flops(config.model) * config.data.batch_size * config.model.units
 
 
+def expert_weights(definition: Definition) -> int:
+    """Numbers of a model's experts, of which a device along the mesh axis `experts` has its own alone."""
+    specs = definition.specs
+    return sum(leaf.size for name, leaf in definition.abstract.items() if "experts" in specs[name].copies)
+
+
+def expert_slots(config: Config, devices: int) -> float:
+    """Copies of a token of an example that are sent to experts, and as many back; 0 where no mesh axis splits them.
+
+    Args:
+        config: of the run.
+        devices: that split experts; dropless every one of them has all tokens.
+    """
+    model = config.model
+    if devices == 1 or not isinstance(model, TransformerConfig) or model.experts is None:
+        return 0.0
+    length = model.sizes()["position"]
+    capacity = model.routing.capacity(length, model.experts, model.active)
+    return devices if capacity is None else model.experts * capacity / length
+
+
 def attention_waste(program: Program, chip: Chip) -> float:
     """FLOPs of one device for which a splash kernel computes what its mask hides, computes again, or waits for keys and values.
 
@@ -64,7 +86,7 @@ def attention_waste(program: Program, chip: Chip) -> float:
     length, again = sizes["position"], memory.FORWARD_AGAIN[model.compute.remat]
     block = block_of(length, chip.device_kind, model.compute.attention_block, causal=model.causal)
     share, counted = attention_share(program, block), 0.5 if model.causal else 1.0
-    rows = program.config.data.batch_size / (mesh["data"] * mesh["fsdp"]) / mesh["sequence"] / mesh["tensor"]
+    rows = program.config.data.batch_size / program.layout.ways("batch") / mesh["sequence"] / mesh["tensor"]
     forward = 4.0 * length**2 * sizes["heads"] * sizes["head_dim"] * sizes["layers"] * rows
     backward = 2.5 if block >= FUSED else 3.5
     waits = max(1.0, chip.peak_flops / chip.hbm_bandwidth / block)

@@ -14,9 +14,10 @@ from flax import nnx
 
 from mupax.zoo import partition
 from mupax.zoo.definition import Init
+from mupax.zoo.experts import parallel
 from mupax.zoo.experts.products import in_groups
 from mupax.zoo.experts.routing import Choice, Routing, route, to_one
-from mupax.zoo.layers.linear import GATES, biased, project
+from mupax.zoo.layers.linear import GATES, project
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,40 +42,34 @@ class Experts(nnx.Module):
             x_BTD: the stream after its norm.
             dropless: whatever the capacity: of a text that is written token by token.
         """
-        config, experts = self.config, self.up[...].shape[0]
+        config, experts = self.config, self.router[...].shape[-1]
         capacity = None if dropless else config.routing.capacity(x_BTD.shape[1], experts, config.active)
         if experts == 1 and config.routing.gate != "sigmoid" and capacity is None:
             # A softmax of one score is 1 whatever x is: the router reads nothing, and this is the dense model bitwise.
-            return self._expert(
-                x_BTD, lambda x, w: project(x, w[...][0]), lambda y, b: biased(y, b and b[...][0])
-            ), to_one()
+            weights = self._weights(x_BTD.dtype)
+            y_BTD = self._expert(x_BTD, lambda x, w: project(x, w[0]), lambda y, b: y + b[0], weights, lambda y: y)
+            return y_BTD, to_one()
         bias_E = None if self.balance is None else self.balance[...]
         choice, routing = route(x_BTD, self.router[...], bias_E, config.routing, config.active, capacity)
-        parts_BTAD = self._dropless(x_BTD, choice) if capacity is None else self._within(x_BTD, choice, capacity)
-        y_BTD = jnp.einsum("btad,bta->btd", parts_BTAD, choice.weights_BTA.astype(x_BTD.dtype))
+        y_BTD = self._dropless(x_BTD, choice) if capacity is None else self._within(x_BTD, choice, capacity)
         return partition.constrain(y_BTD, "batch", "sequence", None), routing
 
     def _dropless(self, x_BTD: jax.Array, choice: Choice) -> jax.Array:
-        """What each of its experts makes of a token, [B, T, A, D], by products of rows in the order of experts."""
-        shape, experts = (*choice.experts_BTA.shape, x_BTD.shape[-1]), self.up[...].shape[0]
-        of_R = choice.experts_BTA.reshape(-1)
-        order_R = jnp.argsort(of_R, stable=True)
-        sorted_R, sizes_E = of_R[order_R], jnp.bincount(of_R, length=experts)
-        x_RD = x_BTD.reshape(-1, shape[-1])[order_R // shape[-2]]
+        """What its experts make of a token, weighed and added up, by products of rows in the order of experts."""
 
-        def product(x: jax.Array, w: Any) -> jax.Array:
-            return in_groups(x, w[...].astype(x.dtype), sizes_E)
+        def expert(x_RD: jax.Array, weights: parallel.Weights, sizes_E: jax.Array) -> jax.Array:
+            last = len(weights["up"]) - 1
+            of_R = jnp.repeat(jnp.minimum(jnp.arange(len(sizes_E)), last), sizes_E, total_repeat_length=len(x_RD))
+            return self._expert(
+                x_RD, lambda x, w: in_groups(x, w, sizes_E), lambda y, b: y + b[of_R], weights, parallel.summed
+            )
 
-        def plus(y: jax.Array, b: Any) -> jax.Array:
-            return y if b is None else y + b[...].astype(y.dtype)[sorted_R]
-
-        y_RD = self._expert(x_RD, product, plus)
-        return y_RD[jnp.argsort(order_R)].reshape(shape)
+        return parallel.by_rows(expert, x_BTD, choice, self._weights(x_BTD.dtype))
 
     def _within(self, x_BTD: jax.Array, choice: Choice, capacity: int) -> jax.Array:
-        """The same of tokens in their experts' slots, of which every expert has as many of every example; any number where there is no room."""
+        """The same of tokens in their experts' slots, of which every expert has as many of every example; 0 where there is no room."""
         batch, length, active = choice.experts_BTA.shape
-        experts, width, b_B1 = self.up[...].shape[0], x_BTD.shape[-1], jnp.arange(batch)[:, None]
+        experts, width, b_B1 = self.router[...].shape[-1], x_BTD.shape[-1], jnp.arange(batch)[:, None]
         assert choice.slots_BTA is not None
         room = choice.slots_BTA < capacity
         place_BR = jnp.where(room, choice.experts_BTA * capacity + choice.slots_BTA, experts * capacity).reshape(
@@ -84,20 +79,38 @@ class Experts(nnx.Module):
         tokens_BEC = jnp.zeros((batch, experts * capacity), jnp.int32).at[b_B1, place_BR].set(token_BR, mode="drop")
         x_BECD = x_BTD[b_B1, tokens_BEC].reshape(batch, experts, capacity, width)
 
-        def product(x: jax.Array, w: Any) -> jax.Array:
-            return jnp.einsum("beci,eio->beco", x, w[...].astype(x.dtype))
+        def expert(x_BECD: jax.Array, weights: parallel.Weights) -> jax.Array:
+            def product(x: jax.Array, w: jax.Array) -> jax.Array:
+                return jnp.einsum("beci,eio->beco", x, w)
 
-        def plus(y: jax.Array, b: Any) -> jax.Array:
-            return y if b is None else y + b[...].astype(y.dtype)[:, None]
+            return self._expert(x_BECD, product, lambda y, b: y + b[:, None], weights, parallel.summed)
 
-        y_BECD = self._expert(x_BECD, product, plus).reshape(batch, experts * capacity, width)
+        y_BECD = parallel.by_slots(expert, x_BECD, self._weights(x_BTD.dtype)).reshape(batch, -1, width)
         y_BRD = y_BECD[b_B1, jnp.minimum(place_BR, experts * capacity - 1)]
-        return y_BRD.reshape(batch, length, active, width)
+        parts_BTAD = y_BRD.reshape(batch, length, active, width)
+        return jnp.einsum("btad,bta->btd", parts_BTAD, choice.weights_BTA.astype(x_BTD.dtype))
 
-    def _expert(self, x: jax.Array, product: Callable[..., jax.Array], plus: Callable[..., jax.Array]) -> jax.Array:
-        h, kind = plus(product(x, self.up), self.up_bias), self.config.activation
-        if self.gate is not None:
-            h = GATES[kind](plus(product(x, self.gate), self.gate_bias)) * h
+    def _weights(self, dtype: Any) -> parallel.Weights:
+        """By name, in the type of products."""
+        variables = {name: getattr(self, name) for name in parallel.AXES}
+        return {name: w[...].astype(dtype) for name, w in variables.items() if w is not None}
+
+    def _expert(
+        self,
+        x: jax.Array,
+        product: Callable[[jax.Array, jax.Array], jax.Array],
+        plus: Callable[[jax.Array, jax.Array], jax.Array],
+        weights: parallel.Weights,
+        summed: Callable[[jax.Array], jax.Array],
+    ) -> jax.Array:
+        def projected(x: jax.Array, name: str) -> jax.Array:
+            y, bias = product(x, weights[name]), weights.get(f"{name}_bias")
+            y = summed(y) if name == "down" else y
+            return y if bias is None else plus(y, bias)
+
+        h, kind = projected(x, "up"), self.config.activation
+        if "gate" in weights:
+            h = GATES[kind](projected(x, "gate")) * h
         else:
             h = jax.nn.relu(h) if kind == "relu" else jax.nn.gelu(h, approximate=kind != "gelu_exact")
-        return plus(product(h, self.down), self.down_bias)
+        return projected(h, "down")

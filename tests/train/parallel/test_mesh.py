@@ -262,5 +262,12 @@ def test_axes_that_rarely_divide_stay_whole() -> None:
 
 
 def test_what_is_left_of_the_devices_is_inferred() -> None:
-    assert make_mesh(MeshConfig(fsdp=2)).shape == {"data": 4, "fsdp": 2, "sequence": 1, "tensor": 1, "sweep": 1}
+    assert make_mesh(MeshConfig(fsdp=2)).shape == {
+        "data": 4,
+        "fsdp": 2,
+        "experts": 1,
+        "sequence": 1,
+        "tensor": 1,
+        "sweep": 1,
+    }
     assert make_mesh(MeshConfig(), jax.devices()[:3]).size == 3

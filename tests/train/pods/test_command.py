@@ -20,6 +20,7 @@ from mupax.train.pods import checks, hlo
 from mupax.train.pods.collectives import collectives
 from mupax.train.pods.compiled import Compiled, compile_for
 from mupax.zoo.configs import ComputeConfig, DecoderConfig
+from mupax.zoo.experts.config import RoutingConfig
 
 DEPTH = 3
 
@@ -59,6 +60,19 @@ def test_a_step_sends_only_what_its_mesh_requires(mesh: str) -> None:
     assert inside == {axis for axis, size in made.program.mesh.shape.items() if size > 1}
     assert made.module is not None
     assert made.module.unknown_loops == 0
+
+
+@pytest.mark.tpu
+def test_tokens_go_to_experts_and_back_all_to_all_in_every_pass() -> None:
+    config = config_of(MeshConfig(data=1, fsdp=2, experts=2))
+    routing = RoutingConfig(capacity_factor=1.25)
+    model = dataclasses.replace(config.model, experts=8, active_experts=2, expert_dim=128, routing=routing)
+    report = compile_for(dataclasses.replace(config, model=model), "v5e:2x2").report()
+    assert report["problems"] == []
+    sent = [row for row in report["collectives"] if row["kind"] == "all-to-all" and row["loop_trips"] == [DEPTH]]
+    assert [(row["axes"], row["executions"]) for row in sent] == [(["experts"], 6 * DEPTH)]
+    # 16 examples of a device, of which each of 8 experts takes 1.25 x 128 x 2 / 8 tokens: there and back, forward, again and backward.
+    assert sent[0]["bytes"] == 6 * DEPTH * 16 * 8 * 40 * 128 * 2
 
 
 @pytest.mark.tpu
