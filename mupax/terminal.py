@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -61,6 +62,19 @@ def spoken(text: str) -> str:
     program = Path(sys.argv[0])  # bin/mupax, or mupax/__main__.py of `python -m mupax`
     installed = program.stem == "mupax" or program.parent.name == "mupax"
     return re.sub(r"\bpython -m (train|presets|zoo)\b", r"mupax \1", text) if installed else text
+
+
+def typed(*words: str) -> str:
+    """A command to type in this folder, `spoken`: with the path of this Python where the shell finds another, or none.
+
+    Args:
+        *words: python, -m and more.
+    """
+    line, here = spoken(shlex.join(words)), shutil.which("python")
+    if not line.startswith("python ") or (here and os.path.abspath(here) == os.path.abspath(sys.executable)):
+        return line
+    near = os.path.relpath(sys.executable)
+    return shlex.quote(sys.executable if near.startswith("..") else near) + line.removeprefix("python")
 
 
 class EntryPoint(Protocol):

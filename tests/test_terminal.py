@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -97,6 +98,25 @@ def test_the_installed_command_names_itself(
     assert capsys.readouterr().out.startswith("usage: mupax train RECIPE")
     assert main(["train", "lm-tiny", "--help"]) == 0
     assert "usage: mupax train lm-tiny" in re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+
+
+def test_a_command_to_type_has_a_python_that_the_shell_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["python", "-m", "train", "generate", "runs/my run"]
+    folder = tmp_path / ".venv" / "bin"
+    folder.mkdir(parents=True)
+    (folder / "python").write_text("#!/bin/sh\n")
+    (folder / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    monkeypatch.chdir(tmp_path)
+    assert terminal.typed(*words) == ".venv/bin/python -m train generate 'runs/my run'"
+    monkeypatch.setenv("PATH", str(folder))
+    assert terminal.typed(*words) == "python -m train generate 'runs/my run'"
+    monkeypatch.setenv("PATH", "/nowhere")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert terminal.typed(*words).startswith(f"{folder}/python -m train")
+    monkeypatch.setattr(sys, "argv", ["/env/bin/mupax", "train"])
+    assert terminal.typed(*words) == "mupax train generate 'runs/my run'"
 
 
 def test_a_stream_lasts_whatever_becomes_of_it(capsys: pytest.CaptureFixture[str]) -> None:

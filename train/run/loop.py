@@ -229,7 +229,8 @@ def stop_early(session: Session, report: Report, state: TrainState, step: int, r
     saved = "not saved" if unsaved else "saved" if step > 0 else "nothing to save"
     if isinstance(reason, Interrupted):
         signal = rt.stop.received.name if rt.stop.received else "a signal"
-        report.progress.note(f"stopped by {signal} at step {step} of {steps}, {saved}; add --resume to go on")
+        how = "the same command goes on" if rt.config.resume else "add --resume to go on"
+        report.progress.note(f"stopped by {signal} at step {step} of {steps}, {saved}; {how}")
         return
     saved = saved if alone else f"the newest checkpoint is {session.checkpoints.latest}"
     raise type(reason)(

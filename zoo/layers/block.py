@@ -17,7 +17,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mupax.zoo import partition
 from mupax.zoo.definition import Init
-from mupax.zoo.experts.layer import Experts
 from mupax.zoo.experts.routing import Routing
 from mupax.zoo.families import AttentionName, ComputeConfig
 from mupax.zoo.layers import kernels
@@ -26,6 +25,7 @@ from mupax.zoo.layers.linear import GATES, Norm, biased, product_kind, project, 
 from mupax.zoo.transformer import TransformerConfig
 
 if TYPE_CHECKING:
+    from mupax.zoo.experts.layer import Experts
     from mupax.zoo.layers.cache import Cache
 
 BLOCK_INPUT = "block_input"
@@ -184,6 +184,13 @@ class MLP(nnx.Module):
         return biased(up_BTF, self.up_bias), biased(gate_BTF, self.gate_bias)
 
 
+def _experts(config: TransformerConfig, init: Init) -> Experts:
+    """The layer of experts, whose modules no model without experts loads."""
+    from mupax.zoo.experts.layer import Experts
+
+    return Experts(config, init)
+
+
 class Block(nnx.Module):
     """h <- skip*h + branch*gain*norm(attention(norm(h))), then the same with the MLP; most have no outer norm, and no gain.
 
@@ -196,7 +203,7 @@ class Block(nnx.Module):
         self.attention = Attention(config, init.scope("attention"))
         self.mlp_norm = Norm(kind, init.scope("mlp_norm"), eps, then)
         self.mlp = MLP(config, init.scope("mlp")) if config.dense_dim else None
-        self.experts = Experts(config, init.scope("experts")) if config.experts else None
+        self.experts = _experts(config, init.scope("experts")) if config.experts else None
         self.attention_gain, self.mlp_gain = init.maybe("attention_gain"), init.maybe("mlp_gain")
         self.post_norm = Norm(kind, init.scope("post_norm"), eps) if config.post_norms else None
         self.skip, self.branch = init.factor("skip"), init.factor("branch")

@@ -23,7 +23,7 @@ def test_a_signal_saves_and_the_run_goes_on(number: signal.Signals, code: int, f
     """SIGHUP as a closed ssh session sends it: the terminal is gone, and whatever is written to it fails."""
     workdir = Path(number.name)
     command = [sys.executable, "-m", "train", *TINY.split(), "--workdir", str(workdir), "--steps", "1000000"]
-    command += ["--checkpoint.every-steps", "1000000", "--log.no-tensorboard"]
+    command += ["--checkpoint.every-steps", "1000000", "--log.no-tensorboard", "--resume"]
     environment = {
         **os.environ,
         "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1",
@@ -50,7 +50,8 @@ def test_a_signal_saves_and_the_run_goes_on(number: signal.Signals, code: int, f
     (step,) = checkpoints(workdir)
     if number == signal.SIGTERM:
         assert "Traceback" not in err
-        assert f"stopped by {number.name} at step {step} of 1000000, saved" in " ".join(out.split())
+        said = f"stopped by {number.name} at step {step} of 1000000, saved; the same command goes on"
+        assert said in " ".join(out.split())
     assert rows(workdir)[-1]["step"] == step
     # One device saved it, eight go on.
     done = train("--workdir", str(workdir), "--resume", "--steps", str(step + 2), "--resume-change", "schedule")

@@ -10,6 +10,8 @@ from functools import partial
 import jax
 import numpy as np
 
+from mupax import terminal
+from mupax.train.config.run import Config
 from mupax.train.core.program import Program
 from mupax.train.core.step import StepInputs, logits_of
 from mupax.train.data import Data
@@ -69,7 +71,15 @@ def leave(session: Session, params: Arrays) -> None:
             references=references,
             bytes_per_token=data.bytes_per_token,
             files=[rt.folder / file.relative_to(folder).as_posix() for file in (*files, curve, folder / "config.json")],
+            then=_use(config, report.relative(rt.folder)),
         )
+
+
+def _use(config: Config, folder: str) -> str:
+    """The command that has a run's model do what it is for."""
+    words = {"generate": ["--prompt", _PROMPT], "predict": ["IMAGES"], "eval": []}
+    name = "generate" if config.model.generates else "predict" if config.data.name.startswith("images:") else "eval"
+    return terminal.typed("python", "-m", "train", name, folder, *words[name])
 
 
 @contextlib.contextmanager

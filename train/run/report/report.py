@@ -91,8 +91,9 @@ def summary(
     references: Sequence[Reference] = (),
     bytes_per_token: float | None = 1.0,
     files: Sequence[Path | str] = (),
+    then: str | None = None,
 ) -> None:
-    """Print how a run ended: its results beside the reference models, its cost, and where its files are.
+    """Print how a run ended: its results beside the reference models, its cost, where its files are, and what to type next.
 
     Args:
         console: where to print.
@@ -103,6 +104,7 @@ def summary(
         references: compared with the last evaluation where it has their unit.
         bytes_per_token: mean bytes of text per token; divides a language model's losses; None: they are per target.
         files: what was written, shown relative to the current folder.
+        then: a command that uses the run.
     """
     rows, unit = _rows(metrics_path)
     scale, per = _scale(unit, bytes_per_token)
@@ -131,7 +133,9 @@ def summary(
     for label, line in {"time": f"{duration(seconds)}{rate}", **facts}.items():
         below.add_row(label, Text(line))
     if files:
-        below.add_row("files", Text("\n".join(map(_relative, files))))
+        below.add_row("files", Text("\n".join(map(relative, files))))
+    if then:
+        below.add_row("next", Text(then))
     heading = Text(f"{name}: {rows[-1]['step']:,} steps done", "bold")
     console.print(Panel(Group(table, "", below), title=heading, title_align="left", padding=(1, 2), expand=False))
 
@@ -203,7 +207,7 @@ def _compared(console: Console, ours: float, reference: Reference) -> Text:
     return Text(f"{good} better by {size}", "green") if gain >= 0 else Text(f"{bad} worse by {size}", "red")
 
 
-def _relative(path: Path | str) -> str:
+def relative(path: Path | str) -> str:
     """Relative to the current folder where it lies below it."""
     if not isinstance(path, str) and is_remote(path):
         return str(path)

@@ -225,7 +225,12 @@ def summary(path, width=80, **options):
 def test_summary_compares_with_the_references(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = write(tmp_path / "metrics.jsonl", lm_rows(200))
-    text = summary(path, references=[TRIGRAM, FOURGRAM], files=[tmp_path / "runs" / "loss.png", "/elsewhere/a"])
+    text = summary(
+        path,
+        references=[TRIGRAM, FOURGRAM],
+        files=[tmp_path / "runs" / "loss.png", "/elsewhere/a"],
+        then="mupax train eval x",
+    )
     lines = [" ".join(line.strip("│ ").split()) for line in text.splitlines()]
     assert "evaluation loss 1.5828 nats/byte" in lines
     assert "trigram counts 1.8400 ✓ better by 0.2572" in lines
@@ -234,7 +239,7 @@ def test_summary_compares_with_the_references(tmp_path, monkeypatch):
     assert "time 3:42, 7.00k tokens/s while training" in lines
     assert "model 853,120 parameters" in lines
     assert "files runs/loss.png" in lines
-    assert "/elsewhere/a" in lines
+    assert lines[lines.index("/elsewhere/a") + 1] == "next mupax train eval x"
     assert "200 steps done" in text
 
 
