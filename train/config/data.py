@@ -59,6 +59,10 @@ Interpolation = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "ham
 """In the order of PIL's numbers, which Hugging Face's files have."""
 
 
+_LARGEST = 2**14
+"""Pixels on a side."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PixelsConfig:
     """What becomes of an image file before a model reads it. Training crops at random in place of the fit."""
@@ -104,6 +108,10 @@ class PixelsConfig:
         if self.resize is not None and self.resize < size:
             raise ConfigError(
                 f"data.pixels.resize {self.resize} is less than the {size} pixels that the model reads; write {size} or more"
+            )
+        if self.resize is not None and self.resize > _LARGEST:
+            raise ConfigError(
+                f"data.pixels.resize {self.resize} is more than {_LARGEST}, and each image would be as large"
             )
 
 

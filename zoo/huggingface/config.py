@@ -213,7 +213,8 @@ def _gpt2(read: Fields) -> Published:
 
 def _vit(read: Fields, family: Family) -> Published:
     labels, dino = read.fields.get("id2label"), family in DINO
-    if DISTILLED in (read.fields.get("architectures") or ()):
+    named = read.fields.get("architectures")
+    if isinstance(named, list) and DISTILLED in named:
         raise ConfigError(
             f"config.json: {DISTILLED} takes the mean of two classifiers (distillation_classifier), which our models do not have; "
             "DeiTForImageClassification reads the CLS token's alone"

@@ -61,6 +61,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield path
 
 
+@pytest.fixture(scope="module")
+def hf(folder: Path) -> Path:
+    """The run's parameters as Hugging Face has them."""
+    export("vit/checkpoints/250", "hf")
+    return folder / "hf"
+
+
 def predicted(*words: str) -> list[dict[str, Any]]:
     code, out, err = run("predict", *words, "--json")
     assert code == 0, err
@@ -104,8 +111,7 @@ def test_answers_are_those_of_the_evaluation() -> None:
     assert log_loss == pytest.approx(truth, abs=2e-2)  # the files hold values in 1/255, the data in 1/16
 
 
-def test_a_folder_of_hugging_face_and_an_imported_one_answer_alike() -> None:
-    export("vit/checkpoints/250", "hf")
+def test_a_folder_of_hugging_face_and_an_imported_one_answer_alike(hf: Path) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         assert zoo_main(["import", "hf", "--out", "in", "--preset", "mup", "--base", "vit-proxy"]) == 0
     first, *others = (predicted(*words, "digits/3") for words in (["vit", "--no-ema"], ["hf"], ["in"]))
@@ -153,7 +159,7 @@ def test_files_of_any_size_and_mode_are_read_and_broken_ones_named() -> None:
         ("text digits", "holds a decoder, which reads text; predict is for models of images"),
     ],
 )
-def test_what_cannot_be_answered_is_refused(words: str, said: str) -> None:
+def test_what_cannot_be_answered_is_refused(words: str, said: str, hf: Path) -> None:
     Path("empty").mkdir(exist_ok=True)
     Path("prose.txt").write_text("once upon\na time\n")
     Path("blank.txt").write_text("\n")
@@ -204,17 +210,29 @@ def test_it_learns_from_the_source_what_it_does_not_alone(tuned: dict[str, Any])
     assert tuned["row"]["eval_loss"] < 0.7 * alone
 
 
-def test_predictions_and_exports_have_the_new_names(tuned: dict[str, Any]) -> None:
+def test_predictions_and_exports_have_the_new_names(folder: Path, tuned: dict[str, Any]) -> None:
     ours = predicted("runs/finetune-letters", "digits/1", "kinds/grey.png")
     assert {one["class"] for one in ours[0]["classes"]} == {"nil", "one", "two"}
     assert [row["classes"][0]["class"] for row in ours].count("one") > len(ours) / 2
     export("runs/finetune-letters", "letters-hf")
     assert json.loads(Path("letters-hf/config.json").read_text())["label2id"] == {"nil": 0, "one": 1, "two": 2}
+    card = Path("letters-hf/README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: image-classification\n")
+    for text in (
+        "1. `one`",
+        "squash, bilinear",
+        "mup",
+        "data: `images:letters`",
+        "started from `vit`",
+        "40 of 40 steps of 32",
+    ):
+        assert text in card
+    assert str(folder) not in card
     for a, b in zip(ours, predicted("letters-hf", "digits/1", "kinds/grey.png"), strict=True):
         assert a["classes"][0]["probability"] == pytest.approx(b["classes"][0]["probability"], abs=1e-5)
 
 
-def test_the_sources_own_classes_keep_its_readout() -> None:
+def test_the_sources_own_classes_keep_its_readout(tuned: dict[str, Any]) -> None:
     code, out, err = run("finetune", "digits", "--from", "vit", "--print-config", "--steps", "7")
     assert code == 0
     assert "128 images of 10 classes, readout the source's" in err
@@ -222,13 +240,14 @@ def test_the_sources_own_classes_keep_its_readout() -> None:
     assert (config["init"]["init_new"], config["workdir"]) == ([], "runs/finetune-digits")
     code, out, err = run("finetune", "digits", "--from", "vit", "--print-config", "--optimizer.peak-lr", "0.002")
     assert "rate 0.002, as asked; 100 steps" in err
+    code, out, err = run("finetune", "letters", "--from", "runs/finetune-letters", "--print-config")
+    assert "readout the source's; rate 0.0009, that of the source, itself fine-tuned, under mup" in err
 
 
-def test_weights_without_a_rate_have_one_by_width(tuned: dict[str, Any]) -> None:
+def test_weights_without_a_rate_have_one_by_width(hf: Path, tuned: dict[str, Any]) -> None:
     said = "so that matrices move at 5e-5 x 768 / width = 0.0024 under"
-    export("vit", "plain")
     with contextlib.redirect_stdout(io.StringIO()):
-        assert zoo_main(["import", "plain", "--out", "as-mup", "--preset", "mup", "--base", "vit-proxy"]) == 0
+        assert zoo_main(["import", "hf", "--out", "as-mup", "--preset", "mup", "--base", "vit-proxy"]) == 0
     for source, under, peak in (
         ("plain", "sp in absolute form", 0.0024),
         ("as-mup", "mup relative to vit-proxy", 0.0012),

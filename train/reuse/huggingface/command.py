@@ -67,8 +67,8 @@ class Export:
         """0 when written; raises what does not fit."""
         from mupax.train.data.text import tokenizer
         from mupax.train.reuse import source as pretrained
+        from mupax.train.reuse.huggingface import card, preprocessor
         from mupax.train.reuse.huggingface import files as pretrained_files
-        from mupax.train.reuse.huggingface import preprocessor
         from mupax.zoo.families import ImageModel
 
         pretrained_files.check_free(self.out)
@@ -79,6 +79,7 @@ class Export:
             pretrained_files.write_huggingface(source, out, self.dtype, encoder and _token_ids(source, encoder))
             if file is not None and encoder is not None:
                 pretrained_files.copy_tokenizer(file, encoder.separator, out)
+            (out / card.FILE).write_text(card.card(source, self.out.name), encoding="utf-8")
         _print_summary(source, source.preset)
         if source.images and isinstance(source.model, ImageModel):
             print(_images_line(source.images))

@@ -6,7 +6,6 @@ each channel. So do the fits `squash` and `edge`. Our fit `centre`, which cuts f
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, get_args
 
@@ -20,6 +19,8 @@ FILE = "preprocessor_config.json"
 _RESAMPLE: tuple[str, ...] = get_args(Interpolation)
 _CENTRE = 8 / 7
 """The shorter edge over the side of what the fit `centre` keeps of it."""
+_FAR = 1e9
+"""No mean, deviation or factor is beyond."""
 _BY_EDGE = ("CLIP", "Bit")
 """Processors that read a bare number of `size` as the shorter edge; of the others it is both sides."""
 _PROCESSORS = ("ViT", "DeiT", "Siglip", *_BY_EDGE)
@@ -85,7 +86,7 @@ def _pixels(read: Mapping[str, Any], model: ImageModel) -> PixelsConfig:
     mean, std = (_channels(read.get(f"image_{name}", 0.5), f"image_{name}") for name in ("mean", "std"))
     if read.get("do_normalize") is False:
         mean, std = (0.0,), (1.0,)
-    if type(factor) not in (int, float) or not 0 < factor < math.inf:
+    if type(factor) not in (int, float) or not 1 / _FAR < factor < _FAR:
         raise ConfigError(f"rescale_factor is {factor!r:.40}, not a number above 0")
     if (times := factor * 255) != 1:
         mean, std = tuple(x / times for x in mean), tuple(x / times for x in std)
@@ -108,7 +109,7 @@ def _size(value: Any, field: str) -> Any:
 
 def _channels(value: Any, field: str) -> tuple[float, ...]:
     values = value if isinstance(value, list) else [value]
-    if not values or not all(type(x) in (int, float) and math.isfinite(x) for x in values):
+    if not values or not all(type(x) in (int, float) and -_FAR < x < _FAR for x in values):
         raise ConfigError(f"{field} is {value!r:.60}, not numbers")
     return tuple(float(x) for x in values) if len(set(values)) > 1 else (float(values[0]),)
 

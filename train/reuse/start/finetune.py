@@ -24,6 +24,8 @@ from mupax.train.config.run import Config, InitConfig, LogConfig, OptimizerConfi
 from mupax.train.reuse.outline import Outline, WeightsError, outline
 from mupax.zoo.families import ImageModel
 
+NAME = "finetune"
+"""What such a run has as its recipe."""
 SHARE = 0.3
 """Of the source's peak rate."""
 MATRIX_RATE = 5e-5 * 768
@@ -70,7 +72,7 @@ def command(argv: Sequence[str]) -> cli.Command:
         start, what = _images(args.folder, source, said, said.model)
     else:
         start, what = _text(args.folder, source, said, asked)
-    made = cli.parse("finetune", lambda: start, rest, ["--from"])
+    made = cli.parse(NAME, lambda: start, rest, ["--from"])
     peak = made.config.optimizer.peak_lr
     rate = rate_rule(said)[1] if peak == start.optimizer.peak_lr else "as asked"
     print(f"finetune: {what}; rate {peak:.3g}, {rate}; {made.config.steps} steps", file=sys.stderr)
@@ -83,7 +85,10 @@ def rate_rule(said: Outline) -> tuple[OptimizerConfig, str]:
     named = f"{preset.name}{f' relative to {preset.base}' if preset.base else ' in absolute form'}"
     if said.run is not None:
         before = said.run[0].scaled_optimizer
-        peak, text = SHARE * before.peak_lr, f"0.3 times the source's {before.peak_lr:.3g} under {named}"
+        again = said.run[0].recipe == NAME
+        peak = before.peak_lr if again else SHARE * before.peak_lr
+        text = "that of the source, itself fine-tuned," if again else f"{SHARE} times the source's {before.peak_lr:.3g}"
+        text = f"{text} under {named}"
         fields = {"schedule": "cosine", "decay_steps": None, "final_lr_fraction": 0.0, "peak_lr": peak}
         return dataclasses.replace(before, **fields), text
     resolved, sizes = preset_for(preset, model), model.sizes()
@@ -166,7 +171,7 @@ def _config(
     optimizer = dataclasses.replace(rate_rule(said)[0], warmup_steps=steps // 10)
     averaged = said.run is not None and said.run[0].ema.decay is not None
     return Config(
-        recipe="finetune",
+        recipe=NAME,
         model=model,
         data=data,
         preset=preset_of_source(said)[0],

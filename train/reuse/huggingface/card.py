@@ -1,0 +1,84 @@
+"""The model card of an export, README.md: what the model is, how it was trained, what it reads, which classes it knows."""
+
+from __future__ import annotations
+
+from mupax import __version__
+from mupax.train.reuse.image_input import printable
+from mupax.train.reuse.source import Source
+from mupax.zoo import flops
+
+FILE = "README.md"
+_TASKS = {
+    "images": ("image-classification", "AutoModelForImageClassification"),
+    "tokens": ("text-generation", "AutoModelForCausalLM"),
+}
+_LISTED = 200
+
+
+def card(source: Source, name: str) -> str:
+    """README.md of an export. Of paths only the last part is in it, for they are those of a machine.
+
+    Args:
+        source: what is exported.
+        name: of the model.
+    """
+    model, sizes = source.model, source.model.sizes()
+    task, loader = ("text2text-generation", "AutoModelForSeq2SeqLM") if model.denoises else _TASKS[model.task]
+    head = ["---", "library_name: transformers", f"pipeline_tag: {task}", "tags: [mupax]", "---"]
+    shape = f"width {sizes['embed']}, depth {sizes['layers']}, {sizes['heads']} heads, {model.input_text}"
+    lines = [*head, f"# {_inline(name)}", f"{model.family}, {shape}; {flops.params(model):,} parameters."]
+    if source.preset:
+        lines += [
+            "## Parameterization",
+            f"{source.preset['described']}. Its multipliers are folded into the weights; config.json has them under `mupax`.",
+        ]
+    lines += [
+        *_training(source),
+        *_images(source),
+        "## Use",
+        *_use(source, loader),
+        "## Licence",
+        "None is stated here.",
+    ]
+    return "\n\n".join(["\n".join(lines[: len(head)]), *lines[len(head) :], f"Written by mupax {__version__}."]) + "\n"
+
+
+def _training(source: Source) -> list[str]:
+    if source.run is None:
+        return []
+    config, facts = source.run
+    kind, colon, path = config.data.name.partition(":")
+    data = f"{kind}:{_last(path)}" if colon else kind
+    opt, start = config.scaled_optimizer, config.init.init_from
+    rows = [
+        f"- data: {_inline(data)}, digest {_inline(str(facts.get('digest')))}",
+        f"- {source.preset.get('step', config.steps)} of {config.steps} steps of {config.data.batch_size} examples, seed {config.seed}",
+        f"- {opt.name}, peak rate {opt.peak_lr:g}, schedule {opt.schedule}, weight decay {opt.weight_decay:g}",
+        *([f"- started from {_inline(_last(start.partition('/checkpoints/')[0]))}"] if start else []),
+    ]
+    return ["## Training", "\n".join(rows)]
+
+
+def _images(source: Source) -> list[str]:
+    if source.images is None:
+        return []
+    names, pixels = source.images.class_names, source.images.pixels
+    listed = [f"{label}. {_inline(name)}" for label, name in enumerate((names or ())[:_LISTED])]
+    more = [f"and {len(names) - _LISTED} more, in config.json"] if names and len(names) > _LISTED else []
+    read = f"Images: {pixels.fit}, {pixels.interpolation}, mean {pixels.mean}, deviation {pixels.std} (preprocessor_config.json)."
+    return ["## Classes", "\n".join([*listed, *more]) or "They have no names.", read]
+
+
+def _use(source: Source, loader: str) -> list[str]:
+    processor = ["processor = transformers.AutoImageProcessor.from_pretrained(folder)"] if source.images else []
+    code = ["import transformers", "", *processor, f"model = transformers.{loader}.from_pretrained(folder)"]
+    return ["\n".join(["```python", *code, "```"])]
+
+
+def _last(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]
+
+
+def _inline(text: str) -> str:
+    """As code, so that no name is read as markup."""
+    return f"`{printable(text).replace('`', chr(39))}`"
