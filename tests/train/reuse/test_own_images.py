@@ -249,7 +249,7 @@ def test_weights_without_a_rate_have_one_by_width(hf: Path, tuned: dict[str, Any
     with contextlib.redirect_stdout(io.StringIO()):
         assert zoo_main(["import", "hf", "--out", "as-mup", "--preset", "mup", "--base", "vit-proxy"]) == 0
     for source, under, peak in (
-        ("plain", "sp in absolute form", 0.0024),
+        ("hf", "sp in absolute form", 0.0024),
         ("as-mup", "mup relative to vit-proxy", 0.0012),
     ):
         code, out, err = run("finetune", "letters", "--from", source, "--print-config")
