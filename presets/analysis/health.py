@@ -137,8 +137,8 @@ class Health:
     @functools.cached_property
     def _limits(self) -> dict[str, Limit]:
         """Every axis of `ALONE` growing alone."""
-        family, tied, part = self.limit.family, self.limit.tied, "experts" if self.limit.part == "experts" else ""
-        return {axis: Limit(self.preset, family, {axis: 1.0}, tied=tied, part=part) for axis in ALONE}
+        family, tied = self.limit.family, self.limit.tied
+        return {axis: Limit(self.preset, family, {axis: 1.0}, tied=tied) for axis in ALONE}
 
     def _lets(self, what: str, spec: ParamSpec | None = None) -> float:
         """Exponent of what the preset's source lets vanish: of a parameter, the same in all parts of an encoder-decoder."""

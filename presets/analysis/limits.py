@@ -203,8 +203,11 @@ class Limit:
             # A softmax cannot move by more than its whole.
             **{name: min(0.0, x) + self.random("attention out", self.v) for name, x in attention.items()},
         }
-        if "router" in self.specs:  # a gate cannot move by more than its whole either
-            block["router"] = min(0.0, self.acts("router")) + self.written - self.active / 2
+        if (
+            "router" in self.specs
+        ):  # a gate cannot move by more than its whole either; what experts learn to write is aligned
+            written = max(self.written - self.active / 2, min(0.0, max(block["MLP in"], block["MLP out"])))
+            block["router"] = min(0.0, self.acts("router")) + written
         self.d_block = max(block.values())
         # Blocks move in concert: their changes add up as L, not as L^1/2.
         stream = {name: self.branch + x + self.layers for name, x in block.items()}

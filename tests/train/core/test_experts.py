@@ -43,11 +43,13 @@ def _batch() -> Batch:
 
 
 def _steps(program: Program, state: Any, steps: int = 2) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    """Metrics of the last step, and parameters after it."""
-    step, inputs, metrics = program.compile_train(), program.step_inputs(), {}
-    for _ in range(steps):
+    """Metrics of the last step, and of the first one as "first NAME"; and parameters after the last."""
+    step, inputs, numbers = program.compile_train(), program.step_inputs(), {}
+    for i in range(steps):
         state, metrics = step(state, inputs, program.train_feed().put(_batch()))  # pyright: ignore
-    numbers = {name: float(x) for name, x in metrics.items() if x.ndim == 0}
+        for name, x in metrics.items():
+            numbers |= {name: float(x)} if x.ndim == 0 else {}
+            numbers |= {f"first {name}": float(x)} if x.ndim == i == 0 else {}
     return numbers, {name: np.asarray(w) for name, w in state.params.items()}
 
 
@@ -79,6 +81,15 @@ def test_what_routers_do_is_in_the_metrics() -> None:
 )
 def test_eight_devices_are_as_one(model: DecoderConfig, sizes: dict[str, Any]) -> None:
     _same(_trained(_config(model)), _trained(_config(model, mesh=MeshConfig(**sizes)), devices=8))
+
+
+def test_microbatches_add_up_to_the_batch() -> None:
+    whole, parts = (_trained(_config(MODEL, accumulation_steps=number))[0] for number in (1, 2))
+    assert parts["first dropped_tokens"] == whole["first dropped_tokens"] > 0  # capacities are of examples
+    for name in ("first loss", "first accuracy", "first weight"):
+        np.testing.assert_allclose(parts[name], whole[name], rtol=1e-6, err_msg=name)
+    # Balance is asked for in each of them: of half the tokens, weighed by their targets.
+    assert 0 < abs(parts["first balance_loss"] - whole["first balance_loss"]) < 0.1
 
 
 def test_a_scan_and_what_is_recomputed_change_nothing() -> None:

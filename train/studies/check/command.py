@@ -43,10 +43,21 @@ class Check(cli.ConstantFlags):
     """A model of `python -m zoo` or a recipe, for its structure."""
     preset: Annotated[str | None, conf.arg(aliases=("--preset.name",), metavar="NAME")] = None
     """A preset of `python -m presets`; the recipe's, or mup for a model."""
-    grow: Literal["head_dim", "heads", "depth", "encoder_depth", "width", "mlp", "kv_heads", "batch", "tokens"] = (
-        "head_dim"
-    )
-    """Which size grows; width doubles heads and head_dim in turn, depth an encoder's too unless --model.encoder-depth is written."""
+    grow: Literal[
+        "head_dim",
+        "heads",
+        "depth",
+        "encoder_depth",
+        "width",
+        "mlp",
+        "experts",
+        "expert_dim",
+        "kv_heads",
+        "batch",
+        "tokens",
+    ] = "head_dim"
+    """Which size grows; width doubles heads and head_dim in turn, depth an encoder's too unless --model.encoder-depth is written,
+    experts the active ones too."""
     optimizer: Annotated[str | None, conf.arg(aliases=("--optimizer.name",), metavar="NAME")] = None
     """Whose rates; the recipe's, or adam for a model."""
     accept: tuple[Literal["lazy"], ...] = ()

@@ -56,6 +56,8 @@ def slopes(
     normed = any(spec.role is Role.NORM_GAIN and spec.of is Role.KEY for spec in specs.values())
     for name, label in labels(specs).items():
         spec = specs[name]
+        if spec.moved_by_loads:
+            continue
         row, family, of = preset.row(spec), limit.family, NAMES.get(spec.role)
         if spec.role not in BIASES:
             found[f"weight/{label}", 0] = limit.x(row.multiplier * row.init_std)
@@ -181,7 +183,7 @@ def gradient(spec: ParamSpec, limit: Limit, preset: Preset, *, aligned: bool = T
     limit, of = limit.of(spec.part), "embedding" if spec.role in EMBEDDINGS else NAMES.get(spec.role)
     effective = {name: x - limit.x(limit.rows[name].multiplier) for name, x in limit.gradient.items()}
     if of is not None:
-        return effective[of] + own
+        return effective[of] + own + (limit.unaligned if of == "router" and not aligned else 0.0)
     vector = _vector(spec, limit, effective, aligned) if spec.role in VECTORS else None
     return None if vector is None else vector + own
 
@@ -200,10 +202,14 @@ def _vector(spec: ParamSpec, limit: Limit, effective: Mapping[str, float], align
         if spec.of is Role.READOUT:
             return 0.0
         return effective["embedding"] if spec.of in EMBEDDINGS else limit.weight("readout")
-    if spec.of in (Role.ATTENTION_OUT, Role.MLP_OUT):
+    if spec.of is Role.ATTENTION_OUT:
+        return effective["attention out"] - limit.v
+    if spec.of in (Role.MLP_OUT, Role.EXPERT_OUT):
         return effective["MLP out"] - limit.hidden
     if spec.role is Role.BIAS and spec.of in NAMES:
         return effective[NAMES[spec.of]]
     if spec.part == "cross":  # the norm that queries alone read
         return effective["query"]
+    if limit.part == "experts" and (limit.active or limit.growth.get("expert_dim") != limit.growth.get("embed")):
+        return None  # of the norm before experts: a sum over them that is independent at first (measured, a^-0.47) and aligned later
     return max(effective["value"], effective["MLP in"])

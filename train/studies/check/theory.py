@@ -99,22 +99,20 @@ def of(
         raise PresetError(
             f"{preset.name} wants no lazy limit: its `vanishing` names no features; leave --accept lazy out"
         )
-    if "experts" in first.sizes:
-        raise PresetError(
-            "theory has no word for layers of experts yet, neither for activations nor for gradients; "
-            "`python -m presets table` shows their rules, and `python -m train transfer` measures them"
-        )
+    if {"experts", "mlp"} <= first.sizes.keys():
+        raise PresetError("theory has experts or an MLP, not both; leave model.shared_experts out")
+    part = "experts" if "experts" in first.sizes else ""
     exponents, _ = growth(first.sizes, last.sizes)
     family = preset.family(optimizer)
     tied, encoded = first.tied_readout is not None, "encoder_layers" in first.sizes
-    limit = Limit(preset, family, exponents, tied=tied)
+    limit = Limit(preset, family, exponents, tied=tied, part=part)
     late = _slopes(preset, first, limit)
     # At initialization the backward signal of q and k is not aligned with the values, up to N^1/2 less: logits that much smaller
     # say what follows from it. It aligns slowly, and what reaches the stream through attention starts small: changes may
     # be anywhere from a whole N^1/2 less to what theory says in the end.
     lost = (limit.aligned - limit.n / 2) / limit.n if limit.n else 0.0
     first_gradient, early = (
-        _slopes(slower, first, Limit(slower, family, exponents, tied=tied), aligned=False)
+        _slopes(slower, first, Limit(slower, family, exponents, tied=tied, part=part), aligned=False)
         for slower in (dataclasses.replace(preset, logits=preset.logits * axis("head_dim") ** -x) for x in (lost, 0.5))
     )
     worst = max((slope for (_, step), slope in late.items() if step > 0 and slope > _GROWS), default=0.0)
