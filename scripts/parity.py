@@ -29,6 +29,7 @@ from mupax.train.reuse.huggingface import files
 from mupax.zoo.configs import DecoderConfig, ViTConfig
 from mupax.zoo.definition import Definition, definition
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
+from mupax.zoo.experts.config import RoutingConfig
 from mupax.zoo.families import ImageModel
 from mupax.zoo.huggingface import config as huggingface
 from mupax.zoo.transformer import TransformerConfig
@@ -81,6 +82,34 @@ VARIANTS: dict[str, TransformerConfig] = {
         GEMMA, qk_norm=True, attention_softcap=None, logit_softcap=None, window_theta=50.0, rope_scaling="linear"
     ),
     "Gemma 2, untied": dataclasses.replace(GEMMA, tied=False, full_every=None, attention_softcap=None),
+    "Mixtral": dataclasses.replace(
+        LLAMA,
+        num_kv_heads=3,
+        experts=5,
+        active_experts=2,
+        expert_dim=24,
+        mlp_ratio=1.0,
+        routing=RoutingConfig(gate="softmax"),
+    ),
+    "Qwen3-MoE": dataclasses.replace(
+        LLAMA,
+        num_kv_heads=2,
+        qk_norm=True,
+        experts=7,
+        active_experts=3,
+        expert_dim=20,
+        routing=RoutingConfig(gate="softmax"),
+    ),
+    "Qwen3-MoE, weights not normalized": dataclasses.replace(
+        LLAMA,
+        num_kv_heads=2,
+        qk_norm=True,
+        experts=5,
+        active_experts=2,
+        expert_dim=20,
+        window=5,
+        routing=RoutingConfig(gate="softmax-all"),
+    ),
 }
 """Models that differ from one of the others in a few fields."""
 

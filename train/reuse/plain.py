@@ -7,7 +7,7 @@ Both are one function when every parameter is taken times one number (per layer,
 | parameter                              | its multiplier, and                       |
 |----------------------------------------|-------------------------------------------|
 | query and its bias; under qk_norm the gain after them | times logit_scale * N^1/2  |
-| attention out, MLP out and their biases; a gain after them | times branch / c      |
+| attention, MLP, expert out, biases; a gain after them | times branch / c      |
 | gain and bias of the norm before a tied readout | times the readout's multiplier   |
 
 An encoder-decoder has these in either stack, with a third branch, `cross`, in the decoder's. c is the product of a stack's
@@ -60,6 +60,7 @@ def scales(definition: Definition, factors: Factors) -> Scales:
         stack, _, inside = name.rpartition("block.")
         module = inside.partition(".")[0].removesuffix("_gain")
         of = spec.of or spec.role
+        of = Role.MLP_OUT if of is Role.EXPERT_OUT else of  # in its place
         last = spec.role is Role.NORM_GAIN or of not in gains  # of what a matrix' output is taken times
         match of:
             case Role.QUERY if last:
@@ -164,7 +165,9 @@ def _branch(definition: Definition, factors: Factors, block: str, module: str) -
         return np.ones(())
     skip = _factor(definition, factors, f"{block}skip")
     branch = _factor(definition, factors, f"{block}branch") / np.cumprod(skip.reshape(-1)).reshape(skip.shape)
-    return branch[:, definition.factors[f"{block}branch"]["stack"].branches.index(module)]
+    return branch[
+        :, definition.factors[f"{block}branch"]["stack"].branches.index("mlp" if module == "experts" else module)
+    ]
 
 
 def _factor(definition: Definition, factors: Factors, name: str) -> np.ndarray:

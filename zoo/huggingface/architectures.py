@@ -7,14 +7,14 @@ from typing import Literal, NamedTuple
 from mupax.zoo.transformer import TransformerConfig
 
 Family = Literal[
-    "gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text",
+    "gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe",
     "vit", "deit", "siglip", "dinov2", "dinov2_with_registers", "mbart", "t5",
 ]  # fmt: skip
 
 ARCHITECTURES: dict[Family, str] = {
     "gpt2": "GPT2LMHeadModel", "gpt_neox": "GPTNeoXForCausalLM", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM", "vit": "ViTForImageClassification",
+    "gemma3_text": "Gemma3ForCausalLM", "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "vit": "ViTForImageClassification",
     "deit": "DeiTForImageClassification", "siglip": "SiglipForImageClassification", "dinov2": "Dinov2ForImageClassification",
     "dinov2_with_registers": "Dinov2WithRegistersForImageClassification",
     "mbart": "MBartForConditionalGeneration", "t5": "T5ForConditionalGeneration",
@@ -28,7 +28,7 @@ ACTIVATIONS = {
 """Their names of activations to ours; gelu_new, gelu_pytorch_tanh and gelu_fast are one function."""
 
 STACK = ("width", "depth", "num_heads", "mlp_dim", "norm_eps")
-_LIKE_LLAMA: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
+_LIKE_LLAMA: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe")
 _LAYERNORM: tuple[Family, ...] = ("gpt_neox", "vit", "deit", "siglip")
 GEMMA: tuple[Family, ...] = ("gemma2", "gemma3_text")
 DINO: tuple[Family, ...] = ("dinov2", "dinov2_with_registers")
@@ -47,6 +47,7 @@ DEFAULTS: dict[Family, tuple[float, ...]] = {
     "gpt2": (768, 12, 12, 0, 1e-5), "llama": (4096, 32, 32, 11008, 1e-6),
     "mistral": (4096, 32, 32, 14336, 1e-6), **dict.fromkeys(("qwen2", "qwen3"), (4096, 32, 32, 22016, 1e-6)),
     **dict.fromkeys(("gemma2", "gemma3_text"), (2304, 26, 8, 9216, 1e-6)),
+    "mixtral": (4096, 32, 32, 14336, 1e-5), "qwen3_moe": (2048, 24, 32, 6144, 1e-6),
     **dict.fromkeys(("vit", "deit"), (768, 12, 12, 3072, 1e-12)), **dict.fromkeys(DINO, (768, 12, 12, 4.0, 1e-6)),
     "siglip": (768, 12, 12, 3072, 1e-6), "gpt_neox": (6144, 44, 64, 24576, 1e-5),
     "mbart": (1024, 12, 16, 4096), "t5": (512, 6, 8, 2048, 1e-6),

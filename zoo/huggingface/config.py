@@ -16,7 +16,7 @@ from mupax.zoo.configs import ConfigError, DecoderConfig, ViTConfig
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
 from mupax.zoo.families import ImageModel
 from mupax.zoo.fields import Fields
-from mupax.zoo.huggingface import decoders, encoder_decoder, gemma
+from mupax.zoo.huggingface import decoders, encoder_decoder, experts, gemma
 from mupax.zoo.huggingface.architectures import (
     ACTIVATIONS,
     ARCHITECTURES,
@@ -138,8 +138,9 @@ def _reasons(model: TransformerConfig) -> list[str]:
     refused = {
         "model.centered trains the difference of two networks, and a file holds one": model.centered,
         "model.qk_norm normalizes queries and keys, which it does not": model.qk_norm
-        and family not in ("qwen3", "gemma3_text"),
-        "model.experts routes tokens to MLPs of their own, which it does not": model.experts is not None,
+        and family not in ("qwen3", "gemma3_text", "qwen3_moe"),
+        "model.experts routes tokens to MLPs of their own, which it does not": model.experts is not None
+        and family not in experts.FAMILIES,
         "model.value_dim makes values of another size than queries, which it does not": model.value_dim is not None,
         "model.branch_activation acts on what branches read, which it does not": model.branch_activation != "none",
         "model.readout_bias adds to the logits, which it does not": not isinstance(model, ImageModel)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from mupax.disk import shown
 from mupax.zoo.configs import ConfigError, DecoderConfig
 from mupax.zoo.fields import Fields
+from mupax.zoo.huggingface import experts
 from mupax.zoo.huggingface.architectures import ACTIVATIONS, DEFAULTS, FIELDS, STACK, Family, Published
 
 ATTENTION = tuple(f"block.attention.{name}_bias" for name in ("query", "key", "value", "out"))
@@ -36,6 +37,8 @@ LIKE: dict[Family, Defaults] = {
     "mistral": Defaults(32000, 131072, 8, window=4096),
     "qwen2": Defaults(151936, 32768, 32),
     "qwen3": Defaults(151936, 32768, 32, 128),
+    "mixtral": Defaults(32000, 131072, 8),
+    "qwen3_moe": Defaults(151936, 32768, 4),
 }
 """Families like Llama."""
 
@@ -46,6 +49,8 @@ def family_of(model: DecoderConfig) -> Family:
         return "gpt_neox"
     if model.post_norm or model.attention_softcap or model.logit_softcap or model.full_every or model.window_theta:
         return "gemma3_text" if model.qk_norm else "gemma2"
+    if model.experts is not None:
+        return "qwen3_moe" if model.qk_norm else "mixtral"
     if model.qk_norm:
         return "qwen3"
     if model.qkv_bias:
@@ -82,6 +87,8 @@ def reasons(model: DecoderConfig, family: Family) -> dict[str, bool]:
         "model.qk_norm with model.qkv_bias is two families in one": model.qk_norm and model.qkv_bias,
         "model.qk_norm_kind layernorm subtracts the mean of queries and keys, which it does not": model.qk_norm_kind
         != "rmsnorm",
+        "model.qkv_bias adds to queries, keys and values, which it does not": family == "mixtral" and model.qkv_bias,
+        **experts.reasons(model, family),
     }
 
 
@@ -117,11 +124,12 @@ def fields_of(model: DecoderConfig, family: Family) -> dict[str, Any]:
     }
     if family == "llama":
         return {**fields, "attention_bias": model.bias, "mlp_bias": model.bias}
-    fields |= {"sliding_window": model.window}
-    if family in ("qwen2", "qwen3"):
+    fields |= {"sliding_window": model.window, **experts.fields_of(model, family)}
+    if family in ("qwen2", "qwen3", "qwen3_moe"):
         fields |= {"use_sliding_window": model.window is not None, "max_window_layers": 0}
+    if family in ("qwen2", "qwen3"):
         fields["layer_types"] = [FULL if model.window is None else SLIDING] * model.depth
-    return {**fields, "attention_bias": False} if family == "qwen3" else fields
+    return {**fields, "attention_bias": False} if family in ("qwen3", "qwen3_moe") else fields
 
 
 def rope_fields(model: DecoderConfig) -> dict[str, Any]:
@@ -149,24 +157,25 @@ def like_llama(read: Fields, family: Family) -> Published:
     for ours, theirs, default in zip(STACK, FIELDS[family], DEFAULTS[family], strict=True):
         stack[ours] = read.read(theirs, default)
     width, heads = stack["width"], stack["num_heads"]
-    stack["mlp_ratio"] = stack.pop("mlp_dim") / width
+    mlp_dim = stack.pop("mlp_dim")
+    stack |= {"mlp_ratio": mlp_dim / width, **experts.of(read, family, width, mlp_dim)}
     head_dim = read.read("head_dim", defaults.head_dim or max(1, width // heads))
     kv_heads = read.optional("num_key_value_heads", defaults.kv_heads or heads) or heads
     attention = mlp = False
     if family == "llama":
         attention, mlp = read.read("attention_bias", False), read.read("mlp_bias", False)
-    elif family == "qwen3":
+    elif family in ("qwen3", "qwen3_moe"):
         read.refuse("attention_bias", False, "biases of attention beside norms of queries and keys")
     model = DecoderConfig(
         **stack,
-        **rope(read),
+        **rope(Fields({"rope_theta": 1e6, **read.fields}) if family == "mixtral" else read),
         head_dim=None if heads * head_dim == width else head_dim,
         num_kv_heads=None if kv_heads == heads else kv_heads,
         activation="swiglu",
         norm="rmsnorm",
         bias=attention or mlp,
         qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         positions="rotary",
         window=_window(read, family, stack["depth"]),
         vocab_size=read.read("vocab_size", defaults.vocab_size),
@@ -207,11 +216,13 @@ def _window(read: Fields, family: Family, depth: int) -> int | None:
     """The window of every block; None where they have none."""
     if family == "llama":
         return None
-    if family == "mistral":
+    if family in ("mistral", "mixtral"):
         return read.optional("sliding_window", LIKE[family].window)
     if not read.read("use_sliding_window", False):
         return None
     window = read.optional("sliding_window", 4096)
+    if family == "qwen3_moe":  # whose code has it in every layer
+        return window
     first = min(depth, read.fields.get("max_window_layers", 28)) if window else depth
     kinds = read.fields.get("layer_types") or [FULL] * first + [SLIDING] * (depth - first)
     if not isinstance(kinds, list) or len(kinds) != depth or not {FULL, SLIDING}.issuperset(map(str, kinds)):

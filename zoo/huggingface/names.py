@@ -70,7 +70,7 @@ class Part(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """One tensor of theirs (per layer, where its name has {i}) and what it holds side by side along its last axis."""
+    """One tensor of theirs (per layer, where its name has {i}, and expert: {j}) and what it holds side by side along its last axis."""
 
     name: str
     parts: tuple[Part, ...]
@@ -120,6 +120,19 @@ class Tensor(NamedTuple):
         if isinstance(model, EncoderDecoderConfig) and self.parts[0].name.startswith("encoder."):
             return model.encoder_blocks
         return model.depth
+
+    def sizes(self, model: TransformerConfig) -> tuple[int, ...]:
+        """How many layers and experts there are of it in a file, the sizes in front of its parts' in our parameters."""
+        experts = (model.experts,) if model.experts and "{j}" in self.name else ()
+        return ((self.layers(model),) if self.stacked else ()) + experts
+
+    def named(self, index: Sequence[int]) -> str:
+        """Its name in a file.
+
+        Args:
+            index: of the layer and the expert, as many as `sizes`.
+        """
+        return self.name.format(**dict(zip("ij", index, strict=False)))
 
 
 def _part(model: TransformerConfig, name: str, layout: str) -> Part:

@@ -9,11 +9,9 @@ from mupax.zoo.huggingface.architectures import Family
 from mupax.zoo.transformer import TransformerConfig
 
 PREFIX: dict[Family, str] = {
-    "gpt2": "transformer.", "llama": "model.", "mistral": "model.", "qwen2": "model.", "qwen3": "model.", "gemma2": "model.",
-    "gemma3_text": "model.", "vit": "vit.",
-    "gpt_neox": "gpt_neox.", "siglip": "vision_model.", "deit": "deit.", "dinov2": "dinov2.",
-    "dinov2_with_registers": "dinov2_with_registers.",
-    "mbart": "model.", "t5": "",
+    "gpt2": "transformer.", **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "mbart"), "model."),
+    "vit": "vit.", "gpt_neox": "gpt_neox.", "siglip": "vision_model.", "deit": "deit.", "dinov2": "dinov2.",
+    "dinov2_with_registers": "dinov2_with_registers.", "t5": "",
 }  # fmt: skip
 
 _GPT2 = """
@@ -40,6 +38,18 @@ layers.{i}.mlp.down_proj linear block.mlp.down
 layers.{i}.input_layernorm.weight flat block.attention_norm.gain
 layers.{i}.post_attention_layernorm.weight flat block.mlp_norm.gain
 norm.weight flat norm.gain
+"""
+_MIXTRAL_EXPERTS = """
+layers.{i}.block_sparse_moe.gate.weight linear block.experts.router
+layers.{i}.block_sparse_moe.experts.{j}.w1.weight linear block.experts.gate
+layers.{i}.block_sparse_moe.experts.{j}.w3.weight linear block.experts.up
+layers.{i}.block_sparse_moe.experts.{j}.w2.weight linear block.experts.down
+"""
+_QWEN3_EXPERTS = """
+layers.{i}.mlp.gate.weight linear block.experts.router
+layers.{i}.mlp.experts.{j}.gate_proj.weight linear block.experts.gate
+layers.{i}.mlp.experts.{j}.up_proj.weight linear block.experts.up
+layers.{i}.mlp.experts.{j}.down_proj.weight linear block.experts.down
 """
 _QK_NORM = """
 layers.{i}.self_attn.q_norm.weight flat block.attention.query_norm.gain
@@ -155,6 +165,7 @@ decoder.block.{i}.layer.1.EncDecAttention.v.weight linear block.cross.value
 decoder.block.{i}.layer.1.EncDecAttention.o.weight linear block.cross.out
 decoder.block.{i}.layer.1.layer_norm.weight flat block.cross_norm.gain
 """
+_WITHOUT_MLP = "\n".join(line for line in _LLAMA.splitlines() if ".mlp." not in line)
 _TABLES: dict[Family, str] = {
     "gpt2": _GPT2,
     "vit": _VIT,
@@ -167,6 +178,8 @@ _TABLES: dict[Family, str] = {
     "qwen3": _LLAMA + _QK_NORM,
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA2 + _QK_NORM,
+    "mixtral": _WITHOUT_MLP + _MIXTRAL_EXPERTS,
+    "qwen3_moe": _WITHOUT_MLP + _QK_NORM + _QWEN3_EXPERTS,
 }
 
 

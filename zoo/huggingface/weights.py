@@ -7,6 +7,7 @@ the bare model, without it, are read too. Only names and tensors here: multiplie
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -70,16 +71,13 @@ def to_huggingface(model: TransformerConfig, params: Mapping[str, np.ndarray]) -
     if family == "dinov2_with_registers":
         params = _registers_apart(params, model)
     for tensor in tensors(model):
-        for i in range(tensor.layers(model)):
+        for index in np.ndindex(tensor.sizes(model)):
             values = []
             for part in tensor.parts:
                 value = params.get(part.name)
-                if value is None:
-                    value = np.full(part.shape, part.name.endswith("gain"), np.float32)
-                elif tensor.stacked:
-                    value = value[i]
-                values.append(value)
-            name = tensor.name.format(i=i)
+                absent = value is None
+                values.append(np.full(part.shape, part.name.endswith("gain"), np.float32) if absent else value[index])
+            name = tensor.named(index)
             name = NEOX_HEAD if prefix == "gpt_neox." and name == "lm_head.weight" else name
             yield (name if name in HEADS else prefix + name), tensor.theirs(values)
     if prefix == "model." and model.denoises and not model.tied_readout:  # later versions tie all tables or none
@@ -99,10 +97,10 @@ def from_huggingface(files: Tensors, published: Published) -> Loaded:
     model, family = published.model, family_of(published.model)
     names_in_file = _without_prefix(files, PREFIX[family])
     # Before any loop over layers: a config may claim millions of them.
-    if (deepest := max(tensor.layers(model) for tensor in tensors(model))) > len(names_in_file):
-        raise TensorFileError(
-            f"{files.path}: {len(names_in_file)} tensors cannot be the {deepest} layers of config.json"
-        )
+    most = max((tensor.sizes(model) for tensor in tensors(model)), key=math.prod)
+    if math.prod(most) > len(names_in_file):
+        claimed = " layers of ".join(map(str, most)) + (" experts" if most[1:] else " layers")
+        raise TensorFileError(f"{files.path}: {len(names_in_file)} tensors cannot be the {claimed} of config.json")
     zeros = set(published.zeros)
     if family == "mbart" and "final_logits_bias" not in names_in_file:
         zeros.add("readout_bias")
@@ -115,8 +113,8 @@ def from_huggingface(files: Tensors, published: Published) -> Loaded:
     left = {name: file for name, file in names_in_file.items() if file in files.shapes}
     for tensor in tensors(model):  # every shape before any array is made
         if not zeros.issuperset(part.name for part in tensor.parts):
-            for i in range(tensor.layers(model)):
-                name, shape = tensor.name.format(i=i), tensor.shape
+            for index in np.ndindex(tensor.sizes(model)):
+                name, shape = tensor.named(index), tensor.shape
                 if name not in left:
                     raise TensorFileError(f"{files.path}: the tensor {name} {shape} is missing")
                 if (there := files.shapes[left.pop(name)]) != shape:
@@ -125,14 +123,14 @@ def from_huggingface(files: Tensors, published: Published) -> Loaded:
                     )
     params: Params = {}
     for tensor in tensors(model):
-        layers = (tensor.layers(model),) if tensor.stacked else ()
+        sizes = tensor.sizes(model)
         absent = zeros.issuperset(part.name for part in tensor.parts)
         make = np.zeros if absent else np.empty
-        params |= {part.name: make(layers + part.shape, np.float32) for part in tensor.parts}
-        for i in range(0 if absent else tensor.layers(model)):
-            value = files.read(names_in_file[tensor.name.format(i=i)])
+        params |= {part.name: make(sizes + part.shape, np.float32) for part in tensor.parts}
+        for index in () if absent else np.ndindex(sizes):
+            value = files.read(names_in_file[tensor.named(index)])
             for part, values in zip(tensor.parts, tensor.ours(value), strict=True):
-                params[part.name][i if tensor.stacked else ...] = values
+                params[part.name][index] = values
     if (registers := params.pop(REGISTERS, None)) is not None:
         _put_registers(params, registers, own_rows=family == "deit")
     for name in params.keys() - model.parameters().keys():

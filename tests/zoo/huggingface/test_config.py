@@ -16,6 +16,7 @@ from flax import nnx
 from mupax.zoo.configs import ConfigError, DecoderConfig, ModelConfig, ViTConfig
 from mupax.zoo.definition import definition
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
+from mupax.zoo.experts.config import RoutingConfig
 from mupax.zoo.huggingface import tables, weights
 from mupax.zoo.huggingface.architectures import Published
 from mupax.zoo.huggingface.config import from_huggingface, to_huggingface
@@ -49,6 +50,10 @@ T5 = EncoderDecoderConfig(
     norm="rmsnorm", norm_eps=1e-6, bias=False, positions="relative", distance_buckets=8, longest_distance=16,
     embedding_norm=False,
 )  # fmt: skip
+MIXTRAL = dataclasses.replace(
+    LLAMA, mlp_ratio=10 / 12, experts=3, active_experts=2, expert_dim=5, routing=RoutingConfig(gate="softmax")
+)
+QWEN3_MOE = dataclasses.replace(MIXTRAL, qk_norm=True, expert_dim=7)
 MODELS: dict[str, ModelConfig] = {
     "gpt2": GPT2,
     "gpt2 untied": dataclasses.replace(GPT2, tied=False, activation="relu"),
@@ -66,6 +71,9 @@ MODELS: dict[str, ModelConfig] = {
     "gemma3, one wavelength": dataclasses.replace(GEMMA3, window_theta=None, rope_scaling="linear", logit_softcap=30.0),
     "gemma3, windows alone": dataclasses.replace(GEMMA3, window_theta=None, full_every=None, tied=False),
     "gemma2, no window": dataclasses.replace(GEMMA, window=None, full_every=None, attention_softcap=None),
+    "mixtral": dataclasses.replace(MIXTRAL, window=3),
+    "qwen3-moe": QWEN3_MOE,
+    "qwen3-moe, not normalized": dataclasses.replace(QWEN3_MOE, routing=RoutingConfig(gate="softmax-all"), window=2),
     "gpt-neox": NEOX,
     "gpt-neox, one after the other": dataclasses.replace(NEOX, parallel=False, tied=True),
     "siglip": dataclasses.replace(VIT, pool="mean"),
@@ -193,6 +201,14 @@ def test_a_llama_with_some_biases_has_the_others_at_zero() -> None:
         ({"model_type": "qwen2", "use_sliding_window": True}, "layer_types has both"),
         ({"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["chunked"]}, "layer_types is"),
         ({"model_type": "qwen3", "attention_bias": True}, "attention_bias is True"),
+        ({"model_type": "qwen3_moe", "attention_bias": True}, "attention_bias is True"),
+        (
+            {"model_type": "qwen3_moe", "decoder_sparse_step": 2},
+            "decoder_sparse_step 2 and mlp_only_layers .* without experts",
+        ),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "mlp_only_layers .0. have layers without experts"),
+        ({"model_type": "mixtral", "num_experts_per_tok": 9}, "active_experts 9 is more than the 8 experts"),
+        ({"model_type": "mixtral", "num_local_experts": 0}, "num_local_experts is 0"),
         ({"model_type": "llama", "partial_rotary_factor": 0.5}, "a part of each head"),
         ({"model_type": "llama", "hidden_act": "gelu"}, "our gated MLP has silu"),
         ({"model_type": "gpt2", "activation_function": "tanh"}, "activation_function is 'tanh'"),
@@ -223,6 +239,19 @@ def test_what_our_models_cannot_be_is_refused(fields: dict[str, Any], said: str)
         (GPT2, {"window": 3}, "model.window hides"),
         (LLAMA, {"qk_norm": True, "bias": True}, "model.bias adds"),
         (LLAMA, {"qk_norm": True, "qkv_bias": True}, "two families in one"),
+        (MIXTRAL, {"routing": RoutingConfig()}, "its router is a softmax, and model.routing.gate is sigmoid"),
+        (MIXTRAL, {"routing": RoutingConfig(gate="softmax-all")}, "gate is softmax-all; write softmax"),
+        (MIXTRAL, {"routing": RoutingConfig(gate="softmax", capacity_factor=1.5)}, "capacity_factor drops tokens"),
+        (
+            QWEN3_MOE,
+            {"routing": RoutingConfig(gate="softmax", balance="bias")},
+            "adds to scores where experts are chosen",
+        ),
+        (MIXTRAL, {"shared_experts": 1}, "experts that every token goes to"),
+        (MIXTRAL, {"qkv_bias": True}, "model.qkv_bias adds to queries"),
+        (MIXTRAL, {"bias": True}, "model.bias adds"),
+        (MIXTRAL, {"positions": "learned"}, "model.experts routes tokens"),
+        (VIT, {"experts": 2, "expert_dim": 3}, "model.experts routes tokens"),
         (T5, {"qkv_bias": True}, "it has no biases"),
         (LLAMA, {"branch_activation": "gelu"}, "acts on what branches read"),
         (GPT2, {"readout_bias": True}, "adds to the logits"),
@@ -309,6 +338,16 @@ def test_names_are_those_of_the_files() -> None:
     layer += ["input_layernorm", "post_attention_layernorm"]
     outside = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
     assert sorted(llama) == sorted([f"model.layers.0.{name}.weight" for name in layer] + outside)
+    mixtral = {name: value.shape for name, value in weights.to_huggingface(MIXTRAL, random_params(MIXTRAL))}
+    assert mixtral["model.layers.1.block_sparse_moe.gate.weight"] == (3, 12)  # [out, in]
+    assert [mixtral[f"model.layers.0.block_sparse_moe.experts.2.w{n}.weight"] for n in (1, 2, 3)] == [
+        (5, 12),
+        (12, 5),
+        (5, 12),
+    ]
+    assert not any(".mlp." in name or "experts.3." in name for name in mixtral)
+    qwen3 = {name: value.shape for name, value in weights.to_huggingface(QWEN3_MOE, random_params(QWEN3_MOE))}
+    assert qwen3["model.layers.1.mlp.experts.0.down_proj.weight"] == (12, 7)
     gpt2 = {name: value.shape for name, value in weights.to_huggingface(GPT2, random_params(GPT2))}
     assert gpt2["transformer.h.1.attn.c_attn.weight"] == (6, 18)  # [in, out], query, key and value side by side
     assert gpt2["transformer.h.1.attn.c_attn.bias"] == (18,)
@@ -377,6 +416,7 @@ def test_a_readout_said_to_be_the_embedding_must_be_it(tmp_path: Path) -> None:
         ),
         ({"wte.weight": np.ones((13, 6))}, {}, "are one tensor"),
         ({}, {"n_layer": 2_000_000_000}, "cannot be the 2000000000 layers"),
+        ({}, {**to_huggingface(MIXTRAL), "num_local_experts": 10**9}, "the 2 layers of 1000000000 experts"),
         ({}, {"n_layer": 3}, r"h\.2\.ln_1\.weight .* is missing"),
         ({}, {"n_layer": 1}, "12 tensors that a gpt2"),
         ({}, {"vocab_size": 2_000_000_000}, "by config.json"),

@@ -80,7 +80,9 @@ def layer(config: Config, definition: Definition, layout: Layout) -> dict[str, i
     )
     matrices: dict[str, int] = defaultdict(int)  # of one block, by the stack
     for name, leaf in block.items():
-        matrices[definition.specs[name].blocks] += leaf.size // leaf.shape[0] if leaf.ndim > 2 else 0
+        spec = definition.specs[name]
+        own = layout.ways("experts") if "experts" in spec.copies else 1  # of experts a device never has the others
+        matrices[spec.blocks] += leaf.size // leaf.shape[0] // own if leaf.ndim > 2 else 0
     return {
         "gradients": sum(gradients),
         "one layer": activations(config, definition, layout)[1],
