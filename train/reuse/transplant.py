@@ -47,6 +47,8 @@ class Move:
     transposed: bool = False
     copies: int = 1
     """New entries that one old entry went to, all with the same gradient's share."""
+    inserted: int | None = None
+    """A dimension of the new parameter, of size 1 in the source, that the source's does not have."""
 
     def weights(self, old: Any, fresh: np.ndarray | None) -> np.ndarray:
         """The new parameter, float32: what comes from the old one, and fresh numbers elsewhere.
@@ -77,6 +79,7 @@ class Move:
     def _taken(self, array: np.ndarray, along: tuple[Index, ...]) -> np.ndarray:
         """The entries along every axis; any, where there is none."""
         array = array.T if self.transposed else array
+        array = array if self.inserted is None else np.expand_dims(array, self.inserted)
         for axis, index in enumerate(along):
             if not np.array_equal(index, np.arange(array.shape[axis])):
                 array = np.take(array, np.maximum(index, 0), axis)

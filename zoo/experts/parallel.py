@@ -43,8 +43,7 @@ def by_slots(expert: Callable[[jax.Array, Weights], jax.Array], x_BECD: jax.Arra
         y_BECD = expert(jax.lax.all_to_all(x_BECD, names, 1, 0, tiled=True), here)
         return jax.lax.all_to_all(y_BECD, names, 0, 1, tiled=True)
 
-    slots = None if x_BECD.shape[2] % partition.current().ways("sequence") else "sequence"
-    return _local(part, (("batch", None, slots, None),), x_BECD, weights=weights)
+    return _local(part, (("batch", None, None, None),), x_BECD, weights=weights)
 
 
 def by_rows(

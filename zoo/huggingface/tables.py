@@ -9,7 +9,8 @@ from mupax.zoo.huggingface.architectures import Family
 from mupax.zoo.transformer import TransformerConfig
 
 PREFIX: dict[Family, str] = {
-    "gpt2": "transformer.", **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "mbart"), "model."),
+    "gpt2": "transformer.",
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "mbart"), "model."),
     "vit": "vit.", "gpt_neox": "gpt_neox.", "siglip": "vision_model.", "deit": "deit.", "dinov2": "dinov2.",
     "dinov2_with_registers": "dinov2_with_registers.", "t5": "",
 }  # fmt: skip

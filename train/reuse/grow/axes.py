@@ -13,9 +13,9 @@ from mupax.train.reuse.transplant import Index, first
 from mupax.zoo.transformer import TransformerConfig
 
 SIZES = {
-    "width": "embed", "depth": "layers", "num_heads": "heads", "kv_heads": "kv_heads", "heads_dim": "head_dim", "mlp_dim": "mlp",
+    "width": "embed", "depth": "layers", "num_heads": "heads", "kv_heads": "kv_heads", "heads_dim": "head_dim",
 }  # fmt: skip
-"""What grows: a property of the model, and the axis."""
+"""What grows: a property of the model, and the axis. Hidden sizes beside them, of which a model has one or two (`hidden`)."""
 
 FREE = {
     "width",
@@ -27,9 +27,13 @@ FREE = {
     "mlp_ratio",
     "norm_eps",
     "rope_theta",
+    "expert_dim",
     "compute",
 }
 """Fields that growth may change; norm_eps and rope_theta to go with a wider stream and wider heads."""
+
+EXPERTS = {"experts", "active_experts", "shared_experts", "routing"}
+"""Fields of experts, which growth may change where there were none (`upcycled`)."""
 
 
 class GrowError(MupaxError):
@@ -60,6 +64,29 @@ class Axes:
         return self.along.get(axis, np.arange(size))
 
 
+def upcycled(before: TransformerConfig, after: TransformerConfig) -> bool:
+    """Whether every expert of the larger model is a copy of the smaller one's MLP (Komatsuzaki et al. 2022, arXiv 2212.05055).
+
+    Args:
+        before: the smaller model.
+        after: the larger one.
+    """
+    return before.experts is None and after.experts is not None
+
+
+def hidden(before: TransformerConfig, after: TransformerConfig) -> dict[str, tuple[str, int, int]]:
+    """Field, old and new size of every hidden layer, by axis.
+
+    Args:
+        before: the smaller model.
+        after: the larger one.
+    """
+    if upcycled(before, after):
+        return {"expert_dim": ("expert_dim", before.mlp_dim, after.expert_size)}
+    experts = {"expert_dim": ("expert_dim", before.expert_size, after.expert_size)} if before.experts else {}
+    return {**experts, "mlp": ("mlp_dim", before.dense_dim, after.dense_dim)}
+
+
 def axes(before: TransformerConfig, after: TransformerConfig) -> Axes:
     """How the axes of two models correspond.
 
@@ -73,6 +100,7 @@ def axes(before: TransformerConfig, after: TransformerConfig) -> Axes:
     _check(before, after)
     heads, kv_heads, copies = _heads(before, after)
     along = {axis: first(getattr(before, size), getattr(after, size)) for size, axis in SIZES.items()}
+    along |= {axis: first(was, now) for axis, (_, was, now) in hidden(before, after).items()}
     along["memory"] = along["embed"]
     if before.denoises:
         along[ENCODER.axis] = first(*(side.sizes()[ENCODER.axis] for side in (before, after)))
@@ -89,16 +117,18 @@ def _check(before: TransformerConfig, after: TransformerConfig) -> None:
         )
     for field in dataclasses.fields(before):
         name, was, now = field.name, getattr(before, field.name), getattr(after, field.name)
-        if name not in FREE and was != now:
+        if name not in FREE and was != now and not (name in EXPERTS and upcycled(before, after)):
             raise GrowError(
                 f"model.{name} is {was} in the checkpoint and {now} in --to; growth keeps it: add "
                 f"--set {name}={was} (and change it with --init-from afterwards)"
             )
-    for size in SIZES:
-        was, now = getattr(before, size), getattr(after, size)
+    _check_routing(before, after)
+    sizes = [(size, getattr(before, size), getattr(after, size)) for size in SIZES]
+    for size, was, now in [*sizes, *hidden(before, after).values()]:
         if now < was:
-            # Without head_dim a head is the width over the heads, and more heads are smaller ones.
-            instead = f"; add head_dim={was} to --set" if size == "heads_dim" else ""
+            # Without head_dim a head is the width over the heads, and more heads are smaller ones; so are more active experts.
+            field = {"heads_dim": "head_dim", "expert_dim": "expert_dim"}.get(size)
+            instead = f"; add {field}={was} to --set" if field else ""
             raise GrowError(f"{size} would shrink from {was} to {now}; growth only adds{instead}")
     if before.denoises and after.sizes()[ENCODER.axis] < (was := before.sizes()[ENCODER.axis]):
         raise GrowError(f"encoder_depth would shrink from {was}; growth only adds")
@@ -131,6 +161,23 @@ def _check(before: TransformerConfig, after: TransformerConfig) -> None:
     if after.width != before.width and before.tied_readout and not before.norm_gain:
         raise GrowError(
             "a wider stream needs a norm gain before a tied readout, and this model has none; keep its width"
+        )
+
+
+def _check_routing(before: TransformerConfig, after: TransformerConfig) -> None:
+    """Refuses experts whose weights do not add up to 1, as those of copies of one MLP must."""
+    if not upcycled(before, after):
+        return
+    if (gate := after.routing.gate) != "softmax":
+        why = "sigmoids of scores over their number" if gate == "sigmoid" else "shares of a softmax over all experts"
+        raise GrowError(
+            f"every expert starts as the MLP, and under model.routing.gate {gate} a token's are weighed by {why}, which do not "
+            "add up to 1: the function would be another; add routing.gate=softmax to --set"
+        )
+    if after.shared_experts is not None:
+        raise GrowError(
+            "experts that every token goes to would add the MLP once more to experts that start as the MLP; "
+            "leave shared_experts out of --set"
         )
 
 

@@ -103,11 +103,15 @@ def larger(before: Config, args: Grow) -> Config:
     values: dict[str, Any] = {**model_to_json(model), "compute": dataclasses.asdict(before.model.compute)}
     for word in args.set:
         field, equals, value = word.removeprefix("model.").partition("=")
-        if not equals or field not in values:
+        *owners, field = field.split(".")
+        holder = values
+        for owner in owners:
+            holder = holder.get(owner) if isinstance(holder, dict) else None
+        if not equals or not isinstance(holder, dict) or field not in holder:
             raise configs.ConfigError(
-                f"--set {word}: write FIELD=VALUE with a field of the model, such as num_heads=8 or depth=6"
+                f"--set {word}: write FIELD=VALUE with a field of the model, such as num_heads=8 or routing.gate=softmax"
             )
-        values[field] = _read(value)
+        holder[field] = _read(value)
     steps = args.steps or before.steps
     model, out = model_from_json(values), str(args.out)
     return dataclasses.replace(before, model=model, workdir=out, init=InitConfig(), steps=steps, resume=False)

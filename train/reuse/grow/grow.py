@@ -11,6 +11,7 @@ multipliers, with D width and N head dimension before, D' and N' after:
 | MLP       | rows of MLP out                          |                                                                 |
 | heads     | rows of attention out                    | a key head that serves fewer query heads is copied              |
 | head_dim  | columns of key, rows of attention out    | queries x (N'/N)^1/2; rotary pairs keep their frequencies       |
+| experts   |                                          | each is the MLP, and a token's weights add up to 1              |
 | embed     | columns of all that writes the stream    | norm gains (else what reads the norm) x (D/D')^1/2; a LayerNorm |
 |           |                                          | needs a stream of mean 0: what writes it is centred             |
 
@@ -33,9 +34,10 @@ from mupax.train.reuse.transplant import Move
 from mupax.zoo.huggingface.weights import Params
 from mupax.zoo.transformer import TransformerConfig, transformer
 
+_MLP, _EXPERTS = "block.mlp.", "block.experts."
 EMBEDS = (Role.TOKEN_EMBEDDING, Role.PATCH_EMBEDDING, Role.POSITION)
-OUTS = (Role.ATTENTION_OUT, Role.MLP_OUT)
-READS = (Role.QUERY, Role.KEY, Role.VALUE, Role.MLP_IN, Role.READOUT)
+OUTS = (Role.ATTENTION_OUT, Role.MLP_OUT, Role.EXPERT_OUT)
+READS = (Role.QUERY, Role.KEY, Role.VALUE, Role.MLP_IN, Role.ROUTER, Role.EXPERT_IN, Role.READOUT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,16 +73,35 @@ def plan(there: Side, here: Side) -> Growth:
     rows: list[Row] = []
     silent: dict[str, np.ndarray] = {}
     for name, spec in here.definition.specs.items():
-        old, new = there.definition.abstract[name].shape, here.definition.abstract[name].shape
+        new = here.definition.abstract[name].shape
+        source, inserted = name, None
+        if grow_axes.upcycled(before, after) and name.startswith(_EXPERTS):
+            source = name.replace(_EXPERTS, _MLP)
+            if source not in there.definition.specs:  # the router, and the bias of its choice
+                rows.append(Row(name, role_of(spec), None, new, "grown", "new: initialized"))
+                continue
+            inserted = spec.axes.index("experts")
+        old = there.definition.abstract[source].shape
+        old = old if inserted is None else (*old[:inserted], 1, *old[inserted:])
         along = tuple(axes.of(spec, axis, size) for axis, size in zip(spec.axes, new, strict=True))
+        if inserted is not None:
+            along = (*along[:inserted], np.zeros(new[inserted], int), *along[inserted + 1 :])
         layers = along[0] if spec.stacked else None
-        scale = _scale(spec, before, after) * transplant.ratio(there.scales[name], here.scales[name], layers)
+        scale = _scale(spec, before, after) * transplant.ratio(there.scales[source], here.scales[name], layers)
         prepared = _centred(spec, before, after) if exact else np.asarray
-        copies = axes.copies if "kv_heads" in spec.axes else 1
-        moves[name] = Move(source=name, along=along, scale=scale, prepared=prepared, copies=copies)
+        copies = axes.copies if "kv_heads" in spec.axes else 1 if inserted is None else new[inserted]
+        moves[name] = Move(source=source, along=along, scale=scale, prepared=prepared, copies=copies, inserted=inserted)
         if (zero := _silent(spec, along)) is not None:
             silent[name] = zero
-        rows.append(Row(name, role_of(spec), old, new, *_action(spec, moves[name], old, new, zero)))
+        rows.append(
+            Row(
+                name,
+                role_of(spec),
+                there.definition.abstract[source].shape,
+                new,
+                *_action(spec, moves[name], old, new, zero),
+            )
+        )
     return Growth(moves, rows, notes, silent)
 
 
@@ -118,6 +139,11 @@ def _silent(spec: ParamSpec, along: Sequence[np.ndarray]) -> np.ndarray | None:
 def _notes(before: TransformerConfig, after: TransformerConfig, axes: grow_axes.Axes) -> tuple[bool, list[str]]:
     """Whether a wider stream is exact, and what is not."""
     notes, ratio = list(axes.notes), after.width / before.width
+    if grow_axes.upcycled(before, after) and after.routing.capacity_factor is not None:
+        notes.append(
+            f"tokens beyond an expert's capacity (routing.capacity_factor {after.routing.capacity_factor:g}) lose what the MLP "
+            "added: the function changes where there are any (routing.capacity_factor=null drops none)"
+        )
     if ratio > 1 and before.tied_readout and before.norm == "layernorm":
         notes.append(
             "a wider stream under LayerNorm needs token embeddings of mean 0, and as a tied readout these need their mean: "
@@ -134,7 +160,7 @@ def _notes(before: TransformerConfig, after: TransformerConfig, axes: grow_axes.
 
 def _action(spec: ParamSpec, move: Move, old: Shape, new: Shape, zero: np.ndarray | None) -> tuple[str, str]:
     """Action and reason."""
-    words = [f"every key head {move.copies} times"] if move.copies > 1 else []
+    words = [f"every {'key head' if move.inserted is None else 'MLP'} {move.copies} times"] if move.copies > 1 else []
     words += [move.times] if move.times else []
     grown = [f"{axis} {a} to {b}" for axis, a, b in zip(spec.axes, old, new, strict=True) if a != b]
     if not grown:

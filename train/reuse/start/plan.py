@@ -32,7 +32,7 @@ UNSEEN = (
     "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_len", "window", "full_every", "window_theta",
     "post_norm", "attention_softcap",
     "logit_softcap", "parallel", "rotary_fraction", "embedding_norm", "shared",
-    "longest_distance", "qk_norm", "qk_norm_kind", "pool", "registers",
+    "longest_distance", "qk_norm", "qk_norm_kind", "pool", "registers", "active_experts", "routing",
     "patch_size", "channels",
 )  # fmt: skip
 """Fields of a model that change its function and that the shapes of parameters need not show."""

@@ -22,6 +22,7 @@ from mupax.train.reuse.grow.axes import GrowError
 from mupax.train.reuse.start.plan import Side
 from mupax.zoo.configs import DecoderConfig, ModelConfig, ViTConfig
 from mupax.zoo.definition import definition
+from mupax.zoo.experts.config import RoutingConfig
 
 pytestmark = pytest.mark.core
 
@@ -181,6 +182,45 @@ def test_what_is_not_exact_is_noted_and_changes_little() -> None:
     assert rotary.difference() > 1e-3
 
 
+SOFTMAX = RoutingConfig(gate="softmax")
+UPCYCLED = {"experts": 3, "active_experts": 2, "expert_dim": 18, "routing": SOFTMAX}
+
+
+@pytest.mark.parametrize(
+    ("small", "change", "preset"),
+    [
+        (LM, {"expert_dim": 25, "depth": 3}, "depth-mup"),
+        (VIT, {"width": 20, "num_heads": 4, "head_dim": 6, "expert_dim": 30}, "sp"),
+    ],
+)
+def test_experts_that_are_copies_of_the_mlp_are_the_same_function(
+    small: ModelConfig, change: dict[str, Any], preset: str
+) -> None:
+    grown = Grown(small, dataclasses.replace(small, **{**UPCYCLED, **change}), PRESETS[preset])
+    assert grown.difference() < 3e-5
+    rows = {row.name: row for row in grown.plan.rows}
+    assert (rows["block.experts.router"].action, rows["block.experts.router"].there) == ("grown", None)
+    reason = rows["block.experts.up"].reason
+    assert "experts 1 to 3" in reason
+    assert "every MLP 3 times" in reason
+    assert "block.mlp.up" not in rows
+    control = {**grown.new, "block.experts.down": grown.new["block.experts.down"].copy()}
+    control["block.experts.down"][:, 0] *= 2  # an expert that is no copy
+    want, got = (np.asarray(logits(grown.here, grown.after, params)) for params in (grown.new, control))
+    assert np.abs(got - want).max() > 1e-3 * np.abs(want).max()
+
+
+def test_gradients_of_an_mlps_copies_add_up_to_its_own() -> None:
+    grown = Grown(LM, dataclasses.replace(LM, **UPCYCLED), PRESETS["sp"])
+    old, new = gradients(grown.there, grown.before, grown.old), gradients(grown.here, grown.after, grown.new)
+    for name in ("up", "gate", "down"):
+        move, whole = grown.plan.moves[f"block.experts.{name}"], old[f"block.mlp.{name}"]
+        np.testing.assert_allclose(
+            new[f"block.experts.{name}"].sum(1), whole, rtol=2e-3, atol=1e-4 * np.abs(whole).max()
+        )
+        np.testing.assert_allclose(move.moment(whole, 1).sum(1), whole, rtol=1e-5, atol=1e-9)
+
+
 def gradients(at: Side, factors: Factors, params: Any) -> Any:
     goal = jnp.asarray(np.random.default_rng(3).standard_normal(logits(at, factors, params).shape))
     return jax.device_get(jax.jit(jax.grad(lambda p: jnp.mean(goal * logits(at, factors, p))))(params))
@@ -253,6 +293,11 @@ def test_how_far_adams_first_steps_go() -> None:
         (LM, {"depth": 1}, "depth would shrink from 2 to 1; growth only adds"),
         (LM, {"mlp_ratio": 1.0}, "mlp_dim would shrink"),
         (LM, {"activation": "relu"}, "add --set activation=swiglu"),
+        (LM, {**UPCYCLED, "expert_dim": None}, "expert_dim would shrink from 18 to 9.*add expert_dim=18 to --set"),
+        (LM, {**UPCYCLED, "routing": RoutingConfig()}, "gate sigmoid .* do not add up to 1: .*routing.gate=softmax"),
+        (LM, {**UPCYCLED, "routing": RoutingConfig(gate="softmax-all")}, "shares of a softmax over all experts"),
+        (LM, {**UPCYCLED, "shared_experts": 1}, "leave shared_experts out"),
+        (dataclasses.replace(LM, **UPCYCLED), {"experts": 4}, "model.experts is 3 in the checkpoint and 4 in --to"),
         (LM, {"vocab_size": 19}, "model.vocab_size is 17 in the checkpoint and 19 in --to"),
         (LM, {"num_kv_heads": 2, "num_heads": 6, "qk_norm": True}, "model.qk_norm is False"),
         (
