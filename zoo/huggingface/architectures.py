@@ -28,7 +28,16 @@ ACTIVATIONS = {
 """Their names of activations to ours; gelu_new, gelu_pytorch_tanh and gelu_fast are one function."""
 
 STACK = ("width", "depth", "num_heads", "mlp_dim", "norm_eps")
-_LIKE_LLAMA: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe")
+_LIKE_LLAMA: tuple[Family, ...] = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3_text",
+    "mixtral",
+    "qwen3_moe",
+)
 _LAYERNORM: tuple[Family, ...] = ("gpt_neox", "vit", "deit", "siglip")
 GEMMA: tuple[Family, ...] = ("gemma2", "gemma3_text")
 DINO: tuple[Family, ...] = ("dinov2", "dinov2_with_registers")

@@ -261,7 +261,7 @@ def test_what_our_models_cannot_be_is_refused(fields: dict[str, Any], said: str)
         (GEMMA, {"qkv_bias": True}, "model.qkv_bias adds"),
         (GEMMA, {"qk_norm": True}, "model.attention_softcap bounds"),
         (GEMMA, {"window_theta": 5.0}, "model.window_theta is of layers"),
-        (LLAMA, {"experts": 2, "expert_dim": 6}, "model.experts routes"),
+        (GEMMA, {"experts": 2, "expert_dim": 6}, "model.experts routes"),
         (GEMMA3, {"norm_eps": 1e-6, "qk_norm_kind": "layernorm"}, "model.qk_norm_kind layernorm"),
         (GEMMA, {"parallel": True}, "model.post_norm normalizes"),
         (GPT2, {"post_norm": True}, "model.post_norm normalizes"),
