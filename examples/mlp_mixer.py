@@ -14,8 +14,8 @@ from flax import nnx
 from mupax.presets.roles import FactorSpec, ParamSpec, Role, block_matrix
 from mupax.zoo.definition import Init
 from mupax.zoo.families import ImageModel
-from mupax.zoo.layers.block import residual_stack
 from mupax.zoo.layers.linear import Norm, project
+from mupax.zoo.layers.stack import residual_stack
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,11 @@ from mupax.zoo import partition
 from mupax.zoo.configs import DecoderConfig
 from mupax.zoo.definition import Init
 from mupax.zoo.experts.routing import Routing
-from mupax.zoo.layers.block import Block, over_layers, routed_stack, runs_as_scan
+from mupax.zoo.layers.block import Block
 from mupax.zoo.layers.cache import Cache
 from mupax.zoo.layers.kernels import chosen
 from mupax.zoo.layers.linear import Norm, Reading
+from mupax.zoo.layers.stack import over_layers, routed_stack, runs_as_scan
 
 
 class Decoder(nnx.Module):
@@ -87,7 +88,7 @@ class Decoder(nnx.Module):
         )
         if chosen(config.compute.attention, q_BTHN, k_BSKN, *config.sight) != "ring":
             return self._reading(*routed_stack(self.block, h_BTD, config.depth, config.compute))
-        from mupax.zoo.layers import ring
+        from mupax.zoo.layers.ring import ring
 
         stack = functools.partial(routed_stack, self.block, depth=config.depth, compute=config.compute)
         return self._reading(*ring.in_zigzag(stack, h_BTD))

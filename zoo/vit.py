@@ -13,8 +13,9 @@ from mupax.zoo import partition
 from mupax.zoo.configs import ViTConfig
 from mupax.zoo.definition import Init
 from mupax.zoo.experts.routing import Routing
-from mupax.zoo.layers.block import Block, routed_stack
+from mupax.zoo.layers.block import Block
 from mupax.zoo.layers.linear import Norm, Reading, project
+from mupax.zoo.layers.stack import routed_stack
 
 
 class ViT(nnx.Module):

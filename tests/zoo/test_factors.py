@@ -17,7 +17,7 @@ from flax import nnx
 
 from mupax.zoo.configs import DecoderConfig, ModelConfig, ViTConfig
 from mupax.zoo.definition import Arrays, Definition, definition
-from mupax.zoo.layers.block import residual_stack
+from mupax.zoo.layers.stack import residual_stack
 
 FORWARD = 2e-5
 

@@ -21,7 +21,7 @@ from jax.extend.core import jaxprs_in_params
 from mupax.zoo import partition
 from mupax.zoo.configs import ComputeConfig, DecoderConfig, ModelConfig, ViTConfig
 from mupax.zoo.definition import Arrays, Definition, define, definition
-from mupax.zoo.layers.block import REMAT, UNROLLED_DEPTH, runs_as_scan
+from mupax.zoo.layers.stack import REMAT, UNROLLED_DEPTH, runs_as_scan
 
 FORWARD, GRADIENT = 2e-5, 1e-4
 

@@ -13,8 +13,8 @@ from mupax.zoo.definition import Init
 from mupax.zoo.encoder_decoder import relative
 from mupax.zoo.encoder_decoder.block import DecoderBlock, EncoderBlock
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
-from mupax.zoo.layers.block import residual_stack
 from mupax.zoo.layers.linear import Norm, Reading
+from mupax.zoo.layers.stack import residual_stack
 
 if TYPE_CHECKING:
     from mupax.zoo.layers.cache import Cache

@@ -130,16 +130,16 @@ def ring_attention(
         q_BTHN, k_BSKN, v_BSKN, causal, block, interpret: as `splash_attention`, whose kernel looks at each part on TPU; plain
             products elsewhere.
     """
-    from mupax.zoo.layers import ring, ring_products
+    from mupax.zoo.layers.ring import products, ring
 
-    layout, part = partition.current(), ring_products.PART
+    layout, part = partition.current(), products.PART
     if layout.platform == "tpu" or interpret:
-        from mupax.zoo.layers import ring_splash
+        from mupax.zoo.layers.ring import splash
 
         blocks = functools.partial(
             _blocks, kind=partition.current().kind, wanted=block
         )  # here, where the layout is known
-        part = ring_splash.part(blocks, interpret)
+        part = splash.part(blocks, interpret)
 
     def local(*qkv: jax.Array) -> jax.Array:
         return ring.ring(layout.names("sequence"), part, causal, qkv)

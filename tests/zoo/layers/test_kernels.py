@@ -93,7 +93,7 @@ RINGS = [
 def test_a_ring_equals_the_products(
     sizes: dict[str, int], length: int, causal: bool, kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mupax.zoo.layers.ring_products.TILE", 2)
+    monkeypatch.setattr("mupax.zoo.layers.ring.products.TILE", 2)
     qkv, layout = projections(length=length), MeshLayout(make_mesh(MeshConfig(**sizes)))
     expected = outputs_and_gradients(functools.partial(merged_attention, causal=causal), qkv)
     found = outputs_and_gradients(functools.partial(ring_attention, causal=causal, interpret=kernel), qkv, layout)

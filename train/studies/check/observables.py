@@ -22,7 +22,7 @@ from mupax.train.core.step import StepInputs, gradients
 from mupax.train.core.transforms import rows
 from mupax.train.studies.check import groups
 from mupax.zoo.definition import Arrays, Definition, multiplied
-from mupax.zoo.layers.block import over_layers
+from mupax.zoo.layers.stack import over_layers
 
 Batch = Mapping[str, Any]
 _BY_OWN_WEIGHTS = ("query", "key", "attention")

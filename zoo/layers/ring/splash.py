@@ -9,7 +9,7 @@ import jax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-from mupax.zoo.layers.ring import Kept, Part
+from mupax.zoo.layers.ring.ring import Kept, Part
 
 
 def part(blocks: Callable[..., splash.BlockSizes], interpret: bool) -> Part:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mupax.zoo.layers.ring import Kept, Part
+from mupax.zoo.layers.ring.ring import Kept, Part
 
 TILE = 1024
 """Most queries that plain products look at one part of the keys with at a time."""
