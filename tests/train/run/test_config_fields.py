@@ -239,6 +239,7 @@ FIELDS: dict[str, Way] = {
     "mesh.data": (program, changed(TOKENS, "mesh", MeshConfig(data=1, fsdp=-1)), 2),
     "mesh.gradient_dtype": (program, changed(TOKENS, "mesh", MeshConfig(data=1, fsdp=-1)), "bfloat16"),
     "mesh.rules": (program, changed(TOKENS, "mesh.tensor", 2), ("mlp=none",)),
+    "mesh.experts": Shown("train/parallel/test_mesh_experts.py", "experts=2"),
     "mesh.sweep": Shown("train/run/test_loop_errors.py", "--mesh.sweep 2"),
     "mesh.slices": Shown("train/parallel/test_mesh_islands.py", "slices"),
     **on(data, TOKENS, "data.", name="python_corpus", batch_size=4, seed=5, eval_batch_size=8, eval_examples=20),

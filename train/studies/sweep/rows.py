@@ -127,6 +127,7 @@ def key_of(config: Config, data_digest: str) -> str:
     for name in ("attention_block", "product_dtype"):
         if getattr(bare.model.compute, name) is None:
             del fields["model"]["compute"][name]
+    del fields["mesh"]["experts"]  # where experts lie
     if bare.mesh.gradient_dtype is None:
         del fields["mesh"]["gradient_dtype"]
     if bare.optimizer.moment_dtype is None:
