@@ -77,7 +77,7 @@ def leave(session: Session, params: Arrays) -> None:
 
 def _use(config: Config, folder: str) -> str:
     """The command that has a run's model do what it is for."""
-    words = {"generate": ["--prompt", _PROMPT], "predict": ["IMAGES"], "eval": []}
+    words = {"generate": ["--prompt", _PROMPT.strip()], "predict": ["IMAGES"], "eval": []}
     name = "generate" if config.model.generates else "predict" if config.data.name.startswith("images:") else "eval"
     return terminal.typed("python", "-m", "train", name, folder, *words[name])
 
