@@ -79,8 +79,10 @@ def outline(path: Path) -> Outline:
         return Outline(folder, config.model, config.preset, images_of(facts, config.model, folder), (config, facts))
     if (folder / MODEL).is_file():
         model, preset = checked_model(folder, fields), fields.get("preset")
-        known = preset.get("fields") if isinstance(preset, Mapping) else None
-        return Outline(folder, model, preset_from_json(known or {}), images_of(fields, model, folder / MODEL), None)
+        preset_fields = preset.get("fields") if isinstance(preset, Mapping) else None
+        return Outline(
+            folder, model, preset_from_json(preset_fields or {}), images_of(fields, model, folder / MODEL), None
+        )
     model = huggingface.from_huggingface(fields).model
     return Outline(folder, model, None, published_images(folder, fields, model)[0], None)
 

@@ -36,9 +36,9 @@ def mixture(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note)
         )
     parts, texts = mix.parts(config.mix), {}
     for name, part in parts.items():
-        own = dataclasses.replace(config, name=part.source, mix=(), eval_examples=None)
+        part_config = dataclasses.replace(config, name=part.source, mix=(), eval_examples=None)
         try:
-            text = sources.load(own, model, seed=seed, note=note)
+            text = sources.load(part_config, model, seed=seed, note=note)
         except DataError as error:
             raise DataError(f"data.mix {name}: {error}") from error
         if not isinstance(text, TokenData):

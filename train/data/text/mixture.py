@@ -58,8 +58,7 @@ class Shares:
         sizes = np.array(list(sizes))
         block = int(np.min(sizes // self.counts))
         of, rank = self._block(block)
-        lacking = np.flatnonzero(rank >= sizes[of])
-        return block * BLOCK + (int(lacking[0]) if len(lacking) else BLOCK)
+        return block * BLOCK + int(np.flatnonzero(rank >= sizes[of])[0])  # one text at least does not fill the block
 
 
 class Mixture(Data):
@@ -84,7 +83,7 @@ class Mixture(Data):
             for name, part in parts.items()
         }
         lengths = [text.bytes_per_token for text in self._texts]
-        known = [length for length in lengths if length is not None]
+        text_lengths = [length for length in lengths if length is not None]
         super().__init__(
             config,
             facts={
@@ -97,7 +96,7 @@ class Mixture(Data):
             train_size=self._train.until_one_ends(text.train_size for text in self._texts),
             eval_size=self._eval.until_one_ends(text.eval_size for text in self._texts),
             tokenizer=self._texts[0].tokenizer,
-            bytes_per_token=float(np.dot(counts, known)) / BLOCK if len(known) == len(lengths) else None,
+            bytes_per_token=float(np.dot(counts, text_lengths)) / BLOCK if len(text_lengths) == len(lengths) else None,
         )
 
     def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:

@@ -52,11 +52,11 @@ def main(argv: Sequence[str]) -> int:
         raise command_line.UsageError(f"--top is {args.top}; write a whole number of at least 1")
     from mupax.train.reuse.outline import outline
 
-    said = outline(args.workdir)
+    origin = outline(args.workdir)
     paths = files(args.images)
     from mupax.train.reuse.predict.classifier import classifier
 
-    model = classifier(args.workdir, said, args.step, args.average, min(_BATCH, len(paths)))
+    model = classifier(args.workdir, origin, args.step, args.average, min(_BATCH, len(paths)))
     unread = 0
     for path, probabilities, error in model.predictions(paths):
         if probabilities is None:

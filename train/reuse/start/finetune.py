@@ -66,26 +66,26 @@ def command(argv: Sequence[str]) -> cli.Command:
     from mupax.train.reuse.source import located
 
     source = located(args.source)
-    said = outline(source)
+    origin = outline(source)
     asked = any(word.partition("=")[0] == "--data.tokenizer" for word in rest)
-    if isinstance(said.model, ImageModel):
-        start, what = _images(args.folder, source, said, said.model)
+    if isinstance(origin.model, ImageModel):
+        start, what = _images(args.folder, source, origin, origin.model)
     else:
-        start, what = _text(args.folder, source, said, asked)
+        start, what = _text(args.folder, source, origin, asked)
     made = cli.parse(NAME, lambda: start, rest, ["--from"])
     peak = made.config.optimizer.peak_lr
-    rate = rate_rule(said)[1] if peak == start.optimizer.peak_lr else "as asked"
+    rate = rate_rule(origin)[1] if peak == start.optimizer.peak_lr else "as asked"
     print(f"finetune: {what}; rate {peak:.3g}, {rate}; {made.config.steps} steps", file=sys.stderr)
     return made
 
 
-def rate_rule(said: Outline) -> tuple[OptimizerConfig, str]:
+def rate_rule(origin: Outline) -> tuple[OptimizerConfig, str]:
     """The optimizer of a run that goes on from a source, and in words where its rate is from."""
-    preset, model = preset_of_source(said)
+    preset, model = preset_of_source(origin)
     named = f"{preset.name}{f' relative to {preset.base}' if preset.base else ' in absolute form'}"
-    if said.run is not None:
-        before = said.run[0].scaled_optimizer
-        again = said.run[0].recipe == NAME
+    if origin.run is not None:
+        before = origin.run[0].scaled_optimizer
+        again = origin.run[0].recipe == NAME
         peak = before.peak_lr if again else SHARE * before.peak_lr
         text = "that of the source, itself fine-tuned," if again else f"{SHARE} times the source's {before.peak_lr:.3g}"
         text = f"{text} under {named}"
@@ -100,62 +100,62 @@ def rate_rule(said: Outline) -> tuple[OptimizerConfig, str]:
     ), f"so that matrices move at 5e-5 x 768 / width = {target:.3g} under {named}"
 
 
-def preset_of_source(said: Outline) -> tuple[PresetConfig, Any]:
+def preset_of_source(origin: Outline) -> tuple[PresetConfig, Any]:
     """The source's preset without what is of its own batch and tokens, `sp` where it has none; and its model."""
-    preset = said.preset or PresetConfig(name="sp")
+    preset = origin.preset or PresetConfig(name="sp")
     name, sizes = base_parts(preset.base)
-    kept = base_text({axis: size for axis, size in sizes.items() if axis not in RUN_AXES})
-    base = ",".join(part for part in ("" if name == "None" else name, kept) if part) or None
-    return dataclasses.replace(preset, base=base, joint="none", noise_scale=PresetConfig().noise_scale), said.model
+    base_sizes = base_text({axis: size for axis, size in sizes.items() if axis not in RUN_AXES})
+    base = ",".join(part for part in ("" if name == "None" else name, base_sizes) if part) or None
+    return dataclasses.replace(preset, base=base, joint="none", noise_scale=PresetConfig().noise_scale), origin.model
 
 
-def _images(folder: Path, source: Path, said: Outline, model: ImageModel) -> tuple[Config, str]:
+def _images(folder: Path, source: Path, origin: Outline, model: ImageModel) -> tuple[Config, str]:
     from mupax.train.data.sources import folders
 
-    assert said.images is not None
+    assert origin.images is not None
     if not folder.is_dir():
         raise command_line.UsageError(
             f"{folder} is a file, and {source} holds a model of images; give a folder that has a folder of images per class"
         )
     train, _, classes = folders.split(folder)
-    same = said.images.class_names == tuple(classes)
+    same = origin.images.class_names == tuple(classes)
     steps = min(max(EPOCHS * math.ceil(len(train) / _IMAGE_BATCH), FEWEST), MOST)
-    data = DataConfig(name=f"images:{folder}", batch_size=_IMAGE_BATCH, pixels=said.images.pixels)
+    data = DataConfig(name=f"images:{folder}", batch_size=_IMAGE_BATCH, pixels=origin.images.pixels)
     resized: Any = dataclasses.replace(model, num_classes=len(classes))
     readout = "the source's" if same else "new"
     what = f"{len(train)} images of {len(classes)} classes, readout {readout}"
-    return _config(folder, source, said, resized, data, steps, () if same else ("readout",)), what
+    return _config(folder, source, origin, resized, data, steps, () if same else ("readout",)), what
 
 
-def _text(folder: Path, source: Path, said: Outline, asked: bool) -> tuple[Config, str]:
+def _text(folder: Path, source: Path, origin: Outline, asked: bool) -> tuple[Config, str]:
     if folder.is_dir() and not asked:
         from mupax.train.data.sources.folders import SUFFIXES
 
         names = [path.suffix.lower() for path in folder.rglob("*") if path.is_file()]
         if names and all(suffix in SUFFIXES for suffix in names):
-            raise WeightsError(f"{source} holds a {said.model.family}, which reads text, and {folder} has images")
-    before = said.run[0].data if said.run else None
-    if said.model.denoises and before is None:
+            raise WeightsError(f"{source} holds a {origin.model.family}, which reads text, and {folder} has images")
+    before = origin.run[0].data if origin.run else None
+    if origin.model.denoises and before is None:
         raise WeightsError(
-            f"{source} holds an {said.model.family}, and not what noise it was trained on; start `python -m train ed-tiny` with "
+            f"{source} holds an {origin.model.family}, and not what noise it was trained on; start `python -m train ed-tiny` with "
             "--init-from and --data.noise"
         )
-    kept = ("separator", "field", "noise", "noise_rate", "noise_span")
-    fields = {name: getattr(before, name) for name in kept} if before else {}
-    tokenizer = "bytes" if asked else _tokenizer(source, said)
+    text_fields = ("separator", "field", "noise", "noise_rate", "noise_span")
+    fields = {name: getattr(before, name) for name in text_fields} if before else {}
+    tokenizer = "bytes" if asked else _tokenizer(source, origin)
     data = DataConfig(name=f"text:{folder}", batch_size=_TEXT_BATCH, tokenizer=tokenizer, **fields)
-    return _config(folder, source, said, said.model, data, TEXT_STEPS, ()), f"tokens of {tokenizer}"
+    return _config(folder, source, origin, origin.model, data, TEXT_STEPS, ()), f"tokens of {tokenizer}"
 
 
-def _tokenizer(source: Path, said: Outline) -> str:
+def _tokenizer(source: Path, origin: Outline) -> str:
     """data.tokenizer that makes the source's tokens; raises WeightsError where it is not here."""
     from mupax.train.reuse.huggingface.command import tokenizer_of
 
-    if said.run is None:
-        file = said.folder / "tokenizer.json"
+    if origin.run is None:
+        file = origin.folder / "tokenizer.json"
         name = None
     else:
-        name, file = tokenizer_of(said.model, said.run)
+        name, file = tokenizer_of(origin.model, origin.run)
     if name == "bytes":
         return name
     if file is None or not file.is_file():
@@ -166,15 +166,15 @@ def _tokenizer(source: Path, said: Outline) -> str:
 
 
 def _config(
-    folder: Path, source: Path, said: Outline, model: Any, data: DataConfig, steps: int, new: tuple[str, ...]
+    folder: Path, source: Path, origin: Outline, model: Any, data: DataConfig, steps: int, new: tuple[str, ...]
 ) -> Config:
-    optimizer = dataclasses.replace(rate_rule(said)[0], warmup_steps=steps // 10)
-    averaged = said.run is not None and said.run[0].ema.decay is not None
+    optimizer = dataclasses.replace(rate_rule(origin)[0], warmup_steps=steps // 10)
+    averaged = origin.run is not None and origin.run[0].ema.decay is not None
     return Config(
         recipe=NAME,
         model=model,
         data=data,
-        preset=preset_of_source(said)[0],
+        preset=preset_of_source(origin)[0],
         optimizer=optimizer,
         init=InitConfig(init_from=str(source), init_new=new, init_ema=averaged),
         log=LogConfig(eval_every_steps=max(1, steps // 4)),

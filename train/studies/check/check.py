@@ -142,10 +142,10 @@ class Series:
         hyper = optimizer.hyper(self.config, self.steps + 1)
         recorded: list[dict[str, np.ndarray]] = []
         for size, (program, (found, stds)) in enumerate(zip(self._programs, self.numbers(preset), strict=True)):
-            given = np.arange(seeds, dtype=np.uint32), StepInputs(found, hyper), stds, dict(batch)
+            arguments = np.arange(seeds, dtype=np.uint32), StepInputs(found, hyper), stds, dict(batch)
             # Equal numbers are equal trainings: of presets that are one rule along an axis, of all at the base.
-            if (key := (size, digest(given))) not in self._recorded:
-                self._recorded[key] = jax.device_get(program(*given))
+            if (key := (size, digest(arguments))) not in self._recorded:
+                self._recorded[key] = jax.device_get(program(*arguments))
             recorded.append(self._recorded[key])
         if any(one.keys() != recorded[0].keys() for one in recorded):
             raise PresetError("the models to compare have different parameters; grow sizes only, not structure")
