@@ -35,23 +35,31 @@ class Decoder(nnx.Module):
         self.readout, self.readout_bias = init.maybe("readout"), init.maybe("readout_bias")
         self.tied_readout = init.factor("tied_readout") if config.tied else None
 
-    def embed(self, tokens_BT: jax.Array, start: jax.Array | None = None) -> jax.Array:
+    def embed(
+        self, tokens_BT: jax.Array, start: jax.Array | None = None, positions_BT: jax.Array | None = None
+    ) -> jax.Array:
         """The residual stream's first layer, [B, T, D].
 
         Args:
             tokens_BT: int32 [batch, position].
             start: position of the first of them, int32 []; 0 unless given.
+            positions_BT: of each token, int32; from `start` on unless given.
         """
         table_VD = self.token[...].astype(self.config.compute.dtype)
         h_BTD = partition.current().lookup(table_VD, tokens_BT, ("vocab", "embed"))
         if self.position is not None:
             all_SD, length = self.position[...], tokens_BT.shape[1]
-            position_TD = all_SD[:length] if start is None else jax.lax.dynamic_slice_in_dim(all_SD, start, length)
-            h_BTD = h_BTD + position_TD.astype(h_BTD.dtype)
+            if positions_BT is not None:
+                own = all_SD.astype(h_BTD.dtype)[positions_BT]
+            else:
+                own = all_SD[:length] if start is None else jax.lax.dynamic_slice_in_dim(all_SD, start, length)
+            h_BTD = h_BTD + own.astype(h_BTD.dtype)
         return partition.constrain(h_BTD, "batch", "sequence", None)
 
-    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        return self.reading(tokens_BT).logits()
+    def __call__(
+        self, tokens_BT: jax.Array, segments: jax.Array | None = None, positions: jax.Array | None = None
+    ) -> jax.Array:
+        return self.reading(tokens_BT, segments, positions).logits()
 
     def cached(self, tokens_BT: jax.Array, cache: Cache, *, fresh: bool = False) -> tuple[jax.Array, Cache]:
         """The residual stream's last layer, [B, T, D], of the tokens after those in the cache, and the cache with them.
@@ -80,14 +88,24 @@ class Decoder(nnx.Module):
                 (h_BTD, cache), _ = layer((h_BTD, cache), (index, state), index)
         return h_BTD, cache._replace(length=cache.length + tokens_BT.shape[1])
 
-    def reading(self, tokens_BT: jax.Array) -> Reading:
-        h_BTD, config = self.embed(tokens_BT), self.config
+    def reading(
+        self, tokens_BT: jax.Array, segments: jax.Array | None = None, positions: jax.Array | None = None
+    ) -> Reading:
+        """What logits are made of.
+
+        Args:
+            tokens_BT: int32 [batch, position].
+            segments: int32 [B, T], the document of each token, which sees those before it in the same; all unless given.
+            positions: int32 [B, T], learned ones; 0 to T - 1 unless given.
+        """
+        h_BTD, config = self.embed(tokens_BT, positions_BT=positions), self.config
+        context = () if segments is None else (segments,)
         q_BTHN, k_BSKN = (
             jax.ShapeDtypeStruct((*tokens_BT.shape, heads, config.heads_dim), h_BTD.dtype)
             for heads in (config.num_heads, config.kv_heads)
         )
-        if chosen(config.compute.attention, q_BTHN, k_BSKN, *config.sight) != "ring":
-            return self._reading(*routed_stack(self.block, h_BTD, config.depth, config.compute))
+        if chosen(config.compute.attention, q_BTHN, k_BSKN, *config.sight, apart=bool(context)) != "ring":
+            return self._reading(*routed_stack(self.block, h_BTD, config.depth, config.compute, *context))
         from mupax.zoo.layers.ring import ring
 
         stack = functools.partial(routed_stack, self.block, depth=config.depth, compute=config.compute)

@@ -254,7 +254,8 @@ def _check_read(config: Config, argv: Sequence[str]) -> None:
         if flag in given:
             by = f"schedule {opt.schedule}" if choice.startswith("schedule") else opt.name
             raise ConfigError(f"{flag} is not read by {by}; leave it out, or write --optimizer.{choice}")
-    fields = ("mix", "split", "tokenizer", "separator", "field", "augment", "no-augment", "on-broken")
+    fields = ("mix", "split", "tokenizer", "separator", "document-mask", "no-document-mask", "reset-positions", "field")
+    fields += ("augment", "no-augment", "on-broken")
     pixels = {flag for flag in given if flag.startswith("--data.pixels.")}
     for flag in (*(f"--data.{name}" for name in fields), *sorted(pixels)):
         field = flag.removeprefix("--data.").removeprefix("no-").partition(".")[0].replace("-", "_")

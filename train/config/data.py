@@ -10,7 +10,7 @@ from tyro import conf
 
 from mupax.train.config.checks import at_least, check_place
 from mupax.zoo.configs import ConfigError
-from mupax.zoo.families import Task
+from mupax.zoo.families import ArraySpec, Task
 
 
 class Source(NamedTuple):
@@ -25,7 +25,8 @@ class Source(NamedTuple):
 
 
 _FOLDER = "mupax.train.data.sources"
-_TEXT, _IMAGES = frozenset({"tokenizer", "separator"}), frozenset({"augment"})
+_TEXT = frozenset({"tokenizer", "separator", "document_mask", "reset_positions"})
+_IMAGES = frozenset({"augment"})
 SOURCES: dict[str, Source] = {
     "python_corpus": Source(f"{_FOLDER}.text:python_corpus", "tokens", _TEXT),
     "digits": Source(f"{_FOLDER}.digits:digits", "images", _IMAGES | {"split"}),
@@ -140,6 +141,10 @@ class DataConfig:
     """The token that ends every document, such as <|endoftext|>; found in the tokenizer by its usual names unless given."""
     field: str = "text"
     """Of records: the field or column that has the text."""
+    document_mask: bool = False
+    """Documents of one window do not see one another, and the first token of each is no target; the separator ends its own."""
+    reset_positions: bool = False
+    """Learned positions begin at 0 in every document of a window."""
     augment: bool = True
     """Light augmentation of training images."""
     on_broken: Literal["stop", "skip"] = "stop"
@@ -164,10 +169,19 @@ class DataConfig:
         if self.noise is None and (self.noise_rate or self.noise_span) is not None:
             raise ConfigError("data.noise_rate and data.noise_span are of noise; add data.noise infilling or sentinels")
         at_least("data.", self, 0, "seed")
+        if self.reset_positions and not self.document_mask:
+            raise ConfigError(
+                "data.reset_positions is of documents that do not see one another; add --data.document-mask"
+            )
         if self.mix and self.name != "mix":
             raise ConfigError(f"data.mix names its texts, and data.name is {self.name}; leave that out, or write mix")
         for name in ("name", "data_dir", "tokenizer"):
             check_place(f"data.{name}", getattr(self, name))
+
+    def more_of(self, inputs: ArraySpec) -> dict[str, ArraySpec]:
+        """What an example holds beside the model's own: `segments`, the document of every token, and its `positions`."""
+        wanted = {"segments": self.document_mask, "positions": self.reset_positions}
+        return {name: inputs for name, there in wanted.items() if there}
 
     @property
     def task(self) -> Task | None:

@@ -112,6 +112,15 @@ class Config:
             raise ConfigError(
                 f"data.noise {self.data.noise} is for an encoder-decoder, and the model is a {self.model.family}; leave it out"
             )
+        if self.data.document_mask and not self.model.generates:
+            raise ConfigError(
+                f"data.document_mask is for a decoder, and the model is a {self.model.family}; leave it out"
+            )
+        if self.data.reset_positions and getattr(self.model, "positions", "learned") != "learned":
+            raise ConfigError(
+                "data.reset_positions is of learned positions, and the model's are rotary, which tell distances alone: they are the "
+                "same in a document that begins at any of them; leave it out"
+            )
 
     @property
     def scaled_optimizer(self) -> OptimizerConfig:

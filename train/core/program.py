@@ -85,7 +85,7 @@ class Program:
     def trace_train(self) -> jax.stages.Traced:
         """The training step, (state, inputs, batch) -> (state, metrics), not compiled yet."""
         config, inputs = self.config, self.abstract_inputs()
-        batch = abstract_batch(config.model, config.data.batch_size)
+        batch = abstract_batch(config.model, config.data.batch_size, config.data)
         accumulation = config.accumulation_steps
         return trace_train_step(
             self.definition, self.tx, self.abstract, self.layout, inputs, batch, accumulation, free=self.free
@@ -98,12 +98,12 @@ class Program:
     def compile_eval(self, train: jax.stages.Compiled | None = None) -> jax.stages.Compiled:
         """The evaluation step: (params, inputs, batch) -> Sums, for parameters that lie as the training step has them."""
         formats = _formats(train) if train is not None and self.free else None
-        batch = abstract_batch(self.config.model, self.config.eval_batch_size)
+        batch = abstract_batch(self.config.model, self.config.eval_batch_size, self.config.data)
         return compile_eval_step(self.definition, self.abstract, self.layout, self.abstract_inputs(), batch, formats)
 
     def compile_logits(self) -> jax.stages.Compiled:
         """(params, inputs, batch) -> logits of an evaluation batch, for parameters in their default layouts."""
-        batch = abstract_batch(self.config.model, self.config.eval_batch_size)
+        batch = abstract_batch(self.config.model, self.config.eval_batch_size, self.config.data)
         return compile_logits(self.definition, self.abstract, self.layout, self.abstract_inputs(), batch)
 
     def compiler_options(self) -> dict[str, Any]:
@@ -142,11 +142,11 @@ class Program:
 
     def train_feed(self) -> Feed:
         """This process' way of training batches to the mesh."""
-        return Feed(abstract_batch(self.config.model, self.config.data.batch_size), self.layout)
+        return Feed(abstract_batch(self.config.model, self.config.data.batch_size, self.config.data), self.layout)
 
     def eval_feed(self) -> Feed:
         """This process' way of evaluation batches to the mesh."""
-        return Feed(abstract_batch(self.config.model, self.config.eval_batch_size), self.layout)
+        return Feed(abstract_batch(self.config.model, self.config.eval_batch_size, self.config.data), self.layout)
 
 
 def _formats(step: jax.stages.Compiled) -> Any:

@@ -23,7 +23,8 @@ from mupax.zoo.layers import initial
 Batch = dict[str, jax.Array]
 """`inputs`, int32 tokens [B, T] or float32 images [B, H, W, C]; `targets`, int32 [B, T] or [B]; and `weights` of the same shape,
 float32, 0 where a target does not count. What else there is a model reads beside its inputs, by name: of an encoder-decoder
-`input_mask` int32 [B, S], 0 at padding, and `decoder_inputs` int32 [B, T]."""
+`input_mask` int32 [B, S], 0 at padding, and `decoder_inputs` int32 [B, T]; under data.document_mask `segments`
+and `positions`, int32 [B, T]."""
 
 
 class StepInputs(NamedTuple):

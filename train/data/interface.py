@@ -63,6 +63,7 @@ class Data(abc.ABC):
 
     * tokens: `inputs` int32 [B, T], `targets` int32 [B, T] (the next token), `weights` float32 [B, T].
     * images: `inputs` float32 [B, H, W, C], in [-1, 1] unless data.pixels says otherwise, `targets` int32 [B], `weights` float32 [B].
+    * tokens under data.document_mask: also `segments`, with data.reset_positions `positions`, int32 [B, T] (`text.batches.batch_of`).
     * text with noise, for encoder and decoder: `mupax.train.data.text.denoising.Denoising`.
     """
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from mupax.train.config.data import DataConfig
 from mupax.train.config.devices import DEFAULT, MAY_STAY_WHOLE, Rules
 from mupax.train.parallel.mesh import MeshError, described
 from mupax.zoo.definition import Definition
@@ -175,12 +176,16 @@ class Feed:
         return jax.make_array_from_callback(shape, self._shardings[name], part)
 
 
-def abstract_batch(model: ModelConfig, batch_size: int) -> dict[str, Any]:
+def abstract_batch(model: ModelConfig, batch_size: int, data: DataConfig | None = None) -> dict[str, Any]:
     """Shapes and dtypes of a batch of the model's examples.
 
     Args:
         model: says what one example is.
         batch_size: examples over all devices.
+        data: what else it says of an example (`DataConfig.more_of`); nothing unless given.
     """
-    example = model.example().items()
-    return {name: jax.ShapeDtypeStruct((batch_size, *of.shape), jax.numpy.dtype(of.dtype)) for name, of in example}  # pyright: ignore
+    example = model.example()
+    example = example if data is None else example | data.more_of(example["inputs"])
+    return {
+        name: jax.ShapeDtypeStruct((batch_size, *of.shape), jax.numpy.dtype(of.dtype)) for name, of in example.items()
+    }  # pyright: ignore

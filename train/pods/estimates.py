@@ -120,7 +120,7 @@ def attention_of(program: Program) -> AttentionName:
     with partition.using(program.layout):
         model = program.config.model
         sight = model.sight if isinstance(model, TransformerConfig) else Sight(model.causal)
-        return chosen(compute.attention, q_BTHN, k_BSKN, *sight)
+        return chosen(compute.attention, q_BTHN, k_BSKN, *sight, apart=program.config.data.document_mask)
 
 
 def matmul_flops(jaxpr: Any, visited: float = 1.0) -> float:

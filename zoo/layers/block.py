@@ -79,8 +79,8 @@ class Attention(nnx.Module):
             q_BTHN, k_BSKN, v_BSKN = (project(x_BTD, w, kind=self.kind) for w in (query_DHN, key_DKN, value_DKN))
         return biased(q_BTHN, self.query_bias), biased(k_BSKN, self.key_bias), biased(v_BSKN, self.value_bias)
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        return self._attended(*self.heads(x_BTD))
+    def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None = None) -> jax.Array:
+        return self._attended(*self.heads(x_BTD), segments_BT)
 
     def cached(self, x_BTD: jax.Array, cache: Cache, layer: jax.Array | int, *, fresh: bool) -> tuple[jax.Array, Cache]:
         """The same for the T positions after those in the cache, and the cache with them.
@@ -98,9 +98,11 @@ class Attention(nnx.Module):
         sight = {"window": self.window, "cap": self.cap}
         return self._projected_out(cache.attend(layer, self._scaled(q_BTHN), **sight)), cache
 
-    def _attended(self, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array) -> jax.Array:
+    def _attended(
+        self, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, segments_BT: jax.Array | None = None
+    ) -> jax.Array:
         attend = functools.partial(kernels.attend, implementation=self.implementation, block=self.block)
-        sight = {"causal": self.causal, "window": self.window, "cap": self.cap}
+        sight = {"causal": self.causal, "window": self.window, "cap": self.cap, "segments_BT": segments_BT}
         return self._projected_out(attend(self._scaled(q_BTHN), k_BSKN, v_BSKN, **sight))
 
     def _scaled(self, q_BTHN: jax.Array) -> jax.Array:
@@ -184,9 +186,14 @@ class Block(nnx.Module):
     def __call__(self, h_BTD: jax.Array) -> jax.Array:
         return self.routed(h_BTD)[0]
 
-    def routed(self, h_BTD: jax.Array) -> tuple[jax.Array, Routing | None]:
-        """The stream after the block, and what its router did, None without experts."""
-        return self._after(h_BTD, self.attention(self.attention_norm(h_BTD)))
+    def routed(self, h_BTD: jax.Array, segments_BT: jax.Array | None = None) -> tuple[jax.Array, Routing | None]:
+        """The stream after the block, and what its router did, None without experts.
+
+        Args:
+            h_BTD: the stream before it.
+            segments_BT: as `kernels.attend`.
+        """
+        return self._after(h_BTD, self.attention(self.attention_norm(h_BTD), segments_BT))
 
     @property
     def period(self) -> int:

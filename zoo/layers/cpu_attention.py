@@ -31,6 +31,7 @@ def merged_attention(
     cap: float | None = None,
     seen_BS: jax.Array | None = None,
     bias_HTS: jax.Array | None = None,
+    segments_BT: jax.Array | None = None,
 ) -> jax.Array:
     """Attention [B, T, H, N] by whole products.
 
@@ -43,6 +44,7 @@ def merged_attention(
         cap: of logits, before what is added to them.
         seen_BS: bool, keys that any query sees; all unless given.
         bias_HTS: added to logits.
+        segments_BT: int32, of as many queries as keys, which see one another where theirs is the same; all unless given.
     """
     heads = q_BTHN.shape[2]
 
@@ -53,6 +55,9 @@ def merged_attention(
         if seen_BS is not None:
             seen_R1S = jnp.repeat(seen_BS, heads, axis=0)[:, None]
             logits_RTS = jnp.where(seen_R1S, logits_RTS, jnp.finfo(jnp.float32).min)
+        if segments_BT is not None:
+            segments_RT = jnp.repeat(segments_BT, heads, axis=0)
+            logits_RTS = jnp.where(within(segments_RT), logits_RTS, jnp.finfo(jnp.float32).min)
         if causal:
             seen_TS = jnp.tri(*logits_RTS.shape[1:], dtype=bool)
             if window is not None:
@@ -65,7 +70,13 @@ def merged_attention(
 
 
 def tiled_attention(
-    q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *, window: int | None = None, cap: float | None = None
+    q_BTHN: jax.Array,
+    k_BSKN: jax.Array,
+    v_BSKN: jax.Array,
+    *,
+    window: int | None = None,
+    cap: float | None = None,
+    segments_BT: jax.Array | None = None,
 ) -> jax.Array:
     """Attention in which query t sees keys 0..t, by tiles of queries: keys that none of a tile's sees are never multiplied.
 
@@ -73,13 +84,14 @@ def tiled_attention(
     order go through.
 
     Args:
-        q_BTHN, k_BSKN, v_BSKN, window, cap: as `merged_attention`.
+        q_BTHN, k_BSKN, v_BSKN, window, cap, segments_BT: as `merged_attention`.
     """
 
     def tiles(q_RTN: jax.Array, k_RSN: jax.Array, v_RSN: jax.Array) -> jax.Array:
         length, policy = q_RTN.shape[1], jax.checkpoint_policies.save_only_these_names(SAVED)
         count = max(TILE, -(-length // MOST))
-        same = functools.partial(_tile, count=count, window=window, cap=cap)
+        segments_RT = None if segments_BT is None else jnp.repeat(segments_BT, q_BTHN.shape[2], axis=0)
+        same = functools.partial(_tile, count=count, window=window, cap=cap, segments_RT=segments_RT)
         tile = [functools.partial(same, start=start) for start in range(0, length, count)]
         return jnp.concatenate([jax.checkpoint(one, policy=policy)(q_RTN, k_RSN, v_RSN) for one in tile], axis=1)
 
@@ -95,6 +107,7 @@ def _tile(
     count: int,
     window: int | None,
     cap: float | None,
+    segments_RT: jax.Array | None,
 ) -> jax.Array:
     """The outputs of `count` queries, or those there are, from `start` on: [R, count, N]."""
     q_RTN = q_RTN[:, start : start + count]
@@ -106,12 +119,25 @@ def _tile(
     seen_ST = key_S1 <= query_T
     if window is not None:
         seen_ST &= key_S1 > query_T - window
+    if segments_RT is not None:
+        seen_ST &= within(segments_RT[:, first : start + count], segments_RT[:, start : start + count])
     logits_RST = jnp.where(seen_ST, logits_RST, jnp.finfo(jnp.float32).min)
     most_R1T = checkpoint_name(jax.lax.stop_gradient(jnp.max(logits_RST, axis=1, keepdims=True)), SAVED)
     weights_RST = jnp.exp(logits_RST - most_R1T)
     y_RTN = jnp.einsum("rst,rsn->rtn", weights_RST.astype(v_RSN.dtype), v_RSN, preferred_element_type=jnp.float32)
     sum_RT1 = checkpoint_name(jnp.sum(weights_RST, axis=1)[..., None], SAVED)
     return (checkpoint_name(y_RTN, SAVED) / sum_RT1).astype(v_RSN.dtype)
+
+
+def within(keys_BS: jax.Array, queries_BT: jax.Array | None = None) -> jax.Array:
+    """Where keys and queries are of one segment, bool [B, S, T].
+
+    Args:
+        keys_BS: int32, segments of keys.
+        queries_BT: of queries; the keys' unless given.
+    """
+    queries_BT = keys_BS if queries_BT is None else queries_BT
+    return keys_BS[:, :, None] == queries_BT[:, None, :]
 
 
 def _in_rows(core: Callable[..., jax.Array], q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array) -> jax.Array:

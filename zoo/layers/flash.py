@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from mupax.zoo import partition
-from mupax.zoo.layers.cpu_attention import SAVED
+from mupax.zoo.layers.cpu_attention import SAVED, within
 from mupax.zoo.partition import LANES
 
 BLOCK, BLOCKS = 512, {"TPU v6 lite": 1024}
@@ -38,7 +38,14 @@ def block_of(length: int, kind: str, wanted: int | None = None, *, causal: bool)
     return max((size for size in range(LANES, most + 1, LANES) if length % size == 0), default=LANES)
 
 
-def cudnn_attention(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *, causal: bool) -> jax.Array:
+def cudnn_attention(
+    q_BTHN: jax.Array,
+    k_BSKN: jax.Array,
+    v_BSKN: jax.Array,
+    *,
+    causal: bool,
+    segments_BT: jax.Array | None = None,
+) -> jax.Array:
     """Attention by cuDNN's flash kernel, on every device's own batch and heads.
 
     Args:
@@ -47,23 +54,25 @@ def cudnn_attention(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *, 
         v_BSKN: values.
         causal: query t sees keys 0..t. The kernel's mask begins at position 0: a device of split positions attends for a
             part of its heads at all of them.
+        segments_BT: int32, of what sees one another; the kernel takes them as a mask of all pairs, which it reads from memory.
     """
     cudnn = functools.partial(jax.nn.dot_product_attention, scale=1.0, is_causal=causal, implementation="cudnn")
     names = partition.current().names("sequence") if causal else ()
 
-    def local(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array) -> jax.Array:
+    def local(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *segments: jax.Array) -> jax.Array:
         if not names:
-            return cudnn(q_BTHN, k_BSKN, v_BSKN)
+            return cudnn(q_BTHN, k_BSKN, v_BSKN, mask=within(*segments)[:, None] if segments else None)
         ways, place = jax.lax.axis_size(names), jax.lax.axis_index(names)
         if k_BSKN.shape[2] % ways:
             groups = q_BTHN.shape[2] // k_BSKN.shape[2]
             k_BSKN, v_BSKN = (jnp.repeat(x_BSKN, groups, axis=2) for x_BSKN in (k_BSKN, v_BSKN))
         heads = k_BSKN.shape[2] // ways
         mine = (jax.lax.dynamic_slice_in_dim(x_BSKN, place * heads, heads, axis=2) for x_BSKN in (k_BSKN, v_BSKN))
-        y_BTHN = cudnn(jax.lax.all_to_all(q_BTHN, names, split_axis=2, concat_axis=1, tiled=True), *mine)
+        mask = within(segments[1])[:, None] if segments else None  # of whole positions, as keys are
+        y_BTHN = cudnn(jax.lax.all_to_all(q_BTHN, names, split_axis=2, concat_axis=1, tiled=True), *mine, mask=mask)
         return jax.lax.all_to_all(y_BTHN, names, split_axis=1, concat_axis=2, tiled=True)
 
-    return _on_devices(local, (q_BTHN, k_BSKN, v_BSKN))
+    return _on_devices(local, (q_BTHN, k_BSKN, v_BSKN), *_segments(segments_BT))
 
 
 def splash_attention(
@@ -75,6 +84,7 @@ def splash_attention(
     window: int | None = None,
     cap: float | None = None,
     block: int | None = None,
+    segments_BT: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """The Pallas kernel for TPUs, on every device's own batch, queries and heads, with all keys of those heads.
@@ -87,6 +97,7 @@ def splash_attention(
         window: causal alone: of those the last so many; blocks that it hides are skipped.
         cap: of logits.
         block: positions on a side of a block; the chip's own unless given.
+        segments_BT: int32, of what sees one another.
         interpret: run the kernel as ordinary operations, on any platform.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
@@ -108,11 +119,14 @@ def splash_attention(
     arrays, structure = jax.tree.flatten(kernel)
     axes = tuple((axis,) if x.ndim == 1 else (None, axis, None) for x in arrays)
 
-    def local(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *arrays: jax.Array) -> jax.Array:
-        run = jax.vmap(jax.tree.unflatten(structure, arrays))
-        return run(q_BTHN.swapaxes(1, 2), k_BSKN.swapaxes(1, 2), v_BSKN.swapaxes(1, 2)).swapaxes(1, 2)
+    segments, segments_axes = _segments(segments_BT)
 
-    return _on_devices(local, (q_BTHN, k_BSKN, v_BSKN), arrays, axes)
+    def local(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *others: jax.Array) -> jax.Array:
+        run = jax.vmap(jax.tree.unflatten(structure, others[len(segments) :]))
+        apart = [splash.SegmentIds(*others[: len(segments)])] if segments else []
+        return run(q_BTHN.swapaxes(1, 2), k_BSKN.swapaxes(1, 2), v_BSKN.swapaxes(1, 2), *apart).swapaxes(1, 2)
+
+    return _on_devices(local, (q_BTHN, k_BSKN, v_BSKN), (*segments, *arrays), (*segments_axes, *axes))
 
 
 def ring_attention(
@@ -163,6 +177,13 @@ def _blocks(length: int, source: int, *, kind: str, wanted: int | None, causal: 
     )  # fmt: skip
 
 
+def _segments(segments_BT: jax.Array | None) -> tuple[tuple[jax.Array, ...], tuple[partition.Axes, ...]]:
+    """Segments of queries and of keys, and how they lie; nothing where all see one another."""
+    if segments_BT is None:
+        return (), ()
+    return (segments_BT, segments_BT), (("batch", "sequence"), ("batch", None))
+
+
 def _on_devices(
     local: Callable[..., jax.Array],
     qkv: Sequence[jax.Array],
@@ -174,6 +195,7 @@ def _on_devices(
     layout, (q_BTHN, k_BSKN, v_BSKN) = partition.current(), _heads_alike(*qkv)
     batch = "batch" if q_BTHN.shape[0] % layout.ways("batch") == 0 else None
     queries, keys = (batch, "sequence", "heads", None), (batch, source, "heads", None)
+    others_axes = tuple(tuple(batch if axis == "batch" else axis for axis in axes) for axes in others_axes)
     return layout.local(local, (queries, keys, keys, *others_axes), queries)(q_BTHN, k_BSKN, v_BSKN, *others)
 
 

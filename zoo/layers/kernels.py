@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from mupax.zoo import partition
 from mupax.zoo.families import AttentionName, ConfigError
-from mupax.zoo.layers.cpu_attention import TILE, merged_attention, tiled_attention
+from mupax.zoo.layers.cpu_attention import TILE, merged_attention, tiled_attention, within
 from mupax.zoo.layers.linear import softcapped
 from mupax.zoo.partition import LANES
 
@@ -37,6 +37,7 @@ def attend(
     cap: float | None = None,
     implementation: AttentionName = "auto",
     block: int | None = None,
+    segments_BT: jax.Array | None = None,
 ) -> jax.Array:
     """Attention [B, T, H, N] by the named implementation, on whatever devices are being compiled for.
 
@@ -49,6 +50,7 @@ def attend(
         cap: of logits (`softcapped`); None: they are as they are.
         implementation: as `chosen`.
         block: positions on a side of a splash block; the chip's own unless given.
+        segments_BT: int32, of as many queries as keys, which see one another where theirs is the same; all unless given.
 
     Raises:
         ConfigError: as `chosen`.
@@ -57,9 +59,10 @@ def attend(
     if queries != values:  # zeros change no product
         most = max(queries, values)
         wide = (jnp.pad(x, (*((0, 0),) * 3, (0, most - x.shape[-1]))) for x in (q_BTHN, k_BSKN, v_BSKN))
-        sight = {"causal": causal, "window": window, "cap": cap}
+        sight = {"causal": causal, "window": window, "cap": cap, "segments_BT": segments_BT}
         return attend(*wide, **sight, implementation=implementation, block=block)[..., :values]
-    layout, implementation = partition.current(), chosen(implementation, q_BTHN, k_BSKN, causal, window, cap)
+    layout, apart = partition.current(), segments_BT is not None
+    implementation = chosen(implementation, q_BTHN, k_BSKN, causal, window, cap, apart)
     # Where positions are split, every device keeps its queries, and but for a ring gathers all keys and values.
     source = "sequence" if implementation == "ring" else None
     k_BSKN, v_BSKN = (partition.constrain(x_BSKN, "batch", source, "kv_heads", None) for x_BSKN in (k_BSKN, v_BSKN))
@@ -67,24 +70,44 @@ def attend(
         from mupax.zoo.layers import flash
 
         if implementation == "cudnn":
-            return flash.cudnn_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal)
+            return flash.cudnn_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, segments_BT=segments_BT)
         if implementation == "ring":
             return flash.ring_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, block=block)
-        return flash.splash_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, window=window, cap=cap, block=block)
+        sight = {"causal": causal, "window": window, "cap": cap, "segments_BT": segments_BT}
+        return flash.splash_attention(q_BTHN, k_BSKN, v_BSKN, **sight, block=block)
+    others = {"window": window, "cap": cap, "segments_BT": segments_BT}
     if layout.platform == "cpu" and all(layout.ways(axis) == 1 for axis in ("sequence", "heads", "kv_heads")):
         if causal and q_BTHN.shape[1] > TILE:
-            return tiled_attention(q_BTHN, k_BSKN, v_BSKN, window=window, cap=cap)
-        return merged_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, window=window, cap=cap)
+            return tiled_attention(q_BTHN, k_BSKN, v_BSKN, **others)
+        return merged_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, **others)
     if cap is not None:
-        return _capped(q_BTHN, k_BSKN, v_BSKN, causal=causal, window=window, cap=cap)
-    before = None if window is None else (window - 1, 0)
+        return _capped(q_BTHN, k_BSKN, v_BSKN, causal=causal, **others)
+    before, mask_B1TS = (
+        (None if window is None else (window - 1, 0)),
+        None if segments_BT is None else within(segments_BT)[:, None],
+    )
     return jax.nn.dot_product_attention(
-        q_BTHN, k_BSKN, v_BSKN, scale=1.0, is_causal=causal, local_window_size=before, implementation="xla"
+        q_BTHN,
+        k_BSKN,
+        v_BSKN,
+        None,
+        mask_B1TS,
+        scale=1.0,
+        is_causal=causal,
+        local_window_size=before,
+        implementation="xla",
     )
 
 
 def _capped(
-    q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *, causal: bool, window: int | None, cap: float
+    q_BTHN: jax.Array,
+    k_BSKN: jax.Array,
+    v_BSKN: jax.Array,
+    *,
+    causal: bool,
+    window: int | None,
+    cap: float | None,
+    segments_BT: jax.Array | None,
 ) -> jax.Array:
     """Attention by whole products, dimensions as they are, so that devices may split any of them."""
     (*lead, heads, size), kv_heads = q_BTHN.shape, k_BSKN.shape[2]
@@ -96,6 +119,9 @@ def _capped(
         seen_TS = jnp.tri(*shape, dtype=bool)
         seen_TS = seen_TS if window is None else seen_TS & ~jnp.tri(*shape, k=-window, dtype=bool)
         logits_BKGTS = jnp.where(seen_TS, logits_BKGTS, jnp.finfo(jnp.float32).min)
+    if segments_BT is not None:
+        seen_B11TS = within(segments_BT)[:, None, None]
+        logits_BKGTS = jnp.where(seen_B11TS, logits_BKGTS, jnp.finfo(jnp.float32).min)
     weights_BKGTS = jax.nn.softmax(logits_BKGTS, axis=-1).astype(v_BSKN.dtype)
     return jnp.einsum("bkgts,bskn->btkgn", weights_BKGTS, v_BSKN).reshape(q_BTHN.shape)
 
@@ -107,11 +133,12 @@ def chosen(
     causal: bool,
     window: int | None = None,
     cap: float | None = None,
+    apart: bool = False,
 ) -> AttentionName:
     """The implementation that attends: the named one, or with auto the first of the platform's that can (`AUTO`).
 
     Args:
-        implementation, q_BTHN, k_BSKN, causal, window, cap: as `why_not`.
+        implementation, q_BTHN, k_BSKN, causal, window, cap, apart: as `why_not`.
 
     Raises:
         ConfigError: the named one cannot do this; the text says why.
@@ -121,8 +148,8 @@ def chosen(
         able: tuple[AttentionName, ...] = (*AUTO.get(layout.platform, ()), "xla")
         if layout.platform == "tpu" and q_BTHN.shape[1] < RING * layout.ways("sequence"):
             able = able[able.index("ring") + 1 :]
-        return next(name for name in able if not why_not(name, q_BTHN, k_BSKN, causal, window, cap))
-    if reason := why_not(implementation, q_BTHN, k_BSKN, causal, window, cap):
+        return next(name for name in able if not why_not(name, q_BTHN, k_BSKN, causal, window, cap, apart))
+    if reason := why_not(implementation, q_BTHN, k_BSKN, causal, window, cap, apart):
         raise ConfigError(f"model.compute.attention {implementation}: {reason}; write auto or xla")
     return implementation
 
@@ -134,6 +161,7 @@ def why_not(
     causal: bool,
     window: int | None = None,
     cap: float | None = None,
+    apart: bool = False,
 ) -> str | None:
     """Why this implementation cannot attend here; None where it can.
 
@@ -144,6 +172,7 @@ def why_not(
         causal: whether a query sees only the keys up to its own.
         window: of those how many; None: all.
         cap: of logits; None: there is none.
+        apart: whether documents of one window do not see one another.
     """
     layout, size = partition.current(), q_BTHN.shape[-1]
     platform, ways = layout.platform, layout.ways("sequence")
@@ -155,6 +184,8 @@ def why_not(
             parts, unit = ways * (2 if causal else 1), LANES if platform == "tpu" else 1
             if window is not None:
                 return f"parts of keys go round whole, and model.window {window} hides most of them"
+            if apart:
+                return "parts of keys go round whole, and data.document_mask hides those of other documents"
             if ways == 1:
                 return "it is for positions that devices split, and mesh.sequence is 1"
             if q_BTHN.shape[1] % (parts * unit) or k_BSKN.shape[1] != q_BTHN.shape[1]:
@@ -171,6 +202,8 @@ def why_not(
                 return f"the kernel is for GPUs, and this is compiled for {platform}"
             if q_BTHN.dtype not in (jnp.bfloat16, jnp.float16):
                 return f"the kernel is for bfloat16, and model.compute.dtype is {q_BTHN.dtype}"
+            if apart and q_BTHN.shape[1] % 2:
+                return f"its mask of documents is for an even number of positions, not {q_BTHN.shape[1]}"
             capabilities = {str(d.compute_capability) for d in jax.local_devices() if d.platform == "gpu"}
             if foreign := next((name for name in capabilities if not re.fullmatch(r"\d+\.\d+", name)), None):
                 return f"the kernel is NVIDIA's, and a GPU here is a {foreign}"

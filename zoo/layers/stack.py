@@ -111,14 +111,14 @@ def residual_stack(block: nnx.Module, h_BTD: jax.Array, depth: int, compute: Com
 
 
 def routed_stack(
-    block: Block, h_BTD: jax.Array, depth: int, compute: ComputeConfig
+    block: Block, h_BTD: jax.Array, depth: int, compute: ComputeConfig, *context: Any
 ) -> tuple[jax.Array, Routing | None]:
     """The same, and what the routers of all blocks did, the mean over them (of counts the sum); None without experts.
 
     Args:
-        block, h_BTD, depth, compute: as `residual_stack`.
+        block, h_BTD, depth, compute, *context: as `residual_stack`.
     """
-    return _stack(block, lambda block, h_BTD: block.routed(h_BTD), h_BTD, depth, compute, block.period)
+    return _stack(block, lambda block, h_BTD: block.routed(h_BTD, *context), h_BTD, depth, compute, block.period)
 
 
 def _stack(

@@ -243,6 +243,8 @@ FIELDS: dict[str, Way] = {
     "mesh.sweep": Shown("train/run/test_loop_errors.py", "--mesh.sweep 2"),
     "mesh.slices": Shown("train/parallel/test_mesh_islands.py", "slices"),
     **on(data, TOKENS, "data.", name="python_corpus", batch_size=4, seed=5, eval_batch_size=8, eval_examples=20),
+    "data.document_mask": (data, TOKENS, True),
+    "data.reset_positions": (data, changed(TOKENS, "data.document_mask", True), True),
     "data.tokenizer": (data, changed(TOKENS, "model.vocab_size", 300), "bpe:300"),
     "data.separator": Shown("train/data/sources/test_records.py", 'separator="<|eot|>"'),
     "data.on_broken": Shown("train/data/sources/test_folders.py", 'on_broken="skip"'),

@@ -157,6 +157,37 @@ def test_kernels_take_a_window_and_a_cap_or_say_why_not() -> None:
             assert "model.attention_softcap is 1.5" in (why_not(kernel, *qkv[:2], True, None, 1.5) or "")  # pyright: ignore
 
 
+SEGMENTS = jnp.cumsum(jnp.asarray(np.random.default_rng(7).random((2, 256)) < 0.02, jnp.int32), axis=1)
+
+
+def test_segments_do_not_see_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    qkv, split = projections(length=256), MeshLayout(make_mesh(MeshConfig(sequence=2, tensor=2)))
+    kernel = jax.nn.dot_product_attention  # of cuDNN only a GPU can tell: what it is asked is what XLA is
+
+    def plainly(*qkv: jax.Array, **how: Any) -> jax.Array:
+        return kernel(*qkv, **how | {"implementation": "xla"})
+
+    monkeypatch.setattr("mupax.zoo.layers.flash.jax.nn.dot_product_attention", plainly)
+    splash = functools.partial(splash_attention, block=128, interpret=True)
+    by_sight: list[tuple[dict[str, Any], dict[str, tuple[Any, Any]]]] = [
+        ({}, {"xla": (attend, split), "cudnn": (cudnn_attention, split)}),
+        ({"window": 100, "cap": 1.5}, {"tiles": (attend, None), "splash": (splash, split)}),
+    ]
+    for sight, ways in by_sight:
+        merged = functools.partial(merged_attention, causal=True, **sight)
+        expected = outputs_and_gradients(functools.partial(merged, segments_BT=SEGMENTS), qkv)
+        for row, places in ((0, SEGMENTS[0] == 1), (1, SEGMENTS[1] == SEGMENTS[1].max())):  # each by itself
+            alone = merged(*(x[row : row + 1, places] for x in qkv))
+            np.testing.assert_allclose(expected[0][row, places], alone[0], atol=2e-6)
+        assert np.abs(expected[0] - merged(*qkv)).max() > 0.1  # the control: segments are seen
+        for name, (way, layout) in ways.items():
+            found = outputs_and_gradients(
+                functools.partial(way, causal=True, segments_BT=SEGMENTS, **sight), qkv, layout
+            )
+            for got, want in zip(found, expected, strict=True):
+                np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max(), err_msg=name)
+
+
 @pytest.mark.core
 def test_auto_takes_the_kernel_of_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
@@ -164,13 +195,15 @@ def test_auto_takes_the_kernel_of_the_platform(monkeypatch: pytest.MonkeyPatch) 
         file = "kernels" if name in ("merged_attention", "tiled_attention") else "flash"
         monkeypatch.setattr(
             f"mupax.zoo.layers.{file}.{name}",
-            lambda q, k, v, causal=True, window=None, cap=None, block=None, name=name: taken.append(name) or q,
+            lambda q, k, v, name=name, **how: taken.append(name) or q,
         )
 
-    def choose(layout: partition.Layout, **changes: Any) -> str:
+    def choose(layout: partition.Layout, apart: bool = False, **changes: Any) -> str:
         taken.clear()
         with partition.using(layout):
-            jax.eval_shape(lambda *qkv: attend(*qkv, causal=True), *projections(**changes))
+            qkv = projections(**changes)
+            segments_BT = jnp.zeros(qkv[0].shape[:2], jnp.int32) if apart else None
+            jax.eval_shape(lambda *qkv: attend(*qkv, causal=True, segments_BT=segments_BT), *qkv)
         return taken[0] if taken else "xla"
 
     half = {"dtype": jnp.bfloat16}
@@ -182,6 +215,8 @@ def test_auto_takes_the_kernel_of_the_platform(monkeypatch: pytest.MonkeyPatch) 
     assert choose(Device("tpu", data=4, sequence=2)) == "xla"  # two parts of 32 positions on each
     assert choose(Device("tpu", data=4, sequence=2), length=8192) == "ring_attention"
     assert choose(Device("tpu", data=4, sequence=2), length=4096) == "splash_attention"
+    assert choose(Device("tpu", data=4, sequence=2), apart=True, length=8192) == "splash_attention"
+    assert choose(Device("gpu", data=4, sequence=2), apart=True, heads=3, kv_heads=1, **half) == "xla"
     assert choose(Device("gpu"), **half) == "cudnn_attention"
     assert choose(Device("gpu")) == "xla"
     assert choose(Device("gpu"), size=12, **half) == "xla"

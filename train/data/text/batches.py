@@ -81,10 +81,10 @@ class TokenData(Data):
 
     def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
         tokens = self.train_windows(order.batch_indices(k, self.batch_size, rows))
-        return batch_of(tokens, np.ones_like(tokens[:, 1:], np.float32))
+        return self.batch_of(tokens, np.ones_like(tokens[:, 1:], np.float32))
 
     def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
-        return batch_of(*self.eval_windows(order.batch_indices(j, self.eval_batch_size, rows)))
+        return self.batch_of(*self.eval_windows(order.batch_indices(j, self.eval_batch_size, rows)))
 
     def train_windows(self, indices: Iterable[int]) -> np.ndarray:
         """Training examples by their numbers, counted from the start of the run and on through all epochs: int32 [B, T + 1]."""
@@ -106,11 +106,39 @@ class TokenData(Data):
             weights[row, : len(ids) - 1] = 1.0
         return tokens, weights
 
+    def batch_of(self, tokens: np.ndarray, weights: np.ndarray) -> Batch:
+        """A batch, and of its documents what data.document_mask and data.reset_positions ask for.
+
+        A separator is of the document that it ends: to write it is learned, and what follows it is no target, for nothing is
+        known of the next document.
+
+        Args:
+            tokens: int32 [B, T + 1], each predicted from those before it.
+            weights: float32 [B, T].
+        """
+        inputs = tokens[:, :-1]
+        batch = {"inputs": inputs, "targets": tokens[:, 1:], "weights": weights}
+        if not self.config.document_mask:
+            return batch
+        ends = inputs == self.tokenizer.separator
+        segments = np.cumsum(ends, axis=1, dtype=np.int32) - ends
+        batch |= {"weights": weights * ~ends, "segments": segments}
+        if self.config.reset_positions:
+            place = np.arange(inputs.shape[1], dtype=np.int32)
+            first = np.diff(segments, axis=1, prepend=-1) > 0
+            batch["positions"] = place - np.maximum.accumulate(np.where(first, place, 0), axis=1)
+        return batch
+
     def eval_targets(self) -> np.ndarray:
-        """Which tokens of the evaluation text are predicted, bool [eval_tokens]: all but the first, if all are used."""
+        """Which tokens of the evaluation text are predicted, bool [eval_tokens]: all but the first, if all are used.
+
+        Under data.document_mask also without the first of every document.
+        """
         mask = np.zeros(len(self._eval), bool)
         for window in self._eval_shuffle(range(self.eval_size))[1]:
             mask[window * self._seq_len + 1 : (window + 1) * self._seq_len + 1] = True
+        if self.config.document_mask:
+            mask[1:] &= self._eval[:-1] != self.tokenizer.separator
         return mask
 
     @functools.lru_cache(maxsize=4)  # noqa: B019  the data lives as long as the run
@@ -123,13 +151,3 @@ class TokenData(Data):
         from mupax.train.data.text import ngrams
 
         return ngrams.references(self._train, self._eval, self.eval_targets(), str(self.facts["digest"]))
-
-
-def batch_of(tokens: np.ndarray, weights: np.ndarray) -> Batch:
-    """A batch.
-
-    Args:
-        tokens: int32 [B, T + 1], each predicted from those before it.
-        weights: float32 [B, T].
-    """
-    return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}

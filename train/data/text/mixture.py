@@ -15,7 +15,7 @@ from mupax.train.config.data import DataConfig
 from mupax.train.data import cache, order
 from mupax.train.data.interface import ALL_ROWS, Batch, Data
 from mupax.train.data.mix import BLOCK, Part
-from mupax.train.data.text.batches import TokenData, batch_of
+from mupax.train.data.text.batches import TokenData
 
 
 class Shares:
@@ -105,7 +105,7 @@ class Mixture(Data):
         tokens = np.empty((len(texts), windows[0].shape[1]), np.int32)
         for i, own in enumerate(windows):
             tokens[texts == i] = own
-        return batch_of(tokens, np.ones_like(tokens[:, 1:], np.float32))
+        return self._texts[0].batch_of(tokens, np.ones_like(tokens[:, 1:], np.float32))
 
     def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
         indices = np.array(order.batch_indices(j, self.eval_batch_size, rows))
@@ -116,4 +116,4 @@ class Mixture(Data):
         for i, (own, counted) in enumerate(windows):
             tokens[texts == i], weights[texts == i] = own, counted
         weights[indices >= self.eval_size] = 0.0
-        return batch_of(tokens, weights)
+        return self._texts[0].batch_of(tokens, weights)

@@ -99,7 +99,12 @@ def configured(args: Balance, rest: Sequence[str]) -> Config:
         )
 
     chosen = ["--optimizer.name", args.optimizer] if args.optimizer else []
-    return cli.parse(f"balance {args.name}", RECIPES.get(args.name, bare), [*rest, *chosen]).config
+    config = cli.parse(f"balance {args.name}", RECIPES.get(args.name, bare), [*rest, *chosen]).config
+    if config.data.document_mask:
+        raise configs.ConfigError(
+            "balance measures windows whose tokens see all before them; leave data.document_mask out"
+        )
+    return config
 
 
 def batch_of(config: Config, name: str, console: Console) -> Mapping[str, Any]:

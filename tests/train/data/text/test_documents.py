@@ -1,0 +1,151 @@
+"""Documents that share a window and do not see one another (data.document_mask): logits, targets, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from mupax.train import data
+from mupax.train.config.data import DataConfig
+from mupax.train.config.run import Config, MeshConfig
+from mupax.train.core.program import assemble
+from mupax.train.core.step import batch_sums
+from mupax.train.data.text.mixture import Mixture
+from mupax.zoo import partition
+from mupax.zoo.configs import ConfigError, DecoderConfig
+from tests.train.config.test_cli import Capture, refused
+
+T, SEPARATOR = 80, 0
+
+
+def config(folder: Path, *, positions: Any = "rotary", mesh: MeshConfig | None = None, **fields: Any) -> Config:
+    """A run on the bytes of a folder, in tiles of queries where one device attends."""
+    model = DecoderConfig(width=16, depth=1, num_heads=2, vocab_size=256, seq_len=T, positions=positions)
+    read = DataConfig(name=f"records:{folder}", batch_size=8, **fields)
+    return Config(recipe="documents", model=model, data=read, mesh=mesh or MeshConfig(), steps=1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Sixty short documents, of which any window has several."""
+    random = np.random.default_rng(3)
+    texts = (bytes(random.integers(97, 123, random.integers(20, 50)).tolist()).decode() for _ in range(60))
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return tmp_path
+
+
+def batch_of(made: Config) -> dict[str, np.ndarray]:
+    return data.load(made.data, made.model, seed=0, note=lambda line: None).train_batch(0)
+
+
+@functools.cache
+def model(made: Config) -> Any:
+    """A run's model at its start, on the mesh of the run."""
+    program = assemble(made)
+    params, factors = program.initial_state().params, program.inputs.factors
+
+    def run(inputs: Any, others: Any) -> jax.Array:
+        with partition.using(program.layout):
+            return program.definition.model(params, factors.multiplier, factors.forward)(inputs, **others)
+
+    return jax.jit(run)
+
+
+def logits(made: Config, batch: dict[str, np.ndarray]) -> np.ndarray:
+    others = {name: batch[name] for name in ("segments", "positions") if name in batch}
+    return np.asarray(model(made)(batch["inputs"], others))
+
+
+def alone(batch: dict[str, np.ndarray], row: int) -> tuple[np.ndarray, np.ndarray]:
+    """The second document of a row at the start of a window of its own, and where it stood."""
+    place = np.flatnonzero(batch["segments"][row] == 1)
+    window = np.full_like(batch["inputs"], 65)
+    window[0, : len(place)] = batch["inputs"][row, place]
+    return window, place
+
+
+@pytest.mark.parametrize(
+    ("positions", "fields", "mesh"),
+    [
+        ("rotary", {}, MeshConfig()),
+        ("learned", {"reset_positions": True}, MeshConfig()),
+        ("rotary", {}, MeshConfig(data=2, sequence=2, tensor=2)),
+    ],
+    ids=["tiles", "learned positions", "split positions"],
+)
+def test_a_document_has_the_logits_that_it_has_alone(
+    folder: Path, positions: str, fields: dict[str, Any], mesh: MeshConfig
+) -> None:
+    made = config(folder, positions=positions, mesh=mesh, document_mask=True, **fields)
+    batch = batch_of(made)
+    window, place = alone(batch, 0)
+    assert batch["inputs"][0, place[0] - 1] == SEPARATOR == batch["inputs"][0, place[-1]]
+    plain = config(folder, positions=positions, mesh=mesh)
+    expected = logits(plain, {"inputs": window})[0, : len(place)]
+    found = logits(made, batch)[0, place]
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+    together = logits(plain, {"inputs": batch["inputs"]})[0, place]
+    assert np.abs(together - expected).max() > 1e-3  # the control: without the option the first document is seen
+    if fields:
+        kept = {name: array for name, array in batch.items() if name != "positions"}
+        assert np.abs(logits(made, kept)[0, place] - expected).max() > 1e-3  # nor are the positions the same
+
+
+def test_the_first_token_of_a_document_is_no_target(folder: Path) -> None:
+    with_mask, without = (config(folder, document_mask=mask) for mask in (True, False))
+    batch, plain = batch_of(with_mask), batch_of(without)
+    assert plain.keys() == {"inputs", "targets", "weights"}
+    np.testing.assert_array_equal(batch["inputs"], plain["inputs"])
+    np.testing.assert_array_equal(batch["weights"] == 0, batch["inputs"] == SEPARATOR)
+    assert batch["weights"][batch["targets"] == SEPARATOR].min() == 1  # that a document ends is learned
+    assert (np.diff(batch["segments"], axis=1) == (batch["inputs"][:, :-1] == SEPARATOR)).all()
+    # The step's own loss counts so: weights moved to those targets change it.
+    program = assemble(with_mask)
+    params = program.initial_state().params
+    sums = jax.jit(lambda batch: batch_sums(program.definition, params, program.inputs, batch))(batch)
+    assert float(sums.weight) == batch["weights"].sum() < batch["weights"].size
+
+    text = data.load(with_mask.data, with_mask.model, seed=0, note=lambda line: None)
+    counted = sum(batch["weights"].sum() for batch in text.eval_batches())
+    assert counted == text.eval_targets().sum() < text.facts["eval_tokens"] - 1  # pyright: ignore
+
+
+def test_a_mixture_keeps_its_documents_apart(folder: Path) -> None:
+    name = f"records:{folder}"
+    made = config(folder, document_mask=True)
+    mixed = dataclasses.replace(made.data, name="mix", mix=(f"a={name}:1", f"b={name}:3"))
+    source = data.load(mixed, made.model, seed=0, note=lambda line: None)
+    assert isinstance(source, Mixture)
+    for batch in (source.train_batch(0), source.eval_batch(0)):
+        assert (batch["weights"][batch["inputs"] == SEPARATOR] == 0).all()
+        assert batch["segments"].max() > 0
+
+
+@pytest.mark.core
+def test_what_has_no_documents_is_refused(folder: Path, capsys: Capture) -> None:
+    name = ["--data.name", f"records:{folder}"]
+    for argv, message in {
+        ("lm-tiny", *name, "--data.reset-positions"): "add --data.document-mask",
+        (
+            "lm-tiny",
+            *name,
+            "--data.document-mask",
+            "--data.reset-positions",
+            "--model.positions",
+            "rotary",
+        ): "rotary, which tell",
+        ("ed-tiny", "--data.document-mask"): "data.document_mask is for a decoder",
+    }.items():
+        assert message in refused(capsys, *argv)
+    made = config(folder, mesh=MeshConfig(data=4, sequence=2), document_mask=True)
+    compute = dataclasses.replace(made.model.compute, attention="ring")
+    ring = dataclasses.replace(made, model=dataclasses.replace(made.model, compute=compute))
+    with pytest.raises(ConfigError, match="ring: parts of keys go round whole, and data"):
+        logits(ring, batch_of(made))
