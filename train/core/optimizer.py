@@ -22,9 +22,12 @@ from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import transforms
 from mupax.train.core.transforms import rows
 
+LEAST_STEPS = 1024
+"""Schedules have this length or the next power of two that holds the run, so that a run of more or fewer steps is the same program."""
+
 
 class Hyper(NamedTuple):
-    """The optimizer's numbers, float32 scalars. `schedule` is [steps] for a run and [] inside a step (see `at`)."""
+    """The optimizer's numbers, float32 scalars. `schedule` is [`length`] for a run and [] inside a step (see `at`)."""
 
     peak_lr: Any
     schedule: Any
@@ -42,14 +45,20 @@ def hyper(config: OptimizerConfig, steps: int) -> Hyper:
 
     Args:
         config: has them as numbers, and the schedule as a shape.
-        steps: of the run, the length of the schedule.
+        steps: of the run; the schedule goes on at its last value.
     """
+    table = schedule_table(config, steps)
     return Hyper(
         peak_lr=np.float32(config.peak_lr),
-        schedule=schedule_table(config, steps),
+        schedule=np.pad(table, (0, length(steps) - steps), mode="edge"),
         weight_decay=np.float32(config.weight_decay if "weight_decay" in OPTIMIZERS[config.name].reads else 0.0),
         eps=np.float32(config.eps),
     )
+
+
+def length(steps: int) -> int:
+    """How many numbers the schedule of a run of so many steps has."""
+    return max(LEAST_STEPS, 1 << (steps - 1).bit_length())
 
 
 def schedule_table(config: OptimizerConfig, steps: int) -> np.ndarray:
@@ -75,8 +84,8 @@ def schedule_table(config: OptimizerConfig, steps: int) -> np.ndarray:
             tail = config.decay_steps if config.decay_steps is not None else max(rest // 5, 1)
             shape = optax.linear_schedule(1.0, final, tail, transition_begin=max(rest - tail, 0))
     ramp = (np.arange(warmup) + 1) / max(warmup, 1)
-    body = np.asarray(jax.vmap(shape)(jnp.arange(steps - warmup)))
-    return np.concatenate([ramp, np.broadcast_to(body, (steps - warmup,))]).astype(np.float32)
+    body = np.asarray(jax.vmap(shape)(jnp.arange(length(steps))))  # optax's operations one by one: programs by length
+    return np.concatenate([ramp, body[: steps - warmup]]).astype(np.float32)
 
 
 def build(config: OptimizerConfig, specs: Mapping[str, ParamSpec]) -> optax.GradientTransformationExtraArgs:

@@ -136,3 +136,13 @@ def test_schedules_equal_their_formulas() -> None:
 def test_steps_after_the_end_keep_the_last_rate() -> None:
     numbers = optimizer.hyper(OptimizerConfig(schedule="linear", final_lr_fraction=0.5), 4)
     assert float(numbers.at(jnp.int32(3)).schedule) == float(numbers.at(jnp.int32(9)).schedule) == 0.625
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "linear", "wsd"])
+def test_runs_of_other_lengths_are_one_program(schedule: Any) -> None:
+    config = OptimizerConfig(schedule=schedule, warmup_steps=3)
+    tables = {steps: optimizer.hyper(config, steps).schedule for steps in (2, 5, 1024, 1025)}
+    assert [len(table) for table in tables.values()] == [1024, 1024, 1024, 2048]
+    for steps, table in tables.items():
+        assert table[:steps].tobytes() == optimizer.schedule_table(config, steps).tobytes()
+        assert np.all(table[steps:] == table[steps - 1])
