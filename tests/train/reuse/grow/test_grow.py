@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -98,8 +99,14 @@ def inputs_of(model: ModelConfig) -> jax.Array:
     return jnp.asarray(random.standard_normal((2, model.image_size, model.image_size, model.channels)), jnp.float32)
 
 
+@functools.cache
+def program(model: ModelConfig) -> Any:
+    """A model as one program for all presets: eagerly each of its operations were one, for each of its shapes."""
+    return jax.jit(definition(model).apply)
+
+
 def logits(at: Side, factors: Factors, params: Any) -> Any:
-    return at.definition.apply(params, factors.multiplier, factors.forward, inputs_of(at.model))
+    return program(at.model)(params, factors.multiplier, factors.forward, inputs_of(at.model))
 
 
 class Grown:
