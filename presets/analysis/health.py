@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Literal
 
-from mupax.presets.analysis.limits import PARTS, SPECS, Limit
+from mupax.presets.analysis.limits import SPECS, Limit
 from mupax.presets.preset import Preset
 from mupax.presets.roles import BIASES, EMBEDDINGS, ROUTED, VECTORS, ParamSpec, Role
 
@@ -23,9 +23,6 @@ Column = Literal["init_std", "lr", "eps"]
 
 ALONE = ("embed", "memory", "mlp", "heads", "kv_heads", "head_dim")
 """Axes that a limit grows together: a fan-in of the wrong one shows where one grows alone."""
-
-NAMES = {spec.role: name for specs in (SPECS, PARTS["experts"]) for name, spec in specs.items()}
-"""Role to its name in `PARTS`."""
 
 _TOLERANCE = 0.01
 """An exponent beyond this is not zero."""
@@ -151,7 +148,8 @@ class Health:
 
     def _moves(self, spec: ParamSpec) -> float | None:
         """What the steps of this parameter alone do to the stream, or the readout's to the output: 0 in a good table."""
-        limit, name = self.limit.of(spec.part), NAMES.get(spec.role)
+        limit = self.limit.of(spec.part)
+        name = limit.names.get(spec.role)
         if spec.role is Role.READOUT:
             return limit.acts("readout")
         if name is not None and spec.in_block:
@@ -190,8 +188,9 @@ class Health:
                 return through_logits(limit.logits + limit.n + limit.carried("query", change) + limit.k)
             case Role.VALUE:
                 return limit.carried("attention out", change) + branches
-            case Role.MLP_IN | Role.EXPERT_IN:
-                return limit.carried("MLP out", change) + branches
+            case Role.MLP_IN | Role.EXPERT_IN as role:
+                after = limit.names[Role.MLP_OUT if role is Role.MLP_IN else Role.EXPERT_OUT]
+                return limit.carried(after, change) + branches
             case Role.READOUT:
                 return change
             case role if role in EMBEDDINGS:
@@ -199,9 +198,8 @@ class Health:
             case Role.ATTENTION_OUT | Role.MLP_OUT | Role.EXPERT_OUT | Role.HIDDEN:
                 return change + branches
         if spec.in_block:
-            if limit.growth.get("mlp" if limit.part != "experts" else "expert_dim", 0.0) != limit.growth.get(
-                "embed", 0.0
-            ):
+            readers = [spec for spec in limit.specs.values() if spec.role in (Role.MLP_IN, Role.EXPERT_IN)]
+            if any(_axes(spec.fan_out, limit) != limit.growth.get("embed", 0.0) for spec in readers):
                 return None
             return limit.carried("MLP out", limit.carried("MLP in", change)) + branches
         return limit.carried("readout", change)
@@ -209,7 +207,7 @@ class Health:
 
 def _bounded(spec: ParamSpec) -> bool:
     """Whether its steps and start are bounded where one axis grows alone: matrices of a block, but experts, whose m/D is in them."""
-    return spec.role in NAMES and spec.in_block and spec.role not in ROUTED
+    return spec.in_block and any(spec.role is one.role for one in SPECS.values())
 
 
 def _axes(names: Iterable[str], limit: Limit) -> float:

@@ -34,8 +34,9 @@ PARTS = {
     "encoder": {name: of_encoder(spec) if spec.in_block else spec for name, spec in SPECS.items()},
     "experts": SPECS | dict(zip(("router", "MLP in", "MLP out"), EXPERT_MATRICES.values(), strict=True)),
 }
+PARTS["shared experts"] = PARTS["experts"] | {f"shared {way}": SPECS[f"MLP {way}"] for way in ("in", "out")}
 """The same by `ParamSpec.part` of an encoder-decoder: with attention to the encoder's output for its own, and of the encoder; and with
-experts for the MLP."""
+experts for the MLP, alone or beside one that every token goes to."""
 EXPERT_LIMITS = {
     "width": {"head_dim": 1.0, "embed": 1.0, "expert_dim": 1.0},
     "experts": {"experts": 1.0, "active": 1.0},
@@ -59,15 +60,17 @@ class Limit:
         growth: axis to the power of the size that goes to infinity.
         tied: the readout is the embedding's table: only its multiplier is its own. One logit is then unlike others at first: `contact`.
         part: of an encoder-decoder, a key of `PARTS`; for its encoder the readout stands for the decoder, whose blocks add up in concert.
-            experts: of a model whose MLPs are experts, E of them, a/E of which are active.
+            experts: of a model whose MLPs are experts, E of them, a/E of which are active; shared experts: with an MLP beside.
     """
 
     def __init__(
         self, preset: Preset, family: Family, growth: Mapping[str, float], *, tied: bool = False, part: str = ""
     ) -> None:
         self.preset, self.growth, self.tied, self.part = preset, growth, tied, part
-        self._parts: dict[str, Limit] = {part: self, **({"": self} if part == "experts" else {})}
         specs = self.specs = PARTS[part]
+        self.names = {spec.role: name for name, spec in specs.items()}
+        self.routed, self.shared = "router" in specs, "shared in" in specs
+        self._parts: dict[str, Limit] = {part: self, **({"": self} if self.routed else {})}
         self.family: Family = family
         self.rows = {name: preset.row(spec) for name, spec in specs.items() if not (tied and name == "readout")}
         if tied:
@@ -76,7 +79,7 @@ class Limit:
         self.fan_in = {name: sum(growth.get(axis, 0.0) for axis in spec.fan_in) for name, spec in specs.items()}
         self.fan_out = {name: sum(growth.get(axis, 0.0) for axis in spec.fan_out) for name, spec in specs.items()}
         blocks = specs["query"].blocks
-        of_experts = growth if part == "experts" else {}
+        of_experts = growth if self.routed else {}
         self.active, self.experts = of_experts.get("active", 0.0), of_experts.get("experts", 0.0)
         self.n, self.layers = growth.get("head_dim", 0.0), growth.get(blocks, 0.0)
         self.logits, self.branch = self.x(preset.logits), self.x(preset.branch.renamed(OWN.axis, blocks))
@@ -125,6 +128,8 @@ class Limit:
         self.written = self.random("MLP out", self.hidden)
         # The mean over active experts, which are independent at first.
         self.block = max(self.random("attention out", self.v), self.written - self.active / 2)
+        if self.shared:
+            self.block = max(self.block, self.random("shared out", self.random("shared in")))
         self.contribution = self.branch + self.block
         self.embedded = self.weight("embedding")
         self.stream = max(self.embedded, self.contribution + self.layers / 2)
@@ -154,7 +159,11 @@ class Limit:
         at_logits = at_heads + self.v + self.aligned
         self.gradient["query"] = a["query"] + self.logits + self.k + at_logits
         self.gradient["key"] = a["key"] + self.logits + self.q + at_logits + grouped
-        if "router" in self.specs:
+        if self.shared:
+            at_shared = at_branch + self.weight("shared out") + self.fan_out["shared out"] / 2
+            self.gradient["shared in"] = a["shared in"] + at_shared
+            self.gradient["shared out"] = a["shared out"] + at_branch + self.random("shared in")
+        if self.routed:
             # A score sees what its expert writes . (backward signal): D terms, independent at first, aligned once that moves.
             width = self.fan_out["MLP out"]
             first, moved = self.written + width / 2, self.acts("MLP out", self.hidden) + width
@@ -203,9 +212,10 @@ class Limit:
             # A softmax cannot move by more than its whole.
             **{name: min(0.0, x) + self.random("attention out", self.v) for name, x in attention.items()},
         }
-        if (
-            "router" in self.specs
-        ):  # a gate cannot move by more than its whole either; what experts learn to write is aligned
+        if self.shared:
+            block["shared in"] = self.carried("shared out", self.acts("shared in"))
+            block["shared out"] = self.acts("shared out", self.random("shared in"))
+        if self.routed:  # a gate cannot move by more than its whole either; what experts learn to write is aligned
             written = max(self.written - self.active / 2, min(0.0, max(block["MLP in"], block["MLP out"])))
             block["router"] = min(0.0, self.acts("router")) + written
         self.d_block = max(block.values())
@@ -259,7 +269,7 @@ class Limit:
             "q, k backward signal, aligned": self.logits + self.k + self.aligned,
         }
         block = ("value", "attention out", "MLP in", "MLP out")
-        if "router" in self.specs:
+        if self.routed:
             exponents |= {
                 "router's scores": self.random("router"),
                 "change of router's scores": self.acts("router"),

@@ -49,6 +49,8 @@ class Move:
     """New entries that one old entry went to, all with the same gradient's share."""
     inserted: int | None = None
     """A dimension of the new parameter, of size 1 in the source, that the source's does not have."""
+    apart: int | None = None
+    """A dimension along which copies lie side by side and start apart: fresh numbers are added to them."""
 
     def weights(self, old: Any, fresh: np.ndarray | None) -> np.ndarray:
         """The new parameter, float32: what comes from the old one, and fresh numbers elsewhere.
@@ -58,6 +60,8 @@ class Move:
             fresh: of the new shape; None where every entry comes from the source.
         """
         moved = plain.times(self._taken(self.prepared(_float32(old)), self.along), self.scale)
+        if self.apart is not None and fresh is not None:
+            return np.where(self.transplanted(), moved, np.float32(0)) + _float32(fresh)
         return moved if fresh is None else np.where(self.transplanted(), moved, _float32(fresh))
 
     def transplanted(self, along: tuple[Index, ...] | None = None) -> Any:

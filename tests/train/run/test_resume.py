@@ -181,3 +181,16 @@ def test_a_record_of_another_version_is_read_as_far_as_it_goes(whole: Done, untr
         f"changed since: steps {STEPS} -> 12"
     ]
     assert record_of(copy)["segments"][0]["config"]["optimizer"]["gone"] == 1
+
+
+@pytest.mark.core
+def test_a_run_with_experts_goes_on_as_if_it_had_not_stopped(folder: Path) -> None:
+    """With a bias that moves by loads, of state no optimizer has, and tokens that find no room."""
+    routing = "--model.routing.balance bias --model.routing.capacity-factor 0.75"
+    words = (*f"--model.experts 4 --model.mlp-ratio 2 {routing}".split(), "--steps", "4")
+    done = train("--workdir", "experts", *words)
+    assert done.code == 0, done.err
+    copy = interrupted("experts", "experts-resumed", 2)
+    assert train("--workdir", str(copy), "--resume", *words).code == 0
+    assert rows(copy) == rows("experts")
+    assert rows(copy)[-2]["dropped_tokens"] > 0

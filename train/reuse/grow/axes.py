@@ -33,7 +33,7 @@ FREE = {
 """Fields that growth may change; norm_eps and rope_theta to go with a wider stream and wider heads."""
 
 EXPERTS = {"experts", "active_experts", "shared_experts", "routing"}
-"""Fields of experts, which growth may change where there were none (`upcycled`)."""
+"""Fields of experts, which growth may change where there were none (`upcycled`); the first two also where there were (`copied`)."""
 
 
 class GrowError(MupaxError):
@@ -49,6 +49,8 @@ class Axes:
     """Of head_dim where rotary positions turn it: queries and keys."""
     copies: int
     """Key heads that one old key head becomes."""
+    expert_copies: int
+    """Experts that one old expert becomes, side by side."""
     notes: list[str]
 
     def of(self, spec: ParamSpec, axis: str, size: int) -> Index:
@@ -72,6 +74,29 @@ def upcycled(before: TransformerConfig, after: TransformerConfig) -> bool:
         after: the larger one.
     """
     return before.experts is None and after.experts is not None
+
+
+def copied(before: TransformerConfig, after: TransformerConfig) -> int:
+    """Experts of the larger model that each of the smaller one's becomes, 1 where their number stays.
+
+    Args:
+        before: the smaller model.
+        after: the larger one.
+
+    Raises:
+        GrowError: no whole number, or a token would not go to all copies of its experts, and to no other.
+    """
+    if before.experts is None or after.experts is None:
+        return 1
+    copies, rest = divmod(after.experts, before.experts)
+    if not rest and after.active == copies * before.active:
+        return copies
+    more = max(2, copies)
+    raise GrowError(
+        f"{before.experts} experts, {before.active} of them a token's, would become {after.experts} and {after.active}: every expert "
+        "becomes the same number of copies, all of which a token goes to where it went to one, or its best experts' copies crowd out "
+        f"the next ones; write --set experts={more * before.experts} active_experts={more * before.active}, or keep both"
+    )
 
 
 def hidden(before: TransformerConfig, after: TransformerConfig) -> dict[str, tuple[str, int, int]]:
@@ -104,8 +129,10 @@ def axes(before: TransformerConfig, after: TransformerConfig) -> Axes:
     along["memory"] = along["embed"]
     if before.denoises:
         along[ENCODER.axis] = first(*(side.sizes()[ENCODER.axis] for side in (before, after)))
+    if (expert_copies := copied(before, after)) > 1:
+        along["experts"] = np.repeat(np.arange(before.experts or 1), expert_copies)
     rotated, notes = _rotated(before, after)
-    return Axes({**along, "heads": heads, "kv_heads": kv_heads}, rotated, copies, notes)
+    return Axes({**along, "heads": heads, "kv_heads": kv_heads}, rotated, copies, expert_copies, notes)
 
 
 def _check(before: TransformerConfig, after: TransformerConfig) -> None:
@@ -117,6 +144,8 @@ def _check(before: TransformerConfig, after: TransformerConfig) -> None:
         )
     for field in dataclasses.fields(before):
         name, was, now = field.name, getattr(before, field.name), getattr(after, field.name)
+        if name in ("experts", "active_experts") and before.experts and after.experts:
+            continue  # `copied`
         if name not in FREE and was != now and not (name in EXPERTS and upcycled(before, after)):
             raise GrowError(
                 f"model.{name} is {was} in the checkpoint and {now} in --to; growth keeps it: add "

@@ -11,9 +11,13 @@ multipliers, with D width and N head dimension before, D' and N' after:
 | MLP       | rows of MLP out                          |                                                                 |
 | heads     | rows of attention out                    | a key head that serves fewer query heads is copied              |
 | head_dim  | columns of key, rows of attention out    | queries x (N'/N)^1/2; rotary pairs keep their frequencies       |
-| experts   |                                          | each is the MLP, and a token's weights add up to 1              |
+| experts   |                                          | each is the MLP, and a token's weights add up to 1; or copies   |
+|           |                                          | of an expert, which a token goes to together                    |
 | embed     | columns of all that writes the stream    | norm gains (else what reads the norm) x (D/D')^1/2; a LayerNorm |
 |           |                                          | needs a stream of mean 0: what writes it is centred             |
+
+Copies of an expert see the same tokens with the same weights, and would stay equal for ever: to their last matrices fresh numbers are
+added that sum to zero over the copies (antisymmetric for two), so that their sum stays and all else in them gets its own gradient.
 
 What is left is the norms' eps under a wider stream, which counts D'/D times (model.norm_eps x D/D' is exact). Then the
 preset of the new size takes out its own multipliers. Gradients of old entries are as before, and moments move with them.
@@ -50,8 +54,16 @@ class Growth(Plan):
     """Where a new entry is zero, by name; it broadcasts against the parameter."""
 
     def silenced(self, fresh: Params) -> Params:
-        """Initial parameters with what writes for new units at zero."""
-        return {name: np.where(self.silent[name], 0, w) if name in self.silent else w for name, w in fresh.items()}
+        """Initial parameters with what writes for new units at zero, and what tells copies apart adding up to zero."""
+        return {name: self._silenced(name, w) if name in self.silent else w for name, w in fresh.items()}
+
+    def _silenced(self, name: str, w: np.ndarray) -> np.ndarray:
+        silent = np.where(self.silent[name], 0, w)
+        if (move := self.moves.get(name)) is None or move.apart is None:
+            return silent
+        split = (*w.shape[: move.apart], -1, move.copies, *w.shape[move.apart + 1 :])
+        each = w.reshape(split)
+        return np.where(move.transplanted(), (each - each.mean(move.apart + 1, keepdims=True)).reshape(w.shape), silent)
 
 
 def plan(there: Side, here: Side) -> Growth:
@@ -90,7 +102,14 @@ def plan(there: Side, here: Side) -> Growth:
         scale = _scale(spec, before, after) * transplant.ratio(there.scales[source], here.scales[name], layers)
         prepared = _centred(spec, before, after) if exact else np.asarray
         copies = axes.copies if "kv_heads" in spec.axes else 1 if inserted is None else new[inserted]
-        moves[name] = Move(source=source, along=along, scale=scale, prepared=prepared, copies=copies, inserted=inserted)
+        if (
+            "experts" in spec.axes and axes.expert_copies > 1 and not spec.moved_by_loads
+        ):  # of which each copy has the whole
+            copies = axes.expert_copies
+        apart = spec.axes.index("experts") if spec.role is Role.EXPERT_OUT and axes.expert_copies > 1 else None
+        moves[name] = Move(
+            source=source, along=along, scale=scale, prepared=prepared, copies=copies, inserted=inserted, apart=apart
+        )
         if (zero := _silent(spec, along)) is not None:
             silent[name] = zero
         rows.append(
@@ -160,7 +179,8 @@ def _notes(before: TransformerConfig, after: TransformerConfig, axes: grow_axes.
 
 def _action(spec: ParamSpec, move: Move, old: Shape, new: Shape, zero: np.ndarray | None) -> tuple[str, str]:
     """Action and reason."""
-    words = [f"every {'key head' if move.inserted is None else 'MLP'} {move.copies} times"] if move.copies > 1 else []
+    unit = "MLP" if move.inserted is not None else "expert" if "experts" in spec.axes else "key head"
+    words = [f"every {unit} {move.copies} times"] if move.copies > 1 else []
     words += [move.times] if move.times else []
     grown = [f"{axis} {a} to {b}" for axis, a, b in zip(spec.axes, old, new, strict=True) if a != b]
     if not grown:

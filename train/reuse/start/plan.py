@@ -84,8 +84,8 @@ class Plan:
     rows: list[Row]
 
     def fresh(self) -> set[str]:
-        """Parameters with entries that do not come from the source."""
-        moved = {name for name, move in self.moves.items() if np.all(move.transplanted())}
+        """Parameters with entries that do not come from the source alone."""
+        moved = {name for name, move in self.moves.items() if np.all(move.transplanted()) and move.apart is None}
         return {row.name for row in self.rows if row.here is not None} - moved
 
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 import numpy as np
 
 from mupax.presets import EMBEDDINGS, VECTORS, ParamSpec, Preset, Role
-from mupax.presets.analysis.health import NAMES, Column, Health, Trouble
+from mupax.presets.analysis.health import Column, Health, Trouble
 from mupax.presets.analysis.limits import Limit
 from mupax.presets.roles import BIASES
 
@@ -58,7 +58,7 @@ def slopes(
         spec = specs[name]
         if spec.moved_by_loads:
             continue
-        row, family, of = preset.row(spec), limit.family, NAMES.get(spec.role)
+        row, family, of = preset.row(spec), limit.family, limit.names.get(spec.role)
         if spec.role not in BIASES:
             found[f"weight/{label}", 0] = limit.x(row.multiplier * row.init_std)
         rate, change = limit.x(row.multiplier * row.lr(family)), gradient(spec, limit, preset, aligned=aligned)
@@ -180,7 +180,8 @@ def gradient(spec: ParamSpec, limit: Limit, preset: Preset, *, aligned: bool = T
         # logit grows or falls p goes to a constant as no power law does: 0.62, 0.91, 0.99, 1.00 under `sp` growing head_dim
         # from 64 to 512, a slope of +0.22, and the gain's gradient has -0.31 and -0.35 in place of -1/2.
         return None
-    limit, of = limit.of(spec.part), "embedding" if spec.role in EMBEDDINGS else NAMES.get(spec.role)
+    limit = limit.of(spec.part)
+    of = "embedding" if spec.role in EMBEDDINGS else limit.names.get(spec.role)
     effective = {name: x - limit.x(limit.rows[name].multiplier) for name, x in limit.gradient.items()}
     if of is not None:
         return effective[of] + own + (limit.unaligned if of == "router" and not aligned else 0.0)
@@ -202,14 +203,14 @@ def _vector(spec: ParamSpec, limit: Limit, effective: Mapping[str, float], align
         if spec.of is Role.READOUT:
             return 0.0
         return effective["embedding"] if spec.of in EMBEDDINGS else limit.weight("readout")
-    if spec.of is Role.ATTENTION_OUT:
+    if spec.of in (Role.ATTENTION_OUT, Role.MLP_OUT):
         return effective["attention out"] - limit.v
-    if spec.of in (Role.MLP_OUT, Role.EXPERT_OUT):
+    if spec.of is Role.EXPERT_OUT:
         return effective["MLP out"] - limit.hidden
-    if spec.role is Role.BIAS and spec.of in NAMES:
-        return effective[NAMES[spec.of]]
+    if spec.role is Role.BIAS and spec.of in limit.names:
+        return effective[limit.names[spec.of]]
     if spec.part == "cross":  # the norm that queries alone read
         return effective["query"]
-    if limit.part == "experts" and (limit.active or limit.growth.get("expert_dim") != limit.growth.get("embed")):
+    if limit.routed and (limit.active or limit.growth.get("expert_dim") != limit.growth.get("embed")):
         return None  # of the norm before experts: a sum over them that is independent at first (measured, a^-0.47) and aligned later
-    return max(effective["value"], effective["MLP in"])
+    return max(effective["value"], effective["MLP in"], effective.get("shared in", -math.inf))

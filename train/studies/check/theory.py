@@ -99,9 +99,8 @@ def of(
         raise PresetError(
             f"{preset.name} wants no lazy limit: its `vanishing` names no features; leave --accept lazy out"
         )
-    if {"experts", "mlp"} <= first.sizes.keys():
-        raise PresetError("theory has experts or an MLP, not both; leave model.shared_experts out")
-    part = "experts" if "experts" in first.sizes else ""
+    shared = {"experts", "mlp"} <= first.sizes.keys()
+    part = "shared experts" if shared else "experts" if "experts" in first.sizes else ""
     exponents, _ = growth(first.sizes, last.sizes)
     family = preset.family(optimizer)
     tied, encoded = first.tied_readout is not None, "encoder_layers" in first.sizes

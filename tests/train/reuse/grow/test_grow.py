@@ -228,6 +228,45 @@ def test_gradients_of_an_mlps_copies_add_up_to_its_own() -> None:
         np.testing.assert_allclose(move.moment(whole, 1).sum(1), whole, rtol=1e-5, atol=1e-9)
 
 
+ROUTED = dataclasses.replace(LM, **UPCYCLED, shared_experts=1)
+CHOOSY = RoutingConfig(capacity_factor=0.75, balance="bias")
+SEEING = dataclasses.replace(VIT, depth=1, norm="rmsnorm", experts=3, active_experts=2, expert_dim=9, routing=CHOOSY)
+OF_EXPERTS = {**BASE, "experts": 3, "active": 2, "expert_dim": 4}
+
+
+@pytest.mark.parametrize(
+    ("small", "change", "preset"),
+    [
+        (ROUTED, {"depth": 3, "expert_dim": 20}, presets.get("sp")),
+        (SEEING, {"width": 20, "head_dim": 6}, presets.get("mup", base=OF_EXPERTS)),
+    ],
+    ids=["softmax", "sigmoid"],
+)
+def test_copies_of_experts_are_the_same_function(small: Any, change: dict[str, Any], preset: Preset) -> None:
+    """Whatever the gate, beside shared experts, and with a capacity: all copies of an expert lack room for the same tokens."""
+    large = dataclasses.replace(small, experts=6, active_experts=4, **change)
+    assert Grown(small, large, preset).difference() < 3e-5
+
+
+def test_copies_of_experts_part_at_the_first_step() -> None:
+    large = dataclasses.replace(SEEING, experts=6, active_experts=4)
+    grown, equal = Grown(SEEING, large, PRESETS["sp"]), Grown(SEEING, large, PRESETS["sp"])
+    down = equal.new["block.experts.down"]
+    assert np.abs(down[:, 0::2] - down[:, 1::2]).min() > 0
+    down[:, 0::2] = down[:, 1::2] = (down[:, 0::2] + down[:, 1::2]) / 2  # the control: nothing tells them apart
+    old = gradients(grown.there, grown.before, grown.old)
+    parted, alike = (gradients(grown.here, grown.after, one.new) for one in (grown, equal))
+    for name, axis in {"router": 2, "up": 1, "down": 1}.items():
+        name, whole = f"block.experts.{name}", old[f"block.experts.{name}"]
+        for new, part in ((parted[name], True), (alike[name], False)):
+            one, other = (np.take(new, range(first, 6, 2), axis) for first in (0, 1))
+            np.testing.assert_allclose(one + other, whole, rtol=5e-3, atol=1e-3 * np.abs(whole).max())
+            # A last matrix reads what is alike until the others have moved.
+            assert (np.abs(one - other).max() > 0.05 * np.abs(one).max()) == (part and "down" not in name)
+        move = grown.plan.moves[name].moment(whole, 1)
+        np.testing.assert_allclose(np.take(move, range(0, 6, 2), axis) * 2, whole, rtol=1e-5)
+
+
 def gradients(at: Side, factors: Factors, params: Any) -> Any:
     goal = jnp.asarray(np.random.default_rng(3).standard_normal(logits(at, factors, params).shape))
     return jax.device_get(jax.jit(jax.grad(lambda p: jnp.mean(goal * logits(at, factors, p))))(params))
@@ -304,7 +343,8 @@ def test_how_far_adams_first_steps_go() -> None:
         (LM, {**UPCYCLED, "routing": RoutingConfig()}, "gate sigmoid .* do not add up to 1: .*routing.gate=softmax"),
         (LM, {**UPCYCLED, "routing": RoutingConfig(gate="softmax-all")}, "shares of a softmax over all experts"),
         (LM, {**UPCYCLED, "shared_experts": 1}, "leave shared_experts out"),
-        (dataclasses.replace(LM, **UPCYCLED), {"experts": 4}, "model.experts is 3 in the checkpoint and 4 in --to"),
+        (ROUTED, {"experts": 4}, "would become 4 and 2: .* write --set experts=6 active_experts=4, or keep"),
+        (ROUTED, {"experts": 6}, "crowd out the next ones; write --set experts=6 active_experts=4"),
         (LM, {"vocab_size": 19}, "model.vocab_size is 17 in the checkpoint and 19 in --to"),
         (LM, {"num_kv_heads": 2, "num_heads": 6, "qk_norm": True}, "model.qk_norm is False"),
         (
