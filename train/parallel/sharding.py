@@ -186,6 +186,5 @@ def abstract_batch(model: ModelConfig, batch_size: int, data: DataConfig | None 
     """
     example = model.example()
     example = example if data is None else example | data.more_of(example["inputs"])
-    return {
-        name: jax.ShapeDtypeStruct((batch_size, *of.shape), jax.numpy.dtype(of.dtype)) for name, of in example.items()
-    }  # pyright: ignore
+    arrays = example.items()
+    return {name: jax.ShapeDtypeStruct((batch_size, *of.shape), jax.numpy.dtype(of.dtype)) for name, of in arrays}  # pyright: ignore

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,12 @@ READ = ("--data.", "--mesh.", "--model.compute.")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluate(cli.CheckpointFlags):
-    """Loss and accuracy of any checkpoint of a run on its evaluation data, or on other data.
+    """Loss and accuracy of any checkpoint of a run on its evaluation data, or on other data; or of weights on data.
 
     The numbers are those that the run itself wrote at that step. Without --step the newest checkpoint is meant; where the run
     keeps a moving average of its parameters, that is evaluated, as in the run. The run's flags --data.*, --mesh.* and
     --model.compute.* work here too: --data.name text:PATH evaluates on another text, --mesh.data 1 on a single device.
+    WORKDIR may be a folder that `python -m zoo import` wrote, or one of Hugging Face, where --data.name says what to read.
     Of images there are also the top-5 accuracy, the expected calibration error (15 bins) and every class by itself.
     """
 
@@ -41,9 +42,15 @@ def main(argv: Sequence[str]) -> int:
         ConfigError, DataError, MeshError: settings or data that do not fit the model.
     """
     args, rest = command_line.parse_known(Evaluate, "python -m train eval", argv)
+    from mupax.train.reuse import pretrained
     from mupax.train.run.report import metrics
 
-    saved = restored("eval", "--step, --ema, --json", rest, args.workdir, args.step, args.average)
+    opened = functools.partial(pretrained.find, args.workdir, args.step, args.average)
+    saved = restored("eval", "--step, --ema, --json", rest, opened)
+    if saved.config.data.name in pretrained.NO_DATA.values():
+        raise command_line.UsageError(
+            f"{args.workdir} holds weights, which have no data of their own; add --data.name {saved.config.data.name}PATH"
+        )
     console = terminal.console()
     numbers = measured(saved, console)
     if args.json is not None:
@@ -53,31 +60,25 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def restored(
-    command: str, takes: str, rest: Sequence[str], workdir: Path, step: int | None, average: bool | None
-) -> Any:
-    """The `saved_run.SavedRun` to measure, its config with the flags of a run that a measurement reads (`READ`).
+def restored(command: str, takes: str, rest: Sequence[str], opened: Callable[[], Any]) -> Any:
+    """The `saved_run.Trained` to measure, or `pretrained.Weights`, its config with the flags of a run that a measurement reads (`READ`).
 
     Args:
         command: its name, for messages.
         takes: flags of its own, for messages.
         rest: words that are none of these.
-        workdir: of the run.
-        step: of the checkpoint; None is the newest.
-        average: whether the parameters are the moving average's; None where the run has one.
+        opened: gives it as it was recorded.
 
     Raises:
         UsageError: a flag that is not read.
     """
-    from mupax.train.checkpoints import saved_run
-
     for word in rest:
         if word.startswith("--") and not word.startswith(READ):
             flag = word.partition("=")[0]
             raise command_line.UsageError(
                 f"{command} does not read {flag}; it takes {takes}, and a run's {', '.join(READ)}*"
             )
-    saved = saved_run.find(workdir, step, average)
+    saved = opened()
     return saved._replace(config=cli.parse(command, lambda: saved.config, rest).config)
 
 
@@ -172,7 +173,8 @@ def show(console: Any, numbers: dict[str, Any]) -> None:
         console: for the title; the table goes to stdout.
         numbers: of `measured`.
     """
-    other = "" if numbers["data_of_the_run"] else ", other data than the run's"
+    name, step = Path(numbers["workdir"]).name, numbers["step"]
+    other = "" if numbers["data_of_the_run"] or step is None else ", other data than the run's"
     text = {"bits per byte": f"{numbers['bits_per_byte']:.4f}"} if "bits_per_byte" in numbers else {}
     rows = {
         "weights": "moving average" if numbers["weights"] == "ema" else "parameters",
@@ -189,7 +191,7 @@ def show(console: Any, numbers: dict[str, Any]) -> None:
         "examples": f"{numbers['examples']:,}, {numbers['targets']:,} targets",
         "time": f"{numbers['seconds']:.1f} s",
     }
-    title = f"step {numbers['step']} of {Path(numbers['workdir']).name} on {numbers['data']}{other}"
+    title = f"{name if step is None else f'step {step} of {name}'} on {numbers['data']}{other}"
     console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
     print(terminal.table([*rows.items()]))
     if "classes" in numbers:

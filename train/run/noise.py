@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -95,7 +96,10 @@ def main(argv: Sequence[str]) -> int:
         ConfigError, DataError, MeshError: settings or data that do not fit the model.
     """
     args, rest = command_line.parse_known(Noise, "python -m train noise", argv)
-    saved = restored("noise", "--step, --ema, --batches, --json", rest, args.workdir, args.step, args.ema)
+    from mupax.train.checkpoints import saved_run
+
+    opened = functools.partial(saved_run.find, args.workdir, args.step, args.ema)
+    saved = restored("noise", "--step, --ema, --batches, --json", rest, opened)
     products, groups = measured(saved, args.batches)
     batch = saved.config.data.batch_size
     whole = noise_scale(sum(products.values(), np.zeros([args.batches] * 2)), batch)

@@ -7,14 +7,14 @@ already in q. Softmax is in float32.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from mupax.zoo import partition
 from mupax.zoo.families import AttentionName, ConfigError
-from mupax.zoo.layers.cpu_attention import TILE, merged_attention, tiled_attention, within
-from mupax.zoo.layers.linear import softcapped
+from mupax.zoo.layers.cpu_attention import TILE, merged_attention, tiled_attention
 from mupax.zoo.partition import LANES
 
 Shaped = jax.Array | jax.ShapeDtypeStruct
@@ -55,12 +55,12 @@ def attend(
     Raises:
         ConfigError: as `chosen`.
     """
+    others: dict[str, Any] = {"window": window, "cap": cap, "segments_BT": segments_BT}
     queries, values = q_BTHN.shape[-1], v_BSKN.shape[-1]
     if queries != values:  # zeros change no product
         most = max(queries, values)
         wide = (jnp.pad(x, (*((0, 0),) * 3, (0, most - x.shape[-1]))) for x in (q_BTHN, k_BSKN, v_BSKN))
-        sight = {"causal": causal, "window": window, "cap": cap, "segments_BT": segments_BT}
-        return attend(*wide, **sight, implementation=implementation, block=block)[..., :values]
+        return attend(*wide, causal=causal, **others, implementation=implementation, block=block)[..., :values]
     layout, apart = partition.current(), segments_BT is not None
     implementation = chosen(implementation, q_BTHN, k_BSKN, causal, window, cap, apart)
     # Where positions are split, every device keeps its queries, and but for a ring gathers all keys and values.
@@ -73,57 +73,14 @@ def attend(
             return flash.cudnn_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, segments_BT=segments_BT)
         if implementation == "ring":
             return flash.ring_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, block=block)
-        sight = {"causal": causal, "window": window, "cap": cap, "segments_BT": segments_BT}
-        return flash.splash_attention(q_BTHN, k_BSKN, v_BSKN, **sight, block=block)
-    others = {"window": window, "cap": cap, "segments_BT": segments_BT}
+        return flash.splash_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, **others, block=block)
     if layout.platform == "cpu" and all(layout.ways(axis) == 1 for axis in ("sequence", "heads", "kv_heads")):
         if causal and q_BTHN.shape[1] > TILE:
             return tiled_attention(q_BTHN, k_BSKN, v_BSKN, **others)
         return merged_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, **others)
-    if cap is not None:
-        return _capped(q_BTHN, k_BSKN, v_BSKN, causal=causal, **others)
-    before, mask_B1TS = (
-        (None if window is None else (window - 1, 0)),
-        None if segments_BT is None else within(segments_BT)[:, None],
-    )
-    return jax.nn.dot_product_attention(
-        q_BTHN,
-        k_BSKN,
-        v_BSKN,
-        None,
-        mask_B1TS,
-        scale=1.0,
-        is_causal=causal,
-        local_window_size=before,
-        implementation="xla",
-    )
+    from mupax.zoo.layers import split_attention
 
-
-def _capped(
-    q_BTHN: jax.Array,
-    k_BSKN: jax.Array,
-    v_BSKN: jax.Array,
-    *,
-    causal: bool,
-    window: int | None,
-    cap: float | None,
-    segments_BT: jax.Array | None,
-) -> jax.Array:
-    """Attention by whole products, dimensions as they are, so that devices may split any of them."""
-    (*lead, heads, size), kv_heads = q_BTHN.shape, k_BSKN.shape[2]
-    q_BTKGN = q_BTHN.reshape(*lead, kv_heads, heads // kv_heads, size)
-    logits_BKGTS = jnp.einsum("btkgn,bskn->bkgts", q_BTKGN, k_BSKN, preferred_element_type=jnp.float32)
-    logits_BKGTS = softcapped(logits_BKGTS, cap)
-    if causal:
-        shape = logits_BKGTS.shape[-2:]
-        seen_TS = jnp.tri(*shape, dtype=bool)
-        seen_TS = seen_TS if window is None else seen_TS & ~jnp.tri(*shape, k=-window, dtype=bool)
-        logits_BKGTS = jnp.where(seen_TS, logits_BKGTS, jnp.finfo(jnp.float32).min)
-    if segments_BT is not None:
-        seen_B11TS = within(segments_BT)[:, None, None]
-        logits_BKGTS = jnp.where(seen_B11TS, logits_BKGTS, jnp.finfo(jnp.float32).min)
-    weights_BKGTS = jax.nn.softmax(logits_BKGTS, axis=-1).astype(v_BSKN.dtype)
-    return jnp.einsum("bkgts,bskn->btkgn", weights_BKGTS, v_BSKN).reshape(q_BTHN.shape)
+    return split_attention.attend(q_BTHN, k_BSKN, v_BSKN, causal=causal, **others)
 
 
 def chosen(

@@ -12,10 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as Library
+from tokenizers import models, pre_tokenizers, processors
 
 from mupax.train.__main__ import main
 from mupax.train.checkpoints import saved_run
+from mupax.train.data.text.tokenizer import Bytes, Subwords
 from mupax.train.run.report import metrics
+from mupax.zoo.__main__ import main as zoo
 
 WORDS = ("def", "return", "import", "class", "self", "value", "lambda", "yield", "while", "None")
 LM = (
@@ -161,7 +165,7 @@ def test_nothing_to_continue_begins_a_document() -> None:
         ("eval lm --data.name text:none.txt", "none.txt"),
         ("eval lm --mesh.data 3", "the mesh needs 3 devices"),
         ("generate nothing --prompt a", "nothing holds no run"),
-        ("generate vit --prompt a", "the run in vit trained a vit; only decoders and encoder-decoders write text"),
+        ("generate vit --prompt a", "vit holds a vit; only decoders and encoder-decoders write text"),
         ("generate lm --prompt a --step 9", "lm has no checkpoint of step 9; there are 2, 4"),
         ("generate lm --prompt a --top-p 2", "top-p is 2.0; write a probability above 0 and up to 1"),
         ("generate lm --prompt a --temperature -1", "temperature is -1.0"),
@@ -201,3 +205,48 @@ def test_a_run_without_its_tokenizer_is_refused() -> None:
     shutil.rmtree("moved/checkpoints")
     with pytest.raises(ValueError, match="has no checkpoint yet"):
         saved_run.find(Path("moved"))
+
+
+def test_weights_alone_write_and_are_evaluated_as_their_run() -> None:
+    assert zoo(["export", "lm", "--out", "exported"]) == 0
+    assert zoo(["import", "exported", "--out", "imported", "--preset", "mup", "--base", "lm-proxy"]) == 0
+    asked = ["--prompt", "def ", "--tokens", "8", "--temperature", "0"]
+    code, text, _ = run("generate", "lm", "--no-ema", *asked)
+    numbers, _ = evaluated("lm", "--no-ema")
+    other = ["--data.name", "text:text.txt", "--data.tokenizer", "bytes", "--data.eval-examples", "100"]
+    for name in ("exported", "imported"):
+        assert run("generate", name, *asked, "--data.tokenizer", "bytes")[:2] == (code, text) != (0, "def \n")
+        found, table = evaluated(name, *other)
+        assert found["loss"] == pytest.approx(numbers["loss"], abs=1e-5)
+        assert found["step"] is None
+        assert table.startswith(f"{name} on text:text.txt\n")
+    wrong = {
+        "generate exported --prompt a": "no tokenizer at exported/tokenizer.json; write data.tokenizer as bytes",
+        "generate exported --prompt a --step 3": "holds weights, and no run with steps",
+        "generate lm --prompt a --data.tokenizer bytes": "for weights alone, and the run in lm has its own",
+        "eval exported": "holds weights, which have no data of their own; add --data.name text:PATH",
+        "eval exported --data.name text:text.txt": "no tokenizer at exported/tokenizer.json",
+        "noise exported": "exported",
+    }
+    for words, message in wrong.items():
+        code, out, err = run(*words.split())
+        assert (code, out, message in err) == (2, "", True), err
+
+    tokens = {"<unk>": 0, "<s>": 1, "</s>": 2, "def": 3, "self": 4}
+    library = Library(models.WordLevel(tokens, unk_token="<unk>"))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    library.add_special_tokens(["<s>", "</s>"])
+    library.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    library.save("exported/tokenizer.json")
+    opened = Subwords(Path("exported/tokenizer.json"))
+    assert (opened.start.tolist(), opened.separator, Bytes().start.tolist()) == ([1], 2, [])
+    code, text, _ = run("generate", "exported", "--prompt", "def self", "--tokens", "3")
+    assert code == 0
+    assert text.startswith("def self")
+    library.add_tokens([f"w{i}" for i in range(301)])
+    library.save("exported/tokenizer.json")
+    code, out, err = run("generate", "exported", "--prompt", "w299", "--tokens", "3")
+    assert (code, out) == (2, "")
+    assert "the prompt has the token 304, and the model knows those below 256" in err

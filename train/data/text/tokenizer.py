@@ -50,6 +50,11 @@ class Bytes:
         """Text of ids; bytes that are no UTF-8 come out as U+FFFD."""
         return bytes(int(i) for i in ids if i != self.separator).decode("utf-8", errors="replace")
 
+    @property
+    def start(self) -> np.ndarray:
+        """What the tokenizer puts before a text that stands alone, int32 [length]: nothing, or the token that begins one."""
+        return np.zeros(0, np.int32)
+
     def find(self, *names: str) -> int | None:
         """Id of the first of these tokens that the vocabulary has; None where it has none of them."""
         return None
@@ -132,6 +137,13 @@ class Subwords:
     def decode(self, ids: Iterable[int]) -> str:
         with self._calling():
             return self._library.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    @property
+    def start(self) -> np.ndarray:
+        with self._calling():
+            alone = self._library.encode("a", add_special_tokens=True)
+        count = next((i for i, special in enumerate(alone.special_tokens_mask) if not special), 0)
+        return np.array(alone.ids[:count], np.int32)
 
     def find(self, *names: str) -> int | None:
         return next((i for i in map(self._library.token_to_id, names) if i is not None), None)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from mupax.train.checkpoints.saved_run import Trained
     from mupax.train.reuse.generate.decode import Generator
+    from mupax.train.reuse.pretrained import Weights
 
 UNFINISHED = "\ufffd"
 """What bytes that are no character yet come out as."""
@@ -27,6 +28,8 @@ UNFINISHED = "\ufffd"
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generate(CheckpointFlags):
     """Text from any checkpoint of a language model; of an encoder-decoder, what it makes of a text with `<mask>` (or `<0>`, `<1>`) in it.
+
+    WORKDIR may be weights alone, too: a folder that `python -m zoo import` wrote, or one of Hugging Face.
 
     The text goes to stdout as it is made, what it took to stderr. Without --step the newest checkpoint writes; where the run
     keeps a moving average of its parameters, that does. One device makes it, with a cache of keys and values, so that a token
@@ -48,6 +51,8 @@ class Generate(CheckpointFlags):
     """Of the draws."""
     samples: Annotated[int, conf.arg(metavar="N")] = 1
     """Texts, made side by side."""
+    tokenizer: Annotated[str | None, conf.arg(name="data.tokenizer", metavar="bytes|FILE")] = None
+    """Of weights without a run, where no tokenizer.json lies beside them."""
     beams: Annotated[int, conf.arg(metavar="K")] = 1
     """Encoder-decoders, at temperature 0: keep the K likeliest texts so far."""
 
@@ -55,15 +60,17 @@ class Generate(CheckpointFlags):
 def main(argv: Sequence[str]) -> int:
     """Writes the text; 0 when done. Raises UsageError, WorkdirError, DecodingError or DataError for what does not fit."""
     args = command_line.parse(Generate, "python -m train generate", argv)
-    from mupax.train.checkpoints import saved_run
+    from mupax.train.checkpoints.saved_run import Trained
+    from mupax.train.checkpoints.workdir import WorkdirError
+    from mupax.train.reuse import pretrained
     from mupax.train.reuse.generate.decode import DecodingError, Generator, Sampling
 
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     for name, least in (("tokens", 0), ("samples", 1), ("seed", 0)):
         if getattr(args, name) < least:
             raise DecodingError(f"--{name} is {getattr(args, name)}; write a whole number of at least {least}")
-    run = saved_run.find(args.workdir, args.step, args.average)
-    if run.config.model.denoises:
+    run = _opened(args)
+    if isinstance(run, Trained) and run.config.model.denoises:
         from mupax.train.reuse.generate import denoised
 
         return denoised.main(args, run, _tokenizer(run), sampling)
@@ -72,8 +79,8 @@ def main(argv: Sequence[str]) -> int:
             f"--beams {args.beams} is for encoder-decoders, and the run is a {run.config.model.family}; leave it out"
         )
     if not run.config.model.generates:
-        raise saved_run.WorkdirError(
-            f"the run in {args.workdir} trained a {run.config.model.family}; only decoders and encoder-decoders write text"
+        raise WorkdirError(
+            f"{args.workdir} holds a {run.config.model.family}; only decoders and encoder-decoders write text"
         )
     import numpy as np
 
@@ -82,14 +89,20 @@ def main(argv: Sequence[str]) -> int:
     tokenizer = _tokenizer(run)
     text = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt
     prompt = tokenizer.encode([text.encode("utf-8", "surrogateescape")])[0]
+    if run.step is None:  # as their own library has it
+        prompt = np.concatenate([tokenizer.start, prompt])
+    if (prompt >= run.config.model.sizes()["vocab"]).any():
+        raise DecodingError(
+            f"the prompt has the token {prompt.max()}, and the model knows those below {run.config.model.sizes()['vocab']}; "
+            "the tokenizer is another model's"
+        )
     if not prompt.size:
         prompt = np.array([tokenizer.separator], np.int32)
     program = runs.on_one_device(run.config)
     params = run.params(program.abstract)
     generator = Generator(program, params, program.step_inputs(), sampling=sampling, samples=args.samples)
     cost = write(generator, tokenizer, text, prompt, args.tokens, args.seed)
-    weights = "its moving average" if run.weights == "ema" else "its parameters"
-    print(f"step {run.step} of {args.workdir}, {weights}: {cost}", file=sys.stderr)
+    print(f"{pretrained.described(run, args.workdir)}: {cost}", file=sys.stderr)
     return 0
 
 
@@ -149,7 +162,22 @@ def pieces(parts: Iterator[list[int]], tokenizer: Any) -> Iterator[str]:
     yield tokenizer.decode(ids)[len(shown) :]
 
 
-def _tokenizer(run: Trained) -> Any:
+def _opened(args: Generate) -> Trained | Weights:
+    """The model; raises UsageError where the tokenizer of a run is said anew."""
+    from mupax.train.reuse import pretrained
+
+    run = pretrained.find(args.workdir, args.step, args.average)
+    if args.tokenizer is None:
+        return run
+    if run.step is not None:
+        raise command_line.UsageError(
+            f"--data.tokenizer is for weights alone, and the run in {args.workdir} has its own; leave it out"
+        )
+    data = dataclasses.replace(run.config.data, tokenizer=args.tokenizer)
+    return run._replace(config=dataclasses.replace(run.config, data=data))
+
+
+def _tokenizer(run: Trained | Weights) -> Any:
     """The run's tokenizer; its data only where that has made it. Raises DataError where it is not here, or is another."""
     from mupax.train import data as data_sources
     from mupax.train.data import DataError

@@ -51,7 +51,7 @@ def main(args: Any, run: Trained, tokenizer: Any, sampling: Sampling) -> int:
     Raises:
         DecodingError: the prompt is longer than the model's inputs, or beams with a temperature.
     """
-    from mupax.train.reuse import runs
+    from mupax.train.reuse import pretrained, runs
 
     began, config = time.monotonic(), run.config
     sizes, noise = config.model.sizes(), noise_of(config.data)
@@ -73,9 +73,8 @@ def main(args: Any, run: Trained, tokenizer: Any, sampling: Sampling) -> int:
         tokens = restored(prompt, row, ids) if noise.name == "sentinels" else row.tolist()
         print(f"--- sample {number}") if args.samples > 1 else None
         print(tokenizer.decode([i for i in tokens if i not in ids.names() and i < tokenizer.vocab_size]))
-    weights = "its moving average" if run.weights == "ema" else "its parameters"
     count, seconds = sum(map(len, rows)), time.monotonic() - began
-    print(f"step {run.step} of {args.workdir}, {weights}: {count:,} tokens in {seconds:.1f} s", file=sys.stderr)
+    print(f"{pretrained.described(run, args.workdir)}: {count:,} tokens in {seconds:.1f} s", file=sys.stderr)
     return 0
 
 

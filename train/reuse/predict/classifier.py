@@ -11,15 +11,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from mupax.train.checkpoints import saved_run
-from mupax.train.config.data import DataConfig
-from mupax.train.config.preset import PresetConfig
-from mupax.train.config.run import Config
 from mupax.train.core.program import Program
 from mupax.train.data import DataError, crops, images
 from mupax.train.data.sources import folders
-from mupax.train.reuse import runs
-from mupax.train.reuse import source as pretrained
+from mupax.train.reuse import pretrained, runs
 from mupax.train.reuse.image_input import ImageInput
 from mupax.train.reuse.outline import Outline, WeightsError
 from mupax.zoo.definition import Arrays
@@ -110,20 +105,7 @@ def classifier(path: Path, outline: Outline, step: int | None, average: bool | N
             f"{path} holds a {model.family}, which reads text; predict is for models of images, and `python -m train generate` for text"
         )
     folders.check_channels(str(path), model.channels)
-    if outline.run is not None:
-        saved = saved_run.find(path, step, average)
-        data = dataclasses.replace(saved.config.data, eval_batch_size=batch_size)
-        program = runs.on_one_device(dataclasses.replace(saved.config, data=data))
-        weights = "its moving average" if saved.weights == "ema" else "its parameters"
-        described = f"step {saved.step} of {path}, {weights}"
-        return Classifier(program, saved.params(program.abstract), outline.images, described)
-    if step is not None or average is not None:
-        raise WeightsError(
-            f"{path} holds weights, and no run with steps or a moving average; leave --step and --ema out"
-        )
-    data = DataConfig(name="images:.", batch_size=batch_size)
-    preset = outline.preset or PresetConfig(name="sp")
-    program = runs.on_one_device(Config(recipe="predict", model=model, data=data, preset=preset, steps=1))
-    params = pretrained.place(pretrained.read(path), program.definition, program.inputs.factors)
-    placed = {name: jax.device_put(params[name], leaf.sharding) for name, leaf in program.abstract.params.items()}
-    return Classifier(program, placed, outline.images, str(path))
+    opened = pretrained.find(path, step, average)
+    data = dataclasses.replace(opened.config.data, eval_batch_size=batch_size)
+    program = runs.on_one_device(dataclasses.replace(opened.config, data=data))
+    return Classifier(program, opened.params(program.abstract), outline.images, pretrained.described(opened, path))

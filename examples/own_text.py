@@ -1,0 +1,107 @@
+"""From text of one's own to a model that writes it, here and elsewhere: records, a tokenizer, the best rate of a small model, a larger one.
+
+    python examples/own_text.py
+
+in a new folder: the texts are what Python's standard library says of itself, a docstring a line of JSON. Each line that it
+prints can be typed with another folder. About three minutes on two CPU cores. The last part needs `transformers`.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import io
+import json
+import shlex
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mupax.presets.__main__ import main as presets
+from mupax.train.__main__ import main as train
+from mupax.train.data.__main__ import main as data
+from mupax.zoo.__main__ import main as zoo
+
+DATA = "--data.name records:mine --data.document-mask --data.tokenizer bpe:1024 --model.vocab-size 1024"
+SMALL = "--model lm-proxy --model.depth 2 --model.seq-len 64"
+LARGE = f"{SMALL} --model.width 128 --model.num-heads 4 --model.depth 4"
+ROOMS = {"train": train, "presets": presets, "data": data, "zoo": zoo}
+PROMPT, TOKENS = "Return the ", 40
+
+
+def docstrings(most: int) -> Iterator[str]:
+    """What modules, classes and functions of the standard library say of themselves.
+
+    Args:
+        most: how many.
+    """
+    count = 0
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+                yield inspect.cleandoc(text)
+                count += 1
+                if count == most:
+                    return
+
+
+def run(words: str) -> str:
+    """What a command prints; its line is shown first.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    room, *rest = shlex.split(words)
+    print(f"$ {'python -m mupax.train.data' if room == 'data' else f'mupax {room}'} {shlex.join(rest)}", flush=True)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = ROOMS[room](rest)
+    if code:
+        print(out.getvalue())
+        raise SystemExit(code)
+    return out.getvalue()
+
+
+def elsewhere(folder: Path) -> str:
+    """The likeliest text as `transformers` writes it with an exported folder; it ends where a document does."""
+    import transformers
+
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = tokenizer(PROMPT, return_tensors="pt")
+    written = model.generate(**ids, max_new_tokens=TOKENS, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+    return tokenizer.decode(written[0], skip_special_tokens=True)
+
+
+def main(
+    lr: str = "2^-9:2^-4:6", small: str = "--steps 150", large: str = "--steps 400", texts: int = 4000
+) -> tuple[str, str]:
+    """All of it, in the present folder; the likeliest text that the model writes here, and elsewhere.
+
+    Args:
+        lr: rates of the sweep.
+        small: flags of its runs.
+        large: flags of the run that uses its best rate.
+        texts: how many records are made.
+    """
+    Path("mine").mkdir()
+    lines = (json.dumps({"text": text}) for text in docstrings(texts))
+    Path("mine/docstrings.jsonl").write_text("\n".join(lines) + "\n")
+    print(run("data prepare records:mine --tokenizer bpe:1024"))
+    print(run(f"train sweep lm-tiny {SMALL} {DATA} --lr {lr} --preset mup --save-tuned own {small}"))
+    print(run("presets tuned mup:own"))
+    run(f"train lm-tiny {LARGE} {DATA} --preset mup:own --workdir runs/mine {large}")
+    print(run("train eval runs/mine"))
+    print(run(f"train generate runs/mine --prompt '{PROMPT}' --tokens {TOKENS} --seed 1"))
+    here = run(f"train generate runs/mine --prompt '{PROMPT}' --tokens {TOKENS} --temperature 0")
+    run("zoo export runs/mine --out exported")
+    there = elsewhere(Path("exported"))
+    print(f"transformers writes {'the same' if here.startswith(there) else f'otherwise: {there}'}")
+    return here, there
+
+
+if __name__ == "__main__":
+    main(large=" ".join(["--steps 400", *sys.argv[1:]]))

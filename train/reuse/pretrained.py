@@ -1,0 +1,116 @@
+"""A trained model of any origin, opened for use: a step of a run, or weights alone, which lie in a folder of their own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from mupax.disk import JsonError, read_json
+from mupax.train.checkpoints import saved_run
+from mupax.train.config.data import DataConfig, PixelsConfig
+from mupax.train.config.preset import PresetConfig, preset_of
+from mupax.train.config.run import Config
+from mupax.train.reuse.outline import CONFIG, MODEL, WeightsError, outline
+
+if TYPE_CHECKING:
+    from mupax.zoo.definition import Arrays
+
+TOKENIZER = "tokenizer.json"
+"""Beside weights of text."""
+NO_DATA = {"tokens": "text:", "images": "images:"}
+"""data.name of weights, which say what they read and not where it is."""
+_BATCH = 8
+
+
+class Weights(NamedTuple):
+    """Weights without a run; beside its `params` it has what `saved_run.Trained` has."""
+
+    workdir: Path
+    """Where they lie."""
+    config: Config
+    """Of a run with this model and preset, whose data have no place (`NO_DATA`)."""
+    facts: dict[str, Any]
+    """Names of classes, where there are."""
+    step: None = None
+    weights: Literal["params"] = "params"
+
+    def params(self, abstract: Any) -> Arrays:
+        """The weights as the config's preset has them, each in its sharding; what was left out or added is said on stderr.
+
+        Args:
+            abstract: the state of a program of `config`.
+
+        Raises:
+            WeightsError, TensorFileError: weights that do not fit, or a damaged file.
+        """
+        import jax
+
+        from mupax.train.core.factors import resolve
+        from mupax.train.reuse import source
+        from mupax.zoo.definition import definition
+
+        model = definition(self.config.model)
+        factors = resolve(preset_of(self.config), model)
+        weights = source.read(self.workdir)
+        for note in weights.notes:
+            print(f"note: {note}", file=sys.stderr)
+        placed = source.place(weights, model, factors)
+        return {name: jax.device_put(placed[name], leaf.sharding) for name, leaf in abstract.params.items()}
+
+
+def described(opened: saved_run.Trained | Weights, path: Path) -> str:
+    """Which weights they are, in words.
+
+    Args:
+        opened: of `find`.
+        path: as it was written.
+    """
+    if opened.step is None:
+        return str(path)
+    return f"step {opened.step} of {path}, {'its moving average' if opened.weights == 'ema' else 'its parameters'}"
+
+
+def find(path: Path, step: int | None = None, average: bool | None = None) -> saved_run.Trained | Weights:
+    """What a path names, without its arrays.
+
+    Args:
+        path: a run's workdir, one of its steps, a folder that `python -m zoo import` wrote, or one of Hugging Face.
+        step: of a run, which checkpoint; the newest unless given.
+        average: whether the moving average is meant; where the run has one, unless given.
+
+    Raises:
+        WorkdirError, ConfigError, JsonError: as `saved_run.find`.
+        WeightsError: a step or an average of weights that have none, or weights of an encoder-decoder, which reads text with noise.
+    """
+    if not _is_weights(path):
+        return saved_run.find(path, step, average)
+    if step is not None or average is not None:
+        raise WeightsError(
+            f"{path} holds weights, and no run with steps or a moving average; leave --step and --ema out"
+        )
+    origin = outline(path)
+    model, images = origin.model, origin.images
+    if model.denoises:
+        raise WeightsError(
+            f"{path} holds an {model.family}, and not what noise it was trained on; start `python -m train ed-tiny` with --init-from "
+            "and --data.noise, and use that run"
+        )
+    data = DataConfig(
+        name=NO_DATA[model.task],
+        batch_size=_BATCH,
+        tokenizer=str(path / TOKENIZER) if model.task == "tokens" else "bytes",
+        pixels=PixelsConfig() if images is None else images.pixels,
+    )
+    config = Config(recipe="weights", model=model, data=data, preset=origin.preset or PresetConfig(name="sp"), steps=1)
+    names = None if images is None else images.class_names
+    return Weights(path, config, {} if names is None else {"class_names": list(names)})
+
+
+def _is_weights(path: Path) -> bool:
+    if (path / MODEL).is_file():
+        return True
+    try:
+        return (path / CONFIG).is_file() and "model_type" in read_json(path / CONFIG)
+    except JsonError:
+        return False  # a run, whose record may lie in its checkpoints too
