@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any, cast
 
+import jax
 import numpy as np
 import pytest
 from PIL import Image
@@ -16,6 +17,9 @@ from sklearn.datasets import load_digits
 
 from mupax.train.__main__ import main
 from mupax.zoo.__main__ import main as zoo_main
+from tests.programs import shared_programs
+
+__all__ = ["shared_programs"]  # a fixture
 
 SMALL = (
     "--model.width 16 --model.depth 1 --model.num-heads 2 --data.batch-size 16 --data.eval-batch-size 64 "
@@ -104,7 +108,7 @@ def test_answers_are_those_of_the_evaluation() -> None:
     digits = cast("Any", load_digits())
     pixels = digits.images[:140, ..., None].astype(np.float32)
     logits = np.asarray(
-        model(source._seen([(x, 0) for x in pixels], range(140), source._eval_view, np.zeros((140, 5)))[0])
+        jax.jit(model)(source._seen([(x, 0) for x in pixels], range(140), source._eval_view, np.zeros((140, 5)))[0])
     )
     exact = logits - np.log(np.exp(logits).sum(1, keepdims=True))
     truth = -exact[np.arange(140), digits.target[:140]].mean()

@@ -33,15 +33,16 @@ from mupax.train.config.run import (
     OptimizerConfig,
     PresetConfig,
 )
-from mupax.train.core.program import assemble
+from mupax.train.core.program import Program, assemble
 from mupax.train.data.text.batches import TokenData
 from mupax.train.parallel import distributed
 from mupax.train.parallel.processes import place
 from mupax.train.run import loop
 from mupax.zoo.configs import ComputeConfig, DecoderConfig, ViTConfig
+from tests.programs import shared_programs
 from tests.train.run.test_loop import folder
 
-__all__ = ["folder"]  # a fixture
+__all__ = ["folder", "shared_programs"]  # fixtures
 
 TESTS = next(path for path in Path(__file__).resolve().parents if path.name == "tests")
 
@@ -83,16 +84,34 @@ def changed(config: Any, path: str, value: Any) -> Any:
 
 
 @functools.cache
-def program(config: Config) -> str:
-    """Digest of the abstract state with its shardings, the step's jaxpr, all numbers it is given, and the mesh."""
-    made = assemble(config)
+def program(config: Config) -> Program:
+    """The step's program; `same` says whether two are one."""
+    return assemble(config)
+
+
+@functools.cache
+def numbers(config: Config) -> str:
+    """Digest of the abstract state with its shardings, all numbers the step is given, the mesh and how batches lie on it."""
+    made = program(config)
     leaves, shape = jax.tree.flatten(made.abstract)
-    jaxpr = re.sub(r"0x[0-9a-f]+", "", str(made.trace_train().jaxpr))
-    numbers = [(np.asarray(leaf).tobytes(), np.shape(leaf)) for leaf in jax.tree.leaves((made.inputs, made.stds))]
+    values = [(np.asarray(leaf).tobytes(), np.shape(leaf)) for leaf in jax.tree.leaves((made.inputs, made.stds))]
     mesh = [device.id for device in made.mesh.devices.flat], made.mesh.shape
     feed = made.eval_feed().rows
-    parts = [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves], shape, jaxpr, numbers, mesh, feed
+    parts = [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves], shape, values, mesh, feed
     return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+@functools.cache
+def jaxpr(config: Config) -> str:
+    """The step itself, which takes longest to make."""
+    return re.sub(r"0x[0-9a-f]+", "", str(program(config).trace_train().jaxpr))
+
+
+def same(observe: Callable[[Config], Any], one: Config, other: Config) -> bool:
+    """Whether two configs show the same. Steps are traced only where all that they are given is equal."""
+    if observe is program:
+        return numbers(one) == numbers(other) and jaxpr(one) == jaxpr(other)
+    return observe(one) == observe(other)
 
 
 def start(config: Config) -> bytes:
@@ -298,7 +317,7 @@ def is_dead(path: str, way: Way) -> bool:
     if isinstance(way, Shown):
         return way.words not in (TESTS / way.file).read_text()
     observe, config, value = way
-    return observe(config) == observe(changed(config, path, value))
+    return same(observe, config, changed(config, path, value))
 
 
 def test_every_field_says_how_it_is_decided() -> None:

@@ -20,6 +20,9 @@ from mupax.train.checkpoints import saved_run
 from mupax.train.data.text.tokenizer import Bytes, Subwords
 from mupax.train.run.report import metrics
 from mupax.zoo.__main__ import main as zoo
+from tests.programs import shared_programs
+
+__all__ = ["shared_programs"]  # a fixture
 
 WORDS = ("def", "return", "import", "class", "self", "value", "lambda", "yield", "while", "None")
 LM = (

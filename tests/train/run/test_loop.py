@@ -30,6 +30,9 @@ from mupax.train.core.state import TrainState
 from mupax.train.run.report import metrics
 from mupax.zoo import flops
 from mupax.zoo.configs import ModelConfig
+from tests.programs import own_programs, shared_programs
+
+__all__ = ["own_programs", "shared_programs"]  # fixtures
 
 ROOT = Path(__file__).resolve().parents[3]
 STEPS = 6
@@ -229,6 +232,7 @@ def test_a_vision_run_leaves_a_picture(folder: Path) -> None:
 # Layouts
 
 
+@pytest.mark.usefixtures("own_programs")
 def test_a_state_that_lies_as_the_compiler_likes_trains_alike(plain: Done, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on TPU. Here the choice is made up: every matrix the other way round."""
 
@@ -254,10 +258,12 @@ def test_a_state_that_lies_as_the_compiler_likes_trains_alike(plain: Done, monke
     got, want = evaluations("free"), evaluations("plain")
     assert [r["eval_loss"] for r in got] == pytest.approx([r["eval_loss"] for r in want], rel=1e-5)
     seen.clear()
-    assert train("--workdir", "free", "--resume", "--resume-change", "schedule", "--steps", str(STEPS + 1)).code == 0
+    words = ("--resume", "--resume-change", "schedule", "--steps", str(STEPS + 1), "--log.no-samples")
+    assert train("--workdir", "free", *words).code == 0
     assert seen
 
 
+@pytest.mark.usefixtures("own_programs")
 def test_a_run_traces_its_step_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps, evaluations, checkpoints and a learning rate that changes with every step: one trace, one program."""
     make, traced = compile.make_train_step, []
@@ -268,7 +274,7 @@ def test_a_run_traces_its_step_once(folder: Path, monkeypatch: pytest.MonkeyPatc
         return step
 
     monkeypatch.setattr(compile, "make_train_step", counted)
-    assert train("--workdir", "traced").code == 0
+    assert train("--workdir", "traced", "--log.no-samples").code == 0
     assert len(traced) == 1
 
 
@@ -298,7 +304,7 @@ def test_accumulation_from_the_command_line(plain: Done) -> None:
 
 
 def test_two_devices_from_the_command_line(plain: Done) -> None:
-    done = elsewhere(["--workdir", "two", "--mesh.data", "1", "--mesh.fsdp", "2"], devices=2)
+    done = elsewhere(["--workdir", "two", "--mesh.data", "1", "--mesh.fsdp", "2", "--log.no-samples"], devices=2)
     assert done.code == 0, done.err
     assert not done.err
     assert "fsdp 2" in done.out
@@ -337,10 +343,10 @@ def test_a_full_disk_ends_a_run_that_then_goes_on(plain: Done, monkeypatch: pyte
 
     with monkeypatch.context() as patch:
         patch.setattr(metrics.os, "fsync", full)
-        failed = train("--workdir", "full")
+        failed = train("--workdir", "full", "--log.no-samples")
     assert failed.code == 1
     assert failed.err.startswith("error: could not write")
     assert "No space left on device" in failed.err
     assert len(failed.err.splitlines()) == 1
-    assert train("--workdir", "full", "--resume").code == 0
+    assert train("--workdir", "full", "--resume", "--log.no-samples").code == 0
     assert [row["loss"] for row in rows("full")] == [row["loss"] for row in rows("plain")]

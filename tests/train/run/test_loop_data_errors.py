@@ -12,9 +12,10 @@ from PIL import Image
 from mupax.train.data import DataError
 from mupax.train.data.sources import folders
 from mupax.train.data.text.batches import TokenData
+from tests.programs import shared_programs
 from tests.train.run.test_loop import STEPS, Done, evaluations, folder, rows, train
 
-__all__ = ["folder"]  # a fixture
+__all__ = ["folder", "shared_programs"]  # fixtures
 
 VIT = (
     "--model.width 16 --model.depth 1 --model.num-heads 2 --model.num-classes 2 --data.batch-size 8 --data.eval-batch-size 8 "

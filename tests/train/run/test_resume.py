@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from mupax.train.config.recipes import RECIPES
+from tests.programs import shared_programs
 from tests.train.checkpoints.test_checkpointer import STEPS, Done, folder, interrupted, rows, train, untrained, whole
 
-__all__ = ["folder", "untrained", "whole"]  # fixtures
+__all__ = ["folder", "shared_programs", "untrained", "whole"]  # fixtures
 
 WARMUP, PEAK = 2, RECIPES["lm-tiny"]().optimizer.peak_lr
 

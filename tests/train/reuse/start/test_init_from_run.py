@@ -18,7 +18,10 @@ from mupax.train.core.program import assemble
 from mupax.train.reuse import runs
 from mupax.train.reuse import source as pretrained
 from mupax.train.reuse.start import init_from
+from tests.programs import shared_programs
 from tests.train.reuse.test_source import published
+
+__all__ = ["shared_programs"]  # a fixture
 
 RUN = (
     "lm-tiny --data.name text:text.txt --model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 8 "
