@@ -6,6 +6,7 @@ Tolerances are for float32, relative to the largest entry: sums over 48 tokens i
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,17 +58,34 @@ TARGETS = jnp.asarray(np.random.default_rng(1).integers(0, V, (B, T)), jnp.int32
 WEIGHTS = jnp.asarray(np.random.default_rng(2).uniform(size=(B, T)) > 0.3, jnp.float32)
 
 
-def sums_and_gradients(
-    reading: Reading, how: Any, reference: Reading | None = None, layout: partition.Layout | None = None,
-    targets: jax.Array = TARGETS, weights: jax.Array = WEIGHTS,
-) -> Any:  # fmt: skip
-    def total(reading: Reading) -> tuple[jax.Array, loss.Sums]:
+def program(
+    how: Any, reference: Reading | None = None, layout: partition.Layout | None = None, targets: jax.Array = TARGETS
+) -> Any:
+    """(reading, weights) -> the sums, and gradients of three times the loss, in one program."""
+
+    def total(reading: Reading, weights: jax.Array) -> tuple[jax.Array, loss.Sums]:
         with partition.using(layout):
             sums = loss.cross_entropy(reading, targets, weights, how=how, reference=reference)
         return 3 * sums.loss, sums
 
-    (_, sums), grads = jax.jit(jax.value_and_grad(total, has_aux=True))(reading)
-    return sums, grads
+    def sums(reading: Reading, weights: jax.Array) -> tuple[loss.Sums, Reading]:
+        (_, sums), grads = jax.value_and_grad(total, has_aux=True)(reading, weights)
+        return sums, grads
+
+    return jax.jit(sums)
+
+
+def sums_and_gradients(
+    reading: Reading, how: Any, reference: Reading | None = None, layout: partition.Layout | None = None,
+    targets: jax.Array = TARGETS, weights: jax.Array = WEIGHTS,
+) -> Any:  # fmt: skip
+    return program(how, reference, layout, targets)(reading, weights)
+
+
+@functools.cache
+def at_once() -> Any:
+    """Of all logits at once, centred, on one device."""
+    return sums_and_gradients(FULL, "plain", START)
 
 
 def assert_close(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
@@ -85,16 +103,17 @@ def test_chunks_equal_all_logits_at_once(fields: tuple[str, ...], reference: Rea
         assert np.abs(reading.logits() - reading._replace(cap=None).logits()).max() > 1
     expected = sums_and_gradients(reading, "plain", reference)
     for how in PARTS:
-        assert_close(sums_and_gradients(reading, how, reference), expected)
+        made = program(how, reference)
+        assert_close(made(reading, WEIGHTS), expected)
         # The control: without the last token, which fills a chunk alone, the loss is another.
-        other = sums_and_gradients(reading, how, reference, weights=WEIGHTS.at[-1, -1].set(1 - WEIGHTS[-1, -1]))
+        other = made(reading, WEIGHTS.at[-1, -1].set(1 - WEIGHTS[-1, -1]))
         assert abs(other[0].loss - expected[0].loss) > 1e-3
 
 
 @pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
 def test_every_mesh_gives_the_same(sizes: dict[str, int]) -> None:
     layout = MeshLayout(make_mesh(MeshConfig(**sizes)))
-    expected = sums_and_gradients(FULL, "plain", START)
+    expected = at_once()
     for how in PARTS:
         assert_close(sums_and_gradients(FULL, how, START, layout), expected)
 
@@ -102,7 +121,7 @@ def test_every_mesh_gives_the_same(sizes: dict[str, int]) -> None:
 @pytest.mark.parametrize("sizes", [{"data": 8}, MESHES["data-fsdp"]], ids=str)
 def test_logits_whose_exponentials_have_no_room_are_computed_again(sizes: dict[str, int]) -> None:
     layout = MeshLayout(make_mesh(MeshConfig(**sizes)))
-    expected, computed = sums_and_gradients(FULL, "plain", START), {}
+    expected, computed = at_once(), {}
     work = losses.Work(B * T // 8, V, D, 4, "cpu", layout.kind)
     least = losses.way(work, "vocab", kept=0).bytes
     each = losses.way(work, "vocab", kept=1).bytes - least
@@ -220,11 +239,11 @@ def test_a_tied_model_trains_the_same_with_either() -> None:
     model = DecoderConfig(width=8, depth=1, num_heads=2, vocab_size=17, seq_len=7, tied=True)
     tokens = jnp.asarray(np.random.default_rng(3).integers(0, 17, (4, 7)), jnp.int32)
     batch = {"inputs": tokens, "targets": tokens[:, ::-1], "weights": jnp.ones(tokens.shape)}
-    found = []
+    plain, found = definition(model), []
+    params = jax.jit(plain.initialize)(0, init_stds(presets.get("sp"), plain))
     for how in ("plain", *PARTS):
         made = definition(dataclasses.replace(model, compute=ComputeConfig(cross_entropy=how)))
         run: Any = StepInputs(resolve(presets.get("mup", base={"embed": 4}), made), None)  # the tied readout is halved
-        params = made.initialize(0, init_stds(presets.get("sp"), made))
         found.append(jax.jit(lambda params, made=made, run=run: gradients(made, params, run, batch, 2))(params))
     for one in found[1:]:
         assert_close(one, found[0], 1e-4)
