@@ -91,9 +91,13 @@ def logits_of(found: Definition, params: Arrays, factors: Arrays, x: jax.Array) 
     return jax.jit(lambda params, factors, x: found.bind(params, factors)(x))(params, factors, x)  # pyright: ignore[reportCallIssue]
 
 
-@functools.cache
 def logits_and_gradients(model: ModelConfig) -> Any:
     """Logits, and the gradient of a random linear function of them, of a model with the `numbers` of its definition."""
+    return _logits_and_gradients(with_compute(model, layers="scan" if runs_as_scan(model.compute, 2) else "unrolled"))
+
+
+@functools.cache
+def _logits_and_gradients(model: ModelConfig) -> Any:
     found = definition(model)
     params, factors = numbers(found)
     x = inputs_of(model)
