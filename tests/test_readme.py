@@ -26,8 +26,9 @@ from PIL import Image
 from mupax import __main__ as mupax
 from mupax.train.data import __main__ as data_command
 from tests.emulator import bucket, emulator
+from tests.programs import shared_programs
 
-__all__ = ["bucket", "emulator"]  # fixtures
+__all__ = ["bucket", "emulator", "shared_programs"]  # fixtures
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
@@ -37,6 +38,8 @@ FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 RUNS_NOTHING = ("--dry-run", "--print-config", "--help")
 AS_A_SCAN = ("--model.compute.layers", "scan")
 """Compiles in a quarter of the time that twelve layers one by one take."""
+FITS = ("--data.batch-size", "8")
+"""For where a dry run would compile what fits in less memory, which tests/train/core/costs/test_fit.py has."""
 USES_A_RUN = ("checkpoints", "eval", "generate", "grow", "noise", "predict")
 """Commands of `mupax train` that are cheap, and are run as written on what `make train` leaves, here after two steps."""
 
@@ -77,12 +80,12 @@ def folders_of_the_reader(path: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what `make train` and two recipes leave, but for the number of steps, and an export."""
+    """A folder with what `make train` and two recipes leave, but for the number of steps and how layers compile, and an export."""
     folder = tmp_path_factory.mktemp("trained")
     words = "--steps 2 --optimizer.warmup-steps 1 --data.batch-size 8 --data.eval-examples 8 --log.no-samples"
     with folders_of_the_reader(folder), contextlib.redirect_stdout(io.StringIO()):
         for recipe in ("lm-laptop", "ed-tiny", "vit-digits"):
-            assert mupax.main(["train", recipe, *words.split(), "--workdir", f"runs/{recipe}"]) == 0
+            assert mupax.main(["train", recipe, *words.split(), *AS_A_SCAN, "--workdir", f"runs/{recipe}"]) == 0
         assert mupax.main(["zoo", "export", "runs/lm-laptop", "--out", "exported"]) == 0
     return folder
 
@@ -128,7 +131,7 @@ def run(line: str) -> int:
     elif words[1:3] == ["presets", "dynamics"]:
         words += ["--dry-run"]
     elif "gpt2-c4" in words:
-        words += AS_A_SCAN
+        words += [*AS_A_SCAN, *FITS]
     try:
         return mupax.main(words[1:])
     except SystemExit as stop:
