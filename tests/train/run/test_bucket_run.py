@@ -22,9 +22,10 @@ from mupax.train.run.report import metrics
 from mupax.zoo.__main__ import main as zoo_main
 from scripts.campaigns.injection.emulator import new_bucket
 from tests.emulator import emulator
+from tests.programs import shared_programs
 from tests.train.checkpoints.test_checkpointer import STEPS, TINY, Done, folder, rows, train
 
-__all__ = ["emulator", "folder"]  # fixtures
+__all__ = ["emulator", "folder", "shared_programs"]  # fixtures
 Capture = pytest.CaptureFixture[str]
 
 KILLED = """
