@@ -240,10 +240,10 @@ def test_two_and_four_processes_train_what_one_trains(folder: Path, alone: Done)
 
 @pytest.mark.slow
 def test_a_bad_step_leads_all_back_and_sigterm_to_one_stops_all_at_one_step(folder: Path) -> None:
-    words = "--workdir stopped --steps 100000000 --faults.bad-numbers rollback --checkpoint.keep 1"
+    words = "--workdir stopped --steps 100000 --faults.bad-numbers rollback --checkpoint.keep 1"
     first, second = start(folder, 2, words, breaks=1, every=5)
     assert (first.code, second.code) == (143, 143), first.err + second.err
     assert re.search(r"is not finite at step 12 .*; back to step 10, going on 2 batches", " ".join(first.out.split()))
     (saved,) = [int(path.name) for path in (folder / "stopped" / "checkpoints").iterdir()]
-    assert f"stopped by SIGTERM at step {saved} of 100000000, saved; add --resume to go on" in first.out
+    assert f"stopped by SIGTERM at step {saved} of 100000, saved; add --resume to go on" in first.out
     assert [row["step"] for row in rows_of(folder / "stopped") if "loss" in row] == list(range(1, saved + 1))
