@@ -44,9 +44,13 @@ class ViTConfig(ImageModel, TransformerConfig):
     """Tokens without an image's content beside the patches (Darcet et al. 2024): rows of the positions alone."""
     layer_scale: float | None = None
     """What trainable gains of each branch's output start at (LayerScale, Touvron et al. 2021); without them unless given."""
+    drop_path: float = 0.0
+    """Chance that training leaves out a branch of the last block, rising evenly from 0 at the first (Huang et al. 2016)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not 0 <= self.drop_path < 1:
+            raise ConfigError(f"model.drop_path is {self.drop_path}; write a number in [0, 1), such as 0.1")
         if self.layer_scale is not None and not 0 < self.layer_scale < math.inf:
             raise ConfigError(f"model.layer_scale is {self.layer_scale}; write a number above 0, such as 1e-5")
 
@@ -63,6 +67,11 @@ class ViTConfig(ImageModel, TransformerConfig):
     @property
     def branch_gains(self) -> float | None:
         return self.layer_scale
+
+    @property
+    def drop_rates(self) -> tuple[float, ...]:
+        """Chance that training leaves out a branch, of every block."""
+        return tuple(self.drop_path * i / max(1, self.depth - 1) for i in range(self.depth))
 
     def sizes(self) -> dict[str, int]:
         return {**super().sizes(), **({"pooled": 2} if self.pool == "cls-mean" else {})}

@@ -51,9 +51,15 @@ class ViT(nnx.Module):
     def __call__(self, images_BHWC: jax.Array) -> jax.Array:
         return self.reading(images_BHWC).logits()
 
-    def reading(self, images_BHWC: jax.Array) -> Reading:
+    def reading(self, images_BHWC: jax.Array, kept: jax.Array | None = None) -> Reading:
+        """What the readout is taken of.
+
+        Args:
+            images_BHWC: images.
+            kept: what every branch is taken times, float32 [B, layers, 2]; all of them once unless given.
+        """
         h_BTD = self.embed(images_BHWC)
-        return self._reading(*routed_stack(self.block, h_BTD, self.config.depth, self.config.compute))
+        return self._reading(*routed_stack(self.block, h_BTD, self.config.depth, self.config.compute, kept_BL2=kept))
 
     def read(self, h_BTD: jax.Array) -> jax.Array:
         return self._reading(h_BTD).logits()

@@ -256,8 +256,8 @@ def _check_read(config: Config, argv: Sequence[str]) -> None:
             raise ConfigError(f"{flag} is not read by {by}; leave it out, or write --optimizer.{choice}")
     fields = ("mix", "split", "tokenizer", "separator", "document-mask", "no-document-mask", "reset-positions", "field")
     fields += ("augment", "no-augment", "on-broken")
-    pixels = {flag for flag in given if flag.startswith("--data.pixels.")}
-    for flag in (*(f"--data.{name}" for name in fields), *sorted(pixels)):
+    nested = {flag for flag in given if flag.startswith(("--data.pixels.", "--data.transforms."))}
+    for flag in (*(f"--data.{name}" for name in fields), *sorted(nested)):
         field = flag.removeprefix("--data.").removeprefix("no-").partition(".")[0].replace("-", "_")
         if flag in given and field not in source(data.name).reads:
             raise ConfigError(f"{flag} is not read with the data {data.name}; leave it out")

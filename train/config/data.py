@@ -26,11 +26,13 @@ class Source(NamedTuple):
 
 _FOLDER = "mupax.train.data.sources"
 _TEXT = frozenset({"tokenizer", "separator", "document_mask", "reset_positions"})
-_IMAGES = frozenset({"augment"})
+_IMAGES = frozenset({"augment", "transforms"})
 SOURCES: dict[str, Source] = {
     "python_corpus": Source(f"{_FOLDER}.text:python_corpus", "tokens", _TEXT),
     "digits": Source(f"{_FOLDER}.digits:digits", "images", _IMAGES | {"split"}),
-    "shapes": Source(f"{_FOLDER}.shapes:striped_shapes", "images", frozenset()),
+    "shapes": Source(f"{_FOLDER}.shapes:striped_shapes", "images", frozenset({"transforms"})),
+    "fashion": Source(f"{_FOLDER}.idx:fashion", "images", _IMAGES),
+    "idx:PATH": Source(f"{_FOLDER}.idx:own_files", "images", _IMAGES),
     "cifar5m": Source(f"{_FOLDER}.cifar5m:cifar5m", "images", _IMAGES),
     "mix": Source(f"{_FOLDER}.mixtures:mixture", "tokens", _TEXT | {"field", "mix"}),
     "text:PATH": Source(f"{_FOLDER}.text:own_files", "tokens", _TEXT | {"field"}),
@@ -117,12 +119,46 @@ class PixelsConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformsConfig:
+    """What training images and their labels go through beside `augment`; nothing unless asked for, and evaluation never."""
+
+    randaug_layers: int | None = None
+    """RandAugment (Cubuk et al. 2020): operations that every image goes through, each drawn from 16; none unless given."""
+    randaug_magnitude: float = 10.0
+    """RandAugment: how strong each operation is, from 0 to 10."""
+    mixup: float = 0.0
+    """alpha of Beta(alpha, alpha), a batch's share of each image beside the one before it (Zhang et al. 2018); 0 mixes none."""
+    cutmix: float = 0.0
+    """alpha of the same share as the area of a box of another image (Yun et al. 2019); with mixup, a batch has one of the two."""
+    label_smoothing: float = 0.0
+    """Share of each label that all classes have alike (Szegedy et al. 2016)."""
+    repeats: int = 1
+    """Times that a batch shows each of its images, every time transformed anew (Hoffer et al. 2020)."""
+
+    def __post_init__(self) -> None:
+        at_least("data.transforms.", self, 1, "randaug_layers", "repeats")
+        at_least("data.transforms.", self, 0, "randaug_magnitude", "mixup", "cutmix")
+        if self.randaug_magnitude > 10:
+            raise ConfigError(
+                f"data.transforms.randaug_magnitude is {self.randaug_magnitude}; write a number from 0 to 10"
+            )
+        if not 0 <= self.label_smoothing < 1:
+            raise ConfigError(f"data.transforms.label_smoothing is {self.label_smoothing}; write a share in [0, 1)")
+
+    @property
+    def soft(self) -> bool:
+        """Whether a label is a distribution over classes."""
+        return bool(self.mixup or self.cutmix or self.label_smoothing)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Where batches come from. Batch k is a function of (seed, k, batch_size) alone."""
 
     name: str
     """python_corpus, digits, shapes (endless), text:PATH (a file or folder), records:PATH (JSON lines, Parquet or token ids),
-    images:PATH (a folder per class), cifar5m, mix (of data.mix), or any TFDS name."""
+    images:PATH (a folder per class), idx:PATH (a folder of IDX files), fashion (Debian's Fashion-MNIST), cifar5m, mix (of data.mix),
+    or any TFDS name."""
     mix: Annotated[tuple[str, ...], conf.arg(metavar="NAME=SOURCE:WEIGHT ...")] = ()
     """Several texts by name, each any text that data.name takes, in shares of their weights: code=text:src:0.3 prose=records:books:0.7."""
     batch_size: int
@@ -147,6 +183,7 @@ class DataConfig:
     """Learned positions begin at 0 in every document of a window."""
     augment: bool = True
     """Light augmentation of training images."""
+    transforms: TransformsConfig = TransformsConfig()
     on_broken: Literal["stop", "skip"] = "stop"
     """images:PATH only: whether an image that cannot be decoded ends the run before it starts, or is left out."""
     pixels: PixelsConfig = PixelsConfig()
@@ -172,6 +209,12 @@ class DataConfig:
         if self.reset_positions and not self.document_mask:
             raise ConfigError(
                 "data.reset_positions is of documents that do not see one another; add --data.document-mask"
+            )
+        repeats = self.transforms.repeats
+        if self.batch_size % repeats:
+            near = max(n for n in range(1, repeats + 1) if self.batch_size % n == 0)
+            raise ConfigError(
+                f"data.batch_size {self.batch_size} is not divisible by data.transforms.repeats {repeats}; write repeats {near}"
             )
         if self.mix and self.name != "mix":
             raise ConfigError(f"data.mix names its texts, and data.name is {self.name}; leave that out, or write mix")

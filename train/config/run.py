@@ -12,8 +12,9 @@ from typing import Annotated, Literal, get_args
 
 from tyro import conf
 
+from mupax.presets.roles import ENCODER
 from mupax.train.config.checks import at_least, check_place
-from mupax.train.config.data import DataConfig
+from mupax.train.config.data import DataConfig, TransformsConfig
 from mupax.train.config.devices import DistributedConfig, MeshConfig
 from mupax.train.config.preset import PresetConfig
 from mupax.train.config.sections import (
@@ -103,7 +104,20 @@ class Config:
                 f"the data {self.data.name} is {wanted} and the model, a {self.model.family}, reads {self.model.task}; "
                 f"write another data.name, or one of these models: {', '.join(named)}"
             )
-
+        if self.data.transforms != TransformsConfig() and self.model.task != "images":
+            raise ConfigError(
+                f"data.transforms is of images, and the model, a {self.model.family}, reads {self.model.task}; leave it out"
+            )
+        if self.optimizer.layer_decay != 1 and ENCODER.axis in self.model.sizes():
+            raise ConfigError(
+                f"optimizer.layer_decay counts the layers of one stack, and an {self.model.family} has two; leave it out"
+            )
+        how = self.model.compute.cross_entropy
+        if self.data.transforms.soft and how not in ("auto", "plain"):
+            raise ConfigError(
+                f"model.compute.cross_entropy {how} takes one class a label, and mixup, cutmix and label_smoothing make "
+                "distributions; write auto or plain"
+            )
         if self.model.denoises and self.data.noise is None:
             raise ConfigError(
                 f"the model, an {self.model.family}, reads text with noise; add --data.noise infilling or sentinels"

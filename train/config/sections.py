@@ -34,6 +34,8 @@ class OptimizerConfig:
     """sgd, momentum and muon: decay of the heavy-ball sum (muon: mean) of gradients."""
     moment_dtype: Literal["bfloat16"] | None = None
     """How the mean or sum of gradients is stored, computed in float32 all the same; None: as parameters are."""
+    layer_decay: float = 1.0
+    """Learning rates fall by this factor a block from the readout's down to what reads the input (for fine-tuning); 1: none does."""
     clip_norm: float | None = None
     """Clip gradients to this global norm over all parameters; None does not clip."""
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
@@ -57,6 +59,8 @@ class OptimizerConfig:
         for name in ("b1", "b2", "momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"optimizer.{name} is {getattr(self, name)}; write a number in [0, 1)")
+        if not 0 < self.layer_decay <= 1:
+            raise ConfigError(f"optimizer.layer_decay is {self.layer_decay}; write a number in (0, 1], such as 0.75")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"optimizer.clip_norm is {self.clip_norm}; write a number above 0, or None not to clip")
 

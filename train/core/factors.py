@@ -13,7 +13,7 @@ import numpy as np
 
 from mupax.presets import Decay, ParamSpec, Preset, PresetError, Role, Scales
 from mupax.presets.optimizers import OPTIMIZERS
-from mupax.presets.roles import OWN
+from mupax.presets.roles import EMBEDDINGS, OWN
 from mupax.presets.rule import Number, constant
 from mupax.train.config.run import OptimizerConfig
 from mupax.zoo.definition import LIKE, Definition
@@ -77,6 +77,29 @@ def resolve(preset: Preset, definition: Definition, optimizer: str = "adam", dec
     columns = {field: column(field) for field in ("multiplier", "lr", "eps", "weight_decay")}
     needless = {n for n, v in forward.items() if definition.factors[n]["kind"] == "skip" and (v == 1).all()}
     return Factors(**columns, forward={n: v for n, v in forward.items() if n not in needless})
+
+
+def layer_decayed(factors: Factors, definition: Definition, decay: float) -> Factors:
+    """These factors with rates that fall towards the input (Clark et al. 2020, as BEiT and timm count layers).
+
+    The readout and the norm before it keep theirs, block l of L has decay^(L - l), l from 0, what reads the input decay^(L + 1).
+    Coupled weight decay falls with the rate; independent decay stays.
+
+    Args:
+        factors: of the run; names in `lr` are trained.
+        definition: of its model, whose blocks are one stack (`Config` refuses others).
+        decay: a block's factor, in (0, 1].
+    """
+    depth = definition.sizes[OWN.axis]
+    blocks = decay ** (depth - np.arange(depth, dtype=np.float32))
+
+    def one(name: str) -> np.ndarray:
+        spec = definition.specs[name]
+        if spec.stacked:
+            return blocks
+        return np.asarray(decay ** (depth + 1) if {spec.role, spec.of} & EMBEDDINGS else 1.0)
+
+    return factors._replace(lr={name: np.asarray(lr * one(name), np.float32) for name, lr in factors.lr.items()})
 
 
 def init_stds(preset: Preset, definition: Definition) -> Numbers:

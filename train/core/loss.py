@@ -41,6 +41,7 @@ def cross_entropy(
     *,
     how: CrossEntropy = "auto",
     reference: Reading | None = None,
+    labels: jax.Array | None = None,
 ) -> Sums:
     """Summed cross-entropy (nats), number correct and number of targets.
 
@@ -51,9 +52,11 @@ def cross_entropy(
         how: plain keeps all logits; chunked never does, and computes them for a few tokens at a time; vocab for a part of the
             vocabulary (`mupax.train.core.vocabulary`). auto is the first of `costs.losses.options`.
         reference: of the initial model where the output is centred; no gradient flows through it.
+        labels: as `of_logits`; all logits are kept then.
     """
     axes = ("embed", "vocab" if targets.ndim == 2 else "classes")
     plan = _plan(reading, targets, axes)
+    how = "plain" if labels is not None else how
     way = losses.options(plan.work)[0] if how == "auto" else losses.way(plan.work, how)
     if way.kind == "plain" or not plan.scattered:
         gather = partition.current().gather
@@ -63,7 +66,7 @@ def cross_entropy(
         logits = reading.logits()
         if reference is not None:
             logits = logits - jax.lax.stop_gradient(reference.logits())
-        return of_logits(logits, targets, weights)
+        return of_logits(logits, targets, weights, labels)
     return _in_parts(
         dataclasses.replace(plan, by_vocab=way.kind == "vocab", kept=way.kept if reading.cap is None else 0),
         reading,
@@ -73,14 +76,18 @@ def cross_entropy(
     )
 
 
-def of_logits(logits: jax.Array, targets: jax.Array, weights: jax.Array) -> Sums:
+def of_logits(logits: jax.Array, targets: jax.Array, weights: jax.Array, labels: jax.Array | None = None) -> Sums:
     """Summed cross-entropy (nats), number correct and number of targets, of logits that exist already.
 
     Args:
         logits: [B, V] or [B, T, V].
         targets, weights: as `cross_entropy` takes them.
+        labels: distributions that the loss is taken to in place of the targets, float32 of the logits' shape.
     """
-    nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    if labels is None:
+        nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    else:
+        nll = optax.softmax_cross_entropy(logits, labels)
     hits = jnp.argmax(logits, axis=-1) == targets
     return Sums(jnp.sum(nll * weights), jnp.sum(hits * weights), jnp.sum(weights))
 

@@ -18,13 +18,15 @@ from mupax.train.config.preset import preset_of
 from mupax.train.config.run import Config
 from mupax.train.core import nonfinite, optimizer
 from mupax.train.core.compile import compile_eval_step, compile_logits, trace_train_step
-from mupax.train.core.factors import Numbers, check_run, init_stds, resolve
+from mupax.train.core.factors import Numbers, check_run, init_stds, layer_decayed, resolve
 from mupax.train.core.state import Initializer, StepInputs, TrainState, abstract_state
 from mupax.train.data import cache
 from mupax.train.parallel import compilation_cache, hardware
 from mupax.train.parallel.mesh import MeshError, make_mesh
 from mupax.train.parallel.sharding import Feed, MeshLayout, abstract_batch
+from mupax.zoo.configs import ViTConfig
 from mupax.zoo.definition import Definition, definition
+from mupax.zoo.layers.drop_path import Drop
 from mupax.zoo.partition import LANES
 
 
@@ -85,7 +87,7 @@ class Program:
     def trace_train(self) -> jax.stages.Traced:
         """The training step, (state, inputs, batch) -> (state, metrics), not compiled yet."""
         config, inputs = self.config, self.abstract_inputs()
-        batch = abstract_batch(config.model, config.data.batch_size, config.data)
+        batch = self.abstract_train_batch()
         accumulation = config.accumulation_steps
         return trace_train_step(
             self.definition, self.tx, self.abstract, self.layout, inputs, batch, accumulation, free=self.free
@@ -142,7 +144,16 @@ class Program:
 
     def train_feed(self) -> Feed:
         """This process' way of training batches to the mesh."""
-        return Feed(abstract_batch(self.config.model, self.config.data.batch_size, self.config.data), self.layout)
+        return Feed(self.abstract_train_batch(), self.layout)
+
+    def abstract_train_batch(self) -> dict[str, Any]:
+        """Shapes and dtypes of a training batch; labels that are distributions over classes no evaluation has."""
+        model, data = self.config.model, self.config.data
+        batch = abstract_batch(model, data.batch_size, data)
+        if data.transforms.soft:
+            shape = data.batch_size, model.sizes()[model.output_axis]
+            batch["labels"] = jax.ShapeDtypeStruct(shape, np.float32)
+        return batch
 
     def eval_feed(self) -> Feed:
         """This process' way of evaluation batches to the mesh."""
@@ -193,6 +204,14 @@ def assemble(config: Config, devices: Sequence[Any] | None = None, *, swept: boo
     return Program(config, model, preset, layout, tx, abstract, initializer, init_stds(preset, model), inputs)
 
 
+def _drop(config: Config) -> Drop | None:
+    """What training leaves out of the model's stack; None where it asks for nothing."""
+    model = config.model
+    if not isinstance(model, ViTConfig) or not model.drop_path:
+        return None
+    return Drop(np.uint32(config.seed), np.array(model.drop_rates, np.float32))
+
+
 def _inputs(config: Config, preset: Preset, model: Definition, trained: Collection[str]) -> StepInputs:
     scaled = config.scaled_optimizer
     inputs = StepInputs(
@@ -200,6 +219,9 @@ def _inputs(config: Config, preset: Preset, model: Definition, trained: Collecti
         optimizer.hyper(scaled, config.steps),
         ema_decay=None if config.ema.decay is None else np.float32(config.ema.decay),
         limits=nonfinite.limits(config.faults),
+        drop=_drop(config),
     )
     check_run(preset, model, inputs.factors, scaled)
+    if scaled.layer_decay != 1:
+        inputs = inputs._replace(factors=layer_decayed(inputs.factors, model, scaled.layer_decay))
     return inputs

@@ -19,12 +19,14 @@ from mupax.train.core.optimizer import Hyper
 from mupax.train.parallel.sharding import MeshLayout
 from mupax.zoo.definition import LIKE, Arrays, Definition
 from mupax.zoo.layers import initial
+from mupax.zoo.layers.drop_path import Drop
 
 Batch = dict[str, jax.Array]
 """`inputs`, int32 tokens [B, T] or float32 images [B, H, W, C]; `targets`, int32 [B, T] or [B]; and `weights` of the same shape,
-float32, 0 where a target does not count. What else there is a model reads beside its inputs, by name: of an encoder-decoder
+float32, 0 where a target does not count. `labels`, float32 [B, classes], are what an image is trained on where that is no one
+class; its target is then the largest of them. What else there is a model reads beside its inputs, by name: of an encoder-decoder
 `input_mask` int32 [B, S], 0 at padding, and `decoder_inputs` int32 [B, T]; under data.document_mask `segments`
-and `positions`, int32 [B, T]."""
+and `positions`, int32 [B, T]; where branches are dropped, `kept` (`mupax.zoo.layers.drop_path`)."""
 
 
 class StepInputs(NamedTuple):
@@ -38,6 +40,8 @@ class StepInputs(NamedTuple):
     """float32 []; None where no average is kept."""
     limits: Limits = Limits()
     """What counts as a spike of the loss."""
+    drop: Drop | None = None
+    """What training leaves out of the residual stack; None where nothing is."""
 
 
 class TrainState(NamedTuple):

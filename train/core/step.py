@@ -21,6 +21,7 @@ from mupax.train.core.loss import Sums, cross_entropy, of_logits
 from mupax.train.core.state import Batch, StepInputs, TrainState, averaged
 from mupax.zoo import partition
 from mupax.zoo.definition import Arrays, Definition
+from mupax.zoo.layers import drop_path
 
 if TYPE_CHECKING:
     from mupax.zoo.manual import Manual
@@ -48,25 +49,26 @@ def batch_sums(definition: Definition, params: Arrays, run: StepInputs, batch: B
     Args:
         definition, params, run, batch: as in `gradients`; whether a parameter is trained makes no difference.
     """
-    inputs, targets, weights = batch["inputs"], batch["targets"], batch["weights"]
-    others = {name: x for name, x in batch.items() if name not in ("inputs", "targets", "weights")}
+    inputs, targets, weights, labels = batch["inputs"], batch["targets"], batch["weights"], batch.get("labels")
+    others = {name: x for name, x in batch.items() if name not in ("inputs", "targets", "weights", "labels")}
     chex.assert_equal_shape([targets, weights])
     model = definition.model(params, run.factors.multiplier, run.factors.forward)
     if not hasattr(model, "reading"):  # not one of the zoo's
         logits = logits_of(definition, params, run, inputs, **others)
         chex.assert_shape(logits, (*targets.shape, None))
-        return of_logits(logits, targets, weights)
+        return of_logits(logits, targets, weights, labels)
     reference = None
     if run.reference is not None:
+        whole = {name: x for name, x in others.items() if name != "kept"}
         reference = definition.model(run.reference, run.factors.multiplier, run.factors.forward).reading(
-            inputs, **others
+            inputs, **whole
         )
     how = model.config.compute.cross_entropy
     reading = model.reading(inputs, **others)
     if (routing := reading.routing) is None:
-        return cross_entropy(reading, targets, weights, how=how, reference=reference)
+        return cross_entropy(reading, targets, weights, how=how, reference=reference, labels=labels)
     reading, reference = reading._replace(routing=None), reference and reference._replace(routing=None)
-    sums = cross_entropy(reading, targets, weights, how=how, reference=reference)
+    sums = cross_entropy(reading, targets, weights, how=how, reference=reference, labels=labels)
     # Of the mean weight, so that every device's tokens count alike.
     return sums._replace(routing=routing.weighed(partition.current().mean(sums.weight)))
 
@@ -151,6 +153,9 @@ def make_train_step(
 
     def step(state: TrainState, run: StepInputs, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         with partition.using(layout):
+            if run.drop is not None:
+                kept = drop_path.kept(run.drop, state.step, len(batch["targets"]))
+                batch = {**batch, "kept": partition.constrain(kept, "batch", None, None)}
             grads, sums = gradients(definition, state.params, run, batch, accumulation_steps)
         squares = nonfinite.squares(grads, definition.specs)
         loss, grad_norm = sums.loss / sums.weight, jnp.sqrt(jnp.sum(squares))

@@ -53,8 +53,9 @@ class Prepare:
             builders.embedded(builders.PythonCorpus, self.data_dir, print, config=config)
         elif self.name == "digits":
             builders.embedded(builders.Digits, self.data_dir, print)
-        elif self.name == "shapes":
-            print("shapes are drawn as a run asks for them; there is nothing to prepare")
+        elif self.name in ("shapes", "fashion") or self.name.startswith("idx:"):
+            how = "drawn as a run asks for them" if self.name == "shapes" else "read in place"
+            print(f"images of {self.name} are {how}; there is nothing to prepare")
             return 0
         elif self.name == "cifar5m":
             from mupax.train.data.sources import cifar5m

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from mupax.train.config.data import PixelsConfig
 from mupax.train.data import order
-from mupax.train.data.interface import ALL_ROWS, Batch, Data, DataError
+from mupax.train.data.interface import ALL_ROWS, Batch, DataError
+from mupax.train.data.labelled import WHOLE, LabelledData, normalized
 from mupax.zoo.families import ImageModel, ModelConfig
 
 if TYPE_CHECKING:
-    from mupax.train.config.data import DataConfig
+    from mupax.train.config.data import DataConfig, PixelsConfig
 
 View = Callable[[Sequence["np.ndarray"], "np.ndarray"], "np.ndarray"]
 """(B images uint8 [h, w, C], uniforms float64 [B, NUMBERS]) -> float32 [B, H, W, C]."""
@@ -29,10 +29,6 @@ _MAX_ROTATION = math.radians(6)
 _MAX_LOG_SCALE = 0.06
 _MAX_SHIFT = 0.05  # of the image's size
 _PAD = 0.125  # of the image's size
-
-
-WHOLE = PixelsConfig(fit="squash")
-"""What becomes of images of other sizes where all of a data set have one."""
 
 
 class Images(Protocol):
@@ -45,7 +41,7 @@ class Images(Protocol):
         ...
 
 
-class ImageData(Data):
+class ImageData(LabelledData):
     """Labelled images as batches, in [-1, 1] unless data.pixels says otherwise.
 
     Args:
@@ -61,8 +57,6 @@ class ImageData(Data):
             images are of one size, squashing is what no image of the data needs.
         facts: what to record.
     """
-
-    kind = "images"
 
     def __init__(
         self,
@@ -89,21 +83,21 @@ class ImageData(Data):
         )
         self.train, self.eval = train, eval_
         self._train_view, self._eval_view = views if config.augment else (views[1], views[1])
-        self._pixels, self._white, self._seed = pixels, white, seed
+        self.pixels, self.white, self.seed = pixels, white, seed
         self._shuffle = order.Shuffle(len(train), seed)
         self._eval_shuffle = order.Shuffle(len(eval_), 0, order.EVALUATION)
 
-    def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
-        _, positions = self._shuffle(order.batch_indices(k, self.batch_size, rows))
-        uniforms = order.rng(self._seed, order.AUGMENTATION, k).random((self.batch_size, NUMBERS))
-        inputs, targets = self._seen(self.train, positions, self._train_view, uniforms[rows])
-        return {"inputs": inputs, "targets": targets, "weights": np.ones(len(targets), np.float32)}
+    def shown(self, k: int, rows: np.ndarray, examples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        _, positions = self._shuffle(examples)
+        uniforms = order.rng(self.seed, order.AUGMENTATION, k).random((self.batch_size, NUMBERS))
+        return self._seen(self.train, positions, self._train_view, uniforms[rows])
 
     def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
         indices = np.array(order.batch_indices(j, self.eval_batch_size, rows))
         # A row past the end shows the first image again, at weight 0.
         positions = self.eval_positions(np.where(indices < self.eval_size, indices, 0))
-        inputs, targets = self._seen(self.eval, positions, self._eval_view, np.zeros((len(positions), NUMBERS)))
+        raw, targets = self._seen(self.eval, positions, self._eval_view, np.zeros((len(positions), NUMBERS)))
+        inputs = normalized(raw, self.pixels, self.white)
         return {"inputs": inputs, "targets": targets, "weights": (indices < self.eval_size).astype(np.float32)}
 
     def eval_positions(self, indices: np.ndarray | range) -> np.ndarray:
@@ -113,23 +107,10 @@ class ImageData(Data):
     def _seen(
         self, source: Images, positions: np.ndarray, view: View, uniforms: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """float32 [b, H, W, C] and int32 [b] of the images at `positions`."""
+        """Raw float32 [b, H, W, C] and int32 [b] of the images at `positions`."""
         examples = [source[int(i)] for i in positions]
-        raw = view([image for image, _ in examples], uniforms)
         labels = np.array([label for _, label in examples], np.int32)
-        return normalized(raw, self._pixels, self._white), labels
-
-
-def normalized(raw: np.ndarray, pixels: PixelsConfig, white: float = 255.0) -> np.ndarray:
-    """Images as a model reads them: (raw / white - mean) / std, float32; 2 * raw / white - 1 where both are a half.
-
-    Args:
-        raw: float32 [B, H, W, C].
-        pixels: has mean and std.
-        white: the raw value that counts as 1.
-    """
-    mean, std = np.array(pixels.mean), np.array(pixels.std)
-    return raw * (1 / (white * std)).astype(np.float32) - (mean / std).astype(np.float32)
+        return view([image for image, _ in examples], uniforms), labels
 
 
 def vision_model(name: str, model: ModelConfig, class_names: Sequence[str]) -> ImageModel:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-ORDER, WINDOWS, AUGMENTATION, EVALUATION, NOISE, MIXTURE = range(6)
+ORDER, WINDOWS, AUGMENTATION, EVALUATION, NOISE, MIXTURE, RANDAUG, MIXING = range(8)
 """Purposes of random numbers; each draws from a stream of its own."""
 
 

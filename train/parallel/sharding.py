@@ -34,10 +34,11 @@ class MeshLayout(Layout):
 
     def batch(self, batch: Mapping[str, Any]) -> dict[str, NamedSharding]:
         """Shardings of a batch (`mupax.train.core.state.Batch`): what is [B, T] is split along both, anything else along B."""
-        return {
-            name: self.sharding(("batch", *["sequence" if x.ndim == 2 else None] * (x.ndim - 1)), x.shape)
-            for name, x in batch.items()
-        }
+
+        def second(name: str, x: Any) -> str | None:
+            return "sequence" if x.ndim == 2 and name != "labels" else None
+
+        return {name: self.sharding(("batch", *[second(name, x)] * (x.ndim - 1)), x.shape) for name, x in batch.items()}
 
     def parameters(self, definition: Definition) -> dict[str, NamedSharding]:
         """The sharding of every parameter, by name.

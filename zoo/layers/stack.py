@@ -111,26 +111,48 @@ def residual_stack(block: nnx.Module, h_BTD: jax.Array, depth: int, compute: Com
 
 
 def routed_stack(
-    block: Block, h_BTD: jax.Array, depth: int, compute: ComputeConfig, *context: Any
+    block: Block,
+    h_BTD: jax.Array,
+    depth: int,
+    compute: ComputeConfig,
+    *context: Any,
+    kept_BL2: jax.Array | None = None,
 ) -> tuple[jax.Array, Routing | None]:
     """The same, and what the routers of all blocks did, the mean over them (of counts the sum); None without experts.
 
     Args:
         block, h_BTD, depth, compute, *context: as `residual_stack`.
+        kept_BL2: what every branch is taken times, of an example, a block and its two branches; each as it is unless given.
     """
-    return _stack(block, lambda block, h_BTD: block.routed(h_BTD, *context), h_BTD, depth, compute, block.period)
+    each = () if kept_BL2 is None else (jnp.swapaxes(kept_BL2, 0, 1),)
+
+    def call(block: Block, h_BTD: jax.Array, kept_B2: jax.Array | None = None) -> tuple[jax.Array, Routing | None]:
+        return block.routed(h_BTD, *context, kept_B2=kept_B2)
+
+    return _stack(block, call, h_BTD, depth, compute, block.period, *each)
 
 
 def _stack(
-    block: nnx.Module, call: Callable, h_BTD: jax.Array, depth: int, compute: ComputeConfig, period: int = 1
+    block: nnx.Module,
+    call: Callable,
+    h_BTD: jax.Array,
+    depth: int,
+    compute: ComputeConfig,
+    period: int = 1,
+    *each_layer: jax.Array,
 ) -> tuple:
-    """The stream after all blocks, and what they give beside it; of a period each is called as `Block.at` its place."""
-    graph, stacked = nnx.split(block)
+    """The stream after all blocks, and what they give beside it; of a period each is called as `Block.at` its place.
+
+    What is in `each_layer` has a first axis of layers, and every block takes its own.
+    """
+    graph, state = nnx.split(block)
+    stacked = (state, *each_layer)
     scan, layout = runs_as_scan(compute, depth), partition.current()
 
-    def layer(place: int, h_BTD: jax.Array, state: nnx.State) -> tuple[jax.Array, Routing | None]:
+    def layer(place: int, h_BTD: jax.Array, of_layer: tuple[nnx.State, ...]) -> tuple[jax.Array, Routing | None]:
+        state, *others = of_layer
         own: Any = nnx.merge(graph, layout.layer(state, compute.dtype))
-        return call(own if period == 1 else own.at(place), checkpoint_name(h_BTD, BLOCK_INPUT))
+        return call(own if period == 1 else own.at(place), checkpoint_name(h_BTD, BLOCK_INPUT), *others)
 
     layers = [functools.partial(layer, place) for place in range(period)]
     if (policy := REMAT[compute.remat] or layout.policy) is not None:
@@ -144,7 +166,7 @@ def _stack(
     each = [jax.lax.split(jnp.asarray(leaf), [1] * depth) for leaf in leaves]
     routings = []
     for i, slices in enumerate(zip(*each, strict=True)):
-        state = jax.tree.unflatten(structure, [jnp.squeeze(array, 0) for array in slices])
-        h_BTD, routing = layers[i % period](h_BTD, state)
+        of_layer = jax.tree.unflatten(structure, [jnp.squeeze(array, 0) for array in slices])
+        h_BTD, routing = layers[i % period](h_BTD, of_layer)
         routings += [] if routing is None else [routing]
     return h_BTD, jax.tree.map(lambda *numbers: jnp.stack(numbers), *routings).over_blocks() if routings else None

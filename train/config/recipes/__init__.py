@@ -18,6 +18,7 @@ RECIPES: Table[Callable[[], Config]] = Table(
         "lm-tiny": "laptop:lm_tiny",
         "vit-digits": "laptop:vit_digits",
         "vit-endless": "laptop:vit_endless",
+        "vit-fashion": "laptop:vit_fashion",
         "ed-tiny": "laptop:ed_tiny",
         "bordelon-vit": "papers:bordelon_vit",
         "bordelon-lm": "papers:bordelon_lm",

@@ -107,3 +107,23 @@ def vit_endless() -> Config:
         checkpoint=CheckpointConfig(every_steps=500),
         steps=2000,
     )
+
+
+def vit_fashion() -> Config:
+    """A vision transformer on Fashion-MNIST, 60,000 real photographs of clothes in ten classes, under mup.
+
+    Cost: a few minutes on two CPU cores. Needs the files of `apt-get install dataset-fashion-mnist` on Debian or Ubuntu, or
+    `--data.name idx:FOLDER` with the same four IDX files from elsewhere.
+    Expect a test accuracy of about 88 %.
+    """
+    model = dataclasses.replace(configs.get("vit-tiny"), image_size=28, patch_size=7)
+    return Config(
+        recipe="vit-fashion",
+        model=model,
+        data=DataConfig(name="fashion", batch_size=64, eval_batch_size=200),
+        preset=PresetConfig(name="mup", base="vit-proxy"),
+        optimizer=OptimizerConfig(peak_lr=3e-3, warmup_steps=50, weight_decay=3e-4, decay="independent", clip_norm=1.0),
+        log=LogConfig(eval_every_steps=500),
+        checkpoint=CheckpointConfig(every_steps=500),
+        steps=2000,
+    )

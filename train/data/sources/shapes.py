@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mupax.train.data import cache, images, order
-from mupax.train.data.interface import ALL_ROWS, Batch, Data, Reference
+from mupax.train.data.interface import ALL_ROWS, Batch, Reference
+from mupax.train.data.labelled import WHOLE, LabelledData, normalized
 from mupax.zoo.configs import ModelConfig
 
 if TYPE_CHECKING:
@@ -44,15 +45,13 @@ _CHUNK = 32  # images drawn at once: their pixels fit in a core's cache
 _GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's step
 
 
-class EndlessData(Data):
+class EndlessData(LabelledData):
     """Striped shapes: image i of a run is image i of its seed's stream, and no image comes twice.
 
     Args:
         config: sizes of batches, and how many evaluation images.
         seed: seed of the training stream.
     """
-
-    kind = "images"
 
     def __init__(self, config: DataConfig, seed: int) -> None:
         eval_size = config.eval_examples or EVAL_IMAGES
@@ -64,11 +63,11 @@ class EndlessData(Data):
             eval_size=eval_size,
             class_names=CLASSES,
         )
-        self._seed = seed
+        self.seed = seed
 
-    def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
-        inputs, targets = _seen(self._seed, TRAIN, np.array(order.batch_indices(k, self.batch_size, rows)))
-        return {"inputs": inputs, "targets": targets, "weights": np.ones(len(targets), np.float32)}
+    def shown(self, k: int, rows: np.ndarray, examples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        raw, labels = render(self.seed, TRAIN, examples)
+        return raw.astype(np.float32), labels
 
     def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
         indices = np.array(order.batch_indices(j, self.eval_batch_size, rows))
@@ -115,7 +114,7 @@ def striped_shapes(config: DataConfig, model: ModelConfig, seed: int, note: cach
 def _seen(seed: int, stream: int, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """float32 [b, H, W, C] in [-1, 1] and int32 [b]."""
     raw, labels = render(seed, stream, indices)
-    return raw.astype(np.float32) * np.float32(2 / 255) - np.float32(1), labels
+    return normalized(raw.astype(np.float32), WHOLE), labels
 
 
 def render(seed: int, stream: int, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

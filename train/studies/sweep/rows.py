@@ -19,7 +19,7 @@ import xxhash
 
 from mupax import disk
 from mupax.errors import MupaxError
-from mupax.train.config.data import PixelsConfig
+from mupax.train.config.data import PixelsConfig, TransformsConfig
 from mupax.train.config.record import to_json
 from mupax.train.config.run import CheckpointConfig, Config, DistributedConfig, LogConfig, MeshConfig
 from mupax.zoo.experts.config import RoutingConfig
@@ -34,13 +34,14 @@ _NEWER = {
     "value_dim": None, "qk_norm_kind": "rmsnorm", "branch_activation": "none", "readout_bias": False, "qkv_bias": False,
     "rope_scaling": "none", "rope_factor": 8.0, "rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0,
     "rope_original_len": 8192, "window": None, "parallel": False, "rotary_fraction": 1.0, "registers": None,
-    "layer_scale": None, "full_every": None, "window_theta": None, "post_norm": False, "attention_softcap": None, "logit_softcap": None,
+    "layer_scale": None, "drop_path": 0.0, "full_every": None, "window_theta": None,
+    "post_norm": False, "attention_softcap": None, "logit_softcap": None,
     "experts": None, "active_experts": None, "expert_dim": None, "shared_experts": None, "routing": dataclasses.asdict(RoutingConfig()),
 }  # fmt: skip
 """Fields of models that rows were named without, and what those models had."""
 _NEWER_DATA = {
     "noise": None, "noise_rate": None, "noise_span": None, "separator": None, "field": "text", "on_broken": "stop",
-    "pixels": PixelsConfig(), "mix": (), "document_mask": False, "reset_positions": False,
+    "pixels": PixelsConfig(), "mix": (), "document_mask": False, "reset_positions": False, "transforms": TransformsConfig(),
 }  # fmt: skip
 """The same of data."""
 
@@ -130,8 +131,9 @@ def key_of(config: Config, data_digest: str) -> str:
     del fields["mesh"]["experts"]  # where experts lie
     if bare.mesh.gradient_dtype is None:
         del fields["mesh"]["gradient_dtype"]
-    if bare.optimizer.moment_dtype is None:
-        del fields["optimizer"]["moment_dtype"]
+    for name, default in {"moment_dtype": None, "layer_decay": 1.0}.items():
+        if getattr(bare.optimizer, name) == default:
+            del fields["optimizer"][name]
     for name, default in _NEWER.items():
         if fields["model"].get(name, ...) == default:
             del fields["model"][name]
