@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -211,15 +212,17 @@ def test_no_schedule_changes_the_ratio_of_two_rates():
     factors = resolve(MUP, MODEL, "sgd")
     params = {n: jnp.zeros(leaf.shape) for n, leaf in MODEL.abstract.items()}
     grads = {n: jnp.ones(leaf.shape) for n, leaf in MODEL.abstract.items()}
+
+    @jax.jit
+    def update(hyper: optimizer.Hyper, step: int) -> Any:
+        return tx.update(grads, tx.init(params), params, factors=factors, hyper=hyper.at(step))[0]  # pyright: ignore
+
     for name, schedule in rate_schedules().items():
         table = np.array([schedule(step) for step in range(8)], np.float32)
         assert len(set(table)) > 1 or name == "constant_schedule"
         hyper = optimizer.hyper(config, 8)._replace(schedule=table)
         for step in (0, 3, 7):
-            updates: Any = tx.update(grads, tx.init(params), params, factors=factors, hyper=hyper.at(jnp.int32(step)))[
-                0
-            ]
-            for key, u in updates.items():
+            for key, u in update(hyper, step).items():
                 np.testing.assert_allclose(
                     u, -table[step] * factors.lr[key].flat[0], rtol=1e-6, err_msg=f"{name} {key}"
                 )

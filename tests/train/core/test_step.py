@@ -20,7 +20,8 @@ from mupax.train.core import step as steps
 from mupax.train.core.factors import resolve
 from mupax.train.core.program import Program, assemble
 from mupax.train.core.step import StepInputs
-from mupax.zoo.configs import ComputeConfig, DecoderConfig, ViTConfig
+from mupax.zoo.configs import ComputeConfig, DecoderConfig, ModelConfig, ViTConfig
+from mupax.zoo.definition import definition
 from tests.xla import FUSIONS_OF_USERS
 
 DECODER = DecoderConfig(
@@ -83,8 +84,13 @@ def stepped(config: Config = CONFIG) -> tuple[Program, Any, Any, dict[str, float
     return made, before, after, scalars(metrics)
 
 
+@functools.cache
+def logits_program(model: ModelConfig) -> Any:
+    return jax.jit(functools.partial(steps.logits_of, definition(model)))
+
+
 def logits_of(made: Program, params: Any, run: StepInputs, inputs: Any) -> jax.Array:
-    return jax.jit(lambda *given: steps.logits_of(made.definition, *given))(params, run, inputs)
+    return logits_program(made.config.model)(params, run, inputs)
 
 
 def relative_errors(got: Any, want: Any) -> list[float]:
