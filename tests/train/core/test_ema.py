@@ -22,7 +22,10 @@ from mupax.train.core.state import TrainState, averaged
 from mupax.train.reuse.forms import convert
 from mupax.train.run.report import metrics
 from mupax.zoo.configs import ComputeConfig, ConfigError, DecoderConfig
+from tests.programs import shared_programs
 from tests.xla import FUSIONS_OF_USERS
+
+__all__ = ["shared_programs"]  # a fixture
 
 DECODER = DecoderConfig(width=16, depth=1, num_heads=4, mlp_ratio=1.5, vocab_size=16, seq_len=7)
 OFF = Config(
