@@ -34,6 +34,7 @@ from mupax.train.core import optimizer as chains
 from mupax.train.core.factors import Factors, init_stds, resolve
 from mupax.train.studies.check.feature_speed import Batch, Flow, Speeds, chain, of_model, refuse_tied, split
 from mupax.zoo.definition import Arrays, Definition
+from mupax.zoo.layers.initial import normals
 
 _CLOSE = 0.01
 """The output scale is right when the last feature's speed is this near 1."""
@@ -85,7 +86,9 @@ def balance(
             f"measured scales cannot start keys as queries, as {reference.label} does; write key_start=own"
         )
     factors = resolve(reference, definition, config.name, "independent")
-    params = jax.jit(definition.initialize)(np.uint32(seed), init_stds(reference, definition))
+    params = jax.jit(lambda seed, stds: definition.initialize(seed, stds, normals))(
+        np.uint32(seed), init_stds(reference, definition)
+    )
 
     @jax.jit
     def measure(params: Arrays, factors: Factors, batch: Batch) -> tuple[Speeds, Parts, Arrays]:
@@ -131,7 +134,7 @@ def desiderata(
 
     @jax.jit
     def measure(stds: Arrays, factors: Factors, batch: Batch) -> Speeds:
-        params = definition.initialize(jnp.uint32(seed), stds)
+        params = definition.initialize(jnp.uint32(seed), stds, normals)
         return of_model(definition, params, factors, batch, descent(definition, factors, config), centered=centered)[0]
 
     factors = [resolve(preset, definition, config.name, "independent") for preset in presets]

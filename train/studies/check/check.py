@@ -106,7 +106,9 @@ def digest(tree: Any) -> bytes:
 
 
 class Series:
-    """A model at growing sizes, ready to be measured under any preset: each size compiles once, and trains once under equal numbers.
+    """A model at growing sizes, ready to be measured under any preset.
+
+    Each size compiles once, whatever the number of steps and seeds, and trains once from a seed under equal numbers.
 
     Args:
         definitions: the model at growing sizes.
@@ -116,8 +118,8 @@ class Series:
 
     def __init__(self, definitions: Sequence[Definition], config: OptimizerConfig, steps: int = STEPS[-1]) -> None:
         self.definitions, self.config, self.steps = list(definitions), config, steps
-        self._programs = [observables.program(d, optimizer.build(config, d.specs), steps) for d in definitions]
-        self._recorded: dict[tuple[int, bytes], dict[str, np.ndarray]] = {}
+        self._programs = [observables.program(d, optimizer.build(config, d.specs)) for d in definitions]
+        self._recorded: dict[tuple[int, int, bytes], list[dict[str, np.ndarray]]] = {}
 
     def numbers(self, preset: Preset) -> list[tuple[factors.Factors, dict[str, np.ndarray]]]:
         """All that a preset sets in the programs: factors and initial stds, a pair per size."""
@@ -142,11 +144,12 @@ class Series:
         hyper = optimizer.hyper(self.config, self.steps + 1)
         recorded: list[dict[str, np.ndarray]] = []
         for size, (program, (found, stds)) in enumerate(zip(self._programs, self.numbers(preset), strict=True)):
-            arguments = np.arange(seeds, dtype=np.uint32), StepInputs(found, hyper), stds, dict(batch)
+            numbers = StepInputs(found, hyper), stds, dict(batch)
             # Equal numbers are equal trainings: of presets that are one rule along an axis, of all at the base.
-            if (key := (size, digest(arguments))) not in self._recorded:
-                self._recorded[key] = jax.device_get(program(*arguments))
-            recorded.append(self._recorded[key])
+            trained = self._recorded.setdefault((size, self.steps, digest(numbers)), [])
+            for seed in range(len(trained), seeds):
+                trained.append(program(np.uint32(seed), *numbers, self.steps))
+            recorded.append({name: np.stack([one[name] for one in trained[:seeds]]) for name in trained[0]})
         if any(one.keys() != recorded[0].keys() for one in recorded):
             raise PresetError("the models to compare have different parameters; grow sizes only, not structure")
         measured: dict[str, np.ndarray] = {}

@@ -7,6 +7,7 @@ wrong with a table by theory (`Expected.trouble`) counts where the program does 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -107,22 +108,31 @@ def judge(
     for name, values in measured.items():
         for step in (step for step in range(values.shape[2]) if (name, step) in expected):
             mean, half, typical = _fit(x - x.mean(), values[:, :, step])
-            of = expected[name, step]
-            finding = Finding(name, step, mean, mean - half, mean + half, typical, of)
+            of, ends = expected[name, step], (float(mean - half), float(mean + half))
+            finding = Finding(name, step, float(mean), *ends, tuple(map(float, typical)), of)
             if finding.agrees:
                 finding = dataclasses.replace(finding, layer=_outlier(x - x.mean(), name, step, measured, of))
             findings.append(dataclasses.replace(finding, base=base.get((name, step), 1.0)))
     return findings
 
 
-def _fit(x: np.ndarray, values: np.ndarray) -> tuple[float, float, tuple[float, ...]]:
-    """Mean over seeds of the slope of values [sizes, seeds], half its 95 % interval, and the geometric mean at every size."""
-    something = np.any(values)
+def _fit(x: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Mean over seeds of the slope of values [sizes, seeds, ...], half its 95 % interval, [...], and the geometric mean, [sizes, ...].
+
+    The slope is not a number where all is zero.
+    """
+    something = np.any(values, axis=(0, 1))
     y = np.log2(np.maximum(values, _FLOOR))
-    slopes = x @ y / (x @ x) if something else np.array([math.nan])
-    mean, seeds = float(slopes.mean()), len(slopes)
-    half = float(stats.sem(slopes) * stats.t.ppf(0.975, seeds - 1)) if seeds > 1 else 0.0
-    return mean, half, tuple(map(float, something * 2.0 ** y.mean(axis=1)))
+    slopes = np.where(something, np.tensordot(x, y, 1) / (x @ x), math.nan)
+    seeds = len(slopes)
+    half = slopes.std(axis=0, ddof=1) * _halves(seeds) if seeds > 1 else np.zeros(slopes.shape[1:])
+    return slopes.mean(axis=0), half, something * 2.0 ** y.mean(axis=1)
+
+
+@functools.cache
+def _halves(seeds: int) -> float:
+    """Half a 95 % interval of a mean over seeds, in standard deviations of one."""
+    return float(stats.t.ppf(0.975, seeds - 1)) / math.sqrt(seeds)
 
 
 def _outlier(x: np.ndarray, name: str, step: int, measured: Mapping[str, np.ndarray], expected: Expected) -> str | None:
@@ -131,15 +141,14 @@ def _outlier(x: np.ndarray, name: str, step: int, measured: Mapping[str, np.ndar
     layers = ends if by_layer is None else by_layer
     if layers is None or (layers is ends and expected.base is None):  # what has a number is the same in all layers
         return None
-    values = layers[:, :, step]
-    room, beyond = _LAYER.get(name.partition("/")[0], 0.15), {}
-    for layer in range(values.shape[2]):
-        mean, half, _ = _fit(x, values[..., layer])
-        inside = mean - half <= expected.slope + expected.above + room
-        if not (inside and mean + half >= expected.slope - expected.below - room):
-            beyond[layer] = math.inf if math.isnan(mean) else abs(mean - expected.slope)
-    worst = max(beyond, key=beyond.__getitem__, default=None)
-    return None if worst is None else f"layer {worst}" if ends is None else "one layer"
+    mean, half, _ = _fit(x, layers[:, :, step])
+    room = _LAYER.get(name.partition("/")[0], 0.15)
+    low, high = expected.slope - expected.below - room, expected.slope + expected.above + room
+    inside = (mean - half <= high) & (mean + half >= low)
+    if inside.all():
+        return None
+    beyond = np.where(inside, -1, np.where(np.isnan(mean), math.inf, np.abs(mean - expected.slope)))
+    return f"layer {np.argmax(beyond)}" if ends is None else "one layer"
 
 
 def _at_base(

@@ -1,4 +1,4 @@
-"""What to measure inside a model while it takes its first steps: one compiled program per size, all presets and seeds in it.
+"""What to measure inside a model while it takes its first steps: compiled once per size, for all presets, seeds and numbers of steps.
 
 Every observable is a positive number per (seed, step), or per (seed, step, layer): a root mean square over entries and batch.
 Names are `what` or `what/label`, a parameter's label being its group such as `block.query` (`mupax.train.studies.check.groups`).
@@ -8,11 +8,13 @@ Shapes: L layers, B batch, T and S positions, H heads, K key heads, N head dimen
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
@@ -22,6 +24,7 @@ from mupax.train.core.step import StepInputs, gradients
 from mupax.train.core.transforms import rows
 from mupax.train.studies.check import groups
 from mupax.zoo.definition import Arrays, Definition, multiplied
+from mupax.zoo.layers.initial import normals
 from mupax.zoo.layers.stack import over_layers
 
 Batch = Mapping[str, Any]
@@ -32,41 +35,66 @@ _BY_LAYER = (*_BY_OWN_WEIGHTS, "contribution", CROSS)
 """What `internals` has an axis of layers of, first, and a table sets at initialization."""
 
 
-def program(definition: Definition, tx: optax.GradientTransformationExtraArgs, steps: int) -> Callable[..., Any]:
-    """One model's measuring program, compiled at its first call. Presets, rates and seeds are data to it.
+def program(
+    definition: Definition, tx: optax.GradientTransformationExtraArgs, options: dict[str, Any] | None = None
+) -> Callable[..., dict[str, np.ndarray]]:
+    """One model's measuring program: presets, rates, the seed and the number of steps are data to what is compiled at its first call.
 
-    It trains from each seed on one batch, measuring before the first step and after every one: from seeds of the
-    initialization (uint32 [S]), factors and hyperparameters (`run.reference` is not used), initial standard deviations and the
-    batch to float32 [S, steps + 1] or [S, steps + 1, L] by observable.
+    It trains on one batch, measuring before the first step and after every one: from a seed of the initialization (uint32 []),
+    factors and hyperparameters (`run.reference` is not used), initial standard deviations, the batch and a number of steps to
+    float32 [steps + 1] or [steps + 1, L] by observable.
 
     Args:
         definition: the model.
         tx: the optimizer chain.
-        steps: optimizer steps.
+        options: of XLA, for these compilations.
     """
 
-    def one(seed: jax.Array, run: StepInputs, stds: Arrays, batch: Batch) -> Arrays:
-        params, factors = definition.initialize(seed, stds), run.factors
-        read = {name: x for name, x in batch.items() if name not in ("targets", "weights")}
-        start = internals(definition.model(params, factors.multiplier, factors.forward), **read)
+    @functools.partial(jax.jit, compiler_options=options)
+    def begin(seed: jax.Array, stds: Arrays) -> TrainState:
+        params = definition.initialize(seed, stds, normals)
+        return TrainState(jnp.zeros([], jnp.int32), params, tx.init(params))
 
-        def step(state: TrainState, _: None) -> tuple[TrainState, Arrays]:
-            grads, _sums = gradients(definition, state.params, run, dict(batch), 1)
-            model = definition.model(state.params, factors.multiplier, factors.forward)
-            seen = _activations(model, start, read, definition.tied_readout is not None)
-            seen |= _weights(definition, factors, params, state.params, grads)
-            hyper = run.hyper.at(state.step)
-            updates, opt_state = tx.update(grads, state.opt_state, state.params, factors=factors, hyper=hyper)
-            new: Any = optax.apply_updates(state.params, updates)
-            return TrainState(state.step + 1, new, opt_state), seen
+    @jax.jit
+    def forward(params: Arrays, factors: Factors, batch: Batch) -> Arrays:
+        return internals(definition.model(params, factors.multiplier, factors.forward), **_read(batch))
 
-        first = TrainState(jnp.zeros([], jnp.int32), params, tx.init(params))
-        return jax.lax.scan(step, first, None, length=steps + 1)[1]
+    @functools.partial(jax.jit, compiler_options=options)
+    def step(
+        state: TrainState, initial: Arrays, start: Arrays, run: StepInputs, batch: Batch
+    ) -> tuple[TrainState, Arrays, Arrays]:
+        factors, now = run.factors, forward(state.params, run.factors, batch)
+        start = {name: jnp.where(state.step == 0, x, start[name]) for name, x in now.items()}
+        grads, _sums = gradients(definition, state.params, run, dict(batch), 1)
+        model = definition.model(state.params, factors.multiplier, factors.forward)
+        seen = _activations(model, now, start, _read(batch), definition.tied_readout is not None)
+        seen |= _weights(definition, factors, initial, state.params, grads)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params, factors=factors, hyper=run.hyper)
+        new: Any = optax.apply_updates(state.params, updates)
+        return TrainState(state.step + 1, new, opt_state), start, seen
 
-    return jax.jit(lambda seeds, *inputs: jax.lax.map(lambda seed: one(seed, *inputs), seeds))
+    def measure(seed: np.ndarray, run: StepInputs, stds: Arrays, batch: Batch, steps: int) -> dict[str, np.ndarray]:
+        state, (run, batch) = begin(seed, stds), jax.device_put((run, dict(batch)))
+        initial, schedule, seen = state.params, run.hyper.schedule, []
+        # Of the first step they are what it computes itself.
+        shapes = forward.eval_shape(initial, run.factors, batch)
+        start = {name: jnp.zeros(of.shape, of.dtype) for name, of in shapes.items()}
+        for k in range(steps + 1):
+            now = run._replace(hyper=run.hyper._replace(schedule=schedule[k]))
+            state, start, each = step(state, initial, start, now, batch)
+            seen.append(each)
+        fetched = jax.device_get(seen)
+        return {name: np.stack([each[name] for each in fetched]) for name in fetched[0]}
+
+    return measure
 
 
-def _activations(model: Any, start: Arrays, read: Batch, tied: bool) -> Arrays:
+def _read(batch: Batch) -> dict[str, Any]:
+    """What of a batch the model is called with."""
+    return {name: x for name, x in batch.items() if name not in ("targets", "weights")}
+
+
+def _activations(model: Any, now: Arrays, start: Arrays, read: Batch, tied: bool) -> Arrays:
     """Activations `X`, what changed since initialization, and the variance of attention logits over heads.
 
     `change X` is the whole change; for queries, keys and attention logits `update X` is that through their own weights alone.
@@ -75,7 +103,6 @@ def _activations(model: Any, start: Arrays, read: Batch, tied: bool) -> Arrays:
     products of either sign. It is D^1/2 times larger: of order one under `mup`, whose other logits vanish as D^-1/2, and
     D^1/2 under `ntk`. `change logits` is of all of them: what training adds has one exponent.
     """
-    now = internals(model, **read)
     seen = {name: (by_layer if name in _BY_LAYER else rms)(x) for name, x in now.items()}
     if tied:
         contact_BTV = jnp.arange(now["logits"].shape[-1]) == read.get("decoder_inputs", read["inputs"])[..., None]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import jax
-
+from mupax.train.core import optimizer
+from mupax.train.studies.check import observables
 from mupax.train.studies.check.check import Series
 
 OPTIONS = {"xla_backend_optimization_level": 1, "xla_llvm_disable_expensive_passes": True}
@@ -11,5 +11,6 @@ OPTIONS = {"xla_backend_optimization_level": 1, "xla_llvm_disable_expensive_pass
 
 def optimized(series: Series) -> Series:
     """The series, whose largest model `tests/conftest.py` would have compiled without optimization."""
-    series._programs[-1] = jax.jit(series._programs[-1].__wrapped__, compiler_options=OPTIONS)
+    last = series.definitions[-1]
+    series._programs[-1] = observables.program(last, optimizer.build(series.config, last.specs), OPTIONS)
     return series
