@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 
@@ -64,7 +65,14 @@ class Preset:
             PresetError: plain form with a tied readout, which has no std of its own to carry the scale; table-9 without
                 an SGD rule to make global.
         """
-        return self._formed(spec).with_constants(spec, self.constants)
+        if (row := self._rows.get(spec)) is None:
+            row = self._rows[spec] = self._formed(spec).with_constants(spec, self.constants)
+        return row
+
+    @functools.cached_property
+    def _rows(self) -> dict[ParamSpec, Rule]:
+        """What `row` has said: theory asks for every one ten times."""
+        return {}
 
     def _formed(self, spec: ParamSpec) -> Rule:
         if spec.moved_by_loads:  # which are of no size's order
