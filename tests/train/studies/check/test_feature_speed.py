@@ -24,6 +24,7 @@ from mupax.train.studies.check.balance import balance, descent, direction, next_
 from mupax.zoo import configs
 from mupax.zoo.definition import define
 from mupax.zoo.definition import definition as define_model
+from mupax.zoo.layers.initial import normals
 
 MODELS = {
     "decoder": dataclasses.replace(
@@ -63,16 +64,22 @@ def model(name: str):
     return define_model(MODELS[name]), check.batch(MODELS[name])
 
 
-def start(definition, preset, optimizer_name: str = "adam", seed: int = 3):
+@functools.cache
+def initializer(name: str):
+    return jax.jit(functools.partial(model(name)[0].initialize, draw=normals))
+
+
+def start(name: str, preset, optimizer_name: str = "adam", seed: int = 3):
+    definition, _ = model(name)
     found = factors.resolve(preset, definition, optimizer_name)
-    return jax.jit(definition.initialize)(np.uint32(seed), factors.init_stds(preset, definition)), found
+    return initializer(name)(np.uint32(seed), factors.init_stds(preset, definition)), found
 
 
 @functools.cache
 def uneven(name: str) -> tuple[feature_speed.Speeds, dict, dict]:
     """Speeds under SGD with another rate for every parameter and layer, the gradients, and those of the training step."""
     definition, batch = model(name)
-    params, found = start(definition, presets.get("depth-mup"))
+    params, found = start(name, presets.get("depth-mup"))
     rng = np.random.default_rng(5)
     rates = {n: rng.uniform(0.2, 5.0, found.lr[n].shape).astype(np.float32) for n in params}
     flow = descent(definition, found._replace(lr=rates), config("sgd"))
@@ -156,7 +163,7 @@ def test_normalized_gradients_are_balanced_by_the_inverse_of_their_norm():
 def test_a_tied_readout_is_refused():
     tied = dataclasses.replace(MODELS["decoder"], tied=True)
     definition, batch = define_model(tied), check.batch(tied)
-    params, found = start(definition, presets.get("sp"))
+    params, found = start("decoder", presets.get("sp"))
     with pytest.raises(PresetError, match=r"tied to the token embedding.*write tied=False"):
         feature_speed.of_model(definition, params, found, batch, lambda g: g)
 
@@ -191,7 +198,7 @@ def slope_of_cosine(branch: float | None, depths=(6, 24), width: int = 256) -> n
         keys = jax.random.split(key, depth + 2)
         he = (2 / width) ** 0.5
         first, last = jax.random.normal(keys[0], (16, width)) / 4, jax.random.normal(keys[1], (width, 1)) / width
-        hidden = [he * jax.random.normal(k, (width, width)) for k in keys[2:-1]]
+        hidden = he * jax.vmap(lambda key: jax.random.normal(key, (width, width)))(keys[2:-1])  # one draw to compile
 
         def layer(w: jax.Array, x: jax.Array) -> jax.Array:
             y = jax.nn.relu(x) @ w
@@ -265,10 +272,10 @@ def program(name: str, optimizer_name: str, centered: bool):
 
 @pytest.mark.parametrize(("name", "optimizer_name", "centered"), CASES)
 def test_derived_rates_satisfy_the_desiderata(name, optimizer_name, centered):
-    definition, batch = model(name)
+    _, batch = model(name)
     preset = derived(name, optimizer_name, centered)
     measured_again = program(name, optimizer_name, centered)
-    here = measured_again(*start(definition, preset, optimizer_name), batch)
+    here = measured_again(*start(name, preset, optimizer_name), batch)
     layers = count(name)
     np.testing.assert_allclose(here.contribution, np.full(layers, 1 / layers), rtol=1e-4)
     np.testing.assert_allclose(here.loss_decay, 1, rtol=1e-4)
@@ -285,11 +292,11 @@ def test_derived_rates_satisfy_the_desiderata(name, optimizer_name, centered):
     rng = np.random.default_rng(7)
     order = rng.permutation(len(batch["targets"]))
     other = {**batch, "targets": batch["targets"][order]}
-    there = measured_again(*start(definition, preset, optimizer_name, seed=4), other)
+    there = measured_again(*start(name, preset, optimizer_name, seed=4), other)
     assert 0.5 < there.speed_rms[-1] < 2
     assert 0.5 < there.loss_decay < 2
     # The control: one rate for all is not balanced, in the same model.
-    ones = measured_again(*start(definition, presets.get("sp"), optimizer_name), batch)
+    ones = measured_again(*start(name, presets.get("sp"), optimizer_name), batch)
     assert ones.contribution.max() > 3 * ones.contribution.min()
 
 
@@ -300,10 +307,8 @@ def test_a_saved_table_trains(name, optimizer_name, centered, tmp_path):
     preset = derived(name, optimizer_name, centered)
     save(preset.table, tmp_path / "table.json")
     again = measured.measured(load(tmp_path / "table.json"))
-    params, found = start(definition, preset, optimizer_name)
-    for one, other in zip(
-        jax.tree.leaves(found), jax.tree.leaves(start(definition, again, optimizer_name)[1]), strict=True
-    ):
+    params, found = start(name, preset, optimizer_name)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(start(name, again, optimizer_name)[1]), strict=True):
         np.testing.assert_array_equal(one, other)
     settings = config(optimizer_name, peak_lr=2e-3)
     tx = optimizer.build(settings, definition.specs)

@@ -25,6 +25,7 @@ from mupax.train.studies.check.check import Finding
 from mupax.zoo import configs
 from mupax.zoo.definition import definition
 from mupax.zoo.transformer import transformer
+from tests.train.studies.check.optimized import optimized
 
 LAYERS, SEEDS = 12, 3
 SMALL = ["--model.width", "32", "--model.num-heads", "4", "--model.vocab-size", "16", "--model.seq-len", "8"]
@@ -38,7 +39,9 @@ def series() -> check.Series:
     )  # fmt: skip
     grown = check.grow(model, "heads", 3, {"width", "num_heads", "num_kv_heads", "depth", "vocab_size", "seq_len"})
     adam = OptimizerConfig(name="adam", peak_lr=2e-3, schedule="constant", eps=1e-12)
-    return check.Series([definition(one) for one in (grown[0], grown[-1])], adam, steps=1)  # ends have the slope
+    return optimized(
+        check.Series([definition(one) for one in (grown[0], grown[-1])], adam, steps=1)
+    )  # ends have the slope
 
 
 def right(base: dict[str, int] | None = None) -> Preset:
