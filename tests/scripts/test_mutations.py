@@ -17,7 +17,7 @@ DECODER_EPS = STUDIES[2]
 QUERY_KEY = ("block.query", "block.key")
 DOUBLINGS, SEEDS, MORE_SEEDS = (0, 2), 3, 8
 """The committed page has four sizes. The slope over three is that of the first and the last; eps of a ViT and of a tied table need more
-seeds there."""
+seeds there, which the programs take as they are."""
 
 
 @functools.cache
@@ -25,7 +25,7 @@ def suite(index: int) -> Suite:
     """Each study compiles once, and its control holds: the right rule passes."""
     made = Suite(STUDIES[index], DOUBLINGS)
     optimized(made.series)
-    assert check.passes(made.right(MORE_SEEDS if index in (1, 5) else SEEDS))
+    assert all(check.passes(made.right(seeds)) for seeds in ((SEEDS, MORE_SEEDS) if index in (1, 5) else (SEEDS,)))
     return made
 
 
@@ -38,6 +38,11 @@ MISSED = {
 
 def goal(group: str) -> float:
     return 0.5 if group in QUERY_KEY else 0.25
+
+
+def seeds(column: str) -> int:
+    """Of a ViT and of a tied table."""
+    return MORE_SEEDS if column == "eps" else SEEDS
 
 
 @pytest.mark.parametrize("column", COLUMNS)
@@ -56,7 +61,7 @@ def test_one_mutant_per_role_and_column_is_caught(group, column):
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("group", ["patch_embedding", "position", "block.value.bias", "readout.bias"])
 def test_one_mutant_per_role_that_only_a_vit_has(group, column):
-    outcome = suite(1).run(Mutant(group, column, goal(group)), MORE_SEEDS)
+    outcome = suite(1).run(Mutant(group, column, goal(group)), seeds(column))
     assert outcome.same_numbers == (column == "init_std" and "bias" in group)
     assert (outcome.by is None) == outcome.same_numbers
     assert outcome.trains_alike == (outcome.same_numbers or column == "eps")
@@ -68,7 +73,7 @@ def test_one_mutant_per_role_that_only_a_vit_has(group, column):
 )
 @pytest.mark.parametrize("exponent", [0.25, -0.25])
 def test_a_wrong_tied_readout_or_table_is_caught(group, column, exponent):
-    outcome = suite(5).run(Mutant(group, column, exponent), MORE_SEEDS)
+    outcome = suite(5).run(Mutant(group, column, exponent), seeds(column))
     assert outcome.by is not None
     assert outcome.trains_alike == (column == "eps")
 
