@@ -37,6 +37,11 @@ ED = (
     "ed-tiny --model.width 32 --model.num-heads 2 --model.depth 2 --model.seq-len 32 --data.batch-size 8 --steps 100 "
     "--optimizer.name adam --optimizer.warmup-steps 20 --optimizer.clip-norm None"
 )
+MOE = (
+    "lm-tiny --model.width 32 --model.num-heads 2 --model.depth 2 --model.seq-len 32 --model.experts 4 --model.expert-dim 32 "
+    "--data.batch-size 8 --steps 100 --optimizer.warmup-steps 20 --optimizer.clip-norm None --optimizer.name adam --preset mup"
+)
+"""Four experts, two of them a token's."""
 STUDIES = {
     "head_dim": f"{LM} --preset mup --compare mup-half --control sp --grow head_dim=16,32,64,128",
     "heads": f"{LM} --preset mup --compare mup-half --control sp --grow heads=4,8,16,32",
@@ -47,6 +52,8 @@ STUDIES = {
     "batch": f"{SMALL} --steps 2400 --optimizer.warmup-steps 240 --grow batch=8,16,32,64 --joint sde --control none --seeds 6",
     "tokens": f"{SMALL} --steps 600 --optimizer.warmup-steps 60 --grow tokens=38400,76800,153600,307200 --joint complete-d "
     "--control none --seeds 6",
+    "moe-width": f"{MOE} --control sp --grow head_dim=16,32,64",
+    "moe-experts": f"{MOE} --grow experts=4,8,16",
 }
 """Name to the run, presets and sizes: mostly eightfold, from width 64, four heads and two layers, or of the run's batch and length."""
 ABOUT = {
@@ -67,6 +74,11 @@ ABOUT = {
     "drift is the exponent of the horizon, here 0 within about a tenth: apart from the -0.32 of Bjorck et al., the -0.5 of `complete-d`, "
     "under which the best rate therefore drifts up, and the +0.31 of Step Law, whose batch grows along. The sources contradict each "
     "other, and this small model supports none: no rule of the horizon is a default.",
+    "moe-width": "A decoder of four experts, two of them a token's, two layers of width 32 with heads of 16: the head dimension and with it "
+    "the width and the experts' hidden size grow fourfold. On a machine with other work: the minutes are more than it takes.",
+    "moe-experts": "The same of width 32, four to sixteen experts, half of them a token's. Under Adam no rule has a power of their number in "
+    "a rate, only in eps, which is far below every gradient here: there is no control that drifts. Under SGD, where rules "
+    "differ by E, it is not studied.",
 }
 HEAD = """# Does the learning rate transfer?
 

@@ -66,7 +66,7 @@ def test_the_drifts_follow_from_the_losses(name: str) -> None:
         assert study["verdict"] == found.verdict
 
 
-@pytest.mark.parametrize("name", ["head_dim", "heads", "ed-heads", "depth"])
+@pytest.mark.parametrize("name", ["head_dim", "heads", "ed-heads", "depth", "moe-width"])
 def test_what_a_study_must_show(name: str) -> None:
     """The drift meets 0 within the tolerance and lies apart from the control's, and so do the prices."""
     kept = RECORDS[name]

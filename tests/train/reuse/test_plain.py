@@ -17,6 +17,7 @@ from mupax.train.reuse import plain as fold
 from mupax.zoo.configs import DecoderConfig, ModelConfig, ViTConfig
 from mupax.zoo.definition import Definition, definition
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
+from mupax.zoo.experts.config import RoutingConfig
 
 pytestmark = pytest.mark.core
 
@@ -26,7 +27,11 @@ VIT = ViTConfig(width=12, depth=3, num_heads=3, mlp_ratio=1.5, image_size=6, pat
 TRANSLATOR = EncoderDecoderConfig(
     width=12, depth=3, encoder_depth=2, num_heads=3, mlp_ratio=1.5, vocab_size=17, seq_len=6, target_len=5
 )
+EXPERTS = dataclasses.replace(
+    ROTARY, depth=1, bias=True, experts=3, active_experts=2, shared_experts=1, routing=RoutingConfig(balance="bias")
+)
 BASE = {"embed": 8, "heads": 2, "kv_heads": 1, "head_dim": 4, "mlp": 12, "layers": 2}
+OF_EXPERTS = {**BASE, "experts": 2, "active": 2, "expert_dim": 6}
 
 CASES: dict[str, tuple[ModelConfig, Preset]] = {
     "mup, tied": (TIED, presets.get("mup", base=BASE)),
@@ -34,6 +39,7 @@ CASES: dict[str, tuple[ModelConfig, Preset]] = {
     "depth-mup, rotary": (ROTARY, presets.get("depth-mup", base=BASE, gamma0=0.5, beta0=3.0)),
     "depth-mup, queries normalized": (dataclasses.replace(ROTARY, qk_norm=True), presets.get("depth-mup", base=BASE)),
     "depth-mup, encoder-decoder": (TRANSLATOR, presets.get("depth-mup", base=BASE, beta0=3.0)),
+    "depth-mup, experts": (EXPERTS, presets.get("depth-mup", base=OF_EXPERTS, beta0=3.0)),
     "mean-field, ViT": (VIT, presets.get("mup", base=BASE, form="mean-field")),
 }
 
@@ -90,9 +96,12 @@ def test_the_plain_network_is_the_same_function(case: tuple[ModelConfig, Preset]
     assert difference(*case) < 2e-5
 
 
-@pytest.mark.parametrize("name", ["block.attention.query", "block.mlp.down_bias", "norm.gain", "token"])
+@pytest.mark.parametrize(
+    "name", ["block.attention.query", "block.mlp.down_bias", "block.experts.down_bias", "norm.gain", "token"]
+)
 def test_control_every_scale_counts(name: str) -> None:
-    model, preset = CASES["depth-mup, rotary"] if name == "block.mlp.down_bias" else CASES["mup, tied"]
+    cases = {"block.mlp.down_bias": "depth-mup, rotary", "block.experts.down_bias": "depth-mup, experts"}
+    model, preset = CASES[cases.get(name, "mup, tied")]
     assert difference(model, preset, lambda by: {**by, name: by[name] * 1.3}) > 1e-3
 
 
