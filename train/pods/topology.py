@@ -84,7 +84,7 @@ def devices(topology: str, slices: int = 1) -> Sequence[Any]:
     ready()
     from jax.experimental import topologies
 
-    options: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
+    options: dict[str, Any] = {"wrap": wraps(topology), **({"num_slices": slices} if slices > 1 else {})}
     if chip.name == "v4":
         # Both cores of a chip as one device, as on the machines.
         options["chip_config_name"] = "megacore"
@@ -96,6 +96,22 @@ def devices(topology: str, slices: int = 1) -> Sequence[Any]:
         reason = str(error).partition(": ")[2] or str(error)
         raise TopologyError(f"no topology {topology}: {reason.strip()}\nwrite such as {EXAMPLES}") from error
     return described.devices
+
+
+def wraps(topology: str) -> list[bool]:
+    """Whether the first and the last chip of each of three dimensions are neighbours, too, as in the machines.
+
+    Of v5e and v6e along dimensions of 16, the whole of a pod's; of chips wired in three dimensions in slices made of whole cubes of
+    4x4x4 (Google Cloud's pages of each version; as MaxText's `accelerator_to_spec_map` has it). The compiler takes none unless told,
+    and then gathers by sums over a whole cube: 8 GB sent where 4 are needed.
+
+    Args:
+        topology: as of `chip_of`.
+    """
+    chip, dims = chip_of(topology), [int(size) for size in topology.split(":")[1].split("x")]
+    if chip.torus == 3:
+        return [len(dims) == 3 and all(size % 4 == 0 for size in dims)] * 3
+    return [*(size == 16 for size in dims), False]
 
 
 def across(mesh: Any) -> dict[str, int]:

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from mupax.train.__main__ import main
 from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.program import assemble
-from mupax.train.pods import checks, hlo
+from mupax.train.pods import checks, hlo, topology
 from mupax.train.pods.collectives import collectives
 from mupax.train.pods.compiled import Compiled, compile_for
 from mupax.zoo.configs import ComputeConfig, DecoderConfig
@@ -88,6 +88,18 @@ def test_state_is_not_padded_and_parameters_are_gathered_beside_computation() ->
     sent, alone = (sum(row[name] for row in gathers) for name in ("wire_bytes", "alone_bytes"))
     assert sent > 0
     assert alone < 0.2 * sent
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("torus", [True, False])
+def test_a_cube_gathers_parameters_where_control_a_mesh_of_as_many_sums_them(
+    torus: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not torus:
+        monkeypatch.setattr(topology, "wraps", lambda name: [False] * 3)
+    made = compile_for(config_of(MeshConfig(data=1, fsdp=64)), "v5p:4x4x4")
+    kinds = {one.kind for one in made.collectives if DEPTH in one.trips}
+    assert ("all-gather" in kinds) == torus
 
 
 @pytest.mark.tpu

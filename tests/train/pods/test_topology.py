@@ -46,6 +46,23 @@ def test_a_wrong_topology_is_told_what_to_write(written: str, said: str) -> None
     assert said in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "around"),
+    [
+        ("v5e:16x16", [True, True, False]),
+        ("v6e:8x16", [False, True, False]),
+        ("v5e:8x8", [False] * 3),
+        ("v5p:4x4x4", [True] * 3),
+        ("v7x:4x8x12", [True] * 3),
+        ("v5p:2x4x4", [False] * 3),
+        ("v4:4x4", [False] * 3),
+    ],
+)
+def test_only_whole_pods_and_cubes_are_tori(name: str, around: list[bool]) -> None:
+    # As the table of MaxText (utils/accelerator_to_spec_map.py).
+    assert topology.wraps(name) == around
+
+
 def test_without_the_compiler_the_command_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,7 +204,7 @@ def test_blocks_of_a_causal_mask() -> None:
 # Recipes for pods
 
 
-@pytest.mark.parametrize("name", ["lm-1b", "lm-8b", "vit-h14"])
+@pytest.mark.parametrize("name", ["lm-1b", "lm-8b", "lm-30b-a3b", "vit-h14"])
 def test_pod_recipes_shard_their_state_and_compute_in_bfloat16(name: str) -> None:
     from mupax.train.config.recipes import RECIPES
 
@@ -200,6 +217,11 @@ def test_pod_recipes_shard_their_state_and_compute_in_bfloat16(name: str) -> Non
 def test_the_8b_model_has_llamas_parameters() -> None:
     # 8,030,261,248 in the checkpoint of Llama 3 8B.
     assert flops.params(configs.get("lm-8b")) == 8_030_261_248
+
+
+def test_the_30b_model_has_qwens_parameters() -> None:
+    # 30,532,122,624 in the checkpoint of Qwen3-30B-A3B.
+    assert flops.params(configs.get("lm-30b-a3b")) == 30_532_122_624
 
 
 # The committed tables
