@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from mupax.presets.roles import MATRICES, FactorSpec, ParamSpec, Role
 from mupax.zoo.encoder_decoder.config import NAMED, EncoderDecoderConfig
+from mupax.zoo.experts.config import RoutingConfig
 from mupax.zoo.families import ComputeConfig, ConfigError, ImageModel, ModelConfig, TokenModel
 from mupax.zoo.transformer import RopeScaling, Sight, TransformerConfig
 
@@ -300,6 +301,12 @@ CONFIGS: dict[str, ModelConfig] = {
         _LLAMA, width=2048, depth=16, num_heads=16, num_kv_heads=8, seq_len=2048, mlp_ratio=4.0, tied=True
     ),
     "lm-8b": _LLAMA,
+    # Of experts: the shape of Qwen3-30B-A3B (Yang et al. 2025), which has no capacity; a token goes through 3.3 B of its parameters.
+    "lm-30b-a3b": dataclasses.replace(
+        _LLAMA, width=2048, depth=48, num_heads=32, head_dim=128, num_kv_heads=4, vocab_size=151936, seq_len=4096, mlp_ratio=3.0,
+        rope_theta=1e6, norm_eps=1e-6, qk_norm=True,
+        experts=128, active_experts=8, expert_dim=768, routing=RoutingConfig(gate="softmax", capacity_factor=1.25),
+    ),
     **NAMED,
     # The smallest models of Bordelon et al. 2024, as in its code: figures 6, 8-10 (CIFAR-5M) and 7, 12 (C4);
     # (N, H, L) = (16, 16, 4), (8, 8, 4).

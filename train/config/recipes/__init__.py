@@ -28,6 +28,7 @@ RECIPES: Table[Callable[[], Config]] = Table(
         "vit-h14": "pods:vit_h14",
         "lm-1b": "pods:lm_1b",
         "lm-8b": "pods:lm_8b",
+        "lm-30b-a3b": "pods:lm_30b_a3b",
         "bart-large-c4": "pods:bart_large_c4",
         "r2c2-c4": "pods:r2c2_c4",
     },
