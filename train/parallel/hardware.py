@@ -102,7 +102,7 @@ _JAX_FLAGS = "docs.jax.dev/en/latest/xla_flags.html"
 _MAXTEXT = "github.com/AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py (CF_FOR_ALL_REDUCE)"
 _ALL_REDUCE = "sums gradients during computation; it takes both flags to change the program (data)"
 _MAXTEXT_GATHER = "github.com/AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py (CF_FOR_ALL_GATHER)"
-_ALL_GATHER = "gathers parameters during computation, which is no default of libtpu 0.0.42 for v6e (fsdp)"
+_ALL_GATHER = "gathers parameters during computation, which is no default of libtpu 0.0.42 for v5p and v6e (fsdp)"
 
 
 _MAXTEXT_GPU = "github.com/AI-Hypercomputer/maxtext, src/maxtext/configs/models/gpu (1vm.sh of Llama 2 7B, H100)"
@@ -110,6 +110,13 @@ _COMBINED = "sends a layer's parameters, or their gradients, in one message; 30 
 _PIPELINED = (
     "begins one iteration of a loop over layers early what the next one gathers, or ends it late (fsdp); off by default"
 )
+
+
+VMEM = "xla_tpu_scoped_vmem_limit_kib"
+"""What `--vmem-kib` sets."""
+
+_MAXTEXT_VMEM = "github.com/AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py (DENSE_VMEM_LIMIT_FLAG), of 98304"
+_ROOM = "more of a core's own memory for one operation: {} of a step's cycles (docs/performance.md); 16384 unless given"
 
 
 class Flag(NamedTuple):
@@ -127,6 +134,15 @@ PIPELINING: dict[str, tuple[str, Value]] = {
 }
 """Version of jaxlib to what pipelined collectives are called there; left to the compiler in others, which might refuse the name."""
 _pipelining = PIPELINING.get(".".join(version("jaxlib").split(".")[:2]))
+
+_GATHERS = tuple(
+    Flag(name, True, _ALL_GATHER, _MAXTEXT_GATHER)
+    for name in (
+        "xla_enable_async_all_gather",
+        "xla_tpu_enable_async_collective_fusion",
+        "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
+    )
+)
 
 FLAGS: dict[str, tuple[Flag, ...]] = {
     "cpu": (),
@@ -148,7 +164,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     ),
     # The other flags for asynchronous collectives that are passed around (async_collective_fusion, its fuse_all_gather and
     # multiple_steps, overlap_compute_collective_tc, async_all_gather, data_parallel_all_reduce_opt) are defaults of libtpu
-    # 0.0.42 for v5e: with or without them it compiles the same program, on one slice and on two. For v6e see below.
+    # 0.0.42 for v5e: with or without them it compiles the same program, on one slice and on two. For v5p and v6e see below.
     "tpu": (
         Flag("xla_enable_async_all_reduce", True, _ALL_REDUCE, _MAXTEXT),
         Flag("xla_tpu_enable_async_collective_fusion_fuse_all_reduce", True, _ALL_REDUCE, _MAXTEXT),
@@ -160,19 +176,14 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             f"{_JAX_FLAGS}; MaxText sets it the other way, for its tensor axis",
         ),
     ),
-    "TPU v6 lite": (
-        Flag("xla_enable_async_all_gather", True, _ALL_GATHER, _MAXTEXT_GATHER),
-        Flag("xla_tpu_enable_async_collective_fusion", True, _ALL_GATHER, _MAXTEXT_GATHER),
-        Flag("xla_tpu_enable_async_collective_fusion_fuse_all_gather", True, _ALL_GATHER, _MAXTEXT_GATHER),
-    ),
+    "TPU v5 lite": (Flag(VMEM, 32768, _ROOM.format("3 to 7 %"), _MAXTEXT_VMEM),),
+    "TPU v5": _GATHERS,
+    "TPU v6 lite": _GATHERS,
 }
 """Backend (`jax.Device.platform`) to its flags, and kind of device to those it has besides. Chosen from documentation
 and from what the compiler makes of them: none was timed on a GPU or TPU. `python -m scripts.bench.xla_flags` times
 each on the devices at hand."""
 
-
-VMEM = "xla_tpu_scoped_vmem_limit_kib"
-"""What `--vmem-kib` sets."""
 
 _RINGS = (
     "half of the bytes for gradients, beside products; compiled for lm-8b on v5e:16x16, other shapes may be refused"

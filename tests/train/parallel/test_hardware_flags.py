@@ -24,7 +24,7 @@ from tests.xla import FUSIONS_OF_USERS
 GPU = {flag.name: flag.value for flag in FLAGS["gpu"]}
 TPU = {flag.name: flag.value for flag in FLAGS["tpu"]}
 RINGS = {**TPU, **{flag.name: flag.value for flag in SCATTER}}
-V6E = {flag.name: flag.value for flag in FLAGS["TPU v6 lite"]}
+GATHERS = {flag.name: flag.value for flag in FLAGS["TPU v6 lite"]}
 STEPS = 3
 
 
@@ -123,14 +123,14 @@ for options in json.loads(sys.argv[1]):
 
 @pytest.mark.tpu
 def test_the_tpu_compiler_knows_its_flags() -> None:
-    each = ({name: value} for name, value in (TPU | V6E).items())
-    sets = [*each, TPU, TPU | V6E, RINGS, TPU | {hardware.VMEM: 65536}, {"xla_tpu_no_such_flag": True}]
+    each = ({name: value} for name, value in (TPU | GATHERS).items())
+    sets = [*each, TPU, TPU | GATHERS, RINGS, TPU | {hardware.VMEM: 65536}, {"xla_tpu_no_such_flag": True}]
     environment = {**os.environ, "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     done = subprocess.run(
         [sys.executable, "-c", AHEAD, json.dumps(sets)], env=environment, capture_output=True, text=True, timeout=300
     )
     *known, unknown = done.stdout.splitlines()
-    assert known == ["compiled"] * (len(TPU | V6E) + 4), done.stderr
+    assert known == ["compiled"] * (len(TPU | GATHERS) + 4), done.stderr
     assert "xla_tpu_no_such_flag" in unknown
 
 
@@ -138,8 +138,10 @@ def test_the_tpu_compiler_knows_its_flags() -> None:
 def test_the_flags_of_a_backend() -> None:
     assert compiler_options("gpu", "auto", {}) == GPU
     assert compiler_options("tpu", "auto", {}) == TPU
-    assert compiler_options("tpu", "auto", {}, kind="TPU v5 lite") == TPU
-    assert compiler_options("tpu", "auto", {}, kind="TPU v6 lite") == TPU | V6E
+    assert compiler_options("tpu", "auto", {}, kind="TPU v5 lite") == TPU | {hardware.VMEM: 32768}
+    assert compiler_options("tpu", "auto", {}, kind="TPU v5 lite", vmem_kib=16384) == TPU | {hardware.VMEM: 16384}
+    assert compiler_options("tpu", "auto", {}, kind="TPU v5") == TPU | GATHERS
+    assert compiler_options("tpu", "auto", {}, kind="TPU v6 lite") == TPU | GATHERS
     assert compiler_options("tpu", "none", {}, kind="TPU v6 lite") == {}
     assert compiler_options("gpu", "none", {}) == {}
     assert compiler_options("tpu", "scatter", {}) == RINGS
