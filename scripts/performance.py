@@ -167,17 +167,33 @@ A whole search, `lm-tiny --topology v5e:2x2 --search --limit 4`, said about 2 mi
 model so small the estimate knows nothing: 45 us for steps of 805, 814 and 872, which it took for equal.
 
 Since then memory is taken to need 4/3 of what is expected, and blocks of 2048 are not tried. With fsdp 4 and tensor 4 the 1.2 B step
-above takes 0.939e9 cycles and 3.92 GB of temporaries. `--vmem-kib`, which lets one operation
-take so much of a core's own memory (16 MiB on v5e unless given), pays on the 1.2 B step on v5e:4x4, multipliers in the loop:
+above takes 0.939e9 cycles and 3.92 GB of temporaries.
 
-| `--vmem-kib` | cycles | of MaxText's | temporaries, GB | step at least | processor time of the compiler |
-|---|---|---|---|---|---|
-| left out | 0.651e9 | 0.900 | 1.685 | 0.452 s | 2.0 min |
-| 24576 | 0.646e9 | 0.892 | 1.710 | 0.449 s | 2.2 min |
-| 32768 | 0.630e9 | 0.870 | 1.683 | 0.438 s | 3.1 min |
+`--vmem-kib` is how much of a core's own memory one operation may take: 32768 on v5e and v5p unless given, where the compiler has 16384,
+and the compiler's on v6e, which is 32768. The 8 B step on v5e:16x16 is that of 1x4096 above, the 1.2 B one has multipliers in the loop:
 
-MaxText's is without it. It is no rule of a generation: other shapes were not compiled with it, and lm-8b with 49152 on v5p:4x4x4 was
-not in 15 minutes, where without it takes 4.
+| | `--vmem-kib` | cycles | of MaxText's | temporaries, GB | step at least | processor time of the compiler |
+|---|---|---|---|---|---|---|
+| 1.2 B, v5e:4x4 | 16384 | 0.651e9 | 0.900 | 1.685 | 0.452 s | 2.0 min |
+| | 24576 | 0.646e9 | 0.892 | 1.710 | 0.449 s | 2.2 min |
+| | 32768 | 0.630e9 | 0.870 | 1.683 | 0.438 s | 3.1 min |
+| 8 B, v5e:16x16 | 16384 | 2.205e9 | 0.876 | 2.50 | | |
+| | 32768 | 2.048e9 | 0.814 | 2.50 | 1.43 s | 5.6 min |
+
+MaxText's is without it. Its own configs have 98304 for dense models on v6e and for Llama 3.1 8B on v5e, none for others on v5e. Of a loop
+over four layers (2048 to 8192 and back, 4096 tokens a chip, forward, matrices gathered over all chips), millions of cycles:
+
+| | 16384 | 32768 | 40960 | 49152 | 65536 | 98304 |
+|---|---|---|---|---|---|---|
+| v5p:4x4x4 | 5.18 | 4.61 | | 4.61 | | |
+| v6e:16x16 | 2.93 | 2.43 | 3.61 | 4.08 | 3.61 | 2.37 |
+
+What v6e gains at 98304 takes the compiler ten times as long (83 s in place of 8). lm-8b with 49152 on v5p:4x4x4 was not compiled in 15
+minutes, where without it takes 4.
+
+Slices of v5p in whole cubes are tori, and so are whole pods of v5e and v6e; the compiler takes a mesh without links around unless told,
+and then gathers over a cube by sums of whole arrays. The loop above on v5p:4x4x4 has 6.59 M cycles and 528 MB sent as a mesh, 5.17 M and 264 MB
+as a torus; on v5e:16x16 and v6e:16x16 the cycles are the same. Rows of v5p above the ones that say so are of a mesh; MaxText's is of a torus.
 
 Attention blocks of 1024 with one backward kernel cost the 1.2 B step 0.667e9 cycles: sums of queries' gradients.
 On a CPU the product takes 1.28 times as long as halves, which stay there (`python -m scripts.bench.rotary --one-core`): the first

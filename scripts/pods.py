@@ -22,6 +22,8 @@ PODS = (
     ("lm-8b", "v5p:4x4x4"),
     ("lm-8b", "v5e:16x16"),
     ("lm-8b", "v6e:16x16"),
+    ("lm-30b-a3b", "v5p:4x4x4"),
+    ("lm-30b-a3b", "v5e:16x16"),
     ("lm-1b", "v5e:8x8"),
     ("vit-h14", "v5e:4x4"),
 )
@@ -98,8 +100,13 @@ def document(found: dict[str, Any]) -> str:
     """The page."""
     pods = found["pods"]
     lines = [INTRODUCTION, *_summary(pods)]
-    if old := [f"{report['recipe']} on {report['topology']}" for report in pods if "loss" not in report]:
-        lines += ["", f"Of an earlier program, whose loss went by chunks of tokens: {', '.join(old)}."]
+    if old := [f"{report['recipe']} on {report['topology']}" for report in pods if "flags" not in report]:
+        lines += [
+            "",
+            f"Of earlier programs, without `--vmem-kib` 32768 on v5e and v5p, and with v5p as a mesh without links around: {', '.join(old)}.",
+        ]
+    if chunked := [f"{report['recipe']} on {report['topology']}" for report in pods if "loss" not in report]:
+        lines += ["", f"Of these the loss went by chunks of tokens: {', '.join(chunked)}."]
     for report in pods:
         lines += ["", f"## {report['recipe']} on {report['topology']}", "", *_memory(report), "", *_collectives(report)]
         lines += ["", *_temporaries(report)]

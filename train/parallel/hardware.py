@@ -116,7 +116,7 @@ VMEM = "xla_tpu_scoped_vmem_limit_kib"
 """What `--vmem-kib` sets."""
 
 _MAXTEXT_VMEM = "github.com/AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py (DENSE_VMEM_LIMIT_FLAG), of 98304"
-_ROOM = "more of a core's own memory for one operation: {} of a step's cycles (docs/performance.md); 16384 unless given"
+_ROOM = "more of a core's own memory for one operation: {} less (docs/performance.md); 16384 unless given"
 
 
 class Flag(NamedTuple):
@@ -176,8 +176,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             f"{_JAX_FLAGS}; MaxText sets it the other way, for its tensor axis",
         ),
     ),
-    "TPU v5 lite": (Flag(VMEM, 32768, _ROOM.format("3 to 7 %"), _MAXTEXT_VMEM),),
-    "TPU v5": _GATHERS,
+    "TPU v5 lite": (Flag(VMEM, 32768, _ROOM.format("3 to 7 % of a step's cycles"), _MAXTEXT_VMEM),),
+    "TPU v5": (*_GATHERS, Flag(VMEM, 32768, _ROOM.format("11 % of a layer's cycles"), _MAXTEXT_VMEM)),
     "TPU v6 lite": _GATHERS,
 }
 """Backend (`jax.Device.platform`) to its flags, and kind of device to those it has besides. Chosen from documentation

@@ -154,9 +154,7 @@ class Compiled:
         expected, devices = estimates.expected(self.program), self.program.mesh.size
         model_flops = estimates.model_flops(config)
         arguments = self.memory.get("argument", 0)
-        problems: list[str] = []
-        if module:
-            problems = checks.problems(self.program, self.collectives, self.state_shardings, arguments)
+        problems = checks.problems(self.program, self.collectives, self.state_shardings, arguments) if module else []
         return {
             "recipe": config.recipe,
             "fits": self.fits,
@@ -167,6 +165,7 @@ class Compiled:
             "accumulation_steps": config.accumulation_steps,
             "compute": dataclasses.asdict(config.model.compute),
             "loss": self._loss(),
+            "flags": self.program.compiler_options(),
             "parameters": self.program.definition.count(),
             "hbm_bytes_per_device": self.limit_bytes,
             "peak_bytes_per_device": self.used_bytes,

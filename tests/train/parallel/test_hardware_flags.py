@@ -140,7 +140,7 @@ def test_the_flags_of_a_backend() -> None:
     assert compiler_options("tpu", "auto", {}) == TPU
     assert compiler_options("tpu", "auto", {}, kind="TPU v5 lite") == TPU | {hardware.VMEM: 32768}
     assert compiler_options("tpu", "auto", {}, kind="TPU v5 lite", vmem_kib=16384) == TPU | {hardware.VMEM: 16384}
-    assert compiler_options("tpu", "auto", {}, kind="TPU v5") == TPU | GATHERS
+    assert compiler_options("tpu", "auto", {}, kind="TPU v5") == TPU | GATHERS | {hardware.VMEM: 32768}
     assert compiler_options("tpu", "auto", {}, kind="TPU v6 lite") == TPU | GATHERS
     assert compiler_options("tpu", "none", {}, kind="TPU v6 lite") == {}
     assert compiler_options("gpu", "none", {}) == {}
