@@ -45,7 +45,7 @@ costs: $(VENV)/.locked-dev ## Record the processor time of every test file, whic
 
 parity: $(VENV)/.locked-dev ## Logits and greedy text against transformers (Python 3.11; installs torch, which no lock file has)
 	$(PIP) install --quiet "torch==2.13.0" "transformers>=5,<6"
-	$(BIN)/python -m pytest -m parity tests/scripts/test_parity.py tests/train/reuse/huggingface
+	$(BIN)/python -m pytest -m parity tests/scripts/test_parity.py tests/scripts/test_verify_page.py tests/train/reuse/huggingface
 
 tpu: $(VENV)/.locked-dev ## What the TPU compiler makes of the step, without a TPU (Linux x86-64; puts libtpu, which no lock file has, in .cache)
 	$(PIP) install --quiet --upgrade --no-deps --target .cache/libtpu \

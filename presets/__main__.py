@@ -2,7 +2,8 @@
 
 `constants PRESET` lists what it takes, `table PRESET --model NAME` shows it at work, `limits PRESET` says what each size does as it
 grows, `desiderata PRESET` which sizes can grow alone, `compare A B ...` puts presets side by side, `joint` has rules for batch and
-tokens, `tuned` what a study found best, `dynamics` how a model with infinitely many heads learns.
+tokens, `tuned` what a study found best, `verify` whether other people's code is right, `dynamics` how a model with infinitely many heads
+learns.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from mupax.presets import horizon, joint
 from mupax.presets.analysis import desiderata, joint_limits, table, verdicts
 from mupax.presets.analysis.batch_command import Joint, RunFlags, print_json
 from mupax.presets.papers import choices
+from mupax.presets.verify.command import Verify
 from mupax.train.config.cli import ConstantFlags, PresetFlags, with_group_constants
 from mupax.train.config.preset import preset_for
 
@@ -29,7 +31,7 @@ def main(argv: list[str]) -> int:
     """The exit code of a command line, which is the words after `python -m presets`."""
     commands = {
         "list": List, "constants": Constants, "table": Table, "limits": Limits, "desiderata": Desiderata, "compare": Compare,
-        "joint": Joint, "tuned": Tuned,
+        "joint": Joint, "tuned": Tuned, "verify": Verify,
     }  # fmt: skip
     lines = {
         **commands,

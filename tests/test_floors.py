@@ -15,6 +15,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("presets/papers",),
     ("presets/tuned", "presets/analysis", "presets/infinite"),
     ("presets/__init__.py",),
+    ("presets/verify",),
     ("zoo", "zoo/layers"),
     ("zoo/huggingface",),
     ("train/config",),
@@ -34,7 +35,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 TOGETHER = {"zoo", "zoo/layers"}
 """A model family is made of layers, and layers read the configs beside it: one room in two folders."""
 HEAVY = ("jax", "jaxlib", "flax", "optax", "orbax", "numpy")
-PURE = ("presets", "presets/papers", "presets/tuned", "presets/analysis")
+PURE = ("presets", "presets/papers", "presets/tuned", "presets/analysis", "presets/verify")
 """Rooms that import none of `HEAVY`: theory needs neither arrays nor a device."""
 ARRAYS = "presets/infinite"
 """The room of theory that computes with arrays: it imports NumPy, and no other of `HEAVY`; no other room of `presets` imports it."""

@@ -24,8 +24,10 @@ import pytest
 from PIL import Image
 
 from mupax import __main__ as mupax
+from mupax import presets
 from mupax.train.data import __main__ as data_command
 from tests.emulator import bucket, emulator
+from tests.presets.verify import dumps
 from tests.programs import shared_programs
 
 __all__ = ["bucket", "emulator", "shared_programs"]  # fixtures
@@ -74,6 +76,12 @@ def folders_of_the_reader(path: Path) -> Iterator[None]:
         (path / "my_images" / name).mkdir(parents=True)
         for number in range(5):
             Image.new("RGB", (12, 12), (40 * number, 100, 0)).save(path / "my_images" / name / f"{number}.png")
+    for other in dumps.CONFIGS.glob("*.*"):  # files of other programs, and dumps of a model at two widths
+        shutil.copy(other, path)
+    (path / "mlp.json").write_text(json.dumps(json.loads((path / "mup.json").read_text())["mlp adamw"][1]))
+    for name, width in (("small", 16), ("large", 64)):
+        model = dumps.dump(presets.get("mup"), dumps.decoder(width, heads=width // 4), dumps.decoder(16))
+        (path / f"{name}.json").write_text(json.dumps(model))
     with contextlib.chdir(path):
         yield
 

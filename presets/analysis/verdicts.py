@@ -55,14 +55,24 @@ def verdicts(preset: Preset, optimizer: str = "adam", *, experts: bool = False) 
     """
     family = preset.family(optimizer)
     table: dict[str, dict[str, Entry]] = {}
-    for limit, growth in (EXPERT_LIMITS if experts else LIMITS).items():
-        whole = Limit(preset, family, growth, part="experts" if experts else "")
-        column = whole.observables()
-        column |= {} if experts else _of_cross(whole.of("cross")) | _into_encoder(whole)
-        for row, exponent in column.items():
-            x = round(exponent, 10) + 0.0
-            table.setdefault(row, {})[limit] = Entry(x, _verdict(row, limit, x, column, family))
+    for name, growth in (EXPERT_LIMITS if experts else LIMITS).items():
+        limit = Limit(preset, family, growth, part="experts" if experts else "")
+        for row, entry in entries(limit, name).items():
+            table.setdefault(row, {})[name] = entry
     return table
+
+
+def entries(limit: Limit, name: str) -> dict[str, Entry]:
+    """Observable to exponent and verdict in one limit.
+
+    Args:
+        limit: of any growth.
+        name: the limit of `LIMITS` or `EXPERT_LIMITS` whose words fit that growth.
+    """
+    column = limit.observables()
+    column |= {} if limit.routed else _of_cross(limit.of("cross")) | _into_encoder(limit)
+    rounded = {row: round(exponent, 10) + 0.0 for row, exponent in column.items()}
+    return {row: Entry(x, _verdict(row, name, x, column, limit.family)) for row, x in rounded.items()}
 
 
 def _of_cross(limit: Limit) -> dict[str, float]:

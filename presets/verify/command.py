@@ -1,0 +1,228 @@
+"""`python -m presets verify`: reads dumps and configs of other code, and says which parameter is wrong, what follows, what to write."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from tyro import conf
+
+from mupax import command_line, presets, terminal
+from mupax.command_line import Place, Repeated, Switch
+from mupax.presets.analysis.verdicts import cell
+from mupax.presets.optimizers import OPTIMIZERS
+from mupax.presets.papers import read_constants
+from mupax.presets.roles import PresetError, Role
+from mupax.presets.rule import Decay
+from mupax.presets.verify import axes, consequences, differences, fit, formats, names, published, reference
+from mupax.presets.verify.findings import findings
+from mupax.presets.verify.formats.dump import Dump
+from mupax.presets.verify.sentences import Finding
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verify:
+    """Is the parameterization right that other code has? Reads what it gives each parameter at two sizes, of any framework.
+
+    A dump is JSON, {name: {shape, std, lr, wd, eps, multiplier}}; docs/verify.md has a snippet for PyTorch and one for JAX that write it. Also
+    read: a Megatron command line, a Cerebras YAML, arguments of nanoGPT-mup, an OLMo YAML, a .bsh of microsoft/mup, a config.json of Hugging
+    Face. Exits with 1 where something is wrong.
+    """
+
+    files: Annotated[conf.Positional[tuple[Place, ...]], conf.arg(metavar="FILE ...")]
+    """One model at two sizes or more; one file is enough where it names its base."""
+    role: Repeated = ()
+    """What parameters are whose names do not say it, PATTERN=ROLE, such as '*.out.weight=readout'. Several times."""
+    head_dim: str | None = None
+    """Size of a head where shapes do not show it: a number, or one a file with commas between."""
+    optimizer: str | None = None
+    """adam, adamw, sgd, momentum, muon or lion; that of the files unless given, else adamw."""
+    decay: Literal["coupled", "independent"] | None = None
+    """How weight decay enters: w -= lr*wd*w, or w -= wd*w; that of the files unless given, else coupled."""
+    preset: str | None = None
+    """What the code is meant to be; the closest preset unless given."""
+    constant: Repeated = ()
+    """A constant of that preset, NAME=VALUE. Several times."""
+    strict: Switch = False
+    """Count cautions, too: what sources disagree on, and what most code leaves out."""
+    table: Switch = False
+    """Also show every parameter: its role, and powers that its numbers have, and should have."""
+    json: Switch = False
+    """Print JSON."""
+
+    def __post_init__(self) -> None:
+        if not self.files:
+            raise command_line.UsageError(
+                "verify needs files, such as verify small.json large.json; docs/verify.md says what they hold"
+            )
+        if self.constant and self.preset is None:
+            raise command_line.UsageError("--constant is a preset's; write --preset too")
+
+    def run(self) -> int:
+        dumps = self._dumps()
+        optimizer, decay = self._optimizer(dumps), self._decay(dumps)
+        named = None
+        if self.preset is not None:
+            named = presets.get(self.preset, **read_constants(self.constant, {}))
+        models = axes.models(dumps, names.read_overrides(self.role))
+        reports = [_report(line, optimizer, decay, named) for line in fit.lines(models)]
+        notes = [*dict.fromkeys(note for dump in dumps for note in dump.notes)]
+        notes += _unknown(models)
+        if skipped := models[0].skipped:
+            notes.append(f"not judged: {', '.join(skipped[:4])}{' and more' if len(skipped) > 4 else ''}")
+        if self.json:
+            print_json({"notes": notes, "lines": [report.plain() for report in reports]})
+        else:
+            for report in reports:
+                report.show(table=self.table)
+            for note in notes:
+                print(terminal.wrapped(f"note: {note}"))
+        counted = [f for report in reports for f in report.findings if f.severity == "fault" or self.strict]
+        return int(bool(counted))
+
+    def _dumps(self) -> list[Dump]:
+        dumps = formats.read(list(self.files))
+        if self.head_dim is None:
+            return dumps
+        texts = self.head_dim.split(",")
+        if len(texts) not in (1, len(dumps)) or not all(text.strip().isdecimal() and int(text) for text in texts):
+            raise command_line.UsageError(
+                f"--head-dim {self.head_dim}: write a number, or {len(dumps)} with commas between"
+            )
+        sizes = [int(text) for text in texts] * (len(dumps) if len(texts) == 1 else 1)
+        return [dataclasses.replace(dump, head_dim=size) for dump, size in zip(dumps, sizes, strict=True)]
+
+    def _optimizer(self, dumps: Sequence[Dump]) -> str:
+        named = {dump.optimizer for dump in dumps} - {None}
+        if len(named) > 1:
+            raise PresetError(
+                f"the files have different optimizers, {', '.join(sorted(map(str, named)))}; write --optimizer"
+            )
+        chosen = self.optimizer or (str(named.pop()) if named else "adamw")
+        if chosen not in OPTIMIZERS:
+            raise PresetError(f"no optimizer is named {chosen!r}; write {', '.join(OPTIMIZERS)}")
+        return chosen
+
+    def _decay(self, dumps: Sequence[Dump]) -> Decay:
+        decays: list[Decay] = [dump.decay for dump in dumps if dump.decay is not None]
+        return self.decay or (decays[0] if decays else "coupled")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """What there is to say of one line of growth."""
+
+    line: fit.Line
+    optimizer: str
+    reference: reference.Reference
+    findings: Sequence[Finding]
+    published: Sequence[tuple[Finding | None, published.Mistake]]
+    limits: Sequence[tuple[str, Any]]
+
+    @property
+    def _held(self) -> str:
+        preset = self.reference.preset
+        return preset.label if preset.name == "depth-mup" else preset.name
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it."""
+        word = self.line.word
+        return {
+            "grows": dict(self.line.growth),
+            "times": self.line.t[-1],
+            "optimizer": self.optimizer,
+            "reference": self._held,
+            "findings": [{**dataclasses.asdict(f), "sentence": f.sentence(word)} for f in self.findings],
+            "published": [{"mistake": m.name, "text": m.text, "source": m.source} for _, m in self.published],
+            "limits": {row: dataclasses.asdict(entry) for row, entry in self.limits},
+        }
+
+    def show(self, *, table: bool) -> None:
+        """Prints it, no wider than the terminal."""
+        model = self.line.models[0]
+        count = len(model.parameters)
+        print(terminal.wrapped(f"{self.line.grown}, {self.optimizer}, {count} parameters; held against {self._held}"))
+        if table:
+            print("\n" + terminal.table(self._rows(), left=("parameter", "role")))
+        for finding in self.findings:
+            head = "WRONG" if finding.severity == "fault" else "caution"
+            print("\n" + _hanging(head, finding.sentence(self.line.word)))
+            for other, mistake in self.published:
+                if other is finding:
+                    print(_hanging("", f"{mistake.text} ({mistake.source})."))
+        for other, mistake in self.published:
+            if other is None:
+                print("\n" + _hanging("", f"{mistake.text} ({mistake.source})."))
+        faults = sum(f.severity == "fault" for f in self.findings)
+        print(
+            f"\n{faults} wrong, {len(self.findings) - faults} to know of"
+            if self.findings
+            else "\nnothing is wrong in what the files say"
+        )
+        if self.limits:
+            words = [f"{row} {cell(entry, self.line.word)}" for row, entry in self.limits[:6]]
+            print(terminal.wrapped(f"as {self.line.word} grows, by limits: {'; '.join(words)}"))
+
+    def _rows(self) -> list[list[str]]:
+        rows = [["parameter", "role", *fit.QUANTITIES]]
+        by = {(d.name, d.quantity): d for d in self.reference.differences}
+        for name in dict.fromkeys(d.name for d in self.reference.differences):
+            spec = next((d.spec for d in self.reference.differences if d.name == name), None)
+            rows.append([name, spec.group if spec else "", *(_powers(by.get((name, q))) for q in fit.QUANTITIES)])
+        return rows
+
+
+def _powers(difference: differences.Difference | None) -> str:
+    if difference is None:
+        return ""
+    slope = "0" if difference.slope is None else f"{round(difference.slope, 2) + 0.0:g}"
+    return f"{slope} not {round(difference.target, 2) + 0.0:g}" if difference.wrong else slope
+
+
+def _hanging(head: str, text: str) -> str:
+    width = min(terminal.columns(), 1_000_000)
+    return textwrap.fill(
+        text,
+        width,
+        initial_indent=f"{head:8}",
+        subsequent_indent=" " * 8,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _unknown(models: Sequence[axes.Model]) -> list[str]:
+    """What the files leave out, and is not judged for it."""
+    lacking = [
+        f"{column} ({what})"
+        for column, what in (("std", "initial size"), ("lr", "learning rate"))
+        if any(all(getattr(p.entry, column) is None for p in model.parameters.values()) for model in models)
+    ]
+    attends = any(p.spec.role in (Role.QUERY, Role.VALUE) for p in models[0].parameters.values())
+    if attends and any(model.dump.attention is None for model in models):
+        lacking.append("attention (what q.k is multiplied by)")
+    if len({model.sizes.get("layers") for model in models}) > 1 and any(model.dump.branch is None for model in models):
+        lacking.append("branch (what every residual branch is multiplied by)")
+    return [f"the files do not say, and it is not judged: {', '.join(lacking)}"] if lacking else []
+
+
+def _report(line: fit.Line, optimizer: str, decay: Decay, named: presets.Preset | None) -> Report:
+    closest = reference.closest(line, optimizer, decay, named)
+    family = closest.preset.family(optimizer)
+    faults = findings(closest, line, family)
+    blocks = any(parameter.spec.in_block for parameter in line.models[0].parameters.values())
+    standard = named is None and bool(faults) and reference.is_standard(line, optimizer, decay)
+    return Report(
+        line=line, optimizer=optimizer, reference=closest, findings=faults,
+        published=published.recognized(faults, line, family, standard=standard),
+        limits=consequences.together(closest, line, family) if blocks else [],
+    )  # fmt: skip
+
+
+def print_json(value: Any) -> None:
+    """Prints a value as indented JSON."""
+    import json
+
+    print(json.dumps(value, indent=2))

@@ -1,0 +1,96 @@
+"""Dumps of the presets' own tables, which are right, and what `verify` says of a pair of files."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import statistics
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mupax.presets import Preset
+from mupax.presets.__main__ import main
+from mupax.presets.roles import OWN
+from mupax.presets.rule import Decay
+from mupax.zoo.configs import DecoderConfig, ModelConfig
+
+CONFIGS = Path(__file__).parent / "configs"
+LR, EPS, WD = 1e-3, 1e-8, 0.1
+"""Of the optimizer, which factors multiply."""
+
+Contents = dict[str, Any]
+"""Of a file."""
+
+
+def dump(
+    preset: Preset, model: ModelConfig, base: ModelConfig, optimizer: str = "adamw", decay: Decay = "coupled"
+) -> Contents:
+    """What `verify` reads of a model under a preset relative to a base: values, not factors.
+
+    Args:
+        preset: in any form.
+        model: whose parameters.
+        base: at which every factor is 1.
+        optimizer: whose rates.
+        decay: how it enters.
+    """
+    sizes = model.sizes()
+    preset = preset if preset.baseless else dataclasses.replace(preset, base=base.base_sizes())
+    contents: Contents = {}
+    for name, spec in model.parameters().items():
+        scales = preset.scales(spec, sizes, optimizer, decay)
+        contents[name] = {
+            "shape": [sizes[axis] for axis in spec.axes], "std": scales.init_std, "lr": scales.lr * LR,
+            "wd": scales.weight_decay * WD, "eps": scales.eps * EPS, "multiplier": scales.multiplier,
+        }  # fmt: skip
+    blocks = [(layer, branch) for layer in range(sizes[OWN.axis]) for branch in OWN.branches]
+    about: Contents = {
+        "optimizer": optimizer, "decay": decay, "head_dim": sizes["head_dim"], "layers": sizes["layers"],
+        "attention": preset.logit_scale(sizes),
+        "branch": statistics.geometric_mean(preset.residual_scale(sizes, *block)[1] for block in blocks),
+    }  # fmt: skip
+    if "encoder_layers" in sizes:
+        about["encoder_layers"] = sizes["encoder_layers"]
+    for factor in model.factors().values():
+        if factor.kind == "readout" and factor.spec is not None:
+            about["readout"] = preset.scales(factor.spec, sizes, optimizer).multiplier
+    return {**contents, "model": about}
+
+
+def decoder(width: int, heads: int = 4, depth: int = 2, **fields: Any) -> DecoderConfig:
+    """A small decoder with biases and learned positions."""
+    return DecoderConfig(
+        width=width, num_heads=heads, depth=depth, vocab_size=11, seq_len=5, **{"mlp_ratio": 4, **fields}
+    )
+
+
+def changed(contents: Mapping[str, Any], change: Callable[[str, Contents], Contents | None]) -> Contents:
+    """The dump where every parameter's entry has what `change` makes of it.
+
+    Args:
+        contents: of a file.
+        change: name and entry to the fields that differ, None without any.
+    """
+    return {n: entry if n == "model" else {**entry, **(change(n, entry) or {})} for n, entry in contents.items()}
+
+
+def verified(folder: Path, *files: Contents, flags: tuple[str, ...] = ()) -> tuple[int, Contents]:
+    """The exit code of `verify`, and its JSON.
+
+    Args:
+        folder: to write into.
+        *files: contents of dumps.
+        flags: of the command.
+    """
+    paths = []
+    for i, contents in enumerate(files):
+        path = folder / f"dump{i}.json"
+        path.write_text(json.dumps(contents))
+        paths.append(str(path))
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        code = main(["verify", *paths, *flags, "--json"])
+    return code, json.loads(shown.getvalue() or "{}")

@@ -1,0 +1,70 @@
+"""What a parameter is by its name: names of PyTorch's, JAX's and this project's models, and names that say nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from mupax.presets.roles import PresetError
+from mupax.presets.verify import names
+from mupax.zoo.configs import CONFIGS, get
+
+pytestmark = pytest.mark.core
+
+KNOWN = {
+    "token_embedding": "transformer.wte.weight model.embed_tokens.weight gpt_neox.embed_in.weight embedding.word_embeddings.weight "
+    "bert.embeddings.word_embeddings.weight shared.weight params/Embed_0/embedding encoder.weight vit.embeddings.cls_token",
+    "position": "transformer.wpe.weight bert.embeddings.position_embeddings.weight Transformer/posembed_input/pos_embedding pos_embed",
+    "patch_embedding": "vit.embeddings.patch_embeddings.projection.weight patch_embed.proj.weight conv_proj.weight",
+    "qkv": "transformer.h.0.attn.c_attn.weight decoder.layers.0.self_attention.linear_qkv.weight blocks.0.attn.qkv.weight "
+    "gpt_neox.layers.1.attention.query_key_value.weight transformer.blocks.0.att_proj.weight e.layers.0.self_attn.in_proj_weight",
+    "query": "model.layers.3.self_attn.q_proj.weight bert.encoder.layer.0.attention.self.query.weight "
+    "params/encoderblock_0/MultiHeadDotProductAttention_0/query/kernel encoder.block.0.layer.0.SelfAttention.q.weight",
+    "attention_out": "transformer.h.0.attn.c_proj.weight model.layers.3.self_attn.o_proj.weight gpt_neox.layers.1.attention.dense.weight "
+    "bert.encoder.layer.0.attention.output.dense.weight blocks.0.attn.proj.weight encoder.block.0.layer.0.SelfAttention.o.weight",
+    "mlp_in": "transformer.h.0.mlp.c_fc.weight model.layers.3.mlp.gate_proj.weight gpt_neox.layers.1.mlp.dense_h_to_4h.weight "
+    "bert.encoder.layer.0.intermediate.dense.weight params/encoderblock_0/MlpBlock_0/Dense_0/kernel transformer.blocks.0.ff_proj.weight",
+    "mlp_out": "transformer.h.0.mlp.c_proj.weight model.layers.3.mlp.down_proj.weight bert.encoder.layer.0.output.dense.weight "
+    "params/encoderblock_0/MlpBlock_0/Dense_1/kernel encoder.block.0.layer.1.DenseReluDense.wo.weight transformer.blocks.0.ff_out.weight",
+    "norm_gain": "transformer.h.0.ln_1.weight model.norm.weight model.layers.3.input_layernorm.weight blocks.0.ls1.gamma "
+    "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight params/encoderblock_0/LayerNorm_0/scale layer1.0.bn1.weight",
+    "query.norm_gain": "model.layers.0.self_attn.q_norm.weight block.attention.query_norm.gain",
+    "relative_bias": "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight encoder.relative_bias",
+    "readout": "lm_head.weight embed_out.weight output_layer.weight transformer.ff_out.weight head.weight classifier.weight decoder.weight",
+    "none": "model.layers.0.mlp.experts.3.w1.weight model.layers.0.mamba.conv1d.weight model.layers.0.block_sparse_moe.router.weight",
+    "": "fc_1.weight layer1.0.conv1.weight linear.weight something.weight params/embedding/kernel",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("role", "name"), [(role, name) for role, known in KNOWN.items() for name in known.split()])
+def test_a_name_says_what_a_parameter_is(role: str, name: str):
+    assert names.label(names.merged(name)).role == role
+
+
+@pytest.mark.parametrize("model", CONFIGS)
+def test_every_parameter_of_the_zoo_is_known(model: str):
+    specs = get(model).parameters()
+    both = any(name.startswith("encoder.") for name in specs)
+    for name, spec in specs.items():
+        label = names.label(name, both)
+        role = spec.role if spec.of is None or label.leaf != "bias" else spec.of
+        if spec.role.value.startswith("expert") or "router" in name:
+            assert label.role == "none", name
+        elif spec.of is not None and spec.role.value == "norm_gain" and label.role == "norm_gain":
+            assert label.leaf == "gain", name  # of what a branch writes, whose row is that of other gains
+        else:
+            assert label.role.split(".")[0] in (role.value, spec.of.value if spec.of else ""), name
+        assert label.in_block == spec.in_block, name
+        assert label.part == spec.part, name
+
+
+def test_layers_are_merged_by_their_number():
+    assert names.merged("model.layers.11.mlp.up_proj.weight") == names.merged("model.layers.2.mlp.up_proj.weight")
+    assert names.merged("layer1.0.conv1.weight") == "layer1.0.conv1.weight"
+
+
+@pytest.mark.parametrize("text", ["readout", "=readout", "*.out=readot", "*.out="])
+def test_a_role_that_is_none_is_refused(text: str):
+    with pytest.raises(
+        PresetError, match=r"write PATTERN=ROLE, such as '\*\.out\.weight=readout'; roles are token_embedding"
+    ):
+        names.read_overrides([text])

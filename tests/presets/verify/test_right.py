@@ -1,0 +1,126 @@
+"""No false alarm: every preset's own tables, in every form, and dumps that microsoft/mup's own package made."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mupax import presets
+from mupax.presets.verify.reference import ORDER
+from mupax.zoo.configs import EncoderDecoderConfig, ModelConfig, ViTConfig
+from tests.presets.verify.dumps import CONFIGS, decoder, dump, verified
+
+pytestmark = pytest.mark.core
+
+_VIT: dict[str, Any] = {
+    "image_size": 6,
+    "patch_size": 3,
+    "channels": 1,
+    "num_classes": 7,
+    "pool": "cls",
+    "qk_norm": True,
+}
+_ED: dict[str, Any] = {"vocab_size": 11, "seq_len": 5, "target_len": 3, "positions": "relative", "tied": False}
+FAMILIES: dict[str, ModelConfig] = {
+    "vit": ViTConfig(width=8, num_heads=2, depth=2, layer_scale=0.1, **_VIT),
+    "decoder": decoder(8, heads=2, activation="swiglu"),
+    "encoder-decoder": EncoderDecoderConfig(width=8, num_heads=2, depth=2, encoder_depth=3, **_ED),
+}
+CASES = [
+    (name, tuple(constants.items()), optimizer, family)
+    for name, constants in ORDER
+    for family in FAMILIES
+    for optimizer in presets.get(name, **dict(constants)).optimizers
+    if optimizer not in ("adam", "momentum")  # whose columns are those of adamw and sgd
+]
+
+
+def grown(base: Any, axis: str) -> Any:
+    """The model with four times as much of an axis."""
+    fields = {
+        "heads": {"width": base.width * 4, "num_heads": base.num_heads * 4},
+        "head_dim": {"width": base.width * 4},
+    }
+    deeper = {"depth": base.depth * 4} | (
+        {"encoder_depth": base.encoder_depth * 4} if hasattr(base, "encoder_depth") else {}
+    )
+    return dataclasses.replace(base, **{**fields, "depth": deeper}[axis])
+
+
+def test_there_are_enough_of_them():
+    assert len(CASES) >= 50
+
+
+@pytest.mark.parametrize(("name", "constants", "optimizer", "family"), CASES)
+def test_a_presets_own_table_is_right_and_is_recognized(
+    name: str, constants: tuple, optimizer: str, family: str, tmp_path: Path
+):
+    preset, base = presets.get(name, **dict(constants)), FAMILIES[family]
+    files = [dump(preset, model, base, optimizer) for model in (base, grown(base, "heads"))]
+    code, report = verified(tmp_path, *files)
+    (line,) = report["lines"]
+    assert (code, [f for f in line["findings"] if f["severity"] == "fault"]) == (0, [])
+    assert line["times"] == 4
+
+
+@pytest.mark.parametrize("axis", ["heads", "head_dim", "depth"])
+@pytest.mark.parametrize("name", ["sp", "mup", "mup-half", "completep", "maximal-update", "hybrid", "sp-layerwise"])
+def test_what_is_meant_is_right_along_every_axis(name: str, axis: str, tmp_path: Path):
+    """A preset that is not stable along an axis is none to be held against, unless it is named."""
+    base, preset = FAMILIES["decoder"], presets.get(name)
+    files = [dump(preset, model, base) for model in (base, grown(base, axis))]
+    code, report = verified(tmp_path, *files, flags=("--preset", name))
+    assert (code, report["lines"][0]["findings"], report["lines"][0]["reference"]) == (0, [], name)
+
+
+@pytest.mark.parametrize("form", presets.FORMS)
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_multiplier_may_be_in_any_place(form: presets.Form, optimizer: str, tmp_path: Path):
+    base, preset = FAMILIES["decoder"], presets.get("mup", form=form)
+    code, report = verified(tmp_path, *(dump(preset, m, base, optimizer) for m in (base, grown(base, "heads"))))
+    assert (code, report["lines"][0]["findings"], report["lines"][0]["reference"]) == (0, [], "mup")
+
+
+@pytest.mark.parametrize(("tied", "decay"), [(True, "coupled"), (False, "independent")])
+def test_a_tied_readout_and_independent_decay_are_right(tied: bool, decay: Any, tmp_path: Path):
+    base, preset = decoder(8, tied=tied), presets.get("mup")
+    code, report = verified(tmp_path, *(dump(preset, m, base, "adamw", decay) for m in (base, grown(base, "heads"))))
+    assert (code, report["lines"][0]["findings"]) == (0, [])
+
+
+def test_two_lines_of_growth_are_held_against_one_base(tmp_path: Path):
+    base, preset = FAMILIES["decoder"], presets.get("completep")
+    models = (base, grown(base, "heads"), grown(base, "depth"), grown(grown(base, "heads"), "heads"))
+    code, report = verified(tmp_path, *(dump(preset, model, base) for model in models))
+    assert code == 0
+    assert [(line["times"], line["findings"]) for line in report["lines"]] == [(4.0, []), (16.0, [])]
+
+
+MUP = json.loads((CONFIGS / "mup.json").read_text())
+"""What `mup` 1.0.0 gives an MLP, a CNN and a Transformer of PyTorch at widths 32 (the base) and 128, under MuAdamW and MuSGD."""
+
+
+@pytest.mark.parametrize("case", [f"{m} {o}" for m in ("mlp", "cnn", "transformer") for o in ("adamw", "sgd")])
+def test_what_microsofts_package_makes_is_right(case: str, tmp_path: Path):
+    code, report = verified(tmp_path, *MUP[case])
+    (line,) = report["lines"]
+    assert code == 0
+    assert {finding["what"] for finding in line["findings"]} <= {"eps"}  # which mup leaves alone
+
+
+def test_what_microsofts_package_makes_of_a_tied_table_is_not(tmp_path: Path):
+    """Its issue 55, by its own code."""
+    code, report = verified(tmp_path, *MUP["tied adamw"])
+    (line,) = report["lines"]
+    assert code == 1
+    assert line["published"][0]["mistake"] == "tied table rescaled as a readout"
+
+
+def test_nor_without_base_shapes(tmp_path: Path):
+    code, report = verified(tmp_path, *MUP["no base"])
+    assert code == 1
+    assert [mistake["mistake"] for mistake in report["lines"][0]["published"]] == ["base shapes of the target"]
