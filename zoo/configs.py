@@ -35,7 +35,7 @@ FAMILIES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ViTConfig(ImageModel, TransformerConfig):
-    """Vision transformer: images [B, height, width, channels] to logits [B, classes]. Pre-norm, learned positions."""
+    """Vision transformer: images [B, height, width, channels] to logits [B, classes]. Pre-norm."""
 
     family: ClassVar[str] = "vit"
 
@@ -45,11 +45,21 @@ class ViTConfig(ImageModel, TransformerConfig):
     """Tokens without an image's content beside the patches (Darcet et al. 2024): rows of the positions alone."""
     layer_scale: float | None = None
     """What trainable gains of each branch's output start at (LayerScale, Touvron et al. 2021); without them unless given."""
+    sincos: bool = False
+    """Positions of patches are sines and cosines of their row and column, fixed (Chen et al. 2021), in place of learned ones."""
     drop_path: float = 0.0
     """Chance that training leaves out a branch of the last block, rising evenly from 0 at the first (Huang et al. 2016)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.sincos and self.width % 4:
+            raise ConfigError(
+                f"model.sincos has a quarter of the width for each sine and cosine, and model.width is {self.width}; write a multiple of 4"
+            )
+        if self.sincos and self.registers is not None:
+            raise ConfigError(
+                "model.registers are rows of learned positions, and model.sincos has none; write one of them"
+            )
         if not 0 <= self.drop_path < 1:
             raise ConfigError(f"model.drop_path is {self.drop_path}; write a number in [0, 1), such as 0.1")
         if self.layer_scale is not None and not 0 < self.layer_scale < math.inf:
@@ -86,7 +96,7 @@ class ViTConfig(ImageModel, TransformerConfig):
             "patch": patch,
             **({"patch_bias": patch.bias} if self.bias else {}),
             **({"cls": cls} if self.pool != "mean" else {}),
-            "position": ParamSpec(role=Role.POSITION, axes=("position", "embed")),
+            **({} if self.sincos else {"position": ParamSpec(role=Role.POSITION, axes=("position", "embed"))}),
             **self.stack(),
             "readout": readout,
             **({"readout_bias": readout.bias} if self.bias else {}),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from mupax.zoo import partition
@@ -28,7 +29,7 @@ class ViT(nnx.Module):
         self.config = config
         init = Init(config, rngs)
         self.patch, self.patch_bias = init.param("patch"), init.maybe("patch_bias")
-        self.cls, self.position = init.maybe("cls"), init.param("position")
+        self.cls, self.position = init.maybe("cls"), init.maybe("position")
         self.block = Block(config, init.scope("block"))
         self.norm = Norm(config.norm, init.scope("norm"), config.norm_eps)
         self.readout, self.readout_bias = init.param("readout"), init.maybe("readout_bias")
@@ -46,7 +47,20 @@ class ViT(nnx.Module):
         if self.cls is not None:
             cls_B1D = jnp.broadcast_to(self.cls[...].astype(h_BTD.dtype), (batch, 1, h_BTD.shape[-1]))
             h_BTD = jnp.concatenate([cls_B1D, h_BTD], axis=1)
-        return partition.constrain(h_BTD + self.position[...].astype(h_BTD.dtype), "batch", "sequence", None)
+        position_TD = self.sines() if self.position is None else self.position[...]
+        return partition.constrain(h_BTD + position_TD.astype(h_BTD.dtype), "batch", "sequence", None)
+
+    def sines(self) -> jax.Array:
+        """Fixed positions, float32 [T, D]; 0 for the CLS token.
+
+        A quarter of the features each for the sine and cosine of a patch's column and of its row, over 10000^(i / (D/4 - 1)), i from 0
+        (Chen et al. 2021, as MoCo v3 and big_vision order them).
+        """
+        grid, quarter = self.config.position_grid, self.config.width // 4
+        waves = 10_000.0 ** -(np.arange(quarter) / max(1, quarter - 1))
+        row_PF, column_PF = (at.reshape(-1, 1) * waves for at in np.mgrid[:grid, :grid])
+        table_PD = np.concatenate([f(at) for at in (column_PF, row_PF) for f in (np.sin, np.cos)], axis=1)
+        return jnp.asarray(np.pad(table_PD, ((self.config.leading, 0), (0, 0))), jnp.float32)
 
     def __call__(self, images_BHWC: jax.Array) -> jax.Array:
         return self.reading(images_BHWC).logits()

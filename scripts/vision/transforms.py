@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import sys
 import tempfile
@@ -40,15 +41,16 @@ TASKS = {
 }
 """Name to the command that all arms share."""
 _T = "--data.transforms"
+NONE, ALL = "none", "RandAugment, mixup, cutmix, smoothing, drop path"
 ARMS = {
-    "none": "",
+    NONE: "",
     "RandAugment 2, 5": f"{_T}.randaug-layers 2 {_T}.randaug-magnitude 5",
     "mixup 0.2": f"{_T}.mixup 0.2",
     "cutmix 1": f"{_T}.cutmix 1",
     "label smoothing 0.1": f"{_T}.label-smoothing 0.1",
     "drop path 0.1": "--model.drop-path 0.1",
     "2 repeats": f"{_T}.repeats 2",
-    "RandAugment, mixup, cutmix, smoothing, drop path": (
+    ALL: (
         f"{_T}.randaug-layers 2 {_T}.randaug-magnitude 5 {_T}.mixup 0.2 {_T}.cutmix 1 {_T}.label-smoothing 0.1 --model.drop-path 0.1"
     ),
 }
@@ -66,8 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = json.loads(args.json.read_text())["rows"] if args.json.exists() else []
     done = {(row["task"], row["arm"], row["seed"]) for row in rows}
     with tempfile.TemporaryDirectory() as folder:
-        for seed in range(args.seeds):
-            for task, arm in ((task, arm) for task in TASKS for arm in ARMS):
+        for arm in sorted(ARMS, key=lambda name: name not in (NONE, ALL)):  # the ends of the table first
+            for seed, task in itertools.product(range(args.seeds), TASKS):
                 if (task, arm, seed) in done:
                     continue
                 words = f"{TASKS[task]} {ARMS[arm]} --seed {seed}".replace(

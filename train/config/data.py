@@ -31,9 +31,9 @@ SOURCES: dict[str, Source] = {
     "python_corpus": Source(f"{_FOLDER}.text:python_corpus", "tokens", _TEXT),
     "digits": Source(f"{_FOLDER}.digits:digits", "images", _IMAGES | {"split"}),
     "shapes": Source(f"{_FOLDER}.shapes:striped_shapes", "images", frozenset({"transforms"})),
+    "cifar5m": Source(f"{_FOLDER}.cifar5m:cifar5m", "images", _IMAGES),
     "fashion": Source(f"{_FOLDER}.idx:fashion", "images", _IMAGES),
     "idx:PATH": Source(f"{_FOLDER}.idx:own_files", "images", _IMAGES),
-    "cifar5m": Source(f"{_FOLDER}.cifar5m:cifar5m", "images", _IMAGES),
     "mix": Source(f"{_FOLDER}.mixtures:mixture", "tokens", _TEXT | {"field", "mix"}),
     "text:PATH": Source(f"{_FOLDER}.text:own_files", "tokens", _TEXT | {"field"}),
     "records:PATH": Source(f"{_FOLDER}.text:own_files", "tokens", _TEXT | {"field"}),
@@ -53,7 +53,8 @@ def source(name: str) -> Source:
     if known := SOURCES.get(f"{kind}:PATH" if colon else name):
         return known
     task = _PUBLISHED.get(kind.partition("/")[0])
-    reads = {"tokens": _TEXT, "images": _IMAGES, None: _TEXT | _IMAGES}[task]
+    images = _IMAGES | {"pixels"}
+    reads = {"tokens": _TEXT, "images": images, None: _TEXT | images}[task]
     return Source(f"{_FOLDER}.published:tfds_data", task, reads)
 
 
@@ -122,6 +123,8 @@ class PixelsConfig:
 class TransformsConfig:
     """What training images and their labels go through beside `augment`; nothing unless asked for, and evaluation never."""
 
+    crop: Literal["torchvision", "inception"] = "torchvision"
+    """How images larger than the model's are cropped at random: torchvision's way, or TensorFlow's as big_vision has it."""
     randaug_layers: int | None = None
     """RandAugment (Cubuk et al. 2020): operations that every image goes through, each drawn from 16; none unless given."""
     randaug_magnitude: float = 10.0

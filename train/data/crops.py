@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mupax.train.config.data import Interpolation, PixelsConfig
+from mupax.train.config.data import DataConfig, Interpolation, PixelsConfig
 from mupax.train.data.images import View
 
 _CROP_AREA = (0.08, 1.0)
 _CROP_RATIO = (3 / 4, 4 / 3)
+_INCEPTION_AREA = (0.05, 1.0)
+_INCEPTION_RATIO = (0.75, 1.33)
 _EVAL_CROP = 224 / 256
 
 
@@ -37,6 +39,70 @@ def random_crop(size: int, interpolation: Interpolation = "bilinear") -> View:
         return crop[:, ::-1] if mirror < 0.5 else crop
 
     return view
+
+
+def training(config: DataConfig, size: int) -> View:
+    """The random crop that data.transforms asks for.
+
+    Args:
+        config: has it, and how images are scaled.
+        size: pixels on a side of what comes out.
+    """
+    return (
+        inception_crop(size)
+        if config.transforms.crop == "inception"
+        else random_crop(size, config.pixels.interpolation)
+    )
+
+
+def inception_crop(size: int) -> View:
+    """The random crop of big_vision's `decode_jpeg_and_inception_crop`, mirrored half of the time.
+
+    TensorFlow's `sample_distorted_bounding_box`: an aspect ratio, width over height, drawn evenly from 3/4 to 1.33; then a height,
+    evenly among whole numbers that leave 5 to 100 % of the area and fit; then a place. It is scaled by bilinear interpolation of the
+    four nearest pixels, whatever the scale (TensorFlow's without antialias). Where a rounded crop is out of range TensorFlow draws
+    again, up to a hundred times; here the image stays whole.
+
+    Args:
+        size: pixels on a side of what comes out.
+    """
+
+    def view(images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
+        return np.stack([one(image, *row) for image, row in zip(images, uniforms, strict=True)])
+
+    def one(image: np.ndarray, u: float, v: float, mirror: float, a: float, r: float) -> np.ndarray:
+        H, W, _ = image.shape
+        h, w = _inception_size(H, W, a, r)
+        top, left = int(u * (H - h + 1)), int(v * (W - w + 1))
+        crop = _pointwise(image[top : top + h, left : left + w], size)
+        return crop[:, ::-1] if mirror < 0.5 else crop
+
+    return view
+
+
+def _inception_size(H: int, W: int, a: float, r: float) -> tuple[int, int]:
+    """Height and width of a crop of an image of H x W, from two uniforms."""
+    ratio = _INCEPTION_RATIO[0] + r * (_INCEPTION_RATIO[1] - _INCEPTION_RATIO[0])
+    least, most = (share * H * W for share in _INCEPTION_AREA)
+    highest = min(H, round(math.sqrt(most / ratio)), int((W + 0.5) / ratio))
+    lowest = min(round(math.sqrt(least / ratio)), highest)
+    h = lowest + int(a * (highest - lowest + 1))
+    w = round(h * ratio)
+    return (h, w) if least <= h * w <= most and 0 < h <= H and 0 < w <= W else (H, W)
+
+
+def _pointwise(image: np.ndarray, size: int) -> np.ndarray:
+    """The image at size x size, each pixel between the four nearest of its place, float32 in whole levels (rounded down)."""
+
+    def places(length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        at = np.maximum((np.arange(size) + 0.5) * (length / size) - 0.5, 0)
+        low = np.minimum(at.astype(int), length - 1)
+        return low, np.minimum(low + 1, length - 1), (at - low).astype(np.float32)
+
+    top, bottom, down = places(image.shape[0])
+    left, right, along = places(image.shape[1])
+    rows = image[top] * (1 - down)[:, None, None] + image[bottom] * down[:, None, None]
+    return np.floor(rows[:, left] * (1 - along)[:, None] + rows[:, right] * along[:, None]).astype(np.float32)
 
 
 def fitted(pixels: PixelsConfig, size: int) -> View:

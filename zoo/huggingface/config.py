@@ -177,6 +177,7 @@ def _image_reasons(model: ViTConfig, family: Family) -> dict[str, bool]:
     """The same of what ViTs alone have, and whether it holds."""
     ratio = model.mlp_dim / model.width
     return {
+        "model.sincos has positions that are not learned, and its are": model.sincos,
         "model.layer_scale multiplies what branches write, which it does not": model.layer_scale is not None
         and family not in DINO,
         "model.registers are tokens beside the patches, which it does not have": model.registers is not None

@@ -135,7 +135,7 @@ def own_images(config: DataConfig, model: ModelConfig, seed: int, note: cache.No
         Files(train, vision.channels),
         Files(eval_, vision.channels),
         views=(
-            crops.random_crop(vision.image_size, config.pixels.interpolation),
+            crops.training(config, vision.image_size),
             crops.fitted(config.pixels, vision.image_size),
         ),
         seed=seed,

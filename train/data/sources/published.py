@@ -16,7 +16,7 @@ import grain
 import numpy as np
 
 from mupax.paths import is_remote, path_of
-from mupax.train.config.data import SOURCES, PixelsConfig
+from mupax.train.config.data import SOURCES
 from mupax.train.data import cache, crops, images
 from mupax.train.data.interface import Data, DataError
 from mupax.train.data.sources import folders, text
@@ -109,8 +109,9 @@ def _images(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int
     if (height, width) == (size, size):
         views, pixels = (images.jitter if channels == 1 else images.shift_and_flip, images.as_is), images.WHOLE
     else:
-        pixels = PixelsConfig()
-        views = (crops.random_crop(size), crops.fitted(pixels, size))
+        pixels = config.pixels
+        pixels.check(size, vision.channels)
+        views = (crops.training(config, size), crops.fitted(pixels, size))
     # Image files stay bytes, for PIL to decode: TFDS would want OpenCV or TensorFlow.
     skip: Any = {image: tfds.decode.SkipDecoding()} if isinstance(features[image], tfds.features.Image) else None
     train, eval_ = (

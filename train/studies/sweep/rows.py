@@ -34,7 +34,7 @@ _NEWER = {
     "value_dim": None, "qk_norm_kind": "rmsnorm", "branch_activation": "none", "readout_bias": False, "qkv_bias": False,
     "rope_scaling": "none", "rope_factor": 8.0, "rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0,
     "rope_original_len": 8192, "window": None, "parallel": False, "rotary_fraction": 1.0, "registers": None,
-    "layer_scale": None, "drop_path": 0.0, "full_every": None, "window_theta": None,
+    "layer_scale": None, "drop_path": 0.0, "sincos": False, "full_every": None, "window_theta": None,
     "post_norm": False, "attention_softcap": None, "logit_softcap": None,
     "experts": None, "active_experts": None, "expert_dim": None, "shared_experts": None, "routing": dataclasses.asdict(RoutingConfig()),
 }  # fmt: skip

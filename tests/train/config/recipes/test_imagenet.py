@@ -1,0 +1,95 @@
+"""`vit-s16-imagenet` has the numbers of big_vision's vit_s16_i1k, each beside the line there that says it.
+
+The sources are files of github.com/google-research/big_vision: configs/vit_s16_i1k.py where none is named.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import numpy as np
+import pytest
+
+from mupax.presets.optimizers import OPTIMIZERS
+from mupax.train.config.preset import preset_of
+from mupax.train.config.recipes.pods import vit_b16_imagenet, vit_s16_imagenet
+from mupax.zoo.configs import ViTConfig
+
+pytestmark = pytest.mark.core
+
+RUN = vit_s16_imagenet()
+MODEL = cast("ViTConfig", RUN.model)
+
+
+def test_the_model() -> None:
+    # variant='S/16': models/vit.py, decode_variant: width 384, depth 12, mlp_dim 1536, num_heads 6
+    assert (MODEL.width, MODEL.depth, MODEL.mlp_dim, MODEL.num_heads) == (384, 12, 1536, 6)
+    assert (MODEL.patch_size, MODEL.image_size, MODEL.num_classes) == (16, 224, 1000)  # input.pp, config.num_classes
+    assert MODEL.pool == "mean"  # pool_type='gap'
+    assert MODEL.sincos  # posemb='sincos2d'
+    assert MODEL.activation == "gelu"  # MlpBlock: nn.gelu, whose default is the tanh form
+    assert (MODEL.norm, MODEL.norm_eps, MODEL.norm_gain, MODEL.bias) == (
+        "layernorm",
+        1e-6,
+        True,
+        True,
+    )  # nn.LayerNorm()
+    assert MODEL.drop_path == 0  # dropout=0.0
+
+
+def test_the_start_and_the_rates_of_every_parameter() -> None:
+    """Deviations are those of the initializers in models/vit.py; rates and decay are one for all (optax.py)."""
+    preset, sizes = preset_of(RUN), MODEL.sizes()
+    for name, spec in MODEL.parameters().items():
+        scales = preset.scales(spec, sizes, "adam", RUN.optimizer.decay)
+        fan_in, fan_out = (math.prod(sizes[axis] for axis in axes) for axes in (spec.fan_in, spec.fan_out))
+        glorot = math.sqrt(2 / (fan_in + fan_out))  # xavier_uniform: attention, MlpBlock
+        start = {"patch": fan_in**-0.5, "readout": 0.0}.get(name, glorot)  # nn.Conv's lecun_normal; head_zeroinit
+        numbers = [
+            np.asarray(x).flat for x in (scales.init_std, scales.multiplier, scales.lr, scales.eps, scales.weight_decay)
+        ]
+        std, multiplier, lr, eps, decay = (float(x[0]) for x in numbers)
+        if spec.fan_in:
+            assert std * multiplier == pytest.approx(start, rel=1e-5), name
+            assert multiplier == pytest.approx(1, rel=1e-5), name
+        else:
+            assert std == (1 if name.endswith("gain") else 0), name
+        assert (lr, eps) == (1, 1), name
+        assert decay == (1 if spec.fan_in else 0), name  # optax.py: wd_mults, '.*/kernel$'
+
+
+def test_the_optimizer_and_its_schedule() -> None:
+    opt = RUN.optimizer
+    assert OPTIMIZERS[opt.name].family == "adam"  # optax_name='scale_by_adam'
+    assert (opt.b1, opt.b2, opt.eps) == (0.9, 0.999, 1e-8)  # defaults of optax.scale_by_adam
+    assert opt.moment_dtype == "bfloat16"  # optax=dict(mu_dtype='bfloat16')
+    assert (opt.peak_lr, opt.weight_decay) == (0.001, 0.0001)  # lr, wd
+    assert opt.decay == "independent"  # optax.py: the chain adds wd * w after lr and before the schedule
+    assert opt.clip_norm == 1.0  # grad_clip_norm
+    assert (opt.schedule, opt.warmup_steps, opt.final_lr_fraction) == ("cosine", 10_000, 0)  # schedule
+    assert RUN.data.batch_size == 1024  # input.batch_size
+    train_images = round(0.99 * 1_281_167)  # split='train[:99%]'
+    assert RUN.steps == round(90 * train_images / 1024)  # total_epochs; utils.py: steps
+
+
+def test_what_images_go_through() -> None:
+    data = RUN.data
+    assert data.name == "imagenet2012"
+    assert data.transforms.crop == "inception"  # decode_jpeg_and_inception_crop(224)|flip_lr
+    assert (data.transforms.randaug_layers, data.transforms.randaug_magnitude) == (2, 10)  # randaug(2,10)
+    assert data.transforms.mixup == 0.2  # mixup=dict(p=0.2)
+    assert (data.transforms.cutmix, data.transforms.label_smoothing, data.transforms.repeats) == (0, 0, 1)
+    # pp_eval: resize_small(256), by area (pp/ops_image.py), then central_crop(224)
+    assert (data.pixels.fit, data.pixels.resize, data.pixels.interpolation) == ("edge", 256, "box")
+    assert (data.pixels.mean, data.pixels.std) == ((0.5,), (0.5,))  # value_range(-1, 1)
+
+
+def test_the_larger_model_has_the_same_numbers() -> None:
+    larger = vit_b16_imagenet()
+    assert (larger.data, larger.optimizer, larger.preset, larger.steps) == (
+        RUN.data,
+        RUN.optimizer,
+        RUN.preset,
+        RUN.steps,
+    )
