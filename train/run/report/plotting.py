@@ -78,7 +78,10 @@ def limits(axes: Axes, values: np.ndarray, *, log: bool) -> None:
     powers = range(math.floor(math.log10(low / pad)), math.ceil(math.log10(high * pad)) + 1)
     for leads in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7), np.arange(10, 100) / 10):
         ticks = [lead * 10.0**power for power in powers for lead in leads]
-        if sum(low / pad <= tick <= high * pad for tick in ticks) >= 5:
+        ticks = [
+            tick for tick in ticks if low / pad <= tick <= high * pad
+        ]  # matplotlib lays out what is out of sight too
+        if len(ticks) >= 5:
             break
     axes.yaxis.set_major_locator(FixedLocator(ticks))
     axes.yaxis.set_minor_locator(NullLocator())
