@@ -109,6 +109,7 @@ STUDIES = (
         **_OTHERS,
     ),
     Study(name="tied encoder-decoder, Adam", model="ed-proxy", tied=True, exponents=(0.5,), **_IN_HEADS),
+    Study(name="experts, Adam", model="lm-proxy", besides="lm-proxy", changes={"experts": 4}, exponents=(0.5, -0.5)),
 )
 
 
