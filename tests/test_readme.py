@@ -7,6 +7,7 @@ as written, in this process, in a folder with what `make train` leaves. Paths an
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -57,6 +58,17 @@ def shell_lines() -> list[str]:
     return list(dict.fromkeys(line.strip() for text in texts for line in text.splitlines() if line.strip()))
 
 
+@functools.cache
+def files_of_other_programs() -> dict[str, str]:
+    """Configs of other programs, and dumps of a model at two widths, by name."""
+    files = {path.name: path.read_text() for path in dumps.CONFIGS.iterdir()}
+    files["mlp.json"] = json.dumps(json.loads(files["mup.json"])["mlp adamw"][1])
+    for name, width in (("small", 16), ("large", 64)):
+        model = dumps.dump(presets.get("mup"), dumps.decoder(width, heads=width // 4), dumps.decoder(16))
+        files[f"{name}.json"] = json.dumps(model)
+    return files
+
+
 @contextlib.contextmanager
 def folders_of_the_reader(path: Path) -> Iterator[None]:
     """The empty folder a person types in, with the text, records and images the documents speak of."""
@@ -76,12 +88,8 @@ def folders_of_the_reader(path: Path) -> Iterator[None]:
         (path / "my_images" / name).mkdir(parents=True)
         for number in range(5):
             Image.new("RGB", (12, 12), (40 * number, 100, 0)).save(path / "my_images" / name / f"{number}.png")
-    for other in dumps.CONFIGS.glob("*.*"):  # files of other programs, and dumps of a model at two widths
-        shutil.copy(other, path)
-    (path / "mlp.json").write_text(json.dumps(json.loads((path / "mup.json").read_text())["mlp adamw"][1]))
-    for name, width in (("small", 16), ("large", 64)):
-        model = dumps.dump(presets.get("mup"), dumps.decoder(width, heads=width // 4), dumps.decoder(16))
-        (path / f"{name}.json").write_text(json.dumps(model))
+    for name, text in files_of_other_programs().items():
+        (path / name).write_text(text)
     with contextlib.chdir(path):
         yield
 

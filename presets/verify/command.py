@@ -169,8 +169,9 @@ class Report:
         rows = [["parameter", "role", *fit.QUANTITIES]]
         by = {(d.name, d.quantity): d for d in self.reference.differences}
         for name in dict.fromkeys(d.name for d in self.reference.differences):
-            spec = next((d.spec for d in self.reference.differences if d.name == name), None)
-            rows.append([name, spec.group if spec else "", *(_powers(by.get((name, q))) for q in fit.QUANTITIES)])
+            role = next(d.role for d in self.reference.differences if d.name == name)
+            powers = (_powers(by.get((name, quantity))) for quantity in fit.QUANTITIES)
+            rows.append([name, "" if role == name else role, *powers])
         return rows
 
 

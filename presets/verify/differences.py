@@ -13,6 +13,7 @@ from mupax.presets.roles import BIASES, VECTORS, ParamSpec, Role
 from mupax.presets.rule import Decay
 from mupax.presets.verify.fit import TOLERANCE, Line, Quantity, expected, observed, value
 from mupax.presets.verify.formats.dump import Entry
+from mupax.presets.verify.names import FUSED
 from mupax.presets.verify.sizes import Parameter
 
 BENT = 1.3
@@ -34,6 +35,7 @@ class Difference:
         slope: power of t that the dumps have; None where one of them is 0.
         target: power of t that the preset has.
         tolerance: of an exponent, with the noise of a standard deviation that was measured.
+        fused: it is of queries, keys and values in one.
         off: how many times one size is from the law that the others follow, and which, at most.
     """
 
@@ -43,7 +45,15 @@ class Difference:
     slope: float | None
     target: float
     tolerance: float = TOLERANCE
+    fused: bool = False
     off: tuple[float, int] = (1.0, 0)
+
+    @property
+    def role(self) -> str:
+        """What the parameter is; of what is none, its name."""
+        if self.spec is None:
+            return self.name
+        return self.spec.group.replace("value", FUSED).replace("query", FUSED) if self.fused else self.spec.group
 
     @property
     def excess(self) -> float:
@@ -104,6 +114,7 @@ def differences(laws: Laws, line: Line, optimizer: str, decay: Decay) -> tuple[D
                 own = dataclasses.replace(parameter.spec, **_OF_QUERIES[parameter.spec.role is Role.BIAS])
                 queries = _difference(name, quantity, own, values, laws.of(own)[quantity], line, each)
                 row = max(row, queries, key=lambda differences: [abs(d.excess) for d in differences])
+                row = [dataclasses.replace(difference, fused=True) for difference in row]
             rows += row
     for name, law, values in (
         (LOGITS, preset.logits, [model.dump.attention for model in line.models]),

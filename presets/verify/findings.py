@@ -32,7 +32,7 @@ def findings(reference: Reference, line: Line, family: Family) -> list[Finding]:
     grouped: dict[tuple, list[tuple[Difference, What]]] = {}
     for difference, what in _joined(wrong, family):
         slope = None if difference.slope is None else round(difference.slope, 1)
-        kind = "vectors" if difference.spec and difference.spec.role in VECTORS else _role(difference)
+        kind = "vectors" if difference.spec and difference.spec.role in VECTORS else difference.role
         kind = "matrices" if difference.spec and difference.spec.in_block and kind != "vectors" else kind
         kind = "" if what in ("eps", "pull") else kind
         key = (kind, what, slope, round(difference.target, 1), difference.off[1])
@@ -45,10 +45,6 @@ def findings(reference: Reference, line: Line, family: Family) -> list[Finding]:
             ("multiplier", "start", "rate", "pull", "eps").index(finding.what),
         ),
     )
-
-
-def _role(difference: Difference) -> str:
-    return difference.name if difference.spec is None else difference.spec.group
 
 
 def _harmless(d: Difference) -> bool:
@@ -116,7 +112,7 @@ def _finding(members: Sequence[tuple[Difference, What]], reference: Reference, l
 
 def _together(differences: Sequence[Difference]) -> str:
     """What parameters are that have something in common."""
-    roles = {_role(d) for d in differences}
+    roles = {d.role for d in differences}
     vectors = {d.spec is not None and d.spec.role in VECTORS for d in differences}
     if len(roles) == 1:
         return roles.pop()

@@ -71,18 +71,19 @@ def closest(line: Line, optimizer: str, decay: Decay, named: Preset | None = Non
         return _reference(Laws(named, named.family(optimizer)), line, optimizer, decay)
     tied = line.models[0].dump.readout is not None
     stable = _stable(optimizer, tuple(sorted((a, round(x, 3)) for a, x in line.growth.items())), line.limit, tied)
-    references = [_reference(laws, line, optimizer, decay) for laws in stable]
+    references = []
+    for laws in stable:
+        references.append(_reference(laws, line, optimizer, decay))
+        if not any(difference.wrong for difference in references[-1].differences):
+            return references[-1]
     if not references:
         raise PresetError(
             f"no preset has a rule for {optimizer} that is stable as {line.word} grows; name one with --preset"
         )
-    family = [reference for reference in references if reference.preset.name in _FAMILY] or references
-    for reference in references:
-        if not any(difference.wrong for difference in reference.differences):
-            return reference
     best = min(references, key=lambda reference: reference.distance)
     if best.distance == 0:
         return best
+    family = [reference for reference in references if reference.preset.name in _FAMILY] or references
     if is_standard(line, optimizer, decay):
         return family[0]
     return min(family, key=lambda reference: reference.distance)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from mupax.presets.__main__ import main
+from mupax.presets.verify.formats import huggingface
 from mupax.presets.verify.published import MISTAKES, STANDARD
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "verify.md").read_text()
@@ -109,3 +110,20 @@ def test_torchs_snippet_on_a_transformer(mistake: str, tmp_path: Path):
     assert code == 1
     expected = "Multiply q.k by" if "attention" in mistake else "trunk.layers.*.self_attn.in_proj_weight"
     assert expected in sentences[0]
+
+
+@pytest.mark.parity
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers not installed; `make parity` does it"
+)
+@pytest.mark.parametrize("kind", [kind for kind in huggingface.DEFAULTS if kind != "minicpm"])  # which is in no release
+def test_fields_of_configs_are_those_of_transformers(kind: str, tmp_path: Path):
+    from transformers import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[kind]()
+    assert {name: getattr(config, name) for name in huggingface.DEFAULTS[kind]} == huggingface.DEFAULTS[kind]
+    dump = huggingface.Config(json.loads(config.to_json_string(use_diff=False)), "config.json").dump()
+    assert dump.layers == config.num_hidden_layers
+    if kind == "minicpm3":
+        assert dump.readout == pytest.approx(1 / config.logits_scaling)
+        assert dump.head_dim == config.qk_head_dim

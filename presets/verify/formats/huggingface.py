@@ -20,13 +20,14 @@ from typing import Any
 from mupax.presets.verify.formats.decoder import Fields, Reading, Sizes, entries
 from mupax.presets.verify.formats.dump import Dump
 
-_DEFAULTS = {
+DEFAULTS = {
     "minicpm": {"scale_emb": 1, "scale_depth": 1, "dim_model_base": 1, "tie_word_embeddings": True},
     "minicpm3": {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256, "tie_word_embeddings": True, "qk_nope_head_dim": 64,
                  "qk_rope_head_dim": 32},
     "granite": {"embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0},
     "falcon_h1": {"embedding_multiplier": 1.0, "lm_head_multiplier": 1.0, "key_multiplier": 1.0, "attention_in_multiplier": 1.0},
 }  # fmt: skip
+"""model_type to the fields that it has beside Llama's, and their defaults."""
 _COMMON = {"initializer_range": 0.02, "tie_word_embeddings": False}
 _NAMES = {
     "token_embedding": "model.embed_tokens.weight",
@@ -55,7 +56,7 @@ class Config(Reading):
 
     def __init__(self, contents: Mapping[str, Any], source: str) -> None:
         self._kind = str(contents["model_type"])
-        self._fields = Fields(contents, source, {**_COMMON, **_DEFAULTS.get(self._kind, {})})
+        self._fields = Fields(contents, source, {**_COMMON, **DEFAULTS.get(self._kind, {})})
         f = self._fields
         width, heads = f.count("hidden_size"), f.count("num_attention_heads")
         if self._kind == "minicpm3":

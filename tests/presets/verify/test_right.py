@@ -34,6 +34,7 @@ CASES = [
     (name, tuple(constants.items()), optimizer, family)
     for name, constants in ORDER
     for family in FAMILIES
+    if family == "decoder" or dict(ORDER)[name] == constants  # of several exponents of a preset the decoder has all
     for optimizer in presets.get(name, **dict(constants)).optimizers
     if optimizer not in ("adam", "momentum")  # whose columns are those of adamw and sgd
 ]
