@@ -36,7 +36,7 @@ FASHION_IMAGES = 2000
 _SIZES = "--model.width 32 --model.depth 2 --model.num-heads 2 --steps 400"
 TASKS = {
     "digits": f"vit-digits {_SIZES}",
-    "fashion": f"vit-fashion --data.name idx:fashion-2000 {_SIZES}",
+    "fashion": f"vit-fashion --data.name idx:fashion-2000 --data.augment {_SIZES}",
     "endless": f"vit-endless {_SIZES} --data.eval-examples 2000",
 }
 """Name to the command that all arms share."""

@@ -114,13 +114,14 @@ def vit_fashion() -> Config:
 
     Cost: a few minutes on two CPU cores. Needs the files of `apt-get install dataset-fashion-mnist` on Debian or Ubuntu, or
     `--data.name idx:FOLDER` with the same four IDX files from elsewhere.
-    Expect a test accuracy of about 88 %.
+    Expect a test accuracy of 84 % after 400 steps (of the first 2,000 test images) and more at the end. `--data.augment` shifts images by up
+    to 4 pixels and mirrors them, too much for so few epochs: it ends at 80.0 %.
     """
     model = dataclasses.replace(configs.get("vit-tiny"), image_size=28, patch_size=7)
     return Config(
         recipe="vit-fashion",
         model=model,
-        data=DataConfig(name="fashion", batch_size=64, eval_batch_size=200),
+        data=DataConfig(name="fashion", batch_size=64, eval_batch_size=200, augment=False),
         preset=PresetConfig(name="mup", base="vit-proxy"),
         optimizer=OptimizerConfig(peak_lr=3e-3, warmup_steps=50, weight_decay=3e-4, decay="independent", clip_norm=1.0),
         log=LogConfig(eval_every_steps=500),
