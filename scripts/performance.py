@@ -193,7 +193,8 @@ minutes, where without it takes 4.
 
 Slices of v5p in whole cubes are tori, and so are whole pods of v5e and v6e; the compiler takes a mesh without links around unless told,
 and then gathers over a cube by sums of whole arrays. The loop above on v5p:4x4x4 has 6.59 M cycles and 528 MB sent as a mesh, 5.17 M and 264 MB
-as a torus; on v5e:16x16 and v6e:16x16 the cycles are the same. Rows of v5p above the ones that say so are of a mesh; MaxText's is of a torus.
+as a torus; on v5e:16x16 and v6e:16x16 the cycles are the same. Other rows of v5p
+on this page are of a mesh, MaxText's is of a torus.
 
 Attention blocks of 1024 with one backward kernel cost the 1.2 B step 0.667e9 cycles: sums of queries' gradients.
 On a CPU the product takes 1.28 times as long as halves, which stay there (`python -m scripts.bench.rotary --one-core`): the first
