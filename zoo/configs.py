@@ -338,8 +338,9 @@ def get(name: str) -> ModelConfig:
     """
     if name in CONFIGS:
         return CONFIGS[name]
-    near = difflib.get_close_matches(name, CONFIGS, n=3) or list(CONFIGS)
-    raise ConfigError(f"no model is named {name!r}; did you mean {', '.join(near)}? `python -m zoo` lists them all")
+    near = difflib.get_close_matches(name, CONFIGS, n=3)
+    hint = f"did you mean {', '.join(near)}? " if near else ""
+    raise ConfigError(f"no model is named {name!r}; {hint}`python -m zoo` lists them all")
 
 
 def family_class(name: str) -> type[ModelConfig]:

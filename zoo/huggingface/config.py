@@ -121,6 +121,11 @@ def from_huggingface(fields: Mapping[str, Any]) -> Published:
     kind = fields.get("model_type")
     if isinstance(kind, str) and kind in UNLIKE:
         raise ConfigError(f"config.json: model_type {kind} has {UNLIKE[kind]}, which our models do not have")
+    if quantized := fields.get("quantization_config"):
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+        raise ConfigError(
+            f"config.json: quantization_config is {shown(method)}, and quantized weights are not read; take the weights before it"
+        )
     if kind == "bart":
         raise ConfigError(f"config.json: {encoder_decoder.POST_NORM}")
     if not isinstance(kind, str) or kind not in _READ:

@@ -120,7 +120,8 @@ def _tile(
     if window is not None:
         seen_ST &= key_S1 > query_T - window
     if segments_RT is not None:
-        seen_ST &= within(segments_RT[:, first : start + count], segments_RT[:, start : start + count])
+        keys_RS, queries_RT = (segments_RT[:, i : start + count] for i in (first, start))
+        seen_ST &= keys_RS[:, :, None] == queries_RT[:, None, :]
     logits_RST = jnp.where(seen_ST, logits_RST, jnp.finfo(jnp.float32).min)
     most_R1T = checkpoint_name(jax.lax.stop_gradient(jnp.max(logits_RST, axis=1, keepdims=True)), SAVED)
     weights_RST = jnp.exp(logits_RST - most_R1T)
@@ -129,15 +130,9 @@ def _tile(
     return (checkpoint_name(y_RTN, SAVED) / sum_RT1).astype(v_RSN.dtype)
 
 
-def within(keys_BS: jax.Array, queries_BT: jax.Array | None = None) -> jax.Array:
-    """Where keys and queries are of one segment, bool [B, S, T].
-
-    Args:
-        keys_BS: int32, segments of keys.
-        queries_BT: of queries; the keys' unless given.
-    """
-    queries_BT = keys_BS if queries_BT is None else queries_BT
-    return keys_BS[:, :, None] == queries_BT[:, None, :]
+def within(segments_BT: jax.Array) -> jax.Array:
+    """Which positions are of one segment, bool [B, T, T]."""
+    return segments_BT[:, :, None] == segments_BT[:, None, :]
 
 
 def _in_rows(core: Callable[..., jax.Array], q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array) -> jax.Array:

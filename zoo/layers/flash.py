@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from mupax.zoo import partition
-from mupax.zoo.layers.cpu_attention import SAVED, within
+from mupax.zoo.layers.cpu_attention import SAVED
 from mupax.zoo.partition import LANES
 
 BLOCK, BLOCKS = 512, {"TPU v6 lite": 1024}
@@ -61,14 +61,14 @@ def cudnn_attention(
 
     def local(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *segments: jax.Array) -> jax.Array:
         if not names:
-            return cudnn(q_BTHN, k_BSKN, v_BSKN, mask=within(*segments)[:, None] if segments else None)
+            return cudnn(q_BTHN, k_BSKN, v_BSKN, mask=_mask(*segments))
         ways, place = jax.lax.axis_size(names), jax.lax.axis_index(names)
         if k_BSKN.shape[2] % ways:
             groups = q_BTHN.shape[2] // k_BSKN.shape[2]
             k_BSKN, v_BSKN = (jnp.repeat(x_BSKN, groups, axis=2) for x_BSKN in (k_BSKN, v_BSKN))
         heads = k_BSKN.shape[2] // ways
         mine = (jax.lax.dynamic_slice_in_dim(x_BSKN, place * heads, heads, axis=2) for x_BSKN in (k_BSKN, v_BSKN))
-        mask = within(segments[1])[:, None] if segments else None  # of whole positions, as keys are
+        mask = _mask(*segments[1:], *segments[1:])  # of whole positions, as keys are
         y_BTHN = cudnn(jax.lax.all_to_all(q_BTHN, names, split_axis=2, concat_axis=1, tiled=True), *mine, mask=mask)
         return jax.lax.all_to_all(y_BTHN, names, split_axis=1, concat_axis=2, tiled=True)
 
@@ -175,6 +175,11 @@ def _blocks(length: int, source: int, *, kind: str, wanted: int | None, causal: 
         block_kv_dkv=block_kv, block_kv_dkv_compute=min(block_kv, BLOCK), use_fused_bwd_kernel=fused,
         block_q_dq=None if fused else block_q, block_kv_dq=None if fused else block_kv,
     )  # fmt: skip
+
+
+def _mask(queries_BT: jax.Array | None = None, keys_BS: jax.Array | None = None) -> jax.Array | None:
+    """Which keys are of a query's segment, bool [B, 1, T, S]; None where all are seen."""
+    return None if queries_BT is None or keys_BS is None else (queries_BT[:, :, None] == keys_BS[:, None, :])[:, None]
 
 
 def _segments(segments_BT: jax.Array | None) -> tuple[tuple[jax.Array, ...], tuple[partition.Axes, ...]]:

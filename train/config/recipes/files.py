@@ -72,6 +72,8 @@ def _start(fields: Mapping[str, Any]) -> dict[str, Any]:
     if name not in RECIPES:
         if name is not None and "data" not in fields:
             raise ConfigError(f"no recipe is named {name!r}; the recipes are {', '.join(RECIPES)}")
+        if "data" not in fields or "model" not in fields:
+            raise ConfigError(f"it names no recipe; write recipe: with one of {', '.join(RECIPES)}")
         return {}
     config = to_json(RECIPES[str(name)]())
     if isinstance(model, str):

@@ -94,5 +94,5 @@ class Table:
         except (OSError, pyarrow.ArrowException) as error:
             reason = str(error).splitlines()[0]
             raise DataError(
-                f"cannot read {self.path}: {reason}. It may be damaged or cut off; fetch it again"
+                f"cannot read {self.path}: {reason.rstrip('.')}. It may be damaged or cut off; fetch it again"
             ) from error

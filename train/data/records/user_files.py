@@ -210,7 +210,7 @@ def _plain_text_of(path: Path) -> str:
     unpack = {".gz": "gzip -dc", ".zst": "zstd -dc", ".bz2": "bzip2 -dc", ".xz": "xz -dc"}.get(
         path.suffix.lower(), "cat"
     )
-    program = "import json, sys; [print(json.dumps(row)) for row in json.load(sys.stdin)]"
+    program = "import json, sys; x = json.load(sys.stdin); [print(json.dumps(row)) for row in ([x] if type(x) is dict else x)]"
     return (
         f'{advice}, by\n{unpack} {shlex.quote(str(path))} | python -c "{program}" > {path.name.partition(".")[0]}.jsonl'
     )

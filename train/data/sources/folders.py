@@ -221,6 +221,10 @@ def _classes(path: Path) -> list[str]:
         raise DataError(
             f"{path} has no folders in it; images:PATH takes a folder that has a folder of images per class"
         )
+    if len(classes) == 1:
+        raise DataError(
+            f"{path} has one class folder, {classes[0]}, and nothing to tell it from; put the other classes beside it"
+        )
     return classes
 
 

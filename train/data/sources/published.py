@@ -208,12 +208,15 @@ def _versions(folder: Path) -> list[str]:
 
 
 def unknown(name: str, base: Path) -> str:
-    """What to say of a name that is no data set's: the nearest ones, or what kinds there are.
+    """What to say of a name that is no data set's: how a path is written, the nearest names, or what kinds there are.
 
     Args:
         name: as the user wrote it.
         base: folder of data sets, whose names may be near too.
     """
+    if (path := Path(name)).exists():
+        kinds = "text:{0}, records:{0} or images:{0}" if path.is_dir() else "text:{0} or records:{0}"
+        return f"{name} is a {'folder' if path.is_dir() else 'file'} here, and not how data are named; write {kinds.format(name)}"
     names = [*SOURCES, *known(), *(sub.name for sub in base.glob("*") if sub.is_dir())]
     near = difflib.get_close_matches(name, list(dict.fromkeys(names)), n=3)  # a prepared one is there twice
     hint = f"did you mean {', '.join(near)}?" if near else f"write one of {', '.join(SOURCES)} or a TFDS name"

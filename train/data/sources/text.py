@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grain
+import numpy as np
 
 from mupax.paths import path_of
 from mupax.train.data import cache
@@ -19,6 +20,10 @@ from mupax.zoo.families import ModelConfig, TokenModel
 
 if TYPE_CHECKING:
     from mupax.train.config.run import DataConfig
+
+
+_UNKNOWN, _LOOKED_AT = 0.01, 1 << 20
+"""Share of unknown tokens above which it is said, and among how many."""
 
 
 def records(source: Sequence[Mapping[str, Any]], feature: str) -> Any:
@@ -72,6 +77,8 @@ def own_files(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
             f"{others[0][0]} is text, and data.tokenizer {config.tokenizer} has a number of ids and no words; take it out of "
             f"{path}, or write data.tokenizer as the path of the tokenizer.json that made the ids"
         )
+    if config.field != type(config).field and not files.records:
+        raise DataError(f"data.field {config.field} is of records, and {path} has none; leave it out")
     key = f"text-{corpus.stat_digest(files.every())}"
     if files.records or files.ids:  # plain text has no field
         key = f"records-{cache.digest(key, config.field, kind)}"
@@ -127,6 +134,14 @@ def open_text(
             f"write --model.vocab-size {encoder.vocab_size}"
         )
     sides = packing.prepared(key, documents, encoder, note)
+    some = sides["train"].tokens[:_LOOKED_AT]
+    if (
+        encoder.unknown is not None
+        and (share := float(np.mean(some == encoder.unknown)) if len(some) else 0.0) > _UNKNOWN
+    ):
+        note(
+            f"caution: {share:.0%} of the tokens of {config.name} are the one for what {config.tokenizer} does not know"
+        )
     digest = cache.digest(encoder.key, *(sides[side].digest for side in packing.SIDES))
     return TokenData(
         config,

@@ -11,7 +11,7 @@ import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -49,6 +49,8 @@ class Bytes:
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids; bytes that are no UTF-8 come out as U+FFFD."""
         return bytes(int(i) for i in ids if i != self.separator).decode("utf-8", errors="replace")
+
+    unknown: ClassVar[int | None] = None
 
     @property
     def start(self) -> np.ndarray:
@@ -137,6 +139,12 @@ class Subwords:
     def decode(self, ids: Iterable[int]) -> str:
         with self._calling():
             return self._library.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    @property
+    def unknown(self) -> int | None:
+        """Id of what the vocabulary has no word for; None where it has one for every byte."""
+        name = getattr(self._library.model, "unk_token", None)
+        return None if name is None else self.find(name)
 
     @property
     def start(self) -> np.ndarray:

@@ -53,6 +53,8 @@ class Generate(CheckpointFlags):
     """Texts, made side by side."""
     tokenizer: Annotated[str | None, conf.arg(name="data.tokenizer", metavar="bytes|FILE")] = None
     """Of weights without a run, where no tokenizer.json lies beside them."""
+    separator: Annotated[str | None, conf.arg(name="data.separator", metavar="TOKEN")] = None
+    """Of weights without a run: the token that ends a document, where it has none of the usual names."""
     beams: Annotated[int, conf.arg(metavar="K")] = 1
     """Encoder-decoders, at temperature 0: keep the K likeliest texts so far."""
 
@@ -167,13 +169,14 @@ def _opened(args: Generate) -> Trained | Weights:
     from mupax.train.reuse import pretrained
 
     run = pretrained.find(args.workdir, args.step, args.average)
-    if args.tokenizer is None:
+    said = {name: value for name in ("tokenizer", "separator") if (value := getattr(args, name)) is not None}
+    if not said:
         return run
     if run.step is not None:
         raise command_line.UsageError(
-            f"--data.tokenizer is for weights alone, and the run in {args.workdir} has its own; leave it out"
+            f"--data.{next(iter(said))} is for weights alone, and the run in {args.workdir} has its own; leave it out"
         )
-    data = dataclasses.replace(run.config.data, tokenizer=args.tokenizer)
+    data = dataclasses.replace(run.config.data, **said)
     return run._replace(config=dataclasses.replace(run.config, data=data))
 
 

@@ -73,6 +73,7 @@ def command(argv: Sequence[str]) -> cli.Command:
     else:
         start, what = _text(args.folder, source, origin, asked)
     made = cli.parse(NAME, lambda: start, rest, ["--from"])
+    what = what or f"tokens of {made.config.data.tokenizer}"
     peak = made.config.optimizer.peak_lr
     rate = rate_rule(origin)[1] if peak == start.optimizer.peak_lr else "as asked"
     print(f"finetune: {what}; rate {peak:.3g}, {rate}; {made.config.steps} steps", file=sys.stderr)
@@ -113,9 +114,10 @@ def _images(folder: Path, source: Path, origin: Outline, model: ImageModel) -> t
     from mupax.train.data.sources import folders
 
     assert origin.images is not None
-    if not folder.is_dir():
+    if not (folder.is_dir() and any(path.is_dir() for path in folder.iterdir())):
         raise command_line.UsageError(
-            f"{folder} is a file, and {source} holds a model of images; give a folder that has a folder of images per class"
+            f"{folder} is {'a file' if folder.is_file() else 'a folder without folders'}, and {source} holds a model of images; give a "
+            "folder that has a folder of images per class"
         )
     train, _, classes = folders.split(folder)
     same = origin.images.class_names == tuple(classes)
@@ -144,7 +146,7 @@ def _text(folder: Path, source: Path, origin: Outline, asked: bool) -> tuple[Con
     fields = {name: getattr(before, name) for name in text_fields} if before else {}
     tokenizer = "bytes" if asked else _tokenizer(source, origin)
     data = DataConfig(name=f"text:{folder}", batch_size=_TEXT_BATCH, tokenizer=tokenizer, **fields)
-    return _config(folder, source, origin, origin.model, data, TEXT_STEPS, ()), f"tokens of {tokenizer}"
+    return _config(folder, source, origin, origin.model, data, TEXT_STEPS, ()), ""
 
 
 def _tokenizer(source: Path, origin: Outline) -> str:

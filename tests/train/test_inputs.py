@@ -1,0 +1,193 @@
+"""What becomes of right and wrong inputs: every row of docs/inputs.md, with its exit code and what it says."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import json
+import re
+import shlex
+import shutil
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from PIL import Image
+from safetensors.numpy import save
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from mupax.presets.__main__ import main as presets
+from mupax.train.__main__ import main as train
+from mupax.train.config.data import PixelsConfig
+from mupax.train.data.__main__ import main as data
+from mupax.train.reuse import source
+from mupax.train.reuse.huggingface import files
+from mupax.train.reuse.image_input import ImageInput
+from mupax.zoo.__main__ import main as zoo
+from mupax.zoo.configs import DecoderConfig, ViTConfig
+from mupax.zoo.definition import definition
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "inputs.md"
+ROOMS = {"train": train, "zoo": zoo, "presets": presets, "data": data}
+TEXTS = [f"document {i} says {'word ' * (i % 7 + 20)}" for i in range(60)]
+ROW = re.compile(r"^\| `(.+)` \| (\d) \| (.*) \|$", re.MULTILINE)
+
+
+def lines(key: str = "text", **last: Any) -> str:
+    """Records, a line each; the last one as given."""
+    return "".join(json.dumps(row) + "\n" for row in [*({key: text} for text in TEXTS), *([last] if last else [])])
+
+
+def texts_and_records() -> dict[str, str | bytes]:
+    """Files by name, whole and broken."""
+    archive, records = io.BytesIO(), lines().encode()
+    zipfile.ZipFile(archive, "w").writestr("word/document.xml", "<w>hello</w>" * 50)
+    ids = np.random.default_rng(0).integers(0, 300, 4000).astype("<u2")
+    return {
+        **{f"texts/{i}.txt": "\n".join(TEXTS[5 * i : 5 * i + 5]) for i in range(12)},
+        "good.jsonl": records,
+        "good.jsonl.gz": gzip.compress(records),
+        "bom.jsonl": b"\xef\xbb\xbf" + records,
+        "crlf.jsonl": records.replace(b"\n", b"\r\n"),
+        "blank.jsonl": records.replace(b"\n", b"\n\n"),
+        "cut.jsonl": records + b'{"text": "half',
+        "other-field.jsonl": lines(words="x"),
+        "number.jsonl": lines(text=5),
+        "null.jsonl": lines(text=None),
+        "latin.jsonl": records + '{"text": "café"}\n'.encode("latin1"),
+        "cut.jsonl.gz": gzip.compress(records)[:-40],
+        "not-zipped.jsonl.gz": records,
+        "two.jsonl": '{"text": "a b c"}\n{"text": "d e f"}\n',
+        "no-words.jsonl": '{"text": ""}\n{"text": ""}\n',
+        "empty.jsonl": "",
+        "list.json": json.dumps([{"text": text} for text in TEXTS]),
+        "over-lines.json": json.dumps({"text": TEXTS[0]}, indent=2),
+        "table.csv": "id,text\n" + "".join(f"{i},{text}\n" for i, text in enumerate(TEXTS)),
+        "empty.txt": "",
+        "short.txt": "hello " * 20,
+        "latin.txt": ("café " * 400).encode("latin1"),
+        "utf16.txt": ("hello there " * 500).encode("utf-16"),
+        "word.docx": archive.getvalue(),
+        "bytes.txt": bytes(range(256)) * 20,
+        "mixed/README.md": "what this is\n" * 30,
+        "mixed/a.jsonl": records,
+        "mixed/picture.png": b"\x89PNG\0",
+        "ids.bin": ids.tobytes(),
+        "odd.bin": ids.tobytes() + b"x",
+        "plain.json": '{"a": 1}',
+        "cut.yaml": "recipe: lm-tiny\nmodel: {depth: ",
+        "typo.yaml": "recipe: lm-tiny\nstpes: 5\n",
+        "no-recipe.yaml": "steps: 5\n",
+    }
+
+
+def weights() -> dict[str, str | bytes]:
+    """Folders of Hugging Face in which something is wrong."""
+    gpt2 = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 300}
+    llama = {
+        "model_type": "llama",
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 300,
+    }
+    configs: dict[str, Any] = {
+        "a-list": [1, 2],
+        "no-type": {"a": 1},
+        "unknown": {"model_type": "mamba"},
+        "no-weights": gpt2,
+        "pickle": gpt2,
+        "cut-weights": gpt2,
+        "other-weights": gpt2,
+        "quantized": {**gpt2, "quantization_config": {"quant_method": "gptq"}},
+        "yarn": {**llama, "intermediate_size": 16, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    }
+    return {
+        **{f"{name}/config.json": json.dumps(fields) for name, fields in configs.items()},
+        "cut-config/config.json": '{"model_type": "gp',
+        "pickle/pytorch_model.bin": b"\x80\x04x",
+        "cut-weights/model.safetensors": b"\x10\x00",
+        "other-weights/model.safetensors": save({"wte.weight": np.zeros((7, 8), np.float32)}),
+    }
+
+
+def make() -> None:
+    """All files and folders that the page names, here."""
+    for name, content in {**texts_and_records(), **weights()}.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_bytes(content.encode() if isinstance(content, str) else content)
+    Path("nothing").mkdir()
+    pyarrow.parquet.write_table(pyarrow.table({"body": TEXTS}), "body.parquet")
+    Path("cut.parquet").write_bytes(Path("body.parquet").read_bytes()[:-30])
+    ids = np.fromfile("ids.bin", "<u2")
+    for name, array in {"ids": ids, "two-rows": ids.reshape(2, -1), "float": ids / 2}.items():
+        np.save(f"{name}.npy", array)
+    words = Tokenizer(models.WordLevel({"[END]": 0, "[UNK]": 1, "word": 2, "says": 3}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.add_special_tokens(["[END]"])
+    words.save("words.json")
+    for name, classes in {"pictures": "ab", "one-class": "a"}.items():
+        for label in classes:
+            Path(name, label).mkdir(parents=True)
+            for i in range(6):
+                Image.new("RGB", (8, 8), (9 * i, 0, 0)).save(f"{name}/{label}/{i}.png")
+    shutil.copytree("pictures", "broken")
+    Path("broken/a/0.png").write_bytes(Path("pictures/a/0.png").read_bytes()[:40])
+    sizes: dict[str, Any] = {"width": 8, "depth": 1, "num_heads": 2}
+    decoder = DecoderConfig(**sizes, vocab_size=300, seq_len=16, tied=True)
+    vit = ViTConfig(**sizes, image_size=8, patch_size=4, channels=3, num_classes=2, pool="cls")
+    random, images = np.random.default_rng(0), ImageInput(("a", "b"), PixelsConfig(fit="squash"))
+    for name, model, seen in (("gpt", decoder, None), ("vit", vit, images)):
+        shapes = {path: leaf.shape for path, leaf in definition(model).abstract.items()}
+        params = {path: random.normal(0, 0.1, shape).astype(np.float32) for path, shape in shapes.items()}
+        made = source.Source(model, params, dict.fromkeys(params, np.ones(())), {}, [], images=seen)
+        files.write_huggingface(made, Path(name), "float32")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    path = tmp_path_factory.mktemp("inputs")
+    with pytest.MonkeyPatch.context() as patch, contextlib.chdir(path):
+        patch.setenv("MUPAX_DATA", str(path / "cache"))
+        make()
+        yield
+
+
+def outcome(words: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command line without its `mupax`."""
+    room, *rest = shlex.split(words)
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = ROOMS[room](rest)
+    return code, out.getvalue(), err.getvalue()
+
+
+def parts(text: str) -> list[str]:
+    """What a row says, without what it leaves out."""
+    return [part for part in re.split(" ?… ?", text.replace("\\|", "|")) if part]
+
+
+ROWS = [(words, int(code), parts(text)) for words, code, text in ROW.findall(PAGE.read_text())]
+
+
+def test_there_are_a_hundred() -> None:
+    assert len(ROWS) == len({words for words, *_ in ROWS}) >= 100
+    assert {code for _, code, _ in ROWS} == {0, 2}
+
+
+@pytest.mark.parametrize(("words", "code", "says"), ROWS, ids=[words for words, *_ in ROWS])
+def test_an_input_has_its_exit_code_and_message(words: str, code: int, says: list[str]) -> None:
+    found, out, err = outcome(words)
+    said = " ".join((err if code else out + err).split()).replace(f"{Path.cwd()}/", "")
+    assert found == code, said
+    for part in says:
+        assert part in said
+    assert "Traceback" not in out + err
+    assert len(err.splitlines()) <= 10
+    assert not code or err.count("error: ") == 1
