@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from mupax import presets
 from mupax.presets.verify.reference import ORDER
 from mupax.zoo.configs import EncoderDecoderConfig, ModelConfig, ViTConfig
-from tests.presets.verify.dumps import CONFIGS, decoder, dump, verified
+from tests.presets.verify.dumps import CONFIGS, Contents, changed, decoder, dump, verified
 
 pytestmark = pytest.mark.core
 
@@ -125,3 +126,51 @@ def test_nor_without_base_shapes(tmp_path: Path):
     code, report = verified(tmp_path, *MUP["no base"])
     assert code == 1
     assert [mistake["mistake"] for mistake in report["lines"][0]["published"]] == ["base shapes of the target"]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_multipliers_moved_at_random_are_the_same_parameterization(optimizer: str, tmp_path: Path):
+    """Each parameter's multiplier times theta, another at every size: std / theta, lr / theta (or its square), eps * theta, wd * theta."""
+    random, base, preset = Random(0), FAMILIES["decoder"], presets.get("mup")
+
+    def moved(contents: Contents) -> Contents:
+        def one(name: str, entry: Contents) -> Contents:
+            theta = 2 ** random.uniform(-5, 5)
+            slower = theta**2 if optimizer == "sgd" else theta
+            columns = {"std": 1 / theta, "lr": 1 / slower, "eps": theta, "wd": slower, "multiplier": theta}
+            return {column: entry[column] * by for column, by in columns.items()}
+
+        return changed(contents, one)
+
+    files = [moved(dump(preset, model, base, optimizer)) for model in (base, grown(base, "heads"))]
+    code, report = verified(tmp_path, *files)
+    assert (code, report["lines"][0]["findings"], report["lines"][0]["reference"]) == (0, [], "mup")
+
+
+def test_layers_with_names_of_their_own_grow_in_number(tmp_path: Path):
+    """As PyTorch names them, one array a layer, under a rule for depth."""
+    preset, base = presets.get("completep"), decoder(8, heads=2)
+
+    def unstacked(contents: Contents) -> Contents:
+        layers = contents["model"]["layers"]
+        split = {
+            name.replace("block.", f"layers.{i}.") if name.startswith("block.") else name: {**entry, "shape": entry["shape"][1:]}
+            if name.startswith("block.") else entry
+            for name, entry in contents.items() if name != "model"
+            for i in range(layers if name.startswith("block.") else 1)
+        }  # fmt: skip
+        return {**split, "model": {key: value for key, value in contents["model"].items() if key != "layers"}}
+
+    files = [unstacked(dump(preset, model, base)) for model in (base, grown(base, "depth"))]
+    code, report = verified(tmp_path, *files)
+    (line,) = report["lines"]
+    assert (code, line["findings"], line["grows"]) == (0, [], {"layers": 1.0, "encoder_layers": 1.0})
+    wrong = changed(
+        files[1], lambda n, e: {"eps": e["eps"] / 4} if "up" in n else {"lr": e["lr"] * 4} if "down" in n else None
+    )
+    code, report = verified(tmp_path, files[0], wrong)
+    assert code == 1
+    assert {name for f in report["lines"][0]["findings"] for name in f["names"]} == {
+        "layers.*.mlp.down",
+        "layers.*.mlp.down_bias",
+    }
