@@ -79,8 +79,10 @@ def _width(roles: Shapes, labels: Mapping[str, Label]) -> int:
 def _other(dump: Dump, name: str, shape: tuple[int, ...], embed: int) -> int:
     if len(shape) == 2 and embed in shape:
         return shape[1] if shape[0] == embed else shape[0]
+    stacked = 'write the number of layers into "model" where one array has all of them ("layers": 2)'
     raise PresetError(
-        f"{dump.source}: {name} has the shape {list(shape)}, neither of which is the width {embed}; say what it is with --role"
+        f"{dump.source}: {name} has the shape {list(shape)}, which is not the width {embed} by the MLP's; "
+        f"{stacked if len(shape) == 3 else 'say what it is with --role'}"
     )
 
 

@@ -25,6 +25,10 @@ def write(folder: Path, *files: Contents) -> list[str]:
     return [str(path) for path in paths]
 
 
+def without_layers(contents: Contents) -> Contents:
+    return {**contents, "model": {key: value for key, value in contents["model"].items() if key != "layers"}}
+
+
 def mlp(width: int, lr: float = 1e-3, **names: str) -> Contents:
     """An MLP as PyTorch names it, under muP."""
     times = width / 8
@@ -132,7 +136,10 @@ def test_what_is_left_out_is_not_judged_and_said(tmp_path: Path, capsys: pytest.
             "has no readout",
         ),
         ([{**SMALL, "model": {**SMALL["model"], "optimizer": "sgd"}}, LARGE], "the files have different optimizers"),
-        ([SMALL, {**LARGE, "block.mlp.up": {"shape": [2, 3, 7]}}], "neither of which is the width 64"),
+        (
+            [SMALL, {**LARGE, "block.mlp.up": {"shape": [2, 3, 7]}}],
+            "which is not the width 64 by the MLP's; say what it is with --role",
+        ),
         (
             [{**x, "norm.gain": {**x["norm.gain"], "role": "gian"}} for x in (SMALL, LARGE)],
             "has the role 'gian'; roles are",
