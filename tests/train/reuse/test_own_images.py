@@ -96,6 +96,7 @@ def test_answers_are_those_of_the_evaluation() -> None:
     )
     from mupax.train import data
     from mupax.train.checkpoints import saved_run
+    from mupax.train.data import images
     from mupax.train.reuse import runs
     from mupax.zoo.definition import definition
 
@@ -107,9 +108,8 @@ def test_answers_are_those_of_the_evaluation() -> None:
     )
     digits = cast("Any", load_digits())
     pixels = digits.images[:140, ..., None].astype(np.float32)
-    logits = np.asarray(
-        jax.jit(model)(source._seen([(x, 0) for x in pixels], range(140), source._eval_view, np.zeros((140, 5)))[0])
-    )
+    raw = source._seen([(x, 0) for x in pixels], range(140), source._eval_view, np.zeros((140, 5)))[0]
+    logits = np.asarray(jax.jit(model)(images.normalized(raw, source.pixels, source.white)))
     exact = logits - np.log(np.exp(logits).sum(1, keepdims=True))
     truth = -exact[np.arange(140), digits.target[:140]].mean()
     assert log_loss == pytest.approx(truth, abs=2e-2)  # the files hold values in 1/255, the data in 1/16
@@ -286,8 +286,8 @@ def test_a_language_model_goes_on_with_its_own_tokens(folder: Path) -> None:
     [
         ("no_such --from vit", "no folder no_such"),
         ("prose.txt --from vit", "prose.txt is a file, and"),
-        ("empty --from vit", "empty has no folders in it"),
-        ("digits/3 --from vit", "has no folders in it"),
+        ("empty --from vit", "empty is a folder without folders, and"),
+        ("digits/3 --from vit", "digits/3 is a folder without folders, and"),
         ("hollow --from vit", "hollow/ant has no image"),
         ("kinds2 --from vit", "cannot read the image"),
         ("letters --from nothing", "no run and no weights there"),

@@ -212,6 +212,10 @@ def split(path: Path) -> tuple[_Labelled, _Labelled, list[str]]:
         count = min(max(count, 1), len(files) - 1)
         eval_ += ranked[:count]
         train += ranked[count:]
+    if len(classes) == 1:
+        raise DataError(
+            f"{path} has one class folder, {classes[0]}, and nothing to tell it from; put the other classes beside it"
+        )
     return sorted(train), sorted(eval_), classes
 
 
@@ -220,10 +224,6 @@ def _classes(path: Path) -> list[str]:
     if not classes:
         raise DataError(
             f"{path} has no folders in it; images:PATH takes a folder that has a folder of images per class"
-        )
-    if len(classes) == 1:
-        raise DataError(
-            f"{path} has one class folder, {classes[0]}, and nothing to tell it from; put the other classes beside it"
         )
     return classes
 
