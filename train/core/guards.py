@@ -48,10 +48,11 @@ def check_chain(
         PresetError: a parameter whose rate, or whose lr*wd, stands in another ratio to the others' than the preset's, in the first
             step or later, or depends on the others' rates; or an eps that is no small part of gradients of norm 1.
     """
-    params = {n: jnp.zeros(leaf.shape, leaf.dtype) for n, leaf in definition.abstract.items()}
+    # numpy's, so that nothing is compiled but the chain.
+    params = {n: np.zeros(leaf.shape, leaf.dtype) for n, leaf in definition.abstract.items()}
     rng = np.random.default_rng(0)
-    grads = {n: jnp.asarray(rng.normal(size=w.shape), w.dtype) for n, w in params.items()}
-    ones, still = jax.tree.map(jnp.ones_like, params), jax.tree.map(jnp.zeros_like, params)
+    grads = {n: np.asarray(rng.normal(size=w.shape), w.dtype) for n, w in params.items()}
+    ones, still = jax.tree.map(np.ones_like, params), jax.tree.map(np.zeros_like, params)
 
     @jax.jit
     def update(grads: Arrays, params: Arrays) -> Arrays:
@@ -106,8 +107,13 @@ def reference(definition: Definition, preset: Preset, optimizer: str) -> Update:
     return update
 
 
-def _sizes(updates: Mapping[str, jax.Array]) -> dict[str, float]:
-    return {name: float(jnp.sqrt(jnp.mean(jnp.square(u)))) for name, u in updates.items()}
+def _sizes(updates: Arrays) -> dict[str, float]:
+    return {name: float(np.sqrt(np.mean(np.square(np.asarray(u, np.float64))))) for name, u in updates.items()}
+
+
+def _norm(*arrays: np.ndarray) -> float:
+    """Of all together."""
+    return math.sqrt(sum(float(np.sum(np.square(np.asarray(a, np.float64)))) for a in arrays))
 
 
 def _check_rates(ratios: dict[str, float], rates: dict[str, float], preset: Preset) -> None:
@@ -137,7 +143,7 @@ def _check_later(
     """Every counter of the state put forward: a schedule may change all rates of a group, and none alone."""
 
     @jax.jit
-    def update(count: jax.Array) -> Arrays:
+    def update(count: jax.Array, grads: Arrays, params: Arrays) -> Arrays:
         _, state = tx.update(grads, tx.init(params), params)  # moments that are in proportion to the gradients
 
         def forward(path: tuple, leaf: jax.Array) -> jax.Array:
@@ -146,9 +152,9 @@ def _check_later(
 
         return tx.update(grads, jax.tree_util.tree_map_with_path(forward, state), params)[0]  # pyright: ignore
 
-    first = _sizes(update(jnp.int32(1)))
+    first = _sizes(update(np.int32(1), grads, params))
     for step, group in itertools.product(LATER, groups):
-        later = _sizes(update(jnp.int32(step)))
+        later = _sizes(update(np.int32(step), grads, params))
         left = {n: later[n] / first[n] for n in group if first[n]}
         typical = statistics.median(left.values())
         name = max(left, key=lambda n: abs(left[n] - typical))
@@ -164,8 +170,8 @@ def _check_norms(update: Update, grads: Arrays, params: Arrays, preset: Preset) 
     least = min(_sizes(update(grads, params)).items(), key=lambda item: item[1] * grads[item[0]].size ** 0.5)[0]
     moved: dict[str, float] = {}
     for other in (n for n in grads if n != least):
-        alone = {n: g if n == least else jnp.zeros_like(g) for n, g in grads.items()}
-        alone[other] = grads[other] * (100 * jnp.linalg.norm(grads[least]) / jnp.linalg.norm(grads[other]))
+        alone = {n: g if n == least else np.zeros_like(g) for n, g in grads.items()}
+        alone[other] = grads[other] * np.asarray(100 * _norm(grads[least]) / _norm(grads[other]), grads[other].dtype)
         moved[other] = _sizes(update(alone, params))[least]
     low, high = min(moved, key=moved.__getitem__), max(moved, key=moved.__getitem__)
     if moved[high] > (1 + TOLERANCE) * moved[low]:
@@ -178,8 +184,9 @@ def _check_norms(update: Update, grads: Arrays, params: Arrays, preset: Preset) 
 def _check_eps(update: Update, grads: Arrays, params: Arrays, eps: Mapping[str, np.ndarray]) -> None:
     """Gradients of global norm 1, as large relative to each other as the preset's eps says, and a sixteenth of them: equal steps."""
     shaped = {n: g * float(eps[n].flat[0]) if n in eps else g for n, g in grads.items()}
-    norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in shaped.values()))
-    whole, less = (_sizes(update({n: g / norm / part for n, g in shaped.items()}, params)) for part in (1, 16))
+    norm = _norm(*shaped.values())
+    parts = ({n: (g / (norm * part)).astype(g.dtype) for n, g in shaped.items()} for part in (1, 16))
+    whole, less = (_sizes(update(part, params)) for part in parts)
     name = min((n for n in eps if whole[n]), key=lambda n: less[n] / whole[n], default=None)
     if name is not None and less[name] < whole[name] / 2:
         raise PresetError(
