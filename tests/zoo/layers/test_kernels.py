@@ -40,11 +40,11 @@ def projections(
 ) -> Any:
     random = np.random.default_rng(5)
     shapes = [(2, length, n, size) for n in (heads, kv_heads, kv_heads)]
-    return tuple(jnp.asarray(random.standard_normal(shape), dtype) for shape in shapes)
+    return tuple(np.asarray(random.standard_normal(shape), dtype) for shape in shapes)
 
 
 def outputs_and_gradients(run: Any, qkv: Any, layout: partition.Layout | None = None) -> Any:
-    weights = jnp.asarray(np.random.default_rng(6).standard_normal(qkv[0].shape), jnp.float32)
+    weights = np.random.default_rng(6).standard_normal(qkv[0].shape).astype(np.float32)
 
     def total(*qkv: jax.Array) -> tuple[jax.Array, jax.Array]:
         with partition.using(layout):
@@ -52,7 +52,12 @@ def outputs_and_gradients(run: Any, qkv: Any, layout: partition.Layout | None = 
         return jnp.sum(y * weights), y
 
     (_, y), grads = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True))(*qkv)
-    return (y, *grads)
+    return jax.device_get((y, *grads))
+
+
+def output(run: Any, qkv: Any, **how: Any) -> np.ndarray:
+    """Of one program."""
+    return np.asarray(jax.jit(functools.partial(run, **how))(*qkv))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +81,7 @@ def test_splash_equals_the_products(
     for got, want in zip(found, expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
     if causal:
-        other = merged_attention(*qkv, causal=False)
+        other = output(merged_attention, qkv, causal=False)
         assert np.abs(other - found[0]).max() > 0.1  # the control: the mask is seen
 
 
@@ -108,8 +113,10 @@ def test_tiles_equal_the_products_in_value_gradient_and_derivative() -> None:
     found, expected = (outputs_and_gradients(run, qkv) for run in (tiled_attention, causal))
     for got, want in zip(found, expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
-    shifted = tuple(jnp.roll(x, 1, axis=1) for x in qkv)
-    changes = [jax.jit(lambda *x, run=run: jax.jvp(run, x, shifted)[1])(*qkv) for run in (tiled_attention, causal)]
+    shifted = tuple(np.roll(x, 1, axis=1) for x in qkv)
+    changes = [
+        np.asarray(jax.jit(lambda *x, run=run: jax.jvp(run, x, shifted)[1])(*qkv)) for run in (tiled_attention, causal)
+    ]
     np.testing.assert_allclose(*changes, rtol=0, atol=1e-5 * np.abs(changes[1]).max())
     other = outputs_and_gradients(functools.partial(merged_attention, causal=False), qkv)
     assert min(np.abs(a - b).max() for a, b in zip(other, found, strict=True)) > 0.1  # the control: the mask is seen
@@ -128,7 +135,7 @@ def seen_by_a_window(qkv: Any, window: int, cap: float | None = None) -> np.ndar
 @pytest.mark.parametrize(("window", "cap"), [(1, None), (37, None), (90, 1.5), (128, None), (128, 0.5)])
 def test_a_window_and_a_cap_are_what_their_definitions_say(window: int, cap: float | None) -> None:
     qkv = projections()
-    whole, expected = merged_attention(*qkv, causal=True), seen_by_a_window(qkv, window, cap)
+    whole, expected = output(merged_attention, qkv, causal=True), seen_by_a_window(qkv, window, cap)
     ways = {
         "merged": merged_attention,
         "by platform": attend,
@@ -136,7 +143,7 @@ def test_a_window_and_a_cap_are_what_their_definitions_say(window: int, cap: flo
     }  # tiles of 64 queries, and XLA of many devices
     for name, way in ways.items():
         with partition.using(Device("cpu", data=4, tensor=2) if name == "xla" else None):
-            y = way(*qkv, causal=True, window=window, cap=cap)
+            y = output(way, qkv, causal=True, window=window, cap=cap)
         np.testing.assert_allclose(y, expected, atol=2e-6, err_msg=name)
     assert (np.abs(expected - whole).max() > 0.1) == (
         window < 128 or cap is not None
@@ -157,7 +164,7 @@ def test_kernels_take_a_window_and_a_cap_or_say_why_not() -> None:
             assert "model.attention_softcap is 1.5" in (why_not(kernel, *qkv[:2], True, None, 1.5) or "")  # pyright: ignore
 
 
-SEGMENTS = jnp.cumsum(jnp.asarray(np.random.default_rng(7).random((2, 256)) < 0.02, jnp.int32), axis=1)
+SEGMENTS = np.cumsum(np.random.default_rng(7).random((2, 256)) < 0.02, axis=1, dtype=np.int32)
 
 
 def test_segments_do_not_see_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,9 +184,9 @@ def test_segments_do_not_see_one_another(monkeypatch: pytest.MonkeyPatch) -> Non
         merged = functools.partial(merged_attention, causal=True, **sight)
         expected = outputs_and_gradients(functools.partial(merged, segments_BT=SEGMENTS), qkv)
         for row, places in ((0, SEGMENTS[0] == 1), (1, SEGMENTS[1] == SEGMENTS[1].max())):  # each by itself
-            alone = merged(*(x[row : row + 1, places] for x in qkv))
+            alone = output(merged, [np.asarray(x)[row : row + 1, places] for x in qkv])
             np.testing.assert_allclose(expected[0][row, places], alone[0], atol=2e-6)
-        assert np.abs(expected[0] - merged(*qkv)).max() > 0.1  # the control: segments are seen
+        assert np.abs(expected[0] - output(merged, qkv)).max() > 0.1  # the control: segments are seen
         for name, (way, layout) in ways.items():
             found = outputs_and_gradients(
                 functools.partial(way, causal=True, segments_BT=SEGMENTS, **sight), qkv, layout
