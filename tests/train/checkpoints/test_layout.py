@@ -46,14 +46,27 @@ def workdir(request: pytest.FixtureRequest) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def first() -> dict[type[Path], dict[str, bytes]]:
+    """What the first run left, by the kind of its folder: files by their path."""
+    return {}
+
+
 @pytest.fixture
-def saved(workdir: Path) -> Path:
-    """A run with the checkpoints 3 and 5, of three that were saved."""
-    with Checkpoints(workdir, 2) as checkpoints:
-        for step in (2, 3, 5):
-            checkpoints.save(step, state_at(step), FACTS)
-            assert checkpoints.wait() is None
-    (workdir / "config.json").write_text('{"config": {}}')
+def saved(workdir: Path, first: dict[type[Path], dict[str, bytes]]) -> Path:
+    """A run with the checkpoints 3 and 5, of three that were saved; a copy of the first such run there."""
+    if type(workdir) not in first:
+        with Checkpoints(workdir, 2) as checkpoints:
+            for step in (2, 3, 5):
+                checkpoints.save(step, state_at(step), FACTS)
+                assert checkpoints.wait() is None
+        (workdir / "config.json").write_text('{"config": {}}')
+        files = [path for path in workdir.rglob("*") if path.is_file()]
+        first[type(workdir)] = {path.relative_to(workdir).as_posix(): path.read_bytes() for path in files}
+    else:
+        for name, content in first[type(workdir)].items():
+            (workdir / name).parent.mkdir(parents=True, exist_ok=True)
+            (workdir / name).write_bytes(content)
     return workdir
 
 
