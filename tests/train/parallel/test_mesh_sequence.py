@@ -22,15 +22,17 @@ TOLERANCE = 3e-5
 """Of a parameter's largest change in five steps, as in test_mesh: float32 sums in another order."""
 
 CHUNKED = ComputeConfig(cross_entropy="chunked")
+# Decoders loop over their blocks, as on accelerators; those of the vision transformer are unrolled.
 MODELS = {
     # Rotary positions, grouped queries, a vocabulary that tensor does not divide.
     "rotary": DecoderConfig(
         width=16, depth=2, num_heads=6, num_kv_heads=2, head_dim=4, mlp_ratio=1.5, vocab_size=17, seq_len=8,
-        positions="rotary", norm="rmsnorm", activation="swiglu", qk_norm=True, compute=ComputeConfig(cross_entropy="vocab"),
+        positions="rotary", norm="rmsnorm", activation="swiglu", qk_norm=True, compute=ComputeConfig(cross_entropy="vocab", layers="scan"),
     ),
     # Learned positions, a tied readout over a split vocabulary.
     "learned": DecoderConfig(
-        width=16, depth=2, num_heads=2, mlp_ratio=1.5, vocab_size=18, seq_len=8, tied=True, compute=CHUNKED,
+        width=16, depth=2, num_heads=2, mlp_ratio=1.5, vocab_size=18, seq_len=8, tied=True,
+        compute=dataclasses.replace(CHUNKED, layers="scan"),
     ),
     "vit": ViTConfig(
         width=16, depth=2, num_heads=2, mlp_ratio=1.5, image_size=6, patch_size=3, channels=2, num_classes=7,
