@@ -38,7 +38,8 @@ ROOT = Path(__file__).resolve().parents[3]
 STEPS = 6
 TINY = (
     "--model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 16 --data.batch-size 16 --data.eval-batch-size 64 "
-    f"--data.eval-examples 100 --optimizer.warmup-steps 2 --log.eval-every-steps 4 --checkpoint.every-steps 2 --steps {STEPS}"
+    f"--data.eval-examples 100 --optimizer.warmup-steps 2 --log.eval-every-steps 4 --checkpoint.every-steps 2 --steps {STEPS} "
+    "--log.no-samples"
 )
 """A decoder of 11 thousand parameters; 100 evaluation windows do not fill two batches of 64."""
 
@@ -88,7 +89,7 @@ def elsewhere(words: Sequence[str], *, devices: int) -> Done:
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> Done:
     """The run that the others are compared with."""
-    return train("--workdir", "plain")
+    return train("--workdir", "plain", tiny=TINY.replace("--log.no-samples", "--log.samples"))
 
 
 def tiny_model(workdir: str) -> ModelConfig:
@@ -154,9 +155,7 @@ def test_a_run_says_how_fast_it_went(plain: Done) -> None:
 
 @pytest.mark.core
 def test_a_profile_of_the_steps_asked_for(folder: Path) -> None:
-    done = train(
-        "--workdir", "profiled", "--profile", "2:4", "--steps", "4", "--log.no-samples", "--log.no-tensorboard"
-    )
+    done = train("--workdir", "profiled", "--profile", "2:4", "--steps", "4", "--log.no-tensorboard")
     assert done.code == 0, done.err
     (trace,), (timeline,) = (
         list(Path("profiled/profile").rglob(f"*{end}")) for end in (".xplane.pb", ".trace.json.gz")
@@ -258,7 +257,7 @@ def test_a_state_that_lies_as_the_compiler_likes_trains_alike(plain: Done, monke
     got, want = evaluations("free"), evaluations("plain")
     assert [r["eval_loss"] for r in got] == pytest.approx([r["eval_loss"] for r in want], rel=1e-5)
     seen.clear()
-    words = ("--resume", "--resume-change", "schedule", "--steps", str(STEPS + 1), "--log.no-samples")
+    words = ("--resume", "--resume-change", "schedule", "--steps", str(STEPS + 1))
     assert train("--workdir", "free", *words).code == 0
     assert seen
 
@@ -274,7 +273,7 @@ def test_a_run_traces_its_step_once(folder: Path, monkeypatch: pytest.MonkeyPatc
         return step
 
     monkeypatch.setattr(compile, "make_train_step", counted)
-    assert train("--workdir", "traced", "--log.no-samples").code == 0
+    assert train("--workdir", "traced").code == 0
     assert len(traced) == 1
 
 
@@ -294,7 +293,7 @@ def losses(workdir: str) -> list[float]:
 
 @pytest.mark.core
 def test_accumulation_from_the_command_line(plain: Done) -> None:
-    done = train("--workdir", "accumulated", "--accumulation-steps", "2", "--log.no-samples")
+    done = train("--workdir", "accumulated", "--accumulation-steps", "2")
     assert done.code == 0, done.err
     # float32 sums in another order, five Adam steps long.
     assert losses("accumulated") == pytest.approx(losses("plain"), rel=1e-3)
@@ -304,7 +303,7 @@ def test_accumulation_from_the_command_line(plain: Done) -> None:
 
 
 def test_two_devices_from_the_command_line(plain: Done) -> None:
-    done = elsewhere(["--workdir", "two", "--mesh.data", "1", "--mesh.fsdp", "2", "--log.no-samples"], devices=2)
+    done = elsewhere(["--workdir", "two", "--mesh.data", "1", "--mesh.fsdp", "2"], devices=2)
     assert done.code == 0, done.err
     assert not done.err
     assert "fsdp 2" in done.out
@@ -313,19 +312,19 @@ def test_two_devices_from_the_command_line(plain: Done) -> None:
 
 
 def test_the_same_words_give_the_same_numbers(plain: Done) -> None:
-    assert train("--workdir", "again", "--log.no-samples", "--log.no-tensorboard").code == 0
+    assert train("--workdir", "again", "--log.no-tensorboard").code == 0
     assert losses("again") == losses("plain")
     assert evaluations("again") == evaluations("plain")
     assert not Path("again/tensorboard").exists()
 
 
 def test_a_seed_changes_the_run(plain: Done) -> None:
-    assert train("--workdir", "seeded", "--seed", "1", "--log.no-samples", "--steps", "2").code == 0
+    assert train("--workdir", "seeded", "--seed", "1", "--steps", "2").code == 0
     assert losses("seeded")[0] != pytest.approx(losses("plain")[0], rel=1e-4)
 
 
 def test_preset_changes_the_run_and_nothing_else(plain: Done) -> None:
-    assert train("--workdir", "standard", "--preset", "sp", "--log.no-samples", "--steps", "2").code == 0
+    assert train("--workdir", "standard", "--preset", "sp", "--steps", "2").code == 0
     assert losses("standard")[0] != pytest.approx(losses("plain")[0], rel=1e-4)
 
 
@@ -343,10 +342,10 @@ def test_a_full_disk_ends_a_run_that_then_goes_on(plain: Done, monkeypatch: pyte
 
     with monkeypatch.context() as patch:
         patch.setattr(metrics.os, "fsync", full)
-        failed = train("--workdir", "full", "--log.no-samples")
+        failed = train("--workdir", "full")
     assert failed.code == 1
     assert failed.err.startswith("error: could not write")
     assert "No space left on device" in failed.err
     assert len(failed.err.splitlines()) == 1
-    assert train("--workdir", "full", "--resume", "--log.no-samples").code == 0
+    assert train("--workdir", "full", "--resume").code == 0
     assert [row["loss"] for row in rows("full")] == [row["loss"] for row in rows("plain")]

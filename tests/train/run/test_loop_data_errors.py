@@ -104,7 +104,7 @@ def fail_from(batch: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(scope="module")
 def undisturbed(folder: Path) -> Done:
-    return train("--workdir", "undisturbed", "--log.no-samples", "--log.no-tensorboard")
+    return train("--workdir", "undisturbed", "--log.no-tensorboard")
 
 
 @pytest.mark.core
