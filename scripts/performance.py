@@ -114,6 +114,7 @@ All of it together against MaxText (cycles as the report counts them; libtpu 0.0
 | the same, one after another, ten of sixteen parts kept | 1.550e9 | 0.92 | 1.00 | 4.36 | 0.78 |
 | 8 B, v5p:4x4x4, 4x4096, as ordered (MaxText 4.728e9, 1.509 + 14.14 GB) | 4.806e9 | 1.02 | 0.99 | 13.3 | 0.94 |
 | the same, parts one after another, 22 of 32 kept | 4.790e9 | 1.01 | 1.00 | 9.10 | 0.64 |
+| the same, multipliers in the loop, as a torus, gathers beside products, `--vmem-kib` 32768 | 3.980e9 | 0.84 | 1.00 | 8.51 | 0.60 |
 
 What filled the memory: on v6e, at the end of the loss, sixteen parts' products with their slopes in float32 (2.1 GB) that were added up
 there, and the slopes (2.1 GB); of the 1.2 B step slopes and products of the readout's gradient (0.46 GB) that stood through the
@@ -179,6 +180,7 @@ and the compiler's on v6e, which is 32768. The 8 B step on v5e:16x16 is that of 
 | | 32768 | 0.630e9 | 0.870 | 1.683 | 0.438 s | 3.1 min |
 | 8 B, v5e:16x16 | 16384 | 2.205e9 | 0.876 | 2.50 | | |
 | | 32768 | 2.048e9 | 0.814 | 2.50 | 1.43 s | 5.6 min |
+| 8 B, v5p:4x4x4, as a torus | 32768 | 3.980e9 | 0.842 | 8.51 | 2.29 s | 5.7 min |
 
 MaxText's is without it. Its own configs have 98304 for dense models on v6e and for Llama 3.1 8B on v5e, none for others on v5e. Of a loop
 over four layers (2048 to 8192 and back, 4096 tokens a chip, forward, matrices gathered over all chips), millions of cycles:
@@ -193,8 +195,9 @@ minutes, where without it takes 4.
 
 Slices of v5p in whole cubes are tori, and so are whole pods of v5e and v6e; the compiler takes a mesh without links around unless told,
 and then gathers over a cube by sums of whole arrays. The loop above on v5p:4x4x4 has 6.59 M cycles and 528 MB sent as a mesh, 5.17 M and 264 MB
-as a torus; on v5e:16x16 and v6e:16x16 the cycles are the same. Other rows of v5p
-on this page are of a mesh, MaxText's is of a torus.
+as a torus; on v5e:16x16 and v6e:16x16 the cycles are the same. Of the 8 B step
+25.6 GiB are gathered in the layers' loops, all but 0.5 beside products, and a step's 57 GiB have 8.5 alone. Rows of v5p on this page that do
+not say so are of a mesh; MaxText's is of a torus.
 
 Attention blocks of 1024 with one backward kernel cost the 1.2 B step 0.667e9 cycles: sums of queries' gradients.
 On a CPU the product takes 1.28 times as long as halves, which stay there (`python -m scripts.bench.rotary --one-core`): the first

@@ -177,7 +177,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         ),
     ),
     "TPU v5 lite": (Flag(VMEM, 32768, _ROOM.format("3 to 7 % of a step's cycles"), _MAXTEXT_VMEM),),
-    "TPU v5": (*_GATHERS, Flag(VMEM, 32768, _ROOM.format("11 % of a layer's cycles"), _MAXTEXT_VMEM)),
+    "TPU v5": (*_GATHERS, Flag(VMEM, 32768, _ROOM.format("11 % of cycles of a loop of products"), _MAXTEXT_VMEM)),
     "TPU v6 lite": _GATHERS,
 }
 """Backend (`jax.Device.platform`) to its flags, and kind of device to those it has besides. Chosen from documentation
