@@ -30,7 +30,7 @@ PLAINLY: Any = {"xla_backend_optimization_level": 0, **FUSIONS_OF_USERS}
 """Compiler options without which LLVM joins multiplications and additions as the fusions of each program happen to fall."""
 
 LM = DecoderConfig(width=12, num_heads=3, depth=2, vocab_size=11, seq_len=5, bias=True)
-VIT = ViTConfig(width=12, num_heads=3, depth=2, image_size=6, patch_size=3, channels=1, num_classes=7)
+VIT = ViTConfig(width=12, num_heads=3, depth=1, image_size=6, patch_size=3, channels=1, num_classes=7)
 CHAINS = {
     "adamw": OptimizerConfig(name="adamw", peak_lr=0.01, weight_decay=0.1, b2=0.95, schedule="constant"),
     "sgd": OptimizerConfig(name="sgd", peak_lr=0.1, schedule="constant"),
@@ -109,9 +109,11 @@ def trained(config: DecoderConfig | ViTConfig, name: str, preset_name: str, base
     return initial(config), state.params, metrics["loss"]
 
 
-@pytest.mark.parametrize("name", CHAINS)
-@pytest.mark.parametrize("config", [LM, VIT], ids=["decoder", "vit"])
+@pytest.mark.parametrize(
+    ("config", "name"), [(LM, "adamw"), (VIT, "adamw"), (VIT, "sgd")], ids=["decoder-adamw", "vit-adamw", "vit-sgd"]
+)
 def test_sp_trains_to_the_bits_of_bare_optax(config: DecoderConfig | ViTConfig, name: str):
+    """Which parameters decay is of each model; SGD's chain reads nothing of a model but the numbers of the next test."""
     start, params, losses = trained(config, name, "sp", based=True)
     wanted, wanted_losses = bare(config, name, start, batch_of(config))
     assert losses[0] != losses[-1]
