@@ -117,7 +117,7 @@ def test_it_is_sharded_over_eight_devices(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "passes"), [("mup", True), ("sp", False)])
 def test_it_passes_the_coordinate_check_under_mup_alone(name: str, passes: bool) -> None:
-    models = [dataclasses.replace(MIXER, width=width, depth=2) for width in (64, 128, 256)]
+    models = [dataclasses.replace(MIXER, width=width, depth=2) for width in (32, 64, 128)]
     preset = presets.get(name, base=None if presets.get(name).baseless else models[0].base_sizes())
     adam = OptimizerConfig(name="adam", peak_lr=4e-3, schedule="constant", eps=1e-12)
     findings = check.study([definition(model) for model in models], preset, adam, check.batch(models[0]), seeds=2)
