@@ -6,8 +6,8 @@ D width, H heads, K key heads, N head dimension, F MLP hidden, V vocabulary, T p
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -135,14 +135,14 @@ class Tensor(NamedTuple):
         return self.name.format(**dict(zip("ij", index, strict=False)))
 
 
-def _part(model: TransformerConfig, name: str, layout: str) -> Part:
+def _part(model: TransformerConfig, specs: Mapping[str, Any], name: str, layout: str) -> Part:
     """A parameter of ours in a layout: same (as ours), linear [out, in], conv1d [in, out], flat, led, behind or conv2d [D, C, P, P].
 
     Flat has one axis, led has axes of size 1 in front, 3 in all, and behind has two rows in front. Pooled is linear of several vectors,
-    registers are led, and so is beside, the positions but those of registers. Our model may lack the parameter: a
+    registers are led, and so is beside, the positions but those of registers. The model's `specs` may lack the parameter: a
     bias is then as its matrix' output, and what belongs to a norm as the residual stream.
     """
-    specs, sizes = model.parameters(), model.sizes()
+    sizes = model.sizes()
     matrix = specs.get(name.removesuffix("_bias"))
     spec = specs.get(name) or (matrix.bias if matrix else None)
     inputs, outputs = (spec.fan_in, spec.fan_out) if spec else ((), ("embed",))
@@ -186,11 +186,13 @@ def _times(model: TransformerConfig, family: Family, name: str) -> float:
 
 def tensors(model: TransformerConfig) -> list[Tensor]:
     """Every tensor of a model's file, without the prefix."""
-    family, every = family_of(model), []
+    family, specs, every = family_of(model), model.parameters(), []
 
     def add(theirs: str, layout: str, *ours: str) -> None:
         shift = float(family in GEMMA and ours[0].endswith("gain"))
-        parts = (_part(model, name, layout)._replace(times=_times(model, family, name), shift=shift) for name in ours)
+        parts = (
+            _part(model, specs, name, layout)._replace(times=_times(model, family, name), shift=shift) for name in ours
+        )
         every.append(Tensor(theirs, tuple(parts), fused=layout == "fused"))
 
     for line in filter(None, table(model, family).splitlines()):
@@ -202,7 +204,7 @@ def tensors(model: TransformerConfig) -> list[Tensor]:
             add(theirs, layout, *ours)
         else:
             add(f"{theirs}.weight", layout, *ours)
-            if family not in (*LIKE, *GEMMA) or f"{ours[0]}_bias" in model.parameters():
+            if family not in (*LIKE, *GEMMA) or f"{ours[0]}_bias" in specs:
                 add(f"{theirs}.bias", "flat", f"{ours[0]}_bias")
     if not isinstance(model, ImageModel) and not model.tied_readout:
         add("lm_head.weight", "linear", "readout")
