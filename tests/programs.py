@@ -22,10 +22,9 @@ ALONE = {name: getattr(Program, name) for name in (*COMPILED, "initial_state")}
 
 
 def key(program: Program) -> Any:
-    """What the compiled steps of two runs agree on: all but names, places, lengths, rates and seeds, which no program has."""
+    """What the compiled steps of two runs agree on: all but names, places, lengths, rates, limits and seeds, which no program has."""
     config = program.config
     kind, named, _ = config.data.name.partition(":")
-    faults = dataclasses.replace(config.faults, watchdog_seconds=FaultsConfig().watchdog_seconds)
     same = dataclasses.replace(
         config,
         recipe="",
@@ -37,7 +36,7 @@ def key(program: Program) -> Any:
         log=LogConfig(),
         checkpoint=CheckpointConfig(),
         init=InitConfig(),
-        faults=faults,
+        faults=FaultsConfig(),
         data=dataclasses.replace(config.data, name=f"{kind}:x" if named else kind),
         optimizer=dataclasses.replace(
             config.optimizer, peak_lr=1.0, schedule="constant", warmup_steps=1, decay_steps=None
