@@ -36,10 +36,10 @@ def tables() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recipe that pages begin with has two of its four blocks: most of the time here is that of its steps."""
+def shallow(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe that pages begin with has two of its four blocks, but where a page needs them for its accuracy."""
     recipe = RECIPES["vit-digits"]()
-    model = dataclasses.replace(recipe.model, depth=2)  # pyright: ignore
+    model = dataclasses.replace(recipe.model, depth=4 if page == "add_a_dataset" else 2)  # pyright: ignore
     monkeypatch.setitem(RECIPES, "vit-digits", lambda: dataclasses.replace(recipe, model=model))
 
 
