@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,14 @@ from flax import nnx
 from mupax.zoo import partition
 from mupax.zoo.configs import DecoderConfig
 from mupax.zoo.definition import Init
-from mupax.zoo.experts.routing import Routing
 from mupax.zoo.layers.block import Block
 from mupax.zoo.layers.cache import Cache
 from mupax.zoo.layers.kernels import chosen
 from mupax.zoo.layers.linear import Norm, Reading
 from mupax.zoo.layers.stack import over_layers, routed_stack, runs_as_scan
+
+if TYPE_CHECKING:
+    from mupax.zoo.experts.routing import Routing
 
 
 class Decoder(nnx.Module):

@@ -5,6 +5,8 @@ I numbers of a patch, S its side.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,10 +15,12 @@ from flax import nnx
 from mupax.zoo import partition
 from mupax.zoo.configs import ViTConfig
 from mupax.zoo.definition import Init
-from mupax.zoo.experts.routing import Routing
 from mupax.zoo.layers.block import Block
 from mupax.zoo.layers.linear import Norm, Reading, project
 from mupax.zoo.layers.stack import routed_stack
+
+if TYPE_CHECKING:
+    from mupax.zoo.experts.routing import Routing
 
 
 class ViT(nnx.Module):

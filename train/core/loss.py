@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,11 @@ import optax
 
 from mupax.train.core.costs import losses
 from mupax.zoo import partition
-from mupax.zoo.experts.routing import Routing
 from mupax.zoo.families import CrossEntropy
 from mupax.zoo.layers.linear import Reading
+
+if TYPE_CHECKING:
+    from mupax.zoo.experts.routing import Routing
 
 
 class Sums(NamedTuple):

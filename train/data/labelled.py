@@ -14,7 +14,6 @@ import numpy as np
 from mupax.train.config.data import PixelsConfig, TransformsConfig
 from mupax.train.data import order
 from mupax.train.data.interface import ALL_ROWS, Batch, Data
-from mupax.train.data.randaug import NUMBERS, randaugmented
 
 WHOLE = PixelsConfig(fit="squash")
 """What becomes of images of other sizes where all of a data set have one."""
@@ -132,6 +131,8 @@ class LabelledData(Data):
         different = self.batch_size // transforms.repeats
         raw, targets = self.shown(k, rows, k * different + rows % different)
         if transforms.randaug_layers is not None:
+            from mupax.train.data.randaug import NUMBERS, randaugmented
+
             shape = (self.batch_size, transforms.randaug_layers, NUMBERS)
             uniforms = order.rng(self.seed, order.RANDAUG, k).random(shape)[rows]
             raw = randaugmented(raw, uniforms, transforms.randaug_magnitude, self.white)

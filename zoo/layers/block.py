@@ -14,7 +14,6 @@ from flax import nnx
 
 from mupax.zoo import partition
 from mupax.zoo.definition import Init
-from mupax.zoo.experts.routing import Routing
 from mupax.zoo.families import AttentionName
 from mupax.zoo.layers import kernels
 from mupax.zoo.layers.linear import GATES, Norm, biased, product_kind, project, rotary
@@ -22,6 +21,7 @@ from mupax.zoo.transformer import TransformerConfig
 
 if TYPE_CHECKING:
     from mupax.zoo.experts.layer import Experts
+    from mupax.zoo.experts.routing import Routing
     from mupax.zoo.layers.cache import Cache
 
 

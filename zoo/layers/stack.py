@@ -15,11 +15,11 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from mupax.zoo import partition
-from mupax.zoo.experts.routing import Routing
 from mupax.zoo.families import ComputeConfig
 from mupax.zoo.layers.cpu_attention import SAVED
 
 if TYPE_CHECKING:
+    from mupax.zoo.experts.routing import Routing
     from mupax.zoo.layers.block import Block
 
 BLOCK_INPUT = "block_input"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-MODULES, LINES = 86, 14_400
+MODULES, LINES = 87, 14_800
 """Most modules with code, and most lines of them."""
 UNREAD = ("presets.tuned", "train.pods", "train.reuse", "train.studies", "zoo.huggingface.config")
 """What no plain run reads."""
