@@ -114,8 +114,7 @@ def vit_fashion() -> Config:
 
     Cost: a few minutes on two CPU cores. Needs the files of `apt-get install dataset-fashion-mnist` on Debian or Ubuntu, or
     `--data.name idx:FOLDER` with the same four IDX files from elsewhere.
-    Expect a test accuracy of 84 % after 400 steps (of the first 2,000 test images) and more at the end. `--data.augment` shifts images by up
-    to 4 pixels and mirrors them, too much for so few epochs: it ends at 80.0 %.
+    Expect a test accuracy of 87.6 %. `--data.augment` shifts images by up to 4 pixels and mirrors them, too much for so few epochs: 80.0 %.
     """
     model = dataclasses.replace(configs.get("vit-tiny"), image_size=28, patch_size=7)
     return Config(
