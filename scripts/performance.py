@@ -112,6 +112,7 @@ All of it together against MaxText (cycles as the report counts them; libtpu 0.0
 | the same, multipliers in the loop | 2.205e9 | 0.88 | 0.99 | 2.50 | 0.57 |
 | 8 B, v6e:16x16, 2x4096, as ordered | 1.544e9 | 0.91 | 1.00 | 6.83 | 1.22 |
 | the same, one after another, ten of sixteen parts kept | 1.550e9 | 0.92 | 1.00 | 4.36 | 0.78 |
+| the same, multipliers in the loop | 1.568e9 | 0.93 | 0.99 | 4.44 | 0.79 |
 | 8 B, v5p:4x4x4, 4x4096, as ordered (MaxText 4.728e9, 1.509 + 14.14 GB) | 4.806e9 | 1.02 | 0.99 | 13.3 | 0.94 |
 | the same, parts one after another, 22 of 32 kept | 4.790e9 | 1.01 | 1.00 | 9.10 | 0.64 |
 | the same, multipliers in the loop, as a torus, gathers beside products, `--vmem-kib` 32768 | 3.980e9 | 0.84 | 1.00 | 8.51 | 0.60 |
