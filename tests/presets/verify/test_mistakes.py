@@ -130,7 +130,7 @@ GOLDEN = {
         "block.attention.query", "the change of attention logits explodes as width^1", "Write lr 0.000125 at width 128, not 0.001",
     ),
 }  # fmt: skip
-CAUTIONS = {"decay fades with the rate", "eps not scaled"}
+CAUTIONS = ("decay fades with the rate", "eps not scaled")
 """What sources disagree on, or most code leaves out: counted with --strict."""
 
 
