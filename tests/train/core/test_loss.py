@@ -48,14 +48,15 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "LANES", 5)
 
 
-def draw(*shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(sum(shape)).standard_normal(shape), jnp.float32)
+def draw(*shape: int, mean: float = 0.0) -> jax.Array:
+    """Compiles nothing: while tests are collected several workers would write one file of the cache at once."""
+    return jnp.asarray((mean + np.random.default_rng(sum(shape)).standard_normal(shape)).astype(np.float32))
 
 
 FULL = Reading(draw(B, T, D), draw(D, V), scale=jnp.float32(0.7), bias=draw(V))
-START = Reading(draw(B, T, D) + 1, draw(D, V) - 1, scale=jnp.float32(0.7), bias=draw(V))
-TARGETS = jnp.asarray(np.random.default_rng(1).integers(0, V, (B, T)), jnp.int32)
-WEIGHTS = jnp.asarray(np.random.default_rng(2).uniform(size=(B, T)) > 0.3, jnp.float32)
+START = Reading(draw(B, T, D, mean=1.0), draw(D, V, mean=-1.0), scale=jnp.float32(0.7), bias=draw(V))
+TARGETS = jnp.asarray(np.random.default_rng(1).integers(0, V, (B, T)).astype(np.int32))
+WEIGHTS = jnp.asarray((np.random.default_rng(2).uniform(size=(B, T)) > 0.3).astype(np.float32))
 
 
 def program(

@@ -29,7 +29,7 @@ CENTERED = DecoderConfig(
     width=20, depth=2, num_heads=5, mlp_ratio=1.5, vocab_size=VOCAB, seq_len=SEQ_LEN, centered=True
 )
 PROMPT = np.array([3, 1, 4, 1, 5])
-LOGITS = jnp.log(jnp.array([0.05, 0.4, 0.1, 0.3, 0.15]))
+LOGITS = jnp.asarray(np.log(np.array([0.05, 0.4, 0.1, 0.3, 0.15], np.float32)))
 """Of tokens 1, 3, 4, 2, 0 in order of probability: together 0.4, 0.7, 0.85, 0.95, 1."""
 GREEDY = Sampling(temperature=0)
 
