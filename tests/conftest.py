@@ -36,6 +36,10 @@ os.environ["MUPAX_DATA"] = str(ROOT / ".cache" / "data")
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".cache" / "jax")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
+# A container may forbid it: then every process that a test starts would compile our modules again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # `nohup` has it ignored, and so would every process that a test starts.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

@@ -177,20 +177,15 @@ def test_preset_constants(capsys: Capture) -> None:
 def test_every_other_constant_of_a_preset_has_a_way(capsys: Capture) -> None:
     """By name, through config.json and back, to the preset."""
     for name, make in PRESETS.items():
-        for constant, parameter in inspect.signature(make).parameters.items():
-            value = parameter.default if parameter.default is not None else "table"
-            config = printed(
-                capsys,
-                "lm-tiny",
-                "--preset",
-                name,
-                "--preset.base",
-                "None",
-                "--preset.constants",
-                f"{constant}={value}",
-            )
-            assert config.preset.constants == (f"{constant}={value}",)
-            assert preset_of(config).name == name
+        values = {
+            constant: "table" if parameter.default is None else parameter.default
+            for constant, parameter in inspect.signature(make).parameters.items()
+        }
+        words = tuple(f"{constant}={value}" for constant, value in values.items())
+        own = ["--preset.constants", *words] if words else []
+        config = printed(capsys, "lm-tiny", "--preset", name, "--preset.base", "None", *own)
+        assert config.preset.constants == words
+        assert preset_of(config).name == name
     config = printed(
         capsys, "lm-tiny", "--preset", "completep", "--preset.constants", "eps-scope=everywhere", "alpha_l=0.75"
     )
