@@ -57,8 +57,9 @@ def test_fashion_is_in_a_folder_and_names_the_clothes(folder: Path) -> None:
 
 
 def test_what_is_missing_is_named_with_the_command_that_brings_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     assert main(f"vit-fashion --data.data-dir {tmp_path}".split()) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert f"Fashion-MNIST is not in {tmp_path}; `apt-get install dataset-fashion-mnist` puts it" in said

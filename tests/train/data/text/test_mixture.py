@@ -168,7 +168,10 @@ def test_an_encoder_decoder_reads_it_with_noise(folders: Path) -> None:
         ("a=python_corpus:1 --data.tokenizer bpe:300", "bpe:300 is trained on one text"),
     ],
 )
-def test_bad_words_get_one_message(mix: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_words_get_one_message(
+    mix: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     assert main(["lm-tiny", "--steps", "2", "--optimizer.warmup-steps", "1", "--data.mix", *_split(mix)]) == 2
     [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
     assert said in error
