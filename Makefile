@@ -17,7 +17,7 @@ SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13)
 LOCK := $(BIN)/uv pip compile pyproject.toml --quiet --universal --generate-hashes --python-version 3.11 \
 	--fork-strategy requires-python --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock"
 
-.PHONY: help train quick test check costs parity tpu schedulers core figures lock clean
+.PHONY: help train quick test check costs parity tpu schedulers core figures site release lock clean
 .DEFAULT_GOAL := help
 
 help: ## What can be made
@@ -63,10 +63,21 @@ core: $(VENV)/.locked-dev ## The quick tests that other Python and JAX versions 
 figures: $(VENV)/.locked ## Measure and draw the papers' figures that are not in docs/figures yet (ARGS=--again for all)
 	$(BIN)/python -m scripts.figures $(ARGS)
 
+site: $(VENV)/.locked-site ## Build the site of docs/ into build/site: notebooks are run, warnings are errors
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/sphinx-build --fail-on-warning --keep-going --quiet -b html docs build/site $(ARGS)
+
+release: $(VENV)/.locked-dev ## Build sdist and wheel into dist, check both by twine, and train from the wheel in an empty environment
+	rm -rf dist
+	$(BIN)/python -m hatchling build -d dist
+	$(PIP) install --quiet "twine>=6,<8"
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python -m pytest -q tests/test_install.py
+
 lock: $(BIN)/python ## Write the requirement files again (ARGS=--upgrade for newer versions)
 	$(PIP) install --quiet "uv>=0.6,<0.14"
 	$(LOCK) $(ARGS) --group build -o requirements.txt
 	$(LOCK) $(ARGS) --group build --extra dev --constraint requirements.txt -o requirements-dev.txt
+	$(LOCK) $(ARGS) --group build --extra site --constraint requirements.txt -o requirements-site.txt
 
 clean: ## Remove the environment and caches; runs/ stays
 	rm -rf $(VENV) .cache .pytest_cache .ruff_cache build dist
@@ -89,5 +100,11 @@ $(VENV)/.locked: requirements.txt pyproject.toml | $(BIN)/python
 $(VENV)/.locked-dev: requirements-dev.txt pyproject.toml | $(BIN)/python
 	@echo "installing the locked packages and tools into $(VENV), once"
 	$(PIP) install --quiet --require-hashes -r requirements-dev.txt
+	$(PIP) install --quiet --no-deps --no-build-isolation -e .
+	@touch $(VENV)/.locked $@
+
+$(VENV)/.locked-site: requirements-site.txt pyproject.toml | $(BIN)/python
+	@echo "installing the locked packages and the site's tools into $(VENV), once"
+	$(PIP) install --quiet --require-hashes -r requirements-site.txt
 	$(PIP) install --quiet --no-deps --no-build-isolation -e .
 	@touch $(VENV)/.locked $@

@@ -34,7 +34,10 @@ from tests.programs import shared_programs
 __all__ = ["bucket", "emulator", "shared_programs"]  # fixtures
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+OF_THE_SITE = {"index.md", "contributing.md", "changelog.md"}
+"""Pages that include the documents of the root."""
+PAGES = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md") if path.name not in OF_THE_SITE)
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", *PAGES)
 MODULES = tuple(name for name in DOCUMENTS if name.startswith("docs/add_a"))
 """Pages whose Python is a module to save, which a test beside what is added does."""
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)

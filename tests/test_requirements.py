@@ -16,7 +16,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-REQUIREMENTS = ("requirements.txt", "requirements-dev.txt")
+REQUIREMENTS = ("requirements.txt", "requirements-dev.txt", "requirements-site.txt")
 PYTHONS = ("3.11", "3.12", "3.13")
 CODE = ("presets", "zoo", "train", "scripts")
 
@@ -84,8 +84,9 @@ def applies(requirement: Requirement, python: str, platform: str = "linux") -> b
 @pytest.mark.parametrize("name", REQUIREMENTS)
 def test_the_lock_answers_pyproject(name: str, python: str):
     wanted = PROJECT["project"]["dependencies"] + PROJECT["dependency-groups"]["build"]
-    if name == "requirements-dev.txt":
-        wanted = wanted + PROJECT["project"]["optional-dependencies"]["dev"]
+    for extra in ("dev", "site"):
+        if name == f"requirements-{extra}.txt":
+            wanted = wanted + PROJECT["project"]["optional-dependencies"][extra]
     pins = locked(name)
     for requirement in map(Requirement, wanted):
         versions = [str(pin.specifier) for pin in pins.get(normalized(requirement.name), []) if applies(pin, python)]
@@ -103,10 +104,11 @@ def test_every_locked_line_is_hashed_and_torch_stays_out(name: str):
     assert not {"torch", "tensorflow"} & set(locked(name))
 
 
-def test_both_locks_agree():
-    run, dev = (locked(name) for name in REQUIREMENTS)
+@pytest.mark.parametrize("name", REQUIREMENTS[1:])
+def test_locks_agree(name: str):
+    run, more = locked(REQUIREMENTS[0]), locked(name)
     for package, pins in run.items():
-        assert {str(pin) for pin in pins} == {str(pin) for pin in dev[package]}, f"{package}: run `make lock`"
+        assert {str(pin) for pin in pins} == {str(pin) for pin in more[package]}, f"{package}: run `make lock`"
 
 
 def undeclared(sources: list[str], declared: set[str]) -> set[str]:

@@ -177,7 +177,7 @@ class DataConfig:
     tokenizer: str = "bytes"
     """bytes, bpe:SIZE (trained on the training text), the path of a tokenizer.json, or ids:SIZE of token ids made elsewhere."""
     separator: str | None = None
-    """The token that ends every document, such as <|endoftext|>; found in the tokenizer by its usual names unless given."""
+    """The token that ends every document, such as `<|endoftext|>`; found in the tokenizer by its usual names unless given."""
     field: str = "text"
     """Of records: the field or column that has the text."""
     document_mask: bool = False
