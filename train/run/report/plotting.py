@@ -74,13 +74,12 @@ def limits(axes: Axes, values: np.ndarray, *, log: bool) -> None:
     pad = max((high / low) ** 0.05, 1.02)
     axes.set_yscale("log")
     axes.set_ylim(low / pad, high * pad)
-    # Round numbers, few enough to read: the coarsest list that has five of them in sight.
+    # Round numbers, few enough to read: the coarsest list that has five of them in sight. Matplotlib lays out what is out of sight, too.
     powers = range(math.floor(math.log10(low / pad)), math.ceil(math.log10(high * pad)) + 1)
-    for leads in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7), np.arange(10, 100) / 10):
+    coarse = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7), (1, 1.2, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9))
+    for leads in (*coarse, np.arange(10, 100) / 10):
         ticks = [lead * 10.0**power for power in powers for lead in leads]
-        ticks = [
-            tick for tick in ticks if low / pad <= tick <= high * pad
-        ]  # matplotlib lays out what is out of sight too
+        ticks = [tick for tick in ticks if low / pad <= tick <= high * pad]
         if len(ticks) >= 5:
             break
     axes.yaxis.set_major_locator(FixedLocator(ticks))
