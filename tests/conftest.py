@@ -20,7 +20,7 @@ DEVICES = 8
 ROOT = Path(__file__).resolve().parent.parent
 COSTS = Path(__file__).with_name("costs.json")
 """Processor seconds of each test file, child processes included; `pytest --costs` writes those of the files it runs."""
-QUICK_SECONDS = 6.0
+QUICK_SECONDS = 4.5
 """`make quick` has the core tests of files recorded to cost at most so much."""
 
 # Read once, when JAX or a BLAS is first imported; the tests' own threads are enough for the cores.
