@@ -65,6 +65,11 @@ def programs_end_with_their_module(request: pytest.FixtureRequest) -> Iterator[N
         gc.collect()
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Bytes are named by their argument: those that a compressor wrote hold the time, and every worker must name a test alike."""
+    return argname if isinstance(val, bytes) else None
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--costs", action="store_true", help=f"write what each test file costs to {COSTS.name}")
 
