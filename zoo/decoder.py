@@ -52,10 +52,10 @@ class Decoder(nnx.Module):
         if self.position is not None:
             all_SD, length = self.position[...], tokens_BT.shape[1]
             if positions_BT is not None:
-                own = all_SD.astype(h_BTD.dtype)[positions_BT]
+                positions = all_SD.astype(h_BTD.dtype)[positions_BT]
             else:
-                own = all_SD[:length] if start is None else jax.lax.dynamic_slice_in_dim(all_SD, start, length)
-            h_BTD = h_BTD + own.astype(h_BTD.dtype)
+                positions = all_SD[:length] if start is None else jax.lax.dynamic_slice_in_dim(all_SD, start, length)
+            h_BTD = h_BTD + positions.astype(h_BTD.dtype)
         return partition.constrain(h_BTD, "batch", "sequence", None)
 
     def __call__(

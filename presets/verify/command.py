@@ -11,6 +11,7 @@ from tyro import conf
 
 from mupax import command_line, presets, terminal
 from mupax.command_line import Place, Repeated, Switch
+from mupax.presets.analysis.batch_command import print_json
 from mupax.presets.analysis.verdicts import cell
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.papers import read_constants
@@ -220,10 +221,3 @@ def _report(line: fit.Line, optimizer: str, decay: Decay, named: presets.Preset 
         published=published.recognized(faults, line, family, standard=standard),
         limits=consequences.together(closest, line, family) if blocks else [],
     )  # fmt: skip
-
-
-def print_json(value: Any) -> None:
-    """Prints a value as indented JSON."""
-    import json
-
-    print(json.dumps(value, indent=2))

@@ -104,15 +104,15 @@ def differences(laws: Laws, line: Line, optimizer: str, decay: Decay) -> tuple[D
     rows: list[Difference] = []
     for name, parameter in base.parameters.items():
         each = [model.parameters[name] for model in line.models]
-        numbers = [observed(p.entry, family, decay) for p in each]
+        observations = [observed(p.entry, family, decay) for p in each]
         for quantity, law in laws.of(parameter.spec).items():
             if not _said(parameter, quantity, optimizer):
                 continue
-            values = [x[quantity] for x in numbers]
+            values = [x[quantity] for x in observations]
             row = _difference(name, quantity, parameter.spec, values, law, line, each)
             if parameter.fused:  # its rows of queries and keys have a law of their own, and the worse of the two counts
-                own = dataclasses.replace(parameter.spec, **_OF_QUERIES[parameter.spec.role is Role.BIAS])
-                queries = _difference(name, quantity, own, values, laws.of(own)[quantity], line, each)
+                as_query = dataclasses.replace(parameter.spec, **_OF_QUERIES[parameter.spec.role is Role.BIAS])
+                queries = _difference(name, quantity, as_query, values, laws.of(as_query)[quantity], line, each)
                 row = max(row, queries, key=lambda differences: [abs(d.excess) for d in differences])
                 row = [dataclasses.replace(difference, fused=True) for difference in row]
             rows += row
@@ -170,13 +170,13 @@ def _difference(
     if len(numbers) < len(values) or not any(numbers):
         return []
     laws = [value(law, model, each[i] if each else None) for i, model in enumerate(line.models)]
-    wanted = [math.log(x / laws[0]) for x in laws]
-    target = line.exponent(wanted)
+    log_laws = [math.log(x / laws[0]) for x in laws]
+    target = line.exponent(log_laws)
     if not all(numbers):
         return [Difference(name=name, quantity=quantity, spec=spec, slope=None, target=target)]
     logs = [math.log(x / numbers[0]) for x in numbers]
-    slope = line.exponent([y - w for y, w in zip(logs, wanted, strict=True)])
-    rest = [y - w - slope * math.log(t) for y, w, t in zip(logs, wanted, line.t, strict=True)]
+    slope = line.exponent([y - w for y, w in zip(logs, log_laws, strict=True)])
+    rest = [y - w - slope * math.log(t) for y, w, t in zip(logs, log_laws, line.t, strict=True)]
     worst = max(range(len(rest)), key=lambda i: abs(rest[i]))
     # The standard deviation of n numbers is known to 1/sqrt(2n) of itself, of which four are allowed at both ends.
     noise = (

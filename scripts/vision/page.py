@@ -97,10 +97,10 @@ def _tuned(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             losses = {row["seed"]: row["loss"] for row in chosen}
             accuracy = 100 * np.mean([row["accuracy"] for row in chosen])
             rates = {row["rate"] for row in of if row["arm"] == arm}
-            said = "as shipped" if rate is None else f"{rate:g}, the best of {len(rates)}"
+            rate_text = "as shipped" if rate is None else f"{rate:g}, the best of {len(rates)}"
             mean = f"{np.mean(list(losses.values())):.3f} ({len(losses)} seeds)"
             apart = "" if arm == first else _apart(ours, losses, 1, 3)
-            lines.append(f"| {task} | {arm} | {said} | {accuracy:.1f} | {mean} | {apart} |")
+            lines.append(f"| {task} | {arm} | {rate_text} | {accuracy:.1f} | {mean} | {apart} |")
     return lines
 
 

@@ -226,8 +226,8 @@ class DataConfig:
 
     def more_of(self, inputs: ArraySpec) -> dict[str, ArraySpec]:
         """What an example holds beside the model's own: `segments`, the document of every token, and its `positions`."""
-        wanted = {"segments": self.document_mask, "positions": self.reset_positions}
-        return {name: inputs for name, there in wanted.items() if there}
+        flags = {"segments": self.document_mask, "positions": self.reset_positions}
+        return {name: inputs for name, flag in flags.items() if flag}
 
     @property
     def task(self) -> Task | None:

@@ -89,9 +89,9 @@ class Config(Reading):
             raise PresetError(f"{source}: the optimizer {kind!r} is not read; AdamW, SGD and Lion are")
         self._optimizer = kind.lower()
         named = optimizer.get(kind)
-        own = named if isinstance(named, dict) else optimizer
+        settings = named if isinstance(named, dict) else optimizer
         self._rates = Fields(
-            {**own, "lr": max(_peaks(schedule), default=None)}, source, {"eps": 1e-6, "weight_decay": 0.0}
+            {**settings, "lr": max(_peaks(schedule), default=None)}, source, {"eps": 1e-6, "weight_decay": 0.0}
         )
         f = self._fields
         heads = f.count("num_heads")

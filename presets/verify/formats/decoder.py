@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,12 +11,12 @@ from mupax.presets.roles import PresetError
 from mupax.presets.verify.formats.dump import Dump, Entry
 
 
-class Reading:
+class Reading(abc.ABC):
     """What a file says, of which a dump can be parameters, and sometimes that of its base."""
 
+    @abc.abstractmethod
     def dump(self) -> Dump:
         """What the file describes."""
-        raise NotImplementedError
 
     def base(self) -> Dump | None:
         """The same program at the size that it is relative to; None where the file names none."""
@@ -68,8 +69,8 @@ def entries(sizes: Sizes, names: Mapping[str, str], rule: Rule) -> dict[str, Ent
     }
     parameters = {}
     for role, name in names.items():
-        numbers = {column: number for column, number in rule(role).items() if number is not None}
-        parameters[name] = Entry(shape=shapes[role], role=role, **numbers)
+        columns = {column: number for column, number in rule(role).items() if number is not None}
+        parameters[name] = Entry(shape=shapes[role], role=role, **columns)
     return parameters
 
 

@@ -34,10 +34,10 @@ def base(contents: Any, source: str, target: Dump) -> Dump:
         )
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in contents.items():
-        own = target.parameters[name].shape
-        if len(shape) != len(own) or not all(size is None or type(size) is int for size in shape):
-            raise PresetError(f"{source}: {name} has the shape {shape}, and {list(own)} in {target.source}")
-        shapes[name] = tuple(size or have for size, have in zip(shape, own, strict=True))
+        full_shape = target.parameters[name].shape
+        if len(shape) != len(full_shape) or not all(size is None or type(size) is int for size in shape):
+            raise PresetError(f"{source}: {name} has the shape {shape}, and {list(full_shape)} in {target.source}")
+        shapes[name] = tuple(size or have for size, have in zip(shape, full_shape, strict=True))
     if all(shape == target.parameters[name].shape for name, shape in shapes.items()):
         raise PresetError(
             f"{source} has the shapes of {target.source} itself: to mup it is its own base, and all of it is standard parameterization; "
@@ -52,9 +52,11 @@ def base(contents: Any, source: str, target: Dump) -> Dump:
         raise PresetError(
             f"{source}: no parameter of {target.source} shows the rate that mup does not scale; dump the base model too"
         )
-    own = plain[0]
+    base_entry = plain[0]
     parameters = {
-        name: Entry(shape=shape, lr=own.lr, wd=own.wd, eps=own.eps, role=target.parameters[name].role)
+        name: Entry(
+            shape=shape, lr=base_entry.lr, wd=base_entry.wd, eps=base_entry.eps, role=target.parameters[name].role
+        )
         for name, shape in shapes.items()
     }
     notes = (

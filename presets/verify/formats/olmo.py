@@ -107,20 +107,20 @@ class Config(Reading):
         if kind == "full_megatron":
             deep = std * (2 * s.layers) ** -0.5
             wide = std * s.width**0.5 if f.flag("scale_emb_init") else std
-            own = {
+            stds = {
                 "block.attention_out": deep,
                 "block.mlp_out": deep,
                 "readout": s.width**-0.5,
                 "token_embedding": table or wide,
             }
-            return {**dict.fromkeys([*_NAMES, "position"], std), **own}
+            return {**dict.fromkeys([*_NAMES, "position"], std), **stds}
         root: float = s.width**-0.5
         # The geometric mean over layers of (2 (layer + 1))^-1/2.
         deep = math.exp(-0.5 * math.fsum(math.log(2 * (i + 1)) for i in range(s.layers)) / s.layers)
         fan_in = s.mlp / 2 if f.get("activation_type") == "swiglu" else s.mlp
-        own: dict[str, float] = {
+        stds: dict[str, float] = {
             "block.attention_out": root * deep,
             "block.mlp_out": fan_in**-0.5 * deep,
             "token_embedding": table or root,
         }
-        return {**dict.fromkeys([*_NAMES, "position", "readout"], root), **own}
+        return {**dict.fromkeys([*_NAMES, "position", "readout"], root), **stds}

@@ -169,14 +169,14 @@ def _opened(args: Generate) -> Trained | Weights:
     from mupax.train.reuse import pretrained
 
     run = pretrained.find(args.workdir, args.step, args.average)
-    said = {name: value for name in ("tokenizer", "separator") if (value := getattr(args, name)) is not None}
-    if not said:
+    text_fields = {name: value for name in ("tokenizer", "separator") if (value := getattr(args, name)) is not None}
+    if not text_fields:
         return run
     if run.step is not None:
         raise command_line.UsageError(
-            f"--data.{next(iter(said))} is for weights alone, and the run in {args.workdir} has its own; leave it out"
+            f"--data.{next(iter(text_fields))} is for weights alone, and the run in {args.workdir} has its own; leave it out"
         )
-    data = dataclasses.replace(run.config.data, **said)
+    data = dataclasses.replace(run.config.data, **text_fields)
     return run._replace(config=dataclasses.replace(run.config, data=data))
 
 
