@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from mupax import __version__
+from tests.xla import QUICKLY
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = {".json", ".typed"}
@@ -32,7 +33,7 @@ def execute(words: list[str], folder: Path, **variables: str) -> str:
         folder: where it runs.
         **variables: of its environment, beside those of this process.
     """
-    environment = {**os.environ, "XLA_FLAGS": "", **variables}
+    environment = {**os.environ, "XLA_FLAGS": " ".join(QUICKLY), **variables}
     environment.pop("PYTHONPATH", None)
     done = subprocess.run(
         words,
