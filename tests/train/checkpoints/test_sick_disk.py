@@ -17,6 +17,7 @@ from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.checkpoints.folder import WorkdirError, steps
 from scripts.campaigns.injection import shim
 from tests.train.checkpoints.test_manifest import FACTS, abstract, data_file, flip, restored, same, state_at
+from tests.xla import QUICKLY
 
 ROOT = Path(__file__).resolve().parents[3]
 READING = ("open", "read", "pread", "stat", "list")
@@ -135,7 +136,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
         "--optimizer.warmup-steps 1 --checkpoint.every-steps 1 --log.no-samples --log.no-tensorboard --log.no-progress"
     )
     command = [sys.executable, "-m", "train", *words.split(), "--workdir", str(tmp_path / "run")]
-    environ = {**os.environ, **control.environ, "XLA_FLAGS": ""}
+    environ = {**os.environ, **control.environ, "XLA_FLAGS": " ".join(QUICKLY)}
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
