@@ -1,0 +1,1 @@
+"""Pages of docs/ that are written from what is committed, without training."""

@@ -1,0 +1,157 @@
+"""Drift and price of every preset, optimizer and axis that was studied: writes docs/leaderboard.md.
+
+    python -m scripts.pages.leaderboard
+    python -m scripts.pages.leaderboard NAME RECIPE --preset PRESET --grow AXIS=SIZES ...
+
+The second makes the study that follows NAME, as `mupax train transfer` does, in docs/leaderboard/NAME, and adds its rows. A study that
+was stopped goes on when the command is typed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mupax import presets
+from mupax.errors import MupaxError
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = (ROOT / "docs" / "transfer", ROOT / "docs" / "leaderboard")
+PAGE = ROOT / "docs" / "leaderboard.md"
+NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+HEAD = """# Leaderboard
+
+Who keeps the learning rate as a model grows, and what it costs not to tune again. Each table is one model under one optimizer, grown in
+one dimension; all its rows saw the same batches. **Drift** is by how many octaves the best learning rate moves as the size doubles, with
+its 95 % interval; **price** is the loss at the largest size and the smallest one's best learning rate, less the least that any rate
+reaches there; **loss** is that least. Rows are ordered by price. How all of it is measured: [transfer.md](transfer.md).
+
+Made by `python -m scripts.pages.leaderboard` from `transfer.json` of every study. To add a row, name a study and write what follows
+`mupax train transfer`; it trains, adds its rows and writes this page:
+
+```text
+python -m scripts.pages.leaderboard completep-depth lm-tiny --model lm-proxy --preset completep --control sp --grow depth=2,4,8,16 --steps 100
+```
+"""
+
+
+class Row(NamedTuple):
+    """One preset in one study."""
+
+    task: str
+    """Model, optimizer, steps and what grows."""
+    preset: str
+    drift: Mapping[str, float | None]
+    verdict: str
+    price: Mapping[str, float | None]
+    loss: float | None
+    seeds: int
+    study: str
+    """Its folder, relative to docs/."""
+
+
+def rows(folders: Sequence[Path] = FOLDERS) -> list[Row]:
+    """Those of all studies that are there, each task's by price; a preset that two studies of one task have, from the one with more seeds.
+
+    Args:
+        folders: of studies, each in a folder of its own.
+    """
+    best: dict[tuple[str, str], Row] = {}
+    for path in sorted(path for folder in folders for path in folder.glob("*/transfer.json")):
+        kept = json.loads(path.read_text())
+        for study in kept["studies"]:
+            row = _row(kept, study, path.parent)
+            other = best.get((row.task, row.preset))
+            if other is None or other.seeds < row.seeds:
+                best[row.task, row.preset] = row
+    return sorted(best.values(), key=lambda row: (row.task, _number(row.price["value"]), row.preset))
+
+
+def _row(kept: Mapping[str, Any], study: Mapping[str, Any], folder: Path) -> Row:
+    sizes, model = study["sizes"], kept["config"]["model"]
+    experts = f" of {model['experts']} experts" if model.get("experts") and study["axis"] != "experts" else ""
+    grown = f"{study['axis']} from {sizes[0]['size']:,} to {sizes[-1]['size']:,}"
+    task = (
+        f"{model['family']} of width {model['width']}{experts}, {kept['optimizer']}, {kept['steps']:,} steps: {grown}"
+    )
+    last = sizes[-1]
+    return Row(
+        task, study["preset"], study["drift_octaves_per_doubling"], study["verdict"], last["price_of_not_tuning"],
+        last["loss"], study["seeds"], f"{folder.parent.name}/{folder.name}",
+    )  # fmt: skip
+
+
+def _number(value: float | None) -> float:
+    return float("inf") if value is None else value
+
+
+def page(entries: Sequence[Row]) -> str:
+    """The page's text."""
+    lines = [HEAD]
+    for task in dict.fromkeys(row.task for row in entries):
+        lines += [f"## {task[0].upper()}{task[1:]}", ""]
+        lines += ["| preset | drift | verdict | price | loss | seeds | study |", "|---|---|---|---|---|---|---|"]
+        for row in (row for row in entries if row.task == task):
+            loss = "unknown" if row.loss is None else f"{row.loss:.3f}"
+            lines.append(
+                f"| `{row.preset}` | {_interval(row.drift, '+.2f')} | {row.verdict} | {_interval(row.price, '.3f')} | {loss} | "
+                f"{row.seeds} | `{row.study}` |"
+            )
+        lines.append("")
+    ranked = {row.preset.split()[0] for row in entries}
+    missing = ", ".join(f"`{name}`" for name in presets.PRESETS if name not in ranked)
+    return "\n".join([*lines, f"Presets without a row: {missing}.", ""])
+
+
+def _interval(of: Mapping[str, float | None], form: str) -> str:
+    value, low, high = (of[name] for name in ("value", "low", "high"))
+    if value is None:
+        return "unknown"
+    return f"{value:{form}}" if low is None or high is None else f"{value:{form}} [{low:{form}}, {high:{form}}]"
+
+
+def add(name: str, words: Sequence[str]) -> int:
+    """Makes a study; its exit code.
+
+    Args:
+        name: of its folder.
+        words: what follows `mupax train transfer`.
+
+    Raises:
+        MupaxError: a name that is no folder's, or is one of the project's own studies.
+    """
+    from mupax.train.studies.transfer import command
+
+    if not NAME.fullmatch(name):
+        raise MupaxError(f"{name!r} is no study's name: write small letters, digits and single hyphens")
+    if (FOLDERS[0] / name).exists():
+        raise MupaxError(f"docs/transfer/{name} is one of the project's own studies; choose another name")
+    with contextlib.chdir(ROOT):
+        return command.main([*words, "--out", f"docs/leaderboard/{name}"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Makes the study that is named, if any, and writes the page; a study's exit code, 2 for a name that cannot be."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] in (["--help"], ["-h"]):
+        print(__doc__)
+        return 0
+    try:
+        code = add(words[0], words[1:]) if words else 0
+    except MupaxError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if code:
+        return code
+    PAGE.write_text(page(rows()))
+    print(f"wrote {PAGE.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,48 @@
+"""The leaderboard says what the studies' records say, and a study that is no folder's name is refused before it trains."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from scripts.pages import leaderboard
+
+
+def test_the_page_is_made_of_the_records() -> None:
+    assert leaderboard.PAGE.read_text() == leaderboard.page(leaderboard.rows()), (
+        "write it again: python -m scripts.pages.leaderboard"
+    )
+
+
+def test_a_study_adds_its_rows_and_more_seeds_replace_fewer(tmp_path: Path) -> None:
+    study = tmp_path / "a"
+    shutil.copytree(leaderboard.FOLDERS[0] / "heads", study, ignore=shutil.ignore_patterns("points.jsonl", "*.png"))
+    rows = leaderboard.rows([tmp_path])
+    assert {row.preset for row in rows} == {"mup", "mup-half", "sp"}
+    assert rows[-1].preset == "sp"  # the dearest
+    kept = json.loads((study / "transfer.json").read_text())
+    kept["studies"] = [{**kept["studies"][0], "seeds": 99}]
+    more = tmp_path / "b"
+    more.mkdir()
+    (more / "transfer.json").write_text(json.dumps(kept))
+    after = {row.preset: row for row in leaderboard.rows([tmp_path])}
+    assert (after["mup"].seeds, after["mup"].study) == (99, f"{tmp_path.name}/b")
+    assert after["sp"].study == f"{tmp_path.name}/a"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("My_Study", "small letters"), ("heads", "choose another name"), ("../x", "small letters")]
+)
+def test_a_name_that_cannot_be_is_refused(name: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert leaderboard.main([name, "lm-tiny", "--grow", "heads=2,4"]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_a_study_is_one_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "mine lm-tiny --model lm-proxy --preset completep --control sp --grow depth=2,4,8,16 --steps 100 --dry-run"
+    assert leaderboard.main(words.split()) == 0
+    assert "completep" in capsys.readouterr().out
+    assert not (leaderboard.FOLDERS[1] / "mine").exists()
