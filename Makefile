@@ -17,7 +17,7 @@ SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13)
 LOCK := $(BIN)/uv pip compile pyproject.toml --quiet --universal --generate-hashes --python-version 3.11 \
 	--fork-strategy requires-python --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock"
 
-.PHONY: help train quick test check costs parity tpu schedulers core figures site release lock clean
+.PHONY: help train quick test check costs parity tpu schedulers core figures site report release lock clean
 .DEFAULT_GOAL := help
 
 help: ## What can be made
@@ -65,6 +65,9 @@ figures: $(VENV)/.locked ## Measure and draw the papers' figures that are not in
 
 site: $(VENV)/.locked-site ## Build the site of docs/ into build/site: notebooks are run, warnings are errors
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/sphinx-build --fail-on-warning --keep-going --quiet -b html docs build/site $(ARGS)
+
+report: $(VENV)/.locked-site ## Set the report of what presets do and what transfers into build/report.pdf
+	$(BIN)/python -m scripts.report $(ARGS)
 
 release: $(VENV)/.locked-dev ## Build sdist and wheel into dist, check both by twine, and train from the wheel in an empty environment
 	rm -rf dist

@@ -1,0 +1,66 @@
+"""The report's numbers are the records', and its template has none of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from scripts import report
+from scripts.report import __main__ as command
+from scripts.report import facts
+
+MEASURED = re.compile(r"\d+\.\d+(?!\d|pt|em|fr|mm)|\b\d{3,}\b(?!%)")
+"""A number that could be a result: a decimal that is no length, or one of three digits."""
+
+
+def test_the_template_has_no_number_of_its_own() -> None:
+    text = command.TEMPLATE.read_text()
+    assert MEASURED.findall(text.replace("calc.round(100 * part", "")) == []
+    assert MEASURED.findall("ends 0.013 nats above") == ["0.013"]
+    assert MEASURED.findall("of 2013 slopes") == ["2013"]
+
+
+def test_every_fact_of_the_template_is_there() -> None:
+    known = json.loads(json.dumps(facts.gathered()))
+    names = set(re.findall(r"facts\.(\w+(?:\.\w+)*)", command.TEMPLATE.read_text()))
+    assert names
+    for name in names:
+        if name == "json":  # the file
+            continue
+        value = known
+        for part in name.split("."):
+            if part in ("map", "at", "pairs"):
+                break
+            value = value[part]
+
+
+def test_facts_are_what_the_pages_say() -> None:
+    pages = {
+        name: (facts.DOCS / f"{name}.md").read_text()
+        for name in ("reproduction", "mutations", "theory-and-measurement")
+    }
+    figures, wrong, theory = facts.figures(), facts.wrong_rules(), facts.theory()
+    assert (
+        f"Of {figures['claims']} predictions {figures['reproduce']} reproduce; {figures['controls']}"
+        in pages["reproduction"]
+    )
+    assert f"Of {wrong['tried']} mutants {wrong['change']} change training" in pages["mutations"]
+    assert f"catches **{wrong['caught']}**" in pages["mutations"]
+    assert (
+        f"Of {theory['slopes']} slopes {theory['counts']['as predicted']} are as predicted"
+        in pages["theory-and-measurement"]
+    )
+
+
+def test_it_is_set_where_typst_is_installed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "a" / "report.pdf"
+    if importlib.util.find_spec("typst") is None:
+        assert command.main(["--out", str(out)]) == 2
+        assert "make report" in capsys.readouterr().err
+        pytest.skip(f"typst is not installed (make report): {report.__name__} is not set")
+    assert command.main(["--out", str(out)]) == 0
+    assert out.read_bytes().startswith(b"%PDF")
