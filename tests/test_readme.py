@@ -15,8 +15,10 @@ import pkgutil
 import re
 import shlex
 import shutil
+import socketserver
 import subprocess
 import tomllib
+import unittest.mock
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -145,6 +147,9 @@ def run(line: str) -> int:
     if words[:2] == ["python", "-m"]:
         words = ["mupax", *words[2:]]
     assert words[0] == "mupax", f"the documents say {line!r}, and nothing here knows how to check it"
+    if words[1:3] == ["train", "serve"]:
+        with unittest.mock.patch.object(socketserver.BaseServer, "serve_forever"):
+            return mupax.main([*words[1:], "--port", "0"])
     if words[1] == "train" and words[2] not in USES_A_RUN and not set(words) & set(RUNS_NOTHING):
         words += ["--dry-run", *AS_A_SCAN]
     elif words[1:3] == ["presets", "dynamics"]:

@@ -47,6 +47,7 @@ COMMANDS = {
     "predict": ("reuse.predict.command", "the likeliest classes of image files, by any checkpoint or imported weights"),
     "noise": ("run.noise", "the gradient noise scale at a checkpoint, below which joint rules for the batch hold"),
     "generate": ("reuse.generate.command", "text from any checkpoint of a language model"),
+    "serve": ("reuse.serve.command", "a language model behind OpenAI's API, and a page to try it in a browser"),
     "convert": ("reuse.forms", "carry a run's checkpoint into another form of its preset"),
 }
 """First words that are not recipes: the module of each under `mupax.train`, and what it does. Its `main` runs it; finetune's

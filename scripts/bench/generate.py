@@ -17,7 +17,8 @@ import numpy as np
 from mupax.train.config.run import Config, DataConfig, MeshConfig, PresetConfig
 from mupax.train.core.program import assemble
 from mupax.train.core.step import logits_of
-from mupax.train.reuse.generate.decode import Generator, Sampling
+from mupax.train.reuse.generate.decode import Generator
+from mupax.train.reuse.generate.sampling import Sampling
 from mupax.zoo import configs
 from mupax.zoo.configs import DecoderConfig
 from scripts.bench import generate_uncached

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -17,9 +16,7 @@ from mupax.train.config.cli import CheckpointFlags
 if TYPE_CHECKING:
     import numpy as np
 
-    from mupax.train.checkpoints.saved_run import Trained
     from mupax.train.reuse.generate.decode import Generator
-    from mupax.train.reuse.pretrained import Weights
 
 UNFINISHED = "\ufffd"
 """What bytes that are no character yet come out as."""
@@ -65,17 +62,19 @@ def main(argv: Sequence[str]) -> int:
     from mupax.train.checkpoints.saved_run import Trained
     from mupax.train.checkpoints.workdir import WorkdirError
     from mupax.train.reuse import pretrained
-    from mupax.train.reuse.generate.decode import DecodingError, Generator, Sampling
+    from mupax.train.reuse.generate import opened
+    from mupax.train.reuse.generate.decode import Generator
+    from mupax.train.reuse.generate.sampling import DecodingError, Sampling
 
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     for name, least in (("tokens", 0), ("samples", 1), ("seed", 0)):
         if getattr(args, name) < least:
             raise DecodingError(f"--{name} is {getattr(args, name)}; write a whole number of at least {least}")
-    run = _opened(args)
+    run = opened.find(args.workdir, args.step, args.average, tokenizer=args.tokenizer, separator=args.separator)
     if isinstance(run, Trained) and run.config.model.denoises:
         from mupax.train.reuse.generate import denoised
 
-        return denoised.main(args, run, _tokenizer(run), sampling)
+        return denoised.main(args, run, opened.tokenizer_of(run), sampling)
     if args.beams != 1:
         raise DecodingError(
             f"--beams {args.beams} is for encoder-decoders, and the run is a {run.config.model.family}; leave it out"
@@ -84,22 +83,11 @@ def main(argv: Sequence[str]) -> int:
         raise WorkdirError(
             f"{args.workdir} holds a {run.config.model.family}; only decoders and encoder-decoders write text"
         )
-    import numpy as np
-
     from mupax.train.reuse import runs
 
-    tokenizer = _tokenizer(run)
+    tokenizer = opened.tokenizer_of(run)
     text = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt
-    prompt = tokenizer.encode([text.encode("utf-8", "surrogateescape")])[0]
-    if run.step is None:  # as their own library has it
-        prompt = np.concatenate([tokenizer.start, prompt])
-    if (prompt >= run.config.model.sizes()["vocab"]).any():
-        raise DecodingError(
-            f"the prompt has the token {prompt.max()}, and the model knows those below {run.config.model.sizes()['vocab']}; "
-            "the tokenizer is another model's"
-        )
-    if not prompt.size:
-        prompt = np.array([tokenizer.separator], np.int32)
+    prompt = opened.prompt_of(run, tokenizer, text.encode("utf-8", "surrogateescape"))
     program = runs.on_one_device(run.config)
     params = run.params(program.abstract)
     generator = Generator(program, params, program.step_inputs(), sampling=sampling, samples=args.samples)
@@ -162,41 +150,6 @@ def pieces(parts: Iterator[list[int]], tokenizer: Any) -> Iterator[str]:
             yield whole[len(shown) :]
             shown = whole
     yield tokenizer.decode(ids)[len(shown) :]
-
-
-def _opened(args: Generate) -> Trained | Weights:
-    """The model; raises UsageError where the tokenizer of a run is said anew."""
-    from mupax.train.reuse import pretrained
-
-    run = pretrained.find(args.workdir, args.step, args.average)
-    text_fields = {name: value for name in ("tokenizer", "separator") if (value := getattr(args, name)) is not None}
-    if not text_fields:
-        return run
-    if run.step is not None:
-        raise command_line.UsageError(
-            f"--data.{next(iter(text_fields))} is for weights alone, and the run in {args.workdir} has its own; leave it out"
-        )
-    data = dataclasses.replace(run.config.data, **text_fields)
-    return run._replace(config=dataclasses.replace(run.config, data=data))
-
-
-def _tokenizer(run: Trained | Weights) -> Any:
-    """The run's tokenizer; its data only where that has made it. Raises DataError where it is not here, or is another."""
-    from mupax.train import data as data_sources
-    from mupax.train.data import DataError
-    from mupax.train.data.text.tokenizer import opened
-
-    config, name = run.config, run.config.data.tokenizer
-    tokenizer: Any = opened(name, config.data.separator)
-    if tokenizer is None:
-        note = functools.partial(print, file=sys.stderr)
-        tokenizer = data_sources.load(config.data, config.model, seed=config.data_seed, note=note).tokenizer
-    key = run.facts.get("tokenizer")
-    if key not in (None, tokenizer.key):
-        raise DataError(
-            f"the run's tokens are those of {key}, and data.tokenizer {name} is {tokenizer.key} here; bring the run's tokenizer.json back"
-        )
-    return tokenizer
 
 
 def show(text: str) -> None:

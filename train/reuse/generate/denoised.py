@@ -15,8 +15,8 @@ from mupax.train.data import Data
 from mupax.train.data.show import restored, side_by_side, visible
 from mupax.train.data.text.denoising import noise_of
 from mupax.train.data.text.vocabulary import SpecialIds, special_ids
-from mupax.train.reuse.generate.decode import DecodingError, Sampling
 from mupax.train.reuse.generate.rewrite import Rewriter
+from mupax.train.reuse.generate.sampling import DecodingError, Sampling
 from mupax.zoo.definition import Arrays
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import numpy as np
 
 from mupax.train.core.program import Program
 from mupax.train.core.step import StepInputs
-from mupax.train.reuse.generate.decode import DEFAULT, DecodingError, Sampling, draw
+from mupax.train.reuse.generate.sampling import DEFAULT, DecodingError, Sampling, draw
 from mupax.zoo import partition
 from mupax.zoo.definition import Arrays, multiplied
 from mupax.zoo.layers import cache as caches

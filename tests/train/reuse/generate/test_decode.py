@@ -16,7 +16,8 @@ from mupax.train.core.program import Program, assemble
 from mupax.train.core.step import logits_of
 from mupax.train.data.text.tokenizer import Bytes
 from mupax.train.reuse.generate.command import pieces
-from mupax.train.reuse.generate.decode import DecodingError, Generator, Sampling, draw
+from mupax.train.reuse.generate.decode import Generator
+from mupax.train.reuse.generate.sampling import DecodingError, Sampling, draw
 from mupax.zoo.configs import DecoderConfig
 from scripts.bench import generate_uncached
 

@@ -14,8 +14,8 @@ from mupax.train.config.devices import MeshConfig
 from mupax.train.config.recipes import RECIPES
 from mupax.train.core.program import assemble
 from mupax.train.core.step import logits_of
-from mupax.train.reuse.generate.decode import DecodingError, Sampling
 from mupax.train.reuse.generate.rewrite import Rewriter
+from mupax.train.reuse.generate.sampling import DecodingError, Sampling
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
 
 V, S, T, START, END = 5, 6, 4, 3, 4

@@ -1,0 +1,345 @@
+"""Serving: the texts are those of `generate`, requests that are wrong are told so, and one program serves a shape."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import http.client
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mupax.train.__main__ import main
+from mupax.train.config.run import PresetConfig
+from mupax.train.data.text.tokenizer import Bytes
+from mupax.train.reuse.huggingface import files
+from mupax.train.reuse.serve import command, worker
+from mupax.train.reuse.serve.server import Server, is_local
+from mupax.train.reuse.serve.writing import Writing
+from mupax.train.reuse.source import Source
+from mupax.zoo.configs import DecoderConfig
+from mupax.zoo.definition import definition
+
+SEQ_LEN, PROMPT = 32, "to be"
+MODEL = DecoderConfig(width=16, depth=1, num_heads=2, mlp_ratio=2, vocab_size=128, seq_len=SEQ_LEN)
+TEMPLATE = "{% for m in messages %}{{ m.role[0] ~ m.content ~ '|' }}{% endfor %}{{ 'a' if add_generation_prompt }}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights alone of a model that writes ASCII, and a chat template."""
+    out, noise = tmp_path_factory.mktemp("serve") / "tiny", np.random.default_rng(3)
+    shapes = {name: leaf.shape for name, leaf in definition(MODEL).abstract.items()}
+    params: Any = {name: noise.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    source = Source(MODEL, params, dict.fromkeys(params, np.ones(())), {}, [])
+    files.write_imported(source, PresetConfig(name="sp"), out, "a test")
+    (out / "chat.jinja").write_text(TEMPLATE)
+    return out
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    args = command.Serve(workdir=folder, port=0, tokenizer="bytes", chat_template=str(folder / "chat.jinja"))
+    with Server(args.host, args.port) as made:
+        made.service = command.opened_service(args)
+        thread = threading.Thread(target=made.serve_forever, args=(0.01,))
+        thread.start()
+        yield made
+        made.shutdown()
+        thread.join()
+        made.service.close()
+
+
+def asked(
+    server: Server, body: Any = None, path: str = "/v1/completions", **headers: str
+) -> tuple[int, dict[str, Any] | str]:
+    """Status and answer of a GET, or of a POST where there is a body."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json", **{n.replace("_", "-"): v for n, v in headers.items()}}
+    connection.request("GET" if body is None else "POST", path, content, headers)
+    answer = connection.getresponse()
+    text = answer.read().decode()  # strict: every answer is UTF-8
+    connection.close()
+    return answer.status, json.loads(text) if answer.headers.get_content_type() == "application/json" else text
+
+
+def completion(server: Server, prompt: Any = PROMPT, **fields: Any) -> dict[str, Any]:
+    """The answer of a request that must work, greedy and through ends of documents unless it says otherwise."""
+    fields = {"temperature": 0, "ignore_eos": True, **fields}
+    status, answer = asked(server, {"prompt": prompt, **fields})
+    assert status == 200, answer
+    assert isinstance(answer, dict)
+    return answer
+
+
+def text_of(answer: dict[str, Any], index: int = 0) -> str:
+    assert answer["choices"][index]["index"] == index
+    return answer["choices"][index]["text"]
+
+
+def events(stream: str) -> list[Any]:
+    """The chunks of a stream, which must end as streams do."""
+    lines = [line.removeprefix("data: ") for line in stream.split("\n\n") if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def test_greedy_text_is_that_of_generate(server: Server, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    length = SEQ_LEN + 9  # past the end of the context
+    words = ["--prompt", PROMPT, "--tokens", str(length), "--temperature", "0", "--data.tokenizer", "bytes"]
+    assert main(["generate", str(folder), *words]) == 0
+    answer = completion(server, max_tokens=length)
+    assert PROMPT + text_of(answer) + "\n" == capsys.readouterr().out
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": length, "total_tokens": length + 5}
+    assert text_of(completion(server, [*PROMPT.encode()], max_tokens=length)) == text_of(answer)
+
+
+def test_one_program_serves_a_bucket_of_lengths_and_every_sampling(server: Server) -> None:
+    assert server.service is not None
+    generator = server.service._worker.generator
+    completion(server, max_tokens=3)
+    before = generator.compilations
+    for prompt in ("abcde", "abcdef", "abcdefgh"):  # one power of two
+        for sampling in ({"temperature": 0}, {"temperature": 0.7}, {"temperature": 1.3, "top_p": 0.5}):
+            completion(server, prompt, max_tokens=4, **sampling)
+    assert generator.compilations == before
+    completion(server, "abc", max_tokens=2)  # Control: another power of two.
+    assert generator.compilations == before + 1
+
+
+def test_two_requests_at_once_get_what_each_gets_alone(server: Server) -> None:
+    requests = [{"prompt": p, "seed": s, "temperature": 1, "max_tokens": 40} for p, s in (("ab", 1), ("ba", 2))]
+    alone = [text_of(completion(server, **request)) for request in requests]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        together = [text_of(a) for a in pool.map(lambda request: completion(server, **request), requests)]
+    assert together == alone
+    assert alone[0] != text_of(completion(server, **{**requests[0], "seed": 9}))  # Control: the seed counts.
+
+
+def test_a_seed_says_every_text_however_many_are_asked_for(server: Server) -> None:
+    fields = {"temperature": 1, "seed": 5, "max_tokens": 12}
+    three = completion(server, n=3, **fields)
+    assert len({text_of(three, i) for i in range(3)}) == 3
+    assert text_of(completion(server, **fields)) == text_of(three)
+    both = completion(server, [PROMPT, "or"], **fields)
+    assert text_of(both) == text_of(three)
+    assert text_of(both, 1) == text_of(completion(server, "or", **{**fields, "seed": 6}))
+
+
+def test_a_stop_of_several_tokens_ends_the_text_before_it(server: Server) -> None:
+    whole = text_of(completion(server, max_tokens=30))
+    stop = whole[7:10]
+    fields = {"max_tokens": 30, "stop": ["no such text", stop]}
+    answer = completion(server, **fields)
+    assert text_of(answer) == whole[: whole.find(stop)]
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] == whole.find(stop) + len(stop)
+    chunks = events(
+        asked(server, {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "stream": True, **fields})[1]
+    )  # pyright: ignore
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text_of(answer)
+
+
+def test_a_stream_is_the_same_text_in_pieces(server: Server) -> None:
+    fields = {"prompt": PROMPT, "temperature": 1, "seed": 3, "max_tokens": 20, "n": 2, "echo": True, "ignore_eos": True}
+    more = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, usage = events(asked(server, {**fields, **more})[1])  # pyright: ignore
+    pieces, ends = ["", ""], {}
+    for (choice,) in (chunk["choices"] for chunk in chunks):
+        pieces[choice["index"]] += choice["text"]
+        ends[choice["index"]] = choice["finish_reason"]
+    whole = completion(server, **fields)
+    assert pieces == [text_of(whole, 0), text_of(whole, 1)]
+    assert ends == {0: "length", 1: "length"}
+    assert usage["usage"] == whole["usage"]
+    assert len(chunks) > 6
+
+
+def test_logprobs_are_those_of_the_text_and_echo_scores_a_prompt(server: Server) -> None:
+    answer = completion(server, max_tokens=6, logprobs=2, echo=True)["choices"][0]
+    logprobs = answer["logprobs"]
+    assert "".join(logprobs["tokens"]) == answer["text"]
+    assert logprobs["text_offset"] == list(range(len(answer["text"])))
+    assert logprobs["token_logprobs"][0] is None
+    for place in range(len(PROMPT), len(answer["text"])):  # greedy: each is the likeliest, of which two are named
+        best = logprobs["top_logprobs"][place]
+        assert max(best.values()) == logprobs["token_logprobs"][place] < 0
+        assert len(best) == 2
+    scored = completion(server, answer["text"], max_tokens=0, logprobs=0, echo=True)["choices"][0]
+    np.testing.assert_allclose(scored["logprobs"]["token_logprobs"][1:], logprobs["token_logprobs"][1:], atol=1e-5)
+    assert scored["text"] == answer["text"]
+
+
+def test_a_chat_is_its_template_rendered_and_ends_where_that_ends_an_answer(server: Server) -> None:
+    fields = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
+    messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    status, answer = asked(server, {"messages": messages, **fields, "logprobs": True}, "/v1/chat/completions")
+    assert status == 200, answer
+    assert isinstance(answer, dict)
+    message = answer["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": text_of(completion(server, "uhi|a", max_tokens=20))}
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert "".join(each["token"] for each in content) == message["content"]
+    _, stream = asked(server, {"messages": messages, **fields, "stream": True}, "/v1/chat/completions")
+    deltas = [chunk["choices"][0]["delta"] for chunk in events(stream)]  # pyright: ignore
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta.get("content", "") for delta in deltas) == message["content"]
+    assert server.service is not None
+    assert server.service._chat_ends == (frozenset(), ("|",))
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param", "text"),
+    [
+        (b"{", 400, None, "no JSON"),
+        (b"[]", 400, None, "no JSON object"),
+        ({"prompt": "a", "model": "gpt-4"}, 404, "model", "this server has 'tiny'"),
+        ({"prompt": "a" * 33}, 413, "prompt", "the prompt has 33 tokens, and the model reads 32"),
+        ({"prompt": [200]}, 400, "prompt", "the model knows those below 128"),
+        ({"prompt": [-1]}, 400, "prompt", "token ids from 0"),
+        ({"prompt": []}, 400, "prompt", "at least one"),
+        ({"prompt": {"a": 1}}, 400, "prompt", "a string, a list of token ids"),
+        ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "a whole number from 1"),
+        ({"prompt": "a", "max_tokens": True}, 400, "max_tokens", "is True"),
+        ({"prompt": "a", "temperature": "warm"}, 400, "temperature", "a number from 0"),
+        ({"prompt": "a", "top_p": 1.5}, 400, "top_p", "a number from 0 to 1"),
+        ({"prompt": "a", "n": 33}, 400, "n", "from 1 to 32"),
+        ({"prompt": ["a"] * 9, "n": 4}, 400, "n", "more than 32 texts"),
+        ({"prompt": "a", "stop": [""]}, 400, "stop", "none of them empty"),
+        ({"prompt": "a", "stream": "yes"}, 400, "stream", "true or false"),
+        ({"prompt": "a", "stream": True, "logprobs": 1}, 400, "logprobs", "not streamed"),
+        ({"prompt": "a", "max_tokens": 33, "logprobs": 1}, 400, "logprobs", "at most 33 tokens"),
+        ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options", "needs stream"),
+        ({"prompt": "a", "frequency_penalty": 0.5}, 400, "frequency_penalty", "not supported"),
+        ({"prompt": "a", "frequencypenalty": 0}, 400, "frequencypenalty", "unrecognized field"),
+    ],
+)  # fmt: skip
+def test_a_wrong_request_is_refused(server: Server, body: Any, status: int, param: str | None, text: str) -> None:
+    code, answer = asked(server, body)
+    assert code == status, answer
+    assert isinstance(answer, dict)
+    assert answer["error"]["param"] == param
+    assert answer["error"]["type"] == "invalid_request_error"
+    assert text in answer["error"]["message"]
+
+
+def test_what_comes_elsewhere_or_from_elsewhere_is_refused(server: Server) -> None:
+    assert asked(server, path="/v1/nothing")[0] == 404
+    assert asked(server, path="/v1/completions")[0] == 405
+    assert asked(server, {"prompt": "a"}, Content_Type="text/plain")[0] == 415
+    assert asked(server, path="/health", Host="evil.example")[0] == 403
+    assert asked(server, path="/health", Host=f"localhost:{server.server_port}") == (200, {"status": "ok"})
+    (model,) = asked(server, path="/v1/models")[1]["data"]  # pyright: ignore
+    assert (model["id"], model["max_model_len"], model["chat"]) == ("tiny", SEQ_LEN, True)
+    messages = [{"role": "nobody", "content": "a"}]
+    status, answer = asked(server, {"messages": messages}, "/v1/chat/completions")
+    assert status == 400
+    assert "messages[0] has the role 'nobody'" in answer["error"]["message"]
+
+
+def test_without_a_template_a_chat_is_refused_and_a_full_queue_says_so(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert server.service is not None
+    monkeypatch.setattr(server.service, "template", None)
+    status, answer = asked(server, {"messages": [{"role": "user", "content": "a"}]}, "/v1/chat/completions")
+    assert status == 400
+    assert "has no chat template" in answer["error"]["message"]
+    full = worker.Worker.submit
+
+    def submit(self: worker.Worker, job: worker.Job) -> worker.Job:
+        raise worker.BusyError
+
+    monkeypatch.setattr(worker.Worker, "submit", submit)
+    assert asked(server, {"prompt": "a"})[0] == 503
+    monkeypatch.setattr(worker.Worker, "submit", full)
+    assert asked(server, {"prompt": "a", "max_tokens": 1})[0] == 200
+
+
+# Texts as they come
+
+
+def written(text: str, *stops: str, ends: tuple[int, ...] = ()) -> tuple[list[str], Writing]:
+    """What comes out of a text whose bytes come one by one."""
+    ids = [*text.encode()]
+    writing = Writing(Bytes(), len(ids), stops, ends)
+    return [piece for token in ids if (piece := writing.add([token]))], writing
+
+
+def test_characters_and_stops_wait_until_they_are_whole() -> None:
+    pieces, writing = written("a€é!")
+    assert pieces == ["a", "€", "é", "!"]
+    assert (writing.finish, writing.count) == ("length", 7)
+    pieces, writing = written("to be or", "€", "be o")
+    assert pieces == ["t", "o", " "]
+    assert (writing.finish, writing.count, writing.text) == ("stop", 7, "to ")
+    pieces, writing = written("to be", "be or")  # what only began as a stop comes out at the end
+    assert ("".join(pieces), writing.finish) == ("to be", "length")
+    pieces, writing = written("ab.cd", ends=(ord("."),))
+    assert ("".join(pieces), writing.finish, writing.count) == ("ab", "stop", 3)
+    assert writing.add([65]) == ""
+
+
+# The command
+
+
+def test_ctrl_c_ends_the_command(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        words = ["serve", str(folder), "--data.tokenizer", "bytes", "--port"]
+        taken.listen()
+        assert main([*words, str(port)]) == 2
+    assert "write another --port" in capfd.readouterr().err
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            with socket.socket() as client:
+                if client.connect_ex(("127.0.0.1", port)) == 0:
+                    client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                    assert client.recv(12) == b"HTTP/1.1 200"
+                    break
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert main([*words, str(port)]) == 130
+    thread.join()
+    out, err = capfd.readouterr()
+    assert f"serving tiny (completions, no chat template) at http://127.0.0.1:{port}/" in out
+    assert "caution" not in err
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--port", "70000"], "write a number from 0 to 65535"),
+        (["--host", "192.0.2.1", "--port", "0"], "cannot listen at 192.0.2.1"),
+        (["--port", "0"], "no tokenizer at"),
+        (
+            ["--port", "0", "--data.tokenizer", "bytes", "--data.chat-template", "none.jinja"],
+            "no chat template at none",
+        ),
+    ],
+)
+def test_a_wrong_command_is_told(folder: Path, words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(folder), *words]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_local_addresses() -> None:
+    assert [is_local(host) for host in ("127.0.0.1", "localhost", "::1", "0.0.0.0", "evil.example")] == [
+        True, True, True, False, False,
+    ]  # fmt: skip

@@ -1,0 +1,213 @@
+"""A conversation as text: a source's chat template, rendered by jinja2 in its sandbox as `transformers` does.
+
+The template lies beside tokenizer.json: chat_template.jinja, or `chat_template` of tokenizer_config.json. It is a stranger's
+program, so it runs where it can change nothing and reach no attribute of Python's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from mupax.disk import JsonError, read_json
+from mupax.train.data.interface import DataError
+
+FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MARKS = "\ufdd0\ufdd1"
+"""What begins and ends an answer in a marked text: of no text, by Unicode's rule, and refused in messages."""
+_CONTENT = "\ufdd2"
+
+Message = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Template:
+    """A chat template.
+
+    Raises:
+        DataError: when it is made: it is no jinja2.
+    """
+
+    source: str
+    """The template itself."""
+    name: str
+    """What an error calls it."""
+    tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What it may name, such as bos_token."""
+    dated: bool = False
+    """Whether it may ask for today's date; without, texts are the same on every day."""
+
+    def __post_init__(self) -> None:
+        _ = self._compiled
+
+    def render(self, messages: Sequence[Message], *, prompt: bool) -> str:
+        """The text of a conversation.
+
+        Args:
+            messages: with `role` and `content`, as `checked` gives them.
+            prompt: whether what begins an answer follows.
+
+        Raises:
+            DataError: the template refuses these messages, or fails.
+        """
+        return self.marked(messages, prompt=prompt).translate(dict.fromkeys(map(ord, MARKS)))
+
+    def marked(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
+        """The same with the first of `MARKS` before and the second after what the template has in `{% generation %}`.
+
+        Args:
+            messages, prompt: as `render` takes them.
+
+        Raises:
+            DataError: as `render`.
+        """
+        try:
+            return self._compiled.render(messages=list(messages), add_generation_prompt=prompt, **self.tokens)
+        except Exception as error:  # of a program that is not ours
+            raise DataError(f"the chat template {self.name} takes no such messages: {error!s:.300}") from error
+
+    @property
+    def marks_answers(self) -> bool:
+        """Whether it says by itself what an answer is."""
+        return "generation" in self._tags
+
+    @functools.cached_property
+    def ending(self) -> str:
+        """What follows an answer's content, without white space around it; empty where nothing but space does."""
+        question = {"role": "user", "content": "?"}
+        try:
+            text = self.render([question, {"role": "assistant", "content": _CONTENT}], prompt=False)
+        except DataError:
+            return ""
+        return text.rpartition(_CONTENT)[2].strip() if _CONTENT in text else ""
+
+    @functools.cached_property
+    def _tags(self) -> set[str]:
+        lexed = _environment(self.dated).lex(self.source)
+        after_begin = False
+        tags = set()
+        for _, kind, value in lexed:
+            if kind == "name" and after_begin:
+                tags.add(value)
+            after_begin = kind == "block_begin" or (after_begin and kind == "whitespace")
+        return tags
+
+    @functools.cached_property
+    def _compiled(self) -> Any:
+        import jinja2
+
+        try:
+            return _environment(self.dated).from_string(self.source)
+        except jinja2.TemplateError as error:
+            raise DataError(f"{self.name} is no chat template of jinja2: {error}") from error
+
+
+def template(tokenizer: str, file: str | None = None, *, dated: bool = False) -> Template | None:
+    """The chat template of a tokenizer, None where there is none.
+
+    Args:
+        tokenizer: data.tokenizer; of a path, what lies beside the file counts.
+        file: of a template, in place of that one.
+        dated: whether it may ask for today's date.
+
+    Raises:
+        DataError: the file is not there, is damaged, or holds no template.
+    """
+    folder = Path(tokenizer).parent if tokenizer.endswith(".json") else None
+    fields = _fields(folder / CONFIG) if folder and (folder / CONFIG).is_file() else {}
+    named = {name: value for name, value in fields.items() if name.endswith("_token")}
+    tokens = {n: v.get("content") if isinstance(v, dict) else v for n, v in named.items()}
+    tokens = {name: value for name, value in tokens.items() if isinstance(value, str)}
+    path = Path(file) if file else folder / FILE if folder and (folder / FILE).is_file() else None
+    if path is not None:
+        try:
+            text = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"no chat template at {path}: {error}. Write the path of a file of jinja2") from error
+        return Template(text, str(path), tokens, dated)
+    text = fields.get("chat_template")
+    if isinstance(text, list):  # several by name
+        by_name = {each.get("name"): each.get("template") for each in text if isinstance(each, dict)}
+        text = by_name.get("default")
+    return Template(text, str(folder / CONFIG), tokens, dated) if folder and isinstance(text, str) else None
+
+
+def checked(messages: Any) -> list[dict[str, Any]]:
+    """Messages with a role and text, in order; a content in parts of text is joined.
+
+    Args:
+        messages: as JSON has them.
+
+    Raises:
+        DataError: they are no such list; the text says which message is wrong.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise DataError('messages are a list of at least one {"role": ..., "content": ...}')
+    return [_checked(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _checked(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        role = message.get("role") if isinstance(message, dict) else message
+        raise DataError(f"{where} has the role {role!r:.40}; write one of {', '.join(ROLES)}")
+    content = message.get("content")
+    if isinstance(content, list):
+        texts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
+        ]
+        content = "".join(texts) if all(isinstance(text, str) for text in texts) else content  # pyright: ignore
+    if content is None and message.get("tool_calls"):
+        content = ""
+    if not isinstance(content, str):
+        raise DataError(f"{where} has no text in its content; write a string, or parts of type text")
+    if set(content) & {*MARKS, _CONTENT, "\0"}:
+        raise DataError(f"{where} has a character that is of no text (NUL, U+FDD0 to U+FDD2); remove it")
+    return {name: value for name, value in message.items() if value is not None} | {"content": content}
+
+
+def _fields(path: Path) -> Mapping[str, Any]:
+    try:
+        return read_json(path)
+    except JsonError as error:
+        raise DataError(str(error)) from error
+
+
+@functools.cache
+def _environment(dated: bool) -> Any:
+    """Where templates run: the settings, filters and functions that `transformers` gives them."""
+    import jinja2
+    from jinja2 import ext, nodes, sandbox
+
+    class Generation(ext.Extension):
+        """`{% generation %}`: what is in it is an answer."""
+
+        tags: ClassVar[set[str]] = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+        def _marked(self, caller: Callable[[], str]) -> str:
+            return f"{MARKS[0]}{caller()}{MARKS[1]}"
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, **how: Any) -> str:
+        return json.dumps(value, **{"ensure_ascii": False, **how})
+
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    if dated:
+        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment

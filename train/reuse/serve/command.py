@@ -1,0 +1,106 @@
+"""`python -m train serve WORKDIR`: a language model behind OpenAI's API, and a page to try it in a browser."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro import conf
+
+from mupax import command_line
+from mupax.train.config.cli import CheckpointFlags
+
+if TYPE_CHECKING:
+    from mupax.train.reuse.serve.service import Service
+
+_NEAR = ("generation_config.json", "config.json", "tokenizer_config.json")
+"""Files beside a tokenizer that name what ends a text."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Serve(CheckpointFlags):
+    """A language model behind OpenAI's API, and a page to try it in a browser.
+
+    WORKDIR is a run, one of its steps, a folder that `python -m zoo import` wrote, or one of Hugging Face. There are
+    /v1/completions, /v1/chat/completions where a chat template lies beside the tokenizer, /v1/models and /health. Only this
+    machine is answered unless --host says otherwise: there is no key and no encryption. Ctrl-C ends it.
+    """
+
+    host: Annotated[str, conf.arg(metavar="ADDRESS")] = "127.0.0.1"
+    """Address to listen at; 0.0.0.0 answers whoever reaches this machine."""
+    port: Annotated[int, conf.arg(metavar="N")] = 8000
+    """0 takes any that is free."""
+    tokenizer: Annotated[str | None, conf.arg(name="data.tokenizer", metavar="bytes|FILE")] = None
+    """Of weights without a run, where no tokenizer.json lies beside them."""
+    separator: Annotated[str | None, conf.arg(name="data.separator", metavar="TOKEN")] = None
+    """Of weights without a run: the token that ends a document, where it has none of the usual names."""
+    chat_template: Annotated[str | None, conf.arg(name="data.chat-template", metavar="FILE")] = None
+    """A template of jinja2, in place of the one beside the tokenizer."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serves until it is stopped. Raises UsageError, WorkdirError or DataError for what does not fit."""
+    args = command_line.parse(Serve, "python -m train serve", argv)
+    if not 0 <= args.port < 1 << 16:
+        raise command_line.UsageError(f"--port is {args.port}; write a number from 0 to 65535")
+    from mupax.train.reuse.serve.server import Server
+
+    with Server(args.host, args.port) as server:
+        service = server.service = opened_service(args)
+        if not server.local:
+            print(
+                f"caution: {args.host} is answered to whoever reaches this machine, without a key or encryption",
+                file=sys.stderr,
+            )
+        chat = "chat and completions" if service.template else "completions, no chat template"
+        print(f"serving {service.name} ({chat}) at {server.url}; Ctrl-C ends it", flush=True)
+        try:
+            server.serve_forever()
+        finally:
+            service.close()
+    return 0
+
+
+def opened_service(args: Serve) -> Service:
+    """The model of a command line, ready for requests. Raises what does not fit, before weights are read."""
+    from mupax.train.checkpoints.workdir import WorkdirError
+    from mupax.train.data.text import chat
+    from mupax.train.reuse import runs
+    from mupax.train.reuse.generate import opened
+    from mupax.train.reuse.generate.decode import Generator
+    from mupax.train.reuse.serve.service import Service
+
+    run = opened.find(args.workdir, args.step, args.average, tokenizer=args.tokenizer, separator=args.separator)
+    if not run.config.model.generates:
+        raise WorkdirError(f"{args.workdir} holds a {run.config.model.family}; only decoders are served")
+    tokenizer, name = opened.tokenizer_of(run), run.config.data.tokenizer
+    template = chat.template(name, args.chat_template, dated=True)
+    program = runs.on_one_device(run.config)
+    generator = Generator(program, run.params(program.abstract), program.step_inputs(), sampling=None)
+    return Service(args.workdir.absolute().name, run, tokenizer, template, end_tokens(name, tokenizer), generator)
+
+
+def end_tokens(name: str, tokenizer: Any) -> frozenset[int]:
+    """What ends a text: the tokenizer's separator, and what files beside it name as eos.
+
+    Args:
+        name: data.tokenizer.
+        tokenizer: it, opened.
+
+    Raises:
+        JsonError: such a file is damaged.
+    """
+    from mupax.disk import read_json
+
+    ends, folder = {int(tokenizer.separator)}, Path(name).parent
+    for file in _NEAR if name.endswith(".json") else ():
+        fields = read_json(folder / file) if (folder / file).is_file() else {}
+        ids, token = fields.get("eos_token_id"), fields.get("eos_token")
+        ends |= {i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int}
+        token = token.get("content") if isinstance(token, dict) else token
+        number = tokenizer.find(token) if isinstance(token, str) else None
+        ends |= set() if number is None else {number}
+    return frozenset(ends)
