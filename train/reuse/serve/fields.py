@@ -7,12 +7,13 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from mupax.train.data import DataError
 from mupax.train.data.text import chat
 from mupax.train.reuse.generate.sampling import Sampling
 
+Usage = Literal["never", "end", "always"]
 LONGEST = 100_000
 """Tokens that one request may ask for."""
 MOST_TEXTS = 32
@@ -91,8 +92,8 @@ class Request:
     """How many of the likeliest tokens are named beside each; None asks for no probabilities."""
     echo: bool
     stream: bool
-    usage: bool
-    """Whether a stream ends with what it took."""
+    usage: Usage
+    """When a stream says what it took: never, at its end, or in every chunk."""
     ignore_eos: bool
 
 
@@ -143,7 +144,7 @@ def request(body: bytes, *, is_chat: bool) -> Request:
         logprobs=logprobs,
         echo=echo,
         stream=stream,
-        usage=_include_usage(fields),
+        usage=_usage(fields),
         ignore_eos=read.switch("ignore_eos"),
     )
 
@@ -223,10 +224,13 @@ def _stops(fields: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _include_usage(fields: Mapping[str, Any]) -> bool:
+def _usage(fields: Mapping[str, Any]) -> Usage:
     options = fields.get("stream_options", {})
-    if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
+    flags = ("include_usage", "continuous_usage_stats", "include_obfuscation")
+    if not isinstance(options, dict) or options.keys() - {*flags}:
         raise ApiError(400, 'stream_options is {"include_usage": true} or left out', "stream_options")
     if options and not fields.get("stream"):
         raise ApiError(400, "stream_options needs stream true", "stream_options")
-    return bool(options.get("include_usage"))
+    if not options.get("include_usage"):
+        return "never"
+    return "always" if options.get("continuous_usage_stats") else "end"

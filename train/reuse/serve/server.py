@@ -9,6 +9,7 @@ import json
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from mupax import command_line
@@ -19,6 +20,19 @@ from mupax.train.reuse.serve.service import Service
 LARGEST = 1 << 24
 """Bytes of a request."""
 _IDLE_S = 60.0
+_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "style-src 'unsafe-inline'",
+        "script-src 'unsafe-inline'",
+        "connect-src 'self'",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+"""What the page may load: nothing but itself and this server's answers."""
 _POSTS = {"/v1/completions": False, "/v1/chat/completions": True}
 _GETS = ("/", "/health", "/v1/models")
 
@@ -93,7 +107,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             raise ApiError(405, f"{path} takes POST")
         if path == "/":
             page = importlib.resources.files(__name__.rpartition(".")[0]).joinpath("page.html").read_bytes()
-            self._send(200, page, "text/html; charset=utf-8")
+            self._send(200, page, "text/html; charset=utf-8", {"Content-Security-Policy": _POLICY})
         elif path == "/health":
             self._send_json(200, {"status": "ok"})
         else:
@@ -184,8 +198,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _send_json(self, status: int, answer: dict[str, Any]) -> None:
         self._send(status, json.dumps(answer, ensure_ascii=False).encode("utf-8", "replace"), "application/json")
 
-    def _send(self, status: int, body: bytes, kind: str) -> None:
-        self._head(status, kind, {"Content-Length": str(len(body))})
+    def _send(self, status: int, body: bytes, kind: str, more: Mapping[str, str] | None = None) -> None:
+        self._head(status, kind, {"Content-Length": str(len(body)), **(more or {})})
         self.wfile.write(body)
 
     def _head(self, status: int, kind: str, more: dict[str, str]) -> None:

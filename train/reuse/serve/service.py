@@ -113,12 +113,13 @@ class Service:
             ApiError: 500 where the model has diverged.
         """
         head = self._head(request, ".chunk" if request.chat else "")
-        more = {"usage": None} if request.usage else {}
 
         def chunk(index: int, text: str | None, finish: str | None = None, **delta: str) -> dict[str, Any]:
             content = delta | ({} if text is None else {"content": text})
             body = {"delta": content} if request.chat else {"text": text or ""}
-            return {**head, "choices": [{"index": index, **body, "logprobs": None, "finish_reason": finish}], **more}
+            usage = {} if request.usage == "never" else {"usage": None}
+            usage = {"usage": self._usage(prompts)} if request.usage == "always" else usage
+            return {**head, "choices": [{"index": index, **body, "logprobs": None, "finish_reason": finish}], **usage}
 
         for place, prompt in enumerate(prompts):
             first = place * request.n
@@ -137,7 +138,7 @@ class Service:
                         yield chunk(first + number, None, finish)
             except DecodingError as error:
                 raise ApiError(500, str(error)) from error
-        if request.usage:
+        if request.usage != "never":
             yield {**head, "choices": [], "usage": self._usage(prompts)}
 
     def begin(self, request: Request) -> list[Prompt]:

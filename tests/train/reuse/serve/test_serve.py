@@ -6,6 +6,7 @@ import concurrent.futures
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -27,6 +28,7 @@ from mupax.train.reuse.serve.writing import Writing
 from mupax.train.reuse.source import Source
 from mupax.zoo.configs import DecoderConfig
 from mupax.zoo.definition import definition
+from tests import browser
 
 SEQ_LEN, PROMPT = 32, "to be"
 MODEL = DecoderConfig(width=16, depth=1, num_heads=2, mlp_ratio=2, vocab_size=128, seq_len=SEQ_LEN)
@@ -264,6 +266,46 @@ def test_without_a_template_a_chat_is_refused_and_a_full_queue_says_so(
     assert asked(server, {"prompt": "a"})[0] == 503
     monkeypatch.setattr(worker.Worker, "submit", full)
     assert asked(server, {"prompt": "a", "max_tokens": 1})[0] == 200
+
+
+# The page
+
+DONE = "/ s|reads/.test(document.getElementById('status')?.textContent) && document.getElementById('stop').disabled"
+TEXT = "document.getElementById('output').textContent"
+
+
+@pytest.mark.skipif(browser.PROGRAM is None, reason="no browser: neither chromium nor google-chrome is on the path")
+def test_the_page_writes_in_a_browser(server: Server) -> None:
+    whole = text_of(completion(server, max_tokens=20, ignore_eos=False))
+    with browser.page() as page:
+        page.shape(400, 800)
+        page.go(f"{server.url}#mode=text&prompt={PROMPT.replace(' ', '+')}&temperature=0&length=20&run")
+        page.until(DONE)
+        assert page.value(TEXT) == PROMPT + whole
+        status = page.value("document.getElementById('status').textContent")
+        assert "20 tokens, " in status
+        assert "tokens/s, first after" in status
+        assert page.value("document.title") == "tiny"
+        for width in (400, 1280):  # nothing reaches out of the window
+            page.shape(width, 800)
+            assert page.value("document.documentElement.scrollWidth") == width
+        page.value("document.getElementById('as-chat').click()")
+        page.value("document.getElementById('prompt').value = 'hi'; document.getElementById('run').click()")
+        page.until(DONE)
+        fields = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 20, "temperature": 0}
+        answer: Any = asked(server, fields, "/v1/chat/completions")[1]
+        turns = page.value("[...document.querySelectorAll('.turn')].map(turn => turn.textContent)")
+        assert turns == ["hi", answer["choices"][0]["message"]["content"]]
+        page.go(f"{server.url}#mode=text&prompt={'a' * 33}&run")
+        page.until(DONE)
+        wrong = page.value("document.querySelector('#status.wrong').textContent")
+        assert wrong == "the prompt has 33 tokens, and the model reads 32; shorten it"
+
+
+def test_the_page_needs_nothing_from_elsewhere(server: Server) -> None:
+    status, page = asked(server, path="/")
+    assert status == 200
+    assert re.findall(r"""(?:src|href)=["'](?!data:)|https?:|@import|url\(|innerHTML""", str(page)) == []
 
 
 # Texts as they come
