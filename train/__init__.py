@@ -4,6 +4,7 @@ from mupax import train
 config = dataclasses.replace(train.RECIPES["lm-tiny"](), steps=200)
 train.fit(config)                 # what `mupax train lm-tiny --steps 200` does; the exit code
 train.assemble(config.resolved()) # the model, step and optimizer of it, to run by yourself
+train.parameterize(definition, preset, optimizer)   # a preset for a model and a training loop of your own, of any framework
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from mupax.train.config.devices import DistributedConfig, MeshConfig
     from mupax.train.config.recipes import RECIPES
     from mupax.train.config.run import CheckpointConfig, Config, DataConfig, OptimizerConfig, PresetConfig
+    from mupax.train.core.functional.parameterization import Parameterization, parameterize
     from mupax.train.core.program import Program, assemble
     from mupax.train.run.loop import run as fit
 
@@ -26,13 +28,17 @@ __all__ = [
     "DistributedConfig",
     "MeshConfig",
     "OptimizerConfig",
+    "Parameterization",
     "PresetConfig",
     "Program",
     "assemble",
     "fit",
+    "parameterize",
 ]
 
 _PLACES = {
+    "Parameterization": "core.functional.parameterization",
+    "parameterize": "core.functional.parameterization",
     "RECIPES": "config.recipes",
     "Program": "core.program",
     "assemble": "core.program",

@@ -102,16 +102,20 @@ def of(
     shared = {"experts", "mlp"} <= first.sizes.keys()
     part = "shared experts" if shared else "experts" if "experts" in first.sizes else ""
     exponents, _ = growth(first.sizes, last.sizes)
+    if "heads" not in first.sizes:  # a model without attention: that of the theory grows with it, evenly
+        evenly = {axis: exponents.get("embed", 0.0) for axis in ("heads", "kv_heads")}
+    else:
+        evenly = {}
     family = preset.family(optimizer)
     tied, encoded = first.tied_readout is not None, "encoder_layers" in first.sizes
-    limit = Limit(preset, family, exponents, tied=tied, part=part)
+    limit = Limit(preset, family, {**exponents, **evenly}, tied=tied, part=part)
     late = _slopes(preset, first, limit)
     # At initialization the backward signal of q and k is not aligned with the values, up to N^1/2 less: logits that much smaller
     # say what follows from it. It aligns slowly, and what reaches the stream through attention starts small: changes may
     # be anywhere from a whole N^1/2 less to what theory says in the end.
     lost = (limit.aligned - limit.n / 2) / limit.n if limit.n else 0.0
     first_gradient, early = (
-        _slopes(slower, first, Limit(slower, family, exponents, tied=tied, part=part), aligned=False)
+        _slopes(slower, first, Limit(slower, family, limit.growth, tied=tied, part=part), aligned=False)
         for slower in (dataclasses.replace(preset, logits=preset.logits * axis("head_dim") ** -x) for x in (lost, 0.5))
     )
     worst = max((slope for (_, step), slope in late.items() if step > 0 and slope > _GROWS), default=0.0)

@@ -1,0 +1,59 @@
+"""The training loop of the examples whose models are other people's: data, loss and steps, for any optax transformation."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+from sklearn.datasets import load_digits
+
+from mupax import train
+
+VOCAB, LENGTH = 128, 32
+
+
+def text(steps: int, batch: int = 16) -> dict[str, np.ndarray]:
+    """ASCII of the standard library's own sources, inputs and targets [steps, B, 32]."""
+    files = sorted(Path(os.__file__).parent.glob("*.py"))[:40]
+    data = np.frombuffer(b"".join(path.read_bytes() for path in files), np.uint8)
+    starts = np.random.default_rng(0).integers(0, len(data) - LENGTH - 1, (steps, batch, 1))
+    windows = np.minimum(data[starts + np.arange(LENGTH + 1)], VOCAB - 1).astype(np.int32)
+    return {"inputs": windows[..., :-1], "targets": windows[..., 1:]}
+
+
+def digits(steps: int, batch: int = 32) -> dict[str, np.ndarray]:
+    """Images [steps, B, 8, 8, 1] from -1 to 1 and their labels [steps, B]."""
+    pixels, labels = load_digits(return_X_y=True)
+    rows = np.random.default_rng(0).integers(0, len(labels), (steps, batch))
+    images = (pixels / 8 - 1).astype(np.float32).reshape(-1, 8, 8, 1)
+    return {"inputs": images[rows], "targets": labels[rows].astype(np.int32)}
+
+
+def losses(
+    model: train.Parameterization, tx: optax.GradientTransformation, data: dict[str, np.ndarray], seed: int | jax.Array
+) -> jax.Array:
+    """Cross-entropy of every step's batch in nats, before the step."""
+
+    def step(carry: tuple, batch: dict[str, jax.Array]) -> tuple[tuple, jax.Array]:
+        def loss_of(params: optax.Params) -> jax.Array:
+            logits = model.apply(params, batch["inputs"])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+
+        params, state = carry
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), loss
+
+    params = model.init(seed)
+    return jax.lax.scan(step, (params, tx.init(params)), data)[1]
+
+
+def report(run: Callable[..., jax.Array], title: str, lr: float, seed: int) -> None:
+    """Trains and prints the first loss and the mean of the last fifth."""
+    measured = jax.jit(run)(lr, seed)
+    last = measured[-max(1, len(measured) // 5) :].mean()
+    print(f"{title} at {lr:g}: {measured[0]:.3f} to {last:.3f} nats")

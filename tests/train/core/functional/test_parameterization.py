@@ -1,0 +1,143 @@
+"""A preset for models of any framework: what the parameters become in the forward pass, and how far each moves."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mupax import presets, train, zoo
+from mupax.presets import ParamSpec, PresetError, Role
+from mupax.train.core import factors, optimizer
+
+D, F, L, V, H, N = 6, 14, 2, 11, 2, 5
+HEAD = ("heads", "head_dim")
+
+
+def block(role: Role, axes: tuple[str, ...], fan_in: tuple[str, ...]) -> ParamSpec:
+    return ParamSpec(role=role, axes=axes, fan_in=fan_in, in_block=True)
+
+
+SPECS = {
+    "token": ParamSpec(role=Role.TOKEN_EMBEDDING, axes=("vocab", "embed")),
+    "*.query": block(Role.QUERY, ("embed", *HEAD), ("embed",)),
+    "*.out": block(Role.ATTENTION_OUT, (*HEAD, "embed"), HEAD),
+    "*.out_bias": block(Role.ATTENTION_OUT, (*HEAD, "embed"), HEAD).bias,
+    "*.down": block(Role.MLP_OUT, ("mlp", "embed"), ("mlp",)),
+    "readout": ParamSpec(role=Role.READOUT, axes=("embed", "vocab"), fan_in=("embed",)),
+}
+
+
+def shapes() -> dict:
+    each = {"query": (D, H * N), "out": (H * N, D), "out_bias": (D,), "down": (F, D)}
+    tree = {"token": (V, D), "readout": (D, V), "blocks": [each] * L}
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), tree, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def model() -> zoo.FunctionDefinition:
+    return zoo.define_function(lambda params: params, shapes(), SPECS, sizes={"layers": L, "heads": H})
+
+
+BASE = {"embed": 3, "mlp": 7, "heads": 1, "kv_heads": 1, "head_dim": 5, "layers": 1}
+ADAMW = train.OptimizerConfig(name="adamw", peak_lr=0.5, weight_decay=0.25, eps=0.1, schedule="constant")
+
+
+def test_what_a_preset_sets_acts_through_parameters():
+    # Mean-field: the readout's multiplier is its whole scale; branches by 1/sqrt(L) of L = 2 times the base's.
+    preset = presets.get("depth-mup", base=BASE, alpha_l=1.0, form="mean-field")
+    mup = train.parameterize(model(), preset, ADAMW)
+    params = jax.jit(mup.init)(3)
+    acting = jax.jit(mup.forward)(params)
+    sizes, own = mup.definition.sizes, N**-0.5
+    multiplier = {name: float(x) for name, x in mup.factors.multiplier.items()}
+    branch = preset.residual_scale(sizes, 0, "attention")[1]
+    assert branch == pytest.approx(1 / 2)
+    for layer in range(L):
+        was, now, at = params["blocks"][layer], acting["blocks"][layer], f"blocks.{layer}"
+        np.testing.assert_allclose(
+            now["query"], was["query"] * multiplier[f"{at}.query"] * preset.logit_scale(sizes) / own, rtol=1e-6
+        )
+        np.testing.assert_allclose(now["out"], was["out"] * multiplier[f"{at}.out"] * branch, rtol=1e-6)
+        np.testing.assert_allclose(now["down"], was["down"] * multiplier[f"{at}.down"] * branch, rtol=1e-6)
+    np.testing.assert_allclose(acting["readout"], params["readout"] * multiplier["readout"], rtol=1e-6)
+    assert not np.any(params["blocks"][0]["out_bias"])
+    assert float(np.std(params["token"])) == pytest.approx(1, rel=0.4)
+
+
+def test_depth_is_counted_by_the_names_of_layers():
+    """Layer 10 comes after layer 2."""
+    names = {f"h_{i}.down": (F, D) for i in range(11)}
+    leaves = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in names.items()}
+    of = zoo.define_function(lambda params: params, leaves, {"*": SPECS["*.down"]}, sizes={"layers": 11})
+    ones = {name: jnp.ones((F, D)) for name in names}
+    acting = of.forward(ones, {"branch": jnp.arange(22.0).reshape(11, 2)})
+    assert {name: float(array[0, 0]) for name, array in acting.items()} == {
+        f"h_{i}.down": 2.0 * i + 1 for i in range(11)
+    }
+
+
+def test_a_scaled_stream_is_refused():
+    with pytest.raises(PresetError, match="scales the residual stream itself"):
+        train.parameterize(model(), presets.get("u-mup"), dataclasses.replace(ADAMW, weight_decay=0.0))
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_transformation_is_the_loops_own_chain(name: str):
+    """Every parameter's rate, decay and eps is the loop's, with each matrix read by its axes."""
+    of, preset = model(), presets.get("mup", base={**BASE, "heads": 2, "layers": 2, "head_dim": 2.5})
+    config = train.OptimizerConfig(name=name, peak_lr=0.5, weight_decay=0.25, schedule="constant", eps=0.1)
+    mup, chain = train.parameterize(of, preset, config), optimizer.build(config, of.specs)
+    tx, rng = mup.optimizer(4), np.random.default_rng(0)
+    params, grads = (jax.tree.map(lambda w: rng.normal(size=w.shape).astype("f"), shapes()) for _ in range(2))
+    numbers = {"factors": factors.resolve(preset, of, name), "hyper": optimizer.hyper(config, 4).at(jnp.int32(0))}
+
+    @jax.jit
+    def both(params, grads):
+        named = of.arrays(params)
+        return tx.update(grads, tx.init(params), params), chain.update(
+            of.arrays(grads), chain.init(named), named, **numbers
+        )
+
+    (moved, state), (expected, _) = both(params, grads)
+    chex.assert_trees_all_close(of.arrays(moved), expected, rtol=1e-6)
+    chex.assert_trees_all_equal_shapes(moved, params)
+    assert int(state.step) == 1
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.read, self.out = nnx.Linear(3, 8, rngs=rngs), nnx.Linear(8, 2, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.out(self.read(x))
+
+
+def test_an_optimizer_of_nnx_takes_it():
+    read = ParamSpec(role=Role.PATCH_EMBEDDING, axes=("patch", "embed"), fan_in=("patch",))
+    specs = {"read.kernel": read, "read.bias": read.bias}
+    specs["out.kernel"] = ParamSpec(role=Role.READOUT, axes=("embed", "classes"), fan_in=("embed",))
+    net = Net(nnx.Rngs(0))
+    graph, state = nnx.split(net)
+    of = zoo.define_function(lambda params, x: nnx.merge(graph, params)(x), state, specs)
+    mup = train.parameterize(
+        of, presets.get("mup", base={"embed": 4}, form="plain"), dataclasses.replace(ADAMW, eps=1e-8)
+    )
+    nnx.update(net, jax.jit(mup.init)(0))
+    tx = nnx.Optimizer(net, mup.optimizer(10), wrt=nnx.Param)
+    before = nnx.state(net, nnx.Param)
+    before = jax.tree.map(np.asarray, before)
+    grads = nnx.grad(lambda model: jnp.sum(model(jnp.ones((1, 3)))))(net)
+    tx.update(net, grads)
+    moved = np.abs(np.asarray(net.out.kernel[...]) - before["out"]["kernel"][...])
+    # Adam's first step is the rate, of a readout twice as wide as the base half of the peak; decay moves it a little.
+    assert float(np.median(moved)) == pytest.approx(0.25, rel=0.3)
+    assert mup.scales["out"]["kernel"].get_value().lr == pytest.approx(0.5)
+    with pytest.raises(PresetError, match="is in the model alone"):
+        mup.forward({"read": {"kernel": jnp.ones((3, 8))}})
+    with pytest.raises(ValueError, match="reads the parameters"):
+        mup.optimizer(1).update(before, mup.optimizer(1).init(before))
