@@ -186,7 +186,8 @@ def _report(
 
     report.show(terminal.console(), findings, title, not_judged, "number" if args.grow in RUN_AXES else "role")
     if vanishing := about["vanishing"]:
-        print("its source lets go " + ", ".join(f"{name} as {exponent:+.2f}" for name, exponent in vanishing.items()))
+        allowed = ", ".join(f"{name} go as {exponent:+.2f}" for name, exponent in vanishing.items())
+        print(terminal.wrapped(f"by its source the preset lets {allowed}"))
     if args.json:
         Path(args.json).write_text(json.dumps(report.to_json(findings, about, not_judged), indent=2) + "\n")
     if args.figure:

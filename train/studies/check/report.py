@@ -15,6 +15,8 @@ from mupax.train.studies.check.check import Finding, passes
 
 _BY_ROLE = ("weight", "movement", "gradient")
 _PANEL_COLUMNS = 7
+_WIDE = 112
+"""Columns of a terminal from which on intervals and bands fit in beside the verdict."""
 _STEP_COLOURS = {0: "#999999", 1: "#56B4E9", 3: "#0072B2", 10: "#D55E00"}
 
 
@@ -27,6 +29,8 @@ def show(
 ) -> None:
     """One line per observable and step, worst first within what theory speaks of, and the verdicts.
 
+    A console narrower than `_WIDE` has no intervals and bands: a slope cut off in the middle would be nothing.
+
     Args:
         console: to print on.
         findings: of the check.
@@ -34,15 +38,20 @@ def show(
         not_judged: observables that theory says nothing about.
         blamed: what comes behind the stroke of an observable: a parameter's role, or a number of the optimizer over a whole run.
     """
+    wide = console.width >= _WIDE
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
-    for column in ("observable", "after", "slope", "95 %", "theory", "verdict"):
-        table.add_column(column, justify="right" if column in ("after", "slope", "theory") else "left", no_wrap=True)
+    table.add_column("observable", no_wrap=True)
+    for column in ("after", "slope", "95 %", "theory") if wide else ("after", "slope", "theory"):
+        table.add_column(column, justify="left" if column == "95 %" else "right", no_wrap=True)
+    table.add_column("verdict")
     for f in sorted(findings, key=lambda f: (f.ok, f.observable, f.step)):
-        band = f"{f.expected.slope:+.2f} (-{f.expected.below:.2f} +{f.expected.above:.2f})"
-        colour = "green" if f.ok else "bold red"
-        interval, words = f"[{f.low:+.2f}, {f.high:+.2f}]", f"[{colour}]{_words(f)}[/{colour}]"
+        theory, colour = f"{f.expected.slope:+.2f}", "green" if f.ok else "bold red"
         after = str(f.step) if blamed == "role" else "run"
-        table.add_row(f.observable, after, f"{f.slope:+.2f}", interval, band, words)
+        numbers = [f"{f.slope:+.2f}", theory]
+        if wide:
+            band = f"{theory} (-{f.expected.below:.2f} +{f.expected.above:.2f})"
+            numbers = [f"{f.slope:+.2f}", f"[{f.low:+.2f}, {f.high:+.2f}]", band]
+        table.add_row(f.observable, after, *numbers, f"[{colour}]{_words(f)}[/{colour}]")
     console.print(table)
     console.print(verdict_line(findings, not_judged, blamed))
 

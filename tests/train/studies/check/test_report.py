@@ -1,0 +1,44 @@
+"""What a check prints: every number whole in a terminal of 80 columns, intervals and bands where there is room."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from mupax.train.studies.check import report
+from mupax.train.studies.check.judge import Finding
+from mupax.train.studies.check.theory import Expected
+
+FINDINGS = [
+    Finding("movement/block.norm_gain/attention_norm", 1, 0.01, -0.02, 0.03, (1.0, 1.0), Expected(0.0, 0.08, 0.08)),
+    Finding("update query", 10, -0.12, -0.14, -0.10, (1.0, 0.9), Expected(0.0, 0.23, 0.12)),
+    Finding("update attention", 3, 1.24, 1.22, 1.27, (1.0, 9.0), Expected(1.5, 1.55, 0.12, "explodes", ("query", "attention out"))),
+]  # fmt: skip
+
+
+def printed(width: int) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    report.show(console, FINDINGS, "lm-proxy under mup, growing width")
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.core
+def test_no_number_is_cut_off_at_80_columns() -> None:
+    text = printed(80)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    for finding in FINDINGS:
+        (line,) = [line for line in text.splitlines() if line.strip().startswith(finding.observable)]
+        assert f"{finding.slope:+.2f}" in line
+        assert f"{finding.expected.slope:+.2f}" in line
+        assert finding.verdict in line
+
+
+@pytest.mark.core
+def test_intervals_and_bands_are_there_where_they_fit() -> None:
+    text = printed(160)
+    for finding in FINDINGS:
+        assert f"[{finding.low:+.2f}, {finding.high:+.2f}]" in text
+        assert f"(-{finding.expected.below:.2f} +{finding.expected.above:.2f})" in text
