@@ -33,6 +33,7 @@ COMMANDS = {
         "a run's whole config, cost and loss before it is run; `plan score` holds it to what came",
     ),
     "compile": ("pods.command", "compile a recipe for a TPU pod, without a TPU: memory, collectives, least step time"),
+    "roles": ("studies.roles.command", "what every parameter is, found in the loss, and whether it is declared so"),
     "balance": (
         "studies.check.balance_command",
         "derive learning rates per layer from one batch, where none has a rule",

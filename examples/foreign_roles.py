@@ -1,0 +1,117 @@
+"""Three transformers that know nothing of mupax, each as a function `build(sizes)` of which `python -m train roles` finds all roles.
+
+A pytree by hand, flax.linen, and NNX. B batch, T positions, D embed, H heads, N head_dim, F mlp, V vocab. Nothing is computed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+SIZES = {"embed": 20, "heads": 4, "head_dim": 6, "mlp": 28, "vocab": 50, "position": 12}
+PATCHES = {"embed": 20, "heads": 4, "head_dim": 6, "mlp": 28, "patch": 15, "classes": 10, "position": 12}
+"""Sizes of the base: of the two language models, and of the classifier."""
+DEPTH = 2
+
+
+def _normed(x: jax.Array, gain: jax.Array) -> jax.Array:
+    return gain * x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
+
+
+def by_hand(sizes: Mapping[str, int]) -> tuple[Any, Any, Any]:
+    """A decoder as dicts of arrays: no biases, a gated MLP, learned positions, read out through the embedding."""
+    V, T, D, H, N, F = (sizes[axis] for axis in ("vocab", "position", "embed", "heads", "head_dim", "mlp"))
+    block = {
+        "norm1": (D,), "wq": (D, H, N), "wk": (D, H, N), "wv": (D, H, N), "wo": (H, N, D),
+        "norm2": (D,), "w1": (D, F), "w3": (D, F), "w2": (F, D),
+    }  # fmt: skip
+    shapes = {"wte": (V, D), "wpe": (T, D), "norm": (D,), "h": [block] * DEPTH}
+    params = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=_is_shape)
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        x = params["wte"][tokens] + params["wpe"]
+        for p in params["h"]:
+            y = _normed(x, p["norm1"])
+            q, k, v = (jnp.einsum("btd,dhn->bhtn", y, p[name]) for name in ("wq", "wk", "wv"))
+            logits = jnp.where(jnp.tri(T, dtype=bool), q @ k.swapaxes(2, 3) / N**0.5, -1e30)
+            x = x + jnp.einsum("bhtn,hnd->btd", jax.nn.softmax(logits) @ v, p["wo"])
+            y = _normed(x, p["norm2"])
+            x = x + (jax.nn.silu(y @ p["w1"]) * (y @ p["w3"])) @ p["w2"]
+        scores = jax.nn.log_softmax(_normed(x, params["norm"]) @ params["wte"].T)
+        return -jnp.mean(jnp.take_along_axis(scores[:, :-1], tokens[:, 1:, None], axis=-1))
+
+    return params, loss, jax.ShapeDtypeStruct((2, T), jnp.int32)
+
+
+def _is_shape(x: Any) -> bool:
+    return isinstance(x, tuple)
+
+
+class _Linen(nn.Module):
+    sizes: Mapping[str, int]
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        s = self.sizes
+        x = nn.Embed(s["vocab"], s["embed"])(tokens)
+        x = x + self.param("positions", nn.initializers.normal(), (s["position"], s["embed"]))
+        for _ in range(DEPTH):
+            inner = s["heads"] * s["head_dim"]
+            y = nn.LayerNorm()(x)
+            x = x + nn.MultiHeadDotProductAttention(s["heads"], qkv_features=inner, normalize_qk=True)(
+                y, mask=nn.make_causal_mask(tokens)
+            )
+            y = nn.LayerNorm()(x)
+            x = x + nn.Dense(s["embed"])(nn.gelu(nn.Dense(s["mlp"])(y)))
+        return nn.Dense(s["vocab"])(nn.LayerNorm()(x))
+
+
+def linen(sizes: Mapping[str, int]) -> tuple[Any, Any, Any]:
+    """A decoder of flax.linen's own layers: LayerNorm, biases, normalized queries and keys, a readout of its own."""
+    model, tokens = _Linen(dict(sizes)), jax.ShapeDtypeStruct((2, sizes["position"]), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        logits: Any = model.apply({"params": params}, tokens)
+        return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
+
+    return params, loss, tokens
+
+
+class _NNX(nnx.Module):
+    def __init__(self, s: Mapping[str, int], rngs: nnx.Rngs) -> None:
+        inner = s["heads"] * s["head_dim"]
+        self.patch = nnx.Linear(s["patch"], s["embed"], rngs=rngs)
+        self.position = nnx.Param(jnp.zeros((s["position"], s["embed"])))
+        self.norms = nnx.List([nnx.RMSNorm(s["embed"], rngs=rngs) for _ in range(2 * DEPTH)])
+        self.attention = nnx.List(
+            [nnx.MultiHeadAttention(s["heads"], s["embed"], inner, decode=False, rngs=rngs) for _ in range(DEPTH)]
+        )
+        self.up = nnx.List([nnx.Linear(s["embed"], s["mlp"], rngs=rngs) for _ in range(DEPTH)])
+        self.down = nnx.List([nnx.Linear(s["mlp"], s["embed"], rngs=rngs) for _ in range(DEPTH)])
+        self.readout = nnx.Linear(s["embed"], s["classes"], rngs=rngs)
+
+    def __call__(self, patches: jax.Array) -> jax.Array:
+        x = self.patch(patches) + self.position[...]
+        for i in range(DEPTH):
+            x = x + self.attention[i](self.norms[2 * i](x))
+            x = x + self.down[i](jax.nn.relu(self.up[i](self.norms[2 * i + 1](x))))
+        return self.readout(x.mean(axis=1))
+
+
+def classifier(sizes: Mapping[str, int]) -> tuple[Any, Any, Any]:
+    """A classifier of patches of NNX's own layers, nnx.Linear and nnx.MultiHeadAttention, trained on squared errors."""
+    graph, params = nnx.split(nnx.eval_shape(lambda: _NNX(sizes, nnx.Rngs(0))), nnx.Param)[:2]
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        patches, labels = batch
+        return jnp.mean((nnx.merge(graph, params)(patches) - jax.nn.one_hot(labels, sizes["classes"])) ** 2)
+
+    patches = jax.ShapeDtypeStruct((2, sizes["position"], sizes["patch"]), jnp.float32)
+    return nnx.to_pure_dict(params), loss, (patches, jax.ShapeDtypeStruct((2,), jnp.int32))

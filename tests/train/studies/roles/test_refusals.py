@@ -1,0 +1,224 @@
+"""What tracing refuses, and in which words: where two readings are possible there is no guess."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mupax.presets.roles import PresetError
+from mupax.train.studies.roles import models
+from mupax.train.studies.roles.deduce import Roles
+
+SIZES = {"patch": 5, "embed": 6, "mlp": 14, "classes": 10, "position": 3}
+ATTENTION = SIZES | {"heads": 4, "head_dim": 7}
+
+Shapes = Callable[[Mapping[str, int]], dict[str, tuple[int, ...]]]
+Branch = Callable[[dict[str, jax.Array], jax.Array], jax.Array]
+
+
+def roles(extra: Shapes, branch: Branch, sizes: Mapping[str, int] = SIZES, outside: Branch | None = None) -> Roles:
+    """Roles of a residual model of patches whose one branch, or what follows it, has the parameters `extra`."""
+
+    def build(s: Mapping[str, int]) -> tuple[Any, Any, Any]:
+        shapes = {"patch": (s["patch"], s["embed"]), "readout": (s["embed"], s["classes"]), **extra(s)}
+        params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+
+        def loss(p: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
+            x = batch @ p["patch"]
+            x = x + branch(p, normed(x))
+            x = x if outside is None else outside(p, x)
+            return jax.nn.logsumexp(x.mean(1) @ p["readout"], axis=-1).sum()
+
+        return params, loss, jax.ShapeDtypeStruct((2, s["position"], s["patch"]), jnp.float32)
+
+    return models.roles_of(build, sizes)
+
+
+def normed(x: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+
+
+def mlp(s: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    return {"up": (s["embed"], s["mlp"]), "down": (s["mlp"], s["embed"])}
+
+
+def run_mlp(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    return jax.nn.gelu(x @ p["up"]) @ p["down"]
+
+
+def heads(s: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    inner = (s["embed"], s["heads"], s["head_dim"])
+    return {"q": inner, "k": inner, "v": inner, "o": (*inner[1:], inner[0])}
+
+
+def attend(weigh: Callable[[jax.Array], jax.Array], q: str, k: str) -> Branch:
+    def branch(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        qx, kx, vx = (jnp.einsum("btd,dhn->bhtn", x, p[name]) for name in (q, k, "v"))
+        return jnp.einsum("bhtn,hnd->btd", weigh(qx @ kx.swapaxes(2, 3)) @ vx, p["o"])
+
+    return branch
+
+
+def refusal(found: Roles, *names: str) -> str:
+    """The one reason of these parameters, and of no others."""
+    assert tuple(sorted(found.refused)) == names
+    return found.refused[names[0]]
+
+
+def test_the_model_itself_is_found() -> None:
+    """The control of all that follow: without what is wrong in them nothing is refused."""
+    assert {name: spec.group for name, spec in roles(mlp, run_mlp).specs.items()} == {
+        "patch": "patch_embedding", "readout": "readout", "up": "block.mlp_in", "down": "block.mlp_out"
+    }  # fmt: skip
+    attention = roles(heads, attend(jax.nn.softmax, "q", "k"), ATTENTION)
+    assert attention.refused == {}
+    assert [attention.specs[name].group for name in "qkvo"] == [
+        "block.query", "block.key", "block.value", "block.attention_out"
+    ]  # fmt: skip
+
+
+def test_a_parameter_that_is_not_used() -> None:
+    found = roles(lambda s: mlp(s) | {"idle": (s["embed"],)}, run_mlp)
+    assert refusal(found, "idle") == "the loss does not use it; leave it out"
+
+
+def test_two_uses_with_another_fan_in() -> None:
+    def branch(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        return jax.nn.gelu(x @ p["up"]) @ p["up"].T
+
+    reason = refusal(roles(lambda s: {"up": mlp(s)["up"]}, branch), "up")
+    assert reason.startswith("its uses do not agree: contracts embed; a nonlinearity")
+    assert reason.endswith("make them parameters of their own, or declare its role")
+
+
+def test_one_matrix_as_query_and_key() -> None:
+    found = roles(
+        lambda s: {k: v for k, v in heads(s).items() if k != "k"}, attend(jax.nn.softmax, "q", "q"), ATTENTION
+    )
+    assert refusal(found, "q").startswith(
+        "its uses do not agree: its products with those of q go through a softmax over its own rows"
+    )
+
+
+def test_queries_keys_and_values_in_one_array() -> None:
+    def fused(s: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        return {"qkv": (s["embed"], 3 * s["heads"] * s["head_dim"]), "o": heads(s)["o"]}
+
+    def branch(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        count, size, _ = p["o"].shape
+        y = (x @ p["qkv"]).reshape(*x.shape[:2], 3, count, size)
+        q, k, v = (y[:, :, i].swapaxes(1, 2) for i in range(3))
+        return jnp.einsum("bhtn,hnd->btd", jax.nn.softmax(q @ k.swapaxes(2, 3)) @ v, p["o"])
+
+    reason = refusal(roles(fused, branch, ATTENTION), "qkv")
+    assert reason.startswith("dimension 1 is 3 x heads x head_dim; a declaration names one axis a dimension")
+
+
+def test_an_axis_that_is_another_at_all_sizes() -> None:
+    def build(s: Mapping[str, int]) -> tuple[Any, Any, Any]:
+        params = {"up": jax.ShapeDtypeStruct((s["patch"], s["embed"]), jnp.float32)}
+        return params, lambda p, x: jnp.sum(x @ p["up"]), jax.ShapeDtypeStruct((2, s["patch"]), jnp.float32)
+
+    samples = [({"patch": a, "embed": b, "mlp": b}, (a, b)) for a, b in ((5, 6), (10, 6), (5, 12))]
+    from mupax.train.studies.roles.deduce import Sample, axis_names
+
+    refused = axis_names([Sample(sizes, {"up": shape}) for sizes, shape in samples])[1]
+    assert refused == {"up": "dimension 1 is embed and mlp at all sizes; build the model so that each can change alone"}
+    assert list(models.roles_of(build, {"patch": 5, "embed": 6}).specs) == ["up"]
+
+
+def test_a_size_that_has_no_name() -> None:
+    found = roles(lambda s: {"up": (s["embed"], 4 * s["embed"]), "down": (4 * s["embed"], s["embed"])}, run_mlp)
+    assert refusal(found, "down", "up").startswith(
+        "dimension 0 is 4 x embed; make embed a dimension of its own, or name"
+    )
+    found = roles(lambda s: {"up": (s["embed"], 9), "down": (9, s["embed"])}, run_mlp)
+    assert refusal(found, "down", "up").startswith("dimension 0, of size 9, grows with none of patch, embed, mlp")
+
+
+def test_a_product_over_a_part_of_an_axis() -> None:
+    def branch(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        return jax.nn.gelu(x[..., :3] @ p["up"][:3]) @ p["down"]
+
+    assert refusal(roles(mlp, branch), "up").startswith("a product sums over 3 of the 6 along its dimension 0")
+
+
+def test_what_is_computed_of_a_parameter_first() -> None:
+    def branch(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        return jax.nn.gelu(x @ jnp.tanh(p["up"])) @ p["down"]
+
+    assert refusal(roles(mlp, branch), "up").startswith("it is computed with (tanh) before it meets an activation")
+
+
+def test_a_product_of_two_parameters() -> None:
+    def branch(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        return x @ (p["up"] @ p["down"])
+
+    assert refusal(roles(mlp, branch), "down", "up").startswith("it is computed with (dot) before it meets")
+
+
+def test_attention_without_a_softmax() -> None:
+    found = roles(heads, attend(lambda logits: logits, "q", "k"), ATTENTION)
+    assert refusal(found, "k", "o", "q", "v").startswith(
+        "a product of two activations, which is no softmax's attention"
+    )
+    found = roles(heads, attend(jax.nn.sigmoid, "q", "k"), ATTENTION)
+    assert refusal(found, "k", "o", "q", "v").startswith(
+        "a product of two activations, which is no softmax's attention"
+    )
+
+
+def test_what_nothing_can_be_seen_through() -> None:
+    def callback(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        h = x @ p["up"]
+        return jax.pure_callback(lambda h: h, jax.ShapeDtypeStruct(h.shape, h.dtype), h) @ p["down"]
+
+    assert refusal(roles(mlp, callback), "down", "up").startswith(
+        "it reads or feeds pure_callback, through which nothing"
+    )
+
+    def loop(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        return jax.lax.while_loop(lambda h: jnp.sum(h) < 1, lambda h: 2 * h, x @ p["up"]) @ p["down"]
+
+    assert refusal(roles(mlp, loop), "down", "up").startswith("it reads or feeds while, through which nothing")
+
+
+def test_vectors_without_a_matrix_or_norm() -> None:
+    def vector(s: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        return mlp(s) | {"w": (s["embed"],)}
+
+    scaled = roles(vector, run_mlp, outside=lambda p, x: x * p["w"])
+    assert refusal(scaled, "w").startswith("it multiplies what no norm made, outside of all branches")
+    added = roles(vector, run_mlp, outside=lambda p, x: x + p["w"])
+    assert refusal(added, "w").startswith("it is added to no matrix's product, as neither their bias nor a position")
+
+
+def test_a_norm_between_branches() -> None:
+    """Post-norm: whether depth rules apply to a gain of the stream itself no declaration here says."""
+
+    def outside(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        x = normed(x) * p["w"]
+        return x + jax.nn.gelu(x @ p["up2"]) @ p["down2"]
+
+    def shapes(s: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        return mlp(s) | {f"{name}2": shape for name, shape in mlp(s).items()} | {"w": (s["embed"],)}
+
+    reason = refusal(roles(shapes, run_mlp, outside=outside), "w")
+    assert reason.startswith("it acts on the stream itself between two branches")
+
+
+def test_sizes_that_are_no_axes() -> None:
+    with pytest.raises(PresetError, match="no logical axis is named 'width'; the axes are layers, embed"):
+        roles(mlp, run_mlp, SIZES | {"width": 3})
+
+
+def test_other_parameters_at_other_sizes() -> None:
+    def extra(s: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        return mlp(s) | ({"more": (s["embed"],)} if s["mlp"] > 20 else {})
+
+    with pytest.raises(PresetError, match="with mlp 28 the model has other parameters: more"):
+        roles(extra, run_mlp)

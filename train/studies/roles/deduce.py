@@ -1,0 +1,170 @@
+"""Declarations of all parameters of a traced loss, each with its evidence, and what is refused and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from mupax.presets.roles import ParamSpec, PresetError, Role
+from mupax.train.studies.roles import vectors
+from mupax.train.studies.roles.attention import Attention, attentions
+from mupax.train.studies.roles.flow import Flow
+from mupax.train.studies.roles.graph import Graph, Use
+from mupax.train.studies.roles.matrices import Fact, Matrices, Refusal
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Sample(NamedTuple):
+    """One setting of all sizes, and the shapes of parameters there."""
+
+    sizes: Mapping[str, int]
+    shapes: Shapes
+
+
+@dataclasses.dataclass(frozen=True)
+class Roles:
+    """What tracing says.
+
+    Attributes:
+        specs: path to declaration.
+        evidence: path to the reason, in words.
+        refused: path to why no role is certain, and what to write.
+        tied: declaration of a readout that shares the token embedding's table; None without one.
+    """
+
+    specs: dict[str, ParamSpec]
+    evidence: dict[str, str]
+    refused: dict[str, str]
+    tied: ParamSpec | None = None
+
+
+def deduce(graph: Graph, samples: Sequence[Sample]) -> Roles:
+    """The declarations of a traced loss.
+
+    Args:
+        graph: of the loss at the first of the samples.
+        samples: shapes at the base, then with each size changed alone.
+    """
+    names, refused = axis_names(samples)
+    named = {param: axes for param, axes in names.items() if param not in refused}
+    flow = Flow(graph)
+    of_attention = attentions(flow)
+    matrices = Matrices(flow, of_attention, named)
+    refused |= {param: reason for param, reason in matrices.refused.items() if param not in refused}
+    uses: dict[str, list[Use]] = {}
+    for use in graph.uses:
+        uses.setdefault(use.param, []).append(use)
+    specs: dict[str, ParamSpec] = {}
+    evidence: dict[str, str] = {}
+    tied = None
+    for param, axes in named.items():
+        if param in refused:
+            continue
+        try:
+            facts = [_fact(matrices, of_attention, use) for use in uses.get(param, [])]
+            one, readout = _one(facts)
+            specs[param], evidence[param] = _spec(axes, one), one.evidence
+            if readout is not None:
+                tied = dataclasses.replace(_spec(axes, readout), tied=True)
+                evidence[param] += f"; tied: {readout.evidence}"
+        except (Refusal, PresetError) as reason:
+            refused[param] = str(reason)
+    return Roles(specs, evidence, refused, tied)
+
+
+def _fact(matrices: Matrices, of_attention: list[Attention], use: Use) -> Fact:
+    flow = matrices.flow
+    if use.node in flow.opaque:
+        raise Refusal(f"it goes into {use.node.op}, through which nothing can be seen; declare its role")
+    if use.view.kind == "derived":
+        raise Refusal(f"it is computed with ({use.view.op}) before it meets an activation; apply it as it is stored")
+    fact = matrices.at[use.node, use.param] if use.node in flow.matrices else vectors.fact(matrices, use)
+    memory = [use.other for of in of_attention if of.cross for node, _ in of.keys for use in flow.matrices[node]]
+    encoder = any(x is not None and flow.precedes(use.node, x) for x in memory)
+    if fact.role in (Role.NORM_GAIN, Role.BIAS) and fact.in_block and not encoder and fact.of in (None, Role.NORM_GAIN):
+        nexts = [end for end, _, _ in flow.reaches(use.node) if flow.matrix(end)]
+        crossed = [any(node is end for of in of_attention if of.cross for node, _ in of.queries) for end in nexts]
+        fact = dataclasses.replace(fact, cross=bool(crossed) and all(crossed))
+    return dataclasses.replace(fact, encoder=encoder)
+
+
+def _one(facts: list[Fact]) -> tuple[Fact, Fact | None]:
+    """What all uses say together, and the fact of a readout that is tied to an embedding."""
+    if not facts:
+        raise Refusal("the loss does not use it; leave it out")
+    encoder = all(fact.encoder for fact in facts)
+    same = {dataclasses.replace(fact, evidence="", encoder=encoder): fact for fact in facts}
+    roles = {fact.role: dataclasses.replace(fact, encoder=encoder) for fact in same.values()}
+    if len(same) == 1:
+        return next(iter(roles.values())), None
+    if len(same) == 2 and set(roles) == {Role.TOKEN_EMBEDDING, Role.READOUT}:
+        return roles[Role.TOKEN_EMBEDDING], dataclasses.replace(roles[Role.READOUT], encoder=False)
+    uses = sorted({fact.evidence for fact in facts})
+    raise Refusal(
+        f"its uses do not agree: {'; or '.join(uses)}; make them parameters of their own, or declare its role"
+    )
+
+
+def _spec(axes: tuple[str, ...], fact: Fact) -> ParamSpec:
+    if fact.cross and fact.role in (Role.KEY, Role.VALUE):
+        axes = tuple("memory" if at in fact.fan_in else axis for at, axis in enumerate(axes))
+    part = "cross" if fact.cross else "encoder" if fact.encoder else ""
+    return ParamSpec(
+        role=fact.role,
+        axes=axes,
+        fan_in=tuple(axes[at] for at in fact.fan_in),
+        in_block=fact.in_block,
+        of=fact.of,
+        part=part,
+        value_dim=fact.value_dim,
+    )
+
+
+def axis_names(samples: Sequence[Sample]) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
+    """The axis of every dimension, by parameter; and why a parameter has none: what its dimension is instead.
+
+    Args:
+        samples: at the base first, then with each size changed.
+    """
+    # No parameter counts active experts, and the memory's width is the stream's: what reads it is told apart by flow.
+    columns = {
+        axis: tuple(sample.sizes[axis] for sample in samples)
+        for axis in samples[0].sizes
+        if axis not in ("active", "memory")
+    }
+    names: dict[str, tuple[str, ...]] = {}
+    refused: dict[str, str] = {}
+    for param, shape in samples[0].shapes.items():
+        axes = []
+        for at in range(len(shape)):
+            column = tuple(sample.shapes[param][at] for sample in samples)
+            fitting = [axis for axis, sizes in columns.items() if sizes == column]
+            if len(fitting) == 1:
+                axes.append(*fitting)
+                continue
+            refused.setdefault(param, _why(at, column, fitting, columns))
+        if param not in refused and len(set(axes)) < len(axes):
+            refused[param] = f"two of its dimensions {shape} are the same axis; name them apart: {', '.join(axes)}"
+        names[param] = tuple(axes)
+    return names, refused
+
+
+def _why(at: int, column: tuple[int, ...], fitting: Sequence[str], columns: Mapping[str, tuple[int, ...]]) -> str:
+    if fitting:
+        return f"dimension {at} is {' and '.join(fitting)} at all sizes; build the model so that each can change alone"
+    growing = {axis: sizes for axis, sizes in columns.items() if len(set(sizes)) > 1}
+    for count in (2, 3):
+        for axes in itertools.combinations(growing, count):
+            products = [math.prod(of) for of in zip(*(growing[axis] for axis in axes), strict=True)]
+            if len({n / m for n, m in zip(column, products, strict=True)}) == 1:
+                times = column[0] / products[0]
+                product = " x ".join([*([f"{times:g}"] if times != 1 else []), *axes])
+                return f"dimension {at} is {product}; a declaration names one axis a dimension: keep {' and '.join(axes)} apart"
+    for axis, sizes in growing.items():
+        if len(ratios := {n / m for n, m in zip(column, sizes, strict=True)}) == 1:
+            return f"dimension {at} is {ratios.pop():g} x {axis}; make {axis} a dimension of its own, or name this size"
+    return f"dimension {at}, of size {column[0]}, grows with none of {', '.join(columns)}; name it among the sizes"
