@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Mapping
+from typing import Protocol
 
 from mupax.presets.papers import ALIASES, PRESETS, make
 from mupax.presets.power import Power
@@ -22,7 +23,7 @@ from mupax.presets.rule import FORMS, Decay, Form, Rule, Scales
 def get(
     name: str,
     *,
-    base: Mapping[str, int] | None = None,
+    base: Mapping[str, int] | Sized | str | None = None,
     form: Form | None = None,
     zero_readout: bool = False,
     **constants: float | str | Mapping[str, float],
@@ -32,7 +33,8 @@ def get(
     Args:
         name: one of `PRESETS`; PRESET:NAME, tuned (`mupax.presets.tuned.find`), whose base, form and constants hold unless given; or a
             file of measured scales: `measured:PATH`, or a path that ends in .json.
-        base: size of each axis at which every factor is 1 (`config.base_sizes()`); None is the absolute form.
+        base: size of each axis at which every factor is 1: a mapping, a text such as "embed=64,layers=2", or what says its own by
+            `base_sizes()`, as a model's config does; None is the absolute form.
         form: where multipliers sit (`rule`); the preset's native form unless given.
         zero_readout: start the readout at zero.
         **constants: the preset's own, such as `alpha_l=0.5`; a text of a number will do. Those of parameter groups by column, such
@@ -41,7 +43,9 @@ def get(
     Raises:
         PresetError: no such preset, constant, axis, form or file.
     """
-    name = ALIASES.get(name, name)
+    if not isinstance(name, str):
+        raise PresetError(f"a preset is named by a text, not {name!r}; the presets are {', '.join(PRESETS)}")
+    name, base = ALIASES.get(name, name), _sizes(base)
     if name.partition(":")[0] in PRESETS and ":" in name:
         from mupax.presets.tuned import find as tuned
 
@@ -62,9 +66,6 @@ def get(
         hint = f"did you mean {near[0]!r}? " if near else ""
         known = f"the presets are {', '.join(PRESETS)}, or measured:PATH of a file"
         raise PresetError(f"no preset is named {name!r}; {hint}{known}")
-    for axis, size in (base or {}).items():
-        if axis not in AXES or size < 1:
-            raise PresetError(f"base {axis}={size}: write a logical axis ({', '.join(AXES)}) and a size of at least 1")
     if zero_readout and "stds.readout" in preset.constants:
         raise PresetError("stds.readout changes nothing: the readout starts at zero; leave one of the two out")
     if form is not None:
@@ -72,7 +73,44 @@ def get(
     if preset.baseless and base is not None:
         leave = "leave the base out (base=None, --preset.base None)"
         raise PresetError(f"{preset.name} has no base: its numbers are absolute; {leave}")
-    return dataclasses.replace(preset, base=dict(base) if base is not None else None, zero_readout=zero_readout)
+    return dataclasses.replace(preset, base=base, zero_readout=zero_readout)
+
+
+class Sized(Protocol):
+    """What says the sizes that a parameterization takes to infinity, such as `mupax.zoo.get("gpt2")`."""
+
+    def base_sizes(self) -> dict[str, int]: ...
+
+
+def _sizes(base: Mapping[str, int] | Sized | str | None) -> dict[str, int] | None:
+    """The base's sizes by axis, however they are written."""
+    if base is None:
+        return None
+    if isinstance(base, str):
+        parts = [part.partition("=") for part in base.split(",")]
+        if not all(equals and size.strip().isdecimal() for _, equals, size in parts):
+            raise PresetError(
+                f"base {base!r} is no sizes, and presets know no models; write base='embed=64,layers=2', or "
+                f"base=mupax.zoo.get({base.partition(',')[0]!r}) of a model of mupax"
+            )
+        sizes = {axis.strip(): int(size) for axis, _, size in parts}
+    elif hasattr(base, "base_sizes"):
+        sizes = base.base_sizes()  # pyright: ignore
+    elif isinstance(base, Mapping):
+        sizes = dict(base)
+    else:
+        raise PresetError(
+            f"base is a {type(base).__name__}; write its sizes, such as base={{'embed': 64, 'layers': 2}}, or give a config "
+            "that has base_sizes()"
+        )
+    for axis, size in sizes.items():
+        if axis not in AXES or isinstance(size, str) or not size >= 1:
+            near = difflib.get_close_matches(axis, AXES, n=1) if axis not in AXES else []
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise PresetError(
+                f"base {axis}={size}: write a logical axis ({', '.join(AXES)}) and a size of at least 1{hint}"
+            )
+    return sizes
 
 
 __all__ = [

@@ -171,6 +171,8 @@ class Preset:
         Raises:
             PresetError: no rule for the optimizer, or a size that the rule needs is missing.
         """
+        if not isinstance(spec, ParamSpec):
+            raise PresetError(f"{spec!r} is no declaration; write ParamSpec(role=Role.QUERY, axes=(...), fan_in=(...))")
         base, factors = self.base_values(spec, sizes), self.factors(spec, sizes, optimizer, decay)
         if self.muon_rms and self.family(optimizer) == "muon" and self.rule(spec).muon is not None:
             fans = (math.prod(self.base_size(axis, sizes) for axis in axes) for axes in (spec.fan_in, spec.fan_out))

@@ -133,6 +133,12 @@ class ParamSpec:
     start: float = 1.0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.role, Role):
+            near = difflib.get_close_matches(str(self.role), [role.value for role in Role], n=1, cutoff=0)
+            raise PresetError(f"role {self.role!r} is no Role; write Role.{Role(near[0]).name}")
+        for what, axes in (("axes", self.axes), ("fan_in", self.fan_in)):
+            if isinstance(axes, str):
+                raise PresetError(f"{self.role.value}: {what} is the text {axes!r}; write {what}=({axes!r},)")
         for axis in self.axes:
             if axis not in AXES:
                 near = difflib.get_close_matches(axis, AXES, n=1)

@@ -99,6 +99,15 @@ def test_tied_readouts():
     assert product["table-9"] == pytest.approx(product["readout-multiplier"])
 
 
+def test_a_base_is_a_mapping_a_text_or_a_config():
+    class Config:
+        def base_sizes(self) -> dict[str, int]:
+            return {"embed": 8, "layers": 2}
+
+    for base in ({"embed": 8, "layers": 2}, "embed=8, layers=2", Config()):
+        assert presets.get("mup", base=base).base == {"embed": 8, "layers": 2}
+
+
 def test_errors_say_what_to_write_instead():
     cases = {
         r"no preset is named 'muup'; did you mean 'mup'\? the presets are sp, mup": lambda: presets.get("muup"),
@@ -111,6 +120,18 @@ def test_errors_say_what_to_write_instead():
         r"sp takes embedding_width, not alpha_a; alpha_a is a constant of mup": lambda: presets.get("sp", alpha_a=1.0),
         r"base width=8: write a logical axis \(layers, embed": lambda: presets.get("mup", base={"width": 8}),
         r"base embed=0: .* and a size of at least 1": lambda: presets.get("mup", base={"embed": 0}),
+        r"base embd=8: .* and a size of at least 1; did you mean 'embed'\?": lambda: presets.get("mup", base="embd=8"),
+        r"base embed=8: .* and a size of at least 1": lambda: presets.get("mup", base={"embed": "8"}),  # pyright: ignore
+        r"base 'gpt2' is no sizes, .*; write base='embed=64,layers=2', or base=mupax.zoo.get\('gpt2'\)": (
+            lambda: presets.get("mup", base="gpt2")
+        ),
+        r"base is a int; write its sizes, such as base=\{'embed': 64": lambda: presets.get("mup", base=64),  # pyright: ignore
+        r"a preset is named by a text, not 3; the presets are sp, mup": lambda: presets.get(3),  # pyright: ignore
+        r"role 'quary' is no Role; write Role.QUERY": lambda: ParamSpec(role="quary", axes=()),  # pyright: ignore
+        r"norm_gain: axes is the text 'embed'; write axes=\('embed',\)": (
+            lambda: ParamSpec(role=Role.NORM_GAIN, axes="embed")  # pyright: ignore
+        ),
+        r"'query' is no declaration; write ParamSpec\(": lambda: presets.get("mup").scales("query", {}),  # pyright: ignore
         r"no form is named 'flat'; write 'plain', 'readout-multiplier', 'mean-field', 'table-9'": (
             lambda: presets.get("mup", form="flat")  # pyright: ignore[reportArgumentType]
         ),
