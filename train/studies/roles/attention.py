@@ -37,7 +37,7 @@ def attentions(flow: Flow) -> list[Attention]:
             exps = [source.node for source in flow.sources(mix.inputs[side]) if source.node in flow.exps]
             of = [source.node for exp in exps for source in flow.sources(exp.inputs[0], through=True)]
             logits = list(dict.fromkeys(node for node in of if flow.mixes(node)))
-            if len(logits) == 1 and len(exps) == 1:
+            if len(logits) == 1 and len(exps) == 1 and _over_keys(flow, mix, side, exps[0]):
                 products.append((mix, side, logits[0]))
     known = {node for mix, _, logits in products for node in (mix, logits)}
     flow.products = known | {node for node in flow.products if node not in known and not _weighed(flow, node)}
@@ -51,6 +51,15 @@ def attentions(flow: Flow) -> list[Attention]:
         )
         out.append(Attention(logits, mix, query, keys, values, _streams(flow, query) != _streams(flow, keys)))
     return out
+
+
+def _over_keys(flow: Flow, mix: Node, side: int, exp: Node) -> bool:
+    """Whether a softmax is over what its weights are then summed over, as attention's is."""
+    summed = [atom for dim in mix.info["contracted"][side] for atom in dim]
+    roots = {root for atom in summed for root in atom.line()}
+    totals = [node for node in flow.denominators if node.op == "reduce_sum" and flow.precedes(exp, node)]
+    over = {root for node in totals for atom in node.info["summed"] for root in atom.line()}
+    return bool(roots & over)
 
 
 def _weighed(flow: Flow, node: Node) -> bool:

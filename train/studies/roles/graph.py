@@ -44,10 +44,11 @@ class Atom:
 
     def is_of(self, atoms: set[Atom]) -> bool:
         """Whether it is one of these, or was cut out of one."""
-        atom: Atom | None = self
-        while atom is not None and atom not in atoms:
-            atom = atom.source
-        return atom is not None
+        return any(atom in atoms for atom in self.line())
+
+    def line(self) -> list[Atom]:
+        """Itself, what it was cut out of, and so on."""
+        return [self, *([] if self.source is None else self.source.line())]
 
     def cut(self, first: int) -> tuple[Atom, Atom]:
         """Its outer part, of size `first`, and the inner rest; the same two whenever it is cut so."""

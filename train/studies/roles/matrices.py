@@ -134,13 +134,18 @@ class Matrices:
         nexts = [plain for end, _, plain in ends if flow.matrix(end)]
         reads = [source for source in flow.sources(use.other, through=True) if source.params]
         ended = any(end in flow.branches for end, _, _ in ends)
+        inner = any(flow.branch_of(source.node) is not None for source in reads)
+        if "experts" in names and not experts:
+            raise Refusal(
+                "it has an axis of experts, and no index or batch dimension has a matrix each; declare its role"
+            )
         if same["in_block"] and grows:
-            if nexts and not ended and not any(nexts):
+            if nexts and not ended and not inner and not any(nexts):
                 role = Role.EXPERT_IN if experts else Role.MLP_IN
                 return Fact(
                     role=role, evidence=f"{contracts}; a nonlinearity or gate follows, then another matrix", **same
                 )
-            if ended and not nexts and reads and not any(source.plain for source in reads):
+            if ended and not nexts and inner and not any(source.plain for source in reads):
                 role = Role.EXPERT_OUT if experts else Role.MLP_OUT
                 return Fact(role=role, evidence=f"{contracts} of a hidden layer; its product ends the branch", **same)
         if experts:

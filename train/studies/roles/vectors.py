@@ -112,7 +112,8 @@ def _multiplied(matrices: Matrices, use: Use) -> Fact:
     plain = flow.sources(base) if base is not None else sources
     facts = [matrices.at.get((source.node, param)) for source in sources for param in source.params]
     roles = {fact.role for fact in facts if fact is not None} - _STREAM
-    if base is not None and (not roles or not all(source.params for source in plain)) and not roles & _ENDS:
+    streams = [source.node in flow.branches or source.node.op == "lookup" or bool(source.params) for source in plain]
+    if base is not None and not roles and all(streams or [False]):
         return Fact(role=Role.NORM_GAIN, evidence="multiplies a norm of the stream", in_block=in_block)
     if roles and roles <= _ENDS:
         roles = {Role.MLP_OUT} if "experts" not in _axes(matrices, use) else roles
@@ -120,7 +121,10 @@ def _multiplied(matrices: Matrices, use: Use) -> Fact:
         what = " and ".join(sorted(role.value for role in roles)) or "no matrix's product"
         raise Refusal(f"it multiplies {what}; a gain belongs to a norm, or to one matrix: declare its role")
     role = roles.pop()
-    if base is None and role not in _ENDS | {Role.ATTENTION_OUT}:
+    ends = role in _ENDS | {Role.ATTENTION_OUT}
+    if base is not None and not ends and not all(source.params for source in plain):
+        raise Refusal(f"it multiplies a norm of what a nonlinearity made of the {role.value}; declare its role")
+    if base is None and not ends:
         raise Refusal(f"it multiplies the product of the {role.value}, which no norm made; declare its role")
     of = next(fact for fact in facts if fact is not None)
     evidence = f"multiplies {'a norm of ' if base is not None else ''}the product of the {role.value}"

@@ -172,6 +172,44 @@ def test_attention_without_a_softmax() -> None:
     )
 
 
+def test_a_softmax_over_queries() -> None:
+    """Slot attention: weights of a key add up to 1 over queries, and are summed over keys."""
+    found = roles(heads, attend(lambda logits: jax.nn.softmax(logits, axis=-2), "q", "k"), ATTENTION)
+    assert refusal(found, "k", "o", "q", "v").startswith(
+        "a product of two activations, which is no softmax's attention"
+    )
+
+
+def test_experts_that_nothing_chooses() -> None:
+    def extra(s: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        return {"up": (s["experts"], s["embed"], s["mlp"]), "down": (s["experts"], s["mlp"], s["embed"])}
+
+    def branch(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        return jnp.einsum("btef,efd->btd", jax.nn.gelu(jnp.einsum("btd,edf->btef", x, p["up"])), p["down"])
+
+    found = roles(extra, branch, SIZES | {"experts": 4})
+    assert refusal(found, "down", "up").startswith("it has an axis of experts, and no index or batch dimension has a")
+
+
+def test_a_hidden_layer_that_is_neither_first_nor_last() -> None:
+    """A control: between the two it is a hidden matrix, and no second way in; a gain of its norm is refused."""
+
+    def extra(s: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        wide = {"mid": (s["mlp"], s["expert_dim"]), "down": (s["expert_dim"], s["embed"]), "gain": (s["expert_dim"],)}
+        return mlp(s) | wide
+
+    def branch(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        return (normed(jax.nn.gelu(jax.nn.gelu(x @ p["up"]) @ p["mid"])) * p["gain"]) @ p["down"]
+
+    found = roles(extra, branch, SIZES | {"expert_dim": 22})
+    assert [found.specs[name].group for name in ("up", "mid", "down")] == [
+        "block.mlp_in",
+        "block.hidden",
+        "block.mlp_out",
+    ]
+    assert refusal(found, "gain").startswith("it multiplies a norm of what a nonlinearity made of the hidden")
+
+
 def test_what_nothing_can_be_seen_through() -> None:
     def callback(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
         h = x @ p["up"]
