@@ -69,9 +69,10 @@ site: $(VENV)/.locked-site ## Build the site of docs/ into build/site: notebooks
 report: $(VENV)/.locked-site ## Set the report of what presets do and what transfers into build/report.pdf
 	$(BIN)/python -m scripts.report $(ARGS)
 
-release: $(VENV)/.locked-dev ## Build sdist and wheel into dist, check both by twine, and train from the wheel in an empty environment
+release: $(VENV)/.locked-dev ## Build sdist, wheel and that of the presets alone into dist, check them by twine, and use both wheels in empty environments
 	rm -rf dist
 	$(BIN)/python -m hatchling build -d dist
+	cd packaging/presets && $(abspath $(BIN))/python -m hatchling build -t wheel -d $(CURDIR)/dist
 	$(PIP) install --quiet "twine>=6,<8"
 	$(BIN)/python -m twine check --strict dist/*
 	$(BIN)/python -m pytest -q tests/test_install.py

@@ -40,8 +40,10 @@ def main(argv: list[str]) -> int:
     words = with_group_constants(argv)
     name, rest = command_line.first_word("python -m presets", {"command": lines}, words, "list")
     if name == "dynamics":
-        from mupax.train.studies.infinite import command
-
+        try:
+            from mupax.train.studies.infinite import command
+        except ModuleNotFoundError as error:
+            raise presets.PresetError(f"dynamics computes with arrays and needs {error.name}; install mupax") from error
         return command.main(rest)
     return command_line.parse(commands[name], f"python -m presets {name}", rest).run()
 

@@ -10,16 +10,19 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from mupax import __version__
+from tests.test_readme import files_of_other_programs
 from tests.xla import QUICKLY
 
 ROOT = Path(__file__).resolve().parent.parent
-DATA = {".json", ".typed"}
+DATA = {".html", ".json", ".typed"}
 """Suffixes of what the product reads beside its code."""
 
 pytestmark = pytest.mark.slow
@@ -160,3 +163,57 @@ def test_a_type_checker_resolves_the_api_where_it_is_installed(environment: Path
     (tmp_path / "theirs.py").write_text(TYPED.replace("dict[str, int]", "dict[str, str]"))
     with pytest.raises(AssertionError, match="assert_type"):
         execute(check, tmp_path, PYRIGHT_PYTHON_GLOBAL_NODE="0")
+
+
+@pytest.fixture(scope="module")
+def presets_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of the presets alone."""
+    folder = tmp_path_factory.mktemp("presets")
+    execute([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)], PRESETS)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+PRESETS = ROOT / "packaging" / "presets"
+NEEDED = (
+    "tyro",
+    "typeguard",
+    "docstring_parser",
+    "typing_extensions.py",
+    "yaml",
+    "rich",
+    "pygments",
+    "markdown_it",
+    "mdurl",
+)
+"""What its dependencies install."""
+
+
+def test_the_presets_install_without_jax(presets_wheel: Path, tmp_path: Path):
+    venv.create(tmp_path / "alone", symlinks=True)
+    (packages,) = (tmp_path / "alone").glob("lib/python*/site-packages")
+    python = str(tmp_path / "alone" / "bin" / "python")
+    install = "install --quiet --no-deps --no-index --no-compile --disable-pip-version-check"
+    execute([sys.executable, "-m", "pip", "--python", python, *install.split(), str(presets_wheel)], tmp_path)
+    for name in NEEDED:
+        (packages / name).symlink_to(Path(sysconfig.get_path("purelib")) / name)
+    command = [python, "-m", "mupax.presets"]
+    assert "readout" in execute([*command, "table", "mup", "--model", "gpt2-large", "--base", "gpt2"], tmp_path)
+    for name in ("small", "large"):
+        (tmp_path / f"{name}.json").write_text(files_of_other_programs()[f"{name}.json"])
+    assert "nothing is wrong" in execute([*command, "verify", "small.json", "large.json"], tmp_path)
+    with pytest.raises(AssertionError, match=r"dynamics computes with arrays and needs .*; install mupax"):
+        execute([*command, "dynamics", "lm-proxy"], tmp_path)
+    lacking = "import importlib.util as u; print([n for n in ('jax', 'flax', 'optax', 'numpy') if u.find_spec(n)])"
+    assert execute([python, "-c", lacking], tmp_path) == "[]\n"
+
+
+def test_both_distributions_have_equal_files_and_dependencies(presets_wheel: Path):
+    """Whichever is installed last, every file is what the other wrote: those of the checkout."""
+    with zipfile.ZipFile(presets_wheel) as part:
+        shared = {name for name in part.namelist() if ".dist-info/" not in name}
+        assert {name for name in shared if part.read(name) != (ROOT / name).read_bytes()} == set()
+    files = product()
+    assert {name for name in files if name.startswith(("mupax/presets/", "mupax/train/config/"))} < shared < files
+    whole, own = (tomllib.loads((folder / "pyproject.toml").read_text())["project"] for folder in (ROOT, PRESETS))
+    assert set(own["dependencies"]) < set(whole["dependencies"])
