@@ -76,13 +76,19 @@ class _Interpreter:
         if name == "scan":
             return self._scan(params, operands, outputs)
         if name == "cond":
-            branches = [self.run(b.jaxpr, b.consts, operands[1:]) for b in params["branches"]]
+            branches = [self.run(*_opened(b), operands[1:]) for b in params["branches"]]
             return [
                 self._op("select_n", {}, [operands[0], *each], *out)
                 for each, out in zip(zip(*branches, strict=True), outputs, strict=True)
             ]
         if name not in OPAQUE and name != "while" and (inner := next((params[k] for k in CALLS if k in params), None)):
-            return self.run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), operands)
+            return self.run(*_opened(inner), operands)
+        if name == "unstack":
+            rows = [
+                self._op("slice", _at(i, params["axis"], operands[0]), operands, *out) for i, out in enumerate(outputs)
+            ]
+            squeezed = {"dimensions": (params["axis"],)}
+            return [self._op("squeeze", squeezed, [row], *out) for row, out in zip(rows, outputs, strict=True)]
         if name == "split":
             return self._split(params, operands[0], outputs)
         if name == "optimization_barrier":
@@ -139,12 +145,16 @@ class _Interpreter:
 
     def _scan(self, params: dict[str, Any], operands: list[Node], outputs: list[Any]) -> list[Node]:
         """A loop, gone round twice, so that what a round makes of the first one's result is seen too."""
-        body, consts, carried, length = params["jaxpr"], params["num_consts"], params["num_carry"], params["length"]
+        body, length = _opened(params["jaxpr"]), params["length"]
+        if "ft_in" in params:  # jax 0.12
+            consts, carried, _ = map(len, params["ft_in"].unpack())
+        else:
+            consts, carried = params["num_consts"], params["num_carry"]
         fixed, carry, xs = operands[:consts], operands[consts : consts + carried], operands[consts + carried :]
         rounds = []
         for at in range(min(length, 2)):
             rows = [self._row(x, at) for x in xs]
-            results = self.run(body.jaxpr, body.consts, [*fixed, *carry, *rows])
+            results = self.run(*body, [*fixed, *carry, *rows])
             carry, ys = results[:carried], results[carried:]
             rounds.append(ys)
         stacked = []
@@ -155,10 +165,20 @@ class _Interpreter:
         return [*carry, *stacked]
 
     def _row(self, x: Node, at: int) -> Node:
-        of = {"start_indices": [at] + [0] * (len(x.dims) - 1), "strides": None}
-        of["limit_indices"] = [at + 1, *x.shape[1:]]
-        row = self._op("slice", of, [x], (1, *x.shape[1:]), x.floating)
+        row = self._op("slice", _at(at, 0, x), [x], (1, *x.shape[1:]), x.floating)
         return self._op("squeeze", {"dimensions": (0,)}, [row], x.shape[1:], x.floating)
+
+
+def _at(index: int, axis: int, x: Node) -> dict[str, Any]:
+    """A slice of one row, as the primitive has it."""
+    start, stop = [0] * len(x.dims), list(x.shape)
+    start[axis], stop[axis] = index, index + 1
+    return {"start_indices": start, "limit_indices": stop, "strides": None}
+
+
+def _opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """A jaxpr and its constants, of one that is closed or open."""
+    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
 def _info(op: str, params: Mapping[str, Any]) -> dict[str, Any]:
