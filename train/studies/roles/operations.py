@@ -126,7 +126,7 @@ def layout(graph: Graph, op: str, inputs: Sequence[Node], params: dict[str, Any]
             for at in sorted(params["dimensions"]):
                 dims.insert(at, ())
         case "slice":
-            strides = params["strides"] or (1,) * len(shape)
+            strides = params["strides"] or (1,) * len(x.dims)
             ranges = zip(x.dims, params["start_indices"], params["limit_indices"], strides, strict=True)
             dims, info = _cut([sliced(*of) for of in ranges])
         case "dynamic_slice":
