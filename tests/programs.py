@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from mupax.train.config.run import CheckpointConfig, FaultsConfig, InitConfig, LogConfig
+from mupax.train.config.run import CheckpointConfig, FaultsConfig, InitConfig, LogConfig, StopConfig
 from mupax.train.core.program import Program
 
 COMPILED = ("compile_train", "compile_eval", "compile_logits")
@@ -33,11 +33,13 @@ def key(program: Program) -> Any:
         seed=0,
         resume=False,
         resume_change=(),
+        resume_from=None,
+        stop=StopConfig(),
         log=LogConfig(),
         checkpoint=CheckpointConfig(),
         init=InitConfig(),
         faults=FaultsConfig(),
-        data=dataclasses.replace(config.data, name=f"{kind}:x" if named else kind),
+        data=dataclasses.replace(config.data, evaluate=(), name=f"{kind}:x" if named else kind),
         optimizer=dataclasses.replace(
             config.optimizer, peak_lr=1.0, schedule="constant", warmup_steps=1, decay_steps=None
         ),

@@ -1,8 +1,8 @@
 """Checkpoints: saved by orbax while training goes on, verified before they count, the newest `keep` kept.
 
 A checkpoint is written as STEP.saving. When its arrays were read back from the files and found to be those that were saved,
-it gets its manifest and its name STEP, and only then an older one is deleted. What is found damaged is moved to set-aside/,
-and the one before it is used.
+it gets its manifest and its name STEP, and only then an older one is deleted: what an evaluation measured lies in its checkpoint
+before one that was better so far goes. What is found damaged is moved to set-aside/, and the one before it is used.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from orbax.checkpoint import v1 as ocp
 
 from mupax import disk
 from mupax.train.checkpoints import failures, folder, manifest, together
-from mupax.train.checkpoints.folder import CheckpointFolder
 from mupax.train.checkpoints.layout import renames_folders
 from mupax.train.checkpoints.manifest import DamagedError, Manifest
+from mupax.train.checkpoints.selection import RankedFolder, Ranking
 from mupax.train.checkpoints.workdir import WorkdirError, recorded
 from mupax.train.core.state import TrainState
 from mupax.train.parallel.processes import Processes
@@ -29,7 +29,7 @@ _ORBAX = threading.Lock()
 """Held while orbax saves or loads: it numbers its operations per process, and two at a time wait for each other's signals."""
 
 
-class Checkpoints(CheckpointFolder):
+class Checkpoints(RankedFolder):
     """The checkpoints of one run, saved and restored, as a context manager that ends with every save on disk.
 
     Every method is called by all processes of the run alike.
@@ -40,6 +40,7 @@ class Checkpoints(CheckpointFolder):
         processes: of the run.
         note: told what went wrong and what was done about it.
         before: called, on process 0, when a checkpoint is on disk and does not yet count; raises where it must not.
+        ranking: how many of the best to keep beside those.
 
     Raises:
         WorkdirError: there are checkpoints, and none is whole.
@@ -52,10 +53,11 @@ class Checkpoints(CheckpointFolder):
         processes: Processes | None = None,
         note: Callable[[str], None] = print,
         before: Callable[[], object] = lambda: None,
+        ranking: Ranking | None = None,
     ) -> None:
         failures.quiet()
         self._processes, self._asked, self._failed_in_a_row = processes or Processes(), 0, 0
-        super().__init__(workdir, keep, note, self._broadcast(lambda: renames_folders(workdir)))
+        super().__init__(workdir, keep, note, self._broadcast(lambda: renames_folders(workdir)), ranking)
         self._saved, self._before = self.latest, before
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
@@ -82,6 +84,7 @@ class Checkpoints(CheckpointFolder):
             return
         self.wait()
         self._saved, self._failure = step, None
+        self.forget(step)
         arrays, checkpoint = state.arrays(), self.layout.written_at(step)
         named = manifest.by_name(arrays)
         _ORBAX.acquire()  # until `_finish` has the result
@@ -113,7 +116,7 @@ class Checkpoints(CheckpointFolder):
         """Step of the newest checkpoint as process 0 sees it, on every process."""
         return self._broadcast(lambda: self.latest)
 
-    def restore(self, abstract: TrainState, facts: dict[str, Any] | None) -> TrainState:
+    def restore(self, abstract: TrainState, facts: dict[str, Any] | None, at: int | None = None) -> TrainState:
         """The newest state that is bitwise what was saved, each array restored straight into its sharding.
 
         Whatever else is found on the way to it is set aside, and the run is told.
@@ -121,6 +124,7 @@ class Checkpoints(CheckpointFolder):
         Args:
             abstract: the state of this run.
             facts: of its data; None where other data than the checkpoint's are meant.
+            at: the step of a checkpoint that is meant instead, and no other.
 
         Raises:
             WorkdirError: no checkpoint is good, or it was trained on other data, or holds other arrays than this run's.
@@ -128,7 +132,7 @@ class Checkpoints(CheckpointFolder):
         """
         self.wait()
         patience = disk.Patience(self._note, None if self._processes.count == 1 else 0.0)
-        while (step := self._broadcast(self.newest)) is not None:
+        while (step := self._broadcast(self.newest) if at is None else at) is not None:
             checkpoint = self.folder / str(step)
             content, problem = self._verified(checkpoint)
             if content is not None and not problem:
@@ -143,6 +147,11 @@ class Checkpoints(CheckpointFolder):
                     if not problem:
                         self._saved = step
                         return TrainState(**loaded)
+            if at is not None:
+                others = ", ".join(str(other) for other in folder.steps(self.folder) if other != at) or "none"
+                raise WorkdirError(
+                    f"checkpoint {at} is damaged: {problem}; nothing was changed. There are also: {others}"
+                )
             self._broadcast(lambda step=step, problem=problem: self.set_aside(step, problem))
         raise self.none_good()
 

@@ -50,14 +50,25 @@ class CheckpointFolder:
         return max(steps(self.folder), default=None)
 
     def publish(self, content: Manifest) -> None:
-        """Let a checkpoint whose arrays are written count, by its manifest, and only then delete those beyond `keep`."""
+        """Let a checkpoint whose arrays are written count, by its manifest, and only then delete those that do not stay."""
         manifest.write(self.layout.written_at(content.step), content)
         # One without a manifest, copied here by somebody.
         if self.layout.renames and (self.folder / str(content.step)).exists():
             self.set_aside(content.step, "another was saved")
         self.layout.publish(content.step)
-        for step in steps(self.folder)[: -self._keep]:
-            self.layout.delete(step)
+        self.prune()
+
+    def prune(self) -> None:
+        """Delete the checkpoints that do not stay."""
+        saved = steps(self.folder)
+        stay = self.staying(saved)
+        for step in saved:
+            if step not in stay:
+                self.layout.delete(step)
+
+    def staying(self, saved: list[int]) -> set[int]:
+        """Which of the checkpoints stay, given by their steps, oldest first."""
+        return set(saved[-self._keep :])
 
     def set_aside(self, step: int, problem: str) -> None:
         """Put a damaged checkpoint out of the way, and say so.

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mupax import disk
-from mupax.paths import is_remote, remove_tree
+from mupax.paths import copy, is_remote, remove_tree
 
 SET_ASIDE, SAVING, DELETING = "set-aside", ".saving", ".deleting"
 MANIFEST, DAMAGED = "manifest.json", "damaged.json"
@@ -88,6 +88,21 @@ class Renamed:
         (self.folder / str(step)).replace(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
+    def move(self, step: int, target: Path) -> None:
+        """Move a checkpoint out of the folder.
+
+        Args:
+            step: of the checkpoint.
+            target: where it is a checkpoint afterwards; nothing is there yet.
+
+        Raises:
+            OSError: it cannot be moved, and is where it was.
+        """
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (self.folder / str(step)).replace(target)
+        disk.sync_folder(target.parent)
+        disk.sync_folder(self.folder)
+
     def clear(self, name: str) -> None:
         """Delete what an interrupted save or deletion has left, STEP.something."""
         remove_tree(self.folder / name)
@@ -144,6 +159,14 @@ class InPlace(Renamed):
         self._marker(step).write_text("")
         (self.folder / str(step) / MANIFEST).unlink(missing_ok=True)
         self.clear(self._marker(step).name)
+
+    def move(self, step: int, target: Path) -> None:
+        source = self.folder / str(step)
+        for name in disk.names(source):
+            if name != MANIFEST:  # which comes last, and makes it a checkpoint
+                copy(source / name, target / name)
+        copy(source / MANIFEST, target / MANIFEST)
+        self.delete(step)
 
     def clear(self, name: str) -> None:
         checkpoint = self.folder / name.partition(".")[0]

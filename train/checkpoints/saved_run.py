@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from mupax import disk
 from mupax.train.checkpoints import failures
-from mupax.train.checkpoints.folder import steps, verified
+from mupax.train.checkpoints.folder import verified
 from mupax.train.checkpoints.manifest import DamagedError
+from mupax.train.checkpoints.selection import Step, named_step, step_of
 from mupax.train.checkpoints.workdir import CHECKPOINTS, RECORD, WorkdirError, read_record
 from mupax.train.config.record import from_json
 from mupax.train.config.run import Config, EmaConfig
@@ -76,33 +77,27 @@ class Trained(NamedTuple):
         return dict(patience(lambda: failures.loaded(checkpoint, asked), checkpoint)[self.weights])
 
 
-def find(path: Path, step: int | None = None, ema: bool | None = None) -> Trained:
+def find(path: Path, step: Step | None = None, ema: bool | None = None) -> Trained:
     """A step of a run, without its arrays.
 
     Args:
-        path: a run's workdir, or one of its steps (workdir/checkpoints/STEP).
-        step: of a workdir; the newest unless given.
+        path: a run's workdir, or one of its steps (workdir/checkpoints/STEP, workdir/checkpoints/best).
+        step: of a workdir, or best; the newest unless given.
         ema: whether the moving average is meant; where there is one, unless given.
 
     Raises:
         WorkdirError: no run there, no such step, or no average.
         ConfigError, JsonError: a record that is none.
     """
-    folder = path.absolute()
-    if folder.name.isdigit() and folder.parent.name == CHECKPOINTS:
-        if step not in (None, int(folder.name)):
-            raise WorkdirError(f"{path} is step {folder.name}, and --step says {step}; leave one of them out")
-        folder, step = folder.parent.parent, int(folder.name)
+    folder, named = named_step(path.absolute())
+    if named is not None and step not in (None, named):
+        raise WorkdirError(f"{path} is step {named}, and --step says {step}; leave one of them out")
     fields = read_record(folder)
     config, facts = from_json(fields["config"]), fields.get("data")
-    saved = steps(folder / CHECKPOINTS)
-    if not saved:
-        raise WorkdirError(f"{path} has no checkpoint yet; let the run write one first")
-    if step is not None and step not in saved:
-        raise WorkdirError(f"{path} has no checkpoint of step {step}; there are {', '.join(map(str, saved))}")
+    meant = step_of(path if named is None else folder, step if named is None else named, config.checkpoint.best_metric)
     if ema and config.ema.decay is None:
         raise WorkdirError(f"the run in {path} kept no moving average (ema.decay is None); leave --ema out")
     averaged = config.ema.decay is not None if ema is None else ema
     config = config if averaged else dataclasses.replace(config, ema=EmaConfig())
-    step, weights = max(saved) if step is None else step, "ema" if averaged else "params"
-    return Trained(folder, config, facts if isinstance(facts, dict) else {}, step, weights, fields.get("run"))
+    weights = "ema" if averaged else "params"
+    return Trained(folder, config, facts if isinstance(facts, dict) else {}, meant, weights, fields.get("run"))

@@ -237,7 +237,7 @@ def _recorded(path: Path) -> tuple[dict[str, Any], str]:
 
 def _lasting(record: dict[str, Any]) -> dict[str, Any]:
     """A record without the flags that only say how this part of the run was started."""
-    started = ("resume", "resume_change", "workdir")
+    started = ("resume", "resume_change", "resume_from", "workdir")
     return {**record, "config": {name: value for name, value in record["config"].items() if name not in started}}
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from tyro import conf
 
@@ -92,8 +92,8 @@ class CheckpointFlags:
 
     workdir: Annotated[conf.Positional[command_line.Place], conf.arg(metavar="WORKDIR")]
     """Folder of a run, or WORKDIR/checkpoints/STEP."""
-    step: int | None = None
-    """Checkpoint; the newest unless given."""
+    step: Annotated[int | Literal["best"] | None, conf.arg(metavar="N|best")] = None
+    """Checkpoint, or the best by the run's evaluations (--checkpoint.keep-best); the newest unless given."""
     ema: Switch = False
     """The moving average of the parameters; what a run that keeps one is read by."""
     no_ema: Switch = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from typing import Annotated, Literal, NamedTuple
 
 from tyro import conf
@@ -164,6 +165,8 @@ class DataConfig:
     or any TFDS name."""
     mix: Annotated[tuple[str, ...], conf.arg(metavar="NAME=SOURCE:WEIGHT ...")] = ()
     """Several texts by name, each any text that data.name takes, in shares of their weights: code=text:src:0.3 prose=records:books:0.7."""
+    evaluate: Annotated[tuple[str, ...], conf.arg(metavar="NAME=SOURCE ...")] = ()
+    """Further sets to evaluate on, by name, each any source that data.name takes: code=text:src prose=records:books."""
     batch_size: int
     """Sequences or images per optimizer step, over all devices."""
     seed: int | None = None
@@ -223,11 +226,32 @@ class DataConfig:
             raise ConfigError(f"data.mix names its texts, and data.name is {self.name}; leave that out, or write mix")
         for name in ("name", "data_dir", "tokenizer"):
             check_place(f"data.{name}", getattr(self, name))
+        for name, place in self.evaluation_sets.items():
+            check_place(f"data.evaluate {name}", place)
 
     def more_of(self, inputs: ArraySpec) -> dict[str, ArraySpec]:
         """What an example holds beside the model's own: `segments`, the document of every token, and its `positions`."""
         flags = {"segments": self.document_mask, "positions": self.reset_positions}
         return {name: inputs for name, flag in flags.items() if flag}
+
+    @property
+    def evaluation_sets(self) -> dict[str, str]:
+        """The sources of `evaluate` by name.
+
+        Raises:
+            ConfigError: a word of another form, a name twice, or a mixture, which has no text of its own.
+        """
+        sets: dict[str, str] = {}
+        for word in self.evaluate:
+            name, _, place = word.partition("=")
+            if not place or not re.fullmatch(r"[\w.-]+", name):
+                raise ConfigError(f"data.evaluate {word} is not NAME=SOURCE; write it as code=text:src")
+            if name in sets:
+                raise ConfigError(f"data.evaluate has two sets named {name}; name one of them otherwise")
+            if place.partition(":")[0] == "mix":
+                raise ConfigError(f"data.evaluate {word} is a mixture; write its texts, each with a name")
+            sets[name] = place
+        return sets
 
     @property
     def task(self) -> Task | None:

@@ -143,7 +143,7 @@ def _type_name(hint: Any) -> str:
     return str(hint) if get_origin(hint) else hint.__name__
 
 
-ELSEWHERE = ("recipe", "workdir", "resume", "init", "distributed")
+ELSEWHERE = ("recipe", "workdir", "resume", "resume_from", "init", "distributed")
 """Fields that say where and how to start, not what."""
 
 

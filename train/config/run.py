@@ -7,6 +7,7 @@ Every config checks itself when it is made, so a `Config` that exists can be run
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -14,7 +15,7 @@ from tyro import conf
 
 from mupax.presets.roles import ENCODER
 from mupax.train.config.checks import at_least, check_place
-from mupax.train.config.data import DataConfig, TransformsConfig
+from mupax.train.config.data import DataConfig, TransformsConfig, source
 from mupax.train.config.devices import DistributedConfig, MeshConfig
 from mupax.train.config.preset import PresetConfig
 from mupax.train.config.sections import (
@@ -24,6 +25,8 @@ from mupax.train.config.sections import (
     InitConfig,
     LogConfig,
     OptimizerConfig,
+    StopConfig,
+    metrics_of,
 )
 from mupax.zoo.configs import CONFIGS, ConfigError, ModelConfig
 
@@ -45,6 +48,7 @@ class Config:
     mesh: MeshConfig = MeshConfig()
     distributed: DistributedConfig = DistributedConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    stop: StopConfig = StopConfig()
     faults: FaultsConfig = FaultsConfig()
     log: LogConfig = LogConfig()
     steps: int
@@ -63,6 +67,8 @@ class Config:
     """Continue from the newest checkpoint in workdir; start the run where there is none."""
     resume_change: Annotated[tuple[ResumeChange, ...], conf.arg(metavar="schedule|data ...")] = ()
     """What may change on resume though training then jumps: schedule (the learning rate), data (other files than before)."""
+    resume_from: Annotated[int | Literal["best"] | None, conf.arg(metavar="STEP|best")] = None
+    """With resume, the checkpoint to go on from; what came after it is set aside in workdir/branches. The newest unless given."""
     xla_flags: Literal["auto", "none", "scatter"] = "auto"
     """Compiler flags of train/parallel/hardware.py for the devices at hand, or none; those in XLA_FLAGS and LIBTPU_INIT_ARGS stay.
     scatter, on TPU: also gradients by reduce-scatter along each dimension of the torus, half of the bytes of all-reduce."""
@@ -74,6 +80,10 @@ class Config:
             raise ConfigError(f"--resume-change {wrong[0]}: write {' or '.join(get_args(ResumeChange))}")
         if self.resume_change and not self.resume:
             raise ConfigError(f"--resume-change {' '.join(self.resume_change)} is for a run that goes on; add --resume")
+        if self.resume_from is not None and not self.resume:
+            raise ConfigError(f"--resume-from {self.resume_from} is for a run that goes on; add --resume")
+        if self.resume_from != "best":
+            at_least("", self, 1, "resume_from")
         at_least("", self, 1, "steps", "accumulation_steps")
         at_least("", self, 0, "seed")
         at_least("", self, 1024, "vmem_kib")
@@ -104,6 +114,13 @@ class Config:
                 f"the data {self.data.name} is {wanted} and the model, a {self.model.family}, reads {self.model.task}; "
                 f"write another data.name, or one of these models: {', '.join(named)}"
             )
+        for name, place in self.data.evaluation_sets.items():
+            if source(place).task not in (None, self.model.task):
+                raise ConfigError(
+                    f"data.evaluate {name}={place} is {source(place).task} and the model, a {self.model.family}, reads {self.model.task}; "
+                    "leave it out"
+                )
+        self._check_metrics()
         if self.data.transforms != TransformsConfig() and self.model.task != "images":
             raise ConfigError(
                 f"data.transforms is of images, and the model, a {self.model.family}, reads {self.model.task}; leave it out"
@@ -136,6 +153,26 @@ class Config:
                 "same in a document that begins at any of them; leave it out"
             )
 
+    def _check_metrics(self) -> None:
+        """Refuse a best checkpoint or a stop by what no evaluation measures."""
+        known = metrics_of(self.data.evaluation_sets)
+        for flag, wanted, metric in (
+            ("checkpoint.keep_best", self.checkpoint.keep_best, self.checkpoint.best_metric),
+            ("stop.patience", self.stop.patience, self.stop.metric),
+        ):
+            if wanted is None:
+                continue
+            if self.log.eval_every_steps is None:
+                raise ConfigError(
+                    f"{flag} {wanted} goes by evaluations, and the run has one at its end alone; add --log.eval-every-steps N"
+                )
+            if metric not in known:
+                near = difflib.get_close_matches(metric, known, n=1, cutoff=0)[0]
+                raise ConfigError(
+                    f"no evaluation of this run measures {metric}, which {flag} would go by; did you mean {near}? "
+                    f"There are {', '.join(known)}"
+                )
+
     @property
     def scaled_optimizer(self) -> OptimizerConfig:
         """The optimizer that trains: `optimizer` as the preset's joint rule has it at this batch and these tokens."""
@@ -161,8 +198,9 @@ class Config:
         return step > 0 and (step == self.steps or (every is not None and step % every == 0))
 
     def saves_after(self, step: int) -> bool:
-        """Whether a checkpoint is due after so many steps."""
-        return step == self.steps or step % self.checkpoint.every_steps == 0
+        """Whether a checkpoint is due after so many steps: where the best are kept, at every evaluation too."""
+        best = self.checkpoint.keep_best is not None and self.evaluates_after(step)
+        return best or step == self.steps or step % self.checkpoint.every_steps == 0
 
     def resolved(self) -> Config:
         """The same run with the defaults that depend on other fields written out."""

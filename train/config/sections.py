@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterable
 from typing import Annotated, Literal, get_args
 
 from tyro import conf
@@ -104,6 +106,27 @@ class InitConfig:
             raise ConfigError(f"--{given[0]} says how to start from a checkpoint; add --init-from PATH")
 
 
+METRIC = "eval_loss"
+"""Of an evaluation, by which the best checkpoint and an improvement are told unless another is named."""
+
+
+def metrics_of(sets: Iterable[str]) -> list[str]:
+    """Names of the numbers of an evaluation, as metrics.jsonl has them, of a run with these further evaluation sets."""
+    return [METRIC, "eval_accuracy", *(f"eval/{name}/{measure}" for name in sets for measure in ("loss", "accuracy"))]
+
+
+def cost(metric: str, value: float | None) -> float:
+    """A number of an evaluation as one of which less is better; inf for one that is not finite.
+
+    Args:
+        metric: its name; of accuracies more is better.
+        value: None stands for what is not finite.
+    """
+    if value is None or not math.isfinite(value):
+        return math.inf
+    return -value if metric.endswith("accuracy") else value
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When the run is saved, beside at its end."""
@@ -112,9 +135,36 @@ class CheckpointConfig:
     """Optimizer steps between checkpoints."""
     keep: int = 2
     """Newest checkpoints kept."""
+    keep_best: Annotated[int | None, conf.arg(metavar="N")] = None
+    """Checkpoints kept beside them, the best by an evaluation; one is then saved at every evaluation too. None keeps none."""
+    best_metric: Annotated[str, conf.arg(metavar="METRIC")] = METRIC
+    """By which number of an evaluation, as metrics.jsonl names it: eval_loss, eval_accuracy, or eval/NAME/loss of data.evaluate."""
 
     def __post_init__(self) -> None:
-        at_least("checkpoint.", self, 1, "every_steps", "keep")
+        at_least("checkpoint.", self, 1, "every_steps", "keep", "keep_best")
+        if self.best_metric != METRIC and self.keep_best is None:
+            raise ConfigError(
+                "checkpoint.best_metric says which checkpoints are the best; add --checkpoint.keep-best 1"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StopConfig:
+    """When a run ends before its last step, because its evaluations have stopped improving."""
+
+    patience: Annotated[int | None, conf.arg(metavar="N")] = None
+    """Evaluations one after another that are no better than the best before them, at which the run ends; None never ends it."""
+    min_delta: float = 0.0
+    """By more than so much an evaluation must be better to count as an improvement."""
+    metric: Annotated[str, conf.arg(metavar="METRIC")] = METRIC
+    """By which number of an evaluation, as checkpoint.best_metric."""
+
+    def __post_init__(self) -> None:
+        at_least("stop.", self, 1, "patience")
+        at_least("stop.", self, 0, "min_delta")
+        if self.patience is None and (self.min_delta or self.metric != METRIC):
+            name = "min_delta" if self.min_delta else "metric"
+            raise ConfigError(f"stop.{name} says what an improvement is; add --stop.patience 3")
 
 
 BadNumbers = Literal["raise", "skip", "rollback"]

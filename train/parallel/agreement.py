@@ -52,8 +52,8 @@ def facts(config: Config) -> dict[str, Any]:
     """What must be alike, of this process."""
     local = jax.local_devices()
     return {
-        # One that was started again has --resume; process 0 alone asks for it.
-        "config": {**to_json(config), "distributed": None, "resume": None},
+        # One that was started again has --resume and no --resume-from; process 0 alone asks for them.
+        "config": {**to_json(config), "distributed": None, "resume": None, "resume_from": None},
         "versions": {"python": platform.python_version(), "mupax": mupax.__version__, **_versions()},
         "code": _sources(),
         "environment": {name: _flags(os.environ.get(name, "")) for name in VARIABLES},

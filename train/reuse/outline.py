@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from mupax.disk import read_json
 from mupax.errors import MupaxError
+from mupax.train.checkpoints.selection import Step, named_step
 from mupax.train.checkpoints.workdir import CHECKPOINTS, RECORD
 from mupax.train.config.record import from_json, model_from_json, preset_from_json
 from mupax.train.config.run import Config, PresetConfig
@@ -33,7 +34,7 @@ class Recorded(dict[str, Any]):
     """What config.json says of a run."""
 
 
-def opened(path: Path, step: int | None = None) -> tuple[Path, dict[str, Any], int | None]:
+def opened(path: Path, step: Step | None = None) -> tuple[Path, dict[str, Any], Step | None]:
     """The folder of weights, what its JSON says, and which step of a run is meant. Weights themselves are not read.
 
     Args:
@@ -42,9 +43,11 @@ def opened(path: Path, step: int | None = None) -> tuple[Path, dict[str, Any], i
     Raises:
         WeightsError, JsonError: nothing of this kind there, or a file that is not whole.
     """
-    folder = path if path.is_dir() else path.parent
-    if folder.name.isdigit() and folder.parent.name == CHECKPOINTS:
-        folder, step = folder.parent, int(folder.name)
+    folder, named = named_step(path)
+    step = step if named is None else named
+    if named is None and not folder.is_dir():
+        folder, named = named_step(path.parent)
+        step = step if named is None else named
     if folder.name == CHECKPOINTS and (folder.parent / RECORD).is_file():
         folder = folder.parent
     imported = (folder / MODEL).is_file()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from mupax.disk import JsonError, read_json
 from mupax.train.checkpoints import saved_run
+from mupax.train.checkpoints.selection import Step
 from mupax.train.config.data import DataConfig, PixelsConfig
 from mupax.train.config.preset import PresetConfig, preset_of
 from mupax.train.config.run import Config
@@ -71,12 +72,12 @@ def described(opened: saved_run.Trained | Weights, path: Path) -> str:
     return f"step {opened.step} of {path}, {'its moving average' if opened.weights == 'ema' else 'its parameters'}"
 
 
-def find(path: Path, step: int | None = None, average: bool | None = None) -> saved_run.Trained | Weights:
+def find(path: Path, step: Step | None = None, average: bool | None = None) -> saved_run.Trained | Weights:
     """What a path names, without its arrays.
 
     Args:
         path: a run's workdir, one of its steps, a folder that `python -m zoo import` wrote, or one of Hugging Face.
-        step: of a run, which checkpoint; the newest unless given.
+        step: of a run, which checkpoint, or best; the newest unless given.
         average: whether the moving average is meant; where the run has one, unless given.
 
     Raises:

@@ -16,6 +16,7 @@ import numpy as np
 
 from mupax.train.checkpoints import saved_run
 from mupax.train.checkpoints.folder import first_of
+from mupax.train.checkpoints.selection import BEST, Step, named_step
 from mupax.train.checkpoints.workdir import CHECKPOINTS, RECORD
 from mupax.train.config.preset import preset_for
 from mupax.train.config.run import Config
@@ -72,6 +73,9 @@ class Source(NamedTuple):
 
 def located(path: Path) -> Path:
     """The path, absolute; of a workdir, its newest step."""
+    folder, step = named_step(path.absolute())
+    if step == BEST:
+        return folder / CHECKPOINTS / str(saved_run.find(folder, BEST).step)
     folder = path.absolute()
     folder = folder.parent if folder.name == CHECKPOINTS and (folder.parent / RECORD).is_file() else folder
     if (folder / CHECKPOINTS).is_dir() and (folder / RECORD).is_file():
@@ -79,13 +83,13 @@ def located(path: Path) -> Path:
     return folder
 
 
-def read(path: Path, step: int | None = None, *, part: Literal["params", "ema"] = "params") -> Source:
+def read(path: Path, step: Step | None = None, *, part: Literal["params", "ema"] = "params") -> Source:
     """Weights from a path.
 
     Args:
-        path: a run's workdir, one of its steps (workdir/checkpoints/STEP), a folder that `python -m zoo import` wrote, or a
-            folder of Hugging Face (config.json and safetensors, whole or in parts).
-        step: of a workdir, which checkpoint; the newest unless given.
+        path: a run's workdir, one of its steps (workdir/checkpoints/STEP, workdir/checkpoints/best), a folder that
+            `python -m zoo import` wrote, or a folder of Hugging Face (config.json and safetensors, whole or in parts).
+        step: of a workdir, which checkpoint, or best; the newest unless given.
         part: of a run, its parameters or their moving average.
 
     Raises:
@@ -144,7 +148,7 @@ def _imported(path: Path, record: Mapping[str, Any]) -> Source:
     return Source(model, params, by, dict(preset), [], images=images_of(record, model, path))  # pyright: ignore
 
 
-def _run(workdir: Path, recorded: Mapping[str, Any], step: int | None, part: Literal["params", "ema"]) -> Source:
+def _run(workdir: Path, recorded: Mapping[str, Any], step: Step | None, part: Literal["params", "ema"]) -> Source:
     config, facts = recorded_run(recorded)
     if part == "ema" and config.ema.decay is None:
         raise WeightsError(f"{workdir}: the run kept no moving average (ema.decay is None); leave --init-ema out")

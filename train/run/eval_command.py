@@ -24,7 +24,8 @@ class Evaluate(cli.CheckpointFlags):
 
     The numbers are those that the run itself wrote at that step. Without --step the newest checkpoint is meant; where the run
     keeps a moving average of its parameters, that is evaluated, as in the run. The run's flags --data.*, --mesh.* and
-    --model.compute.* work here too: --data.name text:PATH evaluates on another text, --mesh.data 1 on a single device.
+    --model.compute.* work here too: --data.name text:PATH evaluates on another text, --mesh.data 1 on a single device. The sets that the
+    run evaluates on beside its own, or those of --data.evaluate, have a line each. --step best is the best checkpoint that was kept.
     WORKDIR may be a folder that `python -m zoo import` wrote, or one of Hugging Face, where --data.name says what to read.
     Of images there are also the top-5 accuracy, the expected calibration error (15 bins) and every class by itself.
     """
@@ -94,7 +95,7 @@ def measured(saved: Any, console: Any) -> dict[str, Any]:
     """
     from mupax.train import data as data_sources
     from mupax.train.core.program import assemble
-    from mupax.train.data import DataError
+    from mupax.train.data import DataError, named_sets
     from mupax.train.run.evaluate import evaluate
 
     config = saved.config
@@ -115,15 +116,19 @@ def measured(saved: Any, console: Any) -> dict[str, Any]:
         )
     if named:
         check_classes(named, data.class_names, saved, config.data.name)
+    sets = {name: named_sets.load(name, config, data, note=console.print) for name in config.data.evaluation_sets}
     params, eval_fn, inputs = saved.params(program.abstract), program.compile_eval(), program.step_inputs()
     seen, began = None, time.monotonic()
     if data.kind == "images":
         from mupax.train.reuse.predict.scores import Outcomes
 
         seen = Outcomes(functools.partial(program.compile_logits(), params, inputs))
-    loss, accuracy, targets = evaluate(eval_fn, params, inputs, data, program.eval_feed(), seen=seen)
-    each = data.bytes_per_token if data.kind == "tokens" else None
-    text = {"bits_per_byte": loss / math.log(2) / each} if each else {}
+    measure = functools.partial(evaluate, eval_fn, params, inputs, feed=program.eval_feed())
+    numbers = _numbers(data, measure(data, seen=seen))
+    further = {
+        name: {"data": each.facts["name"], "digest": each.facts.get("digest"), **_numbers(each, measure(each))}
+        for name, each in sets.items()
+    }
     return {
         "workdir": str(saved.workdir),
         "step": saved.step,
@@ -131,14 +136,24 @@ def measured(saved: Any, console: Any) -> dict[str, Any]:
         "data": data.facts["name"],
         "digest": data.facts.get("digest"),
         "data_of_the_run": data.facts.get("digest") == saved.facts.get("digest"),
+        **numbers,
+        **(seen.scores(data.class_names) if seen else {}),
+        **({"sets": further} if further else {}),
+        "seconds": time.monotonic() - began,
+    }
+
+
+def _numbers(data: Any, scores: Any) -> dict[str, Any]:
+    """What is said of the `evaluate.Scores` of one data set."""
+    loss, accuracy, targets = scores
+    each = data.bytes_per_token if data.kind == "tokens" else None
+    return {
         "loss": loss,
         "accuracy": accuracy,
         "perplexity": math.exp(loss) if loss < 700 else math.inf,
-        **text,
+        **({"bits_per_byte": loss / math.log(2) / each} if each else {}),
         "examples": data.eval_size,
         "targets": targets,
-        **(seen.scores(data.class_names) if seen else {}),
-        "seconds": time.monotonic() - began,
     }
 
 
@@ -194,6 +209,20 @@ def show(console: Any, numbers: dict[str, Any]) -> None:
     title = f"{name if step is None else f'step {step} of {name}'} on {numbers['data']}{other}"
     console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
     print(terminal.table([*rows.items()]))
+    if "sets" in numbers:
+        head = ["set", "loss", "accuracy", "bits per byte", "examples", "data"]
+        lines = [
+            [
+                name,
+                f"{each['loss']:.4f}",
+                f"{100 * each['accuracy']:.2f} %",
+                f"{each['bits_per_byte']:.4f}" if "bits_per_byte" in each else "",
+                f"{each['examples']:,}",
+                each["data"],
+            ]
+            for name, each in numbers["sets"].items()
+        ]
+        print(f"\n{terminal.table([head, *lines], left=('set', 'data'))}")
     if "classes" in numbers:
         from mupax.train.reuse.predict import scores
 

@@ -67,7 +67,7 @@ def evaluate(
 
 
 def evaluation(session: Session, report: Report, state: TrainState, step: int) -> None:
-    """Write the row of an evaluation.
+    """Write the row of an evaluation, on the run's data and its further sets.
 
     Args:
         session: of the run.
@@ -82,5 +82,11 @@ def evaluation(session: Session, report: Report, state: TrainState, step: int) -
     feed, dispatching = session.program.eval_feed(), partial(session.rt.dispatching, f"the evaluation at step {step}")
     with reading():
         scores = evaluate(session.eval_fn, state.evaluated, session.inputs, session.data, feed, dispatching)
-    row = {"step": step, "eval_loss": scores.loss, "eval_accuracy": scores.accuracy}
+        row = {"step": step, "eval_loss": scores.loss, "eval_accuracy": scores.accuracy}
+        for name, data in session.sets.items():
+            scores = evaluate(session.eval_fn, state.evaluated, session.inputs, data, feed, dispatching)
+            row |= {f"eval/{name}/loss": scores.loss, f"eval/{name}/accuracy": scores.accuracy}
     report.evaluated(row if state.ema is None else {**row, "eval_weights": "ema"})
+    measured = session.evaluations.add(row)
+    if session.rt.processes.leader:
+        session.checkpoints.evaluated({step: measured})

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from mupax.train.checkpoints.checkpointer import Checkpoints
+from mupax.train.checkpoints.selection import Ranking
 from mupax.train.config.run import Config
 from mupax.train.core.nonfinite import RejectedStep
 from mupax.train.core.program import assemble
@@ -24,7 +25,7 @@ from mupax.train.run.prefetch import Prefetch
 from mupax.train.run.report import finish
 from mupax.train.run.results import Report
 from mupax.train.run.runtime import Interrupted, Runtime, runtime
-from mupax.train.run.start import Position, Session, compiled, load_data, rewound, starting_position
+from mupax.train.run.start import Position, Session, compiled, load_data, load_sets, rewound, starting_position
 
 IN_FLIGHT = 2
 """Steps queued on the device before the host waits for the oldest: enough to hide the host's work."""
@@ -46,9 +47,11 @@ def run(config: Config) -> int:
     with runtime(config) as rt:
         program = assemble(rt.config)
         data = load_data(program, rt)
-        with Checkpoints(rt.folder, rt.config.checkpoint.keep, rt.processes, rt.console.print, rt.send) as checkpoints:
-            position = starting_position(program, data, checkpoints, rt)
-            session = compiled(program, data, checkpoints, rt)
+        sets, keep = load_sets(program, data, rt), rt.config.checkpoint
+        best = Ranking(keep.keep_best or 0, keep.best_metric)
+        with Checkpoints(rt.folder, keep.keep, rt.processes, rt.console.print, rt.send, best) as checkpoints:
+            position = starting_position(program, data, sets, checkpoints, rt)
+            session = compiled(program, data, sets, checkpoints, rt, position)
             if position.step < rt.config.steps:
                 rt.console.print(f"compiled in {session.compile_seconds:.1f} s")
             rt.stop.defer()
@@ -115,6 +118,7 @@ def train(session: Session, position: Position) -> TrainState:
     """
     program, rt, steps = session.program, session.rt, session.rt.config.steps
     state, step = program.placed(position.state, session.step_fn), position.step
+    session.evaluations.go_back(step)
     feed, passed_over = program.train_feed(), int(jax.device_get(state.health.left_out))
     source, reason = session.data.train_batches(step + passed_over, *feed.rows), None
     with (
@@ -124,7 +128,7 @@ def train(session: Session, position: Position) -> TrainState:
         try:
             if not position.evaluated:
                 evaluation(session, report, state, step)
-            while step < steps:
+            while step < steps and not session.evaluations.stopped:
                 batch = next_batch(batches, report, rt, step + 1)
                 oldest = max(position.step, step - IN_FLIGHT) + 1
                 with rt.dispatching(f"step {oldest}, which the devices work on"), report.profile.step(step + 1):
@@ -138,7 +142,14 @@ def train(session: Session, position: Position) -> TrainState:
             reason = error
         report.finish()
         if reason is not None:
-            stop_early(session, report, state, step, reason)
+            interrupted(session, report, state, step, reason)
+        elif stopped := session.evaluations.stopped:
+            if step > position.step or not position.evaluated:
+                report.stopped(step, stopped)
+            save(session, report, state, step, wait=True)
+            report.progress.note(
+                f"stopped early at step {step} of {steps}: {stopped}; to go on, add --resume with a larger --stop.patience or without it"
+            )
     session.speed.update(report.timing.facts())
     rt.watchdog.waiting("the last checkpoint to be on disk")
     return state
@@ -187,7 +198,14 @@ def save_and_evaluate(session: Session, report: Report, state: TrainState, step:
     with report.paused():
         if saves:
             # What a rollback goes back to must not depend on how fast the disk is.
-            save(session, report, state, step, wait=step == config.steps or config.faults.bad_numbers == "rollback")
+            best = evaluates and config.checkpoint.keep_best is not None  # it may be among them
+            save(
+                session,
+                report,
+                state,
+                step,
+                wait=best or step == config.steps or config.faults.bad_numbers == "rollback",
+            )
         if evaluates:
             evaluation(session, report, state, step)
 
@@ -207,7 +225,7 @@ def save(session: Session, report: Report, state: TrainState, step: int, *, wait
     session.checkpoints.save(step, state, session.data.facts, last=wait)
 
 
-def stop_early(session: Session, report: Report, state: TrainState, step: int, reason: Exception) -> None:
+def interrupted(session: Session, report: Report, state: TrainState, step: int, reason: Exception) -> None:
     """Save where a signal or unreadable data ended the run before its last step, and say how to go on.
 
     Args:

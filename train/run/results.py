@@ -148,6 +148,15 @@ class Report(contextlib.ExitStack):
             self._spool.send_later()
         self.progress.evaluated(row)
 
+    def stopped(self, step: int, reason: str) -> None:
+        """Write the row of a run that ends before its last step.
+
+        Args:
+            step: steps done.
+            reason: what ends it.
+        """
+        self._write({"step": step, "stopped": reason})
+
     def flush(self) -> None:
         """Return when every row so far is on disk."""
         if self._writer is not None:

@@ -21,6 +21,7 @@ _APART = (
     "workdir",
     "resume",
     "resume_change",
+    "resume_from",
     "xla_flags",
     "vmem_kib",
 )

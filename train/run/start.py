@@ -5,20 +5,24 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from rich.console import Console
 
+from mupax import disk
 from mupax.train import data as data_sources
-from mupax.train.checkpoints import workdir
+from mupax.train.checkpoints import selection, workdir
 from mupax.train.checkpoints.checkpointer import Checkpoints
+from mupax.train.checkpoints.folder import steps
 from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
 from mupax.train.core.step import StepInputs
-from mupax.train.data import Data, DataError
+from mupax.train.data import Data, DataError, named_sets
 from mupax.train.parallel.mesh import described
 from mupax.train.parallel.processes import Processes
 from mupax.train.run.report import metrics
+from mupax.train.run.report.early_stop import Evaluations
 from mupax.train.run.runtime import Runtime
 
 
@@ -54,18 +58,25 @@ class Session:
     began: float
     """On the monotonic clock, before compiling."""
     compile_seconds: float
+    sets: dict[str, Data]
+    """What is evaluated beside `data`, by name."""
+    evaluations: Evaluations
     speed: dict[str, str] = dataclasses.field(default_factory=dict)
     """Lines of the summary about how fast it went, by their label; those of the last attempt."""
 
 
-def compiled(program: Program, data: Data, checkpoints: Checkpoints, rt: Runtime) -> Session:
+def compiled(
+    program: Program, data: Data, sets: dict[str, Data], checkpoints: Checkpoints, rt: Runtime, position: Position
+) -> Session:
     """The session of a run, its two programs compiled: the only compilations that the run does.
 
     Args:
         program: of the run.
         data: of the run.
+        sets: what is evaluated beside it.
         checkpoints: of its folder.
         rt: its surroundings; all processes wait for the slowest compiler.
+        position: where it starts.
     """
     began, step_fn = time.monotonic(), program.compile_train()
     eval_fn = program.compile_eval(step_fn)
@@ -73,7 +84,20 @@ def compiled(program: Program, data: Data, checkpoints: Checkpoints, rt: Runtime
     rt.processes.barrier(
         "compiled"
     )  # patient; the first collective operation waits half a minute for a slower compiler
-    return Session(program, data, checkpoints, rt, step_fn, eval_fn, program.step_inputs(), began, seconds)
+    evaluations = Evaluations(rt.config, rt.processes.broadcast("evaluations", lambda: _evaluations(rt, position)))
+    if rt.processes.leader:  # a kill may have come before it was kept there
+        saved = steps(checkpoints.folder)
+        checkpoints.evaluated({step: evaluations.metrics[step] for step in saved if step in evaluations.metrics})
+    inputs = program.step_inputs()
+    return Session(program, data, checkpoints, rt, step_fn, eval_fn, inputs, began, seconds, sets, evaluations)
+
+
+def _evaluations(rt: Runtime, position: Position) -> list[dict[str, Any]]:
+    """Rows of the evaluations that a run has done up to where it starts."""
+    path = rt.files / metrics.FILE_NAME
+    if not (position.keeps_rows and disk.status(path)):
+        return []
+    return [row for row in metrics.read(path) if "eval_loss" in row and row["step"] <= position.step]
 
 
 def load_data(program: Program, runtime: Runtime) -> Data:
@@ -94,18 +118,39 @@ def load_data(program: Program, runtime: Runtime) -> Data:
     return data
 
 
-def check_data(data: Data, processes: Processes) -> None:
+def load_sets(program: Program, data: Data, runtime: Runtime) -> dict[str, Data]:
+    """What a run evaluates on beside its own data, by name; process 0 prepares it as it does that.
+
+    Args:
+        program: of the run, whose config names the sets.
+        data: of the run, whose tokens and classes they must have.
+        runtime: its surroundings.
+
+    Raises:
+        DataError: as `load_data`, or tokens or classes that are not the run's.
+    """
+    config, sets = program.config, {}
+    for name in config.data.evaluation_sets:
+        with runtime.processes.leader_first(f"data/{name}"):
+            sets[name] = named_sets.load(name, config, data, note=runtime.console.print)
+        check_data(sets[name], runtime.processes, name)
+        runtime.processes.barrier(f"data/{name}")
+    return sets
+
+
+def check_data(data: Data, processes: Processes, name: str = "") -> None:
     """Refuse to start with other data than process 0 has, on a host that prepared its own.
 
     Args:
         data: as this process has it.
         processes: of the run.
+        name: of a further evaluation set.
 
     Raises:
         DataError: the digests differ.
     """
     digest = data.facts.get("digest")
-    first = processes.broadcast("data digest", lambda: digest)
+    first = processes.broadcast(f"data digest/{name}", lambda: digest)
     if first != digest:
         raise DataError(
             f"process {processes.index} has {data.facts['name']} with digest {digest}, process 0 with {first}; "
@@ -113,17 +158,20 @@ def check_data(data: Data, processes: Processes) -> None:
         )
 
 
-def starting_position(program: Program, data: Data, checkpoints: Checkpoints, runtime: Runtime) -> Position:
+def starting_position(
+    program: Program, data: Data, sets: dict[str, Data], checkpoints: Checkpoints, runtime: Runtime
+) -> Position:
     """Where the run starts, after writing config.json.
 
     In the work folder       The state                                     Its metrics
-    a whole checkpoint       the newest that is whole                      kept up to its step
+    a whole checkpoint       the newest that is whole, or `resume_from`    kept up to its step
     a run without one        `--init-from` as recorded, else fresh         begun anew
     nothing                  `--init-from`, else fresh                     begun anew
 
     Args:
         program: of the run.
         data: of the run.
+        sets: what is evaluated beside it.
         checkpoints: of its folder.
         runtime: its surroundings.
 
@@ -131,6 +179,10 @@ def starting_position(program: Program, data: Data, checkpoints: Checkpoints, ru
         InitError, ResumeError, WorkdirError: what does not fit; nothing was written, and checkpoints are as they were.
     """
     config, console = program.config, runtime.console
+    wanted, metric = config.resume_from, config.checkpoint.best_metric
+    at: int | None = runtime.processes.broadcast(
+        "resume from", lambda: None if wanted is None else selection.step_of(runtime.folder, wanted, metric)
+    )
     if checkpoints.latest_of_all() is None:
         make_state = _prepared(program)  # what does not fit is refused before anything is written
         _announce(program, data, runtime)
@@ -139,7 +191,7 @@ def starting_position(program: Program, data: Data, checkpoints: Checkpoints, ru
             console.print(f"nothing to resume in {runtime.folder.name}: {yet}starting at step 0")
         position = Position(make_state(console), step=0, keeps_rows=runtime.resumed)
     else:
-        state = rewound(program, data, checkpoints)
+        state = rewound(program, data, checkpoints, at)
         step = int(state.step)  # an earlier one, where the newest was damaged
         evaluated = not config.evaluates_after(step) or runtime.processes.broadcast(
             "evaluated", lambda: metrics.has_evaluation(runtime.files, step)
@@ -148,32 +200,44 @@ def starting_position(program: Program, data: Data, checkpoints: Checkpoints, ru
     if runtime.resumed:
         from mupax.train.run import resume
 
-        before = runtime.processes.broadcast("recorded", lambda: workdir.read_record(runtime.folder)["config"])
+        recorded = runtime.processes.broadcast("recorded", lambda: workdir.read_record(runtime.folder))
+        before, known = recorded["config"], (recorded.get("data") or {}).get("sets") or {}
+        for name in sorted(sets.keys() & known):
+            if known[name].get("digest") != sets[name].facts.get("digest"):
+                text = f"caution: the evaluation set {name} holds other data than before: its numbers do not compare"
+                console.print(text, style="yellow", highlight=False, markup=False, soft_wrap=True)
         if position.step:
             resume.check(before, config, position.step)
             console.print(f"resuming {config.recipe} at step {position.step} of {config.steps}")
         for change in resume.changes(before, config):
             console.print(f"changed since: {change}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+    if at is not None:
+        files = [runtime.files / metrics.FILE_NAME, runtime.folder / workdir.RECORD]
+        if line := runtime.processes.broadcast("branch", lambda: selection.branch_off(checkpoints, at, files)):
+            console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
     if runtime.processes.leader:
         preset, flags = program.preset.describe(), program.compiler_options()
-        checkpoints.record = workdir.record(runtime.folder, config, data.facts, preset, flags, position.step)
+        facts = data.facts | ({"sets": {name: each.facts for name, each in sets.items()}} if sets else {})
+        checkpoints.record = workdir.record(runtime.folder, config, facts, preset, flags, position.step)
     return position
 
 
-def rewound(program: Program, data: Data, checkpoints: Checkpoints) -> TrainState:
+def rewound(program: Program, data: Data, checkpoints: Checkpoints, at: int | None = None) -> TrainState:
     """The state of the newest checkpoint, or the one that the run began with where there is none yet.
 
     Args:
         program: of the run.
         data: what the checkpoint was trained on, unless `resume_change` has `data`.
         checkpoints: of its folder.
+        at: step of a checkpoint that is meant instead, and no other.
 
     Raises:
         WorkdirError, ForeignError, DiskError: as `Checkpoints.restore`.
     """
     if checkpoints.latest_of_all() is None:
         return _prepared(program)(Console(quiet=True))
-    return checkpoints.restore(program.abstract, None if "data" in program.config.resume_change else data.facts)
+    facts = None if "data" in program.config.resume_change else data.facts
+    return checkpoints.restore(program.abstract, facts, at)
 
 
 def _prepared(program: Program) -> Callable[[Console], TrainState]:

@@ -105,7 +105,7 @@ class Subwords:
             raise DataError(
                 f"no tokenizer at {path}; write data.tokenizer as bytes, bpe:SIZE or the path of a tokenizer.json"
             ) from error
-        self._path = path
+        self.path = path
         try:
             with self._calling():
                 self._library = Library.from_buffer(content)
@@ -168,7 +168,7 @@ class Subwords:
         except BaseException as error:
             if type(error).__name__ != "PanicException":
                 raise
-            raise DataError(f"{self._path} is a damaged tokenizer.json: {error!s:.200}") from error
+            raise DataError(f"{self.path} is a damaged tokenizer.json: {error!s:.200}") from error
 
 
 Tokenizer = Bytes | Subwords

@@ -13,6 +13,7 @@ import numpy as np
 from mupax import command_line
 from mupax.train import data as data_sources
 from mupax.train.checkpoints.saved_run import Trained
+from mupax.train.checkpoints.selection import Step
 from mupax.train.data import DataError
 from mupax.train.data.text import tokenizer as tokenizers
 from mupax.train.reuse import pretrained
@@ -20,7 +21,7 @@ from mupax.train.reuse.generate.sampling import DecodingError
 from mupax.train.reuse.pretrained import Weights
 
 
-def find(path: Path, step: int | None, average: bool | None, **text_fields: str | None) -> Trained | Weights:
+def find(path: Path, step: Step | None, average: bool | None, **text_fields: str | None) -> Trained | Weights:
     """The model, as `pretrained.find` gives it.
 
     Args:

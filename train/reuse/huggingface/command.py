@@ -56,8 +56,8 @@ class Export:
     """Workdir, workdir/checkpoints/STEP, or an imported folder."""
     out: Annotated[command_line.Place, conf.arg(metavar="FOLDER")]
     """A new or empty folder."""
-    step: Annotated[int | None, conf.arg(metavar="N")] = None
-    """Which checkpoint of a workdir; the newest unless given."""
+    step: Annotated[int | Literal["best"] | None, conf.arg(metavar="N|best")] = None
+    """Which checkpoint of a workdir, or the best by its evaluations; the newest unless given."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of the stored weights."""
     tokenizer: Annotated[command_line.Place | None, conf.arg(metavar="FILE")] = None

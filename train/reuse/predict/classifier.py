@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from mupax.train.checkpoints.selection import Step
 from mupax.train.core.program import Program
 from mupax.train.data import DataError, crops, images
 from mupax.train.data.sources import folders
@@ -85,7 +86,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return exp / exp.sum(axis=1, keepdims=True)
 
 
-def classifier(path: Path, outline: Outline, step: int | None, average: bool | None, batch_size: int) -> Classifier:
+def classifier(path: Path, outline: Outline, step: Step | None, average: bool | None, batch_size: int) -> Classifier:
     """The classifier of a path.
 
     Args:

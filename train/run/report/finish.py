@@ -61,6 +61,7 @@ def leave(session: Session, params: Arrays) -> None:
     with _extra(rt, "loss.png"):
         report.loss_plot(files[0], curve, references, title, bytes_per_token=data.bytes_per_token)
     facts = {"model": f"{count:,} parameters", "preset": f"{program.preset.label}, {relative}"}
+    facts |= {"stopped early": session.evaluations.stopped} if session.evaluations.stopped else {}
     with _extra(rt, "the summary"):
         report.summary(
             rt.console,
@@ -70,6 +71,7 @@ def leave(session: Session, params: Arrays) -> None:
             facts={**facts, **session.speed},
             references=references,
             bytes_per_token=data.bytes_per_token,
+            sets={name: each.bytes_per_token for name, each in session.sets.items()},
             files=[rt.folder / file.relative_to(folder).as_posix() for file in (*files, curve, folder / "config.json")],
             then=_use(config, report.relative(rt.folder)),
         )

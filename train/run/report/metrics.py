@@ -8,6 +8,8 @@ metrics.jsonl has a JSON object per step and per evaluation, as they come, and e
 
 * loss, accuracy: means over the targets of the step's batch, before its update; the loss in nats. eval_loss and
   eval_accuracy: those over the evaluation examples. eval_weights: "ema" where they are the moving average's.
+  eval/NAME/loss and eval/NAME/accuracy: the same of a further set (data.evaluate), in the same row.
+* stopped: why the run ended before its last step (stop.patience), in a row of its own.
 * lr: learning rate of the step, at base size. grad_norm: of the whole gradient, before clipping.
 * tokens or images: targets of the step that count. seconds: from the end of the step before to the end of this one.
 * perf_step_seconds_p50, _p90, _p99: percentiles of `seconds`: so many percent of the steps took no longer.
@@ -215,7 +217,8 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
     step = row.get("step")
     if type(step) is not int or not 0 <= step < 2**53:
         raise ValueError("no whole step")
-    wrong = [name for name in _NUMBERS if type(row.get(name)) not in (int, float, type(None))]
+    names = (*_NUMBERS, *(name for name in row if name.startswith("eval/")))
+    wrong = [name for name in names if type(row.get(name)) not in (int, float, type(None))]
     if wrong or not isinstance(row.get("nonfinite", {}), dict):
         raise ValueError(f"{(wrong or ['nonfinite'])[0]} is of another kind")
     return row

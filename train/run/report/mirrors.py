@@ -201,5 +201,6 @@ def _scalars(row: Mapping[str, Any]) -> dict[str, float]:
     for key, value in row.items():
         if key != "step" and isinstance(value, (int, float)) and not isinstance(value, bool):
             group, _, name = key.partition("_")
-            scalars[f"{group}/{name}" if group in ("eval", "perf") else f"train/{key}"] = value
+            tag = key if "/" in key else f"{group}/{name}" if group in ("eval", "perf") else f"train/{key}"
+            scalars[tag] = value
     return scalars

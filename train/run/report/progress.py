@@ -97,6 +97,8 @@ class Progress:
         text.append(f"  loss {row['eval_loss']:.4f}", "bold")
         if row.get("eval_accuracy") is not None:
             text.append(f"  accuracy {100 * row['eval_accuracy']:.2f} %")
+        for name in (name for name in row if name.startswith("eval/") and name.endswith("/loss")):
+            text.append(f"  {name.split('/')[1]} {row[name]:.4f}")
         if row.get("eval_weights"):
             text.append(f"  ({row['eval_weights']} weights)")
         text.append(f"  after {duration(self._clock() - self._began)}", "dim")

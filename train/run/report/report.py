@@ -90,6 +90,7 @@ def summary(
     facts: Mapping[str, str],
     references: Sequence[Reference] = (),
     bytes_per_token: float | None = 1.0,
+    sets: Mapping[str, float | None] | None = None,
     files: Sequence[Path | str] = (),
     then: str | None = None,
 ) -> None:
@@ -103,6 +104,7 @@ def summary(
         facts: lines about the model and the session, by their label.
         references: compared with the last evaluation where it has their unit.
         bytes_per_token: mean bytes of text per token; divides a language model's losses; None: they are per target.
+        sets: further evaluation sets, each with its own bytes per token.
         files: what was written, shown relative to the current folder.
         then: a command that uses the run.
     """
@@ -121,6 +123,12 @@ def summary(
             if reference.unit == reference_unit and (unit == "tokens" or reference_unit == "accuracy"):
                 value = _quality(reference.value, reference_unit)
                 table.add_row(f"  {reference.name}", value, _compared(console, ours, reference))
+    for further, each in (sets or {}).items():
+        divisor, unit_of_set = _scale(unit, each)
+        values, accuracies = (_series(rows, f"eval/{further}/{measure}")[1] for measure in ("loss", "accuracy"))
+        if values.size:
+            remark = f"{unit_of_set}, accuracy {_quality(float(accuracies[-1]), 'accuracy')}"
+            table.add_row(f"  on {further}", f"{values[-1] / divisor:.4f}", remark)
     steps, losses = _series(rows, "loss")
     if len(steps):
         count = max(1, min(100, len(steps) // 20))

@@ -31,12 +31,14 @@ def run(config: Config, words: Sequence[str], most: int) -> int:
         words: its command line, after `python -m train`.
         most: attempts after the first.
     """
-    command, before = [*_python(words), *_without_restart(words)], None
+    command, before = [*_python(words), *_without(words, "--restart")], None
     with Listener() as listener:
         for number in range(1, most + 2):
             last = attempt(number, command, listener)
             # A folder that was refused is another run's, or was not meant to be gone on in.
             command += ["--resume"] if last.reached.process >= 0 and "--resume" not in command else []
+            if last.reached.start >= 0:  # it has gone back already; to do so again would set its own steps aside
+                command = _without(command, "--resume-from")
             if last.exit_code != 2 and "--resume" in command:
                 last.record(config)
             if last.exit_code in FINAL or listener.received:
@@ -63,9 +65,10 @@ def _python(words: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "mupax.train"]
 
 
-def _without_restart(words: Sequence[str]) -> list[str]:
+def _without(words: Sequence[str], flag: str) -> list[str]:
+    """The words without a flag and its value."""
     pairs = zip(["", *words], words, strict=False)
-    return [word for flag, word in pairs if "--restart" not in (flag, word) and not word.startswith("--restart=")]
+    return [word for before, word in pairs if flag not in (before, word) and not word.startswith(f"{flag}=")]
 
 
 def _others_still_run(config: Config, last: Attempt, listener: Listener) -> bool:

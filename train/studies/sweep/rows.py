@@ -21,7 +21,7 @@ from mupax import disk
 from mupax.errors import MupaxError
 from mupax.train.config.data import PixelsConfig, TransformsConfig
 from mupax.train.config.record import to_json
-from mupax.train.config.run import CheckpointConfig, Config, DistributedConfig, LogConfig, MeshConfig
+from mupax.train.config.run import CheckpointConfig, Config, DistributedConfig, LogConfig, MeshConfig, StopConfig
 from mupax.zoo.experts.config import RoutingConfig
 
 FILE_NAME = "points.jsonl"
@@ -123,6 +123,9 @@ def key_of(config: Config, data_digest: str) -> str:
     for name, default in _NEWER_DATA.items():
         if getattr(bare.data, name) == default:
             del fields["data"][name]
+    del fields["stop"], fields["resume_from"], fields["data"]["evaluate"]  # a point has none
+    for name in ("keep_best", "best_metric"):
+        del fields["checkpoint"][name]
     if bare.vmem_kib is None:
         del fields["vmem_kib"]
     for name in ("attention_block", "product_dtype"):
@@ -142,7 +145,10 @@ def key_of(config: Config, data_digest: str) -> str:
 
 def without_reports(config: Config) -> Config:
     """The config without where it is kept and what it reports."""
-    return dataclasses.replace(config, workdir=None, resume=False, checkpoint=CheckpointConfig(), log=LogConfig())
+    bare = dataclasses.replace(config, workdir=None, resume=False, resume_from=None, stop=StopConfig())
+    return dataclasses.replace(
+        bare, checkpoint=CheckpointConfig(), log=LogConfig(), data=dataclasses.replace(config.data, evaluate=())
+    )
 
 
 def summarized(losses: np.ndarray) -> tuple[float, tuple[float, ...]]:

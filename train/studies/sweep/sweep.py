@@ -44,6 +44,12 @@ def grouped(
     """
     groups: dict[object, list[Member]] = {}
     for index, config in enumerate(configs):
+        if config.stop.patience is not None or config.data.evaluate:
+            flag = "stop.patience" if config.data.evaluate == () else "data.evaluate"
+            raise ConfigError(
+                f"{flag} is of a run by itself: points train all their steps, or their losses would not compare, and are evaluated "
+                "on their own data; leave it out"
+            )
         shape = repr(shape_of(config))
         if shape not in programs:
             programs[shape] = assemble(config, devices, swept=True)

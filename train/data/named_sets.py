@@ -1,0 +1,61 @@
+"""Further sets that a run evaluates on, by name (`data.evaluate`): their evaluation examples, in the run's own tokens and classes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from mupax.paths import path_of
+from mupax.train import data as sources
+from mupax.train.data import cache
+from mupax.train.data.interface import Data, DataError
+from mupax.train.data.text import tokenizer
+
+if TYPE_CHECKING:
+    from mupax.train.config.run import Config
+
+
+def load(name: str, config: Config, data: Data, note: cache.Note = print) -> Data:
+    """A set, prepared if it is not; its evaluation examples are those that its source has as data of a run.
+
+    Args:
+        name: in `config.data.evaluation_sets`.
+        config: of the run.
+        data: of the run, whose tokenizer and classes the set must have.
+        note: told what takes time; the set's name stands before it.
+
+    Raises:
+        DataError: the set is missing or damaged, or has other tokens or classes; the text begins with its name.
+    """
+    own = config.data
+    place = own.evaluation_sets[name]
+    part = dataclasses.replace(own, name=place, evaluate=(), mix=())
+    if tokenizer.bpe_size(own.tokenizer) is not None and data.tokenizer is not None:
+        part = dataclasses.replace(
+            part, tokenizer=str(data.tokenizer.path)
+        )  # as trained on the run's text, not on this one
+    if place.startswith("text:") and not own.name.startswith(("text:", "mix")):
+        part = dataclasses.replace(part, field=type(own).field)  # plain text has none
+    try:
+        if place.startswith("images:") and (folder := path_of(place.removeprefix("images:"))).is_dir():
+            from mupax.train.data.sources import folders
+
+            _check_classes(data.class_names, folders.split(folder)[2])
+        loaded = sources.load(part, config.model, seed=config.data_seed, note=lambda text: note(f"{name}: {text}"))
+        if (known := data.facts.get("tokenizer")) != (here := loaded.facts.get("tokenizer")):
+            raise DataError(
+                f"{place} is cut into tokens of {here}, and the run's data into those of {known}; leave it out"
+            )
+        _check_classes(data.class_names, loaded.class_names)
+    except DataError as error:
+        raise DataError(f"data.evaluate {name}: {error}") from error
+    return loaded
+
+
+def _check_classes(known: list[str] | None, here: list[str] | None) -> None:
+    """Refuse classes that are not the run's: label 3 would mean something else."""
+    if known is not None and here != known:
+        shown = (", ".join(names[:8]) + (" …" if len(names) > 8 else "") for names in (here or ["unknown"], known))
+        raise DataError(
+            "its classes are {}, and those of the run {}; give it the same classes, or leave it out".format(*shown)
+        )
