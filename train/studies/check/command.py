@@ -101,6 +101,10 @@ def main(argv: Sequence[str]) -> int:
     optimizer = OptimizerConfig(name=config.optimizer.name, schedule="constant", eps=1e-12)
     optimizer = dataclasses.replace(optimizer, peak_lr=args.peak_lr or OPTIMIZERS[optimizer.name].check_lr)
     definitions = [definition(one) for one in grown]
+    if grown[0].family not in configs.FAMILIES:
+        from mupax.train.studies.roles.models import refuse_wrong_declarations
+
+        refuse_wrong_declarations(grown[0])
     refuse_uneven(preset, definitions[-1].sizes, optimizer.name)
     expected = theory.of(preset, definitions[0], definitions[-1], optimizer.name, accept=args.accept)
     not_judged = groups.not_judged(definitions[0].specs, expected)

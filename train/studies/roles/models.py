@@ -138,6 +138,13 @@ def differences(config: ModelConfig, roles: Roles, declared: Mapping[str, ParamS
     return out
 
 
+def refuse_wrong_declarations(config: ModelConfig) -> None:
+    """Raises PresetError where declarations of a model are not what its loss does; what tracing refuses is let through."""
+    if differing := differences(config, roles_of_config(config)):
+        lines = "\n".join(f"{name}: {words}" for name, words in differing.items())
+        raise PresetError(f"the declarations of {config.family} are not what its loss does; mend them:\n{lines}")
+
+
 def _fields(spec: ParamSpec, other: ParamSpec) -> str:
     names = [field.name for field in dataclasses.fields(spec) if field.name != "start"]
     pairs = [(name, getattr(spec, name), getattr(other, name)) for name in names]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from mupax import zoo
 from mupax.presets.roles import MATRICES, ParamSpec, Role
 from mupax.train.__main__ import main
 from mupax.train.studies.roles import models
@@ -65,6 +66,16 @@ def test_norms_embeddings_and_readouts_of_others() -> None:
     assert (linen.specs["Dense_4.kernel"], linen.tied) == (MATRICES["readout"], None)
     assert classifier.specs["patch.kernel"].group == "patch_embedding"
     assert classifier.specs["readout.bias"].axes == ("classes",)
+
+
+@pytest.mark.parametrize("name", ["dicts of arrays by hand", "NNX: nnx.Linear, nnx.MultiHeadAttention"])
+def test_what_is_found_gives_the_model_a_preset(name: str) -> None:
+    (build, sizes), roles = traced_roles.FOREIGN[name], traced_roles.traced(name)
+    made = zoo.define_function(
+        lambda *_: None, build(sizes)[0], roles.specs, sizes={"layers": 2}, tied_readout=roles.tied
+    )
+    assert made.specs == roles.specs
+    assert made.sizes == {**sizes, "layers": 2}
 
 
 def test_the_command_on_a_function(capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,6 +142,15 @@ def test_the_command_on_models_of_the_zoo(capsys: pytest.CaptureFixture[str]) ->
     out = json.loads(capsys.readouterr().out)
     assert list(out["differs"]) == ["block.attention.query"]
     assert out["parameters"]["readout"]["fan_in"] == ["embed"]
+
+
+@pytest.mark.usefixtures("wrong")
+def test_the_coordinate_check_begins_with_declarations_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "lm-wrong", "--dry-run"]) == 2
+    message = capsys.readouterr().err
+    assert "Wrong are not what its loss does; mend them:" in message
+    assert "block.attention.query: in_block is declared False and traced True: its products with" in message
+    assert main(["check", "lm-proxy", "--dry-run"]) == 0
 
 
 @pytest.mark.parametrize(
