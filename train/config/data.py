@@ -38,6 +38,7 @@ SOURCES: dict[str, Source] = {
     "mix": Source(f"{_FOLDER}.mixtures:mixture", "tokens", _TEXT | {"field", "mix"}),
     "text:PATH": Source(f"{_FOLDER}.text:own_files", "tokens", _TEXT | {"field"}),
     "records:PATH": Source(f"{_FOLDER}.text:own_files", "tokens", _TEXT | {"field"}),
+    "chat:PATH": Source(f"{_FOLDER}.chats:own_chats", "tokens", _TEXT | {"field", "chat_template", "loss_on"}),
     "images:PATH": Source(f"{_FOLDER}.folders:own_images", "images", _IMAGES | {"on_broken", "pixels"}),
 }
 """data.name to its source. To add one, write its loader and a line here; docs/add_a_dataset.md is an example."""
@@ -161,6 +162,7 @@ class DataConfig:
 
     name: str
     """python_corpus, digits, shapes (endless), text:PATH (a file or folder), records:PATH (JSON lines, Parquet or token ids),
+    chat:PATH (JSON lines or Parquet with messages),
     images:PATH (a folder per class), idx:PATH (a folder of IDX files), fashion (Debian's Fashion-MNIST), cifar5m, mix (of data.mix),
     or any TFDS name."""
     mix: Annotated[tuple[str, ...], conf.arg(metavar="NAME=SOURCE:WEIGHT ...")] = ()
@@ -182,7 +184,11 @@ class DataConfig:
     separator: str | None = None
     """The token that ends every document, such as `<|endoftext|>`; found in the tokenizer by its usual names unless given."""
     field: str = "text"
-    """Of records: the field or column that has the text."""
+    """Of records: the field or column that has the text; of a chat `messages` unless given."""
+    chat_template: str | None = None
+    """chat:PATH only: a template of jinja2 that makes text of messages; the one beside the tokenizer unless given."""
+    loss_on: Literal["answers", "all"] = "answers"
+    """chat:PATH only: whether what assistants say is trained on, or every token."""
     document_mask: bool = False
     """Documents of one window do not see one another, and the first token of each is no target; the separator ends its own."""
     reset_positions: bool = False
@@ -224,7 +230,7 @@ class DataConfig:
             )
         if self.mix and self.name != "mix":
             raise ConfigError(f"data.mix names its texts, and data.name is {self.name}; leave that out, or write mix")
-        for name in ("name", "data_dir", "tokenizer"):
+        for name in ("name", "data_dir", "tokenizer", "chat_template"):
             check_place(f"data.{name}", getattr(self, name))
         for name, place in self.evaluation_sets.items():
             check_place(f"data.evaluate {name}", place)

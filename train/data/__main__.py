@@ -57,6 +57,9 @@ class Prepare:
             how = "drawn as a run asks for them" if self.name == "shapes" else "read in place"
             print(f"images of {self.name} are {how}; there is nothing to prepare")
             return 0
+        elif self.name.startswith("chat:"):
+            print("conversations are tokenized as a run starts, by its chat template; there is nothing to prepare")
+            return 0
         elif self.name.startswith("images:"):
             print("images of one's own are read and decoded as a run starts; there is nothing to prepare")
             return 0

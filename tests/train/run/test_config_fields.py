@@ -267,6 +267,8 @@ FIELDS: dict[str, Way] = {
     "data.reset_positions": (data, changed(TOKENS, "data.document_mask", True), True),
     "data.tokenizer": (data, changed(TOKENS, "model.vocab_size", 300), "bpe:300"),
     "data.separator": Shown("train/data/sources/test_records.py", 'separator="<|eot|>"'),
+    "data.chat_template": Shown("train/data/chats/test_chats.py", '"chat_template": None'),
+    "data.loss_on": Shown("train/data/chats/test_chats.py", 'loss_on="all"'),
     "data.on_broken": Shown("train/data/sources/test_folders.py", 'on_broken="skip"'),
     "data.pixels.fit": Shown("train/data/sources/test_folders.py", 'fit="squash"'),
     "data.pixels.resize": Shown("train/data/sources/test_folders.py", "resize=32"),

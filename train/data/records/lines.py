@@ -114,7 +114,22 @@ class Lines:
             raise DataError(f"{where} is no JSON: {shown!r} ({error}). Repair or remove the line") from error
         if not isinstance(row, dict):
             raise DataError(f"{where} is no JSON object; write each document as {{{json.dumps(self.field)}: ...}}")
-        return content_of(row.get(self.field), where, self.field, [name for name in row if isinstance(row[name], str)])
+        return self.content(row, where)
+
+    def content(self, row: dict[str, Any], where: str) -> bytes:
+        """The document of a record.
+
+        Args:
+            row: the JSON object.
+            where: file and line, for the error.
+
+        Raises:
+            DataError: as `content_of`.
+        """
+        texts = [name for name in row if isinstance(row[name], str)]
+        if self.field not in row and isinstance(row.get("messages"), list):
+            raise DataError(f"{where} has no field {self.field!r} but messages of a chat; write data.name chat:PATH")
+        return content_of(row.get(self.field), where, self.field, texts)
 
     def close(self) -> None:
         """Closes the file."""

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from mupax.train.data.interface import DataError
 from mupax.train.data.records import lines
@@ -37,24 +37,37 @@ class Table:
 
     path: Path
     field: str
+    kind: ClassVar[str] = "text"
+    """What the column has."""
     _group: int | None = None
     _column: Any = None
 
     def __post_init__(self) -> None:
-        import pyarrow
-
-        def is_text(kind: pyarrow.DataType) -> bool:
-            kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-            return pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
-
         with self._opened() as table:
             columns = {column.name: column.type for column in table.schema_arrow}
-        texts = [name for name, kind in columns.items() if is_text(kind)]
+        texts = [name for name, column in columns.items() if self.holds(column)]
         if self.field not in texts:
-            kind = f"text but {columns[self.field]} in" if self.field in columns else "column"
+            kind = f"{self.kind} but {columns[self.field]} in" if self.field in columns else "column"
             advice = f"write --data.field {texts[0]}" if texts else f"its columns are {', '.join(columns)}"
             more = f" (or {', '.join(texts[1:])})" if texts[1:] else ""
             raise DataError(f"{self.path} has no {kind} {self.field!r}; {advice}{more}")
+
+    @staticmethod
+    def holds(column: Any) -> bool:
+        """Whether a column of this type has documents."""
+        import pyarrow
+
+        column = column.value_type if pyarrow.types.is_dictionary(column) else column
+        return pyarrow.types.is_string(column) or pyarrow.types.is_large_string(column)
+
+    def content(self, value: Any, where: str) -> bytes:
+        """The document of a row.
+
+        Args:
+            value: of the column.
+            where: file and row, for the error.
+        """
+        return lines.content_of(value, where, self.field, [])
 
     def parts(self) -> list[Part]:
         """The file in parts small enough to be tokenized at once."""
@@ -81,7 +94,7 @@ class Table:
             self._group = part.group
         rows = self._column.slice(part.start, part.stop - part.start).to_pylist()
         first = part.first + part.start
-        return [lines.content_of(row, f"{self.path} row {first + i}", self.field, []) for i, row in enumerate(rows)]
+        return [self.content(row, f"{self.path} row {first + i}") for i, row in enumerate(rows)]
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[Any]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mupax.train.data import cache
+from mupax.train.data.chats.records import ChatLines, ChatTable
 from mupax.train.data.interface import DataError
 from mupax.train.data.records import corpus, ids
 from mupax.train.data.records.ids import IdFile
@@ -62,7 +63,7 @@ def files(path: Path, kind: str, field: str, vocab_size: int | None, note: cache
 
     Args:
         path: of the file or folder.
-        kind: "text" reads plain text, records and ids, "records" the last two.
+        kind: "text" reads plain text, records and ids, "records" the last two, "chat" records that hold messages.
         field: of records, whose text is a document.
         vocab_size: of the tokenizer that made files of ids; None where none is named, and they are not read.
         note: told which files are left out, and which are not read as plain text.
@@ -81,12 +82,12 @@ def files(path: Path, kind: str, field: str, vocab_size: int | None, note: cache
     read, refused, binary = Files([], [], []), {}, []
     for name, file in every:
         try:
-            _place(read, name, file, field, vocab_size)
+            _place(read, name, file, field, vocab_size, kind)
         except DataError as error:
             refused[name] = (file, error)
         except _NotTextError:
             binary.append((name, file))
-    if kind == "records":
+    if kind != "text":
         binary, read = [*binary, *read.text], read._replace(text=[])
     unread = [(name, file) for name, (file, _) in refused.items()]
     if unread and _size(unread) >= _size(read.every()):
@@ -106,11 +107,12 @@ class _NotTextError(Exception):
     """A file that is none of what can be read."""
 
 
-def _place(read: Files, name: str, file: Path, field: str, vocab_size: int | None) -> None:
+def _place(read: Files, name: str, file: Path, field: str, vocab_size: int | None, kind: str) -> None:
     """Puts a file where it belongs; raises DataError where it is of a kind that is read, and cannot be."""
     suffix = _format(file)
+    of_lines, of_tables = (ChatLines, ChatTable) if kind == "chat" else (Lines, Table)
     if suffix in _LINES:
-        lines = Lines(file, field)
+        lines = of_lines(file, field)
         try:
             lines.first()
         except DataError as error:
@@ -118,7 +120,7 @@ def _place(read: Files, name: str, file: Path, field: str, vocab_size: int | Non
             raise DataError(_plain_text_of(file)) if suffix == ".json" and "no JSON" in str(error) else error from error
         read.records.append((name, lines))
     elif suffix == ".parquet":
-        read.records.append((name, Table(file, field)))
+        read.records.append((name, of_tables(file, field)))
     elif suffix in _UNREAD:
         raise DataError(_plain_text_of(file))
     elif suffix in ids.SUFFIXES and vocab_size is not None:
@@ -136,6 +138,8 @@ def _nothing(path: Path, kind: str, left_out: Named) -> str:
             f"{path} has no {kind} in it: NUL bytes in {_listed(left_out)}; if these are token ids, write --data.tokenizer "
             "with the path of the tokenizer.json that made them, or ids:SIZE, how many tokens it has"
         )
+    if kind == "chat":
+        return f"{path} has no conversations in it; chat:PATH takes .jsonl (or .gz, .zst of it) and .parquet with a field of messages"
     if kind == "records":
         return f"{path} has no records in it; records:PATH takes .jsonl (or .gz, .zst of it) and .parquet, text:PATH plain text"
     why = f": NUL bytes in {_listed(left_out)}" if left_out else ""

@@ -128,11 +128,7 @@ def open_text(
     """
     model = language_model(config.name, model)
     encoder = _tokenizer(config, key, model.vocab_size, documents, note)
-    if encoder.vocab_size > model.vocab_size:
-        raise DataError(
-            f"tokenizer {config.tokenizer} has {encoder.vocab_size} tokens and the model {model.vocab_size}; "
-            f"write --model.vocab-size {encoder.vocab_size}"
-        )
+    check_vocabulary(config, encoder, model)
     sides = packing.prepared(key, documents, encoder, note)
     some = sides["train"].tokens[:_LOOKED_AT]
     if (
@@ -153,6 +149,24 @@ def open_text(
         facts={"digest": digest, **facts},
         has_bytes=has_bytes,
     )
+
+
+def check_vocabulary(config: DataConfig, encoder: tokenizer.Tokenizer, model: TokenModel) -> None:
+    """Refuse a tokenizer that has more tokens than the model.
+
+    Args:
+        config: names it.
+        encoder: it, opened.
+        model: of the run.
+
+    Raises:
+        DataError: it has.
+    """
+    if encoder.vocab_size > model.vocab_size:
+        raise DataError(
+            f"tokenizer {config.tokenizer} has {encoder.vocab_size} tokens and the model {model.vocab_size}; "
+            f"write --model.vocab-size {encoder.vocab_size}"
+        )
 
 
 def _tokenizer(

@@ -26,7 +26,7 @@ from mupax import disk
 from mupax.train.data import cache
 from mupax.train.data.interface import DataError
 from mupax.train.data.text import shares
-from mupax.train.data.text.tokenizer import Tokenizer
+from mupax.train.data.text.tokenizer import Encoder
 
 SIDES = ("train", "eval")
 _FORMAT = 1
@@ -55,7 +55,7 @@ class Packed(NamedTuple):
     """Of the ids, step by step."""
 
 
-def prepared(key: str, documents: Callable[[], Documents], tokenizer: Tokenizer, note: cache.Note) -> dict[str, Packed]:
+def prepared(key: str, documents: Callable[[], Documents], tokenizer: Encoder, note: cache.Note) -> dict[str, Packed]:
     """The packed corpus `key`, from the cache or made now.
 
     Args:
@@ -91,13 +91,13 @@ def prepared(key: str, documents: Callable[[], Documents], tokenizer: Tokenizer,
     return opened
 
 
-def _help(documents: Documents, tokenizer: Tokenizer, folder: Path) -> None:
+def _help(documents: Documents, tokenizer: Encoder, folder: Path) -> None:
     """Packs shares of the documents while another process packs all; what is wrong with the disk that one will say."""
     with contextlib.suppress(OSError):
         shares.pack(documents, tokenizer, folder, _id_type(tokenizer), _STEP_BYTES)
 
 
-def _pack(documents: Documents, tokenizer: Tokenizer, folder: Path, note: cache.Note) -> None:
+def _pack(documents: Documents, tokenizer: Encoder, folder: Path, note: cache.Note) -> None:
     """Tokenizes both sides into `folder`; goes on where a killed pass stopped."""
     sides = {side: _pack_side(documents[side], side, tokenizer, folder, note) for side in SIDES}
     manifest = {"format": _FORMAT, "tokenizer": tokenizer.key, "vocab_size": tokenizer.vocab_size, "sides": sides}
@@ -107,7 +107,7 @@ def _pack(documents: Documents, tokenizer: Tokenizer, folder: Path, note: cache.
     shutil.rmtree(folder / shares.FOLDER, ignore_errors=True)
 
 
-def _pack_side(documents: Any, side: str, tokenizer: Tokenizer, folder: Path, note: cache.Note) -> dict[str, Any]:
+def _pack_side(documents: Any, side: str, tokenizer: Encoder, folder: Path, note: cache.Note) -> dict[str, Any]:
     dtype = _id_type(tokenizer)
     path, itemsize, shared = folder / f"{side}.bin", np.dtype(dtype).itemsize, 0
     noted = time.monotonic()
@@ -136,7 +136,7 @@ def _pack_side(documents: Any, side: str, tokenizer: Tokenizer, folder: Path, no
     return done
 
 
-def _id_type(tokenizer: Tokenizer) -> str:
+def _id_type(tokenizer: Encoder) -> str:
     """The smallest type that holds every id, as numpy writes it."""
     return next(dtype for dtype, bits in _DTYPES.items() if tokenizer.vocab_size <= 1 << bits)
 
@@ -179,7 +179,7 @@ def _next_digest(previous: str, block: np.ndarray) -> str:
     return hashlib.sha256(previous.encode() + block.astype("<u4").tobytes()).hexdigest()
 
 
-def _open(folder: Path, tokenizer: Tokenizer) -> tuple[dict[str, Packed] | None, str]:
+def _open(folder: Path, tokenizer: Encoder) -> tuple[dict[str, Packed] | None, str]:
     """Both sides of a packed corpus, or None and what is wrong with it ("" where it was never finished).
 
     Sizes are always checked, contents where that takes no time.

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mupax import disk
-from mupax.train.data.text.tokenizer import Tokenizer
+from mupax.train.data.text.tokenizer import Encoder
 
 FOLDER = "shares"
 _PARTS = 16
@@ -68,7 +68,7 @@ def steps(parts: Iterator[Part], size: int) -> Iterator[list[Part]]:
         yield step
 
 
-def encoded(step: list[Document], tokenizer: Tokenizer) -> list[np.ndarray]:
+def encoded(step: list[Document], tokenizer: Encoder) -> list[np.ndarray]:
     """The ids of each document, the separator with them where it ends.
 
     Args:
@@ -100,7 +100,7 @@ def in_order(documents: Any, side: str, first: int, folder: Path, dtype: str) ->
         first = stop
 
 
-def pack(documents: Mapping[str, Any], tokenizer: Tokenizer, folder: Path, dtype: str, step_bytes: int) -> None:
+def pack(documents: Mapping[str, Any], tokenizer: Encoder, folder: Path, dtype: str, step_bytes: int) -> None:
     """Tokenizes shares, the last ones first, until there are none before those of the process that packs all.
 
     Args:
@@ -152,7 +152,7 @@ def _position(progress: Path) -> int:
     return 0
 
 
-def _write(path: Path, parts: Iterator[Part], tokenizer: Tokenizer, dtype: str, step_bytes: int) -> None:
+def _write(path: Path, parts: Iterator[Part], tokenizer: Encoder, dtype: str, step_bytes: int) -> None:
     """A share, which others see when it is whole."""
     ids, facts, sizes = [np.zeros(0, dtype)], [], []
     for step in steps(parts, step_bytes):

@@ -11,7 +11,7 @@ import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -45,6 +45,13 @@ class Bytes:
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Ids of each text, int32 [length]."""
         return [np.frombuffer(text, np.uint8).astype(np.int32) for text in texts]
+
+    def spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Ids of each text, int32 [length], and which of its characters each stands for: [start, stop), int64 [length, 2]."""
+        counts = [[len(character.encode()) for character in text] for text in texts]
+        starts = [np.repeat(np.arange(len(each)), each) for each in counts]
+        ids = self.encode([text.encode() for text in texts])
+        return [(each, np.stack([start, start + 1], axis=1)) for each, start in zip(ids, starts, strict=True)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids; bytes that are no UTF-8 come out as U+FFFD."""
@@ -136,6 +143,11 @@ class Subwords:
             encodings = self._library.encode_batch_fast([_decoded(text) for text in texts], add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
+    def spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        with self._calling():
+            encodings = self._library.encode_batch([*texts], add_special_tokens=False)
+        return [(np.array(each.ids, np.int32), np.array(each.offsets, np.int64).reshape(-1, 2)) for each in encodings]
+
     def decode(self, ids: Iterable[int]) -> str:
         with self._calling():
             return self._library.decode([int(i) for i in ids], skip_special_tokens=True)
@@ -172,6 +184,21 @@ class Subwords:
 
 
 Tokenizer = Bytes | Subwords
+
+
+class Encoder(Protocol):
+    """What packing asks of a tokenizer."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def separator(self) -> int: ...
+
+    def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """Ids of each document."""
+        ...
 
 
 def opened(name: str, separator: str | None = None) -> Tokenizer | None:

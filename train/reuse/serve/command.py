@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
 def opened_service(args: Serve) -> Service:
     """The model of a command line, ready for requests. Raises what does not fit, before weights are read."""
     from mupax.train.checkpoints.workdir import WorkdirError
-    from mupax.train.data.text import chat
+    from mupax.train.data.chats import templates
     from mupax.train.reuse import runs
     from mupax.train.reuse.generate import opened
     from mupax.train.reuse.generate.decode import Generator
@@ -77,7 +77,7 @@ def opened_service(args: Serve) -> Service:
     if not run.config.model.generates:
         raise WorkdirError(f"{args.workdir} holds a {run.config.model.family}; only decoders are served")
     tokenizer, name = opened.tokenizer_of(run), run.config.data.tokenizer
-    template = chat.template(name, args.chat_template, dated=True)
+    template = templates.find(name, args.chat_template or run.config.data.chat_template, dated=True)
     program = runs.on_one_device(run.config)
     generator = Generator(program, run.params(program.abstract), program.step_inputs(), sampling=None)
     return Service(args.workdir.absolute().name, run, tokenizer, template, end_tokens(name, tokenizer), generator)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from mupax.train.data import DataError
-from mupax.train.data.text import chat
+from mupax.train.data.chats import templates
 from mupax.train.reuse.generate.sampling import Sampling
 
 Usage = Literal["never", "end", "always"]
@@ -211,7 +211,7 @@ def _prompts(fields: Mapping[str, Any]) -> list[str | list[int]]:
 
 def _messages(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     try:
-        return chat.checked(fields.get("messages"))
+        return templates.checked(fields.get("messages"))
     except DataError as error:
         raise ApiError(400, str(error), "messages") from error
 

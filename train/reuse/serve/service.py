@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mupax.train.data import DataError
-from mupax.train.data.text.chat import Template
+from mupax.train.data.chats.templates import Template
 from mupax.train.reuse.generate import opened
 from mupax.train.reuse.generate.decode import Generator, Scores
 from mupax.train.reuse.generate.sampling import DecodingError

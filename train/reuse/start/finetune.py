@@ -40,7 +40,8 @@ class Finetune:
     """A run on data of one's own that goes on from a trained model; every flag of a recipe works here too.
 
     Images: FOLDER has a folder per class. Shape, preset, preprocessing and, where the classes are the source's own, the readout
-    come from the source; other classes have a new readout. Text: FOLDER is text or records, read by the source's tokenizer.
+    come from the source; other classes have a new readout. Text: FOLDER is text or records, read by the
+    source's tokenizer; records that hold messages by its chat template, with a loss on answers.
     The rate is 0.3 times the source's, or 5e-5 times 768 / width where it has none; ten epochs, 100 to 2,000 steps.
     """
 
@@ -73,7 +74,8 @@ def command(argv: Sequence[str]) -> cli.Command:
     else:
         start, what = _text(args.folder, source, origin, asked)
     made = cli.parse(NAME, lambda: start, rest, ["--from"])
-    what = what or f"tokens of {made.config.data.tokenizer}"
+    kind = "conversations in tokens" if made.config.data.name.startswith("chat:") else "tokens"
+    what = what or f"{kind} of {made.config.data.tokenizer}"
     peak = made.config.optimizer.peak_lr
     rate = rate_rule(origin)[1] if peak == start.optimizer.peak_lr else "as asked"
     print(f"finetune: {what}; rate {peak:.3g}, {rate}; {made.config.steps} steps", file=sys.stderr)
@@ -136,6 +138,8 @@ def _text(folder: Path, source: Path, origin: Outline, asked: bool) -> tuple[Con
         names = [path.suffix.lower() for path in folder.rglob("*") if path.is_file()]
         if names and all(suffix in SUFFIXES for suffix in names):
             raise WeightsError(f"{source} holds a {origin.model.family}, which reads text, and {folder} has images")
+    from mupax.train.data.chats.records import in_folder
+
     before = origin.run[0].data if origin.run else None
     if origin.model.denoises and before is None:
         raise WeightsError(
@@ -145,7 +149,12 @@ def _text(folder: Path, source: Path, origin: Outline, asked: bool) -> tuple[Con
     text_fields = ("separator", "field", "noise", "noise_rate", "noise_span")
     fields = {name: getattr(before, name) for name in text_fields} if before else {}
     tokenizer = "bytes" if asked else _tokenizer(source, origin)
-    data = DataConfig(name=f"text:{folder}", batch_size=_TEXT_BATCH, tokenizer=tokenizer, **fields)
+    chat = not (before and before.noise) and in_folder(folder)
+    if chat and before is not None:
+        fields["chat_template"] = before.chat_template
+    data = DataConfig(
+        name=f"{'chat' if chat else 'text'}:{folder}", batch_size=_TEXT_BATCH, tokenizer=tokenizer, **fields
+    )
     return _config(folder, source, origin, origin.model, data, TEXT_STEPS, ()), ""
 
 

@@ -41,7 +41,8 @@ _NEWER = {
 """Fields of models that rows were named without, and what those models had."""
 _NEWER_DATA = {
     "noise": None, "noise_rate": None, "noise_span": None, "separator": None, "field": "text", "on_broken": "stop",
-    "pixels": PixelsConfig(), "mix": (), "document_mask": False, "reset_positions": False, "transforms": TransformsConfig(),
+    "pixels": PixelsConfig(), "mix": (), "document_mask": False, "reset_positions": False, "chat_template": None, "loss_on": "answers",
+    "transforms": TransformsConfig(),
 }  # fmt: skip
 """The same of data."""
 

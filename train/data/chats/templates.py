@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mupax.disk import JsonError, read_json
+from mupax.paths import path_of
 from mupax.train.data.interface import DataError
 
 FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
@@ -108,7 +109,7 @@ class Template:
             raise DataError(f"{self.name} is no chat template of jinja2: {error}") from error
 
 
-def template(tokenizer: str, file: str | None = None, *, dated: bool = False) -> Template | None:
+def find(tokenizer: str, file: str | None = None, *, dated: bool = False) -> Template | None:
     """The chat template of a tokenizer, None where there is none.
 
     Args:
@@ -119,12 +120,12 @@ def template(tokenizer: str, file: str | None = None, *, dated: bool = False) ->
     Raises:
         DataError: the file is not there, is damaged, or holds no template.
     """
-    folder = Path(tokenizer).parent if tokenizer.endswith(".json") else None
+    folder = path_of(tokenizer).parent if tokenizer.endswith(".json") else None
     fields = _fields(folder / CONFIG) if folder and (folder / CONFIG).is_file() else {}
     named = {name: value for name, value in fields.items() if name.endswith("_token")}
     tokens = {n: v.get("content") if isinstance(v, dict) else v for n, v in named.items()}
     tokens = {name: value for name, value in tokens.items() if isinstance(value, str)}
-    path = Path(file) if file else folder / FILE if folder and (folder / FILE).is_file() else None
+    path = path_of(file) if file else folder / FILE if folder and (folder / FILE).is_file() else None
     if path is not None:
         try:
             text = path.read_text()

@@ -1,0 +1,1 @@
+"""Conversations: rendered by a chat template, with a loss on what assistants say."""

@@ -1,0 +1,80 @@
+"""Conversations from JSON lines and Parquet: a field that has messages, as JSON in place of a text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+from mupax.train.data.chats import templates
+from mupax.train.data.interface import DataError
+from mupax.train.data.records.lines import Lines, content_of
+from mupax.train.data.records.tables import Table
+
+FIELD = "messages"
+"""Which has them unless data.field says otherwise."""
+
+
+@dataclasses.dataclass
+class ChatLines(Lines):
+    """A file of JSON lines that hold messages."""
+
+    without_answer: dict[str, None] = dataclasses.field(default_factory=dict)
+    """Lines that were left out because no assistant speaks in them."""
+
+    def content(self, row: dict[str, Any], where: str) -> bytes:
+        if row.get("tools"):
+            raise DataError(f"{where} has tools, which are not read; take the field out of the record")
+        lists = [name for name in row if isinstance(row[name], list)]
+        return _content(row.get(self.field), where, self.field, lists, self.without_answer)
+
+
+@dataclasses.dataclass
+class ChatTable(Table):
+    """A Parquet file with a column of messages."""
+
+    without_answer: dict[str, None] = dataclasses.field(default_factory=dict)
+    """Rows that were left out because no assistant speaks in them."""
+    kind: ClassVar[str] = "messages"
+
+    @staticmethod
+    def holds(column: Any) -> bool:
+        import pyarrow
+
+        lists = pyarrow.types.is_list(column) or pyarrow.types.is_large_list(column)
+        return lists and pyarrow.types.is_struct(column.value_type)
+
+    def content(self, value: Any, where: str) -> bytes:
+        return _content(value, where, self.field, [], self.without_answer)
+
+
+def in_folder(path: Path) -> bool:
+    """Whether a file, or the first file of records in a folder, holds messages."""
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    for file in files:
+        suffixes = {suffix.lower() for suffix in file.suffixes}
+        try:
+            if ".parquet" in suffixes:
+                ChatTable(file, FIELD)
+                return True
+            if suffixes & {".jsonl", ".ndjson"}:
+                ChatLines(file, FIELD).first()
+                return True
+        except DataError:
+            return False
+    return False
+
+
+def _content(value: Any, where: str, field: str, others: list[str], without_answer: dict[str, None]) -> bytes:
+    """The messages as JSON; nothing where no assistant speaks, which is noted."""
+    if not isinstance(value, list):
+        content_of(None if isinstance(value, str) else value, where, field, others)
+    try:
+        messages = templates.checked(value)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
+    if not any(message["role"] == "assistant" for message in messages):
+        without_answer[where] = None
+        return b""
+    return content_of(json.dumps(messages, ensure_ascii=False), where, field, others)

@@ -1,0 +1,76 @@
+"""Opens a user's conversations: rendered by a chat template, tokenized and packed in the cache."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+from mupax.paths import path_of
+from mupax.train.data import cache
+from mupax.train.data.chats import templates
+from mupax.train.data.chats.answers import ChatTokens
+from mupax.train.data.chats.conversations import Conversations
+from mupax.train.data.chats.records import FIELD
+from mupax.train.data.interface import DataError
+from mupax.train.data.records import corpus, user_files
+from mupax.train.data.sources.text import check_vocabulary, language_model
+from mupax.train.data.text import packing, tokenizer
+from mupax.zoo.families import ModelConfig
+
+if TYPE_CHECKING:
+    from mupax.train.config.run import DataConfig
+
+_NAMED = 5
+
+
+def own_chats(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> Conversations:
+    """A user's conversations, a file or a folder of JSON lines and Parquet, as batches.
+
+    Args:
+        config, model, seed, note: as `mupax.train.data.load` takes them; `config.name` is chat:PATH.
+
+    Raises:
+        DataError: there is no template, it cannot tell answers, or what is there does not fit.
+    """
+    model = language_model(config.name, model)
+    encoder = tokenizer.opened(config.tokenizer, config.separator)
+    if encoder is None or isinstance(encoder, tokenizer.Ids):
+        raise DataError(
+            f"data.tokenizer is {config.tokenizer}, and conversations are in the tokens of a model that is there already; write "
+            "bytes, or the path of its tokenizer.json"
+        )
+    check_vocabulary(config, encoder, model)
+    template = templates.find(config.tokenizer, config.chat_template)
+    if template is None:
+        raise DataError(
+            f"there is no chat template beside data.tokenizer {config.tokenizer}; write one in jinja2, and its file as "
+            "--data.chat-template FILE"
+        )
+    field = FIELD if config.field == type(config).field else config.field
+    files = user_files.files(path_of(config.name.partition(":")[2]), "chat", field, None, note)
+    tokens = ChatTokens(encoder, template, config.loss_on)
+    key = f"chat-{cache.digest(corpus.stat_digest(files.every()), field)}"
+    sides = packing.prepared(key, lambda: user_files.sides(files), tokens, note)
+    without = [where for _, file in files.records for where in file.without_answer]  # pyright: ignore
+    if without:
+        more = f" and {len(without) - _NAMED} more" if len(without) > _NAMED else ""
+        note(f"left out {len(without)} records, in which no assistant speaks: {', '.join(without[:_NAMED])}{more}")
+    digest = cache.digest(tokens.key, *(sides[side].digest for side in packing.SIDES))
+    made = Conversations(
+        config,
+        sides["train"],
+        sides["eval"],
+        tokens,
+        seq_len=model.seq_len,
+        seed=seed,
+        facts={
+            "digest": digest,
+            "files": len(files.every()),
+            "chat_template": hashlib.sha256(template.source.encode()).hexdigest(),
+        },
+    )
+    for name, side in (("training", made.train_windows), ("evaluation", made.eval_windows)):
+        lost = f"; {side.cut} longer than {model.seq_len + 1} tokens were cut" if side.cut else ""
+        lost += f"; {side.without_target} left out, without a token of an answer in it" if side.without_target else ""
+        note(f"{name}: {len(side.spans):,} conversations in {side.count:,} windows{lost}")
+    return made
