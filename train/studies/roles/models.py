@@ -8,11 +8,13 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from mupax.presets.roles import AXES, ParamSpec, PresetError
 from mupax.train.core.loss import cross_entropy, of_logits
 from mupax.train.studies.roles.deduce import Roles, Sample, deduce
 from mupax.train.studies.roles.interpret import path_name, trace
+from mupax.zoo import partition
 from mupax.zoo.definition import Definition, definition
 from mupax.zoo.families import ConfigError, ModelConfig
 
@@ -70,7 +72,11 @@ def roles_of_config(config: ModelConfig) -> Roles:
     model = definition(config)
     example = {k: jax.ShapeDtypeStruct((BATCH, *a.shape), a.dtype) for k, a in config.example().items()}
     samples = [_sample(of) for of in (config, *variations(config))]
-    return deduce(trace(loss_of(model), model.abstract, example), samples)
+    # As for a CPU, where attention is made of operations: through a kernel nothing could be seen.
+    cpu = partition.Layout(Mesh(np.array(jax.devices("cpu")[:1]), "data"), {})
+    with partition.using(cpu):
+        graph = trace(loss_of(model), model.abstract, example)
+    return deduce(graph, samples)
 
 
 def loss_of(model: Definition) -> Callable[[Mapping[str, Any], Mapping[str, Any]], jax.Array]:
