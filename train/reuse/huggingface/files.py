@@ -12,6 +12,7 @@ from mupax.paths import is_remote
 from mupax.train.config.preset import PresetConfig, preset_for
 from mupax.train.config.record import model_to_json
 from mupax.train.core.factors import resolve
+from mupax.train.data.chats import templates
 from mupax.train.reuse import plain
 from mupax.train.reuse.huggingface import preprocessor
 from mupax.train.reuse.outline import CONFIG, FORMAT, MODEL, WeightsError
@@ -104,6 +105,8 @@ def write_huggingface(source: Source, out: Path, dtype: DType, tokens: Mapping[s
 def copy_tokenizer(tokenizer: Path, separator: int, out: Path) -> None:
     """Add a run's tokenizer.json, and what makes `AutoTokenizer` take it; the separator both ends and begins a text.
 
+    A chat template that lies beside it comes with it.
+
     Args:
         tokenizer: path of the run's tokenizer.json.
         separator: the token between texts.
@@ -115,4 +118,7 @@ def copy_tokenizer(tokenizer: Path, separator: int, out: Path) -> None:
     token = Tokenizer.from_buffer(content).id_to_token(separator)
     (out / "tokenizer.json").write_bytes(content)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": token, "bos_token": token}
-    (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if template := templates.find(str(tokenizer)):
+        config |= template.tokens  # which it names
+        (out / templates.FILE).write_text(template.source)
+    (out / templates.CONFIG).write_text(json.dumps(config, indent=2) + "\n")

@@ -18,8 +18,10 @@ from mupax.train.data import DataError
 from mupax.train.data.chats import templates
 from mupax.train.data.chats.answers import ChatTokens
 from mupax.train.data.chats.conversations import Conversations, windows
+from mupax.train.data.chats.records import in_folder
 from mupax.train.data.text import denoising
-from mupax.train.data.text.tokenizer import Bytes
+from mupax.train.data.text.tokenizer import Bytes, train_bpe
+from mupax.train.reuse.huggingface import files
 from mupax.zoo.configs import DecoderConfig
 from tests.train.data.sources.test_text import cache_folder, quiet
 
@@ -94,6 +96,10 @@ def test_a_template_runs_where_it_can_do_no_harm(template: str, text: str) -> No
         templates.Template(template, "x").render(TALK, prompt=True)
 
 
+def _save_tokenizer(folder: Path) -> None:
+    train_bpe([b"a document"], 260).save(str(folder / "tokenizer.json"))
+
+
 def test_templates_lie_beside_the_tokenizer(tmp_path: Path) -> None:
     name = str(tmp_path / "tokenizer.json")
     assert templates.find(name) is None
@@ -104,6 +110,11 @@ def test_templates_lie_beside_the_tokenizer(tmp_path: Path) -> None:
     assert one is not None
     assert one.render(TALK, prompt=False) == "<b>1"
     (tmp_path / "chat_template.jinja").write_text("2{{ bos_token }}{{ messages[2] | tojson }}")
+    _save_tokenizer(tmp_path)
+    (tmp_path / "out").mkdir()
+    files.copy_tokenizer(Path(name), 0, tmp_path / "out")  # and go with it where it is exported
+    assert (tmp_path / "out" / "chat_template.jinja").read_text().startswith("2{{ bos_token }}")
+    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["bos_token"] == "<b>"
     two = templates.find(name)
     assert two is not None
     assert two.render(TALK, prompt=False) == '2<b>{"role": "assistant", "content": "bé"}'
@@ -219,6 +230,15 @@ def test_a_table_is_read_as_lines_are(tmp_path: Path, cache_folder: Path) -> Non
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "table" / "a.parquet")
     one, other = load(tmp_path / "lines"), load(tmp_path / "table")
     np.testing.assert_array_equal(one.train_batch(0)["inputs"], other.train_batch(0)["inputs"])
+
+
+def test_a_folder_of_conversations_is_known_by_its_records(tmp_path: Path) -> None:
+    write(tmp_path / "talks")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.jsonl").write_text('{"text": "a"}\n')
+    assert in_folder(tmp_path / "talks")
+    assert in_folder(tmp_path / "talks" / "a.jsonl")
+    assert not in_folder(tmp_path / "texts")
 
 
 @pytest.mark.parametrize(
