@@ -48,8 +48,8 @@ AS_A_SCAN = ("--model.compute.layers", "scan")
 """Compiles in a quarter of the time that twelve layers one by one take."""
 FITS = ("--data.batch-size", "8")
 """For where a dry run would compile what fits in less memory, which tests/train/core/costs/test_fit.py has."""
-USES_A_RUN = ("checkpoints", "eval", "generate", "grow", "noise", "predict")
-"""Commands of `mupax train` that are cheap, and are run as written on what `make train` leaves, here after two steps."""
+USES_A_RUN = ("checkpoints", "eval", "generate", "grow", "noise", "predict", "roles")
+"""Commands of `mupax train` that are cheap, and are run as written, most on what `make train` leaves, here after two steps."""
 
 
 def blocks(document: str, language: str) -> list[str]:
@@ -93,6 +93,7 @@ def folders_of_the_reader(path: Path) -> Iterator[None]:
         (path / "my_images" / name).mkdir(parents=True)
         for number in range(5):
             Image.new("RGB", (12, 12), (40 * number, 100, 0)).save(path / "my_images" / name / f"{number}.png")
+    (path / "my_model.py").write_text(blocks("docs/roles.md", "python")[0])
     for name, text in files_of_other_programs().items():
         (path / name).write_text(text)
     with contextlib.chdir(path):
