@@ -17,8 +17,14 @@ import numpy as np
 from mupax import presets, terminal
 
 OUT = Path(__file__).resolve().parent.parent / "docs" / "other_code.json"
-EXAMPLES = ("linen_transformer", "equinox_transformer", "plain_optax", "foreign_nnx")
-WIDTHS, STEPS, SEEDS = (32, 128), 100, 2
+RUNS = {
+    "linen_transformer": ((16, 64), 60),
+    "equinox_transformer": ((16, 64), 60),
+    "plain_optax": ((32, 128), 100),
+    "foreign_nnx": ((16, 64), 60),
+}
+"""Example to its two widths, of which the first is the base, and its steps."""
+SEEDS = 2
 EXPONENTS = tuple(range(-9, -2))
 """Learning rates, powers of two."""
 
@@ -28,15 +34,16 @@ Record = dict[str, dict[str, dict[str, list[float]]]]
 
 def measure(name: str) -> dict[str, dict[str, list[float]]]:
     """Preset to width to the mean loss of the last fifth of steps, over seeds, at every rate."""
+    widths, steps = RUNS[name]
     example = importlib.import_module(f"examples.{name}")
     rates = np.repeat(2.0 ** np.array(EXPONENTS, np.float32), SEEDS)
     seeds = np.tile(np.arange(SEEDS, dtype=np.uint32), len(EXPONENTS))
     found: dict[str, dict[str, list[float]]] = {}
     for preset in ("mup", "sp"):
-        for width in WIDTHS:
-            run = example.run(width, presets.get(preset, base=example.base(WIDTHS[0])), STEPS)
+        for width in widths:
+            run = example.run(width, presets.get(preset, base=example.base(widths[0])), steps)
             losses = jax.jit(lambda pairs, run=run: jax.lax.map(lambda pair: run(*pair), pairs))((rates, seeds))
-            last = np.asarray(losses)[:, -STEPS // 5 :].mean(axis=1).reshape(len(EXPONENTS), SEEDS).mean(axis=1)
+            last = np.asarray(losses)[:, -steps // 5 :].mean(axis=1).reshape(len(EXPONENTS), SEEDS).mean(axis=1)
             found.setdefault(preset, {})[str(width)] = [round(float(x), 4) for x in last]
     return found
 
@@ -53,18 +60,13 @@ def best(losses: list[float]) -> float:
 
 def markdown(record: Record) -> str:
     """Best learning rate and lowest loss by example, preset and width."""
-    lines = [
-        "| example | preset | "
-        + " | ".join(f"best rate at width {width}" for width in WIDTHS)
-        + " | octaves moved | losses |"
-    ]
-    lines.append("|---|---|" + "---|" * (len(WIDTHS) + 2))
+    lines = ["| example | widths | preset | best rates | octaves moved | lowest losses |", "|---|---|---|---|---|---|"]
     for name, of in record.items():
         for preset, by_width in of.items():
             at = [best(losses) for losses in by_width.values()]
             lowest = ", ".join(f"{min(losses):.3g}" for losses in by_width.values())
-            rates = " | ".join(f"2^{exponent:.1f}" for exponent in at)
-            lines.append(f"| {name} | {preset} | {rates} | {at[-1] - at[0]:+.1f} | {lowest} |")
+            rates = ", ".join(f"2^{exponent:.1f}" for exponent in at)
+            lines.append(f"| {name} | {', '.join(by_width)} | {preset} | {rates} | {at[-1] - at[0]:+.1f} | {lowest} |")
     return "\n".join(lines)
 
 
@@ -72,9 +74,9 @@ def markdown(record: Record) -> str:
 def main(argv: list[str]) -> int:
     """Measures the examples named in `argv`, all unless given, and keeps what is recorded of the others."""
     record: Record = json.loads(OUT.read_text()) if OUT.exists() else {}
-    for name in argv or EXAMPLES:
+    for name in argv or RUNS:
         record[name] = measure(name)
-        OUT.write_text(json.dumps({name: record[name] for name in EXAMPLES if name in record}, indent=1) + "\n")
+        OUT.write_text(json.dumps({name: record[name] for name in RUNS if name in record}, indent=1) + "\n")
     print(markdown(record))
     return 0
 

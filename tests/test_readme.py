@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import io
 import json
 import os
@@ -24,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tyro
 from PIL import Image
 
 from mupax import __main__ as mupax
@@ -145,6 +147,9 @@ def run(line: str) -> int:
         words = ["mupax", "train", *shlex.split(told["TRAIN"]), "--print-config"]
     if words[:3] == ["python", "-m", "mupax.train.data"]:
         return data_command.main(words[3:])
+    if words[:2] == ["python", "-m"] and words[2].startswith("examples."):
+        tyro.cli(importlib.import_module(words[2]).main, args=[*words[3:], "--steps", "3"])
+        return 0
     if words[:2] == ["python", "-m"]:
         words = ["mupax", *words[2:]]
     assert words[0] == "mupax", f"the documents say {line!r}, and nothing here knows how to check it"
