@@ -17,6 +17,7 @@ from mupax.train.reuse.generate import opened
 from mupax.train.reuse.generate.decode import Generator, Scores
 from mupax.train.reuse.generate.sampling import DecodingError
 from mupax.train.reuse.serve.fields import MOST_LIKELY, ApiError, Request
+from mupax.train.reuse.serve.probabilities import Probabilities
 from mupax.train.reuse.serve.worker import BusyError, Job, Worker
 from mupax.train.reuse.serve.writing import Writing
 
@@ -66,6 +67,7 @@ class Service:
     ) -> None:
         self.name, self.template, self.limit = name, template, run.config.model.sizes()["position"]
         self._run, self._tokenizer, self._ends = run, tokenizer, frozenset(ends)
+        self._probabilities = Probabilities(tokenizer)
         self._created, self._worker = int(time.time()), Worker(generator)
 
     def close(self) -> None:
@@ -96,7 +98,10 @@ class Service:
             for row, writing in enumerate(prompt.writings):
                 text, logprobs = prompt.text * request.echo + writing.text, None
                 if scores is not None:
-                    logprobs = self._logprobs(request, prompt, writing, Scores(*(x[row] for x in scores)))
+                    ids = [*prompt.ids.tolist(), *writing.ids]
+                    logprobs = self._probabilities.of_text(
+                        request, ids, prompt.ids.size, Scores(*(x[row] for x in scores))
+                    )
                 body = {"message": {"role": "assistant", "content": text}} if request.chat else {"text": text}
                 end = {"logprobs": logprobs, "finish_reason": writing.finish}
                 choices.append({"index": len(choices), **body, **end})
@@ -250,46 +255,6 @@ class Service:
             raise ApiError(503, "too many requests wait; ask again later") from None
         (scores,) = job.parts()
         return scores
-
-    def _logprobs(self, request: Request, prompt: Prompt, writing: Writing, scores: Scores) -> dict[str, Any]:
-        """Probabilities of one text in the form of its API.
-
-        Args:
-            request: says how many likeliest are named.
-            prompt: before it.
-            writing: the text.
-            scores: of its tokens after the first of the prompt.
-        """
-        ids = [*prompt.ids.tolist(), *writing.ids]
-        first, top = 0 if request.echo else prompt.ids.size, request.logprobs or 0
-        chosen: list[Any] = [None, *map(float, scores.chosen_BT[: len(ids) - 1])]
-        likely: list[Any] = [None]
-        for values, numbers in zip(scores.top_BTK[: len(ids) - 1], scores.ids_BTK[: len(ids) - 1], strict=True):
-            likely.append([(self._piece(i), float(v)) for v, i in zip(values[:top], numbers[:top], strict=True)])
-        places = range(first, len(ids))
-        if request.chat:
-
-            def one(piece: str, logprob: float) -> dict[str, Any]:
-                return {"token": piece, "logprob": logprob, "bytes": [*piece.encode()]}
-
-            content = [
-                {**one(self._piece(ids[i]), chosen[i]), "top_logprobs": [one(*each) for each in likely[i]]}
-                for i in places
-            ]
-            return {"content": content}
-        return {
-            "tokens": [self._piece(ids[i]) for i in places],
-            "token_logprobs": [chosen[i] for i in places],
-            "top_logprobs": [likely[i] and dict(likely[i]) for i in places] if top else None,
-            "text_offset": [len(self._tokenizer.decode(ids[first:i])) for i in places],
-        }
-
-    def _piece(self, token: int) -> str:
-        return self._pieces[token] if token < len(self._pieces) else ""
-
-    @functools.cached_property
-    def _pieces(self) -> list[str]:
-        return self._tokenizer.pieces()
 
     def _head(self, request: Request, more: str = "") -> dict[str, Any]:
         kind, prefix = (f"chat.completion{more}", "chatcmpl") if request.chat else ("text_completion", "cmpl")
