@@ -86,6 +86,23 @@ def test_a_scaled_stream_is_refused():
         train.parameterize(model(), presets.get("u-mup"), dataclasses.replace(ADAMW, weight_decay=0.0))
 
 
+def test_a_tied_readout_scales_logits_and_what_is_inside_is_seen():
+    tied = ParamSpec(role=Role.READOUT, axes=("vocab", "embed"), fan_in=("embed",), tied=True)
+    table = {"token": jax.ShapeDtypeStruct((V, D), jnp.float32)}
+    of = zoo.define_function(
+        lambda params, x: x @ params["token"].T, table, {"token": SPECS["token"]}, tied_readout=tied,
+        internals=lambda params, x: {"embedding": params["token"]},
+    )  # fmt: skip
+    preset = presets.get("mup", base={"embed": 3})
+    mup = train.parameterize(of, preset, ADAMW)
+    params, x = {"token": np.ones((V, D), np.float32)}, np.ones((1, D), np.float32)
+    expected = preset.scales(tied, of.sizes).multiplier * float(mup.factors.multiplier["token"]) * D
+    np.testing.assert_allclose(mup.apply(params, x), np.full((1, V), expected), rtol=1e-6)
+    assert expected != pytest.approx(D)
+    model = of.model(params, mup.factors.multiplier, mup.factors.forward)
+    assert model.internals(x)["embedding"].shape == (V, D)
+
+
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_the_transformation_is_the_loops_own_chain(name: str):
     """Every parameter's rate, decay and eps is the loop's, with each matrix read by its axes."""
