@@ -102,10 +102,8 @@ def of(
     shared = {"experts", "mlp"} <= first.sizes.keys()
     part = "shared experts" if shared else "experts" if "experts" in first.sizes else ""
     exponents, _ = growth(first.sizes, last.sizes)
-    if "heads" not in first.sizes:  # a model without attention: that of the theory grows with it, evenly
-        evenly = {axis: exponents.get("embed", 0.0) for axis in ("heads", "kv_heads")}
-    else:
-        evenly = {}
+    # In a model without attention that of the theory grows with the width, evenly.
+    evenly = {} if "heads" in first.sizes else dict.fromkeys(("heads", "kv_heads"), exponents.get("embed", 0.0))
     family = preset.family(optimizer)
     tied, encoded = first.tied_readout is not None, "encoder_layers" in first.sizes
     limit = Limit(preset, family, {**exponents, **evenly}, tied=tied, part=part)
