@@ -72,7 +72,7 @@ SPECS = {
 }
 for norm, in_block in {"blocks.*_norm": True, "norm": False}.items():
     SPECS[f"{norm}.scale"] = ParamSpec(role=Role.NORM_GAIN, axes=("embed",), in_block=in_block)
-    SPECS[f"{norm}.bias"] = ParamSpec(role=Role.BIAS, axes=("embed",), in_block=in_block)
+    SPECS[f"{norm}.bias"] = ParamSpec(role=Role.BIAS, axes=("embed",), in_block=in_block, of=Role.NORM_GAIN)
 
 
 def base(width: int) -> dict[str, int]:

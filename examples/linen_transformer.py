@@ -53,9 +53,9 @@ SPECS = {
     "token.embedding": ParamSpec(role=Role.TOKEN_EMBEDDING, axes=("vocab", "embed")),
     "position": ParamSpec(role=Role.POSITION, axes=("position", "embed")),
     "norm_*.scale": ParamSpec(role=Role.NORM_GAIN, axes=("embed",), in_block=True),
-    "norm_*.bias": ParamSpec(role=Role.BIAS, axes=("embed",), in_block=True),
+    "norm_*.bias": ParamSpec(role=Role.BIAS, axes=("embed",), in_block=True, of=Role.NORM_GAIN),
     "norm.scale": ParamSpec(role=Role.NORM_GAIN, axes=("embed",)),
-    "norm.bias": ParamSpec(role=Role.BIAS, axes=("embed",)),
+    "norm.bias": ParamSpec(role=Role.BIAS, axes=("embed",), of=Role.NORM_GAIN),
 }
 MATRICES = {
     "attention_*.query": QUERY, "attention_*.key": KEY, "attention_*.value": VALUE, "attention_*.out": OUT,
