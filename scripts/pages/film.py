@@ -126,7 +126,8 @@ def _line(cells: Sequence[Any]) -> Line:
     while spans and not spans[-1][0].strip():
         spans.pop()
     if spans:
-        spans[-1] = (spans[-1][0].rstrip(), *spans[-1][1:])
+        text, color, bold = spans[-1]
+        spans[-1] = (text.rstrip(), color, bold)
     return tuple(spans)
 
 
