@@ -344,21 +344,25 @@ def test_ctrl_c_ends_the_command(folder: Path, capfd: pytest.CaptureFixture[str]
         assert main([*words, str(port)]) == 2
     assert "write another --port" in capfd.readouterr().err
 
+    answers: list[bytes] = []
+
     def interrupt() -> None:
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
-            with socket.socket() as client:
-                if client.connect_ex(("127.0.0.1", port)) == 0:
-                    client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-                    assert client.recv(12) == b"HTTP/1.1 200"
-                    break
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            deadline = time.monotonic() + 30
+            while not answers and time.monotonic() < deadline:
+                with socket.socket() as client:
+                    if client.connect_ex(("127.0.0.1", port)) == 0:
+                        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                        answers.append(client.recv(12))
+                time.sleep(0.01)
+        finally:  # or the command would never end
+            os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
     assert main([*words, str(port)]) == 130
     thread.join()
+    assert answers == [b"HTTP/1.1 200"]
     out, err = capfd.readouterr()
     assert f"serving tiny (completions, no chat template) at http://127.0.0.1:{port}/" in out
     assert "caution" not in err
