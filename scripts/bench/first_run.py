@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from scripts.bench import first_images
+
 OUT = Path(__file__).parents[2] / "docs" / "first_run.json"
 SMALL = "--model.width 64 --model.num-heads 2"
 MUON = f"lm-tiny --data.batch-size 8 {SMALL} --optimizer.name muon --optimizer.peak-lr"
@@ -121,7 +123,8 @@ def markdown(kept: dict[str, Any]) -> str:
             f"| {label} | {row['parameters']:,} | {row['steps']:,} | {row['bytes']:,} | {row['cpu_seconds']:.0f} | {row['loss']:.3f} |"
         ]
     versions = ", ".join(f"{name} {version}" for name, version in kept["versions"].items())
-    return "\n".join([HEAD, *lines, "", f"Measured with {versions}.", ""])
+    images = first_images.section(json.loads(first_images.OUT.read_text())) if first_images.OUT.exists() else ""
+    return "\n".join([HEAD, *lines, "", f"Measured with {versions}.", images])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

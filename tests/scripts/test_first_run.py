@@ -10,7 +10,8 @@ import pytest
 
 from mupax.train.config import cli
 from mupax.train.config.recipes import RECIPES
-from scripts.bench import first_run
+from scripts.bench import first_images, first_run
+from scripts.figures.result import mean
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = json.loads(first_run.OUT.read_text())
@@ -39,3 +40,12 @@ def test_what_make_train_runs_is_the_recipe_of_the_page():
 def test_the_commands_of_rows_exist(name: str):
     recipe, *words = first_run.words_of(name, 400)
     assert cli.parse(recipe, RECIPES[recipe], words).config.steps == 400
+
+
+def test_on_fresh_seeds_no_optimizer_of_the_images_wins():
+    """What the page says; were it otherwise, the recipe would have to change."""
+    fresh = json.loads(first_images.OUT.read_text())["fresh"]
+    _, low, high = mean([a - b for a, b in zip(fresh["muon"], fresh["vit-digits"], strict=True)])
+    assert len(fresh["muon"]) == 8
+    assert low < 0 < high
+    assert RECIPES["vit-digits"]().steps == first_images.STEPS
