@@ -273,4 +273,4 @@ def test_lazy_fails_and_is_accepted_by_a_flag(
     assert main([*words, "--accept", "lazy"]) == 0
     shown = capsys.readouterr().out
     assert "passes: all" in shown
-    assert "its source lets go features as -0.50" in shown
+    assert "by its source the preset lets features go as -0.50" in shown
