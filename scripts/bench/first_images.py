@@ -4,7 +4,7 @@
 
 `vit-digits` trains under AdamW and under Muon at rates half an octave apart from three seeds, then each at its best rate from all
 seeds, which start and see the same. Last Muon, at the vertex of its rates, and `vit-digits` as it ships train from seeds that chose
-nothing. Sweeps and runs go on where they were stopped.
+nothing. Sweeps and runs go on where they were stopped. `python -m scripts.bench.first_run --render` writes the page.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mupax.train.__main__ import main as train
 from scripts.figures.result import mean
 
-OUT = Path(__file__).parents[2] / "docs" / "first_images.json"
+ROOT = Path(__file__).resolve().parents[2]
+OUT = ROOT / "docs" / "first_images.json"
 STEPS = 2000
 """Of `vit-digits`."""
 FIRST = 3
@@ -57,9 +59,14 @@ def swept(optimizer: str, rates: str, seeds: int, folder: Path) -> dict[tuple[fl
 
 
 def _points(words: Sequence[str], folder: Path) -> list[dict[str, Any]]:
-    if code := train(["sweep", *words, "--how", "in-turn", "--out", str(folder)]):
-        raise SystemExit(code)
+    _train(["sweep", *words, "--how", "in-turn", "--out", str(folder.absolute())])
     return json.loads((folder / "sweep.json").read_text())["points"]
+
+
+def _train(words: Sequence[str]) -> None:
+    """`mupax train`; ends with its exit code where that is not 0."""
+    if code := subprocess.run([sys.executable, "-m", "train", *words], cwd=ROOT, check=False).returncode:
+        raise SystemExit(code)
 
 
 def measured(seeds: int, folder: Path) -> dict[str, Any]:
@@ -90,9 +97,9 @@ def _trained(name: str, seed: int, folder: Path) -> float:
     """Evaluation loss of a run of FRESH, on the split of seed 0, which is trained where it is not there whole."""
     workdir = folder / f"{name}-{seed}"
     words = f"vit-digits {FRESH[name]} --seed {seed} --data.seed 0 --checkpoint.every-steps {STEPS} --checkpoint.keep 1 --resume"
-    command = [*words.split(), "--log.no-tensorboard", "--log.no-samples", "--workdir", str(workdir)]
-    if not _evaluations(workdir) and (code := train(command)):
-        raise SystemExit(code)
+    command = [*words.split(), "--log.no-tensorboard", "--log.no-samples", "--workdir", str(workdir.absolute())]
+    if not _evaluations(workdir):
+        _train(command)
     return _evaluations(workdir)[-1]
 
 
@@ -135,9 +142,7 @@ def _apart(some: Sequence[float], others: Sequence[float]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what is missing, write the data and the page."""
-    from scripts.bench import first_run
-
+    """Run what is missing and write the data; `python -m scripts.bench.first_run --render` writes the page."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.bench.first_images", description=(__doc__ or "").splitlines()[0]
     )
@@ -145,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/first-images"), help="folder of the sweeps")
     args = parser.parse_args(argv)
     OUT.write_text(json.dumps(measured(args.seeds, args.out), indent=1) + "\n")
-    return first_run.main(["--render"])
+    return 0
 
 
 if __name__ == "__main__":

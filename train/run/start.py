@@ -18,7 +18,7 @@ from mupax.train.checkpoints.folder import steps
 from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
 from mupax.train.core.step import StepInputs
-from mupax.train.data import Data, DataError, named_sets
+from mupax.train.data import Data, DataError
 from mupax.train.parallel.mesh import described
 from mupax.train.parallel.processes import Processes
 from mupax.train.run.report import metrics
@@ -131,6 +131,8 @@ def load_sets(program: Program, data: Data, runtime: Runtime) -> dict[str, Data]
     """
     config, sets = program.config, {}
     for name in config.data.evaluation_sets:
+        from mupax.train.data import named_sets
+
         with runtime.processes.leader_first(f"data/{name}"):
             sets[name] = named_sets.load(name, config, data, note=runtime.console.print)
         check_data(sets[name], runtime.processes, name)
