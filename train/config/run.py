@@ -155,7 +155,7 @@ class Config:
 
     def _check_metrics(self) -> None:
         """Refuse a best checkpoint or a stop by what no evaluation measures."""
-        known = metrics_of(self.data.evaluation_sets)
+        metrics = metrics_of(self.data.evaluation_sets)
         for flag, wanted, metric in (
             ("checkpoint.keep_best", self.checkpoint.keep_best, self.checkpoint.best_metric),
             ("stop.patience", self.stop.patience, self.stop.metric),
@@ -166,11 +166,11 @@ class Config:
                 raise ConfigError(
                     f"{flag} {wanted} goes by evaluations, and the run has one at its end alone; add --log.eval-every-steps N"
                 )
-            if metric not in known:
-                near = difflib.get_close_matches(metric, known, n=1, cutoff=0)[0]
+            if metric not in metrics:
+                near = difflib.get_close_matches(metric, metrics, n=1, cutoff=0)[0]
                 raise ConfigError(
                     f"no evaluation of this run measures {metric}, which {flag} would go by; did you mean {near}? "
-                    f"There are {', '.join(known)}"
+                    f"There are {', '.join(metrics)}"
                 )
 
     @property

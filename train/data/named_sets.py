@@ -27,15 +27,15 @@ def load(name: str, config: Config, data: Data, note: cache.Note = print) -> Dat
     Raises:
         DataError: the set is missing or damaged, or has other tokens or classes; the text begins with its name.
     """
-    own = config.data
-    place = own.evaluation_sets[name]
-    part = dataclasses.replace(own, name=place, evaluate=(), mix=())
-    if tokenizer.bpe_size(own.tokenizer) is not None and data.tokenizer is not None:
+    run_data = config.data
+    place = run_data.evaluation_sets[name]
+    part = dataclasses.replace(run_data, name=place, evaluate=(), mix=())
+    if tokenizer.bpe_size(run_data.tokenizer) is not None and data.tokenizer is not None:
         part = dataclasses.replace(
             part, tokenizer=str(data.tokenizer.path)
         )  # as trained on the run's text, not on this one
-    if place.startswith("text:") and not own.name.startswith(("text:", "mix")):
-        part = dataclasses.replace(part, field=type(own).field)  # plain text has none
+    if place.startswith("text:") and not run_data.name.startswith(("text:", "mix")):
+        part = dataclasses.replace(part, field=type(run_data).field)  # plain text has none
     try:
         if place.startswith("images:") and (folder := path_of(place.removeprefix("images:"))).is_dir():
             from mupax.train.data.sources import folders

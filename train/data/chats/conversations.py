@@ -124,8 +124,8 @@ class Conversations(Data):
         self._eval_shuffle = order.Shuffle(sides[1].count, 0, order.EVALUATION)
 
     def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
-        numbers = self._shuffle(order.batch_indices(k, self.batch_size, rows))[1]
-        return self._batch(self.train_windows, numbers, len(numbers))
+        windows = self._shuffle(order.batch_indices(k, self.batch_size, rows))[1]
+        return self._batch(self.train_windows, windows, len(windows))
 
     def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
         indices = order.batch_indices(j, self.eval_batch_size, rows)

@@ -56,7 +56,7 @@ def own_chats(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
         more = f" and {len(without) - _NAMED} more" if len(without) > _NAMED else ""
         note(f"left out {len(without)} records, in which no assistant speaks: {', '.join(without[:_NAMED])}{more}")
     digest = cache.digest(tokens.key, *(sides[side].digest for side in packing.SIDES))
-    made = Conversations(
+    conversations = Conversations(
         config,
         sides["train"],
         sides["eval"],
@@ -69,8 +69,8 @@ def own_chats(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
             "chat_template": hashlib.sha256(template.source.encode()).hexdigest(),
         },
     )
-    for name, side in (("training", made.train_windows), ("evaluation", made.eval_windows)):
+    for name, side in (("training", conversations.train_windows), ("evaluation", conversations.eval_windows)):
         lost = f"; {side.cut} longer than {model.seq_len + 1} tokens were cut" if side.cut else ""
         lost += f"; {side.without_target} left out, without a token of an answer in it" if side.without_target else ""
         note(f"{name}: {len(side.spans):,} conversations in {side.count:,} windows{lost}")
-    return made
+    return conversations

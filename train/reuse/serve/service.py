@@ -262,6 +262,7 @@ class Service:
 
     @staticmethod
     def _usage(prompts: list[Prompt]) -> dict[str, int]:
-        read = sum(prompt.ids.size for prompt in prompts)
-        made = sum(writing.count for prompt in prompts for writing in prompt.writings)
-        return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
+        prompt_tokens = sum(prompt.ids.size for prompt in prompts)
+        completion_tokens = sum(writing.count for prompt in prompts for writing in prompt.writings)
+        total = prompt_tokens + completion_tokens
+        return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}

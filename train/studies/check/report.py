@@ -47,11 +47,11 @@ def show(
     for f in sorted(findings, key=lambda f: (f.ok, f.observable, f.step)):
         theory, colour = f"{f.expected.slope:+.2f}", "green" if f.ok else "bold red"
         after = str(f.step) if blamed == "role" else "run"
-        numbers = [f"{f.slope:+.2f}", theory]
+        cells = [f"{f.slope:+.2f}", theory]
         if wide:
             band = f"{theory} (-{f.expected.below:.2f} +{f.expected.above:.2f})"
-            numbers = [f"{f.slope:+.2f}", f"[{f.low:+.2f}, {f.high:+.2f}]", band]
-        table.add_row(f.observable, after, *numbers, f"[{colour}]{_words(f)}[/{colour}]")
+            cells = [f"{f.slope:+.2f}", f"[{f.low:+.2f}, {f.high:+.2f}]", band]
+        table.add_row(f.observable, after, *cells, f"[{colour}]{_words(f)}[/{colour}]")
     console.print(table)
     console.print(verdict_line(findings, not_judged, blamed))
 

@@ -39,8 +39,10 @@ def attentions(flow: Flow) -> list[Attention]:
             logits = list(dict.fromkeys(node for node in of if flow.mixes(node)))
             if len(logits) == 1 and len(exps) == 1 and _over_keys(flow, mix, side, exps[0]):
                 products.append((mix, side, logits[0]))
-    known = {node for mix, _, logits in products for node in (mix, logits)}
-    flow.products = known | {node for node in flow.products if node not in known and not _weighed(flow, node)}
+    of_attention = {node for mix, _, logits in products for node in (mix, logits)}
+    flow.products = of_attention | {
+        node for node in flow.products if node not in of_attention and not _weighed(flow, node)
+    }
     for mix, side, logits in products:
         summed = [atom for dim in mix.info["contracted"][side] for atom in dim]
         key = next((at for at in (0, 1) if any(atom.is_of(logits.info["kept"][at]) for atom in summed)), None)
