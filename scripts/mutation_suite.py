@@ -100,7 +100,7 @@ STUDIES = (
         exponents=(0.5, -0.5),
     ),
     Study(name="tied decoder, Adam", model="lm-proxy", tied=True),
-    Study(name="encoder-decoder's other roles, Adam", exponents=(0.5, -0.5), **_OTHERS),
+    Study(name="encoder-decoder's other roles, Adam", exponents=_SMALL, **_OTHERS),
     Study(
         name="encoder-decoder's other roles, SGD",
         optimizer="sgd",
@@ -109,7 +109,7 @@ STUDIES = (
         **_OTHERS,
     ),
     Study(name="tied encoder-decoder, Adam", model="ed-proxy", tied=True, exponents=(0.5,), **_IN_HEADS),
-    Study(name="experts, Adam", model="lm-proxy", besides="lm-proxy", changes={"experts": 4}, exponents=(0.5, -0.5)),
+    Study(name="experts, Adam", model="lm-proxy", besides="lm-proxy", changes={"experts": 4}, exponents=_SMALL),
 )
 
 
