@@ -7,9 +7,22 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 
+from mupax.presets import adapters
 from mupax.presets.optimizers import OPTIMIZERS, Family, refused
 from mupax.presets.power import ONE, Power
-from mupax.presets.roles import BIASES, EMBEDDINGS, FOLLOWS, OWN, VECTORS, Branch, ParamSpec, PresetError, Role, Stack
+from mupax.presets.roles import (
+    ADAPTERS,
+    EMBEDDINGS,
+    FOLLOWS,
+    OWN,
+    VECTORS,
+    ZERO,
+    Branch,
+    ParamSpec,
+    PresetError,
+    Role,
+    Stack,
+)
 from mupax.presets.rule import FORMS, Decay, Form, Rule, Scales, theta
 
 
@@ -74,10 +87,13 @@ class Preset:
         """What `row` has said: theory asks for every one ten times."""
         return {}
 
+    def _table(self, spec: ParamSpec) -> Rule:
+        return adapters.row(self.rule, spec) if spec.role in ADAPTERS else self.rule(spec)
+
     def _formed(self, spec: ParamSpec) -> Rule:
         if spec.moved_by_loads:  # which are of no size's order
             return Rule(decays=False)
-        rule = self.rule(spec)
+        rule = self._table(spec)
         if spec.blocks != OWN.axis:
             rule = rule.renamed(OWN.axis, spec.blocks)
         if self.form is None or self.form == self.native_form:
@@ -98,12 +114,14 @@ class Preset:
         return dataclasses.replace(moved, multiplier=rule.multiplier)
 
     def base_size(self, name: str, sizes: Mapping[str, int]) -> int:
-        """Base of an axis: 1 in the absolute form, the axis' own size where the base does not name it (finite).
+        """Base of an axis: 1 in the absolute form, the axis' own size where the base does not name it (finite), or it is an adapter's rank.
 
         Args:
             name: of a logical axis.
             sizes: of every logical axis of the model.
         """
+        if name == adapters.RANK and name in sizes:
+            return sizes[name]
         if self.base is None:
             return 1
         size = self.base.get(name, self.base.get(FOLLOWS.get(name, name), sizes.get(name)))
@@ -174,7 +192,7 @@ class Preset:
         if not isinstance(spec, ParamSpec):
             raise PresetError(f"{spec!r} is no declaration; write ParamSpec(role=Role.QUERY, axes=(...), fan_in=(...))")
         base, factors = self.base_values(spec, sizes), self.factors(spec, sizes, optimizer, decay)
-        if self.muon_rms and self.family(optimizer) == "muon" and self.rule(spec).muon is not None:
+        if self.muon_rms and self.family(optimizer) == "muon" and self._table(spec).muon is not None:
             fans = (math.prod(self.base_size(axis, sizes) for axis in axes) for axes in (spec.fan_in, spec.fan_out))
             lr = 0.2 * max(fans) ** 0.5
             base = dataclasses.replace(base, lr=lr, weight_decay=1.0 if decay == "independent" else 1 / lr)
@@ -191,8 +209,8 @@ class Preset:
         """
         root = math.prod((self.base_size(name, sizes) ** -0.5 for name in spec.fan_in), start=1.0)
         on_multiplier = spec.role in EMBEDDINGS or spec.tied
-        zero = spec.role in BIASES or (spec.role is Role.READOUT and self.zero_readout and not spec.tied)
-        std = 0.0 if zero else self.rule(spec).init_constant * spec.start
+        zero = spec.role in ZERO or (spec.role is Role.READOUT and self.zero_readout and not spec.tied)
+        std = 0.0 if zero else self._table(spec).init_constant * spec.start
         return Scales(
             multiplier=root if on_multiplier else 1.0,
             init_std=std if on_multiplier or spec.role in VECTORS else std * root,

@@ -40,12 +40,21 @@ class Role(enum.Enum):
     """Gate and up projections of every expert, each with fan-in embed."""
     EXPERT_OUT = "expert_out"
     READOUT = "readout"
+    LORA_A = "lora_a"
+    """From what a matrix reads to an adapter's rank (`mupax.presets.adapters`)."""
+    LORA_B = "lora_b"
+    """From an adapter's rank to what its matrix writes."""
     HIDDEN = "hidden"
     """Any other matrix between activations of growing size, for models of a user's own."""
 
 
 BIASES = frozenset({Role.BIAS, Role.RELATIVE_BIAS})
+
+ZERO = BIASES | {Role.LORA_B}
 """Roles that start at 0."""
+
+ADAPTERS = frozenset({Role.LORA_A, Role.LORA_B})
+"""Roles of a product that is added to a matrix, which says in `adapts` to which."""
 
 VECTORS = frozenset({Role.NORM_GAIN}) | BIASES
 """Roles that never decay, and that say in `of` which matrix or norm they belong to, if any."""
@@ -87,6 +96,7 @@ AXES = {
     "patch": "one flattened input patch",
     "pooled": "vectors of an image that its classifier reads side by side",
     "position": "sequence positions",
+    "rank": "between the two matrices of an adapter",
     "encoder_layers": "stacked residual blocks of an encoder that a decoder attends to",
     "memory": "residual stream of that encoder, as the decoder attends to it",
     "source": "positions of that encoder",
@@ -117,9 +127,10 @@ class ParamSpec:
         part: of an encoder-decoder: "encoder", or "cross", the attention of its decoder to what the encoder wrote.
         value_dim: for queries and keys, whose gradients are sums over values of a size of their own.
         start: what a gain starts at where no parameterization says otherwise: a layer scale's small number.
+        adapts: for an adapter, the matrix that it is added to.
 
     Raises:
-        PresetError: an axis that is not in `AXES`, a fan-in that is not an axis, or `of` on a matrix.
+        PresetError: an axis that is not in `AXES`, a fan-in that is not an axis, `of` on a matrix, or `adapts` on what is no adapter.
     """
 
     role: Role
@@ -131,6 +142,7 @@ class ParamSpec:
     part: Literal["", "encoder", "cross"] = ""
     value_dim: bool = False
     start: float = 1.0
+    adapts: ParamSpec | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.role, Role):
@@ -153,6 +165,10 @@ class ParamSpec:
             raise PresetError(f"{self.role.value}: only gains and biases say which role they belong to (of={self.of})")
         if self.start != 1 and self.role is not Role.NORM_GAIN:
             raise PresetError(f"{self.role.value}: only gains say what they start at (start={self.start:g})")
+        if (self.adapts is None) == (self.role in ADAPTERS):
+            raise PresetError(
+                f"{self.role.value}: adapters, and no others, say which matrix they are added to (adapts)"
+            )
         if self.tied and self.role is not Role.READOUT:
             raise PresetError(f"{self.role.value}: only a readout can be tied")
         if self.role not in VECTORS | EMBEDDINGS and not self.fan_in:
@@ -203,7 +219,7 @@ class ParamSpec:
             *["block"] * self.in_block,
             *["cross"] * (self.part == "cross"),
         ]
-        parts += [self.of.value] if self.of else []
+        parts += [of.value for of in [self.of or (self.adapts and self.adapts.role)] if of]
         return ".".join([*parts, self.role.value])
 
 

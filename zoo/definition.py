@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mupax.presets.roles import BIASES, ParamSpec, PresetError
+from mupax.presets.roles import ZERO, ParamSpec, PresetError
 from mupax.zoo import partition
 from mupax.zoo.families import ModelConfig
 from mupax.zoo.layers.initial import initial_value
@@ -60,12 +60,16 @@ class Init:
         shape, dtype = tuple(self._sizes[axis] for axis in spec.axes), jnp.dtype(self._config.compute.param_dtype)
         if self._rngs is None:
             return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), spec=spec)
-        std = 0.0 if spec.role in BIASES else spec.start * math.prod(self._sizes[axis] for axis in spec.fan_in) ** -0.5
+        std = 0.0 if spec.role in ZERO else spec.start * math.prod(self._sizes[axis] for axis in spec.fan_in) ** -0.5
         return nnx.Param(initial_value(self._rngs.params(), spec, shape, std, dtype), spec=spec)
 
+    def has(self, name: str) -> bool:
+        """Whether the config declares a parameter of this name."""
+        return self._prefix + name in self._specs
+
     def maybe(self, name: str) -> nnx.Param | None:
-        """The same, None where the config declares none."""
-        return self.param(name) if self._prefix + name in self._specs else None
+        """The parameter of this name, None where the config declares none."""
+        return self.param(name) if self.has(name) else None
 
     def factor(self, name: str) -> Factor:
         """The multiplier of this name, at its value without a preset."""

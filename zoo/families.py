@@ -109,6 +109,10 @@ class ModelConfig(abc.ABC):
     def base_sizes(self) -> dict[str, int]:
         """Sizes that a parameterization takes to infinity, by logical axis name."""
 
+    def finite_sizes(self) -> dict[str, int]:
+        """Sizes that a parameterization leaves as they are, beside those of what is read and written."""
+        return {}
+
     @abc.abstractmethod
     def sizes(self) -> dict[str, int]:
         """Every logical axis of this model and its size."""
@@ -176,7 +180,7 @@ class TokenModel(ModelConfig):
     """Longest context, and the number of learned positions."""
 
     def sizes(self) -> dict[str, int]:
-        return {**self.base_sizes(), "vocab": self.vocab_size, "position": self.seq_len}
+        return {**self.base_sizes(), **self.finite_sizes(), "vocab": self.vocab_size, "position": self.seq_len}
 
     def example(self) -> dict[str, ArraySpec]:
         tokens = ArraySpec((self.seq_len,), "int32")
@@ -222,7 +226,8 @@ class ImageModel(ModelConfig):
 
     def sizes(self) -> dict[str, int]:
         patch = self.patch_size**2 * self.channels
-        return {**self.base_sizes(), "patch": patch, "position": self.seq_len, "classes": self.num_classes}
+        ends = {"patch": patch, "position": self.seq_len, "classes": self.num_classes}
+        return {**self.base_sizes(), **self.finite_sizes(), **ends}
 
     def example(self) -> dict[str, ArraySpec]:
         pixels = ArraySpec((self.image_size, self.image_size, self.channels), "float32")

@@ -24,6 +24,8 @@ KINDS = {
     Role.ROUTER: "router",
     Role.EXPERT_IN: "experts",
     Role.EXPERT_OUT: "experts",
+    Role.LORA_A: "adapters",
+    Role.LORA_B: "adapters",
     Role.HIDDEN: "hidden",
     Role.READOUT: "readout",
 }

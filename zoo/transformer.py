@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 from mupax.presets.roles import EXPERT_MATRICES, MATRICES, FactorSpec, ParamSpec, Role, with_value_dim
 from mupax.zoo.experts.config import RoutingConfig, check
 from mupax.zoo.families import ConfigError, ModelConfig
+from mupax.zoo.lora.config import LoraConfig
 
 Norm = Literal["layernorm", "rmsnorm"]
 Activation = Literal["gelu", "gelu_exact", "relu", "swiglu", "geglu"]
@@ -85,6 +86,7 @@ class TransformerConfig(ModelConfig):
     shared_experts: int | None = None
     """Experts that every token goes to, as one MLP of so many times expert_dim beside the others; none unless given."""
     routing: RoutingConfig = dataclasses.field(default=RoutingConfig())
+    lora: LoraConfig = dataclasses.field(default=LoraConfig())
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -217,6 +219,9 @@ class TransformerConfig(ModelConfig):
             "layers": self.depth,
         }
 
+    def finite_sizes(self) -> dict[str, int]:
+        return self.lora.sizes()
+
     def stack(self) -> dict[str, ParamSpec]:
         """Parameters of the residual stack and of the norm that ends it."""
         matrices = {name: spec for name, spec in MATRICES.items() if spec.in_block}
@@ -235,7 +240,7 @@ class TransformerConfig(ModelConfig):
         biases.pop("block.experts.router_bias", None)
         if self.experts and self.routing.balance == "bias":
             biases["block.experts.balance"] = EXPERT_MATRICES["block.experts.router"].bias
-        specs = {**matrices, **biases}
+        specs = {**matrices, **self.lora.declared(matrices), **biases}
         if (start := self.branch_gains) is not None:
             for branch, out in (("attention", "attention.out"), ("mlp", "mlp.down")):
                 specs[f"block.{branch}_gain"] = dataclasses.replace(MATRICES[f"block.{out}"].gain, start=start)

@@ -29,6 +29,7 @@ from mupax.train.config.sections import (
     metrics_of,
 )
 from mupax.zoo.configs import CONFIGS, ConfigError, ModelConfig
+from mupax.zoo.transformer import TransformerConfig
 
 ResumeChange = Literal["schedule", "data"]
 
@@ -121,6 +122,11 @@ class Config:
                     "leave it out"
                 )
         self._check_metrics()
+        if isinstance(self.model, TransformerConfig) and self.model.lora.rank and not (self.train_only or self.freeze):
+            raise ConfigError(
+                f"model.lora.rank {self.model.lora.rank} adds adapters to matrices that stay as they are, and nothing is frozen; add "
+                "--train-only lora_a lora_b, or write `python -m train finetune ... --lora.rank`, which does"
+            )
         if self.data.transforms != TransformsConfig() and self.model.task != "images":
             raise ConfigError(
                 f"data.transforms is of images, and the model, a {self.model.family}, reads {self.model.task}; leave it out"

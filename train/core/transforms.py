@@ -15,6 +15,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, MuonState
 
 from mupax.presets import EMBEDDINGS, VECTORS, ParamSpec, Role
+from mupax.presets.roles import ADAPTERS
 from mupax.train.config.run import OptimizerConfig
 
 Specs = Mapping[str, ParamSpec]
@@ -117,7 +118,7 @@ def dimension_numbers(specs: Specs) -> dict[str, MuonDimensionNumbers]:
     return {
         name: MuonDimensionNumbers(*(tuple(map(spec.axes.index, axes)) for axes in (spec.fan_in, spec.fan_out)))
         for name, spec in specs.items()
-        if spec.role not in VECTORS | EMBEDDINGS | {Role.READOUT, Role.ROUTER}
+        if spec.role not in VECTORS | EMBEDDINGS | ADAPTERS | {Role.READOUT, Role.ROUTER}
     }
 
 

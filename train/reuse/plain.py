@@ -60,6 +60,8 @@ def scales(definition: Definition, factors: Factors) -> Scales:
         stack, _, inside = name.rpartition("block.")
         module = inside.partition(".")[0].removesuffix("_gain")
         of = spec.of or spec.role
+        if of is Role.LORA_B and spec.adapts:
+            of = spec.adapts.role  # with A's multiplier in A, B has what is left of the matrix' scale
         of = Role.MLP_OUT if of is Role.EXPERT_OUT else of  # in its place
         last = spec.role is Role.NORM_GAIN or of not in gains  # of what a matrix' output is taken times
         match of:

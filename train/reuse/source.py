@@ -6,6 +6,7 @@ be made from. Nothing that is read is executed.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,6 +41,9 @@ from mupax.zoo.huggingface import config as huggingface
 from mupax.zoo.huggingface import weights
 from mupax.zoo.huggingface.tensorfile import Tensors
 from mupax.zoo.huggingface.weights import Params
+from mupax.zoo.lora import layer as lora
+from mupax.zoo.lora.config import LoraConfig
+from mupax.zoo.transformer import TransformerConfig
 
 
 class Source(NamedTuple):
@@ -159,8 +163,14 @@ def _run(workdir: Path, recorded: Mapping[str, Any], step: Step | None, part: Li
     average = {name: np.empty(w.shape, np.float32) for name, w in empty.items()}
     params = run.params(SimpleNamespace(params=empty, ema=average))
     record = {**plain.preset_record(config.preset, preset, model, factors), "step": run.step}
-    images = images_of(facts, config.model, workdir)
-    return Source(config.model, params, plain.scales(model, factors), record, [], (config, facts), images)
+    images, by, notes = images_of(facts, config.model, workdir), plain.scales(model, factors), []
+    if isinstance(config.model, TransformerConfig) and config.model.lora.rank:
+        rank, without = config.model.lora.rank, dataclasses.replace(config.model, lora=LoraConfig())
+        whole = lora.merged(plain.absorb_multipliers(params, by), config.model.lora.scale)
+        by, notes = {name: by[name] for name in whole}, [f"adapters of rank {rank} are merged into their matrices"]
+        record["scales"] = {name: plain.number(scale) for name, scale in by.items()}
+        params, config = plain.restore_multipliers(whole, by), dataclasses.replace(config, model=without)
+    return Source(config.model, params, by, record, notes, (config, facts), images)
 
 
 def _scales(preset: Any, files: Tensors) -> plain.Scales:

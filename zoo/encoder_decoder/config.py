@@ -47,6 +47,8 @@ class EncoderDecoderConfig(TokenModel, TransformerConfig):
         super().__post_init__()
         if self.value_dim is not None:
             raise ConfigError("model.value_dim is of ViTs and decoders; an encoder-decoder's values have head_dim")
+        if self.lora.rank is not None:
+            raise ConfigError("model.lora is of ViTs and decoders, and not of an encoder-decoder; leave it out")
         if self.experts is not None:
             raise ConfigError(
                 "model.experts is of ViTs and decoders; an encoder-decoder's blocks have an MLP, leave it out"

@@ -23,6 +23,8 @@ from mupax.train.config.preset import PresetConfig, base_parts, base_text, prese
 from mupax.train.config.run import Config, InitConfig, LogConfig, OptimizerConfig
 from mupax.train.reuse.outline import Outline, WeightsError, outline
 from mupax.zoo.families import ImageModel
+from mupax.zoo.lora.config import LoraConfig
+from mupax.zoo.transformer import TransformerConfig
 
 NAME = "finetune"
 """What such a run has as its recipe."""
@@ -30,6 +32,8 @@ SHARE = 0.3
 """Of the source's peak rate."""
 MATRIX_RATE = 5e-5 * 768
 """Times 1 / width: the rate of a hidden matrix where the source says none, the default of transformers' Trainer at width 768."""
+ADAPTERS_TIMES = 10.0
+"""The rate of adapters over that of all parameters."""
 EPOCHS, FEWEST, MOST = 10, 100, 2000
 TEXT_STEPS = 200
 _TEXT_BATCH, _IMAGE_BATCH = 16, 32
@@ -43,12 +47,14 @@ class Finetune:
     come from the source; other classes have a new readout. Text: FOLDER is text or records, read by the
     source's tokenizer; records that hold messages by its chat template, with a loss on answers.
     The rate is 0.3 times the source's, or 5e-5 times 768 / width where it has none; ten epochs, 100 to 2,000 steps.
+    With --lora.rank low-rank adapters alone are trained, and a new readout, at ten times that rate; an export merges them.
     """
 
     folder: Annotated[conf.Positional[command_line.Place], conf.arg(metavar="FOLDER")]
     """Images in a folder per class; for a model of text, a file or folder of text."""
     source: Annotated[command_line.Place, conf.arg(name="from", metavar="SOURCE")]
     """A run, one of its steps, a folder that `python -m zoo import` wrote, or one of Hugging Face."""
+    lora: LoraConfig = dataclasses.field(default=LoraConfig())
 
 
 def command(argv: Sequence[str]) -> cli.Command:
@@ -69,15 +75,24 @@ def command(argv: Sequence[str]) -> cli.Command:
     source = located(args.source)
     origin = outline(source)
     asked = any(word.partition("=")[0] == "--data.tokenizer" for word in rest)
+    if not isinstance(origin.model, TransformerConfig):
+        if args.lora.rank is not None:
+            raise command_line.UsageError(
+                f"--lora.rank is for transformers of the zoo, and {source} is a {origin.model.family}"
+            )
+    else:  # a source's own adapters are merged where it is read
+        origin = origin._replace(model=dataclasses.replace(origin.model, lora=args.lora))
     if isinstance(origin.model, ImageModel):
         start, what = _images(args.folder, source, origin, origin.model)
     else:
         start, what = _text(args.folder, source, origin, asked)
-    made = cli.parse(NAME, lambda: start, rest, ["--from"])
+    made = cli.parse(NAME, lambda: start, rest, ["--from", "--lora.rank", "--lora.alpha", "--lora.on"])
     kind = "conversations in tokens" if made.config.data.name.startswith("chat:") else "tokens"
     what = what or f"{kind} of {made.config.data.tokenizer}"
     peak = made.config.optimizer.peak_lr
-    rate = rate_rule(origin)[1] if peak == start.optimizer.peak_lr else "as asked"
+    times = "" if args.lora.rank is None else f"that of adapters, {ADAPTERS_TIMES:g} times "
+    rate = f"{times}{rate_rule(origin)[1]}" if peak == start.optimizer.peak_lr else "as asked"
+    what = what if args.lora.rank is None else f"adapters of rank {args.lora.rank}; {what}"
     print(f"finetune: {what}; rate {peak:.3g}, {rate}; {made.config.steps} steps", file=sys.stderr)
     return made
 
@@ -179,7 +194,10 @@ def _tokenizer(source: Path, origin: Outline) -> str:
 def _config(
     folder: Path, source: Path, origin: Outline, model: Any, data: DataConfig, steps: int, new: tuple[str, ...]
 ) -> Config:
-    optimizer = dataclasses.replace(rate_rule(origin)[0], warmup_steps=steps // 10)
+    optimizer, trained = dataclasses.replace(rate_rule(origin)[0], warmup_steps=steps // 10), ()
+    if isinstance(model, TransformerConfig) and model.lora.rank is not None:
+        optimizer = dataclasses.replace(optimizer, peak_lr=ADAPTERS_TIMES * optimizer.peak_lr)
+        new = trained = ("lora_a", "lora_b", *new)
     averaged = origin.run is not None and origin.run[0].ema.decay is not None
     return Config(
         recipe=NAME,
@@ -190,5 +208,6 @@ def _config(
         init=InitConfig(init_from=str(source), init_new=new, init_ema=averaged),
         log=LogConfig(eval_every_steps=max(1, steps // 4)),
         steps=steps,
+        train_only=trained,
         workdir=str(Path("runs") / f"finetune-{folder.absolute().name}"),
     )

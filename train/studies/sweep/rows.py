@@ -23,6 +23,7 @@ from mupax.train.config.data import PixelsConfig, TransformsConfig
 from mupax.train.config.record import to_json
 from mupax.train.config.run import CheckpointConfig, Config, DistributedConfig, LogConfig, MeshConfig, StopConfig
 from mupax.zoo.experts.config import RoutingConfig
+from mupax.zoo.lora.config import LoraConfig
 
 FILE_NAME = "points.jsonl"
 CURVE_POINTS = 200
@@ -37,6 +38,7 @@ _NEWER = {
     "layer_scale": None, "drop_path": 0.0, "sincos": False, "full_every": None, "window_theta": None,
     "post_norm": False, "attention_softcap": None, "logit_softcap": None,
     "experts": None, "active_experts": None, "expert_dim": None, "shared_experts": None, "routing": dataclasses.asdict(RoutingConfig()),
+    "lora": json.loads(json.dumps(dataclasses.asdict(LoraConfig()))),
 }  # fmt: skip
 """Fields of models that rows were named without, and what those models had."""
 _NEWER_DATA = {

@@ -1,0 +1,80 @@
+"""What adapters compute beside the product of their matrix, and the one matrix that both are.
+
+I inputs, O outputs, R rank, each of one dimension or several but the rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from flax import nnx
+
+from mupax.zoo.definition import Init
+from mupax.zoo.layers.linear import project
+from mupax.zoo.lora.config import LoraConfig
+
+
+class Model(Protocol):
+    """What is read of a model's config."""
+
+    @property
+    def lora(self) -> LoraConfig: ...
+
+
+class Lora(nnx.Module):
+    """scale * x A B."""
+
+    def __init__(self, scale: float, init: Init) -> None:
+        self.scale = scale
+        self.a, self.b = init.param("a"), init.param("b")
+
+    def __call__(self, x: jax.Array, inputs: int = 1) -> jax.Array:
+        """[..., O].
+
+        Args:
+            x: [..., I].
+            inputs: dimensions that I is.
+        """
+        return self.scale * project(project(x, self.a[...], inputs=inputs), self.b[...])
+
+
+def maybe(config: Model, init: Init, *names: str) -> tuple[Lora | None, ...]:
+    """The adapters of matrices, None where the config declares none.
+
+    Args:
+        config: of the model.
+        init: of the matrices' module.
+        *names: of the matrices.
+    """
+    scopes = [init.scope(f"{name}_lora") for name in names]
+    return tuple(Lora(config.lora.scale, scope) if scope.has("a") else None for scope in scopes)
+
+
+def adapted(y: jax.Array, x: jax.Array, lora: Lora | None, inputs: int = 1) -> jax.Array:
+    """y with what its matrix' adapter adds.
+
+    Args:
+        y: the product of x and the matrix, [..., O].
+        x: [..., I].
+        lora: None where the matrix has no adapter.
+        inputs: dimensions that I is.
+    """
+    return y if lora is None else y + lora(x, inputs)
+
+
+def merged(params: Mapping[str, Any], scale: float) -> dict[str, Any]:
+    """W + scale * A B in place of each W with an adapter, of the plain network, float32; the others as they are.
+
+    Args:
+        params: by name, of the host.
+        scale: of the config.
+    """
+    plain = {name: w for name, w in params.items() if not name.endswith(("_lora.a", "_lora.b"))}
+    for name in (name for name in plain if f"{name}_lora.a" in params):
+        a, b = (np.asarray(params[f"{name}_lora.{which}"], np.float64) for which in "ab")
+        product = np.stack([np.tensordot(*of, axes=1) for of in zip(a, b, strict=True)])
+        plain[name] = (np.asarray(plain[name], np.float64) + scale * product).astype(np.float32)
+    return plain
