@@ -191,6 +191,39 @@ def test_experts_that_nothing_chooses() -> None:
     assert refusal(found, "down", "up").startswith("it has an axis of experts, and no index or batch dimension has a")
 
 
+def routed(s: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    up = (s["experts"], s["embed"], s["mlp"])
+    return {"router": (s["embed"], s["experts"]), "up": up, "down": (up[0], up[2], up[1])}
+
+
+def in_groups(activation: Callable[[jax.Array], jax.Array]) -> Branch:
+    """Rows in the order of their experts, by `jax.lax.ragged_dot`."""
+
+    def branch(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        rows = x.reshape(-1, x.shape[-1])
+        scores, experts = (best[:, 0] for best in jax.lax.top_k(rows @ p["router"], 1))
+        order, sizes = jnp.argsort(experts), jnp.bincount(experts, length=len(p["up"]))
+        h = activation(jax.lax.ragged_dot(rows[order], p["up"], sizes))
+        y = jax.lax.ragged_dot(h, p["down"], sizes)[jnp.argsort(order)]
+        return (y * jax.nn.sigmoid(scores)[:, None]).reshape(x.shape)
+
+    return branch
+
+
+def test_experts_by_products_of_rows_in_groups() -> None:
+    """And a control: without a nonlinearity between them they are no MLP."""
+    found = roles(routed, in_groups(jax.nn.gelu), SIZES | {"experts": 4})
+    assert found.refused == {}
+    specs = {name: (spec.group, spec.axes, spec.fan_in) for name, spec in found.specs.items()}
+    assert {name: specs[name] for name in ("router", "up", "down")} == {
+        "router": ("block.router", ("embed", "experts"), ("embed",)),
+        "up": ("block.expert_in", ("experts", "embed", "mlp"), ("embed",)),
+        "down": ("block.expert_out", ("experts", "mlp", "embed"), ("mlp",)),
+    }
+    linear = roles(routed, in_groups(lambda h: h), SIZES | {"experts": 4})
+    assert refusal(linear, "down", "up").startswith("an index chooses among its matrices, and it is neither")
+
+
 def test_a_hidden_layer_that_is_neither_first_nor_last() -> None:
     """A control: between the two it is a hidden matrix, and no second way in; a gain of its norm is refused."""
 
