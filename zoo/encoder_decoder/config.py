@@ -45,8 +45,6 @@ class EncoderDecoderConfig(TokenModel, TransformerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.value_dim is not None:
-            raise ConfigError("model.value_dim is of ViTs and decoders; an encoder-decoder's values have head_dim")
         if self.lora.rank is not None:
             raise ConfigError("model.lora is of ViTs and decoders, and not of an encoder-decoder; leave it out")
         if self.experts is not None:
@@ -136,7 +134,8 @@ class EncoderDecoderConfig(TokenModel, TransformerConfig):
     def attention_flops(self) -> float:
         """Per target: of the encoder's positions among themselves, of the decoder's, and of these with the encoder's."""
         encoder = self.encoder_blocks * self.seq_len * self.seq_len / self.targets
-        return 2 * 2 * self.num_heads * self.heads_dim * (encoder + self.depth * (self.targets / 2 + self.seq_len))
+        each = self.heads_dim + (self.value_dim or self.heads_dim)
+        return 2 * self.num_heads * each * (encoder + self.depth * (self.targets / 2 + self.seq_len))
 
     def module(self, rngs: Any) -> Any:
         return import_module("mupax.zoo.encoder_decoder.model").EncoderDecoder(self, rngs)

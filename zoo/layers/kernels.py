@@ -27,6 +27,12 @@ RING = 4096
 its parts together with their number; the two are equal at about 2000 on v5p and 2800 on v5e (lm-8b at 131,072 and 32,768 tokens)."""
 
 
+def widened(*heads_BTHN: jax.Array) -> list[jax.Array]:
+    """Queries, keys and values with zeros, which change no product, up to the largest head dimension of them."""
+    most = max(x.shape[-1] for x in heads_BTHN)
+    return [jnp.pad(x, (*((0, 0),) * 3, (0, most - x.shape[-1]))) for x in heads_BTHN]
+
+
 def attend(
     q_BTHN: jax.Array,
     k_BSKN: jax.Array,
@@ -56,10 +62,8 @@ def attend(
         ConfigError: as `chosen`.
     """
     others: dict[str, Any] = {"window": window, "cap": cap, "segments_BT": segments_BT}
-    queries, values = q_BTHN.shape[-1], v_BSKN.shape[-1]
-    if queries != values:  # zeros change no product
-        most = max(queries, values)
-        wide = (jnp.pad(x, (*((0, 0),) * 3, (0, most - x.shape[-1]))) for x in (q_BTHN, k_BSKN, v_BSKN))
+    if (values := v_BSKN.shape[-1]) != q_BTHN.shape[-1]:
+        wide = widened(q_BTHN, k_BSKN, v_BSKN)
         return attend(*wide, causal=causal, **others, implementation=implementation, block=block)[..., :values]
     layout, apart = partition.current(), segments_BT is not None
     implementation = chosen(implementation, q_BTHN, k_BSKN, causal, window, cap, apart)

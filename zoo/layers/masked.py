@@ -40,6 +40,10 @@ def attend(
     Raises:
         ConfigError: a named kernel has no mask or bias.
     """
+    if (values := v_BSKN.shape[-1]) != q_BTHN.shape[-1]:
+        masks = {"causal": causal, "seen_BS": seen_BS, "bias_HTS": bias_HTS}
+        wide = kernels.widened(q_BTHN, k_BSKN, v_BSKN)
+        return attend(*wide, **masks, implementation=implementation, block=block)[..., :values]
     if seen_BS is None and bias_HTS is None:
         return kernels.attend(q_BTHN, k_BSKN, v_BSKN, causal=causal, implementation=implementation, block=block)
     if implementation not in ("auto", "xla"):

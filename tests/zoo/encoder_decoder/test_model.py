@@ -30,7 +30,7 @@ BART = EncoderDecoderConfig(
     activation="relu",
 )
 T5 = dataclasses.replace(
-    BART, head_dim=5, positions="relative", distance_buckets=8, longest_distance=6, norm="rmsnorm", bias=False,
+    BART, head_dim=5, value_dim=3, positions="relative", distance_buckets=8, longest_distance=6, norm="rmsnorm", bias=False,
     embedding_norm=False, activation="geglu", tied=False, shared=False, num_kv_heads=1, qk_norm=True,
 )  # fmt: skip
 MODELS = {"bart": BART, "t5": T5}
