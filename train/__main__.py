@@ -49,6 +49,10 @@ COMMANDS = {
     "noise": ("run.noise", "the gradient noise scale at a checkpoint, below which joint rules for the batch hold"),
     "generate": ("reuse.generate.command", "text from any checkpoint of a language model"),
     "serve": ("reuse.serve.command", "a language model behind OpenAI's API, and a page to try it in a browser"),
+    "push": (
+        "reuse.huggingface.push",
+        "a run or a folder of weights to a repository of Hugging Face, private unless asked",
+    ),
     "convert": ("reuse.forms", "carry a run's checkpoint into another form of its preset"),
 }
 """First words that are not recipes: the module of each under `mupax.train`, and what it does. Its `main` runs it; finetune's

@@ -10,6 +10,7 @@ from tyro import conf
 
 from mupax import command_line
 from mupax.paths import delivered, path_of
+from mupax.train.checkpoints.selection import Step
 from mupax.train.config.cli import PresetFlags
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from mupax.train.reuse.image_input import ImageInput
     from mupax.train.reuse.source import Source
     from mupax.zoo.families import ModelConfig
+    from mupax.zoo.huggingface.tensorfile import DType
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,32 +67,52 @@ class Export:
 
     def run(self) -> int:
         """0 when written; raises what does not fit."""
-        from mupax.train.data.text import tokenizer
-        from mupax.train.reuse import source as pretrained
-        from mupax.train.reuse.huggingface import card, preprocessor
         from mupax.train.reuse.huggingface import files as pretrained_files
-        from mupax.zoo.families import ImageModel
 
         pretrained_files.check_free(self.out)
-        source = pretrained.read(self.path, self.step)
-        name, file = (None, self.tokenizer) if self.tokenizer else tokenizer_of(source.model, source.run)
-        encoder = tokenizer.Subwords(file) if file else tokenizer.Bytes() if name == "bytes" else None
         with delivered(self.out) as out:
-            pretrained_files.write_huggingface(source, out, self.dtype, encoder and _token_ids(source, encoder))
-            if file is not None and encoder is not None:
-                pretrained_files.copy_tokenizer(file, encoder.separator, out)
-            (out / card.FILE).write_text(card.card(source, self.out.name), encoding="utf-8")
+            source, notes = exported(self.path, out, self.step, self.dtype, self.tokenizer, name=self.out.name)
         _print_summary(source, source.preset)
-        if source.images and isinstance(source.model, ImageModel):
-            print(_images_line(source.images))
-            if note := preprocessor.note(source.images.pixels, source.model):
-                print(note)
+        for note in notes:
+            print(note)
         print(f"written to {self.out}" + (f"; folded from {source.preset.get('described')}" if source.preset else ""))
-        if name == "bytes":
-            print("tokens are bytes, ids 0 to 255, for which there is no tokenizer.json: ids = list(text.encode())")
-        elif name and file is None:
-            print(f"the tokenizer {name} was not found on this machine; give its file as --tokenizer FILE")
         return 0
+
+
+def exported(
+    path: Path, out: Path, step: Step | None, dtype: DType, tokenizer_file: Path | None, *, name: str
+) -> tuple[Source, list[str]]:
+    """Write a model as `transformers` reads it, with its tokenizer and its card; gives what was read, and what to know of it.
+
+    Args:
+        path: a run, one of its steps, or an imported folder.
+        out: an empty folder.
+        step: of a workdir; the newest unless given.
+        dtype: of the stored weights.
+        tokenizer_file: to add where the run's is not here.
+        name: of the model, in its card.
+    """
+    from mupax.train.data.text import tokenizer
+    from mupax.train.reuse import source as pretrained
+    from mupax.train.reuse.huggingface import card, preprocessor
+    from mupax.train.reuse.huggingface import files as pretrained_files
+    from mupax.zoo.families import ImageModel
+
+    source, notes = pretrained.read(path, step), []
+    called, file = (None, tokenizer_file) if tokenizer_file else tokenizer_of(source.model, source.run)
+    encoder = tokenizer.Subwords(file) if file else tokenizer.Bytes() if called == "bytes" else None
+    pretrained_files.write_huggingface(source, out, dtype, encoder and _token_ids(source, encoder))
+    if file is not None and encoder is not None:
+        pretrained_files.copy_tokenizer(file, encoder.separator, out)
+    (out / card.FILE).write_text(card.card(source, name), encoding="utf-8")
+    if source.images and isinstance(source.model, ImageModel):
+        note = preprocessor.note(source.images.pixels, source.model)
+        notes += [_images_line(source.images), *([note] if note else [])]
+    if called == "bytes":
+        notes.append("tokens are bytes, ids 0 to 255, for which there is no tokenizer.json: ids = list(text.encode())")
+    elif called and file is None:
+        notes.append(f"the tokenizer {called} was not found on this machine; give its file as --tokenizer FILE")
+    return source, notes
 
 
 def _token_ids(source: Source, encoder: Tokenizer) -> dict[str, int | None]:

@@ -1,0 +1,160 @@
+"""`python -m train push RUN|FOLDER --to USER/NAME`: a model, with its card, in a repository of Hugging Face."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from tyro import conf
+
+from mupax import command_line
+from mupax.command_line import Switch
+from mupax.errors import MupaxError, MupaxFailure
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+SENT = (".json", ".safetensors", ".md", ".txt", ".model", ".jinja")
+"""Endings of the files of a folder that are sent: weights, and what is read beside them."""
+
+
+class PushError(MupaxError):
+    """What cannot be sent, as asked. The text says what to write instead."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Push:
+    """A run or weights as a repository of Hugging Face: weights as `transformers` reads them, tokenizer or preprocessing, model card.
+
+    A new repository is private unless --public is there, and one that is public already is refused without it. The token is that
+    of HF_TOKEN or of `hf auth login`, the address HF_ENDPOINT's where it is set.
+    """
+
+    path: Annotated[conf.Positional[command_line.Place], conf.arg(metavar="PATH")]
+    """A run, one of its steps, an imported folder, or a folder of Hugging Face, which goes as it is."""
+    to: Annotated[str, conf.arg(metavar="USER/NAME")]
+    """The repository, made where there is none."""
+    step: Annotated[int | Literal["best"] | None, conf.arg(metavar="N|best")] = None
+    """Which checkpoint of a workdir, or the best by its evaluations; the newest unless given."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the stored weights."""
+    tokenizer: Annotated[command_line.Place | None, conf.arg(metavar="FILE")] = None
+    """tokenizer.json to add where the run's is not here."""
+    public: Switch = False
+    """Let everyone see it."""
+    dry_run: Switch = False
+    """List the files and send nothing."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Sends the files and prints where they are; 0.
+
+    Raises:
+        PushError: a name that is none, no token, a repository that may not be written or is public.
+        MupaxFailure: no answer, or one that is an error of the hub's.
+        WeightsError, WorkdirError: no model there.
+    """
+    args = command_line.parse(Push, "python -m train push", argv)
+    if importlib.util.find_spec("huggingface_hub") is None:
+        raise PushError("push needs huggingface_hub; install it by pip install 'mupax[hub]'")
+    _check_name(args.to)
+    api = None if args.dry_run else _client()
+    with _files(args) as (folder, names):
+        for name in names:
+            print(f"{(folder / name).stat().st_size:>12,}  {name}")
+        if api is None:
+            print(f"{len(names)} files for {args.to}, {'public' if args.public else 'private'}; nothing was sent")
+            return 0
+        _open(api, args.to, args.public)
+        print(f"{len(names)} files are at {_sent(api, args, folder, names)}")
+    return 0
+
+
+@contextmanager
+def _files(args: Push) -> Iterator[tuple[Path, list[str]]]:
+    """A folder, and the names of its files that are to be sent."""
+    from mupax.train.reuse.huggingface.command import exported
+    from mupax.train.reuse.outline import MODEL, WeightsError, opened
+
+    folder, fields, _ = opened(args.path, args.step)
+    if "model_type" in fields and not (folder / MODEL).is_file():
+        if args.step or args.tokenizer or args.dtype != "float32":
+            raise PushError(f"{args.path} holds weights that go as they are; leave --step, --dtype and --tokenizer out")
+        names = sorted(each.name for each in folder.iterdir() if each.is_file() and each.name.endswith(SENT))
+        if not any(name.endswith(".safetensors") for name in names):
+            raise WeightsError(f"{folder} has config.json and no safetensors")
+        yield folder, [name for name in names if not name.startswith(".")]
+        return
+    with tempfile.TemporaryDirectory(prefix="mupax-push-") as out:
+        made = Path(out)
+        for note in exported(args.path, made, args.step, args.dtype, args.tokenizer, name=args.to.partition("/")[2])[1]:
+            print(note)
+        yield made, sorted(each.name for each in made.iterdir())
+
+
+def _check_name(to: str) -> None:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    user, slash, name = to.partition("/")
+    try:
+        validate_repo_id(to)
+    except HFValidationError as error:
+        raise PushError(f"--to {to}: {error}") from error
+    if not (slash and user and name):
+        raise PushError(f"--to {to} is no USER/NAME; write your name at Hugging Face before it, as in --to you/{to}")
+
+
+def _client() -> HfApi:
+    """Whoever the token says."""
+    import huggingface_hub
+
+    token = huggingface_hub.get_token()
+    if token is None:
+        raise PushError(
+            "no token of Hugging Face is here; write one that may write into HF_TOKEN, or log in by `hf auth login` (--dry-run needs none)"
+        )
+    return huggingface_hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None, token=token)
+
+
+def _open(api: HfApi, to: str, public: bool) -> None:
+    """See that the repository is there, made private unless public was asked for; refuse one that everyone sees without that."""
+    with _answered(to):
+        api.create_repo(to, private=not public, exist_ok=True)
+        if not public and api.repo_info(to).private is False:
+            raise PushError(f"{to} is there and public; add --public to write into it, or give another name as --to")
+
+
+def _sent(api: HfApi, args: Push, folder: Path, names: Sequence[str]) -> str:
+    """Where the files are."""
+    from huggingface_hub import CommitOperationAdd
+
+    added = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=str(folder / name)) for name in names]
+    with _answered(args.to):
+        api.create_commit(args.to, added, commit_message=f"{args.to.partition('/')[2]}, written by mupax")
+    return f"{api.endpoint}/{args.to}"
+
+
+@contextmanager
+def _answered(to: str) -> Iterator[None]:
+    """Errors of the hub as one line."""
+    from huggingface_hub import errors
+
+    unanswered: Any = errors.HTTPError  # pyright: ignore[reportPrivateImportUsage]  # of the client that it is made with
+    try:
+        yield
+    except errors.HfHubHTTPError as error:
+        code, said = error.response.status_code, error.server_message or str(error).strip().partition("\n")[0]
+        if code in (401, 403, 404):
+            raise PushError(
+                f"{to}: Hugging Face refused it ({code}: {said}); the token must be one that may write there"
+            ) from error
+        raise MupaxFailure(f"{to}: Hugging Face answered {code}: {said}") from error
+    except unanswered as error:
+        raise MupaxFailure(f"{to}: Hugging Face does not answer ({error}); nothing more was sent") from error
