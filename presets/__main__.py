@@ -179,16 +179,20 @@ class Desiderata(ConstantFlags):
 
     preset: Annotated[conf.Positional[str], conf.arg(metavar="PRESET")]
     """A preset."""
+    encoder: Switch = False
+    """Of an encoder-decoder: both stacks and cross-attention, and either depth alone."""
     json: Switch = False
     """Print JSON."""
 
     def run(self) -> int:
-        preset = presets.get(self.preset, **self.values())
+        preset, of = presets.get(self.preset, **self.values()), {"encoder": self.encoder}
         if self.json:
-            found = {dimension: desiderata.desiderata(preset, dimension) for dimension in desiderata.GROWTHS}
-            return print_json({d: {name: dataclasses.asdict(c) for name, c in of.items()} for d, of in found.items()})
+            found = {d: desiderata.desiderata(preset, d, **of) for d in desiderata.growths(**of)}
+            return print_json(
+                {d: {name: dataclasses.asdict(c) for name, c in cells.items()} for d, cells in found.items()}
+            )
         print(terminal.wrapped(f"{preset.describe()}: dimension^exponent of what does not stay"), end="\n\n")
-        print(terminal.table(desiderata.rows(preset)))
+        print(terminal.table(desiderata.rows(preset, **of)))
         return 0
 
 

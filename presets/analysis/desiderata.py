@@ -1,7 +1,6 @@
 """Which dimensions of a transformer can be scaled, from a preset's rules alone: the desiderata of the feature speed formula by mapping.
 
-A block is cut into q, k, logits, v, o (values as attended to), attention out, MLP in and MLP out. At initialization, as one
-dimension grows alone (entries are root mean squares; tokens are independent, fewer than d_model and more than d_k where they grow):
+At initialization, as one dimension grows alone, of all mappings that a block is cut into (`mappings`; entries are root mean squares):
 
 * signal: entries of every mapping stay Theta(1).
 * speed: they move at Theta(1) by their own weights, where rates are such that every weight has an equal part of the loss's decay,
@@ -21,8 +20,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from mupax.presets.analysis.mappings import exponents
 from mupax.presets.preset import Preset
-from mupax.presets.roles import MATRICES, with_value_dim
 
 GROWTHS: dict[str, dict[str, float]] = {
     "d_k": {"head_dim": 1.0},
@@ -36,14 +35,22 @@ GROWTHS: dict[str, dict[str, float]] = {
 }
 """Dimension to the axes that grow with it: each alone, but for width, which is heads with d_model and d_ff."""
 
-COLUMNS = ("signal", "speed", "balance", "loss decay")
-SPECS = with_value_dim(MATRICES)
-NAMES = {
-    name: name.removeprefix("block.").replace("attention.out", "attention out").rpartition(".")[2] for name in SPECS
+ENCODED: dict[str, dict[str, float]] = {
+    "d_k": GROWTHS["d_k"],
+    "d_v": GROWTHS["d_v"],
+    "d_ff": GROWTHS["d_ff"],
+    "d_model": {**GROWTHS["d_model"], "memory": 1.0},
+    "heads": GROWTHS["heads"],
+    "width": {**GROWTHS["width"], "memory": 1.0},
+    "targets": GROWTHS["positions"],
+    "depth": GROWTHS["depth"],
+    "encoder_depth": {"encoder_layers": 1.0},
 }
-NAMES |= {"block.mlp.up": "MLP in", "block.mlp.down": "MLP out"}
-"""Parameter to its mapping, or to its name."""
+"""The same of an encoder-decoder: widths of both stacks, targets and depth of the decoder alone, the encoder's depth alone."""
+
+COLUMNS = ("signal", "speed", "balance", "loss decay")
 _TOLERANCE = 0.01
+_PARTS = ("", "cross ", "encoder ")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +73,30 @@ class Cell:
     def holds(self) -> bool:
         return self.exponent is not None and not self.of
 
+    @property
+    def names(self) -> str:
+        """Those of `of`; with an encoder by part, where "every" is of the decoder, its cross-attention and the encoder, if they have it."""
+        parts = {
+            name: {part for part in _PARTS if part + name in self.exponents} for name in map(_bare, self.exponents)
+        }
+        if all(own == {""} for own in parts.values()):
+            return ", ".join(self.of)
+        every = [name for name, own in parts.items() if all(part + name in self.of for part in own) and len(own) > 1]
+        texts = [f"every {', '.join(every)}"] if every else []
+        for part in _PARTS:
+            own = [name for name in parts if part + name in self.of and name not in every]
+            texts += [f"{part or 'decoder '}{', '.join(own)}"] if own else []
+        return "; ".join(texts)
+
     def text(self, dimension: str) -> str:
         """yes, or what goes how, as `no: q, k go as d_k^-0.5`."""
         if self.exponent is None:
             return self.why
-        return "yes" if self.holds else f"no: {', '.join(self.of)} {dimension}^{self.exponent:+.3g}"
+        return "yes" if self.holds else f"no: {self.names} {dimension}^{self.exponent:+.3g}"
+
+
+def _bare(name: str) -> str:
+    return name.removeprefix("cross ").removeprefix("encoder ")
 
 
 def cell(exponents: Mapping[str, float], tolerance: float = _TOLERANCE) -> Cell:
@@ -86,81 +112,47 @@ def cell(exponents: Mapping[str, float], tolerance: float = _TOLERANCE) -> Cell:
     return Cell(worst, tuple(name for name, x in exponents.items() if abs(x - worst) <= tolerance), exponents)
 
 
-def desiderata(preset: Preset, dimension: str) -> dict[str, Cell]:
-    """The four desiderata where a dimension of `GROWTHS` grows.
+def growths(*, encoder: bool = False) -> dict[str, dict[str, float]]:
+    """Dimension to the axes that grow with it, and how fast.
+
+    Args:
+        encoder: of a model whose decoder reads an encoder.
+    """
+    return ENCODED if encoder else GROWTHS
+
+
+def desiderata(preset: Preset, dimension: str, *, encoder: bool = False) -> dict[str, Cell]:
+    """The four desiderata where a dimension of `growths` grows.
 
     Args:
         preset: in any form; balance and loss decay read its rates of SGD.
         dimension: that grows.
+        encoder: of a decoder that reads an encoder, both stacks.
     """
-    growth = GROWTHS[dimension]
-    rows = {name: preset.row(spec) for name, spec in SPECS.items()}
-    w = {NAMES[name]: (row.multiplier * row.init_std).growth(growth) for name, row in rows.items()}
-    width, heads, hidden, layers, tokens = (
-        growth.get(axis, 0.0) for axis in ("embed", "heads", "mlp", "layers", "position")
-    )
-    keys, values = growth.get("head_dim", 0.0), growth.get("value_dim", 0.0)
-    scale, branch = preset.logits.growth(growth), preset.branch.growth(growth)
-
-    q, k, v = (w[name] + width / 2 for name in ("query", "key", "value"))
-    logits = scale + q + k + (keys if preset.key_as_query else keys / 2)
-    o = v - tokens / 2
-    out, up = w["attention out"] + (heads + values) / 2 + o, w["MLP in"] + width / 2
-    down = w["MLP out"] + hidden / 2 + up
-    share = branch + max(out, down) + layers / 2
-    stream = max(w["token"], share)
-    signal = {
-        "q": q, "k": k, "logits": logits, "v": v, "o": o, "attention out": out, "MLP in": up, "MLP out": down,
-        "stream": stream, "branches": share - stream,
-    }  # fmt: skip
-
-    # Backward signal by entry, at a loss that is a mean over tokens.
-    at = {"stream": w["readout"] - stream - tokens}
-    at["attention out"] = at["MLP out"] = at["stream"] + branch
-    at["o"] = at["attention out"] + w["attention out"] + width / 2
-    at["v"] = at["o"] - tokens / 2
-    at["logits"] = at["o"] + v + values / 2 - tokens
-    at["q"], at["k"] = (at["logits"] + scale + other + tokens / 2 for other in (k, q))
-    at["MLP in"] = at["MLP out"] + w["MLP out"] + width / 2
-    entries = {"q": heads + keys, "k": heads + keys, "logits": heads + tokens, "v": heads + values, "attention out": width,
-               "MLP in": hidden, "MLP out": width}  # fmt: skip
-    speed = {name: -layers - at[name] - n - tokens for name, n in entries.items()}
-    speed["embedding"] = -at["stream"] - width - tokens
-    # What tokens share (uniform attention, keys of few dimensions, activations' mean): their signals add up as noise does.
-    for name in ("logits", "attention out", "MLP out"):
-        speed[name] += tokens / 2
-    speed["o"] = speed["v"]
-
-    inputs = {"attention out": o, "MLP out": up}
-    signals = {"query": "q", "key": "k", "value": "v"}
-    parts: dict[str, float] = {}
-    for name, spec in SPECS.items():
-        rate = (rows[name].multiplier ** 2 * rows[name].sgd).growth(growth)
-        count = sum(growth.get(axis, 0.0) for axis in (*spec.fan_in, *spec.fan_out))
-        each = -tokens if name == "readout" else at["stream"] if name == "token" else None
-        each = each if each is not None else at[signals.get(NAMES[name], NAMES[name])] + layers / 2
-        parts[NAMES[name]] = rate + 2 * (each + inputs.get(NAMES[name], 0.0)) + count + tokens
-    most = max(parts.values())
-    if stream > w["token"] + _TOLERANCE and layers:
-        return {"signal": cell(signal), **dict.fromkeys(COLUMNS[1:], Cell(None, why="no power law: the stream grows"))}
+    found = exponents(preset, growths(encoder=encoder)[dimension], encoder=encoder)
+    if found.grows:
+        why = Cell(None, why=f"no power law: the {found.grows[0]} grows")
+        return {"signal": cell(found.signal), **dict.fromkeys(COLUMNS[1:], why)}
     rule, none = "sgd" not in preset.no_rule, Cell(None, why="no rule for SGD")
+    most = max(found.parts.values())
     return {
-        "signal": cell(signal),
-        "speed": cell(speed),
-        "balance": cell({name: x - most for name, x in parts.items()}) if rule else none,
-        "loss decay": cell({name: x for name, x in parts.items() if x > most - _TOLERANCE}) if rule else none,
+        "signal": cell(found.signal),
+        "speed": cell(found.speed),
+        "balance": cell({name: x - most for name, x in found.parts.items()}) if rule else none,
+        "loss decay": cell({name: x for name, x in found.parts.items() if x > most - _TOLERANCE}) if rule else none,
     }
 
 
-def rows(preset: Preset) -> list[list[str]]:
+def rows(preset: Preset, *, encoder: bool = False) -> list[list[str]]:
     """A table for a person: every dimension, whether it can be scaled, and what says so.
 
     Args:
         preset: the table that is asked.
+        encoder: of a decoder that reads an encoder.
     """
     table = [["dimension", "scales", *COLUMNS]]
-    for dimension in GROWTHS:
-        cells = desiderata(preset, dimension)
+    for dimension in growths(encoder=encoder):
+        cells = desiderata(preset, dimension, encoder=encoder)
         can = all(cells[column].holds for column in COLUMNS)
         table.append([dimension, "can" if can else "cannot", *(cells[column].text(dimension) for column in COLUMNS)])
     return table

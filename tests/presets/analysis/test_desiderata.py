@@ -9,7 +9,7 @@ import pytest
 from mupax import presets
 from mupax.presets import PresetError
 from mupax.presets.__main__ import main
-from mupax.presets.analysis.desiderata import COLUMNS, GROWTHS, desiderata
+from mupax.presets.analysis.desiderata import COLUMNS, ENCODED, GROWTHS, desiderata
 from mupax.presets.analysis.limits import LIMITS, Limit
 
 pytestmark = pytest.mark.core
@@ -39,6 +39,34 @@ def test_what_can_be_scaled_and_what_says_that_it_cannot(preset, constants, dime
     assert failing(preset, dimension, **constants) == wrong
 
 
+@pytest.mark.parametrize(
+    ("preset", "constants", "dimension", "wrong"),
+    [
+        ("mup", {}, "d_k", {"signal": "no: every logits d_k^-0.5"}),
+        ("mup-half", {}, "d_k", {"speed": "no: every q, k d_k^-0.5"}),
+        ("mup", {"key_start": "query"}, "d_k", {}),
+        ("mup", {}, "d_ff", {"speed": "no: every MLP in d_ff^-0.5"}),
+        ("mup", {}, "width", {}),
+        ("depth-mup", {"alpha_l": 1.0}, "depth", {
+            "signal": "no: decoder branches depth^-0.5",
+            "speed": "no: encoder q, k, logits, v, attention out, o, MLP in, MLP out, embedding depth^+0.5",
+            "balance": "no: encoder token, query, key, value, attention out, MLP in, MLP out depth^-1",
+        }),
+        ("depth-mup", {"alpha_l": 0.5}, "depth", {
+            "speed": "no: decoder q, k, logits, v, attention out, o, MLP in, MLP out; cross q, k, logits, v, attention out, o depth^-0.5",
+        }),
+        ("depth-mup", {"alpha_l": 1.0}, "encoder_depth", {"signal": "no: encoder branches encoder_depth^-0.5"}),
+        ("mup", {}, "encoder_depth", {"signal": "no: encoder stream encoder_depth^+0.5", **dict.fromkeys(
+            COLUMNS[1:], "no power law: the encoder stream grows"
+        )}),
+    ],
+)  # fmt: skip
+def test_what_an_encoder_adds(preset, constants, dimension, wrong) -> None:
+    """What it gets back is a sum over the decoder's branches: L^(1/2 - alpha_l) at first."""
+    cells = desiderata(presets.get(preset, **constants), dimension, encoder=True)
+    assert {column: cell.text(dimension) for column, cell in cells.items() if not cell.holds} == wrong
+
+
 def test_a_preset_without_a_rule_for_sgd_has_no_rates_to_ask() -> None:
     cells = desiderata(presets.get("u-mup"), "d_k")
     assert cells["signal"].of == ("logits",)
@@ -62,5 +90,6 @@ def test_keys_that_start_as_queries_have_logits_of_order_one(capsys) -> None:
 
 
 def test_json_has_every_dimension(capsys) -> None:
-    assert main(["desiderata", "sp", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out).keys() == GROWTHS.keys()
+    for words, known in (([], GROWTHS), (["--encoder"], ENCODED)):
+        assert main(["desiderata", "sp", "--json", *words]) == 0
+        assert json.loads(capsys.readouterr().out).keys() == known.keys()

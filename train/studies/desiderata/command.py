@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from mupax.presets.analysis import desiderata as theory
 from mupax.presets.analysis.desiderata import Cell
 from mupax.train.config.preset import preset_for
 from mupax.train.config.run import Config
-from mupax.train.studies.desiderata.series import Series, base, batch, grown
+from mupax.train.studies.desiderata.series import OF_TOKENS, Series, base, batch, grown
 from mupax.zoo.definition import definition
 from mupax.zoo.families import ConfigError, ModelConfig
 from mupax.zoo.transformer import transformer
@@ -26,15 +26,18 @@ Row = dict[str, dict[str, tuple[Cell, Cell]]]
 """Dimension to desideratum to theory and measurement."""
 
 
-def compared(preset: Preset, dimension: str, slopes: Mapping[str, Mapping[str, float]]) -> dict[str, tuple[Cell, Cell]]:
+def compared(
+    preset: Preset, dimension: str, slopes: Mapping[str, Mapping[str, float]], *, encoder: bool = False
+) -> dict[str, tuple[Cell, Cell]]:
     """By desideratum theory and the same exponents as measured.
 
     Args:
         preset: that was measured.
         dimension: that grew.
         slopes: of `Series.slopes`.
+        encoder: of an encoder-decoder.
     """
-    expected = theory.desiderata(preset, dimension)
+    expected = theory.desiderata(preset, dimension, encoder=encoder)
     most = max(slopes["parts"].values())
     measured = {
         "signal": slopes["signal"],
@@ -63,26 +66,32 @@ def apart(expected: Cell, measured: Cell) -> dict[str, float]:
 
 
 def measured(
-    model: ModelConfig, presets: Sequence[Callable[[Mapping[str, int]], Preset]], *, count: int, seeds: int
+    model: ModelConfig,
+    presets: Sequence[Callable[[Mapping[str, int]], Preset]],
+    *,
+    count: int,
+    seeds: int,
+    dimensions: Collection[str] | None = None,
 ) -> list[Row]:
-    """All dimensions of some presets, each dimension's models compiled once.
+    """Some dimensions of some presets, each dimension's models compiled once.
 
     Args:
         model: whose structure.
         presets: base to preset, of each.
         count: sizes of a dimension, each twice the one before.
         seeds: initializations of each size.
+        dimensions: which; all that the model has unless given.
     """
     rows: list[Row] = [{} for _ in presets]
-    for dimension in theory.GROWTHS:
+    for dimension in dimensions or theory.growths(encoder=model.denoises):
         if dimension == "positions" and model.task != "tokens":
             continue
         models = grown(model, dimension, count)
         batches = [batch(one, dimension) for one in models]
-        series = Series([definition(one) for one in models], batches, seeds, masked=dimension != "positions")
+        series = Series([definition(one) for one in models], batches, seeds, masked=dimension not in OF_TOKENS)
         for row, make in zip(rows, presets, strict=True):
             preset = make(base(models[0], dimension))
-            row[dimension] = compared(preset, dimension, series.slopes(preset))
+            row[dimension] = compared(preset, dimension, series.slopes(preset), encoder=model.denoises)
     return rows
 
 
@@ -117,7 +126,7 @@ def beside(expected: Cell, seen: Cell) -> str:
     if expected.holds:
         return f"yes | {max(seen.exponents.values(), key=abs):+.2f}"
     mean = sum(seen.exponents[name] for name in expected.of) / len(expected.of)
-    return f"no: {', '.join(expected.of)} {expected.exponent:+.3g} | {mean:+.2f}"
+    return f"no: {expected.names} {expected.exponent:+.3g} | {mean:+.2f}"
 
 
 def main(config: Config, *, count: int, seeds: int, path: str | None) -> int:
@@ -130,7 +139,7 @@ def main(config: Config, *, count: int, seeds: int, path: str | None) -> int:
         path: of a JSON file to write.
 
     Raises:
-        ConfigError: no transformer, or one that has an encoder.
+        ConfigError: no transformer, or one with other mappings.
     """
 
     def preset(base: Mapping[str, int]) -> Preset:
@@ -138,12 +147,6 @@ def main(config: Config, *, count: int, seeds: int, path: str | None) -> int:
         return absolute if absolute.baseless else dataclasses.replace(absolute, base=dict(base))
 
     model = transformer(config.model, "cutting blocks into mappings")
-    if model.denoises:
-        raise ConfigError(
-            "the theory beside the measurement is of one stack: what an encoder gets back is a sum over the decoder's blocks, whose power "
-            "by mapping is not worked out; write a decoder or a ViT, or ask of an encoder-decoder `python -m train check --grow` and "
-            "`python -m train balance`"
-        )
     plain = {"parallel": False, "window": None, "post_norm": False, "attention_softcap": None, "logit_softcap": None}
     for field in dataclasses.fields(model):
         if field.name in plain and (value := getattr(model, field.name)) != plain[field.name]:

@@ -17,6 +17,8 @@ from mupax.zoo.definition import Definition
 from mupax.zoo.families import ModelConfig
 from mupax.zoo.transformer import TransformerConfig
 
+OF_TOKENS = ("positions", "targets")
+"""Dimensions that count tokens; in these every position sees all."""
 _HEADS, _DIM, _WIDTH, _HIDDEN, _TOKENS = 4, 32, 128, 512, 8
 
 
@@ -24,11 +26,13 @@ def grown(model: ModelConfig, dimension: str, count: int) -> list[TransformerCon
     """Models of a structure where one dimension alone doubles, from sizes at which exponents of large ones show.
 
     Args:
-        model: whose structure; it gets as many key heads as query heads, and no tie.
-        dimension: of `GROWTHS`; positions are of text only.
+        model: whose structure; it gets as many key heads as query heads, no tie, and tables of its own for an encoder.
+        dimension: of `growths`; positions are of text only.
         count: how many.
     """
     tokens = {"vocab_size": 512, "seq_len": _TOKENS, "tied": False} if model.task == "tokens" else {"num_classes": 512}
+    if model.denoises:
+        tokens |= {"shared": False, "encoder_depth": 2}
     start: Any = check.smallest(dataclasses.replace(model, value_dim=None))  # pyright: ignore[reportCallIssue]
 
     def sized(m: int) -> TransformerConfig:
@@ -51,8 +55,13 @@ def grown(model: ModelConfig, dimension: str, count: int) -> list[TransformerCon
                 # Fewer tokens than d_model, more than d_k; one layer: attention has tokens share what they were independent in.
                 width, head_dim, value_dim, depth = 1024, 16, 16, 1
                 sizes = {**tokens, "seq_len": 64 * m, "vocab_size": 4096}
+            case "targets":
+                width, head_dim, value_dim, depth = 1024, 16, 16, 1
+                sizes = {**tokens, "target_len": 64 * m, "vocab_size": 4096, "encoder_depth": 1}
             case "depth":
                 depth *= 4 * m
+            case "encoder_depth":
+                sizes["encoder_depth"] = 8 * m
         return dataclasses.replace(
             start, width=width, num_heads=heads, head_dim=head_dim, value_dim=value_dim, num_kv_heads=None,
             mlp_ratio=hidden / width, depth=depth, **sizes,
@@ -62,23 +71,31 @@ def grown(model: ModelConfig, dimension: str, count: int) -> list[TransformerCon
 
 
 def batch(model: ModelConfig, dimension: str) -> dict[str, np.ndarray]:
-    """Few random tokens, so that those of no size are more than the width.
+    """Few random tokens, so that those of no size are more than the width; no padding.
 
     Args:
         model: of `grown`.
         dimension: that grows.
     """
-    return {name: array[: 1 if dimension == "positions" else 2] for name, array in check.batch(model).items()}
+    few = {name: array[: 1 if dimension in OF_TOKENS else 2] for name, array in check.batch(model).items()}
+    return few | ({"input_mask": np.ones_like(few["inputs"])} if model.denoises else {})
 
 
 def base(smallest: TransformerConfig, dimension: str) -> dict[str, int]:
     """What presets are relative to: the smallest model, but one layer, so that branches are small at every depth.
 
+    With an encoder d_k is 8 times the base's from the start: logits taken by 1/d_k are small throughout, as is what the encoder gets
+    back through keys, whose power is another than that through values.
+
     Args:
         smallest: of `grown`.
         dimension: that grows.
     """
-    return {**smallest.base_sizes(), **({"layers": 1} if dimension == "depth" else {})}
+    sizes = smallest.base_sizes()
+    if dimension == "d_k" and smallest.denoises:
+        return {**sizes, "head_dim": _DIM // 8}
+    blocks = {"layers", "encoder_layers"} & sizes.keys() if dimension.endswith("depth") else ()
+    return {**sizes, **dict.fromkeys(blocks, 1)}
 
 
 class Series:

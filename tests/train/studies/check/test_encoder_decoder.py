@@ -205,7 +205,3 @@ def test_the_command_grows_either_stack(capsys: pytest.CaptureFixture[str]):
     assert "depth 8, encoder 3" in capsys.readouterr().out
     assert main([*words, "--grow", "encoder_depth"]) == 0
     assert "depth 2, encoder 8" in capsys.readouterr().out
-    assert main(["check", "ed-tiny", "--desiderata"]) == 2
-    assert "whose power by mapping is not worked out; write a decoder or a ViT" in " ".join(
-        capsys.readouterr().err.split()
-    )

@@ -16,45 +16,64 @@ import pytest
 from mupax import presets
 from mupax.presets import PresetError
 from mupax.presets.analysis import desiderata as theory
+from mupax.presets.analysis.mappings import NAMES
 from mupax.train.__main__ import main
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core.factors import init_stds, resolve
 from mupax.train.studies.check import check
 from mupax.train.studies.check.balance import balance
-from mupax.train.studies.desiderata import command, mappings, series
+from mupax.train.studies.desiderata import command, cutting, mappings, series
 from mupax.zoo import configs
 from mupax.zoo.definition import definition
 from scripts import desiderata as script
 
-MODEL: Any = dataclasses.replace(
-    check.smallest(configs.get("lm-proxy")), width=12, num_heads=2, head_dim=6, value_dim=4, vocab_size=11, seq_len=5
+SIZES: Any = {"width": 12, "num_heads": 2, "head_dim": 6, "value_dim": 4, "vocab_size": 11, "seq_len": 5}
+MODEL: Any = dataclasses.replace(check.smallest(configs.get("lm-proxy")), **SIZES)
+ENCODED: Any = dataclasses.replace(
+    check.smallest(configs.get("flan-t5-small")),
+    **SIZES,
+    target_len=4,
+    encoder_depth=3,
+    shared=False,
+    num_kv_heads=None,
 )
-OWN = {"q": "block.attention.query", "k": "block.attention.key", "v": "block.attention.value", "o": "block.attention.value",
-       "attention out": "block.attention.out", "MLP in": "block.mlp.up", "MLP out": "block.mlp.down"}  # fmt: skip
+OWN = {
+    NAMES[name].replace("query", "q").replace("key", "k").replace("value", "v"): name
+    for name in NAMES
+    if name.rpartition(".")[2] not in ("token", "readout")
+}
+OWN |= {part + "o": OWN[part + "v"] for part in ("", "cross ", "encoder ")}
+"""Mapping to the weight that it moves by."""
 QUICKLY: Any = {"xla_backend_optimization_level": 0}
 
 
 @functools.cache
-def made():
-    built, batch = definition(MODEL), check.batch(MODEL)
-    preset = presets.get("depth-mup", key_start="query", base=MODEL.base_sizes())
+def made(model: Any = MODEL) -> Any:
+    built, batch = definition(model), check.batch(model)
+    if model.denoises:
+        batch["input_mask"] = np.ones_like(batch["input_mask"])
+    preset = presets.get("depth-mup", key_start="query", base=model.base_sizes())
     return built, batch, resolve(preset, built, "sgd"), init_stds(preset, built)
 
 
-def test_mappings_are_the_model_and_carry_what_their_weights_take_off_the_loss() -> None:
-    built, batch, numbers, stds = made()
+@pytest.mark.parametrize("model", [MODEL, ENCODED], ids=["decoder", "encoder-decoder"])
+def test_mappings_are_the_model_and_carry_what_their_weights_take_off_the_loss(model: Any) -> None:
+    built, batch, numbers, stds = made(model)
 
     def everything(seed: Any) -> Any:
         params = built.initialize(seed, stds)
 
         def loss(p: Any, zeros: Any, hold: Any = lambda x: x) -> Any:
-            return mappings.forward(built.model(p, numbers.multiplier, numbers.forward), batch, zeros, hold)
+            return cutting.forward(built.model(p, numbers.multiplier, numbers.forward), batch, zeros, hold)
 
         zeros = jax.tree.map(jnp.zeros_like, loss(params, {})[1])
         (value, _), (gradients, signals) = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, zeros)
         held = functools.partial(loss, zeros={}, hold=jax.lax.stop_gradient)
         speeds = jax.jvp(lambda p: held(p)[1], (params,), (gradients,))[1]
-        whole = built.apply(params, numbers.multiplier, numbers.forward, batch["inputs"])
+        inputs = [
+            batch[name] for name in ("inputs", "input_mask", "decoder_inputs") if name == "inputs" or model.denoises
+        ]
+        whole = built.apply(params, numbers.multiplier, numbers.forward, *inputs)
         plain = optax.softmax_cross_entropy_with_integer_labels(whole, batch["targets"]).mean()
         return params, value, plain, gradients, signals, speeds, mappings.measure(built, params, numbers, batch)
 
@@ -62,18 +81,19 @@ def test_mappings_are_the_model_and_carry_what_their_weights_take_off_the_loss()
     params, value, plain, gradients, signals, speeds, measured = jax.device_get(run(np.uint32(0)))
     np.testing.assert_array_equal(params["block.attention.key"], params["block.attention.query"])
     np.testing.assert_allclose(value, plain, rtol=1e-6)
-    for mapping, name in OWN.items():
+    weights = {mapping: name for mapping, name in OWN.items() if name in gradients}
+    assert weights.keys() == (
+        OWN.keys() if model.denoises else {m for m in OWN if not m.startswith(("cross", "encoder"))}
+    )
+    for mapping, name in weights.items():
         through, taken = np.sum(signals[mapping] * speeds[mapping]), np.sum(gradients[name] ** 2)
         np.testing.assert_allclose(through, taken, rtol=1e-4, err_msg=mapping)
-        part = measured.parts[theory.NAMES[name]]
-        np.testing.assert_allclose(
-            part,
-            np.sum(numbers.lr[name] * np.sum(gradients[name] ** 2, axis=(1, 2, 3)[: gradients[name].ndim - 1])),
-            rtol=1e-4,
-        )
-    logits = np.sum(signals["logits"] * speeds["logits"])
-    both = np.sum(gradients[OWN["q"]] ** 2) + np.sum(gradients[OWN["k"]] ** 2)
-    np.testing.assert_allclose(logits, both, rtol=1e-4)
+        each = np.sum(gradients[name].reshape(len(gradients[name]), -1) ** 2, axis=1)
+        np.testing.assert_allclose(measured.parts[NAMES[name]], np.sum(numbers.lr[name] * each), rtol=1e-4)
+    for part in {mapping.removesuffix("v") for mapping in weights if mapping.endswith("v")}:
+        logits = np.sum(signals[f"{part}logits"] * speeds[f"{part}logits"])
+        both = sum(np.sum(gradients[weights[part + name]] ** 2) for name in "qk")
+        np.testing.assert_allclose(logits, both, rtol=1e-4, err_msg=part)
 
 
 def test_keys_that_are_fewer_cannot_start_as_queries() -> None:
@@ -82,58 +102,75 @@ def test_keys_that_are_fewer_cannot_start_as_queries() -> None:
         init_stds(presets.get("mup", key_start="query"), few)
 
 
-def test_the_command_holds_measurement_against_theory(monkeypatch, capsys, tmp_path) -> None:
+@pytest.mark.parametrize(("model", "encoder"), [("lm-proxy", False), ("ed-proxy", True)])
+def test_the_command_holds_measurement_against_theory(model, encoder, monkeypatch, capsys, tmp_path) -> None:
     class Fake:
         off = 0.0
 
         def __init__(self, definitions: Any, batches: Any, seeds: int, *, masked: bool) -> None:
             grows = {axis for axis in definitions[0].sizes if definitions[0].sizes[axis] != definitions[1].sizes[axis]}
-            self.dimension = next(d for d, axes in theory.GROWTHS.items() if grows == axes.keys())
+            axes_of = theory.growths(encoder=encoder)
+            self.dimension = next(d for d, axes in axes_of.items() if grows == axes.keys())
+            assert masked == (self.dimension not in ("positions", "targets"))
 
         def slopes(self, preset: Any) -> dict[str, dict[str, float]]:
-            cells = theory.desiderata(preset, self.dimension)
+            cells = theory.desiderata(preset, self.dimension, encoder=encoder)
             found = {column: dict(cell.exponents) for column, cell in cells.items()}
-            if "q" in found["speed"]:
-                found["speed"]["q"] += self.off
+            for name in ("q", "encoder q"):
+                if name in found["speed"]:
+                    found["speed"][name] += self.off
             decays = found["loss decay"] or {"": 0.0}
             parts = {name: x + max(decays.values()) for name, x in found["balance"].items()}
             return {"signal": found["signal"], "speed": found["speed"], "parts": parts or {"": 0.0}}
 
     monkeypatch.setattr(command, "Series", Fake)
     monkeypatch.setattr(command, "definition", lambda model: type("Sized", (), {"sizes": model.sizes()}))
-    words = ["check", "lm-proxy", "--desiderata", "--preset", "depth-mup", "--json", str(tmp_path / "a.json")]
+    words = ["check", model, "--desiderata", "--preset", "depth-mup", "--json", str(tmp_path / "a.json")]
     assert main(words) == 0
-    assert json.loads((tmp_path / "a.json").read_text())["d_v"]["speed"]["v"] == [-0.5, -0.5]
+    kept = json.loads((tmp_path / "a.json").read_text())
+    assert kept["d_v"]["speed"]["v"] == [-0.5, -0.5]
+    assert kept.keys() == theory.growths(encoder=encoder).keys()
     capsys.readouterr()
     Fake.off = 0.2
     assert main(words) == 1
-    assert "q +0.20" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert " q +0.20" in shown
+    assert ("encoder q +0.20" in shown) == encoder
+
+
+EXPLAINED = {
+    "decoder": {(label, "positions", "balance", name) for label in script.PRESETS for name in ("query", "key")}
+    | {("mup key_start=query", "depth", "signal", "logits")},
+    "encoder-decoder": {
+        ("mup", "d_k", "balance", "encoder query"),
+        ("mup key_start=query", "d_k", "signal", "cross logits"),
+    },
+}
+"""Exponents farther from theory than the band, which the page gives a reason for."""
 
 
 def test_the_committed_measurement_agrees_with_theory_where_its_page_does_not_say_why_not() -> None:
     data = json.loads(script.PAGE.with_suffix(".json").read_text())
     assert script.page(data) == script.PAGE.read_text()
-    apart = set()
-    for label, dimensions in data["presets"].items():
-        for dimension, columns in dimensions.items():
-            cells = theory.desiderata(script._preset(label), dimension)
-            for column, names in columns.items():
-                assert cells[column].exponents.keys() == names.keys()
-                for name, (_, seen) in names.items():
-                    if abs(cells[column].exponents[name] - seen) > command.BAND:
-                        apart.add((label, dimension, column, name))
-    explained = {(label, "positions", "balance", name) for label in data["presets"] for name in ("query", "key")}
-    explained |= {("mup key_start=query", "depth", "signal", "logits")}
-    assert {each for each in apart - explained if each[:2] != ("mup mlp_out=mean-field", "d_model")} == set()
+    for key, study in script.STUDIES.items():
+        far = set()
+        for label, row in script.rows(data[key], key).items():
+            for dimension, cells in row.items():
+                assert label in study.labels(dimension)
+                for column, (expected, seen) in cells.items():
+                    assert expected.exponents.keys() == seen.exponents.keys()
+                    far |= {(label, dimension, column, name) for name in command.apart(expected, seen)}
+        assert {each for each in far - EXPLAINED[key] if each[:2] != ("mup mlp_out=mean-field", "d_model")} == set()
     # Controls: each other rule for d_k fails against the measurement of keys that start as queries.
-    seen = data["presets"]["mup key_start=query"]["d_k"]
+    seen = data["decoder"]["presets"]["mup key_start=query"]["d_k"]
     for other, column, name in (("mup", "signal", "logits"), ("mup-half", "speed", "q")):
         assert abs(theory.desiderata(presets.get(other), "d_k")[column].exponents[name] - seen[column][name][1]) > 0.3
 
 
-def test_one_dimension_grows_alone() -> None:
-    for dimension, axes in theory.GROWTHS.items():
-        small, large = (model.sizes() for model in series.grown(configs.get("lm-proxy"), dimension, 2))
+@pytest.mark.parametrize(("model", "encoder"), [("lm-proxy", False), ("ed-proxy", True)])
+def test_one_dimension_grows_alone(model, encoder) -> None:
+    for dimension, axes in theory.growths(encoder=encoder).items():
+        small, large = (grown.sizes() for grown in series.grown(configs.get(model), dimension, 2))
         assert {axis for axis in small if large[axis] == 2 * small[axis]} == axes.keys()
         assert all(large[axis] == small[axis] for axis in small.keys() - axes.keys())
 
