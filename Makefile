@@ -32,7 +32,7 @@ quick: $(VENV)/.locked-dev ## The near and cheap tests, in a minute; PKG=presets
 	$(BIN)/python -m pytest -q $(if $(PKG),,-n $(JOBS) --dist loadfile) -m quick tests/$(PKG) $(ARGS)
 
 test: check ## Install, then check format, lint and types and run every test
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not alone and not parity and not tpu and not schedulers"
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not alone and not parity and not tpu and not schedulers and not release"
 	$(BIN)/python -m pytest -m alone
 
 check: $(VENV)/.locked-dev ## Format, lint and types only
@@ -41,7 +41,7 @@ check: $(VENV)/.locked-dev ## Format, lint and types only
 	PYRIGHT_PYTHON_GLOBAL_NODE=0 $(BIN)/pyright --pythonpath $(BIN)/python
 
 costs: $(VENV)/.locked-dev ## Record the processor time of every test file, which orders them and says which are quick (ARGS=tests/zoo: of some)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not alone and not parity and not tpu and not schedulers" --costs $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not alone and not parity and not tpu and not schedulers and not release" --costs $(ARGS)
 
 parity: $(VENV)/.locked-dev ## Logits and greedy text against transformers (Python 3.11; installs torch, which no lock file has)
 	$(PIP) install --quiet "torch==2.13.0" "transformers>=5,<6"
@@ -69,7 +69,7 @@ site: $(VENV)/.locked-site ## Build the site of docs/ into build/site: notebooks
 report: $(VENV)/.locked-site ## Set the report of what presets do and what transfers into build/report.pdf
 	$(BIN)/python -m scripts.report $(ARGS)
 
-release: $(VENV)/.locked-dev ## Build sdist, wheel and that of the presets alone into dist, check them by twine, and use both wheels in empty environments
+release: $(VENV)/.locked-dev ## Build sdist, wheel and that of the presets alone into dist, check them by twine, use both wheels in empty environments, and run a notebook from one
 	rm -rf dist
 	$(BIN)/python -m hatchling build -d dist
 	cd packaging/presets && $(abspath $(BIN))/python -m hatchling build -t wheel -d $(CURDIR)/dist

@@ -6,6 +6,7 @@ The wheel lies in an environment of its own, which borrows the dependencies and 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -141,6 +142,16 @@ print(mupax.__version__)
 
 def test_the_installed_api_comes_from_the_wheel_and_is_light(environment: Path, tmp_path: Path):
     assert execute([str(environment / "python"), "-I", "-c", IMPORTS], tmp_path) == f"{__version__}\n"
+
+
+@pytest.mark.release
+def test_a_notebook_runs_from_the_wheel(environment: Path, tmp_path: Path):
+    text = (ROOT / "docs" / "notebooks" / "mup_in_ten_minutes.md").read_text()
+    cells = re.findall(r"^```\{code-cell\}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    outside = "import mupax, sys; assert mupax.__file__.startswith(sys.prefix), mupax.__file__\n"
+    assert len(cells) > 4
+    (tmp_path / "notebook.py").write_text(outside + "\n".join(cells))
+    execute([str(environment / "python"), "-I", "notebook.py"], tmp_path, MPLBACKEND="agg")
 
 
 TYPED = """
