@@ -1,11 +1,12 @@
-"""Forecasts from small runs held against larger ones, in two commits: docs/forecasts/backtest-PRESET/.
+"""Forecasts from small runs held against larger ones, in two commits: docs/forecasts/backtest-NAME/.
 
     python -m scripts.backtest study          # trains the small runs; goes on where it was stopped
     python -m scripts.backtest forecasts      # writes what their law says of every larger run; commit it
     python -m scripts.backtest outcomes       # trains those, once the forecasts are committed; then `python -m scripts.forecasts`
 
-`mup` and, as a control, `sp`. Under both a larger run has the rate that is best for the largest small model, and its forecast is the
-loss of a run at its best rate: what a preset promises that transfers rates, and `sp` must miss.
+`mup`, the same from larger models with more seeds, and, as a control, `sp`. Under all a larger run has the rate that is best for the
+largest small model, and its forecast is the loss of a run at its best rate: what a preset promises that transfers rates, and
+`sp` must miss.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from mupax.train.studies.forecast.law import best_rate
 from mupax.train.studies.forecast.predict import predict
 
 OUT = Path(__file__).resolve().parent.parent / "docs" / "forecasts"
-PRESETS = ("mup", "sp")
 RUN = (
     "lm-tiny --model.depth 2 --model.seq-len 64 --optimizer.name adam --optimizer.clip-norm None --data.eval-examples 512 "
     "--preset.base embed=8,heads=2,kv_heads=2,head_dim=4,mlp=20,layers=2"
@@ -48,6 +48,8 @@ class Backtest:
         longer: of the forecasts.
         rates: of the study.
         seeds: of the study; a forecast run has one, the next.
+        preset: its name.
+        alike: whether all forecast runs have the same seed, or each one's is the next.
     """
 
     small: tuple[int, ...]
@@ -56,19 +58,25 @@ class Backtest:
     longer: Lengths
     rates: tuple[float, ...]
     seeds: int
+    preset: str = "mup"
+    alike: bool = True
 
 
 _LENGTHS: Lengths = ((100, 8), (200, 8), (400, 8), (100, 16), (200, 16))
+_LONGER: Lengths = (
+    *((steps, 8) for steps in (100, 115, 130, 160, 180, 200, 225, 250, 300, 350, 400, 600)),
+    *((steps, 16) for steps in (100, 130, 160, 200, 250, 300)), (100, 32), (150, 32),
+)  # fmt: skip
 SPECS = {
     "mup": Backtest(
-        small=(2, 3, 4, 6), large=(14, 30), lengths=_LENGTHS, rates=(-5, -4, -3, -2, -1), seeds=1,
-        longer=(
-            *((steps, 8) for steps in (100, 115, 130, 160, 180, 200, 225, 250, 300, 350, 400, 600)),
-            *((steps, 16) for steps in (100, 130, 160, 200, 250, 300)), (100, 32), (150, 32),
-        ),
+        small=(2, 3, 4, 6), large=(14, 30), lengths=_LENGTHS, rates=(-5, -4, -3, -2, -1), seeds=1, longer=_LONGER,
+    ),
+    "mup-seeds": Backtest(
+        small=(4, 6, 9, 13), large=(28, 58), lengths=(*_LENGTHS, (150, 8), (280, 8)), rates=(-5, -4, -3, -2), seeds=4, longer=_LONGER,
+        alike=False,
     ),
     "sp": Backtest(
-        small=(2, 3, 4, 6), large=(14, 30), lengths=_LENGTHS[:2], rates=(-6, -5, -4, -3, -2, -1), seeds=1,
+        small=(2, 3, 4, 6), large=(14, 30), lengths=_LENGTHS[:2], rates=(-6, -5, -4, -3, -2, -1), seeds=1, preset="sp",
         longer=((100, 8), (150, 8), (200, 8), (300, 8)),
     ),
 }  # fmt: skip
@@ -92,46 +100,47 @@ def config(preset: str, heads: int, length: tuple[int, int], rate: float, seed: 
     return dataclasses.replace(cli.parse(name, cli.recipe(name), words).config, workdir=None)
 
 
-def study(preset: str, spec: Backtest, out: Path) -> None:
+def study(name: str, spec: Backtest, out: Path) -> None:
     """Train the small runs.
 
     Args:
-        preset: its name.
-        spec: of the backtest.
+        name: of the backtest.
+        spec: of it.
         out: folder of all backtests.
     """
     configs = []
     for heads in spec.small:
         for length in spec.lengths:
-            first = config(preset, heads, length, spec.rates[0], 0)
+            first = config(spec.preset, heads, length, spec.rates[0], 0)
             for rate in spec.rates:
                 optimizer = dataclasses.replace(first.optimizer, peak_lr=2.0**rate)
                 configs += [dataclasses.replace(first, optimizer=optimizer, seed=seed) for seed in range(spec.seeds)]
-    _train(configs, out / f"backtest-{preset}")
+    _train(configs, out / f"backtest-{name}")
 
 
-def forecasts(preset: str, spec: Backtest, out: Path) -> Path:
+def forecasts(name: str, spec: Backtest, out: Path) -> Path:
     """Write what the small runs say of the larger ones; a file that is there stays as it is.
 
     Args:
-        preset: its name.
-        spec: of the backtest.
+        name: of the backtest.
+        spec: of it.
         out: folder of all backtests.
 
     Raises:
         NoLaw, PointsError: the small runs are not there, or say nothing.
     """
-    folder = out / f"backtest-{preset}"
+    folder = out / f"backtest-{name}"
     path = folder / "forecasts.json"
     if path.exists():
         print(f"{path} is there and stays")
         return path
     (found,) = points.load([folder])
-    law = fitted(dataclasses.replace(found, folders=(f"docs/forecasts/backtest-{preset}",)))
+    law = fitted(dataclasses.replace(found, folders=(f"docs/forecasts/backtest-{name}",)))
     contents = []
     for heads in spec.large:
         for steps, batch in spec.longer:
-            target = config(preset, heads, (steps, batch), 0.0, spec.seeds)
+            seed = spec.seeds + (0 if spec.alike else len(contents))
+            target = config(spec.preset, heads, (steps, batch), 0.0, seed)
             said = predict(law, target)
             optimizer = dataclasses.replace(
                 said.config.optimizer, peak_lr=float(f"{2.0 ** transferred(law, target):.6g}")
@@ -157,14 +166,14 @@ def transferred(law: Law, target: Config) -> float:
     return float(best_rate(law.rows.names, law.theta[None], scale[None])[0, 0]) + law.rows.middle
 
 
-def outcomes(preset: str, out: Path) -> None:
+def outcomes(name: str, out: Path) -> None:
     """Train what is forecast; raises SystemExit where the forecasts are not committed as they are.
 
     Args:
-        preset: its name.
+        name: of the backtest.
         out: folder of all backtests.
     """
-    path = out / f"backtest-{preset}" / "forecasts.json"
+    path = out / f"backtest-{name}" / "forecasts.json"
     if not committed(path):
         raise SystemExit(f"{path} is not committed as it is; commit the forecasts, and then train what they are of")
     contents: list[dict[str, Any]] = json.loads(path.read_text())
@@ -190,17 +199,17 @@ def _train(configs: Sequence[Config], folder: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """One stage of the presets that are asked for; 0 when it is done."""
+    """One stage of the backtests that are asked for; 0 when it is done."""
     parser = argparse.ArgumentParser(prog="python -m scripts.backtest", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("stage", choices=("study", "forecasts", "outcomes"))
-    parser.add_argument("--preset", choices=PRESETS, action="append", help="both unless given")
+    parser.add_argument("--of", choices=SPECS, action="append", help="a backtest; all unless given")
     parser.add_argument("--out", type=Path, default=OUT, metavar="FOLDER")
     args = parser.parse_args(argv)
-    for preset in args.preset or PRESETS:
+    for name in args.of or SPECS:
         if args.stage == "outcomes":
-            outcomes(preset, args.out)
+            outcomes(name, args.out)
         else:
-            {"study": study, "forecasts": forecasts}[args.stage](preset, SPECS[preset], args.out)
+            {"study": study, "forecasts": forecasts}[args.stage](name, SPECS[name], args.out)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import subprocess
@@ -48,10 +49,11 @@ def test_a_backtest_in_two_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     git(tmp_path, "init")
     for preset, drift in (("mup", 0.0), ("sp", -0.6)):
         monkeypatch.setattr(backtest, "_train", trained(drift))
-        backtest.study(preset, SPEC, tmp_path)
-        path = backtest.forecasts(preset, SPEC, tmp_path)
+        spec = dataclasses.replace(SPEC, preset=preset, alike=preset == "mup")
+        backtest.study(preset, spec, tmp_path)
+        path = backtest.forecasts(preset, spec, tmp_path)
         before = path.read_bytes()
-        backtest.forecasts(preset, SPEC, tmp_path)
+        backtest.forecasts(preset, spec, tmp_path)
         assert path.read_bytes() == before  # what was said stays
         with pytest.raises(SystemExit, match="is not committed as it is"):
             backtest.outcomes(preset, tmp_path)
