@@ -77,6 +77,7 @@ _EPS_MATTERS: dict[str, Any] = {
     "exponents": _SMALL,
 }
 _IN_HEADS: dict[str, Any] = {"grow": "heads", "doublings": (0, 2)}
+_EXPERTS: dict[str, Any] = {"model": "lm-proxy", "besides": "lm-proxy", "changes": {"experts": 4}}
 _OTHERS: dict[str, Any] = {
     "model": "ed-proxy", "besides": "lm-proxy", "changes": {"positions": "relative", "tied": False}, **_IN_HEADS,
 }  # fmt: skip
@@ -109,7 +110,10 @@ STUDIES = (
         **_OTHERS,
     ),
     Study(name="tied encoder-decoder, Adam", model="ed-proxy", tied=True, exponents=(0.5,), **_IN_HEADS),
-    Study(name="experts, Adam", model="lm-proxy", besides="lm-proxy", changes={"experts": 4}, exponents=_SMALL),
+    Study(name="experts, Adam", exponents=_SMALL, **_EXPERTS),
+    Study(
+        name="experts, SGD", optimizer="sgd", peak_lr=OPTIMIZERS["sgd"].check_lr, exponents=(0.5, -0.5), **_EXPERTS
+    ),
 )
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import math
+import statistics
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -125,6 +126,10 @@ def of(
     collapse = limit.x(preset.vanishing["attention"]) if "attention" in preset.vanishing else 0.0
     if abs(limit.attention) > _GROWS and not collapse - _GROWS < limit.attention < 0:
         wrong["attention", 0] = "heads collapse" if limit.attention < 0 else "explodes"
+    # Scores that vanish leave gates of 1/2; at first a chosen expert's is above it, and so is by as much what SGD does to that expert.
+    gates = (
+        gates_fall(first.sizes, last.sizes) if part and family == "sgd" and limit.random("router") < -_GROWS else 0.0
+    )
     expected, gains = {}, (f"movement/{groups.QUERY_GAIN}", 1)
     for (name, step), slope in late.items():
         kind = name.partition("/")[0]
@@ -145,6 +150,8 @@ def of(
         if name == "update attention" and gains in late:
             # A QK-norm gain's step changes each logit by N terms of either sign; where rates are small it is what is seen.
             below += max(0.0, slope - (limit.logits + late[gains] + limit.q + limit.k + limit.n / 2))
+        if name.startswith("movement/block.expert_"):
+            below += gates
         if name == "change embedding":  # a sum of power laws
             moves = _embedding_moves(preset, first, limit)
             below += max(moves, default=0.0) - min(moves, default=0.0)
@@ -158,6 +165,17 @@ def of(
     if preset.zero_readout and not tied:  # a tied table is never zero
         return {key: one for key, one in expected.items() if not _waits_for_readout(*key)}
     return expected
+
+
+def gates_fall(first: Mapping[str, int], last: Mapping[str, int]) -> float:
+    """Octaves per doubling by which the mean sigmoid gate of a token's experts falls at most, to 1/2 from where scores are Normal(0, 1).
+
+    Args:
+        first, last: size of every logical axis of the smallest and of the largest model.
+    """
+    share, normal = first["active"] / first["experts"], statistics.NormalDist()
+    best = normal.pdf(normal.inv_cdf(1 - share)) / share if share < 1 else 0.0
+    return math.log2(2 / (1 + math.exp(-best))) / math.log2(growth(first, last)[1])
 
 
 def allowance(observable: str, step: int) -> str:
