@@ -214,19 +214,24 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 def all_gather(x: jax.Array, names: tuple[str, ...], dimension: int) -> jax.Array:
     """x whole along a dimension that mesh axes split; inside of `shard_map`.
 
+    One axis after another: of several at once the TPU compiler makes a sum of whole arrays, twice the bytes, beside nothing.
+
     Args:
         x: this device's part.
         names: of the mesh axes, the first one outermost; none: x as it is.
         dimension: that they split.
     """
-    return jax.lax.all_gather(x, names, axis=dimension, tiled=True) if names else x
+    for name in reversed(names):
+        x = jax.lax.all_gather(x, name, axis=dimension, tiled=True)
+    return x
 
 
 def reduce_scatter(x: jax.Array, names: tuple[str, ...], dimension: int) -> jax.Array:
     """This device's part, along a dimension, of the sum of x over mesh axes: what turns `all_gather` around.
 
     Where `Layout.rings` says so over one dimension of a torus at a time: over several at once the TPU compiler sums everything
-    everywhere, twice the bytes, and then takes a part; beside products, where it leaves these rings alone but for some flags.
+    everywhere, twice the bytes, and then takes a part; beside products, where it leaves these rings alone but for some flags. On TPU
+    over one mesh axis at a time: sums over several it has beside nothing.
 
     Args:
         x: whole along the dimension, on every device.
@@ -235,7 +240,12 @@ def reduce_scatter(x: jax.Array, names: tuple[str, ...], dimension: int) -> jax.
     """
     if names and current().gradient_dtype:
         return current().exchange(x, names, dimension)
-    rings = _rings(names) if current().rings else [(names, None)] if names else []
+    if current().rings:
+        rings = _rings(names)
+    elif current().platform == "tpu":
+        rings = [(name, None) for name in names]
+    else:
+        rings = [(names, None)] if names else []
     for name, groups in rings:
         x = jax.lax.psum_scatter(x, name, scatter_dimension=dimension, tiled=True, axis_index_groups=groups)
     return x

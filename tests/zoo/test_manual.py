@@ -68,6 +68,23 @@ def test_a_sum_scattered_over_a_torus_is_that_of_one_ring(
         assert not np.array_equal(part, 28 * WEIGHTS)
 
 
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_over_two_mesh_axes_a_part_is_that_of_both_at_once(platform: str) -> None:
+    """On TPU sums go over one after the other; whole arrays are gathered so everywhere. Whole numbers: sums are exact."""
+    names = ("fsdp", "experts")
+    layout = Manual(MeshLayout(make_mesh(MeshConfig(data=1, fsdp=4, experts=2))), {})
+    layout.platform = platform
+
+    def both(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        part = partition.reduce_scatter(x * jax.lax.axis_index(names), names, 0)
+        return part, partition.all_gather(part, names, 0)
+
+    mapped = jax.jit(layout.mapped(both, P(), (P(names), P())))
+    for found in mapped(WEIGHTS):
+        np.testing.assert_array_equal(found, 28 * WEIGHTS)
+    assert mapped.lower(WEIGHTS).as_text().count("reduce_scatter") == {"cpu": 1, "tpu": 2}[platform]
+
+
 @pytest.mark.parametrize("names", [("fsdp",), ("data", "fsdp"), ("fsdp", "data")], ids=",".join)
 def test_rounded_summands_are_sent_and_summed_in_float32(names: tuple[str, ...]) -> None:
     layout = Manual(MeshLayout(make_mesh(MeshConfig(data=2, fsdp=4)), gradient_dtype="bfloat16"), {})

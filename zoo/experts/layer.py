@@ -17,6 +17,7 @@ from mupax.zoo.definition import Init
 from mupax.zoo.experts import parallel
 from mupax.zoo.experts.products import in_groups
 from mupax.zoo.experts.routing import Choice, Routing, route, to_one
+from mupax.zoo.experts.slots import Slots
 from mupax.zoo.layers.linear import GATES, project
 
 if TYPE_CHECKING:
@@ -67,28 +68,47 @@ class Experts(nnx.Module):
         return parallel.by_rows(expert, x_BTD, choice, self._weights(x_BTD.dtype))
 
     def _within(self, x_BTD: jax.Array, choice: Choice, capacity: int) -> jax.Array:
-        """The same of tokens in their experts' slots, of which every expert has as many of every example; 0 where there is no room."""
-        batch, length, active = choice.experts_BTA.shape
-        experts, width, b_B1 = self.router[...].shape[-1], x_BTD.shape[-1], jnp.arange(batch)[:, None]
+        """The same of tokens in their experts' slots, of which every expert has as many of every example; 0 where there is no room.
+
+        Gates weigh the hidden layer, before the last matrix: their gradient then asks for no output again, nor for its way back.
+        On CPU, where nothing waits for either, they weigh what came back.
+        """
+        batch, _, active = choice.experts_BTA.shape
+        experts = self.router[...].shape[-1]
+        shape = batch, experts, capacity
         assert choice.slots_BTA is not None
         room = choice.slots_BTA < capacity
         place_BR = jnp.where(room, choice.experts_BTA * capacity + choice.slots_BTA, experts * capacity).reshape(
             batch, -1
         )
-        token_BR = jnp.broadcast_to(jnp.repeat(jnp.arange(length), active), place_BR.shape)
-        tokens_BEC = jnp.zeros((batch, experts * capacity), jnp.int32).at[b_B1, place_BR].set(token_BR, mode="drop")
-        x_BECD = x_BTD[b_B1, tokens_BEC].reshape(batch, experts, capacity, width)
+        gates_BTA = choice.weights_BTA.astype(x_BTD.dtype)
+        if partition.current().platform == "cpu":
+            return self._weighed_after(x_BTD, gates_BTA, place_BR, shape)
+        slots = Slots.of(place_BR, experts * capacity, active)
+        x_BECD = slots.filled(x_BTD).reshape(*shape, -1)
+        y_BECD = self._in_slots(x_BECD, slots.weights(gates_BTA).reshape(shape))
+        return slots.collected(y_BECD.reshape(batch, experts * capacity, -1))
 
-        def expert(x_BECD: jax.Array, weights: parallel.Weights) -> jax.Array:
+    def _weighed_after(
+        self, x_BTD: jax.Array, gates_BTA: jax.Array, place_BR: jax.Array, shape: tuple[int, int, int]
+    ) -> jax.Array:
+        batch, length, active = gates_BTA.shape
+        slots, b_B1 = shape[1] * shape[2], jnp.arange(batch)[:, None]
+        token_BR = jnp.broadcast_to(jnp.repeat(jnp.arange(length), active), place_BR.shape)
+        tokens_BEC = jnp.zeros((batch, slots), jnp.int32).at[b_B1, place_BR].set(token_BR, mode="drop")
+        y_BECD = self._in_slots(x_BTD[b_B1, tokens_BEC].reshape(*shape, -1), None).reshape(batch, slots, -1)
+        y_BRD = y_BECD[b_B1, jnp.minimum(place_BR, slots - 1)]
+        return jnp.einsum("btad,bta->btd", y_BRD.reshape(batch, length, active, -1), gates_BTA)
+
+    def _in_slots(self, x_BECD: jax.Array, gates_BEC: jax.Array | None) -> jax.Array:
+        def expert(x_BECD: jax.Array, gates_BEC: jax.Array | None, weights: parallel.Weights) -> jax.Array:
             def product(x: jax.Array, w: jax.Array) -> jax.Array:
                 return jnp.einsum("beci,eio->beco", x, w)
 
-            return self._expert(x_BECD, product, lambda y, b: y + b[:, None], weights, parallel.summed)
+            gates = None if gates_BEC is None else gates_BEC[..., None]
+            return self._expert(x_BECD, product, lambda y, b: y + b[:, None], weights, parallel.summed, gates)
 
-        y_BECD = parallel.by_slots(expert, x_BECD, self._weights(x_BTD.dtype)).reshape(batch, -1, width)
-        y_BRD = y_BECD[b_B1, jnp.minimum(place_BR, experts * capacity - 1)]
-        parts_BTAD = y_BRD.reshape(batch, length, active, width)
-        return jnp.einsum("btad,bta->btd", parts_BTAD, choice.weights_BTA.astype(x_BTD.dtype))
+        return parallel.by_slots(expert, x_BECD, gates_BEC, self._weights(x_BECD.dtype))
 
     def _weights(self, dtype: Any) -> parallel.Weights:
         """By name, in the type of products."""
@@ -102,6 +122,7 @@ class Experts(nnx.Module):
         plus: Callable[[jax.Array, jax.Array], jax.Array],
         weights: parallel.Weights,
         summed: Callable[[jax.Array], jax.Array],
+        gates: jax.Array | None = None,
     ) -> jax.Array:
         def projected(x: jax.Array, name: str) -> jax.Array:
             y, bias = product(x, weights[name]), weights.get(f"{name}_bias")
@@ -113,4 +134,7 @@ class Experts(nnx.Module):
             h = GATES[kind](projected(x, "gate")) * h
         else:
             h = jax.nn.relu(h) if kind == "relu" else jax.nn.gelu(h, approximate=kind != "gelu_exact")
-        return projected(h, "down")
+        if gates is None:
+            return projected(h, "down")
+        y, bias = summed(product(h * gates, weights["down"])), weights.get("down_bias")
+        return y if bias is None else y + plus(jnp.zeros_like(y), bias) * gates

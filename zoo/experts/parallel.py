@@ -25,25 +25,32 @@ AXES = {
 """How weights are split where products are taken; whole over the devices of fsdp."""
 
 
-def by_slots(expert: Callable[[jax.Array, Weights], jax.Array], x_BECD: jax.Array, weights: Weights) -> jax.Array:
+def by_slots(
+    expert: Callable[[jax.Array, jax.Array | None, Weights], jax.Array],
+    x_BECD: jax.Array,
+    gates_BEC: jax.Array | None,
+    weights: Weights,
+) -> jax.Array:
     """What experts make of the tokens in their slots, [B, E, C, D], split by examples as they are.
 
     Between an all-to-all there and one back a device has its own experts' tokens of all examples of the mesh axis `experts`.
 
     Args:
-        expert: of tokens and as many experts' weights; what it returns lacks nothing, where devices split the hidden layer either.
+        expert: of tokens, their gates and as many experts' weights; what it returns lacks nothing, where devices split the hidden
+            layer either.
         x_BECD: tokens.
+        gates_BEC: what each counts; None where that is not experts' to weigh.
         weights: of all experts.
     """
+    slots = (x_BECD,) if gates_BEC is None else (x_BECD, gates_BEC)
 
-    def part(x_BECD: jax.Array, *parts: jax.Array) -> jax.Array:
-        names, here = partition.current().names("experts"), dict(zip(weights, parts, strict=True))
-        if not names:
-            return expert(x_BECD, here)
-        y_BECD = expert(jax.lax.all_to_all(x_BECD, names, 1, 0, tiled=True), here)
-        return jax.lax.all_to_all(y_BECD, names, 0, 1, tiled=True)
+    def part(*parts: jax.Array) -> jax.Array:
+        names, here = partition.current().names("experts"), dict(zip(weights, parts[len(slots) :], strict=True))
+        there = [jax.lax.all_to_all(x, names, 1, 0, tiled=True) if names else x for x in parts[: len(slots)]]
+        y_BECD = expert(there[0], there[1] if there[1:] else None, here)
+        return jax.lax.all_to_all(y_BECD, names, 0, 1, tiled=True) if names else y_BECD
 
-    return _local(part, (("batch", None, None, None),), x_BECD, weights=weights)
+    return _local(part, tuple(("batch", *[None] * (x.ndim - 1)) for x in slots), *slots, weights=weights)
 
 
 def by_rows(

@@ -1,0 +1,69 @@
+"""Slots of experts: what they are filled with and what is collected, with the gradients of plain lookups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mupax.zoo import partition
+from mupax.zoo.configs import ComputeConfig, DecoderConfig
+from mupax.zoo.definition import definition
+from mupax.zoo.experts.config import RoutingConfig
+from mupax.zoo.experts.slots import Slots
+
+MODEL = DecoderConfig(
+    width=8, depth=1, num_heads=2, vocab_size=11, seq_len=12, norm="rmsnorm", activation="swiglu", bias=True,
+    experts=4, active_experts=2, expert_dim=5, routing=RoutingConfig(capacity_factor=0.75), compute=ComputeConfig(attention="xla"),
+)  # fmt: skip
+
+
+@jax.jit
+def looked(place_BR: jax.Array, x: jax.Array) -> dict[str, Any]:
+    slots = Slots.of(place_BR, 4, 2)
+    filled, back = jax.vjp(slots.filled, x)
+    return {
+        "rows": slots.rows_BS,
+        "filled": filled[..., 0],
+        "weights": slots.weights(jnp.arange(1.0, 7.0).reshape(1, 3, 2)),
+        "collected": slots.collected(filled)[..., 0],
+        "gradient": back(jnp.array([1.0, 2.0, 3.0, 50.0])[None, :, None])[0][..., 0],
+    }
+
+
+def test_slots_have_their_tokens_and_no_other() -> None:
+    """Three tokens of two experts each and four slots, one of them empty, which has any token's; two rows find no room."""
+    slots = looked(np.array([[0, 4, 2, 1, 4, 4]]), np.array([[[1.0], [10.0], [100.0]]], np.float32))
+    assert {name: x[0].tolist() for name, x in slots.items()} == {
+        "rows": [0, 3, 2, 6],
+        "filled": [1, 10, 10, 100],
+        "weights": [1, 4, 3, 0],
+        "collected": [1, 20, 0],
+        "gradient": [1, 5, 0],
+    }
+
+
+def test_gates_within_experts_are_gates_of_what_they_return(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output and gradients of a model by the way of accelerators, against the CPU's; tokens are dropped."""
+    made, random = definition(MODEL), np.random.default_rng(0)
+    params = {name: random.normal(size=x.shape).astype("f4") for name, x in made.abstract.items()}
+    factors = {name: np.full(each["shape"], 0.7, np.float32) for name, each in made.factors.items()}
+    tokens, g_BTV = random.integers(0, 11, (2, 12)), random.normal(size=(2, 12, 11))
+
+    def pulled() -> Any:
+        def loss(params: Any) -> tuple[jax.Array, jax.Array]:
+            logits: Any = made.bind(params, factors)(tokens)  # pyright: ignore[reportCallIssue]
+            return jnp.sum(logits * g_BTV), logits
+
+        (_, logits), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+        return {"logits": logits, **gradients}
+
+    theirs = pulled()
+    monkeypatch.setattr(partition.current(), "platform", "gpu")
+    for name, ours in pulled().items():
+        size = np.abs(theirs[name]).max()
+        assert size > 0, name
+        np.testing.assert_allclose(ours, theirs[name], rtol=0, atol=3e-6 * size, err_msg=name)
