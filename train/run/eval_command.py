@@ -8,7 +8,9 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from tyro import conf
 
 from mupax import command_line, terminal
 from mupax.paths import path_of
@@ -28,10 +30,29 @@ class Evaluate(cli.CheckpointFlags):
     run evaluates on beside its own, or those of --data.evaluate, have a line each. --step best is the best checkpoint that was kept.
     WORKDIR may be a folder that `python -m zoo import` wrote, or one of Hugging Face, where --data.name says what to read.
     Of images there are also the top-5 accuracy, the expected calibration error (15 bins) and every class by itself.
+    --tasks runs tasks of the lm-eval harness in place of all that.
     """
 
     json: Path | None = None
     """Also write the numbers to a file."""
+    tasks: Annotated[tuple[str, ...], conf.arg(metavar="TASK ...")] = ()
+    """Tasks of the lm-eval harness (extra `eval`), such as lambada_openai."""
+    tasks_from: Annotated[Path | None, conf.arg(metavar="FOLDER")] = None
+    """YAML files with tasks of your own, in place of the harness'."""
+    limit: Annotated[int | None, conf.arg(metavar="N")] = None
+    """Examples of a task, at most."""
+    shots: Annotated[int | None, conf.arg(metavar="N")] = None
+    """Examples of a task that are shown before each; what the task says unless given."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("tasks_from", "limit", "shots"):
+            if getattr(self, name) is not None and not self.tasks:
+                raise command_line.UsageError(f"--{name.replace('_', '-')} is of tasks; add --tasks TASK")
+        if self.limit is not None and self.limit < 1:
+            raise command_line.UsageError(f"--limit is {self.limit}; write a whole number of at least 1")
+        if self.shots is not None and self.shots < 0:
+            raise command_line.UsageError(f"--shots is {self.shots}; write a whole number of at least 0")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,6 +64,8 @@ def main(argv: Sequence[str]) -> int:
         ConfigError, DataError, MeshError: settings or data that do not fit the model.
     """
     args, rest = command_line.parse_known(Evaluate, "python -m train eval", argv)
+    if args.tasks:
+        return _on_tasks(args, rest)
     from mupax.train.reuse import pretrained
     from mupax.train.run.report import metrics
 
@@ -58,6 +81,34 @@ def main(argv: Sequence[str]) -> int:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(metrics.to_json(numbers) + "\n")
     show(console, numbers)
+    return 0
+
+
+def _on_tasks(args: Evaluate, rest: Sequence[str]) -> int:
+    """Runs the tasks and shows their numbers; 0 when done."""
+    from mupax.train.reuse.harness import tasks
+
+    tasks.check()
+    for word in rest:
+        if word.startswith("--") and word.partition("=")[0] != "--data.tokenizer":
+            raise command_line.UsageError(f"eval --tasks does not read {word.partition('=')[0]}; leave it out")
+    words = " ".join(rest).replace("=", " ").split()
+    numbers = tasks.measured(
+        args.workdir,
+        args.tasks,
+        folder=args.tasks_from,
+        limit=args.limit,
+        shots=args.shots,
+        step=args.step,
+        average=args.average,
+        tokenizer=words[1] if words else None,
+    )
+    if args.json is not None:
+        from mupax.train.run.report import metrics
+
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(metrics.to_json(numbers) + "\n")
+    print(terminal.table(tasks.rows(numbers), left=("task", "metric")))
     return 0
 
 
