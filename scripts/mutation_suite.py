@@ -111,9 +111,7 @@ STUDIES = (
     ),
     Study(name="tied encoder-decoder, Adam", model="ed-proxy", tied=True, exponents=(0.5,), **_IN_HEADS),
     Study(name="experts, Adam", exponents=_SMALL, **_EXPERTS),
-    Study(
-        name="experts, SGD", optimizer="sgd", peak_lr=OPTIMIZERS["sgd"].check_lr, exponents=(0.5, -0.5), **_EXPERTS
-    ),
+    Study(name="experts, SGD", optimizer="sgd", peak_lr=OPTIMIZERS["sgd"].check_lr, exponents=(0.5, -0.5), **_EXPERTS),
 )
 
 

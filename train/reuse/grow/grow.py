@@ -78,6 +78,10 @@ def plan(there: Side, here: Side) -> Growth:
             which field, and what to write.
     """
     before, after = (transformer(side.model, "growth") for side in (there, here))
+    if before.lora.rank is not None:
+        raise grow_axes.GrowError(
+            "it holds adapters beside its matrices; start a run from it (--init-from merges them), and grow that"
+        )
     axes = grow_axes.axes(before, after)
     check_unmovable(there, here)
     exact, notes = _notes(before, after, axes)

@@ -103,12 +103,17 @@ def rate_rule(origin: Outline) -> tuple[OptimizerConfig, str]:
     named = f"{preset.name}{f' relative to {preset.base}' if preset.base else ' in absolute form'}"
     if origin.run is not None:
         before = origin.run[0].scaled_optimizer
-        again = origin.run[0].recipe == NAME
-        peak = before.peak_lr if again else SHARE * before.peak_lr
-        text = "that of the source, itself fine-tuned," if again else f"{SHARE} times the source's {before.peak_lr:.3g}"
+        source = origin.run[0].model
+        if origin.run[0].recipe != NAME:
+            share, text = SHARE, f"{SHARE} times the source's {before.peak_lr:.3g}"
+        elif isinstance(source, TransformerConfig) and source.lora.rank is not None:
+            share = 1 / ADAPTERS_TIMES
+            text = f"{share:g} times that of the source, itself fine-tuned by adapters,"
+        else:
+            share, text = 1.0, "that of the source, itself fine-tuned,"
         text = f"{text} under {named}"
-        fields = {"schedule": "cosine", "decay_steps": None, "final_lr_fraction": 0.0, "peak_lr": peak}
-        return dataclasses.replace(before, **fields), text
+        fields = {"schedule": "cosine", "decay_steps": None, "final_lr_fraction": 0.0}
+        return dataclasses.replace(before, peak_lr=share * before.peak_lr, **fields), text
     resolved, sizes = preset_for(preset, model), model.sizes()
     spec = next(spec for spec in model.parameters().values() if spec.role in (Role.MLP_IN, Role.HIDDEN))
     target = MATRIX_RATE / sizes["embed"]

@@ -111,6 +111,7 @@ def test_a_run_that_starts_from_it_has_them_merged() -> None:
     code, said = run(f"{RUN.replace('weights', 'run').replace('--lora.rank 3', '')} --dry-run")
     assert code == 0, said
     assert "lora" not in said
+    assert "0.1 times that of the source, itself fine-tuned by adapters," in said
 
 
 @pytest.mark.parametrize(
@@ -126,6 +127,11 @@ def test_a_run_that_starts_from_it_has_them_merged() -> None:
 def test_wrong_words_are_answered(words: str, message: str) -> None:
     code, said = run(f"finetune text.txt --from weights --data.tokenizer bytes {words} --dry-run")
     assert (code, message in said) == (2, True), said
+
+
+def test_adapters_do_not_grow() -> None:
+    code, said = run("grow run --set width=16 num_heads=4 --out larger")
+    assert (code, "holds adapters" in said) == (2, True), said
 
 
 def test_adapters_without_a_frozen_model_are_refused() -> None:
