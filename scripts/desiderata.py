@@ -60,7 +60,7 @@ STUDIES = {
         "bart-large",
         sizes=3,
         seeds=4,
-        more={"width": 12},  # its smallest size has two heads
+        more={"width": 8, "d_model": 8},
         only={
             **dict.fromkeys(theory.ENCODED, ("mup", "sp")),
             **dict.fromkeys(("depth", "encoder_depth"), _DEPTHS),
@@ -82,7 +82,7 @@ derived here):
 * **signal**: entries of every mapping stay of order one.
 * **speed**: they move by order one through their own weights, where every weight has an equal part of the loss's decay. No rate can
   mend what fails here.
-* **balance**: under the preset's own rates these parts have one exponent.
+* **balance**: under the preset's own rates these parts have one exponent; measured from the mean of those that theory has at the top.
 * **loss decay**: the largest part is of order one.
 
 A cell has theory | measured: of `yes` the measured exponent that is farthest from 0, of `no` who has the exponent and the mean
@@ -105,7 +105,7 @@ ENCODED = """
 ## Of an encoder-decoder
 
 The same of both stacks and of cross-attention (`python -m presets desiderata PRESET --encoder`, and `train check bart-large` in place of
-`gpt2`; {sizes} sizes, {seeds} seeds and 12 of width, whose smallest size has two heads, {seconds:.0f} s of CPU time). "every" is of the
+`gpt2`; {sizes} sizes, {seeds} seeds and 8 of width and d_model, {seconds:.0f} s of CPU time). "every" is of the
 decoder's attention, its cross-attention and the encoder, as far as they have it. `targets` are the decoder's positions, `depth` the
 decoder's blocks alone, `encoder_depth` the encoder's. A preset has the rows in which its rules are its own: outside of d_k `mup-half` is
 `mup`, outside of depths `depth-mup` is.
@@ -125,8 +125,9 @@ Where they are apart, and why:
 * `d_k` under `key_start=query`, logits of cross-attention: its queries and keys have one matrix, and read two streams that overlap by
   d_model^-1/2. A logit before its scale is a sum of d_k^1/2 and of d_k d_model^-1/2, which is what theory says of large d_k: here, of
   32 to 128 at d_model 128, the first is not small yet, and it falls as d_k^-1/2.
-* `d_k` under `mup`, the encoder's queries: what the encoder gets back through keys vanishes with their logits, and is a part of what it
-  gets back through values at the smallest size.
+* `targets`, logits of cross-attention: they move by keys' weights as targets^1/2 and by queries' as targets^0, a sum of both.
+* `targets`, balance of query and key of the decoder's own attention: as `positions` above. Speed of what that attention writes: its mean
+  over few targets is common to them in part alone.
 """
 
 APART = """

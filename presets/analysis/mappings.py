@@ -131,7 +131,9 @@ class Stack:
         found.signal |= {f"{label}MLP in": self.up, f"{label}MLP out": self.down}
         found.signal |= {f"{label}stream": self.stream, f"{label}branches": self.share - self.stream}
         # What tokens share, as their activations' mean: their signals add up as noise does.
-        found.speed[f"{label}MLP in"] = -self.layers - at_up - self.hidden - self.tokens
+        # Cross-attention writes nearly the same for all of a decoder's tokens, which MLPs read.
+        shared = self.tokens / 2 if "cross " in self.attentions else 0.0
+        found.speed[f"{label}MLP in"] = -self.layers - at_up - self.hidden - self.tokens + shared
         found.speed[f"{label}MLP out"] = -self.layers - at_branch - self.width - self.tokens / 2
         found.speed[f"{label}embedding"] = -at_stream - self.width - self.tokens
         self._part(found, f"{label}MLP in", at_up, 0.0, self.tokens)

@@ -36,6 +36,7 @@ def grown(model: ModelConfig, dimension: str, count: int) -> list[TransformerCon
     start: Any = check.smallest(dataclasses.replace(model, value_dim=None))  # pyright: ignore[reportCallIssue]
 
     def sized(m: int) -> TransformerConfig:
+        part = 1 if model.denoises else 2  # with an encoder powers show from twice the width on
         heads, head_dim, value_dim, width, hidden, depth = _HEADS, _DIM, _DIM, _WIDTH, _HIDDEN, 2
         sizes = dict(tokens)
         match dimension:
@@ -46,11 +47,11 @@ def grown(model: ModelConfig, dimension: str, count: int) -> list[TransformerCon
             case "d_ff":
                 hidden *= m
             case "d_model":
-                width = width // 2 * m
+                width = width // part * m
             case "heads":
                 heads *= m
             case "width":
-                heads, width, hidden = heads // 2 * m, width // 2 * m, hidden // 2 * m
+                heads, width, hidden = heads // part * m, width // part * m, hidden // part * m
             case "positions":
                 # Fewer tokens than d_model, more than d_k; one layer: attention has tokens share what they were independent in.
                 width, head_dim, value_dim, depth = 1024, 16, 16, 1
