@@ -35,9 +35,10 @@ SOURCES: dict[str, Source] = {
     "cifar5m": Source(f"{_FOLDER}.cifar5m:cifar5m", "images", _IMAGES),
     "fashion": Source(f"{_FOLDER}.idx:fashion", "images", _IMAGES),
     "idx:PATH": Source(f"{_FOLDER}.idx:own_files", "images", _IMAGES),
-    "mix": Source(f"{_FOLDER}.mixtures:mixture", "tokens", _TEXT | {"field", "mix"}),
-    "text:PATH": Source(f"{_FOLDER}.text:own_files", "tokens", _TEXT | {"field"}),
-    "records:PATH": Source(f"{_FOLDER}.text:own_files", "tokens", _TEXT | {"field"}),
+    "mix": Source(f"{_FOLDER}.mixtures:mixture", "tokens", _TEXT | {"field", "mix", "stream"}),
+    "text:PATH": Source(f"{_FOLDER}.text:own_files", "tokens", _TEXT | {"field", "stream"}),
+    "records:PATH": Source(f"{_FOLDER}.text:own_files", "tokens", _TEXT | {"field", "stream"}),
+    "hf:NAME": Source(f"{_FOLDER}.streams:data_set", "tokens", _TEXT | {"field"}),
     "chat:PATH": Source(f"{_FOLDER}.chats:own_chats", "tokens", _TEXT | {"field", "chat_template", "loss_on"}),
     "images:PATH": Source(f"{_FOLDER}.folders:own_images", "images", _IMAGES | {"on_broken", "pixels"}),
 }
@@ -52,8 +53,9 @@ _PUBLISHED: dict[str, Task] = {
 def source(name: str) -> Source:
     """The source of a data.name; any that `SOURCES` does not have is a data set of TFDS."""
     kind, colon, _ = name.partition(":")
-    if known := SOURCES.get(f"{kind}:PATH" if colon else name):
-        return known
+    for known in (f"{kind}:PATH", f"{kind}:NAME") if colon else (name,):
+        if known in SOURCES:
+            return SOURCES[known]
     task = _PUBLISHED.get(kind.partition("/")[0])
     images = _IMAGES | {"pixels"}
     reads = {"tokens": _TEXT, "images": images, None: _TEXT | images}[task]
@@ -162,7 +164,7 @@ class DataConfig:
 
     name: str
     """python_corpus, digits, shapes (endless), text:PATH (a file or folder), records:PATH (JSON lines, Parquet or token ids),
-    chat:PATH (JSON lines or Parquet with messages),
+    chat:PATH (JSON lines or Parquet with messages), hf:NAME[:SUBSET] (a data set of the Hugging Face hub, or a folder of one),
     images:PATH (a folder per class), idx:PATH (a folder of IDX files), fashion (Debian's Fashion-MNIST), cifar5m, mix (of data.mix),
     or any TFDS name."""
     mix: Annotated[tuple[str, ...], conf.arg(metavar="NAME=SOURCE:WEIGHT ...")] = ()
@@ -185,6 +187,8 @@ class DataConfig:
     """The token that ends every document, such as `<|endoftext|>`; found in the tokenizer by its usual names unless given."""
     field: str = "text"
     """Of records: the field or column that has the text; of a chat `messages` unless given."""
+    stream: bool = False
+    """text:PATH and records:PATH: train on what is tokenized while the rest of it is; hf:NAME always does."""
     chat_template: str | None = None
     """chat:PATH only: a template of jinja2 that makes text of messages; the one beside the tokenizer unless given."""
     loss_on: Literal["answers", "all"] = "answers"

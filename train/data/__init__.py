@@ -41,5 +41,9 @@ def load(config: DataConfig, model: ModelConfig, *, seed: int, note: Callable[[s
         from mupax.train.data.text import denoising
 
         return denoising.load(config, model, seed=seed, note=note)
+    if config.stream and config.name.startswith(("text:", "records:")):
+        from mupax.train.data.sources import streams
+
+        return streams.own_files(config, model, seed, note)
     module, _, function = source(config.name).loader.partition(":")
     return getattr(importlib.import_module(module), function)(config, model, seed, note)

@@ -73,8 +73,8 @@ class Data(abc.ABC):
     _: dataclasses.KW_ONLY
     facts: dict[str, Any]
     """`digest` and sizes, ready for JSON; the name and the classes' are added. A run resumes only on data of the same digest."""
-    train_size: int
-    """Training examples per epoch (sequences or images)."""
+    train_size: int | None
+    """Training examples per epoch (sequences or images); None where only reading all of them would tell."""
     eval_size: int
     """Evaluation examples: all there are when it is made, then those in use."""
     threads: int = 2
@@ -118,7 +118,12 @@ class Data(abc.ABC):
             start: number of the first.
             *rows: parts of each batch, joined in this order; the whole unless given.
         """
-        return self._ahead(self.train_batch, rows, start, _FOREVER)
+        with self.preparing():
+            yield from self._ahead(self.train_batch, rows, start, _FOREVER)
+
+    def preparing(self) -> contextlib.AbstractContextManager[object]:
+        """What goes on while training batches are taken: nothing, unless they are prepared meanwhile."""
+        return contextlib.nullcontext()
 
     def eval_batches(self, *rows: slice) -> Generator[Batch, None, None]:
         """Every evaluation example once, in whole batches or these parts of them; what the last one lacks has weight 0."""

@@ -29,7 +29,7 @@ def load(name: str, config: Config, data: Data, note: cache.Note = print) -> Dat
     """
     run_data = config.data
     place = run_data.evaluation_sets[name]
-    part = dataclasses.replace(run_data, name=place, evaluate=(), mix=())
+    part = dataclasses.replace(run_data, name=place, evaluate=(), mix=(), stream=False)
     if tokenizer.bpe_size(run_data.tokenizer) is not None and data.tokenizer is not None:
         part = dataclasses.replace(
             part, tokenizer=str(data.tokenizer.path)

@@ -10,17 +10,17 @@ from collections.abc import Iterable
 
 import numpy as np
 
-ORDER, WINDOWS, AUGMENTATION, EVALUATION, NOISE, MIXTURE, RANDAUG, MIXING = range(8)
+ORDER, WINDOWS, AUGMENTATION, EVALUATION, NOISE, MIXTURE, RANDAUG, MIXING, POOLS = range(9)
 """Purposes of random numbers; each draws from a stream of its own."""
 
 
-def rng(seed: int, purpose: int, index: int) -> np.random.Generator:
+def rng(seed: int, purpose: int, *index: int) -> np.random.Generator:
     """Random numbers that depend on the run's seed, what they are for, and an index.
 
     Args:
         seed: of the data, at least 0.
         purpose: which stream, such as `AUGMENTATION`.
-        index: of the batch or epoch; each has a stream of its own.
+        *index: of the batch, the epoch or the like; each has a stream of its own.
     """
     return np.random.default_rng([seed, purpose, index])
 

@@ -268,8 +268,9 @@ def _announce(program: Program, data: Data, runtime: Runtime) -> None:
         highlight=False,
     )
     examples = "sequences" if data.kind == "tokens" else "images"
+    training = "a stream of" if data.train_size is None else f"{data.train_size:,}"
     console.print(
-        f"{data.facts['name']}: {data.train_size:,} training and {data.eval_size:,} evaluation {examples}; "
+        f"{data.facts['name']}: {training} training and {data.eval_size:,} evaluation {examples}; "
         f"{described(program.mesh.shape)} ({jax.devices()[0].device_kind})",
         highlight=False,
     )

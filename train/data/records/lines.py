@@ -56,20 +56,20 @@ class Lines:
                     self.text(line, number)
                     return
 
-    def parts(self) -> list[Part]:
-        """The file cut at line ends, by reading it once."""
-        parts, start, size, line, lines = [], 0, 0, 1, 0
+    def parts(self) -> Iterator[Part]:
+        """The file cut at line ends, part by part as it is read."""
+        start, size, line, lines = 0, 0, 1, 0
         with _opened(self.path) as stream, _whole(self.path):
             for block in itertools.chain(iter(lambda: stream.read(_BLOCK_BYTES), b""), [b""]):
                 end = block.rfind(b"\n") + 1
                 if (size + end >= _PART_BYTES and end) or not block:
                     lines += block.count(b"\n", 0, end)
-                    parts.append(Part(start, size + end, line))
+                    if size + end:
+                        yield Part(start, size + end, line)
                     start, line, size, lines = start + size + end, line + lines, 0, 0
                 else:
                     end = 0
                 size, lines = size + len(block) - end, lines + block.count(b"\n", end)
-        return [part for part in parts if part.size]
 
     def read(self, part: Part) -> list[bytes]:
         """The texts of a part, in order; lines of white space are left out.

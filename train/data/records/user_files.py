@@ -1,19 +1,10 @@
-"""A user's own files: text, JSON lines, Parquet and files of token ids, one or a folder, mixed; and the sides of their split.
-
-Text files are on a side by the hash of their path, records by the hash of their text, files of ids by path. Where names of
-records or ids have `train` in them and others `val`, `validation`, `valid`, `dev`, `eval` or `test`, those are the sides.
-"""
+"""A user's own files: text, JSON lines, Parquet and files of token ids, one or a folder, mixed; `splits` has their sides."""
 
 from __future__ import annotations
 
-import re
 import shlex
-from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from mupax.train.data import cache
 from mupax.train.data.chats.records import ChatLines, ChatTable
@@ -29,8 +20,6 @@ _LISTED = 8
 _LINES = (".jsonl", ".ndjson", ".json")
 _UNREAD = (".arrow", ".csv", ".feather", ".tsv")
 _PACKED = (".gz", ".zst", ".bz2", ".xz")
-_TRAIN = {"train", "training"}
-_EVAL = {"val", "valid", "validation", "dev", "eval", "test"}
 
 
 class Files(NamedTuple):
@@ -43,19 +32,6 @@ class Files(NamedTuple):
     def every(self) -> Named:
         """(relative path, file) of all, sorted."""
         return sorted([*self.text, *((name, file.path) for name, file in (*self.records, *self.ids))])
-
-
-class Parts(Sequence[list[tuple[Any, bool]]]):
-    """Parts of one side, as `packing.Documents` has them; each is read when it is taken."""
-
-    def __init__(self, readers: list[Callable[[], list[tuple[Any, bool]]]]) -> None:
-        self._readers = readers
-
-    def __len__(self) -> int:
-        return len(self._readers)
-
-    def __getitem__(self, i: int) -> list[tuple[Any, bool]]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self._readers[i]()
 
 
 def files(path: Path, kind: str, field: str, vocab_size: int | None, note: cache.Note) -> Files:
@@ -144,52 +120,6 @@ def _nothing(path: Path, kind: str, left_out: Named) -> str:
         return f"{path} has no records in it; records:PATH takes .jsonl (or .gz, .zst of it) and .parquet, text:PATH plain text"
     why = f": NUL bytes in {_listed(left_out)}" if left_out else ""
     return f"{path} has no text in it{why}; text:PATH takes a UTF-8 text file or a folder of text files"
-
-
-def sides(read: Files) -> dict[str, Parts]:
-    """The two sides of the split. Compressed records are read once to find their parts.
-
-    Args:
-        read: as `files` gave them.
-
-    Raises:
-        DataError: a file is damaged.
-    """
-    pieces = corpus.text_pieces(read.text) if read.text else {"train": [], "eval": []}
-    readers: dict[str, list[Any]] = {side: [piece.read for piece in pieces[side]] for side in ("train", "eval")}
-    by_name = _by_name([name for name, _ in (*read.records, *read.ids)])
-    for name, file in read.records:
-        parts = file.parts()
-        for side in readers:
-            if by_name is None or by_name[name] == side:
-                readers[side] += [partial(_records, file, part, None if by_name else side) for part in parts]
-    for_eval = corpus.names_for_eval([name for name, _ in read.ids])
-    for name, file in read.ids:
-        cut = file.size if name not in for_eval else 0
-        if by_name is not None:
-            cut = file.size if by_name[name] == "train" else 0
-        elif len(read.ids) == 1:
-            cut = file.size - file.size // 10
-        readers["train"] += [partial(_ids, file, *part) for part in file.parts(0, cut)]
-        readers["eval"] += [partial(_ids, file, *part) for part in file.parts(cut, file.size)]
-    return {side: Parts(readers[side]) for side in readers}
-
-
-def _by_name(names: list[str]) -> dict[str, str] | None:
-    """The side of each file by a word in its name or first folder; None where names tell no two sides."""
-    words = {name: set(re.split(r"[^a-z]+", f"{name.split('/')[0]} {Path(name).name}".lower())) for name in names}
-    named = {name: "eval" if found & _EVAL and not found & _TRAIN else "train" for name, found in words.items()}
-    telling = any(found & _TRAIN for found in words.values())
-    return named if telling and set(named.values()) == {"train", "eval"} else None
-
-
-def _records(file: Any, part: Any, side: str | None) -> list[tuple[bytes, bool]]:
-    texts = file.read(part)
-    return [(text, True) for text in texts if text and side in (None, corpus.side(text))]
-
-
-def _ids(file: IdFile, start: int, stop: int) -> list[tuple[np.ndarray, bool]]:
-    return [(file.read(start, stop), False)]
 
 
 def _format(path: Path) -> str:

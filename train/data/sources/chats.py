@@ -12,7 +12,7 @@ from mupax.train.data.chats.answers import ChatTokens
 from mupax.train.data.chats.conversations import Conversations
 from mupax.train.data.chats.records import FIELD
 from mupax.train.data.interface import DataError
-from mupax.train.data.records import corpus, user_files
+from mupax.train.data.records import corpus, splits, user_files
 from mupax.train.data.sources.text import check_vocabulary, language_model
 from mupax.train.data.text import packing, tokenizer
 from mupax.zoo.families import ModelConfig
@@ -50,7 +50,7 @@ def own_chats(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
     files = user_files.files(path_of(config.name.partition(":")[2]), "chat", field, None, note)
     tokens = ChatTokens(encoder, template, config.loss_on)
     key = f"chat-{cache.digest(corpus.stat_digest(files.every()), field)}"
-    sides = packing.prepared(key, lambda: user_files.sides(files), tokens, note)
+    sides = packing.prepared(key, lambda: splits.sides(files), tokens, note)
     without = [where for _, file in files.records for where in file.without_answer]  # pyright: ignore
     if without:
         more = f" and {len(without) - _NAMED} more" if len(without) > _NAMED else ""

@@ -31,7 +31,7 @@ class DigitData(images.ImageData):
     def references(self) -> list[Reference]:
         chosen = self.eval_positions(range(self.eval_size))
         key = cache.digest(str(self.facts["digest"]), np.sort(chosen).tobytes())
-        train, test = [self.train[i] for i in range(self.train_size)], [self.eval[i] for i in chosen]
+        train, test = [self.train[i] for i in range(len(self.train))], [self.eval[i] for i in chosen]
         score = cache.remembered(f"digits-{key}", lambda: {"accuracy": logistic_accuracy(train, test)})
         return [Reference("logistic regression", score["accuracy"], "accuracy")]
 

@@ -10,7 +10,7 @@ from mupax.train.data import cache, mix
 from mupax.train.data.interface import DataError
 from mupax.train.data.sources.text import language_model
 from mupax.train.data.text import tokenizer
-from mupax.train.data.text.batches import TokenData
+from mupax.train.data.text.batches import TextWindows
 from mupax.train.data.text.mixture import Mixture
 from mupax.zoo.families import ModelConfig
 
@@ -41,11 +41,11 @@ def mixture(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note)
             text = sources.load(part_config, model, seed=seed, note=note)
         except DataError as error:
             raise DataError(f"data.mix {name}: {error}") from error
-        if not isinstance(text, TokenData):
+        if not isinstance(text, TextWindows):
             raise DataError(f"data.mix {name}: {part.source} is no text; leave it out")
         texts[name] = text
     for name, part in parts.items():
-        note(
-            f"{name}: {part.count / mix.BLOCK:.2%} of the examples, {texts[name].facts['train_tokens']:,} tokens of {part.source}"
-        )
+        tokens = texts[name].facts.get("train_tokens")
+        count = "a stream" if tokens is None else f"{tokens:,} tokens"
+        note(f"{name}: {part.count / mix.BLOCK:.2%} of the examples, {count} of {part.source}")
     return Mixture(config, parts, texts, seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grain
@@ -13,7 +13,7 @@ import numpy as np
 from mupax.paths import path_of
 from mupax.train.data import cache
 from mupax.train.data.interface import DataError
-from mupax.train.data.records import corpus, user_files
+from mupax.train.data.records import corpus, splits, user_files
 from mupax.train.data.text import packing, tokenizer
 from mupax.train.data.text.batches import TokenData
 from mupax.zoo.families import ModelConfig, TokenModel
@@ -67,6 +67,20 @@ def own_files(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
     Args:
         config, model, seed, note: as `mupax.train.data.load` takes them; `config.name` is text:PATH or records:PATH.
     """
+    files, key = user_text(config, model, note)
+    facts = {"files": len(files.every())}
+    return open_text(config, model, seed, note, key, lambda: splits.sides(files), facts, has_bytes=not files.ids)
+
+
+def user_text(config: DataConfig, model: ModelConfig, note: cache.Note) -> tuple[user_files.Files, str]:
+    """A user's text, records and token ids, and a name of their content in the cache.
+
+    Args:
+        config, model, note: as `own_files` has them.
+
+    Raises:
+        DataError: what is there cannot be read, or does not fit the tokenizer.
+    """
     language_model(config.name, model)
     kind, _, path = config.name.partition(":")
     encoder = tokenizer.opened(config.tokenizer, config.separator)
@@ -82,8 +96,7 @@ def own_files(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
     key = f"text-{corpus.stat_digest(files.every())}"
     if files.records or files.ids:  # plain text has no field
         key = f"records-{cache.digest(key, config.field, kind)}"
-    facts = {"files": len(files.every())}
-    return open_text(config, model, seed, note, key, lambda: user_files.sides(files), facts, has_bytes=not files.ids)
+    return files, key
 
 
 def language_model(name: str, model: ModelConfig) -> TokenModel:
@@ -127,7 +140,12 @@ def open_text(
         DataError: the tokenizer, the text or the model does not fit.
     """
     model = language_model(config.name, model)
-    encoder = _tokenizer(config, key, model.vocab_size, documents, note)
+
+    def texts() -> Iterator[bytes]:
+        parts = documents()["train"]
+        return (content for i in range(len(parts)) for content, _ in parts[i])
+
+    encoder = opened_tokenizer(config, key, model.vocab_size, texts, note)
     check_vocabulary(config, encoder, model)
     sides = packing.prepared(key, documents, encoder, note)
     some = sides["train"].tokens[:_LOOKED_AT]
@@ -169,10 +187,21 @@ def check_vocabulary(config: DataConfig, encoder: tokenizer.Tokenizer, model: To
         )
 
 
-def _tokenizer(
-    config: DataConfig, key: str, vocab_size: int, documents: Callable[[], packing.Documents], note: cache.Note
+def opened_tokenizer(
+    config: DataConfig, key: str, vocab_size: int, texts: Callable[[], Iterator[bytes]], note: cache.Note
 ) -> tokenizer.Tokenizer:
-    """The tokenizer of a config; bpe:SIZE is trained on the training documents and kept in the cache."""
+    """The tokenizer of a config; bpe:SIZE is trained on the first training documents and kept in the cache.
+
+    Args:
+        config: names it.
+        key: names the corpus and its content.
+        vocab_size: of the model.
+        texts: gives the training documents.
+        note: told what takes time.
+
+    Raises:
+        DataError: there is no such tokenizer, or the model has no room for it.
+    """
     if encoder := tokenizer.opened(config.tokenizer, config.separator):
         return encoder
     size = tokenizer.bpe_size(config.tokenizer)
@@ -186,8 +215,7 @@ def _tokenizer(
         with cache.lock(path.parent, path.stem, note):
             if not path.exists():
                 note(f"training a tokenizer of {size:,} tokens")
-                texts, part = documents()["train"], path.with_name(f"{path.name}.{os.getpid()}.part")
-                contents = (content for i in range(len(texts)) for content, _ in texts[i])
-                tokenizer.train_bpe(contents, size).save(str(part))
+                part = path.with_name(f"{path.name}.{os.getpid()}.part")
+                tokenizer.train_bpe(texts(), size).save(str(part))
                 part.replace(path)
     return tokenizer.Subwords(path, config.separator)

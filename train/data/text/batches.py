@@ -7,6 +7,7 @@ evaluation text but the first is predicted once. They come in a fixed shuffled o
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,21 +23,20 @@ if TYPE_CHECKING:
     from mupax.train.config.data import DataConfig
 
 
-class TokenData(Data):
-    """Windows of a packed corpus.
+class TextWindows(Data):
+    """Windows of text; those of evaluation are of a packed text.
 
     Args:
         config: sizes of batches.
-        train: packed training text of N tokens; an epoch is (N - T) // T windows.
         eval_: packed evaluation text.
         tokenizer: made the tokens.
         seq_len: T, tokens predicted per window.
-        seed: seed of the order and of the offsets.
         facts: more to record about the corpus.
+        train_size: windows of an epoch.
         has_bytes: whether all of it was text, and not ids, whose bytes are not known.
 
     Raises:
-        DataError: the text is too short for one batch's window.
+        DataError: the evaluation text is too short.
     """
 
     kind = "tokens"
@@ -44,40 +44,35 @@ class TokenData(Data):
     def __init__(
         self,
         config: DataConfig,
-        train: Packed,
         eval_: Packed,
         tokenizer: Tokenizer,
         *,
         seq_len: int,
-        seed: int,
         facts: dict[str, Any],
-        has_bytes: bool = True,
+        train_size: int | None,
+        has_bytes: bool,
     ) -> None:
-        for side, packed, least in (("training", train, 2 * seq_len), ("evaluation", eval_, 2)):
-            if len(packed.tokens) < least:
-                raise DataError(
-                    f"the {side} text of {config.name} has {len(packed.tokens):,} tokens; sequences of {seq_len} need at "
-                    f"least {least:,}. Give more text (text files are split by file, records by their content), or a smaller model.seq_len"
-                )
+        check_length(config, "evaluation", len(eval_.tokens), 2, seq_len)
         windows = -(-(len(eval_.tokens) - 1) // seq_len)
         super().__init__(
             config,
             facts={
                 **facts,
                 "tokenizer": tokenizer.key,
-                "train_tokens": len(train.tokens),
                 "eval_tokens": len(eval_.tokens),
-                **({"train_bytes": train.text_bytes, "eval_bytes": eval_.text_bytes} if has_bytes else {}),
+                **({"eval_bytes": eval_.text_bytes} if has_bytes else {}),
             },
-            train_size=(len(train.tokens) - seq_len) // seq_len,
+            train_size=train_size,
             eval_size=windows,
             tokenizer=tokenizer,
             bytes_per_token=eval_.text_bytes / len(eval_.tokens) if has_bytes else None,
         )
-        self._train, self._eval = train.tokens, eval_.tokens
-        self._seq_len, self._seed = seq_len, seed
-        self._shuffle = order.Shuffle(self.train_size, seed)
+        self._eval, self._seq_len = eval_.tokens, seq_len
         self._eval_shuffle = order.Shuffle(windows, 0, order.EVALUATION)
+
+    @abc.abstractmethod
+    def train_windows(self, indices: Iterable[int]) -> np.ndarray:
+        """Training examples by their numbers, counted from the start of the run and on through all epochs: int32 [B, T + 1]."""
 
     def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
         tokens = self.train_windows(order.batch_indices(k, self.batch_size, rows))
@@ -85,15 +80,6 @@ class TokenData(Data):
 
     def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
         return self.batch_of(*self.eval_windows(order.batch_indices(j, self.eval_batch_size, rows)))
-
-    def train_windows(self, indices: Iterable[int]) -> np.ndarray:
-        """Training examples by their numbers, counted from the start of the run and on through all epochs: int32 [B, T + 1]."""
-        epochs, windows = self._shuffle(indices)
-        starts = [self._offset(int(e)) + w * self._seq_len for e, w in zip(epochs, windows, strict=True)]
-        tokens = np.empty((len(starts), self._seq_len + 1), np.int32)
-        for row, start in zip(tokens, starts, strict=True):
-            row[:] = self._train[start : start + self._seq_len + 1]
-        return tokens
 
     def eval_windows(self, indices: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Evaluation examples by their numbers, int32 [B, T + 1], and their weights, float32 [B, T]; of those past the last one 0."""
@@ -141,6 +127,53 @@ class TokenData(Data):
             mask[1:] &= self._eval[:-1] != self.tokenizer.separator
         return mask
 
+
+class TokenData(TextWindows):
+    """Windows of a packed corpus.
+
+    Args:
+        config: sizes of batches.
+        train: packed training text of N tokens; an epoch is (N - T) // T windows.
+        eval_: packed evaluation text.
+        tokenizer: made the tokens.
+        seq_len: T, tokens predicted per window.
+        seed: seed of the order and of the offsets.
+        facts: more to record about the corpus.
+        has_bytes: whether all of it was text, and not ids, whose bytes are not known.
+
+    Raises:
+        DataError: the text is too short for one batch's window.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        train: Packed,
+        eval_: Packed,
+        tokenizer: Tokenizer,
+        *,
+        seq_len: int,
+        seed: int,
+        facts: dict[str, Any],
+        has_bytes: bool = True,
+    ) -> None:
+        check_length(config, "training", len(train.tokens), 2 * seq_len, seq_len)
+        size = (len(train.tokens) - seq_len) // seq_len
+        known = {"train_tokens": len(train.tokens), **({"train_bytes": train.text_bytes} if has_bytes else {})}
+        facts = {**facts, **known}
+        super().__init__(config, eval_, tokenizer, seq_len=seq_len, facts=facts, train_size=size, has_bytes=has_bytes)
+        self._train, self._seed = train.tokens, seed
+        self._shuffle = order.Shuffle(size, seed)
+
+    def train_windows(self, indices: Iterable[int]) -> np.ndarray:
+        """Training examples by their numbers, counted from the start of the run and on through all epochs: int32 [B, T + 1]."""
+        epochs, windows = self._shuffle(indices)
+        starts = [self._offset(int(e)) + w * self._seq_len for e, w in zip(epochs, windows, strict=True)]
+        tokens = np.empty((len(starts), self._seq_len + 1), np.int32)
+        for row, start in zip(tokens, starts, strict=True):
+            row[:] = self._train[start : start + self._seq_len + 1]
+        return tokens
+
     @functools.lru_cache(maxsize=4)  # noqa: B019  the data lives as long as the run
     def _offset(self, epoch: int) -> int:
         return int(order.rng(self._seed, order.WINDOWS, epoch).integers(self._seq_len))
@@ -151,3 +184,23 @@ class TokenData(Data):
         from mupax.train.data.text import ngrams
 
         return ngrams.references(self._train, self._eval, self.eval_targets(), str(self.facts["digest"]))
+
+
+def check_length(config: DataConfig, side: str, count: int, least: int, seq_len: int) -> None:
+    """Refuse a text that has no window in it.
+
+    Args:
+        config: names the text.
+        side: of the split, for the message.
+        count: of its tokens.
+        least: that there must be.
+        seq_len: of the model.
+
+    Raises:
+        DataError: there are fewer.
+    """
+    if count < least:
+        raise DataError(
+            f"the {side} text of {config.name} has {count:,} tokens; sequences of {seq_len} need at "
+            f"least {least:,}. Give more text (text files are split by file, records by their content), or a smaller model.seq_len"
+        )

@@ -7,6 +7,7 @@ the processes or the step a run resumes from, and the same in every evaluation o
 from __future__ import annotations
 
 import dataclasses
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +16,7 @@ from mupax.train import data as sources
 from mupax.train.config.data import source
 from mupax.train.data import cache, order
 from mupax.train.data.interface import ALL_ROWS, Batch, Data, DataError, Reference
-from mupax.train.data.text.batches import TokenData
+from mupax.train.data.text.batches import TextWindows
 from mupax.train.data.text.mixture import Mixture
 from mupax.train.data.text.noise import NOISES, Noise
 from mupax.train.data.text.vocabulary import Sentences, special_ids
@@ -49,7 +50,7 @@ class Denoising(Data):
     kind = "tokens"
 
     def __init__(
-        self, text: TokenData | Mixture, noise: Noise, *, inputs: int, vocab_size: int | None = None, seed: int
+        self, text: TextWindows | Mixture, noise: Noise, *, inputs: int, vocab_size: int | None = None, seed: int
     ) -> None:
         self.noise, self.lengths, self.text = noise, noise.lengths(inputs), text
         self.ids = special_ids(text.tokenizer, noise.sentinels(self.lengths.tokens), vocab_size)
@@ -81,6 +82,9 @@ class Denoising(Data):
             "targets": ArraySpec(targets, "int32"),
             "weights": ArraySpec(targets, "float32"),
         }
+
+    def preparing(self) -> AbstractContextManager[object]:
+        return self.text.preparing()
 
     def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
         indices = order.batch_indices(k, self.batch_size, rows)
@@ -171,6 +175,6 @@ def denoising(
     tokens = noise.lengths(inputs).tokens
     windows = DecoderConfig(width=1, depth=1, num_heads=1, seq_len=tokens, vocab_size=vocab_size or 2**31)
     text = sources.load(config, windows, seed=seed, note=note)
-    if not isinstance(text, TokenData | Mixture):
+    if not isinstance(text, TextWindows | Mixture):
         raise DataError(f"data {config.name!r} is conversations, and noise is put on text; leave data.noise out")
     return Denoising(text, noise, inputs=inputs, vocab_size=vocab_size, seed=seed)

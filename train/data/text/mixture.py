@@ -6,8 +6,9 @@ Both are functions of (seed, i) alone, so a run resumes anywhere and on any numb
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from mupax.train.config.data import DataConfig
 from mupax.train.data import cache, order
 from mupax.train.data.interface import ALL_ROWS, Batch, Data
 from mupax.train.data.mix import BLOCK, Part
-from mupax.train.data.text.batches import TokenData
+from mupax.train.data.text.batches import TextWindows
 
 
 class Shares:
@@ -74,7 +75,7 @@ class Mixture(Data):
     kind = "tokens"
 
     def __init__(
-        self, config: DataConfig, parts: Mapping[str, Part], texts: Mapping[str, TokenData], seed: int
+        self, config: DataConfig, parts: Mapping[str, Part], texts: Mapping[str, TextWindows], seed: int
     ) -> None:
         counts, self._texts = [part.count for part in parts.values()], [texts[name] for name in parts]
         self._train, self._eval = Shares(counts, seed), Shares(counts, 0)
@@ -82,6 +83,7 @@ class Mixture(Data):
             name: {"source": part.source, "share": part.count / BLOCK, **texts[name].facts}
             for name, part in parts.items()
         }
+        sizes = [text.train_size for text in self._texts]
         lengths = [text.bytes_per_token for text in self._texts]
         text_lengths = [length for length in lengths if length is not None]
         super().__init__(
@@ -89,15 +91,24 @@ class Mixture(Data):
             facts={
                 "digest": cache.digest(*(f"{facts['digest']} {facts['share']}" for facts in each.values())),
                 "tokenizer": self._texts[0].facts["tokenizer"],
-                "train_tokens": sum(facts["train_tokens"] for facts in each.values()),
+                **({} if None in sizes else {"train_tokens": sum(facts["train_tokens"] for facts in each.values())}),
                 "eval_tokens": sum(facts["eval_tokens"] for facts in each.values()),
                 "mix": each,
             },
-            train_size=self._train.until_one_ends(text.train_size for text in self._texts),
+            train_size=None
+            if None in sizes
+            else self._train.until_one_ends(size for size in sizes if size is not None),
             eval_size=self._eval.until_one_ends(text.eval_size for text in self._texts),
             tokenizer=self._texts[0].tokenizer,
             bytes_per_token=float(np.dot(counts, text_lengths)) / BLOCK if len(text_lengths) == len(lengths) else None,
         )
+
+    @contextlib.contextmanager
+    def preparing(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for text in self._texts:
+                stack.enter_context(text.preparing())
+            yield
 
     def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
         texts, examples = self._train(order.batch_indices(k, self.batch_size, rows))

@@ -94,7 +94,7 @@ def prepared(key: str, documents: Callable[[], Documents], tokenizer: Encoder, n
 def _help(documents: Documents, tokenizer: Encoder, folder: Path) -> None:
     """Packs shares of the documents while another process packs all; what is wrong with the disk that one will say."""
     with contextlib.suppress(OSError):
-        shares.pack(documents, tokenizer, folder, _id_type(tokenizer), _STEP_BYTES)
+        shares.pack(documents, tokenizer, folder, id_type(tokenizer), _STEP_BYTES)
 
 
 def _pack(documents: Documents, tokenizer: Encoder, folder: Path, note: cache.Note) -> None:
@@ -108,7 +108,7 @@ def _pack(documents: Documents, tokenizer: Encoder, folder: Path, note: cache.No
 
 
 def _pack_side(documents: Any, side: str, tokenizer: Encoder, folder: Path, note: cache.Note) -> dict[str, Any]:
-    dtype = _id_type(tokenizer)
+    dtype = id_type(tokenizer)
     path, itemsize, shared = folder / f"{side}.bin", np.dtype(dtype).itemsize, 0
     noted = time.monotonic()
     with path.open("ab") as file, path.with_suffix(".jsonl").open("a+b") as lines:
@@ -136,7 +136,7 @@ def _pack_side(documents: Any, side: str, tokenizer: Encoder, folder: Path, note
     return done
 
 
-def _id_type(tokenizer: Encoder) -> str:
+def id_type(tokenizer: Encoder) -> str:
     """The smallest type that holds every id, as numpy writes it."""
     return next(dtype for dtype, bits in _DTYPES.items() if tokenizer.vocab_size <= 1 << bits)
 

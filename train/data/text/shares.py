@@ -95,7 +95,7 @@ def in_order(documents: Any, side: str, first: int, folder: Path, dtype: str) ->
         path = folder / FOLDER / f"{side}-{start}-{stop}.npz"
         share = _read(path, stop - start, dtype)
         for i in range(first, stop):
-            yield share[i - start] if share else _part(documents[i])
+            yield share[i - start] if share else documents_of(documents[i])
         path.unlink(missing_ok=True)
         first = stop
 
@@ -125,7 +125,7 @@ def pack(documents: Mapping[str, Any], tokenizer: Encoder, folder: Path, dtype: 
             with path.with_suffix(".lock").open("a") as lock, contextlib.suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if not path.exists():
-                    parts = (_part(documents[side][i]) for i in range(start, stop))
+                    parts = (documents_of(documents[side][i]) for i in range(start, stop))
                     _write(path, parts, tokenizer, dtype, step_bytes)
 
 
@@ -135,7 +135,8 @@ def _bounds(i: int, count: int) -> tuple[int, int]:
     return i - i % size, min(i - i % size + size, count)
 
 
-def _part(contents: list[tuple[bytes | np.ndarray, bool]]) -> Part:
+def documents_of(contents: list[tuple[bytes | np.ndarray, bool]]) -> Part:
+    """The documents of (text as bytes or ids as an array, whether a document ends with it)."""
     return [
         Document(content, len(content), ends)
         if isinstance(content, bytes)

@@ -44,7 +44,7 @@ _NEWER = {
 _NEWER_DATA = {
     "noise": None, "noise_rate": None, "noise_span": None, "separator": None, "field": "text", "on_broken": "stop",
     "pixels": PixelsConfig(), "mix": (), "document_mask": False, "reset_positions": False, "chat_template": None, "loss_on": "answers",
-    "transforms": TransformsConfig(),
+    "transforms": TransformsConfig(), "stream": False,
 }  # fmt: skip
 """The same of data."""
 

@@ -17,7 +17,7 @@ from pyarrow import parquet
 from mupax.train.__main__ import main
 from mupax.train.data import DataError
 from mupax.train.data import __main__ as data_command
-from mupax.train.data.records import corpus, lines, tables, user_files
+from mupax.train.data.records import corpus, lines, splits, tables, user_files
 from mupax.train.data.text import tokenizer
 from mupax.train.data.text.batches import TokenData
 from tests.train.data.sources.test_text import SMALL, as_text, cache_folder, many, quiet, write
@@ -89,7 +89,7 @@ def test_every_format_has_the_same_documents(
     assert evaluation == EVAL
     assert train == [text for text in TEXTS if text not in EVAL]
     assert f"reading the field 'text' of {name}" in notes
-    assert len(user_files.sides(user_files.files(path, kind, "text", None, quiet))["train"]) > 3
+    assert len(splits.sides(user_files.files(path, kind, "text", None, quiet))["train"]) > 3
 
 
 def test_names_of_files_may_be_the_split(tmp_path: Path) -> None:
