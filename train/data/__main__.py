@@ -31,7 +31,7 @@ class Prepare:
     """Write a data set as array_record, or tokenize a text."""
 
     name: Annotated[conf.Positional[str], conf.arg(metavar="NAME")]
-    """python_corpus, digits, cifar5m, c4, imagenet2012 or any other TFDS name; text:PATH or records:PATH."""
+    """python_corpus, digits, cifar5m, imagenet2012 or any other TFDS name; text:PATH or records:PATH."""
     data_dir: str | None = None
     """Folder of prepared data sets (the user's cache unless given)."""
     tokenizer: str = "bytes"
@@ -59,6 +59,9 @@ class Prepare:
             return 0
         elif self.name.startswith("chat:"):
             print("conversations are tokenized as a run starts, by its chat template; there is nothing to prepare")
+            return 0
+        elif self.name.startswith("hf:"):
+            print("data sets of `datasets` are tokenized while they are trained on; there is nothing to prepare")
             return 0
         elif self.name.startswith("images:"):
             print("images of one's own are read and decoded as a run starts; there is nothing to prepare")
@@ -131,7 +134,10 @@ def _advice(error: BaseException) -> str:
     if "tensorflow" in text and isinstance(error, ImportError):
         return "This data set is made with TensorFlow: install tensorflow-cpu to prepare it; training needs none."
     if "beam" in text:
-        return "This data set is made with Apache Beam: install apache-beam to prepare it; training needs none."
+        return (
+            "This data set is made with Apache Beam: install apache-beam to prepare it; training needs none. "
+            "C4 need not be prepared: write --data.name hf:allenai/c4:en, which streams it."
+        )
     if "cannot be reached" in text:
         return "Run this where there is a network and copy the prepared folder, or set --data-dir to one that has it."
     if "manual" in text:

@@ -37,8 +37,8 @@ def bordelon_vit() -> Config:
 def bordelon_lm() -> Config:
     """Bordelon et al. 2024, figures 7 and 12: a decoder on C4, Adam without decay, absolute form.
 
-    Cost: about 9e15 FLOPs, 330 M tokens, nearly all of it in the vocabulary. Needs C4 prepared by TFDS in
-    `--data.data-dir`.
+    Cost: about 9e15 FLOPs, 330 M tokens, nearly all of it in the vocabulary. Streams C4 from the hub (`pip install
+    'mupax[hf]'`); where there is no network, `--data.name records:FOLDER --data.stream` reads its json.gz files (docs/data.md).
     Expect lower loss at equal steps as heads, head dimension or depth grow. The model is that of the authors' code: GELU
     before each branch, LayerNorm without a gain on queries and keys, a bias inside the readout's multiplier. The paper states
     neither rate nor batch (its code: rates of 0.005 to 0.05, batches of 128 to 256) and uses GPT-2's tokens: give that
@@ -47,7 +47,7 @@ def bordelon_lm() -> Config:
     return Config(
         recipe="bordelon-lm",
         model=configs.get("bordelon-lm"),
-        data=DataConfig(name="c4", batch_size=128, eval_examples=4096, tokenizer="bpe:50257"),
+        data=DataConfig(name="hf:allenai/c4:en", batch_size=128, eval_examples=4096, tokenizer="bpe:50257"),
         preset=PresetConfig(
             name="depth-mup",
             base=None,

@@ -37,14 +37,15 @@ def vit_b16_imagenet() -> Config:
 def gpt2_c4() -> Config:
     """GPT-2 (124 M) on 10 B tokens of C4, at the base size of its preset.
 
-    Cost: about 8e18 FLOPs. Needs C4 prepared by TFDS in `--data.data-dir`; give GPT-2's tokenizer.json as
-    `--data.tokenizer` to compare losses. Peak rate, decay and batch as in nanoGPT's reproduction of GPT-2.
+    Cost: about 8e18 FLOPs. Streams C4 from the hub (`pip install 'mupax[hf]'`); where there is no network, `--data.name
+    records:FOLDER --data.stream` reads its json.gz files (docs/data.md). Give GPT-2's tokenizer.json as `--data.tokenizer` to
+    compare losses. Peak rate, decay and batch as in nanoGPT's reproduction of GPT-2.
     Expect larger models to do better with the same flags: `--model gpt2-medium` keeps the rates through the preset.
     """
     return Config(
         recipe="gpt2-c4",
         model=_model("gpt2", "dots"),
-        data=DataConfig(name="c4", batch_size=512, eval_examples=8192, tokenizer="bpe:50257"),
+        data=DataConfig(name="hf:allenai/c4:en", batch_size=512, eval_examples=8192, tokenizer="bpe:50257"),
         preset=PresetConfig(name="mup", base="gpt2"),
         optimizer=OptimizerConfig(
             peak_lr=6e-4, weight_decay=0.1, warmup_steps=700, final_lr_fraction=0.1, clip_norm=1.0
@@ -69,8 +70,8 @@ def vit_h14() -> Config:
 def lm_1b() -> Config:
     """A 1.2 B decoder on 25 B tokens of C4, at the base size of its preset; made for a pod.
 
-    Cost: about 2e20 FLOPs; fits TPU v5e:8x8 (`python -m train compile lm-1b --topology v5e:8x8`). Needs C4 prepared by
-    TFDS in `--data.data-dir`. Tokens are 20 per parameter (Hoffmann et al. 2022).
+    Cost: about 2e20 FLOPs; fits TPU v5e:8x8 (`python -m train compile lm-1b --topology v5e:8x8`). Streams C4
+    as gpt2-c4 does. Tokens are 20 per parameter (Hoffmann et al. 2022).
     Expect nothing yet: no run of it is on record here.
     """
     return _pod_lm("lm-1b", batch_size=512, steps=24_000)
@@ -80,7 +81,7 @@ def lm_8b() -> Config:
     """An 8 B decoder of Llama 3's shape on 160 B tokens of C4, with the rates of lm-1b carried over by mup; for a pod.
 
     Cost: about 8e21 FLOPs; fits TPU v5p:4x4x4, v5e:16x16 and v6e:16x16 (`python -m train compile lm-8b --topology
-    v5e:16x16`). Needs C4 prepared by TFDS in `--data.data-dir`. Tokens are 20 per parameter (Hoffmann et al. 2022).
+    v5e:16x16`). Streams C4 as gpt2-c4 does. Tokens are 20 per parameter (Hoffmann et al. 2022).
     Expect nothing yet: no run of it is on record here.
     """
     return _pod_lm("lm-8b", batch_size=256, steps=76_000)
@@ -89,8 +90,8 @@ def lm_8b() -> Config:
 def lm_30b_a3b() -> Config:
     """30 B of parameters in experts of which a token goes through 3 B, in the shape of Qwen3-30B-A3B, on 67 B tokens of C4; for a pod.
 
-    Cost: about 2e21 FLOPs; fits TPU v5e:16x16 and v5p:4x4x4 (`python -m train compile lm-30b-a3b --topology v5e:16x16`). Needs C4
-    prepared by TFDS in `--data.data-dir`. Tokens are 20 per active parameter. Of an example an expert takes 1.25 times its even share;
+    Cost: about 2e21 FLOPs; fits TPU v5e:16x16 and v5p:4x4x4 (`python -m train compile lm-30b-a3b --topology v5e:16x16`). Streams
+    C4 as gpt2-c4 does. Tokens are 20 per active parameter. Of an example an expert takes 1.25 times its even share;
     `--model.routing.capacity-factor None` drops no token. Rates are those of lm-1b, carried over by mup, which has rules for experts.
     Expect nothing yet: no run of it is on record here.
     """
@@ -101,7 +102,7 @@ def lm_30b_a3b() -> Config:
 def bart_large_c4() -> Config:
     """BART-large, pre-norm, on C4 with 30 % of the text cut out: the run of Dinan, Yaida and Zhang 2023, under ntk.
 
-    Cost: about 1e20 FLOPs, 200,000 steps of 512 texts. Needs C4 prepared by TFDS in `--data.data-dir`; give GPT-2's tokenizer.json
+    Cost: about 1e20 FLOPs, 200,000 steps of 512 texts. Streams C4 as gpt2-c4 does; give GPT-2's tokenizer.json
     as `--data.tokenizer` to compare losses (the paper's text is another).
     Rates of the paper's neural tangent run (its 32.768 as a base rate at width 1024); without its dropout of 0.1.
     Expect about 0.97 nats per target, as the paper's figures 3 and 4 have it on its own text.
@@ -112,7 +113,7 @@ def bart_large_c4() -> Config:
 def r2c2_c4() -> Config:
     """R2C2, 2.7 B, on C4 with 30 % of the text cut out: the larger run of Dinan, Yaida and Zhang 2023, under ntk; for a pod.
 
-    Cost: about 5e19 FLOPs, 15,000 steps of 512 texts. Needs C4 prepared by TFDS in `--data.data-dir`; give GPT-2's tokenizer.json
+    Cost: about 5e19 FLOPs, 15,000 steps of 512 texts. Streams C4 as gpt2-c4 does; give GPT-2's tokenizer.json
     as `--data.tokenizer` to compare losses (the paper's text is another). Rates are those of bart-large-c4, carried over by the preset.
     Expect about 1.14 nats per target after these steps, where BART-large has 1.20 (the paper's figure 5, on its own text).
     """
@@ -120,7 +121,9 @@ def r2c2_c4() -> Config:
 
 
 def _dinan(name: str, model: str, steps: int) -> Config:
-    data = DataConfig(name="c4", batch_size=512, eval_examples=8192, tokenizer="bpe:50260", noise="infilling")
+    data = DataConfig(
+        name="hf:allenai/c4:en", batch_size=512, eval_examples=8192, tokenizer="bpe:50260", noise="infilling"
+    )
     return Config(
         recipe=name,
         model=_model(model, "block"),
@@ -182,7 +185,7 @@ def _pod_lm(name: str, batch_size: int, steps: int) -> Config:
     return Config(
         recipe=name,
         model=model,
-        data=DataConfig(name="c4", batch_size=batch_size, eval_examples=8192, tokenizer=tokenizer),
+        data=DataConfig(name="hf:allenai/c4:en", batch_size=batch_size, eval_examples=8192, tokenizer=tokenizer),
         preset=PresetConfig(name="mup", base="lm-1b"),
         optimizer=OptimizerConfig(
             peak_lr=3e-4, weight_decay=0.1, warmup_steps=2000, final_lr_fraction=0.1, clip_norm=1.0

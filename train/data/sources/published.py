@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 CONFIGS = {"c4": "c4/en"}
 """The configuration meant where a data set has several and none is named."""
+STREAMED = {"c4": "hf:allenai/c4:en"}
+"""What is better read from the hub, where TFDS would make it from hundreds of terabytes of a crawl."""
 _NOT_LISTED = ("c4",)  # TFDS has it, in a module that its list leaves out
 _VERSION = re.compile(r"\d+\.\d+\.\d+")
 
@@ -172,6 +174,11 @@ def find(name: str, data_dir: str | None) -> DataSet:
             raise DataError(unknown(name, base))
         where = f" --data-dir {data_dir}" if data_dir and not is_remote(base) else ""
         command = f"python -m mupax.train.data prepare {name}{where}"
+        if kind := STREAMED.get(dataset.partition("/")[0]):
+            raise DataError(
+                f"{name} is not prepared in {base}; write --data.name {kind}, which streams it, or records:FOLDER of its files; to prepare "
+                f"it from the crawl by Apache Beam, `{command}`"
+            )
         raise DataError(f"{name} is not prepared in {base}; run `{command}`, or set data.data_dir")
     if version and version not in versions:
         raise DataError(f"{folder} has no version {version}, only {', '.join(versions)}")

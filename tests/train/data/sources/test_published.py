@@ -222,7 +222,10 @@ def test_damaged_data_sets_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("c4", r"c4 is not prepared in .*run `python -m mupax\.train\.data prepare c4 --data-dir"),
+        (
+            "c4",
+            r"c4 is not prepared in .*write --data.name hf:allenai/c4:en, .*`python -m mupax\.train\.data prepare c4 --data-dir",
+        ),
         ("imagenet2012", r"run `python -m mupax\.train\.data prepare imagenet2012"),
         ("cifar10", "is not prepared in"),
         ("cifar5", "no data is named 'cifar5'; did you mean .*cifar5m"),
