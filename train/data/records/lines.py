@@ -47,6 +47,7 @@ class Lines:
     _stack: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     _stream: Any = None
     _at: int = 0
+    _size: int | None = None
 
     def first(self) -> None:
         """Raises DataError where the first line is no JSON object with the field."""
@@ -70,6 +71,8 @@ class Lines:
                 else:
                     end = 0
                 size, lines = size + len(block) - end, lines + block.count(b"\n", end)
+        self._size = start
+        self._close_at_end()
 
     def read(self, part: Part) -> list[bytes]:
         """The texts of a part, in order; lines of white space are left out.
@@ -90,6 +93,7 @@ class Lines:
             self._at += len(content)
             if len(content) != part.size:
                 raise DataError(f"{self.path} became shorter while it was read; start again when nothing writes to it")
+            self._close_at_end()
             texts = enumerate(content.split(b"\n"), part.line)
             return [self.text(line, number) for number, line in texts if line.strip()]
         except DataError:
@@ -130,6 +134,11 @@ class Lines:
         if self.field not in row and isinstance(row.get("messages"), list):
             raise DataError(f"{where} has no field {self.field!r} but messages of a chat; write data.name chat:PATH")
         return content_of(row.get(self.field), where, self.field, texts)
+
+    def _close_at_end(self) -> None:
+        """Closes the file when all of it is read: a corpus may have more files than a process may open."""
+        if self._at == self._size:
+            self.close()
 
     def close(self) -> None:
         """Closes the file."""

@@ -315,3 +315,19 @@ def test_as_a_user_types_it(
     out, err = capfd.readouterr()
     assert done == code
     assert message in " ".join((err if code else out).split())
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_file_is_closed_when_it_is_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A corpus may have more files than a process may open."""
+    monkeypatch.setattr(lines, "_PART_BYTES", 200)
+    monkeypatch.setattr(lines, "_BLOCK_BYTES", 300)
+    file = lines.Lines(write_as(tmp_path / name), "text")
+    parts = list(file.parts())
+    for part in parts[:-1]:
+        file.read(part)
+    assert file._stream is not None
+    file.read(parts[-1])
+    assert file._stream is None
+    assert len([file.read(part) for part in file.parts()]) == len(parts) > 3  # each as soon as it is known
+    assert file._stream is None
