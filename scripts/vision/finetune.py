@@ -5,6 +5,7 @@
 The source is `vit-fashion` on five kinds of clothes of Fashion-MNIST (T-shirt, trouser, pullover, dress, coat). Two tasks have ten
 labelled images a class, others for every seed, and are scored on 200 others of each: the other five kinds (sandal, shirt, sneaker, bag,
 ankle boot), and the same five in negative and upside down. All of a task's images are of the test set, which the source never saw.
+A third task, `scripts.vision.hands`, has a source that knows its classes.
 Fine-tuning is `mupax train finetune FOLDER --from SOURCE --data.no-augment` as it is shipped, its rate too; the probe is the same with
 `--train-only readout`. What it is held against may choose the best of several rates by that score, fine-tuning may not. A row is one
 run; a run that has a row is not made again.
@@ -32,6 +33,7 @@ from mupax.train.core.program import Program, assemble
 from mupax.train.data.sources import idx
 from mupax.train.reuse.start import finetune, init_from
 from mupax.train.run.evaluate import evaluate
+from scripts.vision import hands
 
 OUT = Path(__file__).parents[2] / "docs" / "vision" / "finetune.json"
 SOURCE = (
@@ -40,6 +42,7 @@ SOURCE = (
 KNOWN = 5
 """Classes that the source was trained on: the first."""
 TASKS = {"other clothes": range(KNOWN, 10), "the same in negative, upside down": range(KNOWN)}
+NAMES = (*TASKS, hands.TASK)
 EACH, TESTED = 10, 200
 """Labelled images of a class, and those that are scored."""
 ARMS: dict[str, tuple[float | None, ...]] = {
@@ -57,21 +60,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--workdir", type=Path, required=True, help="for the source and the images, a few MB")
     parser.add_argument("--seeds", type=int, default=3, help="0, 1, … (default 3)")
+    parser.add_argument("--task", choices=NAMES, action="append", help="one of the tasks (default all)")
     parser.add_argument("--json", type=Path, default=OUT, help="where to write (default docs/vision/finetune.json)")
     args = parser.parse_args(argv)
     rows: list[dict[str, Any]] = json.loads(args.json.read_text())["rows"] if args.json.exists() else []
     done = {(row["task"], row["arm"], row["seed"], row["rate"]) for row in rows}
-    source = _source(args.workdir)
-    arms = [(arm, rates[k]) for k in range(3) for arm, rates in ARMS.items() if k < len(rates)]
-    for seed, task, (arm, rate) in itertools.product(range(args.seeds), TASKS, arms):
-        if (task, arm, seed, rate) not in done:
-            loss, accuracy = _scores(_config(_few_images(args.workdir, task, seed), source, arm, rate, seed))
+    for seed, task in itertools.product(range(args.seeds), args.task or NAMES):
+        for arm, rate in arms(task):
+            if (task, arm, seed, rate) in done:
+                continue
+            known = task == hands.TASK
+            source = hands.source(args.workdir) if known else _source(args.workdir)
+            folder = hands.few_images(args.workdir, seed) if known else _few_images(args.workdir, task, seed)
+            loss, accuracy = _scores(_config(folder, source, arm, rate, seed))
             rows.append({"task": task, "arm": arm, "seed": seed, "rate": rate, "loss": loss, "accuracy": accuracy})
             print(json.dumps(rows[-1]), flush=True)
             args.json.parent.mkdir(parents=True, exist_ok=True)
             text = ",\n".join(f"  {json.dumps(row)}" for row in rows)
             args.json.write_text(f'{{"command": "python -m scripts.vision.finetune", "rows": [\n{text}\n]}}\n')
     return 0
+
+
+def arms(task: str) -> list[tuple[str, float | None]]:
+    """Name and rate of every run of a task and seed, the first rate of each arm before the second."""
+    rates = {**ARMS, **(hands.ARMS if task == hands.TASK else {})}
+    return [(arm, of[k]) for k in range(max(map(len, rates.values()))) for arm, of in rates.items() if k < len(of)]
 
 
 def _source(workdir: Path) -> Path:
@@ -106,7 +119,7 @@ def _few_images(workdir: Path, task: str, seed: int) -> Path:
 
 def _config(folder: Path, source: Path, arm: str, rate: float | None, seed: int) -> Config:
     words = [str(folder), "--from", str(source), "--data.no-augment", "--seed", str(seed)]
-    words += ["--train-only", "readout"] * (arm == "linear probe")
+    words += ["--train-only", "readout"] * (arm == "linear probe") + ["--lora.rank", "8"] * (arm == "adapters")
     words += [] if rate is None else ["--optimizer.peak-lr", str(rate)]
     config = finetune.command(words).config
     return dataclasses.replace(config, init=InitConfig()) if arm == "from scratch" else config
