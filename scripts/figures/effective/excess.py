@@ -66,7 +66,7 @@ def growth(sizes: Sequence[int], values: np.ndarray) -> np.ndarray:
 
 
 def rows(what: str, sizes: Sequence[int], curves: Mapping[str, Sequence[Curve]], names: Sequence[str]) -> list[Row]:
-    """What half and a quarter of the best rate cost under one strategy over what they cost under another, how that grows, and controls.
+    """What half and a quarter of the best rate cost under one strategy over what they cost under another, its growth, and controls.
 
     Args:
         what: the sizes are called.
@@ -87,9 +87,10 @@ def rows(what: str, sizes: Sequence[int], curves: Mapping[str, Sequence[Curve]],
             each = ", ".join(f"{name} {_interval(found[name])}" for name in (first, second))
             title_of = f"{title}, {first} minus {second}, {what} = {size}"
             made.append(value(title_of, difference, predicted=0.0, above=True, note=f"Each: {each} nats."))
-        seeds = min(map(len, apart))
-        grown = growth(sizes, np.array([difference[:seeds] for difference in apart]))
-        made.append(value(f"growth of that difference per doubling of {what}", grown, predicted=0.0, above=True))
+        if len(sizes) > 1:
+            seeds = min(map(len, apart))
+            grown = growth(sizes, np.array([difference[:seeds] for difference in apart]))
+            made.append(value(f"growth of that difference per doubling of {what}", grown, predicted=0.0, above=True))
         for name in controls:
             for size, found, difference in zip(sizes, of, apart, strict=True):
                 if name not in found or not np.isfinite(found[name]).all():

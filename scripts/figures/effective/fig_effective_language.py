@@ -115,14 +115,20 @@ def rows(settings: Settings, data: Data) -> list[Row]:
     widths, curves = settings["width"], {name: rates.curves(of_strategy) for name, of_strategy in data.items()}
     made = [
         *excess.rows("n", widths, curves, ["standard", "ntk", *settings["embeddings"]]),
-        *_least(widths, curves),
+        *least(widths, curves),
         *_wider(widths, curves),
         *_drifts(widths, curves),
     ]
     return [row for row in made if math.isfinite(row.measured)]
 
 
-def _least(widths: Sequence[int], curves: dict[str, list[Curve]]) -> list[Row]:
+def least(widths: Sequence[int], curves: dict[str, list[Curve]]) -> list[Row]:
+    """Figure 4: ntk's least loss less standard's at every width.
+
+    Args:
+        widths: n.
+        curves: strategy to its curve per width.
+    """
     made = []
     for at, width in enumerate(widths):
         standard, ntk = (excess.least(curves[name][at]) for name in ("standard", "ntk"))

@@ -78,3 +78,9 @@ def test_what_the_grid_lacks_is_no_number():
         excess.best(Curve(short.x, np.full_like(short.losses, np.inf), SEEDS))
     with pytest.raises(ValueError, match="at least 2"):
         excess.best(Curve(short.x, short.losses[:, :1], 1))
+
+
+@pytest.mark.core
+def test_of_one_size_nothing_grows():
+    curves = {"standard": [curve(0.5)], "ntk": [curve(0.1, seed=1)]}
+    assert [row.what[-6:] for row in excess.rows("n", (64,), curves, list(curves))] == ["n = 64"] * 2

@@ -1,0 +1,75 @@
+"""The effective theory's figure 3 at one width over a longer run: whether a low rate costs less once it has the steps to train."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from scripts.figures import panels, rates
+from scripts.figures.effective import excess, fig_effective_language
+from scripts.figures.effective.fig_effective_language import FIGURE as LANGUAGE
+from scripts.figures.effective.fig_effective_language import MATCHED
+from scripts.figures.result import Data, Figure, Row, Settings, mean
+
+if TYPE_CHECKING:
+    import matplotlib.figure
+
+
+def rows(settings: Settings, data: Data) -> list[Row]:
+    """What half and a quarter of the best rate cost, with the control, and the least losses."""
+    curves = {name: rates.curves(of_strategy) for name, of_strategy in data.items()}
+    made = excess.rows("n", settings["width"], curves, ["standard", "ntk", *settings["embeddings"]])
+    made += fig_effective_language.least(settings["width"], curves)
+    return [row for row in made if math.isfinite(row.measured)]
+
+
+def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
+    """Losses over hidden rates, and what rates below the best one cost, each with its 95 % interval over seeds."""
+    figure, (left, right) = panels.row(
+        2, f"An encoder-decoder of n = {settings['width'][-1]}, {settings['steps']} steps"
+    )
+    for color, (name, of_strategy) in zip(panels.COLORS, data.items(), strict=False):
+        curve = rates.curves(of_strategy)[-1]
+        below = [(octaves, excess.excess(curve, octaves)) for octaves in (0.5, 1.0, 1.5, 2.0)]
+        _points(left, curve.x, curve.losses, color, name)
+        there = [(octaves, values) for octaves, values in below if np.isfinite(values).all()]
+        _points(right, [octaves for octaves, _ in there], [values for _, values in there], color, name)
+    panels.label(left, "Training loss", "log2 of the hidden rate", "nats")
+    panels.label(right, "What lower rates cost", "octaves below the best", "nats")
+    panels.legend(left)
+    return figure
+
+
+def _points(axes: Any, x: Any, values: Any, color: str, name: str) -> None:
+    each = np.array([mean(one) for one in values])
+    room = [each[:, 0] - each[:, 1], each[:, 2] - each[:, 0]]
+    axes.errorbar(x, each[:, 0], yerr=room, fmt="o-", color=color, capsize=3, ms=4, label=name)
+
+
+FIGURE = Figure(
+    title="The effective theory's figure 3 over a longer run",
+    source="figure 3 of Dinan, Yaida and Zhang 2023 (arXiv 2304.02034)",
+    about="The models, data and strategies of [figures 3 to 5](#the-effective-theorys-figures-3-to-5-encoder-decoders-at-rates-below-the-best) "
+    "at n = 64 over 600 steps in place of 150, the warm-up in proportion: whether what is not found there is a want of steps. The control is "
+    "standard with ntk's rates of the tables, which must lose what standard has over ntk. A wider n is a matter of time alone: at n = 256, "
+    "whose matrices have 16 times the entries, as many runs are about two hours of a core (estimated from 9 s for each of these).",
+    small={
+        **LANGUAGE.small,
+        "width": [64],
+        "steps": 600,
+        "seeds": [3],
+        "optimizer": {**LANGUAGE.small["optimizer"], "warmup_steps": 120},
+        "grid": {"standard": [[-10, -6.5]], "ntk": [[-11, -8]], MATCHED: [[-10.5, -8]]},
+    },
+    full={
+        **LANGUAGE.full,
+        "width": [1024],
+        "seeds": [2],
+        "grid": {name: grids[-1:] for name, grids in LANGUAGE.full["grid"].items()},
+    },
+    measure=fig_effective_language.measure,
+    rows=rows,
+    draw=draw,
+)
