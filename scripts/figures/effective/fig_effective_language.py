@@ -255,8 +255,9 @@ FIGURE = Figure(
     "the tables by h n. In figure 3 half the best rate costs standard 0.009 nats and ntk 0.002; relative to where they start, ntk's "
     "tables move 0.64 n^1/2 times as fast as standard's: 3.6, 5 and 7 times here. Training losses, mean over the last tenth of the steps "
     "of one pass, seeds paired, the same batches for all. Figure 5 used one h under both strategies at both sizes: the transfer of ntk's "
-    "own rule, a constant lr, is another claim and has a row of its own. A likely reason where the paper's claim is not found, not "
-    "tested here: in 150 steps a low rate mostly trains too little under either strategy, where the paper had 200,000. Its n is 1024, and "
+    "own rule, a constant lr, is another claim and has a row of its own. A likely reason where the paper's claim is not found: in "
+    "150 steps a low rate mostly trains too little under either strategy, where the paper had 200,000 ([over 600 "
+    "steps](#the-effective-theorys-figure-3-over-a-longer-run) it has the paper's sign at n = 64). Its n is 1024, and "
     "the widest here 128.",
     small={
         "width": [32, 64, 128],
