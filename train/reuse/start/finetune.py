@@ -32,7 +32,7 @@ SHARE = 0.3
 """Of the source's peak rate."""
 MATRIX_RATE = 5e-5 * 768
 """Times 1 / width: the rate of a hidden matrix where the source says none, the default of transformers' Trainer at width 768."""
-ADAPTERS_TIMES = 10.0
+ADAPTERS_TIMES = 3.0
 """The rate of adapters over that of all parameters."""
 EPOCHS, FEWEST, MOST = 10, 100, 2000
 TEXT_STEPS = 200
@@ -47,7 +47,7 @@ class Finetune:
     come from the source; other classes have a new readout. Text: FOLDER is text or records, read by the
     source's tokenizer; records that hold messages by its chat template, with a loss on answers.
     The rate is 0.3 times the source's, or 5e-5 times 768 / width where it has none; ten epochs, 100 to 2,000 steps.
-    With --lora.rank low-rank adapters alone are trained, and a new readout, at ten times that rate; an export merges them.
+    With --lora.rank low-rank adapters alone are trained, and a new readout, at three times that rate; an export merges them.
     """
 
     folder: Annotated[conf.Positional[command_line.Place], conf.arg(metavar="FOLDER")]
@@ -108,7 +108,7 @@ def rate_rule(origin: Outline) -> tuple[OptimizerConfig, str]:
             share, text = SHARE, f"{SHARE} times the source's {before.peak_lr:.3g}"
         elif isinstance(source, TransformerConfig) and source.lora.rank is not None:
             share = 1 / ADAPTERS_TIMES
-            text = f"{share:g} times that of the source, itself fine-tuned by adapters,"
+            text = f"{share:.2g} times that of the source, itself fine-tuned by adapters,"
         else:
             share, text = 1.0, "that of the source, itself fine-tuned,"
         text = f"{text} under {named}"

@@ -111,7 +111,7 @@ def test_a_run_that_starts_from_it_has_them_merged() -> None:
     code, said = run(f"{RUN.replace('weights', 'run').replace('--lora.rank 3', '')} --dry-run")
     assert code == 0, said
     assert "lora" not in said
-    assert "0.1 times that of the source, itself fine-tuned by adapters," in said
+    assert "0.33 times that of the source, itself fine-tuned by adapters," in said
 
 
 @pytest.mark.parametrize(
