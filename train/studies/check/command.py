@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
     if args.desiderata:
         from mupax.train.studies.desiderata import command
 
-        return command.main(config, count=args.sizes, seeds=args.seeds, path=args.json)
+        return command.main(config, count=args.sizes, seeds=args.seeds, path=args.json, dry_run=args.dry_run)
     if args.grow in RUN_AXES:
         return _joint_rule(args, config)
     from mupax.presets.analysis.uneven import refuse_uneven

@@ -131,7 +131,7 @@ def beside(expected: Cell, seen: Cell) -> str:
     return f"no: {expected.names} {expected.exponent:+.3g} | {mean:+.2f}"
 
 
-def main(config: Config, *, count: int, seeds: int, path: str | None) -> int:
+def main(config: Config, *, count: int, seeds: int, path: str | None, dry_run: bool = False) -> int:
     """`python -m train check MODEL --desiderata`: 0 where theory and measurement agree on every cell.
 
     Args:
@@ -139,6 +139,7 @@ def main(config: Config, *, count: int, seeds: int, path: str | None) -> int:
         count: sizes of a dimension.
         seeds: of a size.
         path: of a JSON file to write.
+        dry_run: print what theory says, and measure nothing.
 
     Raises:
         ConfigError: no transformer, or one with other mappings.
@@ -156,6 +157,9 @@ def main(config: Config, *, count: int, seeds: int, path: str | None) -> int:
                 f"model.{field.name} is {value}, and the mappings that a block is cut into are those of one without; write "
                 f"{field.name} {plain[field.name]}"
             )
+    if dry_run:
+        print(terminal.table(theory.rows(preset({}), encoder=model.denoises)))
+        return 0
     (row,) = measured(model, [preset], count=count, seeds=seeds)
     print(terminal.wrapped(f"{config.recipe} under {preset({}).label}: exponent of each dimension, theory | measured"))
     print(terminal.table(table(row)))

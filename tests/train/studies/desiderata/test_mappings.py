@@ -126,6 +126,9 @@ def test_the_command_holds_measurement_against_theory(model, encoder, monkeypatc
     monkeypatch.setattr(command, "Series", Fake)
     monkeypatch.setattr(command, "definition", lambda model: type("Sized", (), {"sizes": model.sizes()}))
     words = ["check", model, "--desiderata", "--preset", "depth-mup", "--json", str(tmp_path / "a.json")]
+    assert main([*words, "--dry-run"]) == 0
+    assert ("encoder_depth" in capsys.readouterr().out) == encoder
+    assert not (tmp_path / "a.json").exists(), "a dry run measures nothing"
     assert main(words) == 0
     kept = json.loads((tmp_path / "a.json").read_text())
     assert kept["d_v"]["speed"]["v"] == [-0.5, -0.5]
