@@ -97,7 +97,8 @@ class Cell:
         rate = config.optimizer.peak_lr * values.pop("lr", 1.0)
         for name, value in values.items():
             factors[name] = factors.get(name, 1.0) * value
-        constants = tuple(f"{name}={value:.10g}" for name, value in sorted(factors.items()) if value != 1)
+        said = {name: value for name, value in factors.items() if value != 1 or name not in values}
+        constants = tuple(f"{name}={value:.10g}" for name, value in sorted(said.items()))
         preset = PresetConfig(name=arm.preset, constants=constants)
         planned = study.plan(config, self.axis, (self.sizes[0], max(size, 2 * self.sizes[0])), preset, arm.label)
         grown = planned.configs[0 if size == self.sizes[0] else -1]
@@ -142,8 +143,8 @@ WIDTH_ARMS = (
 HEADS_ARMS = tuple(arm for arm in WIDTH_ARMS[:-1] if arm is not HALF)
 """As many heads more, logits scale alike under both."""
 DEPTH_ARMS = (
-    Arm("depth-mup", "depth-mup", constants=lambda m: {"alpha_l": 1.0}),
-    Arm("depth-mup, alpha_L 1/2", "depth-mup", constants=lambda m: {"alpha_l": 0.5}),
+    Arm("depth-mup", "depth-mup"),
+    Arm("depth-mup, alpha_L 1", "depth-mup", constants=lambda m: {"alpha_l": 1.0}),
     Arm("sp, rate and readout's rate tuned anew", "sp", ("lr", "rates.readout")),
 )
 SEARCHED = ("lr", "rates.readout", "rates.token_embedding", "stds.readout")

@@ -62,8 +62,8 @@ def test_neighbours_move_one_constant_each():
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_at_the_base_all_arms_are_one_model_and_larger_ones_keep_it_as_their_base(name: str):
-    cell = CELLS[name]
+def test_at_the_base_all_arms_are_one_model_and_larger_ones_differ_and_keep_it_as_their_base(name: str):
+    cell, runs = CELLS[name], []
     for arm in cell.arms:
         first, last = (
             cell.config(arm, size, {"lr": 1, "rates.readout": 2}, seed=3) for size in (cell.sizes[0], cell.sizes[-1])
@@ -72,6 +72,9 @@ def test_at_the_base_all_arms_are_one_model_and_larger_ones_keep_it_as_their_bas
         assert "rates.readout=4" in last.preset.constants
         assert last.seed == 3
         assert cells.rate(last) == cells.rate(first)
+        assert (last.preset, arm.tuned, arm.searches, arm.ablation) not in runs
+        runs.append((last.preset, arm.tuned, arm.searches, arm.ablation))
+    assert len({arm.label for arm in cell.arms}) == len(runs)  # results are kept by it
 
 
 def test_rows_are_kept_without_their_curves(tmp_path: Path):
