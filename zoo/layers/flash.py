@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from mupax.zoo import partition
-from mupax.zoo.layers.cpu_attention import SAVED
 from mupax.zoo.partition import LANES
 
 BLOCK, BLOCKS = 512, {"TPU v6 lite": 1024}
@@ -100,8 +99,10 @@ def splash_attention(
         segments_BT: int32, of what sees one another.
         interpret: run the kernel as ordinary operations, on any platform.
     """
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    from mupax.zoo.layers.ring import splash
 
     layout, length, source = partition.current(), q_BTHN.shape[1], k_BSKN.shape[1]
     shards = layout.ways("sequence")
@@ -111,10 +112,9 @@ def splash_attention(
     mask = masks.CausalMask((length, source)) if causal else masks.FullMask((length // shards, source))
     if window is not None:
         mask = masks.LocalMask((length, source), (window - 1, 0), 0)
-    kernel = splash.make_splash_mha(
+    kernel = library.make_splash_mha(
         masks.MultiHeadMask([mask] * (q_BTHN.shape[2] // layout.ways("heads"))), block_sizes=blocks,
-        head_shards=1, q_seq_shards=shards if causal else 1, residual_checkpoint_name=SAVED, interpret=interpret,
-        attn_logits_soft_cap=cap,
+        head_shards=1, q_seq_shards=shards if causal else 1, interpret=interpret, attn_logits_soft_cap=cap,
     )  # fmt: skip
     arrays, structure = jax.tree.flatten(kernel)
     axes = tuple((axis,) if x.ndim == 1 else (None, axis, None) for x in arrays)
@@ -122,9 +122,10 @@ def splash_attention(
     segments, segments_axes = _segments(segments_BT)
 
     def local(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *others: jax.Array) -> jax.Array:
-        run = jax.vmap(jax.tree.unflatten(structure, others[len(segments) :]))
-        apart = [splash.SegmentIds(*others[: len(segments)])] if segments else []
-        return run(q_BTHN.swapaxes(1, 2), k_BSKN.swapaxes(1, 2), v_BSKN.swapaxes(1, 2), *apart).swapaxes(1, 2)
+        kernel = jax.tree.unflatten(structure, others[len(segments) :])
+        apart = library.SegmentIds(*others[: len(segments)]) if segments else None
+        heads_first = (x.swapaxes(1, 2) for x in (q_BTHN, k_BSKN, v_BSKN))
+        return jax.vmap(splash.attention, (None, 0, 0, 0, 0))(kernel, *heads_first, apart).swapaxes(1, 2)
 
     return _on_devices(local, (q_BTHN, k_BSKN, v_BSKN), (*segments, *arrays), (*segments_axes, *axes))
 
