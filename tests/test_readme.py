@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
 import io
 import json
 import os
@@ -232,6 +233,9 @@ def missing(document: str, text: str) -> list[str]:
             with contextlib.suppress(AttributeError, ImportError):
                 pkgutil.resolve_name(name)
                 continue
+            with contextlib.suppress(ImportError):  # there, and needs what an extra installs
+                if importlib.util.find_spec(name):
+                    continue
             gone.append(name)
         elif not name.startswith(ELSEWHERE) and not any((folder / name).exists() for folder in places(document)):
             gone.append(name)

@@ -10,10 +10,11 @@ from mupax import disk
 from mupax.train.checkpoints import failures
 from mupax.train.checkpoints.folder import verified
 from mupax.train.checkpoints.manifest import DamagedError
-from mupax.train.checkpoints.selection import Step, named_step, step_of
+from mupax.train.checkpoints.selection import named_step, step_of
 from mupax.train.checkpoints.workdir import CHECKPOINTS, RECORD, WorkdirError, read_record
 from mupax.train.config.record import from_json
 from mupax.train.config.run import Config, EmaConfig
+from mupax.train.config.sections import Step
 
 if TYPE_CHECKING:
     from mupax.zoo.definition import Arrays

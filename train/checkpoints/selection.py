@@ -12,7 +12,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -21,13 +21,12 @@ from mupax.paths import is_remote
 from mupax.train.checkpoints.folder import CHECKPOINTS, CheckpointFolder, WorkdirError, steps
 from mupax.train.checkpoints.layout import counts
 from mupax.train.checkpoints.manifest import Manifest
-from mupax.train.config.sections import METRIC, cost
+from mupax.train.config.sections import METRIC, Step, cost
 
 FILE = "evaluation.json"
 BEST = "best"
 BRANCHES = "branches"
 """Folder of a workdir with what came after steps that the run went back to: a workdir each."""
-Step = int | Literal["best"]
 Metrics = Mapping[str, float | None]
 """Numbers of an evaluation by name; None where one is not finite."""
 

@@ -106,6 +106,8 @@ class InitConfig:
             raise ConfigError(f"--{given[0]} says how to start from a checkpoint; add --init-from PATH")
 
 
+Step = int | Literal["best"]
+"""Of a checkpoint, or the best by an evaluation."""
 METRIC = "eval_loss"
 """Of an evaluation, by which the best checkpoint and an improvement are told unless another is named."""
 

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 from mupax.disk import read_json
 from mupax.errors import MupaxError
-from mupax.train.checkpoints.selection import Step, named_step
+from mupax.train.checkpoints.selection import named_step
 from mupax.train.checkpoints.workdir import CHECKPOINTS, RECORD
 from mupax.train.config.record import from_json, model_from_json, preset_from_json
 from mupax.train.config.run import Config, PresetConfig
+from mupax.train.config.sections import Step
 from mupax.train.reuse import image_input
 from mupax.train.reuse.huggingface import preprocessor
 from mupax.train.reuse.image_input import ImageInput

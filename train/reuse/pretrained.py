@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from mupax.disk import JsonError, read_json
 from mupax.train.checkpoints import saved_run
-from mupax.train.checkpoints.selection import Step
 from mupax.train.config.data import DataConfig, PixelsConfig
 from mupax.train.config.preset import PresetConfig, preset_of
 from mupax.train.config.run import Config
+from mupax.train.config.sections import Step
 from mupax.train.reuse.outline import CONFIG, MODEL, WeightsError, outline
 
 if TYPE_CHECKING:

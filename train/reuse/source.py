@@ -17,10 +17,11 @@ import numpy as np
 
 from mupax.train.checkpoints import saved_run
 from mupax.train.checkpoints.folder import first_of
-from mupax.train.checkpoints.selection import BEST, Step, named_step
+from mupax.train.checkpoints.selection import BEST, named_step
 from mupax.train.checkpoints.workdir import CHECKPOINTS, RECORD
 from mupax.train.config.preset import preset_for
 from mupax.train.config.run import Config
+from mupax.train.config.sections import Step
 from mupax.train.core.factors import Factors, resolve
 from mupax.train.reuse import plain
 from mupax.train.reuse.image_input import ImageInput

@@ -39,6 +39,7 @@ from mupax.train.parallel import distributed
 from mupax.train.parallel.processes import place
 from mupax.train.run import loop
 from mupax.zoo.configs import ComputeConfig, DecoderConfig, ViTConfig
+from mupax.zoo.lora.config import LoraConfig
 from tests.programs import shared_programs
 from tests.train.run.test_loop import folder
 
@@ -63,6 +64,8 @@ MUON = dataclasses.replace(TOKENS, optimizer=OptimizerConfig(name="muon"))
 ROTARY = dataclasses.replace(TOKENS, model=dataclasses.replace(TOKENS.model, positions="rotary"))
 LONG = dataclasses.replace(ROTARY, model=dataclasses.replace(ROTARY.model, rope_scaling="llama3", rope_original_len=16))
 EXPERTS = dataclasses.replace(RUN, model=dataclasses.replace(RUN.model, experts=4))
+FROZEN = dataclasses.replace(RUN, freeze=("bias",))
+ADAPTERS = dataclasses.replace(FROZEN, model=dataclasses.replace(RUN.model, lora=LoraConfig(rank=2)))
 IMAGES = dataclasses.replace(
     TOKENS,
     recipe="vit-digits",
@@ -222,6 +225,8 @@ FIELDS: dict[str, Way] = {
     ),
     "model.rotary_fraction": (program, ROTARY, 0.5),
     **on(program, EXPERTS, "model.", experts=2, active_experts=1, expert_dim=8, shared_experts=1),
+    **on(program, FROZEN, "model.lora.", rank=2),
+    **on(program, ADAPTERS, "model.lora.", alpha=16.0, on=("mlp",)),
     **on(program, EXPERTS, "model.routing.", gate="softmax", capacity_factor=1.0, balance="bias"),
     **on(program, EXPERTS, "model.routing.", balance_weight=0.1, z_weight=0.1),
     **on(program, TOKENS, "model.", window=5, parallel=True, post_norm=True, attention_softcap=2.0, logit_softcap=2.0),

@@ -59,7 +59,7 @@ def opened(name: str) -> DataSet:
     assert isinstance(every, datasets.IterableDatasetDict)
     train = "train" if "train" in every else next(iter(every)) if len(every) == 1 else None
     if train is None:
-        raise DataError(f"{name} has no split train, only {', '.join(every)}")
+        raise DataError(f"{name} has no split train, only {', '.join(map(str, every))}")
     held_out = next((split for split in _EVAL if split in every and split != train), None)
     splits = {"train": every[train]} | ({"eval": every[held_out]} if held_out else {})
     return DataSet(name, splits, revision, cache.digest(where, subset or "", key))

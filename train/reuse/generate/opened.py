@@ -13,7 +13,7 @@ import numpy as np
 from mupax import command_line
 from mupax.train import data as data_sources
 from mupax.train.checkpoints.saved_run import Trained
-from mupax.train.checkpoints.selection import Step
+from mupax.train.config.sections import Step
 from mupax.train.data import DataError
 from mupax.train.data.text import tokenizer as tokenizers
 from mupax.train.reuse import pretrained

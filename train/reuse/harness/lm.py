@@ -8,7 +8,7 @@ from typing import Any
 
 from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
 
-from mupax.train.checkpoints.selection import Step
+from mupax.train.config.sections import Step
 from mupax.train.reuse.generate.sampling import Sampling
 from mupax.train.reuse.harness.texts import MOST, Texts
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mupax.errors import MupaxError
-from mupax.train.checkpoints.selection import Step
+from mupax.train.config.sections import Step
 
 
 class TaskError(MupaxError):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mupax.errors import MupaxError
-from mupax.train.checkpoints.selection import Step
+from mupax.train.config.sections import Step
 from mupax.train.reuse import runs
 from mupax.train.reuse.generate import opened
 from mupax.train.reuse.generate.decode import Generator

@@ -10,8 +10,8 @@ from tyro import conf
 
 from mupax import command_line
 from mupax.paths import delivered, path_of
-from mupax.train.checkpoints.selection import Step
 from mupax.train.config.cli import PresetFlags
+from mupax.train.config.sections import Step
 
 if TYPE_CHECKING:
     from mupax.train.config.run import Config

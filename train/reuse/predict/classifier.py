@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from mupax.train.checkpoints.selection import Step
+from mupax.train.config.sections import Step
 from mupax.train.core.program import Program
 from mupax.train.data import DataError, crops, images
 from mupax.train.data.sources import folders
