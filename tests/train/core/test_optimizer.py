@@ -20,7 +20,7 @@ from flax import nnx
 
 from mupax import presets
 from mupax.presets import ParamSpec, Role
-from mupax.presets.roles import ROUTED
+from mupax.presets.roles import ADAPTERS, ROUTED
 from mupax.train.config.run import MeshConfig, OptimizerConfig
 from mupax.train.core import optimizer, state
 from mupax.train.core.compile import trace_train_step
@@ -335,8 +335,8 @@ def test_control_one_percent_on_a_factor_is_seen(config: OptimizerConfig, column
 
 def test_every_role_is_among_the_models() -> None:
     specs = [spec for name in MODELS for spec in model_of(name).specs.values()]
-    # Relative biases, which no source has a row for, and experts, whose rows the goldens and `test_experts` have.
-    assert {spec.role for spec in specs} == set(Role) - {Role.RELATIVE_BIAS} - ROUTED
+    # Relative biases, which no source has a row for, experts, whose rows the goldens and `test_experts` have, and adapters (`test_adapters`).
+    assert {spec.role for spec in specs} == set(Role) - {Role.RELATIVE_BIAS} - ROUTED - ADAPTERS
     belongs = {(spec.role, spec.of) for spec in specs if spec.of is not None}
     matrices = {Role.PATCH_EMBEDDING, Role.QUERY, Role.KEY, Role.VALUE, Role.ATTENTION_OUT, Role.MLP_IN, Role.MLP_OUT}
     assert {of for role, of in belongs if role is Role.BIAS} >= matrices | {Role.READOUT, Role.HIDDEN, Role.NORM_GAIN}
