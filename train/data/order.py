@@ -22,7 +22,7 @@ def rng(seed: int, purpose: int, *index: int) -> np.random.Generator:
         purpose: which stream, such as `AUGMENTATION`.
         *index: of the batch, the epoch or the like; each has a stream of its own.
     """
-    return np.random.default_rng([seed, purpose, index])
+    return np.random.default_rng([seed, purpose, *index])
 
 
 class Shuffle:

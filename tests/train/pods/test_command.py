@@ -70,9 +70,10 @@ def test_tokens_go_to_experts_and_back_all_to_all_in_every_pass() -> None:
     report = compile_for(dataclasses.replace(config, model=model), "v5e:2x2").report()
     assert report["problems"] == []
     sent = [row for row in report["collectives"] if row["kind"] == "all-to-all" and row["loop_trips"] == [DEPTH]]
-    assert [(row["axes"], row["executions"]) for row in sent] == [(["experts"], 6 * DEPTH)]
-    # 16 examples of a device, of which each of 8 experts takes 1.25 x 128 x 2 / 8 tokens: there and back, forward, again and backward.
-    assert sent[0]["bytes"] == 6 * DEPTH * 16 * 8 * 40 * 128 * 2
+    assert [(row["axes"], row["executions"]) for row in sent] == [(["experts"], 8 * DEPTH)]
+    # 16 examples of a device, of which each of 8 experts takes 1.25 x 128 x 2 / 8 tokens: there and back forward, there again, and both
+    # gradients; beside them each token's gate goes there twice and its gradient comes back.
+    assert sent[0]["bytes"] == DEPTH * 16 * 8 * 40 * 2 * (5 * 128 + 3)
 
 
 @pytest.mark.tpu
