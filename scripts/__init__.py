@@ -1,1 +1,21 @@
-"""Thin commands: figures, benchmarks, measured data. `python -m scripts.NAME`."""
+"""Commands that measure, draw and prove what docs/ says: `python -m scripts.ROOM.NAME`, each thin over `mupax`.
+
+| room | what its commands write |
+|---|---|
+| `bench` | docs/performance.md and others: time and memory, beside PyTorch where it has the same |
+| `campaigns` | what became of killed runs, damaged files, sick disks and wrong input |
+| `check` | what the coordinate check catches, and how far right rules stray |
+| `figures` | the papers' figures, measured again |
+| `launch` | nothing: files that start a run on many hosts |
+| `pages` | pages of docs/ from what is committed, and the Markdown that all pages are made of |
+| `quality`, `vision` | docs/quality.md and docs/vision.md, with their trainings |
+| `report` | build/report.pdf |
+| `studies` | trained studies: transfer, tuned presets, forecasts, desiderata, experts, growth, other code |
+
+`goldens` writes the golden tables of the tests, `parity` compares logits with `transformers`.
+"""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+"""The checkout, where docs/ and tests/ are."""

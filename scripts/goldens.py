@@ -23,8 +23,9 @@ from mupax.presets.papers import choices
 from mupax.presets.roles import ENCODER, OWN, Stack
 from mupax.zoo.configs import DecoderConfig, EncoderDecoderConfig, ModelConfig, ViTConfig
 from mupax.zoo.experts.config import RoutingConfig
+from scripts import ROOT
 
-FOLDER = Path(__file__).resolve().parent.parent / "tests" / "goldens"
+FOLDER = ROOT / "tests" / "goldens"
 OPTIMIZERS: tuple[Family, ...] = get_args(Family)
 """One per column of the rules: adamw reads adam's, momentum sgd's."""
 EXPONENTS = (0.5, 0.75, 1.0)

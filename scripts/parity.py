@@ -33,9 +33,10 @@ from mupax.zoo.experts.config import RoutingConfig
 from mupax.zoo.families import ImageModel
 from mupax.zoo.huggingface import config as huggingface
 from mupax.zoo.transformer import TransformerConfig
+from scripts import ROOT
+from scripts.pages.markdown import replaced
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "huggingface.md"
-BEGIN, END = "<!-- parity: begin -->", "<!-- parity: end -->"
+DOCUMENT = ROOT / "docs" / "huggingface.md"
 
 GPT2 = DecoderConfig(width=48, depth=3, num_heads=6, vocab_size=97, seq_len=29, tied=True)
 LLAMA = DecoderConfig(
@@ -302,9 +303,7 @@ def main() -> None:
     text = table(rows)
     print(text)
     if args.write:
-        before, _, rest = DOCUMENT.read_text().partition(BEGIN)
-        after = rest.partition(END)[2]
-        DOCUMENT.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+        DOCUMENT.write_text(replaced(DOCUMENT.read_text(), "parity", text))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.xla import LEVEL, QUICKLY
+from tests.fixtures.xla import LEVEL, QUICKLY
 
 DEVICES = 8
 ROOT = Path(__file__).resolve().parent.parent

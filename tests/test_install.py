@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 
 from mupax import __version__
+from tests.fixtures.xla import QUICKLY
 from tests.test_readme import files_of_other_programs
-from tests.xla import QUICKLY
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = {".html", ".json", ".typed"}

@@ -32,9 +32,9 @@ from PIL import Image
 from mupax import __main__ as mupax
 from mupax import presets
 from mupax.train.data import __main__ as data_command
-from tests.emulator import bucket, emulator
+from tests.fixtures.emulator import bucket, emulator
+from tests.fixtures.programs import shared_programs
 from tests.presets.verify import dumps
-from tests.programs import shared_programs
 
 __all__ = ["bucket", "emulator", "shared_programs"]  # fixtures
 

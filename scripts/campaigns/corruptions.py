@@ -37,11 +37,12 @@ from mupax.paths import copy, path_of
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.checkpoints.manifest import by_name
 from mupax.train.checkpoints.workdir import CHECKPOINTS, WorkdirError
+from scripts import ROOT
 from scripts.campaigns.injection.damage import KINDS, flip
 from scripts.campaigns.injection.object_faults import Bucket
-from scripts.performance import table
+from scripts.pages.markdown import table
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "corruptions.md"
+PAGE = ROOT / "docs" / "corruptions.md"
 RECIPES = {
     "decoder": "lm-tiny --data.name text:text.txt --model.width 16 --model.depth 2 --model.num-heads 2 --model.seq-len 16",
     "vit": "vit-digits --model.width 16 --model.depth 2 --model.num-heads 2",

@@ -29,11 +29,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from scripts import ROOT
 from scripts.campaigns import kills, workers
 from scripts.campaigns.injection import shim
-from scripts.performance import table
+from scripts.pages.markdown import table
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
+PAGE = ROOT / "docs" / "faults.md"
 COMMAND = "python -m scripts.campaigns.faults"
 STEPS, HALF = 12, 8
 WORDS = (

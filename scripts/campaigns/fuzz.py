@@ -22,10 +22,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from scripts import ROOT
 from scripts.campaigns import workers
-from scripts.performance import table
+from scripts.pages.markdown import table
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "fuzz.md"
+PAGE = ROOT / "docs" / "fuzz.md"
 COMMAND = "python -m scripts.campaigns.fuzz"
 SECONDS = 5.0
 """Processor time of one file at most; a good one takes a hundredth."""

@@ -32,7 +32,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "kills.md"
+from scripts import ROOT
+
+PAGE = ROOT / "docs" / "kills.md"
 COMMAND = "python -m scripts.campaigns.kills"
 STEPS = {1: 300, 2: 100}
 """By number of processes, whose steps take so much longer."""

@@ -26,12 +26,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from scripts import ROOT
 from scripts.campaigns import kills
 from scripts.campaigns.injection import shim
 from scripts.campaigns.injection.object_faults import Bucket
 from scripts.campaigns.kills import CASES, Case, Session
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
+PAGE = ROOT / "docs" / "operations.md"
 COMMAND = "python -m scripts.campaigns.operations"
 STEPS = 60
 MOMENTS = ("killed", "killed after")

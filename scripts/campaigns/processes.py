@@ -25,10 +25,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from scripts import ROOT
 from scripts.campaigns import kills
 from scripts.campaigns.kills import Session
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "processes.md"
+PAGE = ROOT / "docs" / "processes.md"
 COMMAND = "python -m scripts.campaigns.processes"
 STEPS, EVERY = 16, 4
 """Of a run, and between its checkpoints."""

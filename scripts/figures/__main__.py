@@ -16,9 +16,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from scripts import ROOT
 from scripts.figures import page
 
-OUT = Path(__file__).parents[2] / "docs" / "figures"
+OUT = ROOT / "docs" / "figures"
 WORK = Path("runs") / "figures"
 
 

@@ -6,12 +6,12 @@ python -m scripts.pages.cards
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from mupax.presets.tuned import find
+from scripts import ROOT
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "tuned.md"
+PAGE = ROOT / "docs" / "tuned.md"
 HEAD = """# Tuned presets
 
 One card for each that comes with the project: what it gives a run, what it was measured on, and how far from there it was ever tried.

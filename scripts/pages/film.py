@@ -25,7 +25,9 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-OUT = Path(__file__).resolve().parents[2] / "docs" / "tour" / "film.svg"
+from scripts import ROOT
+
+OUT = ROOT / "docs" / "tour" / "film.svg"
 COLUMNS, ROWS = 80, 24
 COMMANDS = {
     "mupax presets table mup --model gpt2-large --base gpt2": 1,

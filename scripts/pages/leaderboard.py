@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from mupax import presets
 from mupax.errors import MupaxError
+from scripts import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = (ROOT / "docs" / "transfer", ROOT / "docs" / "leaderboard")
 PAGE = ROOT / "docs" / "leaderboard.md"
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")

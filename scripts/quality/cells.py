@@ -11,8 +11,9 @@ from mupax.train.config import cli
 from mupax.train.config.preset import PresetConfig
 from mupax.train.config.run import Config
 from mupax.train.studies.transfer import study
+from scripts import ROOT
 
-OUT = Path(__file__).resolve().parents[2] / "docs" / "quality"
+OUT = ROOT / "docs" / "quality"
 STEP = {"lr": 0.5}
 """Octaves between neighbours of the search; of every other constant `OCTAVE`."""
 OCTAVE = 1.0

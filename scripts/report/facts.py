@@ -6,15 +6,15 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from mupax import presets
 from mupax.presets.analysis.verdicts import wrong
-from scripts import mutations
+from scripts import ROOT
+from scripts.check import mutations
 from scripts.pages import leaderboard
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = ROOT / "docs"
 LIMITS = ("head_dim", "heads", "depth")
 OBSERVED = ("attention", "update query", "change residual", "change logits")
 """Observables that the table of theory and measurement shows, of those that are measured."""

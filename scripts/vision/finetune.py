@@ -33,9 +33,10 @@ from mupax.train.core.program import Program, assemble
 from mupax.train.data.sources import idx
 from mupax.train.reuse.start import finetune, init_from
 from mupax.train.run.evaluate import evaluate
+from scripts import ROOT
 from scripts.vision import hands
 
-OUT = Path(__file__).parents[2] / "docs" / "vision" / "finetune.json"
+OUT = ROOT / "docs" / "vision" / "finetune.json"
 SOURCE = (
     "vit-fashion --data.augment --model.num-classes 5 --model.width 32 --model.depth 2 --model.num-heads 2 --steps 1000"
 )

@@ -9,15 +9,15 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from scripts import ROOT
 from scripts.quality.page import difference
 from scripts.vision import finetune, hands, transforms
 
-OUT = Path(__file__).parents[2] / "docs" / "vision.md"
+OUT = ROOT / "docs" / "vision.md"
 
 
 def main() -> int:

@@ -30,8 +30,9 @@ from mupax.train.core.program import Program, assemble
 from mupax.train.data.sources import idx
 from mupax.train.run.evaluate import evaluate
 from mupax.train.run.prefetch import Prefetch
+from scripts import ROOT
 
-OUT = Path(__file__).parents[2] / "docs" / "vision" / "transforms.json"
+OUT = ROOT / "docs" / "vision" / "transforms.json"
 FASHION_IMAGES = 2000
 _SIZES = "--model.width 32 --model.depth 2 --model.num-heads 2 --steps 400"
 TASKS = {

@@ -20,7 +20,7 @@ from mupax.zoo.configs import CONFIGS, DecoderConfig
 from mupax.zoo.definition import definition
 from mupax.zoo.huggingface import config as huggingface
 from scripts import parity
-from scripts.bench import generate_uncached
+from scripts.bench.runs import generate_uncached
 
 MISSING = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
 pytestmark = [

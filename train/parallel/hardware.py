@@ -181,7 +181,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     "TPU v6 lite": _GATHERS,
 }
 """Backend (`jax.Device.platform`) to its flags, and kind of device to those it has besides. Chosen from documentation
-and from what the compiler makes of them: none was timed on a GPU or TPU. `python -m scripts.bench.xla_flags` times
+and from what the compiler makes of them: none was timed on a GPU or TPU. `python -m scripts.bench.step.xla_flags` times
 each on the devices at hand."""
 
 

@@ -51,7 +51,7 @@ def runs_as_scan(compute: ComputeConfig, depth: int) -> bool:
     """Whether the stack is a loop.
 
     auto: not on CPU, where a loop copies every layer's weights and gradients out of and into the stack, a tenth to a
-    quarter of a step (`python -m scripts.bench.layers`); elsewhere it is one, for the compile time of deep models.
+    quarter of a step (`python -m scripts.bench.step.layers`); elsewhere it is one, for the compile time of deep models.
 
     Args:
         compute: whose `layers` says auto, scan or unrolled.

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tests.xla import QUICKLY
+from tests.fixtures.xla import QUICKLY
 
 ROOT = Path(__file__).resolve().parents[3]
 

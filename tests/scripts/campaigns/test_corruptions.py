@@ -17,7 +17,7 @@ from mupax.train.core.state import TrainState
 from scripts.campaigns import corruptions
 from scripts.campaigns.corruptions import STEPS, Saved, bits, campaign, page
 from scripts.campaigns.injection.damage import KINDS
-from tests.emulator import bucket, emulator
+from tests.fixtures.emulator import bucket, emulator
 
 __all__ = ["bucket", "emulator"]  # fixtures
 

@@ -23,7 +23,7 @@ from mupax.train.checkpoints.folder import steps
 from mupax.train.parallel.processes import Processes
 from mupax.train.run import loop
 from mupax.train.run.report import metrics
-from tests.programs import shared_programs
+from tests.fixtures.programs import shared_programs
 
 __all__ = ["shared_programs"]  # a fixture
 

@@ -16,7 +16,7 @@ from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.checkpoints.folder import steps, verified
 from mupax.train.checkpoints.layout import aside, renames_folders
 from mupax.train.checkpoints.workdir import WorkdirError
-from tests.emulator import bucket, emulator
+from tests.fixtures.emulator import bucket, emulator
 from tests.train.checkpoints.test_manifest import FACTS, data_file, flip, restored, same, state_at
 
 __all__ = ["bucket", "emulator"]  # fixtures

@@ -15,7 +15,7 @@ from mupax.train.__main__ import main
 from mupax.train.checkpoints import manifest
 from mupax.train.checkpoints.folder import steps
 from mupax.train.run.report import metrics
-from tests.programs import shared_programs
+from tests.fixtures.programs import shared_programs
 from tests.train.checkpoints.test_checkpointer import STEPS, Done, folder, rows, train, untrained, whole
 
 __all__ = ["folder", "shared_programs", "untrained", "whole"]  # fixtures

@@ -16,8 +16,8 @@ from mupax.train.checkpoints import checkpointer
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.checkpoints.folder import WorkdirError, steps
 from scripts.campaigns.injection import shim
+from tests.fixtures.xla import QUICKLY
 from tests.train.checkpoints.test_manifest import FACTS, abstract, data_file, flip, restored, same, state_at
-from tests.xla import QUICKLY
 
 ROOT = Path(__file__).resolve().parents[3]
 READING = ("open", "read", "pread", "stat", "list")

@@ -20,7 +20,7 @@ from mupax.train.checkpoints import lock, workdir
 from mupax.train.checkpoints.workdir import WorkdirError, locked
 from mupax.train.config.recipes import RECIPES
 from mupax.train.parallel.processes import Processes
-from tests.emulator import bucket, emulator
+from tests.fixtures.emulator import bucket, emulator
 
 __all__ = ["bucket", "emulator"]  # fixtures
 Capture = pytest.CaptureFixture[str]

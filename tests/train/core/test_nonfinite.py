@@ -21,7 +21,7 @@ from mupax.train.parallel.signals import StopRequest
 from mupax.train.run import loop
 from mupax.train.run.report import metrics
 from mupax.train.run.runtime import Watchdog
-from tests.programs import shared_programs
+from tests.fixtures.programs import shared_programs
 
 __all__ = ["shared_programs"]  # a fixture
 

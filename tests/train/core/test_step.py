@@ -22,7 +22,7 @@ from mupax.train.core.program import Program, assemble
 from mupax.train.core.step import StepInputs
 from mupax.zoo.configs import ComputeConfig, DecoderConfig, ModelConfig, ViTConfig
 from mupax.zoo.definition import definition
-from tests.xla import FUSIONS_OF_USERS
+from tests.fixtures.xla import FUSIONS_OF_USERS
 
 DECODER = DecoderConfig(
     width=22, depth=2, num_heads=6, num_kv_heads=2, head_dim=4, mlp_ratio=1.5, vocab_size=17, seq_len=7, qk_norm=True

@@ -19,7 +19,7 @@ from mupax.train.parallel import hardware
 from mupax.train.parallel.hardware import FLAGS, SCATTER, Value, compiler_options
 from mupax.train.parallel.sharding import abstract_batch
 from mupax.zoo import configs
-from tests.xla import FUSIONS_OF_USERS
+from tests.fixtures.xla import FUSIONS_OF_USERS
 
 GPU = {flag.name: flag.value for flag in FLAGS["gpu"]}
 TPU = {flag.name: flag.value for flag in FLAGS["tpu"]}
@@ -64,7 +64,7 @@ def without(program: Program) -> list[float]:
 
 
 # A build for CPUs knows the flags of GPUs and ignores them: here this shows that the names and values are right. On
-# devices, `python -m scripts.bench.xla_flags` makes the same comparison and times it.
+# devices, `python -m scripts.bench.step.xla_flags` makes the same comparison and times it.
 @pytest.mark.core
 def test_the_flags_are_known_and_leave_the_loss(program: Program, without: list[float]) -> None:
     assert losses(program, GPU) == pytest.approx(without, rel=1e-6)

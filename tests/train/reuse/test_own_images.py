@@ -17,7 +17,7 @@ from sklearn.datasets import load_digits
 
 from mupax.train.__main__ import main
 from mupax.zoo.__main__ import main as zoo_main
-from tests.programs import shared_programs
+from tests.fixtures.programs import shared_programs
 
 __all__ = ["shared_programs"]  # a fixture
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.xla import QUICKLY
+from tests.fixtures.xla import QUICKLY
 
 ROOT = Path(__file__).resolve().parents[3]
 FLAGS = (

@@ -40,7 +40,7 @@ from mupax.train.parallel.processes import place
 from mupax.train.run import loop
 from mupax.zoo.configs import ComputeConfig, DecoderConfig, ViTConfig
 from mupax.zoo.lora.config import LoraConfig
-from tests.programs import shared_programs
+from tests.fixtures.programs import shared_programs
 from tests.train.run.test_loop import folder
 
 __all__ = ["folder", "shared_programs"]  # fixtures

@@ -30,7 +30,7 @@ from mupax.train.core.state import TrainState
 from mupax.train.run.report import metrics
 from mupax.zoo import flops
 from mupax.zoo.configs import ModelConfig
-from tests.programs import own_programs, shared_programs
+from tests.fixtures.programs import own_programs, shared_programs
 
 __all__ = ["own_programs", "shared_programs"]  # fixtures
 

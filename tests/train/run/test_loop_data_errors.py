@@ -12,7 +12,7 @@ from PIL import Image
 from mupax.train.data import DataError
 from mupax.train.data.sources import folders
 from mupax.train.data.text.batches import TokenData
-from tests.programs import shared_programs
+from tests.fixtures.programs import shared_programs
 from tests.train.run.test_loop import STEPS, Done, evaluations, folder, rows, train
 
 __all__ = ["folder", "shared_programs"]  # fixtures

@@ -316,7 +316,7 @@ def test_blocks_divide_the_positions_and_suit_the_chip() -> None:
 COMPILE = """
 import dataclasses, jax
 from jax.experimental import topologies
-from scripts.bench.torch_step import config_of
+from scripts.bench.pytorch.step import config_of
 from mupax.train.config.run import MeshConfig
 from mupax.train.core.program import assemble
 from mupax.zoo import configs

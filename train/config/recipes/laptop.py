@@ -94,7 +94,7 @@ def vit_endless() -> Config:
     Cost: a few minutes on two CPU cores. Needs no download. One pass: training and validation loss are the same thing.
     Expect a validation accuracy of about 53 % where logistic regression has 16 % and chance 10 %: first the stripes are
     found, which is a loss of 1.6 nats, then in part the shapes, down to 1.0 (`docs/shapes.json`, by
-    `python -m scripts.bench.shapes`). SGD takes a rate of its own. `bordelon-vit` is the run on CIFAR-5M.
+    `python -m scripts.bench.recipes.shapes`). SGD takes a rate of its own. `bordelon-vit` is the run on CIFAR-5M.
     """
     model = configs.get("vit-tiny")
     return Config(

@@ -5,7 +5,7 @@ tilt and proportions, colours, which of shape and ground is lighter, the stripes
 noise, dabs that hide parts, and fainter stripes behind, in any direction. All shapes have the same area. So a pixel
 tells next to nothing by itself, and a shape or its stripes alone only half; a model finds the stripes first, then shapes.
 
-`python -m scripts.bench.shapes` measures how hard that is (a linear model, a tiny and a small vision transformer) and how
+`python -m scripts.bench.recipes.shapes` measures how hard that is (a linear model, a tiny and a small vision transformer) and how
 fast it is drawn, and writes docs/shapes.json. Image `index` of a stream is a function of (seed, stream, index), up to the
 last bit of the sines of this machine's numpy, and no two indices start from the same random state.
 

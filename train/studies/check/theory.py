@@ -1,6 +1,6 @@
 """What theory expects of every observable (observables.py): `presets.analysis.limits` for the growth of a series of models.
 
-Finite sizes stray from exponents. How far, on rules known to be right, was measured once by `scripts/allowances.py` and
+Finite sizes stray from exponents. How far, on rules known to be right, was measured once by `scripts/check/allowances.py` and
 lies in `allowances.json`; a measured slope may stray by that and `_MARGIN` more, in the direction it was seen to.
 """
 

@@ -7,7 +7,7 @@ of seed + parabola, with the smallest size's curvature (within a seventh) and th
 where the vertex lies further off the three are moved. Where it is then known less well than to `UNSURE`, by the noise of the size's own
 seeds too, the size is searched in full as the smallest was. There is no verdict on transfer, whose interval needs more seeds.
 
-`python -m scripts.frugal` replays it on the rows of the committed studies (docs/frugal.json).
+`python -m scripts.studies.frugal` replays it on the rows of the committed studies (docs/frugal.json).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from mupax.paths import copy, path_of
 from mupax.train import data
 from mupax.train.config.run import DataConfig
 from mupax.zoo.configs import ConfigError, ModelConfig
-from tests.emulator import bucket, emulator
+from tests.fixtures.emulator import bucket, emulator
 from tests.train.data.sources.test_folders import pictures
 from tests.train.data.sources.test_published import SHORT, TEXT, VIT, cache_folder, prepare, sentences
 from tests.train.data.sources.test_records import write_as

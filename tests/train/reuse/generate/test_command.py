@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scripts.bench import generate_uncached
+from scripts.bench.runs import generate_uncached
 
 pytestmark = pytest.mark.core
 

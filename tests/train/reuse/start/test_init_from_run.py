@@ -18,7 +18,7 @@ from mupax.train.core.program import assemble
 from mupax.train.reuse import runs
 from mupax.train.reuse import source as pretrained
 from mupax.train.reuse.start import init_from
-from tests.programs import shared_programs
+from tests.fixtures.programs import shared_programs
 from tests.train.reuse.test_source import published
 
 __all__ = ["shared_programs"]  # a fixture

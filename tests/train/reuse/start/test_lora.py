@@ -25,7 +25,7 @@ from mupax.zoo.__main__ import main as zoo_main
 from mupax.zoo.configs import ConfigError, DecoderConfig
 from mupax.zoo.definition import definition
 from mupax.zoo.lora.config import LoraConfig
-from tests.programs import shared_programs
+from tests.fixtures.programs import shared_programs
 from tests.train.reuse.test_source import published
 
 __all__ = ["shared_programs"]  # a fixture

@@ -11,7 +11,7 @@ from mupax.errors import MupaxFailure
 from mupax.paths import path_of
 from mupax.train.run.report import spool
 from mupax.train.run.report.spool import Spool
-from tests.emulator import bucket, emulator
+from tests.fixtures.emulator import bucket, emulator
 
 __all__ = ["bucket", "emulator"]  # fixtures
 

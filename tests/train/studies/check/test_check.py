@@ -27,8 +27,8 @@ from mupax.train.studies.check.check import Expected, Finding
 from mupax.zoo import configs
 from mupax.zoo.definition import Definition, definition
 from mupax.zoo.layers.initial import normals
-from scripts import theory_and_measurement
-from scripts.mutants import Mutant
+from scripts.check import theory_and_measurement
+from scripts.check.mutants import Mutant
 from tests.train.studies.check.optimized import optimized
 
 DOUBLINGS, SEEDS = {"depth": 3}, 3
@@ -179,7 +179,7 @@ def test_a_tied_table_is_the_same_whether_heads_or_their_size_grow(name):
     ],
 )
 def test_a_wrong_rule_of_a_tied_table_is_caught(mutant, telltale):
-    """Both signs of every column: `tests/scripts/test_mutations.py`."""
+    """Both signs of every column: `tests/scripts/check/test_mutations.py`."""
     right = preset("mup")
     assert telltale in wrong(findings(mutant.of(right), "head_dim", meant=right, model=TIED, steps=1))
 

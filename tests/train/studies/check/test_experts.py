@@ -16,7 +16,7 @@ from mupax.train.config.run import OptimizerConfig
 from mupax.train.studies.check import check, theory
 from mupax.zoo.configs import ComputeConfig, DecoderConfig
 from mupax.zoo.definition import definition
-from scripts.mutants import Mutant
+from scripts.check.mutants import Mutant
 
 MODEL = DecoderConfig(
     width=32, depth=1, num_heads=2, vocab_size=16, seq_len=8, mlp_ratio=2, experts=4, shared_experts=1

@@ -12,8 +12,8 @@ import pytest
 from mupax.presets.joint import NUMBERS
 from mupax.train.__main__ import main
 from mupax.train.studies.check import joint_run, judge
-from scripts import joint_mutations
-from scripts.joint_mutations import STUDIES, Mutant, Suite, mutants, named, row, rows_of_file
+from scripts.check import joint_mutations
+from scripts.check.joint_mutations import STUDIES, Mutant, Suite, mutants, named, row, rows_of_file
 
 SHORT = ("--preset.base", "lm-proxy,batch=16,tokens=524288")
 """256 steps of lm-tiny's batch."""

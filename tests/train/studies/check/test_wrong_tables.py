@@ -13,9 +13,9 @@ from mupax.presets.power import axis
 from mupax.train.studies.check import check, groups, theory
 from mupax.train.studies.check.theory import Expected
 from mupax.zoo.definition import Definition, definition
-from scripts import structures
-from scripts.structures import RIGHT, accepted, right, troubles
-from scripts.wrong_tables import MENDING, MODELS, WRONG, Wrong, rate
+from scripts.check import structures
+from scripts.check.structures import RIGHT, accepted, right, troubles
+from scripts.check.wrong_tables import MENDING, MODELS, WRONG, Wrong, rate
 
 pytestmark = pytest.mark.core
 

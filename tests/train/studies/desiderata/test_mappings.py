@@ -25,7 +25,7 @@ from mupax.train.studies.check.balance import balance
 from mupax.train.studies.desiderata import command, cutting, mappings, series
 from mupax.zoo import configs
 from mupax.zoo.definition import definition
-from scripts import desiderata as script
+from scripts.studies import desiderata as script
 
 SIZES: Any = {"width": 12, "num_heads": 2, "head_dim": 6, "value_dim": 4, "vocab_size": 11, "seq_len": 5}
 MODEL: Any = dataclasses.replace(check.smallest(configs.get("lm-proxy")), **SIZES)

@@ -17,9 +17,9 @@ from mupax.train.studies.roles.deduce import Roles
 from mupax.zoo import configs
 from mupax.zoo.experts.config import RoutingConfig
 from mupax.zoo.families import ModelConfig
+from scripts.pages.markdown import replaced
 
 PAGE = Path(__file__).parents[4] / "docs" / "roles.md"
-BEGIN, END = "<!-- traced: begin -->", "<!-- traced: end -->"
 
 
 def _of(name: str, compute: dict[str, Any] | None = None, **fields: Any) -> ModelConfig:
@@ -104,8 +104,7 @@ def table() -> str:
 
 def main() -> int:
     """Write the table into the page."""
-    before, rest = PAGE.read_text().split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.split(END)[1]}")
+    PAGE.write_text(replaced(PAGE.read_text(), "traced", f"\n{table()}\n"))
     return 0
 
 

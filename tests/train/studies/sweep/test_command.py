@@ -22,7 +22,7 @@ from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.transfer import figure as transfer_figure
 from mupax.train.studies.transfer import tuned as transfer_tuned
 from mupax.zoo import configs
-from scripts.bench import sweep_cost
+from scripts.bench.runs import sweep_cost
 from tests.train.studies.sweep.test_sweep import COMMAND, STEPS, config_of, points, text
 
 __all__ = ["text"]  # fixtures

@@ -27,7 +27,7 @@ from mupax.train.studies.sweep import sweep, work
 from mupax.train.studies.sweep.rows import Row, Rows
 from mupax.train.studies.sweep.trainer import Trainer
 from mupax.zoo.configs import DecoderConfig
-from scripts.bench import sweep_cost
+from scripts.bench.runs import sweep_cost
 
 STEPS = 12
 RATES = (2.0**-9, 2.0**-7)

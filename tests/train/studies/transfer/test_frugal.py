@@ -16,7 +16,7 @@ from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.transfer.fit import STEP
 from mupax.train.studies.transfer.frugal import UNSURE, Frugal
 from mupax.train.studies.transfer.study import Point, plan
-from scripts import frugal as replay
+from scripts.studies import frugal as replay
 from tests.train.studies.transfer.test_command import command
 
 SIZES = (16, 32, 64, 128)

@@ -25,7 +25,7 @@ from mupax.train.studies.transfer import study as transfer
 from mupax.train.studies.transfer import tuned as transfer_tuned
 from mupax.train.studies.transfer.drift import analyse
 from mupax.zoo.configs import ConfigError
-from scripts import tune
+from scripts.studies import tune
 from tests.presets.tuned.test_find import BASE, mine
 
 pytestmark = pytest.mark.core
@@ -150,7 +150,7 @@ def test_a_study_without_a_minimum_saves_nothing(tmp_path: Path, monkeypatch: py
 
 
 def test_the_projects_own_studies_are_commands_that_exist(capsys: pytest.CaptureFixture[str]):
-    from scripts import tune
+    from scripts.studies import tune
 
     wanted = tune.studies(5)
     assert len(wanted) == 12

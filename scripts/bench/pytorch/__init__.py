@@ -1,0 +1,1 @@
+"""The same models, steps and runs in PyTorch."""

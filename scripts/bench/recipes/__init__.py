@@ -1,0 +1,1 @@
+"""What the first runs' recipes and data are worth."""

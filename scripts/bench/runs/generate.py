@@ -1,0 +1,79 @@
+"""Text with a cache of keys and values against the whole context read anew for every token: one greedy text each.
+
+python -m scripts.bench.runs.generate [--models lm-tiny gpt2] [--rounds 3] [--json FILE.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mupax.train.config.run import Config, DataConfig, MeshConfig, PresetConfig
+from mupax.train.core.program import assemble
+from mupax.train.core.step import logits_of
+from mupax.train.reuse.generate.decode import Generator
+from mupax.train.reuse.generate.sampling import Sampling
+from mupax.zoo import configs
+from mupax.zoo.configs import DecoderConfig
+from scripts.bench.runs import generate_uncached
+from scripts.bench.in_turns import add_arguments, compared, in_turns, machine, one_core, write
+
+PROMPT = 8
+SMALLER = {"gpt2": {"width": 256, "num_heads": 4, "depth": 4, "vocab_size": 2048, "seq_len": 256}}
+"""Of models too slow for two cores without a cache: what is made smaller."""
+
+
+def measure(name: str, rounds: int, *, tiny: bool = False) -> dict[str, Any]:
+    """Times and ratio of a text that fills the context; both ways must write the same tokens."""
+    model = dataclasses.replace(configs.get(name), **SMALLER.get(name, {}))
+    assert isinstance(model, DecoderConfig)
+    if tiny:
+        model = dataclasses.replace(model, width=32, num_heads=2, depth=1, seq_len=24)
+    data, preset = DataConfig(name="text:none", batch_size=1), PresetConfig(name="sp")
+    config = Config(recipe=name, model=model, data=data, preset=preset, mesh=MeshConfig(data=1), steps=1)
+    program = assemble(config, jax.devices()[:1])
+    params, numbers = program.initial_state().params, program.step_inputs()
+    prompt, length = np.arange(1, 1 + PROMPT, dtype=np.int32), model.seq_len - PROMPT
+    made = Generator(program, params, numbers, sampling=Sampling(temperature=0))
+    logits = jax.jit(lambda params, window: logits_of(program.definition, params, numbers, window))
+
+    def whole(window: np.ndarray) -> jax.Array:
+        return logits(params, window)
+
+    ways = {
+        "cached": lambda: made.complete(prompt, length)[0],
+        "uncached": lambda: generate_uncached.sample(whole, prompt, length, seq_len=model.seq_len, temperature=0)[
+            PROMPT:
+        ],
+    }
+    np.testing.assert_array_equal(ways["cached"](), ways["uncached"]())
+    found = compared(in_turns(ways, rounds, steps_per_turn=1), "cached")
+    rates = {way: round(1e3 * length / ms, 1) for way, ms in found["ms"].items()}
+    sizes = {"width": model.width, "depth": model.depth, "seq_len": model.seq_len}
+    return {"model": name, **sizes, "tokens": length, "tokens_per_s": rates, **found}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and write; returns the exit code 0."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=["lm-tiny", "gpt2"], metavar="NAME", help="decoders of the zoo")
+    add_arguments(parser, 3)
+    args = parser.parse_args(argv)
+    if args.one_core:
+        one_core()
+    results = [measure(name, args.rounds, tiny=args.tiny) for name in args.models]
+    for found in results:
+        rates = " and ".join(f"{rate:,.0f} tokens/s {way}" for way, rate in found["tokens_per_s"].items())
+        print(f"{found['model']}: {1 / found['ratio']['uncached']:.1f} times as fast with the cache, {rates}")
+    write({"benchmark": "generate", **machine(), "results": results}, args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""What a sweep saves over runs of its own: `python -m train sweep` against one `python -m train` per point, as whole commands.
+
+    python -m scripts.bench.runs.sweep_cost [--rates 9] [--seeds 2] [--steps 200] [--json PATH]
+
+Whole processes, from start to exit: imports, data, compilation, training, evaluation, files. A run of its own is started for a few of
+the points, spread over the sweep's time, and their median stands for all: points that differ in numbers cost the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts.bench import in_turns
+
+TINY = (
+    "--model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 16 --data.batch-size 16 --data.eval-examples 64 "
+    "--optimizer.warmup-steps 2"
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run it; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", type=int, default=9, help="learning rates (9)")
+    parser.add_argument("--seeds", type=int, default=2, help="seeds of each (2)")
+    parser.add_argument("--steps", type=int, default=200, help="steps of each point (200)")
+    parser.add_argument("--alone", type=int, default=4, help="runs of their own that are really started (4)")
+    parser.add_argument(
+        "--how", default="auto", choices=["auto", "together", "in-turn"], help="as for the sweep (auto)"
+    )
+    parser.add_argument("--one-core", action="store_true", help="keep every process on one core")
+    parser.add_argument("--tiny", action="store_true", help="a small model, to see that it runs")
+    parser.add_argument("--json", type=Path, help="also write the result here")
+    args = parser.parse_args(argv)
+    if args.one_core:
+        in_turns.one_core()
+    results = measure(args)
+    in_turns.write({"benchmark": "sweep_cost", **in_turns.machine(), "results": results}, args.json)
+    return 0
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Times of the whole commands and of a step, and their ratios."""
+    flags = [*(shlex.split(TINY) if args.tiny else []), "--steps", str(args.steps)]
+    points = args.rates * args.seeds
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        alone: list[float] = []
+        steps: list[float] = []
+
+        def run_alone(count: int) -> None:
+            for _ in range(count):
+                workdir = folder / f"alone-{len(list(folder.iterdir()))}"
+                alone.append(_seconds(["lm-tiny", *flags, "--workdir", str(workdir)]))
+                rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+                steps.append(statistics.median(row["seconds"] for row in rows if "loss" in row))
+
+        run_alone(1 + args.alone // 2)
+        del alone[0], steps[0]  # it may have prepared the data
+        grid = f"2^-10:2^-4:{args.rates}"
+        sweep = ["sweep", "lm-tiny", *flags, "--lr", grid, "--seeds", str(args.seeds), "--how", args.how]
+        whole = _seconds([*sweep, "--out", str(folder / "sweep")])
+        run_alone(args.alone - args.alone // 2)
+        rows = [json.loads(line) for line in (folder / "sweep" / "points.jsonl").read_text().splitlines()]
+    how = rows[-1]["how"]
+    of_step = statistics.median(row["seconds"] / row["steps"] for row in rows)
+    return [
+        _result(
+            f"{points} points of {args.steps} steps, whole commands ({how})", whole, [points * one for one in alone]
+        ),
+        _result("a step", of_step, steps),
+    ]
+
+
+def _result(what: str, sweep: float, alone: Sequence[float]) -> dict[str, Any]:
+    own = statistics.median(alone)
+    return {
+        "model": what,
+        "ms": {"sweep": round(1e3 * sweep, 3), "runs of their own": round(1e3 * own, 3)},
+        "ratio": {"runs of their own": round(sweep / own, 4)},
+        "rounds": len(alone),
+    }
+
+
+def _seconds(words: Sequence[str]) -> float:
+    began = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "train", *words], check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    sys.exit(main())

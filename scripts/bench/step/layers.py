@@ -1,0 +1,56 @@
+"""A training step with its layers as a scan against unrolled, and with fused projections: time, and time to compile.
+
+python -m scripts.bench.step.layers [--model lm|vit] [--rounds 20] [--json FILE.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from mupax.train.core.program import assemble
+from mupax.zoo.configs import ComputeConfig
+from scripts.bench.in_turns import add_arguments, compared, in_turns, machine, one_core, write
+from scripts.bench.pytorch.step import MODELS, batches_of, jax_step
+
+WAYS = {
+    "unrolled": ComputeConfig(layers="unrolled", projections="separate"),
+    "scan": ComputeConfig(layers="scan", projections="separate"),
+    "unrolled_fused": ComputeConfig(layers="unrolled", projections="fused"),
+}
+
+
+def measure(name: str, rounds: int, *, tiny: bool = False) -> dict[str, Any]:
+    """Times and ratios of one model, and seconds to compile each."""
+    steps, compile_s = {}, {}
+    for way, compute in WAYS.items():
+        program = assemble(MODELS[name](compute, tiny=tiny), jax.devices()[:1])
+        began = time.perf_counter()
+        steps[way] = jax_step(program, batches_of(program, 2))
+        compile_s[way] = round(time.perf_counter() - began, 2)
+    return {"model": name, "compile_s": compile_s, **compared(in_turns(steps, rounds), "unrolled")}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and write; returns the exit code 0."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", choices=[*MODELS, "all"], default="all")
+    add_arguments(parser, 20)
+    args = parser.parse_args(argv)
+    if args.one_core:
+        one_core()
+    names = list(MODELS) if args.model == "all" else [args.model]
+    results = [measure(name, args.rounds, tiny=args.tiny) for name in names]
+    for found in results:
+        print(f"{found['model']}: unrolled takes {found['ratio']['scan']:.3f} of the scan's time")
+    write({"benchmark": "layers", **machine(), "results": results}, args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Each compiler flag of `train/parallel/hardware.py`, and all of them together, against none: the losses of some steps and their time.
+
+    python -m scripts.bench.step.xla_flags [RECIPE] [--rounds 10] [--json out.json] [--flag NAME=VALUE ...]
+
+runs the recipe's step on the devices at hand, on random data. `--flag` tries flags that are not in the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from mupax.train.config.recipes import RECIPES
+from mupax.train.config.run import Config
+from mupax.train.core.program import Program, assemble
+from mupax.train.parallel.hardware import FLAGS, Value
+from mupax.train.parallel.sharding import abstract_batch
+from scripts.bench.in_turns import compared, in_turns
+
+LOSSES = 3
+
+
+def random_batch(program: Program) -> Any:
+    """A batch of the recipe's shapes."""
+    random, config = np.random.default_rng(0), program.config
+    classes = getattr(config.model, "vocab_size", None) or getattr(config.model, "num_classes", 0)
+    batch: dict[str, np.ndarray] = {}
+    for name, leaf in abstract_batch(config.model, config.data.batch_size).items():
+        if leaf.dtype == np.int32:
+            batch[name] = random.integers(0, classes, leaf.shape, np.int32)
+        else:
+            batch[name] = (
+                np.ones(leaf.shape, np.float32) if name == "weights" else random.random(leaf.shape, np.float32)
+            )
+    return program.train_feed().put(batch)
+
+
+def stepper(program: Program, options: Mapping[str, Any]) -> tuple[Callable[[], None], list[float]]:
+    """A function that makes a step and waits for it, and the losses of the first steps."""
+    step = program.trace_train().lower().compile(compiler_options=dict(options))
+    state, numbers, batch = program.initial_state(), program.step_inputs(), random_batch(program)
+    losses: list[float] = []
+
+    def once() -> None:
+        nonlocal state
+        state, metrics = step(state, numbers, batch)
+        loss = float(metrics["loss"])
+        jax.block_until_ready(state)
+        if len(losses) < LOSSES:
+            losses.append(loss)
+
+    return once, losses
+
+
+def measured(config: Config, extra: Mapping[str, Value], rounds: int) -> dict[str, Any]:
+    """Losses and time of every set of flags over those of none."""
+    program = assemble(config)
+    ours = {flag.name: flag.value for flag in FLAGS.get(jax.devices()[0].platform, ())}
+    each = {name: {name: value} for name, value in (ours | dict(extra)).items()}
+    sets = {"none": {}, **each, **({"all": ours} if len(ours) > 1 else {})}
+    made = {name: stepper(program, options) for name, options in sets.items()}
+    seconds = in_turns({name: once for name, (once, _) in made.items()}, rounds)
+    plain = made.pop("none")[1]
+    found = {}
+    for name, (_, losses) in made.items():
+        against = compared({name: seconds[name], "none": seconds["none"]}, name)
+        difference = max(abs(a - b) / abs(b) for a, b in zip(losses, plain, strict=True))
+        found[name] = {"losses": losses, "largest_difference": difference, "time": against}
+    return {
+        "recipe": config.recipe,
+        "batch_size": config.data.batch_size,
+        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "jax": jax.__version__,
+        "losses": plain,
+        "sets": found,
+    }
+
+
+def _flag(text: str) -> tuple[str, Value]:
+    name, _, value = text.partition("=")
+    if value in ("true", "false"):
+        return name, value == "true"
+    return name, int(value) if value.lstrip("-").isdigit() else value
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and write; returns 0, or 1 where a flag changes a loss by more than a float32 sum's order does."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("recipe", nargs="?", default="lm-tiny", choices=RECIPES)
+    parser.add_argument("--batch-size", type=int, help="that of the recipe unless given")
+    parser.add_argument("--rounds", type=int, default=10, help="turns of three steps each (default 10)")
+    parser.add_argument("--flag", type=_flag, nargs="*", default=[], metavar="NAME=VALUE", help="more flags to try")
+    parser.add_argument("--tolerance", type=float, default=1e-4, help="of the losses, relative (default 1e-4)")
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    args = parser.parse_args(argv)
+    config = RECIPES[args.recipe]()
+    if args.batch_size:
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, batch_size=args.batch_size))
+    found = measured(config, dict(args.flag), args.rounds)
+    for name, one in found["sets"].items():
+        print(
+            f"{name}: {one['time']['ratio']['none']:.3f} of the time without, losses differ by {one['largest_difference']:.1e}"
+        )
+    print(json.dumps(found))
+    if args.json is not None:
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
+    return int(any(one["largest_difference"] > args.tolerance for one in found["sets"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

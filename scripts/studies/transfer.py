@@ -1,0 +1,251 @@
+"""The transfer studies that come with the project: writes docs/transfer/ and docs/transfer.md.
+
+    python -m scripts.studies.transfer [NAME ...] [--minutes 20] [--render] [--list]
+
+Each study is a `python -m train transfer` in docs/transfer/NAME, whose rows are kept as they finish: a study that was stopped goes
+on, and one that is done is judged and drawn again without training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mupax.train.studies.transfer import command as transfer_command
+from scripts import ROOT
+
+OUT = ROOT / "docs" / "transfer"
+LM = (
+    "lm-tiny --model.width 64 --model.num-heads 4 --model.depth 2 --model.seq-len 64 --data.batch-size 8 --steps 100 "
+    "--optimizer.name adam --optimizer.warmup-steps 20 --optimizer.clip-norm None"
+)
+VIT = (
+    "vit-digits --model.width 64 --model.num-heads 4 --model.depth 2 --data.batch-size 32 --steps 100 --optimizer.name momentum "
+    "--optimizer.warmup-steps 10 --optimizer.clip-norm None --optimizer.weight-decay 0 --optimizer.peak-lr 0.0625"
+)
+SMALL = (
+    "lm-tiny --model.width 32 --model.num-heads 2 --model.depth 1 --model.seq-len 8 --data.batch-size 8 --optimizer.name adam "
+    "--optimizer.clip-norm None --optimizer.peak-lr 0.016"
+)
+DEPTH = "--preset depth-mup --preset.alpha-l 1 --control mup --grow depth=2,4,8,16"
+ED = (
+    "ed-tiny --model.width 32 --model.num-heads 2 --model.depth 2 --model.seq-len 32 --data.batch-size 8 --steps 100 "
+    "--optimizer.name adam --optimizer.warmup-steps 20 --optimizer.clip-norm None"
+)
+MOE = (
+    "lm-tiny --model.width 32 --model.num-heads 2 --model.depth 2 --model.seq-len 32 --model.experts 4 --model.expert-dim 32 "
+    "--data.batch-size 8 --steps 100 --optimizer.warmup-steps 20 --optimizer.clip-norm None --optimizer.name adam --preset mup"
+)
+"""Four experts, two of them a token's."""
+MOE_ALONE = (
+    "lm-tiny --model.width 32 --model.num-heads 2 --model.depth 2 --model.seq-len 32 --model.experts 16 --model.active-experts 8 "
+    "--model.expert-dim 16 --data.batch-size 8 --steps 100 --optimizer.warmup-steps 20 --optimizer.clip-norm None --optimizer.name sgd "
+    "--optimizer.weight-decay 0 --optimizer.peak-lr 8 --train-only block.experts.* --preset mup"
+)
+"""Sixteen experts, eight of them a token's; they and their router are all that is trained."""
+STUDIES = {
+    "head_dim": f"{LM} --preset mup --compare mup-half --control sp --grow head_dim=16,32,64,128",
+    "heads": f"{LM} --preset mup --compare mup-half --control sp --grow heads=4,8,16,32",
+    "tied-start": f"{LM} --preset mup --preset.constants key_start=query --compare mup mup-half --grow head_dim=16,32,64",
+    "ed-heads": f"{ED} --preset mup --control sp --grow heads=2,4,8",
+    "depth": f"{VIT} {DEPTH}",
+    "depth-adam": f"{LM} {DEPTH}",
+    "batch": f"{SMALL} --steps 2400 --optimizer.warmup-steps 240 --grow batch=8,16,32,64 --joint sde --control none --seeds 6",
+    "tokens": f"{SMALL} --steps 600 --optimizer.warmup-steps 60 --grow tokens=38400,76800,153600,307200 --joint complete-d "
+    "--control none --seeds 6",
+    "moe-width": f"{MOE} --control sp --grow head_dim=16,32,64",
+    "moe-experts": f"{MOE} --grow experts=4,8,16",
+    "moe-experts-sgd": f"{MOE_ALONE} --control mup,experts=dense --grow experts=16,32,64",
+}
+"""Name to the run, presets and sizes: mostly eightfold, from width 64, four heads and two layers, or of the run's batch and length."""
+ABOUT = {
+    "head_dim": "A decoder under Adam, the head dimension growing with four heads.",
+    "heads": "The same, heads growing at head dimension 16: here `mup` and `mup-half` are one rule, trained once.",
+    "tied-start": "The decoder whose keys start as its queries' matrix, with 1/N on its logits, which are then of order one at the "
+    "start, beside `mup` and `mup-half`; head dimension fourfold. Its rate transfers; at the best rates of the largest size it ends "
+    "0.041 to 0.044 nats above `mup` on the same three seeds, 0.007 at the smallest. Why is not tested.",
+    "ed-heads": "An encoder-decoder (2 + 2 layers, 32 positions each) that mends bytes under Adam, heads growing at head dimension 16 from "
+    "two at width 32, fourfold. The encoder's width, which keys and values of cross-attention read, grows along.",
+    "depth": "A vision transformer under SGD with momentum, layers growing at width 64.",
+    "depth-adam": "The decoder under Adam, layers growing at width 64. Here the control drifts little: what plain `mup` loses with depth "
+    "is quality, deeper is worse at most learning rates near the best. A likely cause, not tested by itself: in 100 steps of "
+    "Adam most is learnt by embedding and readout, whose learning rates no rule of depth changes.",
+    "batch": "The decoder at width 32, one layer, 153,600 tokens in batches of 64 to 512 tokens; warm-up and decay are the same part of "
+    "every run. The square-root rule (`sde`) is held against a constant learning rate.",
+    "tokens": "The same model at the smallest batch, trained on 1 to 8 times 38,400 tokens. With a constant rate as the control, its "
+    "drift is the exponent of the horizon, here 0 within about a tenth: apart from the -0.32 of Bjorck et al., the -0.5 of `complete-d`, "
+    "under which the best rate therefore drifts up, and the +0.31 of Step Law, whose batch grows along. The sources contradict each "
+    "other, and this small model supports none: no rule of the horizon is a default.",
+    "moe-width": "A decoder of four experts, two of them a token's, two layers of width 32 with heads of 16: the head dimension and with it "
+    "the width and the experts' hidden size grow fourfold. On a machine with other work: the minutes are more than it takes.",
+    "moe-experts": "The same of width 32, four to sixteen experts, half of them a token's. Under Adam no rule has a power of their number in "
+    "a rate, only in eps, which is far below every gradient here: no control drifts here, but under SGD (next).",
+    "moe-experts-sgd": "Under SGD the dense rule lacks the E of experts' and routers' rates, and drifts by one octave per doubling, says "
+    "`presets limits`. Where all of the model above is trained its attention, embedding and readout set the best rate (of four and "
+    "sixteen experts, one seed: -0.06 octaves per doubling under `mup`, -0.22 under the dense rule), so here experts and routers alone are "
+    "trained, in sixteen to sixty-four experts of hidden size 16. Under the dense rule a rate E/16 times as high trains the same model "
+    "to the same losses, so the two drifts are one octave apart exactly. Losses are flat in the rate, 0.03 nats within an octave, and "
+    "eight seeds know neither drift better than 0.6. From four experts to sixteen, one seed, `mup` drifts by -0.57; why is "
+    "not tested.",
+}
+HEAD = """# Does the learning rate transfer?
+
+Small models grown in one dimension at a time, eightfold unless said otherwise: learning rates half an octave apart, the same batches for
+every point, the same seeds at every size. The best learning rate is the vertex of a parabola through the seeds' mean losses within an
+octave of the grid's best; drift is its slope against the size, intervals are 95 % from a bootstrap over seeds
+(`train/studies/transfer/drift.py`). A preset **transfers** where the drift is known to ± 0.15 octaves per doubling and meets 0 ± 0.15;
+the control must drift. The price of not tuning is the loss at the smallest size's best learning rate less that at the size's own. Where
+the control, tuned anew at the largest size, ends below a preset's least loss, the preset's learning rates transfer and its other
+constants are what is left to tune.
+What that comes to, and what tuned constants do about it: [quality.md](quality.md).
+
+Made by `python -m scripts.studies.transfer`, which goes on where it was stopped; every row is in `docs/transfer/*/points.jsonl`
+with the command that trains it alone.
+"""
+
+FRUGAL = """## Best rates alone, for less
+
+```sh
+mupax train transfer lm-tiny --grow head_dim=16,32,64 --search frugal --dry-run
+```
+
+trains the smallest size as above, and every larger one at three rates an octave apart around where the smaller sizes lead, from two
+seeds; with the smallest size's curvature the slope between them gives the best rate. A size where that is uncertain by its seeds' own
+noise is searched in full (`train/studies/transfer/frugal.py`). There is no verdict on transfer. Replayed on the rows of these studies
+(`python -m scripts.studies.frugal`; {settings} sizes, all orders of three seeds; within a quarter octave of the parabola of all rates and
+three seeds; cost in FLOPs, of those of all these runs):
+
+| search | found | cost |
+|---|---|---|
+| frugal | {shipped} |
+| one seed at all rates | {one} |
+| two seeds at all rates | {two} |
+| frugal, its four numbers chosen on three studies and shown on the fourth | {alone} |
+| frugal, chosen on two and shown on the other two | {halves} |
+
+By study: {by_study}.
+The vision transformer under SGD (depth) is the hard one: its seeds differ so much that searches move, or are made in full, and numbers
+chosen without having seen such noise find fewer. The form of the method was found on all of these rows.
+Where all sizes cost the same, as when the batch grows, the smallest's full search weighs more: about half is trained. On the
+studies of batch and tokens ({later_settings} sizes), made when the method and its numbers were fixed, it finds {later}.
+"""
+"""The section that docs/frugal.json fills."""
+
+
+def words(name: str, minutes: float) -> list[str]:
+    """What follows `python -m train transfer` in a study, its path relative to the checkout."""
+    return shlex.split(f"{STUDIES[name]} --minutes {minutes:g} --out docs/transfer/{name}")
+
+
+def markdown(records: Mapping[str, Mapping[str, Any]]) -> str:
+    """The page, from each study's transfer.json."""
+    parts = [HEAD]
+    for name, kept in records.items():
+        axis = kept["studies"][0]["axis"]
+        picture = f"![Loss against learning rate as {axis} grows](transfer/{name}/{axis}.png)"
+        parts += [f"## {name}", "", ABOUT[name], "", picture, ""]
+        parts += [
+            "| preset | drift, octaves per doubling | verdict | price of not tuning at the largest | its least loss | seeds | training |"
+        ]
+        parts += ["|---|---|---|---|---|---|---|", *(_row(study) for study in kept["studies"]), ""]
+        parts += [*(_compared(entry) for entry in kept["comparison"]), ""]
+        parts += ["```sh", kept["command"], "```", ""]
+        parts += [*(f"- `{study['preset']}` ended because {study['stopped']}." for study in kept["studies"]), ""]
+    return "\n".join([*parts, _frugal()])
+
+
+def _frugal() -> str:
+    """The section of the frugal search, from what `python -m scripts.studies.frugal` wrote."""
+    found = json.loads((ROOT / "docs" / "frugal.json").read_text())
+
+    def cells(each: Sequence[Mapping[str, float]], settings: Sequence[int]) -> str:
+        hit, cost = (
+            sum(one[name] * n for one, n in zip(each, settings, strict=True)) / sum(settings)
+            for name in ("within_a_quarter_octave", "cost")
+        )
+        return f"{hit:.1%} | {cost:.2f}"
+
+    def held_out(studies: int) -> str:
+        chosen = [one for one in found["held_out"] if len(one["held_out"]) == studies]
+        return cells([one["shown_on"] for one in chosen], [one["settings"] for one in chosen])
+
+    names = ("shipped", "one_seed_on_the_whole_grid", "two_seeds_on_the_whole_grid")
+    shipped, one, two = (cells([found[name]], [1]) for name in names)
+    by_study = (
+        f"{name} {each['within_a_quarter_octave']:.0%} at {each['cost']:.2f}"
+        for name, each in found["shipped"]["by_study"].items()
+    )
+    return FRUGAL.format(
+        settings=found["settings"], shipped=shipped, one=one, two=two, alone=held_out(1), halves=held_out(2),
+        by_study=", ".join(by_study), later_settings=found["later"]["settings"],
+        later=cells([found["later"]], [1]).replace(" | ", " at "),
+    )  # fmt: skip
+
+
+def _row(study: Mapping[str, Any]) -> str:
+    price = study["sizes"][-1]["price_of_not_tuning"]
+    return (
+        f"| `{study['preset']}` | {_interval(study['drift_octaves_per_doubling'], '+.2f')} | {study['verdict']} | "
+        f"{_interval(price, '.3f')} | {_loss(study['sizes'][-1])} | {study['seeds']} | {study['train_seconds'] / 60:.0f} min |"
+    )
+
+
+def _loss(size: Mapping[str, Any]) -> str:
+    return "unknown" if size["loss"] is None else f"{size['loss']:.3f}"
+
+
+def _interval(found: Mapping[str, float | None], form: str) -> str:
+    if found["value"] is None:
+        return "unknown"
+    if found["low"] is None or found["high"] is None:
+        return f"{found['value']:{form}}"
+    return f"{found['value']:{form}} [{found['low']:{form}}, {found['high']:{form}}]"
+
+
+def _compared(entry: Mapping[str, Any]) -> str:
+    apart = "apart from" if entry["apart"] else "not apart from"
+    price = f"its price is {entry['price']}, the control's {entry['control_price']}"
+    known = not {entry["price"], entry["control_price"]} & {"unknown"}
+    verdict = f": {'below' if entry['below_half'] else 'not below'} half" if known else ""
+    return f"- `{entry['preset']}`: its drift is {apart} that of the control `{entry['control']}`; {price}{verdict}."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the studies that are asked for, all unless named, and write the page; 0 when all are done."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.studies.transfer", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(STUDIES)}; all unless given")
+    parser.add_argument("--minutes", type=float, default=20.0, help="of training, of each preset in a study (20)")
+    parser.add_argument("--render", action="store_true", help="train nothing: write the page from what is there")
+    parser.add_argument("--list", action="store_true", help="print the commands and run none")
+    args = parser.parse_args(argv)
+    if unknown := [name for name in args.names if name not in STUDIES]:
+        parser.error(f"{unknown[0]} is not among {', '.join(STUDIES)}")
+    for name in args.names or STUDIES:
+        command = words(name, args.minutes)
+        if args.list:
+            print(f"{name}: python -m train transfer {shlex.join(command)}")
+        elif not args.render:
+            with contextlib.chdir(ROOT):
+                if code := transfer_command.main(command):
+                    return code
+    if not args.list:
+        page = ROOT / "docs" / "transfer.md"
+        page.write_text(markdown(records()))
+        print(f"wrote {page.relative_to(ROOT)}")
+    return 0
+
+
+def records() -> dict[str, dict[str, Any]]:
+    """transfer.json of each study that is there."""
+    paths = {name: OUT / name / "transfer.json" for name in STUDIES}
+    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

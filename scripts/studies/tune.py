@@ -1,0 +1,87 @@
+"""Tunes the presets that come with the project: writes presets/tuned/*.json, a transfer study each.
+
+    python -m scripts.studies.tune [PRESET:NAME ...] [--minutes 8] [--list]
+
+Each study finds the best rate of a small base, at width 64, and holds it against a model twice as large along the axis that
+its preset is for: head_dim, or depth for depth-mup. Points are kept in runs/tuned, a folder per kind of run, where the presets
+share those of the base: a study that was stopped goes on, and to repeat one that is done draws its report there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shlex
+from collections.abc import Sequence
+
+from mupax.train.studies.transfer import command as transfer_command
+from mupax.zoo.configs import ConfigError
+from scripts import ROOT
+
+BASE = "--model.width 64 --model.num-heads 4 --model.depth 2"
+VIT = f"vit-endless {BASE} --data.batch-size 32 --steps 500 --optimizer.warmup-steps 50"
+RECIPES = {
+    "lm-python": f"lm-tiny {BASE} --steps 200 --optimizer.name adam --optimizer.warmup-steps 20",
+    "vit-endless-adam": f"{VIT} --optimizer.name adam --optimizer.peak-lr 0.004",
+    "vit-endless-sgd": (
+        f"{VIT} --optimizer.name momentum --optimizer.clip-norm None --optimizer.weight-decay 0 --optimizer.peak-lr 0.0625"
+    ),
+}
+"""Name to the run: Adam's rates mean the same with and without decay, and momentum is SGD's.
+
+In 200 steps the images end on a plateau at ln 5, half of the task, at every rate of two octaves; 500 lead beyond.
+"""
+PRESETS = {
+    "mup": ("--preset mup", "head_dim=16,32", ""),
+    "mup-half": ("--preset mup-half", "head_dim=16,32", ""),
+    "depth-mup": ("--preset depth-mup --preset.alpha-l 0.5", "depth=2,4", "-half"),
+    "depth-mup at 1": ("--preset depth-mup --preset.alpha-l 1", "depth=2,4", "-one"),
+}
+"""The flags of each preset, what grows, and what it adds to the name: depth-mup has alpha_l in its."""
+
+
+def studies(minutes: float) -> dict[str, list[str]]:
+    """PRESET:NAME to the words after `python -m train transfer`, their paths relative to the checkout."""
+    found = {}
+    for run, recipe in RECIPES.items():
+        for preset, (flags, grow, added) in PRESETS.items():
+            word, name = preset.partition(" ")[0], f"{run}{added}-v1"
+            found[f"{word}:{name}"] = shlex.split(
+                f"{recipe} {flags} --grow {grow} --minutes {minutes:g} --out runs/tuned/{run} "
+                f"--save-tuned presets/tuned/{word}.{name}.json"
+            )
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the studies that are asked for, all unless named; 0 when each has its file."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.studies.tune", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="PRESET:NAME", help="which (all)")
+    parser.add_argument("--minutes", type=float, default=8.0, help="of training, of one study (8)")
+    parser.add_argument("--list", action="store_true", help="print the commands and run none")
+    args = parser.parse_args(argv)
+    known = studies(args.minutes)
+    if unknown := [name for name in args.names if name not in known]:
+        parser.error(f"{unknown[0]} is not among {', '.join(known)}")
+    failed = []
+    for name in args.names or known:
+        command = f"python -m train transfer {shlex.join(known[name])}"
+        print(f"{name}: {command}", flush=True)
+        if args.list:
+            continue
+        with contextlib.chdir(ROOT):
+            try:
+                code = transfer_command.main(known[name])
+            except ConfigError as error:  # no minimum was found: the others may have one
+                print(f"{name}: {error}")
+                code = 1
+        if code > 1:  # stopped by a signal
+            return code
+        failed += [name] if code else []
+    if failed:
+        print(f"without a file: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,83 @@
+"""Every benchmark runs, checks that what it compares agrees, and writes what the page is made of. Nothing is timed here."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.bench import __main__ as bench
+from scripts.bench import in_turns
+from scripts.bench.pytorch import gpu_mfu
+
+TINY = ["--tiny", "--rounds", "1"]
+NEEDS_TORCH = [
+    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch (extra torch) is not installed"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),  # its compiler's own
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("layers", [*TINY, "--model", "lm"]),
+        ("attention", TINY),
+        ("cross_entropy", TINY),
+        ("devices", TINY),
+        ("generate", [*TINY, "--models", "lm-tiny"]),
+        ("preset_cost", TINY),
+        ("start", TINY),
+        pytest.param("torch_step", [*TINY, "--model", "lm"], marks=NEEDS_TORCH),
+        pytest.param("torch_parts", [*TINY, "--model", "lm"], marks=NEEDS_TORCH),
+    ],
+)
+def test_benchmark_runs_and_its_page_is_made(name: str, words: list[str], tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / f"{name}.json"
+    assert importlib.import_module(f"scripts.bench.{bench.MODULES[name]}").main([*words, "--json", str(out)]) == 0
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert printed == json.loads(out.read_text())
+    assert printed["benchmark"] == name
+    assert all(ratio > 0 for result in printed["results"] for ratio in result["ratio"].values())
+    text = bench.page(bench.PAGE.read_text(), tmp_path)
+    assert f"python -m scripts.bench.{bench.MODULES[name]}" in text
+    assert bench.table(bench.rows_of(printed["results"])) in text
+
+
+def test_turns_alternate_and_the_first_step_of_a_turn_does_not_count() -> None:
+    order: list[str] = []
+    found = in_turns.in_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 2, steps_per_turn=1)
+    assert "".join(order) == "ab" + "aabb" + "bbaa"
+    assert {name: len(times) for name, times in found.items()} == {"a": 2, "b": 2}
+    assert in_turns.compared({"a": [1.0, 3.0, 2.0], "b": [2.0, 2.0, 2.0]}, "a")["ratio"] == {"b": 1.0}
+
+
+def test_the_committed_page_is_what_its_files_give() -> None:
+    text = bench.PAGE.read_text()
+    assert bench.page(text, bench.FOLDER) == text
+
+
+def test_the_best_point_of_both_sides_counts() -> None:
+    points: list[dict[str, Any]] = [
+        {"model": "gpt2", "side": "mupax", "batch_size": 1, "flops_per_s": 2.0},
+        {"model": "gpt2", "side": "mupax", "batch_size": 2, "flops_per_s": 6.0},
+        {"model": "gpt2", "side": "mupax", "batch_size": 4, "failed": "out of memory"},
+        {"model": "gpt2", "side": "torch", "batch_size": 2, "flops_per_s": 4.0},
+        {"model": "vit-s16", "side": "torch", "batch_size": 2, "failed": ""},
+    ]
+    rows = gpu_mfu.summary(points)["best"]
+    assert rows["gpt2"]["mupax"]["batch_size"] == 2
+    assert rows["gpt2"]["ratio"] == 1.5
+    assert "vit-s16" not in rows
+
+
+def test_a_gpu_point_runs_here(capsys: Any) -> None:
+    words = ["--point", "mupax", "--models", "vit-s16", "--batch", "2", "--variant", '{"layers": "scan"}', "--tiny"]
+    assert gpu_mfu.main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["units_per_s"] > 0
+    assert found["mfu"] is None  # an unknown device has no peak

@@ -1,0 +1,150 @@
+"""The coordinate check catches one wrong rule per role and column; the whole suite's committed page is what its rows say."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from mupax.train.studies.check import check
+from scripts.check import mutation_report, mutations
+from scripts.check.mutants import COLUMNS, Mutant
+from scripts.check.mutation_report import smallest
+from scripts.check.mutation_suite import STUDIES, Outcome, Suite
+from tests.train.studies.check.optimized import optimized
+
+DECODER_EPS = STUDIES[2]
+QUERY_KEY = ("block.query", "block.key")
+DOUBLINGS, SEEDS, MORE_SEEDS = (0, 2), 3, 8
+"""The committed page has four sizes. The slope over three is that of the first and the last; eps of a ViT and of a tied table need more
+seeds there, which the programs take as they are."""
+
+
+@functools.cache
+def suite(index: int) -> Suite:
+    """Each study compiles once, and its control holds: the right rule passes."""
+    made = Suite(STUDIES[index], DOUBLINGS)
+    optimized(made.series)
+    assert all(check.passes(made.right(seeds)) for seeds in ((SEEDS, MORE_SEEDS) if index in (1, 5) else (SEEDS,)))
+    return made
+
+
+MISSED = {
+    # Its gradient falls as m^-0.25 under the right rule too while the base's logits, of order one, shrink: 0.25 is inside.
+    (DECODER_EPS.name, "norm_gain", "eps"),
+}
+"""Seen from m^1/2 on instead of m^1/4."""
+
+
+def goal(group: str) -> float:
+    return 0.5 if group in QUERY_KEY else 0.25
+
+
+def seeds(column: str) -> int:
+    """Of a ViT and of a tied table."""
+    return MORE_SEEDS if column == "eps" else SEEDS
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize(
+    "group",
+    ["token_embedding", "block.query", "block.key", "block.value", "block.attention_out", "block.mlp_in", "block.mlp_out",
+     "block.norm_gain", "norm_gain", "readout"],
+)  # fmt: skip
+def test_one_mutant_per_role_and_column_is_caught(group, column):
+    outcome = suite(0).run(Mutant(group, column, goal(group)), SEEDS)
+    assert outcome.by is not None
+    # So small an eps changes nothing but its own line.
+    assert outcome.trains_alike == (column == "eps")
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize("group", ["patch_embedding", "position", "block.value.bias", "readout.bias"])
+def test_one_mutant_per_role_that_only_a_vit_has(group, column):
+    outcome = suite(1).run(Mutant(group, column, goal(group)), seeds(column))
+    assert outcome.same_numbers == (column == "init_std" and "bias" in group)
+    assert (outcome.by is None) == outcome.same_numbers
+    assert outcome.trains_alike == (outcome.same_numbers or column == "eps")
+
+
+@pytest.mark.parametrize(
+    ("group", "column"),
+    [("readout", "multiplier"), *(("token_embedding", column) for column in COLUMNS)],
+)
+@pytest.mark.parametrize("exponent", [0.25, -0.25])
+def test_a_wrong_tied_readout_or_table_is_caught(group, column, exponent):
+    outcome = suite(5).run(Mutant(group, column, exponent), seeds(column))
+    assert outcome.by is not None
+    assert outcome.trains_alike == (column == "eps")
+
+
+@pytest.mark.core
+def test_a_tied_readout_has_a_multiplier_and_no_other_column_to_get_wrong():
+    mutants = {(mutant.group, mutant.column) for mutant in Suite(STUDIES[5]).mutants()}
+    assert mutants == {("readout", "multiplier"), *(("token_embedding", column) for column in COLUMNS)}
+
+
+@pytest.mark.parametrize("group", ["block.key", "block.mlp_out", "readout"])
+def test_a_wrong_eps_is_a_wrong_rate_where_eps_is_above_the_gradients(group):
+    outcome = suite(2).run(Mutant(group, "eps", goal(group)), SEEDS)
+    assert not outcome.trains_alike
+    assert outcome.by is not None
+    assert outcome.by.startswith(("movement", "update", "change"))
+
+
+@pytest.mark.core
+def test_the_smallest_error_is_of_either_sign_and_so_is_every_larger_one():
+    def outcomes(**caught: bool) -> list[Outcome]:
+        signs = {"a": 0.25, "b": -0.25, "c": 0.5, "d": -0.5, "e": 1.0, "f": -1.0}
+        return [
+            Outcome("g", "lr", e, change=1.0, by="x" if caught.get(name, True) else None) for name, e in signs.items()
+        ]
+
+    assert smallest(outcomes()) == 0.25
+    assert smallest(outcomes(b=False)) == 0.5
+    assert smallest(outcomes(c=False)) == 1.0
+    assert smallest(outcomes(e=False)) is None
+    assert smallest(outcomes(), by_activations=True) is None
+
+
+@pytest.mark.core
+def test_the_page_counts_misses_and_says_why_others_are_none():
+    page = mutation_report.markdown(
+        {
+            "study": [
+                Outcome("a", "lr", 0.5, change=2.0, by="movement/a @1", by_activations="logits @0"),
+                Outcome("a", "lr", -0.5, change=2.0),
+                Outcome("b.bias", "init_std", 0.5, same_numbers=True),
+                Outcome("a", "eps", 0.5, change=0.0, by="gradient/a @0"),
+            ]
+        },
+        "the command",
+    )
+    assert "Of 4 mutants 2 change training, and the check catches **1** of those (50.0 %); 1 (50.0 %)" in page
+    assert (
+        "- study: `a` lr x m^-0.5, which moves some activation by a factor of 2^2. The right rule itself strays" in page
+    )
+    assert "bitwise the same numbers, a bias starts at zero whatever its std (1 mutants: `b.bias`)" in page
+    assert "| study | eps |  |  | 1, 1 seen |" in page
+
+
+def test_the_committed_page_is_complete_and_is_what_its_rows_say():
+    found = mutations.outcomes()
+    for study in STUDIES:
+        names = {f"{study.name}: {mutant}" for mutant in Suite(study).mutants()}
+        assert names == {f"{study.name}: {one.group} {one.column} x m^{one.exponent:g}" for one in found[study.name]}
+    assert mutation_report.markdown(found, mutations.COMMAND) == mutations.PAGE.read_text()
+
+
+@pytest.mark.core
+def test_the_goal_is_met_but_where_the_page_says_so():
+    """An error of m^1/2 in any role, of m^1/4 in any but query and key."""
+    missed = set()
+    for study, own in mutations.outcomes().items():
+        for group, column in {(one.group, one.column) for one in own}:
+            mine = [one for one in own if (one.group, one.column) == (group, column)]
+            assert any(abs(one.exponent) == 0.5 for one in mine)
+            tried = min(abs(one.exponent) for one in mine)
+            if not all(one.trains_alike for one in mine) and (smallest(mine) or 9) > max(goal(group), tried):
+                missed.add((study, group, column))
+    assert missed <= MISSED

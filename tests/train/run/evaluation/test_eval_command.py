@@ -1,0 +1,255 @@
+"""`python -m train eval` and `generate` on real runs: the run's own numbers, any step, other data, and what they refuse."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Library
+from tokenizers import models, pre_tokenizers, processors
+
+from mupax.train.__main__ import main
+from mupax.train.checkpoints import saved_run
+from mupax.train.data.text.tokenizer import Bytes, Subwords
+from mupax.train.run.report import metrics
+from mupax.zoo.__main__ import main as zoo
+from tests.fixtures.programs import shared_programs
+
+__all__ = ["shared_programs"]  # a fixture
+
+WORDS = ("def", "return", "import", "class", "self", "value", "lambda", "yield", "while", "None")
+LM = (
+    "lm-tiny --data.name text:text.txt --model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 16 "
+    "--data.batch-size 16 --data.eval-batch-size 64 --data.eval-examples 100 --optimizer.warmup-steps 2 --steps 4 "
+    "--log.eval-every-steps 2 --checkpoint.every-steps 2 --log.no-tensorboard --ema.decay 0.5 --workdir lm"
+)
+VIT = (
+    "vit-digits --model.width 16 --model.depth 1 --model.num-heads 2 --data.batch-size 16 --data.eval-batch-size 512 "
+    "--optimizer.warmup-steps 1 --steps 2 --log.no-tensorboard --log.no-samples --workdir vit"
+)
+
+
+def run(*words: str, stdin: str = "") -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stdin", io.StringIO(stdin))
+        code = main(list(words))
+    return code, out.getvalue(), err.getvalue()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A folder with a run of a language model that keeps an average, one of a ViT, and two texts."""
+    path, choose = tmp_path_factory.mktemp("use"), random.Random(0)
+    for name in ("text", "other"):
+        (path / f"{name}.txt").write_text("\n".join(" ".join(choose.choices(WORDS, k=9)) for _ in range(600)))
+    with pytest.MonkeyPatch.context() as patch, contextlib.chdir(path):
+        patch.setenv("MUPAX_DATA", str(path / "cache"))
+        for words in (LM, VIT):
+            code, _, err = run(*words.split())
+            assert (code, err) == (0, "")
+        yield path
+
+
+def evaluated(*words: str) -> tuple[dict[str, Any], str]:
+    code, out, err = run("eval", *words, "--json", "found.json")
+    assert (code, err) == (0, "")
+    return json.loads(Path("found.json").read_text()), out
+
+
+def rows(workdir: str) -> dict[int, dict[str, Any]]:
+    return {row["step"]: row for row in metrics.read(Path(workdir) / metrics.FILE_NAME) if "eval_loss" in row}
+
+
+# Evaluation
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_the_numbers_are_those_of_the_run_at_that_step(step: int) -> None:
+    found, out = evaluated("lm", "--step", str(step))
+    assert (found["loss"], found["accuracy"]) == (rows("lm")[step]["eval_loss"], rows("lm")[step]["eval_accuracy"])
+    assert (found["step"], found["weights"], found["data_of_the_run"]) == (step, "ema", True)
+    assert found["perplexity"] == pytest.approx(np.exp(found["loss"]))
+    assert found["bits_per_byte"] == pytest.approx(found["loss"] / np.log(2))
+    assert (found["examples"], found["targets"]) == (100, 1600)
+    assert f"{found['loss']:.4f} nats" in out
+    assert "moving average" in out
+
+
+def test_the_newest_step_is_meant_and_a_step_may_be_named_by_its_folder() -> None:
+    newest, _ = evaluated("lm")
+    named, _ = evaluated("lm/checkpoints/4")
+    assert newest["step"] == named["step"] == 4
+    assert newest["loss"] == named["loss"]
+
+
+def test_the_parameters_themselves_have_other_numbers() -> None:
+    found, out = evaluated("lm", "--no-ema", "--mesh.data", "4", "--mesh.fsdp", "2")
+    assert found["weights"] == "params"
+    assert abs(found["loss"] - rows("lm")[4]["eval_loss"]) > 1e-4
+    assert "moving average" not in out
+
+
+def test_images_are_evaluated_too() -> None:
+    found, _ = evaluated("vit")
+    assert (found["loss"], found["accuracy"]) == (rows("vit")[2]["eval_loss"], rows("vit")[2]["eval_accuracy"])
+    assert "bits_per_byte" not in found
+
+
+def test_other_data_is_named_as_such() -> None:
+    found, out = evaluated("lm", "--data.name", "text:other.txt", "--data.eval-examples", "64")
+    assert (found["data_of_the_run"], found["examples"]) == (False, 64)
+    assert "other data than the run's" in out
+
+
+# Generation
+
+
+def test_a_text_continues_its_prompt_from_the_command_line_or_stdin() -> None:
+    code, out, err = run("generate", "lm", "--prompt", "def ", "--tokens", "40", "--seed", "3")
+    assert code == 0
+    assert out.startswith("def ")
+    assert err.startswith("step 4 of lm, its moving average: 40 tokens in ")
+    again = run("generate", "lm", "--prompt", "-", "--tokens", "40", "--seed", "3", stdin="def \n")[1]
+    assert again == out
+
+
+def test_several_samples_are_told_apart() -> None:
+    words = [
+        "generate",
+        "lm",
+        "--prompt",
+        "self",
+        "--tokens",
+        "12",
+        "--temperature",
+        "1",
+        "--top-k",
+        "20",
+        "--top-p",
+        "0.9",
+    ]
+    _, one, _ = run(*words)
+    code, out, err = run(*words, "--samples", "2")
+    assert code == 0
+    assert "24 tokens" in err
+    first, second = out.split("--- sample ")[1:]
+    assert first == f"1\n{one}"
+    assert second.startswith("2\nself")
+    assert first[2:] != second[2:]
+
+
+def test_nothing_to_continue_begins_a_document() -> None:
+    code, out, err = run("generate", "lm", "--prompt", "", "--tokens", "5", "--step", "2", "--no-ema")
+    assert code == 0
+    assert 1 < len(out) <= 6
+    assert err.startswith("step 2 of lm, its parameters: 5 tokens in ")
+
+
+# What they refuse
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("eval nothing", "nothing holds no run"),
+        ("eval lm --step 3", "lm has no checkpoint of step 3; there are 2, 4"),
+        ("eval lm/checkpoints/2 --step 4", "is step 2, and --step says 4; leave one of them out"),
+        ("eval vit --ema", "kept no moving average (ema.decay is None); leave --ema out"),
+        ("eval lm --optimizer.peak-lr 1", "eval does not read --optimizer.peak-lr; it takes --step, --ema, --json"),
+        ("eval lm --data.nam x", "no flag is named --data.nam; did you mean --data.name"),
+        ("eval lm --data.name text:none.txt", "none.txt"),
+        ("eval lm --mesh.data 3", "the mesh needs 3 devices"),
+        ("generate nothing --prompt a", "nothing holds no run"),
+        ("generate vit --prompt a", "vit holds a vit; only decoders and encoder-decoders write text"),
+        ("generate lm --prompt a --step 9", "lm has no checkpoint of step 9; there are 2, 4"),
+        ("generate lm --prompt a --top-p 2", "top-p is 2.0; write a probability above 0 and up to 1"),
+        ("generate lm --prompt a --temperature -1", "temperature is -1.0"),
+        ("generate lm --prompt a --samples 0", "--samples is 0; write a whole number of at least 1"),
+    ],
+)
+def test_bad_input_is_one_clear_message(words: str, said: str) -> None:
+    code, _, err = run(*words.split())
+    assert code == 2
+    assert said in err
+    assert len(err.splitlines()) <= 10
+
+
+def test_a_damaged_checkpoint_is_not_evaluated() -> None:
+    shutil.copytree("lm", "broken")
+    file = max(Path("broken/checkpoints/4").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    code, _, err = run("eval", "broken")
+    assert code == 2
+    assert "checkpoint 4 of" in err
+    assert "is damaged" in err
+    assert "give another with --step" in err
+    assert evaluated("broken", "--step", "2")[0]["step"] == 2
+
+
+def test_a_run_without_its_tokenizer_is_refused() -> None:
+    shutil.copytree("lm", "moved")
+    record = json.loads(Path("moved/config.json").read_text())
+    record["data"]["tokenizer"] = "tokenizer-0123456789abcdef"
+    Path("moved/config.json").write_text(json.dumps(record))
+    for words in (("generate", "moved", "--prompt", "a"), ("eval", "moved")):
+        code, _, err = run(*words)
+        assert code == 2
+        assert "tokenizer-0123456789abcdef" in err
+    shutil.rmtree("moved/checkpoints")
+    with pytest.raises(ValueError, match="has no checkpoint yet"):
+        saved_run.find(Path("moved"))
+
+
+def test_weights_alone_write_and_are_evaluated_as_their_run() -> None:
+    assert zoo(["export", "lm", "--out", "exported"]) == 0
+    assert zoo(["import", "exported", "--out", "imported", "--preset", "mup", "--base", "lm-proxy"]) == 0
+    asked = ["--prompt", "def ", "--tokens", "8", "--temperature", "0"]
+    code, text, _ = run("generate", "lm", "--no-ema", *asked)
+    numbers, _ = evaluated("lm", "--no-ema")
+    other = ["--data.name", "text:text.txt", "--data.tokenizer", "bytes", "--data.eval-examples", "100"]
+    for name in ("exported", "imported"):
+        assert run("generate", name, *asked, "--data.tokenizer", "bytes")[:2] == (code, text) != (0, "def \n")
+        found, table = evaluated(name, *other)
+        assert found["loss"] == pytest.approx(numbers["loss"], abs=1e-5)
+        assert found["step"] is None
+        assert table.startswith(f"{name} on text:text.txt\n")
+    wrong = {
+        "generate exported --prompt a": "no tokenizer at exported/tokenizer.json; write data.tokenizer as bytes",
+        "generate exported --prompt a --step 3": "holds weights, and no run with steps",
+        "generate lm --prompt a --data.tokenizer bytes": "for weights alone, and the run in lm has its own",
+        "eval exported": "holds weights, which have no data of their own; add --data.name text:PATH",
+        "eval exported --data.name text:text.txt": "no tokenizer at exported/tokenizer.json",
+        "noise exported": "exported",
+    }
+    for words, message in wrong.items():
+        code, out, err = run(*words.split())
+        assert (code, out, message in err) == (2, "", True), err
+
+    tokens = {"<unk>": 0, "<s>": 1, "</s>": 2, "def": 3, "self": 4}
+    library = Library(models.WordLevel(tokens, unk_token="<unk>"))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    library.add_special_tokens(["<s>", "</s>"])
+    library.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    library.save("exported/tokenizer.json")
+    opened = Subwords(Path("exported/tokenizer.json"))
+    assert (opened.start.tolist(), opened.separator, Bytes().start.tolist()) == ([1], 2, [])
+    code, text, _ = run("generate", "exported", "--prompt", "def self", "--tokens", "3")
+    assert code == 0
+    assert text.startswith("def self")
+    library.add_tokens([f"w{i}" for i in range(301)])
+    library.save("exported/tokenizer.json")
+    code, out, err = run("generate", "exported", "--prompt", "w299", "--tokens", "3")
+    assert (code, out) == (2, "")
+    assert "the prompt has the token 304, and the model knows those below 256" in err

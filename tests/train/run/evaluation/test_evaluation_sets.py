@@ -1,0 +1,130 @@
+"""A run that is evaluated on further sets by name: their numbers, in one compiled program, and sets that do not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mupax.train.config.recipes import RECIPES
+from mupax.train.core.program import Program
+from mupax.train.data import DataError, named_sets
+from mupax.train.run.report import metrics
+from mupax.train.run.report.mirrors import _scalars
+from tests.fixtures.programs import shared_programs
+from tests.train.checkpoints.test_checkpointer import Done, folder, train, untrained, write_text
+from tests.train.run.evaluation.test_eval_command import run
+
+__all__ = ["folder", "shared_programs", "untrained"]  # fixtures
+
+WORDS = ("--log.eval-every-steps", "2", "--steps", "3", "--ema.decay", "0.5")
+
+
+@pytest.fixture(scope="module")
+def sets(folder: Path) -> Done:
+    """A run on a text, evaluated on two others as well, of which one is its own."""
+    write_text(Path("other.txt"), 1)
+    compiled, compile_eval = [], Program.compile_eval
+
+    def counted(self: Program, *arguments: Any) -> Any:
+        compiled.append(self.config)
+        return compile_eval(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Program, "compile_eval", counted)
+        done = train("--workdir", "sets", *WORDS, "--data.evaluate", "own=text:text.txt", "my_other=text:other.txt")
+    assert done.code == 0, done.err
+    assert len(compiled) == 1, "one program evaluates all sets, and a compiled one takes no other shapes"
+    return done
+
+
+def evaluations(workdir: str) -> list[dict[str, Any]]:
+    return [row for row in metrics.read(Path(workdir) / "metrics.jsonl") if "eval_loss" in row]
+
+
+def test_every_set_has_its_numbers_in_the_row_of_an_evaluation(sets: Done) -> None:
+    found = evaluations("sets")
+    assert [row["step"] for row in found] == [2, 3]
+    for row in found:
+        assert (row["eval/own/loss"], row["eval/own/accuracy"]) == (row["eval_loss"], row["eval_accuracy"])
+        assert row["eval/my_other/loss"] != row["eval_loss"], "control: another text has other numbers"
+    tags = _scalars(found[0])
+    assert {"eval/loss", "eval/own/loss", "eval/my_other/accuracy"} <= tags.keys()
+    assert "  on my_other" in sets.out
+    assert "nats/byte, accuracy" in sets.out
+    recorded = json.loads(Path("sets/config.json").read_text())["data"]["sets"]
+    assert recorded["my_other"]["digest"] != recorded["own"]["digest"]
+
+
+def test_eval_has_the_same_numbers_of_the_run_s_sets_and_of_others(sets: Done) -> None:
+    code, out, err = run("eval", "sets", "--json", "found.json")
+    assert (code, err) == (0, "")
+    row, found = evaluations("sets")[-1], json.loads(Path("found.json").read_text())
+    for name in ("own", "my_other"):
+        assert found["sets"][name]["loss"] == row[f"eval/{name}/loss"]
+        assert found["sets"][name]["accuracy"] == row[f"eval/{name}/accuracy"]
+    assert "text:other.txt" in out
+    assert run("eval", "sets", "--data.name", "text:other.txt", "--data.evaluate", "--json", "other.json")[0] == 0
+    other = json.loads(Path("other.json").read_text())
+    assert other["loss"] == row["eval/my_other/loss"]
+    assert "sets" not in other
+
+
+def test_a_set_with_other_contents_than_before_is_said(sets: Done, untrained: list) -> None:
+    content = Path("other.txt").read_text()
+    Path("other.txt").write_text(content + "\nmore of it")
+    words = ("--workdir", "sets", "--data.evaluate", "own=text:text.txt", "my_other=text:other.txt", "--resume")
+    done = train(*words, *WORDS)
+    Path("other.txt").write_text(content)
+    assert done.code == 0, done.err
+    assert "caution: the evaluation set my_other holds other data than before" in done.out
+    assert "evaluation set own" not in done.out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("code", "data.evaluate code is not NAME=SOURCE; write it as code=text:src"),
+        ("=text:x", "data.evaluate =text:x is not NAME=SOURCE"),
+        ("a=text:x a=text:y", "data.evaluate has two sets named a"),
+        ("a=digits", "data.evaluate a=digits is images and the model, a decoder, reads tokens"),
+        ("a=text:nowhere", "data.evaluate a: no file or folder nowhere"),
+        ("a=mix", "data.evaluate a=mix is a mixture"),
+        ("a=s3://x", "data.evaluate a is s3://x"),
+        ("a=text:ids.npy", "data.evaluate a: "),
+    ],
+)
+def test_sets_that_do_not_fit_are_refused_before_anything_is_compiled(
+    words: str, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    np.save("ids.npy", np.arange(2000, dtype=np.uint16))
+    monkeypatch.setattr(Program, "compile_train", lambda *_: pytest.fail("compiled"))
+    done = train("--workdir", str(tmp_path / "run"), *WORDS, "--data.evaluate", *words.split())
+    assert done.code == 2
+    assert message in " ".join(done.err.split())
+
+
+def test_classes_that_are_not_the_run_s_are_refused(tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        for number in range(2):
+            Image.new("L", (8, 8), 9 * number).save(tmp_path / name / f"{number}.png")
+    recipe = RECIPES["vit-digits"]()
+    data = dataclasses.replace(recipe.data, evaluate=(f"pets=images:{tmp_path}",))
+    digits: Any = SimpleNamespace(class_names=[*"0123456789"], facts={}, tokenizer=None)
+    with pytest.raises(DataError, match=r"data\.evaluate pets: its classes are cat, dog, and those of the run 0, 1, 2"):
+        named_sets.load("pets", dataclasses.replace(recipe, data=data), digits)
+
+
+def test_points_of_a_sweep_have_no_further_sets(folder: Path, tmp_path: Path) -> None:
+    words = ("sweep", "lm-tiny", "--lr", "0.01", "--data.name", "text:text.txt", "--out", str(tmp_path / "out"))
+    for flags in (["--data.evaluate", "own=text:text.txt"], ["--log.eval-every-steps", "2", "--stop.patience", "2"]):
+        code, _, err = run(*words, *flags)
+        assert code == 2
+        assert f"{flags[-2][2:].replace('-', '_')} is of a run by itself" in err

@@ -1,0 +1,224 @@
+"""The best checkpoints by an evaluation stay beside the newest, are found again after kills, and any that stayed can be gone back to."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mupax.train.checkpoints import saved_run, selection
+from mupax.train.checkpoints.workdir import WorkdirError
+from mupax.train.reuse import source
+from mupax.train.reuse.outline import opened
+from mupax.train.run import evaluate, loop
+from mupax.train.run.restart import supervisor
+from tests.fixtures.programs import shared_programs
+from tests.train.checkpoints.test_checkpointer import Done, checkpoints, folder, rows, train, untrained
+
+__all__ = ["folder", "shared_programs", "untrained"]  # fixtures
+
+LAST = 5
+LOSSES = {1: 5.0, 2: 3.0, 3: math.nan, 4: 3.0, 5: 6.0}
+"""Of step 4 as good as of step 2, and later; of step 3 none."""
+BEST = (
+    "--log.eval-every-steps",
+    "1",
+    "--checkpoint.every-steps",
+    "100",
+    "--checkpoint.keep",
+    "1",
+    "--steps",
+    str(LAST),
+    "--checkpoint.keep-best",
+    "2",
+)
+
+
+def scripted(patch: pytest.MonkeyPatch, losses: dict[int, float]) -> list[int]:
+    """Evaluations measure these losses, whatever the model does; gives the steps of those that were done."""
+    steps: list[int] = []
+    evaluation = evaluate.evaluation
+
+    def at(session: Any, report: Any, state: Any, step: int) -> None:
+        steps.append(step)
+        evaluation(session, report, state, step)
+
+    def measured(*_: Any, **__: Any) -> evaluate.Scores:
+        return evaluate.Scores(losses[steps[-1]], 0.5 if steps[-1] == 4 else 0.25, 1)
+
+    patch.setattr("mupax.train.run.loop.evaluation", at)
+    patch.setattr(evaluate, "evaluate", measured)
+    patch.setattr("mupax.train.run.loop.finish.leave", lambda *_: None)
+    return steps
+
+
+@pytest.fixture(scope="module")
+def kept(folder: Path) -> Done:
+    """A run whose best two checkpoints are those of steps 2 and 4."""
+    bests, prune = [], selection.CheckpointFolder.prune
+
+    def watched(self: Any) -> None:
+        bests.extend(selection.ranked(self.folder, "eval_loss")[:1])
+        prune(self)
+        bests.extend(selection.ranked(self.folder, "eval_loss")[:1])
+
+    with pytest.MonkeyPatch.context() as patch:
+        scripted(patch, LOSSES)
+        patch.setattr(selection.CheckpointFolder, "prune", watched)
+        done = train("--workdir", "kept", *BEST)
+    assert done.code == 0, done.err
+    # Whenever a kill comes: what is better has its evaluation on disk before anything is deleted.
+    assert list(dict.fromkeys(bests)) == [1, 2]
+    return done
+
+
+def test_the_best_checkpoints_stay_beside_the_newest(kept: Done) -> None:
+    assert checkpoints("kept") == [2, 4, LAST]
+    assert selection.ranked(Path("kept/checkpoints"), "eval_loss") == [2, 4, LAST], "of equal ones the first"
+    assert selection.ranked(Path("kept/checkpoints"), "eval_accuracy") == [4, 2, LAST]
+
+
+def test_control_without_it_the_newest_alone_stay(kept: Done, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(monkeypatch, LOSSES)
+    assert train("--workdir", "newest", *BEST[:-2]).code == 0
+    assert checkpoints("newest") == [LAST]
+    assert not list(Path("newest").rglob(selection.FILE))
+    with pytest.raises(WorkdirError, match=f"no checkpoint with a finite eval_loss.*There are the steps {LAST}"):
+        saved_run.find(Path("newest"), "best")
+
+
+def test_the_highest_accuracy_is_the_best(kept: Done, untrained: list, tmp_path: Path) -> None:
+    shutil.copytree("kept", tmp_path / "run")
+    words = (
+        *BEST[:-1],
+        "1",
+        "--checkpoint.best-metric",
+        "eval_accuracy",
+        "--workdir",
+        str(tmp_path / "run"),
+        "--resume",
+    )
+    assert train(*words).code == 0
+    assert checkpoints(tmp_path / "run") == [4, LAST]
+    assert saved_run.find(tmp_path / "run", "best").step == 4
+
+
+def test_the_best_is_named_wherever_a_step_is(kept: Done) -> None:
+    best = Path("kept/checkpoints/best")
+    assert saved_run.find(Path("kept"), "best").step == saved_run.find(best).step == 2
+    assert source.located(best) == Path("kept/checkpoints/2").absolute()
+    assert opened(best)[0::2] == (Path("kept"), "best")
+    assert source.read(best).preset["step"] == source.read(Path("kept"), "best").preset["step"] == 2
+    with pytest.raises(WorkdirError, match="is step best, and --step says 4"):
+        saved_run.find(best, 4)
+
+
+@pytest.mark.parametrize("lost", [None, "kill", "damage"])
+def test_what_is_best_is_read_from_what_is_saved(lost: str | None, kept: Done, untrained: list, tmp_path: Path) -> None:
+    """A kill before an evaluation was kept in its checkpoint, or a damaged file, takes no checkpoint from the best."""
+    copy = tmp_path / "run"
+    shutil.copytree("kept", copy)
+    file = copy / "checkpoints" / "2" / selection.FILE
+    before = file.read_text()
+    if lost == "kill":
+        file.unlink()
+    elif lost == "damage":
+        file.write_text(before.replace("3.0", "9.0"))
+    assert selection.ranked(copy / "checkpoints", "eval_loss")[0] == (2 if lost is None else 4)
+    assert train("--workdir", str(copy), *BEST, "--resume").code == 0
+    assert untrained == [(LAST, LAST)]
+    assert file.read_text() == before
+    assert checkpoints(copy) == [2, 4, LAST]
+
+
+# Going back
+
+
+def test_a_run_goes_on_from_any_step_and_what_came_after_is_a_run_of_its_own(
+    kept: Done, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree("kept", copy)
+    before = rows(copy)
+    scripted(monkeypatch, LOSSES)
+    done = train("--workdir", str(copy), *BEST, "--resume", "--resume-from", "best")
+    assert done.code == 0, done.err
+    assert f"resuming lm-tiny at step 2 of {LAST}" in done.out
+    assert f"set aside as a run of its own in branches/{LAST}: steps 4, {LAST}" in done.out
+    assert str(rows(copy)) == str(before), "bitwise the same steps again"
+    assert checkpoints(copy) == [2, 4, LAST]
+    branch = copy / "branches" / str(LAST)
+    assert (checkpoints(branch), str(rows(branch))) == ([4, LAST], str(before))
+    assert saved_run.find(branch).verified()
+    assert saved_run.find(branch, "best").step == 4
+    run = [json.loads((path / "config.json").read_text())["run"] for path in (copy, branch)]
+    assert run[0] == run[1]
+
+    monkeypatch.setattr(loop, "train_with_rollbacks", lambda session, position: position.state)
+    again = train("--workdir", str(copy), *BEST, "--resume", "--resume-from", "4")
+    assert again.code == 0, again.err
+    assert sorted(path.name for path in (copy / "branches").iterdir()) == [str(LAST), f"{LAST}.1"]
+    assert checkpoints(copy) == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("flags", "harm", "message"),
+    [
+        ("--resume-from 3", None, "has no checkpoint of step 3; there are 2, 4, 5"),
+        ("--resume-from 2", "2", "checkpoint 2 is damaged"),
+        ("--resume-from 2 --steps 1", None, "the run has done 2 steps and --steps is 1"),
+    ],
+)
+def test_a_step_that_cannot_be_gone_back_to_changes_nothing(
+    flags: str, harm: str | None, message: str, kept: Done, untrained: list, tmp_path: Path
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree("kept", copy)
+    if harm:
+        data = max((path for path in (copy / "checkpoints" / harm).rglob("d/*")), key=lambda path: path.stat().st_size)
+        data.write_bytes(b"\0" * data.stat().st_size)
+    done = train("--workdir", str(copy), *BEST, "--resume", *flags.split())
+    assert done.code == 2
+    assert message in done.err
+    assert checkpoints(copy) == [2, 4, LAST]
+    assert not untrained
+    assert not (copy / "branches").exists()
+
+
+def test_a_run_that_is_started_again_does_not_go_back_again() -> None:
+    words = ["lm-tiny", "--resume", "--resume-from", "4", "--steps", "8"]
+    assert supervisor._without(words, "--resume-from") == ["lm-tiny", "--resume", "--steps", "8"]
+    assert supervisor._without(["--resume-from=4", "--seed", "4"], "--resume-from") == ["--seed", "4"]
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--checkpoint.keep-best 0", "checkpoint.keep_best is 0; write a number of at least 1"),
+        ("--checkpoint.keep-best -1", "checkpoint.keep_best is -1; write a number of at least 1"),
+        ("--checkpoint.keep-best 1 --log.eval-every-steps None", "checkpoint.keep_best 1 goes by evaluations"),
+        ("--checkpoint.best-metric eval_accuracy", "add --checkpoint.keep-best 1"),
+        ("--checkpoint.keep-best 1 --checkpoint.best-metric eval_los", "did you mean eval_loss?"),
+        (
+            "--checkpoint.keep-best 1 --checkpoint.best-metric eval/cod/loss --data.evaluate code=text:text.txt",
+            "did you mean eval/code/loss?",
+        ),
+        ("--resume-from 2", "--resume-from 2 is for a run that goes on; add --resume"),
+        ("--resume --resume-from 0", "resume_from is 0; write a number of at least 1"),
+        ("--resume --resume-from best", "has no checkpoint yet"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    flags: str, message: str, folder: Path, untrained: list, tmp_path: Path
+) -> None:
+    done = train("--workdir", str(tmp_path / "run"), "--log.eval-every-steps", "1", *flags.split())
+    assert done.code == 2
+    assert message in " ".join(done.err.split())
+    assert not untrained
