@@ -12,6 +12,7 @@ import difflib
 import inspect
 import io
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Protocol, TypeVar, get_type_hints
@@ -44,8 +45,10 @@ Repeated = Annotated[tuple[str, ...], conf.UseAppendAction]
 BOX = "│╭╮╰╯─ "
 """What tyro draws around its messages."""
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
+_DESCRIPTION = "(description)"
+"""Stands in tyro's help where ours goes."""
 MISSING = re.compile(r"^[│| ] {5}(\S.*?) *[│|]?$", re.MULTILINE)
-"""A flag or word that tyro lists as missing; its help stands further right."""
+"""A flag or word that tyro lists as missing or unread; its help stands further right."""
 
 
 def _choices(match: re.Match[str]) -> str:
@@ -107,28 +110,61 @@ def parse_known(
         UsageError: a flag that is missing, or a value of the wrong kind.
         MupaxError: of the command's own, where values do not fit together.
     """
-    message = io.StringIO()
+    message, helptext = io.StringIO(), _Held()
     start: dict[str, Any] = {} if default is None else {"default": default}
 
     def parsed(words: Sequence[str]) -> tuple[T, list[str]]:
         return tyro.cli(
             conf.AvoidSubcommands[command],  # pyright: ignore
             prog=terminal.spoken(prog),
-            description=terminal.spoken(description or inspect.getdoc(command) or ""),
+            description=_DESCRIPTION,  # tyro breaks it by the letter
             args=words,
             return_unknown_args=True,
             **start,
         )
 
     try:
-        with contextlib.redirect_stderr(message):
+        with contextlib.redirect_stderr(message), contextlib.redirect_stdout(helptext):
             result, rest = parsed(list(argv))
             # Beside an unknown word tyro 1.0 gives a positional that is left out the text "[]".
             return (parsed(_without(argv, rest))[0] if rest else result), rest
     except SystemExit as stop:
+        if stop.code == 0:
+            print(_help_text(helptext.getvalue(), description or inspect.getdoc(command) or ""), end="")
         if stop.code != 2:  # tyro's own; another is of a signal
             raise
         raise _own_error(stop) or UsageError(f"{_unboxed(message.getvalue())}\n{_help(prog)}") from None
+
+
+class _Held(io.StringIO):
+    """Text held back from standard output, of which tyro asks whether it is a terminal, and what it can draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream = sys.stdout
+
+    def isatty(self) -> bool:
+        return self.stream.isatty()
+
+    @property
+    def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return (self.stream.encoding or "ascii").lower()  # as tyro compares it
+
+
+def _help_text(text: str, description: str) -> str:
+    """tyro's help with its description wrapped between words, and commands as this process was started."""
+
+    def boxed(part: str) -> str:  # as wide as it was; every word may have its colour
+        if terminal.spoken(plain := COLOUR.sub("", part)) == plain:
+            return part
+        part, count = re.subn(rf"\bpython((?:{COLOUR.pattern})*) -m\b", r"mupax\1", part)
+        return part + " " * count * (len("python -m") - len("mupax"))
+
+    usage, *lines = ("│".join(map(boxed, line.split("│"))) for line in text.split("\n"))
+    plain = COLOUR.sub("", usage)
+    box = "\n".join([usage if len(plain) <= terminal.columns() else terminal.wrapped(plain), *lines])
+    paragraphs = [" ".join(paragraph.split()) for paragraph in terminal.spoken(description).split("\n\n")]
+    return box.replace(_DESCRIPTION, "\n\n".join(map(terminal.wrapped, paragraphs)))
 
 
 def _without(words: Sequence[str], rest: Sequence[str]) -> list[str]:
@@ -266,7 +302,9 @@ def _unboxed(text: str) -> str:
             continue
         paragraph.append(words)
     if paragraph and paragraph[0].startswith("Missing from"):
-        return f"this needs {' and '.join(MISSING.findall(COLOUR.sub('', text).partition('For full helptext')[0]))}"
+        missing, _, unread = COLOUR.sub("", text).partition("For full helptext")[0].partition("Unrecognized options")
+        rest = "".join(f"; nothing takes the word {word!r}" for word in MISSING.findall(unread))
+        return f"this needs {' and '.join(MISSING.findall(missing))}{rest}"
     message = " ".join(paragraph) or COLOUR.sub("", text).strip()
     for theirs, plain in PLAIN:
         message = re.sub(theirs, plain, message)

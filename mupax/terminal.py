@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 GAP = 2
 """Spaces between columns."""
+PROSE = 36
+"""Narrowest column of prose in a table."""
 MESSAGE_LINES = 10
 """Longest message for bad input."""
 UNBOUNDED = 1_000_000
@@ -33,17 +35,46 @@ _EXIT_S = 5.0
 """How long a process whose command is done may take to end: threads of a library may wait for a disk or a network."""
 _WORDS_S = 0.5
 """How long the last words of a process may take: its terminal may be stopped, or its pipe full."""
+_NO_BREAK = "\u00a0"
 _SHOW_CURSOR = b"\x1b[?25h"
 
 
-def columns() -> int:
-    """Width of the terminal that standard output is, or `UNBOUNDED` where it is none."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else UNBOUNDED
+def columns(stream: TextIO | None = None) -> int:
+    """Width of the terminal that a stream is (standard output unless given), or `UNBOUNDED` where it is none."""
+    return shutil.get_terminal_size().columns if (stream or sys.stdout).isatty() else UNBOUNDED
 
 
 def wrapped(line: str) -> str:
     """A line of prose, wrapped between words to `columns()`."""
     return "\n".join(_wrapped(line, columns()))
+
+
+def say(text: str) -> None:
+    """Print lines on standard output, `spoken`, and wrapped between words where that is a terminal."""
+    _say(text, sys.stdout)
+
+
+def note(text: str) -> None:
+    """Print lines on standard error as `say` does on standard output."""
+    _say(text, sys.stderr)
+
+
+def _say(text: str, stream: TextIO) -> None:
+    width = columns(stream)
+    lines = [part for line in spoken(text).split("\n") for part in _wrapped(line, width)]
+    print("\n".join(lines), file=stream, flush=True)
+
+
+def command(line: str) -> str:
+    """A command to copy, `spoken` and indented; where the terminal is narrower it goes on after a backslash, flag by flag."""
+    first, *flags = re.split(r" (?=--)", spoken(line))
+    lines = [first]
+    for flag in flags:
+        if len(lines[-1]) + len(flag) + 2 * GAP + 3 > columns():
+            lines.append(flag)
+        else:
+            lines[-1] += f" {flag}"
+    return textwrap.indent(" \\\n  ".join(lines), " " * GAP)
 
 
 def console() -> Console:
@@ -115,16 +146,16 @@ def entry_point(main: Callable[[list[str]], int]) -> EntryPoint:
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
         except MupaxError as error:
-            print("\n".join(spoken(f"error: {error}").splitlines()[:MESSAGE_LINES]), file=sys.stderr)
+            note("\n".join(f"error: {error}".splitlines()[:MESSAGE_LINES]))
             return 2
         except MupaxFailure as error:
-            print(spoken(f"error: {error}"), file=sys.stderr)
+            note(f"error: {error}")
             return 1
         except Exception as error:
             if (cause := system_error(error)) is None:
                 traceback.print_exc()
             else:  # of a disk, say: where it happened is in its words
-                print(f"error: {cause.filename + ': ' if cause.filename else ''}{cause.strerror}", file=sys.stderr)
+                note(f"error: {cause.filename + ': ' if cause.filename else ''}{cause.strerror}")
             return 1
         return code
 
@@ -201,7 +232,8 @@ class _Lasting:
 def table(rows: Sequence[Sequence[str]], left: Collection[str] | None = None, keys: int = 1, indent: int = 0) -> str:
     """Rows as aligned columns no wider than `columns()`.
 
-    Columns that do not fit follow below, beside the key columns again; a cell too wide for a line of its own wraps at words.
+    Columns that do not fit follow below, beside the key columns again. A cell wraps at words where it is too wide for a line of
+    its own, or is prose of the last column, which needs `PROSE` beside the others.
 
     Args:
         rows: cells, the head first.
@@ -210,14 +242,25 @@ def table(rows: Sequence[Sequence[str]], left: Collection[str] | None = None, ke
         indent: spaces before each line.
     """
     left, room = rows[0] if left is None else left, columns() - indent
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = [*zip(*rows, strict=True)]
+    widths = [max(map(len, column)) for column in cells]
     blocks: list[list[int]] = []
     for i in range(keys, len(widths)):
-        if not blocks or sum(widths[j] + GAP for j in blocks[-1]) + widths[i] > room:
+        prose = i == len(widths) - 1 and rows[0][i] in left and any(" " in cell for cell in cells[i])
+        if (
+            not blocks
+            or sum(widths[j] + GAP for j in blocks[-1]) + min(widths[i], PROSE if prose else UNBOUNDED) > room
+        ):
             blocks.append([*range(keys)])
         blocks[-1].append(i)
     lines = [line for block in blocks for line in ["", *_block(rows, block, widths, left, room)]][1:]
     return textwrap.indent("\n".join(lines), " " * indent)
+
+
+def filled(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Rows, the head first, without the columns that have nothing under their head."""
+    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    return [*map(list, zip(*columns, strict=True))]
 
 
 def _block(
@@ -236,7 +279,12 @@ def _block(
 
 
 def _wrapped(line: str, width: int) -> list[str]:
-    return textwrap.wrap(line, max(width, 1), break_long_words=False, break_on_hyphens=False) or [""]
+    if len(line) <= width:
+        return [line]
+    kept = re.sub(r"`[^`]+`", lambda code: code[0].replace(" ", _NO_BREAK) if len(code[0]) < width else code[0], line)
+    indent = " " * (len(line) - len(line.lstrip()))
+    lines = textwrap.wrap(kept, max(width, 1), break_long_words=False, break_on_hyphens=False, subsequent_indent=indent)
+    return [part.replace(_NO_BREAK, " ") for part in lines] or [""]
 
 
 def si(number: float) -> str:

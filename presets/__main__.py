@@ -127,9 +127,9 @@ class Table(PresetFlags, RunFlags):
             terminal.wrapped(title), table.text(rows), terminal.wrapped(table.forward_text(preset, sizes)), sep="\n\n"
         )
         for caution in preset.cautions(sizes, self.optimizer):
-            print(terminal.wrapped(f"caution: {caution}"))
+            terminal.say(f"caution: {caution}")
         if self.joint != "none":
-            print(f"\nunder the joint rule {self.joint}, over the base's numbers\n{table.text(far)}")
+            terminal.say(f"\nunder the joint rule {self.joint}, over the base's numbers\n{table.text(far)}")
         return 0
 
 
@@ -165,7 +165,7 @@ class Limits(ConstantFlags):
         print(terminal.wrapped(f"{preset.describe()}, {self.optimizer}: {what}"), end="\n\n")
         print(terminal.table(verdicts.limits_rows(preset, self.optimizer, experts=self.experts)))
         if adam:
-            print(f"\n{joint_limits.limits_text(rule)}")
+            terminal.say(f"\n{joint_limits.limits_text(rule)}")
         return 0
 
 
@@ -244,11 +244,11 @@ class Tuned:
             entries = [dataclasses.asdict(each) for each in tuned]
             return print_json(entries[0] if self.name else entries)
         if self.name:
-            print(find.described(tuned[0]))
+            terminal.say(find.described(tuned[0]))
         elif tuned:
-            print(terminal.table([[each.use, each.evidence, find.summary(each)] for each in tuned]))
+            print(terminal.table([[each.use, find.summary(each)] for each in tuned]))
         else:
-            print("no preset is tuned yet; `python -m train transfer ... --save-tuned NAME` makes one")
+            terminal.say("no preset is tuned yet; `python -m train transfer ... --save-tuned NAME` makes one")
         return 0
 
 

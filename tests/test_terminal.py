@@ -7,6 +7,7 @@ import importlib
 import io
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,67 @@ def test_no_word_breaks_at_80_columns_and_no_line_in_a_pipe(
     assert [line.rstrip() for line in printed(words, capsys).splitlines()] == [
         line.rstrip() for line in piped.splitlines()
     ]
+
+
+@pytest.mark.parametrize(
+    "words", ["train tune --help", "train predict --help", "presets desiderata --help", "zoo export --help"]
+)
+def test_help_breaks_no_word_and_is_as_wide_as_the_terminal(
+    words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "argv", ["/env/bin/mupax"])
+    piped = printed(words, capsys)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    narrow = printed(words, capsys)
+    boxes = [line for line in narrow.splitlines() if line.startswith(("│", "|"))]
+    assert boxes
+    assert {len(line) for line in boxes} == {80}
+    assert [line for line in narrow.splitlines() if len(line) > 80] == []
+    assert set(narrow.split()) == set(piped.split())
+    assert "python -m" not in narrow
+
+
+def test_messages_break_between_words_and_commands_after_a_backslash(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mupax.__main__ import main
+
+    long = "mupax train lm-tiny --vary 'preset.gamma0=0.5, 1, 2, 4' --steps 20 --out " + "x" * 30
+    assert terminal.command(long) == f"  {long}"  # the control: in a pipe
+    assert main(["train", "lm-tini"]) == 2
+    piped = capsys.readouterr().err
+    assert len(piped.splitlines()) == 1
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    broken = terminal.command(long).splitlines()
+    assert broken == [f"  {long.partition(' --out')[0]} \\", "    --out " + "x" * 30]
+    assert shlex.split(" ".join(line.rstrip("\\") for line in broken)) == shlex.split(long)
+    assert main(["train", "lm-tini"]) == 2
+    narrow = capsys.readouterr().err
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert narrow.split() == piped.split()
+    monkeypatch.setenv("COLUMNS", "40")
+    terminal.say("  write `python -m train lm-tiny --resume` to go on from there")
+    assert capsys.readouterr().out.splitlines() == [
+        "  write",
+        "  `python -m train lm-tiny --resume` to",
+        "  go on from there",
+    ]
+
+
+def test_prose_of_the_last_column_wraps_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [("name", "count", "", "why"), ("a" * 20, "3", "", "word " * 20)]
+    assert terminal.filled(rows) == [["name", "count", "why"], ["a" * 20, "3", "word " * 20]]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    wide = terminal.table(terminal.filled(rows)).splitlines()
+    assert wide[0].split() == ["name", "count", "why"]
+    assert max(map(len, wide)) <= 80
+    monkeypatch.setenv("COLUMNS", "60")
+    assert terminal.table(terminal.filled(rows)).splitlines()[0].split() == ["name", "count"]
 
 
 @pytest.mark.parametrize("words", ["presets", "presets --help", "zoo", "train", "train --help"])

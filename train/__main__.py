@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
 def _command(argv: list[str]) -> int:
     from mupax import command_line
     from mupax.train.config import cli
-    from mupax.train.config.checks import check_words
+    from mupax.train.config.checks import check_words, note_warmup
     from mupax.train.config.recipes import RECIPES
     from mupax.train.parallel import hardware
 
@@ -110,13 +110,7 @@ def _command(argv: list[str]) -> int:
 
         return supervisor.run(command.config, argv, command.restart)
 
-    steps, warmup = command.config.steps, command.config.scaled_optimizer.warmup_steps
-    if steps < warmup:
-        print(
-            f"note: all {steps} steps are warm-up, which has {warmup} in this config; see --optimizer.warmup-steps",
-            file=sys.stderr,
-        )
-
+    note_warmup(command.config.steps, command.config.scaled_optimizer.warmup_steps)
     from mupax.train.run import loop
 
     return loop.run(command.config)

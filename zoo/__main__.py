@@ -80,14 +80,14 @@ class Describe:
             print(json.dumps({**summary, "tree": tree}, indent=2))
             return 0
         sizes = ", ".join(f"{axis} {size}" for axis, size in summary["sizes"].items())
-        print(terminal.wrapped(f"{self.name}: {model.family}, {sizes}"))
+        terminal.say(f"{self.name}: {model.family}, {sizes}")
         rows = [["path", "role", "shape", "axes", "parameters"]]
         for leaf in tree:
             axes = " ".join(f"{axis}*" if axis in leaf["fan_in"] else axis for axis in leaf["axes"])
             rows.append([leaf["path"], leaf["role"], " ".join(map(str, leaf["shape"])), axes, f"{leaf['count']:,}"])
         rows.append(["total", "", "", "* fan-in", f"{summary['parameters']:,}"])
-        print(f"\n{terminal.table(rows, left=LEFT)}\n")
-        print(f"{terminal.si(summary['forward_flops'])}FLOPs per {model.unit}, one forward pass")
+        terminal.say(f"\n{terminal.table(rows, left=LEFT)}\n")
+        terminal.say(f"{terminal.si(summary['forward_flops'])}FLOPs per {model.unit}, one forward pass")
         return 0
 
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mupax import terminal
 from mupax.presets.roles import PresetError
 from mupax.presets.rule import Form
 from mupax.presets.tuned import schema
@@ -152,26 +153,30 @@ def summary(tuned: Tuned) -> str:
 
 
 def described(tuned: Tuned) -> str:
-    """Everything about one, in lines."""
+    """Everything about one, in lines no wider than the terminal."""
     study, curve = tuned.provenance, zip(tuned.provenance["log2_lr"], tuned.provenance["loss"], strict=True)
     optimum = study["log2_optimum"]
+    points = ", ".join(f"2^{x:g} {'diverged' if y is None else f'{y:.4f}'}" for x, y in curve)
     lines = [
-        f"{tuned.use}, {tuned.evidence}: {summary(tuned)}",
-        f"base       {_pairs(tuned.base) if tuned.base else 'none'}",
-        f"constants  {_pairs(tuned.constants) or 'none'}; form {tuned.form or 'its own'}",
-        f"optimizer  {_pairs(tuned.optimizer)}",
-        f"optimum    2^{optimum['value']:.2f} {_bounds(optimum)}, from {study['seeds']} paired seeds",
-        f"curve      of {study.get('judged', 'training')} loss: "
-        + ", ".join(f"2^{x:g} {'diverged' if y is None else f'{y:.4f}'}" for x, y in curve),
-        *(f"grown      {g['axis']} {', '.join(map(str, g['sizes']))}: {_verdict(g)}" for g in study["transfer"]),
-        f"run        {study['recipe']}, {study['steps']} steps of batch {study['batch']}",
-        f"command    {study['command']}",
-        f"versions   {_pairs(study['versions'])}, {study['date']}",
+        ("base", _pairs(tuned.base) if tuned.base else "none"),
+        ("constants", f"{_pairs(tuned.constants) or 'none'}; form {tuned.form or 'its own'}"),
+        ("optimizer", _pairs(tuned.optimizer)),
+        ("optimum", f"2^{optimum['value']:.2f} {_bounds(optimum)}, from {_seeds(study['seeds'])}"),
+        ("curve", f"of {study.get('judged', 'training')} loss: {points}"),
+        *(("grown", f"{g['axis']} {', '.join(map(str, g['sizes']))}: {_verdict(g)}") for g in study["transfer"]),
+        ("run", f"{study['recipe']}, {study['steps']} steps of batch {study['batch']}"),
+        ("command", study["command"]),
+        ("versions", f"{_pairs(study['versions'])}, {study['date']}"),
     ]
     if search := study.get("search"):
-        lines = [line for line in lines if not line.startswith("curve ")]
-        lines += [f"searched   {_constant(each)}" for each in search["constants"]]
-    return "\n".join(lines)
+        lines = [line for line in lines if line[0] != "curve"]
+        lines += [("searched", _constant(each)) for each in search["constants"]]
+    head = terminal.wrapped(f"{tuned.use}, {tuned.evidence}: {summary(tuned)}")
+    return f"{head}\n{terminal.table(lines)}"
+
+
+def _seeds(count: int) -> str:
+    return "one seed" if count == 1 else f"{count} paired seeds"
 
 
 def _verdict(grown: Mapping[str, Any]) -> str:

@@ -79,7 +79,7 @@ class Verify:
             for report in reports:
                 report.show(table=self.table)
             for note in notes:
-                print(terminal.wrapped(f"note: {note}"))
+                terminal.say(f"note: {note}")
         counted = [f for report in reports for f in report.findings if f.severity == "fault" or self.strict]
         return int(bool(counted))
 
@@ -144,18 +144,18 @@ class Report:
         """Prints it, no wider than the terminal."""
         model = self.line.models[0]
         count = len(model.parameters)
-        print(terminal.wrapped(f"{self.line.grown}, {self.optimizer}, {count} parameters; held against {self._held}"))
+        terminal.say(f"{self.line.grown}, {self.optimizer}, {count} parameters; held against {self._held}")
         if table:
-            print("\n" + terminal.table(self._rows(), left=("parameter", "role")))
+            terminal.say("\n" + terminal.table(self._rows(), left=("parameter", "role")))
         for finding in self.findings:
             head = "WRONG" if finding.severity == "fault" else "caution"
-            print("\n" + _hanging(head, finding.sentence(self.line.word)))
+            terminal.say("\n" + _hanging(head, finding.sentence(self.line.word)))
             for other, mistake in self.published:
                 if other is finding:
                     print(_hanging("", f"{mistake.text} ({mistake.source})."))
         for other, mistake in self.published:
             if other is None:
-                print("\n" + _hanging("", f"{mistake.text} ({mistake.source})."))
+                terminal.say("\n" + _hanging("", f"{mistake.text} ({mistake.source})."))
         faults = sum(f.severity == "fault" for f in self.findings)
         print(
             f"\n{faults} wrong, {len(self.findings) - faults} to know of"
@@ -164,7 +164,7 @@ class Report:
         )
         if self.limits:
             words = [f"{row} {cell(entry, self.line.word)}" for row, entry in self.limits[:6]]
-            print(terminal.wrapped(f"as {self.line.word} grows, by limits: {'; '.join(words)}"))
+            terminal.say(f"as {self.line.word} grows, by limits: {'; '.join(words)}")
 
     def _rows(self) -> list[list[str]]:
         rows = [["parameter", "role", *fit.QUANTITIES]]

@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         args.json.write_text(json.dumps(rows, indent=2) + "\n")
     head = ["step", "size", "arrays", "age", "health"]
     table = terminal.table([head, *map(_cells, rows)], left=["health"])
-    print(table if rows else f"{args.workdir} has no checkpoint yet")
+    terminal.say(table if rows else f"{args.workdir} has no checkpoint yet")
     return int(any(row["damaged"] for row in rows if not row["set_aside"]))
 
 

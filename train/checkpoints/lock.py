@@ -12,13 +12,13 @@ import json
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from mupax import terminal
 from mupax.errors import MupaxError
 from mupax.paths import is_remote
 from mupax.train.checkpoints.folder import WorkdirError
@@ -31,7 +31,7 @@ _LONG_S = 600.0
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    terminal.note(text)
 
 
 class Owned:

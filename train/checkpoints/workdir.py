@@ -10,14 +10,13 @@ import platform
 import secrets
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from mupax import __version__, disk
+from mupax import __version__, disk, terminal
 from mupax.paths import is_remote, path_of
 from mupax.train.checkpoints.folder import CHECKPOINTS, WorkdirError, newest_record
 from mupax.train.checkpoints.layout import PROBES, lacks, locks_files
@@ -104,11 +103,11 @@ def _claim(config: Config) -> tuple[str, bool]:
             f"cannot write into the workdir {_shown(path)}: {error.strerror}; give --workdir another folder"
         ) from error
     if without := lacks(path, path / _LOCK):
-        print(f"caution: {_shown(path)} does without {' and without '.join(without)}", file=sys.stderr)
+        terminal.note(f"caution: {_shown(path)} does without {' and without '.join(without)}")
     if occupied:
         _check_same_run(config, path, before[0])
         if before[1]:
-            print(f"caution: {before[1]}; written again as the newest checkpoint has it", file=sys.stderr)
+            terminal.note(f"caution: {before[1]}; written again as the newest checkpoint has it")
             disk.write_whole(path / RECORD, json.dumps(before[0], indent=2) + "\n")
     return str(path), occupied
 
@@ -210,7 +209,7 @@ def read_record(path: Path) -> dict[str, Any]:
     if not content:
         raise WorkdirError(f"{_shown(path)} holds no run ({problem}); write the workdir of one")
     if problem:
-        print(f"caution: {problem}; going by what the newest checkpoint kept of it", file=sys.stderr)
+        terminal.note(f"caution: {problem}; going by what the newest checkpoint kept of it")
     return content
 
 

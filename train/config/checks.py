@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
+from mupax import terminal
 from mupax.paths import ADDRESS, PathError, path_of
 from mupax.presets.roles import ParamSpec, Role
 from mupax.zoo.configs import ConfigError
@@ -90,6 +91,19 @@ def check_words(argv: Sequence[str]) -> None:
             )
             check(flag or "the path", value)
         before = word if word.startswith("--") else ""
+
+
+def note_warmup(steps: int, warmup: int) -> None:
+    """Says so, on standard error, where a run is shorter than its warm-up: the learning rate rises to its end.
+
+    Args:
+        steps: of the run.
+        warmup: steps of its warm-up.
+    """
+    if steps < warmup:
+        terminal.note(
+            f"note: all {steps} steps are warm-up, which has {warmup} in this config; see --optimizer.warmup-steps"
+        )
 
 
 def chosen(patterns: Sequence[str], specs: Mapping[str, ParamSpec], flag: str) -> set[str]:

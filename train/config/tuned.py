@@ -6,10 +6,10 @@ The config that comes of it has every number written out and names the preset al
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from mupax import terminal
 from mupax.presets.constants import read
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.papers import CONSTANT_FLAGS, PRESETS
@@ -86,10 +86,9 @@ def check(study: Tuned, config: Config) -> None:
     far = {axis: doublings for axis, doublings in distance.items() if abs(doublings) > FAR}
     if far:
         distances = ", ".join(f"{axis} {doublings:+.1f}" for axis, doublings in far.items())
-        print(
+        terminal.note(
             f"warning: this model is more than {FAR:g} doublings beyond the sizes that {study.use} was studied at: {distances} "
-            f"(`python -m presets tuned {study.use}`)",
-            file=sys.stderr,
+            f"(`python -m presets tuned {study.use}`)"
         )
 
 

@@ -55,16 +55,18 @@ class Prepare:
             builders.embedded(builders.Digits, self.data_dir, print)
         elif self.name in ("shapes", "fashion") or self.name.startswith("idx:"):
             how = "drawn as a run asks for them" if self.name == "shapes" else "read in place"
-            print(f"images of {self.name} are {how}; there is nothing to prepare")
+            terminal.say(f"images of {self.name} are {how}; there is nothing to prepare")
             return 0
         elif self.name.startswith("chat:"):
-            print("conversations are tokenized as a run starts, by its chat template; there is nothing to prepare")
+            terminal.say(
+                "conversations are tokenized as a run starts, by its chat template; there is nothing to prepare"
+            )
             return 0
         elif self.name.startswith("hf:"):
-            print("data sets of `datasets` are tokenized while they are trained on; there is nothing to prepare")
+            terminal.say("data sets of `datasets` are tokenized while they are trained on; there is nothing to prepare")
             return 0
         elif self.name.startswith("images:"):
-            print("images of one's own are read and decoded as a run starts; there is nothing to prepare")
+            terminal.say("images of one's own are read and decoded as a run starts; there is nothing to prepare")
             return 0
         elif self.name == "cifar5m":
             from mupax.train.data.sources import cifar5m
@@ -72,7 +74,7 @@ class Prepare:
             cifar5m.prepared_parts(self.data_dir, print)
         else:
             return _prepare_published(self.name, self.data_dir)
-        print(f"{self.name} is prepared in {cache.data_sets(self.data_dir)}")
+        terminal.say(f"{self.name} is prepared in {cache.data_sets(self.data_dir)}")
         return 0
 
     def _tokenize(self) -> int:
@@ -85,7 +87,7 @@ class Prepare:
         config = DataConfig(name=self.name, batch_size=1, **fields)
         facts = load(config, DecoderConfig(width=1, depth=1, num_heads=1, seq_len=1, vocab_size=2**31), seed=0).facts
         train, evaluation = facts["train_tokens"], facts["eval_tokens"]
-        print(f"{self.name} is prepared: {train:,} training and {evaluation:,} evaluation tokens")
+        terminal.say(f"{self.name} is prepared: {train:,} training and {evaluation:,} evaluation tokens")
         return 0
 
 
@@ -111,9 +113,9 @@ def _prepare_published(name: str, data_dir: str | None) -> int:
     except (Exception, SystemExit) as error:  # whatever a data set's own code, network or licence raises
         lines = [line for line in str(error).splitlines() if line.strip()][:5]
         print(f"error: TFDS could not prepare {name}: {type(error).__name__}", *lines, sep="\n  ", file=sys.stderr)
-        print(_advice(error), file=sys.stderr)
+        terminal.note(_advice(error))
         return 1
-    print(f"{name} is prepared in {builder.data_path}")
+    terminal.say(f"{name} is prepared in {builder.data_path}")
     return 0
 
 

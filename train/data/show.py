@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro import conf
 
+from mupax import terminal
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -61,10 +63,10 @@ class Show:
         )
         data = denoising(config, noise, inputs=self.inputs, seed=0)
         tokens, inputs, targets = data.lengths
-        print(f"windows of {tokens} tokens; {inputs} inputs, {targets} targets; {data.vocab_size} ids\n")
+        terminal.say(f"windows of {tokens} tokens; {inputs} inputs, {targets} targets; {data.vocab_size} ids\n")
         print(examples_text(data, self.examples))
         for reference in data.references() if self.baselines else ():
-            print(f"{reference.name:8} {reference.value:.4f} {reference.unit}")
+            terminal.say(f"{reference.name:8} {reference.value:.4f} {reference.unit}")
         return 0
 
 

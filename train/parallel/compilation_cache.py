@@ -29,6 +29,7 @@ import jax
 import xxhash
 from jax._src import compilation_cache as _jax_cache  # its store has no public name
 
+from mupax import terminal
 from mupax.train.parallel.processes import Processes
 
 VARIABLE = "MUPAX_COMPILATION_CACHE"
@@ -162,10 +163,8 @@ def _folder(root: Callable[[], Path]) -> Path | None:
 
 def _caution(folder: Path | None, error: Exception) -> None:
     where, why = f" in {folder}" if folder else "", getattr(error, "strerror", None) or error
-    print(
-        f"caution: compiled programs are not kept{where}: {why}; name another folder, or none, by --compilation-cache",
-        file=sys.stderr,
-        flush=True,
+    terminal.note(
+        f"caution: compiled programs are not kept{where}: {why}; name another folder, or none, by --compilation-cache"
     )
 
 

@@ -9,7 +9,6 @@ import atexit
 import contextlib
 import json
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from typing import Any
 import jax
 from jax._src import distributed as _distributed  # the store has no public name
 
+from mupax import terminal
 from mupax.errors import MupaxError
 from mupax.terminal import leave
 from mupax.train.config.run import DistributedConfig
@@ -163,7 +163,7 @@ class Cluster(Processes):
     def _leave(self, why: str, code: int = 1) -> None:
         self._failing = True  # one reason is enough: the guard has nothing to add
         # The main thread may hang in a collective operation that will never end: nothing but this ends the process.
-        print("\n".join(f"error: {why}".splitlines()[:10]), file=sys.stderr, flush=True)
+        terminal.note("\n".join(f"error: {why}".splitlines()[:10]))
         if self.leader:
             time.sleep(3 * _POLL_S)
         leave(code)
@@ -222,10 +222,8 @@ def _too_late(others: dict[str, Any], seconds: int) -> None:
     if others.get("coordinator_address"):
         who = f"process {others['process_id']} of {others['num_processes']}"
         where = f" at {others['coordinator_address']}"
-    print(
+    terminal.note(
         f"error: {who} waited {seconds} s for process 0{where} and the others; start all of them at about the same time, "
-        "check that every one reaches that host and port, or give --distributed.timeout-seconds more",
-        file=sys.stderr,
-        flush=True,
+        "check that every one reaches that host and port, or give --distributed.timeout-seconds more"
     )
     leave(1)  # the main thread waits inside the library, which listens to nothing

@@ -22,6 +22,7 @@ import time
 from types import FrameType
 from typing import Any
 
+from mupax import terminal
 from mupax.terminal import leave
 from mupax.train.parallel.processes import Processes
 
@@ -153,7 +154,7 @@ class StopRequest:
             text = f"stopped by {number.name} with nothing to save: checkpoints are as they were"
             if self._processes.closed:  # alone, or not joined yet, or not any more
                 leave(self.exit_code, text)
-            print(text, file=sys.stderr)  # the other thread leaves with all processes, unless the network holds it
+            terminal.note(text)  # the other thread leaves with all processes, unless the network holds it
             late = threading.Timer(2 * _TOGETHER_S, leave, (self.exit_code,))
             late.daemon = True
             late.start()

@@ -48,22 +48,21 @@ def search(config: Config, name: str, slices: int, limit: int) -> list[dict[str,
     chosen = [candidate(config, chip, devices, slices), *chosen][: max(2, limit)]  # beside the run as it stands
     lowered = assemble(chosen[0].config, devices).trace_train().lower().as_text()
     minutes = max(1, round(len(chosen) * len(lowered) / 2**20 * SECONDS_PER_MEBIBYTE / 60))
-    print(
-        f"{len(tried)} configurations, {len(room)} expected to fit; compiling {len(chosen)}: about {minutes} min of one core",
-        flush=True,
+    terminal.say(
+        f"{len(tried)} configurations, {len(room)} expected to fit; compiling {len(chosen)}: about {minutes} min of one core"
     )
     reports, refusals = [], []
     for number, one in enumerate(chosen, 1):
         expected = f"(expected {one.seconds:.3g} s, {gib(one.bytes)})"
-        print(f"{number}/{len(chosen)}  {one.words}  {expected}", flush=True)
+        terminal.say(f"{number}/{len(chosen)}  {one.words}  {expected}")
         try:
             report = compile_for(one.config, name, slices).report()
         except RefusedError as error:
-            print(f"     {error}", flush=True)
+            terminal.say(f"     {error}")
             refusals.append(error)
             continue
         step = report["roofline"] and f", {report['roofline']['step_seconds']:.3g} s"
-        print(f"     {gib(report['peak_bytes_per_device'])}{step or ', does not fit'}", flush=True)
+        terminal.say(f"     {gib(report['peak_bytes_per_device'])}{step or ', does not fit'}")
         mine = {"flags": one.words, "kinds": one.kinds, "expected_seconds": one.seconds, "topology": name}
         reports.append({**mine, "slices": slices, **report})
     if not reports:

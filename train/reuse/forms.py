@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro import conf
 
-from mupax import command_line
+from mupax import command_line, terminal
 from mupax.presets import Form, Preset, PresetError
 
 if TYPE_CHECKING:
@@ -54,12 +54,12 @@ def main(argv: Sequence[str]) -> int:
     state = runs.whole_state(run.verified(), one)
     state = convert(state, one.definition, one.preset, other.preset, before.optimizer.name)
     step = runs.write(args.out, after, other.preset.describe(), state, run.facts)
-    print(f"step {step} of {args.workdir} ({one.preset.describe()}) is in {args.out} as {args.form}")
+    terminal.say(f"step {step} of {args.workdir} ({one.preset.describe()}) is in {args.out} as {args.form}")
     if before.optimizer.clip_norm is not None:
-        print(
+        terminal.say(
             "note: the run clips gradients by their norm, and that is another in this form; where it clips, training differs"
         )
-    print(f"continue with the run's flags and --preset.form {args.form} --workdir {args.out} --resume")
+    terminal.say(f"continue with the run's flags and --preset.form {args.form} --workdir {args.out} --resume")
     return 0
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from mupax import terminal
 from mupax.disk import JsonError, read_json
 from mupax.train.checkpoints import saved_run
 from mupax.train.config.data import DataConfig, PixelsConfig
@@ -55,7 +55,7 @@ class Weights(NamedTuple):
         factors = resolve(preset_of(self.config), model)
         weights = source.read(self.workdir)
         for note in weights.notes:
-            print(f"note: {note}", file=sys.stderr)
+            terminal.note(f"note: {note}")
         placed = source.place(weights, model, factors)
         return {name: jax.device_put(placed[name], leaf.sharding) for name, leaf in abstract.params.items()}
 

@@ -26,14 +26,14 @@ def run(config: Config) -> int:
     """
     program = assemble(config)
     if config.recipe:
-        print(terminal.wrapped(f"{config.recipe}: {program.preset.describe()}"))
+        terminal.say(f"{config.recipe}: {program.preset.describe()}")
     print(_parameters(program))
     cautions = program.preset.cautions(program.definition.sizes, program.config.optimizer.name)
     if config.preset.joint != "none":
-        print(f"{terminal.wrapped(joint.described(config))}\n")
+        terminal.say(f"{joint.described(config)}\n")
         cautions += joint.cautions(config)
     for caution in cautions:
-        print(terminal.wrapped(f"caution: {caution}"))
+        terminal.say(f"caution: {caution}")
     print(_costs(program))
     return 0
 

@@ -273,8 +273,8 @@ def show(console: Any, numbers: dict[str, Any]) -> None:
             ]
             for name, each in numbers["sets"].items()
         ]
-        print(f"\n{terminal.table([head, *lines], left=('set', 'data'))}")
+        terminal.say(f"\n{terminal.table([head, *lines], left=('set', 'data'))}")
     if "classes" in numbers:
         from mupax.train.reuse.predict import scores
 
-        print(f"\n{terminal.table(scores.table(numbers['classes']), left=('class', 'taken for'))}")
+        terminal.say(f"\n{terminal.table(scores.table(numbers['classes']), left=('class', 'taken for'))}")

@@ -112,18 +112,14 @@ def main(argv: Sequence[str]) -> int:
         content = {**numbers, "groups": {group: scale._asdict() for group, scale in parts.items()}}
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(_finite(content), indent=1) + "\n")
-    print(f"noise scale {whole} at step {saved.step} (95 %), from {args.batches} batches of {batch}")
+    terminal.say(f"noise scale {whole} at step {saved.step} (95 %), from {args.batches} batches of {batch}")
     rows = [["group", "noise scale", "from", "to"]]
     rows += [[group, *(f"{number:.3g}" for number in scale)] for group, scale in parts.items()]
     print(terminal.table(rows))
     if math.isfinite(whole.value):
-        print(
-            terminal.wrapped(
-                f"joint rules hold well below it: --noise-scale {whole.value:.3g} refuses them at a larger batch"
-            )
-        )
+        terminal.say(f"joint rules hold well below it: --noise-scale {whole.value:.3g} refuses them at a larger batch")
     else:
-        print(terminal.wrapped("no gradient is seen in the noise; write more --batches, or a larger --data.batch-size"))
+        terminal.say("no gradient is seen in the noise; write more --batches, or a larger --data.batch-size")
     return 0
 
 

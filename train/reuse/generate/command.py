@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro import conf
 
-from mupax import command_line
+from mupax import command_line, terminal
 from mupax.train.config.cli import CheckpointFlags
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
     params = run.params(program.abstract)
     generator = Generator(program, params, program.step_inputs(), sampling=sampling, samples=args.samples)
     cost = write(generator, tokenizer, text, prompt, args.tokens, args.seed)
-    print(f"{pretrained.described(run, args.workdir)}: {cost}", file=sys.stderr)
+    terminal.note(f"{pretrained.described(run, args.workdir)}: {cost}")
     return 0
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mupax import terminal
 from mupax.train.core.program import Program
 from mupax.train.core.step import StepInputs
 from mupax.train.data import Data
@@ -71,10 +72,11 @@ def main(args: Any, run: Trained, tokenizer: Any, sampling: Sampling) -> int:
     rows = made.write(inputs, mask, min(args.tokens, sizes["position"]), args.seed)
     for number, row in enumerate(rows, start=1):
         tokens = restored(prompt, row, ids) if noise.name == "sentinels" else row.tolist()
-        print(f"--- sample {number}") if args.samples > 1 else None
+        if args.samples > 1:
+            print(f"--- sample {number}")
         print(tokenizer.decode([i for i in tokens if i not in ids.names() and i < tokenizer.vocab_size]))
     count, seconds = sum(map(len, rows)), time.monotonic() - began
-    print(f"{pretrained.described(run, args.workdir)}: {count:,} tokens in {seconds:.1f} s", file=sys.stderr)
+    terminal.note(f"{pretrained.described(run, args.workdir)}: {count:,} tokens in {seconds:.1f} s")
     return 0
 
 

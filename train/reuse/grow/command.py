@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
         f"step {step} of {args.checkpoint} is in {args.out}, {other.definition.count():,} parameters; go on with",
     ):
         console.print(line, highlight=False)
-    print(f"  python -m train {recipe} --workdir {args.out} --resume")
+    print(terminal.command(f"python -m train {recipe} --workdir {args.out} --resume"))
     if step >= after.steps:
         console.print(f"which has {after.steps} steps, all done: add --steps N, of more than {step}", highlight=False)
     return 0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro import conf
 
-from mupax import command_line
+from mupax import command_line, terminal
 from mupax.paths import delivered, path_of
 from mupax.train.config.cli import PresetFlags
 from mupax.train.config.sections import Step
@@ -45,8 +45,8 @@ class Import(PresetFlags):
             preset = pretrained_files.write_imported(source, config, out, str(self.path))
         _print_summary(source, preset)
         if source.images:
-            print(_images_line(source.images))
-        print(f"written to {self.out} under {preset['described']}")
+            terminal.say(_images_line(source.images))
+        terminal.say(f"written to {self.out} under {preset['described']}")
         return 0
 
 
@@ -74,8 +74,10 @@ class Export:
             source, notes = exported(self.path, out, self.step, self.dtype, self.tokenizer, name=self.out.name)
         _print_summary(source, source.preset)
         for note in notes:
-            print(note)
-        print(f"written to {self.out}" + (f"; folded from {source.preset.get('described')}" if source.preset else ""))
+            terminal.say(note)
+        terminal.say(
+            f"written to {self.out}" + (f"; folded from {source.preset.get('described')}" if source.preset else "")
+        )
         return 0
 
 
@@ -165,10 +167,12 @@ def _print_summary(source: Source, preset: dict[str, Any]) -> None:
 
     model, sizes = source.model, source.model.sizes()
     count = si(sum(value.size for value in source.params.values()))
-    print(
+    terminal.say(
         f"{model.family}: width {sizes['embed']}, depth {sizes['layers']}, {sizes['heads']} heads, {model.input_text}; {count} parameters"
     )
     for note in source.notes:
-        print(note)
+        terminal.say(note)
     if times := preset.get("norm_eps_times"):
-        print(f"skips are folded into the branches: exact but for the norms' eps, which counts up to {times:.3g} times")
+        terminal.say(
+            f"skips are folded into the branches: exact but for the norms' eps, which counts up to {times:.3g} times"
+        )

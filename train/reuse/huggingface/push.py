@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro import conf
 
-from mupax import command_line
+from mupax import command_line, terminal
 from mupax.command_line import Switch
 from mupax.errors import MupaxError, MupaxFailure
 
@@ -67,12 +67,14 @@ def main(argv: Sequence[str]) -> int:
     api = None if args.dry_run else _client()
     with _files(args) as (folder, names):
         for name in names:
-            print(f"{(folder / name).stat().st_size:>12,}  {name}")
+            terminal.say(f"{(folder / name).stat().st_size:>12,}  {name}")
         if api is None:
-            print(f"{len(names)} files for {args.to}, {'public' if args.public else 'private'}; nothing was sent")
+            terminal.say(
+                f"{len(names)} files for {args.to}, {'public' if args.public else 'private'}; nothing was sent"
+            )
             return 0
         _open(api, args.to, args.public)
-        print(f"{len(names)} files are at {_sent(api, args, folder, names)}")
+        terminal.say(f"{len(names)} files are at {_sent(api, args, folder, names)}")
     return 0
 
 
@@ -94,7 +96,7 @@ def _files(args: Push) -> Iterator[tuple[Path, list[str]]]:
     with tempfile.TemporaryDirectory(prefix="mupax-push-") as out:
         made = Path(out)
         for note in exported(args.path, made, args.step, args.dtype, args.tokenizer, name=args.to.partition("/")[2])[1]:
-            print(note)
+            terminal.say(note)
         yield made, sorted(each.name for each in made.iterdir())
 
 

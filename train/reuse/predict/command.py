@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from tyro import conf
 
-from mupax import command_line
+from mupax import command_line, terminal
 from mupax.command_line import Switch
 from mupax.train.config.cli import CheckpointFlags
 
@@ -61,12 +60,12 @@ def main(argv: Sequence[str]) -> int:
     for path, probabilities, error in model.predictions(paths):
         if probabilities is None:
             unread += 1
-            print(f"left out: {error}", file=sys.stderr)
+            terminal.note(f"left out: {error}")
             continue
         best = ranked(probabilities, args.top)
         print(as_json(path, best, model.images) if args.json else as_line(path, best, model.images), flush=True)
     lost = f"; {unread} could not be read" if unread else ""
-    print(f"{len(paths) - unread} of {len(paths)} images by {model.described}{lost}", file=sys.stderr)
+    terminal.note(f"{len(paths) - unread} of {len(paths)} images by {model.described}{lost}")
     return 2 if unread else 0
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro import conf
 
-from mupax import command_line
+from mupax import command_line, terminal
 from mupax.train.config.cli import CheckpointFlags
 
 if TYPE_CHECKING:
@@ -51,12 +50,11 @@ def main(argv: Sequence[str]) -> int:
     with Server(args.host, args.port) as server:
         service = server.service = opened_service(args)
         if not server.local:
-            print(
-                f"caution: {args.host} is answered to whoever reaches this machine, without a key or encryption",
-                file=sys.stderr,
+            terminal.note(
+                f"caution: {args.host} is answered to whoever reaches this machine, without a key or encryption"
             )
         chat = "chat and completions" if service.template else "completions, no chat template"
-        print(f"serving {service.name} ({chat}) at {server.url}; Ctrl-C ends it", flush=True)
+        terminal.say(f"serving {service.name} ({chat}) at {server.url}; Ctrl-C ends it")
         try:
             server.serve_forever()
         finally:

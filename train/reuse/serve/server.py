@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from mupax import command_line
+from mupax import command_line, terminal
 from mupax.train.reuse.serve import fields
 from mupax.train.reuse.serve.fields import ApiError
 from mupax.train.reuse.serve.service import Service
@@ -78,7 +78,7 @@ class Server(http.server.ThreadingHTTPServer):
         # A client that is gone is no error; of others the message.
         error = sys.exc_info()[1]
         if not isinstance(error, ConnectionError | TimeoutError):
-            print(f"error: of a request: {error!r}", file=sys.stderr)
+            terminal.note(f"error: of a request: {error!r}")
 
 
 def is_local(host: str) -> bool:
@@ -125,9 +125,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         answer = service.answer(request)
         self._send_json(200, answer)
         usage = answer["usage"]
-        print(
-            f"{path}: {usage['prompt_tokens']} tokens read, {usage['completion_tokens']} made in {time.monotonic() - began:.2f} s",
-            file=sys.stderr,
+        terminal.note(
+            f"{path}: {usage['prompt_tokens']} tokens read, {usage['completion_tokens']} made in {time.monotonic() - began:.2f} s"
         )
 
     def _stream(self, request: fields.Request) -> None:
@@ -158,7 +157,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         except (ConnectionError, TimeoutError):
             self.close_connection = True  # the client is gone
         except Exception as error:
-            print(f"error: {self.path}: {error!r}", file=sys.stderr)
+            terminal.note(f"error: {self.path}: {error!r}")
             self._send_json(500, ApiError(500, "the server failed; its log says how").body())
 
     def _service(self) -> Service:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from tyro import conf
 
-from mupax import command_line
+from mupax import command_line, terminal
 from mupax.presets.roles import RUN_AXES, Role
 from mupax.train.config import cli
 from mupax.train.config.data import DataConfig
@@ -93,7 +92,7 @@ def command(argv: Sequence[str]) -> cli.Command:
     times = "" if args.lora.rank is None else f"that of adapters, {ADAPTERS_TIMES:g} times "
     rate = f"{times}{rate_rule(origin)[1]}" if peak == start.optimizer.peak_lr else "as asked"
     what = what if args.lora.rank is None else f"adapters of rank {args.lora.rank}; {what}"
-    print(f"finetune: {what}; rate {peak:.3g}, {rate}; {made.config.steps} steps", file=sys.stderr)
+    terminal.note(f"finetune: {what}; rate {peak:.3g}, {rate}; {made.config.steps} steps")
     return made
 
 

@@ -118,7 +118,8 @@ def show(console: Console, title: str, rows: list[Row], notes: list[str]) -> Non
         table.append((row.name, row.role, there, here, row.action, row.reason))
     actions = [row.action for row in rows]
     counts = ", ".join(f"{actions.count(action)} {action}" for action in dict.fromkeys(actions))
-    for line in (title, terminal.table(table), counts, *(f"note: {note}" for note in notes)):
+    prose = map(terminal.wrapped, (title, counts, *(f"note: {note}" for note in notes)))
+    for line in (next(prose), terminal.table(terminal.filled(table)), *prose):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mupax import terminal
 from mupax.errors import MupaxError
 
 _FLUSH_S, _CLOSE_S = 10.0, 60.0
@@ -39,7 +40,7 @@ class Mirrors:
         tensorboard: bool,
         wandb: str | None,
         resume_step: int | None,
-        note: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
+        note: Callable[[str], None] = terminal.note,
     ) -> None:
         self._mirrors: list[TensorBoard | Wandb] = []
         self._note, self._hangs, self._late = note, False, threading.Event()

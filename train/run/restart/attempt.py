@@ -8,10 +8,10 @@ import datetime
 import json
 import signal
 import socket
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from mupax import terminal
 from mupax.paths import is_remote, path_of
 from mupax.train.config.run import Config
 from mupax.train.run.restart.memory import Reached
@@ -81,7 +81,7 @@ class Attempt:
         where = f"after step {self.reached.step}" if self.reached.step >= 0 else "before its first step"
         took = datetime.timedelta(seconds=round(self.ended - self.began))
         text = f"{who}attempt {self.number} ended {where} and {took}: {self.ending}; {then}"
-        print(text, file=sys.stderr, flush=True)
+        terminal.note(text)
 
     def record(self, config: Config) -> None:
         """Append it to the file, where the run has a workdir yet; a place that does not take it is said, no more."""
@@ -129,4 +129,4 @@ def _said() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of any storage
-        print(f"caution: {FILE} is not written or read: {error}", file=sys.stderr, flush=True)
+        terminal.note(f"caution: {FILE} is not written or read: {error}")

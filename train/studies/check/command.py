@@ -114,14 +114,14 @@ def main(argv: Sequence[str]) -> int:
         for one in grown:
             encoder = one.sizes().get("encoder_layers")
             depth = f"depth {one.depth}" + (f", encoder {encoder}" if encoder else "")
-            print(f"width {one.width}, {one.num_heads} heads of {one.heads_dim}, {depth}")
+            terminal.say(f"width {one.width}, {one.num_heads} heads of {one.heads_dim}, {depth}")
         for (name, step), slope in expected.items():
             trouble = f", {slope.trouble}" if slope.trouble else ""
-            print(f"{name} after {step}: theory says {slope.slope:+.2f}{trouble}")
+            terminal.say(f"{name} after {step}: theory says {slope.slope:+.2f}{trouble}")
         for name in not_judged:
-            print(f"{name}: theory says nothing")
+            terminal.say(f"{name}: theory says nothing")
         for name, exponent in vanishing.items():
-            print(f"{name}: its source lets it go as {exponent:+.2f}")
+            terminal.say(f"{name}: its source lets it go as {exponent:+.2f}")
         return 0
     findings = check.study(definitions, preset, optimizer, check.batch(grown[0]), args.seeds, args.accept)
     grew = f"growing {args.grow} {args.sizes - 1} times twofold ({time.monotonic() - started:.0f} s)"
@@ -160,9 +160,9 @@ def _joint_rule(args: Check, config: Config) -> int:
     vanishing = {name: exponent for name, exponent in vanishing.items() if exponent}
     if args.dry_run:
         for run in runs:
-            print(f"batch {run.data.batch_size}, {run.steps} steps: {joint.numbers_text(run.scaled_optimizer)}")
+            terminal.say(f"batch {run.data.batch_size}, {run.steps} steps: {joint.numbers_text(run.scaled_optimizer)}")
         for name, slope in joint_run.expectation(runs, args.grow).items():
-            print(f"{name}: theory says {slope.slope:+.2f}{f', {slope.trouble}' if slope.trouble else ''}")
+            terminal.say(f"{name}: theory says {slope.slope:+.2f}{f', {slope.trouble}' if slope.trouble else ''}")
         return 0
     findings, not_judged = joint_run.study(runs, args.grow)
     grew = f"{SYMBOLS[args.grow]} 1 to {2 ** (args.sizes - 1)} ({time.monotonic() - started:.0f} s)"
@@ -177,7 +177,7 @@ def _joint_rule(args: Check, config: Config) -> int:
     }
     code = _report(args, findings, title, not_judged, about)
     for caution in joint.cautions(runs[-1]) if rule.name != "none" else ():
-        print(terminal.wrapped(f"caution: {caution}"))
+        terminal.say(f"caution: {caution}")
     return code
 
 
@@ -191,7 +191,7 @@ def _report(
     report.show(terminal.console(), findings, title, not_judged, "number" if args.grow in RUN_AXES else "role")
     if vanishing := about["vanishing"]:
         allowed = ", ".join(f"{name} go as {exponent:+.2f}" for name, exponent in vanishing.items())
-        print(terminal.wrapped(f"by its source the preset lets {allowed}"))
+        terminal.say(f"by its source the preset lets {allowed}")
     if args.json:
         Path(args.json).write_text(json.dumps(report.to_json(findings, about, not_judged), indent=2) + "\n")
     if args.figure:

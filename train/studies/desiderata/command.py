@@ -161,7 +161,7 @@ def main(config: Config, *, count: int, seeds: int, path: str | None, dry_run: b
         print(terminal.table(theory.rows(preset({}), encoder=model.denoises)))
         return 0
     (row,) = measured(model, [preset], count=count, seeds=seeds)
-    print(terminal.wrapped(f"{config.recipe} under {preset({}).label}: exponent of each dimension, theory | measured"))
+    terminal.say(f"{config.recipe} under {preset({}).label}: exponent of each dimension, theory | measured")
     print(terminal.table(table(row)))
     if path:
         Path(path).write_text(json.dumps(to_json(row), indent=2) + "\n")

@@ -84,18 +84,18 @@ def write(folder: Path, found: Mapping[str, Points], predict_: Sequence[str]) ->
         try:
             law = fitted(dataclasses.replace(of_label, folders=(str(folder),)))
         except NoLaw as error:
-            print(terminal.wrapped(f"no forecast: {error}"))
+            terminal.say(f"no forecast: {error}")
             every = False
             continue
         for what in predict_:
             try:
                 content = record.forecast(law, predict(law, target(of_label.settings[0].config, what)), what)
             except NoLaw as error:
-                print(terminal.wrapped(f"no forecast of {what} under {label}: {error}"))
+                terminal.say(f"no forecast of {what} under {label}: {error}")
                 every = False
                 continue
             path = record.write(folder, content)
-            print("\n".join(map(terminal.wrapped, record.lines(content))))
-            print(f"  written before the run in {path}; {content['command'] or 'its recipe'} trains it, and")
-            print(f"  python -m train plan score {record.shown(path)} WORKDIR holds it against what came")
+            terminal.say("\n".join(record.lines(content)))
+            terminal.say(f"  written before the run in {path}; {content['command'] or 'its recipe'} trains it, and")
+            terminal.say(f"  `python -m train plan score {record.shown(path)} WORKDIR` holds it against what came")
     return every

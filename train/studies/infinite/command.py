@@ -79,12 +79,9 @@ def main(argv: Sequence[str]) -> int:
     rank = setup.check_rank(wide, args.images)
     model: Any = wide.model
     size = terminal.gib(MATRICES * model.width * rank * model.depth * (8 if args.float64 else 4))
-    print(
-        terminal.wrapped(
-            f"{args.model} of N = {model.heads_dim}, L = {model.depth}, {args.heads} heads (width {model.width}) for infinitely many; "
-            f"{args.images} images, {args.steps} steps; {rank} directions of every matrix, {size} of records"
-        ),
-        flush=True,
+    terminal.say(
+        f"{args.model} of N = {model.heads_dim}, L = {model.depth}, {args.heads} heads (width {model.width}) for infinitely many; "
+        f"{args.images} images, {args.steps} steps; {rank} directions of every matrix, {size} of records"
     )
     if args.dry_run:
         return 0
@@ -95,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
         count: course.finite(setup.with_heads(config, count), images, targets, seeds=args.seeds)
         for count in args.finite
     }
-    print(f"\n{terminal.table(rows(limit, nets))}")
+    terminal.say(f"\n{terminal.table(rows(limit, nets))}")
     if args.json:
         record = {"limit": _plain(limit), "finite": {str(count): _plain(net) for count, net in nets.items()}}
         Path(args.json).write_text(json.dumps({"heads": args.heads, **record}) + "\n")

@@ -44,13 +44,14 @@ def main(argv: Sequence[str]) -> int:
     learnt = numbers.of_law(config, found, keep_rate=asked)
     config, costs = cost.of(learnt.config, args, found)
     rows, cautions = [*numbers.rows(config, learnt), *costs.rows], [*learnt.cautions, *costs.cautions]
-    print(f"{args.recipe}: {config.steps:,} steps")
-    print(terminal.table([("", "value", "90 %", "from"), *rows], left=("", "value", "90 %", "from"), indent=1))
+    terminal.say(f"{args.recipe}: {config.steps:,} steps")
+    table = terminal.filled([("", "value", "90 % interval", "from"), *rows])
+    print(terminal.table(table, indent=1))
     for caution in cautions:
-        print(terminal.wrapped(f"caution: {caution}"))
+        terminal.say(f"caution: {caution}")
     forecast = learnt.forecast(config, shlex.join([*argv]))
     command = numbers.command(config)
-    print(f"run it with\n  {command}")
+    print("run it with", terminal.command(command), sep="\n")
     if args.out is not None:
         keys = ("what", "value", "interval", "from")
         content = {
@@ -64,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         disk.write_whole(args.out, json.dumps(content, indent=1) + "\n")
         again = f"; {PROG} score {args.out} WORKDIR holds it against what came" if forecast else ""
-        print(f"plan in {args.out}{again}")
+        terminal.say(f"plan in {args.out}{again}")
     return 0 if costs.fits else 1
 
 

@@ -123,9 +123,12 @@ def rows(config: Config, learnt: Learnt) -> list[Line]:
         "betas": ("b1", f"{opt.b1:.4g}, {opt.b2:.4g}"),
         "momentum": ("momentum", f"{opt.momentum:g}"),
         "eps": ("eps", f"{opt.eps:.3g}"),
-        "weight decay": ("weight_decay", _decay(opt, config.steps)),
+        "weight decay": ("weight_decay", f"{opt.weight_decay:.4g}" if opt.weight_decay else "none"),
     }
     lines += [(what, value, "", rule) for what, (field, value) in values.items() if field in OPTIMIZERS[opt.name].reads]
+    if opt.weight_decay:
+        span, _, formula = joint.decay_text(opt, config.steps).partition(" (")
+        lines.append(("decay averages", span, "", formula.rstrip(")")))
     lines += [
         ("clip", f"{opt.clip_norm or 'none'}", "", recipe),
         ("schedule", f"{opt.schedule} to {opt.final_lr_fraction:g} of the peak", "", recipe),
@@ -153,10 +156,6 @@ def rows(config: Config, learnt: Learnt) -> list[Line]:
 def command(config: Config) -> str:
     """What trains the run."""
     return record.command_of(config) or "(no recipe has its name)"
-
-
-def _decay(opt: Any, steps: int) -> str:
-    return f"{opt.weight_decay:.4g}, averages {joint.decay_text(opt, steps)}" if opt.weight_decay else "none"
 
 
 def _transferred(config: Config, points: Points, where: str, why: str) -> Learnt:

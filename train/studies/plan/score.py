@@ -60,14 +60,14 @@ def main(argv: Sequence[str]) -> int:
         loss = content["prediction"]["loss"]
         where = "inside" if one["inside90"] else "outside"
         half = "inside" if one["inside50"] else "outside"
-        print(
-            terminal.wrapped(
-                f"seed {outcome.seed}: loss {outcome.loss:.4f} against {loss['value']:.4f}, {one['error']:+.2%}; {where} the 90 % interval "
-                f"{loss['low90']:.4f} to {loss['high90']:.4f}, {half} the 50 % one ({METRICS[content['metric']]})"
-            )
+        terminal.say(
+            f"seed {outcome.seed}: loss {outcome.loss:.4f} against {loss['value']:.4f}, {one['error']:+.2%}; {where} the 90 % interval "
+            f"{loss['low90']:.4f} to {loss['high90']:.4f}, {half} the 50 % one ({METRICS[content['metric']]})"
         )
     if any(outcome.began is None for outcome in found):
-        print("caution: rows carry no date; that they came after the forecast is for the history of both files to show")
+        terminal.say(
+            "caution: rows carry no date; that they came after the forecast is for the history of both files to show"
+        )
     return 0 if all(one["inside90"] for one in scored) else 1
 
 

@@ -16,7 +16,7 @@ from tyro import conf
 from mupax import command_line, terminal
 from mupax.command_line import Repeated, Switch
 from mupax.train.config import cli, sizes
-from mupax.train.config.checks import at_least
+from mupax.train.config.checks import at_least, note_warmup
 from mupax.train.studies.sweep import grids
 from mupax.train.studies.sweep.grids import Planned
 from mupax.zoo.configs import ConfigError
@@ -88,6 +88,7 @@ def main(argv: Sequence[str]) -> int:
     if args.dry_run:
         _dry_run(found)
         return 0
+    note_warmup(found[0].config.steps, found[0].config.scaled_optimizer.warmup_steps)
     return _run(args, found, shlex.join(["python", "-m", "train", "sweep", *argv]))
 
 
@@ -133,11 +134,11 @@ def _dry_run(found: Sequence[Planned]) -> None:
     from mupax.train.studies.sweep.sweep import grouped
 
     groups = grouped([point.config for point in found], {}).values()
-    print(f"{len(found)} points in {len(groups)} program{'s' * (len(groups) > 1)}")
+    terminal.say(f"{len(found)} points in {len(groups)} program{'s' * (len(groups) > 1)}")
     for group in groups:
         labels, configs = dict.fromkeys(found[i].label for i, _ in group), [found[i].config for i, _ in group]
         rates, seeds = sorted({c.optimizer.peak_lr for c in configs}), sorted({c.seed for c in configs})
-        print(
+        terminal.say(
             f"  {', '.join(filter(None, labels)) or configs[0].recipe}: {len(group)} points, "
             f"rates {' '.join(map(grids.power, rates))}, seeds {' '.join(map(str, seeds))}, "
             f"{group[0][1].definition.count():,} parameters, {configs[0].steps} steps"
@@ -161,10 +162,14 @@ def _run(args: Sweep, found: Sequence[Planned], command: str) -> int:
                 )
         except sweep.Stopped:
             name = stop.received.name if stop.received else "a signal"
-            print(f"stopped by {name}; what was in training is saved, and the same command goes on")
+            terminal.say(f"stopped by {name}; what was in training is saved, and the same command goes on")
             return stop.exit_code
     best = min(range(len(rows)), key=lambda i: _value(rows[i]))
-    print(f"lowest {metric}: {_value(rows[best]):.4f}, by\n  {rows[best].command or found[best].label}")
+    print(
+        f"lowest {metric}: {_value(rows[best]):.4f}, by",
+        terminal.command(rows[best].command or found[best].label),
+        sep="\n",
+    )
     path = Path(args.json) if args.json else folder / "sweep.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     points = [
@@ -172,7 +177,7 @@ def _run(args: Sweep, found: Sequence[Planned], command: str) -> int:
         for p, row in zip(found, rows, strict=True)
     ]
     path.write_text(json.dumps({"command": command, "points": points}, indent=1) + "\n")
-    print(f"rows in {path}")
+    terminal.say(f"rows in {path}")
     if len({config.optimizer.peak_lr for config in configs}) > 1 or args.save_tuned:
         _study(args, found, rows, folder, command)
     return 0
@@ -188,16 +193,16 @@ def _study(args: Sweep, found: Sequence[Planned], rows: Sequence[Row], folder: P
     config = found[0].config
     title = f"{args.recipe}, {config.optimizer.name}, {config.steps} steps: loss against learning rate"
     figure.draw(folder / "sweep.png", studies, title, figure.LOSSES[args.judge])
-    print(f"picture in {folder / 'sweep.png'}")
+    terminal.say(f"picture in {folder / 'sweep.png'}")
     for measured, analysis in studies:
         for size, fitted in zip(analysis.sizes, analysis.fits, strict=True):
             if fitted.trouble:
-                print(
+                terminal.say(
                     f"note: no best rate, by {args.judge} loss, for {measured.study.label} at {measured.study.axis} {size}: {fitted.why}"
                 )
     if args.save_tuned:
         path, word = tuned.save(args.save_tuned, studies[0][0].study.label, studies, command, args.judge)
-        print(f"tuned preset in {path}; use it with --preset {word}")
+        terminal.say(f"tuned preset in {path}; use it with --preset {word}")
 
 
 def judged(points: Sequence[Planned], rows: Sequence[Row], axis: str) -> list[tuple[Measured, Analysis]]:

@@ -31,7 +31,7 @@ def report(
     """
     found = [_study(one) for one in measured if isinstance(one, Frugal)]
     for study in found:
-        print(f"{study['preset']}, growing {study['axis']}: {study['stopped']}")
+        terminal.say(f"{study['preset']}, growing {study['axis']}: {study['stopped']}")
         rows = [["size", "best rate", "log2", "known to", "runs"]]
         rows += [
             [
@@ -43,18 +43,14 @@ def report(
             for s in study["sizes"]
         ]
         print(terminal.table(rows, left=(), indent=1))
-        print(
-            terminal.wrapped(
-                f"  {study['cost']:.2f} of the training of five rates with {study['seeds']} seeds at every size"
-            )
-        )
+        terminal.say(f"  {study['cost']:.2f} of the training of five rates with {study['seeds']} seeds at every size")
     path = folder / "frugal.json"
     path.write_text(json.dumps({**about, "studies": found}, indent=1) + "\n")
-    print(f"record in {path}; this search has no verdict on transfer, which --search grid gives")
+    terminal.say(f"record in {path}; this search has no verdict on transfer, which --search grid gives")
     if save:
         judged = [(one, analyse(one.study.sizes[:1], [one.curve(0)])) for one in measured if one.study.label == label]
         written, use = tuned.save(save, label, judged[:1], command)
-        print(f"saved {written}; train with --preset {use}")
+        terminal.say(f"saved {written}; train with --preset {use}")
     return int(any(size["log2_optimum"] is None for study in found for size in study["sizes"]))
 
 

@@ -79,11 +79,11 @@ def _dry_run(studies: Sequence[Study], args: Transfer) -> None:
     for study in studies:
         models = zip(study.sizes, study.configs, strict=True)
         widths = ", ".join(f"{size} (width {config.model.sizes()['embed']})" for size, config in models)
-        print(f"{study.label}, {study.axis} {widths}, base {study.configs[0].preset.base}")
+        terminal.say(f"{study.label}, {study.axis} {widths}, base {study.configs[0].preset.base}")
         points = f"5 rates or more a size, {args.seeds} to {args.max_seeds} seeds"
         if args.search == "frugal":
             points = f"{args.seeds} seeds at the smallest size, else 3 rates and 2 seeds or more"
-        print(f"  {points}, {study.configs[0].steps} steps, at most {args.minutes:g} minutes of training")
+        terminal.say(f"  {points}, {study.configs[0].steps} steps, at most {args.minutes:g} minutes of training")
 
 
 def _engine(folder: Path, how: Literal["auto", "together", "in-turn"], console: Console, stop: StopRequest) -> Runner:
@@ -127,16 +127,16 @@ def _report(
     judged = []
     for one in measured:
         if (analysis := one.analysis()) is None:
-            print(f"{one.study.label} in {one.study.axis}: {one.stopped}")
+            terminal.say(f"{one.study.label} in {one.study.axis}: {one.stopped}")
         else:
             judged.append((one, analysis))
     if not judged:
         return 1
     report.show(judged, control)
-    print(f"report in {report.write(folder, judged, control, about)}")
+    terminal.say(f"report in {report.write(folder, judged, control, about)}")
     if args.save_tuned:
         path, use = tuned.save(args.save_tuned, label, judged, command)
-        print(f"saved {path}; train with --preset {use}")
+        terminal.say(f"saved {path}; train with --preset {use}")
     if args.predict:
         from mupax.train.studies.forecast import of_study
 

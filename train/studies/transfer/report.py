@@ -147,11 +147,11 @@ def show(studies: Studies, control: str | None) -> None:
         control: label of the preset that is expected to drift; nothing is compared without one.
     """
     for measured, analysis in studies:
-        print(f"{measured.study.label}, growing {measured.study.axis}")
+        terminal.say(f"{measured.study.label}, growing {measured.study.axis}")
         print(terminal.table(_rows(measured, analysis), left=("", "note"), indent=1))
         print(*(terminal.wrapped(f"  {line}") for line in _sentences(measured, analysis)), sep="\n")
     for line in _compared(studies, control):
-        print(terminal.wrapped(line))
+        terminal.say(line)
 
 
 def _compared(studies: Studies, control: str | None) -> list[str]:

@@ -13,7 +13,7 @@ from tyro import conf
 from mupax import command_line, terminal
 from mupax.command_line import Repeated, Switch
 from mupax.train.config import cli
-from mupax.train.config.checks import at_least
+from mupax.train.config.checks import at_least, note_warmup
 from mupax.train.config.run import Config
 from mupax.zoo.configs import ConfigError
 
@@ -111,6 +111,7 @@ def main(argv: Sequence[str]) -> int:
     if args.dry_run:
         _dry_run(args, config, constants)
         return 0
+    note_warmup(config.steps, config.scaled_optimizer.warmup_steps)
     return _run(args, config, constants, shlex.join(["python", "-m", "train", "tune", *argv]))
 
 
@@ -118,12 +119,12 @@ def _dry_run(args: Tune, config: Config, constants: Sequence[Constant]) -> None:
     rows = [["constant", "flag", "from", "to", "start"]]
     rows += [[c.word, f"--{c.flag}", f"{c.low:.4g}", f"{c.high:.4g}", f"{c.own:.4g}"] for c in constants]
     print(terminal.table(rows))
-    print(
+    terminal.say(
         f"{args.points} points of {config.steps} steps, {args.batch} at once, 1 to {args.seeds} seeds each, then {args.confirm} "
         f"fresh seeds of the best and of the start; at most {args.minutes:g} minutes of training"
     )
     if structural := [c.word for c in constants if c.flag.partition(".")[2] in ("b1", "b2", "momentum", "clip_norm")]:
-        print(f"note: every value of {', '.join(structural)} compiles a program of its own")
+        terminal.say(f"note: every value of {', '.join(structural)} compiles a program of its own")
 
 
 def _run(args: Tune, config: Config, constants: tuple[Constant, ...], command: str) -> int:
@@ -144,16 +145,16 @@ def _run(args: Tune, config: Config, constants: tuple[Constant, ...], command: s
                 measure(search, lambda configs: engine.run(configs, board), board.round)
         except sweep.Stopped:
             name = stop.received.name if stop.received else "a signal"
-            print(f"stopped by {name}; what was in training is saved, and the same command goes on")
+            terminal.say(f"stopped by {name}; what was in training is saved, and the same command goes on")
             return stop.exit_code
     found = report.summary(search, command)
     path = Path(args.json) if args.json else folder / "tune.json"
     picture = report.write(folder, path, search, found)
     print(report.told(found, metric))
-    print(f"record in {path}, picture in {picture}")
+    terminal.say(f"record in {path}, picture in {picture}")
     if args.save_tuned:
         saved, word = report.save(args.save_tuned, search, found, command)
-        print(f"tuned preset in {saved}; use it with --preset {word}")
+        terminal.say(f"tuned preset in {saved}; use it with --preset {word}")
     return 0
 
 

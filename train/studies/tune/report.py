@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mupax.terminal import wrapped
+from mupax.terminal import command, wrapped
 from mupax.train.config import record
 from mupax.train.run.report.plotting import BLUE, GREY, INK, ORANGE
 from mupax.train.studies.transfer import tuned
@@ -102,7 +102,7 @@ def told(found: dict[str, Any], metric: str) -> str:
         )
     else:
         lines.append("the winner has met the start on no fresh seeds; --confirm 5 trains them")
-    return "\n".join([*map(wrapped, lines), "train it with", f"  {found['winner']}"])
+    return "\n".join([*map(wrapped, lines), "train it with", command(found["winner"])])
 
 
 def write(folder: Path, path: Path, search: Search, found: dict[str, Any]) -> Path:
