@@ -1,7 +1,7 @@
 """A layer of experts: every token goes to the few that its router chooses, and their outputs are added up by its gates.
 
-B batch, T positions, D width, E experts, A that a token goes to, C tokens that an expert takes of an example, F hidden of an expert.
-R rows, one per token and expert of its own.
+B batch, T positions, D width, E experts, A that a token goes to, C tokens that an expert takes, R rows, one per token
+and expert of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from mupax.zoo.definition import Init
 from mupax.zoo.experts import parallel
 from mupax.zoo.experts.products import in_groups
 from mupax.zoo.experts.routing import Choice, Routing, route, to_one
-from mupax.zoo.experts.slots import Slots
 from mupax.zoo.layers.linear import GATES, project
 
 if TYPE_CHECKING:
@@ -71,44 +70,16 @@ class Experts(nnx.Module):
         """The same of tokens in their experts' slots, of which every expert has as many of every example; 0 where there is no room.
 
         Gates weigh the hidden layer, before the last matrix: their gradient then asks for no output again, nor for its way back.
-        On CPU, where nothing waits for either, they weigh what came back.
         """
-        batch, _, active = choice.experts_BTA.shape
-        experts = self.router[...].shape[-1]
-        shape = batch, experts, capacity
-        assert choice.slots_BTA is not None
-        room = choice.slots_BTA < capacity
-        place_BR = jnp.where(room, choice.experts_BTA * capacity + choice.slots_BTA, experts * capacity).reshape(
-            batch, -1
-        )
-        gates_BTA = choice.weights_BTA.astype(x_BTD.dtype)
-        if partition.current().platform == "cpu":
-            return self._weighed_after(x_BTD, gates_BTA, place_BR, shape)
-        slots = Slots.of(place_BR, experts * capacity, active)
-        x_BECD = slots.filled(x_BTD).reshape(*shape, -1)
-        y_BECD = self._in_slots(x_BECD, slots.weights(gates_BTA).reshape(shape))
-        return slots.collected(y_BECD.reshape(batch, experts * capacity, -1))
 
-    def _weighed_after(
-        self, x_BTD: jax.Array, gates_BTA: jax.Array, place_BR: jax.Array, shape: tuple[int, int, int]
-    ) -> jax.Array:
-        batch, length, active = gates_BTA.shape
-        slots, b_B1 = shape[1] * shape[2], jnp.arange(batch)[:, None]
-        token_BR = jnp.broadcast_to(jnp.repeat(jnp.arange(length), active), place_BR.shape)
-        tokens_BEC = jnp.zeros((batch, slots), jnp.int32).at[b_B1, place_BR].set(token_BR, mode="drop")
-        y_BECD = self._in_slots(x_BTD[b_B1, tokens_BEC].reshape(*shape, -1), None).reshape(batch, slots, -1)
-        y_BRD = y_BECD[b_B1, jnp.minimum(place_BR, slots - 1)]
-        return jnp.einsum("btad,bta->btd", y_BRD.reshape(batch, length, active, -1), gates_BTA)
-
-    def _in_slots(self, x_BECD: jax.Array, gates_BEC: jax.Array | None) -> jax.Array:
-        def expert(x_BECD: jax.Array, gates_BEC: jax.Array | None, weights: parallel.Weights) -> jax.Array:
+        def expert(x_NECD: jax.Array, gates_NEC: jax.Array, weights: parallel.Weights) -> jax.Array:
             def product(x: jax.Array, w: jax.Array) -> jax.Array:
-                return jnp.einsum("beci,eio->beco", x, w)
+                return jnp.einsum("neci,eio->neco", x, w)
 
-            gates = None if gates_BEC is None else gates_BEC[..., None]
-            return self._expert(x_BECD, product, lambda y, b: y + b[:, None], weights, parallel.summed, gates)
+            gates_NEC1 = gates_NEC[..., None]
+            return self._expert(x_NECD, product, lambda y, b: y + b[:, None], weights, parallel.summed, gates_NEC1)
 
-        return parallel.by_slots(expert, x_BECD, gates_BEC, self._weights(x_BECD.dtype))
+        return parallel.by_slots(expert, x_BTD, choice, capacity, self._weights(x_BTD.dtype))
 
     def _weights(self, dtype: Any) -> parallel.Weights:
         """By name, in the type of products."""

@@ -6,13 +6,16 @@ and expert of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from mupax.zoo import partition
 from mupax.zoo.experts.routing import Choice
+from mupax.zoo.experts.slots import Slots
 
 Weights = dict[str, jax.Array]
 """Of experts, by name; the first dimension counts them."""
@@ -26,31 +29,59 @@ AXES = {
 
 
 def by_slots(
-    expert: Callable[[jax.Array, jax.Array | None, Weights], jax.Array],
-    x_BECD: jax.Array,
-    gates_BEC: jax.Array | None,
+    expert: Callable[[jax.Array, jax.Array, Weights], jax.Array],
+    x_BTD: jax.Array,
+    choice: Choice,
+    capacity: int,
     weights: Weights,
 ) -> jax.Array:
-    """What experts make of the tokens in their slots, [B, E, C, D], split by examples as they are.
+    """What experts make of their tokens, weighed and added up, [B, T, D].
 
-    Between an all-to-all there and one back a device has its own experts' tokens of all examples of the mesh axis `experts`.
+    Slots lie by the device that they go to, by its experts, then by this device's examples. So an all-to-all there and one back
+    leave every slot where it is in memory, and experts multiply what came as it lies: [N, E, C, D] of N devices, E experts of one,
+    C slots that an expert has of all examples of a device.
 
     Args:
-        expert: of tokens, their gates and as many experts' weights; what it returns lacks nothing, where devices split the hidden
-            layer either.
-        x_BECD: tokens.
-        gates_BEC: what each counts; None where that is not experts' to weigh.
+        expert: of tokens in slots, what each counts, and as many experts' weights; what it returns lacks nothing, where devices split
+            the hidden layer either.
+        x_BTD: tokens.
+        choice: their experts, and places among those that these take of an example.
+        capacity: places of an example and expert.
         weights: of all experts.
     """
-    slots = (x_BECD,) if gates_BEC is None else (x_BECD, gates_BEC)
 
-    def part(*parts: jax.Array) -> jax.Array:
-        names, here = partition.current().names("experts"), dict(zip(weights, parts[len(slots) :], strict=True))
-        there = [jax.lax.all_to_all(x, names, 1, 0, tiled=True) if names else x for x in parts[: len(slots)]]
-        y_BECD = expert(there[0], there[1] if there[1:] else None, here)
-        return jax.lax.all_to_all(y_BECD, names, 0, 1, tiled=True) if names else y_BECD
+    def part(x_BTD: jax.Array, experts_BTA: jax.Array, slots_BTA: jax.Array, gates_BTA: jax.Array, *parts: jax.Array):
+        here, (batch, _, active) = dict(zip(weights, parts, strict=True)), experts_BTA.shape
+        shape = partition.current().ways("experts"), len(here["up"]), batch * capacity
+        example_B11 = jnp.arange(batch)[:, None, None]
+        place_BTA = (experts_BTA * batch + example_B11) * capacity + slots_BTA
+        place_BTA = jnp.where(slots_BTA < capacity, place_BTA, math.prod(shape))
+        slots = Slots.of(place_BTA.reshape(-1, active), math.prod(shape))
+        x_SD, gates_S = slots.filled(x_BTD.reshape(-1, x_BTD.shape[-1])), slots.weights(gates_BTA.reshape(-1, active))
+        x_NECD, gates_NEC = (_exchanged(one.reshape(*shape, *one.shape[1:])) for one in (x_SD, gates_S))
+        y_NECD = _exchanged(expert(x_NECD, gates_NEC, here))
+        return slots.collected(y_NECD.reshape(math.prod(shape), -1)).reshape(x_BTD.shape)
 
-    return _local(part, tuple(("batch", *[None] * (x.ndim - 1)) for x in slots), *slots, weights=weights)
+    assert choice.slots_BTA is not None
+    tokens = x_BTD, choice.experts_BTA, choice.slots_BTA, choice.weights_BTA.astype(x_BTD.dtype)
+    return _local(part, ("batch", None, None), *tokens, weights=weights)
+
+
+def _exchanged(x: jax.Array) -> jax.Array:
+    """[N, ...]: what the N devices of the mesh axis `experts` have for this one, of what each has for all."""
+    names = partition.current().names("experts")
+    return _sent(names, x) if names else x
+
+
+def _all_to_all(names: tuple[str, ...], x: jax.Array) -> jax.Array:
+    """Rows in memory in the order of the array's: where the compiler chooses, it turns all around on both sides of an exchange."""
+    rows = Layout(major_to_minor=tuple(range(x.ndim)))
+    x = jax.lax.all_to_all(with_layout_constraint(x, rows), names, 0, 0, tiled=True)
+    return with_layout_constraint(x, rows)
+
+
+_sent = jax.custom_vjp(_all_to_all, nondiff_argnums=(0,))
+_sent.defvjp(lambda names, x: (_sent(names, x), None), lambda names, _, g: (_sent(names, g),))
 
 
 def by_rows(
@@ -90,18 +121,24 @@ def by_rows(
         return jax.lax.psum_scatter(y_BTD, names, scatter_dimension=0, tiled=True) if names else y_BTD
 
     axes = ("batch", "sequence", None)
-    return _local(part, (axes, axes, axes), x_BTD, choice.experts_BTA, choice.weights_BTA, weights=weights)
+    return _local(part, axes, x_BTD, choice.experts_BTA, choice.weights_BTA, weights=weights)
 
 
-def _local(
-    part: Callable[..., jax.Array], axes: tuple[partition.Axes, ...], *tokens: jax.Array, weights: Weights
-) -> jax.Array:
-    """`part` of tokens and weights on every device; of all at once where examples do not split, as when text is written."""
+def _local(part: Callable[..., jax.Array], axes: partition.Axes, *tokens: jax.Array, weights: Weights) -> jax.Array:
+    """`part` of tokens and weights on every device; of all at once where examples do not split, as when text is written.
+
+    Args:
+        part: of this device's tokens and weights.
+        axes: of every array of tokens, and of the result.
+        tokens: arrays of them.
+        weights: of all experts.
+    """
     layout = partition.current()
     if tokens[0].shape[0] % layout.ways("batch"):
         with partition.using(None):
             return part(*tokens, *weights.values())
-    return layout.local(part, (*axes, *(AXES[name] for name in weights)), axes[0])(*tokens, *weights.values())
+    inputs = (*[axes] * len(tokens), *(AXES[name] for name in weights))
+    return layout.local(part, inputs, axes)(*tokens, *weights.values())
 
 
 def summed(y: jax.Array) -> jax.Array:

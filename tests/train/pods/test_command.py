@@ -67,13 +67,21 @@ def test_tokens_go_to_experts_and_back_all_to_all_in_every_pass() -> None:
     config = config_of(MeshConfig(data=1, fsdp=2, experts=2))
     routing = RoutingConfig(capacity_factor=1.25)
     model = dataclasses.replace(config.model, experts=8, active_experts=2, expert_dim=128, routing=routing)
-    report = compile_for(dataclasses.replace(config, model=model), "v5e:2x2").report()
+    made = compile_for(dataclasses.replace(config, model=model), "v5e:2x2")
+    report = made.report()
     assert report["problems"] == []
     sent = [row for row in report["collectives"] if row["kind"] == "all-to-all" and row["loop_trips"] == [DEPTH]]
     assert [(row["axes"], row["executions"]) for row in sent] == [(["experts"], 8 * DEPTH)]
     # 16 examples of a device, of which each of 8 experts takes 1.25 x 128 x 2 / 8 tokens: there and back forward, there again, and both
     # gradients; beside them each token's gate goes there twice and its gradient comes back.
-    assert sent[0]["bytes"] == DEPTH * 16 * 8 * 40 * 2 * (5 * 128 + 3)
+    slots = 16 * 8 * 40 * 2
+    assert sent[0]["bytes"] == DEPTH * slots * (5 * 128 + 3)
+    # Nothing turns them around on the way: experts multiply them as they lie.
+    assert made.module is not None
+    copies = [
+        one for one in made.module.executed if one.instruction.opcode in ("copy", "transpose") and DEPTH in one.trips
+    ]
+    assert not [one.instruction for one in copies if one.instruction.bytes >= slots * 128]
 
 
 @pytest.mark.tpu
