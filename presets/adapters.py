@@ -21,11 +21,8 @@ import dataclasses
 from collections.abc import Callable
 
 from mupax.presets.power import ONE, Power, product
-from mupax.presets.roles import OWN, ParamSpec, Role
+from mupax.presets.roles import OWN, RANK, ParamSpec, Role
 from mupax.presets.rule import Rule
-
-RANK = "rank"
-"""The axis between A and B. It is finite whatever a preset's base names."""
 
 
 def pair(matrix: ParamSpec) -> tuple[ParamSpec, ParamSpec]:

@@ -7,7 +7,6 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 
-from mupax.presets import adapters
 from mupax.presets.optimizers import OPTIMIZERS, Family, refused
 from mupax.presets.power import ONE, Power
 from mupax.presets.roles import (
@@ -15,6 +14,7 @@ from mupax.presets.roles import (
     EMBEDDINGS,
     FOLLOWS,
     OWN,
+    RANK,
     VECTORS,
     ZERO,
     Branch,
@@ -88,7 +88,11 @@ class Preset:
         return {}
 
     def _table(self, spec: ParamSpec) -> Rule:
-        return adapters.row(self.rule, spec) if spec.role in ADAPTERS else self.rule(spec)
+        if spec.role not in ADAPTERS:
+            return self.rule(spec)
+        from mupax.presets import adapters
+
+        return adapters.row(self.rule, spec)
 
     def _formed(self, spec: ParamSpec) -> Rule:
         if spec.moved_by_loads:  # which are of no size's order
@@ -120,7 +124,7 @@ class Preset:
             name: of a logical axis.
             sizes: of every logical axis of the model.
         """
-        if name == adapters.RANK and name in sizes:
+        if name == RANK and name in sizes:
             return sizes[name]
         if self.base is None:
             return 1

@@ -74,7 +74,7 @@ class ModelConfig(abc.ABC):
     causal: ClassVar[bool] = False
     """Whether a position sees only those before it."""
     generates: ClassVar[bool] = False
-    """Whether its module continues a text (`mupax.zoo.decoder.Decoder.cached`)."""
+    """Whether its module continues a text (`mupax.zoo.decoder.model.Decoder.cached`)."""
     denoises: ClassVar[bool] = False
     """Whether it reads one text and writes another: text with noise (`data.noise`), and what was there."""
 

@@ -2,7 +2,7 @@
 
 A step's gradients are taken inside of `jax.shard_map` over the mesh axes of the batch, where a parameter is this device's
 part: what reads it gathers it first, and its gradient is summed and split again where it was gathered, in a loop over
-layers beside the rest of the backward pass, in the way that suits the network (`partition.reduce_scatter`).
+layers beside the rest of the backward pass, in the way that suits the network (`zoo.collectives.reduce_scatter`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from mupax.presets.roles import VECTORS, ParamSpec, Role
 from mupax.zoo import partition
+from mupax.zoo.collectives import all_gather, reduce_scatter
 from mupax.zoo.definition import Definition, Product
 from mupax.zoo.partition import Axes, Layout
 
@@ -140,7 +141,7 @@ class Manual(Layout):
         return jax.lax.all_to_all(found, columns, split_axis=0, concat_axis=found.ndim - 1, tiled=True)
 
     def exchange(self, x: jax.Array, names: tuple[str, ...], dimension: int) -> jax.Array:
-        """`partition.reduce_scatter` of numbers rounded to `gradient_dtype` and summed in float32.
+        """`zoo.collectives.reduce_scatter` of numbers rounded to `gradient_dtype` and summed in float32.
 
         Every device is sent all summands of its part, as many bytes as their sum on its way would be.
 
@@ -175,7 +176,7 @@ class Manual(Layout):
 def _whole(splits: Splits, batch: tuple[str, ...], w: jax.Array) -> jax.Array:
     del batch
     for dimension, names in enumerate(splits):
-        w = partition.all_gather(w, names, dimension)
+        w = all_gather(w, names, dimension)
     return w
 
 
@@ -188,7 +189,7 @@ def _forward(splits: Splits, batch: tuple[str, ...], w: jax.Array) -> tuple[jax.
 
 def _backward(splits: Splits, batch: tuple[str, ...], _: None, g: jax.Array) -> tuple[jax.Array]:
     for dimension, names in enumerate(splits):
-        g = partition.reduce_scatter(g, names, dimension)
+        g = reduce_scatter(g, names, dimension)
     rest = tuple(name for name in batch if not any(name in names for names in splits))
     return (jax.lax.psum(g, rest) if rest else g,)
 

@@ -6,7 +6,8 @@ import dataclasses
 import math
 from typing import Literal, NamedTuple
 
-from mupax.presets.roles import EXPERT_MATRICES, MATRICES, FactorSpec, ParamSpec, Role, with_value_dim
+from mupax.presets.matrices import EXPERT_MATRICES, MATRICES, with_value_dim
+from mupax.presets.roles import FactorSpec, ParamSpec, Role
 from mupax.zoo.experts.config import RoutingConfig, check
 from mupax.zoo.families import ConfigError, ModelConfig
 from mupax.zoo.lora.config import LoraConfig

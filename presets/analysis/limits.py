@@ -12,10 +12,11 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
+from mupax.presets.matrices import EXPERT_MATRICES, MATRICES, of_cross, of_encoder
 from mupax.presets.optimizers import Family
 from mupax.presets.power import Power
 from mupax.presets.preset import Preset
-from mupax.presets.roles import EXPERT_MATRICES, EXPERTS, MATRICES, OWN, Role, of_cross, of_encoder
+from mupax.presets.roles import EXPERTS, OWN, Role
 
 LIMITS: dict[str, dict[str, float]] = {
     "head_dim": {"head_dim": 1.0, "embed": 1.0, "memory": 1.0, "mlp": 1.0},

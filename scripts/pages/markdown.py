@@ -11,22 +11,33 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
 
-def replaced(text: str, part: str, content: str) -> str:
-    """The page with the content between `<!-- PART: begin -->` and `<!-- PART: end -->`.
+def parts(text: str, name: str) -> tuple[str, str, str]:
+    """A page before, between and after the lines `<!-- NAME: begin -->` and `<!-- NAME: end -->`, without these.
 
     Args:
         text: of the page.
-        part: its name in the markers.
-        content: what stands between them, on lines of its own.
+        name: of the part between.
 
     Raises:
         ValueError: the page has not both markers, once and in this order.
     """
-    begin, end = f"<!-- {part}: begin -->", f"<!-- {part}: end -->"
-    before, found, rest = text.partition(begin)
-    old, closed, after = rest.partition(end)
-    if not (found and closed) or begin in old + after or end in before + after:
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, opened, rest = text.partition(begin)
+    part, closed, after = rest.partition(end)
+    if not (opened and closed) or begin in part + after or end in before + after:
         raise ValueError(
             f"the page needs one line {begin} and after it one line {end}, and the part is written between"
         )
-    return f"{before}{begin}\n{content}\n{end}{after}"
+    return before, part, after
+
+
+def replaced(text: str, name: str, content: str) -> str:
+    """The page with other content between the markers of a part.
+
+    Args:
+        text: of the page.
+        name: of the part (`parts`).
+        content: what stands there, on lines of its own.
+    """
+    before, _, after = parts(text, name)
+    return f"{before}<!-- {name}: begin -->\n{content}\n<!-- {name}: end -->{after}"

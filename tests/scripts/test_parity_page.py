@@ -8,6 +8,7 @@ import pytest
 
 from mupax.zoo.huggingface import config as huggingface
 from scripts import parity
+from scripts.pages.markdown import parts
 
 pytestmark = pytest.mark.core
 
@@ -18,7 +19,7 @@ SAME = {"mt5": "t5"}
 
 
 def rows() -> list[tuple[str, str, float, float]]:
-    page = parity.DOCUMENT.read_text().partition(parity.BEGIN)[2].partition(parity.END)[0]
+    page = parts(parity.DOCUMENT.read_text(), "parity")[1]
     return [(model, preset, float(into), float(out)) for model, preset, into, out in ROW.findall(page)]
 
 

@@ -19,7 +19,7 @@ from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConf
 from mupax.train.core.program import assemble
 from mupax.train.parallel.mesh import make_mesh
 from mupax.train.parallel.sharding import MeshLayout
-from mupax.zoo import manual, partition
+from mupax.zoo import collectives, manual
 from mupax.zoo.configs import ComputeConfig, DecoderConfig
 from mupax.zoo.manual import Manual
 
@@ -35,35 +35,35 @@ def test_a_row_of_devices_is_cut_into_the_dimensions_of_its_torus() -> None:
     def grid(*sizes: int) -> list[tuple[int, ...]]:
         return list(np.ndindex(*sizes))
 
-    assert partition.torus(row(*grid(4, 2, 3))) == (4, 2, 3)
-    assert partition.torus(row(*[(0, y, x) for x, y in grid(4, 2)])) == (4, 2)  # the last coordinate is the slowest
-    assert partition.torus(row(*[(5, 1, z) for z in range(4)])) == (4,)
+    assert collectives.torus(row(*grid(4, 2, 3))) == (4, 2, 3)
+    assert collectives.torus(row(*[(0, y, x) for x, y in grid(4, 2)])) == (4, 2)  # the last coordinate is the slowest
+    assert collectives.torus(row(*[(5, 1, z) for z in range(4)])) == (4,)
     ring = [(0, 0), (0, 1), (1, 1), (1, 0)]
-    assert partition.torus(row(*ring)) == (4,)
-    assert partition.torus(np.array(jax.devices())) == (8,)  # without coordinates
+    assert collectives.torus(row(*ring)) == (4,)
+    assert collectives.torus(np.array(jax.devices())) == (8,)  # without coordinates
 
 
 @pytest.mark.parametrize("sizes", [(8,), (2, 4), (2, 2, 2)], ids=str)
 def test_a_sum_scattered_over_a_torus_is_that_of_one_ring(
     sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(partition, "torus", lambda devices: sizes)
+    monkeypatch.setattr(collectives, "torus", lambda devices: sizes)
     layout = Manual(MeshLayout(make_mesh(MeshConfig(data=1, fsdp=8)), rings=True), {"embed": 16, "classes": 3})
     split = layout.spec(("embed", "classes"))
     assert split == P("fsdp", None)
 
     def both(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         mine = x * jax.lax.axis_index("fsdp")
-        part = partition.reduce_scatter(mine, ("fsdp",), 0)
-        return part, partition.all_gather(part, ("fsdp",), 0)
+        part = collectives.reduce_scatter(mine, ("fsdp",), 0)
+        return part, collectives.all_gather(part, ("fsdp",), 0)
 
     part, whole = jax.jit(layout.mapped(both, P(), (split, P())))(WEIGHTS)
     np.testing.assert_array_equal(part, 28 * WEIGHTS)
     np.testing.assert_array_equal(whole, 28 * WEIGHTS)
     # The control: the dimensions in another order give every device another's part.
     if len(sizes) > 1:
-        rings = partition._rings
-        monkeypatch.setattr(partition, "_rings", lambda names: rings(names)[::-1])
+        rings = collectives._rings
+        monkeypatch.setattr(collectives, "_rings", lambda names: rings(names)[::-1])
         part, _ = jax.jit(layout.mapped(both, P(), (split, P())))(WEIGHTS)
         assert not np.array_equal(part, 28 * WEIGHTS)
 
@@ -76,8 +76,8 @@ def test_over_two_mesh_axes_a_part_is_that_of_both_at_once(platform: str) -> Non
     layout.platform = platform
 
     def both(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        part = partition.reduce_scatter(x * jax.lax.axis_index(names), names, 0)
-        return part, partition.all_gather(part, names, 0)
+        part = collectives.reduce_scatter(x * jax.lax.axis_index(names), names, 0)
+        return part, collectives.all_gather(part, names, 0)
 
     mapped = jax.jit(layout.mapped(both, P(), (P(names), P())))
     for found in mapped(WEIGHTS):
@@ -92,7 +92,7 @@ def test_rounded_summands_are_sent_and_summed_in_float32(names: tuple[str, ...])
     split = P(None, names)
 
     def part(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        mine = partition.reduce_scatter(x[0], names, 1)
+        mine = collectives.reduce_scatter(x[0], names, 1)
         summed = jax.lax.psum_scatter(x[0].astype(jnp.bfloat16), names, scatter_dimension=1, tiled=True)
         return (jax.lax.psum(mine, "data"), summed) if names == ("fsdp",) else (mine, summed)
 

@@ -52,7 +52,7 @@ def cross_entropy(
         targets: int32, one per feature vector.
         weights: float32, 0 where a target does not count; no gradient is taken with respect to them.
         how: plain keeps all logits; chunked never does, and computes them for a few tokens at a time; vocab for a part of the
-            vocabulary (`mupax.train.core.vocabulary`). auto is the first of `costs.losses.options`.
+            vocabulary (`mupax.train.core.cross_entropy.vocabulary`). auto is the first of `costs.losses.options`.
         reference: of the initial model where the output is centred; no gradient flows through it.
         labels: as `of_logits`; all logits are kept then.
     """
@@ -161,9 +161,9 @@ def _on_devices(
         parts = jax.tree.unflatten(jax.tree.structure(readings), arrays)
         start = parts[1] if len(parts) > 1 else None
         if plan.by_vocab:
-            from mupax.train.core.vocabulary import on_one
+            from mupax.train.core.cross_entropy.vocabulary import on_one
         else:
-            on_one = _on_one
+            from mupax.train.core.cross_entropy.chunks import on_one
         sums, grads = on_one(plan, parts[0], start, targets, weights, with_grads)
         return (*sums[:3], *(getattr(grads, name) for name in returned))
 
@@ -188,89 +188,3 @@ def _backward(plan: _Plan, grads: Reading, cotangent: Sums) -> Any:
 
 
 _in_parts.defvjp(functools.partial(_on_devices, with_grads=True), _backward)
-
-
-def _on_one(
-    plan: _Plan, reading: Reading, reference: Reading | None, targets: jax.Array, weights: jax.Array, with_grads: bool
-) -> tuple[Sums, Reading | None]:
-    """The same on one device: its chunks one after the other, then sums over devices."""
-    chunks = math.ceil(plan.rows / plan.work.chunk)
-    reading = reading._replace(weight=partition.all_gather(reading.weight, plan.scattered, 0))
-    if reference is not None:
-        reference = reference._replace(weight=partition.all_gather(reference.weight, plan.scattered, 0))
-
-    def cut(x: jax.Array, *trailing: int) -> jax.Array:
-        """All tokens in chunks; what fills up the last one counts nothing."""
-        x = jnp.pad(
-            x.reshape(plan.rows, *trailing), [(0, chunks * plan.work.chunk - plan.rows), *[(0, 0)] * len(trailing)]
-        )
-        return x.reshape(chunks, plan.work.chunk, *trailing)
-
-    def add(total: tuple[Sums, Reading | None], part: tuple[Any, ...]) -> tuple[Any, jax.Array | None]:
-        features, fixed, labels, counts = part
-        start = None if reference is None else reference._replace(features=fixed)
-        sums, grads = _of_chunk(plan, reading._replace(features=features), start, labels, counts, with_grads)
-        if grads is None:
-            return jax.tree.map(jnp.add, total, (sums, None)), None
-        return jax.tree.map(jnp.add, total, (sums, grads._replace(features=None))), grads.features  # pyright: ignore
-
-    width, zero = reading.features.shape[-1], jnp.float32(0)
-    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), reading._replace(features=None, cap=None))  # pyright: ignore
-    total = (Sums(zero, zero, zero), nothing if with_grads else None)
-    fixed = None if reference is None else cut(reference.features, width)
-    (sums, found), by_chunk = jax.lax.scan(
-        add, total, (cut(reading.features, width), fixed, cut(targets), cut(weights))
-    )
-    sums = _psum(sums, plan.summed)
-    if by_chunk is None:
-        return sums, None
-    features = by_chunk.reshape(-1, width)[: plan.rows].reshape(reading.features.shape)
-    weight = partition.reduce_scatter(_psum(found.weight, plan.shared), plan.scattered, 0)
-    scale, bias = _psum((_psum(found.scale, plan.over_vocab), found.bias), plan.summed)
-    return sums, Reading(_psum(features, plan.over_vocab), weight, scale, bias)
-
-
-def _of_chunk(
-    plan: _Plan,
-    reading: Reading,
-    reference: Reading | None,
-    targets_N: jax.Array,
-    weights_N: jax.Array,
-    with_grads: bool,
-) -> tuple[Sums, Reading | None]:
-    """The same of one chunk; gradients are those of this device's part of the vocabulary."""
-    own_NV = logits_NV = reading.logits()
-    if reference is not None:
-        logits_NV = logits_NV - reference.logits()
-    columns = logits_NV.shape[1]
-    offset = columns * jax.lax.axis_index(plan.over_vocab) if plan.over_vocab else 0
-    column_NV = jax.lax.broadcasted_iota(jnp.int32, logits_NV.shape, 1) + offset
-    label_NV = column_NV == targets_N[:, None]
-    top_N = jnp.max(logits_NV, axis=1)
-    top_N = jax.lax.pmax(top_N, plan.over_vocab) if plan.over_vocab else top_N
-    exp_NV = jnp.exp(logits_NV - top_N[:, None])
-    exp_N, label_N = _psum(
-        (jnp.sum(exp_NV, axis=1), jnp.sum(jnp.where(label_NV, logits_NV, 0), axis=1)), plan.over_vocab
-    )
-    nll_N = jnp.log(exp_N) + top_N - label_N
-    # The first of the largest, as argmax has it: all logits are equal where a readout starts at zero.
-    first_N = jnp.min(jnp.where(logits_NV == top_N[:, None], column_NV, jnp.iinfo(jnp.int32).max), axis=1)
-    first_N = jax.lax.pmin(first_N, plan.over_vocab) if plan.over_vocab else first_N
-    sums = Sums(jnp.sum(nll_N * weights_N), jnp.sum((first_N == targets_N) * weights_N), jnp.sum(weights_N))
-    if not with_grads:
-        return sums, None
-    slope_NV = reading.uncapped((exp_NV / exp_N[:, None] - label_NV) * weights_N[:, None], own_NV)
-    bias = None if reading.bias is None else jnp.sum(slope_NV, axis=0)
-    slope_NV = slope_NV.astype(reading.features.dtype)
-    product = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
-    features = product(slope_NV, reading.weight, (((1,), (1,)), ((), ())))
-    weight = product(reading.features, slope_NV, (((0,), (0,)), ((), ())))
-    scale = None
-    if reading.scale is not None:
-        scale = jnp.sum(features * reading.features)
-        features, weight = reading.scale * features, reading.scale * weight
-    return sums, Reading(features.astype(reading.features.dtype), weight, scale, bias)
-
-
-def _psum(tree: Any, names: tuple[str, ...]) -> Any:
-    return jax.lax.psum(tree, names) if names else tree

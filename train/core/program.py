@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -26,8 +26,10 @@ from mupax.train.parallel.mesh import MeshError, make_mesh
 from mupax.train.parallel.sharding import Feed, MeshLayout, abstract_batch
 from mupax.zoo.configs import ViTConfig
 from mupax.zoo.definition import Definition, definition
-from mupax.zoo.layers.drop_path import Drop
 from mupax.zoo.partition import LANES
+
+if TYPE_CHECKING:
+    from mupax.zoo.layers.drop_path import Drop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,6 +211,8 @@ def _drop(config: Config) -> Drop | None:
     model = config.model
     if not isinstance(model, ViTConfig) or not model.drop_path:
         return None
+    from mupax.zoo.layers.drop_path import Drop
+
     return Drop(np.uint32(config.seed), np.array(model.drop_rates, np.float32))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,9 @@ from mupax.train.core.optimizer import Hyper
 from mupax.train.parallel.sharding import MeshLayout
 from mupax.zoo.definition import LIKE, Arrays, Definition
 from mupax.zoo.layers import initial
-from mupax.zoo.layers.drop_path import Drop
+
+if TYPE_CHECKING:
+    from mupax.zoo.layers.drop_path import Drop
 
 Batch = dict[str, jax.Array]
 """`inputs`, int32 tokens [B, T] or float32 images [B, H, W, C]; `targets`, int32 [B, T] or [B]; and `weights` of the same shape,

@@ -21,7 +21,6 @@ from mupax.train.core.loss import Sums, cross_entropy, of_logits
 from mupax.train.core.state import Batch, StepInputs, TrainState, averaged
 from mupax.zoo import partition
 from mupax.zoo.definition import Arrays, Definition
-from mupax.zoo.layers import drop_path
 
 if TYPE_CHECKING:
     from mupax.zoo.manual import Manual
@@ -154,6 +153,8 @@ def make_train_step(
     def step(state: TrainState, run: StepInputs, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         with partition.using(layout):
             if run.drop is not None:
+                from mupax.zoo.layers import drop_path
+
                 kept = drop_path.kept(run.drop, state.step, len(batch["targets"]))
                 batch = {**batch, "kept": partition.constrain(kept, "batch", None, None)}
             grads, sums = gradients(definition, state.params, run, batch, accumulation_steps)

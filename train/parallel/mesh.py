@@ -33,7 +33,7 @@ def make_mesh(
         config: devices along each axis, one of them -1 for what is left, and which axes cross islands.
         devices: all that JAX sees unless given; every one gets a place.
         swept: whether the mesh is of a sweep; the axis `sweep` of any other has size 1.
-        rings: fsdp alone on a torus goes along its dimensions in turn, as `zoo.partition.torus` finds them, not in one ring.
+        rings: fsdp alone on a torus goes along its dimensions in turn, as `zoo.collectives.torus` finds them, not in one ring.
 
     Raises:
         MeshError: sizes whose product is not the number of devices, more than one -1, a sweep axis where no sweep is, or

@@ -11,7 +11,8 @@ import dataclasses
 from importlib import import_module
 from typing import Any, ClassVar, Literal
 
-from mupax.presets.roles import CROSSED, ENCODER, MATRICES, FactorSpec, ParamSpec, Role, of_cross, of_encoder
+from mupax.presets.matrices import MATRICES, of_cross, of_encoder
+from mupax.presets.roles import CROSSED, ENCODER, FactorSpec, ParamSpec, Role
 from mupax.zoo.families import ArraySpec, ConfigError, TokenModel
 from mupax.zoo.transformer import TransformerConfig
 

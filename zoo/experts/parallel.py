@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from mupax.zoo import partition
+from mupax.zoo.collectives import all_gather
 from mupax.zoo.experts.routing import Choice
 from mupax.zoo.experts.slots import Slots
 
@@ -101,7 +102,7 @@ def by_rows(
 
     def part(x_BTD: jax.Array, experts_BTA: jax.Array, weights_BTA: jax.Array, *parts: jax.Array) -> jax.Array:
         names, here = partition.current().names("experts"), dict(zip(weights, parts, strict=True))
-        x_BTD, experts_BTA, weights_BTA = (partition.all_gather(x, names, 0) for x in (x_BTD, experts_BTA, weights_BTA))
+        x_BTD, experts_BTA, weights_BTA = (all_gather(x, names, 0) for x in (x_BTD, experts_BTA, weights_BTA))
         first, experts = (jax.lax.axis_index(names) if names else 0), here["up"].shape[0]
         of_R = (experts_BTA.reshape(-1) - first * experts) % (
             experts * partition.current().ways("experts")

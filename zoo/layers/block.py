@@ -16,8 +16,7 @@ from mupax.zoo import partition
 from mupax.zoo.definition import Init
 from mupax.zoo.families import AttentionName
 from mupax.zoo.layers import kernels
-from mupax.zoo.layers.linear import GATES, Norm, biased, product_kind, project, rotary
-from mupax.zoo.lora import layer as lora
+from mupax.zoo.layers.linear import GATES, Norm, adapted, biased, product_kind, project, rotary
 from mupax.zoo.transformer import TransformerConfig
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ class Attention(nnx.Module):
         self.fused, self.kind = config.compute.projections == "fused", product_kind(config.compute)
         self.query, self.key, self.value = (init.param(name) for name in ("query", "key", "value"))
         self.out = init.param("out")
-        adapters = lora.maybe(config, init, "query", "key", "value", "out")
+        adapters = config.lora.modules(init, "query", "key", "value", "out")
         self.query_lora, self.key_lora, self.value_lora, self.out_lora = adapters
         self.query_bias, self.key_bias = init.maybe("query_bias"), init.maybe("key_bias")
         self.value_bias, self.out_bias = init.maybe("value_bias"), init.maybe("out_bias")
@@ -80,8 +79,8 @@ class Attention(nnx.Module):
             k_BSKN, v_BSKN = y_BTKGN[..., -2, :], y_BTKGN[..., -1, :]
         else:
             q_BTHN, k_BSKN, v_BSKN = (project(x_BTD, w, kind=self.kind) for w in (query_DHN, key_DKN, value_DKN))
-        q_BTHN, k_BSKN = lora.adapted(q_BTHN, x_BTD, self.query_lora), lora.adapted(k_BSKN, x_BTD, self.key_lora)
-        v_BSKN = lora.adapted(v_BSKN, x_BTD, self.value_lora)
+        q_BTHN, k_BSKN = adapted(q_BTHN, x_BTD, self.query_lora), adapted(k_BSKN, x_BTD, self.key_lora)
+        v_BSKN = adapted(v_BSKN, x_BTD, self.value_lora)
         return biased(q_BTHN, self.query_bias), biased(k_BSKN, self.key_bias), biased(v_BSKN, self.value_bias)
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None = None) -> jax.Array:
@@ -116,7 +115,7 @@ class Attention(nnx.Module):
     def _projected_out(self, y_BTHN: jax.Array) -> jax.Array:
         y_BTHN = partition.constrain(y_BTHN, "batch", "sequence", "heads", None)
         y_BTD = project(y_BTHN, self.out[...], inputs=2, kind=self.kind)
-        return biased(lora.adapted(y_BTD, y_BTHN, self.out_lora, inputs=2), self.out_bias)
+        return biased(adapted(y_BTD, y_BTHN, self.out_lora, inputs=2), self.out_bias)
 
 
 WIDE = 4096
@@ -136,7 +135,7 @@ class MLP(nnx.Module):
         self.activation = config.activation
         self.fused, self.kind = config.compute.projections == "fused", product_kind(config.compute)
         self.up, self.gate, self.down = init.param("up"), init.maybe("gate"), init.param("down")
-        self.up_lora, self.gate_lora, self.down_lora = lora.maybe(config, init, "up", "gate", "down")
+        self.up_lora, self.gate_lora, self.down_lora = config.lora.modules(init, "up", "gate", "down")
         self.up_bias, self.gate_bias = init.maybe("up_bias"), init.maybe("gate_bias")
         self.down_bias = init.maybe("down_bias")
 
@@ -151,12 +150,12 @@ class MLP(nnx.Module):
             h_BTF = jax.nn.gelu(h_BTF, approximate=self.activation != "gelu_exact")
         h_BTF = partition.constrain(h_BTF, "batch", "sequence", "mlp")
         y_BTD = project(h_BTF, self.down[...], kind=self.kind)
-        return biased(lora.adapted(y_BTD, h_BTF, self.down_lora), self.down_bias)
+        return biased(adapted(y_BTD, h_BTF, self.down_lora), self.down_bias)
 
     def _projected(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Up and, where there is one, gate, both [B, T, F]."""
         if self.gate is None:
-            up_BTF = lora.adapted(project(x_BTD, self.up[...], kind=self.kind), x_BTD, self.up_lora)
+            up_BTF = adapted(project(x_BTD, self.up[...], kind=self.kind), x_BTD, self.up_lora)
             return biased(up_BTF, self.up_bias), None
         if self.fused:
             # Side by side on an axis of their own, so that F stays split as it is.
@@ -164,9 +163,7 @@ class MLP(nnx.Module):
             up_BTF, gate_BTF = jnp.moveaxis(project(x_BTD, both_D2F, kind=self.kind), -2, 0)
         else:
             up_BTF, gate_BTF = (project(x_BTD, w[...], kind=self.kind) for w in (self.up, self.gate))
-        up_BTF, gate_BTF = (
-            lora.adapted(y, x_BTD, of) for y, of in ((up_BTF, self.up_lora), (gate_BTF, self.gate_lora))
-        )
+        up_BTF, gate_BTF = (adapted(y, x_BTD, of) for y, of in ((up_BTF, self.up_lora), (gate_BTF, self.gate_lora)))
         return biased(up_BTF, self.up_bias), biased(gate_BTF, self.gate_bias)
 
 

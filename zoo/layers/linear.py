@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -85,6 +86,20 @@ def biased(x: jax.Array, bias: nnx.Param | None) -> jax.Array:
         bias: [O]; None where the layer has none.
     """
     return x if bias is None else x + bias[...].astype(x.dtype)
+
+
+def adapted(
+    y: jax.Array, x: jax.Array, lora: Callable[[jax.Array, int], jax.Array] | None, inputs: int = 1
+) -> jax.Array:
+    """y with what its matrix' adapter adds.
+
+    Args:
+        y: the product of x and the matrix, [..., O].
+        x: [..., I].
+        lora: the adapter (`mupax.zoo.lora.layer`); None where the matrix has none.
+        inputs: dimensions that I is.
+    """
+    return y if lora is None else y + lora(x, inputs)
 
 
 def softcapped(logits: jax.Array, cap: jax.Array | float | None) -> jax.Array:

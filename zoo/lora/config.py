@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Literal, get_args
+from importlib import import_module
+from typing import Any, Literal, get_args
 
-from mupax.presets.adapters import pair
 from mupax.presets.roles import ParamSpec
 from mupax.zoo.families import ConfigError
 
@@ -55,7 +55,22 @@ class LoraConfig:
         """
         if self.rank is None:
             return {}
+        from mupax.presets.adapters import pair
+
         adapted = [name for name in matrices if name.startswith(tuple(f"block.{branch}." for branch in self.on))]
         return {
             f"{name}_lora.{which}": of for name in adapted for which, of in zip("ab", pair(matrices[name]), strict=True)
         }
+
+    def modules(self, init: Any, *names: str) -> tuple[Any, ...]:
+        """The adapters (`mupax.zoo.lora.layer.Lora`) of matrices, None for each that has none.
+
+        Args:
+            init: of the matrices' module.
+            *names: of the matrices.
+        """
+        if self.rank is None:
+            return (None,) * len(names)
+        adapter = import_module("mupax.zoo.lora.layer").Lora
+        scopes = [init.scope(f"{name}_lora") for name in names]
+        return tuple(adapter(self.scale, scope) if scope.has("a") else None for scope in scopes)

@@ -6,7 +6,7 @@ I inputs, O outputs, R rank, each of one dimension or several but the rank.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,14 +14,6 @@ from flax import nnx
 
 from mupax.zoo.definition import Init
 from mupax.zoo.layers.linear import project
-from mupax.zoo.lora.config import LoraConfig
-
-
-class Model(Protocol):
-    """What is read of a model's config."""
-
-    @property
-    def lora(self) -> LoraConfig: ...
 
 
 class Lora(nnx.Module):
@@ -39,30 +31,6 @@ class Lora(nnx.Module):
             inputs: dimensions that I is.
         """
         return self.scale * project(project(x, self.a[...], inputs=inputs), self.b[...])
-
-
-def maybe(config: Model, init: Init, *names: str) -> tuple[Lora | None, ...]:
-    """The adapters of matrices, None where the config declares none.
-
-    Args:
-        config: of the model.
-        init: of the matrices' module.
-        *names: of the matrices.
-    """
-    scopes = [init.scope(f"{name}_lora") for name in names]
-    return tuple(Lora(config.lora.scale, scope) if scope.has("a") else None for scope in scopes)
-
-
-def adapted(y: jax.Array, x: jax.Array, lora: Lora | None, inputs: int = 1) -> jax.Array:
-    """y with what its matrix' adapter adds.
-
-    Args:
-        y: the product of x and the matrix, [..., O].
-        x: [..., I].
-        lora: None where the matrix has no adapter.
-        inputs: dimensions that I is.
-    """
-    return y if lora is None else y + lora(x, inputs)
 
 
 def merged(params: Mapping[str, Any], scale: float) -> dict[str, Any]:

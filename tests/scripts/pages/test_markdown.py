@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.pages.markdown import replaced, table
+from scripts.pages.markdown import parts, replaced, table
 
 pytestmark = pytest.mark.core
 
@@ -14,6 +14,7 @@ PAGE = "# Head\n\n<!-- a: begin -->\nold\n<!-- a: end -->\n\nby hand <!-- b: beg
 def test_only_the_part_changes_and_twice_is_once():
     new = replaced(PAGE, "a", table([("x", "y"), ("1", "2")]))
     assert new == PAGE.replace("old", "| x | y |\n|---|---|\n| 1 | 2 |")
+    assert parts(new, "a")[1] == new[new.index("\n| x") : new.index("<!-- a: end")]
     assert replaced(new, "a", "old") == PAGE
 
 

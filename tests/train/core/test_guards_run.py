@@ -22,7 +22,7 @@ from mupax.train.core import guards, optimizer
 from mupax.train.core.factors import check_run, resolve
 from mupax.train.core.program import Program, assemble
 from mupax.zoo.configs import DecoderConfig
-from mupax.zoo.decoder import Decoder
+from mupax.zoo.decoder.model import Decoder
 from mupax.zoo.definition import definition
 
 pytestmark = pytest.mark.core

@@ -28,6 +28,7 @@ from mupax.zoo.huggingface import weights
 from mupax.zoo.huggingface.config import to_huggingface
 from mupax.zoo.huggingface.tensorfile import Tensors, write_tensors
 from scripts import parity
+from scripts.pages.markdown import parts
 
 pytestmark = pytest.mark.core
 
@@ -298,6 +299,6 @@ def test_help_names_both() -> None:
 
 def test_the_table_in_the_document_has_every_case() -> None:
     text = (Path(__file__).resolve().parents[3] / "docs" / "huggingface.md").read_text()
-    rows = [line.strip("| ").split(" | ") for line in text.partition(parity.BEGIN)[2].splitlines() if line[:2] == "| "]
+    rows = [line.strip("| ").split(" | ") for line in parts(text, "parity")[1].splitlines() if line[:2] == "| "]
     assert {(model, way, preset) for model, preset, *_ in rows[1:] for way in ("in", "out")} == set(parity.cases())
     assert max(float(cell) for row in rows[1:] for cell in row[2:4]) < 1e-4

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from mupax import zoo
-from mupax.presets.roles import MATRICES, ParamSpec, Role
+from mupax.presets.matrices import MATRICES
+from mupax.presets.roles import ParamSpec, Role
 from mupax.train.__main__ import main
 from mupax.train.studies.roles import models
 from mupax.zoo import configs

@@ -10,6 +10,7 @@ import pytest
 from mupax.presets.roles import ParamSpec, Role
 from mupax.train.studies.roles import models
 from mupax.zoo import configs
+from scripts.pages.markdown import parts
 from tests.train.studies.roles import traced_roles
 
 DECODER, ROUTED = (
@@ -36,7 +37,7 @@ def test_so_is_every_named_model(name: str) -> None:
 
 def test_the_page_has_this_table() -> None:
     text = traced_roles.PAGE.read_text()
-    assert text.split(traced_roles.BEGIN)[1].split(traced_roles.END)[0].strip() == traced_roles.table()
+    assert parts(text, "traced")[1].strip() == traced_roles.table()
 
 
 @pytest.mark.parametrize(

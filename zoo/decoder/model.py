@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mupax.zoo import partition
-from mupax.zoo.configs import DecoderConfig
+from mupax.zoo.decoder.config import DecoderConfig
 from mupax.zoo.definition import Init
 from mupax.zoo.layers.block import Block
 from mupax.zoo.layers.cache import Cache

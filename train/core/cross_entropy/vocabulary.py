@@ -16,14 +16,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mupax.zoo import partition
+from mupax.zoo.collectives import all_gather, reduce_scatter
 from mupax.zoo.layers.linear import Reading
 
 
 def on_one(
     plan: Any, reading: Reading, reference: Reading | None, targets: jax.Array, weights: jax.Array, with_grads: bool
 ) -> tuple[tuple[jax.Array, ...], Reading | None]:
-    """Loss, number correct and of targets, and gradients of this device's part, as `loss._on_one`.
+    """Loss, number correct and of targets, and gradients of this device's part, as `chunks.on_one`.
 
     Args:
         plan: of the loss: rows of a device, and the mesh axes that split the vocabulary and what is gathered.
@@ -46,7 +46,7 @@ def on_one(
         weight_DV = of.weight[:, cut]
         if after is not None:
             weight_DV, _ = jax.lax.optimization_barrier((weight_DV, after))
-        weight_DV = partition.all_gather(weight_DV, plan.scattered, 0)
+        weight_DV = all_gather(weight_DV, plan.scattered, 0)
         bias_V = None if of.bias is None else of.bias[cut]
         x_ND = features_ND if of is reading else of.features.reshape(plan.rows, -1)
         return Reading(x_ND, weight_DV, of.scale, bias_V, cap=of.cap)
@@ -120,7 +120,7 @@ def on_one(
         back_ND, row_DV, features_ND, exp_N, *bias = jax.lax.optimization_barrier(done)
         biases += bias
         row_DV = jax.lax.psum(row_DV, plan.shared) if plan.shared else row_DV
-        rows.append(partition.reduce_scatter(row_DV, plan.scattered, 0))
+        rows.append(reduce_scatter(row_DV, plan.scattered, 0))
     # Before the layers: else the compiler takes the last products and sums with it through their loop, with what they are of.
     back_ND, *rows = jax.lax.optimization_barrier((back_ND, *rows))
     back_ND, weight_DV = several(jax.lax.psum, back_ND), jnp.concatenate(rows, axis=1)

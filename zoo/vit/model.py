@@ -13,11 +13,11 @@ import numpy as np
 from flax import nnx
 
 from mupax.zoo import partition
-from mupax.zoo.configs import ViTConfig
 from mupax.zoo.definition import Init
 from mupax.zoo.layers.block import Block
 from mupax.zoo.layers.linear import Norm, Reading, project
 from mupax.zoo.layers.stack import routed_stack
+from mupax.zoo.vit.config import ViTConfig
 
 if TYPE_CHECKING:
     from mupax.zoo.experts.routing import Routing

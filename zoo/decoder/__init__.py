@@ -1,0 +1,1 @@
+"""Decoder language models. `config` has the family as data, `model` its module."""

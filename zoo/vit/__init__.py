@@ -1,0 +1,1 @@
+"""Vision transformers. `config` has the family as data, `model` its module."""
