@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,8 @@ _BY_ROLE = ("weight", "movement", "gradient")
 _PANEL_COLUMNS = 7
 _WIDE = 112
 """Columns of a terminal from which on intervals and bands fit in beside the verdict."""
+PASSING = "a slope passes where its 95 % interval over seeds meets the band that theory leaves to finite sizes"
+_BAND, _INK, _WRONG = "band that passes", "black", "#B00020"
 _STEP_COLOURS = {0: "#999999", 1: "#56B4E9", 3: "#0072B2", 10: "#D55E00"}
 
 
@@ -53,6 +56,8 @@ def show(
             cells = [f"{f.slope:+.2f}", f"[{f.low:+.2f}, {f.high:+.2f}]", band]
         table.add_row(f.observable, after, *cells, f"[{colour}]{_words(f)}[/{colour}]")
     console.print(table)
+    if not wide:
+        console.print(f"{PASSING}; both are here from {_WIDE} columns on")
     console.print(verdict_line(findings, not_judged, blamed))
 
 
@@ -129,7 +134,9 @@ def to_json(findings: Sequence[Finding], about: dict[str, Any], not_judged: Sequ
 
 
 def figure(path: Path | str, findings: Sequence[Finding], sizes: Sequence[float], axis: str, title: str) -> None:
-    """Draw a small log-log panel per observable: a line per step, theory dashed, the last or first wrong slope in its title.
+    """Draw a small log-log panel per observable: a line per step, theory dashed with its band shaded, and a verdict in its title.
+
+    The title has the slope of the last step, or of the first that is wrong, its interval, and the slopes that pass.
 
     Args:
         path: of the picture.
@@ -145,8 +152,11 @@ def figure(path: Path | str, findings: Sequence[Finding], sizes: Sequence[float]
     observables = dict.fromkeys(f.observable for f in findings)
     names = sorted(observables, key=lambda name: [name.startswith(kind) for kind in kinds])
     rows = max(1, math.ceil(len(names) / _PANEL_COLUMNS))
-    drawn = Figure(figsize=(1.9 * _PANEL_COLUMNS, 1.75 * rows + 0.6), layout="constrained")
-    drawn.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=11, fontweight="bold")
+    drawn = Figure(figsize=(1.9 * _PANEL_COLUMNS, 1.95 * rows + 0.9), layout="constrained")
+    head = f"{title}: {'passes' if passes(findings) else 'fails'}"
+    drawn.suptitle(
+        f"{head}\n", x=0.01, ha="left", fontsize=11, fontweight="bold", color=_INK if passes(findings) else _WRONG
+    )
     steps = {step: f"step {step}" for step in _STEP_COLOURS} if any(f.step for f in findings) else {0: "the whole run"}
     panels = list(drawn.subplots(rows, _PANEL_COLUMNS, squeeze=False).flat)
     for index, (panel, name) in enumerate(zip(panels, names, strict=False)):
@@ -156,16 +166,19 @@ def figure(path: Path | str, findings: Sequence[Finding], sizes: Sequence[float]
     for panel in panels[len(names) :]:
         panel.set_visible(False)
     lines = {str(line.get_label()): line for panel in panels for line in panel.get_lines()}
-    labels = (*steps.values(), "theory")
-    if handles := [lines[label] for label in labels if label in lines]:
-        drawn.legend(handles=handles, loc="upper right", ncols=len(handles), fontsize=8, frameon=False)
-    drawn.supxlabel(axis, fontsize=9)
+    handles: list[Any] = [lines[label] for label in (*steps.values(), "theory") if label in lines]
+    if bands := [patch for panel in panels for patch in panel.collections if patch.get_label() == _BAND]:
+        handles.append(bands[0])
+    if handles:
+        drawn.legend(handles=handles, loc="lower right", ncols=len(handles), fontsize=8, frameon=False)
+    drawn.supxlabel(f"{axis}\n{PASSING}", x=0.01, ha="left", fontsize=8)
     drawn.savefig(path, dpi=130)
 
 
 def _panel(panel: Any, findings: Sequence[Finding], sizes: Sequence[float], steps: Mapping[int, str]) -> None:
     """One observable at every step read."""
     shown = next((f for f in findings if not f.ok), findings[-1])
+    low, high = shown.expected.slope - shown.expected.below, shown.expected.slope + shown.expected.above
     style = {"marker": "o", "markersize": 2.5, "linewidth": 1.2}
     for f in findings:
         panel.plot(sizes, f.values, color=_STEP_COLOURS[f.step], label=steps[f.step], **style)
@@ -173,9 +186,16 @@ def _panel(panel: Any, findings: Sequence[Finding], sizes: Sequence[float], step
         centre, middle = statistics.geometric_mean(shown.values), statistics.geometric_mean(sizes)
         theory = [centre * (size / middle) ** shown.expected.slope for size in sizes]
         panel.plot(sizes, theory, color="#555555", linewidth=0.8, linestyle=(0, (3, 2)), label="theory", zorder=0)
-    verdict, colour = ("", "black") if shown.ok else (f"\n{shown.verdict} at step {shown.step}", "#B00020")
-    slopes = f"{shown.slope:+.2f}  (theory {shown.expected.slope:+.2f})"
-    panel.set_title(f"{shown.observable.replace('/', ', ')}\n{slopes}{verdict}", fontsize=6.5, color=colour)
+        band = [[centre * (size / middle) ** slope for size in sizes] for slope in (low, high)]
+        panel.fill_between(sizes, *band, color="#DDDDDD", linewidth=0, label=_BAND, zorder=-1)
+    name = textwrap.fill(shown.observable.replace("/", ", "), 30, break_long_words=False)
+    slopes = f"{'✓' if shown.ok else '✗'} {shown.slope:+.2f} [{shown.low:+.2f}, {shown.high:+.2f}]"
+    verdict = "" if shown.ok else f"{shown.verdict} at step {shown.step}\n"
+    panel.set_title(
+        f"{name}\n{slopes}\n{verdict}passes from {low:+.2f} to {high:+.2f}",
+        fontsize=6.5,
+        color=_INK if shown.ok else _WRONG,
+    )
     panel.set_xscale("log", base=2)
     positive = [value for f in findings for value in f.values if value > 0]
     if positive:

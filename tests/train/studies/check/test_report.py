@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from mupax.train.studies.check import report
@@ -42,3 +44,25 @@ def test_intervals_and_bands_are_there_where_they_fit() -> None:
     for finding in FINDINGS:
         assert f"[{finding.low:+.2f}, {finding.high:+.2f}]" in text
         assert f"(-{finding.expected.below:.2f} +{finding.expected.above:.2f})" in text
+    assert report.PASSING not in text
+    assert " ".join(printed(80).split()).count(report.PASSING) == 1
+
+
+def test_the_picture_has_a_verdict_and_what_passes_in_every_panel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: drawn.append(figure))
+    report.figure(tmp_path / "check.png", FINDINGS, [1.0, 2.0], "width / smallest", "lm-proxy under mup")
+    (figure,) = drawn
+    titles = {panel.get_title() for panel in figure.axes if panel.get_title()}
+    assert titles == {
+        "movement, block.norm_gain,\nattention_norm\n✓ +0.01 [-0.02, +0.03]\npasses from -0.08 to +0.08",
+        "update query\n✓ -0.12 [-0.14, -0.10]\npasses from -0.23 to +0.12",
+        "update attention\n✗ +1.24 [+1.22, +1.27]\nexplodes at step 3\npasses from -0.05 to +1.62",
+    }
+    assert figure.get_suptitle().strip() == "lm-proxy under mup: fails"
+    assert report.PASSING in figure.get_supxlabel()
+    assert all(
+        report._BAND in {patch.get_label() for patch in panel.collections} for panel in figure.axes if panel.get_title()
+    )
