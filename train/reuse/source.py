@@ -60,7 +60,7 @@ class Source(NamedTuple):
     notes: list[str]
     """What was left out or added in reading, one sentence each."""
     run: tuple[Config, dict[str, Any]] | None = None
-    """The run they come from, and what it recorded of its data."""
+    """The run they come from, whose model may have adapters that are merged here, and what it recorded of its data."""
     images: ImageInput | None = None
     """Class names and preprocessing of a model of images."""
 
@@ -165,13 +165,15 @@ def _run(workdir: Path, recorded: Mapping[str, Any], step: Step | None, part: Li
     params = run.params(SimpleNamespace(params=empty, ema=average))
     record = {**plain.preset_record(config.preset, preset, model, factors), "step": run.step}
     images, by, notes = images_of(facts, config.model, workdir), plain.scales(model, factors), []
-    if isinstance(config.model, TransformerConfig) and config.model.lora.rank:
-        rank, without = config.model.lora.rank, dataclasses.replace(config.model, lora=LoraConfig())
-        whole = lora.merged(plain.absorb_multipliers(params, by), config.model.lora.scale)
+    whole_model = config.model
+    if isinstance(whole_model, TransformerConfig) and whole_model.lora.rank:
+        rank, scale = whole_model.lora.rank, whole_model.lora.scale
+        whole_model = dataclasses.replace(whole_model, lora=LoraConfig())
+        whole = lora.merged(plain.absorb_multipliers(params, by), scale)
         by, notes = {name: by[name] for name in whole}, [f"adapters of rank {rank} are merged into their matrices"]
         record["scales"] = {name: plain.number(scale) for name, scale in by.items()}
-        params, config = plain.restore_multipliers(whole, by), dataclasses.replace(config, model=without)
-    return Source(config.model, params, by, record, notes, (config, facts), images)
+        params = plain.restore_multipliers(whole, by)
+    return Source(whole_model, params, by, record, notes, (config, facts), images)
 
 
 def _scales(preset: Any, files: Tensors) -> plain.Scales:

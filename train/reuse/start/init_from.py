@@ -82,6 +82,11 @@ def prepare(program: Program) -> Start:
     if asked.init_optimizer:
         if source.run is None:
             raise InitError(f"--init-optimizer: {asked.init_from} holds no optimizer state, only weights; leave it out")
+        if source.run[0].model != source.model:
+            raise InitError(
+                f"--init-optimizer: {asked.init_from} trained low-rank adapters, which are merged into their matrices here; "
+                "their moments are of no parameter of this run. Leave it out, or go on with that run by --resume"
+            )
         old = runs.whole_state(path_of(asked.init_from), runs.on_one_device(source.run[0])).opt_state
         moments = transplant.optimizer_state(planned.moves, old, program.abstract.opt_state, config.optimizer.name)
         notes += transplant.overshoot_notes(config.scaled_optimizer) if planned.fresh() else []

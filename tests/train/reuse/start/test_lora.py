@@ -129,6 +129,12 @@ def test_wrong_words_are_answered(words: str, message: str) -> None:
     assert (code, message in said) == (2, True), said
 
 
+def test_their_moments_are_not_those_of_merged_matrices() -> None:
+    start = RUN.replace("weights", "run").replace("--lora.rank 3", "--workdir moments")
+    code, said = run(f"{start} --init-optimizer")
+    assert (code, "trained low-rank adapters, which are merged into their matrices here" in said) == (2, True), said
+
+
 def test_adapters_do_not_grow() -> None:
     code, said = run("grow run --set width=16 num_heads=4 --out larger")
     assert (code, "holds adapters" in said) == (2, True), said
