@@ -72,13 +72,16 @@ def described(opened: saved_run.Trained | Weights, path: Path) -> str:
     return f"step {opened.step} of {path}, {'its moving average' if opened.weights == 'ema' else 'its parameters'}"
 
 
-def find(path: Path, step: Step | None = None, average: bool | None = None) -> saved_run.Trained | Weights:
+def find(
+    path: Path, step: Step | None = None, average: bool | None = None, *, writes: bool = False
+) -> saved_run.Trained | Weights:
     """What a path names, without its arrays.
 
     Args:
         path: a run's workdir, one of its steps, a folder that `python -m zoo import` wrote, or one of Hugging Face.
         step: of a run, which checkpoint, or best; the newest unless given.
         average: whether the moving average is meant; where the run has one, unless given.
+        writes: whether weights of an encoder-decoder are to write alone, for which the noise of its training need not be known.
 
     Raises:
         WorkdirError, ConfigError, JsonError: as `saved_run.find`.
@@ -92,7 +95,7 @@ def find(path: Path, step: Step | None = None, average: bool | None = None) -> s
         )
     origin = outline(path)
     model, images = origin.model, origin.images
-    if model.denoises:
+    if model.denoises and not writes:
         raise WeightsError(
             f"{path} holds an {model.family}, and not what noise it was trained on; start `python -m train ed-tiny` with --init-from "
             "and --data.noise, and use that run"
@@ -102,6 +105,7 @@ def find(path: Path, step: Step | None = None, average: bool | None = None) -> s
         batch_size=_BATCH,
         tokenizer=str(path / TOKENIZER) if model.task == "tokens" else "bytes",
         pixels=PixelsConfig() if images is None else images.pixels,
+        noise="sentinels" if model.denoises else None,
     )
     config = Config(recipe="weights", model=model, data=data, preset=origin.preset or PresetConfig(name="sp"), steps=1)
     names = None if images is None else images.class_names

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -24,6 +24,7 @@ from mupax.train.config.run import Config
 from mupax.train.config.sections import Step
 from mupax.train.core.factors import Factors, resolve
 from mupax.train.reuse import plain
+from mupax.train.reuse.huggingface import text_ids
 from mupax.train.reuse.image_input import ImageInput
 from mupax.train.reuse.outline import (
     MODEL,
@@ -63,6 +64,8 @@ class Source(NamedTuple):
     """The run they come from, whose model may have adapters that are merged here, and what it recorded of its data."""
     images: ImageInput | None = None
     """Class names and preprocessing of a model of images."""
+    text_ids: Mapping[str, int] = MappingProxyType({})
+    """What starts and ends the texts of an encoder-decoder, by config.json's names; empty where that is a run's."""
 
     @property
     def params(self) -> Params:
@@ -114,7 +117,8 @@ def read(path: Path, step: Step | None = None, *, part: Literal["params", "ema"]
     notes = [f"not read, and read by no model here: {first_of(loaded.dropped)}"] if loaded.dropped else []
     notes += [f"not in the file, so zero: {first_of(loaded.zeros)}"] if loaded.zeros else []
     scales = dict.fromkeys(loaded.params, np.ones(()))
-    return Source(published.model, loaded.params, scales, {}, [*notes, *note], images=images)
+    ids = text_ids.recorded(folder, fields) if published.model.denoises else {}
+    return Source(published.model, loaded.params, scales, {}, [*notes, *note], images=images, text_ids=ids)
 
 
 def place(source: Source, definition: Definition, factors: Factors) -> dict[str, np.ndarray]:
@@ -150,7 +154,8 @@ def _imported(path: Path, record: Mapping[str, Any]) -> Source:
         raise WeightsError(f"{path}: the tensors are not the parameters of the model in {MODEL}")
     _check_shapes(files.shapes, definition(model), f"{path}: the weights are of another model than {MODEL} says")
     by, params = _scales(preset, files), {name: files.read(name) for name in files.shapes}
-    return Source(model, params, by, dict(preset), [], images=images_of(record, model, path))  # pyright: ignore
+    images, ids = images_of(record, model, path), record.get("text_ids", {})
+    return Source(model, params, by, dict(preset), [], images=images, text_ids=ids)  # pyright: ignore
 
 
 def _run(workdir: Path, recorded: Mapping[str, Any], step: Step | None, part: Literal["params", "ema"]) -> Source:

@@ -64,6 +64,11 @@ class Bytes:
         """What the tokenizer puts before a text that stands alone, int32 [length]: nothing, or the token that begins one."""
         return np.zeros(0, np.int32)
 
+    @property
+    def end(self) -> np.ndarray:
+        """What the tokenizer puts after a text that stands alone, int32 [length]."""
+        return np.zeros(0, np.int32)
+
     def find(self, *names: str) -> int | None:
         """Id of the first of these tokens that the vocabulary has; None where it has none of them."""
         return None
@@ -164,6 +169,13 @@ class Subwords:
             alone = self._library.encode("a", add_special_tokens=True)
         count = next((i for i, special in enumerate(alone.special_tokens_mask) if not special), 0)
         return np.array(alone.ids[:count], np.int32)
+
+    @property
+    def end(self) -> np.ndarray:
+        with self._calling():
+            alone = self._library.encode("a", add_special_tokens=True)
+        count = next((i for i, special in enumerate(reversed(alone.special_tokens_mask)) if not special), 0)
+        return np.array(alone.ids[len(alone.ids) - count :], np.int32)
 
     def find(self, *names: str) -> int | None:
         return next((i for i in map(self._library.token_to_id, names) if i is not None), None)

@@ -70,11 +70,15 @@ def main(argv: Sequence[str]) -> int:
     for name, least in (("tokens", 0), ("samples", 1), ("seed", 0)):
         if getattr(args, name) < least:
             raise DecodingError(f"--{name} is {getattr(args, name)}; write a whole number of at least {least}")
-    run = opened.find(args.workdir, args.step, args.average, tokenizer=args.tokenizer, separator=args.separator)
-    if isinstance(run, Trained) and run.config.model.denoises:
-        from mupax.train.reuse.generate import denoised
+    named = {"tokenizer": args.tokenizer, "separator": args.separator}
+    run = opened.find(args.workdir, args.step, args.average, writes=True, **named)
+    if run.config.model.denoises:
+        from mupax.train.reuse.generate import denoised, published
 
-        return denoised.main(args, run, opened.tokenizer_of(run), sampling)
+        tokenizer = opened.tokenizer_of(run)
+        if isinstance(run, Trained):
+            return denoised.main(args, run, tokenizer, sampling)
+        return published.main(args, run, tokenizer, sampling)
     if args.beams != 1:
         raise DecodingError(
             f"--beams {args.beams} is for encoder-decoders, and the run is a {run.config.model.family}; leave it out"

@@ -21,18 +21,21 @@ from mupax.train.reuse.generate.sampling import DecodingError
 from mupax.train.reuse.pretrained import Weights
 
 
-def find(path: Path, step: Step | None, average: bool | None, **text_fields: str | None) -> Trained | Weights:
+def find(
+    path: Path, step: Step | None, average: bool | None, *, writes: bool = False, **text_fields: str | None
+) -> Trained | Weights:
     """The model, as `pretrained.find` gives it.
 
     Args:
         path, step, average: as `pretrained.find` takes them.
+        writes: as `pretrained.find` takes it.
         **text_fields: data.tokenizer and data.separator of weights alone; None where they are not said.
 
     Raises:
         UsageError: the tokenizer of a run is said anew.
         MupaxError: as `pretrained.find`.
     """
-    run = pretrained.find(path, step, average)
+    run = pretrained.find(path, step, average, writes=writes)
     named = {name: value for name, value in text_fields.items() if value is not None}
     if not named:
         return run

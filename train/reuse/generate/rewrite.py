@@ -50,6 +50,8 @@ class Rewriter:
         inputs: the program's numbers: factors, and a reference where the model's output is centred.
         start: token before the first that is written.
         end: token that ends a text.
+        first: the token that every text begins with, where there is one.
+        last: the last token, where there is one, of a text that has not ended before.
         sampling: how tokens are drawn; with beams the likeliest are taken.
         beams: K texts are kept for each input, the likeliest so far; 1 takes a token at a time.
         length_penalty: beams are compared by ln p / length^penalty; 1 takes the mean over tokens.
@@ -66,6 +68,8 @@ class Rewriter:
         *,
         start: int,
         end: int,
+        first: int | None = None,
+        last: int | None = None,
         sampling: Sampling = DEFAULT,
         beams: int = 1,
         length_penalty: float = 1.0,
@@ -77,6 +81,7 @@ class Rewriter:
         self._model, self._definition = transformer(program.config.model, "writing text"), program.definition
         self._layout, self._forward = program.layout, inputs.factors.forward
         self._start, self._end, self._sampling = start, end, sampling
+        self._first, self._last = first, last
         self._beams, self._penalty = beams, length_penalty
         networks = (params,) if inputs.reference is None else (params, inputs.reference)
         apply = jax.jit(lambda networks, by: tuple(multiplied(dict(one), by) for one in networks))
@@ -140,6 +145,10 @@ class Rewriter:
         logits_RV = logits[0] - logits[1] if len(logits) == 2 else logits[0]
         finite = text.finite & jnp.all(jnp.isfinite(jnp.max(logits_RV, axis=-1)))
         chances_RV = jax.nn.log_softmax(logits_RV, axis=-1)
+        for token, at in ((self._first, 0), (self._last, text.out.shape[1] - 1)):
+            if token is not None:
+                only_V = jnp.where(jnp.arange(chances_RV.shape[1]) == token, 0.0, -jnp.inf)
+                chances_RV = jnp.where(text.number == at, only_V, chances_RV)
         parent_R, token_R, score_R = self._taken(text, chances_RV, jax.random.fold_in(key, text.number))
         out, done, count = text.out[parent_R], text.done[parent_R], text.count[parent_R]
         token_R = jnp.where(done, self._end, token_R)

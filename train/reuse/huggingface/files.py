@@ -66,6 +66,7 @@ def write_imported(source: Source, fields: PresetConfig, out: Path, origin: str)
         "preset": plain.preset_record(fields, preset, model, factors),
         "from": origin,
         **(source.images.to_json() if source.images else {}),
+        **({"text_ids": dict(source.text_ids)} if source.text_ids else {}),
     }
     out.mkdir(parents=True, exist_ok=True)
     write_tensors(out, sorted(params.items()), dtype=source.model.compute.param_dtype)

@@ -1,0 +1,68 @@
+"""What a published encoder-decoder writes for a text: weights alone, whose files say what starts and ends it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mupax import terminal
+from mupax.train.data.text.tokenizer import Bytes
+from mupax.train.reuse import pretrained, runs
+from mupax.train.reuse.generate.opened import check_known
+from mupax.train.reuse.generate.rewrite import Rewriter
+from mupax.train.reuse.generate.sampling import DecodingError, Sampling
+from mupax.train.reuse.huggingface import text_ids
+from mupax.train.reuse.outline import MODEL, opened
+
+if TYPE_CHECKING:
+    from mupax.train.reuse.pretrained import Weights
+
+
+def main(args: Any, run: Weights, tokenizer: Any, sampling: Sampling) -> int:
+    """Writes what the model makes of the prompt, as `transformers` does with the same tokens forced; 0 when done.
+
+    Args:
+        args: `Generate`, the flags of the command.
+        run: the weights.
+        tokenizer: that lies beside them.
+        sampling: how tokens are drawn.
+
+    Raises:
+        TextIdsError: the files do not say what starts or ends a text.
+        DecodingError: a prompt that is longer than the model's inputs, or has tokens it does not know; beams with a temperature.
+    """
+    began, sizes = time.monotonic(), run.config.model.sizes()
+    folder, fields, _ = opened(args.workdir)
+    imported = (folder / MODEL).is_file()
+    ids = text_ids.of(
+        fields.get("text_ids", {}) if imported else text_ids.recorded(folder, fields), folder, sizes["vocab"]
+    )
+    text = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt
+    end = np.array([ids.end]) if isinstance(tokenizer, Bytes) else tokenizer.end
+    encoded = tokenizer.encode([text.encode("utf-8", "surrogateescape")])[0]
+    prompt = np.concatenate([tokenizer.start, encoded, end]).astype(np.int32)
+    check_known(prompt, run)
+    if not 0 < len(prompt) <= sizes["source"]:
+        raise DecodingError(
+            f"the prompt is {len(prompt)} tokens, and the model reads 1 to {sizes['source']}; write another"
+        )
+    inputs = np.full((args.samples, sizes["source"]), ids.pad, np.int32)
+    inputs[:, : len(prompt)] = prompt
+    mask = np.broadcast_to(np.arange(sizes["source"]) < len(prompt), inputs.shape)
+    program = runs.on_one_device(run.config)
+    params = run.params(program.abstract)
+    writer = Rewriter(
+        program, params, program.step_inputs(), start=ids.start, end=ids.end, first=ids.first, last=ids.last,
+        sampling=sampling, beams=args.beams,
+    )  # fmt: skip
+    rows = writer.write(inputs, mask, min(args.tokens, sizes["position"]), args.seed)
+    for number, row in enumerate(rows, start=1):
+        if args.samples > 1:
+            print(f"--- sample {number}")
+        print(tokenizer.decode([i for i in row.tolist() if i not in ids[:3] and i < tokenizer.vocab_size]))
+    count, seconds = sum(map(len, rows)), time.monotonic() - began
+    terminal.note(f"{pretrained.described(run, args.workdir)}: {count:,} tokens in {seconds:.1f} s")
+    return 0
