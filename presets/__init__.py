@@ -1,9 +1,11 @@
 """Parameterization presets: how initialization, multipliers and rates scale with a transformer's sizes. Pure Python.
 
-preset = presets.get("mup", base={"head_dim": 32, "heads": 4, "embed": 128, "mlp": 512, "layers": 4})
-preset.scales(spec, sizes, optimizer="adam")    # multiplier, init_std, lr, eps, weight_decay of one parameter
-preset.logit_scale(sizes)                       # what attention logits are multiplied by
-preset.residual_scale(sizes, layer, "mlp")      # (skip, branch)
+In Python::
+
+    preset = presets.get("mup", base={"head_dim": 32, "heads": 4, "embed": 128, "mlp": 512, "layers": 4})
+    preset.scales(spec, sizes, optimizer="adam")    # multiplier, init_std, lr, eps, weight_decay of one parameter
+    preset.logit_scale(sizes)                       # what attention logits are multiplied by
+    preset.residual_scale(sizes, layer, "mlp")      # (skip, branch)
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """Everything that runs: data, mesh, optimizer, step, loop, checkpoints.
 
-from mupax import train
-config = dataclasses.replace(train.RECIPES["lm-tiny"](), steps=200)
-train.fit(config)                 # what `mupax train lm-tiny --steps 200` does; the exit code
-train.assemble(config.resolved()) # the model, step and optimizer of it, to run by yourself
-train.parameterize(definition, preset, optimizer)   # a preset for a model and a training loop of your own, of any framework
+In Python::
+
+    from mupax import train
+    config = dataclasses.replace(train.RECIPES["lm-tiny"](), steps=200)
+    train.fit(config)                 # what `mupax train lm-tiny --steps 200` does; the exit code
+    train.assemble(config.resolved()) # the model, step and optimizer of it, to run by yourself
+    train.parameterize(definition, preset, optimizer)   # a preset for a model and a training loop of your own, of any framework
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """Flax NNX transformers that say of every parameter what it is, and nothing of meshes, optimizers or presets.
 
-from mupax import zoo
-config = zoo.get("vit-s16")          # sizes, parameters() and factors() without JAX
-model = config.module(nnx.Rngs(0))   # the NNX module
-zoo.define(lambda: MyModel(...))     # specs, shapes and graph of any module whose parameters carry a spec
-zoo.define_function(apply, params, specs)   # the same of a model of any framework: a function of a pytree
+In Python::
+
+    from mupax import zoo
+    config = zoo.get("vit-s16")          # sizes, parameters() and factors() without JAX
+    model = config.module(nnx.Rngs(0))   # the NNX module
+    zoo.define(lambda: MyModel(...))     # specs, shapes and graph of any module whose parameters carry a spec
+    zoo.define_function(apply, params, specs)   # the same of a model of any framework: a function of a pytree
 """
 
 from __future__ import annotations

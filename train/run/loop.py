@@ -37,7 +37,7 @@ def run(config: Config) -> int:
     """Train a config to its last step.
 
     Returns:
-        Exit code: 0 done, 1 the run failed, 128 + its number stopped by a signal, after saving.
+        The exit code (0 done, 1 the run failed, 128 + its number stopped by a signal, after saving).
 
     Raises:
         ConfigError, PresetError, MeshError, DataError, WorkdirError: bad input, before the first step.

@@ -130,13 +130,13 @@ def define_function(
     """A model of any framework, without its numbers.
 
     Args:
-        function: (parameters, *inputs) -> logits [..., vocab or classes], such as `model.apply` of linen.
+        function: `(parameters, *inputs) -> logits [..., vocab or classes]`, such as `model.apply` of linen.
         params: the pytree that it takes, of arrays or of their shapes (`jax.eval_shape`): dicts, Equinox modules, an `nnx.State`.
         specs: declaration of every array, by name or pattern, or as a function of the name (`mupax.zoo.functional.tree`).
         sizes: of axes that no array shows: "layers" where a model has blocks, "heads" where a dimension is heads * head_dim.
         logit_scale: what the model multiplies q.k by itself; head_dim^-1/2 unless given, as all frameworks do.
         tied_readout: the declaration of a readout that is the embedding's table.
-        internals: (parameters, *inputs) -> activations by name for the coordinate check: `embedding` [B, T, D], `residual` [L, B, T, D].
+        internals: `(parameters, *inputs) -> activations by name` for the coordinate check: `embedding` [B, T, D], `residual` [L, B, T, D].
 
     Raises:
         PresetError: an array without declaration, a declaration without array, or one that does not fit; blocks without their number.
