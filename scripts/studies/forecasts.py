@@ -112,23 +112,8 @@ def document(content: dict[str, Any]) -> str:
         else:
             shares = errors = ["", ""]
         lines.append(f"| {name} | {of_folder['forecasts']} | {of_folder['came']} | {' | '.join([*shares, *errors])} |")
-    lines += [
-        "",
-        "| date | from | run | parameters | tokens | loss | 90 % | came | error | |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for entry in content["forecasts"]:
-        loss, outcome = entry["prediction"]["loss"], entry["outcome"]
-        came = ["", "", ""]
-        if outcome:
-            diverged = outcome["loss"] is None
-            came = ["diverged", ""] if diverged else [f"{outcome['loss']:.4f}", f"{outcome['error']:+.2%}"]
-            came.append("inside" if outcome["inside90"] else "**outside**")
-        scale, what = entry["scale"], entry["what"].partition(", at")[0]
-        lines.append(
-            f"| {entry['date'][:16]} | {entry['from']} | {what} | {scale['parameters']:,} | {scale['tokens']:,} | {loss['value']:.4f} | "
-            f"{loss['low90']:.4f} to {loss['high90']:.4f} | {' | '.join(came)} |"
-        )
+    for name in content["summary"]:
+        lines += _rows(name, [entry for entry in content["forecasts"] if entry["from"] == name])
     lines += [
         "",
         "### In hindsight",
@@ -141,15 +126,47 @@ def document(content: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in content["hindsight"]:
-        start = f"| {row['study']} | `{row['preset']}` | {row['parameters']:,} |"
         if "none" in row:
-            lines.append(f"{start} {row['none']} | | | | | |")
             continue
+        start = f"| {row['study']} | `{row['preset']}` | {row['parameters']:,} |"
         loss, outcome, rate = row["loss"], row["outcome"], row["log2_lr"]
         where = "" if outcome["inside90"] else ", **outside**"
         said = f"{loss['value']:.3f} | {loss['low90']:.3f} to {loss['high90']:.3f} | {outcome['loss']:.3f} | {outcome['error']:+.2%}{where}"
         lines.append(f"{start} {said} | 2^{rate['low90']:.2f} to 2^{rate['high90']:.2f} | 2^{rate['came']:.2f} |")
+    lines += ["", "Without a law, and so without a forecast:", ""]
+    lacking: dict[str, list[str]] = {}
+    for row in content["hindsight"]:
+        if "none" in row:
+            lacking.setdefault(row["none"].removeprefix("no law: "), []).append(
+                f"{row['study']} under `{row['preset']}`"
+            )
+    lines += [f"- {', '.join(studies)}: {reason}." for reason, studies in lacking.items()]
     return "\n".join(lines)
+
+
+def _rows(name: str, forecasts: Sequence[dict[str, Any]]) -> list[str]:
+    """Every forecast of a folder with what came, folded up under a line."""
+    days = sorted({entry["date"][:10] for entry in forecasts})
+    lines = [
+        "",
+        f"<details><summary>{name}, written {' to '.join(dict.fromkeys([days[0], days[-1]]))}: every forecast</summary>",
+        "",
+        "| run | parameters | tokens | loss | 90 % | came | error | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for entry in forecasts:
+        loss, outcome = entry["prediction"]["loss"], entry["outcome"]
+        came = ["", "", ""]
+        if outcome:
+            diverged = outcome["loss"] is None
+            came = ["diverged", ""] if diverged else [f"{outcome['loss']:.4f}", f"{outcome['error']:+.2%}"]
+            came.append("inside" if outcome["inside90"] else "**outside**")
+        scale, what = entry["scale"], entry["what"].partition(", at")[0]
+        lines.append(
+            f"| {what} | {scale['parameters']:,} | {scale['tokens']:,} | {loss['value']:.4f} | "
+            f"{loss['low90']:.4f} to {loss['high90']:.4f} | {' | '.join(came)} |"
+        )
+    return [*lines, "", "</details>"]
 
 
 def page(text: str, content: dict[str, Any]) -> str:
