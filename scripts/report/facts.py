@@ -18,12 +18,15 @@ DOCS = ROOT / "docs"
 LIMITS = ("head_dim", "heads", "depth")
 OBSERVED = ("attention", "update query", "change residual", "change logits")
 """Observables that the table of theory and measurement shows, of those that are measured."""
-COMPARED = ("mup, readout std m^-1/2", "mup", "mup-half, readout std m^-1/2", "sp, rate and readout's rate tuned anew")
-"""Arms of the quality study that the report shows."""
 
 
 def _record(name: str) -> Any:
     return json.loads((DOCS / name).read_text())
+
+
+def _groups(rows: Mapping[str, list[list[str]]]) -> list[dict[str, Any]]:
+    """Rows of a table under titles."""
+    return [{"title": title, "rows": of_title} for title, of_title in rows.items()]
 
 
 def rules() -> list[list[str]]:
@@ -44,13 +47,13 @@ def theory() -> dict[str, Any]:
     """How many slopes agree, and the observables shown, by preset and axis."""
     studies = _record("theory-and-measurement.json")["studies"]
     counts = Counter(o["verdict"] for study in studies for o in study["observables"])
-    table = []
+    groups: dict[str, list[list[str]]] = {}
     for study in studies:
         by_name = {(o["observable"], o["step"]): o for o in study["observables"]}
         cells = [by_name.get((name, 0 if name == "attention" else 1)) for name in OBSERVED]
         shown = ["" if o is None else f"{o['predicted']:+.2f} | {o['slope']:+.2f}" for o in cells]
-        table.append([study["grow"], study["preset"], *shown, study["verdict"]])
-    return {"counts": dict(counts), "slopes": counts.total(), "table": table, "observed": OBSERVED}
+        groups.setdefault(f"{study['grow']} grows", []).append([study["preset"], *shown, study["verdict"]])
+    return {"counts": dict(counts), "slopes": counts.total(), "groups": _groups(groups), "observed": OBSERVED}
 
 
 def figures() -> dict[str, Any]:
@@ -59,23 +62,25 @@ def figures() -> dict[str, Any]:
     rows = [(kept["title"], row) for kept in records for row in kept["rows"] if row["predicted"] is not None]
     claims = [(title, row) for title, row in rows if not row["control"]]
     against = [(title, row) for title, row in claims if not row["verdict"].startswith("reproduces")]
+    groups: dict[str, list[list[str]]] = {}
+    for title, row in against:
+        groups.setdefault(title, []).append([row["what"], _interval(row, "measured", 3), row["verdict"]])
     return {
         "figures": len(records),
         "claims": len(claims),
         "reproduce": len(claims) - len(against),
         "controls": len(rows) - len(claims),
-        "against": [[title.partition(":")[0], row["what"], _interval(row, "measured", 3), row["verdict"]] for title, row in against],
+        "against": _groups(groups),
         "cpu_minutes": round(sum(kept["seconds"] for kept in records) / 60),
     }  # fmt: skip
 
 
 def transfer() -> list[dict[str, Any]]:
-    """Tasks of the leaderboard, each with its rows: preset, drift, verdict, price, least loss, seeds."""
-    rows = leaderboard.rows()
-    return [
-        {"task": task, "rows": [_transferred(row) for row in rows if row.task == task]}
-        for task in dict.fromkeys(row.task for row in rows)
-    ]
+    """The leaderboard's tasks, each with its rows: preset, drift, verdict, price, least loss, seeds."""
+    groups: dict[str, list[list[str]]] = {}
+    for row in leaderboard.rows():
+        groups.setdefault(row.task, []).append(_transferred(row))
+    return _groups(groups)
 
 
 def _transferred(row: leaderboard.Row) -> list[str]:
@@ -85,19 +90,23 @@ def _transferred(row: leaderboard.Row) -> list[str]:
 
 
 def quality() -> dict[str, Any]:
-    """Losses of presets tuned once at the base beside `sp` tuned anew at every size, and the largest size's difference."""
-    kept = _record("quality/head_dim-100/result.json")
-    first = kept["arms"][0]
-    rows = []
-    for arm in [first, *(arm for arm in kept["arms"] if arm["label"] in COMPARED)]:
-        last = arm["sizes"][-1]["reference_minus_this"]
-        apart = "" if last is None else _t(last)
-        rows.append([arm["label"], *(f"{statistics.fmean(size['losses']):.4f}" for size in arm["sizes"]), apart])
-    return {
-        "sizes": [size["size"] for size in first["sizes"]],
-        "rows": rows,
-        "minutes": round(kept["train_seconds"] / 60),
-    }
+    """Cells with their losses of presets tuned once at the base beside `sp` tuned anew at every size, and the largest size's difference."""
+    records = [json.loads(path.read_text()) for path in sorted((DOCS / "quality").glob("*/result.json"))]
+    cells = [
+        {
+            "axis": kept["axis"],
+            "sizes": [size["size"] for size in kept["arms"][0]["sizes"]],
+            "rows": [_arm(arm) for arm in kept["arms"] if not arm["ablation"]],
+        }
+        for kept in records
+    ]
+    return {"cells": cells, "minutes": round(sum(kept["train_seconds"] for kept in records) / 60)}
+
+
+def _arm(arm: Mapping[str, Any]) -> list[str]:
+    losses = ["diverged" if None in one["losses"] else f"{statistics.fmean(one['losses']):.4f}" for one in arm["sizes"]]
+    apart = arm["sizes"][-1]["reference_minus_this"]
+    return [arm["label"], *losses, "" if apart is None else _t(apart)]
 
 
 def forecasts() -> list[list[str]]:
@@ -106,7 +115,7 @@ def forecasts() -> list[list[str]]:
         [
             name,
             str(each["came"]),
-            f"{each['inside90']:.0%}",
+            f"{each['inside90']:.1%}",
             f"{each['median_error']:.2%}",
             f"{each['largest_error']:.2%}",
         ]
@@ -136,7 +145,8 @@ def wrong_rules() -> dict[str, Any]:
 def robustness() -> list[list[str]]:
     """Campaign, cases, and those that ended wrong."""
     kills, operations = _record("kills.json")["runs"], _record("operations.json")["runs"]
-    processes, faults = _record("processes.json")["rows"], _record("faults.json")
+    processes = _record("processes.json")["rows"]
+    faults = [row for row in _record("faults.json") if row["fired"]]
     corruptions, fuzz = _record("corruptions.json")["results"], _record("fuzz.json")
     return [
         _campaign("runs killed at random moments", _kills(kills), sum(bool(run["differences"]) for run in kills)),
