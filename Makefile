@@ -64,8 +64,10 @@ core: $(VENV)/.locked-dev ## The quick tests that other Python and JAX versions 
 figures: $(VENV)/.locked ## Measure and draw the papers' figures that are not in docs/figures yet (ARGS=--again for all)
 	$(BIN)/python -m scripts.figures $(ARGS)
 
-site: $(VENV)/.locked-site ## Build the site of docs/ into build/site: notebooks are run, warnings are errors
+site: $(VENV)/.locked-site ## Build the site of docs/ into build/site: notebooks are run, warnings and links that lead nowhere are errors
+	rm -rf build/site
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/sphinx-build --fail-on-warning --keep-going --quiet -b html docs build/site $(ARGS)
+	$(BIN)/python -m scripts.pages.links build/site
 
 report: $(VENV)/.locked-site ## Set the report of what presets do and what transfers into build/report.pdf
 	$(BIN)/python -m scripts.report $(ARGS)
@@ -82,7 +84,7 @@ lock: $(BIN)/python ## Write the requirement files again (ARGS=--upgrade for new
 	$(PIP) install --quiet "uv>=0.6,<0.14"
 	$(LOCK) $(ARGS) --group build -o requirements.txt
 	$(LOCK) $(ARGS) --group build --extra dev --constraint requirements.txt -o requirements-dev.txt
-	$(LOCK) $(ARGS) --group build --extra site --constraint requirements.txt -o requirements-site.txt
+	$(LOCK) $(ARGS) --group build --extra site --constraint requirements-dev.txt -o requirements-site.txt
 
 clean: ## Remove the environment and caches; runs/ stays
 	rm -rf $(VENV) .cache .pytest_cache .ruff_cache build dist

@@ -76,3 +76,16 @@ def test_ci_runs_an_interpreter_before_it_believes_it(tmp_path: Path):
     listed = ci_finds(tmp_path, scripts)
     assert f"found Python 3.12: {tmp_path}/versions/3.12.9/bin/python3.12" in listed
     assert "found no Python 3.13" in listed
+
+
+def stages() -> list[str]:
+    """What `.ci/run` makes, in its order."""
+    return re.findall(r'^ *stage "[^"]+" \S+ (\w+)', (ROOT / ".ci/run").read_text(), re.MULTILINE)
+
+
+def test_what_ci_runs_can_be_made_and_is_said():
+    targets = re.findall(r"^(\w+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    (said,) = re.findall(r"`\.ci/run` is what must be green before a change lands: (.*?)\. `VENV=", text, re.DOTALL)
+    assert {"test", "site", "core"} < set(stages()) < set(targets)
+    assert re.findall(r"`make (\w+)`", said) == stages()

@@ -111,6 +111,14 @@ def test_locks_agree(name: str):
         assert {str(pin) for pin in pins} == {str(pin) for pin in more[package]}, f"{package}: run `make lock`"
 
 
+def test_the_tools_of_tests_and_of_the_site_share_an_environment():
+    tools, site = locked("requirements-dev.txt"), locked("requirements-site.txt")
+    versions = [
+        {name: {str(pin.specifier) for pin in pins[name]} for name in tools.keys() & site} for pins in (tools, site)
+    ]
+    assert versions[0] == versions[1], "run `make lock`"
+
+
 def undeclared(sources: list[str], declared: set[str]) -> set[str]:
     """Modules that the sources import and no declared distribution provides."""
     providers = packages_distributions()

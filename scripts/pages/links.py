@@ -1,0 +1,141 @@
+"""Links that lead nowhere, of the built site and of the repository's Markdown: nothing is loaded from outside.
+
+    python -m scripts.pages.links build/site
+
+`make site` ends with it. A link or picture inside must be a file, what stands behind its `#` an anchor of it; an address outside is
+judged by its form. Sphinx warns of some of these and cannot see others: what a theme or raw HTML links, what an included page calls by a
+path, a page that the site leaves out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "packaging/presets/README.md")
+"""Markdown of the repository that lies outside docs/."""
+OUTSIDE = re.compile(r"https://[\w-]+(\.[\w-]+)+(:\d+)?([/?#][^\s<>\"]*)?(?<![.,;])", re.ASCII)
+"""The form of an address outside."""
+TEMPLATES = "_static"
+"""A folder of the site whose pages are a theme's templates."""
+FENCE = re.compile(r"^ *(`{3,})[^`\n]*\n.*?^ *\1 *$", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"(`+)(?!`)[^\n]*?[^`]\1(?!`)")
+LINK = re.compile(r"\]\(<?([^)\s>]+)")
+
+
+class _Page(HTMLParser):
+    """Anchors of a page, and what it links or shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.anchors: set[str] = set()
+        self.targets: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value for name, value in attrs if value is not None}
+        self.anchors |= {values[name] for name in ("id", "name") if name in values}
+        self.targets += [values[name] for name in ("href", "src") if name in values]
+
+
+@functools.cache
+def _page(path: Path) -> _Page:
+    page = _Page()
+    page.feed(path.read_text())
+    return page
+
+
+def _prose(text: str) -> str:
+    """Markdown without its code."""
+    return CODE.sub("`", FENCE.sub("", text))
+
+
+@functools.cache
+def _headings(path: Path) -> set[str]:
+    """Anchors that GitHub and MyST make of a document's headings; those of one text are numbered."""
+    times: Counter[str] = Counter()
+    anchors = set()
+    for title in re.findall(r"^#+ +(.*?) *#*$", FENCE.sub("", path.read_text()), re.MULTILINE):
+        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title)
+        slug = re.sub(r"[^\w\- ]", "", shown.lower()).replace(" ", "-")
+        anchors.add(slug if not times[slug] else f"{slug}-{times[slug]}")
+        times[slug] += 1
+    return anchors
+
+
+def _anchors(path: Path) -> set[str] | None:
+    """Anchors of a file; None for one that has none to judge."""
+    if path.suffix == ".html":
+        return _page(path).anchors
+    return _headings(path) if path.suffix == ".md" else None
+
+
+def _problem(page: Path, target: str, root: Path) -> str | None:
+    """What is wrong with what `page` links: nothing links out of `root`, and no page of a site shows a folder."""
+    parts = urlsplit(target)
+    if parts.scheme in ("data", "mailto", "javascript"):
+        return None
+    if parts.scheme or parts.netloc:
+        return None if OUTSIDE.fullmatch(target) else "is no address of the form https://host/path"
+    path = (page.parent / unquote(parts.path)).resolve() if parts.path else page
+    if not path.is_relative_to(root):
+        return f"leads out of {root.name}"
+    if not path.exists() or (page.suffix == ".html" and path.is_dir()):
+        return "is no file"
+    anchors = _anchors(path)
+    if parts.fragment and anchors is not None and unquote(parts.fragment) not in anchors:
+        return "is no anchor"
+    return None
+
+
+def _problems(page: Path, targets: Sequence[str], root: Path) -> Iterator[str]:
+    for target in dict.fromkeys(targets):
+        if problem := _problem(page, target, root):
+            yield f"{page.relative_to(root)}: {target} {problem}"
+
+
+def broken_in_site(folder: Path) -> list[str]:
+    """Page, target and what is wrong, of every link and picture of a built site that leads nowhere.
+
+    Raises:
+        FileNotFoundError: there is no site.
+    """
+    folder = folder.resolve()
+    pages = sorted(path for path in folder.rglob("*.html") if path.relative_to(folder).parts[0] != TEMPLATES)
+    if not pages:
+        raise FileNotFoundError(f"{folder} holds no page; build the site first: make site")
+    return [line for page in pages for line in _problems(page, _page(page).targets, folder)]
+
+
+def broken_in_documents(root: Path = ROOT) -> list[str]:
+    """Page, target and what is wrong, of every link of the repository's Markdown that leads nowhere, as GitHub would show it."""
+    documents = [root / name for name in DOCUMENTS if (root / name).exists()] + sorted((root / "docs").rglob("*.md"))
+    root = root.resolve()
+    return [
+        line for path in documents for line in _problems(path.resolve(), LINK.findall(_prose(path.read_text())), root)
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints what leads nowhere; 1 where there is any, 2 where there is no site."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.pages.links", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("site", type=Path, help="the folder of the built site")
+    site: Path = parser.parse_args(argv).site
+    try:
+        broken = broken_in_site(site) + broken_in_documents()
+    except FileNotFoundError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(broken) or f"every link of {site} and of the documents leads somewhere")
+    return int(bool(broken))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
