@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import os
+import posixpath
+import re
+import shutil
 import sys
+import typing
 from pathlib import Path
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.application import Sphinx
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -15,6 +25,33 @@ from mupax import __version__  # noqa: E402
 os.environ["PYTHONPATH"] = str(ROOT)
 os.environ["MUPAX_DOCS"] = str(ROOT / "docs")
 os.environ["JAX_PLATFORMS"] = "cpu"
+
+READ = (
+    "mupax",
+    "presets",
+    "zoo",
+    "train",
+    "examples",
+    "scripts/launch",
+    "docs/notebooks/commands.py",
+    "docs/pods.md",
+    "requirements-site.txt",
+)
+"""What notebooks run and read."""
+
+
+def _outputs() -> Path:
+    """The folder of the notebooks' outputs: a new one whenever a file changes that they run or read, and only that one is kept."""
+    files = {path for name in READ for path in (ROOT / name, *(ROOT / name).rglob("*")) if path.is_file()}
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        if path.suffix != ".pyc":
+            digest.update(f"{path.relative_to(ROOT)} {path.stat().st_size}\n".encode() + path.read_bytes())
+    folder = ROOT / ".cache" / "site" / digest.hexdigest()[:16]
+    if not folder.is_dir():
+        shutil.rmtree(folder.parent, ignore_errors=True)
+    return folder
+
 
 project = "mupax"
 author = "The mupax authors"
@@ -30,13 +67,15 @@ myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 
 nb_execution_mode = os.environ.get("NOTEBOOKS", "cache")
-nb_execution_cache_path = str(ROOT / ".cache" / "site")
+if nb_execution_mode == "cache":
+    nb_execution_cache_path = str(_outputs())
 nb_execution_timeout = 600
 nb_execution_raise_on_error = True
 nb_merge_streams = True
 nb_render_markdown_format = "gfm"  # tables, too
 
 autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
 autodoc_member_order = "bysource"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
@@ -49,3 +88,69 @@ html_theme_options = {
     "use_download_button": False,
     "navbar_persistent": [],
 }
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
+
+OVERVIEWS = ("using", "models", "evidence", "reliability", "extend")
+"""Pages whose links to other pages are the navigation under them."""
+
+
+def _navigation(_: Sphinx, name: str, source: list[str]) -> None:
+    """Puts the pages that an overview links under it."""
+    if name in OVERVIEWS:
+        pages = dict.fromkeys(re.findall(r"\]\(([\w/-]+)\.md\)", source[0]))
+        source[0] += "\n```{toctree}\n:hidden:\n\n" + "\n".join(pages) + "\n```\n"
+
+
+def _anchors(_: Sphinx, page: nodes.document) -> None:
+    """Gives what is documented by its public name an anchor of its module's, to which the source listing leads back."""
+    for signature in page.findall(addnodes.desc_signature):
+        public = sys.modules.get(signature.get("module", ""))
+        first, *rest = signature.get("fullname", "").split(".")
+        anchor = ".".join([getattr(getattr(public, first, None), "__module__", None) or "", first, *rest])
+        if anchor not in signature["ids"]:
+            signature["ids"].append(anchor)
+
+
+def _enlarged(app: Sphinx, page: nodes.document, name: str) -> None:
+    """Makes every picture a link to itself in its full size."""
+    for picture in list(page.findall(nodes.image)):
+        kept = app.env.images.get(picture["uri"])
+        if kept and not isinstance(picture.parent, nodes.reference):
+            link = nodes.reference("", "", internal=True, refuri="../" * name.count("/") + f"_images/{kept[1]}")
+            picture.replace_self(link)
+            link += picture
+
+
+def _attribute(_: Sphinx, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
+    """Keeps napoleon from taking what stands before a colon for an attribute's type."""
+    if what in ("attribute", "property"):
+        lines.insert(0, "")
+
+
+def _signature(_: Sphinx, what: str, name: str, value: object, *rest: object) -> tuple[str, str] | None:
+    """A config without its signature, which says every default of every field again, and with types without the command line's part."""
+    if not dataclasses.is_dataclass(value) or not name.startswith("mupax.train."):
+        return None
+    value.__annotations__ = typing.get_type_hints(value)
+    return "", ""
+
+
+def _titles(app: Sphinx, page: nodes.document, name: str) -> None:
+    """Calls a page that is linked by its file's name by its title."""
+    for link in page.findall(nodes.reference):
+        if link.astext().endswith(".md"):
+            target = posixpath.join(posixpath.dirname(name), link.get("refuri", "").partition("#")[0])
+            title = app.env.titles.get(posixpath.normpath(target).removesuffix(".html"))
+            if title is not None:
+                link.children = [nodes.inline("", title.astext())]
+
+
+def setup(app: Sphinx) -> None:
+    """Connects what this page adds to Sphinx."""
+    app.connect("source-read", _navigation)
+    app.connect("doctree-read", _anchors)
+    app.connect("autodoc-process-docstring", _attribute, priority=400)  # before napoleon
+    app.connect("autodoc-process-signature", _signature)
+    app.connect("doctree-resolved", _enlarged)
+    app.connect("doctree-resolved", _titles)
