@@ -14,7 +14,8 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Literal
 
-from mupax.presets.analysis.limits import SPECS, Limit
+from mupax.presets.analysis.limits import Limit
+from mupax.presets.analysis.model import SPECS
 from mupax.presets.preset import Preset
 from mupax.presets.roles import BIASES, EMBEDDINGS, ROUTED, VECTORS, ParamSpec, Role
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from mupax.presets.analysis.limits import LIMITS, Limit
+from mupax.presets.analysis.limits import Limit
+from mupax.presets.analysis.model import LIMITS
 from mupax.presets.preset import Preset
 from mupax.presets.roles import PresetError
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from mupax.presets.analysis.limits import EXPERT_LIMITS, LIMITS, Limit
+from mupax.presets.analysis.limits import Limit
+from mupax.presets.analysis.model import EXPERT_LIMITS, LIMITS
 from mupax.presets.preset import Preset
 
 SYMBOLS = {"head_dim": "N", "heads": "H", "depth": "L", "width": "D", "experts": "E", "expert_dim": "m"}

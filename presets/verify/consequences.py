@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from mupax.presets.analysis.limits import SPECS, Limit
+from mupax.presets.analysis.limits import Limit
+from mupax.presets.analysis.model import SPECS
 from mupax.presets.analysis.verdicts import DESCRIPTIVE, ORDER, Entry, entries
 from mupax.presets.optimizers import Family
 from mupax.presets.power import ONE, Power, axis

@@ -256,7 +256,7 @@ def _text(folder: Path) -> Path:
 
 
 def _tokenizer(folder: Path) -> Path:
-    from mupax.train.data.text.tokenizer import train_bpe
+    from mupax.train.data.text.named_tokenizers import train_bpe
 
     _text(folder)
     train_bpe([_words().encode()], 300).save(str(folder / "tokenizer.json"))

@@ -82,7 +82,7 @@ class Data(abc.ABC):
     class_names: list[str] | None = None
     """A name per label; None for tokens."""
     tokenizer: Any = None
-    """What made the tokens (text/tokenizer.py); None for images."""
+    """What made the tokens (`data.text.tokenizer`); None for images."""
     bytes_per_token: float | None = 1.0
     """Bytes of text per token of the evaluation text; nats per byte = nats per token / this. None where targets are not the text."""
 

@@ -9,7 +9,7 @@ from mupax.paths import path_of
 from mupax.train import data as sources
 from mupax.train.data import cache
 from mupax.train.data.interface import Data, DataError
-from mupax.train.data.text import tokenizer
+from mupax.train.data.text import named_tokenizers
 
 if TYPE_CHECKING:
     from mupax.train.config.run import Config
@@ -30,7 +30,7 @@ def load(name: str, config: Config, data: Data, note: cache.Note = print) -> Dat
     run_data = config.data
     place = run_data.evaluation_sets[name]
     part = dataclasses.replace(run_data, name=place, evaluate=(), mix=(), stream=False)
-    if tokenizer.bpe_size(run_data.tokenizer) is not None and data.tokenizer is not None:
+    if named_tokenizers.bpe_size(run_data.tokenizer) is not None and data.tokenizer is not None:
         part = dataclasses.replace(
             part, tokenizer=str(data.tokenizer.path)
         )  # as trained on the run's text, not on this one

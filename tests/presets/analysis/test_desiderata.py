@@ -10,7 +10,8 @@ from mupax import presets
 from mupax.presets import PresetError
 from mupax.presets.__main__ import main
 from mupax.presets.analysis.desiderata import COLUMNS, ENCODED, GROWTHS, desiderata
-from mupax.presets.analysis.limits import LIMITS, Limit
+from mupax.presets.analysis.limits import Limit
+from mupax.presets.analysis.model import LIMITS
 
 pytestmark = pytest.mark.core
 

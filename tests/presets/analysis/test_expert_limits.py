@@ -10,7 +10,8 @@ import pytest
 from mupax import presets
 from mupax.presets import ParamSpec, Preset, Role
 from mupax.presets.__main__ import main
-from mupax.presets.analysis.limits import EXPERT_LIMITS, Limit
+from mupax.presets.analysis.limits import Limit
+from mupax.presets.analysis.model import EXPERT_LIMITS
 from mupax.presets.analysis.verdicts import DESCRIPTIVE, verdicts
 from mupax.presets.power import axis
 from mupax.presets.rule import Rule

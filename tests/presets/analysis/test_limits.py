@@ -8,7 +8,8 @@ import pytest
 
 from mupax import presets
 from mupax.presets import Preset, Role
-from mupax.presets.analysis.limits import LIMITS, SPECS, Limit
+from mupax.presets.analysis.limits import Limit
+from mupax.presets.analysis.model import LIMITS, SPECS
 from mupax.presets.analysis.verdicts import Entry, compare_rows, verdicts, wrong
 from mupax.presets.power import ONE, axis
 

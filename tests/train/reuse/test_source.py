@@ -211,10 +211,10 @@ def test_folded_skips_are_said_to_be_inexact(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_goes_with_the_model(tmp_path: Path) -> None:
-    from mupax.train.data.text import tokenizer
+    from mupax.train.data.text import named_tokenizers, tokenizer
 
     path = tmp_path / "tokenizer.json"
-    tokenizer.train_bpe([b"a few words, a few more"], 270).save(str(path))
+    named_tokenizers.train_bpe([b"a few words, a few more"], 270).save(str(path))
     separator = tokenizer.Subwords(path).separator
     (tmp_path / "out").mkdir()
     pretrained_files.copy_tokenizer(path, separator, tmp_path / "out")
@@ -230,13 +230,13 @@ def test_the_tokenizer_of_a_run_is_the_one_that_made_its_tokens(
     tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found by the key that the run recorded, wherever the text that trained it is."""
-    from mupax.train.data.text import tokenizer
+    from mupax.train.data.text import named_tokenizers, tokenizer
 
     monkeypatch.setenv("MUPAX_DATA", str(tmp_path / "cache"))
     other, mine = (tmp_path / "cache" / "tokenizers" / f"bpe270-text-{text}.json" for text in "ab")
     other.parent.mkdir(parents=True)
-    tokenizer.train_bpe([b"other words, of other texts"], 270).save(str(other))
-    tokenizer.train_bpe([b"a few words, a few more"], 270).save(str(mine))
+    named_tokenizers.train_bpe([b"other words, of other texts"], 270).save(str(other))
+    named_tokenizers.train_bpe([b"a few words, a few more"], 270).save(str(mine))
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     record = json.loads((copy / "config.json").read_text())

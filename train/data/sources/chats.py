@@ -14,7 +14,7 @@ from mupax.train.data.chats.records import FIELD
 from mupax.train.data.interface import DataError
 from mupax.train.data.records import corpus, splits, user_files
 from mupax.train.data.sources.text import check_vocabulary, language_model
-from mupax.train.data.text import packing, tokenizer
+from mupax.train.data.text import named_tokenizers, packing, tokenizer
 from mupax.zoo.families import ModelConfig
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def own_chats(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
         DataError: there is no template, it cannot tell answers, or what is there does not fit.
     """
     model = language_model(config.name, model)
-    encoder = tokenizer.opened(config.tokenizer, config.separator)
+    encoder = named_tokenizers.opened(config.tokenizer, config.separator)
     if encoder is None or isinstance(encoder, tokenizer.Ids):
         raise DataError(
             f"data.tokenizer is {config.tokenizer}, and conversations are in the tokens of a model that is there already; write "

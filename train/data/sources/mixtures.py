@@ -9,7 +9,7 @@ from mupax.train.config.data import DataConfig
 from mupax.train.data import cache, mix
 from mupax.train.data.interface import DataError
 from mupax.train.data.sources.text import language_model
-from mupax.train.data.text import tokenizer
+from mupax.train.data.text import named_tokenizers
 from mupax.train.data.text.batches import TextWindows
 from mupax.train.data.text.mixture import Mixture
 from mupax.zoo.families import ModelConfig
@@ -29,7 +29,7 @@ def mixture(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note)
         raise DataError(
             "data.name mix has no texts; write them as --data.mix code=text:src:0.3 prose=records:books:0.7"
         )
-    if tokenizer.bpe_size(config.tokenizer) is not None:
+    if named_tokenizers.bpe_size(config.tokenizer) is not None:
         raise DataError(
             f"data.tokenizer {config.tokenizer} is trained on one text, and data.mix has {len(config.mix)}; "
             "write bytes, or the path of a tokenizer.json"

@@ -12,7 +12,7 @@ from mupax.train.data.sources import text
 from mupax.train.data.streams import files, hub
 from mupax.train.data.streams.batches import Stream
 from mupax.train.data.streams.lanes import Documents, Lane
-from mupax.train.data.text import tokenizer
+from mupax.train.data.text import named_tokenizers
 from mupax.train.data.text.batches import check_length
 from mupax.zoo.families import ModelConfig
 
@@ -67,7 +67,7 @@ def data_set(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note
         config, model, seed, note: as `mupax.train.data.load` takes them; `config.name` is hf:NAME[@REVISION][:SUBSET] or hf:FOLDER.
     """
     text.language_model(config.name, model)
-    tokenizer.opened(config.tokenizer, config.separator)  # before the network is asked
+    named_tokenizers.opened(config.tokenizer, config.separator)  # before the network is asked
     source, field = hub.opened(config.name), config.field
     count = math.gcd(config.batch_size, source.splits["train"].num_shards, files.MOST_LANES)
     corpus = Corpus(

@@ -14,7 +14,7 @@ from mupax.paths import path_of
 from mupax.train.data import cache
 from mupax.train.data.interface import DataError
 from mupax.train.data.records import corpus, splits, user_files
-from mupax.train.data.text import packing, tokenizer
+from mupax.train.data.text import named_tokenizers, packing, tokenizer
 from mupax.train.data.text.batches import TokenData
 from mupax.zoo.families import ModelConfig, TokenModel
 
@@ -83,7 +83,7 @@ def user_text(config: DataConfig, model: ModelConfig, note: cache.Note) -> tuple
     """
     language_model(config.name, model)
     kind, _, path = config.name.partition(":")
-    encoder = tokenizer.opened(config.tokenizer, config.separator)
+    encoder = named_tokenizers.opened(config.tokenizer, config.separator)
     vocab_size = encoder.vocab_size if encoder and config.tokenizer != "bytes" else None
     files = user_files.files(path_of(path), kind, config.field, vocab_size, note)
     if isinstance(encoder, tokenizer.Ids) and (others := [*files.text, *files.records]):
@@ -202,9 +202,9 @@ def opened_tokenizer(
     Raises:
         DataError: there is no such tokenizer, or the model has no room for it.
     """
-    if encoder := tokenizer.opened(config.tokenizer, config.separator):
+    if encoder := named_tokenizers.opened(config.tokenizer, config.separator):
         return encoder
-    size = tokenizer.bpe_size(config.tokenizer)
+    size = named_tokenizers.bpe_size(config.tokenizer)
     assert size is not None
     if size > vocab_size:  # before minutes of training
         raise DataError(
@@ -216,6 +216,6 @@ def opened_tokenizer(
             if not path.exists():
                 note(f"training a tokenizer of {size:,} tokens")
                 part = path.with_name(f"{path.name}.{os.getpid()}.part")
-                tokenizer.train_bpe(texts(), size).save(str(part))
+                named_tokenizers.train_bpe(texts(), size).save(str(part))
                 part.replace(path)
     return tokenizer.Subwords(path, config.separator)

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mupax.train.data import cache, order
-from mupax.train.data.streams.lanes import Ahead, Lane
+from mupax.train.data.streams.ahead import Ahead
+from mupax.train.data.streams.lanes import Lane
 from mupax.train.data.text.batches import TextWindows, check_length
 from mupax.train.data.text.packing import Packed
 from mupax.train.data.text.tokenizer import Tokenizer

@@ -17,14 +17,13 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from mupax import disk
-from mupax.errors import MupaxError
 from mupax.train.data import cache
 from mupax.train.data.interface import DataError, reading
 from mupax.train.data.text import packing, shares
@@ -32,8 +31,8 @@ from mupax.train.data.text.tokenizer import Encoder
 
 _FIRST_BYTES, _STEP_BYTES = 1 << 18, 1 << 22
 """Of text in a lane's first steps, so that training begins soon, and in later ones, which are an eighth of what is done."""
-_POLL_S, _PATIENCE_S = 0.05, 5.0
-"""How often it is looked whether another process is done, and how long the end waits for a source that is stuck."""
+POLL_S = 0.05
+"""How often it is looked whether another process is done."""
 _NOTE_SECONDS = 10.0
 
 Chunk = list[tuple[bytes | np.ndarray, bool]]
@@ -119,7 +118,7 @@ class Lane:
         noted = time.monotonic()
         while self.tokens < tokens and not self.ended:
             if not self.grow():
-                time.sleep(_POLL_S)
+                time.sleep(POLL_S)
             if time.monotonic() - noted > _NOTE_SECONDS:
                 noted = time.monotonic()
                 note(f"tokenizing {self._bin.stem}: {self.tokens:,} of the {tokens:,} tokens that training waits for")
@@ -219,52 +218,3 @@ def _write(path: Path, start: int, content: bytes) -> int:
         file.flush()
         os.fsync(file.fileno())
     return start + len(content)
-
-
-class Ahead:
-    """A thread that goes on with lanes before they are waited for, the one that is farthest behind first.
-
-    What it cannot do is left to who waits for it, and raised there.
-
-    Args:
-        lanes: that may be asked for.
-    """
-
-    def __init__(self, lanes: Sequence[Lane]) -> None:
-        self._lanes, self._wanted = lanes, dict[int, int]()
-        self._changed, self._stopped = threading.Event(), threading.Event()
-
-    def want(self, lane: int, tokens: int) -> None:
-        """Asks for so many tokens of a lane.
-
-        Args:
-            lane: its number.
-            tokens: from its first.
-        """
-        if tokens > self._wanted.get(lane, 0):
-            self._wanted[lane] = tokens
-            self._changed.set()
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """The thread, until the block ends."""
-        self._stopped.clear()
-        thread = threading.Thread(target=self._run, name="tokenizing", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            self._stopped.set()
-            self._changed.set()
-            thread.join(_PATIENCE_S)
-
-    def _run(self) -> None:
-        with contextlib.suppress(MupaxError, OSError):
-            while not self._stopped.is_set():
-                self._changed.clear()
-                lacks = [(self._lanes[i].tokens / wanted, i) for i, wanted in [*self._wanted.items()]]
-                behind = [(share, i) for share, i in lacks if share < 1 and not self._lanes[i].ended]
-                if not behind:
-                    self._changed.wait()
-                elif not self._lanes[min(behind)[1]].grow():
-                    self._stopped.wait(_POLL_S)

@@ -1,4 +1,4 @@
-"""Text to token ids and back: plain bytes, or a vocabulary of the `tokenizers` library. `opened` makes one of its name.
+"""Text to token ids and back: plain bytes, or a vocabulary of the `tokenizers` library.
 
 A token that stands in no text separates documents: byte 0 for bytes, `<|endoftext|>` or the like otherwise.
 """
@@ -11,21 +11,18 @@ import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
-from mupax.paths import path_of
 from mupax.train.data.interface import DataError
 
-_SEPARATOR = "<|endoftext|>"
-_SEPARATORS = (_SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "[SEP]")
+SEPARATOR = "<|endoftext|>"
+_USUAL = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "[SEP]")
 """What ends a document in the vocabularies of GPT-2, NeoX and Qwen; Llama 3; Llama 2, Mistral and T5; Gemma; DeepSeek; BERT."""
 _SPACES = (("Ġ", " "), ("▁", " "), ("Ċ", "\n"), ("<0x0A>", "\n"))
 """How byte-level and SentencePiece vocabularies write spaces and line ends."""
 _LISTED = 6
-_SMALLEST_BPE = 257
-_TRAINING_BYTES = 1 << 28
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,14 +126,14 @@ class Subwords:
         self._library.no_truncation()
         self.key = f"tokenizer-{hashlib.sha256(content).hexdigest()[:16]}"
         self.vocab_size = 1 + max(self._library.get_vocab(with_added_tokens=True).values())
-        usual = self.find(*_SEPARATORS)
+        usual = self.find(*_USUAL)
         chosen = usual if separator is None else self.find(separator)
         if chosen is None:
             special = [token.content for token in self._library.get_added_tokens_decoder().values() if token.special]
             missing = "token to end a document with" if separator is None else f"token {separator}"
             raise DataError(
                 f"{path} has no {missing}; write --data.separator with one of its tokens"
-                + (f", such as {', '.join(special[:_LISTED])}" if special else f", or add {_SEPARATOR} to it")
+                + (f", such as {', '.join(special[:_LISTED])}" if special else f", or add {SEPARATOR} to it")
             )
         self.separator = chosen
         if chosen != usual:
@@ -145,7 +142,7 @@ class Subwords:
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         # The library spreads a batch over the cores.
         with self._calling():
-            encodings = self._library.encode_batch_fast([_decoded(text) for text in texts], add_special_tokens=False)
+            encodings = self._library.encode_batch_fast([decoded(text) for text in texts], add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -213,87 +210,10 @@ class Encoder(Protocol):
         ...
 
 
-def opened(name: str, separator: str | None = None) -> Tokenizer | None:
-    """The tokenizer of a data.tokenizer: bytes, ids:SIZE or the path of a tokenizer.json; None of bpe:SIZE, which data make.
-
-    Args:
-        name: data.tokenizer.
-        separator: data.separator.
-
-    Raises:
-        DataError: there is none of that name, or it has not this separator.
-    """
-    if bpe_size(name) is not None:
-        return None
-    size = _size(name, "ids", 2)
-    if name != "bytes" and size is None:
-        return Subwords(path_of(name), separator)
-    if size is None:
-        if separator is not None:
-            raise DataError(f"data.separator is {separator!r}, and of bytes it is byte 0; leave it out")
-        return Bytes()
-    last = size - 1 if separator is None else int(separator) if separator.isascii() and separator.isdigit() else size
-    if last >= size:
-        raise DataError(f"data.separator is {separator!r}; of data.tokenizer {name} write an id below {size}")
-    return Ids(f"ids{size}-{last}", size, last)
-
-
-def _decoded(text: bytes) -> str:
+def decoded(text: bytes) -> str:
+    """The text; raises DataError where it is not UTF-8."""
     try:
         return text.decode()
     except UnicodeDecodeError as error:
         near = text[max(0, error.start - 20) : error.start + 10]
         raise DataError(f"text near {near!r} is not UTF-8; convert it, or use data.tokenizer bytes") from error
-
-
-def bpe_size(name: str) -> int | None:
-    """SIZE of bpe:SIZE; None for other names.
-
-    Raises:
-        DataError: SIZE is not a number that holds every byte and the separator.
-    """
-    return _size(name, "bpe", _SMALLEST_BPE)
-
-
-def _size(name: str, kind: str, least: int) -> int | None:
-    """SIZE of KIND:SIZE; None for other names."""
-    if not name.startswith(f"{kind}:"):
-        return None
-    size = name.removeprefix(f"{kind}:")
-    if not size.isascii() or not size.isdigit() or int(size) < least:
-        raise DataError(f"data.tokenizer is {name!r}; write {kind}:SIZE with a SIZE of at least {least}")
-    return int(size)
-
-
-def train_bpe(texts: Iterable[bytes], size: int) -> Any:
-    """A byte-level BPE `tokenizers.Tokenizer`, trained on the texts (256 MB of them at most).
-
-    Args:
-        texts: documents in UTF-8; read until there are enough.
-        size: tokens at most, the 256 bytes and the separator among them.
-
-    Raises:
-        DataError: a text is not UTF-8.
-    """
-    from tokenizers import Tokenizer as Library
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
-    library = Library(models.BPE())
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=[_SEPARATOR],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    library.train_from_iterator(_first(texts, _TRAINING_BYTES), trainer)
-    return library
-
-
-def _first(texts: Iterable[bytes], size: int) -> Iterable[str]:
-    for text in texts:
-        if size <= 0:
-            return
-        size -= len(text)
-        yield _decoded(text)

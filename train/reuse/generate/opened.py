@@ -15,7 +15,7 @@ from mupax.train import data as data_sources
 from mupax.train.checkpoints.saved_run import Trained
 from mupax.train.config.sections import Step
 from mupax.train.data import DataError
-from mupax.train.data.text import tokenizer as tokenizers
+from mupax.train.data.text import named_tokenizers
 from mupax.train.reuse import pretrained
 from mupax.train.reuse.generate.sampling import DecodingError
 from mupax.train.reuse.pretrained import Weights
@@ -50,7 +50,7 @@ def find(
 def tokenizer_of(run: Trained | Weights) -> Any:
     """The run's tokenizer; its data only where that has made it. Raises DataError where it is not here, or is another."""
     config, name = run.config, run.config.data.tokenizer
-    tokenizer: Any = tokenizers.opened(name, config.data.separator)
+    tokenizer: Any = named_tokenizers.opened(name, config.data.separator)
     if tokenizer is None:
         note = functools.partial(print, file=sys.stderr)
         tokenizer = data_sources.load(config.data, config.model, seed=config.data_seed, note=note).tokenizer

@@ -138,7 +138,7 @@ def tokenizer_of(model: ModelConfig, run: tuple[Config, dict[str, Any]] | None) 
         run: its config, and what it recorded of its data; None for weights without one.
     """
     from mupax.train.data import cache
-    from mupax.train.data.text import tokenizer
+    from mupax.train.data.text import named_tokenizers, tokenizer
 
     if run is None or model.task != "tokens":
         return None, None
@@ -146,7 +146,7 @@ def tokenizer_of(model: ModelConfig, run: tuple[Config, dict[str, Any]] | None) 
     name = config.data.tokenizer
     if name == "bytes":
         return name, None
-    size = tokenizer.bpe_size(name)
+    size = named_tokenizers.bpe_size(name)
     files = (cache.root() / "tokenizers").glob(f"bpe{size}-*.json") if size else [path_of(name)]
     key = facts.get("tokenizer")
     return name, next(

@@ -20,7 +20,8 @@ from mupax.train.run.report import metrics
 from mupax.train.studies.forecast import points, record
 from mupax.train.studies.forecast.points import ELSEWHERE, METRICS
 from mupax.train.studies.forecast.record import ForecastError
-from mupax.train.studies.sweep.rows import FILE_NAME, LAST
+from mupax.train.studies.sweep.losses import LAST
+from mupax.train.studies.sweep.rows import FILE_NAME
 
 PROG = "python -m train plan score"
 

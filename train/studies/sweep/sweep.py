@@ -19,7 +19,8 @@ from mupax.train.config.run import Config, FaultsConfig, PresetConfig
 from mupax.train.core.program import Program, assemble
 from mupax.train.parallel.processes import Processes
 from mupax.train.studies.sweep.choose import Chooser, Mode
-from mupax.train.studies.sweep.rows import Row, Rows, key_of, without_reports
+from mupax.train.studies.sweep.keys import key_of, without_reports
+from mupax.train.studies.sweep.rows import Row, Rows
 from mupax.train.studies.sweep.trainer import Batches
 from mupax.train.studies.sweep.work import Member, Stopped, Watcher, Work, one_at_a_time
 from mupax.zoo.configs import ConfigError

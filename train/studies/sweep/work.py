@@ -26,7 +26,8 @@ from mupax.train.config.run import Config
 from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
 from mupax.train.data import Data, cache
-from mupax.train.studies.sweep.rows import Row, save_losses, saved_losses, summarized
+from mupax.train.studies.sweep.losses import save_losses, saved_losses, summarized
+from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.sweep.trainer import Batches, Trainer
 
 SAVE_EVERY_S = 300.0

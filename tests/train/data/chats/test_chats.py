@@ -20,7 +20,8 @@ from mupax.train.data.chats.answers import ChatTokens
 from mupax.train.data.chats.conversations import Conversations, windows
 from mupax.train.data.chats.records import in_folder
 from mupax.train.data.text import denoising
-from mupax.train.data.text.tokenizer import Bytes, train_bpe
+from mupax.train.data.text.named_tokenizers import train_bpe
+from mupax.train.data.text.tokenizer import Bytes
 from mupax.train.reuse.huggingface import files
 from mupax.zoo.configs import DecoderConfig
 from tests.train.data.sources.test_text import cache_folder, quiet

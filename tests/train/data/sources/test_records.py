@@ -18,7 +18,7 @@ from mupax.train.__main__ import main
 from mupax.train.data import DataError
 from mupax.train.data import __main__ as data_command
 from mupax.train.data.records import corpus, lines, splits, tables, user_files
-from mupax.train.data.text import tokenizer
+from mupax.train.data.text import named_tokenizers, tokenizer
 from mupax.train.data.text.batches import TokenData
 from tests.train.data.sources.test_text import SMALL, as_text, cache_folder, many, quiet, write
 
@@ -275,7 +275,7 @@ def test_a_separator_by_flag(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"of bytes it is byte 0; leave it out"):
         load(path, separator="<|eot|>")
     with pytest.raises(DataError, match=r"of data\.tokenizer ids:300 write an id below 300"):
-        tokenizer.opened("ids:300", "300")
+        named_tokenizers.opened("ids:300", "300")
 
 
 # As a user has it

@@ -9,7 +9,7 @@ import pytest
 
 from mupax.train.data.chats import templates
 from mupax.train.data.chats.answers import ChatTokens
-from mupax.train.data.text import tokenizer
+from mupax.train.data.text import named_tokenizers, tokenizer
 
 pytestmark = pytest.mark.parity
 
@@ -37,7 +37,7 @@ def test_text_tokens_and_targets_are_those_of_transformers(source: str, talk: li
     transformers = pytest.importorskip("transformers")
     from tokenizers import AddedToken
 
-    library = tokenizer.train_bpe(["the cat sat on the mat, the answer is 42 é ü 中文 😀".encode()] * 50, 400)
+    library = named_tokenizers.train_bpe(["the cat sat on the mat, the answer is 42 é ü 中文 😀".encode()] * 50, 400)
     library.add_special_tokens([AddedToken(token, special=True) for token in ("<|im_start|>", "<|im_end|>")])
     library.save(str(tmp_path / "tokenizer.json"))
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))

@@ -22,6 +22,7 @@ from mupax.train.checkpoints.manifest import Manifest
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.program import Program
+from mupax.train.studies.sweep import losses as saved
 from mupax.train.studies.sweep import rows as sweep_rows
 from mupax.train.studies.sweep import sweep, work
 from mupax.train.studies.sweep.rows import Row, Rows
@@ -346,8 +347,8 @@ def test_an_edited_row_is_refused_by_its_line(tmp_path: Path, in_turn: list[Row]
 @pytest.mark.core
 def test_losses_of_points_in_training_are_those_of_their_checkpoint(tmp_path: Path) -> None:
     losses = np.array([[1.5, np.nan], [2.5, 3.5], [0.1, np.inf]])
-    digest = sweep_rows.save_losses(tmp_path, losses)
-    back = sweep_rows.saved_losses(tmp_path, 3, 2, digest)
+    digest = saved.save_losses(tmp_path, losses)
+    back = saved.saved_losses(tmp_path, 3, 2, digest)
     assert back is not None
     np.testing.assert_array_equal(back, losses)
     path = tmp_path / "losses-3.npy"
@@ -356,12 +357,12 @@ def test_losses_of_points_in_training_are_those_of_their_checkpoint(tmp_path: Pa
         flipped = content.copy()
         flipped[place] ^= 1
         path.write_bytes(flipped)
-        assert sweep_rows.saved_losses(tmp_path, 3, 2, digest) is None
+        assert saved.saved_losses(tmp_path, 3, 2, digest) is None
     path.unlink()
-    assert sweep_rows.saved_losses(tmp_path, 3, 2, digest) is None
+    assert saved.saved_losses(tmp_path, 3, 2, digest) is None
     # What older versions wrote beside a checkpoint without a digest.
     (tmp_path / "losses.json").write_text("[[1.5, NaN], [2.5, 3.5], [0.1, Infinity], [7, 8]]")
-    np.testing.assert_array_equal(sweep_rows.saved_losses(tmp_path, 3, 2, None), losses)
+    np.testing.assert_array_equal(saved.saved_losses(tmp_path, 3, 2, None), losses)
     for content in ("[[1.5], [2]]", "[" * 100_000, '{"a": 1}', "[[1, 2], [3]]"):
         (tmp_path / "losses.json").write_text(content)
-        assert sweep_rows.saved_losses(tmp_path, 3, 2, None) is None
+        assert saved.saved_losses(tmp_path, 3, 2, None) is None

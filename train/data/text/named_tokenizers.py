@@ -1,0 +1,91 @@
+"""The tokenizer that data.tokenizer names: bytes, ids, a file, or a vocabulary that the data make (bpe:SIZE)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from mupax.paths import path_of
+from mupax.train.data.interface import DataError
+from mupax.train.data.text.tokenizer import SEPARATOR, Bytes, Ids, Subwords, Tokenizer, decoded
+
+_SMALLEST_BPE = 257
+_TRAINING_BYTES = 1 << 28
+
+
+def opened(name: str, separator: str | None = None) -> Tokenizer | None:
+    """The tokenizer of a data.tokenizer: bytes, ids:SIZE or the path of a tokenizer.json; None of bpe:SIZE, which data make.
+
+    Args:
+        name: data.tokenizer.
+        separator: data.separator.
+
+    Raises:
+        DataError: there is none of that name, or it has not this separator.
+    """
+    if bpe_size(name) is not None:
+        return None
+    size = _size(name, "ids", 2)
+    if name != "bytes" and size is None:
+        return Subwords(path_of(name), separator)
+    if size is None:
+        if separator is not None:
+            raise DataError(f"data.separator is {separator!r}, and of bytes it is byte 0; leave it out")
+        return Bytes()
+    last = size - 1 if separator is None else int(separator) if separator.isascii() and separator.isdigit() else size
+    if last >= size:
+        raise DataError(f"data.separator is {separator!r}; of data.tokenizer {name} write an id below {size}")
+    return Ids(f"ids{size}-{last}", size, last)
+
+
+def bpe_size(name: str) -> int | None:
+    """SIZE of bpe:SIZE; None for other names.
+
+    Raises:
+        DataError: SIZE is not a number that holds every byte and the separator.
+    """
+    return _size(name, "bpe", _SMALLEST_BPE)
+
+
+def _size(name: str, kind: str, least: int) -> int | None:
+    """SIZE of KIND:SIZE; None for other names."""
+    if not name.startswith(f"{kind}:"):
+        return None
+    size = name.removeprefix(f"{kind}:")
+    if not size.isascii() or not size.isdigit() or int(size) < least:
+        raise DataError(f"data.tokenizer is {name!r}; write {kind}:SIZE with a SIZE of at least {least}")
+    return int(size)
+
+
+def train_bpe(texts: Iterable[bytes], size: int) -> Any:
+    """A byte-level BPE `tokenizers.Tokenizer`, trained on the texts (256 MB of them at most).
+
+    Args:
+        texts: documents in UTF-8; read until there are enough.
+        size: tokens at most, the 256 bytes and the separator among them.
+
+    Raises:
+        DataError: a text is not UTF-8.
+    """
+    from tokenizers import Tokenizer as Library
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    library = Library(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[SEPARATOR],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    library.train_from_iterator(_first(texts, _TRAINING_BYTES), trainer)
+    return library
+
+
+def _first(texts: Iterable[bytes], size: int) -> Iterable[str]:
+    for text in texts:
+        if size <= 0:
+            return
+        size -= len(text)
+        yield decoded(text)
