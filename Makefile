@@ -45,7 +45,7 @@ costs: $(VENV)/.locked-dev ## Record the processor time of every test file, whic
 
 parity: $(VENV)/.locked-dev ## Logits and text against transformers, tasks of the lm-eval harness (Python 3.11; installs torch and it, in no lock file)
 	$(PIP) install --quiet "torch==2.13.0" "transformers>=5,<6" "lm-eval>=0.4.9,<0.5"
-	$(BIN)/python -m pytest -m parity tests/scripts/test_parity.py tests/scripts/test_verify_page.py tests/train/reuse/huggingface \
+	$(BIN)/python -m pytest -m parity tests/scripts/parity tests/scripts/test_verify_page.py tests/train/reuse/huggingface \
 		tests/train/reuse/harness
 
 tpu: $(VENV)/.locked-dev ## What the TPU compiler makes of the step, without a TPU (Linux x86-64; puts libtpu, which no lock file has, in .cache)

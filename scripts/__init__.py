@@ -9,10 +9,11 @@
 | `launch` | nothing: files that start a run on many hosts |
 | `pages` | pages of docs/ from what is committed, and the Markdown that all pages are made of |
 | `quality`, `vision` | docs/quality.md and docs/vision.md, with their trainings |
+| `parity` | the table of docs/huggingface.md: logits beside `transformers` |
 | `report` | build/report.pdf |
 | `studies` | trained studies: transfer, tuned presets, forecasts, desiderata, experts, growth, other code |
 
-`goldens` writes the golden tables of the tests, `parity` compares logits with `transformers`.
+`goldens` writes the golden tables of the tests.
 """
 
 from pathlib import Path

@@ -27,8 +27,8 @@ from mupax.zoo.definition import definition
 from mupax.zoo.huggingface import weights
 from mupax.zoo.huggingface.config import to_huggingface
 from mupax.zoo.huggingface.tensorfile import Tensors, write_tensors
-from scripts import parity
 from scripts.pages.markdown import parts
+from scripts.parity import __main__ as parity
 
 pytestmark = pytest.mark.core
 

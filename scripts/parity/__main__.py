@@ -26,109 +26,16 @@ from mupax.train.core.factors import init_stds, resolve
 from mupax.train.reuse import plain as fold
 from mupax.train.reuse import source as pretrained
 from mupax.train.reuse.huggingface import files
-from mupax.zoo.configs import DecoderConfig, ViTConfig
 from mupax.zoo.definition import Definition, definition
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
-from mupax.zoo.experts.config import RoutingConfig
 from mupax.zoo.families import ImageModel
 from mupax.zoo.huggingface import config as huggingface
 from mupax.zoo.transformer import TransformerConfig
 from scripts import ROOT
 from scripts.pages.markdown import replaced
+from scripts.parity.models import MODELS, VARIANTS
 
 DOCUMENT = ROOT / "docs" / "huggingface.md"
-
-GPT2 = DecoderConfig(width=48, depth=3, num_heads=6, vocab_size=97, seq_len=29, tied=True)
-LLAMA = DecoderConfig(
-    width=48, depth=3, num_heads=6, head_dim=10, vocab_size=97, seq_len=29, mlp_ratio=2.5, norm_eps=1e-6,
-    positions="rotary", rope_theta=500_000.0, norm="rmsnorm", activation="swiglu", bias=False,
-)  # fmt: skip
-NEOX = dataclasses.replace(
-    GPT2, positions="rotary", parallel=True, rotary_fraction=0.25, activation="gelu_exact", tied=False, bias=True
-)
-GEMMA = dataclasses.replace(
-    LLAMA, num_kv_heads=3, activation="geglu", tied=True, post_norm=True, window=5, full_every=2, attention_softcap=2.0,
-    logit_softcap=3.0,
-)  # fmt: skip
-VIT = ViTConfig(
-    width=48, depth=3, num_heads=6, image_size=12, patch_size=4, num_classes=11, pool="cls", activation="gelu_exact",
-    norm_eps=1e-12,
-)  # fmt: skip
-MBART = EncoderDecoderConfig(
-    width=48, depth=3, encoder_depth=2, num_heads=6, vocab_size=97, seq_len=23, activation="gelu_exact"
-)
-T5 = EncoderDecoderConfig(
-    width=48, depth=3, encoder_depth=2, num_heads=6, head_dim=10, vocab_size=97, seq_len=23, target_len=17, mlp_ratio=2.5,
-    activation="relu", norm="rmsnorm", norm_eps=1e-6, bias=False, positions="relative", distance_buckets=16,
-    longest_distance=20, embedding_norm=False,
-)  # fmt: skip
-
-VARIANTS: dict[str, TransformerConfig] = {
-    "Llama 3.1": dataclasses.replace(
-        LLAMA, num_kv_heads=2, rope_scaling="llama3", rope_theta=50.0, rope_original_len=16
-    ),
-    "Llama, linear positions": dataclasses.replace(LLAMA, rope_scaling="linear", rope_factor=3.0),
-    "Mistral": dataclasses.replace(LLAMA, num_kv_heads=3, window=5),
-    "Qwen2": dataclasses.replace(LLAMA, num_kv_heads=2, head_dim=None, qkv_bias=True),
-    "Qwen2, window": dataclasses.replace(LLAMA, qkv_bias=True, tied=True, window=7),
-    "GPT-NeoX": NEOX,
-    "GPT-NeoX, one after the other": dataclasses.replace(NEOX, parallel=False, rotary_fraction=0.5, activation="relu"),
-    "SigLIP": dataclasses.replace(VIT, pool="mean", activation="gelu", norm_eps=1e-6),
-    "DeiT": dataclasses.replace(VIT, registers=1),
-    "DINOv2": dataclasses.replace(VIT, pool="cls-mean", layer_scale=1.0, norm_eps=1e-6),
-    "DINOv2, registers": dataclasses.replace(VIT, pool="cls-mean", layer_scale=0.125, registers=3, mlp_ratio=2.0),
-    "Qwen3": dataclasses.replace(LLAMA, num_kv_heads=2, qk_norm=True),
-    "Gemma 2": GEMMA,
-    "Gemma 3": dataclasses.replace(
-        GEMMA, qk_norm=True, attention_softcap=None, logit_softcap=None, window_theta=50.0, rope_scaling="linear"
-    ),
-    "Gemma 2, untied": dataclasses.replace(GEMMA, tied=False, full_every=None, attention_softcap=None),
-    "Mixtral": dataclasses.replace(
-        LLAMA,
-        num_kv_heads=3,
-        experts=5,
-        active_experts=2,
-        expert_dim=24,
-        mlp_ratio=1.0,
-        routing=RoutingConfig(gate="softmax"),
-    ),
-    "Qwen3-MoE": dataclasses.replace(
-        LLAMA,
-        num_kv_heads=2,
-        qk_norm=True,
-        experts=7,
-        active_experts=3,
-        expert_dim=20,
-        routing=RoutingConfig(gate="softmax"),
-    ),
-    "Qwen3-MoE, weights not normalized": dataclasses.replace(
-        LLAMA,
-        num_kv_heads=2,
-        qk_norm=True,
-        experts=5,
-        active_experts=2,
-        expert_dim=20,
-        window=5,
-        routing=RoutingConfig(gate="softmax-all"),
-    ),
-}
-"""Models that differ from one of the others in a few fields."""
-
-MODELS: dict[str, TransformerConfig] = {
-    "GPT-2, tied": GPT2,
-    "GPT-2, untied": dataclasses.replace(GPT2, tied=False, activation="relu", mlp_ratio=3.0),
-    "Llama, untied": LLAMA,
-    "Llama, tied": dataclasses.replace(LLAMA, tied=True, norm_eps=1e-5),
-    "Llama, grouped queries": dataclasses.replace(LLAMA, num_kv_heads=2, head_dim=None),
-    "Llama, biases": dataclasses.replace(LLAMA, bias=True, num_kv_heads=3),
-    "ViT": VIT,
-    "MBart, tied": MBART,
-    "MBart, untied": dataclasses.replace(MBART, tied=False, activation="relu"),
-    "T5": T5,
-    "T5 v1.1": dataclasses.replace(T5, tied=False, activation="geglu", target_len=None),
-    **VARIANTS,
-}
-"""Sizes at which no two axes are equal that could be mistaken for each other."""
 
 PRESETS: dict[str, PresetConfig] = {
     "sp": PresetConfig(name="sp"),

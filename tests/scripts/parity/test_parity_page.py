@@ -7,8 +7,9 @@ import re
 import pytest
 
 from mupax.zoo.huggingface import config as huggingface
-from scripts import parity
 from scripts.pages.markdown import parts
+from scripts.parity import __main__ as parity
+from scripts.parity import models
 
 pytestmark = pytest.mark.core
 
@@ -29,7 +30,7 @@ def test_the_page_has_every_case_that_the_command_measures() -> None:
 
 
 def test_every_layout_is_measured() -> None:
-    measured = {huggingface.family_of(model) for model in parity.MODELS.values()}
+    measured = {huggingface.family_of(model) for model in models.MODELS.values()}
     assert {SAME.get(kind, kind) for kind in huggingface._READ} == measured
 
 

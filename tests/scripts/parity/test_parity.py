@@ -19,8 +19,9 @@ from mupax.train.reuse.huggingface import files
 from mupax.zoo.configs import CONFIGS, DecoderConfig
 from mupax.zoo.definition import definition
 from mupax.zoo.huggingface import config as huggingface
-from scripts import parity
 from scripts.bench.runs import generate_uncached
+from scripts.parity import __main__ as parity
+from scripts.parity import models
 
 MISSING = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
 pytestmark = [
@@ -114,7 +115,7 @@ def test_greedy_text_of_an_encoder_decoder_is_the_same(name: str, tmp_path: Path
 
     # MBart's own generation counts the encoder's layers for the decoder's.
     model, given = (
-        dataclasses.replace(parity.MODELS[name], encoder_depth=3),
+        dataclasses.replace(models.MODELS[name], encoder_depth=3),
         PresetConfig(name="depth-mup", base="ed-proxy"),
     )
     built, made = definition(model), preset_for(given, model)
@@ -145,10 +146,10 @@ def test_greedy_text_of_an_encoder_decoder_is_the_same(name: str, tmp_path: Path
 def test_queries_that_their_code_scales_are_read(name: str, last: str, tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = {**huggingface.to_huggingface(parity.MODELS[name]), "query_pre_attn_scalar": 3}  # of heads of 10
+    fields = {**huggingface.to_huggingface(models.MODELS[name]), "query_pre_attn_scalar": 3}  # of heads of 10
     settings = AutoConfig.for_model(fields.pop("model_type"), **fields)
     AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path)
-    read, inputs = source.read(tmp_path), parity.inputs_of(parity.GEMMA)
+    read, inputs = source.read(tmp_path), parity.inputs_of(models.GEMMA)
     built = definition(read.model)
     factors = resolve(preset_for(PresetConfig(name="sp"), read.model), built)
     params, theirs = source.place(read, built, factors), parity.transformers_logits(tmp_path, *inputs)
@@ -162,10 +163,10 @@ def test_queries_that_their_code_scales_are_read(name: str, last: str, tmp_path:
 def test_embeddings_that_their_code_scales_are_read(tmp_path: Path) -> None:
     from transformers import MBartConfig, MBartForConditionalGeneration
 
-    fields = huggingface.to_huggingface(parity.MBART)
+    fields = huggingface.to_huggingface(models.MBART)
     settings = MBartConfig(**{**fields, "scale_embedding": True})
     MBartForConditionalGeneration(settings).save_pretrained(tmp_path)
-    read, inputs = source.read(tmp_path), parity.inputs_of(parity.MBART)
+    read, inputs = source.read(tmp_path), parity.inputs_of(models.MBART)
     built = definition(read.model)
     factors = resolve(preset_for(PresetConfig(name="sp"), read.model), built)
     params = source.place(read, built, factors)
@@ -183,7 +184,7 @@ def test_transformers_reads_parts_and_halves(tmp_path: Path) -> None:
     from mupax.zoo.huggingface import weights
     from mupax.zoo.huggingface.tensorfile import INDEX, Tensors, write_tensors
 
-    config = dataclasses.replace(parity.LLAMA, num_kv_heads=2)
+    config = dataclasses.replace(models.LLAMA, num_kv_heads=2)
     parity.random_transformers(config, tmp_path / "one")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
     model.to(torch.bfloat16).save_pretrained(tmp_path / "half", max_shard_size="20KB")
