@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts import ROOT
-from scripts.campaigns import kills, workers
+from scripts.campaigns import tiny_runs, workers
 from scripts.campaigns.injection import shim
 from scripts.pages.markdown import table
 
@@ -83,7 +83,7 @@ class Runs:
         code, said, _ = self.session(whole)
         if code:
             raise SystemExit(f"the undisturbed run itself fails:\n{said}")
-        self.wanted = kills.left(whole, STEPS)
+        self.wanted = tiny_runs.left(whole, STEPS)
         shutil.rmtree(half, ignore_errors=True)
         shutil.copytree(whole, half)
         shutil.rmtree(half / "checkpoints" / str(STEPS))
@@ -123,7 +123,7 @@ class Runs:
         code, said, seconds = self.session(workdir)
         fired = self.control.fired
         self.control.watch(None)
-        kept, wrong, sessions = kills.latest(workdir), [], 1
+        kept, wrong, sessions = tiny_runs.latest(workdir), [], 1
         if phase != "new" and (kept or 0) < HALF:
             wrong.append(f"lost: the newest checkpoint is {kept}")
         if (workdir / "checkpoints" / "set-aside").exists():
@@ -143,7 +143,7 @@ class Runs:
         wrong += [f"a traceback: {text[-1500:]}" for text in texts if "Traceback" in text]
         wrong += [f"took {seconds:.0f} s"] if seconds > BOUND_S else []
         if not wrong:
-            wrong = kills.differences(kills.left(workdir, STEPS), self.wanted)
+            wrong = tiny_runs.differences(tiny_runs.left(workdir, STEPS), self.wanted)
         message = next((line for line in reversed(said.splitlines()) if line.startswith("error")), "") if code else ""
         return {
             "seed": seed, "phase": phase, "kind": kind, "effect": effect, "first": first, "times": times, "fired": fired,

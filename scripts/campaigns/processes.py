@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from scripts import ROOT
-from scripts.campaigns import kills
-from scripts.campaigns.kills import Session
+from scripts.campaigns import tiny_runs
+from scripts.campaigns.tiny_runs import Session
 
 PAGE = ROOT / "docs" / "processes.md"
 COMMAND = "python -m scripts.campaigns.processes"
@@ -42,7 +42,7 @@ _NEVER_CAME = "waited 20 s for process 0"
 
 
 @dataclasses.dataclass(frozen=True)
-class Case(kills.Case):
+class Case(tiny_runs.Case):
     """What is run: a decoder whose state lies on all processes."""
 
     model: str = "decoder"
@@ -215,7 +215,7 @@ def failed(case: Case, failure: Failure, phase: str, folder: Path, seed: int) ->
     index, struck = (seed + FAILURES.index(failure)) % case.processes, folder / f"{name}.struck"
     if phase == "resuming":  # a run that has a checkpoint already
         session = Session(case, folder, name, STEPS)
-        while None in session.poll() and (kills.latest(folder / name) or 0) < EVERY:
+        while None in session.poll() and (tiny_runs.latest(folder / name) or 0) < EVERY:
             time.sleep(0.01)
         session.send(signal.SIGKILL, range(case.processes))
         session.wait(10)
@@ -249,7 +249,7 @@ def failed(case: Case, failure: Failure, phase: str, folder: Path, seed: int) ->
     if any(session.wait(_GIVE_UP_S)):
         wrong.append(f"does not resume: {session.said()[-300:]}")
     else:
-        wrong += kills.differences(kills.left(folder / name, STEPS), wanted)
+        wrong += tiny_runs.differences(tiny_runs.left(folder / name, STEPS), wanted)
     return {
         "failure": failure.name, "phase": phase, "processes": case.processes, "process": index, "seed": seed,
         "codes": codes, "ended_s": seconds, "wrong": wrong, "said": said,
@@ -274,7 +274,7 @@ def undisturbed(case: Case, folder: Path) -> dict[str, Any]:
         session = Session(case, folder, name, STEPS)
         if any(session.wait(600)):
             raise SystemExit(f"the undisturbed run itself fails:\n{session.said()[-2000:]}")
-    return kills.left(folder / name, STEPS)
+    return tiny_runs.left(folder / name, STEPS)
 
 
 def as_json(rows: Sequence[dict[str, Any]]) -> str:
@@ -333,7 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = args.page.with_suffix(".json")
     rows = json.loads(path.read_text())["rows"] if path.exists() and not args.again else []
     kinds = [(f, p) for f in FAILURES for p in f.phases if any(word in f"{f.name} {p}" for word in args.only)]
-    with kills.scratch(args.folder) as folder, kills.prepared(folder):
+    with tiny_runs.scratch(args.folder) as folder, tiny_runs.prepared(folder):
         while len(rows) < args.failures:
             counts = {(f, p): sum((r["failure"], r["phase"]) == (f.name, p) for r in rows) for f, p in kinds}
             failure, phase = min(kinds, key=lambda kind: counts[kind])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.campaigns import kills
+from scripts.campaigns import kills, tiny_runs
 from tests.scripts.campaigns.campaign import campaign
 
 
@@ -20,15 +20,15 @@ def test_killed_runs_end_as_the_undisturbed_ones(tmp_path: Path) -> None:
     assert f"**{len(runs)} of {len(runs)} runs ended" in (tmp_path / "page.md").read_text()
 
     # Control: what is compared does differ where a run is another one.
-    mine = kills.left(tmp_path / "decoder-1", 80)
-    assert not kills.differences(mine, kills.left(tmp_path / "decoder-1-0", 80))
+    mine = tiny_runs.left(tmp_path / "decoder-1", 80)
+    assert not tiny_runs.differences(mine, tiny_runs.left(tmp_path / "decoder-1-0", 80))
     assert len(mine["rows"]) == 80 + 3
     flipped = json.loads(json.dumps(mine))
     name, entry = next(iter(flipped["arrays"].items()))
     flipped["arrays"][name] = json.loads(json.dumps(entry).replace("a", "b", 1).replace("0", "1", 1))
-    assert kills.differences(mine, flipped) == [name]
+    assert tiny_runs.differences(mine, flipped) == [name]
     flipped = {**mine, "rows": mine["rows"][:-1]}
-    assert kills.differences(mine, flipped)[0].startswith("rows: ")
+    assert tiny_runs.differences(mine, flipped)[0].startswith("rows: ")
 
 
 @pytest.mark.core
@@ -36,5 +36,5 @@ def test_the_committed_campaign_is_what_its_page_says() -> None:
     runs = json.loads(kills.PAGE.with_suffix(".json").read_text())["runs"]
     assert kills.PAGE.read_text() == kills.page(runs)
     assert sum(len(run["kills"]) for run in runs) >= 200
-    assert {(run["model"], run["processes"]) for run in runs} == {(c.model, c.processes) for c in kills.CASES}
+    assert {(run["model"], run["processes"]) for run in runs} == {(c.model, c.processes) for c in tiny_runs.CASES}
     assert not [run for run in runs if run["differences"]]

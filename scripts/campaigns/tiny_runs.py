@@ -1,0 +1,233 @@
+"""Tiny runs that campaigns disturb, each process forked from one that has everything imported, and what they leave."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import random
+import runpy
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+SHARED = (
+    "--model.width 16 --model.depth 1 --model.num-heads 2 --data.batch-size 16 --data.eval-batch-size 32 "
+    "--data.eval-examples 256 --optimizer.warmup-steps 2 --log.eval-every-steps 30 --checkpoint.every-steps 20 --log.no-samples "
+    "--distributed.heartbeat-seconds 4 --distributed.timeout-seconds 20 --resume"
+)
+MODELS = {
+    "decoder": "lm-tiny --model.seq-len 16 --accumulation-steps 2 --ema.decay 0.9",
+    "vit": "vit-digits --optimizer.peak-lr 1e-3",
+    "encoder-decoder": "ed-tiny --model.seq-len 16 --model.encoder-depth 1",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is run."""
+
+    model: str
+    processes: int
+
+    def argv(self, folder: Path, workdir: str, steps: int) -> list[str]:
+        """Words of the command line.
+
+        Args:
+            folder: of all runs.
+            workdir: of this one, a name in it or a place of its own, gs://BUCKET/NAME.
+            steps: of the run.
+        """
+        place = workdir if "://" in workdir else folder / workdir
+        source = f"--data.name text:{folder / 'text.txt'}" if self.model != "vit" else ""
+        words = f"{MODELS[self.model]} {source} {SHARED} --steps {steps} --workdir {place}"
+        return words.split()
+
+
+CASES = tuple(Case(model, processes) for processes in (1, 2) for model in MODELS)
+
+
+class Session:
+    """The processes of one start of a run, each forked from this one.
+
+    Args:
+        case: what is run.
+        folder: holds the runs.
+        workdir: name of this one.
+        steps: of the run.
+        sick: called in the process of that number before it starts.
+    """
+
+    def __init__(
+        self, case: Case, folder: Path, workdir: str, steps: int, sick: Mapping[int, Callable[[], object]] | None = None
+    ) -> None:
+        self.log = folder / f"{workdir.rpartition('/')[2]}.out"
+        self._ended: dict[int, int] = {}
+        argv, joined = case.argv(folder, workdir, steps), [""]
+        if case.processes > 1:
+            with socket.socket() as free:
+                free.bind(("localhost", 0))
+                port = free.getsockname()[1]
+            by_hand = f"--distributed.coordinator localhost:{port} --distributed.processes {case.processes}"
+            joined = [f"{by_hand} --distributed.process {index}" for index in range(case.processes)]
+        self.pids = [
+            self._fork([*argv, *words.split()], self.log.with_suffix(f".{index}"), (sick or {}).get(index, int))
+            for index, words in enumerate(joined)
+        ]
+        self.began = time.monotonic()
+
+    def _fork(self, argv: list[str], log: Path, sick: Callable[[], object]) -> int:
+        if pid := os.fork():
+            return pid
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored
+        sys.argv[1:] = argv
+        code = 1
+        try:
+            sick()
+            runpy.run_module("train", run_name="__main__", alter_sys=True)
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
+        # As the interpreter ends, and not through the `with` blocks of the parent, whose folders and servers they would end.
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        os._exit(code)
+
+    def said(self, index: int = 0) -> str:
+        """What process 0, or that of another number, has printed."""
+        log = self.log.with_suffix(f".{index}")
+        return log.read_text() if log.exists() else ""
+
+    def poll(self) -> list[int | None]:
+        """Exit codes, negative where a signal ended the process, None while it runs."""
+        for pid in self.pids:
+            if pid not in self._ended:
+                found, status = os.waitpid(pid, os.WNOHANG)
+                if found:
+                    self._ended[pid] = os.waitstatus_to_exitcode(status)
+        return [self._ended.get(pid) for pid in self.pids]
+
+    def send(self, number: int, whom: Sequence[int]) -> None:
+        """A signal to some of the processes, by their number, that have not ended."""
+        for index in whom:
+            if self.pids[index] not in self._ended:
+                os.kill(self.pids[index], number)
+
+    def wait(self, seconds: float) -> list[int]:
+        """Exit codes when all have ended; SIGKILL where that takes longer."""
+        until = time.monotonic() + seconds
+        while None in (codes := self.poll()):
+            if time.monotonic() > until:
+                self.send(signal.SIGKILL, range(len(self.pids)))
+            time.sleep(0.01)
+        return [code for code in codes if code is not None]
+
+
+def latest(workdir: Path | str) -> int | None:
+    """Step of the newest checkpoint."""
+    from mupax.paths import path_of
+    from mupax.train.checkpoints.folder import steps
+
+    return max(steps(path_of(workdir) / "checkpoints"), default=None)
+
+
+def left(workdir: Path | str, steps: int) -> dict[str, Any]:
+    """What a finished run has left, without times: rows, and the digest of every shard of its verified last checkpoint."""
+    from mupax.paths import path_of
+    from mupax.train.checkpoints.folder import verified
+    from mupax.train.run.report import metrics
+
+    workdir = path_of(workdir)
+    rows = [row for row in metrics.read(workdir / metrics.FILE_NAME) if "perf_data_wait" not in row]
+    for row in rows:
+        row.pop("seconds", None)
+    return {"rows": rows, "arrays": verified(workdir / "checkpoints" / str(steps)).arrays}
+
+
+def differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """In words; none where two runs are bitwise equal."""
+    said = (
+        []
+        if found["rows"] == wanted["rows"]
+        else [f"rows: {len(found['rows'])}, {len(wanted['rows'])} wanted, or others"]
+    )
+    names = found["arrays"].keys() | wanted["arrays"].keys()
+    return said + sorted(name for name in names if found["arrays"].get(name) != wanted["arrays"].get(name))
+
+
+def undisturbed(case: Case, folder: Path, steps: int) -> dict[str, Any]:
+    """What a run leaves that nobody touches."""
+    name = f"{case.model}-{case.processes}"
+    if not (folder / name / "checkpoints" / str(steps)).exists():
+        session = Session(case, folder, name, steps)
+        if any(session.wait(600)):
+            raise SystemExit(f"the undisturbed run itself fails:\n{session.said()[-2000:]}")
+    return left(folder / name, steps)
+
+
+def write_text(folder: Path) -> None:
+    """The decoder's text: short lines of few words."""
+    choose, words = random.Random(0), ("def", "return", "import", "class", "self", "value", "lambda", "yield")
+    text = "\n".join(" ".join(choose.choice(words) for _ in range(9)) for _ in range(600))
+    (folder / "text.txt").write_text(text)
+
+
+@contextlib.contextmanager
+def scratch(folder: Path | None) -> Iterator[Path]:
+    """A folder of all runs: that one, which stays, or a temporary one.
+
+    `tempfile.TemporaryDirectory` would have every forked run remove it when it exits.
+    """
+    path = Path(tempfile.mkdtemp()) if folder is None else folder
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        yield path
+    finally:
+        if folder is None:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def prepared(folder: Path) -> Iterator[None]:
+    """Everything imported that a run imports, and nothing started: what the runs are forked from."""
+    defaults = {"MUPAX_DATA": str(folder / "data"), "JAX_COMPILATION_CACHE_DIR": str(folder / "jax"), "XLA_FLAGS": ""}
+    os.environ |= defaults | os.environ
+    os.environ |= {
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "MPLBACKEND": "agg",
+    }
+    import mupax.train.data.sources.digits
+    import mupax.train.run.loop  # noqa: F401
+
+    if threading.active_count() > 1:
+        raise SystemExit("an import has started a thread; a fork would lose it")
+    write_text(folder)
+    yield
+
+
+def as_json(runs: Sequence[dict[str, Any]], command: str) -> str:
+    """One run a line."""
+    from importlib.metadata import version
+
+    facts = {"command": command, "python": platform.python_version(), "jax": version("jax"), "cores": os.cpu_count()}
+    rows = ",\n".join(json.dumps(run) for run in runs)
+    return f'{json.dumps(facts)[:-1]}, "runs": [\n{rows}\n]}}\n'
