@@ -188,7 +188,7 @@ def test_a_preset_that_is_meant_takes_constants(tmp_path: Path):
 def test_it_reads_well_at_80_columns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(terminal, "columns", lambda: 80)
+    monkeypatch.setattr(terminal, "columns", lambda *_: 80)
     wrong = changed(LARGE, lambda n, e: {"lr": 1e-3} if n.startswith("block.mlp") else None)
     assert main(["verify", *write(tmp_path, SMALL, wrong), "--table"]) == 1
     lines = capsys.readouterr().out.splitlines()
