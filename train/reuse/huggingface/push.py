@@ -129,8 +129,11 @@ def _open(api: HfApi, to: str, public: bool) -> None:
     """See that the repository is there, made private unless public was asked for; refuse one that everyone sees without that."""
     with _answered(to):
         api.create_repo(to, private=not public, exist_ok=True)
-        if not public and api.repo_info(to).private is False:
-            raise PushError(f"{to} is there and public; add --public to write into it, or give another name as --to")
+        private = api.repo_info(to).private
+    if not public and private is False:
+        raise PushError(f"{to} is there and public; add --public to write into it, or give another name as --to")
+    if public and private:
+        terminal.note(f"note: {to} was there and private, and stays so; its settings at Hugging Face make it public")
 
 
 def _sent(api: HfApi, args: Push, folder: Path, names: Sequence[str]) -> str:

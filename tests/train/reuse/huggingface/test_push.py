@@ -115,7 +115,9 @@ def test_a_folder_of_weights_is_sent_as_it_is_and_private(hub: Hub) -> None:
     assert hub.private == {"me/model": True}
     assert hub.files == {path.name: path.read_bytes() for path in Path("weights").iterdir()}
     code, out, err = push("weights --to me/model")  # again, into the same
-    assert code == 0, err
+    assert (code, err) == (0, "")
+    code, out, err = push("weights --to me/model --public")
+    assert (code, "me/model was there and private, and stays so" in err) == (0, True), err
 
 
 def test_what_has_multipliers_is_exported_first_with_its_card(hub: Hub) -> None:
@@ -123,7 +125,7 @@ def test_what_has_multipliers_is_exported_first_with_its_card(hub: Hub) -> None:
         assert zoo_main(["import", "weights", "--out", "mup", "--preset", "mup", "--base", "lm-proxy"]) == 0
     code, out, err = push("mup --to me/model --public")
     assert code == 0, err
-    assert hub.private == {"me/model": False}
+    assert (hub.private, err) == ({"me/model": False}, "")
     assert set(hub.files) == {"README.md", "config.json", "model.safetensors"}
     assert hub.files["README.md"].decode().startswith("---\nlibrary_name: transformers")
     assert "# `model`" in hub.files["README.md"].decode()

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from mupax.zoo.configs import ConfigError, DecoderConfig
 from mupax.zoo.definition import definition
 from mupax.zoo.lora.config import LoraConfig
 from tests.fixtures.programs import shared_programs
+from tests.train.reuse.huggingface.test_push import TOKEN, Hub
 from tests.train.reuse.test_source import published
 
 __all__ = ["shared_programs"]  # a fixture
@@ -105,6 +107,21 @@ def test_export_merges_them(capsys: pytest.CaptureFixture[str]) -> None:
         without, pretrained.read(Path("weights")).params
     )  # the control: without adapters it is another function
     assert np.abs(base - expected).max() > 1e-3 * np.abs(expected).max()
+
+
+def test_push_sends_what_export_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert zoo_main(["export", "run", "--out", "model"]) == 0
+    hub = Hub()
+    thread = threading.Thread(target=hub.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    for name, value in {"HF_ENDPOINT": hub.address, "HF_TOKEN": TOKEN, "HF_HOME": str(Path("home").absolute())}.items():
+        monkeypatch.setenv(name, value)
+    code, said = run("push run --to me/model")
+    hub.shutdown()
+    hub.server_close()
+    thread.join()
+    assert code == 0, said
+    assert hub.files == {path.name: path.read_bytes() for path in Path("model").iterdir()}
 
 
 def test_a_run_that_starts_from_it_has_them_merged() -> None:
