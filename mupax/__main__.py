@@ -17,6 +17,12 @@ COMMANDS = {
 @terminal.entry_point
 def main(argv: list[str]) -> int:
     """The exit code of `python -m COMMAND ARGUMENTS` for the COMMAND named first."""
+    if argv and argv[0] not in COMMANDS:
+        from mupax.train.__main__ import COMMANDS as OF_TRAIN
+        from mupax.train.config.recipes import RECIPES
+
+        if argv[0] in (*OF_TRAIN, *RECIPES):
+            raise command_line.UsageError(f"{argv[0]} comes after train; write `mupax train {argv[0]}`")
     command, words = command_line.first_word("mupax", {"command": COMMANDS}, argv)
     # The one place outside tests that imports entry points, each only when it is asked for.
     if command == "train":

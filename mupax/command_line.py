@@ -193,6 +193,8 @@ def refuse(rest: Sequence[str], known: Sequence[str], prog: str) -> None:
         text = f"nothing takes the word {word!r}; write flags as --NAME VALUE, and switches such as --resume without a value"
         raise UsageError(f"{text}\n{_help(prog)}")
     flag = word.partition("=")[0].replace("_", "-")
+    if f"{flag}.name" in known:
+        raise UsageError(f"no flag is named {flag}; did you mean {flag}.name?\n{_help(prog)}")
     best = sorted(dict.fromkeys((*known, "--help")), key=lambda other: _likeness(flag, other), reverse=True)
     near = [other for other in best[:2] if _likeness(flag, other) > max(0.6, _likeness(flag, best[0]) - 0.1)]
     hint = f"did you mean {' or '.join(near)}?" if near else "none is like it"
@@ -303,7 +305,7 @@ def _unboxed(text: str) -> str:
         paragraph.append(words)
     if paragraph and paragraph[0].startswith("Missing from"):
         missing, _, unread = COLOUR.sub("", text).partition("For full helptext")[0].partition("Unrecognized options")
-        rest = "".join(f"; nothing takes the word {word!r}" for word in MISSING.findall(unread))
+        rest = "".join(f"; nothing takes the word {word!r}" for word in MISSING.findall(unread)[:1])
         return f"this needs {' and '.join(MISSING.findall(missing))}{rest}"
     message = " ".join(paragraph) or COLOUR.sub("", text).strip()
     for theirs, plain in PLAIN:

@@ -38,6 +38,9 @@ def main(argv: list[str]) -> int:
         "dynamics": "How a model with infinitely many heads learns: loss, kernels, attention (has a recipe's flags too).",
     }
     words = with_group_constants(argv)
+    if words and words[0] in presets.PRESETS:
+        wrong = f"{words[0]} is a preset, not a command; write `python -m presets constants {words[0]}`, or table, limits or"
+        raise command_line.UsageError(f"{wrong} desiderata in its place")
     name, rest = command_line.first_word("python -m presets", {"command": lines}, words, "list")
     if name == "dynamics":
         try:

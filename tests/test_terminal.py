@@ -156,6 +156,9 @@ def test_the_installed_command_names_itself(
     monkeypatch.setattr(sys, "argv", [program, *words])
     assert main(words) == 2
     assert "`mupax train lm-tiny --help` lists all flags" in capsys.readouterr().err
+    for word in ("generate", "lm-tiny"):
+        assert main([word]) == 2
+        assert f"{word} comes after train; write `mupax train {word}`" in capsys.readouterr().err
     assert main(["train"]) == 0
     assert capsys.readouterr().out.startswith("usage: mupax train RECIPE")
     assert main(["train", "lm-tiny", "--help"]) == 0

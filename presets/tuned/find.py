@@ -96,6 +96,11 @@ def find(word: str) -> Tuned:
         PresetError: there is none, or its file is not one.
     """
     preset, _, name = word.partition(":")
+    if not name:
+        ends = [other for other in files() if word in other.split(":")]
+        raise PresetError(
+            f"{word} is no tuned preset; write PRESET:NAME, such as {', '.join(ends or files())} (`python -m presets tuned` lists them)"
+        )
     if name.endswith(".json"):
         tuned = load(name)
         if tuned.preset != preset:

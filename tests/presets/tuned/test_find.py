@@ -147,7 +147,7 @@ def test_a_drift_that_is_hardly_known_decides_nothing(
 def test_the_list(mine: tuned.Tuned, capsys: pytest.CaptureFixture[str]):
     assert presets_main(["tuned"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    said = "depth-mup:mine-v1 transfers adam 0.0078 on python_corpus, 409,600 tokens; head_dim transfers"
+    said = "depth-mup:mine-v1 adam 0.0078 on python_corpus, 409,600 tokens; head_dim transfers"
     assert any(line.startswith(said) for line in lines)
     assert presets_main(["tuned", "depth-mup:mine-v1"]) == 0
     shown = capsys.readouterr().out

@@ -20,7 +20,7 @@ from mupax.train.run.runtime import Runtime
 from mupax.train.run.start import Session
 from mupax.zoo.definition import Arrays
 
-_PROMPT = "def "
+_PROMPT, _WORDS, _LONGEST = "def ", 3, 40
 _SAMPLE_TOKENS = 400
 
 
@@ -73,15 +73,27 @@ def leave(session: Session, params: Arrays) -> None:
             bytes_per_token=data.bytes_per_token,
             sets={name: each.bytes_per_token for name, each in session.sets.items()},
             files=[rt.folder / file.relative_to(folder).as_posix() for file in (*files, curve, folder / "config.json")],
-            then=_use(config, report.relative(rt.folder)),
+            then=_use(config, data, report.relative(rt.folder)),
         )
 
 
-def _use(config: Config, folder: str) -> str:
+def _use(config: Config, data: Data, folder: str) -> str:
     """The command that has a run's model do what it is for."""
-    words = {"generate": ["--prompt", _PROMPT.strip()], "predict": ["IMAGES"], "eval": []}
-    name = "generate" if config.model.generates else "predict" if config.data.name.startswith("images:") else "eval"
-    return terminal.typed("python", "-m", "train", name, folder, *words[name])
+    if config.model.generates:
+        return terminal.typed("python", "-m", "train", "generate", folder, "--prompt", _prompt(config, data).strip())
+    words = ["predict", folder, "IMAGES"] if config.data.name.startswith("images:") else ["eval", folder]
+    return terminal.typed("python", "-m", "train", *words)
+
+
+def _prompt(config: Config, data: Data) -> str:
+    """What a sample goes on with: of Python's sources a definition, of other text words of the first evaluation example."""
+    if config.data.name == "python_corpus":
+        return _PROMPT
+    text = data.tokenizer.decode(data.eval_batch(0, slice(0, 1))["inputs"][0])
+    whole = [
+        word for word in text.split()[1:] if word.isprintable() and "\ufffd" not in word
+    ]  # a window cuts its first
+    return " ".join(whole[:_WORDS])[:_LONGEST] or _PROMPT
 
 
 @contextlib.contextmanager
@@ -102,6 +114,6 @@ def _sample(program: Program, data: Data, params: Arrays, inputs: StepInputs) ->
         return denoised.examples_text(program, data, params, inputs)
     from mupax.train.reuse.generate.decode import Generator
 
-    prompt = data.tokenizer.encode([_PROMPT.encode()])[0]
+    prompt = data.tokenizer.encode([_prompt(program.config, data).encode()])[0]
     new = Generator(program, params, inputs).complete(prompt, _SAMPLE_TOKENS, program.config.seed)[0]
     return data.tokenizer.decode(np.concatenate([prompt, new]))

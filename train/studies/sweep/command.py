@@ -110,6 +110,8 @@ def points(args: Sweep, rest: Sequence[str]) -> list[Planned]:
         config = dataclasses.replace(config, workdir=None, data=dataclasses.replace(config.data, seed=config.data_seed))
         label = " ".join(f"{flag.partition('.')[2] or flag} {value}" for flag, value in choices)
         rates = grids.parse(args.lr) if args.lr else (config.optimizer.peak_lr,)
+        if min(rates) <= 0:
+            raise ConfigError(f"--lr {args.lr}: {min(rates):g} trains nothing; write learning rates above 0")
         for size, lr, seed in itertools.product(grown, rates, range(args.seeds)):
             model = sizes.grown(config.model, axis, size) if axis else config.model
             optimizer = dataclasses.replace(config.optimizer, peak_lr=lr)

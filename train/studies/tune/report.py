@@ -156,6 +156,9 @@ def draw(path: Path, search: Search, shares: list[float]) -> None:
         panel.spines[["top", "right"]].set_visible(False)
         panel.tick_params(colors="#444444", labelsize=8)
     panels[0][0].set_ylabel("loss (nats), mean over seeds", fontsize=9)
+    figure.supxlabel(
+        "ring: the best; dashed: the start; grey: dropped before its last seed", fontsize=8, x=0.01, ha="left"
+    )
     figure.savefig(path, dpi=130)
 
 
