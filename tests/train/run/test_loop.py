@@ -10,6 +10,7 @@ import io
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -174,7 +175,9 @@ def test_the_files_of_a_run(plain: Done) -> None:
     left = {path.name for path in Path("plain").iterdir()}
     assert left == {".lock", "config.json", "metrics.jsonl", "tensorboard", "checkpoints", "loss.png", "sample.txt"}
     assert Path("plain/loss.png").read_bytes().startswith(b"\x89PNG")
-    assert Path("plain/sample.txt").read_text().startswith("def ")
+    (prompt,) = re.findall(r"--prompt '?(.+?)'? +│", re.sub(r" +│\n│ +", " ", plain.out))
+    assert f" {prompt} " in f" {' '.join(Path('text.txt').read_text().split())} "  # whole words of the text
+    assert Path("plain/sample.txt").read_text().startswith(prompt)
     assert len(Path("plain/sample.txt").read_text()) > 100
     assert list(Path("plain/tensorboard").glob("events.*"))
 

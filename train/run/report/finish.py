@@ -90,9 +90,8 @@ def _prompt(config: Config, data: Data) -> str:
     if config.data.name == "python_corpus":
         return _PROMPT
     text = data.tokenizer.decode(data.eval_batch(0, slice(0, 1))["inputs"][0])
-    whole = [
-        word for word in text.split()[1:] if word.isprintable() and "\ufffd" not in word
-    ]  # a window cuts its first
+    words = text.split()[1:-1] or text.split()  # a window cuts its first and last
+    whole = [word for word in words if word.isprintable() and "\ufffd" not in word]
     return " ".join(whole[:_WORDS])[:_LONGEST] or _PROMPT
 
 
