@@ -78,6 +78,7 @@ autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_member_order = "bysource"
 napoleon_google_docstring = True
+napoleon_use_ivar = True
 napoleon_numpy_docstring = False
 
 html_theme = "sphinx_book_theme"
@@ -123,9 +124,11 @@ def _enlarged(app: Sphinx, page: nodes.document, name: str) -> None:
 
 
 def _attribute(_: Sphinx, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
-    """Keeps napoleon from taking what stands before a colon for an attribute's type."""
-    if what in ("attribute", "property"):
-        lines.insert(0, "")
+    """Gives a field's first line back what stands before its colon, which napoleon took for a type."""
+    types = [line for line in lines if line.startswith(":type: ")]
+    if what in ("attribute", "property") and types:
+        lines.remove(types[0])
+        lines[0] = f"{types[0].removeprefix(':type: ')}: {lines[0]}"
 
 
 def _signature(_: Sphinx, what: str, name: str, value: object, *rest: object) -> tuple[str, str] | None:
@@ -150,7 +153,7 @@ def setup(app: Sphinx) -> None:
     """Connects what this page adds to Sphinx."""
     app.connect("source-read", _navigation)
     app.connect("doctree-read", _anchors)
-    app.connect("autodoc-process-docstring", _attribute, priority=400)  # before napoleon
+    app.connect("autodoc-process-docstring", _attribute, priority=600)  # after napoleon
     app.connect("autodoc-process-signature", _signature)
     app.connect("doctree-resolved", _enlarged)
     app.connect("doctree-resolved", _titles)
