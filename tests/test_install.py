@@ -147,7 +147,7 @@ def test_the_installed_api_comes_from_the_wheel_and_is_light(environment: Path, 
 @pytest.mark.release
 def test_a_notebook_runs_from_the_wheel(environment: Path, tmp_path: Path):
     text = (ROOT / "docs" / "notebooks" / "mup_in_ten_minutes.md").read_text()
-    cells = re.findall(r"^```\{code-cell\}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    cells = re.findall(r"^```\{code-cell\}\n(?::\w+:.*?\n)*(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     outside = "import mupax, sys; assert mupax.__file__.startswith(sys.prefix), mupax.__file__\n"
     assert len(cells) > 4
     (tmp_path / "notebook.py").write_text(outside + "\n".join(cells))
