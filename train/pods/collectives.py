@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections import defaultdict
@@ -21,6 +22,7 @@ _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)")
 _MESH = re.compile(
     r"replica_groups=@?\w*mesh\[([^\]]*)\](?:, device_ids=\((\[[\d,]+\](?:T\([\d,]+\))?|[\d,]+)\))?\s*\{([^}]*)\}"
 )
+_PRODUCTS = ("dot", "convolution", "custom-call")
 _BETWEEN = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 
 
@@ -44,7 +46,7 @@ class Collective:
     op_name: str
     source: str
     overlapped: bool = False
-    """Whether it runs beside computation: inside fusions with it, or begun before and ended after it."""
+    """Whether it runs beside products: inside fusions with them, or begun before and ended after them."""
     between_slices: bool = False
     """Whether it is sent over the slow network, by the hosts."""
 
@@ -93,11 +95,25 @@ def collectives(
                 name=instruction.name,
                 op_name=instruction.op_name or holder.op_name,
                 source=module.source(instruction) or module.source(holder),
-                overlapped=between or chain is not None or instruction.opcode.endswith("-start"),
+                overlapped=between or chain is not None or _hidden(module, where, instruction),
                 between_slices=between,
             )
             by_name.setdefault((executed.computation, chain[0] if chain else instruction.name), collective)
     return list(by_name.values())
+
+
+def _hidden(module: hlo.Module, where: Mapping[str, hlo.Instruction], start: hlo.Instruction) -> bool:
+    """Whether products or kernels run between a collective's start and its end, in the order that the compiler gave them."""
+    if not start.opcode.endswith("-start"):
+        return False
+    for one in itertools.islice(where.values(), [*where].index(start.name) + 1, None):
+        if start.name in one.operands:
+            return False
+        if one.opcode in _PRODUCTS or any(
+            inner.opcode in _PRODUCTS for name in one.called() for inner in module.computations[name].values()
+        ):
+            return True
+    return False
 
 
 def _within(
