@@ -49,9 +49,9 @@ parity: $(VENV)/.locked-dev ## Logits and text against transformers, tasks of th
 		tests/train/reuse/harness
 
 tpu: $(VENV)/.locked-dev ## What the TPU compiler makes of the step, without a TPU (Linux x86-64; puts libtpu, which no lock file has, in .cache)
-	$(PIP) install --quiet --upgrade --no-deps --target .cache/libtpu \
+	$(PIP) install --quiet --upgrade --no-deps --target .cache/libtpu/$(notdir $(VENV)) \
 		"$$($(BIN)/python -c 'from importlib.metadata import requires; print(*(r.split(";")[0] for r in requires("jax") if r.startswith("libtpu")))')"
-	JAX_ENABLE_COMPILATION_CACHE=false PYTHONPATH=.cache/libtpu $(BIN)/python -m pytest -m tpu
+	JAX_ENABLE_COMPILATION_CACHE=false PYTHONPATH=.cache/libtpu/$(notdir $(VENV)) $(BIN)/python -m pytest -m tpu $(ARGS)
 
 schedulers: $(VENV)/.locked-dev ## Runs under a real SLURM, Open MPI and Ray; files for SkyPilot, JobSet and XPK by their parsers (tools into .cache)
 	scripts/launch/install_schedulers.sh $(BIN)/python .cache/schedulers

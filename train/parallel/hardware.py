@@ -133,7 +133,8 @@ PIPELINING: dict[str, tuple[str, Value]] = {
     "0.12": ("xla_gpu_pipeline_{}", "COLLECTIVE_PIPELINING_MODE_ON"),
 }
 """Version of jaxlib to what pipelined collectives are called there; left to the compiler in others, which might refuse the name."""
-_pipelining = PIPELINING.get(".".join(version("jaxlib").split(".")[:2]))
+_JAXLIB = ".".join(version("jaxlib").split(".")[:2])
+_pipelining = PIPELINING.get(_JAXLIB)
 
 _GATHERS = tuple(
     Flag(name, True, _ALL_GATHER, _MAXTEXT_GATHER)
@@ -143,6 +144,21 @@ _GATHERS = tuple(
         "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
     )
 )
+
+_SUMS = (Flag("xla_tpu_enable_async_collective_fusion_fuse_all_reduce", True, _ALL_REDUCE, _MAXTEXT),)
+_EXCHANGES = (
+    Flag(
+        "xla_tpu_enable_async_all_to_all",
+        True,
+        "three of five exchanges of experts' tokens run beside products (lm-30b-a3b); v5e has none that do",
+        "github.com/jax-ml/jax, which sets it in its tests of asynchronous all_to_all on TPU; of v5p by the compiler (libtpu 0.0.42)",
+    ),
+)
+
+FUSED = {"0.10": (_SUMS, _GATHERS)}
+"""Version of jaxlib to fusions of sums and of gathers with products that any TPU may have. That of 0.12 (libtpu 0.0.50) refuses a step
+with them, but on v5e: elsewhere, it says, they may hang or give wrong results."""
+_sums, _gathers = FUSED.get(_JAXLIB, ((), ()))
 
 FLAGS: dict[str, tuple[Flag, ...]] = {
     "cpu": (),
@@ -167,7 +183,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     # 0.0.42 for v5e: with or without them it compiles the same program, on one slice and on two. For v5p and v6e see below.
     "tpu": (
         Flag("xla_enable_async_all_reduce", True, _ALL_REDUCE, _MAXTEXT),
-        Flag("xla_tpu_enable_async_collective_fusion_fuse_all_reduce", True, _ALL_REDUCE, _MAXTEXT),
+        *_sums,
         Flag(
             "xla_jf_spmd_threshold_for_windowed_einsum_mib",
             1_000_000,
@@ -176,9 +192,16 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             f"{_JAX_FLAGS}; MaxText sets it the other way, for its tensor axis",
         ),
     ),
-    "TPU v5 lite": (Flag(VMEM, 32768, _ROOM.format("3 to 7 % of a step's cycles"), _MAXTEXT_VMEM),),
-    "TPU v5": (*_GATHERS, Flag(VMEM, 32768, _ROOM.format("11 % of cycles of a loop of products"), _MAXTEXT_VMEM)),
-    "TPU v6 lite": _GATHERS,
+    "TPU v5 lite": (
+        *_SUMS,
+        Flag(VMEM, 32768, _ROOM.format("3 to 7 % of a step's cycles"), _MAXTEXT_VMEM),
+    ),
+    "TPU v5": (
+        *_gathers,
+        *_EXCHANGES,
+        Flag(VMEM, 32768, _ROOM.format("11 % of cycles of a loop of products"), _MAXTEXT_VMEM),
+    ),
+    "TPU v6 lite": _gathers,
 }
 """Backend (`jax.Device.platform`) to its flags, and kind of device to those it has besides. Chosen from documentation
 and from what the compiler makes of them: none was timed on a GPU or TPU. `python -m scripts.bench.step.xla_flags` times

@@ -38,6 +38,13 @@ def config_of(mesh: MeshConfig, **more: Any) -> Config:
     )  # fmt: skip
 
 
+def with_experts() -> Config:
+    config = config_of(MeshConfig(data=1, fsdp=2, experts=2))
+    routing = RoutingConfig(capacity_factor=1.25)
+    model = dataclasses.replace(config.model, experts=8, active_experts=2, expert_dim=128, routing=routing)
+    return dataclasses.replace(config, model=model)
+
+
 MESHES = {
     "fsdp": MeshConfig(data=1, fsdp=4),
     "fsdp-tensor": MeshConfig(data=1, fsdp=2, tensor=2),
@@ -48,6 +55,14 @@ MESHES = {
 @functools.cache
 def compiled(mesh: str) -> Compiled:
     return compile_for(config_of(MESHES[mesh]), "v5e:2x2")
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("pod", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_a_step_with_experts_compiles_for_every_chip_with_the_flags_of_a_run(pod: str) -> None:
+    made = compile_for(with_experts(), pod)
+    assert made.fits
+    assert made.report()["problems"] == []
 
 
 @pytest.mark.tpu
@@ -64,10 +79,7 @@ def test_a_step_sends_only_what_its_mesh_requires(mesh: str) -> None:
 
 @pytest.mark.tpu
 def test_tokens_go_to_experts_and_back_all_to_all_in_every_pass() -> None:
-    config = config_of(MeshConfig(data=1, fsdp=2, experts=2))
-    routing = RoutingConfig(capacity_factor=1.25)
-    model = dataclasses.replace(config.model, experts=8, active_experts=2, expert_dim=128, routing=routing)
-    made = compile_for(dataclasses.replace(config, model=model), "v5e:2x2")
+    made = compile_for(with_experts(), "v5e:2x2")
     report = made.report()
     assert report["problems"] == []
     sent = [row for row in report["collectives"] if row["kind"] == "all-to-all" and row["loop_trips"] == [DEPTH]]
