@@ -71,7 +71,36 @@ def markdown(cells: Iterable[Mapping[str, Any]]) -> str:
     Args:
         cells: records of `python -m scripts.quality`.
     """
-    return "\n".join([HEAD, *(line for cell in cells for line in _cell(cell))])
+    cells = list(cells)
+    return "\n".join([HEAD, *_summary(cells), *(line for cell in cells for line in _cell(cell))])
+
+
+def _summary(cells: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A row per cell: its first arm less `sp` at every size, and what is not trained."""
+    lines = [
+        "| what grows, steps | transferred from the base | less `sp`, in nats, at 2, 4 and 8 times | not worse |",
+        "|---|---|---|---|",
+    ]
+    for cell in cells:
+        first, sp = cell["arms"][0], next(arm for arm in cell["arms"] if arm["label"].startswith("sp"))
+        apart = _less(first, sp)
+        figures = ", ".join(f"{mean:+.4f} ± {half:.4f}" for _, mean, _, half in apart)
+        whole = len(apart) == max(len(arm["sizes"]) for arm in cell["arms"]) - 1
+        known = all(mean + half <= GOAL for _, mean, _, half in apart)
+        lines.append(
+            f"| {cell['cell']} | {first['label']} | {figures} | {('yes' if known else 'no') if whole else 'not finished'} |"
+        )
+    missing = ", ".join(name for name in CELLS if name not in {cell["cell"] for cell in cells})
+    return [*lines, "", *([f"Not trained: {missing}.", ""] if missing else [])]
+
+
+def _less(arm: Mapping[str, Any], sp: Mapping[str, Any]) -> list[tuple[int, float, float, float]]:
+    """An arm less another at every size but the base, paired by seed: size, mean, standard error and half-width."""
+    return [
+        (one["size"], *difference(pairs))
+        for one, theirs in zip(arm["sizes"][1:], sp["sizes"][1:], strict=False)
+        if len(pairs := _pairs(one["losses"], theirs["losses"])) > 1
+    ]
 
 
 def _cell(cell: Mapping[str, Any]) -> list[str]:
@@ -103,11 +132,7 @@ def _verdicts(arms: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = []
     for sp in (arm for arm in compared if arm["label"].startswith("sp")):
         for arm in (arm for arm in compared if not arm["label"].startswith("sp")):
-            apart = [
-                (one["size"], *difference(pairs))
-                for one, theirs in zip(arm["sizes"][1:], sp["sizes"][1:], strict=False)
-                if len(pairs := _pairs(one["losses"], theirs["losses"])) > 1
-            ]
+            apart = _less(arm, sp)
             worse = [str(size) for size, mean, _, half in apart if mean + half > GOAL]
             said = f"worse, or not known not to be, at {', '.join(worse)}" if worse else "not worse at any size"
             figures = ", ".join(f"{mean:+.4f} ± {half:.4f}" for _, mean, _, half in apart)
