@@ -60,7 +60,7 @@ def measured(
             if some
             else f"no task in {folder}"
         )
-    results = simple_evaluate(
+    results: Any = simple_evaluate(
         Harness(path, step, average, tokenizer),
         tasks=list(names),
         task_manager=manager,
