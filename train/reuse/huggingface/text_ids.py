@@ -51,14 +51,14 @@ def recorded(folder: Path, fields: Mapping[str, Any]) -> dict[str, int]:
         TextIdsError: a field that is no token.
         JsonError: a file that is no JSON.
     """
-    found: dict[str, Any] = {**_DEFAULTS.get(str(fields.get("model_type")), {}), **fields}
+    values: dict[str, Any] = {**_DEFAULTS.get(str(fields.get("model_type")), {}), **fields}
     if (folder / FILE).is_file():
         here = read_json(folder / FILE)
-        plain = {name: value for name, value in found.items() if not name.startswith("forced_")}
-        found = {**plain, **{name: value for name, value in here.items() if value is not None}}
+        plain = {name: value for name, value in values.items() if not name.startswith("forced_")}
+        values = {**plain, **{name: value for name, value in here.items() if value is not None}}
     ids = {}
     for name in (f"{name}_token_id" for name in _NAMES):
-        value = found.get(name)
+        value = values.get(name)
         value = value[0] if isinstance(value, list) and len(value) == 1 else value
         if value is not None and (type(value) is not int or value < 0):
             raise TextIdsError(f"{folder}: {name} is {value!r:.60}; write one token's id")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import json
 from pathlib import Path
@@ -22,10 +21,6 @@ from mupax.zoo.huggingface import weights
 from mupax.zoo.huggingface.config import to_huggingface
 from mupax.zoo.huggingface.tensorfile import write_tensors
 
-PARITY = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")),
-    reason="torch or transformers is not installed; `make parity` does it",
-)
 SIZES: Any = {"width": 8, "depth": 1, "encoder_depth": 1, "num_heads": 2, "vocab_size": 263, "seq_len": 24}
 MODELS = {
     "mbart": EncoderDecoderConfig(**SIZES, activation="gelu_exact"),
@@ -96,7 +91,7 @@ def test_forced_tokens_are_written_by_weights_as_published_and_as_imported(tmp_p
     assert (code, "not what noise it was trained on" in err) == (2, True)
 
 
-@PARITY
+@pytest.mark.parity
 @pytest.mark.parametrize(("name", "beams"), [("mbart", 1), ("t5", 3)])
 def test_text_is_that_of_transformers(name: str, beams: int, tmp_path: Path) -> None:
     import torch
