@@ -153,7 +153,7 @@ def test_the_flags_of_a_backend() -> None:
     assert compiler_options("tpu", "auto", {}, kind="TPU v5 lite", vmem_kib=16384) == TPU | V5E | {hardware.VMEM: 16384}
     assert compiler_options("tpu", "auto", {}, kind="TPU v5") == TPU | V5P
     assert compiler_options("tpu", "auto", {}, kind="TPU v6 lite") == TPU | V6E
-    assert V5E[hardware.VMEM] == V5P[hardware.VMEM] == 32768
+    assert (V5E[hardware.VMEM], V5P[hardware.VMEM], V6E[hardware.VMEM]) == (32768, 32768, 98304)
     assert compiler_options("tpu", "none", {}, kind="TPU v6 lite") == {}
     assert compiler_options("gpu", "none", {}) == {}
     assert compiler_options("tpu", "scatter", {}) == RINGS
