@@ -203,7 +203,12 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     ),
     "TPU v6 lite": (
         *_gathers,
-        Flag(VMEM, 98304, _ROOM.format("18 % of lm-8b's cycles, for ten minutes of the compiler's processor time"), _MAXTEXT_VMEM),
+        Flag(
+            VMEM,
+            98304,
+            _ROOM.format("18 % of lm-8b's cycles, for ten minutes of the compiler's processor time"),
+            _MAXTEXT_VMEM,
+        ),
     ),
 }
 """Backend (`jax.Device.platform`) to its flags, and kind of device to those it has besides. Chosen from documentation

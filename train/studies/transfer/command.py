@@ -82,7 +82,7 @@ def _dry_run(studies: Sequence[Study], args: Transfer) -> None:
         terminal.say(f"{study.label}, {study.axis} {widths}, base {study.configs[0].preset.base}")
         points = f"5 rates or more a size, {args.seeds} to {args.max_seeds} seeds"
         if args.search == "frugal":
-            points = f"{args.seeds} seeds at the smallest size, else 3 rates and 2 seeds or more"
+            points = f"{args.seeds} seeds at the smallest size, else 3 rates and 1 seed or more"
         terminal.say(f"  {points}, {study.configs[0].steps} steps, at most {args.minutes:g} minutes of training")
 
 

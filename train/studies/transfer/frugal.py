@@ -2,10 +2,11 @@
 
 The smallest size, the cheapest, is searched as in any study: half octaves, all first seeds. It gives the curvature of the parabola
 and the noise of a run beside its seed's. Every larger size has three rates an octave apart around the rate that the sizes before it
-lead to, from two seeds: the outer two decide the slope, from which with a known curvature the vertex follows. Its fit is least squares
+lead to, from one seed: the outer two decide the slope, from which with a known curvature the vertex follows. Its fit is least squares
 of seed + parabola, with the smallest size's curvature (within a seventh) and the expected rate (within an octave) as normal priors;
-where the vertex lies further off the three are moved. Where it is then known less well than to `UNSURE`, by the noise of the size's own
-seeds too, the size is searched in full as the smallest was. There is no verdict on transfer, whose interval needs more seeds.
+where the vertex lies further off the three are moved. Where it is then known less well than to `ONE_SEED`, the three have a second
+seed, which tells the size's own noise; where less well than to `TWO_SEEDS`, the size is searched in full as the smallest was. There is
+no verdict on transfer, whose interval needs more seeds.
 
 `python -m scripts.studies.frugal` replays it on the rows of the committed studies (docs/frugal.json).
 """
@@ -21,10 +22,10 @@ import numpy as np
 from mupax.train.studies.transfer.fit import OCTAVE, SIDES, STEP, Curve, fit
 from mupax.train.studies.transfer.study import MOST_RATES, Measured, Point
 
-SEEDS = 2
-"""At every rate of a larger size."""
-UNSURE = 0.2
-"""Standard deviation of a vertex, in octaves, above which a size is searched in full."""
+ONE_SEED = 0.12
+"""Standard deviation of a vertex, in octaves, up to which one seed at three rates is enough."""
+TWO_SEEDS = 0.4
+"""The same of two seeds; above it a size is searched in full."""
 AGREE = 0.15
 """Relative standard deviation of the curvature from size to size."""
 EXPECTED = 1.0
@@ -94,17 +95,20 @@ class Frugal(Measured):
         if base is None or not math.isfinite(expected):
             start = math.log2(self.study.configs[0].optimizer.peak_lr)
             return self._in_full(at, start, None, math.nan)
-        centre, centres = self._nearest(at, expected), set[int]()
-        while True:
-            wanted: list[Point] = [(at, rate, seed) for rate in self._three(at, centre) for seed in range(SEEDS)]
-            if missing := [point for point in wanted if point not in self.rows]:
-                return missing, None
-            optimum, centres = self._vertex(at, base, expected), centres | {centre}
-            moved = self._nearest(at, optimum.value)
-            if abs(moved - centre) * STEP <= STEP or moved in centres:
-                break
-            centre = moved
-        return ([], optimum) if optimum.deviation <= UNSURE else self._in_full(at, optimum.value, base, expected)
+        centre, optimum = self._nearest(at, expected), base
+        for seeds, unsure in ((1, ONE_SEED), (2, TWO_SEEDS)):
+            centres = set[int]()
+            while centre not in centres:
+                wanted: list[Point] = [(at, rate, seed) for rate in self._three(at, centre) for seed in range(seeds)]
+                if missing := [point for point in wanted if point not in self.rows]:
+                    return missing, None
+                optimum, centres = self._vertex(at, base, expected), centres | {centre}
+                moved = self._nearest(at, optimum.value)
+                if abs(moved - centre) * STEP > STEP and moved not in centres:
+                    centre = moved
+            if optimum.deviation <= unsure:
+                return [], optimum
+        return self._in_full(at, optimum.value, base, expected)
 
     def _in_full(
         self, at: int, centre: float, base: Optimum | None, expected: float

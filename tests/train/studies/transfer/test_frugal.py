@@ -14,7 +14,7 @@ from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import PresetConfig
 from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.transfer.fit import STEP
-from mupax.train.studies.transfer.frugal import UNSURE, Frugal
+from mupax.train.studies.transfer.frugal import ONE_SEED, TWO_SEEDS, Frugal
 from mupax.train.studies.transfer.study import Point, plan
 from scripts.studies import frugal as replay
 from tests.train.studies.transfer.test_command import command
@@ -64,7 +64,7 @@ def test_best_rates_are_found_from_few_runs_wherever_they_go(drift: float) -> No
         errors += [optimum.value - curves.best(at) for at, optimum in enumerate(search.state()[1])]
         runs.append([sum(p[0] == at for p in search.rows) for at in range(4)])
     assert np.mean(np.abs(errors) < 0.3) >= 0.95  # the fit's own bias on a curve that is steeper above is a tenth
-    assert np.mean(runs, axis=0)[3] <= 8  # of fifteen, were it searched in full
+    assert np.mean(runs, axis=0)[3] <= 5  # of fifteen, were it searched in full
     assert max(each[0] for each in runs) <= 25
 
 
@@ -74,7 +74,16 @@ def test_a_size_too_noisy_for_it_is_searched_in_full_and_the_others_are_not() ->
     assert full == [True, False, True, False]
     noisy = [point for point in search.rows if point[0] == 2]
     assert {seed for _, _, seed in noisy} == {0, 1, 2}
-    assert all(optimum.deviation <= UNSURE for optimum, whole in zip(search.state()[1], full, strict=True) if not whole)
+    assert all(
+        optimum.deviation <= TWO_SEEDS for optimum, whole in zip(search.state()[1], full, strict=True) if not whole
+    )
+
+
+def test_a_second_seed_comes_where_one_leaves_the_best_rate_uncertain() -> None:
+    quiet, noisy = (searched(Curves(0.0, (noise,) * 4)) for noise in (0.002, 0.02))
+    assert {seed for at, _, seed in quiet.rows if at} == {0}
+    assert all(optimum.deviation <= ONE_SEED for optimum in quiet.state()[1])
+    assert {seed for at, _, seed in noisy.rows if at} >= {0, 1}
 
 
 def test_where_the_smallest_size_has_no_minimum_the_next_is_searched_in_full() -> None:
@@ -93,22 +102,28 @@ def test_where_the_smallest_size_has_no_minimum_the_next_is_searched_in_full() -
 def test_the_record_is_what_the_committed_rows_give_and_the_control_loses() -> None:
     shipped = RECORD["shipped"]
     assert {name: shipped[name] for name in replay.CHOICES} == {n: getattr(replay.frugal, n) for n in replay.CHOICES}
-    found = replay.judged(list(replay.recorded()))
-    assert found == {name: shipped[name] for name in found}
+    found = replay.judged(list(replay.recorded((*replay.CHOSEN_ON, *replay.LATER))))
+    assert found == shipped["all"]
     assert found["within_a_quarter_octave"] >= 0.95
     assert found["cost"] <= 0.4
-    later = replay.judged(list(replay.recorded(replay.LATER)))
-    assert later == {name: RECORD["later"][name] for name in later}
     assert RECORD["one_seed_on_the_whole_grid"]["within_a_quarter_octave"] < 0.8
+    assert RECORD["two_seeds_on_the_whole_grid"]["within_a_quarter_octave"] < found["within_a_quarter_octave"]
+
+
+def test_numbers_chosen_elsewhere_find_nearly_as_many_for_as_little() -> None:
+    """Chosen on ten studies and shown on the eleventh; that 95 % are not found so is on the page."""
     alone = [each for each in RECORD["held_out"] if len(each["held_out"]) == 1]
+    assert {each["held_out"][0] for each in alone} == {*replay.CHOSEN_ON, *replay.LATER}
     weights = [each["settings"] for each in alone]
-    assert np.average([e["shown_on"]["within_a_quarter_octave"] for e in alone], weights=weights) >= 0.95
-    assert np.average([e["shown_on"]["cost"] for e in alone], weights=weights) <= 0.4
+    hit, cost = (
+        np.average([e["shown_on"][n] for e in alone], weights=weights) for n in ("within_a_quarter_octave", "cost")
+    )
+    assert (hit, cost) == pytest.approx((0.944, 0.371), abs=0.002)
 
 
 def test_the_command_says_the_best_rate_of_every_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(tmp_path, "--search", "frugal", "--dry-run") == 0
-    assert "3 seeds at the smallest size, else 3 rates and 2 seeds or more, 800 steps" in capsys.readouterr().out
+    assert "3 seeds at the smallest size, else 3 rates and 1 seed or more, 800 steps" in capsys.readouterr().out
     preset = tmp_path / "mup.quick.json"
     assert command(tmp_path, "--search", "frugal", "--save-tuned", str(preset)) == 0
     out = capsys.readouterr().out
