@@ -27,8 +27,8 @@ from scripts.quality.cells import CELLS, OUT, Arm, Cell, octaves, reference_of
 from scripts.quality.descent import Setting, descend, setting
 from scripts.quality.page import difference
 
-FIRST, FINAL, MOST = 2, 5, 12
-"""Seeds of a search's moves, of its last comparison and of every arm, and at most of an arm whose difference is not known yet."""
+FIRST, FINAL = 2, 5
+"""Seeds of a search's moves, and of its last comparison and of every arm; an arm whose difference is not known yet has more."""
 KNOWN = 0.005
 """Half-width of a difference that needs no more seeds, in nats."""
 
@@ -66,7 +66,14 @@ class Measuring:
 
     def searched(self, arm: Arm, size: int, start: Setting, constants: Sequence[str]) -> Setting:
         """The best setting of an arm at a size."""
-        found = descend(lambda those, seeds: self.losses(arm, size, those, seeds), start, constants, FIRST, FINAL)
+        found = descend(
+            lambda those, seeds: self.losses(arm, size, those, seeds),
+            start,
+            constants,
+            FIRST,
+            FINAL,
+            self.cell.finalists,
+        )
         print(
             f"  {self.cell.name} {arm.label}, {self.cell.axis} {size}: {octaves(dict(found)) or 'as the recipe'}",
             flush=True,
@@ -77,7 +84,7 @@ class Measuring:
 def measure(cell: Cell, stop: StopRequest) -> None:
     """Train a cell, and write its result.json after every size of an arm."""
     work = Measuring(cell, stop)
-    base = work.searched(cell.arms[0], cell.sizes[0], (), cell.searched)
+    base = work.searched(cell.arms[0], cell.sizes[0], cell.start, cell.searched)
     tuning = work.seconds
     settings: dict[str, list[Setting]] = {arm.label: [base] for arm in cell.arms}
     compared = [arm for arm in cell.arms if not arm.ablation]  # at all sizes, before any ablation
@@ -119,7 +126,7 @@ def _write(work: Measuring, settings: dict[str, list[Setting]], tuning: float) -
         for size, own in zip(cell.sizes, settings[arm.label], strict=False):
             seeds = FINAL
             against = _paired(work, arm, size, own, settings, seeds)
-            while against is not None and not arm.ablation and difference(against)[2] > KNOWN and seeds < MOST:
+            while against is not None and not arm.ablation and difference(against)[2] > KNOWN and seeds < cell.most:
                 seeds += 1
                 against = _paired(work, arm, size, own, settings, seeds)
             sizes.append(

@@ -66,6 +66,9 @@ class Cell:
         sizes: of it; the first is the base.
         searched: constants that are tuned at the base, once, for every arm.
         arms: the first is the one that every other is held against, but ablations.
+        start: where the search at the base begins.
+        finalists: of a search (`descend`).
+        most: seeds of a comparison, at most.
     """
 
     name: str
@@ -75,6 +78,9 @@ class Cell:
     sizes: tuple[int, ...]
     searched: tuple[str, ...]
     arms: tuple[Arm, ...]
+    start: tuple[tuple[str, int], ...] = ()
+    finalists: int | None = None
+    most: int = 12
 
     @property
     def folder(self) -> Path:
@@ -150,6 +156,11 @@ DEPTH_ARMS = (
 )
 SEARCHED = ("lr", "rates.readout", "rates.token_embedding", "stds.readout")
 VIT_SEARCHED = ("lr", "rates.readout", "rates.patch_embedding", "stds.readout")
+SHORT = (("lr", -1), ("rates.readout", 3), ("rates.token_embedding", 4), ("stds.readout", -1))
+"""Where 100 steps of the language model end at the base, and the search of 800 begins."""
+VIT_SHORT = (("lr", 1), ("rates.patch_embedding", 4), ("rates.readout", 3), ("stds.readout", 1))
+LONG_ARMS = tuple(arm for arm in WIDTH_ARMS if arm.label in (WIDTH_ARMS[0].label, "mup") or arm.preset == "sp")
+"""Of runs that take eight times as long: what is asked, and what a readout that starts as 1/m does."""
 WIDE, MORE, DEEP = (16, 32, 64, 128), (4, 8, 16, 32), (2, 4, 8, 16)
 
 
@@ -160,16 +171,15 @@ def _horizon(words: str, steps: int) -> str:
 
 def _cells() -> dict[str, Cell]:
     made: list[Cell] = []
-    for steps in (100, 800):
-        words = _horizon(LM, steps)
-        made += [
-            Cell(f"head_dim-{steps}", "lm-tiny", words, "head_dim", WIDE, SEARCHED, WIDTH_ARMS),
-            Cell(f"heads-{steps}", "lm-tiny", words, "heads", MORE, SEARCHED, HEADS_ARMS),
-            Cell(f"depth-{steps}", "lm-tiny", words, "depth", DEEP, SEARCHED, DEPTH_ARMS),
-        ]
-    for steps in (100, 800):
-        words = _horizon(VIT, steps)
-        made.append(Cell(f"vit-{steps}", "vit-endless", words, "head_dim", WIDE, VIT_SEARCHED, WIDTH_ARMS[:7]))
+    for axis, sizes, arms in (("head_dim", WIDE, WIDTH_ARMS), ("heads", MORE, HEADS_ARMS), ("depth", DEEP, DEPTH_ARMS)):
+        made.append(Cell(f"{axis}-100", "lm-tiny", _horizon(LM, 100), axis, sizes, SEARCHED, arms))
+    made.append(Cell("vit-100", "vit-endless", _horizon(VIT, 100), "head_dim", WIDE, VIT_SEARCHED, WIDTH_ARMS[:7]))
+    long = {"finalists": 2, "most": 8}
+    for axis, sizes, arms in (("head_dim", WIDE, LONG_ARMS), ("heads", MORE, LONG_ARMS), ("depth", DEEP, DEPTH_ARMS)):
+        made.append(Cell(f"{axis}-800", "lm-tiny", _horizon(LM, 800), axis, sizes, SEARCHED, arms, SHORT, **long))
+    made.append(
+        Cell("vit-800", "vit-endless", _horizon(VIT, 800), "head_dim", WIDE, VIT_SEARCHED, LONG_ARMS, VIT_SHORT, **long)
+    )
     return {cell.name: cell for cell in made}
 
 

@@ -54,6 +54,13 @@ def test_noise_ends_the_search_too():
     assert (best, 3) in asked  # it was in the last comparison, which takes all seeds
 
 
+def test_finalists_alone_have_all_seeds():
+    losses, asked = bowl(3, -2)
+    best = descend(losses, (), ("lr", "readout"), seeds=2, final=4, finalists=2)
+    assert best == setting({"lr": 3, "readout": -2})
+    assert len({one for one, seed in asked if seed == 3}) == 2
+
+
 def test_neighbours_move_one_constant_each():
     assert neighbours((("lr", 1),), ("lr", "x"))[0] == (("lr", 1),)
     assert {(), (("lr", 2),), (("lr", 1), ("x", 1)), (("lr", 1), ("x", -1))} == set(
