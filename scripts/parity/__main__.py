@@ -33,7 +33,7 @@ from mupax.zoo.huggingface import config as huggingface
 from mupax.zoo.transformer import TransformerConfig
 from scripts import ROOT
 from scripts.pages.markdown import replaced
-from scripts.parity.models import MODELS, VARIANTS
+from scripts.parity.models import MODELS, VARIANTS, WRITTEN
 
 DOCUMENT = ROOT / "docs" / "huggingface.md"
 
@@ -76,7 +76,7 @@ def cases() -> list[tuple[str, str, str]]:
 
 def measure(model: str, way: str, preset: str, folder: Path) -> Row:
     """One comparison, in an empty folder."""
-    config = MODELS[model]
+    config = {**MODELS, **WRITTEN}[model]
     given = PRESETS[preset]
     if given.name in ("mup", "depth-mup"):
         given = dataclasses.replace(given, base=BASES[config.family])

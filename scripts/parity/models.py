@@ -100,3 +100,12 @@ MODELS: dict[str, TransformerConfig] = {
     **VARIANTS,
 }
 """Sizes at which no two axes are equal that could be mistaken for each other."""
+
+WRITTEN: dict[str, TransformerConfig] = {
+    "SigLIP, fixed positions": dataclasses.replace(VIT, pool="mean", activation="gelu", norm_eps=1e-6, sincos=True),
+    "ViT, fixed positions": dataclasses.replace(VIT, sincos=True),
+    "Qwen3-MoE, a capacity that drops none": dataclasses.replace(
+        VARIANTS["Qwen3-MoE"], routing=RoutingConfig(gate="softmax", capacity_factor=7.0)
+    ),
+}
+"""Models that are written as another one of the same logits (`mupax.zoo.huggingface.equivalent`), and so read as that one."""

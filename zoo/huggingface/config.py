@@ -141,14 +141,17 @@ def _reasons(model: TransformerConfig) -> list[str]:
     family = family_of(model)
     width, heads, kv_heads, size = model.width, model.num_heads, model.kv_heads, model.heads_dim
     refused = {
-        "model.centered trains the difference of two networks, and a file holds one": model.centered,
-        "model.qk_norm normalizes queries and keys, which it does not": model.qk_norm
-        and family not in ("qwen3", "gemma3_text", "qwen3_moe"),
+        "model.centered trains the difference of two networks, and a file holds one; train with --model.no-centered to export": model.centered,
+        "model.qk_norm normalizes queries and keys, which it does not; train with --model.no-qk-norm "
+        "--model.qk-norm-kind rmsnorm to export": model.qk_norm and family not in ("qwen3", "gemma3_text", "qwen3_moe"),
         "model.experts routes tokens to MLPs of their own, which it does not": model.experts is not None
         and family not in experts.FAMILIES,
         "model.value_dim makes values of another size than queries, which it does not": model.value_dim is not None,
-        "model.branch_activation acts on what branches read, which it does not": model.branch_activation != "none",
-        "model.readout_bias adds to the logits, which it does not": not isinstance(model, ImageModel)
+        "model.branch_activation acts on what branches read, which it does not; train with "
+        "--model.branch-activation none to export": model.branch_activation != "none",
+        "model.readout_bias adds to the logits, which it does not; train with --model.no-readout-bias to export": not isinstance(
+            model, ImageModel
+        )
         and "readout_bias" in model.parameters(),
         "model.parallel has the MLP read what attention reads, which it does not": model.parallel_branches
         and family != "gpt_neox",
@@ -182,7 +185,7 @@ def _image_reasons(model: ViTConfig, family: Family) -> dict[str, bool]:
     """The same of what ViTs alone have, and whether it holds."""
     ratio = model.mlp_dim / model.width
     return {
-        "model.sincos has positions that are not learned, and its are": model.sincos,
+        "model.sincos has positions that are not learned, and its are; `equivalent` writes them as learned ones": model.sincos,
         "model.layer_scale multiplies what branches write, which it does not": model.layer_scale is not None
         and family not in DINO,
         "model.registers are tokens beside the patches, which it does not have": model.registers is not None

@@ -41,7 +41,9 @@ def reasons(model: EncoderDecoderConfig) -> dict[str, bool]:
             "it has no norms after the embeddings; train with --model.no-embedding-norm to export": model.embedding_norm,
         }
     return both | {
-        "it has no rotary positions": model.positions == "rotary",
+        "it has no rotary positions; train with --model.positions learned --model.norm layernorm, which is an MBart, or with "
+        "--model.positions relative --model.norm rmsnorm --model.no-embedding-norm, which is a T5, to export": model.positions
+        == "rotary",
         f"it has LayerNorm, which subtracts the mean, and model.norm is {model.norm}": model.norm != "layernorm",
         f"its norms add 1e-05, and model.norm_eps is {model.norm_eps:g}": model.norm_eps != _EPS,
         f"its MLP has no gate, and model.activation is {model.activation}": model.gated,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from mupax.zoo import partition
@@ -18,6 +17,7 @@ from mupax.zoo.layers.block import Block
 from mupax.zoo.layers.linear import Norm, Reading, project
 from mupax.zoo.layers.stack import routed_stack
 from mupax.zoo.vit.config import ViTConfig
+from mupax.zoo.vit.sines import sines
 
 if TYPE_CHECKING:
     from mupax.zoo.experts.routing import Routing
@@ -51,20 +51,8 @@ class ViT(nnx.Module):
         if self.cls is not None:
             cls_B1D = jnp.broadcast_to(self.cls[...].astype(h_BTD.dtype), (batch, 1, h_BTD.shape[-1]))
             h_BTD = jnp.concatenate([cls_B1D, h_BTD], axis=1)
-        position_TD = self.sines() if self.position is None else self.position[...]
+        position_TD = jnp.asarray(sines(self.config)) if self.position is None else self.position[...]
         return partition.constrain(h_BTD + position_TD.astype(h_BTD.dtype), "batch", "sequence", None)
-
-    def sines(self) -> jax.Array:
-        """Fixed positions, float32 [T, D]; 0 for the CLS token.
-
-        A quarter of the features each for the sine and cosine of a patch's column and of its row, over 10000^(i / (D/4 - 1)), i from 0
-        (Chen et al. 2021, as MoCo v3 and big_vision order them).
-        """
-        grid, quarter = self.config.position_grid, self.config.width // 4
-        waves = 10_000.0 ** -(np.arange(quarter) / max(1, quarter - 1))
-        row_PF, column_PF = (at.reshape(-1, 1) * waves for at in np.mgrid[:grid, :grid])
-        table_PD = np.concatenate([f(at) for at in (column_PF, row_PF) for f in (np.sin, np.cos)], axis=1)
-        return jnp.asarray(np.pad(table_PD, ((self.config.leading, 0), (0, 0))), jnp.float32)
 
     def __call__(self, images_BHWC: jax.Array) -> jax.Array:
         return self.reading(images_BHWC).logits()

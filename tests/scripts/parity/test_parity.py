@@ -57,6 +57,14 @@ def test_logits_agree(case: tuple[str, str, str], tmp_path: Path) -> None:
     assert row.difference < TOLERANCE
 
 
+@pytest.mark.parametrize("preset", ["sp", "mup", "depth-mup"])
+@pytest.mark.parametrize("model", models.WRITTEN)
+def test_logits_of_what_is_written_as_another_model_agree(model: str, preset: str, tmp_path: Path) -> None:
+    row = parity.measure(model, "out", preset, tmp_path)
+    assert row.largest > 0.1, "the logits are too small to compare"
+    assert row.difference < TOLERANCE
+
+
 @pytest.mark.parametrize("name", ["block.attention.query", "block.mlp.down", "readout"])
 def test_control_without_folding_logits_differ(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scales = plain.scales

@@ -104,7 +104,7 @@ def exported(
     called, file = (None, tokenizer_file) if tokenizer_file else tokenizer_of(source.model, source.run)
     encoder = tokenizer.Subwords(file) if file else tokenizer.Bytes() if called == "bytes" else None
     tokens = {**(_token_ids(source, encoder) if encoder else {}), **source.text_ids}
-    pretrained_files.write_huggingface(source, out, dtype, tokens)
+    notes += pretrained_files.write_huggingface(source, out, dtype, tokens)
     if file is not None and encoder is not None:
         pretrained_files.copy_tokenizer(file, encoder.separator, out)
     (out / card.FILE).write_text(card.card(source, name), encoding="utf-8")

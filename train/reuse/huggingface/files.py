@@ -21,6 +21,7 @@ from mupax.zoo.definition import definition
 from mupax.zoo.families import ImageModel
 from mupax.zoo.huggingface import config as huggingface
 from mupax.zoo.huggingface import weights
+from mupax.zoo.huggingface.equivalent import equivalent
 from mupax.zoo.huggingface.names import family_of
 from mupax.zoo.huggingface.tensorfile import DType, write_tensors
 from mupax.zoo.transformer import transformer
@@ -74,7 +75,9 @@ def write_imported(source: Source, fields: PresetConfig, out: Path, origin: str)
     return record["preset"]
 
 
-def write_huggingface(source: Source, out: Path, dtype: DType, tokens: Mapping[str, int | None] | None = None) -> None:
+def write_huggingface(
+    source: Source, out: Path, dtype: DType, tokens: Mapping[str, int | None] | None = None
+) -> list[str]:
     """Write weights as `transformers` reads them: config.json and safetensors; of a model of images preprocessor_config.json.
 
     config.json has the names of classes, and a key `mupax` that says which preset the weights come from and what was folded into each.
@@ -85,11 +88,14 @@ def write_huggingface(source: Source, out: Path, dtype: DType, tokens: Mapping[s
         dtype: type of the stored weights.
         tokens: ids by config.json's names of them, such as eos_token_id.
 
+    Returns:
+        What was written otherwise than it is here, one sentence each.
+
     Raises:
         ConfigError: no family of theirs computes this model.
         TensorFileError: the type cannot hold the weights.
     """
-    model = transformer(source.model, "export")
+    model, added, notes = equivalent(transformer(source.model, "export"))
     fields, processor = huggingface.to_huggingface(model, dtype=dtype, tokens=tokens), None
     if isinstance(model, ImageModel) and source.images:
         fields |= preprocessor.labels(source.images.class_names)
@@ -97,10 +103,13 @@ def write_huggingface(source: Source, out: Path, dtype: DType, tokens: Mapping[s
     if source.preset:
         fields["mupax"] = source.preset
     out.mkdir(parents=True, exist_ok=True)
-    write_tensors(out, weights.to_huggingface(model, source.params), dtype=dtype, metadata={"format": "pt"})
+    write_tensors(
+        out, weights.to_huggingface(model, {**source.params, **added}), dtype=dtype, metadata={"format": "pt"}
+    )
     (out / CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
     if processor:
         (out / preprocessor.FILE).write_text(json.dumps(processor, indent=2) + "\n")
+    return notes
 
 
 def copy_tokenizer(tokenizer: Path, separator: int, out: Path) -> None:
