@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -62,6 +63,8 @@ class Config:
     """Parameters that are trained, all others being frozen."""
     accumulation_steps: int = 1
     """Microbatches per optimizer step; the batch is split, the loss stays the mean over its tokens."""
+    z_loss: float = 0.0
+    """Weight of the mean squared log-partition, logsumexp(logits)^2, which training adds to the loss; 1e-4 in PaLM."""
     workdir: str | None = None
     """Folder of checkpoints, metrics and pictures; runs/RECIPE unless given."""
     resume: bool = False
@@ -88,6 +91,8 @@ class Config:
         at_least("", self, 1, "steps", "accumulation_steps")
         at_least("", self, 0, "seed")
         at_least("", self, 1024, "vmem_kib")
+        if not 0 <= self.z_loss < math.inf:
+            raise ConfigError(f"z_loss is {self.z_loss}; write a number of 0 or more, such as 1e-4")
         check_place("workdir", self.workdir)
         batch, parts = self.data.batch_size, self.accumulation_steps
         if batch % parts:

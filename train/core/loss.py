@@ -34,6 +34,8 @@ class Sums(NamedTuple):
     weight: jax.Array
     routing: Routing | None = None
     """What routers did, times the weight but for counts; None without experts."""
+    z: jax.Array | None = None
+    """Squared log-partitions, before their weight; None without a z-loss. No gradient flows through it: the loss has them, too."""
 
 
 def cross_entropy(
@@ -44,6 +46,7 @@ def cross_entropy(
     how: CrossEntropy = "auto",
     reference: Reading | None = None,
     labels: jax.Array | None = None,
+    z_loss: jax.Array | None = None,
 ) -> Sums:
     """Summed cross-entropy (nats), number correct and number of targets.
 
@@ -55,6 +58,8 @@ def cross_entropy(
             vocabulary (`mupax.train.core.cross_entropy.vocabulary`). auto is the first of `costs.losses.options`.
         reference: of the initial model where the output is centred; no gradient flows through it.
         labels: as `of_logits`; all logits are kept then.
+        z_loss: float32 [], what logsumexp(logits)^2 of every target that counts is taken times and added to the loss
+            (Chowdhery et al. 2022, PaLM, section 5); None adds nothing.
     """
     axes = ("embed", "vocab" if targets.ndim == 2 else "classes")
     plan = _plan(reading, targets, axes)
@@ -68,30 +73,42 @@ def cross_entropy(
         logits = reading.logits()
         if reference is not None:
             logits = logits - jax.lax.stop_gradient(reference.logits())
-        return of_logits(logits, targets, weights, labels)
+        return of_logits(logits, targets, weights, labels, z_loss)
     return _in_parts(
         dataclasses.replace(plan, by_vocab=way.kind == "vocab", kept=way.kept if reading.cap is None else 0),
         reading,
         reference,
         targets,
         jax.lax.stop_gradient(weights),
+        z_loss,
     )
 
 
-def of_logits(logits: jax.Array, targets: jax.Array, weights: jax.Array, labels: jax.Array | None = None) -> Sums:
+def of_logits(
+    logits: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    labels: jax.Array | None = None,
+    z_loss: jax.Array | None = None,
+) -> Sums:
     """Summed cross-entropy (nats), number correct and number of targets, of logits that exist already.
 
     Args:
         logits: [B, V] or [B, T, V].
         targets, weights: as `cross_entropy` takes them.
         labels: distributions that the loss is taken to in place of the targets, float32 of the logits' shape.
+        z_loss: as `cross_entropy` takes it.
     """
     if labels is None:
         nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     else:
         nll = optax.softmax_cross_entropy(logits, labels)
     hits = jnp.argmax(logits, axis=-1) == targets
-    return Sums(jnp.sum(nll * weights), jnp.sum(hits * weights), jnp.sum(weights))
+    sums = Sums(jnp.sum(nll * weights), jnp.sum(hits * weights), jnp.sum(weights))
+    if z_loss is None:
+        return sums
+    z = jnp.sum(jnp.square(jax.nn.logsumexp(logits, axis=-1)) * weights)
+    return sums._replace(loss=sums.loss + z_loss * z, z=jax.lax.stop_gradient(z))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -140,7 +157,13 @@ def _plan(reading: Reading, targets: jax.Array, axes: tuple[str, str]) -> _Plan:
 
 
 def _on_devices(
-    plan: _Plan, reading: Reading, reference: Reading | None, targets: jax.Array, weights: jax.Array, with_grads: bool
+    plan: _Plan,
+    reading: Reading,
+    reference: Reading | None,
+    targets: jax.Array,
+    weights: jax.Array,
+    z_loss: jax.Array | None,
+    with_grads: bool,
 ) -> tuple[Sums, Reading | None]:
     """Sums, and gradients of the loss, of all devices; every array is given and returned whole."""
     rows = "embed" if plan.scattered else None
@@ -154,37 +177,48 @@ def _on_devices(
     readings = [one._replace(weight=one.weight.astype(one.features.dtype)) for one in (reading, reference) if one]
     # Flat, and without what a reading does not have, as the layout wants to be told of every array.
     given = [(name, x) for one in readings for name, x in one._asdict().items() if x is not None]
+    factors = [] if z_loss is None else [z_loss]
     trained = reading._replace(cap=None)
     returned = [name for name, x in trained._asdict().items() if x is not None] if with_grads else []
 
     def local(targets: jax.Array, weights: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        z_loss, arrays = (arrays[0], arrays[1:]) if factors else (None, arrays)
         parts = jax.tree.unflatten(jax.tree.structure(readings), arrays)
         start = parts[1] if len(parts) > 1 else None
         if plan.by_vocab:
             from mupax.train.core.cross_entropy.vocabulary import on_one
         else:
             from mupax.train.core.cross_entropy.chunks import on_one
-        sums, grads = on_one(plan, parts[0], start, targets, weights, with_grads)
-        return (*sums[:3], *(getattr(grads, name) for name in returned))
+        sums, grads = on_one(plan, parts[0], start, targets, weights, with_grads, z_loss)
+        return (*sums, *(getattr(grads, name) for name in returned))
 
-    outputs = ((), (), (), *(axes[name] for name in returned))
-    inputs = (plan.tokens, plan.tokens, *(axes[name] for name, _ in given))
+    outputs = (*[()] * (3 + len(factors)), *(axes[name] for name in returned))
+    inputs = (plan.tokens, plan.tokens, *[()] * len(factors), *(axes[name] for name, _ in given))
     local = partition.current().local(local, inputs, outputs)
-    loss, correct, weight, *grads = local(targets, weights, *(x for _, x in given))
+    loss, correct, weight, *grads = local(targets, weights, *factors, *(x for _, x in given))
+    z, grads = (grads[0], grads[1:]) if factors else (None, grads)
+    sums = Sums(loss, correct, weight, z=z)
     if not with_grads:
-        return Sums(loss, correct, weight), None
+        return sums, None
     cast = {n: g.astype(getattr(reading, n).dtype) for n, g in zip(returned, grads, strict=True)}
     no_slope = None if reading.cap is None else jnp.zeros_like(reading.cap)
-    return Sums(loss, correct, weight), reading._replace(**cast, cap=no_slope)
+    return sums, reading._replace(**cast, cap=no_slope)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_parts(plan: _Plan, reading: Reading, reference: Reading | None, targets: jax.Array, weights: jax.Array) -> Sums:
-    return _on_devices(plan, reading, reference, targets, weights, False)[0]
+def _in_parts(
+    plan: _Plan,
+    reading: Reading,
+    reference: Reading | None,
+    targets: jax.Array,
+    weights: jax.Array,
+    z_loss: jax.Array | None,
+) -> Sums:
+    return _on_devices(plan, reading, reference, targets, weights, z_loss, False)[0]
 
 
 def _backward(plan: _Plan, grads: Reading, cotangent: Sums) -> Any:
-    return jax.tree.map(lambda g: (cotangent.loss * g).astype(g.dtype), grads), None, None, None
+    return jax.tree.map(lambda g: (cotangent.loss * g).astype(g.dtype), grads), None, None, None, None
 
 
 _in_parts.defvjp(functools.partial(_on_devices, with_grads=True), _backward)

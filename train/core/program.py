@@ -224,6 +224,7 @@ def _inputs(config: Config, preset: Preset, model: Definition, trained: Collecti
         ema_decay=None if config.ema.decay is None else np.float32(config.ema.decay),
         limits=nonfinite.limits(config.faults),
         drop=_drop(config),
+        z_loss=np.float32(config.z_loss) if config.z_loss else None,
     )
     check_run(preset, model, inputs.factors, scaled)
     if scaled.layer_decay != 1:

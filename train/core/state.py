@@ -44,6 +44,8 @@ class StepInputs(NamedTuple):
     """What counts as a spike of the loss."""
     drop: Drop | None = None
     """What training leaves out of the residual stack; None where nothing is."""
+    z_loss: Any = None
+    """Weight of the squared log-partition of the readout's logits, float32 []; None where training has no such term."""
 
 
 class TrainState(NamedTuple):

@@ -42,11 +42,14 @@ def logits_of(
     return logits - jax.lax.stop_gradient(definition.model(run.reference, multiplier, forward)(inputs, **others))
 
 
-def batch_sums(definition: Definition, params: Arrays, run: StepInputs, batch: Batch) -> Sums:
+def batch_sums(
+    definition: Definition, params: Arrays, run: StepInputs, batch: Batch, *, z_loss: jax.Array | None = None
+) -> Sums:
     """Summed cross-entropy (nats), number correct and number of targets of one (micro)batch.
 
     Args:
         definition, params, run, batch: as in `gradients`; whether a parameter is trained makes no difference.
+        z_loss: as `cross_entropy` takes it; an evaluation has none.
     """
     inputs, targets, weights, labels = batch["inputs"], batch["targets"], batch["weights"], batch.get("labels")
     others = {name: x for name, x in batch.items() if name not in ("inputs", "targets", "weights", "labels")}
@@ -55,7 +58,7 @@ def batch_sums(definition: Definition, params: Arrays, run: StepInputs, batch: B
     if not hasattr(model, "reading"):  # not one of the zoo's
         logits = logits_of(definition, params, run, inputs, **others)
         chex.assert_shape(logits, (*targets.shape, None))
-        return of_logits(logits, targets, weights, labels)
+        return of_logits(logits, targets, weights, labels, z_loss)
     reference = None
     if run.reference is not None:
         whole = {name: x for name, x in others.items() if name != "kept"}
@@ -64,10 +67,11 @@ def batch_sums(definition: Definition, params: Arrays, run: StepInputs, batch: B
         )
     how = model.config.compute.cross_entropy
     reading = model.reading(inputs, **others)
+    summed = functools.partial(cross_entropy, how=how, labels=labels, z_loss=z_loss)
     if (routing := reading.routing) is None:
-        return cross_entropy(reading, targets, weights, how=how, reference=reference, labels=labels)
+        return summed(reading, targets, weights, reference=reference)
     reading, reference = reading._replace(routing=None), reference and reference._replace(routing=None)
-    sums = cross_entropy(reading, targets, weights, how=how, reference=reference, labels=labels)
+    sums = summed(reading, targets, weights, reference=reference)
     # Of the mean weight, so that every device's tokens count alike.
     return sums._replace(routing=routing.weighed(partition.current().mean(sums.weight)))
 
@@ -87,13 +91,15 @@ def gradients(
     else:
         specs, whole = {name: inside.spec(spec.axes) for name, spec in definition.specs.items()}, PartitionSpec()
 
-        def local(params: Arrays, factors: Factors, reference: Arrays | None, batch: Batch) -> tuple[Arrays, Sums]:
-            grads, sums = summed(params, run._replace(factors=factors, reference=reference), batch)
+        def local(
+            params: Arrays, factors: Factors, reference: Arrays | None, z_loss: Any, batch: Batch
+        ) -> tuple[Arrays, Sums]:
+            grads, sums = summed(params, run._replace(factors=factors, reference=reference, z_loss=z_loss), batch)
             return grads, jax.lax.psum(sums, inside.batch)
 
-        inputs = (specs, whole, specs if run.reference else whole, PartitionSpec(inside.batch))
+        inputs = (specs, whole, specs if run.reference else whole, whole, PartitionSpec(inside.batch))
         outputs = ({name: spec for name, spec in specs.items() if name in run.factors.lr}, whole)
-        grads, sums = inside.mapped(local, inputs, outputs)(params, run.factors, run.reference, batch)
+        grads, sums = inside.mapped(local, inputs, outputs)(params, run.factors, run.reference, run.z_loss, batch)
     return jax.tree.map(lambda g: (g / sums.weight).astype(g.dtype), grads), sums
 
 
@@ -114,8 +120,9 @@ def _summed(
     trained = {name: w for name, w in params.items() if name in run.factors.lr}
 
     def summed(trained: Arrays, micro: Batch) -> tuple[jax.Array, Sums]:
-        sums = batch_sums(definition, {**params, **trained}, run, micro)
-        return sums.loss if sums.routing is None else sums.loss + sums.routing.penalty, sums
+        sums = batch_sums(definition, {**params, **trained}, run, micro, z_loss=run.z_loss)
+        total = sums.loss if sums.routing is None else sums.loss + sums.routing.penalty
+        return total, sums if sums.z is None else sums._replace(loss=sums.loss - run.z_loss * sums.z)
 
     grad = jax.grad(summed, has_aux=True)
     if accumulation_steps == 1:
@@ -141,7 +148,8 @@ def make_train_step(
     """(state, inputs, batch) -> (state, metrics). A step that `nonfinite` rejects leaves all but its counters as they were.
 
     metrics: loss (mean nats per target, before the update), accuracy, grad_norm (before clipping), lr (peak x schedule),
-    weight (targets counted), float32 []; of a model with experts `Routing.metrics`; verdict (left out, spike, left out in a row) int32 [3];
+    weight (targets counted), float32 []; of a model with experts `Routing.metrics`; with a z-loss
+    logit_z_loss, before its weight; verdict (left out, spike, left out in a row) int32 [3];
     `nonfinite.squares`.
 
     Args:
@@ -177,6 +185,7 @@ def make_train_step(
         flags = [1 - keep.astype(jnp.int32), spike.astype(jnp.int32), health.in_a_row]
         metrics = {"loss": loss, "accuracy": sums.correct / sums.weight, "grad_norm": grad_norm, "weight": sums.weight}
         metrics |= {} if sums.routing is None else sums.routing.metrics(sums.weight)
+        metrics |= {} if sums.z is None else {"logit_z_loss": sums.z / sums.weight}
         metrics |= {"lr": hyper.peak_lr * hyper.schedule, "verdict": jnp.stack(flags), "squares": squares}
         return TrainState(state.step + 1, params, opt_state, average, health), metrics
 

@@ -111,6 +111,56 @@ def test_chunks_equal_all_logits_at_once(fields: tuple[str, ...], reference: Rea
         assert abs(other[0].loss - expected[0].loss) > 1e-3
 
 
+def with_z_loss(how: Any, layout: partition.Layout | None = None, weight: float = 0.3, reference: Any = START) -> Any:
+    """Sums, and gradients of three times the loss with a z-loss, in one program."""
+
+    def total(reading: Reading, z_loss: jax.Array) -> tuple[jax.Array, loss.Sums]:
+        with partition.using(layout):
+            sums = loss.cross_entropy(reading, TARGETS, WEIGHTS, how=how, reference=reference, z_loss=z_loss)
+        return 3 * sums.loss, sums
+
+    return jax.jit(jax.grad(total, has_aux=True))
+
+
+def by_formula(reading: Reading, weight: float, reference: Reading | None) -> Any:
+    """The same of the formula, in autodiff: nats and weight times logsumexp(logits)^2, of targets that count."""
+
+    def total(reading: Reading) -> jax.Array:
+        logits = reading.logits() - (0 if reference is None else reference.logits())
+        top = jax.lax.stop_gradient(logits.max(-1))
+        partition = jnp.log(jnp.sum(jnp.exp(logits - top[..., None]), -1)) + top
+        label = jnp.take_along_axis(logits, TARGETS[..., None], -1)[..., 0]
+        return 3 * jnp.sum(WEIGHTS * (partition - label + weight * partition**2))
+
+    return jax.value_and_grad(total)(reading)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("how", ["plain", *PARTS])
+@pytest.mark.parametrize("reference", [None, START], ids=["", "centered"])
+@pytest.mark.parametrize("cap", [None, 3.0], ids=["", "cap"])
+def test_z_loss_and_its_gradients_are_the_formula(how: Any, reference: Reading | None, cap: float | None) -> None:
+    limit = None if cap is None else jnp.float32(cap)
+    reading, start = FULL._replace(cap=limit), reference and reference._replace(cap=limit)
+    grads, sums = with_z_loss(how, reference=start)(reading, jnp.float32(0.3))
+    value, expected = by_formula(reading, 0.3, start)
+    expected = expected._replace(cap=grads.cap)  # which nothing trains
+    assert_close((3 * sums.loss, grads), (value, expected))
+    assert_close(3 * 0.3 * sums.z, value - by_formula(reading, 0.0, start)[0], 1e-4)
+    # The control: another weight by a tenth has other gradients.
+    wrong = by_formula(reading, 0.33, start)[1]
+    assert np.abs(wrong.features - grads.features).max() > 1e-3 * np.abs(grads.features).max()
+
+
+@pytest.mark.parametrize("how", PARTS)
+@pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
+def test_z_loss_is_the_same_on_every_mesh(how: Any, sizes: dict[str, int]) -> None:
+    layout = MeshLayout(make_mesh(MeshConfig(**sizes)))
+    grads, sums = with_z_loss(how, layout)(FULL, jnp.float32(0.3))
+    value, expected = by_formula(FULL, 0.3, START)
+    assert_close((3 * sums.loss, grads), (value, expected))
+
+
 @pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
 def test_every_mesh_gives_the_same(sizes: dict[str, int]) -> None:
     layout = MeshLayout(make_mesh(MeshConfig(**sizes)))

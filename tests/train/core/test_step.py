@@ -20,7 +20,7 @@ from mupax.train.core import step as steps
 from mupax.train.core.factors import resolve
 from mupax.train.core.program import Program, assemble
 from mupax.train.core.step import StepInputs
-from mupax.zoo.configs import ComputeConfig, DecoderConfig, ModelConfig, ViTConfig
+from mupax.zoo.configs import ComputeConfig, ConfigError, DecoderConfig, ModelConfig, ViTConfig
 from mupax.zoo.definition import definition
 from tests.fixtures.xla import FUSIONS_OF_USERS
 
@@ -143,6 +143,29 @@ def test_the_gradient_norm_is_over_all_parameters_and_not_clipped() -> None:
     loss = jax.jit(lambda p: (s := steps.batch_sums(made.definition, p, made.inputs, batch_of())).loss / s.weight)
     squares = sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(jax.jit(jax.grad(loss))(before.params)))
     assert metrics["grad_norm"] == pytest.approx(float(jnp.sqrt(squares)), rel=1e-5)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("parts", [1, 4])
+def test_z_loss_is_trained_and_measured_but_no_part_of_the_loss(parts: int) -> None:
+    _, before, plain, metrics = stepped(dataclasses.replace(CONFIG, accumulation_steps=parts))
+    made, _, after, with_z = stepped(dataclasses.replace(CONFIG, accumulation_steps=parts, z_loss=0.5))
+    assert with_z.keys() - metrics.keys() == {"logit_z_loss"}
+    assert with_z["loss"] == pytest.approx(metrics["loss"], rel=1e-5)
+    batch, run = batch_of(), made.step_inputs()
+    logits = logits_of(made, before.params, run, batch["inputs"])
+    squares = np.square(np.asarray(jax.nn.logsumexp(logits, axis=-1)))
+    assert with_z["logit_z_loss"] == pytest.approx(np.average(squares, weights=batch["weights"]), rel=1e-5)
+    assert max(relative_errors(after.params, plain.params)) > 1e-3
+    # An evaluation, which reads the same inputs, has none.
+    assert made.compile_eval()(before.params, run, batch).z is None
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("weight", [-1e-4, float("nan"), float("inf")])
+def test_a_weight_of_the_z_loss_that_is_none_is_refused(weight: float) -> None:
+    with pytest.raises(ConfigError, match=r"z_loss is .*; write a number of 0 or more, such as 1e-4"):
+        dataclasses.replace(CONFIG, z_loss=weight)
 
 
 # However it runs

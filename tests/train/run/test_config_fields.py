@@ -310,7 +310,7 @@ FIELDS: dict[str, Way] = {
     "faults.watchdog_seconds": (slow_run, changed(RUN, "faults.watchdog_seconds", 100.0), 1.0),
     **on(run, RUN, "log.", eval_every_steps=2, tensorboard=False, samples=True, profile="3:5", progress=False),
     "log.wandb": Shown("train/run/report/test_metrics.py", "wandb="),
-    **on(program, TOKENS, steps=9, freeze=("bias",), train_only=("bias",)),
+    **on(program, TOKENS, steps=9, z_loss=0.1, freeze=("bias",), train_only=("bias",)),
     **on(run, RUN, recipe="mine", workdir="there"),
     "accumulation_steps": (program, changed(TOKENS, "data.batch_size", 16), 2),
     "seed": (start, TOKENS, 1),

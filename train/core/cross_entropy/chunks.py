@@ -15,12 +15,18 @@ import jax.numpy as jnp
 from mupax.zoo.collectives import all_gather, reduce_scatter
 from mupax.zoo.layers.linear import Reading
 
-Sums = tuple[jax.Array, jax.Array, jax.Array]
-"""Loss, number correct and number of targets, float32 []."""
+Sums = tuple[jax.Array, ...]
+"""Loss, number correct and number of targets, and with a z-loss what that is of, float32 []."""
 
 
 def on_one(
-    plan: Any, reading: Reading, reference: Reading | None, targets: jax.Array, weights: jax.Array, with_grads: bool
+    plan: Any,
+    reading: Reading,
+    reference: Reading | None,
+    targets: jax.Array,
+    weights: jax.Array,
+    with_grads: bool,
+    z_loss: jax.Array | None = None,
 ) -> tuple[Sums, Reading | None]:
     """Loss, number correct and of targets, and gradients of this device's part: chunks one after the other, then sums over devices.
 
@@ -30,6 +36,7 @@ def on_one(
         reference: of the centred model, where there is one.
         targets, weights: of this device's examples, [B, T] or [B].
         with_grads: whether gradients are wanted, too.
+        z_loss: weight of the squared log-partition in the loss; with one its sum, before the weight, is a fourth number.
     """
     chunks = math.ceil(plan.rows / plan.work.chunk)
     reading = reading._replace(weight=all_gather(reading.weight, plan.scattered, 0))
@@ -46,14 +53,14 @@ def on_one(
     def add(total: tuple[Sums, Reading | None], part: tuple[Any, ...]) -> tuple[Any, jax.Array | None]:
         features, fixed, labels, counts = part
         start = None if reference is None else reference._replace(features=fixed)
-        sums, grads = _of_chunk(plan, reading._replace(features=features), start, labels, counts, with_grads)
+        sums, grads = _of_chunk(plan, reading._replace(features=features), start, labels, counts, with_grads, z_loss)
         if grads is None:
             return jax.tree.map(jnp.add, total, (sums, None)), None
         return jax.tree.map(jnp.add, total, (sums, grads._replace(features=None))), grads.features  # pyright: ignore
 
     width, zero = reading.features.shape[-1], jnp.float32(0)
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), reading._replace(features=None, cap=None))  # pyright: ignore
-    total = ((zero, zero, zero), nothing if with_grads else None)
+    total = ((zero,) * (3 if z_loss is None else 4), nothing if with_grads else None)
     fixed = None if reference is None else cut(reference.features, width)
     (sums, found), by_chunk = jax.lax.scan(
         add, total, (cut(reading.features, width), fixed, cut(targets), cut(weights))
@@ -74,6 +81,7 @@ def _of_chunk(
     targets_N: jax.Array,
     weights_N: jax.Array,
     with_grads: bool,
+    z_loss: jax.Array | None,
 ) -> tuple[Sums, Reading | None]:
     """The same of one chunk; gradients are those of this device's part of the vocabulary."""
     own_NV = logits_NV = reading.logits()
@@ -89,14 +97,21 @@ def _of_chunk(
     exp_N, label_N = _psum(
         (jnp.sum(exp_NV, axis=1), jnp.sum(jnp.where(label_NV, logits_NV, 0), axis=1)), plan.over_vocab
     )
-    nll_N = jnp.log(exp_N) + top_N - label_N
+    partition_N = jnp.log(exp_N) + top_N
+    nll_N = partition_N - label_N
     # The first of the largest, as argmax has it: all logits are equal where a readout starts at zero.
     first_N = jnp.min(jnp.where(logits_NV == top_N[:, None], column_NV, jnp.iinfo(jnp.int32).max), axis=1)
     first_N = jax.lax.pmin(first_N, plan.over_vocab) if plan.over_vocab else first_N
     sums = jnp.sum(nll_N * weights_N), jnp.sum((first_N == targets_N) * weights_N), jnp.sum(weights_N)
+    if z_loss is not None:
+        z = jnp.sum(jnp.square(partition_N) * weights_N)
+        sums = sums[0] + z_loss * z, *sums[1:], z
     if not with_grads:
         return sums, None
-    slope_NV = reading.uncapped((exp_NV / exp_N[:, None] - label_NV) * weights_N[:, None], own_NV)
+    probability_NV = exp_NV / exp_N[:, None]
+    if z_loss is not None:  # d logsumexp^2 = 2 logsumexp softmax
+        probability_NV = probability_NV * (1 + 2 * z_loss * partition_N)[:, None]
+    slope_NV = reading.uncapped((probability_NV - label_NV) * weights_N[:, None], own_NV)
     bias = None if reading.bias is None else jnp.sum(slope_NV, axis=0)
     slope_NV = slope_NV.astype(reading.features.dtype)
     product = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)

@@ -21,7 +21,13 @@ from mupax.zoo.layers.linear import Reading
 
 
 def on_one(
-    plan: Any, reading: Reading, reference: Reading | None, targets: jax.Array, weights: jax.Array, with_grads: bool
+    plan: Any,
+    reading: Reading,
+    reference: Reading | None,
+    targets: jax.Array,
+    weights: jax.Array,
+    with_grads: bool,
+    z_loss: jax.Array | None = None,
 ) -> tuple[tuple[jax.Array, ...], Reading | None]:
     """Loss, number correct and of targets, and gradients of this device's part, as `chunks.on_one`.
 
@@ -31,6 +37,7 @@ def on_one(
         reference: of the centred model, where there is one.
         targets, weights: of this device's examples, [B, T] or [B].
         with_grads: whether gradients are wanted, too.
+        z_loss: weight of the squared log-partition in the loss; with one its sum, before the weight, is a fourth number.
     """
     features_ND = reading.features.reshape(plan.rows, -1)
     targets_N, weights_N = targets.reshape(-1), weights.reshape(-1)
@@ -89,8 +96,12 @@ def on_one(
     exp_N, label_N = several(jax.lax.psum, (sum(s * e for s, e in zip(shares, sums, strict=True)), sum(labels)))
     earlier_N = sum(jnp.where(top == top_N, before, 0) for top, before in zip(tops, befores, strict=True))
     hit_N = (label_N == top_N) & (several(jax.lax.psum, earlier_N) == 0)
-    nll_N = jnp.log(exp_N) + top_N - label_N
+    partition_N = jnp.log(exp_N) + top_N
+    nll_N = partition_N - label_N
     totals = (jnp.sum(nll_N * weights_N), jnp.sum(hit_N * weights_N), jnp.sum(weights_N))
+    if z_loss is not None:
+        z = jnp.sum(jnp.square(partition_N) * weights_N)
+        totals = totals[0] + z_loss * z, *totals[1:], z
     totals = jax.lax.psum(totals, plan.summed) if plan.summed else totals
     if not with_grads:
         return totals, None
@@ -105,6 +116,8 @@ def on_one(
             probability_NV = jnp.exp(logits_NV - top_N[:, None]) / exp_N[:, None]
         else:
             probability_NV = exp_NV.astype(jnp.float32) * (share_N / exp_N)[:, None]
+        if z_loss is not None:  # d logsumexp^2 = 2 logsumexp softmax
+            probability_NV = probability_NV * (1 + 2 * z_loss * partition_N)[:, None]
         slope_NV = probability_NV - label(cut)
         slope_NV = slope_NV * weights_N[:, None]
         slope_NV = (

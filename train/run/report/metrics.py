@@ -10,6 +10,7 @@ metrics.jsonl has a JSON object per step and per evaluation, as they come, and e
   eval_accuracy: those over the evaluation examples. eval_weights: "ema" where they are the moving average's.
   eval/NAME/loss and eval/NAME/accuracy: the same of a further set (data.evaluate), in the same row.
 * stopped: why the run ended before its last step (stop.patience), in a row of its own.
+* logit_z_loss: with --z-loss, mean of logsumexp(logits)^2, before its weight; loss is without it.
 * lr: learning rate of the step, at base size. grad_norm: of the whole gradient, before clipping.
 * tokens or images: targets of the step that count. seconds: from the end of the step before to the end of this one.
 * perf_step_seconds_p50, _p90, _p99: percentiles of `seconds`: so many percent of the steps took no longer.

@@ -100,6 +100,7 @@ def check(config: Config) -> None:
         "optimizer.weight_decay": (optimizer.weight_decay, 0),
         "optimizer.clip_norm": (optimizer.clip_norm, None),
         "ema.decay": (config.ema.decay, None),
+        "z_loss": (config.z_loss, 0.0),
         "freeze": (config.freeze, ()),
         "train_only": (config.train_only, ()),
     }

@@ -113,7 +113,7 @@ def test_what_is_written_as_another_model_has_the_same_logits(name: str, preset:
     assert there.model == equivalent(config).model != config
     again = definition(there.model)
     standard = resolve(preset_for(PresetConfig(name="sp"), there.model), again)
-    values = source.place(there, again, standard)
+    values: Any = source.place(there, again, standard)
 
     def logits(**changes: np.ndarray) -> np.ndarray:
         outputs = again.apply({**values, **changes}, standard.multiplier, standard.forward, *map(jnp.asarray, inputs))
