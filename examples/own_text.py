@@ -13,9 +13,13 @@ import contextlib
 import inspect
 import io
 import json
+import re
 import shlex
+import signal
+import subprocess
 import sys
 import sysconfig
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,6 +69,38 @@ def run(words: str) -> str:
     return out.getvalue()
 
 
+def served(workdir: str, *flags: str) -> str:
+    """The likeliest text as a server of the model answers it, which is started on a free port and stopped again.
+
+    Args:
+        workdir: of the run.
+        *flags: of `mupax train serve`.
+
+    Raises:
+        SystemExit: the server did not start.
+    """
+    words = ["serve", workdir, "--port", "0", *flags]
+    print(f"$ mupax train {shlex.join(words)}", flush=True)
+    command = [sys.executable, "-u", "-m", "mupax.train", *words]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert server.stdout is not None
+    try:
+        lines: list[str] = []
+        while not (address := re.search(r"http://[^\s;]+", lines[-1] if lines else "")):
+            lines.append(server.stdout.readline())
+            if not lines[-1]:
+                raise SystemExit("".join(lines))
+        body = json.dumps({"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0}).encode()
+        url = f"{address[0].rstrip('/')}/v1/completions"
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return json.load(answer)["choices"][0]["text"]
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.wait(timeout=30)
+        server.stdout.close()
+
+
 def elsewhere(folder: Path) -> str:
     """The likeliest text as `transformers` writes it with an exported folder; it ends where a document does."""
     import transformers
@@ -97,6 +133,7 @@ def main(
     print(run("train eval runs/mine"))
     print(run(f"train generate runs/mine --prompt '{PROMPT}' --tokens {TOKENS} --seed 1"))
     here = run(f"train generate runs/mine --prompt '{PROMPT}' --tokens {TOKENS} --temperature 0")
+    print(f"the server answers {served('runs/mine')!r}")
     run("zoo export runs/mine --out exported")
     there = elsewhere(Path("exported"))
     print(f"transformers writes {'the same' if here.startswith(there) else f'otherwise: {there}'}")

@@ -116,7 +116,8 @@ def test_what_is_written_as_another_model_has_the_same_logits(name: str, preset:
     values: Any = source.place(there, again, standard)
 
     def logits(**changes: np.ndarray) -> np.ndarray:
-        outputs = again.apply({**values, **changes}, standard.multiplier, standard.forward, *map(jnp.asarray, inputs))
+        merged: Any = {**values, **changes}
+        outputs = again.apply(merged, standard.multiplier, standard.forward, *map(jnp.asarray, inputs))
         return np.asarray(outputs)
 
     assert np.abs(here).max() > 0.1
