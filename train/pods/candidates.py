@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import typing
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mupax.train.config.run import Config, MeshConfig
@@ -72,7 +72,9 @@ class Candidate:
         )
 
 
-def candidates(config: Config, chip: Chip, devices: Any, slices: int) -> Iterator[Candidate]:
+def candidates(
+    config: Config, chip: Chip, devices: Any, slices: int, batches: Sequence[float] = BATCHES
+) -> Iterator[Candidate]:
     """Every configuration that splits over the devices.
 
     Args:
@@ -80,6 +82,7 @@ def candidates(config: Config, chip: Chip, devices: Any, slices: int) -> Iterato
         chip: what the devices are.
         devices: of a topology.
         slices: how many of it.
+        batches: that are tried, as multiples of the run's own.
     """
     fields = typing.get_type_hints(ComputeConfig)
     policies, losses = (typing.get_args(fields[name]) for name in ("remat", "cross_entropy"))
@@ -87,7 +90,7 @@ def candidates(config: Config, chip: Chip, devices: Any, slices: int) -> Iterato
     length, causal = config.model.sizes()["position"], config.model.causal
     usual = block_of(length, chip.device_kind, causal=causal)
     blocks = [None, *(block for block in BLOCKS if length % block == 0 and block != usual)]
-    sizes = [int(config.data.batch_size * factor) for factor in BATCHES]
+    sizes = [int(config.data.batch_size * factor) for factor in batches]
     for mesh in _meshes(len(devices), slices, config.mesh):
         try:
             program = assemble(dataclasses.replace(config, mesh=mesh, accumulation_steps=1), devices)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from mupax import terminal
@@ -11,7 +12,7 @@ from mupax.train.config.run import Config
 from mupax.train.core.program import assemble
 from mupax.train.parallel.mesh import MeshError
 from mupax.train.pods import topology
-from mupax.train.pods.candidates import Candidate, candidate, candidates
+from mupax.train.pods.candidates import BATCHES, Candidate, candidate, candidates
 from mupax.train.pods.compiled import compile_for
 from mupax.train.pods.refusals import RefusedError
 
@@ -22,7 +23,9 @@ SECONDS_PER_MEBIBYTE = 120.0
 """Time to compile for each MiB of traced program (StableHLO): 120 s of one core for lm-8b's and lm-1b's of about 1 MiB."""
 
 
-def search(config: Config, name: str, slices: int, limit: int) -> list[dict[str, Any]]:
+def search(
+    config: Config, name: str, slices: int, limit: int, batches: Sequence[float] = BATCHES
+) -> list[dict[str, Any]]:
     """Reports of promising configurations of several kinds, compiled one by one; how it goes is printed.
 
     Args:
@@ -30,6 +33,7 @@ def search(config: Config, name: str, slices: int, limit: int) -> list[dict[str,
         name: topology.
         slices: how many of them.
         limit: programs to compile, one of them the run's own; the others are only estimated.
+        batches: that are tried, as multiples of the run's own.
 
     Returns:
         Reports of `mupax.train.pods.compiled.Compiled`, those that fit first, fastest first, with the flags that make them.
@@ -39,7 +43,7 @@ def search(config: Config, name: str, slices: int, limit: int) -> list[dict[str,
         RefusedError: the compiler refuses all that were tried.
     """
     chip, devices = topology.chip_of(name), topology.devices(name, slices)
-    tried = list(candidates(config, chip, devices, slices))
+    tried = list(candidates(config, chip, devices, slices, batches))
     if not tried:
         raise MeshError(f"no mesh of {len(devices)} chips fits this model and batch; write another --data.batch-size")
     room = [one for one in tried if one.bytes <= ROOM * chip.hbm_bytes]
@@ -63,8 +67,10 @@ def search(config: Config, name: str, slices: int, limit: int) -> list[dict[str,
             continue
         step = report["roofline"] and f", {report['roofline']['step_seconds']:.3g} s"
         terminal.say(f"     {gib(report['peak_bytes_per_device'])}{step or ', does not fit'}")
+        # Its own `flags` are the compiler's.
+        report["compiler_flags"] = report.get("flags")
         mine = {"flags": one.words, "kinds": one.kinds, "expected_seconds": one.seconds, "topology": name}
-        reports.append({**mine, "slices": slices, **report})
+        reports.append({**report, **mine, "slices": slices})
     if not reports:
         raise refusals[-1]
 

@@ -53,6 +53,8 @@ def test_candidates_decide_all_that_the_search_says() -> None:
         assert dataclasses.replace(one, config=parsed).kinds == one.kinds
     batch = config.data.batch_size
     assert values["batch"] == {str(batch // 2), str(batch), str(2 * batch)}
+    same = candidates.candidates(config, CHIPS["v5e"], jax.devices()[:2], 1, (1,))
+    assert {one.kinds["batch"] for one in same} == {batch}
     # What splits a layer's activations is waited for.
     paces = {one.kinds["axes"]: one.seconds for one in reversed(found) if one.kinds["batch"] == batch}
     assert paces["tensor",] > paces["fsdp",]
@@ -92,6 +94,7 @@ def test_a_candidate_that_the_compiler_refuses_does_not_end_the_search(
         if len(tried) == 2:
             raise refused(name, "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem: 20.0M of 16.0M", 2048)
         report = {"fits": True, "roofline": {"step_seconds": 1.0}, "peak_bytes_per_device": 1, "batch_size": 1}
+        report["flags"] = {"xla_of_the_compiler": True}
         return SimpleNamespace(report=lambda: report)
 
     monkeypatch.setattr(search, "compile_for", compile_for)
@@ -99,6 +102,8 @@ def test_a_candidate_that_the_compiler_refuses_does_not_end_the_search(
     config = dataclasses.replace(config_of(), mesh=MeshConfig())
     reports = search.search(config, "v5e:2x2", 1, 3)
     assert (len(tried), len(reports)) == (3, 2)
+    assert all(report["flags"].startswith("--mesh.data ") for report in reports)
+    assert reports[0]["compiler_flags"] == {"xla_of_the_compiler": True}
     shown = " ".join(capsys.readouterr().out.split())
     assert (
         "the compiler of v5e:2x2 refuses this step; a core's own memory is too small: write --model.compute." in shown

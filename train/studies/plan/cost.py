@@ -13,6 +13,7 @@ from mupax.train.config import cli
 from mupax.train.config.run import Config
 from mupax.train.studies.forecast import record
 from mupax.train.studies.forecast.points import Points
+from mupax.train.studies.plan import ranges
 from mupax.zoo import flops
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ def _on_chips(config: Config, args: Plan) -> tuple[Config, Cost]:
     if args.limit:
         from mupax.train.pods import search
 
-        report: dict[str, Any] = search.search(config, args.chips, args.slices, args.limit)[0]
+        # The batch stays: rate, steps and loss are of it.
+        report: dict[str, Any] = search.search(config, args.chips, args.slices, args.limit, (1,))[0]
         config = _with_flags(config, shlex.split(report["flags"]))
     else:
         from mupax.train.pods.compiled import compile_for
@@ -74,19 +76,19 @@ def _on_chips(config: Config, args: Plan) -> tuple[Config, Cost]:
     rows: list[Line] = [
         ("mesh", f"{mesh} ({count} chips)", "", compiler),
         ("remat", f"{report['compute']['remat']}, {report['accumulation_steps']} microbatches", "", compiler),
-        ("memory", f"{gib(peak)} of {gib(room)} a chip", "", compiler),
+        ("memory", f"{gib(peak)} of {gib(room)} a chip", ranges.NONE, compiler),
     ]
     if not report["fits"]:
         return config, Cost(
             tuple(rows), (f"does not fit {where} by {gib(peak - room)}; write more chips or a smaller batch",), False
         )
-    step, source = (
-        line["step_seconds"],
-        f"roofline of the compiled step, a bound from below (MFU at most {line['mfu']:.0%})",
-    )
+    step, band = line["step_seconds"], None
     if args.tokens_per_second or args.mfu:
         step, source = _speed(config, args, count * chip.peak_flops)
-    return config, Cost((*rows, *_time(config, args, step, source, count)))
+    else:
+        band, upper = ranges.of_roofline(step, line["mfu"])
+        source = f"roofline of the compiled step, a bound from below (MFU at most {line['mfu']:.0%}), {upper}"
+    return config, Cost((*rows, *_time(config, args, step, source, count, band)))
 
 
 def _formula(config: Config, args: Plan, count: int, chip: Any, where: str, why: str) -> Cost:
@@ -96,7 +98,7 @@ def _formula(config: Config, args: Plan, count: int, chip: Any, where: str, why:
         (
             "memory",
             f"{gib(int(state))} of {gib(chip.hbm_bytes)} a chip",
-            "",
+            f"at least {gib(int(state))}",
             "formula: state alone, split over all chips",
         )
     ]
@@ -117,10 +119,16 @@ def _here(config: Config, args: Plan, found: Sequence[Points]) -> Cost:
     program = assemble(config)
     expected = sum(estimates.expected(program).values())
     kind = program.mesh.devices.flat[0].device_kind
+    memory, most = ranges.memory(expected)
     rows: list[Line] = [
         ("mesh", f"{described(program.mesh.shape)} ({kind})", "", "this machine"),
         ("remat", config.model.compute.remat, "", f"recipe {config.recipe}"),
-        ("memory", f"about {gib(expected)} a device", "", "formula of train/pods/estimates.py, from sizes alone"),
+        (
+            "memory",
+            f"about {gib(expected)} a device",
+            memory,
+            f"formula of train/pods/estimates.py, from sizes; {most}",
+        ),
     ]
     settings = [setting for points in found for setting in points.settings if setting.seconds > 0]
     if args.tokens_per_second or args.mfu:
@@ -136,11 +144,15 @@ def _here(config: Config, args: Plan, found: Sequence[Points]) -> Cost:
         return Cost(
             tuple(rows), ("time is not known: write --tokens-per-second, or a study of this machine behind --from",)
         )
-    largest = max(settings, key=lambda setting: flops.train_flops(setting.config.model) * setting.tokens)
-    speed = flops.train_flops(largest.config.model) * largest.tokens / largest.seconds
+    products = [flops.train_flops(setting.config.model) * setting.tokens for setting in settings]
+    speeds = [product / setting.seconds for product, setting in zip(products, settings, strict=True)]
+    speed = speeds[products.index(max(products))]
     step = _step_flops(config) / speed
-    source = f"{speed:.3g} FLOP/s of the study's largest rows, wherever these were trained"
-    return Cost((*rows, *_time(config, args, step, source, 1)))
+    band, spread = ranges.of_settings(step, speed, speeds)
+    source = ", ".join(
+        filter(None, [f"{speed:.3g} FLOP/s of the study's largest rows, wherever these were trained", spread])
+    )
+    return Cost((*rows, *_time(config, args, step, source, 1, band)))
 
 
 def _speed(config: Config, args: Plan, peak: float) -> tuple[float, str]:
@@ -156,17 +168,33 @@ def _step_flops(config: Config) -> float:
     return flops.train_flops(config.model) * config.data.batch_size * config.model.units
 
 
-def _time(config: Config, args: Plan, step: float, source: str, count: int) -> list[Line]:
-    hours = config.steps * step / 3600
-    shown = f"{hours:,.1f} h" if hours >= 1 else f"{hours * 60:.1f} min" if hours > 1 / 60 else f"{hours * 3600:.1f} s"
+def _time(config: Config, args: Plan, step: float, source: str, count: int, band: ranges.Range = None) -> list[Line]:
+    """Time, FLOPs and cost.
+
+    Args:
+        config: of the run.
+        args: has the price.
+        step: seconds of one.
+        source: of these.
+        count: devices that are paid for.
+        band: seconds of a step, lowest and highest.
+    """
+    seconds = config.steps * step
+    unit, name = (3600, "h") if seconds >= 3600 else (60, "min") if seconds > 60 else (1, "s")
     rows: list[Line] = [
-        ("time", f"{shown}, {step:.3g} s a step", "", source),
+        (
+            "time",
+            f"{seconds / unit:,.1f} {name}, {step:.3g} s a step",
+            ranges.text(band, config.steps / unit, f"{{:,.1f}} {name}"),
+            source,
+        ),
         ("FLOPs", f"{_step_flops(config) * config.steps:.3g}", "", "counted, without recomputation"),
     ]
     if args.price is not None:
-        rows.append(
-            ("cost", f"{hours * count * args.price:,.2f}", "", f"{count} x {hours:,.2f} h at {args.price:g} an hour")
-        )
+        hours = seconds / 3600
+        bill = count * args.price
+        from_ = f"{count} x {hours:,.2f} h at {args.price:g} an hour"
+        rows.append(("cost", f"{hours * bill:,.2f}", ranges.text(band, config.steps / 3600 * bill, "{:,.2f}"), from_))
     return rows
 
 

@@ -18,13 +18,15 @@ class Plan:
     """A run's whole config, its memory, time, cost and loss, each with the rule or study that it comes from.
 
     The learning rate and the loss are those of a law fitted to the rows of studies (--from), with 90 % intervals, and cautions
-    where it goes beyond what was measured or where published rules contradict each other. With --chips mesh and remat are those
+    where it goes beyond what was measured or where published rules contradict each other. A model is planned as the study's run was:
+    its data, batch, optimizer, clip, preset and base, where no flag says otherwise. A recipe has its own, and a caution names
+    what in them keeps the study's rate from being used. With --chips mesh and remat are those
     that the TPU compiler finds to fit. What is not listed here is a flag of the recipe (`python -m train RECIPE --help`).
     `python -m train plan score FORECAST PLACE` holds a forecast, or a plan, against the run that came.
     """
 
     recipe: Annotated[conf.Positional[str], conf.arg(metavar="RECIPE|MODEL")]
-    """A recipe of `python -m train`; or a model of `python -m zoo`, for the recipe of the study."""
+    """A recipe of `python -m train`; or a model of `python -m zoo`, for the run of the study. `--model NAME` alone says the same."""
     tokens: Annotated[str | None, conf.arg(metavar="N")] = None
     """Tokens, or images, to see: 10b, 300m, 2e9; the recipe's own unless given. Warm-up stays the same fraction of the run."""
     studies: Annotated[Repeated, conf.arg(aliases=("--from",), metavar="FOLDER")] = ()

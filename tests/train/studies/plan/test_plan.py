@@ -14,7 +14,7 @@ from mupax.train.__main__ import main
 from mupax.train.config.cli import parse, recipe
 from mupax.train.pods import search, topology
 from mupax.train.studies.forecast import record
-from mupax.train.studies.plan import score
+from mupax.train.studies.plan import ranges, score
 from tests.train.studies.forecast.test_predict_command import Trained, least, study
 
 QUIET = ["--log.no-samples", "--log.no-tensorboard", "--log.no-progress"]
@@ -153,7 +153,105 @@ def test_a_study_of_other_data_gives_its_rate_and_no_loss(
     assert "optimizer.b2 0.99 (measured: 0.95)" in said
     assert "that it stays is the preset's claim" in said
     assert "published rules contradict each other at 3.91e+03 times the tokens" in said
+    assert "not used" not in said
     assert "step-law" in said
+
+
+def test_a_model_alone_is_planned_as_the_studys_run_was(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Its data, batch, clip and base, where no flag says otherwise; a name behind --model is enough."""
+    given = ["--from", str(folder), "--tokens-per-second", "1e3", "--out", str(tmp_path / "plan")]
+    config = {}
+    for way, words in {
+        "flag": ["--model", "lm-proxy", *given],
+        "word": ["lm-proxy", *given],
+        "longer": ["--tokens", "1m", "--model=lm-proxy", *given, "--optimizer.clip-norm", "0.5"],
+    }.items():
+        plan(capsys, *words)
+        content = json.loads((tmp_path / "plan").read_text())
+        lines = {line["what"]: (line["value"], line["interval"], line["from"]) for line in content["numbers"]}
+        _, _, flags = content["command"].partition("python -m train lm-tiny ")
+        config[way] = parse("lm-tiny", recipe("lm-tiny"), shlex.split(flags)).config
+        assert lines["batch"] == ("8 x 128 tokens", "", f"study {folder}")
+        assert lines["loss"][:2] == ("not predicted", "no interval")  # its sequences are longer than the study's
+        said = " ".join(content["cautions"])
+        assert "model.seq_len 128 (measured: 16)" in said
+        if way == "longer":
+            assert (
+                "not used: it is another at optimizer.clip_norm 0.5 (measured: 1.0); write --optimizer.clip-norm 1.0"
+                in said
+            )
+            assert lines["peak rate"][1:] == ("", "the recipe")
+        else:
+            assert lines["peak rate"][1] == "no interval"
+            assert "best of the largest of" in lines["peak rate"][2]
+    assert config["flag"] == config["word"]
+    assert config["longer"].steps == round(1e6 / (8 * 128))
+    assert config["longer"].preset.base == config["flag"].preset.base == BASE
+    assert config["flag"].data.eval_examples == 8
+    assert config["flag"].optimizer.warmup_steps == 0
+
+
+def test_a_recipe_with_another_base_is_told_what_to_write(folder: Path, capsys: pytest.CaptureFixture[str]):
+    """And what it is told to write is enough."""
+    words = ["lm-tiny", "--from", str(folder), "--tokens-per-second", "1e3"]
+    said = plan(capsys, *words)
+    assert f"not used: it is another at preset.base lm-proxy (measured: {BASE}); write --preset.base {BASE} to" in said
+    assert "not used" not in plan(capsys, *words, "--preset.base", BASE)
+    assert f"no study of mup-half: --from has mup; write --preset.base {BASE} --preset.name mup for" in plan(
+        capsys, *words, "--preset", "mup-half"
+    )
+
+
+def test_time_memory_and_cost_have_a_range_or_say_that_they_have_none(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    words = ["--model", "lm-proxy", "--from", str(folder), "--price", "2", "--out", str(tmp_path / "plan")]
+
+    def interval(*more: str) -> dict[str, str]:
+        plan(capsys, *words, *more)
+        lines = json.loads((tmp_path / "plan").read_text())["numbers"]
+        return {line["what"]: line["interval"] for line in lines}
+
+    # Of the study every row took a second: the largest of its models was the fastest, so that none is faster than what is counted with.
+    low, high = (
+        float(word) for word in interval("--tokens", "1b")["time"].replace(" h", "").replace(",", "").split(" to ")
+    )
+    assert high > 4 * low
+    assert interval()["memory"].count(" MiB") == 2
+    given = interval("--tokens-per-second", "1e3")
+    assert given["time"] == given["cost"] == "no interval"
+
+
+@pytest.mark.core
+def test_a_roofline_is_the_lower_end_of_a_time():
+    (low, high), why = ranges.of_roofline(2.0, 0.426)[0] or (0, 0), ranges.of_roofline(2.0, 0.426)[1]
+    assert (low, high) == (2.0, pytest.approx(4.0))
+    assert "2204.02311" in why
+    band, why = ranges.of_roofline(2.0, 0.1)  # the control: what is bound by memory has no published upper end
+    assert ranges.text(band, 1.0) == "at least 2.0"
+    assert "no upper end" in why
+
+
+@pytest.mark.tpu
+def test_a_plan_by_the_compiler_itself(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Mesh, memory and time of a small decoder as the TPU compiler has them, and a command that says that mesh."""
+    words = ["--model", "lm-proxy", "--data.batch-size", "16", "--tokens", "10m", "--from", str(folder), "--price", "1"]
+    said = plan(capsys, *words, "--chips", "v5e:2x2", "--limit", "2", "--out", str(tmp_path / "plan"))
+    content = json.loads((tmp_path / "plan").read_text())
+    lines = {line["what"]: line for line in content["numbers"]}
+    assert lines["mesh"]["from"] == lines["memory"]["from"] == "TPU compiler for v5e:2x2"
+    assert lines["mesh"]["value"].endswith("(4 chips)")
+    assert lines["batch"]["value"] == "16 x 128 tokens"  # of which rate and steps are
+    assert "roofline of the compiled step" in lines["time"]["from"]
+    assert "to" in lines["time"]["interval"] or "at least" in lines["time"]["interval"]
+    assert lines["cost"]["interval"] != "no interval"
+    assert content["command"] in said
+    _, _, flags = content["command"].partition("python -m train lm-tiny ")
+    config = parse("lm-tiny", recipe("lm-tiny"), shlex.split(flags)).config
+    assert config.data.batch_size == 16
+    assert config.steps == round(1e7 / (16 * 128))
 
 
 def test_a_rate_that_is_asked_for_stays(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -184,6 +282,11 @@ def test_a_rate_that_is_asked_for_stays(folder: Path, tmp_path: Path, capsys: py
     [
         (["lm-tny"], "no recipe is named 'lm-tny'"),
         (["gpt2-medium"], "gpt2-medium is a model; write a recipe and --model gpt2-medium"),
+        (["--model", "gpt2-medium"], "gpt2-medium is a model; write a recipe and --model gpt2-medium"),
+        (["gpt2", "--model", "gpt2-medium"], "gpt2 and --model gpt2-medium are two models; write one of them"),
+        (["lm-tiny", "--model", "gpt2-c4"], "lm-tiny and --model gpt2-c4: gpt2-c4 is a recipe; write one of them"),
+        (["--model", "gpt3-medium"], "gpt3-medium"),
+        (["--tokens", "1b"], "needs RECIPE|MODEL"),
         (["lm-tiny", "--tokens", "many"], "--tokens is many; write a number such as 10b"),
         (["lm-tiny", "--tokens", "1b", "--steps", "3"], "both say how long the run is"),
         (["lm-tiny", "--mfu", "2"], "a share in (0, 1]"),
