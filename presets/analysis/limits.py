@@ -209,6 +209,10 @@ class Limit:
         rate, entries = self.x(self.rows[name].lr(self.family)), self.fan_in[name] + self.fan_out[name]
         blocks = self.layers if self.specs[name].in_block else 0.0
         blocks += self.experts if self.specs[name].role in EXPERTS else 0.0
+        if "kv_heads" in self.specs[name].fan_out and self.family != "sgd":
+            # G key heads are at most as many as the heads H: growing alone, their share (G/H)^1/2 comes from below to what it is
+            # with a key head for each head, beside what does not grow (measured: the output's change goes as G^0.02).
+            blocks -= max(0.0, self.growth.get("kv_heads", 0.0) - self.growth.get("heads", 0.0)) / 2
         if self.orthogonal(name):  # rate times the nuclear norm of a gradient of low rank
             return rate + self.gradient[name] + entries / 2 + blocks
         return rate + self.direction(name) + self.gradient[name] + entries + blocks

@@ -219,7 +219,9 @@ def test_what_the_disagreements_cost():
     assert at(presets.get("u-mup"), "weight movement, embedding", H) == (-0.5, "frozen")
     assert at(presets.get("u-mup", embedding_exponent=0.0), "weight movement, embedding", H) == (0, "stable")
     assert at(presets.get("sp-layerwise"), "change of the output", H) == (0.5, "explodes")
-    assert at(presets.get("mup", decay_width=-1.0), "lr * weight decay", H, "muon") == (-1, "vanishes")
+    for exponent, verdict in {0.0: "stable", -0.5: "vanishes", -1.0: "vanishes"}.items():
+        chosen = presets.get("mup", decay_width=exponent)
+        assert at(chosen, "lr * weight decay", H, "muon") == (exponent, verdict)
 
 
 @pytest.mark.parametrize("name", presets.PRESETS)

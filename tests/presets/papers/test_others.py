@@ -153,13 +153,14 @@ def test_completep_below_alpha_l_1_keeps_its_decay_or_its_lr_wd():
         presets.get("completep", eps_scope="all")
 
 
-def test_muon_study_has_independent_decay_falling_with_width():
-    study = presets.get("mup", base=BASE, decay_width=-1.0)
+@pytest.mark.parametrize("exponent", [0.0, -0.5, -1.0])
+def test_independent_decay_of_block_matrices_falls_with_width_as_the_constant_says(exponent: float):
+    study = presets.get("mup", base=BASE, decay_width=exponent)
     for key, spec in ALL.items():
         wd = study.factors(spec, BIG, "muon", "independent").weight_decay
         expected = (
-            1 / D
-            if key in MATRICES
+            D**exponent
+            if key in MATRICES and exponent
             else presets.get("mup", base=BASE).factors(spec, BIG, "muon", "independent").weight_decay
         )
         assert wd == pytest.approx(expected), key

@@ -388,6 +388,17 @@ def test_bad_words_get_one_message(words, said, capsys):
     assert len(error.strip().splitlines()) <= 10
 
 
+def test_a_dry_run_of_key_heads_foretells_what_the_check_measures(capsys):
+    """Nothing explodes: the measured change of logits goes as the key heads to +0.02."""
+    assert main(["check", "lm-proxy", "--preset", "mup", "--grow", "kv_heads", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "change logits after 1: theory says +0.00\n" in said
+    assert "explodes" not in said
+    # The control: a size of which an output does grow by theory.
+    assert main(["check", "lm-proxy", "--preset", "sp", "--grow", "heads", "--dry-run"]) == 0
+    assert re.search(r"change logits after 1: theory says \+[\d.]+, explodes", capsys.readouterr().out)
+
+
 def test_a_model_from_outside_the_zoo_passes():
     example = runpy.run_path(str(Path(__file__).parents[4] / "docs" / "mixer.py"))
     assert example["main"]()

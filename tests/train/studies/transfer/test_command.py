@@ -56,6 +56,20 @@ def test_a_dry_run_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert not (tmp_path / "x").exists()
 
 
+def test_key_heads_are_grown_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """At as many heads, relative to one key head; and so many as do not share the heads are refused."""
+
+    def of(*words: str) -> int:
+        return main(["transfer", "lm-tiny", *words, "--dry-run", "--out", str(tmp_path / "x")])
+
+    assert of("--grow", "kv_heads=1,2,4") == 0
+    said = capsys.readouterr().out
+    assert "mup, kv_heads 1 (width 128), 2 (width 128), 4 (width 128), base embed=128,heads=4,kv_heads=1" in said
+    assert not (tmp_path / "x").exists()
+    assert of("--grow", "kv_heads=1,3") == 2
+    assert "num_heads 4 is not a multiple of model.num_kv_heads 3" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.core
 @pytest.mark.parametrize(
     ("words", "error", "said"),
