@@ -103,9 +103,23 @@ class Health:
             source = self._lets("features")
             slower = source < 0 and move < source - _TOLERANCE
             return Trouble("lazy" if (lazy or source < 0) and not slower else "frozen", move)
-        if self.preset.uneven and _bounded(spec) and self.limit.family in ("adam", "lion"):
-            return self._alone(lambda alone: max(0.0, self._rate(spec, alone) + _axes(spec.fan_in, alone)), "explodes")
+        if _bounded(spec):
+            return self._alone(lambda alone: max(0.0, self._acts(spec, alone)), "explodes")
         return None
+
+    def _acts(self, spec: ParamSpec, limit: Limit) -> float:
+        """dW x for an x of entries Theta(1) that made the update; 0 where right tables grow too: embed or, of SGD, key heads alone."""
+        if "embed" in limit.growth and not self.preset.uneven:
+            return 0.0
+        change = self._rate(spec, limit)
+        if self.limit.family == "muon" and self.preset.row(spec).muon is not None:  # orthogonal: a spectral norm of 1
+            return change + (_axes(spec.fan_in, limit) - _axes(spec.fan_out, limit)) / 2
+        if self.limit.family == "sgd":
+            gradient = self.gradient(spec, limit)
+            if gradient is None or {"embed", "kv_heads"} & limit.growth.keys():
+                return 0.0  # there the steps of right tables grow too, as D^1/2 and G^1/2, but nowhere else
+            change += gradient
+        return change + _axes(spec.fan_in, limit)
 
     def _eps(self, spec: ParamSpec) -> Trouble | None:
         over = self._over_eps(spec, self.limit)

@@ -22,6 +22,7 @@ from mupax.train.config.run import OptimizerConfig
 from mupax.train.studies.check import check, groups, report, theory
 from mupax.zoo.definition import Definition, definition
 from scripts import ROOT
+from scripts.check import untold
 from scripts.check.wrong_tables import MODELS, WRONG
 
 PAGE = ROOT / "docs" / "structures.md"
@@ -148,6 +149,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "|---|---|---|---|---|",
     ]
     lines += [f"| {name} | {one.model} | {one.grow} | `{one.where}` | {one.word} |" for name, one in WRONG.items()]
+    lines += ["", *untold.lines()]
     return "\n".join(lines) + "\n"
 
 

@@ -43,8 +43,13 @@ HIDDEN = {Role.QUERY, Role.KEY, Role.VALUE, Role.ATTENTION_OUT, Role.MLP_IN, Rol
 
 
 def rate(power: Power) -> Mistake:
-    """A learning rate that is this much too large."""
-    return lambda row, spec: dataclasses.replace(row, adam=row.adam * power)
+    """A learning rate that is this much too large, under every optimizer."""
+
+    def wrong(row: Rule, spec: ParamSpec) -> Rule:
+        muon = None if row.muon is None else row.muon * power
+        return dataclasses.replace(row, adam=row.adam * power, sgd=row.sgd * power, muon=muon)
+
+    return wrong
 
 
 def std(power: Power) -> Mistake:

@@ -13,7 +13,7 @@ from mupax.presets.power import axis
 from mupax.train.studies.check import check, groups, theory
 from mupax.train.studies.check.theory import Expected
 from mupax.zoo.definition import Definition, definition
-from scripts.check import structures
+from scripts.check import structures, untold
 from scripts.check.structures import RIGHT, accepted, right, troubles
 from scripts.check.wrong_tables import MENDING, MODELS, WRONG, Wrong, rate
 
@@ -55,6 +55,43 @@ def test_wrong_tables_are_named(error: str):
     table, sizes = right("depth-mup", ends(wrong.model, wrong.grow)[0]), ends(wrong.model, wrong.grow)
     assert not troubles(table, sizes)
     assert troubles(wrong.of(table), sizes)[wrong.where] == wrong.word
+
+
+@pytest.mark.parametrize(("name", "optimizer"), [(name, one) for name, of in untold.TABLES.items() for one in of])
+def test_mistakes_are_named_in_every_preset_under_every_optimizer_but_those_that_the_page_lists(
+    name: str, optimizer: str
+):
+    missed = set()
+    for error, wrong in WRONG.items():
+        first, last = ends(wrong.model, wrong.grow)
+        table = right(name, first)
+        if wrong.grow == "depth" and name not in RIGHT["depth"]:
+            continue
+        if not untold.reads(wrong, table, first.specs.values(), optimizer):
+            continue
+        before = troubles(table, (first, last), optimizer) if wrong.grow == "kv_heads" else {}
+        after = troubles(wrong.of(table), (first, last), optimizer)
+        if not untold.names(wrong, dict(after.items() - before.items())):
+            missed.add(error)
+    assert missed == untold.untold(name, optimizer)
+
+
+def test_control_a_mistake_that_the_optimizer_does_not_read_is_none():
+    wrong, (first, last) = WRONG["eps unscaled in one role"], ends("lm", "head_dim")
+    table = right("mup", first)
+    read = [one for one in untold.TABLES["mup"] if untold.reads(wrong, table, first.specs.values(), one)]
+    assert read == ["adam"]
+    assert {one for one in untold.TABLES["mup"] if troubles(wrong.of(table), (first, last), one)} == {"adam"}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "muon", "lion"])
+@pytest.mark.parametrize("grow", RIGHT)
+@pytest.mark.parametrize("model", ["lm, QK-norm", "lm, GQA", "vit", "ed", "ed, tied"])
+def test_right_tables_are_good_under_other_optimizers(model: str, grow: str, optimizer: str):
+    sizes = ends(model, grow)
+    for name in RIGHT[grow]:
+        if optimizer in untold.TABLES.get(name, ()):
+            assert not troubles(right(name, sizes[0]), sizes, optimizer), name
 
 
 @pytest.mark.parametrize("name", ["mup", "mup-half", "depth-mup", "spectral"])
