@@ -55,6 +55,8 @@ def key_of(config: Config, data_digest: str) -> str:
         del fields["checkpoint"][name]
     if bare.vmem_kib is None:
         del fields["vmem_kib"]
+    if not bare.z_loss:
+        del fields["z_loss"]
     for name in ("attention_block", "product_dtype"):
         if getattr(bare.model.compute, name) is None:
             del fields["model"]["compute"][name]
