@@ -12,7 +12,7 @@ from mupax import terminal
 from mupax.train.config import joint
 from mupax.train.config.run import Config
 from mupax.train.core.costs import fit
-from mupax.train.core.program import Program, assemble
+from mupax.train.core.program import Program
 from mupax.train.parallel.mesh import described
 from mupax.train.run import save_time
 from mupax.zoo import flops
@@ -24,7 +24,7 @@ def run(config: Config) -> int:
     Raises:
         ConfigError, PresetError, MeshError: what does not fit, as the run itself would say.
     """
-    program = assemble(config)
+    program = fit.program_of(config)
     if config.recipe:
         terminal.say(f"{config.recipe}: {program.preset.describe()}")
     print(_parameters(program))
@@ -82,11 +82,16 @@ def _costs(program: Program) -> str:
     }
     if program.inputs.hyper.weight_decay:
         rows["decay averages"] = joint.decay_text(config.scaled_optimizer, config.steps)
+    absent = program.mesh.size - jax.device_count()
+    if absent > 0:
+        rows["mesh"] += f"; {absent} of them are not here, where a run would be refused"
     if taken := fit.needs(program):
-        rows["step needs"] = f"{terminal.gib(taken.temporary)} for activations and gradients, compiled for this mesh"
+        how = "compiled for this mesh" if taken.compiled else "estimated from the step of one"
+        rows["step needs"] = f"{terminal.gib(taken.temporary)} for activations and gradients, {how}"
         rows["peak per device"] = f"about {terminal.gib(taken.peak)}"
         limit = fit.room(program.mesh.devices.flat[0])
-        if limit and (problem := fit.verdict(program, taken, limit)):
-            rows["does not fit"] = problem
+        if limit:
+            problem = fit.verdict(program, taken, limit)
+            rows["does not fit" if problem else "fits"] = problem or f"{terminal.gib(limit)} a device"
     rows |= save_time.rows(config.workdir or f"runs/{config.recipe}", program.abstract)
     return f"cost\n{terminal.table([*rows.items()], indent=1)}"

@@ -31,33 +31,74 @@ def taken() -> fit.Needs:
 
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Said:
-    """The row of a dry run on devices of so many bytes."""
+    """The row of a dry run on devices of so many bytes, where the step does not fit; None where it says that it does."""
 
-    def run(limit: float) -> str | None:
+    def run(limit: float, flags: str = FLAGS) -> str | None:
         monkeypatch.setattr(fit, "room", lambda device: int(limit))
-        assert main(["lm-tiny", *FLAGS.split(), "--dry-run"]) == 0
-        row = re.search(r"^ does not fit +(.*)$", capsys.readouterr().out, re.M)
-        return row and row[1]
+        assert main(["lm-tiny", *flags.split(), "--dry-run"]) == 0
+        row = re.search(r"^ (does not fit|fits) +(.*)$", capsys.readouterr().out, re.M)
+        assert row
+        return row[2] if row[1] == "does not fit" else None
 
     return run
+
+
+def advised(text: str | None) -> str:
+    """The flags of a row."""
+    flags = re.search(r"[Ww]ith (--.*?),? it takes", text or "")
+    assert flags, text
+    return flags[1]
 
 
 def test_the_flags_that_it_names_make_it_fit(taken: fit.Needs, said: Said) -> None:
     assert said(taken.peak) is None
     limit = taken.state + taken.temporary // 2
-    flags = re.search(r"on each device\. With (.*) it takes", said(limit) or "")
-    assert flags
-    assert needs(f"{FLAGS} {flags[1]}").peak <= limit
+    flags = advised(said(limit))
+    assert needs(f"{FLAGS} {flags}").peak <= limit
 
 
-def test_a_state_that_is_too_large_alone_names_how_many_devices(taken: fit.Needs, said: Said) -> None:
-    text = said(taken.state / 2) or ""
-    assert "The state alone is too much" in text
-    assert int(text.rsplit(maxsplit=1)[-1]) > 4 * 2
+def test_a_state_that_is_too_large_alone_is_split_over_the_devices_there_are(said: Said) -> None:
+    flags = "--model.depth 2 --data.batch-size 24"
+    whole = needs(flags)
+    limit = whole.state * 0.9 + whole.temporary / 2
+    text = said(limit, flags)  # the control: without the flags it does not fit
+    assert "as compiled" in (text or "")
+    assert re.match(r"--mesh\.fsdp [248]\b", advised(text)), text
+    assert said(limit, f"{flags} {advised(text)}") is None
+
+
+def test_more_devices_than_there_are_divide_batch_and_sizes(said: Said) -> None:
+    flags = "--model.depth 2 --data.batch-size 40 --mesh.fsdp 2"
+    limit = needs(f"{flags} --model.compute.remat block --accumulation-steps 5").peak * 0.85
+    text = said(limit, flags)  # the control: without the flags it does not fit
+    assert "still too much" not in (text or "")
+    again = f"{flags} {advised(text)}"
+    data, fsdp = (int(re.findall(rf"--mesh\.{axis} (\d+)", again)[-1]) for axis in ("data", "fsdp"))
+    assert (40 % (data * fsdp), 128 % fsdp) == (0, 0), text
+    assert data * fsdp > 8
+    assert f"On {data * fsdp} such devices" in (text or "")
+    assert said(limit, again) is None
+
+
+def test_a_dry_run_for_devices_that_are_not_here_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["lm-tiny", "--model.depth", "2", "--data.batch-size", "16", "--mesh.fsdp", "16"]
+    assert main([*words, "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "fsdp 16 (cpu); 8 of them are not here, where a run would be refused" in printed
+    assert "for activations and gradients, estimated from the step of one" in printed
+    assert main(words) == 2
+    assert "the mesh needs a multiple of 16 devices (fsdp 16); there are 8" in capsys.readouterr().err
 
 
 def test_what_no_flag_makes_fit_is_said(taken: fit.Needs, said: Said) -> None:
-    assert "More devices make it fit (--mesh.fsdp)" in (said(taken.state / 0.89) or "")
+    text = said(taken.temporary / 4) or ""
+    assert re.search(
+        r"No flags make it fit these devices\. On \d+ such devices, with .* by estimate, still too much", text
+    )
+    text = said(1000) or ""
+    assert "No flags make it fit these devices. On 32 of them the activations of one example alone are more." in text
+    assert text.endswith("Write a smaller model, or a smaller --model.seq-len")
+    assert "No larger mesh divides the batch and" in (said(1000, "--model.depth 2 --data.batch-size 8") or "")
 
 
 def test_a_cpu_has_its_part_of_the_host() -> None:
