@@ -46,9 +46,10 @@ READING = {
     "anew at every depth, by more the deeper the model: by 0.036 nats at depth 16 with branches of L^-1/2, by 0.092 with branches of "
     "L^-1, whose loss falls with depth where both others' rises.",
     "depth-800": "Reached at 8 and 16 layers by branches of L^-1: with constants of depth 2 and at their rate depth-mup with alpha_L 1 is "
-    "ahead of `sp` tuned anew by 0.015 and 0.019 nats; at 4 layers its mean is ahead by 0.010 and six seeds do not settle it. Branches of L^-1/2, "
-    "ahead at every depth after 100 steps, fall behind after 800, by 0.030 at 16 layers, where their loss rises with depth: how much deeper "
-    "layers are let in is what longer runs are decided by. `sp`'s best rate falls by half an octave from 4 layers on.",
+    "ahead of `sp` tuned anew by 0.015 and 0.019 nats; at 4 layers its mean is ahead by 0.010 and six seeds do not settle it. "
+    "Branches of L^-1/2, ahead at every depth after 100 steps, fall behind after 800, by 0.030 at 16 layers, where their loss rises "
+    "with depth: how much deeper layers are let in is what longer runs are decided by. `sp`'s best rate falls by half an octave from "
+    "4 layers on.",
     "vit-100": "Not finished: at eight times `sp` is not searched yet. 100 steps of these images are too few for width to count (1.62 nats at "
     "every size, under every rule): at two and four times plain `mup` and `sp` tuned anew are within 0.002 nats of each other and differences "
     "are known to 0.01.",
