@@ -41,6 +41,11 @@ class Command:
     compilation_cache: Annotated[str | None, conf.arg(metavar="DIR|none")] = None
     """Where compiled programs are kept for the next start (or MUPAX_COMPILATION_CACHE); the user cache folder unless given."""
 
+    warmup_tokens: Annotated[str | None, conf.arg(aliases=("--optimizer.warmup-tokens",), metavar="N[k|m|b|t]")] = None
+    """optimizer.warmup_steps in tokens (of images: images), such as 500k; under --joint of the base's run."""
+    decay_timescale: Annotated[float | None, conf.arg(aliases=("--optimizer.decay-timescale",), metavar="TAU")] = None
+    """optimizer.weight_decay as the share of the run that decayed weights average over; under --joint of the base's run."""
+
     def __post_init__(self) -> None:
         at_least("", self, 0, "restart")
 
@@ -139,6 +144,12 @@ def parse(name: str, recipe: Callable[[], Config], argv: Sequence[str], more_fla
 
         command = dataclasses.replace(command, config=tuned.with_run_base(command.config, recipe(), preset))
     _check_read(command.config, argv)
+    if command.warmup_tokens is not None or command.decay_timescale is not None:
+        from mupax.train.config import joint
+
+        flags = {word.partition("=")[0].replace("_", "-") for word in argv}
+        config = joint.with_durations(command.config, command.warmup_tokens, command.decay_timescale, flags)
+        command = dataclasses.replace(command, config=config)
     preset_of(command.config)
     if command.compilation_cache is not None:
         # Of the process and its children, not of a run: no config records it.

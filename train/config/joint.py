@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Collection
 from typing import Protocol
 
 from mupax.presets import horizon, joint
+from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.roles import RUN_AXES
+from mupax.train.config.checks import amount
 from mupax.train.config.data import DataConfig
 from mupax.train.config.preset import Parameterized, base_parts, base_text
+from mupax.train.config.run import Config
 from mupax.train.config.sections import OptimizerConfig
 from mupax.zoo.configs import ConfigError
+
+DURATIONS = {"warmup-tokens": "warmup-steps", "decay-timescale": "weight-decay"}
+"""Flags of the optimizer that are relative to a run's tokens or length, and the number that each becomes."""
 
 
 class Run(Parameterized, Protocol):
@@ -112,6 +120,51 @@ def decay_text(optimizer: OptimizerConfig, steps: int) -> str:
     share = joint.timescale(optimizer.peak_lr, optimizer.weight_decay, steps, optimizer.decay)
     pull = "lr wd" if optimizer.decay == "coupled" else "wd"
     return f"{share:.3g} of the run, {share * steps:,.0f} steps (tau = batch / ({pull} tokens) at the peak)"
+
+
+def with_durations(config: Config, tokens: str | None, tau: float | None, flags: Collection[str]) -> Config:
+    """The config with warm-up in steps and weight decay as a number; under a joint rule both are of the base's run.
+
+    Args:
+        config: of the run; under a joint rule with a base that names batch and tokens.
+        tokens: of warm-up, of images the images; None leaves the steps as they are.
+        tau: share of the run that decayed weights average over, at the peak rate; None leaves the decay as it is.
+        flags: that were written, with hyphens.
+
+    Raises:
+        ConfigError: a number in both forms, a warm-up beyond the run, or a timescale that no decay has.
+    """
+    for flag, value in zip(DURATIONS, (tokens, tau), strict=True):
+        other = f"--optimizer.{DURATIONS[flag]}"
+        if value is not None and other in flags:
+            raise ConfigError(f"--optimizer.{flag} and {other} are one number in two forms; write one of them")
+    opt, each, steps = config.optimizer, config.data.batch_size * config.model.units, float(config.steps)
+    if config.preset.joint != "none":
+        base = base_of(config)
+        each = base["batch"] * config.model.units
+        steps = base["tokens"] / each
+    if tokens is not None:
+        seen = amount("--optimizer.warmup-tokens", tokens)
+        if seen > steps * each:
+            whose = "run" if config.preset.joint == "none" else "base's run"
+            raise ConfigError(
+                f"--optimizer.warmup-tokens {tokens} is more than the {steps * each:,.0f} of the {whose}; write at most that many"
+            )
+        opt = dataclasses.replace(opt, warmup_steps=max(1, round(seen / each)))
+    if tau is not None:
+        if not 0 < tau < math.inf:
+            raise ConfigError(f"--optimizer.decay-timescale is {tau:g}; write a share of the run above 0, such as 0.25")
+        if "weight_decay" not in OPTIMIZERS[opt.name].reads:
+            raise ConfigError(
+                f"--optimizer.decay-timescale is not read by {opt.name}; leave it out, or write --optimizer.name adamw"
+            )
+        if not opt.peak_lr:
+            raise ConfigError(
+                "--optimizer.decay-timescale is of a run that moves, and optimizer.peak_lr is 0; write a rate above 0"
+            )
+        pull = 1 / (tau * steps)
+        opt = dataclasses.replace(opt, weight_decay=pull / opt.peak_lr if opt.decay == "coupled" else pull)
+    return dataclasses.replace(config, optimizer=opt)
 
 
 def _tokens(run: Run) -> int:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 
 from mupax import command_line
 from mupax.presets import PresetError
-from mupax.train.config import cli, sizes
+from mupax.train.config import cli, joint, sizes
+from mupax.train.config.checks import amount
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config
 from mupax.train.studies.forecast.points import Points
 from mupax.train.studies.plan.flags import Plan
 from mupax.train.studies.transfer.planned import label_of
 from mupax.zoo.configs import CONFIGS, ConfigError
-
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,23 +94,24 @@ def run_of(args: Plan, rest: Sequence[str], studies: Sequence[Points]) -> Asked:
     return first
 
 
-def tokens_of(text: str) -> float:
-    """How many tokens a text such as 10b, 1.5m or 2e9 means; raises ConfigError for anything else."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmbt]?)", text.strip().lower())
-    if match is None or not float(match[1]):
-        raise ConfigError(f"--tokens is {text}; write a number such as 10b, 300m or 2e9")
-    return float(match[1]) * _UNITS[match[2]]
-
-
 def _parsed(args: Plan, recipe: str, study: Points | None, words: Sequence[str]) -> Config:
     """The recipe, or the study's run, with flags, at the tokens that are asked for."""
+    durations = [
+        flag
+        for flag in joint.DURATIONS
+        if any(word.partition("=")[0].replace("_", "-").endswith(flag) for word in words)
+    ]
+    if args.tokens and durations:
+        raise ConfigError(
+            f"--optimizer.{durations[0]} is of the run's steps, which --tokens changes; write --steps N in place of --tokens"
+        )
     start = cli.recipe(recipe)
     made = start if study is None else lambda: _of_study(start(), study.settings[-1].config)
     config = dataclasses.replace(cli.parse(recipe, made, words, command_line.flags(Plan)).config, workdir=None)
     if not args.tokens:
         return config
     each = config.data.batch_size * config.model.units
-    steps = max(1, round(tokens_of(args.tokens) / each))
+    steps = max(1, round(amount("--tokens", args.tokens) / each))
     longer = sizes.grown_run(config, "tokens", steps * each)
     own = config.preset.joint != "none" or any(word.startswith("--optimizer.warmup") for word in words)
     return dataclasses.replace(longer, optimizer=config.optimizer) if own else longer
