@@ -32,6 +32,7 @@ from mupax.train.reuse.image_input import ImageInput
 from mupax.zoo.__main__ import main as zoo
 from mupax.zoo.configs import DecoderConfig, ViTConfig
 from mupax.zoo.definition import definition
+from tests.fixtures.hub import model_hub
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "inputs.md"
 ROOMS = {"train": train, "zoo": zoo, "presets": presets, "data": data}
@@ -153,9 +154,13 @@ def make() -> None:
 @pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     path = tmp_path_factory.mktemp("inputs")
-    with pytest.MonkeyPatch.context() as patch, contextlib.chdir(path):
+    with pytest.MonkeyPatch.context() as patch, contextlib.chdir(path), model_hub(path / "home") as hub:
         patch.setenv("MUPAX_DATA", str(path / "cache"))
         make()
+        for name in ("vit", "gpt"):
+            hub.add(f"me/{name}", Path(name))
+        hub.add("me/secret", Path("vit"), private=True)
+        hub.add("me/pickle", Path("pickle"))
         yield
 
 

@@ -114,6 +114,16 @@ class CheckpointFlags:
         return True if self.ema else False if self.no_ema else None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelFlags(CheckpointFlags):
+    """Which parameters a command reads that takes weights from elsewhere, too."""
+
+    workdir: Annotated[conf.Positional[command_line.Place], conf.arg(metavar="WORKDIR|ORG/NAME")]
+    """Folder of a run, WORKDIR/checkpoints/STEP, weights alone, or a model of the Hugging Face hub."""
+    revision: Annotated[str | None, conf.arg(metavar="BRANCH|TAG|COMMIT")] = None
+    """Of a model of the hub; main unless given."""
+
+
 def parse(name: str, recipe: Callable[[], Config], argv: Sequence[str], more_flags: Sequence[str] = ()) -> Command:
     """The recipe with the flags of `argv` applied and checked, as far as can be known without JAX.
 

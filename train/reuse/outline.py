@@ -56,7 +56,7 @@ def opened(path: Path, step: Step | None = None) -> tuple[Path, dict[str, Any], 
         raise WeightsError(
             f"{path}: no run and no weights there ({CONFIG} is missing); give a workdir, workdir/{CHECKPOINTS}/STEP, "
             "a folder of `python -m zoo import`, or one of Hugging Face with config.json and safetensors"
-            + ("" if folder.exists() else "; `hf download NAME --local-dir FOLDER` brings one from the hub")
+            + ("" if path.exists() else "; `hf download ORG/NAME --local-dir FOLDER` brings one from the hub")
         )
     fields = read_json(folder / (MODEL if imported else CONFIG))
     run = not imported and "model_type" not in fields and "config" in fields

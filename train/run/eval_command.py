@@ -21,14 +21,14 @@ READ = ("--data.", "--mesh.", "--model.compute.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Evaluate(cli.CheckpointFlags):
+class Evaluate(cli.ModelFlags):
     """Loss and accuracy of any checkpoint of a run on its evaluation data, or on other data; or of weights on data.
 
     The numbers are those that the run itself wrote at that step. Without --step the newest checkpoint is meant; where the run
     keeps a moving average of its parameters, that is evaluated, as in the run. The run's flags --data.*, --mesh.* and
     --model.compute.* work here too: --data.name text:PATH evaluates on another text, --mesh.data 1 on a single device. The sets that the
     run evaluates on beside its own, or those of --data.evaluate, have a line each. --step best is the best checkpoint that was kept.
-    WORKDIR may be a folder that `python -m zoo import` wrote, or one of Hugging Face, where --data.name says what to read.
+    WORKDIR may be a folder that `python -m zoo import` wrote, one of Hugging Face, or ORG/NAME of its hub, where --data.name says what to read.
     Of images there are also the top-5 accuracy, the expected calibration error (15 bins) and every class by itself.
     --tasks runs tasks of the lm-eval harness in place of all that.
     """
@@ -67,8 +67,10 @@ def main(argv: Sequence[str]) -> int:
     if args.tasks:
         return _on_tasks(args, rest)
     from mupax.train.reuse import pretrained
+    from mupax.train.reuse.huggingface import hub
     from mupax.train.run.report import metrics
 
+    args = dataclasses.replace(args, workdir=hub.local(args.workdir, args.revision))
     opened = functools.partial(pretrained.find, args.workdir, args.step, args.average)
     saved = restored("eval", "--step, --ema, --json", rest, opened)
     if saved.config.data.name in pretrained.NO_DATA.values():
@@ -87,6 +89,7 @@ def main(argv: Sequence[str]) -> int:
 def _on_tasks(args: Evaluate, rest: Sequence[str]) -> int:
     """Runs the tasks and shows their numbers; 0 when done."""
     from mupax.train.reuse.harness import tasks
+    from mupax.train.reuse.huggingface import hub
 
     tasks.check()
     for word in rest:
@@ -94,7 +97,7 @@ def _on_tasks(args: Evaluate, rest: Sequence[str]) -> int:
             raise command_line.UsageError(f"eval --tasks does not read {word.partition('=')[0]}; leave it out")
     words = " ".join(rest).replace("=", " ").split()
     numbers = tasks.measured(
-        args.workdir,
+        hub.local(args.workdir, args.revision),
         args.tasks,
         folder=args.tasks_from,
         limit=args.limit,

@@ -64,7 +64,7 @@ class Tensors:
         self.shapes: dict[str, tuple[int, ...]] = {}
         file = _file_of(path)
         if file.name.endswith(".json"):
-            for part, names in _indexed(file).items():
+            for part, names in files_of_index(file).items():
                 self._add(file.parent / part, names)
         else:
             self._add(file)
@@ -112,8 +112,15 @@ class Tensors:
             self.shapes[name], self._files[name] = shape, opened
 
 
-def _indexed(index: Path) -> dict[str, list[str]]:
-    """Names of files to the tensors that an index says they hold."""
+def files_of_index(index: Path) -> dict[str, list[str]]:
+    """Names of files to the tensors that an index says they hold.
+
+    Args:
+        index: the path of a model.safetensors.index.json.
+
+    Raises:
+        TensorFileError, JsonError: no index, or one that names files elsewhere.
+    """
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise TensorFileError(f"{index}: no weight_map from tensor names to files")

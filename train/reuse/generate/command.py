@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro import conf
 
 from mupax import command_line, terminal
-from mupax.train.config.cli import CheckpointFlags
+from mupax.train.config.cli import ModelFlags
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,10 +23,10 @@ UNFINISHED = "\ufffd"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Generate(CheckpointFlags):
+class Generate(ModelFlags):
     """Text from any checkpoint of a language model; of an encoder-decoder, what it makes of a text with `<mask>` (or `<0>`, `<1>`) in it.
 
-    WORKDIR may be weights alone, too: a folder that `python -m zoo import` wrote, or one of Hugging Face.
+    WORKDIR may be weights alone, too: a folder that `python -m zoo import` wrote, one of Hugging Face, or ORG/NAME of its hub.
 
     The text goes to stdout as it is made, what it took to stderr. Without --step the newest checkpoint writes; where the run
     keeps a moving average of its parameters, that does. One device makes it, with a cache of keys and values, so that a token
@@ -65,11 +65,13 @@ def main(argv: Sequence[str]) -> int:
     from mupax.train.reuse.generate import opened
     from mupax.train.reuse.generate.decode import Generator
     from mupax.train.reuse.generate.sampling import DecodingError, Sampling
+    from mupax.train.reuse.huggingface import hub
 
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     for name, least in (("tokens", 0), ("samples", 1), ("seed", 0)):
         if getattr(args, name) < least:
             raise DecodingError(f"--{name} is {getattr(args, name)}; write a whole number of at least {least}")
+    args = dataclasses.replace(args, workdir=hub.local(args.workdir, args.revision))
     named = {"tokenizer": args.tokenizer, "separator": args.separator}
     run = opened.find(args.workdir, args.step, args.average, writes=True, **named)
     if run.config.model.denoises:

@@ -13,7 +13,7 @@ from tyro import conf
 
 from mupax import command_line, terminal
 from mupax.command_line import Switch
-from mupax.train.config.cli import CheckpointFlags
+from mupax.train.config.cli import ModelFlags
 
 if TYPE_CHECKING:
     from mupax.train.reuse.image_input import ImageInput
@@ -23,12 +23,13 @@ _LISTS = (".txt", ".lst", ".list")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Predict(CheckpointFlags):
+class Predict(ModelFlags):
     """The likeliest classes of image files, with probabilities.
 
-    WORKDIR is a run, one of its steps, a folder that `python -m zoo import` wrote, or one of Hugging Face. Images of any size and
-    mode are read as evaluation reads them, by the preprocessing that lies beside the weights. Answers go to stdout, a line an
-    image, as they are made; a file that cannot be read is named on stderr and left out, and the exit code is 2 then.
+    WORKDIR is a run, one of its steps, a folder that `python -m zoo import` wrote, one of Hugging Face, or ORG/NAME of its hub.
+    Images of any size and mode are read as evaluation reads them, by the preprocessing that lies beside the weights. Answers go
+    to stdout, a line an image, as they are made; a file that cannot be read is named on stderr and left out, and the exit code
+    is 2 then.
     """
 
     images: Annotated[conf.Positional[tuple[command_line.Place, ...]], conf.arg(metavar="IMAGES ...")]
@@ -49,13 +50,15 @@ def main(argv: Sequence[str]) -> int:
     args = command_line.parse(Predict, "python -m train predict", argv)
     if args.top < 1:
         raise command_line.UsageError(f"--top is {args.top}; write a whole number of at least 1")
+    from mupax.train.reuse.huggingface import hub
     from mupax.train.reuse.outline import outline
 
-    origin = outline(args.workdir)
     paths = files(args.images)
+    source = hub.local(args.workdir, args.revision)
+    origin = outline(source)
     from mupax.train.reuse.predict.classifier import classifier
 
-    model = classifier(args.workdir, origin, args.step, args.average, min(_BATCH, len(paths)))
+    model = classifier(source, origin, args.step, args.average, min(_BATCH, len(paths)))
     unread = 0
     for path, probabilities, error in model.predictions(paths):
         if probabilities is None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro import conf
 
 from mupax import command_line, terminal
-from mupax.train.config.cli import CheckpointFlags
+from mupax.train.config.cli import ModelFlags
 
 if TYPE_CHECKING:
     from mupax.train.reuse.serve.service import Service
@@ -20,10 +20,10 @@ _NEAR = ("generation_config.json", "config.json", "tokenizer_config.json")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Serve(CheckpointFlags):
+class Serve(ModelFlags):
     """A language model behind OpenAI's API, and a page to try it in a browser.
 
-    WORKDIR is a run, one of its steps, a folder that `python -m zoo import` wrote, or one of Hugging Face. There are
+    WORKDIR is a run, one of its steps, a folder that `python -m zoo import` wrote, one of Hugging Face, or ORG/NAME of its hub. There are
     /v1/completions, /v1/chat/completions where a chat template lies beside the tokenizer, /v1/models and /health. Only this
     machine is answered unless --host says otherwise: there is no key and no encryption. Ctrl-C ends it.
     """
@@ -69,9 +69,11 @@ def opened_service(args: Serve) -> Service:
     from mupax.train.reuse import runs
     from mupax.train.reuse.generate import opened
     from mupax.train.reuse.generate.decode import Generator
+    from mupax.train.reuse.huggingface import hub
     from mupax.train.reuse.serve.service import Service
 
-    run = opened.find(args.workdir, args.step, args.average, tokenizer=args.tokenizer, separator=args.separator)
+    source = hub.local(args.workdir, args.revision)
+    run = opened.find(source, args.step, args.average, tokenizer=args.tokenizer, separator=args.separator)
     if not run.config.model.generates:
         raise WorkdirError(f"{args.workdir} holds a {run.config.model.family}; only decoders are served")
     tokenizer, name = opened.tokenizer_of(run), run.config.data.tokenizer

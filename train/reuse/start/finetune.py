@@ -51,8 +51,10 @@ class Finetune:
 
     folder: Annotated[conf.Positional[command_line.Place], conf.arg(metavar="FOLDER")]
     """Images in a folder per class; for a model of text, a file or folder of text."""
-    source: Annotated[command_line.Place, conf.arg(name="from", metavar="SOURCE")]
-    """A run, one of its steps, a folder that `python -m zoo import` wrote, or one of Hugging Face."""
+    source: Annotated[command_line.Place, conf.arg(name="from", metavar="SOURCE|ORG/NAME")]
+    """A run, one of its steps, a folder that `python -m zoo import` wrote, one of Hugging Face, or ORG/NAME of its hub."""
+    revision: Annotated[str | None, conf.arg(metavar="BRANCH|TAG|COMMIT")] = None
+    """Of a model of the hub; main unless given."""
     lora: LoraConfig = dataclasses.field(default=LoraConfig())
 
 
@@ -69,9 +71,10 @@ def command(argv: Sequence[str]) -> cli.Command:
         raise command_line.UsageError(
             f"no folder {args.folder}; give one that has a folder of images per class, or text"
         )
+    from mupax.train.reuse.huggingface import hub
     from mupax.train.reuse.source import located
 
-    source = located(args.source)
+    source = located(hub.local(args.source, args.revision))
     origin = outline(source)
     asked = any(word.partition("=")[0] == "--data.tokenizer" for word in rest)
     if not isinstance(origin.model, TransformerConfig):
@@ -85,7 +88,7 @@ def command(argv: Sequence[str]) -> cli.Command:
         start, what = _images(args.folder, source, origin, origin.model)
     else:
         start, what = _text(args.folder, source, origin, asked)
-    made = cli.parse(NAME, lambda: start, rest, ["--from", "--lora.rank", "--lora.alpha", "--lora.on"])
+    made = cli.parse(NAME, lambda: start, rest, ["--from", "--revision", "--lora.rank", "--lora.alpha", "--lora.on"])
     kind = "conversations in tokens" if made.config.data.name.startswith("chat:") else "tokens"
     what = what or f"{kind} of {made.config.data.tokenizer}"
     peak = made.config.optimizer.peak_lr
