@@ -17,7 +17,7 @@ SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13)
 LOCK := $(BIN)/uv pip compile pyproject.toml --quiet --universal --generate-hashes --python-version 3.11 \
 	--fork-strategy requires-python --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock"
 
-.PHONY: help train quick test check costs parity tpu schedulers core figures site report release lock clean
+.PHONY: help train quick test check costs parity tpu schedulers core figures site report wheels release lock clean
 .DEFAULT_GOAL := help
 
 help: ## What can be made
@@ -72,13 +72,17 @@ site: $(VENV)/.locked-site ## Build the site of docs/ into build/site: notebooks
 report: $(VENV)/.locked-site ## Set the report of what presets do and what transfers into build/report.pdf
 	$(BIN)/python -m scripts.report $(ARGS)
 
-release: $(VENV)/.locked-dev ## Build sdist, wheel and that of the presets alone into dist, check them by twine, use both wheels in empty environments, and run a notebook from one
+wheels: $(VENV)/.locked-dev ## Build sdist, wheel and that of the presets alone into dist, check them by twine, use both wheels in empty environments, and run a notebook from one
 	rm -rf dist
 	$(BIN)/python -m hatchling build -d dist
 	cd packaging/presets && $(abspath $(BIN))/python -m hatchling build -t wheel -d $(CURDIR)/dist
 	$(PIP) install --quiet "twine>=6,<8"
 	$(BIN)/python -m twine check --strict dist/*
-	$(BIN)/python -m pytest -q tests/test_install.py
+	$(BIN)/python -m pytest -q tests/test_install.py $(ARGS)
+
+release: $(VENV)/.locked-dev ## The wheels, once version and day are the same in mupax/__init__.py, CHANGELOG.md and CITATION.cff
+	$(BIN)/python -m scripts.release
+	$(MAKE) wheels
 
 lock: $(BIN)/python ## Write the requirement files again (ARGS=--upgrade for newer versions)
 	$(PIP) install --quiet "uv>=0.6,<0.14"

@@ -13,7 +13,7 @@
 | `report` | build/report.pdf |
 | `studies` | trained studies: transfer, tuned presets, forecasts, desiderata, experts, growth, other code |
 
-`goldens` writes the golden tables of the tests.
+`goldens` writes the golden tables of the tests, `release` says what is missing before a release.
 """
 
 from pathlib import Path
