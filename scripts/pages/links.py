@@ -101,6 +101,18 @@ def _problems(page: Path, targets: Sequence[str], root: Path) -> Iterator[str]:
             yield f"{page.relative_to(root)}: {target} {problem}"
 
 
+def pages_of(folder: Path) -> list[Path]:
+    """Pages of a built site, without a theme's templates.
+
+    Raises:
+        FileNotFoundError: there is no site.
+    """
+    pages = sorted(path for path in folder.rglob("*.html") if path.relative_to(folder).parts[0] != TEMPLATES)
+    if not pages:
+        raise FileNotFoundError(f"{folder} holds no page; build the site first: make site")
+    return pages
+
+
 def broken_in_site(folder: Path) -> list[str]:
     """Page, target and what is wrong, of every link and picture of a built site that leads nowhere.
 
@@ -108,10 +120,7 @@ def broken_in_site(folder: Path) -> list[str]:
         FileNotFoundError: there is no site.
     """
     folder = folder.resolve()
-    pages = sorted(path for path in folder.rglob("*.html") if path.relative_to(folder).parts[0] != TEMPLATES)
-    if not pages:
-        raise FileNotFoundError(f"{folder} holds no page; build the site first: make site")
-    return [line for page in pages for line in _problems(page, _page(page).targets, folder)]
+    return [line for page in pages_of(folder) for line in _problems(page, _page(page).targets, folder)]
 
 
 def broken_in_documents(root: Path = ROOT) -> list[str]:

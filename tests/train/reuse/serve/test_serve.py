@@ -28,7 +28,7 @@ from mupax.train.reuse.serve.writing import Writing
 from mupax.train.reuse.source import Source
 from mupax.zoo.configs import DecoderConfig
 from mupax.zoo.definition import definition
-from tests.fixtures import browser
+from scripts.pages import browser
 
 SEQ_LEN, PROMPT = 32, "to be"
 MODEL = DecoderConfig(width=16, depth=1, num_heads=2, mlp_ratio=2, vocab_size=128, seq_len=SEQ_LEN)
