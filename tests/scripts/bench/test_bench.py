@@ -12,7 +12,6 @@ import pytest
 
 from scripts.bench import __main__ as bench
 from scripts.bench import in_turns
-from scripts.bench.pytorch import gpu_mfu
 
 TINY = ["--tiny", "--rounds", "1"]
 NEEDS_TORCH = [
@@ -59,25 +58,3 @@ def test_turns_alternate_and_the_first_step_of_a_turn_does_not_count() -> None:
 def test_the_committed_page_is_what_its_files_give() -> None:
     text = bench.PAGE.read_text()
     assert bench.page(text, bench.FOLDER) == text
-
-
-def test_the_best_point_of_both_sides_counts() -> None:
-    points: list[dict[str, Any]] = [
-        {"model": "gpt2", "side": "mupax", "batch_size": 1, "flops_per_s": 2.0},
-        {"model": "gpt2", "side": "mupax", "batch_size": 2, "flops_per_s": 6.0},
-        {"model": "gpt2", "side": "mupax", "batch_size": 4, "failed": "out of memory"},
-        {"model": "gpt2", "side": "torch", "batch_size": 2, "flops_per_s": 4.0},
-        {"model": "vit-s16", "side": "torch", "batch_size": 2, "failed": ""},
-    ]
-    rows = gpu_mfu.summary(points)["best"]
-    assert rows["gpt2"]["mupax"]["batch_size"] == 2
-    assert rows["gpt2"]["ratio"] == 1.5
-    assert "vit-s16" not in rows
-
-
-def test_a_gpu_point_runs_here(capsys: Any) -> None:
-    words = ["--point", "mupax", "--models", "vit-s16", "--batch", "2", "--variant", '{"layers": "scan"}', "--tiny"]
-    assert gpu_mfu.main(words) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["units_per_s"] > 0
-    assert found["mfu"] is None  # an unknown device has no peak

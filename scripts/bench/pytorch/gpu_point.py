@@ -1,0 +1,195 @@
+"""One point of `scripts.bench.pytorch.gpu_mfu`, in a process of its own: a model's whole training steps timed on this device, and traced.
+
+python -m scripts.bench.pytorch.gpu_point mupax gpt2 32 --variant '{"remat": "dots"}' [--steps 20] [--profile FOLDER] [--tiny]
+"""
+
+# Torch is optional and in no lock file.
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+TRACED_STEPS = 3
+"""Steps of a trace, after the timed ones."""
+
+
+def config_of(name: str, batch_size: int, variant: dict[str, Any], *, tiny: bool) -> Any:
+    """The run of a named model in bfloat16."""
+    from mupax.zoo import configs
+    from mupax.zoo.configs import ComputeConfig
+    from scripts.bench.pytorch.step import config_of as run_of
+
+    model = dataclasses.replace(configs.get(name), compute=ComputeConfig(dtype="bfloat16", **variant))
+    if tiny:
+        small = {"width": 32, "depth": 2, "num_heads": 2, "head_dim": None, "num_kv_heads": None}
+        text = {"vocab_size": 64, "seq_len": 16}
+        image = {"image_size": 32, "num_classes": 10}
+        model = dataclasses.replace(model, **small, **(text if model.task == "tokens" else image))  # pyright: ignore
+    return run_of(model, batch_size)
+
+
+def jax_point(config: Any) -> Callable[[], None]:
+    """One step on the device, returning when it is queued."""
+    import jax
+
+    from mupax.train.core.program import assemble
+    from scripts.bench.pytorch.step import batches_of
+
+    program = assemble(config, jax.devices()[:1])
+    compiled, state, run = program.compile_train(), program.initial_state(), program.step_inputs()
+    batch = jax.device_put(batches_of(program, 1)[0])
+    metrics: Any = None
+
+    def step() -> None:
+        nonlocal state, metrics
+        state, metrics = compiled(state, run, batch)
+
+    step.wait = lambda: jax.block_until_ready((state, metrics))  # pyright: ignore[reportFunctionMemberAccess]
+    return step
+
+
+def torch_point(config: Any) -> Callable[[], None]:
+    """The same in PyTorch; random weights, since only time is compared here."""
+    import torch
+    import torch.nn.functional as F
+
+    from mupax.zoo.configs import DecoderConfig
+    from scripts.bench.pytorch import models as torch_models
+
+    torch.set_float32_matmul_precision("high")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, opt, size = config.model, config.optimizer, config.data.batch_size
+    net = torch_models.Transformer(model).to(device)
+    optimizer = torch_models.adamw(net, opt.peak_lr, opt.weight_decay, opt.b1, opt.b2, opt.eps)
+    if isinstance(model, DecoderConfig):
+        inputs = torch.randint(model.vocab_size, (size, model.seq_len), device=device)
+        targets = torch.randint(model.vocab_size, (size, model.seq_len), device=device)
+    else:
+        inputs = torch.randn(size, model.image_size, model.image_size, model.channels, device=device)
+        targets = torch.randint(model.num_classes, (size,), device=device)
+
+    def loss_of(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            logits = net(inputs)
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), targets.view(-1))
+
+    compiled: Any = torch.compile(loss_of)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        compiled(inputs, targets).backward()
+        optimizer.step()
+
+    step.wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)  # pyright: ignore
+    return step
+
+
+def timed(step: Any, repeats: int, steps: int) -> float:
+    """Seconds of one step: the median of `repeats` runs of `steps` steps each, after two that compile and warm up."""
+    for _ in range(2):
+        step()
+    step.wait()
+    found = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        for _ in range(steps):
+            step()
+        step.wait()
+        found.append((time.perf_counter() - began) / steps)
+    return statistics.median(found)
+
+
+def traced(side: str, step: Any, folder: Path) -> None:
+    """A few more steps in a trace: of JAX for XProf or TensorBoard, of PyTorch for a browser's tracing page.
+
+    Args:
+        side: whose step.
+        step: of `jax_point` or `torch_point`, compiled.
+        folder: gets the files.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if side == "mupax":
+        import jax
+
+        with jax.profiler.trace(str(folder)):
+            for _ in range(TRACED_STEPS):
+                step()
+            step.wait()
+        return
+    import torch.profiler
+
+    with torch.profiler.profile() as profiler:
+        for _ in range(TRACED_STEPS):
+            step()
+        step.wait()
+    profiler.export_chrome_trace(str(folder / "trace.json"))
+
+
+def device_of(side: str) -> str:
+    """What the device is called: by NVIDIA's name, the same on both sides."""
+    if side == "mupax":
+        import jax
+
+        return jax.devices()[0].device_kind
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def point(
+    side: str, name: str, batch_size: int, variant: dict[str, Any], *, steps: int, profile: Path | None, tiny: bool
+) -> dict[str, Any]:
+    """Seconds of a step, units per second, FLOP/s and MFU of one side, model and batch, in this process.
+
+    Args:
+        side: mupax or torch.
+        name: of the model, as `mupax.zoo.configs.get`.
+        batch_size: sequences or images of a step.
+        variant: fields of `ComputeConfig`; of mupax alone.
+        steps: timed, three times over; the median counts.
+        profile: folder of a trace of a few more steps.
+        tiny: a small model in its place.
+    """
+    from mupax.train.parallel.hardware import peak_flops
+    from mupax.zoo import flops
+
+    config = config_of(name, batch_size, variant if side == "mupax" else {}, tiny=tiny)
+    step = (jax_point if side == "mupax" else torch_point)(config)
+    seconds = timed(step, 3, steps)
+    if profile is not None:
+        traced(side, step, profile)
+    units = batch_size * config.model.units
+    rate, device = units * flops.train_flops(config.model) / seconds, device_of(side)
+    peak = peak_flops(device)
+    return {
+        "side": side, "model": name, "batch_size": batch_size, **variant, "step_s": seconds, "unit": config.model.unit,
+        "units_per_s": units / seconds, "flops_per_s": rate, "mfu": rate / peak if peak else None, "device": device,
+        **({"profile": str(profile)} if profile else {}),
+    }  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print one line of JSON; returns the exit code 0."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("side", choices=["mupax", "torch"])
+    parser.add_argument("model")
+    parser.add_argument("batch_size", type=int)
+    parser.add_argument("--variant", type=json.loads, default={}, help="fields of the model's compute section, as JSON")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps, three times over (default 20)")
+    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="write a trace here")
+    parser.add_argument("--tiny", action="store_true", help="a small model, to see that it runs")
+    args = vars(parser.parse_args(argv))
+    print(json.dumps(point(args.pop("side"), args.pop("model"), args.pop("batch_size"), args.pop("variant"), **args)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
