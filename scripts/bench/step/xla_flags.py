@@ -1,8 +1,8 @@
-"""Each compiler flag of `train/parallel/hardware.py`, and all of them together, against none: the losses of some steps and their time.
+"""Compiler flags of `train/parallel/hardware.py`, one by one and together, and others that people set, against none: losses and time of steps.
 
     python -m scripts.bench.step.xla_flags [RECIPE] [--rounds 10] [--json out.json] [--flag NAME=VALUE ...]
 
-runs the recipe's step on the devices at hand, on random data. `--flag` tries flags that are not in the table.
+runs the recipe's step on the devices at hand, on random data. `--flag` tries flags that are in neither table.
 """
 
 from __future__ import annotations
@@ -21,11 +21,42 @@ import numpy as np
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config
 from mupax.train.core.program import Program, assemble
-from mupax.train.parallel.hardware import FLAGS, Value
+from mupax.train.parallel.hardware import FLAGS, Flag, Value
 from mupax.train.parallel.sharding import abstract_batch
 from scripts.bench.in_turns import compared, in_turns
 
 LOSSES = 3
+
+_MAXTEXT = "github.com/AI-Hypercomputer/maxtext, scripts of Llama 2 on H100"
+_SCRIPTS = "in public training scripts; xla/debug_options_flags.cc"
+TRIALS: dict[str, tuple[Flag, ...]] = {
+    "gpu": (
+        Flag("xla_gpu_enable_triton_gemm", False, "products by cuBLAS alone, where XLA times Triton's too", _MAXTEXT),
+        Flag(
+            "xla_gpu_triton_gemm_any",
+            True,
+            "products by Triton wherever it has one, with what surrounds them fused",
+            "docs.jax.dev/en/latest/gpu_performance_tips.html",
+        ),
+        Flag(
+            "xla_gpu_autotune_level",
+            0,
+            "kernels are not chosen by timing: the same at every start, of bits and of speed",
+            "xla/debug_options_flags.cc, 4 by default",
+        ),
+        Flag("xla_gpu_exhaustive_tiling_search", True, "Triton's tiles chosen among all, for a longer start", _SCRIPTS),
+        Flag("xla_gpu_enable_command_buffer", "", "no CUDA graphs, which take memory", _SCRIPTS),
+        Flag(
+            "xla_gpu_enable_while_loop_double_buffering",
+            True,
+            "loops over layers two at a time, so no copies",
+            _MAXTEXT,
+        ),
+        Flag("xla_gpu_enable_highest_priority_async_stream", True, "collectives before products", _MAXTEXT),
+    )
+}
+"""Backend to flags that people set and runs do not: sources disagree (MaxText sets products by cuBLAS alone, JAX's page those by Triton,
+NVIDIA's images neither), XLA chooses among both by timing, and no GPU was at hand to tell. They are known to the compiler."""
 
 
 def random_batch(program: Program) -> Any:
@@ -63,8 +94,9 @@ def stepper(program: Program, options: Mapping[str, Any]) -> tuple[Callable[[], 
 def measured(config: Config, extra: Mapping[str, Value], rounds: int) -> dict[str, Any]:
     """Losses and time of every set of flags over those of none."""
     program = assemble(config)
-    ours = {flag.name: flag.value for flag in FLAGS.get(jax.devices()[0].platform, ())}
-    each = {name: {name: value} for name, value in (ours | dict(extra)).items()}
+    platform = jax.devices()[0].platform
+    ours, trials = ({flag.name: flag.value for flag in table.get(platform, ())} for table in (FLAGS, TRIALS))
+    each = {name: {name: value} for name, value in (ours | trials | dict(extra)).items()}
     sets = {"none": {}, **each, **({"all": ours} if len(ours) > 1 else {})}
     made = {name: stepper(program, options) for name, options in sets.items()}
     seconds = in_turns({name: once for name, (once, _) in made.items()}, rounds)

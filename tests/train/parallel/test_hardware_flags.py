@@ -19,6 +19,7 @@ from mupax.train.parallel import hardware
 from mupax.train.parallel.hardware import FLAGS, SCATTER, Value, compiler_options
 from mupax.train.parallel.sharding import abstract_batch
 from mupax.zoo import configs
+from scripts.bench.step import xla_flags
 from tests.fixtures.xla import FUSIONS_OF_USERS
 
 GPU = {flag.name: flag.value for flag in FLAGS["gpu"]}
@@ -68,6 +69,26 @@ def without(program: Program) -> list[float]:
 @pytest.mark.core
 def test_the_flags_are_known_and_leave_the_loss(program: Program, without: list[float]) -> None:
     assert losses(program, GPU) == pytest.approx(without, rel=1e-6)
+
+
+# What it takes of those that people set besides, of which none is chosen for a run. On another jaxlib a name may be gone.
+@pytest.mark.core
+@pytest.mark.parametrize("flag", xla_flags.TRIALS["gpu"], ids=lambda flag: flag.name)
+def test_the_flags_that_people_set_are_known_with_their_values(flag: hardware.Flag) -> None:
+    assert flag.name not in GPU
+    lowered = jax.jit(lambda x: x @ x).lower(jnp.zeros((3, 3)))
+    lowered.compile(compiler_options={flag.name: flag.value})
+    wrong = "x" if isinstance(flag.value, bool | int) else True
+    with pytest.raises(jax.errors.JaxRuntimeError, match=flag.name):
+        lowered.compile(compiler_options={flag.name: wrong})
+
+
+# Of XLA_FLAGS that go round for GPUs; there they would end the process.
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["xla_gpu_enable_triton_softmax_fusion", "xla_gpu_enable_cudnn_fmha"])
+def test_control_flags_of_earlier_versions_are_refused(name: str) -> None:
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"No such compile option: '{name}'"):
+        jax.jit(lambda x: x + 1).lower(jnp.zeros(3)).compile(compiler_options={name: True})
 
 
 @pytest.mark.core
@@ -177,7 +198,7 @@ def test_what_the_user_sets_is_left_as_it_is(variable: str, said: str) -> None:
 
 @pytest.mark.core
 def test_every_flag_says_why_and_by_whom() -> None:
-    for backend, flags in FLAGS.items():
+    for backend, flags in (*FLAGS.items(), *xla_flags.TRIALS.items()):
         assert len({flag.name for flag in flags}) == len(flags)
         for flag in flags:
             assert flag.name.startswith("xla_"), backend
