@@ -273,7 +273,7 @@ def test_a_step_moves_the_state_where_it_lies_and_to_the_same_bits(monkeypatch: 
     for way in (nonfinite.applied, chosen):
         monkeypatch.setattr(nonfinite, "applied", way)
         train = made.trace_train().lower().compile(compiler_options={**FUSIONS_OF_USERS})
-        copies = sum(shape in shapes for shape in re.findall(r"= (\w+\[[\d,]*\])\S* copy\(", train.as_text()))
+        copies = sum(shape in shapes for shape in re.findall(r"= (\w+\[[\d,]*\])\S* copy\(", str(train.as_text())))
         states, told = [made.initial_state()], []
         for batch in batches:
             state, metrics = train(copied(states[-1]), made.step_inputs(), batch)

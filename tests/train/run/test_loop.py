@@ -108,6 +108,20 @@ def evaluations(workdir: str) -> list[dict[str, Any]]:
 # What a run leaves
 
 
+def test_a_z_loss_is_trained_and_has_a_row(plain: Done) -> None:
+    done = train("--workdir", "z", "--z-loss", "1e-4")
+    assert (plain.code, done.code) == (0, 0), done.err
+    assert json.loads(Path("z/config.json").read_text())["config"]["z_loss"] == 1e-4
+    with_z, without = rows("z"), rows("plain")
+    # Before its weight, and at first nearly the loss squared: targets' logits are 0 on average. The loss is without it.
+    assert with_z[0]["logit_z_loss"] == pytest.approx(with_z[0]["loss"] ** 2, rel=0.2)
+    assert with_z[0]["loss"] == without[0]["loss"]
+    assert [row["loss"] for row in with_z] == pytest.approx([row["loss"] for row in without], rel=0.02)
+    # The controls: no row without it, and other weights with it.
+    assert not any("logit_z_loss" in row for row in without)
+    assert evaluations("z")[-1]["eval_loss"] != evaluations("plain")[-1]["eval_loss"]
+
+
 @pytest.mark.core
 def test_a_run_ends_well(plain: Done) -> None:
     assert plain.code == 0
