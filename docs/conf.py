@@ -94,6 +94,8 @@ html_css_files = ["site.css"]
 
 OVERVIEWS = ("using", "models", "evidence", "reliability", "extend")
 """Pages whose links to other pages are the navigation under them."""
+SHORT, LONG = 14, 32
+"""Characters up to which a table's cell is not broken over lines, and from which it is at least some words wide."""
 
 
 def _navigation(_: Sphinx, name: str, source: list[str]) -> None:
@@ -139,6 +141,13 @@ def _signature(_: Sphinx, what: str, name: str, value: object, *rest: object) ->
     return "", ""
 
 
+def _cells(_: Sphinx, page: nodes.document, name: str) -> None:
+    """Marks cells that stay on one line, such as 1.3e-3 and 55 of 55, and those that need room, else one word a line in a narrow window."""
+    for cell in page.findall(nodes.entry):
+        length = len(cell.astext())
+        cell["classes"] += ["short"] * (length <= SHORT) + ["long"] * (length >= LONG)
+
+
 def _titles(app: Sphinx, page: nodes.document, name: str) -> None:
     """Calls a page that is linked by its file's name by its title."""
     for link in page.findall(nodes.reference):
@@ -157,3 +166,4 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-signature", _signature)
     app.connect("doctree-resolved", _enlarged)
     app.connect("doctree-resolved", _titles)
+    app.connect("doctree-resolved", _cells)
