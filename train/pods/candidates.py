@@ -28,8 +28,12 @@ MOST_TENSOR = 16
 MICROBATCHES, BATCHES = (1, 2, 4, 8), (0.5, 1, 2)
 """Numbers of microbatches tried, and batches, over the run's own."""
 
-BLOCKS = (512, 1024)
-"""Sides of attention blocks tried beside the chip's own, where positions divide into them: those of 2048 take 20 MiB of 16 on v5e."""
+BLOCKS = (512, 1024, 2048)
+"""Sides of attention blocks tried beside the chip's own, where positions divide into them and a core's own memory holds them."""
+
+BLOCK_BYTES = 5
+"""Of a core's own memory for each pair of positions of a block: logits in float32 and, beside them, queries, keys, values and sums; the
+compiler of v5e asked for 20 MiB for blocks of 2048."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +93,9 @@ def candidates(
     losses = [loss for loss in losses if loss != "auto"]  # which is one of the others
     length, causal = config.model.sizes()["position"], config.model.causal
     usual = block_of(length, chip.device_kind, causal=causal)
-    blocks = [None, *(block for block in BLOCKS if length % block == 0 and block != usual)]
+    room = 2**10 * estimates.operation_kib(config, chip)
+    sides = [block for block in BLOCKS if BLOCK_BYTES * block**2 <= room]
+    blocks = [None, *(block for block in sides if length % block == 0 and block != usual)]
     sizes = [int(config.data.batch_size * factor) for factor in batches]
     for mesh in _meshes(len(devices), slices, config.mesh):
         try:
@@ -99,7 +105,7 @@ def candidates(
         for remat, parts, size, loss in itertools.product(policies, MICROBATCHES, sizes, losses):
             if size % (parts * program.layout.ways("batch")):
                 continue
-            room = 0
+            peak = 0
             for block in blocks:
                 how = {"remat": remat, "cross_entropy": loss, "attention_block": block}
                 model = dataclasses.replace(config.model, compute=dataclasses.replace(config.model.compute, **how))
@@ -107,8 +113,8 @@ def candidates(
                 changed = dataclasses.replace(program.config, model=model, data=data, accumulation_steps=parts)
                 # The arrays of the state lie as before.
                 estimated = dataclasses.replace(program, config=changed)
-                room = room or sum(estimates.expected(estimated).values())
-                yield Candidate(changed, estimate(estimated, chip, slices), room)
+                peak = peak or sum(estimates.expected(estimated).values())
+                yield Candidate(changed, estimate(estimated, chip, slices), peak)
 
 
 def candidate(config: Config, chip: Chip, devices: Any, slices: int) -> Candidate:

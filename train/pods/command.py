@@ -12,9 +12,11 @@ from tyro import conf
 
 from mupax import command_line, terminal
 from mupax.command_line import Switch
+from mupax.paths import path_of
 from mupax.terminal import gib
 from mupax.train.config import cli
 from mupax.train.config.checks import at_least
+from mupax.train.config.run import Config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +39,8 @@ class Compile:
     hlo: Annotated[Path | None, conf.arg(metavar="PATH")] = None
     """Write the optimized program as text."""
     search: Switch = False
-    """Try meshes, remat policies, microbatches, batches, losses and attention blocks; compile a few that differ, print the best that fit."""
+    """Try meshes, remat policies, microbatches, batches, losses and attention blocks; compile a few that differ, print the best that fit.
+    All that was tried is written beside the workdir, WORKDIR.search-CHIP-AxB.json."""
     limit: Annotated[int, conf.arg(metavar="N")] = 6
     """With --search: compile at most so many."""
 
@@ -57,9 +60,16 @@ def main(argv: Sequence[str]) -> int:
     if args.search:
         from mupax.train.pods import search
 
-        report: Any = search.search(config, args.topology, args.slices, args.limit)
+        file = record_of(config, args.topology, args.slices)
+
+        def keep(record: dict[str, Any]) -> None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(record, indent=1) + "\n")
+
+        report: Any = search.search(config, args.topology, args.slices, args.limit, keep=keep)
         fits = report[0]["fits"]
         print(search.table(report, where))
+        terminal.say(f"all that was tried, with estimates, figures and refusals: {file}")
     else:
         from mupax.train.pods.compiled import compile_for
 
@@ -72,6 +82,18 @@ def main(argv: Sequence[str]) -> int:
     if args.json is not None:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0 if fits else 1
+
+
+def record_of(config: Config, topology: str, slices: int) -> Any:
+    """Where a search writes what it tried: beside the run's workdir, which must be empty when a run starts.
+
+    Args:
+        config: of the run.
+        topology, slices: that is searched for.
+    """
+    folder = (config.workdir or f"runs/{config.recipe}").rstrip("/")
+    times = f"-x{slices}" if slices > 1 else ""
+    return path_of(f"{folder}.search-{topology.replace(':', '-').replace(' ', '-')}{times}.json")
 
 
 def _tables(report: dict[str, Any], where: str) -> list[str]:

@@ -6,15 +6,20 @@ Compared with what the compiler allocates (`train/pods/compiled.py`), so that ne
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mupax.train.config.run import Config
 from mupax.train.core.costs import memory
 from mupax.train.core.program import Program
+from mupax.train.parallel import hardware
 from mupax.train.parallel.chips import Chip
 from mupax.zoo import flops, manual, partition
 from mupax.zoo.definition import Definition
@@ -22,6 +27,40 @@ from mupax.zoo.families import AttentionName
 from mupax.zoo.layers.flash import FUSED, block_of
 from mupax.zoo.layers.kernels import chosen
 from mupax.zoo.transformer import Sight, TransformerConfig
+
+_COMPILERS_KIB = {"TPU v6 lite": 32768}
+"""Of a core's own memory for one operation where nothing sets it, in KiB, by kind of device; 16384 on others."""
+
+_COMPILE_SECONDS = {16384: 120.0, 32768: 340.0, 98304: 580.0}
+"""That setting to processor seconds of the compiler for each MiB of traced program: of steps of about 1 MiB, lm-1b's at 16384 and lm-8b's on
+v5e and v5p at 32768 (5.6 and 5.7 min) and on v6e at 98304 (9.7 min), as docs/performance.md has them."""
+
+
+def operation_kib(config: Config, chip: Chip, environment: Mapping[str, str] = os.environ) -> int:
+    """KiB of a core's own memory that one operation of a step may take: the user's flag, ours, or the compiler's.
+
+    Args:
+        config: of the run: `vmem_kib` and `xla_flags`.
+        chip: that it is compiled for.
+        environment: where the user's flags are looked up.
+    """
+    text = " ".join(environment.get(name, "") for name in hardware.VARIABLES)
+    if set_by_user := re.findall(rf"--{hardware.VMEM}=(\d+)", text):
+        return int(set_by_user[-1])
+    flags = hardware.compiler_options(
+        "tpu", config.xla_flags, environment, kind=chip.device_kind, vmem_kib=config.vmem_kib
+    )
+    return flags.get(hardware.VMEM, _COMPILERS_KIB.get(chip.device_kind, 16384))
+
+
+def compile_seconds(program_bytes: int, kib: int) -> float:
+    """Processor seconds that the TPU compiler takes for a step, as measured and between the measured settings in proportion.
+
+    Args:
+        program_bytes: of the traced program (StableHLO).
+        kib: of `operation_kib`.
+    """
+    return program_bytes / 2**20 * float(np.interp(kib, [*_COMPILE_SECONDS], [*_COMPILE_SECONDS.values()]))
 
 
 def expected(program: Program) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mupax import terminal
@@ -11,7 +11,7 @@ from mupax.terminal import gib
 from mupax.train.config.run import Config
 from mupax.train.core.program import assemble
 from mupax.train.parallel.mesh import MeshError
-from mupax.train.pods import topology
+from mupax.train.pods import estimates, topology
 from mupax.train.pods.candidates import BATCHES, Candidate, candidate, candidates
 from mupax.train.pods.compiled import compile_for
 from mupax.train.pods.refusals import RefusedError
@@ -19,12 +19,17 @@ from mupax.train.pods.refusals import RefusedError
 ROOM = 0.75
 """Share of a chip's memory that may be expected to be taken: of lm-8b on v5e:8x8 the compiler took 1.1 to 1.4 times as much."""
 
-SECONDS_PER_MEBIBYTE = 120.0
-"""Time to compile for each MiB of traced program (StableHLO): 120 s of one core for lm-8b's and lm-1b's of about 1 MiB."""
+KEPT = 1000
+"""Configurations of a record that were estimated alone, the best first: there are tens of thousands for hundreds of chips."""
 
 
 def search(
-    config: Config, name: str, slices: int, limit: int, batches: Sequence[float] = BATCHES
+    config: Config,
+    name: str,
+    slices: int,
+    limit: int,
+    batches: Sequence[float] = BATCHES,
+    keep: Callable[[dict[str, Any]], object] = lambda record: None,
 ) -> list[dict[str, Any]]:
     """Reports of promising configurations of several kinds, compiled one by one; how it goes is printed.
 
@@ -34,6 +39,7 @@ def search(
         slices: how many of them.
         limit: programs to compile, one of them the run's own; the others are only estimated.
         batches: that are tried, as multiples of the run's own.
+        keep: told the record of what was tried, before the first is compiled and after each.
 
     Returns:
         Reports of `mupax.train.pods.compiled.Compiled`, those that fit first, fastest first, with the flags that make them.
@@ -51,11 +57,15 @@ def search(
     chosen = different(sorted(room or tried, key=lambda one: one.pace if room else one.bytes), limit)
     chosen = [candidate(config, chip, devices, slices), *chosen][: max(2, limit)]  # beside the run as it stands
     lowered = assemble(chosen[0].config, devices).trace_train().lower().as_text()
-    minutes = max(1, round(len(chosen) * len(lowered) / 2**20 * SECONDS_PER_MEBIBYTE / 60))
+    seconds = len(chosen) * estimates.compile_seconds(len(lowered), estimates.operation_kib(config, chip))
+    minutes = max(1, round(seconds / 60))
     terminal.say(
         f"{len(tried)} configurations, {len(room)} expected to fit; compiling {len(chosen)}: about {minutes} min of one core"
     )
     reports, refusals = [], []
+    rows = record(tried, chosen, ROOM * chip.hbm_bytes)
+    about = {"recipe": config.recipe, "topology": name, "slices": slices, "estimated": len(tried), "rows": rows}
+    keep(about)
     for number, one in enumerate(chosen, 1):
         expected = f"(expected {one.seconds:.3g} s, {gib(one.bytes)})"
         terminal.say(f"{number}/{len(chosen)}  {one.words}  {expected}")
@@ -64,6 +74,8 @@ def search(
         except RefusedError as error:
             terminal.say(f"     {error}")
             refusals.append(error)
+            rows[number - 1] |= {"outcome": "refused", "reason": str(error)}
+            keep(about)
             continue
         step = report["roofline"] and f", {report['roofline']['step_seconds']:.3g} s"
         terminal.say(f"     {gib(report['peak_bytes_per_device'])}{step or ', does not fit'}")
@@ -71,6 +83,9 @@ def search(
         report["compiler_flags"] = report.get("flags")
         mine = {"flags": one.words, "kinds": one.kinds, "expected_seconds": one.seconds, "topology": name}
         reports.append({**report, **mine, "slices": slices})
+        figures = {name: report.get(name) for name in FIGURES}
+        rows[number - 1] |= {"outcome": "compiled", **figures}
+        keep(about)
     if not reports:
         raise refusals[-1]
 
@@ -78,6 +93,42 @@ def search(
         return (report["roofline"] or {}).get("step_seconds", math.inf) / report["batch_size"]
 
     return sorted(reports, key=lambda report: (not report["fits"], pace(report)))
+
+
+FIGURES = (
+    *(
+        "fits",
+        "problems",
+        "roofline",
+        "peak_bytes_per_device",
+        "argument_bytes_per_device",
+        "temporary_bytes_per_device",
+    ),
+    *("estimated_cycles", "hbm_traffic_per_device", "compile_seconds"),
+)
+"""What a record has of a report."""
+
+
+def record(tried: Sequence[Candidate], chosen: Sequence[Candidate], room: float) -> list[dict[str, Any]]:
+    """A row of each candidate, those to be compiled first and in their order, then the `KEPT` best of the others.
+
+    Args:
+        tried: all that were estimated.
+        chosen: those that are compiled.
+        room: bytes of a chip that may be expected to be taken.
+    """
+    compiled = {id(one) for one in chosen}
+    others = sorted((one for one in tried if id(one) not in compiled), key=lambda one: (one.bytes > room, one.pace))
+    return [
+        {
+            "flags": one.words,
+            "expected_seconds": one.seconds,
+            "expected_bytes": one.bytes,
+            "expected_to_fit": one.bytes <= room,
+            "outcome": "estimated",
+        }
+        for one in (*chosen, *others[:KEPT])
+    ]
 
 
 def different(ranked: list[Candidate], limit: int) -> list[Candidate]:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import pytest
 
+from mupax.train.__main__ import main
 from mupax.train.config import cli
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config, MeshConfig
 from mupax.train.parallel.chips import CHIPS
-from mupax.train.pods import candidates, search
+from mupax.train.pods import candidates, command, estimates, search
 from mupax.train.pods.candidates import Candidate
 from mupax.train.pods.refusals import refused
 from mupax.train.pods.search import different
@@ -100,7 +102,17 @@ def test_a_candidate_that_the_compiler_refuses_does_not_end_the_search(
     monkeypatch.setattr(search, "compile_for", compile_for)
     monkeypatch.setattr(search.topology, "devices", lambda *_: jax.devices()[:2])
     config = dataclasses.replace(config_of(), mesh=MeshConfig())
-    reports = search.search(config, "v5e:2x2", 1, 3)
+    records: list[str] = []
+    reports = search.search(config, "v5e:2x2", 1, 3, keep=lambda record: records.append(json.dumps(record)))
+    first, *_, last = map(json.loads, records)
+    assert len(records) == 4  # before the first and after each
+    assert {row["outcome"] for row in first["rows"]} == {"estimated"}
+    assert [row["outcome"] for row in last["rows"][:4]] == ["compiled", "refused", "compiled", "estimated"]
+    assert "20.0M of 16.0M" in last["rows"][1]["reason"]
+    assert last["rows"][2]["peak_bytes_per_device"] == 1
+    assert all(row["expected_seconds"] > 0 and row["expected_bytes"] > 0 for row in last["rows"])
+    assert 3 < len(last["rows"]) <= last["estimated"] + 1  # the run itself beside them
+    assert len(last["rows"]) <= search.KEPT + 3
     assert (len(tried), len(reports)) == (3, 2)
     assert all(report["flags"].startswith("--mesh.data ") for report in reports)
     assert reports[0]["compiler_flags"] == {"xla_of_the_compiler": True}
@@ -109,3 +121,63 @@ def test_a_candidate_that_the_compiler_refuses_does_not_end_the_search(
         "the compiler of v5e:2x2 refuses this step; a core's own memory is too small: write --model.compute." in shown
     )
     assert "attention-block 1024, or more for one operation with --vmem-kib. It says: RESOURCE_EXHAUSTED" in shown
+
+
+def test_a_search_says_the_minutes_that_the_flags_of_now_take() -> None:
+    config = config_of()
+    minutes = {
+        name: estimates.compile_seconds(2**20, estimates.operation_kib(config, CHIPS[name], {})) / 60 for name in CHIPS
+    }
+    # Of a step of 1 MiB, lm-8b's (docs/performance.md).
+    assert [round(minutes[name], 1) for name in ("v5e", "v5p", "v6e")] == [5.7, 5.7, 9.7]
+    assert minutes["v4"] == 2.0
+
+
+def test_what_one_operation_may_take_is_what_the_step_is_compiled_with() -> None:
+    config = config_of()
+    assert estimates.operation_kib(config, CHIPS["v6e"], {}) == 98304
+    assert estimates.operation_kib(dataclasses.replace(config, vmem_kib=65536), CHIPS["v6e"], {}) == 65536
+    assert estimates.operation_kib(dataclasses.replace(config, xla_flags="none"), CHIPS["v6e"], {}) == 32768
+    assert estimates.operation_kib(dataclasses.replace(config, xla_flags="none"), CHIPS["v5e"], {}) == 16384
+    mine = {"LIBTPU_INIT_ARGS": "--xla_tpu_scoped_vmem_limit_kib=24576"}
+    assert estimates.operation_kib(config, CHIPS["v5e"], mine) == 24576
+
+
+def test_blocks_of_2048_are_tried_where_a_core_holds_them() -> None:
+    config = dataclasses.replace(config_of(), mesh=MeshConfig())
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, seq_len=4096, num_heads=2))
+
+    def blocks(kib: int | None) -> set[int | None]:
+        changed = dataclasses.replace(config, vmem_kib=kib)
+        found = candidates.candidates(changed, CHIPS["v5e"], jax.devices()[:1], 1, (1,))
+        return {one.config.model.compute.attention_block for one in found}
+
+    assert blocks(None) == {None, 1024, 2048}  # 32 MiB; 512 is the chip's own
+    assert blocks(16384) == {None, 1024}
+    assert blocks(20480) == {None, 1024, 2048}
+
+
+def test_a_record_lies_beside_the_workdir_which_must_be_empty_when_a_run_starts() -> None:
+    config = config_of()
+    assert str(command.record_of(config, "v5e:16x16", 1)) == "runs/lm-tiny.search-v5e-16x16.json"
+    placed = dataclasses.replace(config, workdir="here/run/")
+    assert str(command.record_of(placed, "v5p:4x4x4", 2)) == "here/run.search-v5p-4x4x4-x2.json"
+
+
+def test_the_command_keeps_what_it_tried_and_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = {"step_seconds": 1.0, "alone": 0.1, "bound": "compute", "mfu": 0.4}
+    report = {"fits": True, "roofline": line, "peak_bytes_per_device": 1, "batch_size": 1, "problems": []}
+    monkeypatch.setattr(search, "compile_for", lambda *_: SimpleNamespace(report=lambda: dict(report)))
+    monkeypatch.setattr(search.topology, "devices", lambda *_: jax.devices()[:2])
+    monkeypatch.setattr(search.topology, "ready", lambda: None)
+    words = ["lm-tiny", "--topology", "v5e:2x2", "--search", "--limit", "2", "--workdir", str(tmp_path / "run")]
+    assert main(["compile", *words]) == 0
+    file = tmp_path / "run.search-v5e-2x2.json"
+    assert str(file) in "".join(capsys.readouterr().out.split())
+    record = json.loads(file.read_text())
+    assert (record["recipe"], record["topology"], record["slices"]) == ("lm-tiny", "v5e:2x2", 1)
+    assert [row["outcome"] for row in record["rows"][:3]] == ["compiled", "compiled", "estimated"]
+    assert record["rows"][0]["roofline"] == line
+    assert not (tmp_path / "run").exists()  # where a run starts only in what is empty
