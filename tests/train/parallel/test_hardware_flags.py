@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,8 +78,9 @@ def test_the_flags_are_known_and_leave_the_loss(program: Program, without: list[
 def test_the_flags_that_people_set_are_known_with_their_values(flag: hardware.Flag) -> None:
     assert flag.name not in GPU
     lowered = jax.jit(lambda x: x @ x).lower(jnp.zeros((3, 3)))
-    lowered.compile(compiler_options={flag.name: flag.value})
-    wrong = "x" if isinstance(flag.value, bool | int) else True
+    known: dict[str, Any] = {flag.name: flag.value}
+    lowered.compile(compiler_options=known)
+    wrong: Any = "x" if isinstance(flag.value, bool | int) else True
     with pytest.raises(jax.errors.JaxRuntimeError, match=flag.name):
         lowered.compile(compiler_options={flag.name: wrong})
 

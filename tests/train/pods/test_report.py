@@ -63,7 +63,7 @@ def test_control_nothing_or_a_copy_in_between_hides_nothing() -> None:
 
 def test_a_gather_as_large_as_a_bias_is_no_problem_and_one_as_large_as_a_matrix_is() -> None:
     config = dataclasses.replace(RECIPES["lm-tiny"](), mesh=MeshConfig(data=2, fsdp=2, tensor=2))
-    model = dataclasses.replace(config.model, width=512, num_heads=4, seq_len=16, bias=True)
+    model: Any = dataclasses.replace(config.model, width=512, num_heads=4, seq_len=16, bias=True)
     data = dataclasses.replace(config.data, batch_size=8)
     program = assemble(dataclasses.replace(config, model=model, data=data))
     depth, itemsize = model.depth, 4

@@ -63,7 +63,8 @@ def results(case: Case, implementation: Any, layout: partition.Layout | None, dt
     q, k, v = (jnp.asarray(random.standard_normal(shape), jnp.bfloat16).astype(dtype) for shape in shapes)
     q = q * dtype(case.size**-0.5)
     weights = jnp.asarray(random.standard_normal(q.shape), jnp.bfloat16).astype(jnp.float32)
-    segments = np.cumsum(random.random((2, case.length)) < 0.02, axis=1, dtype=np.int32) if case.segments else None
+    numbers = np.cumsum(random.random((2, case.length)) < 0.02, axis=1, dtype=np.int32)
+    segments = jnp.asarray(numbers) if case.segments else None
 
     def total(*qkv: jax.Array) -> tuple[jax.Array, jax.Array]:
         with partition.using(layout):
