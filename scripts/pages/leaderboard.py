@@ -105,7 +105,7 @@ def page(entries: Sequence[Row]) -> str:
         lines.append("")
     ranked = {row.preset.split()[0] for row in entries}
     missing = ", ".join(f"`{name}`" for name in presets.PRESETS if name not in ranked)
-    return "\n".join([*lines, f"Presets without a row: {missing}.", ""])
+    return "\n".join([*lines, *([f"Presets without a row: {missing}.", ""] if missing else [])])
 
 
 def _interval(of: Mapping[str, float | None], form: str) -> str:

@@ -47,9 +47,15 @@ MOE_ALONE = (
     "--optimizer.weight-decay 0 --optimizer.peak-lr 8 --train-only block.experts.* --preset mup"
 )
 """Sixteen experts, eight of them a token's; they and their router are all that is trained."""
+TUNED = (
+    "--optimizer.peak-lr 0.011 --preset mup --preset.constants rates.readout=8 rates.token_embedding=16 stds.readout=0.5 readout_width=-0.5 "
+    "embedding_width=-0.5"
+)
+"""What quality's cells of 100 steps end at, at width 64, and the two widths that win there (docs/quality.md)."""
 STUDIES = {
     "head_dim": f"{LM} --preset mup --compare mup-half --control sp --grow head_dim=16,32,64,128",
     "heads": f"{LM} --preset mup --compare mup-half --control sp --grow heads=4,8,16,32",
+    "heads-tuned": f"{LM} {TUNED} --control none --grow heads=4,8,16,32",
     "tied-start": f"{LM} --preset mup --preset.constants key_start=query --compare mup mup-half --grow head_dim=16,32,64",
     "ed-heads": f"{ED} --preset mup --control sp --grow heads=2,4,8",
     "depth": f"{VIT} {DEPTH}",
@@ -65,6 +71,8 @@ STUDIES = {
 ABOUT = {
     "head_dim": "A decoder under Adam, the head dimension growing with four heads.",
     "heads": "The same, heads growing at head dimension 16: here `mup` and `mup-half` are one rule, trained once.",
+    "heads-tuned": "The same with constants of the readout and of the embedding tuned at the smallest size, and both their widths -1/2: "
+    "what is ahead of a retuned `sp` at every size in [quality.md](quality.md), and comes as `--preset mup:lm-heads-v1`.",
     "tied-start": "The decoder whose keys start as its queries' matrix, with 1/N on its logits, which are then of order one at the "
     "start, beside `mup` and `mup-half`; head dimension fourfold. Its rate transfers; at the best rates of the largest size it ends "
     "0.041 to 0.044 nats above `mup` on the same three seeds, 0.007 at the smallest. Why is not tested.",

@@ -4,7 +4,8 @@
 
 Each study finds the best rate of a small base, at width 64, and holds it against a model twice as large along the axis that
 its preset is for: head_dim, or depth for depth-mup. Points are kept in runs/tuned, a folder per kind of run, where the presets
-share those of the base: a study that was stopped goes on, and to repeat one that is done draws its report there.
+share those of the base: a study that was stopped goes on, and to repeat one that is done draws its report there. Those of
+`COMMITTED` are saved from rows of docs/transfer, without training.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import shlex
+import shutil
 from collections.abc import Sequence
 
 from mupax.train.studies.transfer import command as transfer_command
 from mupax.zoo.configs import ConfigError
 from scripts import ROOT
+from scripts.studies import transfer
 
 BASE = "--model.width 64 --model.num-heads 4 --model.depth 2"
 VIT = f"vit-endless {BASE} --data.batch-size 32 --steps 500 --optimizer.warmup-steps 50"
@@ -40,6 +43,21 @@ PRESETS = {
 """The flags of each preset, what grows, and what it adds to the name: depth-mup has alpha_l in its."""
 
 
+COMMITTED = {
+    "mup:lm-short-v1": ("head_dim", transfer.LM, "--preset mup", "head_dim=16,32,64,128"),
+    "mup-half:lm-short-v1": ("head_dim", transfer.LM, "--preset mup-half", "head_dim=16,32,64,128"),
+    "mup:lm-heads-v1": ("heads-tuned", transfer.LM, transfer.TUNED, "heads=4,8,16,32"),
+    "depth-mup:lm-short-one-v1": ("depth-adam", transfer.LM, "--preset depth-mup --preset.alpha-l 1", "depth=2,4,8,16"),
+    "depth-mup:vit-digits-sgd-one-v1": (
+        "depth",
+        transfer.VIT,
+        "--preset depth-mup --preset.alpha-l 1",
+        "depth=2,4,8,16",
+    ),
+}
+"""PRESET:NAME to a study of docs/transfer whose interval decides, and its run, preset and sizes."""
+
+
 def studies(minutes: float) -> dict[str, list[str]]:
     """PRESET:NAME to the words after `python -m train transfer`, their paths relative to the checkout."""
     found = {}
@@ -50,7 +68,20 @@ def studies(minutes: float) -> dict[str, list[str]]:
                 f"{recipe} {flags} --grow {grow} --minutes {minutes:g} --out runs/tuned/{run} "
                 f"--save-tuned presets/tuned/{word}.{name}.json"
             )
+    for preset, (study, recipe, flags, grow) in COMMITTED.items():
+        word, _, name = preset.partition(":")
+        found[preset] = shlex.split(
+            f"{recipe} {flags} --control none --grow {grow} --minutes 60 --out runs/tuned/{study} "
+            f"--save-tuned presets/tuned/{word}.{name}.json"
+        )
     return found
+
+
+def rows_of(study: str) -> None:
+    """Put a committed study's rows where its preset's command looks for them."""
+    folder = ROOT / "runs" / "tuned" / study
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(transfer.OUT / study / "points.jsonl", folder)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,6 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{name}: {command}", flush=True)
         if args.list:
             continue
+        if name in COMMITTED:
+            rows_of(COMMITTED[name][0])
         with contextlib.chdir(ROOT):
             try:
                 code = transfer_command.main(known[name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 
 WIDE = 3.0
 """Greatest loss over the least from which on the axis of losses is logarithmic."""
+ACROSS = 3
+"""Most panels in a row."""
+LETTERS = 40
+"""Of a line of a panel's title."""
 LOSSES = {
     "training": "training loss (nats), mean over the last tenth",
     "evaluation": "evaluation loss (nats) after the last step",
@@ -27,7 +32,7 @@ LOSSES = {
 
 
 def draw(path: Path, studies: Sequence[tuple[Measured, Analysis]], title: str, loss: str = LOSSES["training"]) -> None:
-    """Write a PNG of panels side by side with shared axes, one per study of an axis.
+    """Write a PNG of panels with shared axes, at most `ACROSS` in a row, one per study of an axis.
 
     Curves go from light (smallest) to dark (largest); faint points are seeds, a cross at the top a rate at which a seed
     diverged, a ringed point a fitted optimum with its interval, the dashed line the smallest size's optimum.
@@ -40,12 +45,18 @@ def draw(path: Path, studies: Sequence[tuple[Measured, Analysis]], title: str, l
     """
     from matplotlib.figure import Figure
 
-    drawn = Figure(figsize=(max(7.5, 1.2 + 3.9 * len(studies)), 4.3), layout="constrained")
-    panels: list[Axes] = list(drawn.subplots(1, len(studies), sharex=True, sharey=True, squeeze=False).flat)
+    across = min(len(studies), ACROSS)
+    down = -(-len(studies) // across)
+    drawn = Figure(figsize=(max(7.5, 1.2 + 3.9 * across), 4.3 * down), layout="constrained")
+    grid: list[Axes] = list(drawn.subplots(down, across, sharex=True, sharey=True, squeeze=False).flat)
+    panels = grid[: len(studies)]
+    for empty in grid[len(studies) :]:
+        empty.set_axis_off()
     drawn.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
     for panel, (measured, analysis) in zip(panels, studies, strict=True):
         draw_study(panel, analysis, measured.curves)
-        panel.set_title(f"{measured.study.label}\n{drift_words(analysis)}", fontsize=10, loc="left", color=INK)
+        label = textwrap.fill(measured.study.label, LETTERS * (2 if across == 1 else 1), break_on_hyphens=False)
+        panel.set_title(f"{label}\n{drift_words(analysis)}", fontsize=10, loc="left", color=INK)
         panel.set_xlabel("peak learning rate", fontsize=9)
         panel.grid(color="#E6E6E6", linewidth=0.8)
         panel.set_axisbelow(True)
@@ -54,9 +65,10 @@ def draw(path: Path, studies: Sequence[tuple[Measured, Analysis]], title: str, l
     losses = np.concatenate([curve.losses.ravel() for measured, _ in studies for curve in measured.curves])
     losses = losses[np.isfinite(losses)]
     plotting.limits(panels[0], losses, log=bool(losses.size and losses.max() > WIDE * losses.min() > 0))
-    panels[0].set_ylabel(loss, fontsize=9)
+    for first in panels[::across]:
+        first.set_ylabel(loss, fontsize=9)
     outside = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
-    panels[-1].legend(title=studies[0][0].study.axis, fontsize=9, title_fontsize=9, frameon=False, **outside)
+    panels[across - 1].legend(title=studies[0][0].study.axis, fontsize=9, title_fontsize=9, frameon=False, **outside)
     drawn.savefig(path, dpi=130)
 
 

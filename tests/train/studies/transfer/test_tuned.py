@@ -153,7 +153,7 @@ def test_the_projects_own_studies_are_commands_that_exist(capsys: pytest.Capture
     from scripts.studies import tune
 
     wanted = tune.studies(5)
-    assert len(wanted) == 12
+    assert len(wanted) == 12 + len(tune.COMMITTED)
     for name, words in wanted.items():
         args, rest = parse_known(command.Transfer, "python -m train transfer", words)
         preset, _, own = name.partition(":")
@@ -172,8 +172,20 @@ def test_what_comes_with_the_project_was_made_by_the_committed_command():
     assert {*studies, SWEPT} == set(shipped)
     for use, words in studies.items():
         found = shlex.split(shipped[use].provenance["command"].removeprefix("python -m train transfer "))
-        minutes = found.index("--minutes") + 1
-        assert [*found[:minutes], "1", *found[minutes + 1 :]] == words
+        for each in (found, words):  # how long it may take decides nothing
+            del each[each.index("--minutes") + 1]
+        assert found == words
+
+
+@pytest.mark.parametrize("use", tune.COMMITTED)
+def test_presets_from_committed_studies_decide(use: str):
+    """Their interval is narrow and meets zero; what is not known says so in its first line (the others)."""
+    (grown,) = tuned.find(use).provenance["transfer"]
+    low, high = grown["drift"]["low"], grown["drift"]["high"]
+    assert (high - low) / 2 <= 0.15
+    assert low <= 0.15
+    assert high >= -0.15
+    assert tuned.find(use).evidence == "transfers"
 
 
 def test_the_first_run_is_its_tuned_preset():
