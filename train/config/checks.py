@@ -154,7 +154,15 @@ def _words(spec: ParamSpec) -> set[str]:
 
 
 def amount(flag: str, text: str) -> float:
-    """The number that a text such as 10b, 1.5m or 2e9 means; raises ConfigError for anything else, with the flag's name."""
+    """The number that a text means.
+
+    Args:
+        flag: that it was written for.
+        text: such as 10b, 1.5m or 2e9.
+
+    Raises:
+        ConfigError: anything else.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmbt]?)", text.strip().lower())
     if match is None or not float(match[1]):
         raise ConfigError(f"{flag} is {text}; write a number such as 10b, 300m or 2e9")

@@ -158,8 +158,8 @@ def parse(name: str, recipe: Callable[[], Config], argv: Sequence[str], more_fla
         from mupax.train.config import joint
 
         flags = {word.partition("=")[0].replace("_", "-") for word in argv}
-        config = joint.with_durations(command.config, command.warmup_tokens, command.decay_timescale, flags)
-        command = dataclasses.replace(command, config=config)
+        optimizer = joint.with_durations(command.config, command.warmup_tokens, command.decay_timescale, flags)
+        command = dataclasses.replace(command, config=dataclasses.replace(command.config, optimizer=optimizer))
     preset_of(command.config)
     if command.compilation_cache is not None:
         # Of the process and its children, not of a run: no config records it.

@@ -13,7 +13,6 @@ from mupax.presets.roles import RUN_AXES
 from mupax.train.config.checks import amount
 from mupax.train.config.data import DataConfig
 from mupax.train.config.preset import Parameterized, base_parts, base_text
-from mupax.train.config.run import Config
 from mupax.train.config.sections import OptimizerConfig
 from mupax.zoo.configs import ConfigError
 
@@ -122,11 +121,11 @@ def decay_text(optimizer: OptimizerConfig, steps: int) -> str:
     return f"{share:.3g} of the run, {share * steps:,.0f} steps (tau = batch / ({pull} tokens) at the peak)"
 
 
-def with_durations(config: Config, tokens: str | None, tau: float | None, flags: Collection[str]) -> Config:
-    """The config with warm-up in steps and weight decay as a number; under a joint rule both are of the base's run.
+def with_durations(run: Run, tokens: str | None, tau: float | None, flags: Collection[str]) -> OptimizerConfig:
+    """The optimizer with warm-up in steps and weight decay as a number; under a joint rule both are of the base's run.
 
     Args:
-        config: of the run; under a joint rule with a base that names batch and tokens.
+        run: under a joint rule with a base that names batch and tokens.
         tokens: of warm-up, of images the images; None leaves the steps as they are.
         tau: share of the run that decayed weights average over, at the peak rate; None leaves the decay as it is.
         flags: that were written, with hyphens.
@@ -138,15 +137,15 @@ def with_durations(config: Config, tokens: str | None, tau: float | None, flags:
         other = f"--optimizer.{DURATIONS[flag]}"
         if value is not None and other in flags:
             raise ConfigError(f"--optimizer.{flag} and {other} are one number in two forms; write one of them")
-    opt, each, steps = config.optimizer, config.data.batch_size * config.model.units, float(config.steps)
-    if config.preset.joint != "none":
-        base = base_of(config)
-        each = base["batch"] * config.model.units
+    opt, each, steps = run.optimizer, run.data.batch_size * run.model.units, float(run.steps)
+    if run.preset.joint != "none":
+        base = base_of(run)
+        each = base["batch"] * run.model.units
         steps = base["tokens"] / each
     if tokens is not None:
         seen = amount("--optimizer.warmup-tokens", tokens)
         if seen > steps * each:
-            whose = "run" if config.preset.joint == "none" else "base's run"
+            whose = "run" if run.preset.joint == "none" else "base's run"
             raise ConfigError(
                 f"--optimizer.warmup-tokens {tokens} is more than the {steps * each:,.0f} of the {whose}; write at most that many"
             )
@@ -164,7 +163,7 @@ def with_durations(config: Config, tokens: str | None, tau: float | None, flags:
             )
         pull = 1 / (tau * steps)
         opt = dataclasses.replace(opt, weight_decay=pull / opt.peak_lr if opt.decay == "coupled" else pull)
-    return dataclasses.replace(config, optimizer=opt)
+    return opt
 
 
 def _tokens(run: Run) -> int:

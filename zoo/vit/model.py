@@ -17,7 +17,6 @@ from mupax.zoo.layers.block import Block
 from mupax.zoo.layers.linear import Norm, Reading, project
 from mupax.zoo.layers.stack import routed_stack
 from mupax.zoo.vit.config import ViTConfig
-from mupax.zoo.vit.sines import sines
 
 if TYPE_CHECKING:
     from mupax.zoo.experts.routing import Routing
@@ -51,7 +50,12 @@ class ViT(nnx.Module):
         if self.cls is not None:
             cls_B1D = jnp.broadcast_to(self.cls[...].astype(h_BTD.dtype), (batch, 1, h_BTD.shape[-1]))
             h_BTD = jnp.concatenate([cls_B1D, h_BTD], axis=1)
-        position_TD = jnp.asarray(sines(self.config)) if self.position is None else self.position[...]
+        if self.position is None:
+            from mupax.zoo.vit.sines import sines  # a table that few models have
+
+            position_TD = jnp.asarray(sines(self.config))
+        else:
+            position_TD = self.position[...]
         return partition.constrain(h_BTD + position_TD.astype(h_BTD.dtype), "batch", "sequence", None)
 
     def __call__(self, images_BHWC: jax.Array) -> jax.Array:

@@ -52,7 +52,7 @@ def published(folder: Path, model: Any, seed: int) -> Path:
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelHub]:
     """A hub with me/vit, whose branch `other` has other weights; folders of the same models, pictures and a text are here."""
     monkeypatch.setenv("MUPAX_DATA", str(tmp_path / "cache"))
-    with contextlib.chdir(tmp_path), model_hub(tmp_path / "home") as server:
+    with contextlib.chdir(tmp_path), model_hub(tmp_path / "cache") as server:
         server.add("me/vit", published(tmp_path / "vit", VIT, 0))
         others = server.add("me/other", published(tmp_path / "other", VIT, 1)).revisions["main"]
         server.repositories["me/vit"].revisions["other"] = others
@@ -85,7 +85,7 @@ def test_a_name_answers_as_the_folder_does_and_brings_only_what_is_read(
     code, out, err = run("predict me/vit pictures --json")
     assert (code, out) == (0, expected), err
     commit = hub.repositories["me/vit"].commit("main")
-    assert f"me/vit at {commit[:12]}, of the hub, is in {Path.cwd()}/home/hub/" in err  # pyright: ignore
+    assert f"me/vit at {commit[:12]}, of the hub, is in {Path.cwd()}/cache/hub/" in err  # pyright: ignore
     assert hub.downloads() == {"config.json", SINGLE, "preprocessor_config.json"}
     hub.calls.clear()
     assert answer("predict me/vit pictures --json") == expected
