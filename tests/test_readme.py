@@ -120,6 +120,8 @@ def copied(trained: Path, folder: Path, text: str) -> None:
     for name in ("runs", "exported"):
         if re.search(rf"(?<!workdir )(?<!out ){name}\b", text):
             shutil.copytree(trained / name, folder / name)
+    for name in re.findall(r"--from (docs/[\w/-]+)", text):
+        shutil.copytree(ROOT / name, folder / name)
 
 
 def run(line: str) -> int:

@@ -76,20 +76,24 @@ def changes(model: DecoderConfig, base: DecoderConfig, key: str) -> dict[str, fl
 
 
 @pytest.mark.parametrize(
-    ("growth", "optimizer_name", "slope"),
+    ("growth", "optimizer_name", "computed", "slope"),
     [
-        ("mlp alone", "adam", 0.5),
-        ("mlp alone", "sgd", 0.0),
-        ("kv_heads alone", "adam", 0.5),
-        ("kv_heads alone", "sgd", 1.0),
+        ("mlp alone", "adam", 0.5, 0.5),
+        ("mlp alone", "sgd", 0.0, 0.0),
+        ("kv_heads alone", "adam", 0.0, 0.5),
+        ("kv_heads alone", "sgd", 1.0, 1.0),
     ],
 )
-def test_measured_growth_is_the_computed_one(growth: str, optimizer_name: str, slope: float):
-    """Within 0.2: a factor of sixteen from one MLP entry per width, or one head, is short of a limit."""
+def test_measured_growth_is_the_computed_one(growth: str, optimizer_name: str, computed: float, slope: float):
+    """Within 0.2: a factor of sixteen from one MLP entry per width, or one head, is short of a limit.
+
+    Of key heads under Adam the values' share rises as (G/H)^1/2, which ends where each head has its own: theory, which lets an axis
+    grow without end, has 0.
+    """
     base, grown = GROWN[growth]
     name, key = WEIGHT[growth]
     preset = presets.get("mup", base=base.base_sizes())
-    assert Limit(preset, optimizer_name, AXIS[growth]).first_order(name) == slope
+    assert Limit(preset, optimizer_name, AXIS[growth]).first_order(name) == computed
     measured = (changes(grown, base, key)[optimizer_name] - changes(base, base, key)[optimizer_name]) / math.log(BY)
     assert measured == pytest.approx(slope, abs=0.2)
 
