@@ -50,6 +50,12 @@ READING = {
     "Branches of L^-1/2, ahead at every depth after 100 steps, fall behind after 800, by 0.030 at 16 layers, where their loss rises "
     "with depth: how much deeper layers are let in is what longer runs are decided by. `sp`'s best rate falls by half an octave from "
     "4 layers on.",
+    "heads-800": "Reached at eight times the horizon, too: with constants of width 64 and at their rate, `mup` with a readout and an "
+    "embedding's rate that fall as m^-1/2 is ahead of `sp` tuned anew at each number of heads, by 0.010, 0.015 and 0.008 nats, and no "
+    "interval reaches zero. What a readout that starts at m^-1/2 gives does not fade: plain `mup`, whose readout starts as m^-1, is ahead "
+    "of `sp` at two and four times, too, and 0.009 behind at eight. `sp`'s best rate falls by an octave with every doubling, and its "
+    "readout's by two over eight times. The comparison was stopped at six seeds at 32 heads; the command goes on to eight.",
+    "head_dim-800": "Not finished: of the sizes above the base only runs of `mup` and the first of `sp`'s search are there.",
     "vit-100": "Not finished: at eight times `sp` is not searched yet. 100 steps of these images are too few for width to count (1.62 nats at "
     "every size, under every rule): at two and four times plain `mup` and `sp` tuned anew are within 0.002 nats of each other and differences "
     "are known to 0.01.",
