@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
-
 from mupax import __version__
 from mupax.train.reuse.image_input import printable
 from mupax.train.reuse.source import Source
 from mupax.zoo import flops
-from mupax.zoo.configs import ConfigError
 
 FILE = "README.md"
 _TASKS = {
@@ -16,42 +13,18 @@ _TASKS = {
     "tokens": ("text-generation", "AutoModelForCausalLM"),
 }
 _LISTED = 200
-LICENCES = (
-    "apache-2.0", "mit", "bsd-2-clause", "bsd-3-clause", "cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0",
-    "gpl-3.0", "agpl-3.0", "lgpl-3.0", "mpl-2.0", "openrail", "bigscience-openrail-m", "llama2", "llama3", "llama3.1", "gemma",
-    "unlicense", "other",
-)  # fmt: skip
-"""Identifiers that Hugging Face knows (huggingface.co/docs/hub/repositories-licenses); those that models mostly have."""
 
 
-def check_licence(identifier: str | None) -> None:
-    """Refuse a licence that the hub would not know.
-
-    Args:
-        identifier: of `LICENCES`, or None.
-
-    Raises:
-        ConfigError: another; names the nearest.
-    """
-    if identifier is None or identifier in LICENCES:
-        return
-    near = difflib.get_close_matches(identifier.lower(), LICENCES, n=1, cutoff=0.4)
-    instead = f"did you mean {near[0]}? Write" if near else "write"
-    raise ConfigError(f"--licence {identifier} is not known; {instead} one of {', '.join(LICENCES)}")
-
-
-def card(source: Source, name: str, licence: str | None = None) -> str:
+def card(source: Source, name: str) -> str:
     """README.md of an export. Of paths only the last part is in it, for they are those of a machine.
 
     Args:
         source: what is exported.
         name: of the model.
-        licence: of `LICENCES`; None says that none is stated.
     """
     model, sizes = source.model, source.model.sizes()
     task, loader = ("text2text-generation", "AutoModelForSeq2SeqLM") if model.denoises else _TASKS[model.task]
-    head = ["---", "library_name: transformers", f"pipeline_tag: {task}", "tags: [mupax]"]
-    head += [*([f"license: {licence}"] if licence else []), "---"]
+    head = ["---", "library_name: transformers", f"pipeline_tag: {task}", "tags: [mupax]", "---"]
     shape = f"width {sizes['embed']}, depth {sizes['layers']}, {sizes['heads']} heads, {model.input_text}"
     lines = [*head, f"# {_inline(name)}", f"{model.family}, {shape}; {flops.params(model):,} parameters."]
     if source.preset:
@@ -65,7 +38,7 @@ def card(source: Source, name: str, licence: str | None = None) -> str:
         "## Use",
         *_use(source, loader),
         "## Licence",
-        f"{licence}." if licence else "None is stated here.",
+        "None is stated here.",
     ]
     return "\n\n".join(["\n".join(lines[: len(head)]), *lines[len(head) :], f"Written by mupax {__version__}."]) + "\n"
 

@@ -64,20 +64,14 @@ class Export:
     """Of the stored weights."""
     tokenizer: Annotated[command_line.Place | None, conf.arg(metavar="FILE")] = None
     """tokenizer.json to add where the run's is not here."""
-    licence: Annotated[str | None, conf.arg(metavar="ID")] = None
-    """For the model card: apache-2.0, mit, cc-by-4.0, ... as Hugging Face names it; none is stated unless given."""
 
     def run(self) -> int:
         """0 when written; raises what does not fit."""
-        from mupax.train.reuse.huggingface import card
         from mupax.train.reuse.huggingface import files as pretrained_files
 
-        card.check_licence(self.licence)
         pretrained_files.check_free(self.out)
         with delivered(self.out) as out:
-            source, notes = exported(
-                self.path, out, self.step, self.dtype, self.tokenizer, name=self.out.name, licence=self.licence
-            )
+            source, notes = exported(self.path, out, self.step, self.dtype, self.tokenizer, name=self.out.name)
         _print_summary(source, source.preset)
         for note in notes:
             terminal.say(note)
@@ -88,14 +82,7 @@ class Export:
 
 
 def exported(
-    path: Path,
-    out: Path,
-    step: Step | None,
-    dtype: DType,
-    tokenizer_file: Path | None,
-    *,
-    name: str,
-    licence: str | None = None,
+    path: Path, out: Path, step: Step | None, dtype: DType, tokenizer_file: Path | None, *, name: str
 ) -> tuple[Source, list[str]]:
     """Write a model as `transformers` reads it, with its tokenizer and its card; gives what was read, and what to know of it.
 
@@ -106,7 +93,6 @@ def exported(
         dtype: of the stored weights.
         tokenizer_file: to add where the run's is not here.
         name: of the model, in its card.
-        licence: of the model, there too.
     """
     from mupax.train.data.text import tokenizer
     from mupax.train.reuse import source as pretrained
@@ -121,7 +107,7 @@ def exported(
     notes += pretrained_files.write_huggingface(source, out, dtype, tokens)
     if file is not None and encoder is not None:
         pretrained_files.copy_tokenizer(file, encoder.separator, out)
-    (out / card.FILE).write_text(card.card(source, name, licence), encoding="utf-8")
+    (out / card.FILE).write_text(card.card(source, name), encoding="utf-8")
     if source.images and isinstance(source.model, ImageModel):
         note = preprocessor.note(source.images.pixels, source.model)
         notes += [_images_line(source.images), *([note] if note else [])]

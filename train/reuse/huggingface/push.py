@@ -46,8 +46,6 @@ class Push:
     """Of the stored weights."""
     tokenizer: Annotated[command_line.Place | None, conf.arg(metavar="FILE")] = None
     """tokenizer.json to add where the run's is not here."""
-    licence: Annotated[str | None, conf.arg(metavar="ID")] = None
-    """For the model card: apache-2.0, mit, cc-by-4.0, ... as Hugging Face names it; none is stated unless given."""
     public: Switch = False
     """Let everyone see it."""
     dry_run: Switch = False
@@ -65,10 +63,7 @@ def main(argv: Sequence[str]) -> int:
     args = command_line.parse(Push, "python -m train push", argv)
     if importlib.util.find_spec("huggingface_hub") is None:
         raise PushError("push needs huggingface_hub; install it by pip install 'mupax[hub]'")
-    from mupax.train.reuse.huggingface import card
-
     _check_name(args.to)
-    card.check_licence(args.licence)
     api = None if args.dry_run else _client()
     with _files(args) as (folder, names):
         for name in names:
@@ -91,10 +86,8 @@ def _files(args: Push) -> Iterator[tuple[Path, list[str]]]:
 
     folder, fields, _ = opened(args.path, args.step)
     if "model_type" in fields and not (folder / MODEL).is_file():
-        if args.step or args.tokenizer or args.licence or args.dtype != "float32":
-            raise PushError(
-                f"{args.path} holds weights that go as they are; leave --step, --dtype, --tokenizer and --licence out"
-            )
+        if args.step or args.tokenizer or args.dtype != "float32":
+            raise PushError(f"{args.path} holds weights that go as they are; leave --step, --dtype and --tokenizer out")
         names = sorted(each.name for each in folder.iterdir() if each.is_file() and each.name.endswith(SENT))
         if not any(name.endswith(".safetensors") for name in names):
             raise WeightsError(f"{folder} has config.json and no safetensors")
@@ -102,9 +95,7 @@ def _files(args: Push) -> Iterator[tuple[Path, list[str]]]:
         return
     with tempfile.TemporaryDirectory(prefix="mupax-push-") as out:
         made = Path(out)
-        name = args.to.partition("/")[2]
-        _, notes = exported(args.path, made, args.step, args.dtype, args.tokenizer, name=name, licence=args.licence)
-        for note in notes:
+        for note in exported(args.path, made, args.step, args.dtype, args.tokenizer, name=args.to.partition("/")[2])[1]:
             terminal.say(note)
         yield made, sorted(each.name for each in made.iterdir())
 

@@ -131,12 +131,6 @@ def test_what_has_multipliers_is_exported_first_with_its_card(hub: Hub) -> None:
     assert "# `model`" in hub.files["README.md"].decode()
     assert json.loads(hub.files["config.json"])["model_type"] == "llama"
     assert "README.md" in out
-    assert "## Licence\n\nNone is stated here." in hub.files["README.md"].decode()
-    code, out, err = push("mup --to me/model --public --licence mit")
-    assert code == 0, err
-    shown = hub.files["README.md"].decode()
-    assert "license: mit\n---\n" in shown
-    assert "## Licence\n\nmit." in shown
 
 
 def test_a_dry_run_lists_files_without_a_token_or_a_call(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,8 +151,7 @@ def test_what_cannot_be_sent_is_said_in_a_line(hub: Hub, monkeypatch: pytest.Mon
         "weights --to me/a--b": "--to me/a--b: ",
         "weights --to me/seen": "me/seen is there and public; add --public",
         "weights --to other/model": "Hugging Face refused it (403: ",
-        "weights --to me/model --step 3": "leave --step, --dtype, --tokenizer and --licence out",
-        "weights --to me/model --licence apache": "--licence apache is not known; did you mean apache-2.0? Write one of apache-2.0, mit",
+        "weights --to me/model --step 3": "leave --step, --dtype and --tokenizer out",
         "nothing --to me/model": "no run and no weights there",
     }.items():
         code, _, err = push(words)
