@@ -140,12 +140,7 @@ def runtime(config: Config) -> Iterator[Runtime]:
     Raises:
         AgreementError, DistributedError: of processes that differ. WorkdirError: a folder that cannot be used.
         SystemExit: a signal came with nothing to save.
-        MupaxError: a package that the log needs is not installed.
     """
-    if config.log.wandb is not None:
-        from mupax.train.run.report import mirrors
-
-        mirrors.wandb_module()
     others = place(config.distributed)
     with lasting(), StopRequest() as stop, _joined(others, config) as processes:
         stop.join(processes)

@@ -122,14 +122,6 @@ def test_a_z_loss_is_trained_and_has_a_row(plain: Done) -> None:
     assert evaluations("z")[-1]["eval_loss"] != evaluations("plain")[-1]["eval_loss"]
 
 
-def test_a_package_that_the_log_needs_is_asked_for_before_anything_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    done = train("--workdir", "no-wandb", "--log.wandb", "project")
-    assert done.code == 2, done.err
-    assert "run `pip install 'mupax[wandb]'`, or leave --log.wandb out" in done.err
-    assert not Path("no-wandb").exists()
-
-
 @pytest.mark.core
 def test_a_run_ends_well(plain: Done) -> None:
     assert plain.code == 0

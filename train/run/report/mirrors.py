@@ -145,29 +145,20 @@ class TensorBoard:
         self._writer.flush()
 
 
-def wandb_module() -> Any:
-    """The package wandb; asked for before a run compiles anything, too.
-
-    Raises:
-        MupaxError: it cannot be imported.
-    """
-    try:
-        import wandb  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise MupaxError(
-            f"log.wandb is given, but wandb cannot be imported ({error}); "
-            "run `pip install 'mupax[wandb]'`, or leave --log.wandb out"
-        ) from error
-    return wandb
-
-
 class Wandb:
     """A run of Weights & Biases: that of an earlier session, unless new."""
 
     name = "Weights & Biases"
 
     def __init__(self, project: str, workdir: Path, *, new: bool) -> None:
-        wandb = wandb_module()
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise MupaxError(
+                f"log.wandb is given, but wandb cannot be imported ({error}); "
+                "run `pip install 'mupax[wandb]'`, or leave --log.wandb out"
+            ) from error
+
         id_file = workdir / "wandb_id"
         run_id = None if new or not id_file.exists() else id_file.read_text(encoding="utf-8").strip()
         try:
