@@ -144,7 +144,10 @@ def declared(*extras: str) -> set[str]:
 def test_every_import_is_a_declared_dependency():
     code = [path.read_text() for folder in CODE for path in (ROOT / folder).rglob("*.py")]
     tests = [path.read_text() for path in (ROOT / "tests").rglob("*.py")]
-    assert undeclared(code, declared("wandb", "torch", "ray", "quantized", "hub", "hf", "eval", "site")) == set()
+    assert (
+        undeclared(code, declared("wandb", "trackio", "torch", "ray", "quantized", "hub", "hf", "eval", "site"))
+        == set()
+    )
     assert undeclared(tests, declared("wandb", "torch", "eval", "dev")) == set()
 
 

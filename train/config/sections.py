@@ -205,6 +205,8 @@ class LogConfig:
     """Write TensorBoard events beside metrics.jsonl."""
     wandb: str | None = None
     """Weights & Biases project to log to (extra `wandb`)."""
+    trackio: str | None = None
+    """trackio project to log to, on this machine unless its variables say otherwise (extra `trackio`)."""
     progress: bool = True
     """The live progress bar; plain lines when the terminal cannot draw one."""
     samples: bool = True
@@ -219,6 +221,11 @@ class LogConfig:
                 f"log.profile is {self.profile!r}; write START:STOP with 1 <= START < STOP, "
                 "as 10:13 for the steps 10, 11 and 12"
             )
+
+    @property
+    def trackers(self) -> dict[str, str]:
+        """Project of every tracker that is asked for, by its name."""
+        return {name: each for name, each in (("wandb", self.wandb), ("trackio", self.trackio)) if each is not None}
 
     @property
     def profile_steps(self) -> range | None:

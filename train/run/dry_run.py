@@ -22,8 +22,12 @@ def run(config: Config) -> int:
     """Print the run's shapes, its preset's table, its cost and its memory; returns the exit code 0.
 
     Raises:
-        ConfigError, PresetError, MeshError: what does not fit, as the run itself would say.
+        ConfigError, PresetError, MeshError, MupaxError: what does not fit or is not installed, as the run itself would say.
     """
+    if config.log.trackers:
+        from mupax.train.run.report.mirrors import trackers
+
+        trackers.check(config.log)
     program = fit.program_of(config)
     if config.recipe:
         terminal.say(f"{config.recipe}: {program.preset.describe()}")

@@ -41,9 +41,14 @@ def run(config: Config) -> int:
 
     Raises:
         ConfigError, PresetError, MeshError, DataError, WorkdirError: bad input, before the first step.
+        MupaxError: a tracker that is not installed, before anything is prepared.
         DataError, ReadError: data that cannot be read later on, after saving.
         SystemExit: stopped by a signal with nothing to save.
     """
+    if config.log.trackers:
+        from mupax.train.run.report.mirrors import trackers
+
+        trackers.check(config.log)
     with runtime(config) as rt:
         program = assemble(rt.config)
         data = load_data(program, rt)

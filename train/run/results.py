@@ -48,7 +48,12 @@ class Report(contextlib.ExitStack):
         if rt.processes.leader:
             step = position.step if position.keeps_rows else None
             self._writer = MetricsWriter(
-                rt.files, tensorboard=log.tensorboard, wandb=log.wandb, resume_step=step, note=rt.console.print
+                rt.files,
+                tensorboard=log.tensorboard,
+                wandb=log.wandb,
+                trackio=log.trackio,
+                resume_step=step,
+                note=rt.console.print,
             )
         peak = hardware.peak_flops(jax.devices()[0].device_kind, config.model.compute.dtype)
         peak = None if peak is None else peak * program.mesh.size

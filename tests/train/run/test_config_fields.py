@@ -311,6 +311,9 @@ FIELDS: dict[str, Way] = {
     **on(run, RUN, "log.", eval_every_steps=2, tensorboard=False, samples=True, profile="3:5", progress=False),
     "log.wandb": Shown("train/run/report/test_metrics.py", "wandb="),
     **on(program, TOKENS, steps=9, z_loss=0.1, freeze=("bias",), train_only=("bias",)),
+    "log.wandb": Shown("train/run/report/mirrors/test_trackers.py", '"wandb"'),
+    "log.trackio": Shown("train/run/report/mirrors/test_trackers.py", '"trackio"'),
+    **on(program, TOKENS, steps=9, freeze=("bias",), train_only=("bias",)),
     **on(run, RUN, recipe="mine", workdir="there"),
     "accumulation_steps": (program, changed(TOKENS, "data.batch_size", 16), 2),
     "seed": (start, TOKENS, 1),
@@ -368,4 +371,4 @@ def test_control_planted_dead_fields_are_seen() -> None:
     assert set(paths(config)) - set(FIELDS) == planted, "a field without an entry"
     assert [name for name in sorted(planted) if is_dead(name, (program, config, 2))] == sorted(planted)
     assert not is_dead("optimizer.peak_lr", (program, config, 2.0))
-    assert is_dead("log.wandb", Shown("train/run/report/test_metrics.py", "no such words " + "in it"))
+    assert is_dead("log.wandb", Shown("train/run/report/mirrors/test_trackers.py", "no such words " + "in it"))

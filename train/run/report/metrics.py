@@ -1,4 +1,4 @@
-"""The numbers of a run: metrics.jsonl, mirrored to TensorBoard and Weights & Biases.
+"""The numbers of a run: metrics.jsonl, mirrored to TensorBoard, Weights & Biases and trackio.
 
 metrics.jsonl has a JSON object per step and per evaluation, as they come, and every ten seconds and at the end one of speed:
 
@@ -43,7 +43,7 @@ from mupax.errors import MupaxError
 from mupax.paths import path_of
 
 if TYPE_CHECKING:
-    from mupax.train.run.report.mirrors import Mirrors
+    from mupax.train.run.report.mirrors.mirrors import Mirrors
 
 FILE_NAME = "metrics.jsonl"
 _NUMBERS = ("loss", "accuracy", "eval_loss", "eval_accuracy", "lr", "grad_norm", "tokens", "images", "seconds")
@@ -64,12 +64,13 @@ class MetricsWriter:
         workdir: folder of the run; made if missing. Gets `metrics.jsonl`, and `tensorboard/` if asked.
         tensorboard: also write TensorBoard events.
         wandb: Weights & Biases project to log to as well; None does not.
+        trackio: trackio project, the same.
         resume_step: the step that was restored: rows of later steps are dropped, so that no step appears twice. None
             starts a new file in place of any old one.
         note: told where rows of steps before it are not there.
 
     Raises:
-        MupaxError: wandb is asked for and cannot start, or the file to continue holds something else than metrics.
+        MupaxError: a tracker is asked for and cannot start, or the file to continue holds something else than metrics.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class MetricsWriter:
         *,
         tensorboard: bool = False,
         wandb: str | None = None,
+        trackio: str | None = None,
         resume_step: int | None = None,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
@@ -85,10 +87,10 @@ class MetricsWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Mirrors first: where one cannot start, the old file is untouched.
         self._mirrors: Mirrors | None = None
-        if tensorboard or wandb is not None:
-            from mupax.train.run.report.mirrors import Mirrors
+        if tensorboard or wandb is not None or trackio is not None:
+            from mupax.train.run.report.mirrors.mirrors import Mirrors
 
-            self._mirrors = Mirrors(self.path.parent, tensorboard, wandb, resume_step)
+            self._mirrors = Mirrors(self.path.parent, tensorboard, wandb, trackio, resume_step)
         if missing := _keep_until(self.path, resume_step):
             note(missing)
         self._file = self.path.open("ab", buffering=0)

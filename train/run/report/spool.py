@@ -12,7 +12,7 @@ from types import TracebackType
 from mupax import disk, paths
 from mupax.errors import MupaxFailure
 
-_AGAIN = ("metrics.jsonl", "wandb_id")
+_AGAIN = ("metrics.jsonl", "wandb_id", "trackio_name")
 """What a run goes on writing, so that it is fetched first. TensorBoard begins a new file."""
 _PATIENCE_S = 60.0
 """How long the end of a run waits for the last upload."""

@@ -16,7 +16,7 @@ from mupax.train.config.recipes import RECIPES
 from mupax.train.core.program import Program
 from mupax.train.data import DataError, named_sets
 from mupax.train.run.report import metrics
-from mupax.train.run.report.mirrors import _scalars
+from mupax.train.run.report.mirrors.tags import scalars
 from tests.fixtures.programs import shared_programs
 from tests.train.checkpoints.test_checkpointer import Done, folder, train, untrained, write_text
 from tests.train.run.evaluation.test_eval_command import run
@@ -54,7 +54,7 @@ def test_every_set_has_its_numbers_in_the_row_of_an_evaluation(sets: Done) -> No
     for row in found:
         assert (row["eval/own/loss"], row["eval/own/accuracy"]) == (row["eval_loss"], row["eval_accuracy"])
         assert row["eval/my_other/loss"] != row["eval_loss"], "control: another text has other numbers"
-    tags = _scalars(found[0])
+    tags = scalars(found[0])
     assert {"eval/loss", "eval/own/loss", "eval/my_other/accuracy"} <= tags.keys()
     assert "  on my_other" in sets.out
     assert "nats/byte, accuracy" in sets.out

@@ -4,15 +4,14 @@ import json
 import math
 import sys
 import time
-import types
 from typing import Any
 
 import numpy as np
 import pytest
 
 from mupax.disk import DiskError
-from mupax.errors import MupaxError
-from mupax.train.run.report import metrics, mirrors
+from mupax.train.run.report import metrics
+from mupax.train.run.report.mirrors import mirrors
 
 pytestmark = pytest.mark.core
 
@@ -259,59 +258,6 @@ def test_tensorboard_is_only_imported_when_asked(tmp_path, monkeypatch):
     write(tmp_path, [1])
     with pytest.raises(ImportError):
         metrics.MetricsWriter(tmp_path, tensorboard=True)
-
-
-def test_wandb_missing_names_the_extra(tmp_path, monkeypatch):
-    path = write(tmp_path, [1])
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(MupaxError, match=r"run `pip install 'mupax\[wandb\]'`, or leave --log.wandb out"):
-        metrics.MetricsWriter(tmp_path, wandb="project")
-    assert metrics.read(path) == [row(1)]
-
-
-class FakeWandb(types.ModuleType):
-    """Stands for the wandb package: records what it is given."""
-
-    errors = types.SimpleNamespace(Error=type("Error", (Exception,), {}))
-
-    def __init__(self):
-        super().__init__("wandb")
-        self.started, self.logged, self.finished, self.online = [], [], 0, True
-
-    def init(self, **options):
-        if not self.online:
-            raise self.errors.Error("no API key")
-        self.started.append(options)
-        return types.SimpleNamespace(
-            id=options["id"] or f"id{len(self.started)}",
-            define_metric=lambda *_, **__: None,
-            log=self.logged.append,
-            finish=lambda: setattr(self, "finished", self.finished + 1),
-        )
-
-
-def test_wandb_gets_rows_and_a_resume_continues_its_run(tmp_path, monkeypatch):
-    fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    write(tmp_path, [1, 2], wandb="project")
-    write(tmp_path, [2], wandb="project", resume_step=1)
-    write(tmp_path, [1], wandb="project")
-    assert [(each["project"], each["id"]) for each in fake.started] == [
-        ("project", None),
-        ("project", "id1"),
-        ("project", None),
-    ]
-    assert fake.logged[0] == {"step": 1, **{f"train/{key}": value for key, value in ROW.items()}}
-    assert [each["step"] for each in fake.logged] == [1, 2, 2, 1]
-    assert fake.finished == 3
-
-
-def test_wandb_that_does_not_start_says_what_to_do(tmp_path, monkeypatch):
-    fake = FakeWandb()
-    fake.online = False
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    with pytest.raises(MupaxError, match=r"no API key.*wandb login.*WANDB_MODE=offline"):
-        metrics.MetricsWriter(tmp_path, wandb="project")
 
 
 def test_rows_of_anyone_are_rows_or_refused_by_their_line(tmp_path):

@@ -1,4 +1,4 @@
-"""What a mirror of the metrics loads; what it writes is in `test_metrics.py`."""
+"""What the TensorBoard mirror loads; what it writes is in `test_metrics.py`."""
 
 import subprocess
 import sys
@@ -10,11 +10,11 @@ def test_tensorboard_is_imported_without_what_it_takes_for_tensors_and_buckets(t
     for name in ("torch", "boto3"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('loaded')")
     program = (
-        "import pathlib, sys; sys.path[:0] = sys.argv[1:]; from mupax.train.run.report.mirrors import TensorBoard; "
+        "import pathlib, sys; sys.path[:0] = sys.argv[1:]; from mupax.train.run.report.mirrors.tensorboard import TensorBoard; "
         "board = TensorBoard(pathlib.Path(sys.argv[1]), None); board.write({'step': 1, 'loss': 0.5}, 0.0); board.close(); "
         "sys.exit(', '.join({'torch', 'boto3', 'google.cloud.storage', 'jax', 'matplotlib'} & set(sys.modules)) or 0)"
     )
-    root = Path(__file__).resolve().parents[4]
+    root = Path(__file__).resolve().parents[5]
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path), str(root)], capture_output=True, text=True, check=False
     )

@@ -1,0 +1,134 @@
+"""Weights & Biases and trackio beside metrics.jsonl: what they are given, what they cannot stop, and that a missing one is told first."""
+
+import importlib.util
+import json
+import sys
+import threading
+import types
+from typing import Any
+
+import pytest
+
+from mupax.errors import MupaxError
+from mupax.train.__main__ import main
+from mupax.train.core.program import Program
+from mupax.train.run import loop
+from mupax.train.run.report import metrics
+
+pytestmark = pytest.mark.core
+
+ROW = {"loss": 2.5, "lr": 1e-3, "grad_norm": 0.5, "tokens": 64, "seconds": 0.1}
+
+
+class Fake(types.ModuleType):
+    """Stands for a tracker's package: records what it is given, and by which thread."""
+
+    errors = types.SimpleNamespace(Error=type("Error", (Exception,), {}))
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.started: list[dict[str, Any]] = []
+        self.logged: list[dict[str, Any]] = []
+        self.threads: set[str] = set()
+        self.finished, self.online, self.broken = 0, True, False
+
+    def init(self, project: str, **options: Any) -> types.SimpleNamespace:
+        if not self.online:
+            raise self.errors.Error("no API key")
+        print("* started")  # as trackio does
+        self.started.append({"project": project, **options})
+        return types.SimpleNamespace(
+            id=options.get("id") or f"id{len(self.started)}",
+            define_metric=lambda *_, **__: None,
+            log=self.log,
+            finish=lambda: setattr(self, "finished", self.finished + 1),
+        )
+
+    def log(self, numbers: dict[str, Any], step: int | None = None) -> None:
+        if self.broken:
+            raise RuntimeError("the server is gone")
+        self.threads.add(threading.current_thread().name)
+        self.logged.append(numbers if step is None else {"step": step, **numbers})
+
+
+@pytest.fixture(params=["wandb", "trackio"])
+def fake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Fake:
+    module = Fake(request.param)
+    monkeypatch.setitem(sys.modules, request.param, module)
+    return module
+
+
+def write(folder, steps, **options):
+    with metrics.MetricsWriter(folder, **options) as writer:
+        for step in steps:
+            writer.write({"step": step, **ROW})
+    return writer.path
+
+
+def test_it_gets_rows_and_a_resume_continues_its_run(tmp_path, fake, capsys):
+    given = {fake.__name__: "project"}
+    write(tmp_path, [1, 2], **given)
+    write(tmp_path, [2], **given, resume_step=1)
+    write(tmp_path, [1], **given)
+    first, resumed, new = fake.started
+    assert {each["project"] for each in fake.started} == {"project"}
+    if fake.__name__ == "wandb":
+        assert [each["id"] for each in fake.started] == [None, "id1", None]
+    else:
+        assert [each["resume"] for each in fake.started] == ["never", "allow", "never"]
+        assert resumed["name"] == first["name"] != new["name"]
+        assert first["name"].startswith(f"{tmp_path.name}-")
+        assert "* started" not in capsys.readouterr().out
+    assert fake.logged[0] == {"step": 1, **{f"train/{key}": value for key, value in ROW.items()}}
+    assert [each["step"] for each in fake.logged] == [1, 2, 2, 1]
+    assert (fake.finished, fake.threads) == (3, {"mirrors"})
+
+
+def test_one_that_fails_is_left_out_and_the_rows_are_there(tmp_path, fake, capsys):
+    fake.broken = True
+    path = write(tmp_path, [1, 2], **{fake.__name__: "project"})
+    assert [each["step"] for each in metrics.read(path)] == [1, 2]
+    assert "is left out from here on: the server is gone; metrics.jsonl has every row" in capsys.readouterr().err
+
+
+def test_one_that_does_not_start_says_what_to_do(tmp_path, fake):
+    path = write(tmp_path, [1])
+    fake.online = False
+    what = r"wandb login.*WANDB_MODE=offline" if fake.__name__ == "wandb" else r"hf auth login.*leave --log.trackio out"
+    with pytest.raises(MupaxError, match=rf"no API key.*{what}"):
+        metrics.MetricsWriter(tmp_path, **{fake.__name__: "project"})
+    assert len(metrics.read(path)) == 1, "the old rows are untouched"
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+@pytest.mark.parametrize("how", ["not installed", "hidden"])
+def test_a_missing_one_is_told_before_data_and_compilation(tmp_path, monkeypatch, capsys, name, how):
+    def compiled(*_: Any) -> None:
+        raise MupaxError("it compiles")
+
+    loaded: list[str] = []
+    load = loop.load_data
+    monkeypatch.setattr(Program, "compile_train", compiled)
+    monkeypatch.setattr(loop, "load_data", lambda *a: (loaded.append("data"), load(*a))[1])
+    folder = tmp_path / "run"
+    words = ["vit-digits", f"--log.{name}", "project", "--model.depth", "1", "--workdir", str(folder)]
+    with monkeypatch.context() as lacking:
+        if how == "hidden":
+            lacking.setitem(sys.modules, name, None)
+        else:
+            find = importlib.util.find_spec
+            lacking.delitem(sys.modules, name, raising=False)
+            lacking.setattr(importlib.util, "find_spec", lambda n, *a: None if n == name else find(n, *a))
+        for more in ([], ["--dry-run"]):
+            assert main([*words, *more]) == 2
+            err = " ".join(capsys.readouterr().err.split())
+            assert f"run `pip install 'mupax[{name}]'`, or leave --log.{name} out" in err
+    assert (loaded, folder.exists()) == ([], False)
+    monkeypatch.setitem(sys.modules, name, Fake(name))  # the control: with it the run goes on to compile
+    assert (main(words), "it compiles" in capsys.readouterr().err) == (2, True)
+    assert loaded == ["data"]
+
+
+def test_the_config_keeps_the_project(capsys):
+    assert main(["lm-tiny", "--log.trackio", "mine", "--print-config"]) == 0
+    assert json.loads(capsys.readouterr().out)["log"]["trackio"] == "mine"
