@@ -127,6 +127,15 @@ class Config:
                     "leave it out"
                 )
         self._check_metrics()
+        if self.log.images is not None:
+            if self.model.task != "images":
+                raise ConfigError(
+                    f"log.images shows images, and the model, a {self.model.family}, reads {self.model.task}; leave it out: log.samples "
+                    "writes a sample of its text, to TensorBoard too"
+                )
+            if self.log.images > min(self.eval_batch_size, self.data.eval_examples or self.eval_batch_size):
+                most = min(self.eval_batch_size, self.data.eval_examples or self.eval_batch_size)
+                raise ConfigError(f"log.images is {self.log.images}, of one evaluation batch; write at most {most}")
         if isinstance(self.model, TransformerConfig) and self.model.lora.rank and not (self.train_only or self.freeze):
             raise ConfigError(
                 f"model.lora.rank {self.model.lora.rank} adds adapters to matrices that stay as they are, and nothing is frozen; add "

@@ -207,6 +207,10 @@ class LogConfig:
     """Weights & Biases project to log to (extra `wandb`)."""
     trackio: str | None = None
     """trackio project to log to, on this machine unless its variables say otherwise (extra `trackio`)."""
+    images: Annotated[int | None, conf.arg(metavar="N")] = None
+    """At every evaluation, the first N evaluation images with label and prediction, in TensorBoard."""
+    histograms: bool = False
+    """At every evaluation, histograms in TensorBoard of each parameter and its change since the evaluation before; a copy of all is kept."""
     progress: bool = True
     """The live progress bar; plain lines when the terminal cannot draw one."""
     samples: bool = True
@@ -215,7 +219,10 @@ class LogConfig:
     """Write an XProf trace of steps START to STOP - 1, counted from 1, into workdir/profile."""
 
     def __post_init__(self) -> None:
-        at_least("log.", self, 1, "eval_every_steps")
+        at_least("log.", self, 1, "eval_every_steps", "images")
+        if (self.images or self.histograms) and not self.tensorboard:
+            name = "images" if self.images else "histograms"
+            raise ConfigError(f"log.{name} is written to TensorBoard; leave --log.no-tensorboard out")
         if self.profile is not None and not self.profile_steps:
             raise ConfigError(
                 f"log.profile is {self.profile!r}; write START:STOP with 1 <= START < STOP, "

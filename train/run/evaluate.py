@@ -87,6 +87,8 @@ def evaluation(session: Session, report: Report, state: TrainState, step: int) -
             scores = evaluate(session.eval_fn, state.evaluated, session.inputs, data, feed, dispatching)
             row |= {f"eval/{name}/loss": scores.loss, f"eval/{name}/accuracy": scores.accuracy}
     report.evaluated(row if state.ema is None else {**row, "eval_weights": "ema"})
+    if session.snapshots is not None:
+        report.show(step, session.snapshots.take(state, dispatching))
     measured = session.evaluations.add(row)
     if session.rt.processes.leader:
         session.checkpoints.evaluated({step: measured})

@@ -124,6 +124,8 @@ def train(session: Session, position: Position) -> TrainState:
     program, rt, steps = session.program, session.rt, session.rt.config.steps
     state, step = program.placed(position.state, session.step_fn), position.step
     session.evaluations.go_back(step)
+    if session.snapshots is not None:
+        session.snapshots.begin(state.params)
     feed, passed_over = program.train_feed(), int(jax.device_get(state.health.left_out))
     source, reason = session.data.train_batches(step + passed_over, *feed.rows), None
     with (

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import numpy as np
@@ -23,6 +23,9 @@ from mupax.train.run.report.timing import Profile, Timing
 from mupax.train.run.runtime import Runtime
 from mupax.train.run.start import Position
 from mupax.zoo import flops
+
+if TYPE_CHECKING:
+    from mupax.train.run.report.mirrors.tags import Media
 
 
 class Report(contextlib.ExitStack):
@@ -152,6 +155,16 @@ class Report(contextlib.ExitStack):
             self.flush()
             self._spool.send_later()
         self.progress.evaluated(row)
+
+    def show(self, step: int, media: Media) -> None:
+        """Show images and histograms of an evaluation.
+
+        Args:
+            step: steps done.
+            media: of that step.
+        """
+        if self._writer is not None:
+            self._writer.show(step, media)
 
     def stopped(self, step: int, reason: str) -> None:
         """Write the row of a run that ends before its last step.

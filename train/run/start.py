@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from rich.console import Console
@@ -24,6 +24,9 @@ from mupax.train.parallel.processes import Processes
 from mupax.train.run.report import metrics
 from mupax.train.run.report.early_stop import Evaluations
 from mupax.train.run.runtime import Runtime
+
+if TYPE_CHECKING:
+    from mupax.train.run.report.mirrors.snapshots import Snapshots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +64,8 @@ class Session:
     sets: dict[str, Data]
     """What is evaluated beside `data`, by name."""
     evaluations: Evaluations
+    snapshots: Snapshots | None = None
+    """Takes images and histograms at evaluations, where they are asked for."""
     speed: dict[str, str] = dataclasses.field(default_factory=dict)
     """Lines of the summary about how fast it went, by their label; those of the last attempt."""
 
@@ -68,7 +73,7 @@ class Session:
 def compiled(
     program: Program, data: Data, sets: dict[str, Data], checkpoints: Checkpoints, rt: Runtime, position: Position
 ) -> Session:
-    """The session of a run, its two programs compiled: the only compilations that the run does.
+    """The session of a run, its two programs compiled: the only compilations that the run does, but for images and histograms.
 
     Args:
         program: of the run.
@@ -88,8 +93,14 @@ def compiled(
     if rt.processes.leader:  # a kill may have come before it was kept there
         saved = steps(checkpoints.folder)
         checkpoints.evaluated({step: evaluations.metrics[step] for step in saved if step in evaluations.metrics})
-    inputs = program.step_inputs()
-    return Session(program, data, checkpoints, rt, step_fn, eval_fn, inputs, began, seconds, sets, evaluations)
+    inputs, snapshots = program.step_inputs(), None
+    if rt.config.log.images or rt.config.log.histograms:
+        from mupax.train.run.report.mirrors.snapshots import Snapshots
+
+        snapshots = Snapshots(program, data, inputs)
+    return Session(
+        program, data, checkpoints, rt, step_fn, eval_fn, inputs, began, seconds, sets, evaluations, snapshots
+    )
 
 
 def _evaluations(rt: Runtime, position: Position) -> list[dict[str, Any]]:

@@ -312,6 +312,8 @@ FIELDS: dict[str, Way] = {
     "log.wandb": Shown("train/run/report/test_metrics.py", "wandb="),
     **on(program, TOKENS, steps=9, z_loss=0.1, freeze=("bias",), train_only=("bias",)),
     "log.wandb": Shown("train/run/report/mirrors/test_trackers.py", '"wandb"'),
+    "log.images": Shown("train/run/report/mirrors/test_media.py", "--log.images"),
+    "log.histograms": Shown("train/run/report/mirrors/test_media.py", "--log.histograms"),
     "log.trackio": Shown("train/run/report/mirrors/test_trackers.py", '"trackio"'),
     **on(program, TOKENS, steps=9, freeze=("bias",), train_only=("bias",)),
     **on(run, RUN, recipe="mine", workdir="there"),

@@ -43,6 +43,8 @@ def leave(session: Session, params: Arrays) -> None:
         if leader:
             with _extra(rt, "sample.txt"):
                 files[-1].write_text(text, encoding="utf-8")
+                if config.log.tensorboard:
+                    _show(rt, metrics.read(files[0])[-1]["step"], text)
             rt.console.rule("sample", style="dim")
             rt.console.print(text, markup=False, highlight=False, style="dim")
     elif config.log.samples and config.model.task == "images":
@@ -75,6 +77,17 @@ def leave(session: Session, params: Arrays) -> None:
             files=[rt.folder / file.relative_to(folder).as_posix() for file in (*files, curve, folder / "config.json")],
             then=_use(config, data, report.relative(rt.folder)),
         )
+
+
+def _show(rt: Runtime, step: int, text: str) -> None:
+    """The sample in TensorBoard, in a file of its own: that of the rows is closed."""
+    from mupax.train.run.report.mirrors.tags import Media
+    from mupax.train.run.report.mirrors.tensorboard import TensorBoard
+
+    board = TensorBoard(rt.files / "tensorboard", None, "sample")
+    fenced = "".join(f"    {line}\n" for line in text.splitlines())  # as code: no character of it is markup
+    board.show(step, Media(texts={"sample": fenced}), time.time())
+    board.close()
 
 
 def _use(config: Config, data: Data, folder: str) -> str:

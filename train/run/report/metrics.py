@@ -44,6 +44,7 @@ from mupax.paths import path_of
 
 if TYPE_CHECKING:
     from mupax.train.run.report.mirrors.mirrors import Mirrors
+    from mupax.train.run.report.mirrors.tags import Media
 
 FILE_NAME = "metrics.jsonl"
 _NUMBERS = ("loss", "accuracy", "eval_loss", "eval_accuracy", "lr", "grad_norm", "tokens", "images", "seconds")
@@ -105,6 +106,16 @@ class MetricsWriter:
         """Append one row: `step`, and numbers, strings, booleans or None."""
         self._raise_error()
         self._rows.put((row, time.time()))
+
+    def show(self, step: int, media: Media) -> None:
+        """Pass images, texts and histograms of a step to the mirrors that show any.
+
+        Args:
+            step: steps done.
+            media: of that step.
+        """
+        if self._mirrors is not None:
+            self._mirrors.show(step, media, time.time())
 
     def flush(self) -> None:
         """Return when every row so far is on disk, where no kill and no power cut takes it away."""

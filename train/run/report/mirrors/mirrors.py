@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mupax import terminal
+from mupax.train.run.report.mirrors.tags import Media
 from mupax.train.run.report.mirrors.tensorboard import TensorBoard
 from mupax.train.run.report.mirrors.trackers import Trackio, Wandb
 
@@ -65,8 +66,21 @@ class Mirrors:
             row: as `MetricsWriter.write` takes it.
             walltime: when it was written, in seconds since 1970.
         """
+        self._pass_on("write", row, walltime)
+
+    def show(self, step: int, media: Media, walltime: float) -> None:
+        """The same of images, texts and histograms, to the mirrors that show any.
+
+        Args:
+            step: steps done.
+            media: of that step.
+            walltime: as of `write`.
+        """
+        self._pass_on("show", step, media, walltime)
+
+    def _pass_on(self, method: str, *arguments: Any) -> None:
         if self._calls.qsize() < _MOST_ROWS:
-            self._calls.put(partial(self._each, "write", row, walltime))
+            self._calls.put(partial(self._each, method, *arguments))
         elif not self._hangs:
             self._hang(f"{_MOST_ROWS:,} rows wait for it")
 
@@ -89,6 +103,8 @@ class Mirrors:
 
     def _each(self, method: str, *arguments: Any) -> None:
         for mirror in [*self._mirrors]:
+            if not hasattr(mirror, method):
+                continue
             try:
                 getattr(mirror, method)(*arguments)
             except Exception as error:  # of whatever kind: the run needs none of them

@@ -1,9 +1,47 @@
-"""What mirrors call the numbers of a row."""
+"""What mirrors are given: the numbers of a row by tag, and media, which only TensorBoard shows."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Histogram:
+    """How the numbers of an array are spread.
+
+    Attributes:
+        low: the smallest of them.
+        high: the largest.
+        counts: of equal parts from low to high, int [parts].
+        total: their sum.
+        squares: the sum of their squares.
+    """
+
+    low: float
+    high: float
+    counts: np.ndarray
+    total: float
+    squares: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Media:
+    """What is shown of one step besides numbers, by tag.
+
+    Attributes:
+        images: uint8 [H, W, C] with C = 1 or 3.
+        texts: Markdown.
+        histograms: of arrays.
+    """
+
+    images: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    histograms: Mapping[str, Histogram] = dataclasses.field(default_factory=dict)
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
