@@ -152,7 +152,7 @@ def check_name(name: str) -> None:
 def summary(tuned: Tuned) -> str:
     """One line: the rate, what it was found on, and how it transferred."""
     study, optimizer = tuned.provenance, tuned.optimizer
-    evidence = "; ".join(f"{grown['axis']} {_verdict(grown)}" for grown in study["transfer"]) or "one size"
+    evidence = "; ".join(f"{grown['axis']} {verdict(grown)}" for grown in study["transfer"]) or "one size"
     run = f"{optimizer['name']} {optimizer['peak_lr']:.3g} on {study['data']}, {study['seen']:,} {study['unit']}s"
     return f"{run}; {evidence}{_searched(study)}"
 
@@ -166,9 +166,9 @@ def described(tuned: Tuned) -> str:
         ("base", _pairs(tuned.base) if tuned.base else "none"),
         ("constants", f"{_pairs(tuned.constants) or 'none'}; form {tuned.form or 'its own'}"),
         ("optimizer", _pairs(tuned.optimizer)),
-        ("optimum", f"2^{optimum['value']:.2f} {_bounds(optimum)}, from {_seeds(study['seeds'])}"),
+        ("optimum", f"2^{optimum['value']:.2f} {bounds(optimum)}, from {_seeds(study['seeds'])}"),
         ("curve", f"of {study.get('judged', 'training')} loss: {points}"),
-        *(("grown", f"{g['axis']} {', '.join(map(str, g['sizes']))}: {_verdict(g)}") for g in study["transfer"]),
+        *(("grown", f"{g['axis']} {', '.join(map(str, g['sizes']))}: {verdict(g)}") for g in study["transfer"]),
         ("run", f"{study['recipe']}, {study['steps']} steps of batch {study['batch']}"),
         ("command", study["command"]),
         ("versions", f"{_pairs(study['versions'])}, {study['date']}"),
@@ -184,11 +184,16 @@ def _seeds(count: int) -> str:
     return "one seed" if count == 1 else f"{count} paired seeds"
 
 
-def _verdict(grown: Mapping[str, Any]) -> str:
+def verdict(grown: Mapping[str, Any]) -> str:
+    """What a study says of one axis: `transfers`, `drifts` or `undecided`, and the drift with its interval.
+
+    Args:
+        grown: an entry of provenance's `transfer`.
+    """
     drift = grown["drift"]
     if drift["value"] is None:
         return "undecided"
-    return f"{_moves(grown)}, drift {drift['value']:+.2f} {_bounds(drift)} octaves per doubling"
+    return f"{_moves(grown)}, drift {drift['value']:+.2f} {bounds(drift)} octaves per doubling"
 
 
 def _moves(grown: Mapping[str, Any]) -> str:
@@ -198,7 +203,13 @@ def _moves(grown: Mapping[str, Any]) -> str:
     return "drifts" if apart and grown["verdict"] == "undecided" else grown["verdict"]
 
 
-def _bounds(interval: Mapping[str, float | None], digits: int = 2) -> str:
+def bounds(interval: Mapping[str, float | None], digits: int = 2) -> str:
+    """An interval in brackets.
+
+    Args:
+        interval: `low` and `high`; None where there is none.
+        digits: after the point.
+    """
     low, high = interval["low"], interval["high"]
     return "(no interval)" if low is None or high is None else f"[{low:.{digits}f}, {high:.{digits}f}]"
 
@@ -207,7 +218,7 @@ def _searched(study: Mapping[str, Any]) -> str:
     if not (search := study.get("search")):
         return ""
     apart = search["winner_less_start"]
-    gain = "not compared" if apart["value"] is None else f"{apart['value']:+.4f} {_bounds(apart, 4)} nats"
+    gain = "not compared" if apart["value"] is None else f"{apart['value']:+.4f} {bounds(apart, 4)} nats"
     return f"; {len(search['constants'])} constants searched, {gain} against the start on {search['fresh_seeds']} fresh seeds"
 
 

@@ -1,8 +1,12 @@
-"""The model card of an export, README.md: what the model is, how it was trained, what it reads, which classes it knows."""
+"""The model card of an export, README.md: what the model is, how it was trained and does, what it reads, its classes and licence."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from mupax import __version__
+from mupax.train.reuse.huggingface import evidence
 from mupax.train.reuse.image_input import printable
 from mupax.train.reuse.source import Source
 from mupax.zoo import flops
@@ -13,18 +17,25 @@ _TASKS = {
     "tokens": ("text-generation", "AutoModelForCausalLM"),
 }
 _LISTED = 200
+_NO_LICENCE = (
+    "None is stated: whoever wrote this card gave none, and it grants no right to use these weights. What they were trained on, and what "
+    "they were started from, may have terms of their own."
+)
 
 
-def card(source: Source, name: str) -> str:
+def card(source: Source, name: str, licence: str | None = None, evaluation: Mapping[str, Any] | None = None) -> str:
     """README.md of an export. Of paths only the last part is in it, for they are those of a machine.
 
     Args:
         source: what is exported.
         name: of the model.
+        licence: from `licences.identifier`; None where none was given.
+        evaluation: the row of a run's evaluation at the step that is exported (`evidence.evaluation`).
     """
     model, sizes = source.model, source.model.sizes()
     task, loader = ("text2text-generation", "AutoModelForSeq2SeqLM") if model.denoises else _TASKS[model.task]
-    head = ["---", "library_name: transformers", f"pipeline_tag: {task}", "tags: [mupax]", "---"]
+    head = ["---", "library_name: transformers", f"pipeline_tag: {task}", "tags: [mupax]"]
+    head += [f"license: {licence}", "---"] if licence else ["---"]
     shape = f"width {sizes['embed']}, depth {sizes['layers']}, {sizes['heads']} heads, {model.input_text}"
     lines = [*head, f"# {_inline(name)}", f"{model.family}, {shape}; {flops.params(model):,} parameters."]
     if source.preset:
@@ -33,12 +44,14 @@ def card(source: Source, name: str) -> str:
             f"{source.preset['described']}. Its multipliers are folded into the weights; config.json has them under `mupax`.",
         ]
     lines += [
+        *_tuned(source),
         *_training(source),
+        *_evaluation(source, evaluation or {}),
         *_images(source),
         "## Use",
         *_use(source, loader),
         "## Licence",
-        "None is stated here.",
+        f"`{licence}`, as whoever wrote this card says." if licence else _NO_LICENCE,
     ]
     return "\n\n".join(["\n".join(lines[: len(head)]), *lines[len(head) :], f"Written by mupax {__version__}."]) + "\n"
 
@@ -57,6 +70,19 @@ def _training(source: Source) -> list[str]:
         *([f"- started from {_inline(_last(start.partition('/checkpoints/')[0]))}"] if start else []),
     ]
     return ["## Training", "\n".join(rows)]
+
+
+def _tuned(source: Source) -> list[str]:
+    if source.run is None or (study := evidence.study(source.run[0])) is None:
+        return []
+    text = f"The numbers of {_inline(study.use)} (`python -m presets tuned {study.use}`), measured by a study of small models:"
+    return ["## Tuned preset", text, "\n".join(evidence.of_study(study, source.model.base_sizes()))]
+
+
+def _evaluation(source: Source, row: Mapping[str, Any]) -> list[str]:
+    if source.run is None:
+        return []
+    return ["## Evaluation", evidence.measured(row, averaged=False, kind=source.model.task)]
 
 
 def _images(source: Source) -> list[str]:

@@ -64,14 +64,20 @@ class Export:
     """Of the stored weights."""
     tokenizer: Annotated[command_line.Place | None, conf.arg(metavar="FILE")] = None
     """tokenizer.json to add where the run's is not here."""
+    licence: Annotated[str | None, conf.arg(aliases=("--license",), metavar="ID")] = None
+    """Of the weights, for the model card: apache-2.0, mit, cc-by-4.0, or another that Hugging Face knows."""
 
     def run(self) -> int:
         """0 when written; raises what does not fit."""
         from mupax.train.reuse.huggingface import files as pretrained_files
+        from mupax.train.reuse.huggingface import licences
 
+        licence = self.licence and licences.identifier(self.licence)
         pretrained_files.check_free(self.out)
         with delivered(self.out) as out:
-            source, notes = exported(self.path, out, self.step, self.dtype, self.tokenizer, name=self.out.name)
+            source, notes = exported(
+                self.path, out, self.step, self.dtype, self.tokenizer, name=self.out.name, licence=licence
+            )
         _print_summary(source, source.preset)
         for note in notes:
             terminal.say(note)
@@ -82,7 +88,14 @@ class Export:
 
 
 def exported(
-    path: Path, out: Path, step: Step | None, dtype: DType, tokenizer_file: Path | None, *, name: str
+    path: Path,
+    out: Path,
+    step: Step | None,
+    dtype: DType,
+    tokenizer_file: Path | None,
+    *,
+    name: str,
+    licence: str | None = None,
 ) -> tuple[Source, list[str]]:
     """Write a model as `transformers` reads it, with its tokenizer and its card; gives what was read, and what to know of it.
 
@@ -93,10 +106,11 @@ def exported(
         dtype: of the stored weights.
         tokenizer_file: to add where the run's is not here.
         name: of the model, in its card.
+        licence: the same, an identifier of `licences`.
     """
     from mupax.train.data.text import tokenizer
     from mupax.train.reuse import source as pretrained
-    from mupax.train.reuse.huggingface import card, preprocessor
+    from mupax.train.reuse.huggingface import card, evidence, preprocessor
     from mupax.train.reuse.huggingface import files as pretrained_files
     from mupax.zoo.families import ImageModel
 
@@ -107,7 +121,10 @@ def exported(
     notes += pretrained_files.write_huggingface(source, out, dtype, tokens)
     if file is not None and encoder is not None:
         pretrained_files.copy_tokenizer(file, encoder.separator, out)
-    (out / card.FILE).write_text(card.card(source, name), encoding="utf-8")
+    row = evidence.evaluation(path, source.preset["step"]) if source.run else None
+    (out / card.FILE).write_text(card.card(source, name, licence, row), encoding="utf-8")
+    if licence is None:
+        notes.append("the model card states no licence; --licence ID (apache-2.0, mit, ...) does")
     if source.images and isinstance(source.model, ImageModel):
         note = preprocessor.note(source.images.pixels, source.model)
         notes += [_images_line(source.images), *([note] if note else [])]

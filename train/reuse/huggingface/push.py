@@ -46,6 +46,8 @@ class Push:
     """Of the stored weights."""
     tokenizer: Annotated[command_line.Place | None, conf.arg(metavar="FILE")] = None
     """tokenizer.json to add where the run's is not here."""
+    licence: Annotated[str | None, conf.arg(aliases=("--license",), metavar="ID")] = None
+    """Of the weights, for the model card: apache-2.0, mit, cc-by-4.0, or another that Hugging Face knows."""
     public: Switch = False
     """Let everyone see it."""
     dry_run: Switch = False
@@ -81,13 +83,15 @@ def main(argv: Sequence[str]) -> int:
 @contextmanager
 def _files(args: Push) -> Iterator[tuple[Path, list[str]]]:
     """A folder, and the names of its files that are to be sent."""
+    from mupax.train.reuse.huggingface import licences
     from mupax.train.reuse.huggingface.command import exported
     from mupax.train.reuse.outline import MODEL, WeightsError, opened
 
     folder, fields, _ = opened(args.path, args.step)
     if "model_type" in fields and not (folder / MODEL).is_file():
-        if args.step or args.tokenizer or args.dtype != "float32":
-            raise PushError(f"{args.path} holds weights that go as they are; leave --step, --dtype and --tokenizer out")
+        if args.step or args.tokenizer or args.licence or args.dtype != "float32":
+            flags = "--step, --dtype, --tokenizer and --licence"
+            raise PushError(f"{args.path} holds weights that go as they are; leave {flags} out")
         names = sorted(each.name for each in folder.iterdir() if each.is_file() and each.name.endswith(SENT))
         if not any(name.endswith(".safetensors") for name in names):
             raise WeightsError(f"{folder} has config.json and no safetensors")
@@ -95,7 +99,8 @@ def _files(args: Push) -> Iterator[tuple[Path, list[str]]]:
         return
     with tempfile.TemporaryDirectory(prefix="mupax-push-") as out:
         made = Path(out)
-        for note in exported(args.path, made, args.step, args.dtype, args.tokenizer, name=args.to.partition("/")[2])[1]:
+        licence, name = args.licence and licences.identifier(args.licence), args.to.partition("/")[2]
+        for note in exported(args.path, made, args.step, args.dtype, args.tokenizer, name=name, licence=licence)[1]:
             terminal.say(note)
         yield made, sorted(each.name for each in made.iterdir())
 

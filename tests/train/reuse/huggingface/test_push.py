@@ -131,6 +131,22 @@ def test_what_has_multipliers_is_exported_first_with_its_card(hub: Hub) -> None:
     assert "# `model`" in hub.files["README.md"].decode()
     assert json.loads(hub.files["config.json"])["model_type"] == "llama"
     assert "README.md" in out
+    assert "None is stated" in hub.files["README.md"].decode()
+    assert "the model card states no licence; --licence ID" in out
+    code, out, err = push("mup --to me/model --public --license MIT")
+    assert code == 0, err
+    card = hub.files["README.md"].decode()
+    assert card.startswith(
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [mupax]\nlicense: mit\n---\n"
+    )
+    assert "states no licence" not in out
+    sent = len(hub.calls)
+    code, _, err = push("mup --to me/model --public --licence apache2")
+    assert (
+        code,
+        "--licence apache2: no licence has this identifier at Hugging Face; did you mean apache-2.0" in err,
+    ) == (2, True), err
+    assert not any("commit" in call for call in hub.calls[sent:])
 
 
 def test_a_dry_run_lists_files_without_a_token_or_a_call(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +167,8 @@ def test_what_cannot_be_sent_is_said_in_a_line(hub: Hub, monkeypatch: pytest.Mon
         "weights --to me/a--b": "--to me/a--b: ",
         "weights --to me/seen": "me/seen is there and public; add --public",
         "weights --to other/model": "Hugging Face refused it (403: ",
-        "weights --to me/model --step 3": "leave --step, --dtype and --tokenizer out",
+        "weights --to me/model --step 3": "leave --step, --dtype, --tokenizer and --licence out",
+        "weights --to me/model --licence mit": "leave --step, --dtype, --tokenizer and --licence out",
         "nothing --to me/model": "no run and no weights there",
     }.items():
         code, _, err = push(words)

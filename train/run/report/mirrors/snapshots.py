@@ -66,7 +66,7 @@ class Snapshots:
                 batches.close()
             with dispatching():
                 shown = self._predicted(state.evaluated, self._inputs, self._feed.put(self._batch))
-            images, texts["examples/labels"] = _shown(*jax.device_get(shown), self._data.class_names)
+            images, texts["examples/labels"] = _shown(*jax.device_get(shown), names=self._data.class_names)
         if self._before is not None:
             with dispatching():
                 spread = self._spread(state.params, self._before)
@@ -84,7 +84,7 @@ def _predicted(program: Program, count: int, params: Arrays, run: StepInputs, ba
 
 
 def _shown(
-    inputs: np.ndarray, targets: np.ndarray, weights: np.ndarray, likeliest: np.ndarray, names: list[str] | None
+    inputs: np.ndarray, targets: np.ndarray, weights: np.ndarray, likeliest: np.ndarray, *, names: list[str] | None
 ) -> tuple[dict[str, np.ndarray], str]:
     """Images by tag, black to full strength by channel over all of them, and a table of what they are and what they are taken for."""
     low, high = inputs.min((0, 1, 2)), inputs.max((0, 1, 2))

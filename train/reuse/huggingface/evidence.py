@@ -1,0 +1,122 @@
+"""What a model card can say for a run's weights: what an evaluation measured at their step, and the study behind a tuned preset."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mupax import disk
+from mupax.presets.roles import PresetError
+from mupax.presets.tuned import find as tuned
+from mupax.train.checkpoints import selection
+from mupax.train.checkpoints.workdir import CHECKPOINTS
+from mupax.train.config.run import Config
+from mupax.train.config.tuned import applied
+
+_ROWS = "metrics.jsonl"
+_STARTS = ("warmup_fraction",)
+"""Of a study's optimizer, what a run of another length rounds."""
+
+
+def evaluation(path: Path, step: int) -> dict[str, Any]:
+    """The row of the evaluation at a step of a run; empty where none is recorded, or cannot be read.
+
+    Args:
+        path: the run's workdir, or one of its steps.
+        step: steps done.
+    """
+    folder = selection.named_step(path.absolute())[0]
+    folder = folder.parent if folder.name == CHECKPOINTS else folder
+    try:
+        lines = disk.read_bytes(folder / _ROWS).split(b"\n")
+    except (*disk.ABSENT, disk.DiskError):
+        lines = []
+    row = {}
+    for line in lines:
+        try:
+            fields = json.loads(line) if b'"eval_loss"' in line else None
+        except ValueError:  # cut off by a kill
+            continue
+        if isinstance(fields, dict) and fields.get("step") == step:
+            row = fields  # the last: of a run that went back
+    return row or selection.read(folder / CHECKPOINTS / str(step))
+
+
+def measured(row: Mapping[str, Any], averaged: bool, kind: str) -> str:
+    """A sentence about an evaluation.
+
+    Args:
+        row: from `evaluation`.
+        averaged: whether the weights of the card are the run's moving average.
+        kind: tokens or images.
+    """
+    loss, accuracy = row.get("eval_loss"), row.get("eval_accuracy")
+    if "eval_loss" not in row:
+        return "The run recorded no evaluation at this step."
+    if loss is None or not math.isfinite(loss):
+        return "The evaluation at this step was not finite."
+    what = "a token" if kind == "tokens" else "an image"
+    text = f"Evaluation loss {loss:.4f} nats {what}"
+    if accuracy is not None:
+        text += f", accuracy {100 * accuracy:.2f} %{' of next tokens' if kind == 'tokens' else ''}"
+    others = (
+        ""
+        if averaged or row.get("eval_weights") != "ema"
+        else " Measured on the moving average of the weights, which these are not."
+    )
+    return f"{text}, on the run's own evaluation examples.{others}"
+
+
+def study(config: Config) -> tuned.Tuned | None:
+    """The tuned preset whose base, constants and optimizer a run has, of those that are here; None where it has no such numbers.
+
+    Args:
+        config: of the run.
+    """
+    for use in tuned.files():
+        if use.partition(":")[0] != config.preset.name:
+            continue
+        try:
+            given, _, found = applied(config, ["--preset", use], str(config.steps))
+        except PresetError:  # a file of the user's that is none
+            continue
+        if found is None:
+            continue
+        same = dataclasses.replace(
+            given.preset,
+            joint=config.preset.joint,
+            noise_scale=config.preset.noise_scale,
+            zero_readout=config.preset.zero_readout,
+        )
+        numbers = (name for name in found.optimizer if name not in _STARTS)
+        if same == config.preset and all(
+            getattr(given.optimizer, name) == getattr(config.optimizer, name) for name in numbers
+        ):
+            return found
+    return None
+
+
+def of_study(found: tuned.Tuned, sizes: Mapping[str, int]) -> list[str]:
+    """Lines about a tuned preset's study: what it found, on what, and how far from there a model is.
+
+    Args:
+        found: the tuned preset.
+        sizes: of the model, by axis.
+    """
+    of, optimum = found.provenance, found.provenance["log2_optimum"]
+    kind, colon, path = of["data"].partition(":")
+    data = f"{kind}:{path.rstrip('/').rpartition('/')[2]}" if colon else kind
+    seeds = "one seed" if of["seeds"] == 1 else f"{of['seeds']} paired seeds"
+    grown = [f"{g['axis']} {', '.join(map(str, g['sizes']))}: {tuned.verdict(g)}" for g in of["transfer"]]
+    far = ", ".join(f"{axis} {doublings:+.1f}" for axis, doublings in found.distance(sizes).items())
+    return [
+        f"- evidence: {found.evidence}",
+        f"- best rate at the base: 2^{optimum['value']:.2f} {tuned.bounds(optimum)}, from {seeds}",
+        *[f"- grown in {line}" for line in grown or ["nothing: one size"]],
+        f"- study: {of['recipe']} on {data}, {of['steps']:,} steps of {of['batch']}, {of['seen']:,} {of['unit']}s a run, {of['date']}",
+        f"- this model: {f'{far} doublings beyond the sizes studied' if far else 'within the sizes studied'}",
+    ]
