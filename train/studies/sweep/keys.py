@@ -51,8 +51,12 @@ def key_of(config: Config, data_digest: str) -> str:
         if getattr(bare.data, name) == default:
             del fields["data"][name]
     del fields["stop"], fields["resume_from"], fields["data"]["evaluate"]  # a point has none
-    for name in ("keep_best", "best_metric"):
-        del fields["checkpoint"][name]
+    for section, names in {
+        "checkpoint": ("keep_best", "best_metric"),
+        "log": ("trackio", "images", "histograms"),
+    }.items():
+        for name in names:
+            del fields[section][name]
     if bare.vmem_kib is None:
         del fields["vmem_kib"]
     if not bare.z_loss:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import pytest
@@ -80,7 +81,10 @@ def test_more_devices_than_there_are_divide_batch_and_sizes(said: Said) -> None:
     assert said(limit, again) is None
 
 
-def test_a_dry_run_for_devices_that_are_not_here_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_for_devices_that_are_not_here_says_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     words = ["lm-tiny", "--model.depth", "2", "--data.batch-size", "16", "--mesh.fsdp", "16"]
     assert main([*words, "--dry-run"]) == 0
     printed = capsys.readouterr().out
