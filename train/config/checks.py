@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
@@ -151,19 +150,3 @@ def trained(train_only: Sequence[str], freeze: Sequence[str], specs: Mapping[str
 def _words(spec: ParamSpec) -> set[str]:
     """Words that mean a parameter."""
     return {spec.role.value, (spec.of or spec.role).value, spec.group}
-
-
-def amount(flag: str, text: str) -> float:
-    """The number that a text means.
-
-    Args:
-        flag: that it was written for.
-        text: such as 10b, 1.5m or 2e9.
-
-    Raises:
-        ConfigError: anything else.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmbt]?)", text.strip().lower())
-    if match is None or not float(match[1]):
-        raise ConfigError(f"{flag} is {text}; write a number such as 10b, 300m or 2e9")
-    return float(match[1]) * {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}[match[2]]

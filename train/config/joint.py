@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Collection
 from typing import Protocol
 
 from mupax.presets import horizon, joint
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.roles import RUN_AXES
-from mupax.train.config.checks import amount
 from mupax.train.config.data import DataConfig
 from mupax.train.config.preset import Parameterized, base_parts, base_text
 from mupax.train.config.sections import OptimizerConfig
@@ -164,6 +164,22 @@ def with_durations(run: Run, tokens: str | None, tau: float | None, flags: Colle
         pull = 1 / (tau * steps)
         opt = dataclasses.replace(opt, weight_decay=pull / opt.peak_lr if opt.decay == "coupled" else pull)
     return opt
+
+
+def amount(flag: str, text: str) -> float:
+    """The number that a text means.
+
+    Args:
+        flag: that it was written for.
+        text: such as 10b, 1.5m or 2e9.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmbt]?)", text.strip().lower())
+    if match is None or not float(match[1]):
+        raise ConfigError(f"{flag} is {text}; write a number such as 10b, 300m or 2e9")
+    return float(match[1]) * {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}[match[2]]
 
 
 def _tokens(run: Run) -> int:

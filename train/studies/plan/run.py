@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from mupax import command_line
 from mupax.presets import PresetError
 from mupax.train.config import cli, joint, sizes
-from mupax.train.config.checks import amount
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config
 from mupax.train.studies.forecast.points import Points
@@ -111,7 +110,7 @@ def _parsed(args: Plan, recipe: str, study: Points | None, words: Sequence[str])
     if not args.tokens:
         return config
     each = config.data.batch_size * config.model.units
-    steps = max(1, round(amount("--tokens", args.tokens) / each))
+    steps = max(1, round(joint.amount("--tokens", args.tokens) / each))
     longer = sizes.grown_run(config, "tokens", steps * each)
     own = config.preset.joint != "none" or any(word.startswith("--optimizer.warmup") for word in words)
     return dataclasses.replace(longer, optimizer=config.optimizer) if own else longer
