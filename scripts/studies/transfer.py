@@ -17,6 +17,7 @@ from typing import Any
 
 from mupax.train.studies.transfer import command as transfer_command
 from scripts import ROOT
+from scripts.studies import searches_page
 
 OUT = ROOT / "docs" / "transfer"
 LM = (
@@ -115,33 +116,6 @@ Made by `python -m scripts.studies.transfer`, which goes on where it was stopped
 with the command that trains it alone.
 """
 
-FRUGAL = """## Best rates alone, for less
-
-```sh
-mupax train transfer lm-tiny --grow head_dim=16,32,64 --search frugal --dry-run
-```
-
-trains the smallest size as above, and every larger one at three rates an octave apart around where the smaller sizes lead, from one
-seed; with the smallest size's curvature the slope between them gives the best rate. A size where that is uncertain has a second seed,
-and one that its own noise leaves uncertain is searched in full (`train/studies/transfer/frugal.py`). There is no verdict on transfer.
-Replayed on the rows of these studies (`python -m scripts.studies.frugal`; {settings} sizes that have a best rate, all orders of three
-seeds; within a quarter octave of the parabola of all rates and three seeds; cost in FLOPs, of those of all these runs):
-
-| search | found | cost |
-|---|---|---|
-| frugal | {shipped} |
-| one seed at all rates | {one} |
-| two seeds at all rates | {two} |
-| frugal, its three numbers chosen on all studies but the one that it is shown on | {alone} |
-| frugal, chosen on the first four studies and shown on the {later_studies} later ones | {later} |
-
-By study: {by_study}.
-Chosen are the cheapest numbers that find 96 %. The vision transformer under SGD (depth) is the hard one: its seeds differ so much that
-numbers chosen without having seen such noise find fewer of its best rates. Where all sizes
-cost the same, as when the batch grows, the smallest's full search weighs more. The form of the method was found on all of these rows.
-"""
-"""The section that docs/frugal.json fills."""
-
 
 def words(name: str, minutes: float) -> list[str]:
     """What follows `python -m train transfer` in a study, its path relative to the checkout."""
@@ -162,35 +136,7 @@ def markdown(records: Mapping[str, Mapping[str, Any]]) -> str:
         parts += [*(_compared(entry) for entry in kept["comparison"]), ""]
         parts += ["```sh", kept["command"], "```", ""]
         parts += [*(f"- `{study['preset']}` ended because {study['stopped']}." for study in kept["studies"]), ""]
-    return "\n".join([*parts, _frugal()])
-
-
-def _frugal() -> str:
-    """The section of the frugal search, from what `python -m scripts.studies.frugal` wrote."""
-    found = json.loads((ROOT / "docs" / "frugal.json").read_text())
-
-    def cells(each: Sequence[Mapping[str, float]], settings: Sequence[int]) -> str:
-        hit, cost = (
-            sum(one[name] * n for one, n in zip(each, settings, strict=True)) / sum(settings)
-            for name in ("within_a_quarter_octave", "cost")
-        )
-        return f"{hit:.1%} | {cost:.2f}"
-
-    def held_out(chosen: Sequence[Mapping[str, Any]]) -> str:
-        return cells([one["shown_on"] for one in chosen], [one["settings"] for one in chosen])
-
-    whole = [found["shipped"]["all"], found["one_seed_on_the_whole_grid"], found["two_seeds_on_the_whole_grid"]]
-    shipped, one, two = (cells([each], [1]) for each in whole)
-    by_study = (
-        f"{name} {each['within_a_quarter_octave']:.0%} at {each['cost']:.2f}"
-        for name, each in found["shipped"]["by_study"].items()
-    )
-    alone = [one for one in found["held_out"] if len(one["held_out"]) == 1]
-    (later,) = (one for one in found["held_out"] if len(one["held_out"]) > 1)
-    return FRUGAL.format(
-        settings=found["settings"]["all"], shipped=shipped, one=one, two=two, alone=held_out(alone), later=held_out([later]),
-        later_studies=len(later["held_out"]), by_study=", ".join(by_study),
-    )  # fmt: skip
+    return "\n".join([*parts, searches_page.document()])
 
 
 def _row(study: Mapping[str, Any]) -> str:
