@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from mupax.presets.joint import timescale
 from mupax.train.__main__ import main
+from mupax.train.config.record import to_json
 from mupax.train.config.run import Config
+from mupax.train.run.resume import changes
 from tests.train.config.test_cli import printed, refused
 
 pytestmark = pytest.mark.core
@@ -34,6 +38,27 @@ def test_they_become_steps_and_weight_decay(decay: str, capsys: Capture):
     plain = ("--optimizer.warmup-steps", "50", "--optimizer.weight-decay", repr(opt.weight_decay))
     assert printed(capsys, "lm-tiny", *plain, "--optimizer.decay", decay) == config
     assert printed(capsys, "lm-tiny", *BOTH, "--optimizer.decay", decay, "--resume").optimizer == opt
+
+
+def test_a_run_that_goes_on_for_longer_says_that_its_decay_changes(capsys: Capture):
+    short = printed(capsys, "lm-tiny", *BOTH)
+    longer = printed(capsys, "lm-tiny", *BOTH, "--steps", "1600", "--resume")
+    assert tau(longer) == pytest.approx(0.25) == tau(short)
+    decay, steps = sorted(changes(to_json(short), longer))
+    assert re.fullmatch(r"optimizer\.weight_decay (\S+) -> (\S+)", decay)
+    assert steps == "steps 800 -> 1600"
+    # Control: what is not given again is the number that the run had.
+    plain = printed(
+        capsys,
+        "lm-tiny",
+        "--optimizer.warmup-steps",
+        "50",
+        "--optimizer.weight-decay",
+        repr(short.optimizer.weight_decay),
+        "--steps",
+        "1600",
+    )
+    assert changes(to_json(short), plain) == [steps]
 
 
 def test_warm_up_of_images_is_in_images(capsys: Capture):
