@@ -84,6 +84,8 @@ def _costs(program: Program) -> str:
         "mesh": f"{described(program.mesh.shape)} ({program.mesh.devices.flat[0].device_kind})",
         "state per device": terminal.gib(state),
     }
+    if warmup := config.scaled_optimizer.warmup_steps:
+        rows["warm-up"] = f"{warmup:,} steps, {warmup * per_step:,} {unit}s"
     if program.inputs.hyper.weight_decay:
         rows["decay averages"] = joint.decay_text(config.scaled_optimizer, config.steps)
     absent = program.mesh.size - jax.device_count()

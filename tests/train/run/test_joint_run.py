@@ -75,5 +75,8 @@ def test_a_run_does_not_go_on_under_another_rule(scaled: Done):
 def test_the_dry_run_shows_the_numbers_and_the_decay_as_a_timescale(folder: Path):
     done = train(*BASE, "--joint", "sde", "--dry-run", tiny=TINY)
     assert "joint sde at 4 times the base's batch" in " ".join(done.out.split())
+    (tokens,) = re.findall(r"warm-up +3 steps, ([\d,]+) tokens", done.out)
+    (steps, whole) = re.findall(r"steps +(\d+), ([\d,]+) tokens", done.out)[0]
+    assert int(tokens.replace(",", "")) * int(steps) == int(whole.replace(",", "")) * 3
     assert re.search(r"decay averages +8\.33e\+03 of the run, 41,667 steps \(tau = batch / \(lr wd tokens\)", done.out)
     assert "joint" not in train("--dry-run", tiny=TINY).out
