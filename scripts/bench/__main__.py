@@ -77,8 +77,19 @@ def part(name: str, measured: dict[str, Any]) -> str:
     return f"{command}\n\n{table(rows_of(measured['results']))}"
 
 
+def flags(measured: Sequence[dict[str, Any]]) -> str:
+    """Every flag with its time over none of each recipe's step (`step.xla_flags`, which has its own command for each recipe)."""
+    rows = [["", *[one["recipe"] for one in measured]]]
+    for name in measured[0]["sets"]:
+        ratios = (one["sets"][name]["time"]["ratio"]["none"] for one in measured)
+        rows.append([f"`{name}`", *[f"{ratio:.2f}" for ratio in ratios]])
+    return table(rows)
+
+
 def page(text: str, folder: Path) -> str:
     """The text of docs/performance.md with the tables of what is in the folder."""
+    if (path := folder / "cpu_flags.json").exists():
+        text = replaced(text, "cpu_flags", flags(json.loads(path.read_text())))
     for name in MODULES:
         if (path := folder / f"{name}.json").exists():
             text = replaced(text, name, part(name, json.loads(path.read_text())))

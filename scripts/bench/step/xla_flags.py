@@ -1,6 +1,6 @@
 """Compiler flags of `train/parallel/hardware.py`, one by one and together, and others that people set, against none: losses and time of steps.
 
-    python -m scripts.bench.step.xla_flags [RECIPE] [--rounds 10] [--json out.json] [--flag NAME=VALUE ...]
+    python -m scripts.bench.step.xla_flags [RECIPE] [--rounds 10] [--json out.json] [--flag NAME=VALUE ...] [--one-core]
 
 runs the recipe's step on the devices at hand, on random data. `--flag` tries flags that are in neither table.
 """
@@ -23,12 +23,15 @@ from mupax.train.config.run import Config
 from mupax.train.core.program import Program, assemble
 from mupax.train.parallel.hardware import FLAGS, Flag, Value
 from mupax.train.parallel.sharding import abstract_batch
-from scripts.bench.in_turns import compared, in_turns
+from scripts.bench.in_turns import compared, in_turns, one_core
 
 LOSSES = 3
+HALF = "--model.compute.dtype bfloat16"
+"""On a CPU another choice, of which the loss differs by rounding."""
 
 _MAXTEXT = "github.com/AI-Hypercomputer/maxtext, scripts of Llama 2 on H100"
 _SCRIPTS = "in public training scripts; xla/debug_options_flags.cc"
+_OPTIONS = "xla/debug_options_flags.cc"
 TRIALS: dict[str, tuple[Flag, ...]] = {
     "gpu": (
         Flag("xla_gpu_enable_triton_gemm", False, "products by cuBLAS alone, where XLA times Triton's too", _MAXTEXT),
@@ -53,10 +56,21 @@ TRIALS: dict[str, tuple[Flag, ...]] = {
             _MAXTEXT,
         ),
         Flag("xla_gpu_enable_highest_priority_async_stream", True, "collectives before products", _MAXTEXT),
-    )
+    ),
+    "cpu": (
+        Flag("xla_cpu_prefer_vector_width", 512, "loops of 512 bits where the default is 256", _OPTIONS),
+        Flag("xla_cpu_use_onednn", True, "products by oneDNN in place of Eigen", _OPTIONS),
+        Flag("xla_cpu_experimental_onednn_custom_call", True, "oneDNN's products with what surrounds them", _OPTIONS),
+        Flag("xla_cpu_use_xnnpack", True, "products by XNNPACK in place of Eigen", _OPTIONS),
+        Flag("xla_cpu_enable_fast_math", True, "sums in any order, no care for infinities", _OPTIONS),
+        Flag("xla_cpu_use_fusion_emitters", False, "loops by the emitters of earlier versions", _OPTIONS),
+        Flag("xla_cpu_enable_concurrency_optimized_scheduler", False, "operations in an order for memory", _OPTIONS),
+        Flag("xla_cpu_copy_insertion_use_region_analysis", True, "fewer copies of what is written in place", _OPTIONS),
+    ),
 }
-"""Backend to flags that people set and runs do not: sources disagree (MaxText sets products by cuBLAS alone, JAX's page those by Triton,
-NVIDIA's images neither), XLA chooses among both by timing, and no GPU was at hand to tell. They are known to the compiler."""
+"""Backend to flags that people set and runs do not. Of GPUs sources disagree (MaxText sets products by cuBLAS alone, JAX's page those by
+Triton, NVIDIA's images neither), XLA chooses among both by timing, and no GPU was at hand to tell; of CPUs docs/performance.md has what
+each came to. They are known to the compiler."""
 
 
 def random_batch(program: Program) -> Any:
@@ -99,6 +113,8 @@ def measured(config: Config, extra: Mapping[str, Value], rounds: int) -> dict[st
     each = {name: {name: value} for name, value in (ours | trials | dict(extra)).items()}
     sets = {"none": {}, **each, **({"all": ours} if len(ours) > 1 else {})}
     made = {name: stepper(program, options) for name, options in sets.items()}
+    if platform == "cpu":
+        made[HALF] = stepper(assemble(_in_half(config)), {})
     seconds = in_turns({name: once for name, (once, _) in made.items()}, rounds)
     plain = made.pop("none")[1]
     found = {}
@@ -114,6 +130,11 @@ def measured(config: Config, extra: Mapping[str, Value], rounds: int) -> dict[st
         "losses": plain,
         "sets": found,
     }
+
+
+def _in_half(config: Config) -> Config:
+    compute = dataclasses.replace(config.model.compute, dtype="bfloat16")
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, compute=compute))
 
 
 def _flag(text: str) -> tuple[str, Value]:
@@ -132,7 +153,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--flag", type=_flag, nargs="*", default=[], metavar="NAME=VALUE", help="more flags to try")
     parser.add_argument("--tolerance", type=float, default=1e-4, help="of the losses, relative (default 1e-4)")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
+    parser.add_argument("--one-core", action="store_true", help="keep the process on one core")
     args = parser.parse_args(argv)
+    if args.one_core:
+        one_core()
     config = RECIPES[args.recipe]()
     if args.batch_size:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, batch_size=args.batch_size))
@@ -144,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(json.dumps(found))
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
-    return int(any(one["largest_difference"] > args.tolerance for one in found["sets"].values()))
+    return int(any(one["largest_difference"] > args.tolerance for name, one in found["sets"].items() if name != HALF))
 
 
 if __name__ == "__main__":

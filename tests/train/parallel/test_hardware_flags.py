@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
@@ -74,9 +75,9 @@ def test_the_flags_are_known_and_leave_the_loss(program: Program, without: list[
 
 # What it takes of those that people set besides, of which none is chosen for a run. On another jaxlib a name may be gone.
 @pytest.mark.core
-@pytest.mark.parametrize("flag", xla_flags.TRIALS["gpu"], ids=lambda flag: flag.name)
+@pytest.mark.parametrize("flag", [*itertools.chain(*xla_flags.TRIALS.values())], ids=lambda flag: flag.name)
 def test_the_flags_that_people_set_are_known_with_their_values(flag: hardware.Flag) -> None:
-    assert flag.name not in GPU
+    assert all(flag.name not in {one.name for one in flags} for flags in FLAGS.values())
     lowered = jax.jit(lambda x: x @ x).lower(jnp.zeros((3, 3)))
     known: dict[str, Any] = {flag.name: flag.value}
     lowered.compile(compiler_options=known)
