@@ -65,7 +65,7 @@ class Export:
     tokenizer: Annotated[command_line.Place | None, conf.arg(metavar="FILE")] = None
     """tokenizer.json to add where the run's is not here."""
     licence: Annotated[str | None, conf.arg(aliases=("--license",), metavar="ID")] = None
-    """Of the weights, for the model card: apache-2.0, mit, cc-by-4.0, or another that Hugging Face knows."""
+    """Of the weights, for the model card: apache-2.0, mit, cc-by-4.0, or another that Hugging Face knows, in any case."""
 
     def run(self) -> int:
         """0 when written; raises what does not fit."""

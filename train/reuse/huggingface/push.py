@@ -47,7 +47,7 @@ class Push:
     tokenizer: Annotated[command_line.Place | None, conf.arg(metavar="FILE")] = None
     """tokenizer.json to add where the run's is not here."""
     licence: Annotated[str | None, conf.arg(aliases=("--license",), metavar="ID")] = None
-    """Of the weights, for the model card: apache-2.0, mit, cc-by-4.0, or another that Hugging Face knows."""
+    """Of the weights, for the model card: apache-2.0, mit, cc-by-4.0, or another that Hugging Face knows, in any case."""
     public: Switch = False
     """Let everyone see it."""
     dry_run: Switch = False

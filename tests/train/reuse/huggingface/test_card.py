@@ -112,7 +112,7 @@ def test_a_licence_is_in_header_and_text_or_it_is_said_that_there_is_none(folder
     without = card("tuned")
     assert "license:" not in without
     assert "None is stated: whoever wrote this card gave none, and it grants no right to use these weights." in without
-    for typed, known in {"Apache-2.0": "apache-2.0", "GPL-3.0-or-later": "gpl-3.0", "llama3.1": "llama3.1"}.items():
+    for typed, known in {"Apache-2.0": "apache-2.0", "GPL-3.0-or-later": "gpl-3.0", "LLAMA3.1": "llama3.1"}.items():
         text = card("tuned", "--licence", typed)
         assert text.partition("\n---\n")[0].splitlines()[-1] == f"license: {known}"
         assert f"`{known}`, as whoever wrote this card says." in text
@@ -123,6 +123,7 @@ def test_a_licence_is_in_header_and_text_or_it_is_said_that_there_is_none(folder
     ("typed", "said"),
     [
         ("apache", "did you mean apache-2.0"),
+        ("Apache-2.O", "--licence Apache-2.O: no licence has this identifier at Hugging Face; did you mean apache-2.0"),
         ("cc-by-4", "did you mean cc-by-4.0"),
         ("other", "no licence has this identifier at Hugging Face"),
         ("😀", "write such as apache-2.0, mit or cc-by-4.0"),
