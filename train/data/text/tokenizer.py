@@ -23,6 +23,8 @@ _USUAL = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentenc
 _SPACES = (("Ġ", " "), ("▁", " "), ("Ċ", "\n"), ("<0x0A>", "\n"))
 """How byte-level and SentencePiece vocabularies write spaces and line ends."""
 _LISTED = 6
+_NO_UTF8 = 0xFF
+"""A byte that no UTF-8 has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +53,8 @@ class Bytes:
         return [(each, np.stack([start, start + 1], axis=1)) for each, start in zip(ids, starts, strict=True)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids; bytes that are no UTF-8 come out as U+FFFD."""
-        return bytes(int(i) for i in ids if i != self.separator).decode("utf-8", errors="replace")
+        """Text of ids; bytes that are no UTF-8 come out as U+FFFD, and so does an id of a model whose vocabulary is larger."""
+        return bytes(min(int(i), _NO_UTF8) for i in ids if i != self.separator).decode("utf-8", errors="replace")
 
     unknown: ClassVar[int | None] = None
 

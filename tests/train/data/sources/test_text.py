@@ -273,6 +273,7 @@ def test_bytes_come_back(tmp_path: Path) -> None:
     assert found.tokenizer.decode(found.tokenizer.encode(["naïve ∂".encode()])[0]) == "naïve ∂"
     assert found.tokenizer.encode(["aé".encode()])[0].tolist() == [97, 195, 169]
     assert found.tokenizer.decode([97, 195]) == "a�"
+    assert found.tokenizer.decode([97, 256, 98, 299]) == "a�b�", "ids of a model with more than bytes"
     assert found.bytes_per_token == 1.0
 
 
