@@ -23,7 +23,7 @@ from mupax.train.__main__ import main as train
 from mupax.zoo.__main__ import main as zoo
 
 SOURCE = "vit-digits --data.name images:theirs --data.pixels.fit squash --data.no-augment --model.num-classes 5 --workdir runs/source"
-TUNE = "finetune mine --from runs/source --data.no-augment --workdir runs/mine"
+TUNE = "finetune vit mine --from runs/source --data.no-augment --workdir runs/mine"
 
 
 def digits(folder: Path, labels: range, most: int) -> None:

@@ -133,11 +133,14 @@ def make() -> None:
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.add_special_tokens(["[END]"])
     words.save("words.json")
-    for name, classes in {"pictures": "ab", "one-class": "a"}.items():
+    folders = {"pictures": "ab", "one-class": "a", "other-classes": "cd", "three-classes": "abc", "capitals": "AB"}
+    for name, classes in folders.items():
         for label in classes:
             Path(name, label).mkdir(parents=True)
             for i in range(6):
                 Image.new("RGB", (8, 8), (9 * i, 0, 0)).save(f"{name}/{label}/{i}.png")
+    Path("no-images/a").mkdir(parents=True)
+    Path("no-images/b").mkdir()
     shutil.copytree("pictures", "broken")
     Path("broken/a/0.png").write_bytes(Path("pictures/a/0.png").read_bytes()[:40])
     sizes: dict[str, Any] = {"width": 8, "depth": 1, "num_heads": 2}

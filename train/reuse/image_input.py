@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mupax.train.config.data import PixelsConfig
@@ -13,6 +13,8 @@ from mupax.zoo.families import ImageModel
 
 ONE_SIZE = PixelsConfig(fit="squash")
 """What becomes of an image for a model trained on images of one size, where its run recorded none."""
+_SHOWN = 3
+"""Names of classes in a line."""
 
 
 class ImageInput(NamedTuple):
@@ -27,9 +29,36 @@ class ImageInput(NamedTuple):
         names = {} if self.class_names is None else {"class_names": list(self.class_names)}
         return {**names, "pixels": dataclasses.asdict(self.pixels)}
 
+    def difference(self, classes: Sequence[str]) -> str:
+        """Why these are not the classes of the weights, for a line; empty where they are.
+
+        Args:
+            classes: their names, in their order.
+        """
+        names = self.class_names
+        if names == tuple(classes):
+            return ""
+        if names is None:
+            return "since nothing names the source's classes"
+        if sorted(names) == sorted(classes):
+            return "since the source has the same classes in another order"
+        if sorted(map(str.casefold, names)) == sorted(map(str.casefold, classes)):
+            ours, theirs = (
+                [name for name in some if name not in others] for some, others in ((classes, names), (names, classes))
+            )
+            return f"since the source writes {_listed(theirs)} for {_listed(ours)}; folders of those names keep its readout"
+        if strange := [name for name in classes if name not in names]:
+            return f"since the source has no {_listed(strange)} among its {len(names)} classes ({_listed(names)})"
+        return f"since the source has {_listed([name for name in names if name not in classes])} too"
+
     def name(self, label: int) -> str:
         """What a class is called, without characters that a terminal would obey; its number where it has no name."""
         return str(label) if self.class_names is None else printable(self.class_names[label])
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(map(printable, names[:_SHOWN]))
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
 
 
 def printable(name: str) -> str:

@@ -187,7 +187,7 @@ def tuned(folder: Path) -> dict[str, Any]:
     """A run on letters, digits named otherwise, that goes on from the run on digits: its files, what it said, its last row."""
     for number, name in enumerate(("nil", "one", "two")):
         shutil.copytree(f"digits/{number}", f"letters/{name}")
-    code, out, err = run("finetune", "letters", "--from", "vit", *QUICK, "--data.no-augment")
+    code, out, err = run("finetune", "vit", "letters", "--from", "vit", *QUICK, "--data.no-augment")
     assert code == 0, err
     rows = [json.loads(line) for line in Path("runs/finetune-letters/metrics.jsonl").read_text().splitlines()]
     return {"out": out, "err": err, "row": [row for row in rows if "eval_loss" in row][-1]}
@@ -201,7 +201,10 @@ def test_all_that_can_comes_from_the_source(tuned: dict[str, Any]) -> None:
     assert here["init"]["init_from"].endswith("vit/checkpoints/250")
     assert (here["init"]["init_ema"], here["init"]["init_new"]) == (True, ["readout"])
     assert "rate 0.0009, 0.3 times the source's 0.003 under mup relative to vit-proxy; 40 steps" in tuned["err"]
-    assert "images of 3 classes, readout new" in tuned["err"]
+    assert (
+        "images of 3 classes, readout new, since the source has no nil, one, two among its 10 classes (0, 1, 2 and 7 more)"
+        in (tuned["err"])
+    )
     facts = json.loads(Path("runs/finetune-letters/config.json").read_text())["data"]
     assert (facts["class_names"], facts["pixels"]["fit"]) == (["nil", "one", "two"], "squash")
 
@@ -237,14 +240,15 @@ def test_predictions_and_exports_have_the_new_names(folder: Path, tuned: dict[st
 
 
 def test_the_sources_own_classes_keep_its_readout(tuned: dict[str, Any]) -> None:
-    code, out, err = run("finetune", "digits", "--from", "vit", "--print-config", "--steps", "7")
+    code, whole, err = run("finetune", "digits", "--from", "vit", "--print-config", "--steps", "7")
     assert code == 0
     assert "128 images of 10 classes, readout the source's" in err
-    config = json.loads(out)
+    config = json.loads(whole)
     assert (config["init"]["init_new"], config["workdir"]) == ([], "runs/finetune-digits")
-    code, out, err = run("finetune", "digits", "--from", "vit", "--print-config", "--optimizer.peak-lr", "0.002")
+    err = run("finetune", "digits", "--from", "vit", "--print-config", "--optimizer.peak-lr", "0.002")[2]
     assert "rate 0.002, as asked; 100 steps" in err
-    code, out, err = run("finetune", "letters", "--from", "runs/finetune-letters", "--print-config")
+    assert run("finetune", "vit", "digits", "--from", "vit", "--print-config", "--steps", "7")[1] == whole
+    err = run("finetune", "letters", "--from", "runs/finetune-letters", "--print-config")[2]
     assert "readout the source's; rate 0.0009, that of the source, itself fine-tuned, under mup" in err
 
 
@@ -266,7 +270,7 @@ def test_weights_without_a_rate_have_one_by_width(hf: Path, tuned: dict[str, Any
 def test_a_language_model_goes_on_with_its_own_tokens(folder: Path) -> None:
     (folder / "prose").mkdir()
     (folder / "prose" / "a.txt").write_text("once upon a time\n" * 99)
-    code, out, err = run("finetune", "prose", "--from", "text", "--print-config")
+    code, out, err = run("finetune", "lm", "prose", "--from", "text", "--print-config")
     assert code == 0
     assert "tokens of bytes; rate 0.0024, 0.3 times the source's 0.008 under mup relative to lm-proxy; 200 steps" in err
     config = json.loads(out)
@@ -293,6 +297,8 @@ def test_a_language_model_goes_on_with_its_own_tokens(folder: Path) -> None:
         ("letters --from nothing", "no run and no weights there"),
         ("letters --from text", "holds a decoder, which reads text, and letters has images"),
         ("letters", "--from"),
+        ("vit no_such --from vit", "no folder no_such; give one that has a folder of images per class"),
+        ("lm letters --from vit", "finetune lm is for the family decoder, and"),
         ("letters --from vit --stepz 3", "did you mean --steps"),
         ("letters --from vit --model.width 32 --steps 2", "train grow"),
     ],

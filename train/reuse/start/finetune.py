@@ -1,4 +1,4 @@
-"""`python -m train finetune FOLDER --from SOURCE`: a run on data of one's own that goes on from a trained model.
+"""`python -m train finetune [vit|lm|ed] FOLDER --from SOURCE`: a run on data of one's own that goes on from a trained model.
 
 The source says the shape, the preset, the classes or the tokenizer, and what becomes of an image. What it cannot say has a
 rule here, which a line states: the learning rate and the steps. Every flag of a recipe changes them.
@@ -21,6 +21,7 @@ from mupax.train.config.data import DataConfig
 from mupax.train.config.preset import PresetConfig, base_parts, base_text, preset_for
 from mupax.train.config.run import Config, InitConfig, LogConfig, OptimizerConfig
 from mupax.train.reuse.outline import Outline, WeightsError, outline
+from mupax.train.reuse.start import kind
 from mupax.zoo.families import ImageModel
 from mupax.zoo.lora.config import LoraConfig
 from mupax.zoo.transformer import TransformerConfig
@@ -45,6 +46,7 @@ class Finetune:
     Images: FOLDER has a folder per class. Shape, preset, preprocessing and, where the classes are the source's own, the readout
     come from the source; other classes have a new readout. Text: FOLDER is text or records, read by the
     source's tokenizer; records that hold messages by its chat template, with a loss on answers.
+    `finetune vit FOLDER`, `finetune lm FOLDER` and `finetune ed FOLDER` also say what the source has to be.
     The rate is 0.3 times the source's, or 5e-5 times 768 / width where it has none; ten epochs, 100 to 2,000 steps.
     With --lora.rank low-rank adapters alone are trained, and a new readout, at three times that rate; an export merges them.
     """
@@ -66,16 +68,15 @@ def command(argv: Sequence[str]) -> cli.Command:
         WeightsError, WorkdirError: no model there, or one that reads something else than the folder has.
         DataError: no images by class in the folder.
     """
-    args, rest = command_line.parse_known(Finetune, "python -m train finetune", argv)
-    if not args.folder.exists():
-        raise command_line.UsageError(
-            f"no folder {args.folder}; give one that has a folder of images per class, or text"
-        )
+    family, words = kind.split(argv)
+    args, rest = command_line.parse_known(Finetune, "python -m train finetune", words)
+    kind.check_folder(family, args.folder, rest)
     from mupax.train.reuse.huggingface import hub
     from mupax.train.reuse.source import located
 
     source = located(hub.local(args.source, args.revision))
     origin = outline(source)
+    kind.check_source(family, origin.model, source)
     asked = any(word.partition("=")[0] == "--data.tokenizer" for word in rest)
     if not isinstance(origin.model, TransformerConfig):
         if args.lora.rank is not None:
@@ -89,8 +90,8 @@ def command(argv: Sequence[str]) -> cli.Command:
     else:
         start, what = _text(args.folder, source, origin, asked)
     made = cli.parse(NAME, lambda: start, rest, ["--from", "--revision", "--lora.rank", "--lora.alpha", "--lora.on"])
-    kind = "conversations in tokens" if made.config.data.name.startswith("chat:") else "tokens"
-    what = what or f"{kind} of {made.config.data.tokenizer}"
+    tokens = "conversations in tokens" if made.config.data.name.startswith("chat:") else "tokens"
+    what = what or f"{tokens} of {made.config.data.tokenizer}"
     peak = made.config.optimizer.peak_lr
     times = "" if args.lora.rank is None else f"that of adapters, {ADAPTERS_TIMES:g} times "
     rate = f"{times}{rate_rule(origin)[1]}" if peak == start.optimizer.peak_lr else "as asked"
@@ -144,13 +145,13 @@ def _images(folder: Path, source: Path, origin: Outline, model: ImageModel) -> t
             "folder that has a folder of images per class"
         )
     train, _, classes = folders.split(folder)
-    same = origin.images.class_names == tuple(classes)
+    differ = origin.images.difference(classes)
     steps = min(max(EPOCHS * math.ceil(len(train) / _IMAGE_BATCH), FEWEST), MOST)
     data = DataConfig(name=f"images:{folder}", batch_size=_IMAGE_BATCH, pixels=origin.images.pixels)
     resized: Any = dataclasses.replace(model, num_classes=len(classes))
-    readout = "the source's" if same else "new"
+    readout = f"new, {differ}" if differ else "the source's"
     what = f"{len(train)} images of {len(classes)} classes, readout {readout}"
-    return _config(folder, source, origin, resized, data, steps, () if same else ("readout",)), what
+    return _config(folder, source, origin, resized, data, steps, ("readout",) if differ else ()), what
 
 
 def _text(folder: Path, source: Path, origin: Outline, asked: bool) -> tuple[Config, str]:

@@ -37,7 +37,7 @@ MODEL = DecoderConfig(
     activation="swiglu", bias=False,
 )  # fmt: skip
 RUN = (
-    "finetune text.txt --from weights --data.tokenizer bytes --lora.rank 3 --steps 4 --checkpoint.every-steps 2 --data.batch-size 8 "
+    "finetune lm text.txt --from weights --data.tokenizer bytes --lora.rank 3 --steps 4 --checkpoint.every-steps 2 --data.batch-size 8 "
     "--data.eval-examples 8 --log.no-samples --log.no-tensorboard --log.no-progress --log.eval-every-steps 4"
 )
 
