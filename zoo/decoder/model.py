@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -110,8 +109,10 @@ class Decoder(nnx.Module):
             return self._reading(*routed_stack(self.block, h_BTD, config.depth, config.compute, *context))
         from mupax.zoo.layers.ring import ring
 
-        stack = functools.partial(routed_stack, self.block, depth=config.depth, compute=config.compute)
-        return self._reading(*ring.in_zigzag(stack, h_BTD))
+        def stack(h_BTD: jax.Array, *context: jax.Array) -> tuple[jax.Array, Routing | None]:
+            return routed_stack(self.block, h_BTD, config.depth, config.compute, *context)
+
+        return self._reading(*ring.in_zigzag(stack, h_BTD, *context))
 
     def read(self, h_BTD: jax.Array) -> jax.Array:
         """The residual stream's last layer, [B, T, D], to float32 logits [B, T, V]."""

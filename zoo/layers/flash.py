@@ -137,13 +137,14 @@ def ring_attention(
     *,
     causal: bool,
     block: int | None = None,
+    segments_BT: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Attention where devices split positions, of which each holds its own: keys go round (`mupax.zoo.layers.ring`).
 
     Args:
-        q_BTHN, k_BSKN, v_BSKN, causal, block, interpret: as `splash_attention`, whose kernel looks at each part on TPU; plain
-            products elsewhere.
+        q_BTHN, k_BSKN, v_BSKN, causal, block, segments_BT, interpret: as `splash_attention`, whose kernel looks at each part on
+            TPU; plain products elsewhere. Segments go round with keys.
     """
     from mupax.zoo.layers.ring import products, ring
 
@@ -156,13 +157,17 @@ def ring_attention(
         )  # here, where the layout is known
         part = splash.part(blocks, interpret)
 
-    def local(*qkv: jax.Array) -> jax.Array:
-        return ring.ring(layout.names("sequence"), part, causal, qkv)
+    def local(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *segments: jax.Array) -> jax.Array:
+        return ring.ring(layout.names("sequence"), part, causal, (q_BTHN, k_BSKN, v_BSKN), *segments)
 
-    qkv = _heads_alike(q_BTHN, k_BSKN, v_BSKN)
+    def attended(*arrays: jax.Array) -> jax.Array:
+        axes: tuple[partition.Axes, ...] = tuple(("batch", "sequence") for _ in arrays[3:])
+        return _on_devices(local, arrays[:3], arrays[3:], axes, source="sequence")
+
+    arrays = (*_heads_alike(q_BTHN, k_BSKN, v_BSKN), *(() if segments_BT is None else (segments_BT,)))
     if not causal or layout.zigzag:
-        return _on_devices(local, qkv, source="sequence")
-    return ring.zigzag(_on_devices(local, ring.zigzag(*qkv), source="sequence"), back=True)[0]
+        return attended(*arrays)
+    return ring.zigzag(attended(*ring.zigzag(*arrays)), back=True)[0]
 
 
 def _blocks(length: int, source: int, *, kind: str, wanted: int | None, causal: bool) -> Any:

@@ -76,7 +76,7 @@ def attend(
         if implementation == "cudnn":
             return flash.cudnn_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, segments_BT=segments_BT)
         if implementation == "ring":
-            return flash.ring_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, block=block)
+            return flash.ring_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, block=block, segments_BT=segments_BT)
         return flash.splash_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, **others, block=block)
     if layout.platform == "cpu" and all(layout.ways(axis) == 1 for axis in ("sequence", "heads", "kv_heads")):
         if causal and q_BTHN.shape[1] > TILE:
@@ -145,8 +145,6 @@ def why_not(
             parts, unit = ways * (2 if causal else 1), LANES if platform == "tpu" else 1
             if window is not None:
                 return f"parts of keys go round whole, and model.window {window} hides most of them"
-            if apart:
-                return "parts of keys go round whole, and data.document_mask hides those of other documents"
             if ways == 1:
                 return "it is for positions that devices split, and mesh.sequence is 1"
             if q_BTHN.shape[1] % (parts * unit) or k_BSKN.shape[1] != q_BTHN.shape[1]:

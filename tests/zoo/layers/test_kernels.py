@@ -25,6 +25,7 @@ from mupax.zoo import partition
 from mupax.zoo.configs import ComputeConfig, ConfigError
 from mupax.zoo.layers.flash import BLOCK, BLOCKS, block_of, cudnn_attention, ring_attention, splash_attention
 from mupax.zoo.layers.kernels import attend, merged_attention, tiled_attention, why_not
+from mupax.zoo.layers.ring import ring
 
 
 class Device(MeshLayout):
@@ -105,6 +106,32 @@ def test_a_ring_equals_the_products(
     for got, want in zip(found, expected, strict=True):
         # Sums of float32 in another order; a part that is left out or looked at twice changes the first digit.
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize(("sizes", "length", "causal", "kernel"), RINGS)
+def test_segments_go_round_with_their_keys(
+    sizes: dict[str, int], length: int, causal: bool, kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mupax.zoo.layers.ring.products.TILE", 2)
+    qkv, layout = projections(length=length), MeshLayout(make_mesh(MeshConfig(**sizes)))
+    # Of a length between a part's and all: some cross borders of devices, and some parts have none of a query's.
+    starts = np.random.default_rng(11).random((2, length)) < 6 / length
+    starts[:, length // 2] = False
+    segments_BT = np.cumsum(starts, axis=1, dtype=np.int32)
+    assert segments_BT.max() > 1
+    expected = outputs_and_gradients(functools.partial(merged_attention, causal=causal, segments_BT=segments_BT), qkv)
+    ways = functools.partial(ring_attention, causal=causal, segments_BT=segments_BT, interpret=kernel)
+    for got, want in zip(outputs_and_gradients(ways, qkv, layout), expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+    sent = ring._sent
+
+    def stay(parts: Any, names: tuple[str, ...]) -> Any:
+        return jax.tree.map(lambda x: x if x.dtype == np.int32 else sent(x, names), parts)
+
+    monkeypatch.setattr(ring, "_sent", stay)
+    stays = outputs_and_gradients(ways, qkv, layout)  # the control: segments that stay where they are, keys that go
+    assert min(np.abs(got - want).max() / np.abs(want).max() for got, want in zip(stays, expected, strict=True)) > 0.1
 
 
 @pytest.mark.core
@@ -222,8 +249,9 @@ def test_auto_takes_the_kernel_of_the_platform(monkeypatch: pytest.MonkeyPatch) 
     assert choose(Device("tpu", data=4, sequence=2)) == "xla"  # two parts of 32 positions on each
     assert choose(Device("tpu", data=4, sequence=2), length=8192) == "ring_attention"
     assert choose(Device("tpu", data=4, sequence=2), length=4096) == "splash_attention"
-    assert choose(Device("tpu", data=4, sequence=2), apart=True, length=8192) == "splash_attention"
-    assert choose(Device("gpu", data=4, sequence=2), apart=True, heads=3, kv_heads=1, **half) == "xla"
+    assert choose(Device("tpu", data=4, sequence=2), apart=True, length=8192) == "ring_attention"
+    assert choose(Device("tpu", data=4, sequence=2), apart=True, length=4096) == "splash_attention"
+    assert choose(Device("gpu", data=4, sequence=2), apart=True, heads=3, kv_heads=1, **half) == "ring_attention"
     assert choose(Device("gpu"), **half) == "cudnn_attention"
     assert choose(Device("gpu")) == "xla"
     assert choose(Device("gpu"), size=12, **half) == "xla"

@@ -3,7 +3,8 @@
 As Liu et al. 2023 (arXiv 2310.01889): a device holds one part of the keys at a time, whose softmax is put to the others' by its
 log-sum-exp, and sends it on beside its own products. Queries that see only keys before them would leave the first devices
 idle: device d of D takes parts d and 2D-1-d of 2D, of which every step then has the same number to multiply (zig-zag), and
-none that a mask hides. The backward pass runs the ring again, the gradients of keys and values going round with them.
+none that a mask hides. The backward pass runs the ring again, the gradients of keys and values going round with them. Segments of
+keys go round beside their keys.
 
 B batch, T query and S key positions, H heads, K key heads, G queries of each, N head dimension.
 """
@@ -30,12 +31,18 @@ class Part(NamedTuple):
     """Attention of some queries to some keys, forward and backward. Arrays have heads before positions."""
 
     forward: Callable[..., tuple[jax.Array, jax.Array]]
-    """(queries, keys, values, causal) to outputs [B, H, T, N] and the log of the softmax's sum [B, H, T]."""
+    """(queries, keys, values, causal, *segments) to outputs [B, H, T, N] and the log of the softmax's sum [B, H, T].
+
+    Segments are none, or those of queries and of keys, int32 [B, 1, T] and [B, 1, S]. What a query sees nothing of has a log that
+    is lower than any that it sees, so that it adds nothing to a sum.
+    """
     backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
-    """(kept, gradient, causal) to the gradients of queries, keys and values, by outputs and log-sum-exp over all keys there are."""
+    """(kept, gradient, causal, *segments) to the gradients of queries, keys and values, by outputs and log-sum-exp over all keys there are."""
 
 
-def ring(names: tuple[str, ...], part: Part, causal: bool, qkv: Sequence[jax.Array]) -> jax.Array:
+def ring(
+    names: tuple[str, ...], part: Part, causal: bool, qkv: Sequence[jax.Array], segments_BT: jax.Array | None = None
+) -> jax.Array:
     """Attention [B, T, H, N] of this device's queries to all keys; inside of `shard_map`.
 
     Args:
@@ -43,15 +50,18 @@ def ring(names: tuple[str, ...], part: Part, causal: bool, qkv: Sequence[jax.Arr
         part: how queries attend to one part of the keys.
         causal: a query sees only keys up to its own.
         qkv: queries with the logit scale, keys and values, [B, T, heads, N], this device's positions of each.
+        segments_BT: int32, of those positions, which see one another where theirs is the same; all unless given.
     """
-    return jnp.swapaxes(_attended(names, part, causal, *(jnp.swapaxes(x, 1, 2) for x in qkv)), 1, 2)
+    segments = () if segments_BT is None else (segments_BT[:, None],)  # heads before positions, as the others
+    heads_first = (jnp.swapaxes(x, 1, 2) for x in qkv)
+    return jnp.swapaxes(_attended(names, part, causal, *heads_first, *segments), 1, 2)
 
 
 def zigzag(*arrays: jax.Array, back: bool = False) -> list[jax.Array]:
     """Arrays [B, T, ...] in zig-zag: parts d and 2D-1-d of T on device d in place of 2d and 2d+1; or back.
 
     Args:
-        arrays: whole; devices split B and T, and heads where there are four dimensions.
+        arrays: whole, of two to four dimensions; devices split B and T, and heads where there are four.
         back: from zig-zag to the order of positions.
     """
     layout = partition.current()
@@ -75,47 +85,58 @@ def zigzag(*arrays: jax.Array, back: bool = False) -> list[jax.Array]:
 
     def moved(x: jax.Array) -> jax.Array:
         batch = "batch" if x.shape[0] % layout.ways("batch") == 0 else None
-        axes = (batch, "sequence", None) if x.ndim == 3 else (batch, "sequence", "heads", None)
+        axes = (batch, "sequence", "heads", None) if x.ndim == 4 else (batch, "sequence", None)[: x.ndim]
         return layout.local(local, (axes,), axes)(x)
 
     return [moved(x) for x in arrays]
 
 
-def in_zigzag(stack: Callable[[jax.Array], tuple[jax.Array, Any]], h_BTD: jax.Array) -> tuple[jax.Array, Any]:
+def in_zigzag(
+    stack: Callable[..., tuple[jax.Array, Any]], h_BTD: jax.Array, *context: jax.Array
+) -> tuple[jax.Array, Any]:
     """What a residual stack makes of h, and what its routers did, with positions in zig-zag within it.
 
     There rotary positions alone ask where they lie.
 
     Args:
-        stack: of blocks whose attention goes in a ring.
+        stack: of blocks whose attention goes in a ring, a function of h and the context.
         h_BTD: by positions, as is what comes out.
+        *context: [B, T, ...] by positions.
     """
     layout = copy.copy(partition.current())
     layout.zigzag = True
-    (h_BTD,) = zigzag(h_BTD)
+    h_BTD, *others = zigzag(h_BTD, *context)
     with partition.using(layout):
-        h_BTD, routing = stack(h_BTD)
+        h_BTD, routing = stack(h_BTD, *others)
     return zigzag(h_BTD, back=True)[0], routing
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _attended(names: tuple[str, ...], part: Part, causal: bool, *qkv: jax.Array) -> jax.Array:
-    return _forward(names, part, causal, *qkv)[0]
+def _attended(names: tuple[str, ...], part: Part, causal: bool, *arrays: jax.Array) -> jax.Array:
+    return _forward(names, part, causal, *arrays)[0]
 
 
-def _forward(names: tuple[str, ...], part: Part, causal: bool, *qkv: jax.Array) -> tuple[jax.Array, Kept]:
-    (q_BHTN, *mine), ways = qkv, jax.lax.axis_size(names)
-    *_, later_q = _parts(q_BHTN, causal)
+def _forward(names: tuple[str, ...], part: Part, causal: bool, *arrays: jax.Array) -> tuple[jax.Array, Kept]:
+    (q_BHTN, *mine), ways = arrays, jax.lax.axis_size(names)
+    rows = (
+        q_BHTN,
+        *mine[2:],
+    )  # queries and, where there are segments, theirs, which those of keys are before any is sent
+    later = [_parts(x, causal)[-1] for x in rows]
+
+    def attend(rows: Any, kv: Any, masked: bool = False) -> tuple[jax.Array, jax.Array]:
+        (q_BHTN, *segments), (k_BKSN, v_BKSN, *others) = rows, kv
+        return part.forward(q_BHTN, k_BKSN, v_BKSN, masked, *segments, *others)
 
     def seen(totals: Any, kv: Any, step: jax.Array | int) -> Any:
         def before() -> Any:
             first, *_ = zip(*(_parts(x, causal) for x in kv), strict=True)
-            y_BHTN, lse_BHT = part.forward(q_BHTN, *first, False)
+            y_BHTN, lse_BHT = attend(rows, first)
             more = zip(_parts(y_BHTN, causal), _parts(lse_BHT, causal), strict=True)
             return [_sum(total, one) for total, one in zip(totals, more, strict=True)]
 
         def behind() -> Any:
-            return [totals[0], _sum(totals[1], part.forward(later_q, *kv, False))]
+            return [totals[0], _sum(totals[1], attend(later, kv))]
 
         return jax.lax.cond(jax.lax.axis_index(names) >= step, before, behind) if causal else before()
 
@@ -123,22 +144,25 @@ def _forward(names: tuple[str, ...], part: Part, causal: bool, *qkv: jax.Array) 
         totals, kv = carry
         return (seen(totals, kv, step), _sent(kv, names)), None
 
-    y_BHTN, lse_BHT = part.forward(*qkv, causal)
+    y_BHTN, lse_BHT = attend(rows, mine, causal)
     totals = list(zip(_parts(y_BHTN.astype(jnp.float32), causal), _parts(lse_BHT, causal), strict=True))
     (totals, kv), _ = jax.lax.scan(onward, (totals, _sent(mine, names)), jnp.arange(1, ways - 1))
     y_BHTN, lse_BHT = (jnp.concatenate(x, axis=2) for x in zip(*seen(totals, kv, ways - 1), strict=True))
     y_BHTN, lse_BHT = checkpoint_name(y_BHTN.astype(q_BHTN.dtype), SAVED), checkpoint_name(lse_BHT, SAVED)
-    return y_BHTN, (*qkv, y_BHTN, lse_BHT)
+    return y_BHTN, (*arrays, y_BHTN, lse_BHT)
 
 
-def _backward(names: tuple[str, ...], part: Part, causal: bool, kept: Kept, gradient_BHTN: jax.Array) -> Kept:
+def _backward(
+    names: tuple[str, ...], part: Part, causal: bool, kept: Kept, gradient_BHTN: jax.Array
+) -> tuple[jax.Array | None, ...]:
     ways, (q_BHTN, *mine, y_BHTN, lse_BHT) = jax.lax.axis_size(names), kept
-    rows = q_BHTN, y_BHTN, lse_BHT, gradient_BHTN
+    rows = q_BHTN, y_BHTN, lse_BHT, gradient_BHTN, *mine[2:]
     later = [_parts(x, causal)[-1] for x in rows]
 
     def gradients(rows: Any, kv: Any, masked: bool = False) -> list[list[jax.Array]]:
-        q_BHTN, y_BHTN, lse_BHT, gradient_BHTN = rows
-        found = part.backward((q_BHTN, *kv, y_BHTN, lse_BHT), gradient_BHTN, masked)
+        (q_BHTN, y_BHTN, lse_BHT, gradient_BHTN, *segments), (k_BKSN, v_BKSN, *others) = rows, kv
+        whole = q_BHTN, k_BKSN, v_BKSN, y_BHTN, lse_BHT
+        found = part.backward(whole, gradient_BHTN, masked, *segments, *others)
         return [[x.astype(jnp.float32)] for x in found]
 
     def seen(dq: Any, dkv: Any, kv: Any, step: jax.Array | int) -> Any:
@@ -164,7 +188,8 @@ def _backward(names: tuple[str, ...], part: Part, causal: bool, kept: Kept, grad
     dq, *dkv = (_parts(x, causal) for (x,) in gradients(rows, mine, causal))
     (dq, dkv, kv), _ = jax.lax.scan(onward, (dq, dkv, _sent(mine, names)), jnp.arange(1, ways - 1))
     dq, dkv = seen(dq, _sent(dkv, names), kv, ways - 1)
-    return tuple(jnp.concatenate(x, axis=2).astype(q_BHTN.dtype) for x in (dq, *_sent(dkv, names)))
+    found = (jnp.concatenate(x, axis=2).astype(q_BHTN.dtype) for x in (dq, *_sent(dkv, names)))
+    return *found, *(None for _ in mine[2:])  # segments have no gradient
 
 
 _attended.defvjp(_forward, _backward)

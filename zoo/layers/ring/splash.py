@@ -115,10 +115,20 @@ def part(blocks: Callable[..., splash.BlockSizes], interpret: bool) -> Part:
             head_shards=1, q_seq_shards=1, interpret=interpret,
         )  # fmt: skip
 
-    def forwards(q_BHTN: jax.Array, k_BKSN: jax.Array, v_BKSN: jax.Array, causal: bool) -> tuple[jax.Array, jax.Array]:
-        return jax.vmap(forward, (None, 0, 0, 0))(kernel(q_BHTN, k_BKSN, causal), q_BHTN, k_BKSN, v_BKSN)
+    def apart(segments: tuple[jax.Array, ...]) -> Segments:
+        """Of queries and keys [B, 1, T], as the kernel takes them."""
+        return splash.SegmentIds(*(x_B1T[:, 0] for x_B1T in segments)) if segments else None
 
-    def backwards(kept: Kept, gradient_BHTN: jax.Array, causal: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
-        return jax.vmap(backward, (None, 0, 0))(kernel(kept[0], kept[1], causal), kept, gradient_BHTN)
+    def forwards(
+        q_BHTN: jax.Array, k_BKSN: jax.Array, v_BKSN: jax.Array, causal: bool, *segments: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        arrays = q_BHTN, k_BKSN, v_BKSN, apart(segments)
+        return jax.vmap(forward, (None, 0, 0, 0, 0))(kernel(q_BHTN, k_BKSN, causal), *arrays)
+
+    def backwards(
+        kept: Kept, gradient_BHTN: jax.Array, causal: bool, *segments: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        arrays = kept, gradient_BHTN, apart(segments)
+        return jax.vmap(backward, (None, 0, 0, 0))(kernel(kept[0], kept[1], causal), *arrays)
 
     return Part(forwards, backwards)

@@ -13,21 +13,27 @@ import numpy as np
 import pytest
 
 from mupax.train import data
+from mupax.train.__main__ import main
 from mupax.train.config.data import DataConfig
 from mupax.train.config.run import Config, MeshConfig
 from mupax.train.core.program import assemble
 from mupax.train.core.step import batch_sums
 from mupax.train.data.text.mixture import Mixture
 from mupax.zoo import partition
-from mupax.zoo.configs import ConfigError, DecoderConfig
+from mupax.zoo.configs import ComputeConfig, ConfigError, DecoderConfig
 from tests.train.config.test_cli import Capture, refused
 
 T, SEPARATOR = 80, 0
 
 
-def config(folder: Path, *, positions: Any = "rotary", mesh: MeshConfig | None = None, **fields: Any) -> Config:
+def config(
+    folder: Path, *, positions: Any = "rotary", mesh: MeshConfig | None = None, attention: Any = "auto", **fields: Any
+) -> Config:
     """A run on the bytes of a folder, in tiles of queries where one device attends."""
-    model = DecoderConfig(width=16, depth=1, num_heads=2, vocab_size=256, seq_len=T, positions=positions)
+    model = DecoderConfig(
+        width=16, depth=1, num_heads=2, vocab_size=256, seq_len=T, positions=positions,
+        compute=ComputeConfig(attention=attention),
+    )  # fmt: skip
     read = DataConfig(name=f"records:{folder}", batch_size=8, **fields)
     return Config(recipe="documents", model=model, data=read, mesh=mesh or MeshConfig(), steps=1)
 
@@ -72,18 +78,20 @@ def alone(batch: dict[str, np.ndarray], row: int) -> tuple[np.ndarray, np.ndarra
 
 
 @pytest.mark.parametrize(
-    ("positions", "fields", "mesh"),
+    ("positions", "fields", "mesh", "attention"),
     [
-        ("rotary", {}, MeshConfig()),
-        ("learned", {"reset_positions": True}, MeshConfig()),
-        ("rotary", {}, MeshConfig(data=2, sequence=2, tensor=2)),
+        ("rotary", {}, MeshConfig(), "auto"),
+        ("learned", {"reset_positions": True}, MeshConfig(), "auto"),
+        ("rotary", {}, MeshConfig(data=2, sequence=2, tensor=2), "auto"),
+        ("rotary", {}, MeshConfig(data=2, sequence=4), "ring"),
+        ("learned", {"reset_positions": True}, MeshConfig(data=4, sequence=2), "ring"),
     ],
-    ids=["tiles", "learned positions", "split positions"],
+    ids=["tiles", "learned positions", "split positions", "ring", "ring of learned positions"],
 )
 def test_a_document_has_the_logits_that_it_has_alone(
-    folder: Path, positions: str, fields: dict[str, Any], mesh: MeshConfig
+    folder: Path, positions: str, fields: dict[str, Any], mesh: MeshConfig, attention: str
 ) -> None:
-    made = config(folder, positions=positions, mesh=mesh, document_mask=True, **fields)
+    made = config(folder, positions=positions, mesh=mesh, attention=attention, document_mask=True, **fields)
     batch = batch_of(made)
     window, place = alone(batch, 0)
     assert batch["inputs"][0, place[0] - 1] == SEPARATOR == batch["inputs"][0, place[-1]]
@@ -144,8 +152,25 @@ def test_what_has_no_documents_is_refused(folder: Path, capsys: Capture) -> None
         ("ed-tiny", "--data.document-mask"): "data.document_mask is for a decoder",
     }.items():
         assert message in refused(capsys, *argv)
-    made = config(folder, mesh=MeshConfig(data=4, sequence=2), document_mask=True)
-    compute = dataclasses.replace(made.model.compute, attention="ring")
-    ring = dataclasses.replace(made, model=dataclasses.replace(made.model, compute=compute))
-    with pytest.raises(ConfigError, match="ring: parts of keys go round whole, and data"):
-        logits(ring, batch_of(made))
+    made = config(folder, mesh=MeshConfig(data=4, sequence=2), attention="ring", document_mask=True)
+    windowed = dataclasses.replace(made, model=dataclasses.replace(made.model, window=32))
+    with pytest.raises(ConfigError, match=r"ring: parts of keys go round whole, and model\.window 32"):
+        logits(windowed, batch_of(made))
+
+
+def test_a_run_whose_keys_go_round_has_the_losses_of_one_that_splits_examples(folder: Path) -> None:
+    small = "--model.width 16 --model.depth 1 --model.num-heads 2 --data.batch-size 8 --data.eval-examples 8"
+    shape = f"{small} --model.seq-len {T} --steps 3 --log.no-tensorboard --log.no-samples --optimizer.peak-lr 0.03"
+    ring = ("--mesh.data", "4", "--mesh.sequence", "2", "--model.compute.attention", "ring")
+
+    def losses(name: str, *flags: str) -> list[float]:
+        argv = ["lm-tiny", "--data.name", f"records:{folder}/records.jsonl", *shape.split()]
+        assert main([*argv, *flags, "--workdir", str(folder / name)]) == 0
+        rows = map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines())
+        return [row[key] for row in rows for key in ("loss", "eval_loss") if key in row]
+
+    plain, split = losses("plain", "--data.document-mask"), losses("ring", "--data.document-mask", *ring)
+    assert len(plain) > 3
+    np.testing.assert_allclose(split, plain, rtol=2e-6)
+    whole = losses("whole", *ring)  # the control: documents that see one another
+    assert min(abs(a - b) for a, b in zip(whole, plain, strict=True)) > 1e-4
