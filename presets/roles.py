@@ -67,6 +67,7 @@ ROUTED = EXPERTS | {Role.ROUTER}
 EMBEDDINGS = frozenset({Role.TOKEN_EMBEDDING, Role.PATCH_EMBEDDING, Role.POSITION})
 
 Branch = Literal["attention", "cross", "mlp"]
+Distribution = Literal["normal", "uniform", "truncated"]
 
 
 class Stack(NamedTuple):
@@ -130,6 +131,8 @@ class ParamSpec:
         value_dim: for queries and keys, whose gradients are sums over values of a size of their own.
         start: what a gain starts at where no parameterization says otherwise: a layer scale's small number.
         adapts: for an adapter, the matrix that it is added to.
+        distribution: what a matrix' numbers are drawn from, at whatever deviation a parameterization sets: normal ones, even ones
+            (uniform), or normal ones without those beyond two deviations (truncated).
 
     Raises:
         PresetError: an axis that is not in `AXES`, a fan-in that is not an axis, `of` on a matrix, or `adapts` on what is no adapter.
@@ -145,6 +148,7 @@ class ParamSpec:
     value_dim: bool = False
     start: float = 1.0
     adapts: ParamSpec | None = None
+    distribution: Distribution = "normal"
 
     def __post_init__(self) -> None:
         if not isinstance(self.role, Role):

@@ -270,13 +270,16 @@ def _check_read(config: Config, argv: Sequence[str]) -> None:
         instead["final_lr_fraction"] = "schedule cosine"
     if "trace" in OPTIMIZERS[opt.name].moments and opt.momentum == 0:
         instead["moment_dtype"] = "momentum 0.9"
+    if not opt.warmup_steps:
+        instead["warmup_from_zero"] = "warmup-steps 100"
     for field, choice in instead.items():
         flag = f"--optimizer.{field.replace('_', '-')}"
         if flag in given:
             by = f"schedule {opt.schedule}" if choice.startswith("schedule") else opt.name
+            by = "a run without warm-up" if choice.startswith("warmup") else by
             raise ConfigError(f"{flag} is not read by {by}; leave it out, or write --optimizer.{choice}")
     fields = ("mix", "split", "tokenizer", "separator", "document-mask", "no-document-mask", "reset-positions", "field")
-    fields += ("augment", "no-augment", "on-broken", "chat-template", "loss-on", "stream", "no-stream")
+    fields += ("augment", "no-augment", "on-broken", "chat-template", "loss-on", "stream", "no-stream", "train-percent")
     nested = {flag for flag in given if flag.startswith(("--data.pixels.", "--data.transforms."))}
     for flag in (*(f"--data.{name}" for name in fields), *sorted(nested)):
         field = flag.removeprefix("--data.").removeprefix("no-").partition(".")[0].replace("-", "_")

@@ -57,14 +57,14 @@ def source(name: str) -> Source:
         if known in SOURCES:
             return SOURCES[known]
     task = _PUBLISHED.get(kind.partition("/")[0])
-    images = _IMAGES | {"pixels"}
-    reads = {"tokens": _TEXT, "images": images, None: _TEXT | images}[task]
+    part, images = frozenset({"train_percent"}), _IMAGES | {"pixels"}
+    reads = part | {"tokens": _TEXT, "images": images, None: _TEXT | images}[task]
     return Source(f"{_FOLDER}.published:tfds_data", task, reads)
 
 
 Fit = Literal["centre", "squash", "edge"]
-Interpolation = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]
-"""In the order of PIL's numbers, which Hugging Face's files have."""
+Interpolation = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming", "area"]
+"""In the order of PIL's numbers, which Hugging Face's files have; area is TensorFlow's and has none."""
 
 
 _LARGEST = 2**14
@@ -80,7 +80,7 @@ class PixelsConfig:
     resize: int | None = None
     """squash, edge: pixels that the sides, or the shorter edge, are scaled to before the centre is cut out; the model's unless given."""
     interpolation: Interpolation = "bilinear"
-    """How the image is scaled."""
+    """How the image is scaled: by one of PIL's ways, or as TensorFlow's area, with sides of whole numbers nearest and levels rounded down."""
     mean: tuple[float, ...] = (0.5,)
     """Subtracted from values in [0, 1]; one number, or one per channel."""
     std: tuple[float, ...] = (0.5,)
@@ -137,6 +137,8 @@ class TransformsConfig:
     """alpha of Beta(alpha, alpha), a batch's share of each image beside the one before it (Zhang et al. 2018); 0 mixes none."""
     cutmix: float = 0.0
     """alpha of the same share as the area of a box of another image (Yun et al. 2019); with mixup, a batch has one of the two."""
+    mix_group: int | None = None
+    """Images of a batch that are mixed with one another, so many in a row, as big_vision mixes those of a device; all unless given."""
     label_smoothing: float = 0.0
     """Share of each label that all classes have alike (Szegedy et al. 2016)."""
     repeats: int = 1
@@ -145,6 +147,11 @@ class TransformsConfig:
     def __post_init__(self) -> None:
         at_least("data.transforms.", self, 1, "randaug_layers", "repeats")
         at_least("data.transforms.", self, 0, "randaug_magnitude", "mixup", "cutmix")
+        at_least("data.transforms.", self, 2, "mix_group")
+        if self.mix_group is not None and not (self.mixup or self.cutmix):
+            raise ConfigError(
+                "data.transforms.mix_group is of images that are mixed; add --data.transforms.mixup 0.2, or leave it out"
+            )
         if self.randaug_magnitude > 10:
             raise ConfigError(
                 f"data.transforms.randaug_magnitude is {self.randaug_magnitude}; write a number from 0 to 10"
@@ -203,6 +210,8 @@ class DataConfig:
     on_broken: Literal["stop", "skip"] = "stop"
     """images:PATH only: whether an image that cannot be decoded ends the run before it starts, or is left out."""
     pixels: PixelsConfig = PixelsConfig()
+    train_percent: int = 100
+    """Data sets of TFDS only: percent of the training split that is trained on, the first of it; the rest is left out."""
     split: Literal["random", "writer"] = "random"
     """digits only: a stratified random split, or test writers never seen in training."""
     noise: Literal["infilling", "sentinels"] | None = None
@@ -232,6 +241,13 @@ class DataConfig:
             raise ConfigError(
                 f"data.batch_size {self.batch_size} is not divisible by data.transforms.repeats {repeats}; write repeats {near}"
             )
+        if (group := self.transforms.mix_group or self.batch_size) and self.batch_size % group:
+            near = max(n for n in range(1, group + 1) if self.batch_size % n == 0)
+            raise ConfigError(
+                f"data.batch_size {self.batch_size} is not divisible by data.transforms.mix_group {group}; write mix_group {near}"
+            )
+        if not 1 <= self.train_percent <= 100:
+            raise ConfigError(f"data.train_percent is {self.train_percent}; write a whole number from 1 to 100")
         if self.mix and self.name != "mix":
             raise ConfigError(f"data.mix names its texts, and data.name is {self.name}; leave that out, or write mix")
         for name in ("name", "data_dir", "tokenizer", "chat_template"):

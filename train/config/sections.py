@@ -44,6 +44,8 @@ class OptimizerConfig:
     """Shape of the learning rate after warm-up; wsd is constant and then linear to the end."""
     warmup_steps: int = 0
     """Steps of linear warm-up; a run of fewer steps warms up over all of them."""
+    warmup_from_zero: bool = False
+    """Warm-up has a rate of 0 at its first step and the peak at the one after its last (optax, big_vision); or a step's more at each."""
     decay_steps: int | None = None
     """wsd only: steps of the final linear decay; a fifth of the run unless given."""
     final_lr_fraction: float = 0.0

@@ -64,8 +64,8 @@ def length(steps: int) -> int:
 def schedule_table(config: OptimizerConfig, steps: int) -> np.ndarray:
     """Learning rate over peak at every step, float32 [steps]: linear warm-up, then the named shape.
 
-    Warm-up rises by 1/warmup_steps of the peak each step, from the first, and reaches it at its last; a decay reaches
-    `final_lr_fraction` at the step after the run's last.
+    Warm-up rises by 1/warmup_steps of the peak each step, from the first, and reaches it at its last, or from 0 and at the step
+    after its last; a decay reaches `final_lr_fraction` at the step after the run's last.
 
     Args:
         config: names the shape; a warm-up longer than the run is cut off at its end.
@@ -83,7 +83,7 @@ def schedule_table(config: OptimizerConfig, steps: int) -> np.ndarray:
         case "wsd":
             tail = config.decay_steps if config.decay_steps is not None else max(rest // 5, 1)
             shape = optax.linear_schedule(1.0, final, tail, transition_begin=max(rest - tail, 0))
-    ramp = (np.arange(warmup) + 1) / max(warmup, 1)
+    ramp = (np.arange(warmup) + (not config.warmup_from_zero)) / max(warmup, 1)
     body = np.asarray(jax.vmap(shape)(jnp.arange(length(steps))))  # optax's operations one by one: programs by length
     return np.concatenate([ramp, body[: steps - warmup]]).astype(np.float32)
 

@@ -123,8 +123,11 @@ def fitted(pixels: PixelsConfig, size: int) -> View:
     def scaled(image: np.ndarray) -> np.ndarray:
         H, W, _ = image.shape
         height = width = pixels.resize or size
-        if pixels.fit == "edge":  # rounded down, as torchvision and transformers have it
-            height, width = (height, int(width * W / H)) if H <= W else (int(height * H / W), width)
+        if (
+            pixels.fit == "edge"
+        ):  # rounded down, as torchvision and transformers have it; big_vision rounds to the nearest
+            whole_number = round if pixels.interpolation == "area" else int
+            height, width = (height, whole_number(width * W / H)) if H <= W else (whole_number(height * H / W), width)
         whole = _resized(image, (0, 0, W, H), (height, width), pixels.interpolation)
         top, left = (height - size) // 2, (width - size) // 2
         return whole[top : top + size, left : left + size]
@@ -137,9 +140,30 @@ def _resized(
     image: np.ndarray, box: tuple[int, int, int, int], size: tuple[int, int], interpolation: Interpolation
 ) -> np.ndarray:
     """The box (left, top, right, bottom) of image [H, W, C] as float32 [*size, C]."""
+    if interpolation == "area":
+        left, top, right, bottom = box
+        return _by_area(image[top:bottom, left:right], size)
     from PIL import Image
 
     flat = image[..., 0] if image.shape[-1] == 1 else image
     how = Image.Resampling[interpolation.upper()]
     resized = Image.fromarray(flat).resize((size[1], size[0]), how, box=box)
     return np.asarray(resized, np.float32).reshape(*size, image.shape[-1])
+
+
+def _by_area(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """The image as float32 [*size, C], each pixel the mean of the area that it covers, in whole levels (rounded down).
+
+    TensorFlow's `tf.image.resize` by area: a pixel of which a part is covered counts as that part.
+    """
+
+    def shares(length: int, count: int) -> np.ndarray:
+        start = np.arange(count)[:, None] * (length / count)
+        pixel = np.arange(length)
+        covered = np.minimum(pixel + 1, start + length / count) - np.maximum(pixel, start)
+        return (np.maximum(covered, 0) * (count / length)).astype(np.float32)
+
+    down, along = (shares(length, count) for length, count in zip(image.shape[:2], size, strict=True))
+    rows = np.tensordot(down, image.astype(np.float32), axes=(1, 0))
+    # What a sum of float32 leaves below a whole number is that number.
+    return np.floor(np.einsum("xw,hwc->hxc", along, rows, optimize=True) + np.float32(1e-3))

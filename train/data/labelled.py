@@ -20,7 +20,7 @@ WHOLE = PixelsConfig(fit="squash")
 
 
 class Mix(NamedTuple):
-    """How a batch is mixed: every image with the one before it, the first with the last."""
+    """How a batch is mixed: every image with the one before it, the first (of a group) with the last."""
 
     share: float
     """Of a row's own label, and in mixup of its image."""
@@ -112,7 +112,8 @@ class LabelledData(Data):
         if not transforms.soft:
             inputs, targets = self._transformed(k, own)
             return {"inputs": inputs, "targets": targets, "weights": np.ones(len(targets), np.float32)}
-        before = (own - 1) % self.batch_size
+        group = transforms.mix_group or self.batch_size
+        before = own - own % group + (own - 1) % group
         made, places = np.unique(np.concatenate([own, before]), return_inverse=True)
         inputs, targets = self._transformed(k, made)
         labels = soft_labels(targets, len(self.class_names or ()), transforms.label_smoothing)

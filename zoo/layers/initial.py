@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import threefry_2x32
 
-from mupax.presets.roles import VECTORS, ParamSpec
+from mupax.presets.roles import VECTORS, Distribution, ParamSpec
 
 _BLOCK_BITS = 14
 _BLOCK = 1 << _BLOCK_BITS
@@ -29,7 +29,7 @@ def initial_value(
     dtype: jnp.dtype,
     normal: jax.Array | None = None,
 ) -> jax.Array:
-    """A parameter as it starts: std * Normal(0, 1), of gains and biases exactly std.
+    """A parameter as it starts: std times numbers of deviation 1 from the declared distribution, of gains and biases exactly std.
 
     With a leading "layers" axis every layer draws from its own key, folded from `key` by its index, and std may be
     per layer: a stacked parameter starts as the separate layers would, on any mesh. (With jax 0.12 on CPU to the last
@@ -51,7 +51,27 @@ def initial_value(
         normal = jax.vmap(lambda layer_key: jax.random.normal(layer_key, shape[1:]))(_layer_keys(key, shape[0]))
     elif normal is None:
         normal = jax.random.normal(key, shape)
-    return (std * normal).astype(dtype)
+    return (std * _spread(normal, spec.distribution)).astype(dtype)
+
+
+_CUT = 2.0
+"""Deviations of a normal distribution beyond which a truncated one has nothing, and by what that leaves it narrower: 0.8796."""
+_CUT_DEVIATION = math.sqrt(
+    1 - 2 * _CUT * math.exp(-(_CUT**2) / 2) / math.sqrt(2 * math.pi) / math.erf(_CUT / math.sqrt(2))
+)
+
+
+def _spread(normal: jax.Array, distribution: Distribution) -> jax.Array:
+    """Numbers of another distribution with deviation 1, by the shares of a normal one that lie below them.
+
+    uniform: in +-3^1/2, as Glorot and Bengio 2010. truncated: what Flax's truncated initializers draw.
+    """
+    if distribution == "normal":
+        return normal
+    share = jax.lax.erf(normal / math.sqrt(2))  # even in (-1, 1)
+    if distribution == "uniform":
+        return math.sqrt(3) * share
+    return math.sqrt(2) / _CUT_DEVIATION * jax.lax.erf_inv(share * math.erf(_CUT / math.sqrt(2)))
 
 
 def _layer_keys(key: jax.Array, layers: int) -> jax.Array:

@@ -7,7 +7,7 @@ import math
 from importlib import import_module
 from typing import Any, ClassVar, Literal
 
-from mupax.presets.roles import ParamSpec, Role
+from mupax.presets.roles import ADAPTERS, ParamSpec, Role
 from mupax.zoo.families import ConfigError, ImageModel
 from mupax.zoo.transformer import TransformerConfig
 
@@ -26,6 +26,9 @@ class ViTConfig(ImageModel, TransformerConfig):
     """What trainable gains of each branch's output start at (LayerScale, Touvron et al. 2021); without them unless given."""
     sincos: bool = False
     """Positions of patches are sines and cosines of their row and column, fixed (Chen et al. 2021), in place of learned ones."""
+    distribution: Literal["normal", "flax"] = "normal"
+    """What matrices' numbers are drawn from, at the preset's deviations: normal ones, or as Flax's Glorot and LeCun initializers
+    have them, uniform in blocks and normal cut at two deviations elsewhere."""
     drop_path: float = 0.0
     """Chance that training leaves out a branch of the last block, rising evenly from 0 at the first (Huang et al. 2016)."""
 
@@ -71,7 +74,7 @@ class ViTConfig(ImageModel, TransformerConfig):
         read = ("embed", "pooled") if self.pool == "cls-mean" else ("embed",)
         readout = ParamSpec(role=Role.READOUT, axes=(*read, "classes"), fan_in=read)
         cls = ParamSpec(role=Role.TOKEN_EMBEDDING, axes=("embed",))
-        return {
+        specs = {
             "patch": patch,
             **({"patch_bias": patch.bias} if self.bias else {}),
             **({"cls": cls} if self.pool != "mean" else {}),
@@ -80,6 +83,7 @@ class ViTConfig(ImageModel, TransformerConfig):
             "readout": readout,
             **({"readout_bias": readout.bias} if self.bias else {}),
         }
+        return specs if self.distribution == "normal" else {name: _as_flax(spec) for name, spec in specs.items()}
 
     def splitting_hint(self, ways: int) -> tuple[str, str]:
         patches, instead = super().splitting_hint(ways)
@@ -94,3 +98,10 @@ class ViTConfig(ImageModel, TransformerConfig):
 
     def module(self, rngs: Any) -> Any:
         return import_module("mupax.zoo.vit.model").ViT(self, rngs)
+
+
+def _as_flax(spec: ParamSpec) -> ParamSpec:
+    """The declaration with the distribution that Flax's initializers give its matrix; of a vector as it is."""
+    if not spec.fan_in or spec.role in ADAPTERS:
+        return spec
+    return dataclasses.replace(spec, distribution="uniform" if spec.in_block else "truncated")

@@ -1,4 +1,4 @@
-"""big_vision's random crop: what TensorFlow's sampling allows, and bilinear interpolation at points."""
+"""big_vision's crops: what TensorFlow's sampling allows, bilinear interpolation at points, and means of areas."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mupax.train.config.data import DataConfig, TransformsConfig
+from mupax.train.config.data import DataConfig, PixelsConfig, TransformsConfig
 from mupax.train.data import crops, images
 
 pytestmark = pytest.mark.core
@@ -51,3 +51,24 @@ def test_the_crop_of_a_config() -> None:
     mirrored = uniforms.copy()
     mirrored[:, 2] = 1 - mirrored[:, 2]
     np.testing.assert_array_equal(ours([image], uniforms[:1]), ours([image], mirrored[:1])[:, :, ::-1])
+
+
+@pytest.mark.parametrize(("shape", "size"), [((6, 9, 3), (4, 6)), ((5, 7, 1), (5, 3)), ((3, 4, 3), (7, 5))])
+def test_an_area_is_the_mean_of_what_it_covers(shape: tuple[int, ...], size: tuple[int, int]) -> None:
+    """As `tf.image.resize` by area: here by copies of every pixel, of which each of the output's covers a whole number."""
+    image = np.random.default_rng(4).integers(0, 256, shape).astype(np.uint8)
+    copies = np.repeat(np.repeat(image, size[0], axis=0), size[1], axis=1).astype(float)
+    means = copies.reshape(size[0], shape[0], size[1], shape[1], shape[2]).mean((1, 3))
+    exact = np.floor(np.round(means, 9))
+    ours = crops._resized(image, (0, 0, shape[1], shape[0]), size, "area")
+    np.testing.assert_array_equal(ours, exact)
+    box = crops._resized(image, (0, 0, shape[1], shape[0]), size, "box")
+    assert np.abs(box - exact).max() > 2  # the control: PIL's box counts whole pixels
+
+
+def test_an_image_is_scaled_and_cut_as_big_vision_evaluates() -> None:
+    """resize_small(24) and central_crop(16): the longer side to the nearest whole number, the cut's corner rounded down."""
+    image = np.random.default_rng(5).integers(0, 256, (30, 47, 3)).astype(np.uint8)
+    whole = crops._resized(image, (0, 0, 47, 30), (24, 38), "area")  # 47 * 24 / 30 is 37.6
+    view = crops.fitted(PixelsConfig(fit="edge", resize=24, interpolation="area"), 16)
+    np.testing.assert_array_equal(view([image], np.zeros((1, images.NUMBERS)))[0], whole[4:20, 11:27])

@@ -40,6 +40,21 @@ def test_mixup_is_a_share_of_each_image_and_the_one_before() -> None:
     np.testing.assert_array_equal(mixed["targets"], plain["targets"])
 
 
+def test_images_are_mixed_within_their_group() -> None:
+    """big_vision rolls the images of each device: here groups of 4, whose first is mixed with their last."""
+    plain, mixed = load().train_batch(3), load(mixup=0.4, mix_group=4).train_batch(3)
+    before = np.roll(plain["inputs"].reshape(B // 4, 4, -1), 1, axis=1).reshape(plain["inputs"].shape)
+    spread = np.abs(before - plain["inputs"]) > 1
+    share = 1 - np.median((mixed["inputs"] - plain["inputs"])[spread] / (before - plain["inputs"])[spread])
+    assert 0.5 < share < 1
+    np.testing.assert_allclose(mixed["inputs"], share * plain["inputs"] + (1 - share) * before, atol=1e-4)
+    whole = load(mixup=0.4).train_batch(3)["inputs"]
+    same = [np.array_equal(*rows) for rows in zip(mixed["inputs"], whole, strict=True)]
+    assert same == [i % 4 != 0 for i in range(B)]  # the control: of a whole batch the first of a group has another
+    part = load(mixup=0.4, mix_group=4).train_batch(3, slice(3, 9))["inputs"]
+    np.testing.assert_array_equal(part, mixed["inputs"][3:9])
+
+
 def test_cutmix_is_a_box_of_the_image_before_and_its_area_the_label() -> None:
     plain, mixed = load().train_batch(2), load(cutmix=1.0).train_batch(2)
     other = (mixed["inputs"] == np.roll(plain["inputs"], 1, 0)).all(axis=(0, 3))
@@ -106,6 +121,11 @@ def test_any_rows_of_a_batch_are_those_of_the_whole_and_another_batch_or_seed_ha
         ("vit-digits --data.transforms.mixup -0.1", "data.transforms.mixup is -0.1; write a number of at least 0"),
         ("vit-digits --data.transforms.repeats 7", "data.batch_size 64 is not divisible by data.transforms.repeats 7; write repeats 4"),
         ("vit-digits --data.transforms.label-smoothing 1", "write a share in [0, 1)"),
+        ("vit-digits --data.transforms.mixup 0.2 --data.transforms.mix-group 9", "divisible by data.transforms.mix_group 9; write mix_group 8"),
+        ("vit-digits --data.transforms.mix-group 8", "add --data.transforms.mixup 0.2, or leave it out"),
+        ("vit-digits --data.train-percent 50", "--data.train-percent is not read with the data digits; leave it out"),
+        ("vit-s16-imagenet --data.train-percent 0", "data.train_percent is 0; write a whole number from 1 to 100"),
+        ("vit-digits --optimizer.warmup-steps 0 --optimizer.warmup-from-zero", "not read by a run without warm-up"),
         ("vit-digits --data.transforms.randaug-layers 0", "data.transforms.randaug_layers is 0; write a number of at least 1"),
         ("vit-digits --data.transforms.randaug-magnitude 11", "write a number from 0 to 10"),
         ("vit-digits --model.drop-path 1.0", "model.drop_path is 1.0; write a number in [0, 1), such as 0.1"),

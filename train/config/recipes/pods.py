@@ -18,9 +18,7 @@ def vit_s16_imagenet() -> Config:
     Cost: about 3e18 FLOPs. Needs imagenet2012 prepared by TFDS in `--data.data-dir`.
     Expect about 76.5 %, which big_vision reaches (Beyer et al. 2022, arXiv 2205.01580); no run of it is on record here.
     Its numbers are those of big_vision/configs/vit_s16_i1k.py (`tests/train/config/recipes/test_imagenet.py` has each beside its
-    source). Not as there: the tanh layer before the head (rep_size) is left out; all training images are trained on, where it keeps a
-    hundredth back, for as many steps; warm-up begins at its first step, not at 0; matrices start normal, not uniform, at the same deviations;
-    mixup is over the batch of all devices; JPEGs are decoded by PIL, and its evaluation scales by the mean of whole areas.
+    source). Not as there: the tanh layer before the head (rep_size) is left out, and what docs/vision.md lists.
     """
     return _vit_i1k("vit-s16-imagenet", "vit-s16")
 
@@ -151,15 +149,15 @@ _I1K_CONSTANTS = (
 
 def _vit_i1k(name: str, model: str) -> Config:
     base = _imagenet(name, model)
-    fields = {"sincos": True, "norm_eps": 1e-6}
-    transforms = TransformsConfig(crop="inception", randaug_layers=2, randaug_magnitude=10, mixup=0.2)
-    pixels = PixelsConfig(fit="edge", resize=256, interpolation="box")
+    fields = {"sincos": True, "norm_eps": 1e-6, "distribution": "flax"}
+    transforms = TransformsConfig(crop="inception", randaug_layers=2, randaug_magnitude=10, mixup=0.2, mix_group=128)
+    pixels = PixelsConfig(fit="edge", resize=256, interpolation="area")
     return dataclasses.replace(
         base,
         model=dataclasses.replace(base.model, **fields),
-        data=dataclasses.replace(base.data, transforms=transforms, pixels=pixels),
+        data=dataclasses.replace(base.data, transforms=transforms, pixels=pixels, train_percent=99),
         preset=PresetConfig(name="mup", base="vit-s16", zero_readout=True, constants=_I1K_CONSTANTS),
-        optimizer=dataclasses.replace(base.optimizer, moment_dtype="bfloat16"),
+        optimizer=dataclasses.replace(base.optimizer, moment_dtype="bfloat16", warmup_from_zero=True),
         steps=111_477,
     )
 

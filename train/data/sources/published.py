@@ -70,9 +70,21 @@ def tfds_data(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
     """
     data_set = find(config.name, config.data_dir)
     data_set = data_set._replace(folder=cache.fetched(data_set.folder, note))
+    if config.train_percent < 100:
+        data_set = _first_percent(data_set, config)
     if model.task == "tokens":
         return _text(data_set, config, model, seed, note)
     return _images(data_set, config, model, seed)
+
+
+def _first_percent(data_set: DataSet, config: DataConfig) -> DataSet:
+    """The data set with the first percent of its training split, as TFDS rounds them."""
+    train = data_set.splits["train"]
+    if "[" in train:
+        raise DataError(
+            f"{data_set.folder} has no split but train, of which {train} is trained on; leave --data.train-percent out"
+        )
+    return data_set._replace(splits=data_set.splits | {"train": f"{train}[:{config.train_percent}%]"})
 
 
 def _text(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> Data:
@@ -86,7 +98,8 @@ def _text(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int, 
             feature = _feature(builder, data_set, (tfds.features.Text,), "text")
         return {side: text.records(builders.Source(builder, split), feature) for side, split in data_set.splits.items()}
 
-    key = f"{config.name.replace('/', '-').replace(':', '-')}-{data_set.digest}"
+    part = "" if config.train_percent == 100 else f"-{config.train_percent}"
+    key = f"{config.name.replace('/', '-').replace(':', '-')}-{data_set.digest}{part}"
     return text.open_text(config, model, seed, note, key, documents, {"version": data_set.folder.name})
 
 

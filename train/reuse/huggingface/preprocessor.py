@@ -16,7 +16,7 @@ from mupax.zoo.families import ImageModel
 from mupax.zoo.huggingface.architectures import Family
 
 FILE = "preprocessor_config.json"
-_RESAMPLE: tuple[str, ...] = get_args(Interpolation)
+_RESAMPLE: tuple[str, ...] = get_args(Interpolation)[:-1]  # area is none of PIL's
 _CENTRE = 8 / 7
 """The shorter edge over the side of what the fit `centre` keeps of it."""
 _FAR = 1e9
@@ -145,7 +145,7 @@ def to_huggingface(pixels: PixelsConfig, model: ImageModel, family: Family) -> d
         "image_processor_type": kind,
         "do_resize": True,
         "size": {"height": resize, "width": resize} if pixels.fit == "squash" else {"shortest_edge": resize},
-        "resample": _RESAMPLE.index(pixels.interpolation),
+        "resample": _RESAMPLE.index("box" if pixels.interpolation == "area" else pixels.interpolation),
         **cut,
         "do_rescale": True,
         "rescale_factor": 1 / 255,
@@ -163,6 +163,11 @@ def note(pixels: PixelsConfig, model: ImageModel) -> str | None:
         pixels: preprocessing.
         model: whose.
     """
+    if pixels.interpolation == "area":
+        return (
+            f"{FILE} has PIL's box in place of area, which counts whole pixels alone: levels differ a little; "
+            "--data.pixels.interpolation box trains with what is the same to the bit"
+        )
     if pixels.fit != "centre":
         return None
     edge = round(model.image_size * _CENTRE)

@@ -16,7 +16,7 @@ _NEWER = {
     "value_dim": None, "qk_norm_kind": "rmsnorm", "branch_activation": "none", "readout_bias": False, "qkv_bias": False,
     "rope_scaling": "none", "rope_factor": 8.0, "rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0,
     "rope_original_len": 8192, "window": None, "parallel": False, "rotary_fraction": 1.0, "registers": None,
-    "layer_scale": None, "drop_path": 0.0, "sincos": False, "full_every": None, "window_theta": None,
+    "layer_scale": None, "drop_path": 0.0, "sincos": False, "distribution": "normal", "full_every": None, "window_theta": None,
     "post_norm": False, "attention_softcap": None, "logit_softcap": None,
     "experts": None, "active_experts": None, "expert_dim": None, "shared_experts": None, "routing": dataclasses.asdict(RoutingConfig()),
     "lora": json.loads(json.dumps(dataclasses.asdict(LoraConfig()))),
@@ -25,7 +25,7 @@ _NEWER = {
 _NEWER_DATA = {
     "noise": None, "noise_rate": None, "noise_span": None, "separator": None, "field": "text", "on_broken": "stop",
     "pixels": PixelsConfig(), "mix": (), "document_mask": False, "reset_positions": False, "chat_template": None, "loss_on": "answers",
-    "transforms": TransformsConfig(), "stream": False,
+    "transforms": TransformsConfig(), "stream": False, "train_percent": 100,
 }  # fmt: skip
 """The same of data."""
 
@@ -50,6 +50,8 @@ def key_of(config: Config, data_digest: str) -> str:
     for name, default in _NEWER_DATA.items():
         if getattr(bare.data, name) == default:
             del fields["data"][name]
+    if bare.data.transforms.mix_group is None:
+        fields["data"].get("transforms", {}).pop("mix_group", None)
     del fields["stop"], fields["resume_from"], fields["data"]["evaluate"]  # a point has none
     for section, names in {
         "checkpoint": ("keep_best", "best_metric"),
@@ -67,7 +69,7 @@ def key_of(config: Config, data_digest: str) -> str:
     del fields["mesh"]["experts"]  # where experts lie
     if bare.mesh.gradient_dtype is None:
         del fields["mesh"]["gradient_dtype"]
-    for name, default in {"moment_dtype": None, "layer_decay": 1.0}.items():
+    for name, default in {"moment_dtype": None, "layer_decay": 1.0, "warmup_from_zero": False}.items():
         if getattr(bare.optimizer, name) == default:
             del fields["optimizer"][name]
     for name, default in _NEWER.items():

@@ -5,6 +5,7 @@ The sources are files of github.com/google-research/big_vision: configs/vit_s16_
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import cast
 
@@ -14,6 +15,7 @@ import pytest
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.preset import preset_of
 from mupax.train.config.recipes.pods import vit_b16_imagenet, vit_s16_imagenet
+from mupax.train.core.optimizer import schedule_table
 from mupax.zoo.configs import ViTConfig
 
 pytestmark = pytest.mark.core
@@ -53,6 +55,8 @@ def test_the_start_and_the_rates_of_every_parameter() -> None:
         if spec.fan_in:
             assert std * multiplier == pytest.approx(start, rel=1e-5), name
             assert multiplier == pytest.approx(1, rel=1e-5), name
+            # xavier_uniform in blocks; nn.Conv's and nn.Dense's lecun_normal is cut at two deviations
+            assert spec.distribution == ("uniform" if spec.in_block else "truncated"), name
         else:
             assert std == (1 if name.endswith("gain") else 0), name
         assert (lr, eps) == (1, 1), name
@@ -69,8 +73,19 @@ def test_the_optimizer_and_its_schedule() -> None:
     assert opt.clip_norm == 1.0  # grad_clip_norm
     assert (opt.schedule, opt.warmup_steps, opt.final_lr_fraction) == ("cosine", 10_000, 0)  # schedule
     assert RUN.data.batch_size == 1024  # input.batch_size
-    train_images = round(0.99 * 1_281_167)  # split='train[:99%]'
+    assert RUN.data.train_percent == 99  # split='train[:99%]'
+    train_images = round(0.99 * 1_281_167)
     assert RUN.steps == round(90 * train_images / 1024)  # total_epochs; utils.py: steps
+
+
+def test_the_rate_of_every_step() -> None:
+    """utils.py, create_learning_rate_schedule: a cosine of what follows warm-up, times min(1, step / warmup_steps), steps from 0."""
+    step, warmup = np.arange(RUN.steps), 10_000
+    progress = np.clip((step - warmup) / (RUN.steps - warmup), 0, 1)
+    expected = 0.5 * (1 + np.cos(np.pi * progress)) * np.minimum(1, step / warmup)
+    np.testing.assert_allclose(schedule_table(RUN.optimizer, RUN.steps), expected, rtol=1e-5, atol=1e-7)
+    before = dataclasses.replace(RUN.optimizer, warmup_from_zero=False)  # the control: a step further in warm-up
+    assert np.abs(schedule_table(before, RUN.steps) - expected).max() == pytest.approx(1 / warmup, rel=1e-3)
 
 
 def test_what_images_go_through() -> None:
@@ -79,9 +94,10 @@ def test_what_images_go_through() -> None:
     assert data.transforms.crop == "inception"  # decode_jpeg_and_inception_crop(224)|flip_lr
     assert (data.transforms.randaug_layers, data.transforms.randaug_magnitude) == (2, 10)  # randaug(2,10)
     assert data.transforms.mixup == 0.2  # mixup=dict(p=0.2)
+    assert data.transforms.mix_group == data.batch_size // 8  # train.py: by shard_map on every device, of a TPU v3-8
     assert (data.transforms.cutmix, data.transforms.label_smoothing, data.transforms.repeats) == (0, 0, 1)
     # pp_eval: resize_small(256), by area (pp/ops_image.py), then central_crop(224)
-    assert (data.pixels.fit, data.pixels.resize, data.pixels.interpolation) == ("edge", 256, "box")
+    assert (data.pixels.fit, data.pixels.resize, data.pixels.interpolation) == ("edge", 256, "area")
     assert (data.pixels.mean, data.pixels.std) == ((0.5,), (0.5,))  # value_range(-1, 1)
 
 

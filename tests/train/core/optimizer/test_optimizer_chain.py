@@ -128,6 +128,8 @@ def test_schedules_equal_their_formulas() -> None:
         table(schedule="wsd", warmup_steps=3, decay_steps=4), [*ramp, *np.ones(4), 1, 0.75, 0.5, 0.25], rtol=1e-5
     )
     np.testing.assert_allclose(table(schedule="cosine", warmup_steps=40), (1 + np.arange(11)) / 11, rtol=1e-6)
+    from_zero = table(schedule="linear", warmup_steps=3, warmup_from_zero=True)
+    np.testing.assert_allclose(from_zero, [0, 1 / 3, 2 / 3, *(1 - t)], rtol=1e-5)
     assert table().dtype == np.float32
     for name in ("constant", "cosine", "linear", "wsd"):
         assert table(schedule=name).shape == (11,)

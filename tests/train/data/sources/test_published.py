@@ -105,6 +105,18 @@ def test_without_a_held_out_split_the_end_is_held_out(tmp_path: Path) -> None:
     assert isinstance(found, TokenData)
     assert bytes(found._eval).decode() == "".join(s["text"] + "\0" for s in sentences(95, 100))
     assert bytes(found._train).decode() == "".join(s["text"] + "\0" for s in sentences(0, 95))
+    with pytest.raises(data.DataError, match=r"of which train\[:95%\] is trained on; leave --data\.train-percent out"):
+        load("tiny", tmp_path, SHORT, train_percent=50)
+
+
+def test_the_first_percent_of_the_training_split(tmp_path: Path) -> None:
+    prepare(tmp_path, TEXT, {"train": sentences(0, 20), "validation": sentences(20, 25)})
+    whole, half = load("tiny", tmp_path, SHORT), load("tiny", tmp_path, SHORT, train_percent=50)
+    assert isinstance(half, TokenData)
+    assert bytes(half._train).decode() == "".join(s["text"] + "\0" for s in sentences(0, 10))
+    assert bytes(half._eval) == bytes(whole._eval)  # pyright: ignore
+    again = load("tiny", tmp_path, SHORT)
+    assert bytes(again._train) == bytes(whole._train)  # pyright: ignore  # what was packed of a part is not taken for the whole
 
 
 def test_packed_text_opens_without_tfds(tmp_path: Path) -> None:
