@@ -17,7 +17,7 @@ SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13)
 LOCK := $(BIN)/uv pip compile pyproject.toml --quiet --universal --generate-hashes --python-version 3.11 \
 	--fork-strategy requires-python --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock"
 
-.PHONY: help train quick test check costs parity tpu schedulers core figures site report wheels release lock clean
+.PHONY: help train quick test check costs parity tpu schedulers core figures site links report wheels release lock clean
 .DEFAULT_GOAL := help
 
 help: ## What can be made
@@ -68,6 +68,9 @@ site: $(VENV)/.locked-site ## Build the site of docs/ into build/site: notebooks
 	rm -rf build/site
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/sphinx-build --fail-on-warning --keep-going --quiet -b html docs build/site $(ARGS)
 	$(BIN)/python -m scripts.pages.links build/site
+
+links: $(VENV)/.locked-site ## Ask the host of every address outside that the site links whether it is there (needs a network; no notebook is run)
+	NOTEBOOKS=off $(BIN)/sphinx-build --quiet -b linkcheck docs build/links $(ARGS)
 
 report: $(VENV)/.locked-site ## Set the report of what presets do and what transfers into build/report.pdf
 	$(BIN)/python -m scripts.report $(ARGS)

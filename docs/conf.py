@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from mupax import __version__  # noqa: E402
+from scripts.pages import papers  # noqa: E402
 
 # Of the notebooks' kernels.
 os.environ["PYTHONPATH"] = str(ROOT)
@@ -73,6 +74,10 @@ nb_execution_timeout = 600
 nb_execution_raise_on_error = True
 nb_merge_streams = True
 nb_render_markdown_format = "gfm"  # tables, too
+
+linkcheck_anchors = False  # GitHub makes its own with a script
+linkcheck_ignore = [r"http://(localhost|127\.0\.0\.1)[:/]"]
+linkcheck_workers = 2  # a host that is asked too fast refuses
 
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
@@ -158,9 +163,27 @@ def _titles(app: Sphinx, page: nodes.document, name: str) -> None:
                 link.children = [nodes.inline("", title.astext())]
 
 
+def _papers(_: Sphinx, page: nodes.document) -> None:
+    """Links every arXiv number in a sentence to its paper."""
+    skipped = (nodes.reference, nodes.literal, nodes.literal_block, nodes.title, nodes.comment, nodes.raw)
+    for text in list(page.findall(nodes.Text)):
+        at, parts, words = text.parent, [], str(text)
+        while at is not None and not isinstance(at, skipped):
+            at = at.parent
+        end = 0
+        for hit in () if at is not None else papers.NUMBER.finditer(words):
+            if hit[0] in papers.PAPERS:
+                link = nodes.reference("", hit[0], internal=False, refuri=papers.address(hit[0]))
+                parts += [nodes.Text(words[end : hit.start()]), link]
+                end = hit.end()
+        if parts:
+            text.parent.replace(text, [*parts, nodes.Text(words[end:])])
+
+
 def setup(app: Sphinx) -> None:
     """Connects what this page adds to Sphinx."""
     app.connect("source-read", _navigation)
+    app.connect("doctree-read", _papers)
     app.connect("doctree-read", _anchors)
     app.connect("autodoc-process-docstring", _attribute, priority=600)  # after napoleon
     app.connect("autodoc-process-signature", _signature)

@@ -1,4 +1,4 @@
-"""Unit-scaled muP: `u-mup` (Blake et al., Graphcore 2024, 2407.17465). Absolute numbers, no base model.
+"""Unit-scaled muP: `u-mup` (Blake et al. 2024, 2407.17465; Graphcore). Absolute numbers, no base model.
 
 | role                             | mult.   | std  | Adam lr            | Adam eps, true gradients (derived) |
 |----------------------------------|---------|------|--------------------|------------------------------------|

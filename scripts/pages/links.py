@@ -3,8 +3,8 @@
     python -m scripts.pages.links build/site
 
 `make site` ends with it. A link or picture inside must be a file, what stands behind its `#` an anchor of it; an address outside is
-judged by its form. Sphinx warns of some of these and cannot see others: what a theme or raw HTML links, what an included page calls by a
-path, a page that the site leaves out.
+judged by its form and host (`make links` asks the hosts). Sphinx warns of some of these and cannot see others: what a theme or raw HTML
+links, what an included page calls by a path, a page that the site leaves out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import functools
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -24,6 +24,20 @@ DOCUMENTS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "packaging/presets/
 """Markdown of the repository that lies outside docs/."""
 OUTSIDE = re.compile(r"https://[\w-]+(\.[\w-]+)+(:\d+)?([/?#][^\s<>\"]*)?(?<![.,;])", re.ASCII)
 """The form of an address outside."""
+HOSTS = {"arxiv.org", "github.com", "huggingface.co", "storage.googleapis.com", "www.apache.org", "www.tensorflow.org"}
+"""Of addresses in documents and code: a new one is written here once somebody has looked at what it is."""
+ADDRESS = re.compile(r"https?://\w[^\s<>\"'`\\|)\]{}*]*")
+LOCAL = {"localhost", "127.0.0.1", "host"}
+"""Hosts of what has the form of an address and is none: this machine, and a placeholder."""
+NAMESPACES = {"http://www.w3.org/2000/svg"}
+"""Names of a format that have the form of an address."""
+FORMS = {
+    "arxiv.org": re.compile(r"/abs/\d{2}(0[1-9]|1[0-2])\.\d{5}"),
+    "github.com": re.compile(r"/[\w-]+/[\w.-]+(/(issues|pull)/\d+|/(tree|blob)/[\w./-]+)?/?"),
+}
+"""Paths that a host has."""
+CHECKOUT = re.compile(r"/[\w-]+/mupax/(?:tree|blob)/[\w.-]+/([^#?]+)")
+"""The path on GitHub of a file of this repository."""
 TEMPLATES = "_static"
 """A folder of the site whose pages are a theme's templates."""
 FENCE = re.compile(r"^ *(`{3,})[^`\n]*\n.*?^ *\1 *$", re.MULTILINE | re.DOTALL)
@@ -129,6 +143,42 @@ def broken_in_documents(root: Path = ROOT) -> list[str]:
     root = root.resolve()
     return [
         line for path in documents for line in _problems(path.resolve(), LINK.findall(_prose(path.read_text())), root)
+    ]
+
+
+def wrong_address(address: str, root: Path = ROOT) -> str | None:
+    """What is wrong with an address outside, as far as can be known without asking for it; None where nothing is.
+
+    Args:
+        address: the address.
+        root: of the repository, whose own files an address on GitHub may name.
+    """
+    if urlsplit(address).hostname in LOCAL or address in NAMESPACES:
+        return None
+    if not OUTSIDE.fullmatch(address):
+        return "is no address of the form https://host/path"
+    parts = urlsplit(address)
+    if parts.netloc not in HOSTS:
+        return f"has a host that no other address has; if {parts.netloc} is right, write it into HOSTS of scripts/pages/links.py"
+    if parts.netloc in FORMS and not FORMS[parts.netloc].fullmatch(parts.path):
+        return f"has no path of {parts.netloc}, such as /abs/2405.15712, /OWNER/NAME or /OWNER/NAME/issues/1"
+    if parts.netloc == "github.com" and (inside := CHECKOUT.fullmatch(parts.path)) and not (root / inside[1]).exists():
+        return "is no file of this repository"
+    return None
+
+
+def wrong_addresses(texts: Mapping[str, str], root: Path = ROOT) -> list[str]:
+    """Path, address and what is wrong, of every address outside that cannot be right.
+
+    Args:
+        texts: path to text, of documents and code.
+        root: as `wrong_address`.
+    """
+    return [
+        f"{path}: {address} {problem}"
+        for path, text in texts.items()
+        for address in dict.fromkeys(hit.rstrip(".,;:") for hit in ADDRESS.findall(text))
+        if (problem := wrong_address(address, root))
     ]
 
 

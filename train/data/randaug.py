@@ -1,4 +1,4 @@
-"""RandAugment (Cubuk et al. 2020, arXiv 1909.13719): 16 operations on images, each as strong as one magnitude says.
+"""RandAugment (Cubuk et al. 2019, arXiv 1909.13719): 16 operations on images, each as strong as one magnitude says.
 
 Operations, strengths and their quirks are those of big_vision's `randaug`, itself that of Google's EfficientNet: an image goes
 through so many, drawn from all with equal chance; what moves out of sight leaves grey (128) behind; contrast pulls away from the

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.pages import links
+from scripts.pages import links, papers
 
 pytestmark = pytest.mark.core
 
@@ -71,3 +71,37 @@ def test_a_link_of_the_site(
 def test_a_site_that_is_not_built_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert links.main([str(tmp_path)]) == 2
     assert "make site" in capsys.readouterr().err
+
+
+def test_addresses_in_documents_and_code_can_be_right() -> None:
+    texts = {path: text for path, text in papers.citing().items() if not path.startswith("tests/")}
+    texts["docs/papers.md"] = papers.PAGE.read_text()
+    assert sum(text.count("https://arxiv.org/abs/") for text in texts.values()) > len(papers.PAPERS) - 1
+    assert links.wrong_addresses(texts) == []
+
+
+WRONG_ADDRESSES = {
+    "http://arxiv.org/abs/2405.15712": "is no address of the form",
+    "https://arxiv/abs/2405.15712": "is no address of the form",
+    "https://arxiv.org/abs/2405.1571": "has no path of arxiv.org",
+    "https://arxiv.org/abs/2413.15712": "has no path of arxiv.org",
+    "https://arxiv.org/pdf/2405.15712": "has no path of arxiv.org",
+    "https://arxvi.org/abs/2405.15712": "has a host that no other address has",
+    "https://github.com/microsoft": "has no path of github.com",
+    "https://github.com/somebody/mupax/blob/main/zoo/gone.py": "is no file of this repository",
+}
+RIGHT_ADDRESSES = (
+    "https://arxiv.org/abs/2405.15712",
+    "https://github.com/microsoft/mup/issues/48",
+    "https://github.com/somebody/mupax/tree/main/zoo/transformer.py",
+    "http://localhost:8000/v1",
+    "http://www.w3.org/2000/svg",
+)
+
+
+def test_an_address_that_cannot_be_right_is_named() -> None:
+    text = "\n".join(f"[x]({address}). " for address in (*WRONG_ADDRESSES, *RIGHT_ADDRESSES))
+    lines = links.wrong_addresses({"a.md": text})
+    assert len(lines) == len(WRONG_ADDRESSES)
+    for line, (address, problem) in zip(lines, WRONG_ADDRESSES.items(), strict=True):
+        assert line.startswith(f"a.md: {address} {problem}")

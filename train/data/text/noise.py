@@ -130,7 +130,7 @@ class Infilling(_Spans):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sentinels(_Spans):
-    """T5's span corruption (Raffel et al. 2020, arXiv 1910.10683, section 3.1.4; `random_spans_noise_mask` of its code).
+    """T5's span corruption (Raffel et al. 2019, arXiv 1910.10683, section 3.1.4; `random_spans_noise_mask` of its code).
 
     round(rate N) tokens are cut in round(that / mean_span) spans; what is cut and what is left are each split into that
     many parts, all splits alike, beginning with what is left and ending with what is cut. Sentinel i stands for span i
