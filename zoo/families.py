@@ -16,6 +16,7 @@ from mupax.presets.roles import FactorSpec, ParamSpec, Role
 
 AttentionName = Literal["auto", "xla", "cudnn", "splash", "ring"]
 CrossEntropy = Literal["auto", "plain", "chunked", "vocab"]
+Remat = Literal["none", "dots", "attention", "block", "offload"]
 Task = Literal["tokens", "images"]
 
 
@@ -36,8 +37,9 @@ class ComputeConfig:
 
     layers: Literal["auto", "scan", "unrolled"] = "auto"
     """One compiled block looped over depth (compile time constant in depth), or every block compiled (faster on CPU)."""
-    remat: Literal["none", "dots", "block", "offload"] = "none"
-    """What the backward pass recomputes: nothing, all but matrix products, or whole blocks, whose inputs offload keeps in the host's memory."""
+    remat: Remat = "none"
+    """What the backward pass recomputes: nothing, all but matrix products, all but the outputs of attention's kernel, or whole blocks, whose
+    inputs offload keeps in the host's memory."""
     attention: AttentionName = "auto"
     """auto takes a flash kernel where there is one that can: splash on TPU, cudnn on GPU; where devices split positions, a ring on TPU."""
     attention_block: int | None = None

@@ -16,11 +16,12 @@ from mupax.train.core.program import Program
 from mupax.train.pods import estimates
 from mupax.train.pods.collectives import Collective
 from mupax.zoo import flops
+from mupax.zoo.families import Remat
 
 SLACK = 1.02
 """Bytes sent inside the layer loop over those required: norms, losses and other small sums."""
 
-_RECOMPUTED = {"none": 0, "dots": 1, "block": 1, "offload": 1}
+_RECOMPUTED: dict[Remat, int] = {"none": 0, "dots": 1, "attention": 1, "block": 1, "offload": 1}
 """Forward passes of a block that the backward pass may need again, and then its parameters too."""
 
 

@@ -21,12 +21,10 @@ from mupax.train.core.costs import memory
 from mupax.train.core.program import Program
 from mupax.train.parallel import hardware
 from mupax.train.parallel.chips import Chip
-from mupax.zoo import flops, manual, partition
+from mupax.zoo import flops, manual
 from mupax.zoo.definition import Definition
-from mupax.zoo.families import AttentionName
 from mupax.zoo.layers.flash import FUSED, block_of
-from mupax.zoo.layers.kernels import chosen
-from mupax.zoo.transformer import Sight, TransformerConfig
+from mupax.zoo.transformer import TransformerConfig
 
 _COMPILERS_KIB = {"TPU v6 lite": 32768}
 """Of a core's own memory for one operation where nothing sets it, in KiB, by kind of device; 16384 on others."""
@@ -123,13 +121,14 @@ def attention_waste(program: Program, chip: Chip) -> float:
     """
     model, sizes, mesh = program.config.model, defaultdict(int, program.definition.sizes), program.mesh.shape
     length, again = sizes["position"], memory.FORWARD_AGAIN[model.compute.remat]
+    kernel_again = memory.KERNEL_AGAIN[model.compute.remat]
     block = block_of(length, chip.device_kind, model.compute.attention_block, causal=model.causal)
     share, counted = attention_share(program, block), 0.5 if model.causal else 1.0
     rows = program.config.data.batch_size / program.layout.ways("batch") / mesh["sequence"] / mesh["tensor"]
     forward = 4.0 * length**2 * sizes["heads"] * sizes["head_dim"] * sizes["layers"] * rows
     backward = 2.5 if block >= FUSED else 3.5
     waits = max(1.0, chip.peak_flops / chip.hbm_bandwidth / block)
-    return forward * ((1 + again + backward) * share * waits - (3 + again) * counted)
+    return forward * ((1 + kernel_again + backward) * share * waits - (3 + again) * counted)
 
 
 def attention_share(program: Program, block: int, *, of_grid: bool = False) -> float:
@@ -143,23 +142,10 @@ def attention_share(program: Program, block: int, *, of_grid: bool = False) -> f
     length, ways = program.definition.sizes["position"], program.layout.ways("sequence")
     if not program.config.model.causal:
         return 1.0
-    if ways > 1 and attention_of(program) == "ring":
+    if ways > 1 and memory.attention_of(program.config, program.definition, program.layout) == "ring":
         # Its own two parts with the mask, and half as many pairs of each other device.
         return (2 * causal_share(length // ways, block) + ways - 1) / ((ways + 1) if of_grid else 2 * ways)
     return 1 - (1 - causal_share(length // ways, block)) / ways
-
-
-def attention_of(program: Program) -> AttentionName:
-    """The attention that a program takes."""
-    sizes, compute = defaultdict(int, program.definition.sizes), program.config.model.compute
-    q_BTHN, k_BSKN = (
-        jax.ShapeDtypeStruct((1, sizes["position"], sizes[heads], sizes["head_dim"]), jnp.dtype(compute.dtype))
-        for heads in ("heads", "kv_heads")
-    )
-    with partition.using(program.layout):
-        model = program.config.model
-        sight = model.sight if isinstance(model, TransformerConfig) else Sight(model.causal)
-        return chosen(compute.attention, q_BTHN, k_BSKN, *sight, apart=program.config.data.document_mask)
 
 
 def matmul_flops(jaxpr: Any, visited: float = 1.0) -> float:
@@ -172,7 +158,8 @@ def matmul_flops(jaxpr: Any, visited: float = 1.0) -> float:
     Raises:
         ValueError: a loop of unknown length.
     """
-    return sum(_flops(equation, visited) for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns)
+    # Where a remat policy keeps all that a call gives, the trace has it again, giving nothing: no compiler runs it.
+    return sum(_flops(equation, visited) for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns if equation.outvars)
 
 
 def causal_share(length: int, block: int) -> float:

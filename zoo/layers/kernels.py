@@ -65,7 +65,7 @@ def attend(
     if (values := v_BSKN.shape[-1]) != q_BTHN.shape[-1]:
         wide = widened(q_BTHN, k_BSKN, v_BSKN)
         return attend(*wide, causal=causal, **others, implementation=implementation, block=block)[..., :values]
-    layout, apart = partition.current(), segments_BT is not None
+    apart = segments_BT is not None
     implementation = chosen(implementation, q_BTHN, k_BSKN, causal, window, cap, apart)
     # Where positions are split, every device keeps its queries, and but for a ring gathers all keys and values.
     source = "sequence" if implementation == "ring" else None
@@ -78,13 +78,29 @@ def attend(
         if implementation == "ring":
             return flash.ring_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, block=block, segments_BT=segments_BT)
         return flash.splash_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, **others, block=block)
-    if layout.platform == "cpu" and all(layout.ways(axis) == 1 for axis in ("sequence", "heads", "kv_heads")):
-        if causal and q_BTHN.shape[1] > TILE:
-            return tiled_attention(q_BTHN, k_BSKN, v_BSKN, **others)
+    if tiled(causal, q_BTHN.shape[1]):
+        return tiled_attention(q_BTHN, k_BSKN, v_BSKN, **others)
+    if _rows():
         return merged_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, **others)
     from mupax.zoo.layers import split_attention
 
     return split_attention.attend(q_BTHN, k_BSKN, v_BSKN, causal=causal, **others)
+
+
+def tiled(causal: bool, length: int) -> bool:
+    """Whether what is left to XLA goes in tiles of queries (`cpu_attention.tiled_attention`).
+
+    Args:
+        causal: query t sees keys 0..t.
+        length: queries.
+    """
+    return causal and length > TILE and _rows()
+
+
+def _rows() -> bool:
+    """Whether batch and heads can be one dimension: on a CPU that splits neither heads nor positions."""
+    layout = partition.current()
+    return layout.platform == "cpu" and all(layout.ways(axis) == 1 for axis in ("sequence", "heads", "kv_heads"))
 
 
 def chosen(

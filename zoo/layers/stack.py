@@ -26,12 +26,21 @@ BLOCK_INPUT = "block_input"
 UNROLLED_DEPTH = 16
 """Deepest stack that auto unrolls on CPU: compile time grows with every block."""
 
+CUDNN = "dot_product_attention_fwd_wrapper"
+"""Name of the primitive of cuDNN's forward kernel in JAX, which names none of its outputs."""
+
 _policies = jax.checkpoint_policies
+
+
+def _of_cudnn(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name == CUDNN
+
+
+_attended = _policies.save_from_both_policies(_policies.save_only_these_names(SAVED), _of_cudnn)
 REMAT = {
     "none": None,
-    "dots": _policies.save_from_both_policies(
-        _policies.dots_with_no_batch_dims_saveable, _policies.save_only_these_names(SAVED)
-    ),
+    "dots": _policies.save_from_both_policies(_policies.dots_with_no_batch_dims_saveable, _attended),
+    "attention": _attended,
     "block": _policies.nothing_saveable,
     "offload": _policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
@@ -42,8 +51,9 @@ REMAT = {
 }
 """What the backward pass may keep of a block; everything else it recomputes.
 
-none: everything. dots: matrix products, and what a flash kernel's gradient needs. block: nothing but its input, which lies in
-the host's memory with offload.
+none: everything. dots: matrix products, and what a flash kernel's gradient needs: its outputs and the softmax's norm. attention: the
+latter and the block's input, so that the kernel runs forward once. block: nothing but its input, which lies in the host's memory with
+offload.
 """
 
 

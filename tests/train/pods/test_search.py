@@ -84,6 +84,8 @@ def test_estimates_know_the_loss_and_the_blocks() -> None:
     # On v6e blocks of 512 wait for keys and values; on v5e larger ones compute more of what the mask hides.
     assert seconds("v6e", attention_block=512) > seconds("v6e")
     assert seconds("v5e", attention_block=1024) > seconds("v5e")
+    # What attention's kernel gave is not computed again, all else of the block is.
+    assert seconds("v5e", remat="dots") < seconds("v5e", remat="attention") < seconds("v5e", remat="block")
 
 
 def test_a_candidate_that_the_compiler_refuses_does_not_end_the_search(

@@ -183,6 +183,16 @@ def test_recomputed_blocks_are_counted(layers: str) -> None:
     assert traced(config) > 1.2 * traced(config_of(layers=layers))
 
 
+def test_a_call_that_gives_nothing_is_not_counted() -> None:
+    product = jax.jit(lambda x: x @ x)
+    (call,) = jax.make_jaxpr(product)(jnp.ones((3, 3))).eqns
+    made = jax.make_jaxpr(lambda x: x @ x + product(x))(jnp.ones((3, 3)))
+    (left,) = [i for i, equation in enumerate(made.eqns) if equation.primitive == call.primitive]
+    dead = made.eqns[left].replace(outvars=[])
+    without = made.jaxpr.replace(eqns=[*made.eqns[:left], dead, *made.eqns[left + 1 :]])
+    assert (matmul_flops(made), matmul_flops(without)) == (2 * 54, 54)
+
+
 def test_microbatches_change_no_flops() -> None:
     config = config_of(layers="scan")
     assert traced(dataclasses.replace(config, accumulation_steps=2)) == traced(config)
@@ -261,6 +271,28 @@ def test_the_memory_model_counts_what_a_device_holds() -> None:
     assert terms(MeshConfig(data=8), 32, remat="block")["saved activations"] == 5 * 4 * 14 * 24 * 4
     kept = [terms(MeshConfig(data=8), remat=name)["saved activations"] for name in ("none", "dots", "block")]
     assert kept == sorted(kept, reverse=True)
+    # Attention of so few positions is ordinary products, which name nothing to keep.
+    assert terms(MeshConfig(data=8), remat="attention")["saved activations"] == kept[-1]
+
+
+@pytest.mark.parametrize(("kernel", "itemsize", "norms"), [("splash", 2, 1), ("xla", 2, 0), ("tiles", 4, 2)])
+def test_the_memory_model_prices_what_attention_keeps(
+    kernel: str, itemsize: int, norms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Two rows of 128 positions on a device, five layers, two heads of 12: outputs in the kernel's type, the softmax's norms in float32.
+    if kernel != "tiles":
+        monkeypatch.setattr(memory, "tiled", lambda *_: False)
+        monkeypatch.setattr(memory, "chosen", lambda *_, **__: kernel)
+
+    def saved(remat: str) -> int:
+        config = config_of(layers="scan", remat=remat, dtype="bfloat16")
+        model = dataclasses.replace(config.model, seq_len=128)
+        data = dataclasses.replace(config.data, batch_size=16)
+        program = assemble(dataclasses.replace(config, model=model, data=data, mesh=MeshConfig(data=8)))
+        return estimates.expected(program)["saved activations"]
+
+    outputs, sums = 5 * 2 * 128 * 24 * itemsize, 5 * 2 * 128 * 2 * 4
+    assert saved("attention") - saved("block") == (outputs * (kernel != "xla") + norms * sums)
 
 
 # How the loss is computed

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
 from mupax.train.config.data import PixelsConfig, TransformsConfig
 from mupax.train.config.devices import MeshConfig
 from mupax.train.config.run import CheckpointConfig, Config, DataConfig, LogConfig, OptimizerConfig, PresetConfig
 from mupax.zoo import configs
 from mupax.zoo.configs import ComputeConfig, ModelConfig
+from mupax.zoo.families import Remat
 
 
 def vit_s16_imagenet() -> Config:
@@ -195,7 +195,7 @@ def _pod_lm(name: str, batch_size: int, steps: int) -> Config:
     )
 
 
-def _model(name: str, remat: Literal["dots", "block"]) -> ModelConfig:
+def _model(name: str, remat: Remat) -> ModelConfig:
     return dataclasses.replace(configs.get(name), compute=ComputeConfig(dtype="bfloat16", remat=remat))
 
 

@@ -8,21 +8,31 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from mupax.presets import Role
 from mupax.presets.roles import OWN
 from mupax.train.config.run import Config
 from mupax.train.core.costs import losses
-from mupax.zoo import flops
+from mupax.zoo import flops, partition
 from mupax.zoo.definition import Definition
+from mupax.zoo.families import AttentionName, Remat
+from mupax.zoo.layers.kernels import chosen, tiled
 from mupax.zoo.partition import LANES, Layout
+from mupax.zoo.transformer import Sight, TransformerConfig
 
 _SPLIT = ("heads", "kv_heads", "mlp", "expert_dim")
 """Axes of activations that a device may have a part of."""
 
-FORWARD_AGAIN = {"none": 0.0, "dots": 0.0, "block": 1.0, "offload": 1.0}
-"""Forward passes of the blocks that a remat policy computes again."""
+FORWARD_AGAIN: dict[Remat, float] = {"none": 0.0, "dots": 0.0, "attention": 1.0, "block": 1.0, "offload": 1.0}
+"""Forward passes of the blocks' products that a remat policy computes again."""
+
+KERNEL_AGAIN: dict[Remat, float] = FORWARD_AGAIN | {"attention": 0.0}
+"""Those of attention's kernel."""
+
+ONCE = ("splash", "ring", "cudnn")
+"""Attention by a kernel whose outputs and softmax's norm a remat policy can keep (`zoo.layers.stack.REMAT`)."""
 
 
 def loss(config: Config, definition: Definition, layout: Layout) -> losses.Way:
@@ -136,6 +146,22 @@ def activations(config: Config, definition: Definition, layout: Layout) -> tuple
     return int(sum(each[compute.remat] for each in saved) * itemsize), int(max(layers) * itemsize)
 
 
+def attention_of(config: Config, definition: Definition, layout: Layout) -> AttentionName:
+    """The attention that a run takes where nothing is hidden but what is behind.
+
+    Args:
+        config, definition, layout: as `loss`.
+    """
+    sizes, model = defaultdict(int, definition.sizes), config.model
+    q_BTHN, k_BSKN = (
+        jax.ShapeDtypeStruct((1, sizes["position"], sizes[heads], sizes["head_dim"]), jnp.dtype(model.compute.dtype))
+        for heads in ("heads", "kv_heads")
+    )
+    with partition.using(layout):
+        sight = model.sight if isinstance(model, TransformerConfig) else Sight(model.causal)
+        return chosen(model.compute.attention, q_BTHN, k_BSKN, *sight, apart=config.data.document_mask)
+
+
 def _numbers(
     config: Config, definition: Definition, layout: Layout, blocks: flops.Blocks
 ) -> tuple[dict[str, float], float]:
@@ -158,10 +184,17 @@ def _numbers(
     products += branches * stream + attended  # the stream before every branch
     whole = products + branches * stream + activated  # norms
     # dots keeps products alone: not their activations, nor norms.
-    saved = {"none": whole, "dots": products + attended, "block": stream, "offload": 0.0}
+    saved = {"none": whole, "dots": products + attended, "attention": stream, "block": stream, "offload": 0.0}
     backward = whole + activated  # the hidden layer's gradient beside it
+    itemsize = jnp.dtype(config.model.compute.dtype).itemsize
+    if blocks.stack == OWN and config.model.compute.remat == "attention":
+        norms = length * sizes["heads"] / layout.ways("heads") * 4 / itemsize  # of the softmax, in float32
+        with partition.using(layout):
+            if tiled(config.model.causal, blocks.length):
+                saved["attention"] += attended * 4 / itemsize + 2 * norms
+            elif attention_of(config, definition, layout) in ONCE:
+                saved["attention"] += attended + norms
     if blocks.stack != OWN:  # with a mask attention is XLA's, whose weights and their gradient are matrices of float32
-        itemsize = jnp.dtype(config.model.compute.dtype).itemsize
         weights = sizes["heads"] / layout.ways("heads") * length * max(blocks.length, blocks.memory)
         backward += 2 * weights * 4 / itemsize
     return {remat: blocks.depth * numbers for remat, numbers in saved.items()}, backward
