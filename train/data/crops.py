@@ -123,9 +123,8 @@ def fitted(pixels: PixelsConfig, size: int) -> View:
     def scaled(image: np.ndarray) -> np.ndarray:
         H, W, _ = image.shape
         height = width = pixels.resize or size
-        if (
-            pixels.fit == "edge"
-        ):  # rounded down, as torchvision and transformers have it; big_vision rounds to the nearest
+        if pixels.fit == "edge":
+            # Rounded down, as torchvision and transformers have it; big_vision rounds to the nearest.
             whole_number = round if pixels.interpolation == "area" else int
             height, width = (height, whole_number(width * W / H)) if H <= W else (whole_number(height * H / W), width)
         whole = _resized(image, (0, 0, W, H), (height, width), pixels.interpolation)
