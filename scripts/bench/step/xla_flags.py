@@ -63,7 +63,6 @@ TRIALS: dict[str, tuple[Flag, ...]] = {
         Flag("xla_cpu_experimental_onednn_custom_call", True, "oneDNN's products with what surrounds them", _OPTIONS),
         Flag("xla_cpu_use_xnnpack", True, "products by XNNPACK in place of Eigen", _OPTIONS),
         Flag("xla_cpu_enable_fast_math", True, "sums in any order, no care for infinities", _OPTIONS),
-        Flag("xla_cpu_use_fusion_emitters", False, "loops by the emitters of earlier versions", _OPTIONS),
         Flag("xla_cpu_enable_concurrency_optimized_scheduler", False, "operations in an order for memory", _OPTIONS),
         Flag("xla_cpu_copy_insertion_use_region_analysis", True, "fewer copies of what is written in place", _OPTIONS),
     ),
