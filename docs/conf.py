@@ -79,6 +79,7 @@ linkcheck_anchors = False  # GitHub makes its own with a script
 linkcheck_ignore = [r"http://(localhost|127\.0\.0\.1)[:/]"]
 linkcheck_workers = 2  # a host that is asked too fast refuses
 
+toc_object_entries_show_parents = "hide"  # else they are cut at the edge of the window
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 autodoc_member_order = "bysource"
@@ -99,6 +100,8 @@ html_css_files = ["site.css"]
 
 OVERVIEWS = ("using", "models", "evidence", "reliability", "extend")
 """Pages whose links to other pages are the navigation under them."""
+NAMED = re.compile(rf"docs/(?P<page>\w+)\.md|{papers.NUMBER.pattern}")
+"""What a sentence may name without a link."""
 SHORT, LONG = 14, 32
 """Characters up to which a table's cell is not broken over lines, and from which it is at least some words wide."""
 
@@ -163,19 +166,38 @@ def _titles(app: Sphinx, page: nodes.document, name: str) -> None:
                 link.children = [nodes.inline("", title.astext())]
 
 
-def _papers(_: Sphinx, page: nodes.document) -> None:
-    """Links every arXiv number in a sentence to its paper."""
-    skipped = (nodes.reference, nodes.literal, nodes.literal_block, nodes.title, nodes.comment, nodes.raw)
+def _addresses(app: Sphinx, page: nodes.document) -> None:
+    """Links what a sentence names without a link: an arXiv number its paper, and docs/NAME.md the page of it."""
+    skipped = (
+        nodes.reference,
+        addnodes.pending_xref,
+        nodes.literal,
+        nodes.literal_block,
+        nodes.title,
+        nodes.comment,
+        nodes.raw,
+    )
     for text in list(page.findall(nodes.Text)):
-        at, parts, words = text.parent, [], str(text)
+        at, parts, words, end = text.parent, [], str(text), 0
         while at is not None and not isinstance(at, skipped):
             at = at.parent
-        end = 0
-        for hit in () if at is not None else papers.NUMBER.finditer(words):
-            if hit[0] in papers.PAPERS:
+        for hit in () if at is not None else NAMED.finditer(words):
+            if hit["page"] in app.env.found_docs:
+                link = addnodes.pending_xref(
+                    "",
+                    reftype="doc",
+                    refdomain="std",
+                    reftarget=f"/{hit['page']}",
+                    refdoc=app.env.docname,
+                    refexplicit=True,
+                )
+                link += nodes.inline("", hit[0])
+            elif hit[0] in papers.PAPERS:
                 link = nodes.reference("", hit[0], internal=False, refuri=papers.address(hit[0]))
-                parts += [nodes.Text(words[end : hit.start()]), link]
-                end = hit.end()
+            else:
+                continue
+            parts += [nodes.Text(words[end : hit.start()]), link]
+            end = hit.end()
         if parts:
             text.parent.replace(text, [*parts, nodes.Text(words[end:])])
 
@@ -183,7 +205,7 @@ def _papers(_: Sphinx, page: nodes.document) -> None:
 def setup(app: Sphinx) -> None:
     """Connects what this page adds to Sphinx."""
     app.connect("source-read", _navigation)
-    app.connect("doctree-read", _papers)
+    app.connect("doctree-read", _addresses)
     app.connect("doctree-read", _anchors)
     app.connect("autodoc-process-docstring", _attribute, priority=600)  # after napoleon
     app.connect("autodoc-process-signature", _signature)

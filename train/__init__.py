@@ -2,11 +2,17 @@
 
 In Python::
 
+    import dataclasses
     from mupax import train
+
     config = dataclasses.replace(train.RECIPES["lm-tiny"](), steps=200)
-    train.fit(config)                 # what `mupax train lm-tiny --steps 200` does; the exit code
-    train.assemble(config.resolved()) # the model, step and optimizer of it, to run by yourself
-    train.parameterize(definition, preset, optimizer)   # a preset for a model and a training loop of your own, of any framework
+    train.fit(config)  # as `mupax train lm-tiny --steps 200`
+
+    # The model, step and optimizer of a config, to run by yourself.
+    program = train.assemble(config.resolved())
+
+    # A preset for a model and a training loop of any framework.
+    train.parameterize(definition, preset, optimizer)
 """
 
 from __future__ import annotations
