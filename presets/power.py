@@ -16,7 +16,7 @@ from mupax.presets.roles import PresetError
 
 SYMBOLS = {
     "embed": "D", "heads": "H", "kv_heads": "K", "head_dim": "N", "mlp": "F", "layers": "L", "patch": "D_in",
-    "memory": "D_e", "encoder_layers": "L_e", "value_dim": "N_v",
+    "memory": "D_e", "representation": "D_r", "encoder_layers": "L_e", "value_dim": "N_v",
     "experts": "E", "active": "a", "expert_dim": "m",
 }  # fmt: skip
 """Letters for axes in printed rules, after the papers."""

@@ -98,6 +98,7 @@ AXES = {
     "classes": "image classes",
     "patch": "one flattened input patch",
     "pooled": "vectors of an image that its classifier reads side by side",
+    "representation": "features between the residual stream and its readout",
     "position": "sequence positions",
     RANK: "between the two matrices of an adapter",
     "encoder_layers": "stacked residual blocks of an encoder that a decoder attends to",
@@ -109,7 +110,7 @@ AXES = {
 }
 """Logical axis names and what each counts. Sharding rules and base sizes use the same names."""
 
-FOLLOWS = {"memory": "embed", "encoder_layers": "layers"}
+FOLLOWS = {"memory": "embed", "representation": "embed", "encoder_layers": "layers"}
 """Axes whose base is another's where a base names only that."""
 
 RUN_AXES = {"batch": "examples in a step", "tokens": "tokens, of images images, seen in all"}

@@ -208,6 +208,8 @@ class Health:
                 return limit.carried(after, change) + branches
             case Role.READOUT:
                 return change
+            case Role.HIDDEN if not spec.in_block:
+                return change
             case role if role in EMBEDDINGS:
                 return change - limit.stream
             case Role.ATTENTION_OUT | Role.MLP_OUT | Role.EXPERT_OUT | Role.HIDDEN:

@@ -8,8 +8,8 @@ from mupax.presets.matrices import EXPERT_MATRICES, MATRICES, of_cross, of_encod
 from mupax.presets.roles import Role
 
 LIMITS: dict[str, dict[str, float]] = {
-    "head_dim": {"head_dim": 1.0, "embed": 1.0, "memory": 1.0, "mlp": 1.0},
-    "heads": {"heads": 1.0, "kv_heads": 1.0, "embed": 1.0, "memory": 1.0, "mlp": 1.0},
+    "head_dim": {"head_dim": 1.0, "embed": 1.0, "memory": 1.0, "representation": 1.0, "mlp": 1.0},
+    "heads": {"heads": 1.0, "kv_heads": 1.0, "embed": 1.0, "memory": 1.0, "representation": 1.0, "mlp": 1.0},
     "depth": {"layers": 1.0, "encoder_layers": 1.0},
 }
 """Limit to the axes that grow, and how fast: N, H and L with F/D and H/H_kv fixed."""

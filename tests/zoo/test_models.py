@@ -43,7 +43,7 @@ GEMMA = dataclasses.replace(
 TIED = dataclasses.replace(DECODER, tied=True, qk_norm=True)
 BARE = dataclasses.replace(DECODER, bias=False, norm_gain=False, activation="relu")
 VIT = ViTConfig(width=10, depth=2, num_heads=5, mlp_ratio=1.3, image_size=9, patch_size=3, channels=2, num_classes=7)
-CLS = dataclasses.replace(VIT, pool="cls-mean", registers=2, layer_scale=0.5, qk_norm=True)
+CLS = dataclasses.replace(VIT, pool="cls-mean", registers=2, layer_scale=0.5, qk_norm=True, pre_logits=True)
 VARIANTS: dict[str, ModelConfig] = {
     "decoder": DECODER,
     "modern": MODERN,

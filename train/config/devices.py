@@ -24,6 +24,7 @@ DEFAULT: Rules = {
     "sequence": ("sequence",),
     "embed": ("fsdp", "experts"),
     "memory": ("fsdp", "experts"),
+    "representation": ("fsdp", "experts"),
     "experts": ("experts",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),

@@ -59,9 +59,10 @@ def inception_crop(size: int) -> View:
     """The random crop of big_vision's `decode_jpeg_and_inception_crop`, mirrored half of the time.
 
     TensorFlow's `sample_distorted_bounding_box`: an aspect ratio, width over height, drawn evenly from 3/4 to 1.33; then a height,
-    evenly among whole numbers that leave 5 to 100 % of the area and fit; then a place. It is scaled by bilinear interpolation of the
-    four nearest pixels, whatever the scale (TensorFlow's without antialias). Where a rounded crop is out of range TensorFlow draws
-    again, up to a hundred times; here the image stays whole.
+    evenly among whole numbers that leave 5 to 100 % of the area and fit, and one more or less where its rounded width does not; then a
+    place, of which the last is never taken. It is scaled by bilinear interpolation of the four nearest pixels, whatever the scale
+    (TensorFlow's without antialias). Where no such crop fits (of images a few pixels wide) TensorFlow draws again, up to a hundred
+    times; here the image stays whole.
 
     Args:
         size: pixels on a side of what comes out.
@@ -73,7 +74,7 @@ def inception_crop(size: int) -> View:
     def one(image: np.ndarray, u: float, v: float, mirror: float, a: float, r: float) -> np.ndarray:
         H, W, _ = image.shape
         h, w = _inception_size(H, W, a, r)
-        top, left = int(u * (H - h + 1)), int(v * (W - w + 1))
+        top, left = int(u * (H - h)), int(v * (W - w))
         crop = _pointwise(image[top : top + h, left : left + w], size)
         return crop[:, ::-1] if mirror < 0.5 else crop
 
@@ -87,6 +88,8 @@ def _inception_size(H: int, W: int, a: float, r: float) -> tuple[int, int]:
     highest = min(H, round(math.sqrt(most / ratio)), int((W + 0.5) / ratio))
     lowest = min(round(math.sqrt(least / ratio)), highest)
     h = lowest + int(a * (highest - lowest + 1))
+    h += h * round(h * ratio) < least
+    h -= h * round(h * ratio) > most
     w = round(h * ratio)
     return (h, w) if least <= h * w <= most and 0 < h <= H and 0 < w <= W else (H, W)
 

@@ -22,6 +22,8 @@ class ViTConfig(ImageModel, TransformerConfig):
     """What the classifier reads: the mean of all patches, the CLS token, or both side by side (DINOv2)."""
     registers: int | None = None
     """Tokens without an image's content beside the patches (Darcet et al. 2024): rows of the positions alone."""
+    pre_logits: bool = False
+    """A layer of the width and tanh before the readout, as in pre-training (Dosovitskiy et al. 2021, section 3.1)."""
     layer_scale: float | None = None
     """What trainable gains of each branch's output start at (LayerScale, Touvron et al. 2021); without them unless given."""
     sincos: bool = False
@@ -67,11 +69,17 @@ class ViTConfig(ImageModel, TransformerConfig):
         return tuple(self.drop_path * i / max(1, self.depth - 1) for i in range(self.depth))
 
     def sizes(self) -> dict[str, int]:
-        return {**super().sizes(), **({"pooled": 2} if self.pool == "cls-mean" else {})}
+        pooled = {"pooled": 2} if self.pool == "cls-mean" else {}
+        return {**super().sizes(), **pooled, **({"representation": self.width} if self.pre_logits else {})}
+
+    def applications(self, spec: ParamSpec) -> float:
+        return 1 if spec.role is Role.HIDDEN else super().applications(spec)
 
     def parameters(self) -> dict[str, ParamSpec]:
         patch = ParamSpec(role=Role.PATCH_EMBEDDING, axes=("patch", "embed"), fan_in=("patch",))
         read = ("embed", "pooled") if self.pool == "cls-mean" else ("embed",)
+        before = ParamSpec(role=Role.HIDDEN, axes=(*read, "representation"), fan_in=read)
+        read = ("representation",) if self.pre_logits else read
         readout = ParamSpec(role=Role.READOUT, axes=(*read, "classes"), fan_in=read)
         cls = ParamSpec(role=Role.TOKEN_EMBEDDING, axes=("embed",))
         specs = {
@@ -80,6 +88,8 @@ class ViTConfig(ImageModel, TransformerConfig):
             **({"cls": cls} if self.pool != "mean" else {}),
             **({} if self.sincos else {"position": ParamSpec(role=Role.POSITION, axes=("position", "embed"))}),
             **self.stack(),
+            **({"pre_logits": before} if self.pre_logits else {}),
+            **({"pre_logits_bias": before.bias} if self.pre_logits and self.bias else {}),
             "readout": readout,
             **({"readout_bias": readout.bias} if self.bias else {}),
         }

@@ -14,7 +14,7 @@ from flax import nnx
 from mupax.zoo import partition
 from mupax.zoo.definition import Init
 from mupax.zoo.layers.block import Block
-from mupax.zoo.layers.linear import Norm, Reading, project
+from mupax.zoo.layers.linear import Norm, Reading, biased, project
 from mupax.zoo.layers.stack import routed_stack
 from mupax.zoo.vit.config import ViTConfig
 
@@ -35,6 +35,7 @@ class ViT(nnx.Module):
         self.cls, self.position = init.maybe("cls"), init.maybe("position")
         self.block = Block(config, init.scope("block"))
         self.norm = Norm(config.norm, init.scope("norm"), config.norm_eps)
+        self.pre_logits, self.pre_logits_bias = init.maybe("pre_logits"), init.maybe("pre_logits_bias")
         self.readout, self.readout_bias = init.param("readout"), init.maybe("readout_bias")
 
     def embed(self, images_BHWC: jax.Array) -> jax.Array:
@@ -75,15 +76,22 @@ class ViT(nnx.Module):
         return self._reading(h_BTD).logits()
 
     def _reading(self, h_BTD: jax.Array, routing: Routing | None = None) -> Reading:
-        h_BTD, first, weight = self.norm(h_BTD), self.config.leading, self.readout[...]
+        features_BD, weight = self._pooled(self.norm(h_BTD)), self.readout[...]
+        if self.pre_logits is not None:
+            w = self.pre_logits[...]
+            y_BD = biased(project(features_BD, w.reshape(-1, w.shape[-1])), self.pre_logits_bias)
+            features_BD = jnp.tanh(y_BD)
         bias = None if self.readout_bias is None else self.readout_bias[...]
+        return Reading(features_BD, weight.reshape(-1, weight.shape[-1]), bias=bias, routing=routing)
+
+    def _pooled(self, h_BTD: jax.Array) -> jax.Array:
+        """What the classifier reads, [B, D], or [B, 2 D] of both vectors."""
+        first = self.config.leading
         if self.config.pool == "cls":
-            return Reading(h_BTD[:, 0], weight, bias=bias, routing=routing)
+            return h_BTD[:, 0]
         mean_BD = jnp.mean(h_BTD[:, first:] if first else h_BTD, axis=1)
         if self.config.pool == "mean":
-            return Reading(mean_BD, weight, bias=bias, routing=routing)
+            return mean_BD
         # Both vectors of a feature are neighbours: where devices split features, each has both.
         both_BD2 = jnp.stack([h_BTD[:, 0], mean_BD], axis=-1)
-        return Reading(
-            both_BD2.reshape(len(both_BD2), -1), weight.reshape(-1, weight.shape[-1]), bias=bias, routing=routing
-        )
+        return both_BD2.reshape(len(both_BD2), -1)

@@ -40,7 +40,7 @@ DECODER = DecoderConfig(
 )  # fmt: skip
 VIT = ViTConfig(
     width=64, depth=2, num_heads=2, head_dim=16, mlp_ratio=1.5, image_size=9, patch_size=3, channels=2, num_classes=7,
-    pool="cls-mean", registers=1, layer_scale=0.5, centered=True,
+    pool="cls-mean", registers=1, layer_scale=0.5, centered=True, pre_logits=True, distribution="flax",
 )  # fmt: skip
 ODD = dataclasses.replace(DECODER, width=20, head_dim=4, mlp_ratio=1.1)
 PRESET = PresetConfig(name="depth-mup", base="lm-proxy", alpha_l=0.75)

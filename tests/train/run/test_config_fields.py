@@ -234,7 +234,7 @@ FIELDS: dict[str, Way] = {
     "model.full_every": (program, changed(TOKENS, "model.window", 5), 2),
     "model.qkv_bias": (program, changed(TOKENS, "model.bias", False), True),
     **on(program, IMAGES, "model.", image_size=12, patch_size=2, channels=3, num_classes=9, pool="cls"),
-    **on(program, IMAGES, "model.", registers=2, layer_scale=0.5, drop_path=0.1, sincos=True),
+    **on(program, IMAGES, "model.", registers=2, layer_scale=0.5, drop_path=0.1, sincos=True, pre_logits=True),
     "model.distribution": (start, IMAGES, "flax"),
     **on(program, TOKENS, "model.compute.", layers="unrolled", remat="block", projections="fused"),
     **on(program, TOKENS, "model.compute.", cross_entropy="chunked", param_dtype="bfloat16", dtype="bfloat16"),

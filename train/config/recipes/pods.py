@@ -18,9 +18,11 @@ def vit_s16_imagenet() -> Config:
     Cost: about 3e18 FLOPs. Needs imagenet2012 prepared by TFDS in `--data.data-dir`.
     Expect about 76.5 %, which big_vision reaches (Beyer et al. 2022, arXiv 2205.01580); no run of it is on record here.
     Its numbers are those of big_vision/configs/vit_s16_i1k.py (`tests/train/config/recipes/test_imagenet.py` has each beside its
-    source). Not as there: the tanh layer before the head (rep_size) is left out, and what docs/vision.md lists.
+    source); docs/vision.md lists what is not as there. The layer before its readout has no place in the files of transformers: train
+    with `--model.no-pre-logits`, as the paper has it, to export.
     """
-    return _vit_i1k("vit-s16-imagenet", "vit-s16")
+    config = _vit_i1k("vit-s16-imagenet", "vit-s16")
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, pre_logits=True))  # pyright: ignore
 
 
 def vit_b16_imagenet() -> Config:

@@ -126,7 +126,7 @@ def axes(before: TransformerConfig, after: TransformerConfig) -> Axes:
     heads, kv_heads, copies = _heads(before, after)
     along = {axis: first(getattr(before, size), getattr(after, size)) for size, axis in SIZES.items()}
     along |= {axis: first(was, now) for axis, (_, was, now) in hidden(before, after).items()}
-    along["memory"] = along["embed"]
+    along["memory"] = along["representation"] = along["embed"]
     if before.denoises:
         along[ENCODER.axis] = first(*(side.sizes()[ENCODER.axis] for side in (before, after)))
     if (expert_copies := copied(before, after)) > 1:
@@ -186,6 +186,10 @@ def _check(before: TransformerConfig, after: TransformerConfig) -> None:
     if after.width != before.width and before.branch_gains is not None and before.norm == "layernorm":
         raise GrowError(
             "a wider stream under LayerNorm needs branches of mean 0, and gains after them (layer_scale) leave none; keep its width"
+        )
+    if after.width != before.width and "representation" in before.sizes():
+        raise GrowError(
+            "a wider stream would need another readout after the layer before it (pre_logits), whose tanh is of what has grown; keep its width"
         )
     if after.width != before.width and before.tied_readout and not before.norm_gain:
         raise GrowError(

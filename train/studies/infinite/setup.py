@@ -91,6 +91,7 @@ def check(config: Config) -> None:
         "model.registers": (model.registers, None),
         "model.sincos": (model.sincos, False),
         "model.distribution": (model.distribution, "normal"),
+        "model.pre_logits": (model.pre_logits, False),
         "model.layer_scale": (model.layer_scale, None),
         "model.value_dim": (model.value_dim, None),
         "model.branch_activation": (model.branch_activation, "none"),

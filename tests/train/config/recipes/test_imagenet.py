@@ -9,14 +9,16 @@ import dataclasses
 import math
 from typing import cast
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.preset import preset_of
 from mupax.train.config.recipes.pods import vit_b16_imagenet, vit_s16_imagenet
 from mupax.train.core.optimizer import schedule_table
-from mupax.zoo.configs import ViTConfig
+from mupax.zoo.configs import ComputeConfig, ViTConfig
 
 pytestmark = pytest.mark.core
 
@@ -29,6 +31,7 @@ def test_the_model() -> None:
     assert (MODEL.width, MODEL.depth, MODEL.mlp_dim, MODEL.num_heads) == (384, 12, 1536, 6)
     assert (MODEL.patch_size, MODEL.image_size, MODEL.num_classes) == (16, 224, 1000)  # input.pp, config.num_classes
     assert MODEL.pool == "mean"  # pool_type='gap'
+    assert MODEL.pre_logits  # rep_size=True: the width, and nn.tanh
     assert MODEL.sincos  # posemb='sincos2d'
     assert MODEL.activation == "gelu"  # MlpBlock: nn.gelu, whose default is the tanh form
     assert (MODEL.norm, MODEL.norm_eps, MODEL.norm_gain, MODEL.bias) == (
@@ -40,6 +43,61 @@ def test_the_model() -> None:
     assert MODEL.drop_path == 0  # dropout=0.0
 
 
+def test_the_model_computes_what_models_vit_py_says() -> None:
+    """Its forward pass as published, in float64, on a smaller model of the recipe's fields."""
+    small = dataclasses.replace(
+        MODEL,
+        width=12,
+        depth=2,
+        num_heads=3,
+        image_size=8,
+        patch_size=4,
+        channels=2,
+        num_classes=5,
+        compute=ComputeConfig(),
+    )
+    model, random = small.module(nnx.Rngs(0)), np.random.default_rng(0)
+    names = small.parameters()
+    for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        assert ".".join(map(str, path)) in names
+        leaf.set_value(jnp.asarray(random.standard_normal(leaf.get_value().shape) * 0.3, jnp.float32))
+    w = {
+        ".".join(map(str, path)): np.asarray(leaf.get_value(), np.float64)
+        for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))
+    }
+    images = random.standard_normal((3, 8, 8, 2))
+
+    def norm(x: np.ndarray, name: str, *i: int) -> np.ndarray:
+        x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6)
+        return x * w[f"{name}.gain"][i] + w[f"{name}.bias"][i]
+
+    patches = images.reshape(3, 2, 4, 2, 4, 2).swapaxes(2, 3).reshape(3, 4, 32)  # nn.Conv, VALID, of stride 4
+    x = patches @ w["patch"] + w["patch_bias"]
+    row, column = (at.reshape(-1, 1) * 10_000.0 ** -(np.arange(3) / 2) for at in np.mgrid[:2, :2])
+    x = x + np.concatenate([np.sin(column), np.cos(column), np.sin(row), np.cos(row)], axis=1)  # posemb_sincos_2d
+    for i in range(2):  # Encoder1DBlock
+        y, a = norm(x, "block.attention_norm", i), "block.attention"
+        # A bias of keys, which theirs has, adds to all of a query's logits alike.
+        q, v = (np.einsum("btd,dhn->bthn", y, w[f"{a}.{n}"][i]) + w[f"{a}.{n}_bias"][i] for n in ("query", "value"))
+        k = np.einsum("btd,dhn->bthn", y, w[f"{a}.key"][i]) + random.standard_normal((3, 4))
+        logits = np.einsum("bthn,bshn->bhts", q, k) / 2
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        y = np.einsum("bhts,bshn->bthn", weights / weights.sum(-1, keepdims=True), v)
+        x = x + np.einsum("bthn,hnd->btd", y, w[f"{a}.out"][i]) + w[f"{a}.out_bias"][i]
+        y = norm(x, "block.mlp_norm", i) @ w["block.mlp.up"][i] + w["block.mlp.up_bias"][i]
+        y = 0.5 * y * (1 + np.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
+        x = x + y @ w["block.mlp.down"][i] + w["block.mlp.down_bias"][i]
+    x = norm(x, "norm").mean(axis=1)
+    expected = np.tanh(x @ w["pre_logits"] + w["pre_logits_bias"]) @ w["readout"] + w["readout_bias"]
+    np.testing.assert_allclose(model(jnp.asarray(images, jnp.float32)), expected, atol=2e-5)
+    assert (
+        np.abs(x @ w["readout"] + w["readout_bias"] - expected).max() > 0.1
+    )  # the control: without the layer before the head
+    at_base = preset_of(RUN)
+    assert at_base.logit_scale(MODEL.sizes()) == pytest.approx(64**-0.5)
+    assert at_base.residual_scale(MODEL.sizes(), 0, "mlp") == (1, 1)
+
+
 def test_the_start_and_the_rates_of_every_parameter() -> None:
     """Deviations are those of the initializers in models/vit.py; rates and decay are one for all (optax.py)."""
     preset, sizes = preset_of(RUN), MODEL.sizes()
@@ -47,7 +105,8 @@ def test_the_start_and_the_rates_of_every_parameter() -> None:
         scales = preset.scales(spec, sizes, "adam", RUN.optimizer.decay)
         fan_in, fan_out = (math.prod(sizes[axis] for axis in axes) for axes in (spec.fan_in, spec.fan_out))
         glorot = math.sqrt(2 / (fan_in + fan_out))  # xavier_uniform: attention, MlpBlock
-        start = {"patch": fan_in**-0.5, "readout": 0.0}.get(name, glorot)  # nn.Conv's lecun_normal; head_zeroinit
+        lecun = fan_in**-0.5  # of nn.Conv and nn.Dense
+        start = {"patch": lecun, "pre_logits": lecun, "readout": 0.0}.get(name, glorot)  # head_zeroinit
         numbers = [
             np.asarray(x).flat for x in (scales.init_std, scales.multiplier, scales.lr, scales.eps, scales.weight_decay)
         ]

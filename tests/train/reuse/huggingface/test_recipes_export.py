@@ -33,7 +33,7 @@ pytestmark = pytest.mark.core
 FAMILIES = {
     "gpt2-c4": "gpt2",
     **dict.fromkeys(("vit-digits", "vit-endless", "vit-fashion"), "siglip"),
-    **dict.fromkeys(("vit-s16-imagenet", "vit-b16-imagenet", "vit-h14"), "siglip"),
+    **dict.fromkeys(("vit-b16-imagenet", "vit-h14"), "siglip"),
     **dict.fromkeys(("lm-laptop", "lm-tiny", "lm-1b", "lm-8b"), "llama"),
     "lm-30b-a3b": "qwen3_moe",
     **dict.fromkeys(("bart-large-c4", "r2c2-c4"), "mbart"),
@@ -50,6 +50,13 @@ REFUSED = {
             "a T5, to export; it has LayerNorm, which subtracts the mean, and model.norm is rmsnorm",
         ),
         ("--model.positions relative --model.norm rmsnorm --model.no-embedding-norm", ""),
+    ],
+    "vit-s16-imagenet": [
+        (
+            "--model.no-pre-logits",
+            "transformers' siglip cannot hold this model: model.pre_logits is a layer before the readout, which it does not have; train "
+            "with --model.no-pre-logits to export",
+        )
     ],
     "bordelon-vit": [("--model.no-centered", f"transformers' siglip cannot hold this model: {CENTERED}")],
     "bordelon-lm": [

@@ -15,7 +15,7 @@ NAMES = {
     "vit-endless": "1614eb3ee207ef94",
     "ed-tiny": "7d55e483c27cf266",
     "bordelon-vit": "2cccf7ffa4187388",
-    "vit-s16-imagenet": "4362f35c374a8d3e",
+    "vit-s16-imagenet": "ad26339407af9358",
     "gpt2-c4": "53a0f7edae484cac",
     "lm-8b": "1c0daea0d7c1fdd4",
     "lm-30b-a3b": "333129f5ca2d54df",
