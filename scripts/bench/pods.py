@@ -3,7 +3,8 @@
     python -m scripts.bench.pods [--only "lm-8b v5e:16x16"] [--json REPORT ...]
 
 Needs the TPU compiler (extra `tpu`) but no TPU. Every pod takes minutes of one core; `--only` compiles one and keeps the
-others of the committed file, `--json` takes reports that `python -m train compile ... --json` wrote.
+others of the committed file, `--json` takes reports that `python -m train compile ... --json` wrote. Every report has the commit
+of its program, which the page says beside its figures.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 from mupax.terminal import gib
 from scripts import ROOT
+from scripts.bench import commits
 from scripts.pages.markdown import table
 
 PODS = (
@@ -42,6 +44,7 @@ TPU compiler for chips that are not here. Nothing on this page was measured on a
 - **Step** is the longest of: products at the chip's peak, main memory traffic, collectives by rings over the links of their
   mesh axes, and the compiler's estimated cycles with trip counts where the chip's clock is known. Everything is taken to
   overlap, and attention kernels have no estimated cycles, so it is a bound from below, and **MFU** one from above.
+- **Program** is the commit whose step was compiled, and its day: figures of different programs are not to be compared.
 """
 
 
@@ -58,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     kept = json.loads((DOCS / "pods.json").read_text()) if (DOCS / "pods.json").exists() else {"pods": []}
     reports = {(r["recipe"], r["topology"]): r for r in kept["pods"]}
-    given = [json.loads(path.read_text()) for path in args.json]
+    given = [{**json.loads(path.read_text()), "program": commits.head(ROOT)} for path in args.json]
     reports |= {(report["recipe"], report["topology"]): report for report in given}
     wanted = [tuple(words.split()) for words in args.only or ()]
     for recipe, topology in wanted if args.only or args.json or args.preset_cost else PODS:
@@ -66,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.preset_cost or not (args.only or args.json):
         kept["preset_cost"] = [preset_cost(*case) for case in COSTS]
     kept["pods"] = [reports[pod] for pod in PODS if pod in reports]
+    for report in kept["pods"]:
+        report.setdefault("program", commits.first_committed(report, ROOT))
     (DOCS / "pods.json").write_text(json.dumps(kept, indent=1) + "\n")
     (DOCS / "pods.md").write_text(document(kept))
     return 0
@@ -79,7 +84,8 @@ def compiled(recipe: str, topology: str) -> dict[str, Any]:
     from mupax.train.config.recipes import RECIPES
     from mupax.train.pods.compiled import compile_for
 
-    return {"topology": topology, "slices": 1, **compile_for(RECIPES[recipe](), topology).report()}
+    report = compile_for(RECIPES[recipe](), topology).report()
+    return {"topology": topology, "slices": 1, "program": commits.head(ROOT), **report}
 
 
 def preset_cost(width: int, depth: int, batch_size: int, dtype: str, preset: str = "depth-mup") -> dict[str, Any]:
@@ -130,6 +136,7 @@ def _summary(pods: Sequence[dict[str, Any]]) -> str:
         "step",
         "bound by",
         "MFU",
+        "program",
     )
     rows = []
     for r in pods:
@@ -139,6 +146,7 @@ def _summary(pods: Sequence[dict[str, Any]]) -> str:
             gib(r["peak_bytes_per_device"]) + ("" if r["fits"] else " (does not fit)"), gib(r["hbm_bytes_per_device"]),
             gib(sum(r["expected_bytes_per_device"].values())), f"{r['flops_per_step']:.3g}",
             f"≥ {line['step_seconds']:.2f} s", line["bound"].replace("_", " "), f"≤ {line['mfu']:.0%}",
+            "{commit}, {date}".format_map(r["program"]) if r.get("program") else "not known",
         ))  # fmt: skip
     return table([head, *rows])
 

@@ -245,6 +245,7 @@ def test_the_committed_pods_fit(pod: str) -> None:
     (report,) = [r for r in json.loads(TABLES.read_text())["pods"] if (r["recipe"], r["topology"]) == (recipe, where)]
     assert report["fits"]
     assert report["problems"] == []
+    assert set(report["program"]) == {"commit", "date"}
     assert report["peak_bytes_per_device"] < report["hbm_bytes_per_device"]
     assert report["loops_of_unknown_length"] == 0
     assert report["peak_over_expected"] == pytest.approx(1, abs=0.1)
