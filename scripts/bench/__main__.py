@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts import ROOT
+from scripts.bench import tpu
 from scripts.pages.markdown import replaced, table
 
 PAGE = ROOT / "docs" / "performance.md"
@@ -93,6 +94,8 @@ def page(text: str, folder: Path) -> str:
     for name in MODULES:
         if (path := folder / f"{name}.json").exists():
             text = replaced(text, name, part(name, json.loads(path.read_text())))
+    if (path := folder / tpu.FILE.name).exists():
+        text = replaced(text, "tpu", tpu.part(json.loads(path.read_text())))
     return text
 
 

@@ -49,6 +49,8 @@ class Collective:
     """Whether it runs beside products: inside fusions with them, or begun before and ended after them."""
     between_slices: bool = False
     """Whether it is sent over the slow network, by the hosts."""
+    gathers: bool = False
+    """Whether it is a sum of parts, each in an array of zeros: what the TPU compiler makes of some gathers, at twice the bytes."""
 
     @property
     def wire_bytes(self) -> float:
@@ -97,6 +99,7 @@ def collectives(
                 source=module.source(instruction) or module.source(holder),
                 overlapped=between or chain is not None or _hidden(module, where, instruction),
                 between_slices=between,
+                gathers=kind == "all-reduce" and all(_in_zeros(module, where, name) for name in instruction.operands),
             )
             by_name.setdefault((executed.computation, chain[0] if chain else instruction.name), collective)
     return list(by_name.values())
@@ -114,6 +117,23 @@ def _hidden(module: hlo.Module, where: Mapping[str, hlo.Instruction], start: hlo
         ):
             return True
     return False
+
+
+def _in_zeros(module: hlo.Module, where: Mapping[str, hlo.Instruction], name: str) -> bool:
+    """Whether an array is one part, written into zeros: into what is one number everywhere."""
+    one = where[name]
+    while one.opcode in ("copy", "bitcast"):
+        one = where[one.operands[0]]
+    outside, operands = where, one.operands
+    if one.opcode == "fusion":
+        where = module.computations[one.called()[0]]
+        one = next(inner for inner in where.values() if inner.root)
+    if one.opcode != "dynamic-update-slice":
+        return False
+    base = where[one.operands[0]]
+    if base.opcode == "parameter" and where is not outside:
+        base = outside[operands[int(base.arguments)]]
+    return base.opcode == "broadcast"
 
 
 def _within(
@@ -201,7 +221,7 @@ def table(collectives: Iterable[Collective]) -> list[dict[str, Any]]:
     rows: dict[Any, dict[str, Any]] = {}
     for one in collectives:
         where = {"kind": one.kind, "axes": [*one.axes], "group_size": one.group_size, "loop_trips": [*one.trips]}
-        where |= {"between_slices": one.between_slices}
+        where |= {"between_slices": one.between_slices, "gathers": one.gathers}
         sent = one.wire_bytes * one.times
         more = {"count": 1, "executions": one.times, "bytes": one.bytes * one.times, "wire_bytes": sent}
         more |= {"alone_bytes": 0.0 if one.overlapped else sent}

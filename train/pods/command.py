@@ -139,7 +139,8 @@ def _tables(report: dict[str, Any], where: str) -> list[str]:
     for row in report["collectives"]:
         axes, loops = (" x ".join(map(str, row[name])) for name in ("axes", "loop_trips"))
         sizes = f"{row['executions']:,}", *(gib(row[name]) for name in ("bytes", "wire_bytes", "alone_bytes"))
-        rows.append((row["kind"], f"{axes} (slices)" if row["between_slices"] else axes, loops or "-", *sizes))
+        kind = f"{row['kind']} (gathers)" if row["gathers"] else row["kind"]
+        rows.append((kind, f"{axes} (slices)" if row["between_slices"] else axes, loops or "-", *sizes))
     live = [("bytes", "shape", "made by", "at")]
     for row in report["temporaries"]:
         live.append((gib(row["bytes"]), row["shape"], _maker(row["op_name"]) or row["name"], row["source"]))

@@ -170,6 +170,34 @@ def test_one_channel_may_be_that_of_many() -> None:
     assert sum(row["alone_bytes"] for row in table(found)) == sum(one.wire_bytes for one in found) > 0
 
 
+GATHERED = """%fused (zeros: bf16[8,4], part: bf16[2,4], place: s32[]) -> bf16[8,4] {
+  %zeros = bf16[8,4]{1,0} parameter(0)
+  %part = bf16[2,4]{1,0} parameter(1)
+  %place = s32[] parameter(2)
+  ROOT %u = bf16[8,4]{1,0} dynamic-update-slice(%zeros, %part, %place, %place)
+}
+
+ENTRY %main (p: bf16[2,4], g: bf16[8,4], at: s32[]) -> bf16[8,4] {
+  %p = bf16[2,4]{1,0} parameter(0)
+  %g = bf16[8,4]{1,0} parameter(1)
+  %at = s32[] parameter(2)
+  %zero = bf16[] constant(0)
+  %whole = bf16[8,4]{1,0} broadcast(%zero), dimensions={}
+  %f = bf16[8,4]{1,0} fusion(%whole, %p, %at), kind=kLoop, calls=%fused
+  %grown = bf16[8,4]{1,0} fusion(%g, %p, %at), kind=kLoop, calls=%fused
+  %a = bf16[8,4]{1,0} all-reduce(%f), channel_id=1, replica_groups={{0,1,2,3}}, to_apply=%sum
+  %b = bf16[8,4]{1,0} all-reduce(%grown), channel_id=2, replica_groups={{0,1,2,3}}, to_apply=%sum
+  ROOT %n = bf16[8,4]{1,0} add(%a, %b)
+}
+"""
+
+
+def test_a_sum_of_parts_in_zeros_is_told_from_one_of_gradients() -> None:
+    found = collectives(hlo.parse(GATHERED), {"fsdp": 4})
+    assert [(one.name, one.gathers) for one in found] == [("a", True), ("b", False)]  # b's is written into an argument
+    assert sorted((row["gathers"], row["wire_bytes"]) for row in table(found)) == [(False, 96.0), (True, 96.0)]
+
+
 def test_what_hosts_send_between_slices_is_counted() -> None:
     mesh = {"data": 2, "fsdp": 4}
     (sent,) = [one for one in collectives(hlo.parse(SHARD_MAPS), mesh, {"data": 2}) if one.between_slices]

@@ -103,7 +103,7 @@ REPORT: dict[str, Any] = {
     "problems": ["over fsdp x tensor the layer loop sends 3.14e+10 bytes, and needs 1.57e+10 (all-gather.12345, all-gather.12346)"],
     "collectives": [
         {"kind": kind, "axes": ["data", "fsdp", "sequence"], "loop_trips": [8, 32], "executions": 1234567, "bytes": 2.5e10,
-         "wire_bytes": 2.4e10, "alone_bytes": 1e9, "between_slices": slices}
+         "wire_bytes": 2.4e10, "alone_bytes": 1e9, "between_slices": slices, "gathers": False}
         for kind, slices in (("reduce-scatter", True), ("ragged-all-to-all", False))
     ],
     "temporaries": [

@@ -1,0 +1,108 @@
+"""Whole steps compiled for TPU pods beside MaxText's of the same shapes: adds reports to `docs/performance/tpu.json`, which the page shows.
+
+    python -m train compile RECIPE --topology ... --json REPORT
+    python -m scripts.bench.tpu --json REPORT --shape SHAPE --says TEXT
+    python -m scripts.bench
+
+SHAPE is one of the file's, each with its flags and what MaxText takes. A row has the commit of its program where it is known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts import ROOT
+from scripts.bench import commits
+from scripts.pages.markdown import table
+
+FILE = ROOT / "docs" / "performance" / "tpu.json"
+HEAD = (
+    "", "cycles", "of MaxText's", "arguments, of MaxText's", "temporaries, GB", "of MaxText's",
+    "sums (of gradients), GB: beside products + alone", "program",
+)  # fmt: skip
+SUMS = ("all-reduce", "reduce-scatter")
+
+
+def row_of(report: Mapping[str, Any], shape: str, says: str, program: Mapping[str, str]) -> dict[str, Any]:
+    """What a report of `python -m train compile` says, as the file has it; bytes on one chip.
+
+    Args:
+        report: of a step that fits.
+        shape: it is of.
+        says: what is different in it, in words.
+        program: commit and day.
+    """
+    sums = [one for one in report["collectives"] if one["kind"] in SUMS and not one["gathers"]]
+    alone = sum(one["alone_bytes"] for one in sums)
+    return {
+        "shape": shape,
+        "says": says,
+        "cycles": report["estimated_cycles"],
+        "argument_bytes": report["argument_bytes_per_device"],
+        "temporary_bytes": report["temporary_bytes_per_device"],
+        "sums_beside_bytes": round(sum(one["wire_bytes"] for one in sums) - alone),
+        "sums_alone_bytes": round(alone),
+        "step_seconds": report["roofline"]["step_seconds"],
+        "jax": report["jax"],
+        "program": dict(program),
+    }
+
+
+def part(record: Mapping[str, Any]) -> str:
+    """The commands of the shapes, and the table of all rows, those of a shape under what MaxText takes.
+
+    Args:
+        record: what the file has.
+    """
+    commands = [f"- {name}: `python -m train compile {shape['flags']}`" for name, shape in record["shapes"].items()]
+    rows: list[Sequence[str]] = [HEAD]
+    for name, shape in record["shapes"].items():
+        theirs = shape["maxtext"]
+        rows.append((
+            f"{name}, MaxText", _cycles(theirs), "", f"{theirs['argument_bytes'] / 1e9:.3f} GB",
+            f"{theirs['temporary_bytes'] / 1e9:.2f}", "", "", "",
+        ))  # fmt: skip
+        rows += [_shown(row, theirs) for row in record["rows"] if row["shape"] == name]
+    return "\n".join([*commands, "", table(rows)])
+
+
+def _shown(row: Mapping[str, Any], theirs: Mapping[str, Any]) -> Sequence[str]:
+    cycles, arguments, temporaries = (
+        row[name] / theirs[name] for name in ("cycles", "argument_bytes", "temporary_bytes")
+    )
+    sums = ""
+    if "sums_alone_bytes" in row:
+        sums = f"{row['sums_beside_bytes'] / 1e9:.1f} + {row['sums_alone_bytes'] / 1e9:.1f}"
+    program = "{commit}, {date}".format_map(row["program"]) if row["program"] else ""
+    size = f"{row['temporary_bytes'] / 1e9:.2f}"
+    return row["says"], _cycles(row), f"{cycles:.3f}", f"{arguments:.2f}", size, f"{temporaries:.2f}", sums, program
+
+
+def _cycles(row: Mapping[str, Any]) -> str:
+    return f"{row['cycles'] / 1e9:.3f}e9"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Add a report; returns the exit code 0."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, required=True, metavar="REPORT", help="of `python -m train compile`")
+    parser.add_argument("--shape", required=True, help="one of the file's")
+    parser.add_argument("--says", required=True, metavar="TEXT", help="what is different in it")
+    args = parser.parse_args(argv)
+    record, report = json.loads(FILE.read_text()), json.loads(args.json.read_text())
+    if args.shape not in record["shapes"]:
+        parser.error(f"no shape is named {args.shape!r}; write one of {', '.join(record['shapes'])}")
+    if not report["fits"]:
+        parser.error(f"{args.json} is of a step that does not fit; there is nothing to compare")
+    record["rows"].append(row_of(report, args.shape, args.says, commits.head(ROOT)))
+    FILE.write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
