@@ -4,9 +4,9 @@
     python -m scripts.studies.backtest forecasts      # writes what their law says of every larger run; commit it
     python -m scripts.studies.backtest outcomes       # trains those, once the forecasts are committed; then scripts.studies.forecasts
 
-`mup`, the same from larger models with more seeds, and, as a control, `sp`. Under all a larger run has the rate that is best for the
-largest small model, and its forecast is the loss of a run at its best rate: what a preset promises that transfers rates, and
-`sp` must miss.
+`mup`, the same from larger models with more seeds, and, as a control, `sp` for each of both. Under all a larger run has the rate that
+is best for the largest small model, and its forecast is the loss of a run at its best rate: what a preset promises that transfers
+rates, and `sp` must miss.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,6 +52,8 @@ class Backtest:
         seeds: of the study; a forecast run has one, the next.
         preset: its name.
         alike: whether all forecast runs have the same seed, or each one's is the next.
+        slope: octaves by which the rates of the study move as the size doubles from 2 heads on, in whole octaves: `sp`'s best rate
+            falls, and a grid that stands still would not hold it at every size.
     """
 
     small: tuple[int, ...]
@@ -61,6 +64,12 @@ class Backtest:
     seeds: int
     preset: str = "mup"
     alike: bool = True
+    slope: float = 0.0
+
+    def grid(self, heads: int) -> list[float]:
+        """log2 of the rates that a size of the study is trained at."""
+        shift = round(self.slope * math.log2(heads / 2))
+        return [rate + shift for rate in self.rates]
 
 
 _LENGTHS: Lengths = ((100, 8), (200, 8), (400, 8), (100, 16), (200, 16))
@@ -79,6 +88,10 @@ SPECS = {
     "sp": Backtest(
         small=(2, 3, 4, 6), large=(14, 30), lengths=_LENGTHS[:2], rates=(-6, -5, -4, -3, -2, -1), seeds=1, preset="sp",
         longer=((100, 8), (150, 8), (200, 8), (300, 8)),
+    ),
+    "sp-seeds": Backtest(
+        small=(4, 6, 9, 13), large=(28, 58), lengths=(*_LENGTHS, (150, 8), (280, 8)), rates=(-5, -4, -3, -2), seeds=4, longer=_LONGER,
+        preset="sp", alike=False, slope=-1.0,
     ),
 }  # fmt: skip
 
@@ -112,8 +125,9 @@ def study(name: str, spec: Backtest, out: Path) -> None:
     configs = []
     for heads in spec.small:
         for length in spec.lengths:
-            first = config(spec.preset, heads, length, spec.rates[0], 0)
-            for rate in spec.rates:
+            rates = spec.grid(heads)
+            first = config(spec.preset, heads, length, rates[0], 0)
+            for rate in rates:
                 optimizer = dataclasses.replace(first.optimizer, peak_lr=2.0**rate)
                 configs += [dataclasses.replace(first, optimizer=optimizer, seed=seed) for seed in range(spec.seeds)]
     _train(configs, out / f"backtest-{name}")
