@@ -75,7 +75,7 @@ links: $(VENV)/.locked-site ## Ask the host of every address outside that the si
 report: $(VENV)/.locked-site ## Set the report of what presets do and what transfers into build/report.pdf
 	$(BIN)/python -m scripts.report $(ARGS)
 
-wheels: $(VENV)/.locked-dev ## Build sdist, wheel and that of the presets alone into dist, check them by twine, use both wheels in empty environments, and run a notebook from one
+wheels: $(VENV)/.locked-dev ## Build sdist, wheel and that of the presets alone into dist, check them by twine, use both wheels in empty environments, and run a notebook and two examples from one
 	rm -rf dist
 	$(BIN)/python -m hatchling build -d dist
 	cd packaging/presets && $(abspath $(BIN))/python -m hatchling build -t wheel -d $(CURDIR)/dist

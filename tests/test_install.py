@@ -5,6 +5,8 @@ The wheel lies in an environment of its own, which borrows the dependencies and 
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -29,12 +31,13 @@ DATA = {".html", ".json", ".typed"}
 pytestmark = pytest.mark.slow
 
 
-def execute(words: list[str], folder: Path, **variables: str) -> str:
+def execute(words: list[str], folder: Path, timeout_s: float = 300, **variables: str) -> str:
     """Standard output of a command that must succeed, run in `folder` with the checkout on no path.
 
     Args:
         words: of the command.
         folder: where it runs.
+        timeout_s: it fails after so long.
         **variables: of its environment, beside those of this process.
     """
     environment = {**os.environ, "XLA_FLAGS": " ".join(QUICKLY), **variables}
@@ -46,7 +49,7 @@ def execute(words: list[str], folder: Path, **variables: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=timeout_s,
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
@@ -152,6 +155,32 @@ def test_a_notebook_runs_from_the_wheel(environment: Path, tmp_path: Path):
     assert len(cells) > 4
     (tmp_path / "notebook.py").write_text(outside + "\n".join(cells))
     execute([str(environment / "python"), "-I", "notebook.py"], tmp_path, MPLBACKEND="agg")
+
+
+EXAMPLES = {
+    "own_images": ("--steps 150", r"(1[2-9]\d|200) of 200 images are called what their folder is", "runs/mine"),
+    "own_text": ("--steps 60", r"\$ mupax train serve runs/mine --port 0\nthe server answers '.+'", "runs/mine"),
+}
+"""Name to flags, what it prints, and the run that it leaves."""
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_runs_from_the_wheel(environment: Path, tmp_path: Path, name: str):
+    flags, said, run = EXAMPLES[name]
+    command = [str(environment / "python"), "-I", str(ROOT / "examples" / f"{name}.py"), *flags.split()]
+    cache = tmp_path.with_name(f"{tmp_path.name}-cache")
+    printed = execute(command, tmp_path, timeout_s=1800, MUPAX_DATA=str(cache), HF_HUB_OFFLINE="1")
+    assert re.search(said, printed), printed
+    steps = json.loads((tmp_path / run / "config.json").read_text())["config"]["steps"]
+    assert (tmp_path / run / "checkpoints" / str(steps)).is_dir()
+    assert f"--steps {steps}" == flags
+    assert (tmp_path / "exported" / "model.safetensors").stat().st_size > 10_000
+    absent = [each for each in ("torch", "transformers") if importlib.util.find_spec(each) is None]
+    if absent:
+        assert printed.startswith(f"not installed: {' and '.join(absent)}; the last part is left out")
+    else:
+        assert "transformers says the same" in printed or "transformers writes the same" in printed
 
 
 TYPED = """
