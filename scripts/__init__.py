@@ -11,7 +11,7 @@
 | `quality`, `vision` | docs/quality.md and docs/vision.md, with their trainings |
 | `parity` | the table of docs/huggingface.md: logits beside `transformers` |
 | `report` | build/report.pdf |
-| `studies` | trained studies: transfer, tuned presets, forecasts, desiderata, experts, growth, other code |
+| `studies` | trained studies: transfer, tuned presets, forecasts, desiderata, experts, growth, fine-tuning rates, other code |
 
 `goldens` writes the golden tables of the tests, `release` says what is missing before a release.
 """

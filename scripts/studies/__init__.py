@@ -1,1 +1,1 @@
-"""Trained studies, each resumable: the learning rate's transfer, tuned presets, forecasts, desiderata, experts, growth, other code."""
+"""Trained studies, each resumable: the rate's transfer, tuned presets, forecasts, desiderata, experts, growth, fine-tuning, other code."""

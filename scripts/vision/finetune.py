@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             known = task == hands.TASK
             source = hands.source(args.workdir) if known else _source(args.workdir)
             folder = hands.few_images(args.workdir, seed) if known else _few_images(args.workdir, task, seed)
-            loss, accuracy = _scores(_config(folder, source, arm, rate, seed))
+            loss, accuracy = scores(_config(folder, source, arm, rate, seed))
             rows.append({"task": task, "arm": arm, "seed": seed, "rate": rate, "loss": loss, "accuracy": accuracy})
             print(json.dumps(rows[-1]), flush=True)
             args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -133,9 +133,15 @@ def _compiled(config: Config) -> tuple[Program, Any, Any]:
     return program, step, program.compile_eval(step)
 
 
-def _scores(config: Config) -> tuple[float, float]:
-    """Evaluation loss (nats) and accuracy after the run."""
-    shape = dataclasses.replace(config.data, name="images:x")
+def scores(config: Config, steps: int | None = None) -> tuple[float, float]:
+    """Evaluation loss (nats) and accuracy after a run of `finetune`, without a workdir; runs of one shape are compiled once.
+
+    Args:
+        config: of the run.
+        steps: after how many; all of them unless given.
+    """
+    kind = config.data.name.partition(":")[0]
+    shape = dataclasses.replace(config.data, name=f"{kind}:x")
     optimizer = dataclasses.replace(
         config.optimizer, peak_lr=1.0, layer_decay=1.0
     )  # numbers of the step, not of its program
@@ -147,7 +153,7 @@ def _scores(config: Config) -> tuple[float, float]:
     starts = config.init.init_from is not None
     state = init_from.initial_state(program, init_from.prepare(program)) if starts else program.initial_state()
     state, numbers, feed = program.placed(state, step), program.step_inputs(), program.train_feed()
-    for k in range(config.steps):
+    for k in range(config.steps if steps is None else steps):
         state, _ = step(state, numbers, feed.put(source.train_batch(k)))
     result = evaluate(score, state.params, numbers, source, program.eval_feed())
     return result.loss, result.accuracy

@@ -1,0 +1,169 @@
+"""The best rate to fine-tune a language model, in full and by adapters, at two widths under `mup` and `sp`: writes docs/finetuning.json.
+
+    nice python -m scripts.studies.finetuning --workdir FOLDER [--seeds 3] [--json FILE]
+
+A source is `lm-proxy` of a width, trained on python_corpus; it goes on with the C headers that NumPy installs, by `mupax train
+finetune lm` as it is shipped but for the steps and the rate, which is the shipped one times powers of two. Where the best rate is at an
+end of the grid, rates are added there. Every seed has a source of its own. At the base's width both presets are the same model and the
+same rates, so those runs count for both. A row is one run, written when it is done; a run that has a row is not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mupax.train.config.run import Config
+from mupax.train.reuse.start import finetune
+from mupax.train.studies.transfer.fit import Curve
+from scripts import ROOT
+from scripts.vision.finetune import scores
+
+OUT = ROOT / "docs" / "finetuning.json"
+WIDTHS = (16, 64)
+BASE = 64
+"""The width of lm-proxy, which `mup` is relative to."""
+PRESETS = {"mup": (), "sp": ("--preset", "sp", "--preset.base", "None")}
+ARMS = {"full": (), "adapters": ("--lora.rank", "4")}
+GRID = (-2, -1, 0, 1, 2, 3)
+"""Octaves from the shipped rate."""
+FARTHEST = 6
+"""Octaves from it that no rate is added beyond."""
+SEEDS = 3
+SHAPE = "--model lm-proxy --model.seq-len 64 --data.batch-size 16 --data.eval-examples 512 --data.eval-batch-size 64"
+SOURCE_STEPS = 500
+SOURCE = f"lm-tiny {SHAPE} --steps {SOURCE_STEPS} --log.no-tensorboard --log.no-samples --log.no-progress --resume"
+TUNE = "--steps 100 --optimizer.warmup-steps 10 --data.eval-examples 256 --data.eval-batch-size 64"
+
+Row = Mapping[str, Any]
+Setting = tuple[str, int, str]
+"""Preset, width, arm."""
+SETTINGS: tuple[Setting, ...] = tuple(
+    (preset, width, arm) for arm in ARMS for width in WIDTHS for preset in PRESETS if (preset, width) != ("sp", BASE)
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train what has no row yet."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.studies.finetuning", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--workdir", type=Path, required=True, help="for the sources, a few MB each")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"0, 1, … (default {SEEDS})")
+    parser.add_argument("--json", type=Path, default=OUT, help="where to write (default docs/finetuning.json)")
+    args = parser.parse_args(argv)
+    rows: list[Row] = json.loads(args.json.read_text())["rows"] if args.json.exists() else []
+    while (point := next(wanted(rows, args.seeds), None)) is not None:
+        rows.append(measured(args.workdir, *point))
+        print(json.dumps(rows[-1]), flush=True)
+        write(args.json, rows)
+    return 0
+
+
+def write(path: Path, rows: Sequence[Row]) -> None:
+    """The file of the rows, which is whole at any time.
+
+    Args:
+        path: of the file.
+        rows: of all runs that are done.
+    """
+    numpy = importlib.metadata.version("numpy")
+    head = {"command": "python -m scripts.studies.finetuning", "numpy": numpy, "python": sys.version.split()[0]}
+    fields = ", ".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items())
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    part = path.with_suffix(".part")
+    part.write_text(f'{{{fields}, "rows": [\n{lines}\n]}}\n')
+    part.replace(path)
+
+
+def wanted(rows: Sequence[Row], seeds: int) -> Iterator[tuple[Setting, int, int | None]]:
+    """Runs without a row: setting, seed and octaves from the shipped rate; None stands for the source before any step.
+
+    Args:
+        rows: of runs that are done.
+        seeds: how many.
+    """
+    done = {(row["preset"], row["width"], row["arm"], row["seed"], row["octaves"]) for row in rows}
+    for seed in range(seeds):
+        for setting in SETTINGS:
+            octaves = (None, *GRID) if setting[2] == "full" else GRID
+            yield from ((setting, seed, k) for k in octaves if (*setting, seed, k) not in done)
+    for setting in SETTINGS:
+        added = sorted({key[4] for key in done if key[:3] == setting} - {None, *GRID})
+        partial = [(setting, seed, k) for k in added for seed in range(seeds) if (*setting, seed, k) not in done]
+        yield from partial
+        if not partial:  # a rate that one seed has is judged when all have it
+            ends = [k for k in map(round, curve(rows, setting).missing(1.0)) if abs(k) <= FARTHEST]
+            yield from ((setting, seed, k) for k in ends for seed in range(seeds))
+
+
+def curve(rows: Sequence[Row], setting: Setting) -> Curve:
+    """Losses by octaves from the shipped rate and seed; under `sp` at the base's width those of `mup`.
+
+    Args:
+        rows: of runs that are done.
+        setting: of the curve.
+    """
+    preset, width, arm = setting
+    of = ("mup" if width == BASE else preset, width, arm)
+    losses: dict[int, dict[int, float]] = {}
+    for row in rows:
+        if (row["preset"], row["width"], row["arm"]) == of and row["octaves"] is not None:
+            loss = math.inf if row["loss"] is None else row["loss"]
+            losses.setdefault(row["octaves"], {})[row["seed"]] = loss
+    seeds = 1 + max((seed for each in losses.values() for seed in each), default=-1)
+    array = np.array([[losses[k].get(seed, np.nan) for seed in range(seeds)] for k in sorted(losses)])
+    return Curve(np.array(sorted(losses), float), array, seeds)
+
+
+def measured(workdir: Path, setting: Setting, seed: int, octaves: int | None) -> Row:
+    """The row of one run, whose source is trained where it is not there.
+
+    Args:
+        workdir: for the sources.
+        setting: preset, width, arm.
+        seed: of the source and of the run.
+        octaves: from the shipped rate; None evaluates the source.
+    """
+    shipped = config(workdir, setting, seed)
+    peak = shipped.optimizer.peak_lr * 2.0 ** (octaves or 0)
+    optimizer = dataclasses.replace(shipped.optimizer, peak_lr=peak)
+    loss, _ = scores(dataclasses.replace(shipped, optimizer=optimizer), 0 if octaves is None else None)
+    row = dict(zip(("preset", "width", "arm"), setting, strict=True))
+    rate = None if octaves is None else peak
+    return {**row, "seed": seed, "octaves": octaves, "rate": rate, "loss": loss if math.isfinite(loss) else None}
+
+
+@functools.lru_cache
+def config(workdir: Path, setting: Setting, seed: int) -> Config:
+    """The config that `finetune lm` makes of a setting.
+
+    Args:
+        workdir, setting, seed: as `measured`.
+
+    Raises:
+        CalledProcessError: its source could not be trained.
+    """
+    preset, width, arm = setting
+    source = workdir / f"{preset}-{width}-{seed}"
+    if not (source / "checkpoints" / str(SOURCE_STEPS)).exists():
+        words = [*SOURCE.split(), *PRESETS[preset], "--model.width", str(width)]
+        words += ["--seed", str(seed), "--workdir", str(source)]
+        subprocess.run([sys.executable, "-m", "mupax.train", *words], check=True)
+    words = ["lm", np.get_include(), "--from", str(source), *TUNE.split(), *ARMS[arm], "--seed", str(seed)]
+    return finetune.command(words).config
+
+
+if __name__ == "__main__":
+    sys.exit(main())
