@@ -1,6 +1,6 @@
 """The best rate to fine-tune a language model, in full and by adapters, at two widths under `mup` and `sp`: writes docs/finetuning.json.
 
-    nice python -m scripts.studies.finetuning --workdir FOLDER [--seeds 3] [--json FILE]
+    nice python -m scripts.studies.finetuning --workdir FOLDER [--seeds 4] [--json FILE]
 
 A source is `lm-proxy` of a width, trained on python_corpus; it goes on with the C headers that NumPy installs, by `mupax train
 finetune lm` as it is shipped but for the steps and the rate, which is the shipped one times powers of two. Where the best rate is at an
@@ -40,7 +40,7 @@ GRID = (-2, -1, 0, 1, 2, 3)
 """Octaves from the shipped rate."""
 FARTHEST = 6
 """Octaves from it that no rate is added beyond."""
-SEEDS = 3
+SEEDS = 4
 SHAPE = "--model lm-proxy --model.seq-len 64 --data.batch-size 16 --data.eval-examples 512 --data.eval-batch-size 64"
 SOURCE_STEPS = 500
 SOURCE = f"lm-tiny {SHAPE} --steps {SOURCE_STEPS} --log.no-tensorboard --log.no-samples --log.no-progress --resume"

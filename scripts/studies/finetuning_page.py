@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mupax.train.studies.transfer.drift import Analysis, Interval, analyse
+from mupax.train.studies.transfer.drift import TOLERANCE, Analysis, Interval, analyse
 from mupax.train.studies.transfer.fit import Curve
 from scripts import ROOT
 from scripts.pages.markdown import table
@@ -108,8 +108,9 @@ was stopped; the page by `python -m scripts.studies.finetuning_page`. Losses are
 ## The best rate and its shift
 
 In octaves from the shipped rate (0 is the rate that `finetune` takes, +1 twice that), by a parabola through the seeds' mean losses at the
-best rate and its neighbours, with a 95 % interval over seeds, paired over widths. `transfers`: the shift is known to 0.15 octaves per doubling
-and can be none; `drifts`: its interval leaves none out. The last columns: what the shipped rate costs over the parabola's least loss, in nats.
+best rate and its neighbours, with a 95 % interval over seeds, paired over widths. `transfers`: the shift is known to {TOLERANCE} octaves
+per doubling and can be that small; `drifts`: it is not, and its interval leaves zero out. The last columns: what the shipped rate costs over
+the parabola's least loss, in nats.
 """
 MIDDLE = """
 ## Losses
@@ -119,9 +120,10 @@ Means over the seeds by multiples of the shipped rate, the least in bold; `befor
 TAIL = """
 ## What it says
 
-Under `mup` no shift is shown, in full or by adapters. Under `sp` the best rate falls as the width grows: by about an octave per doubling in
-full, as the rates of its hidden matrices would have to; by less for adapters, what they add growing as the root of the width there
-(`presets/adapters.py`). So a rate that was found on a narrow source is one for a wide source under `mup`, and too large for it under `sp`.
+Under `mup` the best rate of everything moves by a small part of an octave per doubling, upward; that of adapters is not known as well, and
+its interval holds zero. Under `sp` both fall as the width grows: by about an octave per doubling in full, as the rates of its hidden matrices
+would have to, and by half of one for adapters, what they add growing as the root of the width there (`presets/adapters.py`). So a rate that
+was found on a narrow source is one for a wide source under `mup`, and too large for it under `sp`.
 
 The shipped rate of adapters is near the best. That of everything is low here, by one to two octaves, and costs some hundredths of a nat:
 these sources are far from done when they stop, and learn the other text quickly. The share of 0.3 was chosen on images, for sources that
