@@ -160,6 +160,14 @@ FUSED = {"0.10": (_SUMS, _GATHERS)}
 with them, but on v5e: elsewhere, it says, they may hang or give wrong results."""
 _sums, _gathers = FUSED.get(_JAXLIB, ((), ()))
 
+COMBINED_SUMS = "xla_jf_crs_combiner_threshold_in_bytes"
+_APART = Flag(
+    COMBINED_SUMS,
+    2**20,
+    "sums of a layer's gradients apart: put into one message none runs beside products (docs/performance.md)",
+    "by the compiler's own names and what it makes of them (libtpu 0.0.42)",
+)
+
 FLAGS: dict[str, tuple[Flag, ...]] = {
     "cpu": (),
     "gpu": (
@@ -194,6 +202,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     ),
     "TPU v5 lite": (
         *_SUMS,
+        *((_APART,) if _JAXLIB == "0.10" else ()),  # of others no compiler was asked
         Flag(VMEM, 32768, _ROOM.format("3 to 7 % of a step's cycles"), _MAXTEXT_VMEM),
     ),
     "TPU v5": (

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from mupax.train.__main__ import main
 from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.program import assemble
+from mupax.train.parallel import hardware
 from mupax.train.pods import checks, hlo, topology
 from mupax.train.pods.collectives import collectives
 from mupax.train.pods.compiled import Compiled, compile_for
@@ -136,6 +137,27 @@ def test_no_gradient_of_a_matrix_is_summed_whole_where_rings_scatter_it() -> Non
 
     assert sent("scatter", "all-reduce") == 0
     assert sent("auto", "all-reduce") >= 3 * matrix  # the control: over both dimensions at once
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("apart", [True, False])
+def test_layers_gradients_are_summed_beside_products_where_control_one_message_waits(
+    apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = "TPU v5 lite"
+    others = tuple(one for one in hardware.FLAGS[kind] if one.name != hardware.COMBINED_SUMS)
+    if others == hardware.FLAGS[kind]:
+        pytest.skip(f"runs with jax {jax.__version__} leave {hardware.COMBINED_SUMS} to the compiler")
+    if not apart:
+        monkeypatch.setitem(hardware.FLAGS, kind, others)
+    config = config_of(MeshConfig(data=1, fsdp=16))
+    model = dataclasses.replace(config.model, width=1024, num_heads=8, vocab_size=8192, seq_len=512, mlp_ratio=4.0)
+    made = compile_for(dataclasses.replace(config, model=model, vmem_kib=16384), "v5e:4x4")
+    sums = [row for row in made.report()["collectives"] if row["kind"] == "all-reduce" and row["loop_trips"] == [DEPTH]]
+    sent, alone = (sum(row[name] for row in sums if not row["gathers"]) for name in ("wire_bytes", "alone_bytes"))
+    matrices = DEPTH * (4 * 1024 * 1024 + 3 * 1024 * 4096) * 2
+    assert sent >= 2 * 15 / 16 * matrices
+    assert alone < 0.2 * sent if apart else alone > 0.8 * sent
 
 
 @pytest.mark.tpu

@@ -28,7 +28,7 @@ _SPLIT = ("heads", "kv_heads", "mlp", "expert_dim")
 FORWARD_AGAIN: dict[Remat, float] = {"none": 0.0, "dots": 0.0, "attention": 1.0, "block": 1.0, "offload": 1.0}
 """Forward passes of the blocks' products that a remat policy computes again."""
 
-KERNEL_AGAIN: dict[Remat, float] = FORWARD_AGAIN | {"attention": 0.0}
+KERNEL_AGAIN: dict[Remat, float] = {**FORWARD_AGAIN, "attention": 0.0}
 """Those of attention's kernel."""
 
 ONCE = ("splash", "ring", "cudnn")
