@@ -77,7 +77,7 @@ def plan(config: Config, axis: str, sizes: Sequence[int], preset: PresetConfig, 
 
     Raises:
         ConfigError: fewer than two sizes, or one that the model cannot have.
-        PresetError: a preset that does not exist or takes no such constant.
+        PresetError: a preset that does not exist, takes no such constant or has no rule for the optimizer.
     """
     if len(sizes) < 2:
         raise ConfigError(f"--grow {axis}: a drift needs at least two sizes, as {axis}=16,32,64,128")
@@ -89,8 +89,8 @@ def plan(config: Config, axis: str, sizes: Sequence[int], preset: PresetConfig, 
         runs = [dataclasses.replace(run, optimizer=runs[0].optimizer) for run in runs]
     configs = tuple(dataclasses.replace(run, preset=preset) for run in runs)
     for each in configs:
-        preset_of(each)
-        _ = each.scaled_optimizer  # refused here, if at all
+        preset_of(each).family(each.optimizer.name)  # refused here, if at all
+        _ = each.scaled_optimizer
     return Study(label=label, axis=axis, sizes=tuple(sorted(sizes)), configs=configs)
 
 

@@ -79,6 +79,7 @@ def test_key_heads_are_grown_by_the_command(tmp_path: Path, capsys: pytest.Captu
         (["--grow", "head_dim=2,4"], ConfigError, "names an axis twice"),
         (["--control", "spp"], PresetError, "did you mean 'sp'"),
         (["--compare", "mup,alpha_l=1"], PresetError, "alpha_l"),
+        (["--compare", "ntk", "--optimizer.name", "muon"], PresetError, "ntk has no rule for the optimizer 'muon'"),
         (["--minutes", "0"], ConfigError, "above 0"),
         (["--seeds", "9"], ConfigError, "seeds <= max-seeds"),
         (["--workdir", "x"], ConfigError, "--out"),
