@@ -74,14 +74,8 @@ def cross_entropy(
         if reference is not None:
             logits = logits - jax.lax.stop_gradient(reference.logits())
         return of_logits(logits, targets, weights, labels, z_loss)
-    return _in_parts(
-        dataclasses.replace(plan, by_vocab=way.kind == "vocab", kept=way.kept if reading.cap is None else 0),
-        reading,
-        reference,
-        targets,
-        jax.lax.stop_gradient(weights),
-        z_loss,
-    )
+    plan = dataclasses.replace(plan, by_vocab=way.kind == "vocab", kept=way.kept if reading.cap is None else 0)
+    return _in_parts(plan, _Inputs(reading, reference, targets, jax.lax.stop_gradient(weights), z_loss))
 
 
 def of_logits(
@@ -109,6 +103,16 @@ def of_logits(
         return sums
     z = jnp.sum(jnp.square(jax.nn.logsumexp(logits, axis=-1)) * weights)
     return sums._replace(loss=sums.loss + z_loss * z, z=jax.lax.stop_gradient(z))
+
+
+class _Inputs(NamedTuple):
+    """Arrays of `cross_entropy`, whole."""
+
+    reading: Reading
+    reference: Reading | None
+    targets: jax.Array
+    weights: jax.Array
+    z_loss: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -156,16 +160,9 @@ def _plan(reading: Reading, targets: jax.Array, axes: tuple[str, str]) -> _Plan:
     return _Plan(work, tokens, column, summed, scattered, shared, layout.names(column))
 
 
-def _on_devices(
-    plan: _Plan,
-    reading: Reading,
-    reference: Reading | None,
-    targets: jax.Array,
-    weights: jax.Array,
-    z_loss: jax.Array | None,
-    with_grads: bool,
-) -> tuple[Sums, Reading | None]:
+def _on_devices(plan: _Plan, inputs: _Inputs, with_grads: bool) -> tuple[Sums, Reading | None]:
     """Sums, and gradients of the loss, of all devices; every array is given and returned whole."""
+    reading, reference, targets, weights, z_loss = inputs
     rows = "embed" if plan.scattered else None
     axes = {
         "features": (*plan.tokens, None),
@@ -193,8 +190,8 @@ def _on_devices(
         return (*sums, *(getattr(grads, name) for name in returned))
 
     outputs = (*[()] * (3 + len(factors)), *(axes[name] for name in returned))
-    inputs = (plan.tokens, plan.tokens, *[()] * len(factors), *(axes[name] for name, _ in given))
-    local = partition.current().local(local, inputs, outputs)
+    entries = (plan.tokens, plan.tokens, *[()] * len(factors), *(axes[name] for name, _ in given))
+    local = partition.current().local(local, entries, outputs)
     loss, correct, weight, *grads = local(targets, weights, *factors, *(x for _, x in given))
     z, grads = (grads[0], grads[1:]) if factors else (None, grads)
     sums = Sums(loss, correct, weight, z=z)
@@ -206,19 +203,12 @@ def _on_devices(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_parts(
-    plan: _Plan,
-    reading: Reading,
-    reference: Reading | None,
-    targets: jax.Array,
-    weights: jax.Array,
-    z_loss: jax.Array | None,
-) -> Sums:
-    return _on_devices(plan, reading, reference, targets, weights, z_loss, False)[0]
+def _in_parts(plan: _Plan, inputs: _Inputs) -> Sums:
+    return _on_devices(plan, inputs, False)[0]
 
 
-def _backward(plan: _Plan, grads: Reading, cotangent: Sums) -> Any:
-    return jax.tree.map(lambda g: (cotangent.loss * g).astype(g.dtype), grads), None, None, None, None
+def _backward(plan: _Plan, grads: Reading, cotangent: Sums) -> tuple[tuple[Any, ...]]:
+    return (_Inputs._make([jax.tree.map(lambda g: (cotangent.loss * g).astype(g.dtype), grads), *[None] * 4]),)
 
 
 _in_parts.defvjp(functools.partial(_on_devices, with_grads=True), _backward)

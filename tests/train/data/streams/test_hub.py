@@ -10,10 +10,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+
+from tests.fixtures.hub import HubAnswers
 
 COMMIT = "1" * 40
 TEXTS = [f"document {i} says {'word ' * (i % 7 + 20)}" for i in range(60)]
@@ -35,21 +37,8 @@ print(json.dumps({"revision": data.revision, **read}))
 """
 
 
-class Answers(BaseHTTPRequestHandler):
+class Answers(HubAnswers):
     """The hub's data set me/words, as far as `datasets` asks for it."""
-
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-    def _answer(self, code: int, body: bytes = b"", **headers: str) -> None:
-        self.send_response(code)
-        for name, value in {**headers, "Content-Length": str(len(body))}.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
 
     def _handle(self) -> None:
         calls: list[str] = self.server.calls  # type: ignore[attr-defined]
@@ -61,18 +50,18 @@ class Answers(BaseHTTPRequestHandler):
         )
         if path in ("/api/datasets/me/words", f"/api/datasets/me/words/revision/{COMMIT}"):
             about = {"id": "me/words", "sha": COMMIT, "siblings": [{"rfilename": name} for name in FILES]}
-            self._answer(200, json.dumps({**about, "private": False, "tags": [], "downloads": 0, "likes": 0}).encode())
+            self.send(200, json.dumps({**about, "private": False, "tags": [], "downloads": 0, "likes": 0}).encode())
         elif path.startswith(place):
             under = path.removeprefix(place).strip("/")
             ids = {name: hashlib.sha1(content).hexdigest() for name, content in FILES.items() if name.startswith(under)}
             listed = [{"type": "file", "path": name, "size": len(FILES[name]), "oid": ids[name]} for name in ids]
-            self._answer(200, json.dumps(listed).encode())
+            self.send(200, json.dumps(listed).encode())
         elif file in FILES:
             first, _, last = (self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")
             part = FILES[file][int(first) : int(last) + 1 if last else None]
-            self._answer(206, part, Content_Range=f"bytes {first}-{int(first) + len(part) - 1}/{len(FILES[file])}")
+            self.send(206, part, Content_Range=f"bytes {first}-{int(first) + len(part) - 1}/{len(FILES[file])}")
         else:
-            self._answer(404, X_Error_Code="EntryNotFound" if "words" in path else "RepoNotFound")
+            self.send(404, X_Error_Code="EntryNotFound" if "words" in path else "RepoNotFound")
 
     do_GET = do_HEAD = do_POST = _handle
 
