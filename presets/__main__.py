@@ -22,8 +22,7 @@ from mupax.presets.analysis import desiderata, joint_limits, table, verdicts
 from mupax.presets.analysis.batch_command import Joint, RunFlags, print_json
 from mupax.presets.papers import choices
 from mupax.presets.verify.command import Verify
-from mupax.train.config.cli import ConstantFlags, PresetFlags, with_group_constants
-from mupax.train.config.preset import preset_for
+from mupax.train.config.preset import ConstantFlags, PresetFlags, preset_for, with_group_constants
 
 
 @terminal.entry_point

@@ -30,7 +30,7 @@ LEFT = ("model", "family", "input", "path", "role", "shape", "axes")
 def main(argv: list[str]) -> int:
     """The exit code of a command line, which is the words after `python -m zoo`."""
     from mupax.train.config.checks import check_words
-    from mupax.train.config.cli import with_group_constants
+    from mupax.train.config.preset import with_group_constants
     from mupax.train.reuse.huggingface.command import Export, Import
 
     check_words(argv)

@@ -1,4 +1,7 @@
-"""`python -m train checkpoints WORKDIR`: the checkpoints of a run: steps, sizes, age and health."""
+"""`python -m train checkpoints WORKDIR`: the checkpoints of a run: steps, sizes, age and health; and the flags of every command that reads one.
+
+Imports no arrays: `--help` answers within a second.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,45 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from tyro import conf
 
 from mupax import command_line, terminal
 from mupax.command_line import Switch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointFlags:
+    """Which parameters a command reads."""
+
+    workdir: Annotated[conf.Positional[command_line.Place], conf.arg(metavar="WORKDIR")]
+    """Folder of a run, or WORKDIR/checkpoints/STEP."""
+    step: Annotated[int | Literal["best"] | None, conf.arg(metavar="N|best")] = None
+    """Checkpoint, or the best by the run's evaluations (--checkpoint.keep-best); the newest unless given."""
+    ema: Switch = False
+    """The moving average of the parameters; what a run that keeps one is read by."""
+    no_ema: Switch = False
+    """The parameters themselves, where the run keeps a moving average too."""
+
+    def __post_init__(self) -> None:
+        if self.ema and self.no_ema:
+            raise command_line.UsageError("--ema and --no-ema exclude each other; write one of them")
+
+    @property
+    def average(self) -> bool | None:
+        """Whether the moving average is asked for; None leaves it to what the run keeps."""
+        return True if self.ema else False if self.no_ema else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelFlags(CheckpointFlags):
+    """Which parameters a command reads that takes weights from elsewhere, too."""
+
+    workdir: Annotated[conf.Positional[command_line.Place], conf.arg(metavar="WORKDIR|ORG/NAME")]
+    """Folder of a run, WORKDIR/checkpoints/STEP, weights alone, or a model of the Hugging Face hub."""
+    revision: Annotated[str | None, conf.arg(metavar="BRANCH|TAG|COMMIT")] = None
+    """Of a model of the hub; main unless given."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

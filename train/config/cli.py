@@ -9,17 +9,16 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 from tyro import conf
 
-from mupax import command_line, presets
+from mupax import command_line
 from mupax.command_line import Switch
-from mupax.presets import papers
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.checks import at_least
 from mupax.train.config.data import source
-from mupax.train.config.preset import PresetConfig, preset_of
+from mupax.train.config.preset import preset_of, with_group_constants
 from mupax.train.config.run import Config
 from mupax.zoo import configs
 from mupax.zoo.configs import ConfigError
@@ -50,78 +49,8 @@ class Command:
         at_least("", self, 0, "restart")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ConstantFlags:
-    """Constants of the preset that a command names, with the flags that a recipe has for them or shorter ones."""
-
-    alpha_a: Annotated[float | None, conf.arg(aliases=("--preset.alpha-a",), metavar="X")] = None
-    """Attention logits scale as head_dim^-alpha_a."""
-    alpha_l: Annotated[float | None, conf.arg(aliases=("--preset.alpha-l",), metavar="X")] = None
-    """Residual branches scale as depth^-alpha_l (depth-mup)."""
-    gamma0: Annotated[float | None, conf.arg(aliases=("--preset.gamma0",), metavar="X")] = None
-    """Amount of feature learning."""
-    beta0: Annotated[float | None, conf.arg(aliases=("--preset.beta0",), metavar="X")] = None
-    """Constant on every residual branch."""
-    constants: Annotated[
-        tuple[str, ...], conf.arg(aliases=("--preset.constants", "--constant"), metavar="NAME=VALUE ...")
-    ] = ()
-    """Any other constants, such as s=0.5 or eps_scope=everywhere."""
-
-    def values(self) -> dict[str, Any]:
-        """Constant to its value; raises PresetError for one that is no NAME=VALUE or comes twice."""
-        return papers.read_constants(self.constants, {name: getattr(self, name) for name in papers.CONSTANT_FLAGS})
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PresetFlags(ConstantFlags):
-    """A preset's base, form and constants, for a command that names the preset."""
-
-    base: Annotated[str | None, conf.arg(aliases=("--preset.base",), metavar="MODEL|AXIS=N,...")] = None
-    """What factors are relative to, a model or sizes; without it the absolute form, base 1."""
-    form: Annotated[presets.Form | None, conf.arg(aliases=("--preset.form",))] = None
-    """Where multipliers sit; the preset's own form unless given."""
-
-    def config(self, name: str) -> PresetConfig:
-        """The preset of that name; raises as `values`."""
-        given = tuple(f"{constant}={value}" for constant, value in self.values().items())
-        return PresetConfig(name=name, base=self.base, form=self.form, constants=given)
-
-
 FILES = (".json", ".yaml", ".yml")
 """How the path of a config file ends."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointFlags:
-    """Which parameters a command reads."""
-
-    workdir: Annotated[conf.Positional[command_line.Place], conf.arg(metavar="WORKDIR")]
-    """Folder of a run, or WORKDIR/checkpoints/STEP."""
-    step: Annotated[int | Literal["best"] | None, conf.arg(metavar="N|best")] = None
-    """Checkpoint, or the best by the run's evaluations (--checkpoint.keep-best); the newest unless given."""
-    ema: Switch = False
-    """The moving average of the parameters; what a run that keeps one is read by."""
-    no_ema: Switch = False
-    """The parameters themselves, where the run keeps a moving average too."""
-
-    def __post_init__(self) -> None:
-        if self.ema and self.no_ema:
-            raise command_line.UsageError("--ema and --no-ema exclude each other; write one of them")
-
-    @property
-    def average(self) -> bool | None:
-        """Whether the moving average is asked for; None leaves it to what the run keeps."""
-        return True if self.ema else False if self.no_ema else None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelFlags(CheckpointFlags):
-    """Which parameters a command reads that takes weights from elsewhere, too."""
-
-    workdir: Annotated[conf.Positional[command_line.Place], conf.arg(metavar="WORKDIR|ORG/NAME")]
-    """Folder of a run, WORKDIR/checkpoints/STEP, weights alone, or a model of the Hugging Face hub."""
-    revision: Annotated[str | None, conf.arg(metavar="BRANCH|TAG|COMMIT")] = None
-    """Of a model of the hub; main unless given."""
 
 
 def parse(name: str, recipe: Callable[[], Config], argv: Sequence[str], more_flags: Sequence[str] = ()) -> Command:
@@ -198,37 +127,6 @@ def recipe(name: str) -> Callable[[], Config]:
 
         return files.recipe(name)
     return RECIPES[command_line.first_word("", {"recipe": RECIPES}, [name])[0]]
-
-
-def with_group_constants(argv: Sequence[str], default: Sequence[str] = ()) -> list[str]:
-    """The words with every --preset.COLUMN.GROUP X as COLUMN.GROUP=X behind --preset.constants.
-
-    Args:
-        argv: the words.
-        default: constants that hold where the words name none.
-
-    Raises:
-        UsageError: such a flag without a value.
-    """
-    words, rest, named, groups = list(argv), [], None, {}
-    while words:
-        word = words.pop(0)
-        flag, equals, value = word.partition("=")
-        name = flag.removeprefix("--preset.").replace("-", "_")
-        if flag in ("--preset.constants", "--constants", "--constant"):
-            named = [value] if equals else []
-            while words and not equals and not words[0].startswith("--"):
-                named.append(words.pop(0))
-        elif flag.startswith("--preset.") and "." in name:
-            if not equals and (not words or words[0].startswith("--")):
-                raise command_line.UsageError(f"{flag} needs a value after it")
-            groups[name] = value if equals else words.pop(0)
-        else:
-            rest.append(word)
-    if not groups:
-        return list(argv)
-    texts = [text for text in default if text.partition("=")[0] not in groups] if named is None else named
-    return [*rest, "--preset.constants", *texts, *(f"{name}={value}" for name, value in groups.items())]
 
 
 def _value_of(flag: str, argv: Sequence[str]) -> str | None:

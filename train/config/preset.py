@@ -1,14 +1,15 @@
-"""Which parameterization a run has, and the preset that it names."""
+"""Which parameterization a run has, the preset that it names, and the flags of commands that name one."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Annotated, Literal, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Protocol
 
 from tyro import conf
 
 from mupax import presets
+from mupax.command_line import UsageError
 from mupax.presets.papers import ALIASES, CONSTANT_FLAGS, read_constants
 from mupax.presets.roles import RUN_AXES
 from mupax.zoo.configs import CONFIGS, ConfigError, ModelConfig
@@ -146,3 +147,71 @@ def base_parts(text: str | None) -> tuple[str, dict[str, int]]:
 def base_text(sizes: Mapping[str, int]) -> str:
     """Sizes as `preset.base` takes them: what `base_parts` reads."""
     return ",".join(f"{axis}={size}" for axis, size in sizes.items())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConstantFlags:
+    """Constants of the preset that a command names, with the flags that a recipe has for them or shorter ones."""
+
+    alpha_a: Annotated[float | None, conf.arg(aliases=("--preset.alpha-a",), metavar="X")] = None
+    """Attention logits scale as head_dim^-alpha_a."""
+    alpha_l: Annotated[float | None, conf.arg(aliases=("--preset.alpha-l",), metavar="X")] = None
+    """Residual branches scale as depth^-alpha_l (depth-mup)."""
+    gamma0: Annotated[float | None, conf.arg(aliases=("--preset.gamma0",), metavar="X")] = None
+    """Amount of feature learning."""
+    beta0: Annotated[float | None, conf.arg(aliases=("--preset.beta0",), metavar="X")] = None
+    """Constant on every residual branch."""
+    constants: Annotated[
+        tuple[str, ...], conf.arg(aliases=("--preset.constants", "--constant"), metavar="NAME=VALUE ...")
+    ] = ()
+    """Any other constants, such as s=0.5 or eps_scope=everywhere."""
+
+    def values(self) -> dict[str, Any]:
+        """Constant to its value; raises PresetError for one that is no NAME=VALUE or comes twice."""
+        return read_constants(self.constants, {name: getattr(self, name) for name in CONSTANT_FLAGS})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PresetFlags(ConstantFlags):
+    """A preset's base, form and constants, for a command that names the preset."""
+
+    base: Annotated[str | None, conf.arg(aliases=("--preset.base",), metavar="MODEL|AXIS=N,...")] = None
+    """What factors are relative to, a model or sizes; without it the absolute form, base 1."""
+    form: Annotated[presets.Form | None, conf.arg(aliases=("--preset.form",))] = None
+    """Where multipliers sit; the preset's own form unless given."""
+
+    def config(self, name: str) -> PresetConfig:
+        """The preset of that name; raises as `values`."""
+        given = tuple(f"{constant}={value}" for constant, value in self.values().items())
+        return PresetConfig(name=name, base=self.base, form=self.form, constants=given)
+
+
+def with_group_constants(argv: Sequence[str], default: Sequence[str] = ()) -> list[str]:
+    """The words with every --preset.COLUMN.GROUP X as COLUMN.GROUP=X behind --preset.constants.
+
+    Args:
+        argv: the words.
+        default: constants that hold where the words name none.
+
+    Raises:
+        UsageError: such a flag without a value.
+    """
+    words, rest, named, groups = list(argv), [], None, {}
+    while words:
+        word = words.pop(0)
+        flag, equals, value = word.partition("=")
+        name = flag.removeprefix("--preset.").replace("-", "_")
+        if flag in ("--preset.constants", "--constants", "--constant"):
+            named = [value] if equals else []
+            while words and not equals and not words[0].startswith("--"):
+                named.append(words.pop(0))
+        elif flag.startswith("--preset.") and "." in name:
+            if not equals and (not words or words[0].startswith("--")):
+                raise UsageError(f"{flag} needs a value after it")
+            groups[name] = value if equals else words.pop(0)
+        else:
+            rest.append(word)
+    if not groups:
+        return list(argv)
+    texts = [text for text in default if text.partition("=")[0] not in groups] if named is None else named
+    return [*rest, "--preset.constants", *texts, *(f"{name}={value}" for name, value in groups.items())]

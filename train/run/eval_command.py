@@ -14,6 +14,7 @@ from tyro import conf
 
 from mupax import command_line, terminal
 from mupax.paths import path_of
+from mupax.train.checkpoints.command import ModelFlags
 from mupax.train.config import cli
 
 READ = ("--data.", "--mesh.", "--model.compute.")
@@ -21,7 +22,7 @@ READ = ("--data.", "--mesh.", "--model.compute.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Evaluate(cli.ModelFlags):
+class Evaluate(ModelFlags):
     """Loss and accuracy of any checkpoint of a run on its evaluation data, or on other data; or of weights on data.
 
     The numbers are those that the run itself wrote at that step. Without --step the newest checkpoint is meant; where the run

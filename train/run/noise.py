@@ -20,7 +20,7 @@ import numpy as np
 from tyro import conf
 
 from mupax import command_line, terminal
-from mupax.train.config import cli
+from mupax.train.checkpoints.command import CheckpointFlags
 from mupax.train.config.checks import at_least
 from mupax.train.run.eval_command import restored
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Noise(cli.CheckpointFlags):
+class Noise(CheckpointFlags):
     """The gradient noise scale at a checkpoint: the batch above which more examples change the gradient little.
 
     Joint rules (`python -m presets joint`) hold well below it; give it to a run as --noise-scale. It grows while the loss falls, so

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from mupax.errors import MupaxError
+from mupax.train.checkpoints import workdir
 from mupax.train.config.record import completed, differences, from_json, text_of, to_json
 from mupax.train.config.run import Config
 from mupax.train.core.optimizer import schedule_table
+from mupax.train.run.runtime import Runtime
 
 JUMP = 1.5
 """Learning rates of one step, of the schedule before and of the new one, further apart than this ratio are a jump."""
@@ -72,3 +74,32 @@ def check(before: Mapping[str, Any], config: Config, step: int) -> None:
             f"with {', '.join(shown)} the learning rate of step {step + 1} jumps from {old:.3g} to {new:.3g}; leave out what "
             "changes the schedule, or write --resume-change schedule if that is meant"
         )
+
+
+def announce(config: Config, runtime: Runtime, step: int, sets: Mapping[str, Mapping[str, Any]]) -> None:
+    """Say where a resumed run goes on and what has changed since it was recorded.
+
+    Args:
+        config: of this part of the run.
+        runtime: its surroundings, with its folder.
+        step: steps done.
+        sets: facts of each further evaluation set, by name.
+
+    Raises:
+        ResumeError: as `check`, where steps are done.
+    """
+    console = runtime.console
+    recorded = runtime.processes.broadcast("recorded", lambda: workdir.read_record(runtime.folder))
+    before, known = recorded["config"], (recorded.get("data") or {}).get("sets") or {}
+
+    def warn(line: str) -> None:
+        console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
+
+    for name in sorted(sets.keys() & known):
+        if known[name].get("digest") != sets[name].get("digest"):
+            warn(f"caution: the evaluation set {name} holds other data than before: its numbers do not compare")
+    if step:
+        check(before, config, step)
+        console.print(f"resuming {config.recipe} at step {step} of {config.steps}")
+    for change in changes(before, config):
+        warn(f"changed since: {change}")

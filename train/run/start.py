@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 from rich.console import Console
 
-from mupax import disk
 from mupax.train import data as data_sources
 from mupax.train.checkpoints import selection, workdir
 from mupax.train.checkpoints.checkpointer import Checkpoints
@@ -19,10 +18,10 @@ from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
 from mupax.train.core.step import StepInputs
 from mupax.train.data import Data, DataError
-from mupax.train.parallel.mesh import described
 from mupax.train.parallel.processes import Processes
 from mupax.train.run.report import metrics
-from mupax.train.run.report.early_stop import Evaluations
+from mupax.train.run.report.early_stop import Evaluations, rows_until
+from mupax.train.run.report.progress import announce
 from mupax.train.run.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -86,10 +85,11 @@ def compiled(
     began, step_fn = time.monotonic(), program.compile_train()
     eval_fn = program.compile_eval(step_fn)
     seconds = time.monotonic() - began
-    rt.processes.barrier(
-        "compiled"
-    )  # patient; the first collective operation waits half a minute for a slower compiler
-    evaluations = Evaluations(rt.config, rt.processes.broadcast("evaluations", lambda: _evaluations(rt, position)))
+    # Patient; the first collective operation waits half a minute for a slower compiler.
+    rt.processes.barrier("compiled")
+    keeps = position.keeps_rows
+    rows = rt.processes.broadcast("evaluations", lambda: rows_until(rt.files, position.step) if keeps else [])
+    evaluations = Evaluations(rt.config, rows)
     if rt.processes.leader:  # a kill may have come before it was kept there
         saved = steps(checkpoints.folder)
         checkpoints.evaluated({step: evaluations.metrics[step] for step in saved if step in evaluations.metrics})
@@ -101,14 +101,6 @@ def compiled(
     return Session(
         program, data, checkpoints, rt, step_fn, eval_fn, inputs, began, seconds, sets, evaluations, snapshots
     )
-
-
-def _evaluations(rt: Runtime, position: Position) -> list[dict[str, Any]]:
-    """Rows of the evaluations that a run has done up to where it starts."""
-    path = rt.files / metrics.FILE_NAME
-    if not (position.keeps_rows and disk.status(path)):
-        return []
-    return [row for row in metrics.read(path) if "eval_loss" in row and row["step"] <= position.step]
 
 
 def load_data(program: Program, runtime: Runtime) -> Data:
@@ -198,7 +190,7 @@ def starting_position(
     )
     if checkpoints.latest_of_all() is None:
         make_state = _prepared(program)  # what does not fit is refused before anything is written
-        _announce(program, data, runtime)
+        announce(program, data, console)
         if runtime.resumed or config.resume:
             yet = "no checkpoint yet, " if runtime.resumed else ""
             console.print(f"nothing to resume in {runtime.folder.name}: {yet}starting at step 0")
@@ -213,17 +205,7 @@ def starting_position(
     if runtime.resumed:
         from mupax.train.run import resume
 
-        recorded = runtime.processes.broadcast("recorded", lambda: workdir.read_record(runtime.folder))
-        before, known = recorded["config"], (recorded.get("data") or {}).get("sets") or {}
-        for name in sorted(sets.keys() & known):
-            if known[name].get("digest") != sets[name].facts.get("digest"):
-                text = f"caution: the evaluation set {name} holds other data than before: its numbers do not compare"
-                console.print(text, style="yellow", highlight=False, markup=False, soft_wrap=True)
-        if position.step:
-            resume.check(before, config, position.step)
-            console.print(f"resuming {config.recipe} at step {position.step} of {config.steps}")
-        for change in resume.changes(before, config):
-            console.print(f"changed since: {change}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+        resume.announce(config, runtime, position.step, {name: each.facts for name, each in sets.items()})
     if at is not None:
         files = [runtime.files / metrics.FILE_NAME, runtime.folder / workdir.RECORD]
         if line := runtime.processes.broadcast("branch", lambda: selection.branch_off(checkpoints, at, files)):
@@ -266,30 +248,3 @@ def _prepared(program: Program) -> Callable[[Console], TrainState]:
         return init_from.initial_state(program, start)
 
     return make_state
-
-
-def _announce(program: Program, data: Data, runtime: Runtime) -> None:
-    config, console = program.config, runtime.console
-    console.print(
-        f"[bold]{config.recipe}[/bold]: {program.definition.count():,} parameters"
-        + (f" ({program.frozen:,} frozen)" if program.frozen else "")
-        + f" under {program.preset.name}"
-        + (f" relative to {config.preset.base}" if config.preset.base else " in absolute form")
-        + f", {config.optimizer.name} at {config.optimizer.peak_lr:g}",
-        highlight=False,
-    )
-    examples = "sequences" if data.kind == "tokens" else "images"
-    training = "a stream of" if data.train_size is None else f"{data.train_size:,}"
-    console.print(
-        f"{data.facts['name']}: {training} training and {data.eval_size:,} evaluation {examples}; "
-        f"{described(program.mesh.shape)} ({jax.devices()[0].device_kind})",
-        highlight=False,
-    )
-    cautions = program.preset.cautions(program.definition.sizes, config.optimizer.name)
-    if config.preset.joint != "none":
-        from mupax.train.config import joint
-
-        console.print(joint.described(config), highlight=False)
-        cautions += joint.cautions(config)
-    for caution in cautions:
-        console.print(f"caution: {caution}", style="yellow", highlight=False)

@@ -10,7 +10,7 @@ from tyro import conf
 
 from mupax import command_line, terminal
 from mupax.paths import delivered, path_of
-from mupax.train.config.cli import PresetFlags
+from mupax.train.config.preset import PresetFlags
 from mupax.train.config.sections import Step
 
 if TYPE_CHECKING:

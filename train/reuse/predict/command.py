@@ -13,7 +13,7 @@ from tyro import conf
 
 from mupax import command_line, terminal
 from mupax.command_line import Switch
-from mupax.train.config.cli import ModelFlags
+from mupax.train.checkpoints.command import ModelFlags
 
 if TYPE_CHECKING:
     from mupax.train.reuse.image_input import ImageInput

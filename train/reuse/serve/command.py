@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro import conf
 
 from mupax import command_line, terminal
-from mupax.train.config.cli import ModelFlags
+from mupax.train.checkpoints.command import ModelFlags
 
 if TYPE_CHECKING:
     from mupax.train.reuse.serve.service import Service

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
+from mupax import disk
 from mupax.train.config.run import Config
 from mupax.train.config.sections import METRIC, cost, metrics_of
+from mupax.train.run.report import metrics
 
 
 class Evaluations:
@@ -71,3 +74,16 @@ class Evaluations:
         by = f" by more than {self._config.min_delta:g}" if self._config.min_delta else ""
         shown = "and was never finite" if best_step is None else f"the best is {abs(best):.6g} at step {best_step}"
         return f"{metric} has not improved{by} in {since} evaluation{'s' * (since > 1)}, {shown}"
+
+
+def rows_until(workdir: Path, step: int) -> list[dict[str, Any]]:
+    """Rows of the evaluations up to a step that a run's metrics have; none where it has no metrics yet.
+
+    Args:
+        workdir: folder with metrics.jsonl.
+        step: the last one.
+    """
+    path = workdir / metrics.FILE_NAME
+    if not disk.status(path):
+        return []
+    return [row for row in metrics.read(path) if "eval_loss" in row and row["step"] <= step]

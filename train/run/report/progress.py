@@ -1,18 +1,24 @@
-"""What a person sees while a run goes on: a live bar in a terminal, plain lines anywhere else."""
+"""What a person sees of a run: what begins, then a live bar in a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import jax
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
+from mupax.train.parallel.mesh import described
 from mupax.train.run.report.timing import Timing, duration, quantity
+
+if TYPE_CHECKING:
+    from mupax.train.core.program import Program
+    from mupax.train.data import Data
 
 _PLAIN_LINE_S = 10.0
 _PLAIN_LINES = 20
@@ -171,3 +177,37 @@ class Progress:
     def _print_line(self) -> None:
         self._plain_last = (self.step, self._updated)
         self.note("  ".join(["step " + self._count(), *(text.plain for text in self._fields().values())]))
+
+
+def announce(program: Program, data: Data, console: Console) -> None:
+    """Say what begins: the model, its preset and optimizer, the data, the devices, and what to be careful of.
+
+    Args:
+        program: of the run.
+        data: of the run.
+        console: where it is said.
+    """
+    config = program.config
+    console.print(
+        f"[bold]{config.recipe}[/bold]: {program.definition.count():,} parameters"
+        + (f" ({program.frozen:,} frozen)" if program.frozen else "")
+        + f" under {program.preset.name}"
+        + (f" relative to {config.preset.base}" if config.preset.base else " in absolute form")
+        + f", {config.optimizer.name} at {config.optimizer.peak_lr:g}",
+        highlight=False,
+    )
+    examples = "sequences" if data.kind == "tokens" else "images"
+    training = "a stream of" if data.train_size is None else f"{data.train_size:,}"
+    console.print(
+        f"{data.facts['name']}: {training} training and {data.eval_size:,} evaluation {examples}; "
+        f"{described(program.mesh.shape)} ({jax.devices()[0].device_kind})",
+        highlight=False,
+    )
+    cautions = program.preset.cautions(program.definition.sizes, config.optimizer.name)
+    if config.preset.joint != "none":
+        from mupax.train.config import joint
+
+        console.print(joint.described(config), highlight=False)
+        cautions += joint.cautions(config)
+    for caution in cautions:
+        console.print(f"caution: {caution}", style="yellow", highlight=False)

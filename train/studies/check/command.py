@@ -18,7 +18,7 @@ from mupax.presets import Preset, horizon
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.roles import RUN_AXES
 from mupax.train.config import cli
-from mupax.train.config.preset import base_text, preset_for
+from mupax.train.config.preset import ConstantFlags, base_text, preset_for, with_group_constants
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config, DataConfig, OptimizerConfig, PresetConfig
 from mupax.zoo import configs
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Check(cli.ConstantFlags):
+class Check(ConstantFlags):
     """Two verdicts on a preset: does a program do what its table says as one size grows, and is the table any good.
 
     Takes the structure of a model (norm, activation, positions, biases, grouped heads, ties) at small sizes, grows one of
@@ -80,7 +80,7 @@ class Check(cli.ConstantFlags):
 
 def main(argv: Sequence[str]) -> int:
     """Measures, judges, prints, writes: 0 when the program does what the table says and the table is good, 1 when one is not."""
-    args, rest = command_line.parse_known(Check, "python -m train check", cli.with_group_constants(argv))
+    args, rest = command_line.parse_known(Check, "python -m train check", with_group_constants(argv))
     config = configured(args, rest)
     if args.sizes < 2 or args.seeds < 1:
         raise configs.ConfigError("a slope needs --sizes of at least 2 and --seeds of at least 1")

@@ -15,6 +15,7 @@ from mupax import command_line, terminal
 from mupax.command_line import Switch
 from mupax.train.config import cli
 from mupax.train.config.checks import at_least
+from mupax.train.config.preset import with_group_constants
 from mupax.train.config.recipes import RECIPES
 from mupax.train.studies.infinite import course, setup
 
@@ -67,7 +68,7 @@ class Dynamics:
 
 def main(argv: Sequence[str]) -> int:
     """Trains, prints, draws, writes: the exit code 0."""
-    args, rest = command_line.parse_known(Dynamics, PROG, cli.with_group_constants(argv))
+    args, rest = command_line.parse_known(Dynamics, PROG, with_group_constants(argv))
     recipe = args.model if args.model in RECIPES else "bordelon-vit"
     words = rest if args.model in RECIPES else ["--model", args.model, *rest]
     if recipe == "bordelon-vit" and not any(word.startswith("--data.name") for word in words):
