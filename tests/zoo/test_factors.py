@@ -5,65 +5,26 @@ All tolerances are for float32, relative to the largest entry.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from mupax.zoo.configs import DecoderConfig, ModelConfig, ViTConfig
-from mupax.zoo.definition import Arrays, Definition, definition
+from mupax.zoo.definition import definition
 from mupax.zoo.layers.stack import residual_stack
-
-FORWARD = 2e-5
-
-
-DECODER = DecoderConfig(
-    width=11, depth=2, num_heads=6, num_kv_heads=2, head_dim=4, mlp_ratio=13 / 11, vocab_size=17, seq_len=7
+from tests.zoo.models import (
+    DECODER,
+    FORWARD,
+    VIT,
+    assert_close,
+    inputs_of,
+    logits_of,
+    numbers,
+    with_compute,
 )
-
-
-VIT = ViTConfig(width=10, depth=2, num_heads=5, mlp_ratio=1.3, image_size=9, patch_size=3, channels=2, num_classes=7)
-
-
-def with_compute(model: ModelConfig, **changes: str) -> ModelConfig:
-    return dataclasses.replace(model, compute=dataclasses.replace(model.compute, **changes))
-
-
-def numbers(found: Definition, seed: int = 0) -> tuple[Arrays, Arrays]:
-    """Random parameters of about fan-in size and random factors, different in every layer."""
-    random = np.random.default_rng(seed)
-
-    def draw(name: str) -> jax.Array:
-        spec, shape = found.specs[name], found.abstract[name].shape
-        size = np.prod([found.sizes[axis] for axis in spec.fan_in]) ** -0.5
-        start = 1.0 if spec.role.value == "norm_gain" else 0.0
-        return jnp.asarray(start + size * 0.7 * random.standard_normal(shape), jnp.float32)
-
-    factors = {n: jnp.asarray(random.uniform(0.3, 0.9, f["shape"]), jnp.float32) for n, f in found.factors.items()}
-    return {name: draw(name) for name in found.specs}, factors
-
-
-def inputs_of(model: ModelConfig, batch: int = 2) -> jax.Array:
-    random = np.random.default_rng(1)
-    if isinstance(model, DecoderConfig):
-        return jnp.asarray(random.integers(model.vocab_size, size=(batch, model.seq_len)), jnp.int32)
-    return jnp.asarray(random.standard_normal((batch, model.image_size, model.image_size, model.channels)), jnp.float32)
-
-
-def logits_of(found: Definition, params: Arrays, factors: Arrays, x: jax.Array) -> jax.Array:
-    return jax.jit(lambda params, factors, x: found.bind(params, factors)(x))(params, factors, x)  # pyright: ignore[reportCallIssue]
-
-
-def assert_close(actual: Any, expected: Any, tolerance: float) -> None:
-    """Every leaf within tolerance of the largest entry of its counterpart."""
-    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
-    for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * max(np.abs(want).max(), 1e-6))
 
 
 @pytest.mark.core

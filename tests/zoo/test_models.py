@@ -7,7 +7,6 @@ are for float32, relative to the largest entry: 2e-5 for one pass, 1e-4 for grad
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import chex
@@ -19,104 +18,26 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
 from mupax.zoo import partition
-from mupax.zoo.configs import ComputeConfig, DecoderConfig, ModelConfig, ViTConfig
-from mupax.zoo.definition import Arrays, Definition, define, definition
+from mupax.zoo.configs import ComputeConfig, DecoderConfig, ModelConfig
+from mupax.zoo.definition import Arrays, define, definition
 from mupax.zoo.layers.stack import REMAT, UNROLLED_DEPTH, runs_as_scan
-
-FORWARD, GRADIENT = 2e-5, 1e-4
-
-DECODER = DecoderConfig(
-    width=11, depth=2, num_heads=6, num_kv_heads=2, head_dim=4, mlp_ratio=13 / 11, vocab_size=17, seq_len=7
-)
-MODERN = dataclasses.replace(DECODER, positions="rotary", norm="rmsnorm", activation="swiglu", qk_norm=True)
-GEMMA = dataclasses.replace(
+from tests.zoo.models import (
+    DECODER,
+    FORWARD,
+    GEMMA,
+    GRADIENT,
     MODERN,
-    depth=3,
-    qk_norm=False,
-    window=3,
-    window_theta=9.0,
-    full_every=2,
-    post_norm=True,
-    attention_softcap=0.5,
-    logit_softcap=2.0,
+    TIED,
+    VIT,
+    assert_close,
+    every_model,
+    inputs_of,
+    logits_and_gradients,
+    logits_of,
+    model_id,
+    numbers,
+    with_compute,
 )
-TIED = dataclasses.replace(DECODER, tied=True, qk_norm=True)
-BARE = dataclasses.replace(DECODER, bias=False, norm_gain=False, activation="relu")
-VIT = ViTConfig(width=10, depth=2, num_heads=5, mlp_ratio=1.3, image_size=9, patch_size=3, channels=2, num_classes=7)
-CLS = dataclasses.replace(VIT, pool="cls-mean", registers=2, layer_scale=0.5, qk_norm=True, pre_logits=True)
-VARIANTS: dict[str, ModelConfig] = {
-    "decoder": DECODER,
-    "modern": MODERN,
-    "gemma": GEMMA,
-    "tied": TIED,
-    "bare": BARE,
-    "vit": VIT,
-    "cls": CLS,
-}
-
-
-def model_id(model: ModelConfig) -> str:
-    return next(name for name, config in VARIANTS.items() if config == model)
-
-
-every_model = pytest.mark.parametrize("model", VARIANTS.values(), ids=VARIANTS)
-
-
-def with_compute(model: ModelConfig, **changes: str) -> ModelConfig:
-    return dataclasses.replace(model, compute=dataclasses.replace(model.compute, **changes))
-
-
-def numbers(found: Definition, seed: int = 0) -> tuple[Arrays, Arrays]:
-    """Random parameters of about fan-in size and random factors, different in every layer."""
-    random = np.random.default_rng(seed)
-
-    def draw(name: str) -> jax.Array:
-        spec, shape = found.specs[name], found.abstract[name].shape
-        size = np.prod([found.sizes[axis] for axis in spec.fan_in]) ** -0.5
-        start = 1.0 if spec.role.value == "norm_gain" else 0.0
-        return jnp.asarray(start + size * 0.7 * random.standard_normal(shape), jnp.float32)
-
-    factors = {n: jnp.asarray(random.uniform(0.3, 0.9, f["shape"]), jnp.float32) for n, f in found.factors.items()}
-    return {name: draw(name) for name in found.specs}, factors
-
-
-def inputs_of(model: ModelConfig, batch: int = 2) -> jax.Array:
-    random = np.random.default_rng(1)
-    if isinstance(model, DecoderConfig):
-        return jnp.asarray(random.integers(model.vocab_size, size=(batch, model.seq_len)), jnp.int32)
-    return jnp.asarray(random.standard_normal((batch, model.image_size, model.image_size, model.channels)), jnp.float32)
-
-
-def logits_of(found: Definition, params: Arrays, factors: Arrays, x: jax.Array) -> jax.Array:
-    return jax.jit(lambda params, factors, x: found.bind(params, factors)(x))(params, factors, x)  # pyright: ignore[reportCallIssue]
-
-
-def logits_and_gradients(model: ModelConfig) -> Any:
-    """Logits, and the gradient of a random linear function of them, of a model with the `numbers` of its definition."""
-    return _logits_and_gradients(with_compute(model, layers="scan" if runs_as_scan(model.compute, 2) else "unrolled"))
-
-
-@functools.cache
-def _logits_and_gradients(model: ModelConfig) -> Any:
-    found = definition(model)
-    params, factors = numbers(found)
-    x = inputs_of(model)
-
-    def loss(params: Arrays) -> tuple[jax.Array, jax.Array]:
-        logits: Any = found.bind(params, factors)(x)  # pyright: ignore[reportCallIssue]
-        weights = jnp.asarray(np.random.default_rng(2).standard_normal(logits.shape), jnp.float32)
-        return jnp.sum(weights * logits), logits
-
-    (_, logits), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
-    return logits, gradients
-
-
-def assert_close(actual: Any, expected: Any, tolerance: float) -> None:
-    """Every leaf within tolerance of the largest entry of its counterpart."""
-    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
-    for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * max(np.abs(want).max(), 1e-6))
-
 
 # What a position may see
 
@@ -283,119 +204,6 @@ def test_scan_and_recomputation_are_what_runs() -> None:
     assert plain["product"] == dots["product"] < block["product"]
     assert plain["batched product"] < dots["batched product"]
     assert plain["tanh"] < dots["tanh"] == block["tanh"]
-
-
-# The vision transformer
-
-
-@pytest.mark.core
-@every_model
-def test_logits_are_float32_of_the_expected_shape(model: ModelConfig) -> None:
-    found = definition(with_compute(model, dtype="bfloat16"))
-    out = jax.eval_shape(lambda p, f, x: found.bind(p, f)(x), *numbers(found), inputs_of(model, 5))  # pyright: ignore
-    expected = (5, 7, 17) if isinstance(model, DecoderConfig) else (5, 7)
-    assert out == jax.ShapeDtypeStruct(expected, jnp.float32)
-
-
-@pytest.mark.parametrize("model", [VIT, CLS], ids=model_id)
-def test_patches_are_a_strided_convolution(model: ViTConfig) -> None:
-    found = definition(model)
-    params, factors = numbers(found)
-    images = inputs_of(model)
-    bound: Any = found.bind(params, factors)
-    kernel = params["patch"].reshape(model.patch_size, model.patch_size, model.channels, model.width)
-    patches = jax.lax.conv_general_dilated(
-        images, kernel, (model.patch_size,) * 2, "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
-    rows = patches.reshape(len(images), model.num_patches, model.width) + params["patch_bias"]
-    if model.pool != "mean":
-        leading_RD = jnp.concatenate([params["cls"][None], jnp.zeros((2, model.width))])
-        rows = jnp.concatenate([jnp.broadcast_to(leading_RD, (len(images), *leading_RD.shape)), rows], axis=1)
-    assert_close(bound.embed(images), rows + params["position"], FORWARD)
-
-
-@pytest.mark.parametrize("model", [VIT, CLS], ids=model_id)
-def test_the_order_of_patches_is_known_by_their_positions_alone(model: ViTConfig) -> None:
-    found = definition(model)
-    params, factors = numbers(found)
-    images = inputs_of(model)
-    grid, size, first = model.image_size // model.patch_size, model.patch_size, model.leading
-    order = (4 * np.arange(model.num_patches) + 2) % model.num_patches  # every patch moves
-    cells = (
-        images.reshape(-1, grid, size, grid, size, model.channels)
-        .swapaxes(2, 3)
-        .reshape(-1, grid**2, size, size, model.channels)
-    )
-    shuffled = cells[:, order].reshape(-1, grid, grid, size, size, model.channels).swapaxes(2, 3).reshape(images.shape)
-    moved = params["position"].at[first:].set(params["position"][first:][order])
-    run = functools.partial(logits_of, found)
-    same, other = run({**params, "position": moved}, factors, shuffled), run(params, factors, shuffled)
-    assert_close(same, run(params, factors, images), FORWARD)
-    assert np.abs(other - run(params, factors, images)).max() > 1e-2
-
-
-def test_a_vit_sees_every_patch_from_everywhere() -> None:
-    found = definition(CLS)
-    params, factors = numbers(found)
-    pixels = jax.jit(jax.grad(lambda x: jnp.sum(found.bind(params, factors)(x)[:, 0])))(inputs_of(CLS))  # pyright: ignore
-    assert (np.abs(pixels) > 0).all()
-
-
-# Attention
-
-
-def test_grouped_queries_are_repeated_keys_and_values() -> None:
-    grouped = dataclasses.replace(DECODER, qk_norm=False)
-    whole = dataclasses.replace(grouped, num_kv_heads=grouped.num_heads)
-    found, wide = definition(grouped), definition(whole)
-    params, factors = numbers(found)
-    repeats = grouped.num_heads // grouped.kv_heads
-
-    def repeated(name: str) -> jax.Array:
-        axes = found.specs[name].axes
-        return jnp.repeat(params[name], repeats, axis=axes.index("kv_heads")) if "kv_heads" in axes else params[name]
-
-    tokens = inputs_of(grouped)
-    few = logits_of(found, params, factors, tokens)
-    many = logits_of(wide, {name: repeated(name) for name in params}, factors, tokens)
-    assert found.abstract["block.attention.key"].shape != wide.abstract["block.attention.key"].shape
-    assert_close(few, many, FORWARD)
-
-
-def test_a_key_bias_exists_only_where_it_has_a_gradient() -> None:
-    assert "block.attention.key_bias" not in definition(DECODER).specs
-    assert "block.attention.key_bias" not in definition(VIT).specs
-    for model in (MODERN, TIED, CLS):
-        _, gradients = logits_and_gradients(model)
-        sizes = {name: np.abs(gradients[f"block.attention.{name}"]).max() for name in ("key_bias", "query_bias")}
-        assert sizes["key_bias"] > 0.1 * sizes["query_bias"] > 0
-
-
-# Readout and QK-norm
-
-
-def test_a_tied_readout_is_the_embedding_times_its_factor() -> None:
-    untied = dataclasses.replace(TIED, tied=False)
-    found, free = definition(TIED), definition(untied)
-    params, factors = numbers(found)
-    tokens = inputs_of(TIED)
-    assert "readout" not in found.specs
-    tied = logits_of(found, params, factors, tokens)
-    own = {**params, "readout": factors["tied_readout"] * params["token"].T}
-    others = {name: value for name, value in factors.items() if name != "tied_readout"}
-    assert_close(tied, logits_of(free, own, others, tokens), FORWARD)
-
-
-@pytest.mark.parametrize("normed", [True, False])
-def test_qk_norm_forgets_the_length_of_queries_and_keys(normed: bool) -> None:
-    model = dataclasses.replace(BARE, qk_norm=normed, norm_gain=True)
-    found = definition(model)
-    params, factors = numbers(found)
-    grown = {name: value * (3.0 if name.endswith(("query", "key")) else 1.0) for name, value in params.items()}
-    before, after = (logits_of(found, p, factors, inputs_of(model)) for p in (params, grown))
-    change = np.abs(after - before).max() / np.abs(before).max()
-    # The norm's epsilon of 1e-5, beside squares of about 0.5, is what is left.
-    assert change < 1e-4 if normed else change > 1e-2
 
 
 # Precision

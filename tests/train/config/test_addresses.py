@@ -13,7 +13,7 @@ from mupax.train.config.run import Config, InitConfig
 from mupax.train.data import cache
 from mupax.zoo.__main__ import main as zoo_main
 from mupax.zoo.configs import ConfigError
-from tests.train.config.test_cli import Capture, refused, started
+from tests.fixtures.command_line import Capture, refused, started
 
 pytestmark = pytest.mark.core
 __all__ = ["started"]  # fixtures

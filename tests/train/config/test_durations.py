@@ -11,7 +11,7 @@ from mupax.train.__main__ import main
 from mupax.train.config.record import to_json
 from mupax.train.config.run import Config
 from mupax.train.run.resume import changes
-from tests.train.config.test_cli import printed, refused
+from tests.fixtures.command_line import printed, refused
 
 pytestmark = pytest.mark.core
 

@@ -14,7 +14,7 @@ from mupax.train.config.run import Config, DataConfig, OptimizerConfig, PresetCo
 from mupax.train.studies.sweep.keys import key_of
 from mupax.train.studies.sweep.sweep import shape_of
 from mupax.zoo.configs import ConfigError, DecoderConfig
-from tests.train.config.test_cli import printed, refused
+from tests.fixtures.command_line import printed, refused
 
 pytestmark = pytest.mark.core
 

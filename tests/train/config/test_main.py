@@ -15,24 +15,11 @@ from mupax.presets import PresetError
 from mupax.train import run as train_run
 from mupax.train.__main__ import main
 from mupax.train.config.run import Config
+from tests.fixtures.command_line import HEAVY, Capture, started
+
+__all__ = ["started"]  # fixture
 
 pytestmark = pytest.mark.core
-
-
-HEAVY = ("jax", "flax", "optax", "orbax", "tensorflow_datasets", "grain", "numpy", "matplotlib")
-
-
-Capture = pytest.CaptureFixture[str]
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
-    """Configs of the runs that `main` starts; a run here ends at once, with code 0."""
-    configs_run: list[Config] = []
-    loop = types.SimpleNamespace(run=lambda config: configs_run.append(config) or 0)
-    monkeypatch.setitem(sys.modules, "mupax.train.run.loop", loop)
-    monkeypatch.setattr(train_run, "loop", loop, raising=False)
-    return configs_run
 
 
 # Exit codes

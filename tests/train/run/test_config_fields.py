@@ -252,7 +252,7 @@ FIELDS: dict[str, Way] = {
     "data.mix": Shown("train/data/text/test_mixture.py", "mix=words"),
     "data.noise": Shown("train/data/text/test_denoising.py", 'noise="infilling"'),
     "data.noise_rate": Shown("train/data/text/test_denoising.py", "noise_rate=0.2"),
-    "data.noise_span": Shown("train/config/test_cli.py", '"--data.noise-span", "4"'),
+    "data.noise_span": Shown("train/config/test_cli_errors.py", '"--data.noise-span", "4"'),
     "preset.joint": (program, changed(TOKENS, "preset.base", "lm-proxy,batch=4,tokens=768"), "sde"),
     "preset.noise_scale": Shown("train/config/test_joint.py", "--noise-scale"),
     "preset.alpha_l": (program, changed(TOKENS, "model.depth", 5), 0.75),

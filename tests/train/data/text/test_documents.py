@@ -21,7 +21,7 @@ from mupax.train.core.step import batch_sums
 from mupax.train.data.text.mixture import Mixture
 from mupax.zoo import partition
 from mupax.zoo.configs import ComputeConfig, ConfigError, DecoderConfig
-from tests.train.config.test_cli import Capture, refused
+from tests.fixtures.command_line import Capture, refused
 
 T, SEPARATOR = 80, 0
 
