@@ -150,8 +150,8 @@ WIDTH_ARMS = (
 HEADS_ARMS = tuple(arm for arm in WIDTH_ARMS[:-1] if arm is not HALF)
 """As many heads more, logits scale alike under both."""
 DEPTH_ARMS = (
-    Arm("depth-mup", "depth-mup"),
     Arm("depth-mup, alpha_L 1", "depth-mup", constants=lambda m: {"alpha_l": 1.0}),
+    Arm("depth-mup", "depth-mup"),
     Arm("sp, rate and readout's rate tuned anew", "sp", ("lr", "rates.readout")),
 )
 SEARCHED = ("lr", "rates.readout", "rates.token_embedding", "stds.readout")
@@ -174,11 +174,15 @@ def _cells() -> dict[str, Cell]:
     for axis, sizes, arms in (("head_dim", WIDE, WIDTH_ARMS), ("heads", MORE, HEADS_ARMS), ("depth", DEEP, DEPTH_ARMS)):
         made.append(Cell(f"{axis}-100", "lm-tiny", _horizon(LM, 100), axis, sizes, SEARCHED, arms))
     made.append(Cell("vit-100", "vit-endless", _horizon(VIT, 100), "head_dim", WIDE, VIT_SEARCHED, WIDTH_ARMS[:7]))
-    long = {"finalists": 2, "most": 8}
-    for axis, sizes, arms in (("head_dim", WIDE, LONG_ARMS), ("heads", MORE, LONG_ARMS), ("depth", DEEP, DEPTH_ARMS)):
-        made.append(Cell(f"{axis}-800", "lm-tiny", _horizon(LM, 800), axis, sizes, SEARCHED, arms, SHORT, **long))
+    long = (("head_dim", WIDE, LONG_ARMS, 8), ("heads", MORE, LONG_ARMS, 8), ("depth", DEEP, DEPTH_ARMS, 12))
+    for axis, sizes, arms, most in long:  # in depth seeds differ by more
+        run = _horizon(LM, 800)
+        made.append(Cell(f"{axis}-800", "lm-tiny", run, axis, sizes, SEARCHED, arms, SHORT, finalists=2, most=most))
+    images = _horizon(VIT, 800)
     made.append(
-        Cell("vit-800", "vit-endless", _horizon(VIT, 800), "head_dim", WIDE, VIT_SEARCHED, LONG_ARMS, VIT_SHORT, **long)
+        Cell(
+            "vit-800", "vit-endless", images, "head_dim", WIDE, VIT_SEARCHED, LONG_ARMS, VIT_SHORT, finalists=2, most=8
+        )
     )
     return {cell.name: cell for cell in made}
 
