@@ -1,6 +1,6 @@
-"""Whole runs in PyTorch on the batches of a recipe's data: nanoGPT's recipe for characters, and AdamW on a model of our size.
+"""Whole runs in PyTorch on the batches of a recipe's data: nanoGPT's recipe for characters, and AdamW on models of our size.
 
-B batch, T positions.
+B batch, T positions, H height, W width, C channels.
 """
 
 # Torch is optional and in no lock file.
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from mupax.train.data import Data
 from mupax.zoo import configs
-from mupax.zoo.configs import DecoderConfig
+from mupax.zoo.configs import DecoderConfig, ViTConfig
 from scripts.bench.pytorch import models as torch_models
 
 
@@ -39,7 +39,7 @@ class Recipe:
         compiled: whether by `torch.compile`.
     """
 
-    model: DecoderConfig
+    model: DecoderConfig | ViTConfig
     b2: float
     weight_decay: float = 0.1
     warmup: int = 100
@@ -78,6 +78,7 @@ RECIPES = {
         final=0.0,
         compiled=True,
     ),
+    "images": Recipe(model=configs.get("vit-tiny"), b2=0.95, warmup=50, final=0.0, compiled=True),  # pyright: ignore[reportArgumentType]
 }
 """nanoGPT's config/train_shakespeare_char.py at the sizes of its README's run on a CPU, with our context and bytes; and AdamW."""
 
@@ -101,7 +102,7 @@ class Run:
         return statistics.median(later - earlier for earlier, later in itertools.pairwise(times[2:]))
 
     def train(self, lr: float, steps: int, seed: int = 0) -> dict[str, Any]:
-        """Validation loss after so many steps (nats a byte), and what they took."""
+        """Validation loss after so many steps (nats a target), and what they took."""
         began = time.process_time()
         *_, model = self._steps(lr, steps, seed)
         seconds = time.process_time() - began
@@ -126,21 +127,21 @@ class Run:
         """Over the evaluation examples, nats a target."""
         total = weight = 0.0
         for batch in self.data.eval_batches():
-            tokens, targets = arrays(batch)
-            logits = model(tokens)
+            inputs, targets = arrays(batch)
+            logits = model(inputs)
             nll = F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1), reduction="none")
             counts = torch.tensor(np.ascontiguousarray(batch["weights"])).view(-1)
             total, weight = total + float((nll * counts).sum()), weight + float(counts.sum())
         return total / weight
 
 
-def loss_of(model: torch_models.Transformer, tokens_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-    """Mean nats a target."""
-    logits = model(tokens_BT)
-    return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets_BT.view(-1))
+def loss_of(model: torch_models.Transformer, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean nats a target, of tokens and targets [B, T] or of images [B, H, W, C] and targets [B]."""
+    logits = model(inputs)
+    return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
 
 
 def arrays(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets [B, T] of a batch, as PyTorch takes them."""
-    tokens, targets = (np.ascontiguousarray(batch[name]) for name in ("inputs", "targets"))
-    return torch.tensor(tokens), torch.tensor(targets, dtype=torch.long)
+    """Inputs and targets of a batch (`loss_of`), as PyTorch takes them."""
+    inputs, targets = (np.ascontiguousarray(batch[name]) for name in ("inputs", "targets"))
+    return torch.tensor(inputs), torch.tensor(targets, dtype=torch.long)

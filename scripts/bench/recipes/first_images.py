@@ -1,10 +1,12 @@
 """What Muon is worth on the first run with images, `vit-digits`: docs/first_images.json and its part of docs/first_run.md.
 
-    python -m scripts.bench.recipes.first_images [--seeds 8] [--out runs/first-images]
+    python -m scripts.bench.recipes.first_images [--seeds 8] [--out runs/first-images] [--torch]
 
 `vit-digits` trains under AdamW and under Muon at rates half an octave apart from three seeds, then each at its best rate from all
 seeds, which start and see the same. Last Muon, at the vertex of its rates, and `vit-digits` as it ships train from seeds that chose
-nothing. Sweeps and runs go on where they were stopped. `python -m scripts.bench.recipes.first_run --render` writes the page.
+nothing. Sweeps and runs go on where they were stopped. `--torch` adds to a record that is there AdamW in PyTorch on a model of the
+same size, for the CPU seconds that `vit-digits` takes on one core, at the best of its rates, from the same fresh seeds.
+`python -m scripts.bench.recipes.first_run --render` writes the page.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from scripts import ROOT
+from scripts.bench import in_turns
 from scripts.figures.result import mean
 
 OUT = ROOT / "docs" / "first_images.json"
@@ -43,6 +46,44 @@ eight other seeds. What looked like a gain of Muon on the seeds that chose its r
 differ by more than optimizers and rates do, and `vit-digits` stays as it is. Made by `python -m scripts.bench.recipes.first_images`; other work
 ran on the machine.
 """
+
+
+def control(fresh: Sequence[int]) -> dict[str, Any]:
+    """AdamW in PyTorch for as long as `vit-digits` trains: its rates' losses from the first seeds, and the best one's from fresh seeds.
+
+    Args:
+        fresh: seeds that chose nothing.
+    """
+    from mupax.train import data
+    from mupax.train.config.recipes import RECIPES
+    from scripts.bench.pytorch import runs as torch_runs
+    from scripts.bench.recipes.first_run import step_seconds, tuned
+
+    config = RECIPES["vit-digits"]()
+    seconds = STEPS * step_seconds(config)
+    source = data.load(config.data, config.model, seed=0, note=lambda line: None)
+    run = torch_runs.Run(torch_runs.RECIPES["images"], source)
+    steps = int(seconds / run.seconds(60))
+
+    def trained(rate: float, seeds: Sequence[int]) -> dict[str, Any]:
+        rows = [run.train(rate, steps, seed) for seed in seeds]
+        losses = [row["loss"] for row in rows]
+        return {
+            "rate": rate,
+            "loss": round(float(np.mean(losses)), 4),
+            "losses": losses,
+            "cpu_seconds": rows[0]["cpu_seconds"],
+        }
+
+    best = tuned(lambda rate: trained(rate, range(FIRST)))
+    final = trained(best["rate"], fresh)
+    return {
+        "parameters": run.count,
+        "steps": steps,
+        "seconds_of_ours": round(seconds, 1),
+        **final,
+        "rates": best["rates"],
+    }
 
 
 def swept(optimizer: str, rates: str, seeds: int, folder: Path) -> dict[tuple[float, int], dict[str, Any]]:
@@ -133,7 +174,19 @@ def section(kept: dict[str, Any]) -> str:
         f"Muon less AdamW, {len(muon)} paired seeds: {_apart(muon, adamw)} nats. From {len(first)} fresh seeds {vertex}",
         f"and `vit-digits` as it ships at {np.mean(second):.4f}: {_apart(first, second)}.",
     ]
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, *(_control(kept["torch"], second) if "torch" in kept else []), ""])
+
+
+def _control(kept: dict[str, Any], ours: Sequence[float]) -> list[str]:
+    value, low, high = mean(np.array(kept["losses"]))
+    tried = ", ".join(f"{rate} {loss:.3f}" for rate, loss in kept["rates"].items())
+    return [
+        "",
+        f"AdamW in PyTorch on a model of {kept['parameters']:,} parameters for the same CPU seconds on one core ({kept['steps']:,} steps",
+        f"in {kept['cpu_seconds']:.0f} s, {STEPS:,} of ours in {kept['seconds_of_ours']:.0f} s; rates from three seeds: {tried}) ends from",
+        f"those fresh seeds, at {kept['rate']:g}, at {value:.4f} [{low:.4f}, {high:.4f}]; `vit-digits` less it is",
+        f"{_apart(ours, kept['losses'])}.",
+    ]
 
 
 def _apart(some: Sequence[float], others: Sequence[float]) -> str:
@@ -148,8 +201,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seeds", type=int, default=8, help="at the best rates (8)")
     parser.add_argument("--out", type=Path, default=Path("runs/first-images"), help="folder of the sweeps")
+    parser.add_argument(
+        "--torch", action="store_true", help="add PyTorch's row to the record that is there; train nothing else"
+    )
     args = parser.parse_args(argv)
-    OUT.write_text(json.dumps(measured(args.seeds, args.out), indent=1) + "\n")
+    if args.torch:
+        kept = json.loads(OUT.read_text())
+        in_turns.one_core()
+        kept["torch"] = control(range(args.seeds, 2 * args.seeds))
+    else:
+        kept = measured(args.seeds, args.out)
+    OUT.write_text(json.dumps(kept, indent=1) + "\n")
     return 0
 
 

@@ -4,7 +4,7 @@
 
 Every row trains on one core, on the same text, as many steps as fit into the seconds that the first row's take; a few steps are timed
 first. Rows are kept as they finish, so what was stopped goes on; `--render` only makes the page. Others' rows need PyTorch
-(`pip install -e ".[torch]"`), and the best of their three rates counts.
+(`pip install -e ".[torch]"`). Where a row's rate is tuned it is doubled until the loss rises, and the best counts (`tuned`).
 """
 
 from __future__ import annotations
@@ -16,27 +16,34 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scripts import ROOT
 from scripts.bench.recipes import first_images
 
+if TYPE_CHECKING:
+    from mupax.train.config.run import Config
+
 OUT = ROOT / "docs" / "first_run.json"
 SMALL = "--model.width 64 --model.num-heads 2"
 MUON = f"lm-tiny --data.batch-size 8 {SMALL} --optimizer.name muon --optimizer.peak-lr"
+ADAMW = "AdamW, its rate tuned"
+"""The row whose rate is searched as PyTorch's are."""
 OURS = {
     "lm-tiny": "lm-tiny",
     "half the batch": "lm-tiny --data.batch-size 8",
     "half the width": f"lm-tiny --data.batch-size 8 {SMALL}",
+    ADAMW: f"lm-tiny --data.batch-size 8 {SMALL}",
     "Muon": f"{MUON} 0.008",
     "its rate tuned: lm-laptop": "lm-laptop",
     "QK-norm, not taken": "lm-laptop --model.qk-norm",
     "width 96, not taken": "lm-laptop --model.width 96 --model.num-heads 3",
 }
-"""Row to the words of its run; each but those not taken has one change more than the row before."""
-RATES = (1e-3, 2e-3, 4e-3)
+"""Row to the words of its run; each but those not taken has one change more than the row before, Muon in AdamW's place."""
+LOWEST, MOST = 1e-3, 8
+"""First rate of a search, and rates that it tries at most."""
 OTHERS = {
     "nanoGPT's model and recipe": "nanogpt",
     "AdamW in PyTorch, lm-laptop's model": "control",
@@ -47,60 +54,91 @@ HEAD = """# What the first run is worth
 (836,736 parameters) under its own recipe, and AdamW on a model of `lm-laptop`'s size. All train on the same text, on one core, for the CPU
 seconds of the first row, half of what `lm-tiny` takes; validation loss in nats per byte over the same 131,072 bytes, one seed.
 
-Made by `python -m scripts.bench.recipes.first_run`. A warm-up of 5 %, a cosine to zero; nanoGPT's is its own. Of PyTorch's rates
-the best of three counts, and it was the largest: a larger one may be better still. No rate of AdamW in the rows of ours is tuned to its row, so
-that Muon's share is not told from that of its rate. Other work ran on the machine.
+Made by `python -m scripts.bench.recipes.first_run`. A warm-up of 5 %, a cosine to zero; nanoGPT's is its own. Where a row has rates,
+they were doubled until the loss rose, and the best counts: so AdamW's rates are tuned to their rows, ours as PyTorch's, and what
+Muon brings is told from what its rate does. Other work ran on the machine.
 """
 
 
-def words_of(name: str, steps: int) -> list[str]:
-    """The words after `python -m train` of a row of ours, at a length."""
-    return [*OURS[name].split(), "--steps", str(steps), "--optimizer.warmup-steps", str(max(1, steps // 20))]
+def words_of(name: str, steps: int, rate: float | None = None) -> list[str]:
+    """The words after `python -m train` of a row of ours, at a length, and at a rate of its own."""
+    own = [] if rate is None else ["--optimizer.peak-lr", f"{rate:g}"]
+    return [*OURS[name].split(), *own, "--steps", str(steps), "--optimizer.warmup-steps", str(max(1, steps // 20))]
 
 
-def ours(name: str, seconds: float | None, steps: int) -> dict[str, Any]:
-    """A row of ours: so many steps, or as many as fit into the seconds."""
+def tuned(train: Callable[[float], dict[str, Any]]) -> dict[str, Any]:
+    """The row of the best rate, and the losses of all that were tried: doubled from `LOWEST` until the loss rises.
+
+    Args:
+        train: rate to its row.
+
+    Raises:
+        SystemExit: the loss still fell at the last of `MOST` rates, or rose from the first to the second.
+    """
+    rows = [train(LOWEST)]
+    while len(rows) < 2 or rows[-1]["loss"] < rows[-2]["loss"]:
+        if len(rows) == MOST:
+            raise SystemExit(f"the loss still falls at a rate of {rows[-1]['rate']:g}")
+        rows.append(train(2 * rows[-1]["rate"]))
+    if len(rows) == 2:
+        raise SystemExit(f"the loss rises from the lowest rate, {LOWEST:g}, on; start lower")
+    return {**rows[-2], "rates": {f"{row['rate']:g}": row["loss"] for row in rows}}
+
+
+def trained(config: Config, steps: int) -> tuple[dict[str, Any], Callable[[], float]]:
+    """A run of ours in this process: its row without a loss, and what computes that.
+
+    Args:
+        config: of the run.
+        steps: to take, of those that the config's schedule has.
+    """
     import jax
 
     from mupax.train import data
-    from mupax.train.config import cli
     from mupax.train.core.program import assemble
     from mupax.train.run.evaluate import evaluate
     from mupax.train.run.prefetch import Prefetch
 
-    def trained(steps: int) -> tuple[dict[str, Any], Any]:
-        recipe, *words = words_of(name, steps)
-        config = cli.parse(recipe, cli.recipe(recipe), words).config
-        source = data.load(config.data, config.model, seed=config.seed, note=lambda line: None)
-        program = assemble(config)
-        step = program.compile_train()
-        state, numbers, feed = (
-            program.placed(program.initial_state(), step),
-            program.step_inputs(),
-            program.train_feed(),
-        )
-        with Prefetch(source.train_batches(0, *feed.rows), feed.put) as batches:
-            began = time.process_time()
-            for batch, _ in zip(batches, range(steps), strict=False):
-                state, _ = step(state, numbers, batch)
-            jax.block_until_ready(state)
-            took = time.process_time() - began
-        tokens = steps * config.data.batch_size * config.model.units
-        row = {"parameters": program.definition.count(), "steps": steps, "bytes": tokens, "cpu_seconds": round(took, 1)}
-        return (
-            row,
-            lambda: evaluate(program.compile_eval(step), state.params, numbers, source, program.eval_feed()).loss,
-        )
+    source = data.load(config.data, config.model, seed=config.seed, note=lambda line: None)
+    program = assemble(config)
+    step, numbers, feed = program.compile_train(), program.step_inputs(), program.train_feed()
+    state = program.placed(program.initial_state(), step)
+    with Prefetch(source.train_batches(0, *feed.rows), feed.put) as batches:
+        began = time.process_time()
+        for batch, _ in zip(batches, range(steps), strict=False):
+            state, _ = step(state, numbers, batch)
+        jax.block_until_ready(state)
+        took = time.process_time() - began
+    size = steps * config.data.batch_size * config.model.units
+    row = {"parameters": program.definition.count(), "steps": steps, "bytes": size, "cpu_seconds": round(took, 1)}
+    return row, lambda: evaluate(program.compile_eval(step), state.params, numbers, source, program.eval_feed()).loss
+
+
+def step_seconds(config: Config, steps: int = 60) -> float:
+    """CPU seconds of one step of a run of ours."""
+    return trained(config, steps)[0]["cpu_seconds"] / steps
+
+
+def ours(name: str, seconds: float | None, steps: int) -> dict[str, Any]:
+    """A row of ours: so many steps, or as many as fit into the seconds."""
+    from mupax.train.config import cli
+
+    def config_of(words: Sequence[str]) -> Config:
+        return cli.parse(words[0], cli.recipe(words[0]), words[1:]).config
+
+    def row(rate: float | None = None) -> dict[str, Any]:
+        words = words_of(name, steps, rate)
+        found, loss = trained(config_of(words), steps)
+        own = {} if rate is None else {"rate": rate}
+        return {**found, **own, "loss": round(loss(), 4), "command": f"python -m train {' '.join(words)}"}
 
     if seconds is not None:
-        timed = 60
-        steps = int(seconds / (trained(timed)[0]["cpu_seconds"] / timed))
-    row, loss = trained(steps)
-    return {**row, "loss": round(loss(), 4), "command": f"python -m train {' '.join(words_of(name, steps))}"}
+        steps = int(seconds / step_seconds(config_of(words_of(name, 60))))
+    return tuned(row) if name == ADAMW else row()
 
 
 def others(name: str, seconds: float) -> dict[str, Any]:
-    """The best of three rates of a recipe in PyTorch, and all three."""
+    """The best rate of a recipe in PyTorch, and all that were tried."""
     from mupax.train import data
     from mupax.train.config.recipes import RECIPES
     from scripts.bench.pytorch import runs as torch_runs
@@ -109,10 +147,8 @@ def others(name: str, seconds: float) -> dict[str, Any]:
     config = RECIPES["lm-tiny"]() if OTHERS[name] == "nanogpt" else RECIPES["lm-laptop"]()
     run = torch_runs.Run(recipe, data.load(config.data, recipe.model, seed=0, note=lambda line: None))
     steps = int(seconds / run.seconds())
-    rows = [run.train(rate, steps) for rate in RATES]
-    best = min(rows, key=lambda row: row["loss"])
     size = steps * config.data.batch_size * recipe.model.units
-    return {"parameters": run.count, "bytes": size, **best, "rates": {f"{row['rate']:g}": row["loss"] for row in rows}}
+    return {"parameters": run.count, "bytes": size, **tuned(lambda rate: run.train(rate, steps))}
 
 
 def markdown(kept: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from unittest.mock import ANY
 
 import pytest
 
@@ -39,6 +40,34 @@ def test_what_make_train_runs_is_the_recipe_of_the_page():
 def test_the_commands_of_rows_exist(name: str):
     recipe, *words = first_run.words_of(name, 400)
     assert cli.parse(recipe, RECIPES[recipe], words).config.steps == 400
+
+
+def test_a_rate_is_doubled_until_the_loss_rises():
+    tried: list[float] = []
+
+    def train(rate: float) -> dict[str, float]:
+        tried.append(rate)
+        return {"rate": rate, "loss": abs(rate - 0.004)}
+
+    assert first_run.tuned(train) == {
+        "rate": 0.004,
+        "loss": 0.0,
+        "rates": dict.fromkeys(("0.001", "0.002", "0.004", "0.008"), ANY),
+    }
+    assert tried == [0.001, 0.002, 0.004, 0.008]
+    # Controls: no best rate that has one on both sides.
+    with pytest.raises(SystemExit, match=r"rises from the lowest rate, 0\.001"):
+        first_run.tuned(lambda rate: {"rate": rate, "loss": rate})
+    with pytest.raises(SystemExit, match=r"still falls at a rate of 0\.128"):
+        first_run.tuned(lambda rate: {"rate": rate, "loss": -rate})
+
+
+def test_the_best_rates_of_the_page_have_a_rate_on_both_sides():
+    rows = {name: row for name, row in KEPT["rows"].items() if "rates" in row}
+    assert set(rows) == {first_run.ADAMW, *first_run.OTHERS}
+    for row in rows.values():
+        first, *_, last = row["rates"].values()
+        assert row["loss"] == min(row["rates"].values()) < min(first, last)
 
 
 def test_on_fresh_seeds_no_optimizer_of_the_images_wins():
