@@ -97,7 +97,10 @@ def collectives(
                 name=instruction.name,
                 op_name=instruction.op_name or holder.op_name,
                 source=module.source(instruction) or module.source(holder),
-                overlapped=between or chain is not None or _hidden(module, where, instruction),
+                overlapped=between
+                or chain is not None
+                or _hidden(module, where, instruction)
+                or _hidden(module, module.computations[executed.computation], holder),
                 between_slices=between,
                 gathers=kind == "all-reduce" and all(_in_zeros(module, where, name) for name in instruction.operands),
             )
@@ -147,7 +150,7 @@ def _within(
         yield computation, instruction, "reduce-scatter" if scattered else kind
     elif kind == "send" and (transfer := _BETWEEN.search(instruction.attributes)):
         yield computation, instruction, transfer[1].lower().replace("_", "-")
-    elif kind == "fusion":
+    elif instruction.opcode in ("fusion", "call-start"):  # the latter on v7x, whose other cores send
         for name in instruction.called():
             for one in module.computations[name].values():
                 yield from _within(module, one, name)

@@ -170,6 +170,29 @@ def test_one_channel_may_be_that_of_many() -> None:
     assert sum(row["alone_bytes"] for row in table(found)) == sum(one.wire_bytes for one in found) > 0
 
 
+CALLED = """%sent (p: f32[512,8]) -> f32[128,8] {
+  %p = f32[512,8]{1,0} parameter(0)
+  ROOT %r = f32[128,8]{1,0} reduce-scatter(%p), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}, to_apply=%sum
+}
+
+ENTRY %main (p: f32[512,8], w: f32[8,8]) -> f32[128,8] {
+  %p = f32[512,8]{1,0} parameter(0)
+  %w = f32[8,8]{1,0} parameter(1)
+  %s = ((f32[512,8]{1,0}), f32[128,8]{1,0}, u32[]) call-start(%p), to_apply=%sent
+  BETWEEN
+  ROOT %d = f32[128,8]{1,0} call-done(%s)
+}
+"""
+DOT = "%x = f32[512,8]{1,0} dot(%p, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+
+
+@pytest.mark.parametrize("between", [DOT, "%x = f32[512,8]{1,0} negate(%p)"])
+def test_what_other_cores_send_is_counted(between: str) -> None:
+    # As on v7x: a collective called by its sparse cores, beside what stands between the call and its end.
+    (one,) = collectives(hlo.parse(CALLED.replace("BETWEEN", between)), {"fsdp": 4})
+    assert (one.kind, one.bytes, one.overlapped) == ("reduce-scatter", 512 * 8 * 4, between == DOT)
+
+
 GATHERED = """%fused (zeros: bf16[8,4], part: bf16[2,4], place: s32[]) -> bf16[8,4] {
   %zeros = bf16[8,4]{1,0} parameter(0)
   %part = bf16[2,4]{1,0} parameter(1)
