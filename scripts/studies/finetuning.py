@@ -31,7 +31,7 @@ from scripts import ROOT
 from scripts.vision.finetune import scores
 
 OUT = ROOT / "docs" / "finetuning.json"
-WIDTHS = (16, 64)
+WIDTHS: tuple[int, int] = (16, 64)
 BASE = 64
 """The width of lm-proxy, which `mup` is relative to."""
 PRESETS = {"mup": (), "sp": ("--preset", "sp", "--preset.base", "None")}
