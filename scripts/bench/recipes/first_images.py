@@ -57,7 +57,7 @@ def control(fresh: Sequence[int]) -> dict[str, Any]:
     from mupax.train import data
     from mupax.train.config.recipes import RECIPES
     from scripts.bench.pytorch import runs as torch_runs
-    from scripts.bench.recipes.first_run import step_seconds, tuned
+    from scripts.bench.recipes.equal_seconds import step_seconds, tuned
 
     config = RECIPES["vit-digits"]()
     seconds = STEPS * step_seconds(config)

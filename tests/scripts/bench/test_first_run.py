@@ -12,6 +12,7 @@ from mupax.train.config import cli
 from mupax.train.config.recipes import RECIPES
 from scripts import ROOT
 from scripts.bench.recipes import first_images, first_run
+from scripts.bench.recipes.equal_seconds import tuned
 from scripts.figures.result import mean
 
 KEPT = json.loads(first_run.OUT.read_text())
@@ -49,7 +50,7 @@ def test_a_rate_is_doubled_until_the_loss_rises():
         tried.append(rate)
         return {"rate": rate, "loss": abs(rate - 0.004)}
 
-    assert first_run.tuned(train) == {
+    assert tuned(train) == {
         "rate": 0.004,
         "loss": 0.0,
         "rates": dict.fromkeys(("0.001", "0.002", "0.004", "0.008"), ANY),
@@ -57,9 +58,9 @@ def test_a_rate_is_doubled_until_the_loss_rises():
     assert tried == [0.001, 0.002, 0.004, 0.008]
     # Controls: no best rate that has one on both sides.
     with pytest.raises(SystemExit, match=r"rises from the lowest rate, 0\.001"):
-        first_run.tuned(lambda rate: {"rate": rate, "loss": rate})
+        tuned(lambda rate: {"rate": rate, "loss": rate})
     with pytest.raises(SystemExit, match=r"still falls at a rate of 0\.128"):
-        first_run.tuned(lambda rate: {"rate": rate, "loss": -rate})
+        tuned(lambda rate: {"rate": rate, "loss": -rate})
 
 
 def test_the_best_rates_of_the_page_have_a_rate_on_both_sides():

@@ -15,14 +15,15 @@ from mupax.train.config import cli
 from mupax.train.config.recipes import RECIPES
 from mupax.train.core.program import Program, assemble
 from mupax.train.studies.transfer.drift import TOLERANCE
-from scripts.studies import finetuning, finetuning_page
+from scripts.studies.finetuning import page as finetuning_page
+from scripts.studies.finetuning import study as finetuning
 
 STUDY = json.loads(finetuning.OUT.read_text())
 
 
 def test_the_page_is_what_was_measured() -> None:
     assert finetuning_page.PAGE.read_text() == finetuning_page.page(STUDY), (
-        "write it again: python -m scripts.studies.finetuning_page"
+        "write it again: python -m scripts.studies.finetuning.page"
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-MODULES, LINES = 92, 15_700
+MODULES, LINES = 92, 15_800
 """Most modules with code, and most lines of them."""
 UNREAD = ("presets.tuned", "train.pods", "train.reuse", "train.studies", "zoo.huggingface.config")
 """What no plain run reads."""

@@ -248,7 +248,8 @@ def test_damaged_data_sets_are_named(tmp_path: Path) -> None:
         ("test:/tmp/x", "no data is named 'test:/tmp/x'"),
     ],
 )
-def test_missing_data_is_said_at_once(tmp_path: Path, name: str, message: str) -> None:
+def test_missing_data_is_said_at_once(tmp_path: Path, name: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where ../../etc is no folder
     start = time.perf_counter()
     with pytest.raises(data.DataError, match=message) as error:
         load(name, tmp_path, SHORT)

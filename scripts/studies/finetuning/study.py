@@ -163,7 +163,3 @@ def config(workdir: Path, setting: Setting, seed: int) -> Config:
         subprocess.run([sys.executable, "-m", "mupax.train", *words], check=True)
     words = ["lm", np.get_include(), "--from", str(source), *TUNE.split(), *ARMS[arm], "--seed", str(seed)]
     return finetune.command(words).config
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""The page docs/finetuning.md from what `scripts.studies.finetuning` measured: `python -m scripts.studies.finetuning_page`."""
+"""The page docs/finetuning.md from what `scripts.studies.finetuning` measured: `python -m scripts.studies.finetuning.page`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mupax.train.studies.transfer.drift import TOLERANCE, Analysis, Interval, an
 from mupax.train.studies.transfer.fit import Curve
 from scripts import ROOT
 from scripts.pages.markdown import table
-from scripts.studies.finetuning import ARMS, BASE, OUT, PRESETS, SOURCE_STEPS, WIDTHS, Row, curve
+from scripts.studies.finetuning.study import ARMS, BASE, OUT, PRESETS, SOURCE_STEPS, WIDTHS, Row, curve
 
 PAGE = ROOT / "docs" / "finetuning.md"
 NAMES = {"full": "everything", "adapters": "adapters of rank 4"}
@@ -103,7 +103,7 @@ low-rank adapters ([own images](own_images.md)). Is that rate right, and is it t
 bytes at a peak of 0.008, then 100 steps on another text: the C headers that NumPy {{numpy}} installs. Under `mup` the base is `lm-proxy`; at
 its width, {BASE}, `mup` and `sp` are one model with one rate each, so those runs count for both. Seeds: {{seeds}}, each
 with a source of its own. Made by `python -m scripts.studies.finetuning --workdir FOLDER` under Python {{python}} on CPU, which goes on where it
-was stopped; the page by `python -m scripts.studies.finetuning_page`. Losses are nats per byte on headers that were not trained on.
+was stopped; the page by `python -m scripts.studies.finetuning.page`. Losses are nats per byte on headers that were not trained on.
 
 ## The best rate and its shift
 
