@@ -34,12 +34,12 @@ def first_committed(report: dict[str, Any], root: Path) -> dict[str, str] | None
     def key(one: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(one.get(name) for name in ("recipe", "topology", "estimated_cycles", "compile_seconds"))
 
-    found = None
+    first = None
     for commit, date, reports in _history(root):
         if key(report) not in map(key, reports):
             break
-        found = {"commit": commit, "date": date}
-    return found
+        first = {"commit": commit, "date": date}
+    return first
 
 
 def _history(root: Path) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:

@@ -61,8 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     kept = json.loads((DOCS / "pods.json").read_text()) if (DOCS / "pods.json").exists() else {"pods": []}
     reports = {(r["recipe"], r["topology"]): r for r in kept["pods"]}
-    given = [{**json.loads(path.read_text()), "program": commits.head(ROOT)} for path in args.json]
-    reports |= {(report["recipe"], report["topology"]): report for report in given}
+    compiled = [{**json.loads(path.read_text()), "program": commits.head(ROOT)} for path in args.json]
+    reports |= {(report["recipe"], report["topology"]): report for report in compiled}
     wanted = [tuple(words.split()) for words in args.only or ()]
     for recipe, topology in wanted if args.only or args.json or args.preset_cost else PODS:
         reports[recipe, topology] = compiled(recipe, topology)

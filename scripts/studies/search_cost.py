@@ -145,10 +145,10 @@ def measured(out: Path) -> dict[str, Any]:
     """
     folder = {name: Path(words[-1]) for name, words in commands(out).items()}
     reference = [fit(one.curve, one.curve.first).optimum for one in settings(folder["grid of rates"])]
-    kept = json.loads((folder["frugal"] / "frugal.json").read_text())["studies"][0]["sizes"]
+    sizes = json.loads((folder["frugal"] / "frugal.json").read_text())["studies"][0]["sizes"]
     rates = [
         {"size": size["size"], "grid": round(best, 3), "frugal": size["log2_optimum"], "runs": size["runs"]}
-        for size, best in zip(kept, reference, strict=True)
+        for size, best in zip(sizes, reference, strict=True)
     ]
     grid, grid_runs = least(folder["grid of constants"])
     tuned, tune_runs = least(folder["tune"])

@@ -44,7 +44,7 @@ def document() -> str:
 
 def _replayed() -> str:
     """From what `python -m scripts.studies.frugal` wrote."""
-    found = disk.read_json(ROOT / "docs" / "frugal.json")
+    record = disk.read_json(ROOT / "docs" / "frugal.json")
 
     def cells(each: Sequence[Mapping[str, float]], settings: Sequence[int]) -> str:
         hit, cost = (
@@ -56,16 +56,16 @@ def _replayed() -> str:
     def held_out(chosen: Sequence[Mapping[str, Any]]) -> str:
         return cells([one["shown_on"] for one in chosen], [one["settings"] for one in chosen])
 
-    whole = [found["shipped"]["all"], found["one_seed_on_the_whole_grid"], found["two_seeds_on_the_whole_grid"]]
+    whole = [record["shipped"]["all"], record["one_seed_on_the_whole_grid"], record["two_seeds_on_the_whole_grid"]]
     shipped, one, two = (cells([each], [1]) for each in whole)
     by_study = (
         f"{name} {each['within_a_quarter_octave']:.0%} at {each['cost']:.2f}"
-        for name, each in found["shipped"]["by_study"].items()
+        for name, each in record["shipped"]["by_study"].items()
     )
-    alone = [one for one in found["held_out"] if len(one["held_out"]) == 1]
-    (later,) = (one for one in found["held_out"] if len(one["held_out"]) > 1)
+    alone = [one for one in record["held_out"] if len(one["held_out"]) == 1]
+    (later,) = (one for one in record["held_out"] if len(one["held_out"]) > 1)
     return FRUGAL.format(
-        settings=found["settings"]["all"], shipped=shipped, one=one, two=two, alone=held_out(alone), later=held_out([later]),
+        settings=record["settings"]["all"], shipped=shipped, one=one, two=two, alone=held_out(alone), later=held_out([later]),
         later_studies=len(later["held_out"]), by_study=", ".join(by_study),
     )  # fmt: skip
 

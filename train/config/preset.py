@@ -182,8 +182,8 @@ class PresetFlags(ConstantFlags):
 
     def config(self, name: str) -> PresetConfig:
         """The preset of that name; raises as `values`."""
-        given = tuple(f"{constant}={value}" for constant, value in self.values().items())
-        return PresetConfig(name=name, base=self.base, form=self.form, constants=given)
+        constants = tuple(f"{constant}={value}" for constant, value in self.values().items())
+        return PresetConfig(name=name, base=self.base, form=self.form, constants=constants)
 
 
 def with_group_constants(argv: Sequence[str], default: Sequence[str] = ()) -> list[str]:

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from mupax import disk
 from scripts import ROOT
 from scripts.bench import in_turns
 from scripts.figures.result import mean
@@ -48,11 +49,12 @@ ran on the machine.
 """
 
 
-def control(fresh: Sequence[int]) -> dict[str, Any]:
+def control(fresh: Sequence[int], path: Path) -> dict[str, Any]:
     """AdamW in PyTorch for as long as `vit-digits` trains: its rates' losses from the first seeds, and the best one's from fresh seeds.
 
     Args:
         fresh: seeds that chose nothing.
+        path: of a file with the steps that fit and every run that has ended: the same call goes on where it was stopped.
     """
     from mupax.train import data
     from mupax.train.config.recipes import RECIPES
@@ -60,30 +62,31 @@ def control(fresh: Sequence[int]) -> dict[str, Any]:
     from scripts.bench.recipes.equal_seconds import step_seconds, tuned
 
     config = RECIPES["vit-digits"]()
-    seconds = STEPS * step_seconds(config)
     source = data.load(config.data, config.model, seed=0, note=lambda line: None)
     run = torch_runs.Run(torch_runs.RECIPES["images"], source)
-    steps = int(seconds / run.seconds(60))
+    if path.exists():
+        work = json.loads(path.read_text())
+    else:
+        seconds = STEPS * step_seconds(config)
+        work = {"seconds_of_ours": round(seconds, 1), "steps": int(seconds / run.seconds(60)), "runs": {}}
+
+    def once(rate: float, seed: int) -> dict[str, Any]:
+        name = f"{rate:g} {seed}"
+        if name not in work["runs"]:
+            work["runs"][name] = run.train(rate, work["steps"], seed)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            disk.write_whole(path, json.dumps(work, indent=1) + "\n")
+        return work["runs"][name]
 
     def trained(rate: float, seeds: Sequence[int]) -> dict[str, Any]:
-        rows = [run.train(rate, steps, seed) for seed in seeds]
+        rows = [once(rate, seed) for seed in seeds]
         losses = [row["loss"] for row in rows]
-        return {
-            "rate": rate,
-            "loss": round(float(np.mean(losses)), 4),
-            "losses": losses,
-            "cpu_seconds": rows[0]["cpu_seconds"],
-        }
+        loss, cpu_seconds = round(float(np.mean(losses)), 4), float(np.median([row["cpu_seconds"] for row in rows]))
+        return {"rate": rate, "loss": loss, "losses": losses, "cpu_seconds": cpu_seconds}
 
     best = tuned(lambda rate: trained(rate, range(FIRST)))
-    final = trained(best["rate"], fresh)
-    return {
-        "parameters": run.count,
-        "steps": steps,
-        "seconds_of_ours": round(seconds, 1),
-        **final,
-        "rates": best["rates"],
-    }
+    shared = {name: work[name] for name in ("steps", "seconds_of_ours")}
+    return {"parameters": run.count, **shared, **trained(best["rate"], fresh), "rates": best["rates"]}
 
 
 def swept(optimizer: str, rates: str, seeds: int, folder: Path) -> dict[tuple[float, int], dict[str, Any]]:
@@ -206,12 +209,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     if args.torch:
-        kept = json.loads(OUT.read_text())
+        record = json.loads(OUT.read_text())
         in_turns.one_core()
-        kept["torch"] = control(range(args.seeds, 2 * args.seeds))
+        record["torch"] = control(range(args.seeds, 2 * args.seeds), args.out / "torch.json")
     else:
-        kept = measured(args.seeds, args.out)
-    OUT.write_text(json.dumps(kept, indent=1) + "\n")
+        record = measured(args.seeds, args.out)
+    OUT.write_text(json.dumps(record, indent=1) + "\n")
     return 0
 
 

@@ -162,8 +162,8 @@ def _backward(
     def gradients(rows: Any, kv: Any, masked: bool = False) -> list[list[jax.Array]]:
         (q_BHTN, y_BHTN, lse_BHT, gradient_BHTN, *segments), (k_BKSN, v_BKSN, *others) = rows, kv
         whole = q_BHTN, k_BKSN, v_BKSN, y_BHTN, lse_BHT
-        found = part.backward(whole, gradient_BHTN, masked, *segments, *others)
-        return [[x.astype(jnp.float32)] for x in found]
+        cotangents = part.backward(whole, gradient_BHTN, masked, *segments, *others)
+        return [[x.astype(jnp.float32)] for x in cotangents]
 
     def seen(dq: Any, dkv: Any, kv: Any, step: jax.Array | int) -> Any:
         """Gradients of queries, and of keys and values, by parts."""
@@ -188,8 +188,8 @@ def _backward(
     dq, *dkv = (_parts(x, causal) for (x,) in gradients(rows, mine, causal))
     (dq, dkv, kv), _ = jax.lax.scan(onward, (dq, dkv, _sent(mine, names)), jnp.arange(1, ways - 1))
     dq, dkv = seen(dq, _sent(dkv, names), kv, ways - 1)
-    found = (jnp.concatenate(x, axis=2).astype(q_BHTN.dtype) for x in (dq, *_sent(dkv, names)))
-    return *found, *(None for _ in mine[2:])  # segments have no gradient
+    cotangents = (jnp.concatenate(x, axis=2).astype(q_BHTN.dtype) for x in (dq, *_sent(dkv, names)))
+    return *cotangents, *(None for _ in mine[2:])  # segments have no gradient
 
 
 _attended.defvjp(_forward, _backward)

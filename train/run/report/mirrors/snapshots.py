@@ -118,8 +118,8 @@ def _numbers(x: jax.Array) -> dict[str, jax.Array]:
     limits = low + (high - low) * jnp.arange(1, _PARTS) / _PARTS
     # One pass a limit: all at once would be an array of so many times the parameter.
     below = jax.lax.map(lambda limit: jnp.sum(finite & (x < limit), dtype=jnp.uint32), limits)
-    kept = jnp.where(finite, x, 0)
-    sums = {"total": jnp.sum(kept), "squares": jnp.sum(kept**2), "count": jnp.sum(finite, dtype=jnp.uint32)}
+    values = jnp.where(finite, x, 0)
+    sums = {"total": jnp.sum(values), "squares": jnp.sum(values**2), "count": jnp.sum(finite, dtype=jnp.uint32)}
     return {"low": low, "high": high, "below": below, **sums}
 
 
