@@ -59,20 +59,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--preset-cost", action="store_true", help="count again what a preset costs on TPU")
     args = parser.parse_args(argv)
-    kept = json.loads((DOCS / "pods.json").read_text()) if (DOCS / "pods.json").exists() else {"pods": []}
-    reports = {(r["recipe"], r["topology"]): r for r in kept["pods"]}
-    compiled = [{**json.loads(path.read_text()), "program": commits.head(ROOT)} for path in args.json]
-    reports |= {(report["recipe"], report["topology"]): report for report in compiled}
-    wanted = [tuple(words.split()) for words in args.only or ()]
-    for recipe, topology in wanted if args.only or args.json or args.preset_cost else PODS:
+    record = json.loads((DOCS / "pods.json").read_text()) if (DOCS / "pods.json").exists() else {"pods": []}
+    reports = {(r["recipe"], r["topology"]): r for r in record["pods"]}
+    for path in args.json:
+        report = json.loads(path.read_text())
+        reports[report["recipe"], report["topology"]] = {**report, "program": commits.head(ROOT)}
+    selection = [tuple(words.split()) for words in args.only or ()]
+    for recipe, topology in selection if args.only or args.json or args.preset_cost else PODS:
         reports[recipe, topology] = compiled(recipe, topology)
     if args.preset_cost or not (args.only or args.json):
-        kept["preset_cost"] = [preset_cost(*case) for case in COSTS]
-    kept["pods"] = [reports[pod] for pod in PODS if pod in reports]
-    for report in kept["pods"]:
+        record["preset_cost"] = [preset_cost(*case) for case in COSTS]
+    record["pods"] = [reports[pod] for pod in PODS if pod in reports]
+    for report in record["pods"]:
         report.setdefault("program", commits.first_committed(report, ROOT))
-    (DOCS / "pods.json").write_text(json.dumps(kept, indent=1) + "\n")
-    (DOCS / "pods.md").write_text(document(kept))
+    (DOCS / "pods.json").write_text(json.dumps(record, indent=1) + "\n")
+    (DOCS / "pods.md").write_text(document(record))
     return 0
 
 
@@ -104,9 +105,9 @@ def preset_cost(width: int, depth: int, batch_size: int, dtype: str, preset: str
     return {**about, "ratio": bench.ratios(program)}
 
 
-def document(found: dict[str, Any]) -> str:
+def document(record: dict[str, Any]) -> str:
     """The page."""
-    pods = found["pods"]
+    pods = record["pods"]
     lines = [INTRODUCTION, _summary(pods)]
     if old := [f"{report['recipe']} on {report['topology']}" for report in pods if "flags" not in report]:
         lines += [
@@ -118,7 +119,7 @@ def document(found: dict[str, Any]) -> str:
     for report in pods:
         lines += ["", f"## {report['recipe']} on {report['topology']}", "", *_memory(report), "", _collectives(report)]
         lines += ["", _temporaries(report)]
-    if cost := found.get("preset_cost"):
+    if cost := record.get("preset_cost"):
         lines += ["", *_preset_cost(cost)]
     return "\n".join(lines).rstrip() + "\n"
 
