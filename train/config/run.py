@@ -77,7 +77,7 @@ class Config:
     """Compiler flags of train/parallel/hardware.py for the devices at hand, or none; those in XLA_FLAGS and LIBTPU_INIT_ARGS stay.
     scatter, on TPU: also gradients by reduce-scatter along each dimension of the torus, half of the bytes of all-reduce."""
     vmem_kib: int | None = None
-    """On TPU: most KiB of a core's own memory that one operation may take; 32768 on v5e and v5p unless given, elsewhere the compiler's."""
+    """On TPU: most KiB of a core's own memory that one operation may take; 32768 on v5e and v5p and 98304 on v6e, else the compiler's."""
 
     def __post_init__(self) -> None:
         if wrong := [name for name in self.resume_change if name not in get_args(ResumeChange)]:
