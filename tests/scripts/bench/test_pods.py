@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from scripts import ROOT
-from scripts.bench import pods
+from scripts.bench import commits, pods
 
 COMMITTED = {(r["recipe"], r["topology"]): r for r in json.loads((ROOT / "docs" / "pods.json").read_text())["pods"]}
 POD = pods.PODS[0]
@@ -42,13 +42,17 @@ def test_one_pod_is_compiled_and_the_others_stay(folder: Path, monkeypatch: pyte
     assert "12,345 estimated cycles" in (folder / "pods.md").read_text()
 
 
-def test_a_report_from_a_file_is_taken_as_of_this_program(folder: Path, tmp_path: Path) -> None:
+def test_a_report_from_a_file_is_taken_as_of_this_program(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = {"commit": "1234567", "date": "2026-11-24"}
+    monkeypatch.setattr(commits, "head", lambda root: program)
     report = tmp_path / "report.json"
     report.write_text(json.dumps({**COMMITTED[POD], "estimated_cycles": 54_321, "program": None}))
     assert pods.main(["--json", str(report)]) == 0
     after = figures(folder)
     assert after[POD]["estimated_cycles"] == 54_321
-    assert after[POD]["program"]["commit"]
+    assert after[POD]["program"] == program
     assert {pod: row for pod, row in after.items() if pod != POD} == {
         pod: row for pod, row in COMMITTED.items() if pod != POD
     }
