@@ -41,17 +41,17 @@ def rows_of(results: Sequence[dict[str, Any]]) -> list[list[str]]:
     """What every benchmark has: a time of each, and the first one's ratio to the others."""
     names = list(results[0]["ms"])
     ours = next(name for name in names if name not in results[0]["ratio"])
-    others = [name for name in names if name != ours]
+    baselines = [name for name in names if name != ours]
     memory = "temporary_bytes" in results[0]
-    head = ["", *[f"{name}, ms" for name in (ours, *others)], *[f"{ours} / {name}" for name in others]]
+    head = ["", *[f"{name}, ms" for name in (ours, *baselines)], *[f"{ours} / {name}" for name in baselines]]
     counts = [name for name in ("flops", "bytes") if name in results[0]]
-    found = [[*head, *(f"{name}, MB" for name in (ours, *others) if memory), *(f"{name}, ratio" for name in counts)]]
+    rows = [[*head, *(f"{name}, MB" for name in (ours, *baselines) if memory), *(f"{name}, ratio" for name in counts)]]
     for result in results:
-        ratios = [_ratio(result, name) for name in others]
-        times = [f"{result['ms'][name]:.1f}" for name in (ours, *others)]
-        bytes_ = [f"{result['temporary_bytes'][name] / 1e6:.0f}" for name in (ours, *others) if memory]
-        found.append([_label(result), *times, *ratios, *bytes_, *(f"{result[name]:.4f}" for name in counts)])
-    return found
+        ratios = [_ratio(result, name) for name in baselines]
+        times = [f"{result['ms'][name]:.1f}" for name in (ours, *baselines)]
+        bytes_ = [f"{result['temporary_bytes'][name] / 1e6:.0f}" for name in (ours, *baselines) if memory]
+        rows.append([_label(result), *times, *ratios, *bytes_, *(f"{result[name]:.4f}" for name in counts)])
+    return rows
 
 
 def _ratio(result: dict[str, Any], name: str) -> str:

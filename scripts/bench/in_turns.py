@@ -57,7 +57,7 @@ def in_turns(steps: Mapping[str, Callable[[], Any]], rounds: int, steps_per_turn
         rounds: how often each has its turn; every round goes through them the other way round.
         steps_per_turn: timed steps of a turn, after one that is not: it finds caches and threads as another left them.
     """
-    found: Seconds = {name: [] for name in steps}
+    seconds: Seconds = {name: [] for name in steps}
     now = clock()
     for step in steps.values():
         step()
@@ -69,8 +69,8 @@ def in_turns(steps: Mapping[str, Callable[[], Any]], rounds: int, steps_per_turn
                 began = now()
                 steps[name]()
                 times.append(now() - began)
-            found[name].append(statistics.median(times))
-    return found
+            seconds[name].append(statistics.median(times))
+    return seconds
 
 
 def compared(seconds: Seconds, ours: str) -> dict[str, Any]:
@@ -82,10 +82,10 @@ def compared(seconds: Seconds, ours: str) -> dict[str, Any]:
     }
     return {
         "ms": {name: round(1e3 * statistics.median(times), 3) for name, times in seconds.items()},
-        "ratio": {other: round(statistics.median(found), 4) for other, found in ratios.items()},
+        "ratio": {other: round(statistics.median(per_round), 4) for other, per_round in ratios.items()},
         "quartiles": {
-            other: [round(found[len(found) // 4], 4), round(found[-1 - len(found) // 4], 4)]
-            for other, found in ratios.items()
+            other: [round(per_round[len(per_round) // 4], 4), round(per_round[-1 - len(per_round) // 4], 4)]
+            for other, per_round in ratios.items()
         },
         "rounds": len(seconds[ours]),
     }

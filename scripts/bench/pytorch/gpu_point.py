@@ -97,14 +97,14 @@ def timed(step: Any, repeats: int, steps: int) -> float:
     for _ in range(2):
         step()
     step.wait()
-    found = []
+    seconds = []
     for _ in range(repeats):
         began = time.perf_counter()
         for _ in range(steps):
             step()
         step.wait()
-        found.append((time.perf_counter() - began) / steps)
-    return statistics.median(found)
+        seconds.append((time.perf_counter() - began) / steps)
+    return statistics.median(seconds)
 
 
 def traced(side: str, step: Any, folder: Path) -> None:

@@ -164,6 +164,6 @@ def load(model: Transformer, arrays: Mapping[str, Any]) -> None:
 def adamw(model: nn.Module, lr: float, weight_decay: float, b1: float, b2: float, eps: float) -> torch.optim.AdamW:
     """Fused AdamW; gains and biases do not decay."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=(b1, b2), eps=eps, fused=True)

@@ -53,14 +53,14 @@ class Part:
 def differentiated(fn: Callable[..., jax.Array], weights: Mapping[str, Any], *inputs: Any) -> Step:
     """fn(weights, *inputs) with its gradients by all of them, compiled."""
 
-    def both(cotangent: jax.Array, weights: Any, *inputs: jax.Array) -> Any:
+    def output_and_gradients(cotangent: jax.Array, weights: Any, *inputs: jax.Array) -> Any:
         out, pull = jax.vjp(fn, weights, *inputs)
         return out, pull(cotangent)
 
     inputs = tuple(map(jnp.asarray, inputs))
     out = jax.eval_shape(fn, weights, *inputs)
     cotangent = jnp.asarray(np.random.default_rng(1).standard_normal(out.shape, np.float32))
-    compiled = jax.jit(both).lower(cotangent, weights, *inputs).compile()
+    compiled = jax.jit(output_and_gradients).lower(cotangent, weights, *inputs).compile()
     return lambda: jax.block_until_ready(compiled(cotangent, weights, *inputs))
 
 
@@ -205,11 +205,11 @@ def measure(name: str, rounds: int, *, tiny: bool = False) -> dict[str, Any]:
     whole = assemble(config, jax.devices()[:1])
     rows = []
     for part in [*block_parts(one_block, whole.definition.sizes["layers"]), ends(one_block), update(whole)]:
-        found = in_turns({"mupax": part.ours, "torch_compile": part.theirs}, rounds)
-        ms = {who: round(1e3 * statistics.median(times) * part.times, 3) for who, times in found.items()}
+        seconds = in_turns({"mupax": part.ours, "torch_compile": part.theirs}, rounds)
+        ms = {who: round(1e3 * statistics.median(times) * part.times, 3) for who, times in seconds.items()}
         rows.append(
             {
-                **compared(found, "mupax"),
+                **compared(seconds, "mupax"),
                 "model": f"{name}: {part.name}",
                 "times": part.times,
                 "inner": part.inner,

@@ -63,7 +63,7 @@ MODELS: dict[str, Callable[..., Config]] = {"lm": lm, "vit": vit}
 def batches_of(program: Program, count: int) -> list[dict[str, np.ndarray]]:
     """Random batches of the model's task."""
     random, model, size = np.random.default_rng(0), program.config.model, program.config.data.batch_size
-    found = []
+    batches = []
     for _ in range(count):
         outputs, example = model.sizes()[model.output_axis], model.example()["inputs"].shape
         if model.task == "tokens":
@@ -72,19 +72,19 @@ def batches_of(program: Program, count: int) -> list[dict[str, np.ndarray]]:
         else:
             batch = {"inputs": random.standard_normal((size, *example), np.float32)}
             batch["targets"] = random.integers(0, outputs, size, np.int32)
-        found.append({**batch, "weights": np.ones(batch["targets"].shape, np.float32)})
-    return found
+        batches.append({**batch, "weights": np.ones(batch["targets"].shape, np.float32)})
+    return batches
 
 
 def jax_step(program: Program, batches: Sequence[dict[str, np.ndarray]]) -> Callable[[], float]:
     """One step of the run on the next batch; returns its loss."""
     compiled, state, run = program.compile_train(), program.initial_state(), program.step_inputs()
-    device, taken = [jax.device_put(batch) for batch in batches], 0
+    device, index = [jax.device_put(batch) for batch in batches], 0
 
     def step() -> float:
-        nonlocal state, taken
-        state, metrics = compiled(state, run, device[taken % len(device)])
-        taken += 1
+        nonlocal state, index
+        state, metrics = compiled(state, run, device[index % len(device)])
+        index += 1
         jax.block_until_ready(state)
         return float(metrics["loss"])
 
@@ -113,15 +113,15 @@ def torch_step(program: Program, batches: Sequence[dict[str, np.ndarray]], *, co
     loss_fn: Any = torch.compile(loss_of) if compiled else loss_of
     inputs = [torch.tensor(b["inputs"]) for b in batches]
     targets = [torch.tensor(b["targets"], dtype=torch.long) for b in batches]
-    taken = 0
+    index = 0
 
     def step() -> float:
-        nonlocal taken
+        nonlocal index
         optimizer.zero_grad(set_to_none=True)
-        loss = loss_fn(inputs[taken % len(inputs)], targets[taken % len(inputs)])
+        loss = loss_fn(inputs[index % len(inputs)], targets[index % len(inputs)])
         loss.backward()
         optimizer.step()
-        taken += 1
+        index += 1
         return float(loss.detach())
 
     return step
@@ -134,8 +134,8 @@ def check(steps: dict[str, Callable[[], float]], count: int) -> list[float]:
         AssertionError: the contenders do not train the same model.
     """
     losses = {name: [step() for _ in range(count)] for name, step in steps.items()}
-    for name, found in losses.items():
-        np.testing.assert_allclose(found, losses["mupax"], rtol=LOSS_TOLERANCE, err_msg=name)
+    for name, curve in losses.items():
+        np.testing.assert_allclose(curve, losses["mupax"], rtol=LOSS_TOLERANCE, err_msg=name)
     return losses["mupax"]
 
 
@@ -149,10 +149,10 @@ def measure(name: str, compute: ComputeConfig, rounds: int, *, tiny: bool = Fals
         "torch_eager": torch_step(program, batches, compiled=False),
     }
     losses = check(steps, 6)
-    known = program.definition.sizes
+    axis_sizes = program.definition.sizes
     sizes = {
-        "width": known["embed"], "depth": known["layers"], "seq_len": known["position"], "batch_size": program.config.data.batch_size,
-        "layers": compute.layers, "params": program.definition.count(),
+        "width": axis_sizes["embed"], "depth": axis_sizes["layers"], "seq_len": axis_sizes["position"],
+        "batch_size": program.config.data.batch_size, "layers": compute.layers, "params": program.definition.count(),
     }  # fmt: skip
     return {"model": name, **sizes, "losses": losses, **compared(in_turns(steps, rounds), "mupax")}
 
@@ -171,9 +171,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = list(MODELS) if args.model == "all" else [args.model]
     compute = ComputeConfig(layers=args.layers)
     results = [measure(name, compute, args.rounds, tiny=args.tiny) for name in names]
-    for found in results:
-        ratios = ", ".join(f"{found['ratio'][other]:.3f} of {other}" for other in found["ratio"])
-        print(f"{found['model']}: {found['ms']['mupax']:.1f} ms a step, {ratios}")
+    for result in results:
+        ratios = ", ".join(f"{result['ratio'][other]:.3f} of {other}" for other in result["ratio"])
+        print(f"{result['model']}: {result['ms']['mupax']:.1f} ms a step, {ratios}")
     write({"benchmark": "torch_step", **machine(), "torch": torch.__version__, "results": results}, args.json)
     return 0
 

@@ -158,42 +158,42 @@ def _final(rate: str, points: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"best": rate, "losses": [round(point["eval_loss"], 4) for point in points]}
 
 
-def section(kept: dict[str, Any]) -> str:
+def section(record: dict[str, Any]) -> str:
     """Its part of the page."""
     lines = [
         HEAD,
         "| optimizer | rates, three seeds | best | evaluation loss, eight seeds [95 %] |",
         "|---|---|---|---|",
     ]
-    for name, arm in kept["arms"].items():
+    for name, arm in record["arms"].items():
         each = ", ".join(f"{rate} {np.mean(losses):.3f}" for rate, losses in arm["rates"].items())
         value, low, high = mean(np.array(arm["losses"]))
         lines.append(f"| {name} | {each} | {arm['best']} | {value:.4f} [{low:.4f}, {high:.4f}] |")
-    adamw, muon = (kept["arms"][name]["losses"] for name in ARMS)
-    first, second = (kept["fresh"][name] for name in FRESH)
+    adamw, muon = (record["arms"][name]["losses"] for name in ARMS)
+    first, second = (record["fresh"][name] for name in FRESH)
     vertex = f"Muon at 2^{math.log2(VERTEX):.2f} ends at {np.mean(first):.4f}"
     lines += [
         "",
         f"Muon less AdamW, {len(muon)} paired seeds: {_apart(muon, adamw)} nats. From {len(first)} fresh seeds {vertex}",
         f"and `vit-digits` as it ships at {np.mean(second):.4f}: {_apart(first, second)}.",
     ]
-    return "\n".join([*lines, *(_control(kept["torch"], second) if "torch" in kept else []), ""])
+    return "\n".join([*lines, *(_control(record["torch"], second) if "torch" in record else []), ""])
 
 
-def _control(kept: dict[str, Any], ours: Sequence[float]) -> list[str]:
-    value, low, high = mean(np.array(kept["losses"]))
-    tried = ", ".join(f"{rate} {loss:.3f}" for rate, loss in kept["rates"].items())
+def _control(record: dict[str, Any], ours: Sequence[float]) -> list[str]:
+    value, low, high = mean(np.array(record["losses"]))
+    tried = ", ".join(f"{rate} {loss:.3f}" for rate, loss in record["rates"].items())
     return [
         "",
-        f"AdamW in PyTorch on a model of {kept['parameters']:,} parameters for the same CPU seconds on one core ({kept['steps']:,} steps",
-        f"in {kept['cpu_seconds']:.0f} s, {STEPS:,} of ours in {kept['seconds_of_ours']:.0f} s; rates from three seeds: {tried}) ends from",
-        f"those fresh seeds, at {kept['rate']:g}, at {value:.4f} [{low:.4f}, {high:.4f}]; `vit-digits` less it is",
-        f"{_apart(ours, kept['losses'])}.",
+        f"AdamW in PyTorch on a model of {record['parameters']:,} parameters for the same CPU seconds on one core ({record['steps']:,} steps",
+        f"in {record['cpu_seconds']:.0f} s, {STEPS:,} of ours in {record['seconds_of_ours']:.0f} s; rates from three seeds: {tried}) ends from",
+        f"those fresh seeds, at {record['rate']:g}, at {value:.4f} [{low:.4f}, {high:.4f}]; `vit-digits` less it is",
+        f"{_apart(ours, record['losses'])}.",
     ]
 
 
-def _apart(some: Sequence[float], others: Sequence[float]) -> str:
-    value, low, high = mean(np.subtract(some, others))
+def _apart(some: Sequence[float], baseline: Sequence[float]) -> str:
+    value, low, high = mean(np.subtract(some, baseline))
     return f"{value:+.4f} [{low:+.4f}, {high:+.4f}]"
 
 

@@ -42,7 +42,7 @@ OURS = {
     "width 96, not taken": "lm-laptop --model.width 96 --model.num-heads 3",
 }
 """Row to the words of its run; each but those not taken has one change more than the row before, Muon in AdamW's place."""
-OTHERS = {
+PYTORCH = {
     "nanoGPT's model and recipe": "nanogpt",
     "AdamW in PyTorch, lm-laptop's model": "control",
 }
@@ -73,38 +73,38 @@ def ours(name: str, seconds: float | None, steps: int) -> dict[str, Any]:
 
     def row(rate: float | None = None) -> dict[str, Any]:
         words = words_of(name, steps, rate)
-        found, loss = trained(config_of(words), steps)
+        fields, loss = trained(config_of(words), steps)
         own = {} if rate is None else {"rate": rate}
-        return {**found, **own, "loss": round(loss(), 4), "command": f"python -m train {' '.join(words)}"}
+        return {**fields, **own, "loss": round(loss(), 4), "command": f"python -m train {' '.join(words)}"}
 
     if seconds is not None:
         steps = int(seconds / step_seconds(config_of(words_of(name, 60))))
     return tuned(row) if name == ADAMW else row()
 
 
-def others(name: str, seconds: float) -> dict[str, Any]:
+def pytorch_row(name: str, seconds: float) -> dict[str, Any]:
     """The best rate of a recipe in PyTorch, and all that were tried."""
     from mupax.train import data
     from mupax.train.config.recipes import RECIPES
     from scripts.bench.pytorch import runs as torch_runs
 
-    recipe = torch_runs.RECIPES[OTHERS[name]]
-    config = RECIPES["lm-tiny"]() if OTHERS[name] == "nanogpt" else RECIPES["lm-laptop"]()
+    recipe = torch_runs.RECIPES[PYTORCH[name]]
+    config = RECIPES["lm-tiny"]() if PYTORCH[name] == "nanogpt" else RECIPES["lm-laptop"]()
     run = torch_runs.Run(recipe, data.load(config.data, recipe.model, seed=0, note=lambda line: None))
     steps = int(seconds / run.seconds())
     size = steps * config.data.batch_size * recipe.model.units
     return {"parameters": run.count, "bytes": size, **tuned(lambda rate: run.train(rate, steps))}
 
 
-def markdown(kept: dict[str, Any]) -> str:
+def markdown(record: dict[str, Any]) -> str:
     """The page."""
     lines = ["| run | parameters | steps | bytes seen | CPU seconds | nats per byte |", "|---|---|---|---|---|---|"]
-    for name, row in kept["rows"].items():
+    for name, row in record["rows"].items():
         label = name + (f", rate {row['rate']:g} of {', '.join(row['rates'])}" if "rates" in row else "")
         lines += [
             f"| {label} | {row['parameters']:,} | {row['steps']:,} | {row['bytes']:,} | {row['cpu_seconds']:.0f} | {row['loss']:.3f} |"
         ]
-    versions = ", ".join(f"{name} {version}" for name, version in kept["versions"].items())
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     images = first_images.section(json.loads(first_images.OUT.read_text())) if first_images.OUT.exists() else ""
     return "\n".join([HEAD, *lines, "", f"Measured with {versions}.", images])
 
@@ -115,23 +115,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m scripts.bench.recipes.first_run", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--steps", type=int, default=400, help="of the first row, whose seconds all others have (400)")
-    parser.add_argument("--rows", nargs="+", choices=[*OURS, *OTHERS], metavar="NAME", help="which (all)")
+    parser.add_argument("--rows", nargs="+", choices=[*OURS, *PYTORCH], metavar="NAME", help="which (all)")
     parser.add_argument("--json", type=Path, default=OUT, help="where to write, the page beside it")
     parser.add_argument("--render", action="store_true", help="only make the page")
     parser.add_argument("--one", nargs=2, metavar=("NAME", "SECONDS"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.one:
         return _one(args.one[0], float(args.one[1]), args.steps)
-    kept: dict[str, Any] = {
+    record: dict[str, Any] = {
         "command": f"python -m scripts.bench.recipes.first_run --steps {args.steps}",
         "versions": {},
         "rows": {},
     }
     if args.json.exists():
-        kept = json.loads(args.json.read_text())
-    for name in () if args.render else (name for name in (args.rows or [*OURS, *OTHERS]) if name not in kept["rows"]):
+        record = json.loads(args.json.read_text())
+    for name in (
+        () if args.render else (name for name in (args.rows or [*OURS, *PYTORCH]) if name not in record["rows"])
+    ):
         first = next(iter(OURS))
-        seconds = 0.0 if name == first else kept["rows"][first]["cpu_seconds"]
+        seconds = 0.0 if name == first else record["rows"][first]["cpu_seconds"]
         command = [
             sys.executable,
             "-m",
@@ -144,12 +146,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         row = json.loads(done.stdout.splitlines()[-1])
-        kept["versions"] |= row.pop("versions")
-        order = [*OURS, *OTHERS]
-        kept["rows"] = dict(sorted({**kept["rows"], name: row}.items(), key=lambda item: order.index(item[0])))
+        record["versions"] |= row.pop("versions")
+        order = [*OURS, *PYTORCH]
+        record["rows"] = dict(sorted({**record["rows"], name: row}.items(), key=lambda item: order.index(item[0])))
         print(f"{name}: {row['loss']:.4f} after {row['cpu_seconds']} s", flush=True)
-        args.json.write_text(json.dumps(kept, indent=1) + "\n")
-    args.json.with_suffix(".md").write_text(markdown(kept))
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    args.json.with_suffix(".md").write_text(markdown(record))
     return 0
 
 
@@ -163,7 +165,7 @@ def _one(name: str, seconds: float, steps: int) -> int:
     from importlib.metadata import version
 
     with contextlib.redirect_stdout(sys.stderr):
-        row = ours(name, seconds or None, steps) if name in OURS else others(name, seconds)
+        row = ours(name, seconds or None, steps) if name in OURS else pytorch_row(name, seconds)
     print(
         json.dumps(
             {**row, "versions": {"jax" if name in OURS else "torch": version("jax" if name in OURS else "torch")}}

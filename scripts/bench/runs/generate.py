@@ -40,23 +40,23 @@ def measure(name: str, rounds: int, *, tiny: bool = False) -> dict[str, Any]:
     program = assemble(config, jax.devices()[:1])
     params, numbers = program.initial_state().params, program.step_inputs()
     prompt, length = np.arange(1, 1 + PROMPT, dtype=np.int32), model.seq_len - PROMPT
-    made = Generator(program, params, numbers, sampling=Sampling(temperature=0))
+    generator = Generator(program, params, numbers, sampling=Sampling(temperature=0))
     logits = jax.jit(lambda params, window: logits_of(program.definition, params, numbers, window))
 
     def whole(window: np.ndarray) -> jax.Array:
         return logits(params, window)
 
     ways = {
-        "cached": lambda: made.complete(prompt, length)[0],
+        "cached": lambda: generator.complete(prompt, length)[0],
         "uncached": lambda: generate_uncached.sample(whole, prompt, length, seq_len=model.seq_len, temperature=0)[
             PROMPT:
         ],
     }
     np.testing.assert_array_equal(ways["cached"](), ways["uncached"]())
-    found = compared(in_turns(ways, rounds, steps_per_turn=1), "cached")
-    rates = {way: round(1e3 * length / ms, 1) for way, ms in found["ms"].items()}
+    result = compared(in_turns(ways, rounds, steps_per_turn=1), "cached")
+    rates = {way: round(1e3 * length / ms, 1) for way, ms in result["ms"].items()}
     sizes = {"width": model.width, "depth": model.depth, "seq_len": model.seq_len}
-    return {"model": name, **sizes, "tokens": length, "tokens_per_s": rates, **found}
+    return {"model": name, **sizes, "tokens": length, "tokens_per_s": rates, **result}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,9 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.one_core:
         one_core()
     results = [measure(name, args.rounds, tiny=args.tiny) for name in args.models]
-    for found in results:
-        rates = " and ".join(f"{rate:,.0f} tokens/s {way}" for way, rate in found["tokens_per_s"].items())
-        print(f"{found['model']}: {1 / found['ratio']['uncached']:.1f} times as fast with the cache, {rates}")
+    for result in results:
+        rates = " and ".join(f"{rate:,.0f} tokens/s {way}" for way, rate in result["tokens_per_s"].items())
+        print(f"{result['model']}: {1 / result['ratio']['uncached']:.1f} times as fast with the cache, {rates}")
     write({"benchmark": "generate", **machine(), "results": results}, args.json)
     return 0
 

@@ -132,15 +132,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.steps <= WARM_UP + 1:
         parser.error(f"--steps {args.steps} leaves nothing to count; write more than {WARM_UP + 1}")
-    found = json.loads(json.dumps(measured(args.steps)), parse_float=lambda number: round(float(number), 4))
-    between, cpu = found["between_ms"], found["between_cpu_ms"]
+    record = json.loads(json.dumps(measured(args.steps)), parse_float=lambda number: round(float(number), 4))
+    between, cpu = record["between_ms"], record["between_cpu_ms"]
     print(
         f"host time between dispatches: median {between['median']:.3f} ms, p90 {between['p90']:.3f} ms "
-        f"(the thread's own work {cpu['median']:.3f} ms); dispatch {found['dispatch_ms']['median']:.3f} ms"
+        f"(the thread's own work {cpu['median']:.3f} ms); dispatch {record['dispatch_ms']['median']:.3f} ms"
     )
-    print(json.dumps(found))
+    print(json.dumps(record))
     if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=2) + "\n")
+        args.json.write_text(json.dumps(record, indent=2) + "\n")
     return 0
 
 

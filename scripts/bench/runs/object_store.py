@@ -62,17 +62,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     with emulator.running() as url, tempfile.TemporaryDirectory() as folder:
         os.environ |= emulator.environ(url)
         places = {"bucket": f"gs://{emulator.new_bucket(url)}", "disk": folder}
-        found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in places}
+        seconds: dict[str, list[tuple[float, float, float]]] = {name: [] for name in places}
         for turn in range(-1, args.rounds):  # the first warms up
             for name in list(places) if turn % 2 == 0 else list(places)[::-1]:
                 one = run(words, f"{places[name]}/{turn + 1}")
                 if turn >= 0:
-                    found[name].append(one)
+                    seconds[name].append(one)
 
     from scripts.bench import in_turns
 
     results = {
-        kind: in_turns.compared({name: [one[i] for one in times] for name, times in found.items()}, "bucket")
+        kind: in_turns.compared({name: [one[i] for one in times] for name, times in seconds.items()}, "bucket")
         for i, kind in enumerate(("step", "run", "processor"))
     }
     in_turns.write({**in_turns.machine(), "steps": STEPS, **results}, args.json)

@@ -71,9 +71,9 @@ class Loop:
 
     def turn(self, steps: int, how: Callable[..., Any]) -> float:
         """Seconds per step, after two that are not counted, from the first batches on."""
-        others = Processes()
-        others.index = 1  # of several, this one writes and draws nothing
-        rt = Runtime(self.config, Path(), None, False, others, StopRequest(), Watchdog(None), Console(quiet=True))
+        processes = Processes()
+        processes.index = 1  # of several, this one writes and draws nothing
+        rt = Runtime(self.config, Path(), None, False, processes, StopRequest(), Watchdog(None), Console(quiet=True))
         report, feed, began = (
             Report(self.program, self.data, rt, Position(self.state, 0, keeps_rows=False), 0.0, 0),
             self.program.train_feed(),
@@ -101,20 +101,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=20, help="of a turn (default 20)")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     args = parser.parse_args(argv)
-    made = Loop(args.model)
+    train_loop = Loop(args.model)
     seconds: dict[str, list[float]] = {"thread": [], "inline": []}
     for turn in range(args.rounds):
         for name in ("thread", "inline") if turn % 2 == 0 else ("inline", "thread"):
-            seconds[name].append(made.turn(args.steps, Prefetch if name == "thread" else Inline))
-    found = {"model": args.model, "steps": args.steps, "device": jax.devices()[0].device_kind, "jax": jax.__version__}
-    found |= compared(seconds, "thread")
+            seconds[name].append(train_loop.turn(args.steps, Prefetch if name == "thread" else Inline))
+    record = {"model": args.model, "steps": args.steps, "device": jax.devices()[0].device_kind, "jax": jax.__version__}
+    record |= compared(seconds, "thread")
     print(
-        f"step time with a thread over without: {found['ratio']['inline']:.3f} "
-        f"(quartiles {found['quartiles']['inline']}, {found['ms']['inline']:.1f} ms without)"
+        f"step time with a thread over without: {record['ratio']['inline']:.3f} "
+        f"(quartiles {record['quartiles']['inline']}, {record['ms']['inline']:.1f} ms without)"
     )
-    print(json.dumps(found))
+    print(json.dumps(record))
     if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=2) + "\n")
+        args.json.write_text(json.dumps(record, indent=2) + "\n")
     return 0
 
 

@@ -77,7 +77,7 @@ class Run:
 def measured(run: Run, workdir: Path, rounds: int) -> list[dict[str, float]]:
     """Seconds of everything, one entry per round."""
     abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), run.state)
-    found = []
+    rows = []
     with Checkpoints(workdir, 2) as checkpoints:
         for turn in range(rounds + 1):
             plain = statistics.median(run.step() for _ in range(3))
@@ -102,8 +102,8 @@ def measured(run: Run, workdir: Path, rounds: int) -> list[dict[str, float]]:
             one["read_back"] = _timed(failures.damaged_arrays, folder, listed.arrays)
             one["restore"] = _timed(checkpoints.restore, abstract, FACTS)
             if turn:  # the first warms up
-                found.append(one)
-    return found
+                rows.append(one)
+    return rows
 
 
 def _copied(state: Any) -> list[np.ndarray]:
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def ratio(one: str, other: str, times: float = 1) -> float:
         return round(statistics.median(each[one] / (each[other] * times) for each in rounds), 5)
 
-    found = {
+    record = {
         "device": jax.devices()[0].device_kind,
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
@@ -147,9 +147,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             "lost / interval": ratio("lost", "step", interval),
         },
     }
-    print(json.dumps(found, indent=2))
+    print(json.dumps(record, indent=2))
     if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=2) + "\n")
+        args.json.write_text(json.dumps(record, indent=2) + "\n")
     return 0
 
 

@@ -45,8 +45,8 @@ def measure(sizes: Sequence[int], dtype: str, causal: bool, rounds: int) -> dict
         grad = jax.jit(jax.grad(lambda q, k, v, run=run: jnp.sum(run(q, k, v) * weights), argnums=(0, 1, 2)))
         compiled = grad.lower(q, k, v).compile()
         steps[name] = lambda compiled=compiled: jax.block_until_ready(compiled(q, k, v))
-    for name, found in outputs.items():
-        np.testing.assert_allclose(found, outputs["xla"], atol=1e-4 if dtype == "float32" else 3e-2, err_msg=name)
+    for name, output in outputs.items():
+        np.testing.assert_allclose(output, outputs["xla"], atol=1e-4 if dtype == "float32" else 3e-2, err_msg=name)
     batch, length, heads, size = sizes
     shape = {"batch": batch, "length": length, "heads": heads, "head_dim": size, "dtype": dtype, "causal": causal}
     return {**shape, **compared(in_turns(steps, rounds), "auto")}
@@ -64,9 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         one_core()
     sizes = (2, 16, 2, 8) if args.tiny else (args.batch, args.length, args.heads, args.head_dim)
     results = [measure(sizes, args.dtype, causal, args.rounds) for causal in (True, False)]
-    for found in results:
-        seen = "causal" if found["causal"] else "whole"
-        print(f"{seen}: auto takes {', '.join(f'{r:.3f} of {name}' for name, r in found['ratio'].items())}")
+    for result in results:
+        mask = "causal" if result["causal"] else "whole"
+        print(f"{mask}: auto takes {', '.join(f'{r:.3f} of {name}' for name, r in result['ratio'].items())}")
     write({"benchmark": "attention", **machine(), "results": results}, args.json)
     return 0
 

@@ -25,18 +25,18 @@ def measure(tokens: int, width: int, vocab: int, dtype: str, rounds: int) -> dic
     features = jnp.asarray(random.standard_normal((1, tokens, width)), dtype)
     weight = jnp.asarray(random.standard_normal((width, vocab)) * width**-0.5, jnp.float32)
     targets, weights = jnp.asarray(random.integers(0, vocab, (1, tokens)), jnp.int32), jnp.ones((1, tokens))
-    steps, bytes_of, found = {}, {}, {}
+    steps, bytes_of, outputs = {}, {}, {}
     for how in ("chunked", "plain"):
 
         def total(features: jax.Array, weight: jax.Array, how: Any = how) -> jax.Array:
             return cross_entropy(Reading(features, weight), targets, weights, how=how).loss
 
         compiled = jax.jit(jax.value_and_grad(total, argnums=(0, 1))).lower(features, weight).compile()
-        found[how] = jax.tree.map(lambda x: np.asarray(x, np.float32), compiled(features, weight))
+        outputs[how] = jax.tree.map(lambda x: np.asarray(x, np.float32), compiled(features, weight))
         memory = compiled.memory_analysis()
         bytes_of[how] = int(memory.temp_size_in_bytes) if memory else 0
         steps[how] = lambda compiled=compiled: jax.block_until_ready(compiled(features, weight))
-    for one, other in zip(jax.tree.leaves(found["chunked"]), jax.tree.leaves(found["plain"]), strict=True):
+    for one, other in zip(jax.tree.leaves(outputs["chunked"]), jax.tree.leaves(outputs["plain"]), strict=True):
         tolerance = 1e-5 if dtype == "float32" else 2e-2
         np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * np.abs(other).max())
     shape = {"tokens": tokens, "width": width, "vocab": vocab, "dtype": dtype}
@@ -57,10 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.tiny:
         args.tokens, args.width, args.vocab = 2048, 16, [4096]
     results = [measure(args.tokens, args.width, vocab, args.dtype, args.rounds) for vocab in args.vocab]
-    for found in results:
-        less = found["temporary_bytes"]["chunked"] / found["temporary_bytes"]["plain"]
+    for result in results:
+        less = result["temporary_bytes"]["chunked"] / result["temporary_bytes"]["plain"]
         print(
-            f"vocabulary {found['vocab']}: chunked takes {found['ratio']['plain']:.3f} of the time and {less:.3f} of the memory"
+            f"vocabulary {result['vocab']}: chunked takes {result['ratio']['plain']:.3f} of the time and {less:.3f} of the memory"
         )
     write({"benchmark": "cross_entropy", **machine(), "results": results}, args.json)
     return 0

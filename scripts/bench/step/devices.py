@@ -44,8 +44,8 @@ def measure(rounds: int, *, tiny: bool = False) -> dict[str, Any]:
         program = assemble(dataclasses.replace(config, mesh=MeshConfig(**sizes)), jax.devices()[:DEVICES])
         steps[name] = jax_step(program, batches)
     losses = {name: [step() for _ in range(3)] for name, step in steps.items()}
-    for name, found in losses.items():
-        np.testing.assert_allclose(found, losses["one"], rtol=1e-4, err_msg=name)
+    for name, curve in losses.items():
+        np.testing.assert_allclose(curve, losses["one"], rtol=1e-4, err_msg=name)
     return {"losses": losses["one"], **compared(in_turns(steps, rounds), "one")}
 
 
@@ -61,9 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = os.environ.get("XLA_FLAGS", "")
     if FLAG not in flags:  # read once, when JAX starts
         os.environ["XLA_FLAGS"] = f"{flags} {FLAG}={DEVICES}".strip()
-    found = measure(args.rounds, tiny=args.tiny)
-    print(f"one device takes {', '.join(f'{r:.3f} of {name}' for name, r in found['ratio'].items())}")
-    write({"benchmark": "devices", **machine(), "results": [found]}, args.json)
+    result = measure(args.rounds, tiny=args.tiny)
+    print(f"one device takes {', '.join(f'{r:.3f} of {name}' for name, r in result['ratio'].items())}")
+    write({"benchmark": "devices", **machine(), "results": [result]}, args.json)
     return 0
 
 

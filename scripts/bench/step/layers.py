@@ -46,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         one_core()
     names = list(MODELS) if args.model == "all" else [args.model]
     results = [measure(name, args.rounds, tiny=args.tiny) for name in names]
-    for found in results:
-        print(f"{found['model']}: unrolled takes {found['ratio']['scan']:.3f} of the scan's time")
+    for result in results:
+        print(f"{result['model']}: unrolled takes {result['ratio']['scan']:.3f} of the scan's time")
     write({"benchmark": "layers", **machine(), "results": results}, args.json)
     return 0
 

@@ -75,13 +75,13 @@ def without_factors(program: Program) -> jax.stages.Compiled:
 
     (params, optimizer state, batch) -> (params, optimizer state, metrics), the first two donated.
     """
-    config, found = program.config, program.definition
-    constants = {n: np.full(f["shape"], neutral(program, n), np.float32) for n, f in found.factors.items()}
+    config, definition = program.config, program.definition
+    constants = {n: np.full(f["shape"], neutral(program, n), np.float32) for n, f in definition.factors.items()}
     table = schedule_table(config.optimizer, config.steps)
     tx = plain_adamw(program, table)
 
     def loss_of(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-        model: Any = found.bind(params, constants)  # pyright: ignore[reportArgumentType]
+        model: Any = definition.bind(params, constants)  # pyright: ignore[reportArgumentType]
         sums = cross_entropy(model.reading(batch["inputs"]), batch["targets"], batch["weights"])
         return sums.loss / sums.weight, sums.correct / sums.weight
 
@@ -93,7 +93,7 @@ def without_factors(program: Program) -> jax.stages.Compiled:
         metrics = {"loss": loss, "accuracy": accuracy, "grad_norm": optax.tree.norm(grads), "lr": lr}
         return optax.apply_updates(params, updates), opt_state, metrics
 
-    abstract = found.abstract
+    abstract = definition.abstract
     batch = abstract_batch(config.model, config.data.batch_size)
     place = program.layout.replicated
     # As the run does: where the compiler may choose how the state lies in memory, it may here too.
@@ -114,11 +114,13 @@ def folded(program: Program) -> jax.stages.Compiled:
     """
     factors, place = program.inputs.factors, program.layout.replicated
     ones = jax.tree.map(lambda x: (np.asarray(x) != 0).astype(np.float32), factors)
-    known = ones._replace(forward={n: np.full_like(x, neutral(program, n)) for n, x in factors.forward.items()})
+    neutral_factors = ones._replace(
+        forward={n: np.full_like(x, neutral(program, n)) for n, x in factors.forward.items()}
+    )
     step = make_train_step(program.definition, program.tx, program.config.accumulation_steps, program.layout)
 
     def with_ones(state: TrainState, run: StepInputs, batch: Any) -> Any:
-        return step(state, run._replace(factors=known), batch)
+        return step(state, run._replace(factors=neutral_factors), batch)
 
     state: Any = jax.tree.map(free_format, program.abstract) if program.free else place
     jitted = jax.jit(with_ones, donate_argnums=0, in_shardings=(state, place, place), out_shardings=(state, place))
@@ -178,9 +180,9 @@ def timed(program: Program, rounds: int) -> dict[str, Any]:
         jax.block_until_ready((params, metrics))
 
     steps = {"preset": ours_once, "plain": plain_once, "plain_again": plain_once}
-    found = in_turns(steps, rounds)
-    itself = compared({name: found[name] for name in ("plain", "plain_again")}, "plain_again")["ratio"]["plain"]
-    return {**compared({name: found[name] for name in ("preset", "plain")}, "preset"), "plain_against_itself": itself}
+    seconds = in_turns(steps, rounds)
+    itself = compared({name: seconds[name] for name in ("plain", "plain_again")}, "plain_again")["ratio"]["plain"]
+    return {**compared({name: seconds[name] for name in ("preset", "plain")}, "preset"), "plain_against_itself": itself}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -64,11 +64,11 @@ def losses(config: Config, way: Rotary, steps: int) -> list[float]:
     with mock.patch("mupax.zoo.layers.block.rotary", way):
         program = assemble(dataclasses.replace(config, mesh=MeshConfig(data=1)), jax.devices()[:1])
         step = program.compile_train()
-    state, numbers, batch, found = program.initial_state(), program.step_inputs(), random_batch(program), []
+    state, numbers, batch, curve = program.initial_state(), program.step_inputs(), random_batch(program), []
     for _ in range(steps):
         state, metrics = step(state, numbers, batch)
-        found.append(float(metrics["loss"]))
-    return found
+        curve.append(float(metrics["loss"]))
+    return curve
 
 
 def difference(steps: int) -> dict[str, Any]:
@@ -77,16 +77,16 @@ def difference(steps: int) -> dict[str, Any]:
     model = dataclasses.replace(tiny, width=64, depth=2, num_heads=2, seq_len=64)
     other = dataclasses.replace(model, compute=dataclasses.replace(model.compute, projections="fused"))
     plain = losses(config_of(model, 8), linear.rotary, steps)
-    found = {
+    curves = {
         "product": losses(config_of(model, 8), by_product, steps),
         "another order of sums": losses(config_of(other, 8), linear.rotary, steps),
     }
-    largest = {name: max(abs(a - b) / b for a, b in zip(of, plain, strict=True)) for name, of in found.items()}
+    largest = {name: max(abs(a - b) / b for a, b in zip(of, plain, strict=True)) for name, of in curves.items()}
     return {
         "steps": steps,
         "first_loss": plain[0],
         "last_loss": plain[-1],
-        "same_first": found["product"][0] == plain[0],
+        "same_first": curves["product"][0] == plain[0],
     } | {"largest_difference": largest}
 
 

@@ -111,23 +111,23 @@ def measured(config: Config, extra: Mapping[str, Value], rounds: int) -> dict[st
     ours, trials = ({flag.name: flag.value for flag in table.get(platform, ())} for table in (FLAGS, TRIALS))
     each = {name: {name: value} for name, value in (ours | trials | dict(extra)).items()}
     sets = {"none": {}, **each, **({"all": ours} if len(ours) > 1 else {})}
-    made = {name: stepper(program, options) for name, options in sets.items()}
+    steppers = {name: stepper(program, options) for name, options in sets.items()}
     if platform == "cpu":
-        made[HALF] = stepper(assemble(_in_half(config)), {})
-    seconds = in_turns({name: once for name, (once, _) in made.items()}, rounds)
-    plain = made.pop("none")[1]
-    found = {}
-    for name, (_, losses) in made.items():
+        steppers[HALF] = stepper(assemble(_in_half(config)), {})
+    seconds = in_turns({name: once for name, (once, _) in steppers.items()}, rounds)
+    plain = steppers.pop("none")[1]
+    comparisons = {}
+    for name, (_, losses) in steppers.items():
         against = compared({name: seconds[name], "none": seconds["none"]}, name)
         difference = max(abs(a - b) / abs(b) for a, b in zip(losses, plain, strict=True))
-        found[name] = {"losses": losses, "largest_difference": difference, "time": against}
+        comparisons[name] = {"losses": losses, "largest_difference": difference, "time": against}
     return {
         "recipe": config.recipe,
         "batch_size": config.data.batch_size,
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         "jax": jax.__version__,
         "losses": plain,
-        "sets": found,
+        "sets": comparisons,
     }
 
 
@@ -159,15 +159,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = RECIPES[args.recipe]()
     if args.batch_size:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, batch_size=args.batch_size))
-    found = measured(config, dict(args.flag), args.rounds)
-    for name, one in found["sets"].items():
+    record = measured(config, dict(args.flag), args.rounds)
+    for name, one in record["sets"].items():
         print(
             f"{name}: {one['time']['ratio']['none']:.3f} of the time without, losses differ by {one['largest_difference']:.1e}"
         )
-    print(json.dumps(found))
+    print(json.dumps(record))
     if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=2) + "\n")
-    return int(any(one["largest_difference"] > args.tolerance for name, one in found["sets"].items() if name != HALF))
+        args.json.write_text(json.dumps(record, indent=2) + "\n")
+    return int(any(one["largest_difference"] > args.tolerance for name, one in record["sets"].items() if name != HALF))
 
 
 if __name__ == "__main__":

@@ -49,9 +49,9 @@ def test_benchmark_runs_and_its_page_is_made(name: str, words: list[str], tmp_pa
 
 def test_turns_alternate_and_the_first_step_of_a_turn_does_not_count() -> None:
     order: list[str] = []
-    found = in_turns.in_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 2, steps_per_turn=1)
+    seconds = in_turns.in_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 2, steps_per_turn=1)
     assert "".join(order) == "ab" + "aabb" + "bbaa"
-    assert {name: len(times) for name, times in found.items()} == {"a": 2, "b": 2}
+    assert {name: len(times) for name, times in seconds.items()} == {"a": 2, "b": 2}
     assert in_turns.compared({"a": [1.0, 3.0, 2.0], "b": [2.0, 2.0, 2.0]}, "a")["ratio"] == {"b": 1.0}
 
 

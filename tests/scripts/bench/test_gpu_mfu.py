@@ -21,11 +21,11 @@ def test_the_best_point_of_both_sides_counts() -> None:
         {"model": "vit-s16", "side": "torch", "batch_size": 2, "failed": ""},
         {"model": SWEEP, "side": "mupax", "results": []},
     ]
-    found = gpu_mfu.summary(points, ["mupax lm-1b 4"])
-    assert found["best"]["gpt2"]["mupax"]["batch_size"] == 2
-    assert found["best"]["gpt2"]["ratio"] == 1.5
-    assert list(found["best"]) == ["gpt2"]
-    assert found["left_out"] == ["mupax lm-1b 4"]
+    summary = gpu_mfu.summary(points, ["mupax lm-1b 4"])
+    assert summary["best"]["gpt2"]["mupax"]["batch_size"] == 2
+    assert summary["best"]["gpt2"]["ratio"] == 1.5
+    assert list(summary["best"]) == ["gpt2"]
+    assert summary["left_out"] == ["mupax lm-1b 4"]
 
 
 def test_every_model_and_the_sweep_come_before_other_batches_and_variants() -> None:
@@ -79,17 +79,17 @@ def test_a_card_has_the_peak_of_its_whole_name(device: str, mfu: float | None, m
     monkeypatch.setattr(gpu_point, "timed", lambda step, repeats, steps: 2.0)
     monkeypatch.setattr(gpu_point, "device_of", lambda side: device)
     monkeypatch.setattr(flops, "train_flops", lambda model: 2e12 / (3 * model.units))
-    found = gpu_point.point("mupax", "vit-s16", 3, {}, steps=1, profile=None, tiny=True)
-    assert found["flops_per_s"] == pytest.approx(1e12)
-    assert found["mfu"] == (mfu and pytest.approx(mfu))
+    point = gpu_point.point("mupax", "vit-s16", 3, {}, steps=1, profile=None, tiny=True)
+    assert point["flops_per_s"] == pytest.approx(1e12)
+    assert point["mfu"] == (mfu and pytest.approx(mfu))
 
 
 def test_a_gpu_point_runs_here_and_is_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["mupax", "vit-s16", "2", "--variant", '{"layers": "scan"}', "--tiny", "--steps", "2", "--profile"]
     assert gpu_point.main([*words, str(tmp_path)]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["units_per_s"] > 0
-    assert found["mfu"] is None  # an unknown device has no peak
+    point = json.loads(capsys.readouterr().out)
+    assert point["units_per_s"] > 0
+    assert point["mfu"] is None  # an unknown device has no peak
     assert list(tmp_path.rglob("*.xplane.pb"))
 
 

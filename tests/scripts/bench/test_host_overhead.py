@@ -14,11 +14,11 @@ from scripts.bench.runs import host_overhead
 def test_the_host_takes_less_than_a_millisecond_per_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     assert host_overhead.main(["--steps", "250", "--json", str(out)]) == 0
-    found = json.loads(out.read_text())
-    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == found
+    record = json.loads(out.read_text())
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == record
     # The loop's own work, and not what other processes took from it.
-    assert 0 < found["between_cpu_ms"]["median"] < 1
-    assert found["dispatch_ms"]["median"] > 0
+    assert 0 < record["between_cpu_ms"]["median"] < 1
+    assert record["dispatch_ms"]["median"] > 0
 
 
 @pytest.mark.core

@@ -12,7 +12,7 @@ from scripts.bench.runs import object_store
 from tests.fixtures.emulator import bucket, emulator
 
 __all__ = ["bucket", "emulator"]  # fixtures
-FOUND = ROOT / "docs" / "performance" / "object_store.json"
+RECORD = ROOT / "docs" / "performance" / "object_store.json"
 
 
 def test_a_run_in_a_bucket_is_timed(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,6 +24,6 @@ def test_a_run_in_a_bucket_is_timed(bucket: str, tmp_path: Path, monkeypatch: py
 
 
 def test_the_committed_figures_are_within_bounds() -> None:
-    found = json.loads(FOUND.read_text())
-    assert (found["steps"], found["step"]["rounds"]) == (object_store.STEPS, 7)
-    assert found["step"]["ratio"]["disk"] <= 1.1
+    record = json.loads(RECORD.read_text())
+    assert (record["steps"], record["step"]["rounds"]) == (object_store.STEPS, 7)
+    assert record["step"]["ratio"]["disk"] <= 1.1

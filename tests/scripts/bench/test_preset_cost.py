@@ -47,43 +47,49 @@ def test_a_preset_moves_no_more_memory() -> None:
 def test_the_baseline_trains_as_the_run_does_at_base_size() -> None:
     # The two steps compared are the same step: where every factor is one they give the same numbers.
     config = preset_cost.config_of(64, 2, 8, "sp")
-    made = assemble(config, jax.devices()[:1])
-    np.testing.assert_allclose(made.inputs.factors.multiplier["readout"], 1.0)
+    run_program = assemble(config, jax.devices()[:1])
+    np.testing.assert_allclose(run_program.inputs.factors.multiplier["readout"], 1.0)
     tokens = np.random.default_rng(0).integers(0, 256, (8, 257), np.int32)
     batch: Any = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.ones((8, 256), np.float32)}
-    state = made.initial_state()
+    state = run_program.initial_state()
     params = jax.tree.map(jnp.array, state.params)
     table = preset_cost.schedule_table(config.optimizer, config.steps)
-    opt_state = preset_cost.plain_adamw(made, table).init(params)
-    ours, plain = preset_cost.with_preset(made), preset_cost.without_factors(made)
+    opt_state = preset_cost.plain_adamw(run_program, table).init(params)
+    ours, plain = preset_cost.with_preset(run_program), preset_cost.without_factors(run_program)
     for _ in range(3):
-        state, metrics = ours(state, made.step_inputs(), batch)
-        params, opt_state, others = plain(params, opt_state, batch)
-        assert {n: float(metrics[n]) for n in others} == pytest.approx(
-            {n: float(v) for n, v in others.items()}, rel=1e-4
+        state, metrics = ours(state, run_program.step_inputs(), batch)
+        params, opt_state, plain_metrics = plain(params, opt_state, batch)
+        assert {n: float(metrics[n]) for n in plain_metrics} == pytest.approx(
+            {n: float(v) for n, v in plain_metrics.items()}, rel=1e-4
         )
 
 
 @pytest.mark.tpu
 def test_a_preset_costs_nothing_on_tpu() -> None:
-    made = preset_cost.on_chip("v5e:2x2", 256, 2, 8)
-    ours, folded = (preset_cost.counted(make(made)) for make in (preset_cost.with_preset, preset_cost.folded))
+    run_program = preset_cost.on_chip("v5e:2x2", 256, 2, 8)
+    ours, folded = (preset_cost.counted(make(run_program)) for make in (preset_cost.with_preset, preset_cost.folded))
     assert 1 < ours["flops"] / folded["flops"] < 1.005
     assert 0.995 < ours["bytes"] / folded["bytes"] < 1.005
     # Control: a skip that is data is seen, by its memory traffic; the compiler counts even less arithmetic with it.
     skip = {"block.skip": np.ones((2, 2), np.float32)}
-    factors = made.inputs.factors._replace(forward={**made.inputs.factors.forward, **skip})
-    more = dataclasses.replace(made, inputs=made.inputs._replace(factors=factors))
+    factors = run_program.inputs.factors._replace(forward={**run_program.inputs.factors.forward, **skip})
+    more = dataclasses.replace(run_program, inputs=run_program.inputs._replace(factors=factors))
     assert preset_cost.counted(more.compile_train())["bytes"] / folded["bytes"] > 1.015
 
 
 def test_control_one_product_over_activations_is_seen() -> None:
     # The skip as data, as a preset with another skip has it: the count is fine enough to see it.
-    made = program(256, 4, "depth-mup")
+    run_program = program(256, 4, "depth-mup")
     skip = {"block.skip": np.ones((4, 2), np.float32)}
-    run = made.inputs._replace(factors=made.inputs.factors._replace(forward={**made.inputs.factors.forward, **skip}))
-    batch = preset_cost.abstract_batch(made.config.model, 8)
-    compiled = trace_train_step(made.definition, made.tx, made.abstract, made.layout, run, batch).lower().compile()
-    more, without = preset_cost.counted(compiled), preset_cost.counted(preset_cost.with_preset(made))
+    run = run_program.inputs._replace(
+        factors=run_program.inputs.factors._replace(forward={**run_program.inputs.factors.forward, **skip})
+    )
+    batch = preset_cost.abstract_batch(run_program.config.model, 8)
+    compiled = (
+        trace_train_step(run_program.definition, run_program.tx, run_program.abstract, run_program.layout, run, batch)
+        .lower()
+        .compile()
+    )
+    more, without = preset_cost.counted(compiled), preset_cost.counted(preset_cost.with_preset(run_program))
     assert more["flops"] > 1.001 * without["flops"]
     assert more["bytes"] > 1.03 * without["bytes"]

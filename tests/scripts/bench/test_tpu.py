@@ -50,18 +50,18 @@ def test_a_report_is_added_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("report", "shape", "said"),
+    ("report", "shape", "message"),
     [
         (REPORT, "8 B, v5e:8x8", "no shape is named '8 B, v5e:8x8'; write one of 1.2 B, v5e:4x4, 4x2048, "),
         (REPORT | {"fits": False}, SHAPE, "is of a step that does not fit"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(
-    report: dict[str, Any], shape: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    report: dict[str, Any], shape: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before, path = tpu.FILE.read_text(), tmp_path / "report.json"
     path.write_text(json.dumps(report))
     with pytest.raises(SystemExit):
         tpu.main(["--json", str(path), "--shape", shape, "--says", "x"])
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert tpu.FILE.read_text() == before
