@@ -148,20 +148,20 @@ def corrupted(saved: Saved, kind: str, seed: int, folder: Path, root: str = "") 
     newest = workdir / CHECKPOINTS / str(STEPS[1])
     where = KINDS[kind](newest, choose)
     alone = unverified(saved, newest)
-    both = seed % 5 == 4
-    if both:
+    damages_both = seed % 5 == 4
+    if damages_both:
         flip(workdir / CHECKPOINTS / str(STEPS[0]), choose)
     if root:
         workdir = path_of(f"{root}/{saved.name} {kind} {seed}")
         copy(folder / "copy", workdir)
     before = contents(workdir)
-    found: dict[str, Any] = {
+    case: dict[str, Any] = {
         "place": "bucket" if root else "disk",
         "run": saved.name,
         "kind": kind,
         "seed": seed,
         "where": where,
-        "both": both,
+        "both": damages_both,
         "alone": alone,
     }
     try:
@@ -175,9 +175,9 @@ def corrupted(saved: Saved, kind: str, seed: int, folder: Path, root: str = "") 
         outcome = "refused"
     lost = before - contents(workdir)
     detected = any(f"checkpoint {STEPS[1]} is damaged" in note for note in notes)
-    expected = outcome == ("refused" if both else "fell back")
+    expected = outcome == ("refused" if damages_both else "fell back")
     return {
-        **found,
+        **case,
         "outcome": outcome,
         "detected": detected,
         "lost": len(lost),
@@ -211,11 +211,11 @@ def page(results: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
     head = ["damage", "times", "found", "fell back to the step before", "refused, none good", "restored wrongly"]
     head.append("orbax alone: wrongly")
 
-    def row(name: str, found: Sequence[dict[str, Any]]) -> list[str]:
-        outcomes = collections.Counter(result["outcome"] for result in found)
-        alone = sum(result["alone"] == "wrong" for result in found)
-        detected = sum(result["detected"] for result in found)
-        counts = (len(found), detected, outcomes["fell back"], outcomes["refused"], outcomes["wrong"], alone)
+    def row(name: str, cases: Sequence[dict[str, Any]]) -> list[str]:
+        outcomes = collections.Counter(result["outcome"] for result in cases)
+        alone = sum(result["alone"] == "wrong" for result in cases)
+        detected = sum(result["detected"] for result in cases)
+        counts = (len(cases), detected, outcomes["fell back"], outcomes["refused"], outcomes["wrong"], alone)
         return [name, *map(str, counts)]
 
     parts = [

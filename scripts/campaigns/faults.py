@@ -61,10 +61,10 @@ def compile_once() -> None:
     from mupax.train.run.report import report
 
     compiled = {name: getattr(Program, name) for name in ("compile_train", "compile_eval")}
-    kept: dict[str, Any] = {}
+    cache: dict[str, Any] = {}
 
     def keeping(name: str) -> Any:
-        return lambda *args: kept[name] if name in kept else kept.setdefault(name, compiled[name](*args))
+        return lambda *args: cache[name] if name in cache else cache.setdefault(name, compiled[name](*args))
 
     for name in compiled:
         setattr(Program, name, keeping(name))
@@ -80,10 +80,10 @@ class Runs:
         compile_once()
         whole, half = folder / "whole", folder / "half"
         shutil.rmtree(whole, ignore_errors=True)
-        code, said, _ = self.session(whole)
+        code, output, _ = self.session(whole)
         if code:
-            raise SystemExit(f"the undisturbed run itself fails:\n{said}")
-        self.wanted = tiny_runs.left(whole, STEPS)
+            raise SystemExit(f"the undisturbed run itself fails:\n{output}")
+        self.expected = tiny_runs.left(whole, STEPS)
         shutil.rmtree(half, ignore_errors=True)
         shutil.copytree(whole, half)
         shutil.rmtree(half / "checkpoints" / str(STEPS))
@@ -98,10 +98,10 @@ class Runs:
     def session(self, workdir: Path) -> tuple[int, str, float]:
         """Exit code, what was printed, and seconds of one start of a run, in this process."""
         main = importlib.import_module("mupax.train.__main__").main
-        said, began = io.StringIO(), time.monotonic()
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        output, began = io.StringIO(), time.monotonic()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             code = main([*WORDS.split(), "--workdir", str(workdir)])
-        return code, said.getvalue(), time.monotonic() - began
+        return code, output.getvalue(), time.monotonic() - began
 
     def begun(self, phase: str) -> Path:
         """The folder of the run to disturb: none yet, or one with the checkpoint of step `HALF`."""
@@ -120,22 +120,22 @@ class Runs:
         workdir = self.begun(phase)
         self.control.watch(workdir)
         self.control.arm(kind, effect, first, times)
-        code, said, seconds = self.session(workdir)
+        code, output, seconds = self.session(workdir)
         fired = self.control.fired
         self.control.watch(None)
-        kept, wrong, sessions = tiny_runs.latest(workdir), [], 1
-        if phase != "new" and (kept or 0) < HALF:
-            wrong.append(f"lost: the newest checkpoint is {kept}")
+        checkpoint, wrong, sessions = tiny_runs.latest(workdir), [], 1
+        if phase != "new" and (checkpoint or 0) < HALF:
+            wrong.append(f"lost: the newest checkpoint is {checkpoint}")
         if (workdir / "checkpoints" / "set-aside").exists():
             wrong.append("lost: a checkpoint was set aside")
-        texts = [said]
+        texts = [output]
         while code and sessions < 3:
             code_after, more, again = self.session(workdir)
             texts.append(more)
             seconds, sessions = max(seconds, again), sessions + 1
             went_on = re.search(r"resuming \S+ at step (\d+) of", more)
-            if kept is not None and (went_on is None or int(went_on[1]) < kept):
-                wrong.append(f"lost: went on from {went_on and went_on[1]}, not {kept}")
+            if checkpoint is not None and (went_on is None or int(went_on[1]) < checkpoint):
+                wrong.append(f"lost: went on from {went_on and went_on[1]}, not {checkpoint}")
             if code_after == 0:
                 break
         else:
@@ -143,8 +143,8 @@ class Runs:
         wrong += [f"a traceback: {text[-1500:]}" for text in texts if "Traceback" in text]
         wrong += [f"took {seconds:.0f} s"] if seconds > BOUND_S else []
         if not wrong:
-            wrong = tiny_runs.differences(tiny_runs.left(workdir, STEPS), self.wanted)
-        message = next((line for line in reversed(said.splitlines()) if line.startswith("error")), "") if code else ""
+            wrong = tiny_runs.differences(tiny_runs.left(workdir, STEPS), self.expected)
+        message = next((line for line in reversed(output.splitlines()) if line.startswith("error")), "") if code else ""
         return {
             "seed": seed, "phase": phase, "kind": kind, "effect": effect, "first": first, "times": times, "fired": fired,
             "code": code, "sessions": sessions, "seconds": round(seconds, 1), "wrong": wrong,

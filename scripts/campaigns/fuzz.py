@@ -56,22 +56,22 @@ def outcomes(name: str, numbers: Sequence[int], folder: Path) -> list[dict[str, 
         broken = target.broken[number % len(target.broken)](content, random.Random(f"{name} {number}"))
         file.write_bytes(broken)
         before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-        outcome, said = "read", ""
+        outcome, message = "read", ""
         try:
             target.read(place)
         except (MupaxError, MupaxFailure) as error:
-            outcome, said = "refused", str(error)
+            outcome, message = "refused", str(error)
         except BaseException:
-            outcome, said = "traceback", traceback.format_exc()[-1500:]
+            outcome, message = "traceback", traceback.format_exc()[-1500:]
         seconds = time.process_time() - began
         grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
         if seconds > SECONDS:
-            outcome, said = "slow", f"{seconds:.1f} s"
+            outcome, message = "slow", f"{seconds:.1f} s"
         elif grown > MEMORY:
-            outcome, said = "large", f"{grown / 2**20:.0f} MiB"
-        elif outcome == "refused" and len(said) > 2000:
-            outcome, said = "traceback", f"a message of {len(said)} characters: {said[:200]}"
-        results.append({"number": number, "outcome": outcome, "seconds": seconds, "grown": grown, "said": said})
+            outcome, message = "large", f"{grown / 2**20:.0f} MiB"
+        elif outcome == "refused" and len(message) > 2000:
+            outcome, message = "traceback", f"a message of {len(message)} characters: {message[:200]}"
+        results.append({"number": number, "outcome": outcome, "seconds": seconds, "grown": grown, "said": message})
         file.write_bytes(content)
     return results
 

@@ -49,7 +49,7 @@ _PATIENCE_S = 90.0
 def kill(session: Session, workdir: Path, choose: random.Random) -> dict[str, Any] | None:
     """Send signals at a random moment; None where the run was done before."""
     trained = choose.random() < 0.8  # else while it starts, restores or compiles
-    while trained and None in session.poll() and "compiled in" not in session.said():
+    while trained and None in session.poll() and "compiled in" not in session.output():
         time.sleep(0.01)
     until = time.monotonic() + choose.uniform(0.0, 3.0)
     while None in session.poll() and time.monotonic() < until:
@@ -75,10 +75,10 @@ def kill(session: Session, workdir: Path, choose: random.Random) -> dict[str, An
 
 def phase(session: Session, workdir: Path) -> str:
     """What process 0 is at, as its files and words show it."""
-    said = session.said()
-    if "compiled in" not in said:
+    output = session.output()
+    if "compiled in" not in output:
         return "starting"
-    if "steps done" in said:
+    if "steps done" in output:
         return "ending"
     if list((workdir / "checkpoints").glob("*.saving*")):
         return "training while a checkpoint is written"
@@ -87,7 +87,7 @@ def phase(session: Session, workdir: Path) -> str:
 
 def disturbed(case: Case, folder: Path, seed: int, steps: int, most: int) -> dict[str, Any]:
     """One run, killed at most so many times and then let to its end: a row of the file."""
-    wanted, choose = undisturbed(case, folder, steps), random.Random(f"{case} {seed}")
+    expected, choose = undisturbed(case, folder, steps), random.Random(f"{case} {seed}")
     workdir, kills, began = f"{case.model}-{case.processes}-{seed}", [], time.monotonic()
     wrong: list[str] = []
     while True:
@@ -97,10 +97,10 @@ def disturbed(case: Case, folder: Path, seed: int, steps: int, most: int) -> dic
             kills.append(one)
             continue
         if any(codes := session.wait(600)):
-            wrong.append(f"ended with {codes}: {session.said()[-500:]}")
+            wrong.append(f"ended with {codes}: {session.output()[-500:]}")
         break
     if not wrong:
-        wrong = differences(left(folder / workdir, steps), wanted)
+        wrong = differences(left(folder / workdir, steps), expected)
     return {
         "model": case.model, "processes": case.processes, "seed": seed, "steps": steps, "kills": kills,
         "differences": wrong, "seconds": round(time.monotonic() - began, 1),

@@ -127,7 +127,7 @@ class Runs:
             self._place.watch(workdir)
             session = Session(case, self._folder, workdir, STEPS)
             if any(session.wait(600)):
-                raise SystemExit(f"the undisturbed run itself fails:\n{session.said()[-2000:]}")
+                raise SystemExit(f"the undisturbed run itself fails:\n{session.output()[-2000:]}")
             calls = self._place.calls()
             self._undisturbed[case] = apart(lambda: tiny_runs.left(workdir, STEPS)), calls
         return self._undisturbed[case]
@@ -157,10 +157,10 @@ class Runs:
             self._place.victim(session.pids[index])
             codes = session.wait(600)
             if not self._place.fired:
-                wrong += [f"ended with {codes}: {session.said()[-500:]}"] * any(codes)
+                wrong += [f"ended with {codes}: {session.output()[-500:]}"] * any(codes)
                 break
-            others = codes[:index] + codes[index + 1 :]
-            if codes[index] != -signal.SIGKILL or not {0, 1}.issuperset(others):  # 0 where all was done
+            other_codes = codes[:index] + codes[index + 1 :]
+            if codes[index] != -signal.SIGKILL or not {0, 1}.issuperset(other_codes):  # 0 where all was done
                 wrong.append(f"process {index} killed, ended with {codes}")
                 break
             checkpoint = apart(lambda: tiny_runs.latest(workdir))

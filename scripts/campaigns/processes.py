@@ -202,15 +202,15 @@ FAILURES = (
 
 def phase_of(session: Session, workdir: Path) -> str:
     """What process 0 is at, as its files and words show it."""
-    said = session.said()
-    if "compiled in" in said:
+    output = session.output()
+    if "compiled in" in output:
         return "saving" if list((workdir / "checkpoints").glob("*.saving*")) else "training"
-    return "compiling" if "parameters" in said or "resuming" in said else "starting"
+    return "compiling" if "parameters" in output or "resuming" in output else "starting"
 
 
 def failed(case: Case, failure: Failure, phase: str, folder: Path, seed: int) -> dict[str, Any]:
     """One run in which a process fails, and which is then resumed: a row of the file."""
-    wanted, choose = undisturbed(case, folder), random.Random(f"{case} {failure.name} {phase} {seed}")
+    expected, choose = undisturbed(case, folder), random.Random(f"{case} {failure.name} {phase} {seed}")
     name = f"{failure.name.replace(' ', '-')}-{phase}-{case.processes}-{seed}"
     index, struck = (seed + FAILURES.index(failure)) % case.processes, folder / f"{name}.struck"
     if phase == "resuming":  # a run that has a checkpoint already
@@ -229,30 +229,30 @@ def failed(case: Case, failure: Failure, phase: str, folder: Path, seed: int) ->
         session.send(failure.sent, [index])
     ended = wait(session, index if failure.sent == signal.SIGSTOP else None)
     seconds = round(max(ended, struck.stat().st_mtime) - struck.stat().st_mtime, 1) if struck.exists() else None
-    codes, others = session.wait(0), [i for i in range(case.processes) if i != index or not failure.dies]
+    codes, survivors = session.wait(0), [i for i in range(case.processes) if i != index or not failure.dies]
     reason = failure.reason.replace("PROCESS", str(index))
     wrong: list[str] = []
     if seconds is None:
         wrong.append("the failure never came")
     elif failure.passes:
-        wrong += [f"process {i} ended with {codes[i]}" for i in others if codes[i]]
+        wrong += [f"process {i} ended with {codes[i]}" for i in survivors if codes[i]]
     else:
         wrong += [f"not ended after {_GIVE_UP_S} s"] if seconds > BOUND_S else []
         wrong += [
             f"process {i} does not say the reason"
-            for i in others
-            if reason not in session.said(i) and _NEVER_CAME not in session.said(i)
+            for i in survivors
+            if reason not in session.output(i) and _NEVER_CAME not in session.output(i)
         ]
-        wrong += [f"process {i} ended with {codes[i]}" for i in others if codes[i] != failure.code]
-    said = {i: session.said(i)[-400:] for i in others} if wrong else {}
+        wrong += [f"process {i} ended with {codes[i]}" for i in survivors if codes[i] != failure.code]
+    outputs = {i: session.output(i)[-400:] for i in survivors} if wrong else {}
     session = Session(case, folder, name, STEPS)
     if any(session.wait(_GIVE_UP_S)):
-        wrong.append(f"does not resume: {session.said()[-300:]}")
+        wrong.append(f"does not resume: {session.output()[-300:]}")
     else:
-        wrong += tiny_runs.differences(tiny_runs.left(folder / name, STEPS), wanted)
+        wrong += tiny_runs.differences(tiny_runs.left(folder / name, STEPS), expected)
     return {
         "failure": failure.name, "phase": phase, "processes": case.processes, "process": index, "seed": seed,
-        "codes": codes, "ended_s": seconds, "wrong": wrong, "said": said,
+        "codes": codes, "ended_s": seconds, "wrong": wrong, "said": outputs,
     }  # fmt: skip
 
 
@@ -273,7 +273,7 @@ def undisturbed(case: Case, folder: Path) -> dict[str, Any]:
     if not (folder / name / "checkpoints" / str(STEPS)).exists():
         session = Session(case, folder, name, STEPS)
         if any(session.wait(600)):
-            raise SystemExit(f"the undisturbed run itself fails:\n{session.said()[-2000:]}")
+            raise SystemExit(f"the undisturbed run itself fails:\n{session.output()[-2000:]}")
     return tiny_runs.left(folder / name, STEPS)
 
 

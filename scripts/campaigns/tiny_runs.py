@@ -109,7 +109,7 @@ class Session:
         sys.stdout.flush()
         os._exit(code)
 
-    def said(self, index: int = 0) -> str:
+    def output(self, index: int = 0) -> str:
         """What process 0, or that of another number, has printed."""
         log = self.log.with_suffix(f".{index}")
         return log.read_text() if log.exists() else ""
@@ -118,8 +118,8 @@ class Session:
         """Exit codes, negative where a signal ended the process, None while it runs."""
         for pid in self.pids:
             if pid not in self._ended:
-                found, status = os.waitpid(pid, os.WNOHANG)
-                if found:
+                exit_pid, status = os.waitpid(pid, os.WNOHANG)
+                if exit_pid:
                     self._ended[pid] = os.waitstatus_to_exitcode(status)
         return [self._ended.get(pid) for pid in self.pids]
 
@@ -160,15 +160,15 @@ def left(workdir: Path | str, steps: int) -> dict[str, Any]:
     return {"rows": rows, "arrays": verified(workdir / "checkpoints" / str(steps)).arrays}
 
 
-def differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+def differences(run: dict[str, Any], reference: dict[str, Any]) -> list[str]:
     """In words; none where two runs are bitwise equal."""
-    said = (
+    lines = (
         []
-        if found["rows"] == wanted["rows"]
-        else [f"rows: {len(found['rows'])}, {len(wanted['rows'])} wanted, or others"]
+        if run["rows"] == reference["rows"]
+        else [f"rows: {len(run['rows'])}, {len(reference['rows'])} wanted, or others"]
     )
-    names = found["arrays"].keys() | wanted["arrays"].keys()
-    return said + sorted(name for name in names if found["arrays"].get(name) != wanted["arrays"].get(name))
+    names = run["arrays"].keys() | reference["arrays"].keys()
+    return lines + sorted(name for name in names if run["arrays"].get(name) != reference["arrays"].get(name))
 
 
 def undisturbed(case: Case, folder: Path, steps: int) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def undisturbed(case: Case, folder: Path, steps: int) -> dict[str, Any]:
     if not (folder / name / "checkpoints" / str(steps)).exists():
         session = Session(case, folder, name, steps)
         if any(session.wait(600)):
-            raise SystemExit(f"the undisturbed run itself fails:\n{session.said()[-2000:]}")
+            raise SystemExit(f"the undisturbed run itself fails:\n{session.output()[-2000:]}")
     return left(folder / name, steps)
 
 

@@ -60,30 +60,30 @@ def main() -> None:
     parser.add_argument("--tied", action="store_true", help="tied models alone, beside what the file holds")
     args = parser.parse_args()
     path = theory.ALLOWANCES
-    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"allowances": {}}
+    record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"allowances": {}}
     for optimizer in args.optimizers:
         for study in args.studies:
             allowed: dict[str, list[float]] = {}
             if not args.tied:
                 for model in models(study):
                     _stray(model, study, optimizer, allowed)
-                known["allowances"][f"{optimizer} {study}"] = dict(sorted(allowed.items()))
-            untied = known["allowances"][f"{optimizer} {study}"]
+                record["allowances"][f"{optimizer} {study}"] = dict(sorted(allowed.items()))
+            untied = record["allowances"][f"{optimizer} {study}"]
             allowed = {name: list(band) for name, band in untied.items()}
             for model in models(study):
                 if model.task == "tokens":
                     tied = dataclasses.replace(model, tied=True)  # pyright: ignore[reportCallIssue]
                     _stray(tied, study, optimizer, allowed)
             farther = {name: band for name, band in sorted(allowed.items()) if band != untied.get(name, [0.0, 0.0])}
-            known["allowances"][f"{optimizer} {study}{theory.TIED}"] = farther
-            known["command"] = "python -m scripts.check.allowances"
-            known["versions"] = {"python": platform.python_version(), "jax": jax.__version__}
-            path.write_text(_compact(known) + "\n")
+            record["allowances"][f"{optimizer} {study}{theory.TIED}"] = farther
+            record["command"] = "python -m scripts.check.allowances"
+            record["versions"] = {"python": platform.python_version(), "jax": jax.__version__}
+            path.write_text(_compact(record) + "\n")
 
 
-def _compact(known: dict[str, Any]) -> str:
+def _compact(record: dict[str, Any]) -> str:
     """JSON with a line per observable, so that a changed allowance is a one-line diff."""
-    return re.sub(r"\[\s+([-\d.]+),\s+([-\d.]+)\s+\]", r"[\1, \2]", json.dumps(known, indent=1))
+    return re.sub(r"\[\s+([-\d.]+),\s+([-\d.]+)\s+\]", r"[\1, \2]", json.dumps(record, indent=1))
 
 
 @functools.cache

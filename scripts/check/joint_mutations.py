@@ -88,8 +88,8 @@ class Suite:
     def run(self, mutant: Mutant) -> list[Finding]:
         """What the check says of a wrong rule's runs; at the base it is the right one."""
         with mock.patch.dict(horizon.RULES, {mutant.rule: mutant.of()}):
-            seen = [self.seen[0], *(self._observe(k) for k in range(1, len(self.runs)))]
-        return joint_run.judged(seen, self.expected)
+            observations = [self.seen[0], *(self._observe(k) for k in range(1, len(self.runs)))]
+        return joint_run.judged(observations, self.expected)
 
 
 def row(mutant: Mutant, findings: list[Finding]) -> dict[str, Any]:

@@ -21,14 +21,14 @@ def smallest(outcomes: Iterable[Outcome], *, by_activations: bool = False) -> fl
         outcomes: of one group and column.
         by_activations: count only what activations and their changes give away.
     """
-    found = None
+    least = None
     tried = list(outcomes)
     for size in sorted({abs(one.exponent) for one in tried}, reverse=True):
         same = [one for one in tried if abs(one.exponent) == size]
         if not all((one.by_activations if by_activations else one.by) is not None for one in same):
             break
-        found = size
-    return found
+        least = size
+    return least
 
 
 def missed(outcomes: Iterable[Outcome]) -> list[Outcome]:
@@ -88,8 +88,8 @@ def _shares(outcomes: Outcomes) -> list[str]:
             alone = sum(one.by_activations is not None for one in training)
             cells.append(f"{alone} of {len(training)}" if training else "")
             alike = [one for one in mine if one.trains_alike]
-            seen = sum(one.by is not None for one in alike)
-            cells.append(f"{len(alike)}, {seen} seen" if alike else "")
+            detections = sum(one.by is not None for one in alike)
+            cells.append(f"{len(alike)}, {detections} seen" if alike else "")
             rows.append("| " + " | ".join([study, column, *cells]) + " |")
     return rows
 
@@ -123,8 +123,8 @@ def _misses(outcomes: Outcomes) -> list[str]:
 
 def _strays(group: str) -> str:
     """How far theory's exponent for a group's movement is from the right rule's slope, as measured once."""
-    known = json.loads(theory.ALLOWANCES.read_text())["allowances"]["sgd head_dim"]
-    below, above = known.get(f"movement/{group} @1", (0.0, 0.0))
+    allowances = json.loads(theory.ALLOWANCES.read_text())["allowances"]["sgd head_dim"]
+    below, above = allowances.get(f"movement/{group} @1", (0.0, 0.0))
     return f"up to {below:g} below theory and {above:g} above (`movement/{group} @1` in `train/studies/check/allowances.json`)"
 
 

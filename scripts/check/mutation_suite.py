@@ -78,7 +78,7 @@ _EPS_MATTERS: dict[str, Any] = {
 }
 _IN_HEADS: dict[str, Any] = {"grow": "heads", "doublings": (0, 2)}
 _EXPERTS: dict[str, Any] = {"model": "lm-proxy", "besides": "lm-proxy", "changes": {"experts": 4}}
-_OTHERS: dict[str, Any] = {
+_ENCODER_DECODER: dict[str, Any] = {
     "model": "ed-proxy", "besides": "lm-proxy", "changes": {"positions": "relative", "tied": False}, **_IN_HEADS,
 }  # fmt: skip
 """Of an encoder-decoder: its encoder, attention to what that wrote, and relative positions."""
@@ -101,13 +101,13 @@ STUDIES = (
         exponents=(0.5, -0.5),
     ),
     Study(name="tied decoder, Adam", model="lm-proxy", tied=True),
-    Study(name="encoder-decoder's other roles, Adam", exponents=_SMALL, **_OTHERS),
+    Study(name="encoder-decoder's other roles, Adam", exponents=_SMALL, **_ENCODER_DECODER),
     Study(
         name="encoder-decoder's other roles, SGD",
         optimizer="sgd",
         peak_lr=OPTIMIZERS["sgd"].check_lr,
         exponents=(0.5,),
-        **_OTHERS,
+        **_ENCODER_DECODER,
     ),
     Study(name="tied encoder-decoder, Adam", model="ed-proxy", tied=True, exponents=(0.5,), **_IN_HEADS),
     Study(name="experts, Adam", exponents=_SMALL, **_EXPERTS),
@@ -173,8 +173,8 @@ class Suite:
         if (readout := self._definitions[0].tied_readout) is not None:
             specs = [*(spec for spec in specs if spec.role is Role.TOKEN_EMBEDDING), readout]
         if study.besides is not None:
-            known = definition(check.smallest(configs.get(study.besides))).specs.values()
-            specs = [spec for spec in specs if spec.group not in {one.group for one in known}]
+            other_specs = definition(check.smallest(configs.get(study.besides))).specs.values()
+            specs = [spec for spec in specs if spec.group not in {one.group for one in other_specs}]
         return mutants.all_of(specs, study.size, study.exponents, study.columns)
 
     def right(self, seeds: int = SEEDS) -> list[Finding]:
@@ -206,8 +206,8 @@ class Suite:
         if self.study.eps < 1e-6:
             return theory.of(self._right, first, last, optimizer)
         # Only what training does counts here: not the gradient over eps, which names a wrong eps without any step.
-        found = theory.of(mutants.eps_dominates(self._right), first, last, "sgd")
-        return {key: said for key, said in found.items() if not key[0].startswith("gradient")}
+        expected = theory.of(mutants.eps_dominates(self._right), first, last, "sgd")
+        return {key: expectation for key, expectation in expected.items() if not key[0].startswith("gradient")}
 
     def _judge(self, measured: Mapping[str, np.ndarray]) -> list[Finding]:
         return check.judge(measured, [2.0**count for count in self._doublings], self._expected)

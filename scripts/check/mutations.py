@@ -63,10 +63,10 @@ def _outcome(row: dict[str, Any]) -> Outcome:
 def outcomes() -> dict[str, list[Outcome]]:
     """What the file holds, by study."""
     rows = json.loads(PAGE.with_suffix(".json").read_text())["mutants"].values()
-    found: dict[str, list[Outcome]] = {study.name: [] for study in STUDIES}
+    by_study: dict[str, list[Outcome]] = {study.name: [] for study in STUDIES}
     for row in rows:
-        found[row["study"]].append(_outcome(row))
-    return {study: own for study, own in found.items() if own}
+        by_study[row["study"]].append(_outcome(row))
+    return {study: own for study, own in by_study.items() if own}
 
 
 def _json(rows: dict[str, dict[str, Any]]) -> str:

@@ -46,9 +46,9 @@ def main() -> None:
             absolute = name == "u-mup"
             preset = presets.get(name, base=None if absolute else grown[0].base_sizes())
             expected = theory.of(preset, definitions[0], definitions[-1], "adam")
-            found = check.judge(series.measure(preset, check.batch(grown[0])), [1, 2, 4, 8], expected)
-            rows.append(report.to_json(found, {"preset": name, "grow": axis}))
-            print(axis, name, report.verdict_line(found), flush=True)
+            findings = check.judge(series.measure(preset, check.batch(grown[0])), [1, 2, 4, 8], expected)
+            rows.append(report.to_json(findings, {"preset": name, "grow": axis}))
+            print(axis, name, report.verdict_line(findings), flush=True)
     versions = {"python": platform.python_version(), "jax": jax.__version__}
     about = {
         "command": "python -m scripts.check.theory_and_measurement",
@@ -91,15 +91,15 @@ def _agreement(rows: list[dict[str, Any]]) -> str:
     verdicts = collections.Counter(o["verdict"] for row in rows for o in row["observables"])
     against = sum(count for verdict, count in verdicts.items() if verdict.startswith("contradicts"))
     explode, healthy = verdicts.pop("explodes", 0), verdicts.pop("as predicted", 0)
-    others = [f"{count} {verdict}" for verdict, count in verdicts.items() if not verdict.startswith("contradicts")]
-    bad = ", ".join([f"{explode} explode as predicted", *sorted(others)])
+    remainder = [f"{count} {verdict}" for verdict, count in verdicts.items() if not verdict.startswith("contradicts")]
+    bad = ", ".join([f"{explode} explode as predicted", *sorted(remainder)])
     return f"Of {healthy + explode + verdicts.total()} slopes {healthy} are as predicted, {bad}, and {against} contradict theory."
 
 
-def _cell(found: dict[str, Any] | None) -> str:
-    if found is None:
+def _cell(observable: dict[str, Any] | None) -> str:
+    if observable is None:
         return ""
-    return f"{found['predicted']:+.2f} \\| {found['slope']:+.2f} [{found['low']:+.2f}, {found['high']:+.2f}]"
+    return f"{observable['predicted']:+.2f} \\| {observable['slope']:+.2f} [{observable['low']:+.2f}, {observable['high']:+.2f}]"
 
 
 def _verdict(row: dict[str, Any]) -> str:

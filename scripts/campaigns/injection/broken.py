@@ -61,5 +61,5 @@ def broken_header(content: bytes, draw: random.Random) -> bytes:
     """A safetensors file with `broken_json` for a header, its length right or not."""
     length = int.from_bytes(content[:8], "little")
     header = broken_json(content[8 : 8 + length], draw)
-    said = len(header) if draw.random() < 0.9 else draw.choice([0, 1, length, 2**31, 2**63, 2**64 - 1])
-    return said.to_bytes(8, "little") + header + content[8 + length :]
+    header_length = len(header) if draw.random() < 0.9 else draw.choice([0, 1, length, 2**31, 2**63, 2**64 - 1])
+    return header_length.to_bytes(8, "little") + header + content[8 + length :]

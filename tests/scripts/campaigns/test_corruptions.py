@@ -92,11 +92,11 @@ def _flip_a_weight(folder: Path, choose: Any) -> str:
 
 
 def test_the_committed_campaign_is_whole() -> None:
-    found = json.loads(PAGE.with_suffix(".json").read_text())
-    results = found["results"]
+    record = json.loads(PAGE.with_suffix(".json").read_text())
+    results = record["results"]
     assert len(results) >= 500
     assert all(result["good"] for result in results)
     assert {result["kind"] for result in results} == set(KINDS)
     assert len({result["run"] for result in results}) == 4
     assert sum(result["alone"] == "wrong" for result in results) > 0
-    assert page(results, found["seconds"]) == PAGE.read_text()
+    assert page(results, record["seconds"]) == PAGE.read_text()

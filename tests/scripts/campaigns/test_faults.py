@@ -39,8 +39,8 @@ def test_the_shim_fails_the_operation_that_is_chosen(tmp_path: Path) -> None:
         "    except OSError as error:\n"
         "        print(error.errno, os.stat('sick/file').st_size)\n"
     )
-    wanted = {"EIO": "5 0", "ENOSPC": "28 0", "short": "5 5", "torn": "5 5", "slow": "10 10"}
-    for effect, line in wanted.items():
+    expected = {"EIO": "5 0", "ENOSPC": "28 0", "short": "5 5", "torn": "5 5", "slow": "10 10"}
+    for effect, line in expected.items():
         control.watch(tmp_path / "sick")
         control.arm("write", effect, 2, milliseconds=10)
         run = subprocess.run(

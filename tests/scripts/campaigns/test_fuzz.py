@@ -22,9 +22,9 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_broken_files_are_read_or_refused(name: str, tmp_path: Path) -> None:
-    found = fuzz.outcomes(name, range(10**6, 10**6 + INPUTS), tmp_path)  # others than the table's
-    assert [one for one in found if one["outcome"] not in ("read", "refused")] == []
-    assert len(found) == INPUTS
+    results = fuzz.outcomes(name, range(10**6, 10**6 + INPUTS), tmp_path)  # others than the table's
+    assert [one for one in results if one["outcome"] not in ("read", "refused")] == []
+    assert len(results) == INPUTS
 
 
 @pytest.mark.core
@@ -50,9 +50,9 @@ def test_control_what_is_wrong_is_counted(tmp_path: Path, monkeypatch: pytest.Mo
     rows: dict[str, Any] = {}
     for how in ("traceback", "slow"):
         monkeypatch.setitem(targets.TARGETS, how, Target(make, read, (lambda content, choose: b"broken",)))
-        found = fuzz.outcomes(how, [0], tmp_path)
-        assert [one["outcome"] for one in found] == [how]
-        rows[how] = fuzz.counted({}, found)
+        results = fuzz.outcomes(how, [0], tmp_path)
+        assert [one["outcome"] for one in results] == [how]
+        rows[how] = fuzz.counted({}, results)
     assert (rows["traceback"]["tracebacks"], rows["slow"]["hangs"]) == (1, 1)
     assert "1 tracebacks, 1 files that took more than" in fuzz.page(rows)
 

@@ -23,10 +23,12 @@ seeds there, which the programs take as they are."""
 @functools.cache
 def suite(index: int) -> Suite:
     """Each study compiles once, and its control holds: the right rule passes."""
-    made = Suite(STUDIES[index], DOUBLINGS)
-    optimized(made.series)
-    assert all(check.passes(made.right(seeds)) for seeds in ((SEEDS, MORE_SEEDS) if index in (1, 5) else (SEEDS,)))
-    return made
+    study_suite = Suite(STUDIES[index], DOUBLINGS)
+    optimized(study_suite.series)
+    assert all(
+        check.passes(study_suite.right(seeds)) for seeds in ((SEEDS, MORE_SEEDS) if index in (1, 5) else (SEEDS,))
+    )
+    return study_suite
 
 
 MISSED = {
@@ -129,11 +131,11 @@ def test_the_page_counts_misses_and_says_why_others_are_none():
 
 
 def test_the_committed_page_is_complete_and_is_what_its_rows_say():
-    found = mutations.outcomes()
+    outcomes = mutations.outcomes()
     for study in STUDIES:
         names = {f"{study.name}: {mutant}" for mutant in Suite(study).mutants()}
-        assert names == {f"{study.name}: {one.group} {one.column} x m^{one.exponent:g}" for one in found[study.name]}
-    assert mutation_report.markdown(found, mutations.COMMAND) == mutations.PAGE.read_text()
+        assert names == {f"{study.name}: {one.group} {one.column} x m^{one.exponent:g}" for one in outcomes[study.name]}
+    assert mutation_report.markdown(outcomes, mutations.COMMAND) == mutations.PAGE.read_text()
 
 
 @pytest.mark.core
