@@ -25,30 +25,30 @@ WORK = Path("runs") / "figures"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns 0, or 2 for a wrong name."""
-    known = page.names()
+    figure_names = page.names()
     parser = argparse.ArgumentParser(prog="python -m scripts.figures", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}; all unless given")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(figure_names)}; all unless given")
     parser.add_argument("--full", action="store_true", help="the paper's sizes: hours, on an accelerator")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the records and pictures (docs/figures)")
     parser.add_argument("--again", action="store_true", help="measure even what is there with the same settings")
     parser.add_argument("--render", action="store_true", help="measure nothing: draw and judge what is there")
     parser.add_argument("--list", action="store_true", help="say what there is, and stop")
     args = parser.parse_args(argv)
-    if unknown := [name for name in args.names if name not in known]:
-        near = difflib.get_close_matches(unknown[0], known, n=1)
+    if unknown := [name for name in args.names if name not in figure_names]:
+        near = difflib.get_close_matches(unknown[0], figure_names, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        parser.error(f"no figure is named {unknown[0]}; {hint}the figures are {', '.join(known)}")
+        parser.error(f"no figure is named {unknown[0]}; {hint}the figures are {', '.join(figure_names)}")
     args.out.mkdir(parents=True, exist_ok=True)
-    for name in args.names or known:
+    for name in args.names or figure_names:
         if args.list:
             there = "" if (args.out / f"{name}.json").exists() else " (not measured yet)"
             print(f"{name:16} {page.load(name).title}{there}")
         else:
             _run(name, args)
     if not args.list:
-        beside = args.out.parent / "reproduction.md"
-        beside.write_text(page.text(args.out))
-        print(f"wrote {beside}")
+        document = args.out.parent / "reproduction.md"
+        document.write_text(page.text(args.out))
+        print(f"wrote {document}")
     return 0
 
 
@@ -59,15 +59,15 @@ def _run(name: str, args: argparse.Namespace) -> None:
     settings = figure.full if args.full else figure.small
     stem = args.out / (f"{name}-full" if args.full else name)
     path = stem.with_suffix(".json")
-    kept = result.load(path) if path.exists() else None
-    if kept is not None and not result.same_settings(kept, settings):
-        kept = None
-    if kept is None and args.render:
+    record = result.load(path) if path.exists() else None
+    if record is not None and not result.same_settings(record, settings):
+        record = None
+    if record is None and args.render:
         print(f"{stem.name}: nothing measured with these settings")
         return
-    if kept is not None and not args.again:
-        about = {key: kept[key] for key in ("command", "versions", "seconds")}
-        data = kept["data"]
+    if record is not None and not args.again:
+        about = {key: record[key] for key in ("command", "versions", "seconds")}
+        data = record["data"]
     else:
         work = WORK / stem.name
         work.mkdir(parents=True, exist_ok=True)
@@ -75,11 +75,11 @@ def _run(name: str, args: argparse.Namespace) -> None:
         data = figure.measure(settings, work)
         command = f"python -m scripts.figures {name}" + (" --full" if args.full else "")
         about = {"command": command, "versions": _versions(), "seconds": round(time.process_time() - started)}
-    kept = result.record(figure, settings, data, **about)
-    result.save(path, kept)
-    figure.draw(kept["settings"], kept["data"]).savefig(stem.with_suffix(".png"))
+    record = result.record(figure, settings, data, **about)
+    result.save(path, record)
+    figure.draw(record["settings"], record["data"]).savefig(stem.with_suffix(".png"))
     print(f"{stem.name}: {figure.title} ({about['seconds']} s of CPU)", flush=True)
-    for row in kept["rows"]:
+    for row in record["rows"]:
         print(f"  {page.sentence(row)}", flush=True)
 
 

@@ -52,7 +52,7 @@ def measure(kind: str, settings: Mapping[str, Any], folder: Path, *, ends: float
 
     folder.mkdir(parents=True, exist_ok=True)
     make = {"vit": training.vit, "lm": training.lm}[kind]
-    found: dict[str, Any] = {}
+    by_axis: dict[str, Any] = {}
     batches, trainers = None, {}
     for axis, size, sizes in grown(settings):
         config = make(**sizes, **{**settings["model"], **rule})
@@ -67,15 +67,17 @@ def measure(kind: str, settings: Mapping[str, Any], folder: Path, *, ends: float
                 batches, trainer.ends = trainer.batches, ends
                 path.write_text(json.dumps(_one(trainer, run, kind)))
             runs.append(json.loads(path.read_text()))
-        here = found.setdefault(axis, {"size": [], "flops": [], "steps": runs[0]["steps"], **{n: [] for n in _KEPT}})
+        here = by_axis.setdefault(
+            axis, {"size": [], "flops": [], "steps": runs[0]["steps"], **{n: [] for n in _FIELDS}}
+        )
         here["size"].append(size)
         here["flops"].append(flops.train_flops(config.model) * config.data.batch_size * _units(config))
-        for name in _KEPT:
+        for name in _FIELDS:
             here[name].append([one[name] for one in runs])
-    return found
+    return by_axis
 
 
-_KEPT = ("loss", "kernel", "attention")
+_FIELDS = ("loss", "kernel", "attention")
 
 
 def _units(config: Config) -> int:
@@ -93,7 +95,7 @@ def _one(trainer: training.Trainer, config: Config, kind: str) -> dict[str, Any]
     from scripts.figures import training
 
     probe = trainer.batches.probe(EXAMPLES if kind == "vit" else 2)
-    losses, (last,) = trainer.train(config, at=[config.steps], look=lambda seen: trainer.internals(seen, probe))
+    losses, (last,) = trainer.train(config, at=[config.steps], look=lambda snapshot: trainer.internals(snapshot, probe))
     h_BTD = last["residual"][-1]
     h_BTD = h_BTD - h_BTD.mean(-1, keepdims=True)
     h_BTD = h_BTD / np.sqrt((h_BTD**2).mean(-1, keepdims=True) + 1e-5)
@@ -128,13 +130,13 @@ def gap(of_axis: Mapping[str, Any]) -> np.ndarray:
 
 def likeness(data: Mapping[str, Any], about: str) -> list[Row]:
     """How alike the two largest models along each axis are: loss curves, kernels, and the kernels of two seeds beside."""
-    found = []
+    rows = []
     for axis, of_axis in data.items():
         two = f"{AXES[axis]} = {of_axis['size'][-2]} and {of_axis['size'][-1]}"
         kernels = np.asarray(of_axis["kernel"])
         aligned = [alignment(big, less) for big, less in zip(kernels[-1], kernels[-2], strict=True)]
         measured, low, high = mean(gap(of_axis))
-        found.append(
+        rows.append(
             Row(
                 what=f"mean difference of loss curves in nats, {two}{about}",
                 measured=measured,
@@ -144,18 +146,18 @@ def likeness(data: Mapping[str, Any], about: str) -> list[Row]:
             )
         )
         measured, low, high = mean(aligned)
-        beside = alignment(kernels[-1][0], kernels[-1][1])
-        found.append(
+        across_seeds = alignment(kernels[-1][0], kernels[-1][1])
+        rows.append(
             Row(
                 what=f"alignment of final kernels, {two}{about}",
                 measured=measured,
                 low=low,
                 high=high,
                 kind="value",
-                note=f"Two seeds of the larger one: {beside:.3f}.",
+                note=f"Two seeds of the larger one: {across_seeds:.3f}.",
             )
         )
-    return found
+    return rows
 
 
 def at_compute(of_axis: Mapping[str, Any], which: int, flops: float) -> np.ndarray:
@@ -164,11 +166,11 @@ def at_compute(of_axis: Mapping[str, Any], which: int, flops: float) -> np.ndarr
     return np.array([np.interp(flops, compute, loss) for loss in of_axis["loss"][which]])
 
 
-def slim(found: Mapping[str, Any]) -> dict[str, Any]:
+def slim(by_axis: Mapping[str, Any]) -> dict[str, Any]:
     """Without kernels and attention."""
     return {
         axis: {name: value for name, value in of_axis.items() if name not in ("kernel", "attention")}
-        for axis, of_axis in found.items()
+        for axis, of_axis in by_axis.items()
     }
 
 
@@ -193,8 +195,8 @@ def draw_attention(axes: Axes, axis: str, of_axis: Mapping[str, Any]) -> None:
 def draw_kernels(axes: Axes, axis: str, of_axis: Mapping[str, Any]) -> None:
     """The kernel of the smallest model beside the largest one's."""
     small, large = (np.asarray(of_axis["kernel"][i][0]) for i in (0, -1))
-    both = np.concatenate([small, np.full((len(small), 1), np.nan), large], axis=1)
-    axes.imshow(both, cmap="viridis", aspect="equal")
+    image = np.concatenate([small, np.full((len(small), 1), np.nan), large], axis=1)
+    axes.imshow(image, cmap="viridis", aspect="equal")
     axes.set_xticks([])
     axes.set_yticks([])
     axes.grid(visible=False)

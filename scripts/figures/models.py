@@ -101,7 +101,7 @@ def at_initialization(
             if any(not np.array_equal(one[name], numbers[0][name]) for one in numbers for name in one):
                 raise ValueError("these presets start from other weights; give each a call of its own")
         forwards = jax.tree.map(lambda *numbers: np.stack(numbers), *(one.forward for one in resolved))
-        seen = jax.device_get(program(np.uint32(seed), stds[0], resolved[0].multiplier, forwards))
-        return [jax.tree.map(lambda array, i=index: array[i], seen) for index in range(len(presets))]
+        outputs = jax.device_get(program(np.uint32(seed), stds[0], resolved[0].multiplier, forwards))
+        return [jax.tree.map(lambda array, i=index: array[i], outputs) for index in range(len(presets))]
 
     return run

@@ -39,9 +39,9 @@ def _rooms() -> dict[str, str]:
 def text(folder: Path) -> str:
     """The page, from the records in `folder`."""
     records = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("fig*.json"))}
-    minutes = round(sum(kept["seconds"] for kept in records.values()) / 60)
+    minutes = round(sum(record["seconds"] for record in records.values()) / 60)
     parts = [HEAD.format(minutes=minutes), _summary(records)]
-    parts += [_section(folder.name, name, kept) for name, kept in records.items()]
+    parts += [_section(folder.name, name, record) for name, record in records.items()]
     return "\n".join(parts)
 
 
@@ -52,7 +52,7 @@ def sentence(row: Mapping[str, Any]) -> str:
 
 
 def _summary(records: Mapping[str, Mapping[str, Any]]) -> str:
-    rows = [row for kept in records.values() for row in kept["rows"] if row["predicted"] is not None]
+    rows = [row for record in records.values() for row in record["rows"] if row["predicted"] is not None]
     claims = [row for row in rows if not row["control"]]
     against = [row for row in claims if not row["verdict"].startswith("reproduces")]
     good = len(claims) - len(against)
@@ -63,13 +63,13 @@ def _summary(records: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join([*lines, ""])
 
 
-def _section(folder: str, name: str, kept: Mapping[str, Any]) -> str:
-    versions = ", ".join(f"{key} {value}" for key, value in kept["versions"].items())
-    lines = [f"## {kept['title']}", "", f"{kept['about']} Source: {kept['source']}.", ""]
-    lines += [f"`{kept['command']}` ({kept['seconds']} s of CPU time; {versions})", ""]
-    lines += [f"![{kept['title']}]({folder}/{name}.png)", ""]
+def _section(folder: str, name: str, record: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{key} {value}" for key, value in record["versions"].items())
+    lines = [f"## {record['title']}", "", f"{record['about']} Source: {record['source']}.", ""]
+    lines += [f"`{record['command']}` ({record['seconds']} s of CPU time; {versions})", ""]
+    lines += [f"![{record['title']}]({folder}/{name}.png)", ""]
     lines += ["| what | predicted | measured [95 %] | verdict |", "|---|---|---|---|"]
-    for row in kept["rows"]:
+    for row in record["rows"]:
         predicted = "" if row["predicted"] is None else _predicted(row)
         source = f" ({row['source']})" if row["source"] else ""
         note = f" {row['note']}" if row["note"] else ""

@@ -101,9 +101,9 @@ def by_layer(axes: Axes, ends: Any, sizes: Any, data: Any, alpha_l: float) -> No
     chosen = sorted({0, len(sizes) // 2, len(sizes) - 1})
     pairs = [(index, alpha_a) for index, (alpha_a, other) in enumerate(ends) if other == alpha_l]
     for color, (index, alpha_a) in zip(COLORS, pairs, strict=False):
-        found, limit = np.asarray(data["by_layer"][index])[..., 0], np.asarray(data["limit"][index])[:, 0]
+        by_size, limit = np.asarray(data["by_layer"][index])[..., 0], np.asarray(data["limit"][index])[:, 0]
         for fade, size in zip((0.35, 0.6, 1.0), chosen, strict=False):
-            axes.plot(found[size], "o", color=color, alpha=fade, markersize=2 + 3 * fade)
+            axes.plot(by_size[size], "o", color=color, alpha=fade, markersize=2 + 3 * fade)
         axes.plot(limit, "--", color=color, linewidth=1.3, label=rf"recursion, $\alpha_A$ = {alpha_a:g}")
     axes.plot(
         [],

@@ -179,10 +179,10 @@ def record(figure: Figure, settings: Settings, data: Data, **about: Any) -> dict
     return {**head, **about, "settings": _plain(dict(settings)), "rows": rows, "data": data}
 
 
-def save(path: Path, kept: Mapping[str, Any]) -> None:
+def save(path: Path, content: Mapping[str, Any]) -> None:
     """Write a record, a line per field and row."""
     lines = []
-    for name, value in kept.items():
+    for name, value in content.items():
         if name == "rows":
             text = "[\n" + ",\n".join(f"  {_text(row)}" for row in value) + "\n ]"
         else:
@@ -196,9 +196,9 @@ def load(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def same_settings(kept: Mapping[str, Any], settings: Settings) -> bool:
+def same_settings(content: Mapping[str, Any], settings: Settings) -> bool:
     """Whether a record was measured with these settings."""
-    return kept["settings"] == json.loads(_text(_plain(dict(settings))))
+    return content["settings"] == json.loads(_text(_plain(dict(settings))))
 
 
 def _text(value: Any) -> str:

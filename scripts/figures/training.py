@@ -142,7 +142,7 @@ def with_constants(run: StepInputs, program: Program, ends: float = 4.0) -> Step
 
 
 @dataclasses.dataclass(frozen=True)
-class Seen:
+class Snapshot:
     """A model between two steps.
 
     Attributes:
@@ -179,7 +179,7 @@ class Trainer:
         self._logits = jax.jit(lambda params, run, inputs: logits_of(self.definition, params, run, inputs))
 
     def train(
-        self, config: Config, *, at: Sequence[int] = (), look: Callable[[Seen], Any] = lambda seen: None
+        self, config: Config, *, at: Sequence[int] = (), look: Callable[[Snapshot], Any] = lambda snapshot: None
     ) -> tuple[np.ndarray, list[Any]]:
         """The training losses float64 [steps] of a run, and what `look` saw after the steps `at` (0 is before the first)."""
         numbers = assemble(config, jax.devices()[:1])
@@ -187,22 +187,22 @@ class Trainer:
         start = program.initializer.params(config.seed, program.stds)
         run = with_constants(program.step_inputs(), program, self.ends)
         state = program.placed(program.initial_state(), self._step)
-        losses, seen = [], []
+        losses, observations = [], []
         for step in range(config.steps + 1):
             if step in at:
-                seen.append(look(Seen(step, state.params, start, run)))
+                observations.append(look(Snapshot(step, state.params, start, run)))
             if step < config.steps:
                 state, metrics = self._step(state, run, self.batches[step])
                 losses.append(metrics["loss"])
-        return np.asarray(jax.device_get(losses), np.float64), seen
+        return np.asarray(jax.device_get(losses), np.float64), observations
 
-    def internals(self, seen: Seen, inputs: np.ndarray) -> dict[str, np.ndarray]:
+    def internals(self, snapshot: Snapshot, inputs: np.ndarray) -> dict[str, np.ndarray]:
         """`mupax.train.studies.check.observables.internals` of the model as it is."""
-        return jax.device_get(self._internals(seen.params, seen.run, jnp.asarray(inputs)))
+        return jax.device_get(self._internals(snapshot.params, snapshot.run, jnp.asarray(inputs)))
 
-    def logits(self, seen: Seen, inputs: np.ndarray) -> np.ndarray:
+    def logits(self, snapshot: Snapshot, inputs: np.ndarray) -> np.ndarray:
         """The centred output."""
-        return np.asarray(self._logits(seen.params, seen.run, jnp.asarray(inputs)))
+        return np.asarray(self._logits(snapshot.params, snapshot.run, jnp.asarray(inputs)))
 
     def names(self, *roles: Role) -> list[str]:
         """Parameters of these roles."""
@@ -215,12 +215,12 @@ class Batches:
     def __init__(self, config: Config) -> None:
         seed = config.seed if config.data.seed is None else config.data.seed
         self._data = data.load(config.data, config.model, seed=seed, note=lambda line: None)
-        self._kept: list[Batch] = []
+        self._batches: list[Batch] = []
 
     def __getitem__(self, k: int) -> Batch:
-        while len(self._kept) <= k:
-            self._kept.append(jax.tree.map(jnp.asarray, self._data.train_batch(len(self._kept))))
-        return self._kept[k]
+        while len(self._batches) <= k:
+            self._batches.append(jax.tree.map(jnp.asarray, self._data.train_batch(len(self._batches))))
+        return self._batches[k]
 
     def probe(self, count: int) -> np.ndarray:
         """Inputs of the first evaluation examples."""

@@ -27,11 +27,11 @@ def best(curve: Curve) -> np.ndarray:
     seeds = curve.losses.shape[1]
     if seeds < 2:
         raise ValueError("one seed leaves no other to choose its best rate; measure at least 2")
-    others = np.stack([np.delete(curve.losses, seed, axis=1).mean(axis=1) for seed in range(seeds)])
-    others = np.where(np.isfinite(others), others, np.inf)
-    if not np.isfinite(others.min(axis=1)).all():
+    leave_one_out = np.stack([np.delete(curve.losses, seed, axis=1).mean(axis=1) for seed in range(seeds)])
+    leave_one_out = np.where(np.isfinite(leave_one_out), leave_one_out, np.inf)
+    if not np.isfinite(leave_one_out.min(axis=1)).all():
         raise ValueError("every rate of the grid diverged")
-    return others.argmin(axis=1)
+    return leave_one_out.argmin(axis=1)
 
 
 def least(curve: Curve) -> np.ndarray:
@@ -75,35 +75,37 @@ def rows(what: str, sizes: Sequence[int], curves: Mapping[str, Sequence[Curve]],
         names: the two strategies, and then those that are put in the first's place as controls.
     """
     first, second, *controls = names
-    made: list[Row] = []
+    table: list[Row] = []
     for octaves, part in ((1, "half"), (2, "a quarter of")):
         of = [
             {name: excess(curves[name][at], octaves) for name in names if len(curves[name][at].x)}
             for at in range(len(sizes))
         ]
-        apart = [found[first] - found[second] for found in of]
+        apart = [excesses[first] - excesses[second] for excesses in of]
         title = f"loss at {part} the best hidden rate less the least"
-        for size, found, difference in zip(sizes, of, apart, strict=True):
-            each = ", ".join(f"{name} {_interval(found[name])}" for name in (first, second))
+        for size, excesses, difference in zip(sizes, of, apart, strict=True):
+            each = ", ".join(f"{name} {_interval(excesses[name])}" for name in (first, second))
             title_of = f"{title}, {first} minus {second}, {what} = {size}"
-            made.append(value(title_of, difference, predicted=0.0, above=True, note=f"Each: {each} nats."))
+            table.append(value(title_of, difference, predicted=0.0, above=True, note=f"Each: {each} nats."))
         if len(sizes) > 1:
             seeds = min(map(len, apart))
             grown = growth(sizes, np.array([difference[:seeds] for difference in apart]))
-            made.append(value(f"growth of that difference per doubling of {what}", grown, predicted=0.0, above=True))
+            table.append(value(f"growth of that difference per doubling of {what}", grown, predicted=0.0, above=True))
         for name in controls:
-            for size, found, difference in zip(sizes, of, apart, strict=True):
-                if name not in found or not np.isfinite(found[name]).all():
+            for size, excesses, difference in zip(sizes, of, apart, strict=True):
+                if name not in excesses or not np.isfinite(excesses[name]).all():
                     continue
-                own = f"By itself {_interval(found[name])} nats."
+                own = f"By itself {_interval(excesses[name])} nats."
                 bound = {"note": own}
                 if mean(difference)[1] > 0:  # without the claim nothing tells the control from it
                     note = f"The bound is half of what {first} has. {own}"
                     bound = {"predicted": float(difference.mean()) / 2, "above": True, "control": True, "note": note}
-                made.append(
-                    value(f"{title}, {name}, minus {second}, {what} = {size}", found[name] - found[second], **bound)
+                table.append(
+                    value(
+                        f"{title}, {name}, minus {second}, {what} = {size}", excesses[name] - excesses[second], **bound
+                    )
                 )
-    return made
+    return table
 
 
 def value(what: str, values: np.ndarray, **more: object) -> Row:

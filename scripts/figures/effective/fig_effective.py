@@ -31,14 +31,14 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     definitions = [definition(one) for one in grown]
     config = OptimizerConfig(name="adamw", peak_lr=settings["peak_lr"], schedule="constant", eps=1e-12)
     series = check.Series(definitions, config, 1)
-    found: dict[str, Any] = {"measured": {}, "theory": {}}
+    data: dict[str, Any] = {"measured": {}, "theory": {}}
     for name in settings["presets"]:
         preset = presets.get(name, base=grown[0].base_sizes())
-        seen = series.measure(preset, check.batch(grown[0]), settings["seeds"])
+        observables = series.measure(preset, check.batch(grown[0]), settings["seeds"])
         theory = expectation.of(preset, definitions[0], definitions[-1], config.name, strict=True)
-        found["measured"][name] = {observed: seen[observed][:, :, 1] for observed in OBSERVED}
-        found["theory"][name] = {observed: theory[observed, 1].slope for observed in OBSERVED}
-    return found
+        data["measured"][name] = {observed: observables[observed][:, :, 1] for observed in OBSERVED}
+        data["theory"][name] = {observed: theory[observed, 1].slope for observed in OBSERVED}
+    return data
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 def rows(settings: Settings, data: Data) -> list[Row]:
     """What half and a quarter of the best rate cost, with the control, and the least losses."""
     curves = {name: rates.curves(of_strategy) for name, of_strategy in data.items()}
-    made = excess.rows("n", settings["width"], curves, ["standard", "ntk", *settings["embeddings"]])
-    made += fig_effective_language.least(settings["width"], curves)
-    return [row for row in made if math.isfinite(row.measured)]
+    table = excess.rows("n", settings["width"], curves, ["standard", "ntk", *settings["embeddings"]])
+    table += fig_effective_language.least(settings["width"], curves)
+    return [row for row in table if math.isfinite(row.measured)]
 
 
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:

@@ -80,13 +80,13 @@ def grid(settings: Settings, strategy: str, at: int) -> list[float]:
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
     """Losses of every strategy as `rates.curves` reads them: rates `x` and `losses` [rates][seeds] per width."""
-    kept: dict[str, Any] = {strategy: {"x": [], "losses": [], "first": []} for strategy in settings["grid"]}
+    by_strategy: dict[str, Any] = {strategy: {"x": [], "losses": [], "first": []} for strategy in settings["grid"]}
     for at in range(len(settings["width"])):
         for strategy, (x, losses) in of_width(settings, work, at).items():
-            kept[strategy]["x"].append(x)
-            kept[strategy]["losses"].append(losses)
-            kept[strategy]["first"].append(settings["seeds"][at])
-    return kept
+            by_strategy[strategy]["x"].append(x)
+            by_strategy[strategy]["losses"].append(losses)
+            by_strategy[strategy]["first"].append(settings["seeds"][at])
+    return by_strategy
 
 
 def of_width(settings: Settings, work: Path, at: int) -> dict[str, Any]:
@@ -101,25 +101,25 @@ def of_width(settings: Settings, work: Path, at: int) -> dict[str, Any]:
 
     width, seeds = settings["width"][at], settings["seeds"][at]
     points = [(strategy, x) for strategy in settings["grid"] for x in grid(settings, strategy, at)]
-    asked = [config(settings, strategy, width, 2.0**x, seed) for strategy, x in points for seed in range(seeds)]
-    losses = [rates.kept_loss(row.loss) for row in Sweep(work / str(width), evaluated=False).run(asked)]
-    made: dict[str, Any] = {strategy: ([], []) for strategy in settings["grid"]}
+    configs = [config(settings, strategy, width, 2.0**x, seed) for strategy, x in points for seed in range(seeds)]
+    losses = [rates.kept_loss(row.loss) for row in Sweep(work / str(width), evaluated=False).run(configs)]
+    by_strategy: dict[str, Any] = {strategy: ([], []) for strategy in settings["grid"]}
     for index, (strategy, x) in enumerate(points):
-        made[strategy][0].append(x)
-        made[strategy][1].append(losses[index * seeds : (index + 1) * seeds])
-    return made
+        by_strategy[strategy][0].append(x)
+        by_strategy[strategy][1].append(losses[index * seeds : (index + 1) * seeds])
+    return by_strategy
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
     """Figure 3: what rates below the best cost; figure 4: the least losses; figure 5: what twice the width gains, and transfer."""
     widths, curves = settings["width"], {name: rates.curves(of_strategy) for name, of_strategy in data.items()}
-    made = [
+    table = [
         *excess.rows("n", widths, curves, ["standard", "ntk", *settings["embeddings"]]),
         *least(widths, curves),
         *_wider(widths, curves),
         *_drifts(widths, curves),
     ]
-    return [row for row in made if math.isfinite(row.measured)]
+    return [row for row in table if math.isfinite(row.measured)]
 
 
 def least(widths: Sequence[int], curves: dict[str, list[Curve]]) -> list[Row]:
@@ -129,23 +129,23 @@ def least(widths: Sequence[int], curves: dict[str, list[Curve]]) -> list[Row]:
         widths: n.
         curves: strategy to its curve per width.
     """
-    made = []
+    table = []
     for at, width in enumerate(widths):
         standard, ntk = (excess.least(curves[name][at]) for name in ("standard", "ntk"))
         note = f"Standard {standard.mean():.3f}, ntk {ntk.mean():.3f} nats; the paper (n = 1024, one seed each): 0.967 and 0.971."
         what = f"least loss, ntk minus standard, n = {width}"
-        made.append(excess.value(what, ntk - standard, predicted=0.0, tolerance=SAME, source="figure 4", note=note))
-    return made
+        table.append(excess.value(what, ntk - standard, predicted=0.0, tolerance=SAME, source="figure 4", note=note))
+    return table
 
 
 def _wider(widths: Sequence[int], curves: dict[str, list[Curve]]) -> list[Row]:
     """What a doubling of n gains at the smaller width's best hidden rate: ntk's gain less standard's."""
-    made = []
+    table = []
     for at, (width, twice) in enumerate(itertools.pairwise(widths)):
         gains = {name: gain(*curves[name][at : at + 2]) for name in ("standard", "ntk")}
         each = ", ".join(f"{name} {values.mean():+.3f}" for name, values in gains.items())
         what = f"loss gained by n = {twice} at the best hidden rate of n = {width}, ntk minus standard"
-        made.append(
+        table.append(
             excess.value(
                 what,
                 gains["ntk"] - gains["standard"],
@@ -155,7 +155,7 @@ def _wider(widths: Sequence[int], curves: dict[str, list[Curve]]) -> list[Row]:
                 note=f"Each: {each} nats; the paper, with more depth too and 0.7 of the rate: +0.040 and +0.066.",
             )
         )
-    return made
+    return table
 
 
 def gain(small: Curve, large: Curve) -> np.ndarray:
@@ -177,28 +177,28 @@ def _drifts(widths: Sequence[int], curves: dict[str, list[Curve]]) -> list[Row]:
         dataclasses.replace(curve, x=curve.x + power * math.log2(width))
         for width, curve in zip(widths, curves["ntk"], strict=True)
     ]
-    made = []
+    table = []
     for what, some in (
         ("best hidden rate, standard", curves["standard"]),
         ("best hidden rate, ntk", curves["ntk"]),
         ("best learning rate of ntk's own rule", own),
     ):
-        found = analyse(widths, some)
-        price = found.prices[-1].value
+        analysis = analyse(widths, some)
+        price = analysis.prices[-1].value
         cost = f"costs {price:.2g} nats" if math.isfinite(price) else "diverges or lies outside the grid"
-        made.append(
+        table.append(
             Row(
                 what=f"octaves that the {what}, moves per doubling of n",
-                measured=found.drift.value,
-                low=found.drift.low,
-                high=found.drift.high,
+                measured=analysis.drift.value,
+                low=analysis.drift.low,
+                high=analysis.drift.high,
                 predicted=0.0,
                 tolerance=TOLERANCE,
                 source="figure 5" if "hidden" in what else "the table's rule",
                 note=f"At n = {widths[-1]} what is best at {widths[0]} {cost}.",
             )
         )
-    return made
+    return table
 
 
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
@@ -222,12 +222,12 @@ def _draw_excess(axes: Axes, widths: Sequence[int], curves: dict[str, list[Curve
     for color, (name, of_strategy) in zip(panels.COLORS, curves.items(), strict=False):
         for octaves, style in ((1, "-"), (2, "--")):
             there = [at for at, curve in enumerate(of_strategy) if len(curve.x)]
-            found = np.array([mean(excess.excess(of_strategy[at], octaves)) for at in there])
-            room = [found[:, 0] - found[:, 1], found[:, 2] - found[:, 0]]
+            intervals = np.array([mean(excess.excess(of_strategy[at], octaves)) for at in there])
+            room = [intervals[:, 0] - intervals[:, 1], intervals[:, 2] - intervals[:, 0]]
             label = name if octaves == 1 else None
             axes.errorbar(
                 [widths[at] for at in there],
-                found[:, 0],
+                intervals[:, 0],
                 yerr=room,
                 fmt="o" + style,
                 color=color,

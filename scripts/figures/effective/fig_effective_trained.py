@@ -34,12 +34,12 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
         for name in settings["presets"]
     }
     configs = {name: study.configs for name, study in planned.items()}
-    found = rates.measure(configs, _widths(settings), settings["limits"], work)
+    studies = rates.measure(configs, _widths(settings), settings["limits"], work)
     for name, grown in configs.items():
         ends = definition(grown[0].model), definition(grown[-1].model)
         theory = expectation.of(preset_of(grown[0]), *ends, optimizer.name)
-        found[name]["kept_step"] = 0.0 - theory["change residual", 1].slope
-    return found
+        studies[name]["kept_step"] = 0.0 - theory["change residual", 1].slope
+    return studies
 
 
 def _widths(settings: Settings) -> list[int]:
@@ -49,13 +49,13 @@ def _widths(settings: Settings) -> list[int]:
 
 def rows(settings: Settings, data: Data) -> list[Row]:
     """Drift of the best learning rate between the two widths."""
-    found = []
+    table = []
     for name, of_preset in data.items():
         what = f"octaves that the best learning rate of AdamW moves per doubling of the width, {name}"
         row = rates.row(what, _widths(settings), of_preset, predicted=PREDICTED.get(name))
-        kept = f"To first order the residual stream's first step would stay at {of_preset['kept_step']:+g}."
-        found.append(dataclasses.replace(row, note=f"{row.note} {kept}"))
-    return found
+        prediction = f"To first order the residual stream's first step would stay at {of_preset['kept_step']:+g}."
+        table.append(dataclasses.replace(row, note=f"{row.note} {prediction}"))
+    return table
 
 
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:

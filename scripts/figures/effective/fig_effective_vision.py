@@ -64,15 +64,15 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     """Per strategy rates `x` and decays, both as log2, and the losses on test images [decays][rates][seeds]."""
     from mupax.train.studies.sweep.sweep import Sweep
 
-    engine, made = Sweep(work), {}
+    engine, by_strategy = Sweep(work), {}
     for strategy, (low, high) in settings["grid"].items():
         x, seeds = [float(one) for one in range(low, high + 1)], range(settings["seeds"])
         points = [(decay, one, seed) for decay in settings["decay"] for one in x for seed in seeds]
         rows = engine.run([config(settings, strategy, 2.0**one, 2.0**decay, seed) for decay, one, seed in points])
         losses = [rates.kept_loss(math.inf if row.eval_loss is None else row.eval_loss) for row in rows]
         shape = len(settings["decay"]), len(x), len(seeds)
-        made[strategy] = {"x": x, "losses": np.array(losses, object).reshape(shape).tolist()}
-    return made
+        by_strategy[strategy] = {"x": x, "losses": np.array(losses, object).reshape(shape).tolist()}
+    return by_strategy
 
 
 def surface(of_strategy: Data) -> np.ndarray:
@@ -99,45 +99,45 @@ def through_best(settings: Settings, of_strategy: Data) -> dict[str, Curve]:
 def rows(settings: Settings, data: Data) -> list[Row]:
     """Where each strategy's best rate and decay lie beside standard's, through the paper's map; what the map costs; how sharp they are."""
     curves = {strategy: through_best(settings, of_strategy) for strategy, of_strategy in data.items()}
-    others = [strategy for strategy in data if strategy != "standard"]
-    made = [_apart(settings, curves, strategy, of) for of in NEAR for strategy in others]
-    made.append(_through_wrong_map(settings, curves))
-    for strategy in others:
-        made.append(_price(settings, data, strategy))
+    alternatives = [strategy for strategy in data if strategy != "standard"]
+    table = [_apart(settings, curves, strategy, of) for of in NEAR for strategy in alternatives]
+    table.append(_through_wrong_map(settings, curves))
+    for strategy in alternatives:
+        table.append(_price(settings, data, strategy))
     least = {strategy: excess.least(of["hidden rate"]) for strategy, of in curves.items()}
     paper = {"standard": 80.7, "ntk": 80.9, "hybrid": 81.0, "maximal-update": 80.5}
-    for strategy in others:
+    for strategy in alternatives:
         note = f"{least[strategy].mean():.3f} and {least['standard'].mean():.3f} nats; the paper's top-1: {paper[strategy]} and 80.7 %."
-        made.append(
+        table.append(
             excess.value(f"least loss, {strategy} minus standard", least[strategy] - least["standard"], note=note)
         )
     for strategy, of in curves.items():
         for which, curve in of.items():
             octaves = curve.gap
             below, above = (excess.excess(curve, sign * octaves) for sign in (1, -1))
-            made.append(
+            table.append(
                 excess.value(
                     f"loss {octaves:g} octaves below the best {which} less the least, {strategy}",
                     below,
                     note=f"As far above it: {above.mean():.3f} nats.",
                 )
             )
-    return [row for row in made if math.isfinite(row.measured)]
+    return [row for row in table if math.isfinite(row.measured)]
 
 
 def _apart(settings: Settings, curves: Any, strategy: str, of: str) -> Row:
     """Octaves from standard's best hidden rate, or decay, to a strategy's."""
-    found = analyse((1, 2), [curves["standard"][of], curves[strategy][of]])
-    trouble = next((fit.trouble for fit in found.fits if fit.trouble), "")
-    seen = PAPER[of][strategy]
+    analysis = analyse((1, 2), [curves["standard"][of], curves[strategy][of]])
+    trouble = next((fit.trouble for fit in analysis.fits if fit.trouble), "")
+    paper_best = PAPER[of][strategy]
     return Row(
         what=f"octaves from the best {of} of standard to that of {strategy}, through the paper's map",
-        measured=found.drift.value,
-        low=found.drift.low,
-        high=found.drift.high,
+        measured=analysis.drift.value,
+        low=analysis.drift.low,
+        high=analysis.drift.high,
         predicted=0.0,
         tolerance=NEAR[of],
-        note=f"{trouble.capitalize()}. " * bool(trouble) + f"The paper's own best: {seen:+.1f}.",
+        note=f"{trouble.capitalize()}. " * bool(trouble) + f"The paper's own best: {paper_best:+.1f}.",
     )
 
 
@@ -145,12 +145,12 @@ def _through_wrong_map(settings: Settings, curves: Any) -> Row:
     """The same of ntk through the map of maximal update, whose power of n is lower by 1/2: it must be elsewhere."""
     standard, ntk = (curves[strategy]["hidden rate"] for strategy in ("standard", "ntk"))
     octaves = (strategies.MAP["ntk"] - strategies.MAP["maximal-update"]) * math.log2(settings["model"]["width"])
-    found = analyse((1, 2), [standard, dataclasses.replace(ntk, x=ntk.x + octaves)])
+    analysis = analyse((1, 2), [standard, dataclasses.replace(ntk, x=ntk.x + octaves)])
     return Row(
         what="octaves from the best hidden rate of standard to that of ntk, through maximal update's map",
-        measured=found.drift.value,
-        low=found.drift.low,
-        high=found.drift.high,
+        measured=analysis.drift.value,
+        low=analysis.drift.low,
+        high=analysis.drift.high,
         predicted=0.0,
         tolerance=NEAR["hidden rate"],
         control=True,

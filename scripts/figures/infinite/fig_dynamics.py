@@ -76,10 +76,10 @@ def _stack(settings: Settings, depth: int) -> tuple[dict[str, Any], dict[str, An
         "limit": right.losses, "without_response": wrong.losses, "nets": nets[0].losses, "memory": right.memory.mean(0),
         "memory_of_nets": nets[0].memory.mean(0), "attention": right.attention.mean(0),
     }  # fmt: skip
-    found = compared(
+    distances = compared(
         settings["at"], [(net.logits, net.kernels) for net in nets], (right.logits, right.kernels), wrong.logits
     )
-    return found, curves
+    return distances, curves
 
 
 def run(settings: Settings, depth: int) -> Config:
@@ -128,23 +128,23 @@ def compared(
         standard errors the mean of the largest nets is from the limit and from the wrong one, along what those differ in, at
         the last of the steps.
     """
-    found: dict[str, Any] = {}
+    distances: dict[str, Any] = {}
     for index, name in enumerate(("outputs", "kernels")):
         middle = limit[index].mean(0)
         squares = [((x[index] - middle) ** 2)[:, at] for x in nets]
-        found[name] = np.array([x.reshape(*x.shape[:2], -1).mean(-1) for x in squares]).transpose(2, 0, 1)
+        distances[name] = np.array([x.reshape(*x.shape[:2], -1).mean(-1) for x in squares]).transpose(2, 0, 1)
     last = at[-1]
     along = (wrong - limit[0].mean(0)).mean(0)[last].ravel()
     largest, draws, other = (x[:, last].reshape(len(x), -1) @ along for x in (nets[-1][0], limit[0], wrong))
     error = np.sqrt(largest.var(ddof=1) / len(largest) + draws.var(ddof=1) / len(draws))
     wide = np.sqrt(largest.var(ddof=1) / len(largest) + draws.var(ddof=1) / len(other))
-    found["apart"] = [(largest.mean() - draws.mean()) / error, (largest.mean() - other.mean()) / wide]
-    return found
+    distances["apart"] = [(largest.mean() - draws.mean()) / error, (largest.mean() - other.mean()) / wide]
+    return distances
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
     """Slopes at every time of every case, and the distances in standard errors."""
-    found = []
+    table = []
     cases = [f"one block, N = {x['head_dim']}, alpha_A = {x['alpha_a']:g}" for x in settings["one_block"]["cases"]]
     stacks = [f"stack of L = {depth}" for depth in settings["stack"]["depth"]]
     sizes = [x["heads"] for x in settings["one_block"]["cases"]], [settings["stack"]["heads"]] * len(stacks)
@@ -153,17 +153,17 @@ def rows(settings: Settings, data: Data) -> list[Row]:
             for what in ("outputs", "kernels"):
                 for step, values in zip(settings["at"], errors[what], strict=True):
                     about = f"squared error of the {what} against H after {step} steps, {name}"
-                    found.append(exponent(about, heads, values, predicted=-1.0, tolerance=0.15))
+                    table.append(exponent(about, heads, values, predicted=-1.0, tolerance=0.15))
             for control, apart in zip((False, True), errors["apart"], strict=True):
                 about = f"standard errors between nets of H = {heads[-1]} and the limit{' without response terms' * control}, {name}"
                 about += f", after {settings['at'][-1]} steps"
                 z = abs(apart)
-                found.append(
+                table.append(
                     Row(
                         what=about, measured=z, low=z - 1.96, high=z + 1.96, predicted=0.0, tolerance=5.0, kind="value", control=control
                     )
                 )  # fmt: skip
-    return found
+    return table
 
 
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:

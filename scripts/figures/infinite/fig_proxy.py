@@ -91,7 +91,7 @@ def squared_errors(data: Data, end: np.ndarray) -> np.ndarray:
 
 def rows(settings: Settings, data: Data) -> list[Row]:
     """Both constants, the widths they ask for, and the formula against the proxies that it was not made from."""
-    found = []
+    table = []
     a, b = terms(settings, data)
     end = infinite(settings, np.asarray(data["limit"]))[0].mean(0)
     errors = squared_errors(data, end)
@@ -102,13 +102,13 @@ def rows(settings: Settings, data: Data) -> list[Row]:
         ("a, the squared relative error of outputs times the width", of_seeds),
         ("b, the relative error times the head dimension as heads grow", of_draws),
     ):
-        found.append(Row(what=what, measured=measured, low=low, high=high, kind="value"))
+        table.append(Row(what=what, measured=measured, low=low, high=high, kind="value"))
     for n, of_n in zip(settings["head_dims"][:-1], errors, strict=False):
         predicted = a / np.asarray(settings["widths"], float) + (b / n) ** 2
         ratio = np.sqrt(of_n.mean(-1) / predicted)
         room = 1.96 * of_n.std(-1, ddof=1) / of_n.shape[-1] ** 0.5 / (2 * of_n.mean(-1)) * ratio
         for index, width in enumerate(settings["widths"]):
-            found.append(
+            table.append(
                 Row(
                     what=f"error of proxies of N = {n}, D = {width} over sqrt(a / D + (b / N)^2)",
                     measured=float(ratio[index]), low=float(ratio[index] - room[index]), high=float(ratio[index] + room[index]),
@@ -116,7 +116,7 @@ def rows(settings: Settings, data: Data) -> list[Row]:
                 )
             )  # fmt: skip
     without = np.sqrt(errors[0, -1].mean() / (a / settings["widths"][-1]))
-    found.append(
+    table.append(
         Row(
             what=f"the same of N = {settings['head_dims'][0]}, D = {settings['widths'][-1]}, without the term in N",
             measured=float(without), low=float(without - room_of(errors[0, -1], without)),
@@ -129,8 +129,8 @@ def rows(settings: Settings, data: Data) -> list[Row]:
         low, high = (width_of(a_end, b_end, n, error) for a_end, b_end in zip(of_seeds[1:], of_draws[1:], strict=True))
         what = f"width for an error of {error:.0%} at N = {n}"
         note = "The interval has both terms at the same end of theirs."
-        found.append(Row(what=what, measured=width, low=low, high=high, kind="value", note=note))
-    return found
+        table.append(Row(what=what, measured=width, low=low, high=high, kind="value", note=note))
+    return table
 
 
 def room_of(squares: np.ndarray, ratio: float) -> float:

@@ -21,21 +21,21 @@ def is_uniform(alpha_a: float, head_dim: int | None) -> bool:
     return head_dim is None and alpha_a > 0.5
 
 
-def uniform(keys: np.ndarray, seen: np.ndarray) -> np.ndarray:
+def uniform(keys: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """V for attention logits of 0, [X, T, X, T]: the mean of the kernel over what both positions see.
 
     Args:
         keys: C, [X, S, X, S].
-        seen: bool [X, T, S], the keys that a query attends to.
+        mask: bool [X, T, S], the keys that a query attends to.
     """
-    weights = seen / seen.sum(axis=-1, keepdims=True)
+    weights = mask / mask.sum(axis=-1, keepdims=True)
     return np.einsum("xtr,xryq,yuq->xtyu", weights, keys, weights, optimize=True)
 
 
 def sampled(
     queries: np.ndarray,
     keys: np.ndarray,
-    seen: np.ndarray,
+    mask: np.ndarray,
     alpha_a: float,
     head_dim: int | None,
     heads: int,
@@ -46,7 +46,7 @@ def sampled(
     Args:
         queries: Q, [X, T, X, T] with diagonal 1.
         keys: C, [X, S, X, S] with diagonal 1.
-        seen: bool [X, T, S], the keys that a query attends to.
+        mask: bool [X, T, S], the keys that a query attends to.
         alpha_a: exponent of the logits' scale.
         head_dim: N; None for the Gaussian logits of N to infinity, for alpha_a = 1/2.
         heads: how many to draw.
@@ -73,7 +73,7 @@ def sampled(
             )
             products = query.swapaxes(1, 2) @ key.transpose(0, 2, 3, 1)  # [X, K, T, S]
             logits = head_dim**-alpha_a * products.swapaxes(1, 2).reshape(inputs, rows * count, columns)
-        logits = np.where(np.repeat(seen, count, axis=1), logits, -np.inf)
+        logits = np.where(np.repeat(mask, count, axis=1), logits, -np.inf)
         values = (_softmax(logits) @ per_input).reshape(inputs * rows, count * rank)
         total += values @ values.T
     return (total / heads).reshape(queries.shape)
@@ -87,5 +87,5 @@ def _softmax(logits: np.ndarray) -> np.ndarray:
 def _root(matrix: np.ndarray) -> np.ndarray:
     """R with R R^T = matrix, [M, rank]; fewer columns than rows where patches repeat or have few pixels."""
     values, vectors = np.linalg.eigh(matrix)
-    kept = values > 1e-12 * values[-1]
-    return vectors[:, kept] * np.sqrt(values[kept])
+    positive = values > 1e-12 * values[-1]
+    return vectors[:, positive] * np.sqrt(values[positive])

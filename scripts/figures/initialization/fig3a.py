@@ -22,10 +22,10 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     limit = finite_kernels.limits(settings, settings["head_dim"])
     squared, by_layer, products = [], [], np.array([])
     for heads in settings["heads"]:
-        found = finite_kernels.finite(settings, settings["head_dim"], heads)
-        products = finite_kernels.products(found, limit)
+        model_kernels = finite_kernels.finite(settings, settings["head_dim"], heads)
+        products = finite_kernels.products(model_kernels, limit)
         squared.append(finite_kernels.squared(products))
-        by_layer.append(finite_kernels.sums(found.mean(axis=1)))
+        by_layer.append(finite_kernels.sums(model_kernels.mean(axis=1)))
     return {
         "squared": np.stack(squared, axis=1),
         "products": products,
@@ -36,7 +36,7 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
 
 def rows(settings: Settings, data: Data) -> list[Row]:
     """Per pair of exponents a slope in H, and the error of the widest models' mean."""
-    found = [
+    table = [
         exponent(
             f"squared error of the residual kernel against H, {finite_kernels.name(ends)}",
             settings["heads"],
@@ -47,7 +47,7 @@ def rows(settings: Settings, data: Data) -> list[Row]:
         for ends, one in zip(ENDS, data["squared"], strict=True)
     ]
     widest = f"H = {settings['heads'][-1]}, N = {settings['head_dim']}"
-    return found + [
+    return table + [
         finite_kernels.of_mean(
             f"distance of the mean kernel of {settings['seeds']} models of {widest}, {finite_kernels.name(ends)}, from the recursion",
             products,

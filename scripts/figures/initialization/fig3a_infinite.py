@@ -23,10 +23,10 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     wrong = limit[[ENDS.index((1.5 - alpha_a, alpha_l)) for alpha_a, alpha_l in ENDS]]
     squared, by_layer, products, controls = [], [], np.array([]), np.array([])
     for size in settings["size"]:
-        found = finite_kernels.finite(settings, size, size)
-        products, controls = (finite_kernels.products(found, one) for one in (limit, wrong))
+        model_kernels = finite_kernels.finite(settings, size, size)
+        products, controls = (finite_kernels.products(model_kernels, one) for one in (limit, wrong))
         squared.append(finite_kernels.squared(products))
-        by_layer.append(finite_kernels.sums(found.mean(axis=1)))
+        by_layer.append(finite_kernels.sums(model_kernels.mean(axis=1)))
     return {
         "squared": np.stack(squared, axis=1),
         "products": products,
@@ -40,16 +40,16 @@ def rows(settings: Settings, data: Data) -> list[Row]:
     """The error of the widest models' mean at both ends of both exponents, and against the wrong limit."""
     size = settings["size"][-1]
     models = f"distance of the mean kernel of {settings['seeds']} models of H = N = {size}"
-    found = []
+    table = []
     for ends, products, squared in zip(ENDS, data["products"], data["squared"], strict=True):
         note = f"Squared, for one model of H = N = {settings['size'][0]}: {np.mean(squared[0]):.2g}."
-        found.append(
+        table.append(
             finite_kernels.of_mean(f"{models}, {finite_kernels.name(ends)}, from the recursion", products, note=note)
         )
     for ends, controls in zip(ENDS, data["controls"], strict=True):
         other = f"{models}, {finite_kernels.name(ends)}, from the recursion of alpha_A = {1.5 - ends[0]:g}"
-        found.append(finite_kernels.of_mean(other, controls, control=True))
-    return found
+        table.append(finite_kernels.of_mean(other, controls, control=True))
+    return table
 
 
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:

@@ -30,9 +30,9 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
         program = models.at_initialization(config, lambda model: internals(model, images)["attention"][0])
         heads = []
         for seed in range(settings["seeds"]):
-            seen = program(seed, presets)  # [B, H, T, S] each
-            variance[:, index, seed] = [logits.var(axis=1, ddof=1).mean() for logits in seen]
-            heads.append(seen[0][0])  # [H, T, S]
+            by_preset = program(seed, presets)  # [B, H, T, S] each
+            variance[:, index, seed] = [logits.var(axis=1, ddof=1).mean() for logits in by_preset]
+            heads.append(by_preset[0][0])  # [H, T, S]
         if head_dim in settings["shown"]:
             every = np.concatenate(heads)
             ratios = every / every.std(axis=0)  # every pair of positions has a variance of its own

@@ -29,8 +29,8 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     inputs = jnp.asarray(images)
 
     def look(model: Any) -> jax.Array:
-        seen = internals(model, inputs)
-        return jnp.mean(jnp.square(seen["residual"][-1] - seen["embedding"]))
+        activations = internals(model, inputs)
+        return jnp.mean(jnp.square(activations["residual"][-1] - activations["embedding"]))
 
     alphas, beta0 = settings["alpha_l"], settings["beta0"]
     presets = [models.absolute(alpha_a=1.0, alpha_l=alpha, beta0=beta0) for alpha in alphas]

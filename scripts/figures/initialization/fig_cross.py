@@ -48,13 +48,13 @@ def recursion(settings: Settings, alpha_a: float, alpha_l: float, head_dim: int,
     """
     of, rule = text(), {"alpha_a": alpha_a, "alpha_l": alpha_l, "head_dim": head_dim}
     rule |= {"beta0": settings["beta0"], "samples": settings["samples"], "activation": "gelu_exact"}
-    seen = of.input_mask > 0
+    mask = of.input_mask > 0
     first = [kernels.normalized(kernels.token_kernel(tokens)) for tokens in (of.inputs, of.decoder_inputs)]
-    encoder = kernels.residual_kernels(first[0], depth=settings["encoder_depth"], seen=seen[:, None], **rule)
-    memory = None if wrong == "cross" else kernels.Memory(kernels.normalized(encoder.layers[-1]), seen)
+    encoder = kernels.residual_kernels(first[0], depth=settings["encoder_depth"], mask=mask[:, None], **rule)
+    memory = None if wrong == "cross" else kernels.Memory(kernels.normalized(encoder.layers[-1]), mask)
     causal = None if wrong == "causal" else np.tri(of.decoder_inputs.shape[1], dtype=bool)
-    found = kernels.residual_kernels(first[1], depth=settings["depth"], seen=causal, memory=memory, seed=1, **rule)
-    return found.layers.reshape(len(found.layers), of.decoder_inputs.size, -1)
+    decoder = kernels.residual_kernels(first[1], depth=settings["depth"], mask=causal, memory=memory, seed=1, **rule)
+    return decoder.layers.reshape(len(decoder.layers), of.decoder_inputs.size, -1)
 
 
 def finite(settings: Settings, alpha_a: float, head_dim: int, heads: int) -> np.ndarray:
@@ -64,15 +64,15 @@ def finite(settings: Settings, alpha_a: float, head_dim: int, heads: int) -> np.
 
     from mupax.train.studies.check.observables import internals
 
-    given = {name: jnp.asarray(array) for name, array in text()._asdict().items()}
+    batch = {name: jnp.asarray(array) for name, array in text()._asdict().items()}
 
     def look(model: Any) -> jax.Array:
-        seen = internals(model, **given)
-        stream = jnp.concatenate([seen["embedding"][None], seen["residual"]])
+        activations = internals(model, **batch)
+        stream = jnp.concatenate([activations["embedding"][None], activations["residual"]])
         flat = stream.reshape(len(stream), -1, stream.shape[-1])
         return flat @ flat.swapaxes(1, 2) / stream.shape[-1]
 
-    lengths = {"seq_len": given["inputs"].shape[1], "target_len": given["decoder_inputs"].shape[1]}
+    lengths = {"seq_len": batch["inputs"].shape[1], "target_len": batch["decoder_inputs"].shape[1]}
     depths = {name: settings[name] for name in ("depth", "encoder_depth")}
     config = models.encoder_decoder(head_dim=head_dim, heads=heads, **depths, **lengths)
     program = models.at_initialization(config, look)
@@ -83,7 +83,7 @@ def finite(settings: Settings, alpha_a: float, head_dim: int, heads: int) -> np.
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
     """Per alpha_A squared errors [alpha_l, H, seeds], and of the widest the products [alpha_l, seeds, seeds], against mistakes too."""
     del work
-    found: dict[str, Any] = {}
+    by_alpha_a: dict[str, Any] = {}
     for alpha_a, sizes in settings["heads"].items():
         rule = {"alpha_a": float(alpha_a), "head_dim": settings["head_dim"][alpha_a]}
         limits = {
@@ -94,7 +94,7 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
         for heads in sizes:
             widest = finite(settings, heads=heads, **rule)
             squared.append(finite_kernels.squared(finite_kernels.products(widest, limits[""])))
-        found[alpha_a] = {
+        by_alpha_a[alpha_a] = {
             "squared": np.stack(squared, axis=1),
             "products": finite_kernels.products(widest, limits[""]),
             "controls": {wrong: finite_kernels.products(widest, limits[wrong]) for wrong in CONTROLS},
@@ -102,7 +102,7 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
             "limit": finite_kernels.sums(limits[""]),
             "without": finite_kernels.sums(limits["cross"]),
         }
-    return found
+    return by_alpha_a
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
@@ -126,7 +126,7 @@ def rows(settings: Settings, data: Data) -> list[Row]:
 
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     """Squared error against H, and the kernel by layer beside the recursion with and without the cross term."""
-    figure, (left, *others) = panels.row(1 + len(data), "Kernels of an encoder-decoder at initialization")
+    figure, (left, *kernel_axes) = panels.row(1 + len(data), "Kernels of an encoder-decoder at initialization")
     pairs = [(alpha_a, index) for alpha_a in data for index in range(len(settings["alpha_l"]))]
     for color, (alpha_a, index) in zip(panels.COLORS, pairs, strict=False):
         name = finite_kernels.title((float(alpha_a), settings["alpha_l"][index]))
@@ -135,11 +135,11 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
         )
     panels.label(left, "Dashed: slope −1", "heads H", "squared error over the limit's square")
     panels.legend(left)
-    for axes, (alpha_a, of) in zip(others, data.items(), strict=True):
+    for axes, (alpha_a, of) in zip(kernel_axes, data.items(), strict=True):
         for color, index in zip(panels.COLORS, range(len(settings["alpha_l"])), strict=False):
-            seen, limit, without = (np.asarray(of[name][index])[:, 1] for name in ("by_layer", "limit", "without"))
+            by_layer, limit, without = (np.asarray(of[name][index])[:, 1] for name in ("by_layer", "limit", "without"))
             axes.plot(
-                seen, "o", color=color, markersize=5, label=rf"models, $\alpha_L$ = {settings['alpha_l'][index]:g}"
+                by_layer, "o", color=color, markersize=5, label=rf"models, $\alpha_L$ = {settings['alpha_l'][index]:g}"
             )
             axes.plot(limit, "--", color=color, linewidth=1.3)
             axes.plot(without, ":", color=color, linewidth=1.3)

@@ -38,22 +38,22 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     series = check.Series(definitions, config, 0)
     presets = {f"{one:g}": models.absolute(alpha_a=1.0, alpha_l=one, beta0=1.0) for one in settings["alpha_l"]}
     presets["constant"] = dataclasses.replace(presets["1"], branch=ONE)
-    found: dict[str, Any] = {}
+    by_preset: dict[str, Any] = {}
     for name, preset in presets.items():
-        seen = series.measure(preset, check.batch(grown[0]), settings["seeds"])
+        observables = series.measure(preset, check.batch(grown[0]), settings["seeds"])
         # The check looks at gradients over the factor of Adam's eps.
         of = [factors.resolve(preset, one).eps for one in definitions]
         groups = {spec.group: parameter for parameter, spec in definitions[0].specs.items()}
-        found[name] = {
-            group: seen[f"gradient/{group}"][:, :, 0] * [[np.mean(eps[groups[group]])] for eps in of]
+        by_preset[name] = {
+            group: observables[f"gradient/{group}"][:, :, 0] * [[np.mean(eps[groups[group]])] for eps in of]
             for group in (*ENCODER, *CROSS)
         }
-    return found
+    return by_preset
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
     """A slope in the decoder's depth of the encoder's matrices together, and of cross-attention's keys and values."""
-    found = []
+    table = []
     for name, of in data.items():
         control = name == "constant"
         alpha_l = 1.0 if control else float(name)
@@ -63,11 +63,11 @@ def rows(settings: Settings, data: Data) -> list[Row]:
             f"gradients of the encoder's {len(ENCODER)} matrices (geometric mean) against the decoder's depth, {rule}"
         )
         signal = {"predicted": 0.5 - alpha_l, "tolerance": 0.15, "control": control}
-        found.append(exponent(what, settings["depth"], together, **signal))
+        table.append(exponent(what, settings["depth"], together, **signal))
         for group in () if control else CROSS:
             what = f"gradient of {group}, one layer's, against the decoder's depth, {rule}"
-            found.append(exponent(what, settings["depth"], of[group], predicted=-alpha_l, tolerance=0.15))
-    return found
+            table.append(exponent(what, settings["depth"], of[group], predicted=-alpha_l, tolerance=0.15))
+    return table
 
 
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:

@@ -21,8 +21,8 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
 
     def nets(depth: int, seeds: int, response: bool) -> np.ndarray:
         rngs = np.random.default_rng([depth, response]).spawn(seeds)
-        given = (depth, settings["width"], settings["rate"])
-        return np.stack([linear_net.one_step(*given, rng, response=response) for rng in rngs])
+        hyperparameters = (depth, settings["width"], settings["rate"])
+        return np.stack([linear_net.one_step(*hyperparameters, rng, response=response) for rng in rngs])
 
     return {
         "kernels": {str(depth): nets(depth, settings["seeds"], True) for depth in settings["depth"]},
@@ -32,7 +32,7 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
 
 def rows(settings: Settings, data: Data) -> list[Row]:
     """Per depth the last layer's kernel, and the control."""
-    found = []
+    table = []
     for control, name in ((False, "kernels"), (True, "without_response")):
         for depth in settings["depth"]:
             measured, low, high = mean(np.asarray(data[name][str(depth)])[:, -1])
@@ -40,8 +40,8 @@ def rows(settings: Settings, data: Data) -> list[Row]:
             what = f"kernel of the last of {depth} layers after one step" + (", without response terms" * control)
             note = f"Without response terms theory has {1 + settings['rate'] ** 2 * depth:.2f}." if control else ""
             row = {"predicted": predicted, "tolerance": 0.02 * predicted, "kind": "value", "note": note}
-            found.append(Row(what=what, measured=measured, low=low, high=high, control=control, **row))
-    return found
+            table.append(Row(what=what, measured=measured, low=low, high=high, control=control, **row))
+    return table
 
 
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:

@@ -31,12 +31,12 @@ def limits(settings: Settings, head_dim: int | None) -> np.ndarray:
     """Kernels of the recursion at every pair of `ENDS`, [pairs, L + 1, M, M] with M the positions of all images."""
     first = kernels.input_kernel(patches(models.images(settings["images"]), 2))
     side = first.shape[0] * first.shape[1]
-    found = []
+    by_pair = []
     for alpha_a, alpha_l in ENDS:
-        given = {"alpha_a": alpha_a, "alpha_l": alpha_l, "beta0": settings["beta0"], "depth": settings["depth"]}
-        one = kernels.residual_kernels(first, **given, head_dim=head_dim, samples=settings["samples"])
-        found.append(one.layers.reshape(-1, side, side))
-    return np.stack(found)
+        rule = {"alpha_a": alpha_a, "alpha_l": alpha_l, "beta0": settings["beta0"], "depth": settings["depth"]}
+        one = kernels.residual_kernels(first, **rule, head_dim=head_dim, samples=settings["samples"])
+        by_pair.append(one.layers.reshape(-1, side, side))
+    return np.stack(by_pair)
 
 
 def finite(settings: Settings, head_dim: int, heads: int) -> np.ndarray:
@@ -49,8 +49,8 @@ def finite(settings: Settings, head_dim: int, heads: int) -> np.ndarray:
     images = jnp.asarray(models.images(settings["images"]))
 
     def look(model: Any) -> jax.Array:
-        seen = internals(model, images)
-        stream = jnp.concatenate([seen["embedding"][None], seen["residual"]])
+        activations = internals(model, images)
+        stream = jnp.concatenate([activations["embedding"][None], activations["residual"]])
         flat = stream.reshape(len(stream), -1, stream.shape[-1])
         return flat @ flat.swapaxes(1, 2) / stream.shape[-1]
 
@@ -60,12 +60,12 @@ def finite(settings: Settings, head_dim: int, heads: int) -> np.ndarray:
     return np.stack([np.stack(program(seed, presets)) for seed in range(settings["seeds"])], axis=1).astype(np.float64)
 
 
-def products(found: np.ndarray, limit: np.ndarray) -> np.ndarray:
+def products(model_kernels: np.ndarray, limit: np.ndarray) -> np.ndarray:
     """Products of the errors of seeds s and t in the last layer, over the limit's square: [pairs, seeds, seeds].
 
     The diagonal is every seed's squared error, the mean of all the squared error of the seeds' mean kernel.
     """
-    error = found[:, :, -1] - limit[:, None, -1]
+    error = model_kernels[:, :, -1] - limit[:, None, -1]
     return (
         np.einsum("psij,ptij->pst", error, error) / np.einsum("pij,pij->p", limit[:, -1], limit[:, -1])[:, None, None]
     )
@@ -85,7 +85,7 @@ def of_mean(what: str, product: Any, **more: Any) -> Row:
     more["note"] = (
         f"Squared: {one:.2g} for one model, {shared:+.1g} less the seeds' noise. {more.get('note', '')}".strip()
     )
-    measured, low, high = jackknife(lambda kept: math.sqrt(product[np.ix_(kept, kept)].mean()), len(product))
+    measured, low, high = jackknife(lambda subset: math.sqrt(product[np.ix_(subset, subset)].mean()), len(product))
     row = {"predicted": 0.0, "tolerance": 0.03, "kind": "value", **more}
     return Row(what=what, measured=measured, low=max(low, 0.0), high=high, **row)
 

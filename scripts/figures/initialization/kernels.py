@@ -48,7 +48,7 @@ class Memory(NamedTuple):
 
     kernel: np.ndarray
     """M, [X, S, X, S] with diagonal 1."""
-    seen: np.ndarray
+    mask: np.ndarray
     """Bool [X, S], False at padding."""
 
 
@@ -89,7 +89,7 @@ def residual_kernels(
     activation: str = "gelu",
     samples: int = 4000,
     seed: int = 0,
-    seen: np.ndarray | None = None,
+    mask: np.ndarray | None = None,
     memory: Memory | None = None,
 ) -> Kernels:
     """The kernel of the residual stream after every block.
@@ -105,7 +105,7 @@ def residual_kernels(
         samples: heads drawn, where the mean over heads has no closed form: everywhere but for N to infinity at
             alpha_a above 1/2. They are drawn in 8 independent recursions, whose spread is the sampling error.
         seed: of the heads drawn; the same seed gives the same kernels.
-        seen: which positions one attends to, bool, of a shape that broadcasts to [X, S, S]; all unless given.
+        mask: which positions one attends to, bool, of a shape that broadcasts to [X, S, S]; all unless given.
         memory: of an encoder, which every block attends to before its MLP.
 
     Raises:
@@ -118,27 +118,27 @@ def residual_kernels(
     repeats = 1 if exact else 8
     (inputs, positions), everything = first.shape[:2], np.ones(1, bool)
 
-    def heads(queries: np.ndarray, keys: np.ndarray, seen: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        seen = np.broadcast_to(seen, (inputs, positions, keys.shape[1]))
+    def heads(queries: np.ndarray, keys: np.ndarray, mask: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        mask = np.broadcast_to(mask, (inputs, positions, keys.shape[1]))
         if exact:
-            return attention_kernels.uniform(keys, seen)
+            return attention_kernels.uniform(keys, mask)
         each = math.ceil(samples / repeats)
-        return attention_kernels.sampled(queries, keys, seen, alpha_a, head_dim, each, rng)
+        return attention_kernels.sampled(queries, keys, mask, alpha_a, head_dim, each, rng)
 
     def recursion(rng: np.random.Generator) -> np.ndarray:
         kernel, layers = first, [first]
         for _ in range(depth):
             bar = normalized(kernel)
-            kernel = kernel + branch * heads(bar, bar, everything if seen is None else seen, rng)
+            kernel = kernel + branch * heads(bar, bar, everything if mask is None else mask, rng)
             if memory is not None:
-                kernel = kernel + branch * heads(normalized(kernel), memory.kernel, memory.seen[:, None], rng)
+                kernel = kernel + branch * heads(normalized(kernel), memory.kernel, memory.mask[:, None], rng)
             kernel = kernel + branch * mean_of(normalized(kernel))
             layers.append(kernel)
         return np.stack(layers)
 
-    found = np.stack([recursion(rng) for rng in np.random.default_rng(seed).spawn(repeats)])
-    layers = found.mean(axis=0)
-    spread = found.std(axis=0, ddof=1) / math.sqrt(repeats) if repeats > 1 else np.zeros_like(layers)
+    recursions = np.stack([recursion(rng) for rng in np.random.default_rng(seed).spawn(repeats)])
+    layers = recursions.mean(axis=0)
+    spread = recursions.std(axis=0, ddof=1) / math.sqrt(repeats) if repeats > 1 else np.zeros_like(layers)
     return Kernels(layers, _rms(spread) / _rms(layers))
 
 
@@ -208,8 +208,8 @@ def _check(
 ) -> None:
     if first.ndim != 4 or first.shape[:2] != first.shape[2:]:
         raise PresetError(f"the first kernel has shape {first.shape}; write one of shape [X, S, X, S]")
-    if memory is not None and memory.kernel.shape != 2 * (len(first), memory.seen.shape[-1]):
-        shapes = f"{memory.kernel.shape} with {memory.seen.shape} seen"
+    if memory is not None and memory.kernel.shape != 2 * (len(first), memory.mask.shape[-1]):
+        shapes = f"{memory.kernel.shape} with {memory.mask.shape} seen"
         raise PresetError(
             f"the memory has shapes {shapes}; write [{len(first)}, S, {len(first)}, S] and [{len(first)}, S]"
         )

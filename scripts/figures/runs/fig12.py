@@ -27,12 +27,12 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
 def rows(settings: Settings, data: Data) -> list[Row]:
     """Which alpha_A is better as N grows, and which dimension is at a compute that all largest models had."""
     first, second = data
-    found = []
+    table = []
     for axis in settings["axes"]:
         one, other = (np.asarray(data[name][axis]["loss"])[-1, :, -5:].mean(-1) for name in (first, second))
         measured, low, high = mean(one - other)
         size = f"{curves.AXES[axis]} = {data[first][axis]['size'][-1]}"
-        found.append(
+        table.append(
             Row(
                 what=f"loss at alpha_A = {first} minus loss at {second}, {size}, last tenth of the steps",
                 measured=measured,
@@ -49,8 +49,8 @@ def rows(settings: Settings, data: Data) -> list[Row]:
             measured, low, high = mean(curves.at_compute(data[name][axis], -1, budget))
             size = f"{curves.AXES[axis]} = {data[name][axis]['size'][-1]}"
             what = f"loss after {budget:.1e} training FLOPs, alpha_A = {name}, {size}"
-            found.append(Row(what=what, measured=measured, low=low, high=high, kind="value"))
-    return found
+            table.append(Row(what=what, measured=measured, low=low, high=high, kind="value"))
+    return table
 
 
 def _words(low: float, high: float, first: str, second: str) -> str:

@@ -38,8 +38,8 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
                 batches = trainer.batches
                 images = batches.probe(settings["images"])
 
-                def spread(seen: training.Seen, trainer: training.Trainer = trainer, images: Any = images) -> float:
-                    logits = trainer.internals(seen, images)["attention"]  # [L, B, H, T, S]
+                def spread(snapshot: training.Snapshot, trainer: training.Trainer = trainer, images: Any = images) -> float:
+                    logits = trainer.internals(snapshot, images)["attention"]  # [L, B, H, T, S]
                     return float(logits.var(axis=2, ddof=1).mean())
 
                 for seed in range(settings["seeds"]):
@@ -51,7 +51,7 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
 
 def rows(settings: Settings, data: Data) -> list[Row]:
     """A slope per gamma0, alpha_A and training time, against the caption and against the central limit theorem."""
-    found = []
+    table = []
     for rule, of_gamma in zip(settings["gamma0"], np.asarray(data["variance"]), strict=True):
         for alpha, of_alpha in zip(settings["alpha_a"], of_gamma, strict=True):
             for step, variance in zip(settings["at"], of_alpha, strict=True):
@@ -60,7 +60,7 @@ def rows(settings: Settings, data: Data) -> list[Row]:
                 if step and CAPTION[alpha] != CENTRAL_LIMIT[alpha]:
                     sources["the figure's caption"] = CAPTION[alpha]
                 for source, predicted in sources.items():
-                    found.append(
+                    table.append(
                         exponent(
                             what,
                             settings["head_dim"],
@@ -71,7 +71,7 @@ def rows(settings: Settings, data: Data) -> list[Row]:
                             note=_verdict(settings, variance, alpha) if step else "",
                         )
                     )
-    return found
+    return table
 
 
 def _verdict(settings: Settings, variance: np.ndarray, alpha: float) -> str:

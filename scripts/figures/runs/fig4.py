@@ -33,8 +33,8 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
         batches = trainer.batches
         images, labels = batches.probe(settings["images"]), batches.probe_targets(settings["images"])
 
-        def look(seen: training.Seen, trainer: training.Trainer = trainer, images: Any = images) -> np.ndarray:
-            return trainer.logits(seen, images)
+        def look(snapshot: training.Snapshot, trainer: training.Trainer = trainer, images: Any = images) -> np.ndarray:
+            return trainer.logits(snapshot, images)
 
         runs = [dataclasses.replace(config, seed=seed) for seed in range(settings["seeds"])]
         logits[heads] = np.array([trainer.train(run, at=steps, look=look)[1] for run in runs])
@@ -58,11 +58,11 @@ def _loss(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
 def rows(settings: Settings, data: Data) -> list[Row]:
     """A slope of the logits per training time; the first is early."""
-    found = []
+    table = []
     for index, step in enumerate(settings["at"]):
         for name in ("logits", "loss"):
             early = index == 0 and name == "logits"
-            found.append(
+            table.append(
                 exponent(
                     f"squared error of the {name} against H after {step} steps",
                     settings["heads"],
@@ -72,7 +72,7 @@ def rows(settings: Settings, data: Data) -> list[Row]:
                     note="" if early else "The paper has it fall more slowly later in training.",
                 )
             )
-    return found
+    return table
 
 
 def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:

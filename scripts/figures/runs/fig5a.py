@@ -36,8 +36,8 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
             trainer.ends = ends
             names = trainer.names(Role.QUERY, Role.KEY)
 
-            def change(seen: training.Seen, names: list[str] = names) -> float:
-                squares = [np.mean(np.square(np.asarray(seen.params[name] - seen.start[name]))) for name in names]
+            def change(snapshot: training.Snapshot, names: list[str] = names) -> float:
+                squares = [np.mean(np.square(np.asarray(snapshot.params[name] - snapshot.start[name]))) for name in names]
                 return float(np.sqrt(np.mean(squares)))
 
             for seed in range(settings["seeds"]):
@@ -48,10 +48,10 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
 
 def rows(settings: Settings, data: Data) -> list[Row]:
     """A slope per alpha_L and training time."""
-    found = []
+    table = []
     for rule, moved in zip(settings["rules"], np.asarray(data["moved"]), strict=True):
         for step, one in zip(settings["at"], moved, strict=True):
-            found.append(
+            table.append(
                 exponent(
                     f"change of query and key entries against L after {step} steps, {_name(rule)}",
                     settings["depth"],
@@ -60,7 +60,7 @@ def rows(settings: Settings, data: Data) -> list[Row]:
                     tolerance=0.15,
                 )
             )
-    return found
+    return table
 
 
 def _name(rule: Settings) -> str:

@@ -17,31 +17,31 @@ if TYPE_CHECKING:
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
     """See `curves.measure`, per alpha_L, the same run at the base depth."""
-    found = {}
+    by_alpha = {}
     depth = settings["base"]["depth"]
     for alpha in settings["alpha_l"]:
         less = depth ** (1 - alpha)  # by so much is the base's branch larger than at alpha_L = 1, were beta0 the same
         model = settings["model"]
         rule = {"alpha_l": alpha, "beta0": model["beta0"] / less, "rate": model["rate"] * less**2}
-        given = curves.measure("vit", settings, work.parent / "trained", ends=4.0 / less**2, **rule)
-        found[f"{alpha:g}"] = curves.slim(given)
-    return found
+        measurement = curves.measure("vit", settings, work.parent / "trained", ends=4.0 / less**2, **rule)
+        by_alpha[f"{alpha:g}"] = curves.slim(measurement)
+    return by_alpha
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
     """The difference of the two rules at each depth."""
     first, second = data
-    found = []
+    table = []
     for when, window in (("mean over all steps", slice(None)), ("last tenth of the steps", slice(-5, None))):
         losses = [np.asarray(data[name]["depth"]["loss"])[:, :, window].mean(-1) for name in (first, second)]
         for size, one, other in zip(data[first]["depth"]["size"], *losses, strict=True):
             measured, low, high = mean(one - other)
             same = size == settings["base"]["depth"]
-            seen = f"The paper has alpha_L = {first} better at large L. {_words(low, high)}"
+            comparison = f"The paper has alpha_L = {first} better at large L. {_words(low, high)}"
             what = f"loss at alpha_L = {first} minus loss at {second}, L = {size}, {when}"
-            note = "The same run, by two rules." if same else seen
-            found.append(Row(what=what, measured=measured, low=low, high=high, kind="value", note=note))
-    return found
+            note = "The same run, by two rules." if same else comparison
+            table.append(Row(what=what, measured=measured, low=low, high=high, kind="value", note=note))
+    return table
 
 
 def _words(low: float, high: float) -> str:

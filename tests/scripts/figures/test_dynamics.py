@@ -39,9 +39,9 @@ def test_the_verdicts_on_made_up_errors() -> None:
     kernels = np.zeros((3, steps, 2, 2))
     nets = [tuple(rng.standard_normal((seeds, *x.shape[1:])) / h**0.5 for x in (limit, kernels)) for h in heads]
     noisy = limit + 0.01 * rng.standard_normal(limit.shape)
-    found = fig_dynamics.compared(AT, nets, (noisy, kernels), wrong)
+    distances = fig_dynamics.compared(AT, nets, (noisy, kernels), wrong)
     settings = {"at": AT, "one_block": {"cases": []}, "stack": {**STACK, "heads": heads}}
-    rows = fig_dynamics.rows(settings, {"one_block": [], "stack": [found]})
+    rows = fig_dynamics.rows(settings, {"one_block": [], "stack": [distances]})
     assert [row.verdict for row in rows] == ["reproduces"] * 5 + ["control: fails as it must"]
 
 

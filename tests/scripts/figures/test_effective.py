@@ -19,13 +19,13 @@ H = 2.0**-8
 def numbers(config: Config) -> dict[str, tuple[float, float, float]]:
     """Name of every parameter to its initial std, what a step of AdamW moves it by in the forward pass, and lr times wd."""
     preset, opt = preset_of(config), config.optimizer
-    made = {}
+    by_name = {}
     for name, spec in config.model.parameters().items():
         scales = preset.scales(spec, config.model.sizes(), "adamw")
         columns = ("init_std", "multiplier", "lr", "weight_decay")
         std, multiplier, lr, wd = (float(np.ravel(getattr(scales, column))[0]) for column in columns)
-        made[name] = (std * multiplier, lr * opt.peak_lr * multiplier, lr * opt.peak_lr * wd * opt.weight_decay)
-    return made
+        by_name[name] = (std * multiplier, lr * opt.peak_lr * multiplier, lr * opt.peak_lr * wd * opt.weight_decay)
+    return by_name
 
 
 @pytest.mark.core
@@ -34,14 +34,14 @@ def test_the_language_runs_have_the_papers_numbers(width: int):
     """Standard: one std, 0.02 at n = 1024, and one rate. Neural tangent: tokens start at 1, tables move n times as fast, h is alike."""
     std = 0.64 / math.sqrt(width)
     standard = fig_effective_language.config(LANGUAGE, "standard", width, H, 0)
-    assert all(found == pytest.approx((std, H, 0.01 * H)) for found in numbers(standard).values())
+    assert all(scales == pytest.approx((std, H, 0.01 * H)) for scales in numbers(standard).values())
     assert tied(standard) == pytest.approx(1)
     ntk = fig_effective_language.config(LANGUAGE, "ntk", width, H, 0)
     assert ntk.optimizer.peak_lr == pytest.approx(H * width**1.5)
-    for name, found in numbers(ntk).items():
+    for name, scales in numbers(ntk).items():
         table = name == "token" or name.endswith("position")
         start = 1.0 if name == "token" else std
-        assert found == pytest.approx((start, H * width if table else H, 0.01 * H)), name
+        assert scales == pytest.approx((start, H * width if table else H, 0.01 * H)), name
     assert tied(ntk) == pytest.approx(width**-0.5)
 
 
@@ -56,10 +56,10 @@ def tied(config: Config) -> float:
 def test_the_controls_raise_the_embeddings_alone():
     width = 256
     (name, _), *_ = LANGUAGE["embeddings"].items()
-    found = numbers(fig_effective_language.config(LANGUAGE, name, width, H, 0))
-    rates = {rate for of, (_, rate, _) in found.items() if of == "token" or of.endswith("position")}
+    by_name = numbers(fig_effective_language.config(LANGUAGE, name, width, H, 0))
+    rates = {rate for of, (_, rate, _) in by_name.items() if of == "token" or of.endswith("position")}
     assert [*rates] == [pytest.approx(0.64 * math.sqrt(width) * H)], "as fast, over where they start, as ntk's"
-    assert all(rate == pytest.approx(H) for of, (_, rate, _) in found.items() if "block" in of)
+    assert all(rate == pytest.approx(H) for of, (_, rate, _) in by_name.items() if "block" in of)
 
 
 @pytest.mark.core
@@ -84,13 +84,13 @@ def test_the_vision_runs_start_and_move_alike_inside(strategy: str):
 def made_up(rates: dict[str, float], decay: float) -> dict:
     """Losses of every strategy whose best hidden rate is 2^rates, and whose best decay 2^decay."""
     noise = np.random.default_rng(0)
-    made = {}
+    by_strategy = {}
     for strategy, (low, high) in VISION["grid"].items():
         x = np.arange(low, high + 1.0)
         surface = 0.2 * (x - rates.get(strategy, -7.2)) ** 2 + 0.05 * (np.array(VISION["decay"])[:, None] - decay) ** 2
         losses = surface[..., None] + noise.normal(0, 0.005, (*surface.shape, VISION["seeds"]))
-        made[strategy] = {"x": x.tolist(), "losses": losses.tolist()}
-    return made
+        by_strategy[strategy] = {"x": x.tolist(), "losses": losses.tolist()}
+    return by_strategy
 
 
 @pytest.mark.core
@@ -108,6 +108,6 @@ def test_strategies_that_share_their_best_place_reproduce_the_claim_and_others_d
 
 @pytest.mark.core
 def test_a_best_decay_at_the_end_of_the_grid_has_no_row():
-    found = fig_effective_vision.rows(VISION, made_up({}, decay=-7))
-    assert not [row for row in found if "best decay of" in row.what]
-    assert all(np.isfinite(row.measured) for row in found)
+    rows = fig_effective_vision.rows(VISION, made_up({}, decay=-7))
+    assert not [row for row in rows if "best decay of" in row.what]
+    assert all(np.isfinite(row.measured) for row in rows)

@@ -29,31 +29,31 @@ def rows(flat: float, growth: float, control: float) -> dict[bool, list[Row]]:
         "ntk": [curve(flat, best=-7.5, seed=10 + n) for n in range(3)],
         "standard, embeddings": [curve(control, best=-9, seed=20 + n) for n in range(3)],
     }
-    made = excess.rows("n", SIZES, curves, list(curves))
-    return {control: [row for row in made if row.control is control] for control in (False, True)}
+    table = excess.rows("n", SIZES, curves, list(curves))
+    return {control: [row for row in table if row.control is control] for control in (False, True)}
 
 
 @pytest.mark.core
 def test_a_true_claim_reproduces_and_its_control_fails():
-    made = rows(flat=0.05, growth=0.2, control=0.05)
-    assert {row.verdict for row in made[False]} == {"reproduces"}
-    assert {row.verdict for row in made[True]} == {"control: fails as it must"}
-    half, quarter = (next(row for row in made[False] if part in row.what) for part in ("half", "quarter"))
+    by_control = rows(flat=0.05, growth=0.2, control=0.05)
+    assert {row.verdict for row in by_control[False]} == {"reproduces"}
+    assert {row.verdict for row in by_control[True]} == {"control: fails as it must"}
+    half, quarter = (next(row for row in by_control[False] if part in row.what) for part in ("half", "quarter"))
     assert half.measured == pytest.approx(0.25, abs=0.03)
     assert quarter.measured == pytest.approx(4 * 0.25, abs=0.03)
-    grown = next(row for row in made[False] if "growth" in row.what)
+    grown = next(row for row in by_control[False] if "growth" in row.what)
     assert grown.measured == pytest.approx(0.2, abs=0.03)
 
 
 @pytest.mark.core
 def test_a_false_claim_does_not_and_neither_does_a_control_like_the_first():
-    made = rows(flat=0.6, growth=-0.1, control=0.3)
-    assert {row.verdict for row in made[False] if row.predicted is not None} == {"does not reproduce"}
-    made = rows(flat=0.05, growth=0.2, control=0.5)
-    assert "control: does not fail, so the check shows nothing" in {row.verdict for row in made[True]}
-    made = rows(flat=0.3, growth=0.0, control=0.3)
-    assert not made[True], "where the claim does not hold a control shows nothing"
-    claims = [row for row in made[False] if row.predicted is not None]
+    by_control = rows(flat=0.6, growth=-0.1, control=0.3)
+    assert {row.verdict for row in by_control[False] if row.predicted is not None} == {"does not reproduce"}
+    by_control = rows(flat=0.05, growth=0.2, control=0.5)
+    assert "control: does not fail, so the check shows nothing" in {row.verdict for row in by_control[True]}
+    by_control = rows(flat=0.3, growth=0.0, control=0.3)
+    assert not by_control[True], "where the claim does not hold a control shows nothing"
+    claims = [row for row in by_control[False] if row.predicted is not None]
     assert {row.verdict for row in claims} == {"undecided: the interval meets the bound"}
 
 

@@ -24,7 +24,7 @@ def row(measured: float, low: float, high: float, **more: object) -> Row:
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    ("found", "verdict"),
+    ("result_row", "verdict"),
     [
         (row(-1.02, -1.06, -0.98), "reproduces"),
         (row(-1.02, -1.2, -0.84), "reproduces, with an interval that reaches out of the band"),
@@ -37,8 +37,8 @@ def row(measured: float, low: float, high: float, **more: object) -> Row:
         (row(float("nan"), 0.0, 0.0), "not measured"),
     ],
 )
-def test_verdicts(found: Row, verdict: str):
-    assert found.verdict == verdict
+def test_verdicts(result_row: Row, verdict: str):
+    assert result_row.verdict == verdict
 
 
 @pytest.mark.core
@@ -56,8 +56,8 @@ def test_a_power_law_is_found_and_a_wrong_exponent_is_not():
 @pytest.mark.core
 def test_the_jackknife_of_a_mean_is_its_interval():
     values = np.random.default_rng(0).standard_normal(9)
-    found = result.jackknife(lambda kept: float(values[kept].mean()), 9)
-    np.testing.assert_allclose(found, result.mean(values), rtol=1e-12)
+    interval = result.jackknife(lambda subset: float(values[subset].mean()), 9)
+    np.testing.assert_allclose(interval, result.mean(values), rtol=1e-12)
 
 
 def test_a_figure_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
@@ -81,10 +81,10 @@ def test_a_figure_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert command.main([*arguments, "--again"]) == 0
     assert len(calls) == 2
     shown = capsys.readouterr().out
-    kept = result.load(tmp_path / "docs" / "figures" / "fig_linear.json")
-    assert [one["predicted"] for one in kept["rows"]] == [1.14, 1.55] * 2
-    assert [one["control"] for one in kept["rows"]] == [False, False, True, True]
-    assert all(one["what"] in shown for one in kept["rows"])
+    record = result.load(tmp_path / "docs" / "figures" / "fig_linear.json")
+    assert [one["predicted"] for one in record["rows"]] == [1.14, 1.55] * 2
+    assert [one["control"] for one in record["rows"]] == [False, False, True, True]
+    assert all(one["what"] in shown for one in record["rows"])
     assert (tmp_path / "docs" / "figures" / "fig_linear.png").stat().st_size > 10_000
     assert "figures/fig_linear.png" in (tmp_path / "docs" / "reproduction.md").read_text()
     tiny = dataclasses.replace(tiny, small={**small, "seeds": 4})
@@ -108,15 +108,15 @@ def test_the_page_is_made_from_the_records():
 @pytest.mark.core
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
 def test_rows_follow_from_the_numbers(path: Path):
-    kept = json.loads(path.read_text())
+    record = json.loads(path.read_text())
     figure = page.load(path.stem.removesuffix("-full"))
     settings = figure.full if path.stem.endswith("-full") else figure.small
-    assert result.same_settings(kept, settings), "measure again: python -m scripts.figures NAME"
-    again = result.record(figure, kept["settings"], kept["data"])
-    assert len(again["rows"]) == len(kept["rows"])
-    for found, there in zip(again["rows"], kept["rows"], strict=True):
+    assert result.same_settings(record, settings), "measure again: python -m scripts.figures NAME"
+    again = result.record(figure, record["settings"], record["data"])
+    assert len(again["rows"]) == len(record["rows"])
+    for result_row, there in zip(again["rows"], record["rows"], strict=True):
         for name, value in there.items():  # sums differ in their last digits between builds of numpy
-            assert found[name] == (pytest.approx(value, rel=1e-4, abs=1e-6) if isinstance(value, float) else value)
+            assert result_row[name] == (pytest.approx(value, rel=1e-4, abs=1e-6) if isinstance(value, float) else value)
     assert path.with_suffix(".png").exists()
     assert path.stat().st_size < 1_000_000
 

@@ -47,7 +47,7 @@ def test_one_position_has_a_closed_form(alpha_a: float, head_dim: int | None):
     """Softmax over one position is 1: every block adds eps^2 (1 + 1/2) with ReLU, whatever the heads."""
     first = kernels.input_kernel(patches(inputs=1, positions=1))
     for alpha_l in (0.5, 0.75, 1.0):
-        found = kernels.residual_kernels(
+        recursion = kernels.residual_kernels(
             first,
             depth=7,
             alpha_a=alpha_a,
@@ -58,8 +58,8 @@ def test_one_position_has_a_closed_form(alpha_a: float, head_dim: int | None):
             samples=16,
         )
         expected = first[0, 0, 0, 0] + 1.5 * 9.0 * 7 ** (-2 * alpha_l) * np.arange(8)
-        np.testing.assert_allclose(found.layers[:, 0, 0, 0, 0], expected, rtol=1e-12)
-        np.testing.assert_allclose(found.sampling_error, 0, atol=1e-12)
+        np.testing.assert_allclose(recursion.layers[:, 0, 0, 0, 0], expected, rtol=1e-12)
+        np.testing.assert_allclose(recursion.sampling_error, 0, atol=1e-12)
 
 
 @pytest.mark.core
@@ -67,12 +67,12 @@ def test_uniform_attention_by_hand():
     """Two positions with products 1 and c: all four means are (1 + c) / 2, and the MLP acts on the sum."""
     c, eps2 = 0.4, 0.25
     first = np.array([[1.0, c], [c, 1.0]]).reshape(1, 2, 1, 2)
-    found = (
+    kernel = (
         kernels.residual_kernels(first, depth=2, alpha_a=1.0, alpha_l=1.0, activation="relu").layers[1].reshape(2, 2)
     )
     diagonal, off = 1 + eps2 * (1 + c) / 2, c + eps2 * (1 + c) / 2
     phi = kernels.relu_kernel(np.array([1.0, off / diagonal]))
-    np.testing.assert_allclose(found, np.array([[diagonal, off], [off, diagonal]]) + eps2 * phi[[[0, 1], [1, 0]]])
+    np.testing.assert_allclose(kernel, np.array([[diagonal, off], [off, diagonal]]) + eps2 * phi[[[0, 1], [1, 0]]])
 
 
 def test_sampled_attention_tends_to_its_limits():
@@ -92,10 +92,10 @@ def test_sampled_attention_tends_to_its_limits():
 
 def test_the_sampling_error_is_the_error():
     first = kernels.input_kernel(patches())
-    given = {"depth": 3, "alpha_a": 0.5, "alpha_l": 0.5, "beta0": 2.0}
-    few = [kernels.residual_kernels(first, **given, samples=800, seed=seed) for seed in range(6)]
-    many = kernels.residual_kernels(first, **given, samples=60_000).layers[-1]
-    again = kernels.residual_kernels(first, **given, samples=800, seed=3)
+    rule = {"depth": 3, "alpha_a": 0.5, "alpha_l": 0.5, "beta0": 2.0}
+    few = [kernels.residual_kernels(first, **rule, samples=800, seed=seed) for seed in range(6)]
+    many = kernels.residual_kernels(first, **rule, samples=60_000).layers[-1]
+    again = kernels.residual_kernels(first, **rule, samples=800, seed=3)
     np.testing.assert_array_equal(again.layers, few[3].layers)
     errors = [math.sqrt(((one.layers[-1] - many) ** 2).mean() / (many**2).mean()) for one in few]
     stated = np.mean([one.sampling_error[-1] for one in few])
@@ -106,10 +106,10 @@ def test_the_sampling_error_is_the_error():
 def test_finite_models_follow_the_recursion_and_no_other():
     """Means of 12 small models at both ends of both exponents; the recursion of any other pair is far off."""
     settings = {"images": 2, "depth": 5, "beta0": 4.0, "samples": 1000, "seeds": 12}
-    found, limits = finite_kernels.finite(settings, 8, 16), finite_kernels.limits(settings, 8)
+    model_kernels, limits = finite_kernels.finite(settings, 8, 16), finite_kernels.limits(settings, 8)
 
     def distance(pair: int, other: int) -> float:
-        return math.sqrt(finite_kernels.products(found[[pair]], limits[[other]]).mean())
+        return math.sqrt(finite_kernels.products(model_kernels[[pair]], limits[[other]]).mean())
 
     for pair in range(4):
         assert distance(pair, pair) < 0.11
@@ -122,44 +122,44 @@ def test_finite_models_follow_the_recursion_and_no_other():
 def test_masks_and_a_memory_by_hand():
     """Uniform attention of two positions with products 1 and c: a causal one of their means, and those of the memory that is seen."""
     c, m, eps2 = 0.4, 0.7, 0.25
-    first, both = (np.array([[1.0, x], [x, 1.0]]).reshape(1, 2, 1, 2) for x in (c, m))
-    rule = {"depth": 2, "alpha_a": 1.0, "alpha_l": 1.0, "activation": "relu", "seen": np.tri(2, dtype=bool)}
+    first, memory_kernel = (np.array([[1.0, x], [x, 1.0]]).reshape(1, 2, 1, 2) for x in (c, m))
+    rule = {"depth": 2, "alpha_a": 1.0, "alpha_l": 1.0, "activation": "relu", "mask": np.tri(2, dtype=bool)}
     mean, causal = (1 + c) / 2, np.array([[1.0, (1 + c) / 2], [(1 + c) / 2, (1 + c) / 2]])
-    for seen, cross in (([[True, True]], (1 + m) / 2), ([[True, False]], 1.0)):
-        memory = kernels.Memory(both, np.array(seen))
-        found = kernels.residual_kernels(first, **rule, memory=memory).layers[1].reshape(2, 2)
+    for mask, cross in (([[True, True]], (1 + m) / 2), ([[True, False]], 1.0)):
+        memory = kernels.Memory(memory_kernel, np.array(mask))
+        kernel = kernels.residual_kernels(first, **rule, memory=memory).layers[1].reshape(2, 2)
         before = first.reshape(2, 2) + eps2 * (causal + cross)
         size = np.sqrt(np.diag(before))
-        np.testing.assert_allclose(found, before + eps2 * kernels.relu_kernel(before / np.outer(size, size)))
+        np.testing.assert_allclose(kernel, before + eps2 * kernels.relu_kernel(before / np.outer(size, size)))
     assert causal[1, 1] == mean
 
 
 def test_sampled_attention_to_another_sequence_tends_to_its_limits_and_sees_no_padding():
     queries = kernels.normalized(kernels.input_kernel(patches()))
     keys = kernels.normalized(kernels.input_kernel(patches(positions=4)))
-    seen = np.broadcast_to(np.array([[True, True, False, True], [True, False, False, False]])[:, None], (2, 3, 4))
+    mask = np.broadcast_to(np.array([[True, True, False, True], [True, False, False, False]])[:, None], (2, 3, 4))
 
-    def drawn(keys: np.ndarray, alpha_a: float, head_dim: int | None, seen: np.ndarray = seen) -> np.ndarray:
+    def drawn(keys: np.ndarray, alpha_a: float, head_dim: int | None, mask: np.ndarray = mask) -> np.ndarray:
         rng = np.random.default_rng(0)
-        return attention_kernels.sampled(queries, keys, seen, alpha_a, head_dim, 10_000, rng)
+        return attention_kernels.sampled(queries, keys, mask, alpha_a, head_dim, 10_000, rng)
 
     room = 0.018  # five standard errors of 10,000 heads
     np.testing.assert_allclose(drawn(keys, 0.5, 32), drawn(keys, 0.5, None), atol=room)
-    np.testing.assert_allclose(drawn(keys, 1.0, 200), attention_kernels.uniform(keys, seen), atol=room)
-    assert abs(drawn(keys, 0.5, None) - attention_kernels.uniform(keys, seen)).max() > 5 * room
+    np.testing.assert_allclose(drawn(keys, 1.0, 200), attention_kernels.uniform(keys, mask), atol=room)
+    assert abs(drawn(keys, 0.5, None) - attention_kernels.uniform(keys, mask)).max() > 5 * room
     # One key that is seen is all that is attended to, whatever the padding beside it.
     np.testing.assert_allclose(drawn(keys, 0.5, None)[1, :, 1], 1.0, rtol=1e-9)
-    assert abs(drawn(keys, 0.5, None, np.ones_like(seen))[1, :, 1] - 1).max() > 5 * room
+    assert abs(drawn(keys, 0.5, None, np.ones_like(mask))[1, :, 1] - 1).max() > 5 * room
 
 
 def test_finite_encoder_decoders_follow_the_recursion_with_attention_to_the_encoder():
     """Means of 12 small models of the zoo; without the cross term, or causal masks, they are elsewhere."""
     settings = {"alpha_l": [0.5], "depth": 1, "encoder_depth": 2, "beta0": 1.0, "samples": 400, "seeds": 12}
-    found = fig_cross.finite(settings, alpha_a=1.0, head_dim=8, heads=16)
+    model_kernels = fig_cross.finite(settings, alpha_a=1.0, head_dim=8, heads=16)
 
     def distance(wrong: str) -> float:
         limit = fig_cross.recursion(settings, alpha_a=1.0, alpha_l=0.5, head_dim=8, wrong=wrong)
-        return math.sqrt(finite_kernels.products(found, limit[None]).mean())
+        return math.sqrt(finite_kernels.products(model_kernels, limit[None]).mean())
 
     distances = [distance(wrong) for wrong in ("", *fig_cross.CONTROLS)]
     assert distances[0] < 0.08
@@ -183,6 +183,6 @@ def test_finite_encoder_decoders_follow_the_recursion_with_attention_to_the_enco
     ],
 )
 def test_errors_say_what_to_write(change: dict, text: str):
-    given = {"first": kernels.input_kernel(patches()), "depth": 2, "alpha_a": 1.0, "alpha_l": 1.0, **change}
+    arguments = {"first": kernels.input_kernel(patches()), "depth": 2, "alpha_a": 1.0, "alpha_l": 1.0, **change}
     with pytest.raises(PresetError, match=text):
-        kernels.residual_kernels(given.pop("first"), **given)
+        kernels.residual_kernels(arguments.pop("first"), **arguments)

@@ -33,8 +33,8 @@ def _made_up(drift: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> d
         dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, peak_lr=2.0**-6))
         for config in grown
     ]
-    found = rates.measure({"one": grown}, SIZES, LIMITS, tmp_path)
-    return json.loads(json.dumps(result._plain(found)))["one"]
+    studies = rates.measure({"one": grown}, SIZES, LIMITS, tmp_path)
+    return json.loads(json.dumps(result._plain(studies)))["one"]
 
 
 def _row(config, drift: float) -> Row:
@@ -46,35 +46,35 @@ def _row(config, drift: float) -> Row:
 
 @pytest.mark.parametrize("drift", [0.0, -1.0])
 def test_a_drift_is_found_and_judged(drift: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    kept = _made_up(drift, monkeypatch, tmp_path)
-    row = rates.row("drift", SIZES, kept, predicted=0)
+    study = _made_up(drift, monkeypatch, tmp_path)
+    row = rates.row("drift", SIZES, study, predicted=0)
     assert row.measured == pytest.approx(drift, abs=0.05)
     assert row.verdict == ("does not reproduce" if drift else "reproduces")
     assert "3 paired seeds; at 64 the best learning rate of 16 " in row.note
-    rates.draw("made up", "N", SIZES, {"one": kept}).savefig(tmp_path / "one.png")
+    rates.draw("made up", "N", SIZES, {"one": study}).savefig(tmp_path / "one.png")
 
 
 def test_divergence_and_runs_that_were_not_made_survive_the_record(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    kept = _made_up(0.0, monkeypatch, tmp_path)
-    assert any(loss == rates.DIVERGED for of_size in kept["losses"] for rate in of_size for loss in rate)
-    curves = rates.curves(kept)
+    study = _made_up(0.0, monkeypatch, tmp_path)
+    assert any(loss == rates.DIVERGED for of_size in study["losses"] for rate in of_size for loss in rate)
+    curves = rates.curves(study)
     assert np.isinf(curves[0].losses).any()
-    kept["losses"][0][0][1] = None
-    assert np.isnan(rates.curves(kept)[0].losses[0, 1])
+    study["losses"][0][0][1] = None
+    assert np.isnan(rates.curves(study)[0].losses[0, 1])
 
 
 def test_the_runs_of_figure_2a(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked = {}
-    monkeypatch.setattr(rates, "measure", lambda configs, *rest: asked.update(configs))
+    configs_by_name = {}
+    monkeypatch.setattr(rates, "measure", lambda configs, *rest: configs_by_name.update(configs))
     fig2a.FIGURE.measure(fig2a.FIGURE.small, tmp_path)
-    assert [(name, grown[0].preset.name, grown[0].preset.alpha_a) for name, grown in asked.items()] == [
+    assert [(name, grown[0].preset.name, grown[0].preset.alpha_a) for name, grown in configs_by_name.items()] == [
         ("alpha_A = 1", "depth-mup", 1.0),
         ("alpha_A = 1/2", "depth-mup", 0.5),
         ("sp", "sp", None),
     ]
-    assert [config.model.width for config in asked["sp"]] == [32, 64, 128, 256]
+    assert [config.model.width for config in configs_by_name["sp"]] == [32, 64, 128, 256]
     assert [row.control for row in fig2a.rows(fig2a.FIGURE.small, _three())] == [False, False, True]
 
 
@@ -85,20 +85,20 @@ def _three() -> dict:
 
 
 def test_the_runs_of_the_effective_theory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked = {}
+    configs_by_name = {}
 
     def measured(configs, sizes, limits, work):
-        asked.update(configs)
+        configs_by_name.update(configs)
         Transfer(recipe="lm-tiny", grow=(), **limits)
         assert sizes == [64, 256]
         return {name: {} for name in configs}
 
     monkeypatch.setattr(rates, "measure", measured)
-    found = fig_effective_trained.FIGURE.measure(fig_effective_trained.FIGURE.small, tmp_path)
-    assert {name: of_preset["kept_step"] for name, of_preset in found.items()} == pytest.approx(
+    studies = fig_effective_trained.FIGURE.measure(fig_effective_trained.FIGURE.small, tmp_path)
+    assert {name: of_preset["kept_step"] for name, of_preset in studies.items()} == pytest.approx(
         {"standard": -1.0, "ntk": 0.5, "hybrid": 0.25, "maximal-update": 0.0}
     )
-    assert {config.preset.name for grown in asked.values() for config in grown} == {
-        ALIASES.get(name, name) for name in asked
+    assert {config.preset.name for grown in configs_by_name.values() for config in grown} == {
+        ALIASES.get(name, name) for name in configs_by_name
     }
-    assert [config.model.num_heads for config in asked["ntk"]] == [4, 16]
+    assert [config.model.num_heads for config in configs_by_name["ntk"]] == [4, 16]

@@ -22,18 +22,18 @@ TINY = {
 
 
 def test_runs_are_measured_once_and_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = fig6.measure(TINY, tmp_path / "fig6")
-    grown = found["head_dim"]
+    data = fig6.measure(TINY, tmp_path / "fig6")
+    grown = data["head_dim"]
     assert grown["size"] == [2, 4]
     assert np.shape(grown["loss"]) == (2, 2, 3)
     assert np.shape(grown["kernel"]) == (2, 2, curves.EXAMPLES, curves.EXAMPLES)
     assert grown["loss"][0][0] != grown["loss"][0][1]
     assert grown["flops"][1] > grown["flops"][0]
     monkeypatch.setattr(training, "Trainer", None)
-    assert fig6.measure(TINY, tmp_path / "fig6") == found  # from the files
-    rows = fig6.rows(TINY, found)
+    assert fig6.measure(TINY, tmp_path / "fig6") == data  # from the files
+    rows = fig6.rows(TINY, data)
     assert [row.what[:23] for row in rows] == ["mean difference of loss", "alignment of final kern"]
-    fig6.draw(TINY, found).savefig(tmp_path / "fig6.png")
+    fig6.draw(TINY, data).savefig(tmp_path / "fig6.png")
 
 
 def test_a_run_is_the_trainers_own_and_looks_change_nothing() -> None:
@@ -42,7 +42,9 @@ def test_a_run_is_the_trainers_own_and_looks_change_nothing() -> None:
     names = trainer.names(Role.QUERY, Role.KEY)
     assert len(names) == 2
     losses, moved = trainer.train(
-        config, at=[0, 3], look=lambda seen: [float(np.abs(seen.params[n] - seen.start[n]).max()) for n in names]
+        config,
+        at=[0, 3],
+        look=lambda snapshot: [float(np.abs(snapshot.params[n] - snapshot.start[n]).max()) for n in names],
     )
     assert moved[0] == [0, 0]
     assert min(moved[1]) > 0
