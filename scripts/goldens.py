@@ -172,14 +172,14 @@ def _relative(name: str, base: ModelConfig, **constants: Any) -> Preset:
 def main() -> int:
     """Write every file and remove those no longer made; returns the exit code."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    made = dict(goldens())
+    texts = dict(goldens())
     for path in FOLDER.glob("*.txt"):
-        if path.name not in made:
+        if path.name not in texts:
             path.unlink()
-    for name, text in made.items():
+    for name, text in texts.items():
         (FOLDER / name).write_text(text)
     print(
-        f"{len(made)} files in {FOLDER.relative_to(Path.cwd()) if FOLDER.is_relative_to(Path.cwd()) else FOLDER.name}"
+        f"{len(texts)} files in {FOLDER.relative_to(Path.cwd()) if FOLDER.is_relative_to(Path.cwd()) else FOLDER.name}"
     )
     return 0
 

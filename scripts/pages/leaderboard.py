@@ -63,22 +63,20 @@ def rows(folders: Sequence[Path] = FOLDERS) -> list[Row]:
     """
     best: dict[tuple[str, str], Row] = {}
     for path in sorted(path for folder in folders for path in folder.glob("*/transfer.json")):
-        kept = json.loads(path.read_text())
-        for study in kept["studies"]:
-            row = _row(kept, study, path.parent)
+        record = json.loads(path.read_text())
+        for study in record["studies"]:
+            row = _row(record, study, path.parent)
             other = best.get((row.task, row.preset))
             if other is None or other.seeds < row.seeds:
                 best[row.task, row.preset] = row
     return sorted(best.values(), key=lambda row: (row.task, _number(row.price["value"]), row.preset))
 
 
-def _row(kept: Mapping[str, Any], study: Mapping[str, Any], folder: Path) -> Row:
-    sizes, model = study["sizes"], kept["config"]["model"]
+def _row(record: Mapping[str, Any], study: Mapping[str, Any], folder: Path) -> Row:
+    sizes, model = study["sizes"], record["config"]["model"]
     experts = f" of {model['experts']} experts" if model.get("experts") and study["axis"] != "experts" else ""
     grown = f"{study['axis']} from {sizes[0]['size']:,} to {sizes[-1]['size']:,}"
-    task = (
-        f"{model['family']} of width {model['width']}{experts}, {kept['optimizer']}, {kept['steps']:,} steps: {grown}"
-    )
+    task = f"{model['family']} of width {model['width']}{experts}, {record['optimizer']}, {record['steps']:,} steps: {grown}"
     last = sizes[-1]
     return Row(
         task, study["preset"], study["drift_octaves_per_doubling"], study["verdict"], last["price_of_not_tuning"],

@@ -63,36 +63,36 @@ class Row(NamedTuple):
 
 def cases() -> list[tuple[str, str, str]]:
     """Model, way and preset of every comparison; a preset that has no rule for the model is left out, and of variants a form."""
-    found = []
+    comparisons = []
     for model, config in MODELS.items():
         for name in PRESETS:
             if name == "u-mup" and (config.tied_readout or config.denoises):
                 continue
             if name == "mup, mean-field form" and model in VARIANTS:
                 continue
-            found += [(model, way, name) for way in ("in", "out")]
-    return found
+            comparisons += [(model, way, name) for way in ("in", "out")]
+    return comparisons
 
 
 def measure(model: str, way: str, preset: str, folder: Path) -> Row:
     """One comparison, in an empty folder."""
     config = {**MODELS, **WRITTEN}[model]
-    given = PRESETS[preset]
-    if given.name in ("mup", "depth-mup"):
-        given = dataclasses.replace(given, base=BASES[config.family])
-    built, made = definition(config), preset_for(given, config)
-    factors = resolve(made, built, made.optimizers[0])
+    preset_config = PRESETS[preset]
+    if preset_config.name in ("mup", "depth-mup"):
+        preset_config = dataclasses.replace(preset_config, base=BASES[config.family])
+    built, parameterization = definition(config), preset_for(preset_config, config)
+    factors = resolve(parameterization, built, parameterization.optimizers[0])
     theirs_at, ours_at = folder / "theirs", folder / "ours"
     if way == "in":
         random_transformers(config, theirs_at)
         source = pretrained.read(theirs_at)
         assert source.model == config, (source.model, config)
-        files.write_imported(source, given, ours_at, "random")
+        files.write_imported(source, preset_config, ours_at, "random")
         params: Any = pretrained.place(pretrained.read(ours_at), built, factors)
     else:
-        params = random_params(built, init_stds(made, built))
+        params = random_params(built, init_stds(parameterization, built))
         plain = fold.absorb_multipliers(params, fold.scales(built, factors))
-        record = pretrained.plain.preset_record(given, made, built, factors)
+        record = pretrained.plain.preset_record(preset_config, parameterization, built, factors)
         files.write_huggingface(
             pretrained.Source(config, plain, {name: np.ones(()) for name in plain}, record, []), theirs_at, "float32"
         )
@@ -150,7 +150,7 @@ def random_transformers(config: TransformerConfig, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def transformers_logits(folder: Path, inputs: np.ndarray, *others: np.ndarray) -> np.ndarray:
+def transformers_logits(folder: Path, inputs: np.ndarray, *extra_inputs: np.ndarray) -> np.ndarray:
     """Logits of a folder's model by transformers, float32; images are turned to its channels-first order."""
     import torch
     from transformers import AutoConfig
@@ -161,7 +161,9 @@ def transformers_logits(folder: Path, inputs: np.ndarray, *others: np.ndarray) -
         if inputs.ndim == 4:
             return model(torch.from_numpy(inputs.transpose(0, 3, 1, 2).copy())).logits.numpy()
         names = ("input_ids", "attention_mask", "decoder_input_ids")
-        tokens = {name: torch.from_numpy(x.astype(np.int64)) for name, x in zip(names, (inputs, *others), strict=False)}
+        tokens = {
+            name: torch.from_numpy(x.astype(np.int64)) for name, x in zip(names, (inputs, *extra_inputs), strict=False)
+        }
         return model(**tokens).logits.numpy()
 
 
@@ -189,9 +191,9 @@ def table(rows: list[Row]) -> str:
         "| model | preset | in: largest difference | out: largest difference | largest logit (in, out) |",
         "|---|---|---|---|---|",
     ]
-    found = {(row.model, row.preset, row.way): row for row in rows}
+    by_case = {(row.model, row.preset, row.way): row for row in rows}
     for model, preset in dict.fromkeys((row.model, row.preset) for row in rows):
-        into, out = found[model, preset, "in"], found[model, preset, "out"]
+        into, out = by_case[model, preset, "in"], by_case[model, preset, "out"]
         lines.append(
             f"| {model} | {preset} | {into.difference:.1e} | {out.difference:.1e} | {into.largest:.1f}, {out.largest:.1f} |"
         )

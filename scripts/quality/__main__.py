@@ -29,7 +29,7 @@ from scripts.quality.page import difference
 
 FIRST, FINAL = 2, 5
 """Seeds of a search's moves, and of its last comparison and of every arm; an arm whose difference is not known yet has more."""
-KNOWN = 0.005
+HALF_WIDTH = 0.005
 """Half-width of a difference that needs no more seeds, in nats."""
 
 
@@ -66,8 +66,8 @@ class Measuring:
 
     def searched(self, arm: Arm, size: int, start: Setting, constants: Sequence[str]) -> Setting:
         """The best setting of an arm at a size."""
-        found = descend(
-            lambda those, seeds: self.losses(arm, size, those, seeds),
+        optimum = descend(
+            lambda settings, seeds: self.losses(arm, size, settings, seeds),
             start,
             constants,
             FIRST,
@@ -75,10 +75,10 @@ class Measuring:
             self.cell.finalists,
         )
         print(
-            f"  {self.cell.name} {arm.label}, {self.cell.axis} {size}: {octaves(dict(found)) or 'as the recipe'}",
+            f"  {self.cell.name} {arm.label}, {self.cell.axis} {size}: {octaves(dict(optimum)) or 'as the recipe'}",
             flush=True,
         )
-        return found
+        return optimum
 
 
 def measure(cell: Cell, stop: StopRequest) -> None:
@@ -126,7 +126,9 @@ def _write(work: Measuring, settings: dict[str, list[Setting]], tuning: float) -
         for size, own in zip(cell.sizes, settings[arm.label], strict=False):
             seeds = FINAL
             against = _paired(work, arm, size, own, settings, seeds)
-            while against is not None and not arm.ablation and difference(against)[2] > KNOWN and seeds < cell.most:
+            while (
+                against is not None and not arm.ablation and difference(against)[2] > HALF_WIDTH and seeds < cell.most
+            ):
                 seeds += 1
                 against = _paired(work, arm, size, own, settings, seeds)
             sizes.append(
@@ -146,7 +148,7 @@ def _write(work: Measuring, settings: dict[str, list[Setting]], tuning: float) -
                 "sizes": sizes,
             }
         )
-    for arm, one in ((arm, one) for arm, made in zip(cell.arms, arms, strict=True) for one in made["sizes"]):
+    for arm, one in ((arm, one) for arm, row in zip(cell.arms, arms, strict=True) for one in row["sizes"]):
         own = settings[arm.label][cell.sizes.index(one["size"])]
         losses = work.trained(arm, one["size"], own)  # more of a reference than it had when its own row was made
         one["losses"] = [float(f"{loss:.6g}") if np.isfinite(loss) else None for loss in losses]

@@ -104,8 +104,8 @@ class Cell:
         rate = config.optimizer.peak_lr * values.pop("lr", 1.0)
         for name, value in values.items():
             factors[name] = factors.get(name, 1.0) * value
-        said = {name: value for name, value in factors.items() if value != 1 or name not in values}
-        constants = tuple(f"{name}={value:.10g}" for name, value in sorted(said.items()))
+        overrides = {name: value for name, value in factors.items() if value != 1 or name not in values}
+        constants = tuple(f"{name}={value:.10g}" for name, value in sorted(overrides.items()))
         preset = PresetConfig(name=arm.preset, constants=constants)
         planned = study.plan(config, self.axis, (self.sizes[0], max(size, 2 * self.sizes[0])), preset, arm.label)
         grown = planned.configs[0 if size == self.sizes[0] else -1]
@@ -170,21 +170,21 @@ def _horizon(words: str, steps: int) -> str:
 
 
 def _cells() -> dict[str, Cell]:
-    made: list[Cell] = []
+    cells: list[Cell] = []
     for axis, sizes, arms in (("head_dim", WIDE, WIDTH_ARMS), ("heads", MORE, HEADS_ARMS), ("depth", DEEP, DEPTH_ARMS)):
-        made.append(Cell(f"{axis}-100", "lm-tiny", _horizon(LM, 100), axis, sizes, SEARCHED, arms))
-    made.append(Cell("vit-100", "vit-endless", _horizon(VIT, 100), "head_dim", WIDE, VIT_SEARCHED, WIDTH_ARMS[:7]))
+        cells.append(Cell(f"{axis}-100", "lm-tiny", _horizon(LM, 100), axis, sizes, SEARCHED, arms))
+    cells.append(Cell("vit-100", "vit-endless", _horizon(VIT, 100), "head_dim", WIDE, VIT_SEARCHED, WIDTH_ARMS[:7]))
     long = (("head_dim", WIDE, LONG_ARMS, 8), ("heads", MORE, LONG_ARMS, 8), ("depth", DEEP, DEPTH_ARMS, 12))
     for axis, sizes, arms, most in long:  # in depth seeds differ by more
         run = _horizon(LM, 800)
-        made.append(Cell(f"{axis}-800", "lm-tiny", run, axis, sizes, SEARCHED, arms, SHORT, finalists=2, most=most))
+        cells.append(Cell(f"{axis}-800", "lm-tiny", run, axis, sizes, SEARCHED, arms, SHORT, finalists=2, most=most))
     images = _horizon(VIT, 800)
-    made.append(
+    cells.append(
         Cell(
             "vit-800", "vit-endless", images, "head_dim", WIDE, VIT_SEARCHED, LONG_ARMS, VIT_SHORT, finalists=2, most=8
         )
     )
-    return {cell.name: cell for cell in made}
+    return {cell.name: cell for cell in cells}
 
 
 CELLS = _cells()

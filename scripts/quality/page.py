@@ -101,8 +101,8 @@ def _summary(cells: Sequence[Mapping[str, Any]]) -> list[str]:
             apart = _less(arm, sp)
             figures = ", ".join(f"{mean:+.4f} ± {half:.4f}" for _, mean, _, half in apart)
             whole = len(apart) == max(len(each["sizes"]) for each in cell["arms"]) - 1
-            known = all(mean + half <= GOAL for _, mean, _, half in apart)
-            verdict = ("yes" if known else "no") if whole else "not finished"
+            within_goal = all(mean + half <= GOAL for _, mean, _, half in apart)
+            verdict = ("yes" if within_goal else "no") if whole else "not finished"
             lines.append(f"| {cell['cell']} | {arm['label']} | {figures} | {verdict} |")
     missing = ", ".join(name for name in CELLS if name not in {cell["cell"] for cell in cells})
     return [*lines, "", *([f"Not trained: {missing}.", ""] if missing else [])]
@@ -119,7 +119,7 @@ def _less(arm: Mapping[str, Any], sp: Mapping[str, Any]) -> list[tuple[int, floa
 
 def _cell(cell: Mapping[str, Any]) -> list[str]:
     sizes = [one["size"] for one in max((arm["sizes"] for arm in cell["arms"]), key=len)]
-    first, *others = cell["arms"]
+    first, *remainder = cell["arms"]
     base = first["sizes"][0]
     lines = [f"## {cell['cell']}", "", f"`{cell['recipe']}`", ""]
     lines += [READING[cell["cell"]], ""] if cell["cell"] in READING else []
@@ -131,7 +131,7 @@ def _cell(cell: Mapping[str, Any]) -> list[str]:
         f"|---|{'---|' * len(sizes)}",
         _row(f"{first['label']}: loss", [_loss(one["losses"]) for one in first["sizes"]], len(sizes)),
     ]
-    for arm in others:
+    for arm in remainder:
         label = arm["label"]
         lines.append(_row(f"{label}: loss", [_loss(one["losses"]) for one in arm["sizes"]], len(sizes)))
         lines.append(_row(f"{arm['reference']}, less this", [_apart(one) for one in arm["sizes"]], len(sizes)))
@@ -148,16 +148,16 @@ def _verdicts(arms: Sequence[Mapping[str, Any]]) -> list[str]:
         for arm in (arm for arm in compared if not arm["label"].startswith("sp")):
             apart = _less(arm, sp)
             worse = [str(size) for size, mean, _, half in apart if mean + half > GOAL]
-            said = f"worse, or not known not to be, at {', '.join(worse)}" if worse else "not worse at any size"
+            verdict = f"worse, or not known not to be, at {', '.join(worse)}" if worse else "not worse at any size"
             figures = ", ".join(f"{mean:+.4f} ± {half:.4f}" for _, mean, _, half in apart)
-            lines.append(f"- `{arm['label']}` less `{sp['label']}`: {figures}; {said}.")
+            lines.append(f"- `{arm['label']}` less `{sp['label']}`: {figures}; {verdict}.")
     return lines
 
 
-def _pairs(losses: Sequence[float | None], others: Sequence[float | None]) -> list[float]:
+def _pairs(losses: Sequence[float | None], baseline: Sequence[float | None]) -> list[float]:
     """Differences of the seeds that both have; none where one diverged."""
-    apart = [one - other for one, other in zip(losses, others, strict=False) if one is not None and other is not None]
-    return apart if len(apart) == min(len(losses), len(others)) else []
+    apart = [one - other for one, other in zip(losses, baseline, strict=False) if one is not None and other is not None]
+    return apart if len(apart) == min(len(losses), len(baseline)) else []
 
 
 def _row(label: str, cells: Sequence[str], columns: int) -> str:
@@ -176,8 +176,8 @@ def _apart(one: Mapping[str, Any]) -> str:
 
 
 def _setting(octaves: Mapping[str, float]) -> str:
-    said = [
+    terms = [
         f"{name.replace('rates.', '').replace('_', ' ') if name != 'lr' else 'rate'} × 2^{value:g}"
         for name, value in octaves.items()
     ]
-    return ", ".join(said).replace("stds.readout", "readout std") or "as the recipe"
+    return ", ".join(terms).replace("stds.readout", "readout std") or "as the recipe"

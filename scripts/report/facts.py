@@ -59,7 +59,7 @@ def theory() -> dict[str, Any]:
 def figures() -> dict[str, Any]:
     """What the papers' figures came to: predictions, those that reproduce, controls, and every prediction that does not."""
     records = [json.loads(path.read_text()) for path in sorted((DOCS / "figures").glob("*.json"))]
-    rows = [(kept["title"], row) for kept in records for row in kept["rows"] if row["predicted"] is not None]
+    rows = [(record["title"], row) for record in records for row in record["rows"] if row["predicted"] is not None]
     claims = [(title, row) for title, row in rows if not row["control"]]
     against = [(title, row) for title, row in claims if not row["verdict"].startswith("reproduces")]
     groups: dict[str, list[list[str]]] = {}
@@ -71,7 +71,7 @@ def figures() -> dict[str, Any]:
         "reproduce": len(claims) - len(against),
         "controls": len(rows) - len(claims),
         "against": _groups(groups),
-        "cpu_minutes": round(sum(kept["seconds"] for kept in records) / 60),
+        "cpu_minutes": round(sum(record["seconds"] for record in records) / 60),
     }  # fmt: skip
 
 
@@ -94,13 +94,13 @@ def quality() -> dict[str, Any]:
     records = [json.loads(path.read_text()) for path in sorted((DOCS / "quality").glob("*/result.json"))]
     cells = [
         {
-            "axis": kept["axis"],
-            "sizes": [size["size"] for size in kept["arms"][0]["sizes"]],
-            "rows": [_arm(arm) for arm in kept["arms"] if not arm["ablation"]],
+            "axis": record["axis"],
+            "sizes": [size["size"] for size in record["arms"][0]["sizes"]],
+            "rows": [_arm(arm) for arm in record["arms"] if not arm["ablation"]],
         }
-        for kept in records
+        for record in records
     ]
-    return {"cells": cells, "minutes": round(sum(kept["train_seconds"] for kept in records) / 60)}
+    return {"cells": cells, "minutes": round(sum(record["train_seconds"] for record in records) / 60)}
 
 
 def _arm(arm: Mapping[str, Any]) -> list[str]:

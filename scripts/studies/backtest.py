@@ -149,20 +149,20 @@ def forecasts(name: str, spec: Backtest, out: Path) -> Path:
     if path.exists():
         print(f"{path} is there and stays")
         return path
-    (found,) = points.load([folder])
-    law = fitted(dataclasses.replace(found, folders=(f"docs/forecasts/backtest-{name}",)))
+    (small_points,) = points.load([folder])
+    law = fitted(dataclasses.replace(small_points, folders=(f"docs/forecasts/backtest-{name}",)))
     contents = []
     for heads in spec.large:
         for steps, batch in spec.longer:
             seed = spec.seeds + (0 if spec.alike else len(contents))
             target = config(spec.preset, heads, (steps, batch), 0.0, seed)
-            said = predict(law, target)
+            prediction = predict(law, target)
             optimizer = dataclasses.replace(
-                said.config.optimizer, peak_lr=float(f"{2.0 ** transferred(law, target):.6g}")
+                prediction.config.optimizer, peak_lr=float(f"{2.0 ** transferred(law, target):.6g}")
             )
-            run = dataclasses.replace(said.config, optimizer=optimizer)
+            run = dataclasses.replace(prediction.config, optimizer=optimizer)
             what = f"heads={heads}, {steps} steps of {batch}, at the largest small model's rate"
-            contents.append(record.forecast(law, dataclasses.replace(said, config=run), what))
+            contents.append(record.forecast(law, dataclasses.replace(prediction, config=run), what))
     folder.mkdir(parents=True, exist_ok=True)
     disk.write_whole(path, "[\n" + ",\n".join(map(json.dumps, contents)) + "\n]\n")
     print(f"{len(contents)} forecasts in {path}; commit them before `outcomes`")
@@ -198,9 +198,9 @@ def outcomes(name: str, out: Path) -> None:
 def committed(path: Path) -> bool:
     """Whether the file is in git's history as it is on disk."""
     git = ["git", "-C", str(path.parent)]
-    known = subprocess.run([*git, "ls-files", "--error-unmatch", path.name], capture_output=True).returncode == 0
+    is_tracked = subprocess.run([*git, "ls-files", "--error-unmatch", path.name], capture_output=True).returncode == 0
     return (
-        known
+        is_tracked
         and subprocess.run([*git, "diff", "--quiet", "HEAD", "--", path.name], capture_output=True).returncode == 0
     )
 

@@ -142,14 +142,14 @@ Where they are apart, and why:
 """
 
 
-def measure(kept: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every dimension of every preset, of the decoder and of the encoder-decoder, where `kept` has none; yields all after each dimension.
+def measure(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every dimension of every preset, of the decoder and of the encoder-decoder, where `record` has none; yields all after each dimension.
 
     Args:
-        kept: numbers that are there, and are added to.
+        record: numbers that are there, and are added to.
     """
     for key, study in STUDIES.items():
-        data = kept.setdefault(key, {"seconds": 0.0, "sizes": study.sizes, "seeds": study.seeds, "presets": {}})
+        data = record.setdefault(key, {"seconds": 0.0, "sizes": study.sizes, "seeds": study.seeds, "presets": {}})
         bare: Any = dataclasses.replace(configs.get(study.model), bias=False, norm_gain=False)  # pyright: ignore[reportCallIssue]
         for dimension in theory.growths(encoder=bare.denoises):
             labels = [
@@ -158,14 +158,14 @@ def measure(kept: dict[str, Any]) -> Iterator[dict[str, Any]]:
             if not labels:
                 continue
             started = time.process_time()
-            made = [functools.partial(_preset, label) for label in labels]
+            factories = [functools.partial(_preset, label) for label in labels]
             rows = desiderata.measured(
-                bare, made, count=study.sizes, seeds=study.more.get(dimension, study.seeds), dimensions=[dimension]
+                bare, factories, count=study.sizes, seeds=study.more.get(dimension, study.seeds), dimensions=[dimension]
             )
             for label, row in zip(labels, rows, strict=True):
                 data["presets"][label] |= desiderata.to_json(row)
             data["seconds"] += time.process_time() - started
-            yield kept
+            yield record
 
 
 def _preset(label: str, base: Mapping[str, int] | None = None) -> Preset:
@@ -188,16 +188,16 @@ def rows(data: Mapping[str, Any], study: str) -> dict[str, desiderata.Row]:
         data: its numbers.
         study: a key of `STUDIES`.
     """
-    made: dict[str, desiderata.Row] = {}
+    by_preset: dict[str, desiderata.Row] = {}
     for label, by_dimension in data["presets"].items():
-        row = made[label] = {}
+        row = by_preset[label] = {}
         for dimension, columns in by_dimension.items():
             cells = theory.desiderata(_preset(label), dimension, encoder=study == "encoder-decoder")
             row[dimension] = {
                 column: (cells[column], dataclasses.replace(cells[column], exponents={n: x[1] for n, x in of.items()}))
                 for column, of in columns.items()
             }
-    return made
+    return by_preset
 
 
 def _tables(data: Mapping[str, Any], study: str) -> Iterator[str]:

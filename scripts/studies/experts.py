@@ -64,13 +64,13 @@ def by_arm(rows: Sequence[Row]) -> Rows:
     Args:
         rows: in any order.
     """
-    found: dict[str, dict[int, dict[int, Row]]] = {arm: {rate: {} for rate in RATES} for arm in ARMS}
+    grid: dict[str, dict[int, dict[int, Row]]] = {arm: {rate: {} for rate in RATES} for arm in ARMS}
     for row in rows:
         value = dict(itertools.pairwise(shlex.split(row.command)))
         experts = value.get("--model.experts")
         arm = "dense" if experts is None else f"{experts} experts"
-        found[arm][round(np.log2(float(value["--optimizer.peak-lr"])))][int(value.get("--seed", 0))] = row
-    return {arm: {rate: [by[seed] for seed in SEEDS] for rate, by in of.items()} for arm, of in found.items()}
+        grid[arm][round(np.log2(float(value["--optimizer.peak-lr"])))][int(value.get("--seed", 0))] = row
+    return {arm: {rate: [by[seed] for seed in SEEDS] for rate, by in of.items()} for arm, of in grid.items()}
 
 
 def best(of: Mapping[int, Sequence[Row]]) -> int:
@@ -83,18 +83,18 @@ def evaluated(rows: Sequence[Row]) -> np.ndarray:
     return np.array([np.inf if row.eval_loss is None else row.eval_loss for row in rows])
 
 
-def table(found: Rows) -> str:
+def table(arms: Rows) -> str:
     """Markdown: every arm's best rate, its losses, what a token costs, and the differences to dense, paired by seeds.
 
     Args:
-        found: rows of every arm.
+        arms: rows of every arm.
     """
     lines = [
         "| model | parameters | FLOPs of a token | best rate | evaluation loss, by seed | less the dense model's |"
     ]
     lines += ["|---|---|---|---|---|---|"]
-    dense = evaluated(found["dense"][best(found["dense"])])
-    for arm, of in found.items():
+    dense = evaluated(arms["dense"][best(arms["dense"])])
+    for arm, of in arms.items():
         config, each = model(arm), evaluated(of[best(of)])
         difference = "" if arm == "dense" else _difference(each - dense)
         lines.append(
@@ -104,14 +104,14 @@ def table(found: Rows) -> str:
     return "\n".join(lines)
 
 
-def sixths(found: Rows, arm: str) -> list[float]:
+def sixths(arms: Rows, arm: str) -> list[float]:
     """Training loss of an arm less that of the dense one at their best rates, mean over seeds, in each sixth of the run.
 
     Args:
-        found: rows of every arm.
+        arms: rows of every arm.
         arm: which.
     """
-    curves = [np.mean([row.curve for row in of[best(of)]], axis=0) for of in (found[arm], found["dense"])]
+    curves = [np.mean([row.curve for row in of[best(of)]], axis=0) for of in (arms[arm], arms["dense"])]
     return [float(part.mean()) for part in np.array_split(curves[0] - curves[1], 6)]
 
 
@@ -140,16 +140,16 @@ def rows() -> list[Row]:
     return [Row.from_json({name: value for name, value in line.items() if name != "digest"}) for line in lines]
 
 
-def section(found: Rows) -> str:
+def section(arms: Rows) -> str:
     """The page's table with what it is of.
 
     Args:
-        found: rows of every arm.
+        arms: rows of every arm.
     """
     about = f"By `python -m scripts.studies.experts`, rows in `docs/moe/`: `{RUN}`, {len(SEEDS)} seeds at {len(RATES)} rates an octave apart."
-    course = ", ".join(f"{x:+.4f}" for x in sixths(found, "8 experts"))
+    course = ", ".join(f"{x:+.4f}" for x in sixths(arms, "8 experts"))
     return "\n".join(
-        [about, "", table(found), "", f"Training loss of 8 experts less dense, by sixths of the run: {course}."]
+        [about, "", table(arms), "", f"Training loss of 8 experts less dense, by sixths of the run: {course}."]
     )
 
 

@@ -46,8 +46,8 @@ def collected(folder: Path) -> list[dict[str, Any]]:
         for content in json.loads((place / "forecasts.json").read_text()):
             if record.digest(content) != content["digest"]:
                 raise record.ForecastError(f"{place.name}: the forecast of {content['what']} is not as it was written")
-            found = score.of_points(content, came)
-            outcome = score.score(content, found[0]) if found else None
+            outcomes = score.of_points(content, came)
+            outcome = score.score(content, outcomes[0]) if outcomes else None
             board.append({"from": place.name, **{name: content[name] for name in SHORT}, "outcome": outcome})
     return board
 
@@ -60,18 +60,18 @@ def hindsight(folder: Path) -> list[dict[str, Any]]:
     """
     rows = []
     for place in sorted(path.parent for path in folder.glob("*/transfer.json")):
-        for found in points.load([place]):
-            *smaller, largest = found.settings
-            row: dict[str, Any] = {"study": place.name, "preset": found.label, "parameters": largest.parameters}
+        for study in points.load([place]):
+            *smaller, largest = study.settings
+            row: dict[str, Any] = {"study": place.name, "preset": study.label, "parameters": largest.parameters}
             best = fit(largest.curve, largest.curve.first)
             try:
-                said = predict(fitted(dataclasses.replace(found, settings=tuple(smaller))), largest.config)
+                prediction = predict(fitted(dataclasses.replace(study, settings=tuple(smaller))), largest.config)
             except NoLaw as error:
                 rows.append({**row, "none": str(error).partition(": ")[2].partition(" (")[0]})
                 continue
-            content = {"prediction": {"loss": said.loss.to_json()}}
+            content = {"prediction": {"loss": prediction.loss.to_json()}}
             outcome = score.score(content, score.Outcome(best.loss, 0, None))
-            rate = said.log2_lr and {**said.log2_lr.to_json(2), "came": round(best.optimum, 2)}
+            rate = prediction.log2_lr and {**prediction.log2_lr.to_json(2), "came": round(best.optimum, 2)}
             rows.append({**row, **content["prediction"], "log2_lr": rate, "outcome": outcome})
     return rows
 
@@ -131,8 +131,8 @@ def document(content: dict[str, Any]) -> str:
         start = f"| {row['study']} | `{row['preset']}` | {row['parameters']:,} |"
         loss, outcome, rate = row["loss"], row["outcome"], row["log2_lr"]
         where = "" if outcome["inside90"] else ", **outside**"
-        said = f"{loss['value']:.3f} | {loss['low90']:.3f} to {loss['high90']:.3f} | {outcome['loss']:.3f} | {outcome['error']:+.2%}{where}"
-        lines.append(f"{start} {said} | 2^{rate['low90']:.2f} to 2^{rate['high90']:.2f} | 2^{rate['came']:.2f} |")
+        cells = f"{loss['value']:.3f} | {loss['low90']:.3f} to {loss['high90']:.3f} | {outcome['loss']:.3f} | {outcome['error']:+.2%}{where}"
+        lines.append(f"{start} {cells} | 2^{rate['low90']:.2f} to 2^{rate['high90']:.2f} | 2^{rate['came']:.2f} |")
     lines += ["", "Without a law, and so without a forecast:", ""]
     lacking: dict[str, list[str]] = {}
     for row in content["hindsight"]:

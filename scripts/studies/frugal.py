@@ -72,13 +72,13 @@ def recorded(names: Sequence[str] = CHOSEN_ON) -> Iterator[Recorded]:
     Args:
         names: of the studies.
     """
-    seen: list[set[str]] = []
+    key_sets: list[set[str]] = []
     for file in (ROOT / "docs" / "transfer" / name / "transfer.json" for name in names):
         lines = (file.parent / "points.jsonl").read_text().splitlines()
         rows = {row.key: row for row in map(_row, lines)}
-        kept = json.loads(file.read_text())
-        start = record.from_json(kept["config"])
-        for study in kept["studies"]:
+        content = json.loads(file.read_text())
+        start = record.from_json(content["config"])
+        for study in content["studies"]:
             points_of, configs, reference = dict[Point, Row](), [], []
             for at, size in enumerate(study["sizes"]):
                 points = [p for p in size["points"] if p["seed"] < SEEDS]
@@ -89,9 +89,9 @@ def recorded(names: Sequence[str] = CHOSEN_ON) -> Iterator[Recorded]:
                 losses = np.array([[rows[p["key"]].loss for p in whole[x]] for x in sorted(whole)])
                 reference.append(fit(Curve(np.array(sorted(whole)), losses, SEEDS), SEEDS).optimum)
             keys = {row.key for row in points_of.values()}
-            if keys in seen:
+            if keys in key_sets:
                 continue
-            seen.append(keys)
+            key_sets.append(keys)
             grown = tuple(size["size"] for size in study["sizes"])
             of = Study(label=study["preset"], axis=study["axis"], sizes=grown, configs=tuple(configs))
             cost = tuple(float(flops.train_flops(c.model) * c.steps * c.data.batch_size) for c in configs)
@@ -110,8 +110,8 @@ def replay(one: Recorded, order: Sequence[int], seeds: int = SEEDS, *, plain: bo
     grid = tuple(frozenset(int(rate) for i, rate, _ in one.rows if i == at) for at in range(len(one.cost)))
     search = Frugal(one.study, seeds, grid=grid)
     if plain:
-        asked = set(one.rows)
-        search.rows = {p: one.rows[p[0], p[1], order[p[2]]] for p in asked if p[2] < seeds}
+        all_points = set(one.rows)
+        search.rows = {p: one.rows[p[0], p[1], order[p[2]]] for p in all_points if p[2] < seeds}
         optima = [fit(search.curve(at), seeds).optimum for at in range(len(one.cost))]
     else:
         while points := search.wanted(seeds, math.inf):
@@ -171,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         })  # fmt: skip
     on = {"chosen_on": CHOSEN_ON, "later": LATER, "all": tuple(studies)}
     rows = {group: [one for name in names for one in studies[name]] for group, names in on.items()}
-    found = {
+    summary = {
         "command": "python -m scripts.studies.frugal",
         "settings": {group: _settings(each) for group, each in rows.items()},
         "orders_of_seeds": math.factorial(SEEDS),
@@ -185,9 +185,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "held_out": held_out,
         "frontier": _frontier([(choice, _mean(each, list(studies), settings)) for choice, each in by_choice]),
     }
-    OUT.write_text(json.dumps(found, indent=1) + "\n")
+    OUT.write_text(json.dumps(summary, indent=1) + "\n")
     if not args.quiet:
-        print(json.dumps({name: found[name] for name in found if name != "frontier"}, indent=1))
+        print(json.dumps({name: summary[name] for name in summary if name != "frontier"}, indent=1))
     return 0
 
 
@@ -228,12 +228,12 @@ def _chosen(
 
 def _frontier(choices: Sequence[tuple[dict[str, float], dict[str, float]]]) -> list[dict[str, Any]]:
     """Choices that find more than every cheaper one."""
-    best, kept = 0.0, []
-    for choice, found in sorted(choices, key=lambda pair: pair[1]["cost"]):
-        if found["within_a_quarter_octave"] > best:
-            best = found["within_a_quarter_octave"]
-            kept.append({**choice, **found})
-    return kept
+    best, frontier = 0.0, []
+    for choice, scores in sorted(choices, key=lambda pair: pair[1]["cost"]):
+        if scores["within_a_quarter_octave"] > best:
+            best = scores["within_a_quarter_octave"]
+            frontier.append({**choice, **scores})
+    return frontier
 
 
 if __name__ == "__main__":

@@ -70,12 +70,12 @@ def table(runs: list[Losses], cost: dict[str, float], steps: int) -> str:
     """Markdown: the validation loss at the end, per seed, and what the training cost."""
     tokens = steps * BATCH * configs.get(LARGE).sizes()["position"]
     small = {"proxy": "`lm-proxy`, half of everything", "half": "half the layers, heads and MLP, the same width"}
-    said = {"large": f"`{LARGE}` from scratch"}
+    labels = {"large": f"`{LARGE}` from scratch"}
     for name, what in small.items():
-        said |= {name: what, f"{name}, grown": f"{what}; grown into `{LARGE}` at step {steps // 2}"}
+        labels |= {name: what, f"{name}, grown": f"{what}; grown into `{LARGE}` at step {steps // 2}"}
     lines = ["| run | " + " | ".join(f"seed {seed}" for seed in SEEDS) + " | mean | training FLOPs |"]
     lines.append("|---|" + "---|" * (len(SEEDS) + 2))
-    for name, what in said.items():
+    for name, what in labels.items():
         start, grown, _ = name.partition(", grown")
         per_token = (cost[start] + cost["large"]) / 2 if grown else cost[start]
         last = [run[name][steps] for run in runs]
@@ -96,10 +96,10 @@ def draw(runs: list[Losses], steps: int, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(6.4, 4))
     for number, run in enumerate(runs):
         for name, losses in run.items():
-            kept = {s: loss for s, loss in losses.items() if "grown" not in name or s >= steps // 2}
+            curve = {s: loss for s, loss in losses.items() if "grown" not in name or s >= steps // 2}
             axes.plot(
-                list(kept),
-                list(kept.values()),
+                list(curve),
+                list(curve.values()),
                 "o-",
                 ms=3,
                 color=COLOURS[name],

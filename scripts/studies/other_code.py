@@ -40,14 +40,14 @@ def measure(name: str) -> dict[str, dict[str, list[float]]]:
     example = importlib.import_module(f"examples.{name}")
     rates = np.repeat(2.0 ** np.array(EXPONENTS, np.float32), SEEDS)
     seeds = np.tile(np.arange(SEEDS, dtype=np.uint32), len(EXPONENTS))
-    found: dict[str, dict[str, list[float]]] = {}
+    by_preset: dict[str, dict[str, list[float]]] = {}
     for preset in ("mup", "sp"):
         for width in widths:
             run = example.run(width, presets.get(preset, base=example.base(widths[0])), steps)
             losses = jax.jit(lambda pairs, run=run: jax.lax.map(lambda pair: run(*pair), pairs))((rates, seeds))
             last = np.asarray(losses)[:, -steps // 5 :].mean(axis=1).reshape(len(EXPONENTS), SEEDS).mean(axis=1)
-            found.setdefault(preset, {})[str(width)] = [round(float(x), 4) for x in last]
-    return found
+            by_preset.setdefault(preset, {})[str(width)] = [round(float(x), 4) for x in last]
+    return by_preset
 
 
 def best(losses: list[float]) -> float:

@@ -125,17 +125,17 @@ def words(name: str, minutes: float) -> list[str]:
 def markdown(records: Mapping[str, Mapping[str, Any]]) -> str:
     """The page, from each study's transfer.json."""
     parts = [HEAD]
-    for name, kept in records.items():
-        axis = kept["studies"][0]["axis"]
+    for name, record in records.items():
+        axis = record["studies"][0]["axis"]
         picture = f"![Loss against learning rate as {axis} grows](transfer/{name}/{axis}.png)"
         parts += [f"## {name}", "", ABOUT[name], "", picture, ""]
         parts += [
             "| preset | drift, octaves per doubling | verdict | price of not tuning at the largest | its least loss | seeds | training |"
         ]
-        parts += ["|---|---|---|---|---|---|---|", *(_row(study) for study in kept["studies"]), ""]
-        parts += [*(_compared(entry) for entry in kept["comparison"]), ""]
-        parts += ["```sh", kept["command"], "```", ""]
-        parts += [*(f"- `{study['preset']}` ended because {study['stopped']}." for study in kept["studies"]), ""]
+        parts += ["|---|---|---|---|---|---|---|", *(_row(study) for study in record["studies"]), ""]
+        parts += [*(_compared(entry) for entry in record["comparison"]), ""]
+        parts += ["```sh", record["command"], "```", ""]
+        parts += [*(f"- `{study['preset']}` ended because {study['stopped']}." for study in record["studies"]), ""]
     return "\n".join([*parts, searches_page.document()])
 
 
@@ -151,19 +151,19 @@ def _loss(size: Mapping[str, Any]) -> str:
     return "unknown" if size["loss"] is None else f"{size['loss']:.3f}"
 
 
-def _interval(found: Mapping[str, float | None], form: str) -> str:
-    if found["value"] is None:
+def _interval(interval: Mapping[str, float | None], form: str) -> str:
+    if interval["value"] is None:
         return "unknown"
-    if found["low"] is None or found["high"] is None:
-        return f"{found['value']:{form}}"
-    return f"{found['value']:{form}} [{found['low']:{form}}, {found['high']:{form}}]"
+    if interval["low"] is None or interval["high"] is None:
+        return f"{interval['value']:{form}}"
+    return f"{interval['value']:{form}} [{interval['low']:{form}}, {interval['high']:{form}}]"
 
 
 def _compared(entry: Mapping[str, Any]) -> str:
     apart = "apart from" if entry["apart"] else "not apart from"
     price = f"its price is {entry['price']}, the control's {entry['control_price']}"
-    known = not {entry["price"], entry["control_price"]} & {"unknown"}
-    verdict = f": {'below' if entry['below_half'] else 'not below'} half" if known else ""
+    has_prices = not {entry["price"], entry["control_price"]} & {"unknown"}
+    verdict = f": {'below' if entry['below_half'] else 'not below'} half" if has_prices else ""
     return f"- `{entry['preset']}`: its drift is {apart} that of the control `{entry['control']}`; {price}{verdict}."
 
 

@@ -60,21 +60,21 @@ COMMITTED = {
 
 def studies(minutes: float) -> dict[str, list[str]]:
     """PRESET:NAME to the words after `python -m train transfer`, their paths relative to the checkout."""
-    found = {}
+    commands = {}
     for run, recipe in RECIPES.items():
         for preset, (flags, grow, added) in PRESETS.items():
             word, name = preset.partition(" ")[0], f"{run}{added}-v1"
-            found[f"{word}:{name}"] = shlex.split(
+            commands[f"{word}:{name}"] = shlex.split(
                 f"{recipe} {flags} --grow {grow} --minutes {minutes:g} --out runs/tuned/{run} "
                 f"--save-tuned presets/tuned/{word}.{name}.json"
             )
     for preset, (study, recipe, flags, grow) in COMMITTED.items():
         word, _, name = preset.partition(":")
-        found[preset] = shlex.split(
+        commands[preset] = shlex.split(
             f"{recipe} {flags} --control none --grow {grow} --minutes 60 --out runs/tuned/{study} "
             f"--save-tuned presets/tuned/{word}.{name}.json"
         )
-    return found
+    return commands
 
 
 def rows_of(study: str) -> None:
@@ -91,12 +91,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=8.0, help="of training, of one study (8)")
     parser.add_argument("--list", action="store_true", help="print the commands and run none")
     args = parser.parse_args(argv)
-    known = studies(args.minutes)
-    if unknown := [name for name in args.names if name not in known]:
-        parser.error(f"{unknown[0]} is not among {', '.join(known)}")
+    commands = studies(args.minutes)
+    if unknown := [name for name in args.names if name not in commands]:
+        parser.error(f"{unknown[0]} is not among {', '.join(commands)}")
     failed = []
-    for name in args.names or known:
-        command = f"python -m train transfer {shlex.join(known[name])}"
+    for name in args.names or commands:
+        command = f"python -m train transfer {shlex.join(commands[name])}"
         print(f"{name}: {command}", flush=True)
         if args.list:
             continue
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows_of(COMMITTED[name][0])
         with contextlib.chdir(ROOT):
             try:
-                code = transfer_command.main(known[name])
+                code = transfer_command.main(commands[name])
             except ConfigError as error:  # no minimum was found: the others may have one
                 print(f"{name}: {error}")
                 code = 1

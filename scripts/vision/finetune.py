@@ -40,9 +40,9 @@ OUT = ROOT / "docs" / "vision" / "finetune.json"
 SOURCE = (
     "vit-fashion --data.augment --model.num-classes 5 --model.width 32 --model.depth 2 --model.num-heads 2 --steps 1000"
 )
-KNOWN = 5
+SOURCE_CLASSES = 5
 """Classes that the source was trained on: the first."""
-TASKS = {"other clothes": range(KNOWN, 10), "the same in negative, upside down": range(KNOWN)}
+TASKS = {"other clothes": range(SOURCE_CLASSES, 10), "the same in negative, upside down": range(SOURCE_CLASSES)}
 NAMES = (*TASKS, hands.TASK)
 EACH, TESTED = 10, 200
 """Labelled images of a class, and those that are scored."""
@@ -70,9 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for arm, rate in arms(task):
             if (task, arm, seed, rate) in done:
                 continue
-            known = task == hands.TASK
-            source = hands.source(args.workdir) if known else _source(args.workdir)
-            folder = hands.few_images(args.workdir, seed) if known else _few_images(args.workdir, task, seed)
+            is_hands = task == hands.TASK
+            source = hands.source(args.workdir) if is_hands else _source(args.workdir)
+            folder = hands.few_images(args.workdir, seed) if is_hands else _few_images(args.workdir, task, seed)
             loss, accuracy = scores(_config(folder, source, arm, rate, seed))
             rows.append({"task": task, "arm": arm, "seed": seed, "rate": rate, "loss": loss, "accuracy": accuracy})
             print(json.dumps(rows[-1]), flush=True)
@@ -95,7 +95,7 @@ def _source(workdir: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         for images, labels in (idx.FILES[:2], idx.FILES[2:]):
             x, y = (idx.array(idx.DEBIAN / name) for name in (images, labels))
-            for name, values in ((images, x[y < KNOWN]), (labels, y[y < KNOWN])):
+            for name, values in ((images, x[y < SOURCE_CLASSES]), (labels, y[y < SOURCE_CLASSES])):
                 head = bytes([0, 0, 8, values.ndim]) + np.array(values.shape, ">i4").tobytes()
                 (folder / name).write_bytes(head + values.tobytes())
         words = [*SOURCE.split(), "--data.name", f"idx:{folder}", "--workdir", str(run), "--resume"]
@@ -108,13 +108,13 @@ def _few_images(workdir: Path, task: str, seed: int) -> Path:
     folder = workdir / f"{task.replace(' ', '-')}-{seed}"
     x, y = (idx.array(idx.DEBIAN / name) for name in idx.FILES[2:])
     for label in TASKS[task]:
-        tested, others = np.split(np.flatnonzero(y == label), [TESTED])
-        chosen = np.random.default_rng([seed, label]).permutation(others)[:EACH]
+        tested, remainder = np.split(np.flatnonzero(y == label), [TESTED])
+        chosen = np.random.default_rng([seed, label]).permutation(remainder)[:EACH]
         for side, places in (("train", chosen), ("val", tested)):
             path = folder / side / f"{label}"
             path.mkdir(parents=True, exist_ok=True)
             for i in places:
-                Image.fromarray(255 - x[i, ::-1] if label < KNOWN else x[i]).save(path / f"{i}.png")
+                Image.fromarray(255 - x[i, ::-1] if label < SOURCE_CLASSES else x[i]).save(path / f"{i}.png")
     return folder
 
 

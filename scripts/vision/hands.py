@@ -49,8 +49,8 @@ def few_images(workdir: Path, seed: int) -> Path:
     folder, digits = workdir / f"askew-digits-{seed}", cast("Any", load_digits())
     for label in range(10):
         here = FIRST_TEST_FORM + np.flatnonzero(digits.target[FIRST_TEST_FORM:] == label)
-        chosen, others = np.split(np.random.default_rng([seed, label, 9]).permutation(here), [EACH])
-        for side, places in (("train", chosen), ("val", np.sort(others))):
+        chosen, remainder = np.split(np.random.default_rng([seed, label, 9]).permutation(here), [EACH])
+        for side, places in (("train", chosen), ("val", np.sort(remainder))):
             path = folder / side / f"{label}"
             path.mkdir(parents=True, exist_ok=True)
             for i in places:

@@ -36,10 +36,10 @@ def page(transformed: Sequence[Mapping[str, Any]], tuned: Sequence[Mapping[str, 
     return "\n".join([HEAD, *_transforms(transformed), MIDDLE, *_tuned(tuned), TAIL])
 
 
-def _apart(values: Mapping[int, float], others: Mapping[int, float], scale: float, digits: int) -> str:
+def _apart(values: Mapping[int, float], baseline: Mapping[int, float], scale: float, digits: int) -> str:
     """Mean of paired differences, by seed, with the half-width of its 95 % t interval where there are two seeds."""
-    seeds = sorted(values.keys() & others.keys())
-    apart = [scale * (values[seed] - others[seed]) for seed in seeds]
+    seeds = sorted(values.keys() & baseline.keys())
+    apart = [scale * (values[seed] - baseline[seed]) for seed in seeds]
     if not apart:
         return ""
     if len(apart) == 1:
@@ -49,10 +49,10 @@ def _apart(values: Mapping[int, float], others: Mapping[int, float], scale: floa
 
 
 def _by(rows: Sequence[Mapping[str, Any]], *keys: str, value: str) -> dict[tuple, dict[int, float]]:
-    found: dict[tuple, dict[int, float]] = defaultdict(dict)
+    groups: dict[tuple, dict[int, float]] = defaultdict(dict)
     for row in rows:
-        found[tuple(row[key] for key in keys)][row["seed"]] = row[value]
-    return found
+        groups[tuple(row[key] for key in keys)][row["seed"]] = row[value]
+    return groups
 
 
 def _transforms(rows: Sequence[Mapping[str, Any]]) -> list[str]:

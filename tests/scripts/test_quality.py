@@ -20,45 +20,47 @@ pytestmark = pytest.mark.core
 
 def bowl(lr: float, readout: float, noise: float = 0.0):
     """Losses with their minimum there, correlated as a rate and a multiplier are; and the points that were asked for."""
-    asked: set[tuple[Setting, int]] = set()
+    points: set[tuple[Setting, int]] = set()
     rng = np.random.default_rng(0)
 
     def losses(settings: Sequence[Setting], seeds: int) -> np.ndarray:
-        asked.update((one, seed) for one in settings for seed in range(seeds))
+        points.update((one, seed) for one in settings for seed in range(seeds))
         at = np.array([[dict(one).get("lr", 0) - lr, dict(one).get("readout", 0) - readout] for one in settings])
         return ((at**2).sum(1) + 0.5 * at[:, 0] * at[:, 1])[:, None] + noise * rng.standard_normal(
             (len(settings), seeds)
         )
 
-    return losses, asked
+    return losses, points
 
 
 @pytest.mark.parametrize("where", [(0, 0), (3, -2), (-4, 5)])
 def test_the_search_ends_at_the_least_of_its_neighbours(where: tuple[int, int]):
-    losses, asked = bowl(*where)
+    losses, points = bowl(*where)
     best = descend(losses, (), ("lr", "readout"), seeds=2, final=4)
     assert best == setting({"lr": where[0], "readout": where[1]})
-    everywhere = {one for one, _ in asked}
-    assert {one for one, seed in asked if seed == 3} <= everywhere  # only the last comparison took all seeds
-    assert len([one for one, seed in asked if seed == 3]) <= 5 < len(everywhere) + (where == (0, 0))
+    everywhere = {one for one, _ in points}
+    assert {one for one, seed in points if seed == 3} <= everywhere  # only the last comparison took all seeds
+    assert len([one for one, seed in points if seed == 3]) <= 5 < len(everywhere) + (where == (0, 0))
 
 
 def test_a_loss_that_falls_forever_is_said():
     with pytest.raises(ValueError, match="no minimum within"):
-        descend(lambda those, seeds: np.array([[-dict(one).get("lr", 0)] * seeds for one in those]), (), ("lr",), 1, 1)
+        descend(
+            lambda settings, seeds: np.array([[-dict(one).get("lr", 0)] * seeds for one in settings]), (), ("lr",), 1, 1
+        )
 
 
 def test_noise_ends_the_search_too():
-    losses, asked = bowl(1, 1, noise=3.0)
+    losses, points = bowl(1, 1, noise=3.0)
     best = descend(losses, (), ("lr", "readout"), seeds=2, final=4)
-    assert (best, 3) in asked  # it was in the last comparison, which takes all seeds
+    assert (best, 3) in points  # it was in the last comparison, which takes all seeds
 
 
 def test_finalists_alone_have_all_seeds():
-    losses, asked = bowl(3, -2)
+    losses, points = bowl(3, -2)
     best = descend(losses, (), ("lr", "readout"), seeds=2, final=4, finalists=2)
     assert best == setting({"lr": 3, "readout": -2})
-    assert len({one for one, seed in asked if seed == 3}) == 2
+    assert len({one for one, seed in points if seed == 3}) == 2
 
 
 def test_neighbours_move_one_constant_each():
@@ -119,15 +121,15 @@ def record(apart: list[float]) -> dict:
 
 def test_the_page_says_not_worse_only_where_the_interval_ends_below_the_goal():
     assert "-0.0110 ± 0.0025; not worse at any size" in page.markdown([record([-0.010, -0.011, -0.012])])
-    said = page.markdown([record([0.010, 0.011, 0.012])])
-    assert "`mup` less `sp`: +0.0110 ± 0.0025; worse, or not known not to be, at 32." in said
-    assert "not worse at" not in said
+    text = page.markdown([record([0.010, 0.011, 0.012])])
+    assert "`mup` less `sp`: +0.0110 ± 0.0025; worse, or not known not to be, at 32." in text
+    assert "not worse at" not in text
     assert "not known not to be, at 32" in page.markdown([record([-0.100, 0.1, -0.012])])
 
 
 def test_the_committed_page_is_what_its_records_say():
-    found = page.records()
-    assert found
-    assert page.markdown(found) == cells.OUT.with_suffix(".md").read_text()
-    for one in found:
+    records = page.records()
+    assert records
+    assert page.markdown(records) == cells.OUT.with_suffix(".md").read_text()
+    for one in records:
         assert (cells.OUT / one["cell"] / "points.jsonl").exists()

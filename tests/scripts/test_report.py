@@ -24,13 +24,13 @@ def test_the_template_has_no_number_of_its_own() -> None:
 
 
 def test_every_fact_of_the_template_is_there() -> None:
-    known = json.loads(json.dumps(facts.gathered()))
+    content = json.loads(json.dumps(facts.gathered()))
     names = set(re.findall(r"facts\.(\w+(?:\.\w+)*)", command.TEMPLATE.read_text()))
     assert names
     for name in names:
         if name == "json":  # the file
             continue
-        value = known
+        value = content
         for part in name.split("."):
             if part in ("map", "at", "pairs"):
                 break

@@ -51,11 +51,11 @@ def analyses(rows: Sequence[Row]) -> dict[tuple[str, str], Analysis]:
     }
 
 
-def _drifts(found: dict[tuple[str, str], Analysis], of: dict[tuple[str, int, str], Curve]) -> str:
+def _drifts(by_pair: dict[tuple[str, str], Analysis], of: dict[tuple[str, int, str], Curve]) -> str:
     small, large = WIDTHS
     lines = [["trained", "preset", f"best at width {small}", f"best at width {large}", "shift per doubling", "verdict"]]
     lines[0] += [f"the shipped rate costs at {small}", f"at {large}"]
-    for (preset, arm), one in found.items():
+    for (preset, arm), one in by_pair.items():
         optima = [_octaves(each) for each in one.optima]
         costs = [_cost(fit, of[preset, width, arm]) for fit, width in zip(one.fits, WIDTHS, strict=True)]
         lines.append([NAMES[arm], f"`{preset}`", *optima, _octaves(one.drift), one.verdict, *costs])
@@ -86,8 +86,8 @@ def _losses(rows: Sequence[Row], of: dict[tuple[str, int, str], Curve]) -> str:
             mean = f"{one.mean[i]:.3f}" if np.isfinite(one.mean[i]) else "diverged"
             cells[float(x)] = f"**{mean}**" if i == least else mean
         before = [r["loss"] for r in rows if (r["preset"], r["width"], r["octaves"]) == (preset, width, None)]
-        both = f"`{preset}`" if width != BASE else "both"
-        lines.append([str(width), both, NAMES[arm], f"{np.mean(before):.3f}", *cells.values()])
+        preset_cell = f"`{preset}`" if width != BASE else "both"
+        lines.append([str(width), preset_cell, NAMES[arm], f"{np.mean(before):.3f}", *cells.values()])
     return table(lines)
 
 

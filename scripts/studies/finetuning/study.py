@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, default=OUT, help="where to write (default docs/finetuning.json)")
     args = parser.parse_args(argv)
     rows: list[Row] = json.loads(args.json.read_text())["rows"] if args.json.exists() else []
-    while (point := next(wanted(rows, args.seeds), None)) is not None:
+    while (point := next(missing_runs(rows, args.seeds), None)) is not None:
         rows.append(measured(args.workdir, *point))
         print(json.dumps(rows[-1]), flush=True)
         write(args.json, rows)
@@ -87,7 +87,7 @@ def write(path: Path, rows: Sequence[Row]) -> None:
     part.replace(path)
 
 
-def wanted(rows: Sequence[Row], seeds: int) -> Iterator[tuple[Setting, int, int | None]]:
+def missing_runs(rows: Sequence[Row], seeds: int) -> Iterator[tuple[Setting, int, int | None]]:
     """Runs without a row: setting, seed and octaves from the shipped rate; None stands for the source before any step.
 
     Args:

@@ -71,8 +71,8 @@ def whole(checkout: Path, environment: dict[str, str]) -> list[dict[str, Any]]:
 def rows(workdir: Path) -> list[dict[str, Any]]:
     """Of metrics.jsonl, without times."""
     text = (workdir / "metrics.jsonl").read_text() if (workdir / "metrics.jsonl").exists() else ""
-    found = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    return [{**row, "seconds": 0} for row in found if "perf_data_wait" not in row]
+    metrics = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [{**row, "seconds": 0} for row in metrics if "perf_data_wait" not in row]
 
 
 @pytest.fixture(scope="session")

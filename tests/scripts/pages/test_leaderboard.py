@@ -23,11 +23,11 @@ def test_a_study_adds_its_rows_and_more_seeds_replace_fewer(tmp_path: Path) -> N
     rows = leaderboard.rows([tmp_path])
     assert {row.preset for row in rows} == {"mup", "mup-half", "sp"}
     assert rows[-1].preset == "sp"  # the dearest
-    kept = json.loads((study / "transfer.json").read_text())
-    kept["studies"] = [{**kept["studies"][0], "seeds": 99}]
+    record = json.loads((study / "transfer.json").read_text())
+    record["studies"] = [{**record["studies"][0], "seeds": 99}]
     more = tmp_path / "b"
     more.mkdir()
-    (more / "transfer.json").write_text(json.dumps(kept))
+    (more / "transfer.json").write_text(json.dumps(record))
     after = {row.preset: row for row in leaderboard.rows([tmp_path])}
     assert (after["mup"].seeds, after["mup"].study) == (99, f"{tmp_path.name}/b")
     assert after["sp"].study == f"{tmp_path.name}/a"

@@ -42,12 +42,12 @@ def quiet() -> Any:
 
 def presets_in_turn() -> list[tuple[str, str, str]]:
     """Every model both ways under mup and depth-mup, and once each under the others: enough here, all in the table."""
-    others = {
+    models_by_preset = {
         "u-mup": ("GPT-2, untied", "Llama, untied", "ViT"),
         "mup, mean-field form": ("Llama, tied", "MBart, untied"),
         "sp": ("ViT",),
     }
-    return [case for case in parity.cases() if case[2] in ("mup", "depth-mup") or case[0] in others[case[2]]]
+    return [case for case in parity.cases() if case[2] in ("mup", "depth-mup") or case[0] in models_by_preset[case[2]]]
 
 
 @pytest.mark.parametrize("case", presets_in_turn(), ids=", ".join)
@@ -69,8 +69,8 @@ def test_logits_of_what_is_written_as_another_model_agree(model: str, preset: st
 def test_control_without_folding_logits_differ(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scales = plain.scales
 
-    def without(*given: Any) -> Any:
-        return {**scales(*given), name: np.ones(())}
+    def without(*arguments: Any) -> Any:
+        return {**scales(*arguments), name: np.ones(())}
 
     monkeypatch.setattr(plain, "scales", without)
     assert parity.measure("Llama, untied", "out", "depth-mup", tmp_path).difference > 100 * TOLERANCE
@@ -87,14 +87,14 @@ def test_greedy_text_is_the_same(model: Any, preset: str, tmp_path: Path) -> Non
     import torch
     from transformers import AutoModelForCausalLM
 
-    model, given = CONFIGS.get(model, SANDWICH), PresetConfig(name=preset, base="lm-proxy")
+    model, preset_config = CONFIGS.get(model, SANDWICH), PresetConfig(name=preset, base="lm-proxy")
     model = dataclasses.replace(model, width=96, num_heads=6) if model is SANDWICH else model
     assert isinstance(model, DecoderConfig)
-    built, made = definition(model), preset_for(given, model)
-    factors = resolve(made, built)
-    params = parity.random_params(built, init_stds(made, built))
+    built, parameterization = definition(model), preset_for(preset_config, model)
+    factors = resolve(parameterization, built)
+    params = parity.random_params(built, init_stds(parameterization, built))
     folded = plain.absorb_multipliers(params, plain.scales(built, factors))
-    record = plain.preset_record(given, made, built, factors)
+    record = plain.preset_record(preset_config, parameterization, built, factors)
     files.write_huggingface(
         source.Source(model, folded, dict.fromkeys(folded, np.ones(())), record, []), tmp_path / "hf", "float32"
     )
@@ -108,12 +108,12 @@ def test_greedy_text_is_the_same(model: Any, preset: str, tmp_path: Path) -> Non
     ours = generate_uncached.sample(logits, prompt, length, seq_len=model.seq_len, temperature=0)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     ids = torch.from_numpy(prompt[None].astype(np.int64))
-    found = theirs.generate(
+    output_ids = theirs.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False, pad_token_id=0
     )
-    np.testing.assert_array_equal(found[0].numpy(), ours)
+    np.testing.assert_array_equal(output_ids[0].numpy(), ours)
     assert len(set(ours[len(prompt) :].tolist())) > 10, "the text repeats one token, which proves little"
-    assert theirs.config.mupax["described"] == made.describe()
+    assert theirs.config.mupax["described"] == parameterization.describe()
 
 
 @pytest.mark.parametrize("name", ["MBart, tied", "T5", "T5 v1.1"])
@@ -122,13 +122,13 @@ def test_greedy_text_of_an_encoder_decoder_is_the_same(name: str, tmp_path: Path
     from transformers import AutoModelForSeq2SeqLM
 
     # MBart's own generation counts the encoder's layers for the decoder's.
-    model, given = (
+    model, preset_config = (
         dataclasses.replace(models.MODELS[name], encoder_depth=3),
         PresetConfig(name="depth-mup", base="ed-proxy"),
     )
-    built, made = definition(model), preset_for(given, model)
-    factors = resolve(made, built)
-    params = parity.random_params(built, init_stds(made, built))
+    built, parameterization = definition(model), preset_for(preset_config, model)
+    factors = resolve(parameterization, built)
+    params = parity.random_params(built, init_stds(parameterization, built))
     params |= {
         name: 16 * params[name] for name in ("block.cross.out", "block.mlp.down")
     }  # else a token predicts itself

@@ -28,18 +28,18 @@ def test_the_page_is_what_was_measured() -> None:
 
 
 def test_what_the_page_says_of_shifts_and_rates_is_what_its_table_says() -> None:
-    found = finetuning_page.analyses(STUDY["rows"])
+    analyses = finetuning_page.analyses(STUDY["rows"])
     for arm in finetuning.ARMS:
-        assert found["mup", arm].drift.meets(-TOLERANCE, TOLERANCE)
-        assert found["mup", arm].verdict != "drifts"
-        assert found["sp", arm].drift.high < 0
-        assert found["sp", arm].verdict == "drifts"
-    full, adapters = (found["mup", arm].optima for arm in finetuning.ARMS)
+        assert analyses["mup", arm].drift.meets(-TOLERANCE, TOLERANCE)
+        assert analyses["mup", arm].verdict != "drifts"
+        assert analyses["sp", arm].drift.high < 0
+        assert analyses["sp", arm].verdict == "drifts"
+    full, adapters = (analyses["mup", arm].optima for arm in finetuning.ARMS)
     assert all(1 <= each.value <= 2 for each in full)
     assert all(abs(each.value) < 1 for each in adapters)
-    assert found["mup", "full"].drift.low > 0
-    assert found["mup", "adapters"].drift.meets(0, 0)
-    assert found["sp", "full"].drift.value < found["sp", "adapters"].drift.value
+    assert analyses["mup", "full"].drift.low > 0
+    assert analyses["mup", "adapters"].drift.meets(0, 0)
+    assert analyses["sp", "full"].drift.value < analyses["sp", "adapters"].drift.value
 
 
 def test_the_rows_are_whole_and_nothing_is_wanted() -> None:
@@ -47,10 +47,10 @@ def test_the_rows_are_whole_and_nothing_is_wanted() -> None:
     assert len(keys) == len(set(keys))
     seeds = 1 + max(row["seed"] for row in STUDY["rows"])
     assert seeds >= 2
-    assert next(finetuning.wanted(STUDY["rows"], seeds), None) is None
+    assert next(finetuning.missing_runs(STUDY["rows"], seeds), None) is None
     without = [row for row in STUDY["rows"] if (row["width"], row["octaves"], row["seed"]) != (64, 0, 1)]
     missing = [(("mup", 64, "full"), 1, 0), (("mup", 64, "adapters"), 1, 0)]  # the control: what was taken out
-    assert [point for point in finetuning.wanted(without, seeds) if point[2] == 0] == missing
+    assert [point for point in finetuning.missing_runs(without, seeds) if point[2] == 0] == missing
 
 
 def rows(losses: dict[int, list[float]]) -> list[dict[str, Any]]:
@@ -65,22 +65,22 @@ def rows(losses: dict[int, list[float]]) -> list[dict[str, Any]]:
 
 def test_rates_are_added_where_the_best_is_at_an_end_and_not_far_away() -> None:
     falling = {k: [2.0 - 0.1 * k] * 2 for k in finetuning.GRID}
-    wanted = list(finetuning.wanted(rows(falling), 2))
-    assert wanted == [(setting, seed, 4) for setting in finetuning.SETTINGS for seed in (0, 1)]
+    runs = list(finetuning.missing_runs(rows(falling), 2))
+    assert runs == [(setting, seed, 4) for setting in finetuning.SETTINGS for seed in (0, 1)]
     partial = rows(falling | {4: [1.0]})  # by one seed alone
-    assert list(finetuning.wanted(partial, 2)) == [(setting, 1, 4) for setting in finetuning.SETTINGS]
+    assert list(finetuning.missing_runs(partial, 2)) == [(setting, 1, 4) for setting in finetuning.SETTINGS]
     bowl = {k: [2.0 + 0.1 * k**2] * 2 for k in finetuning.GRID}
-    assert not list(finetuning.wanted(rows(bowl), 2))
+    assert not list(finetuning.missing_runs(rows(bowl), 2))
     far = {k: [2.0 - 0.1 * k] * 2 for k in range(-2, 7)}
-    assert not list(finetuning.wanted(rows(far), 2))
+    assert not list(finetuning.missing_runs(rows(far), 2))
 
 
 def test_a_file_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
+    calls = []
 
     def measured(workdir: Path, setting: finetuning.Setting, seed: int, octaves: int | None) -> dict[str, Any]:
-        made.append((setting, seed, octaves))
-        if len(made) == 8:
+        calls.append((setting, seed, octaves))
+        if len(calls) == 8:
             raise KeyboardInterrupt
         row = dict(zip(("preset", "width", "arm"), setting, strict=True))
         return {**row, "seed": seed, "octaves": octaves, "loss": 2.0 + (octaves or 0) ** 2}
@@ -91,10 +91,10 @@ def test_a_file_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         finetuning.main(words)
     assert len(json.loads((tmp_path / "rows.json").read_text())["rows"]) == 7
     assert finetuning.main(words) == 0
-    assert len(made) == 1 + len(set(made)), "only what was stopped is made again"
-    count = len(made)
+    assert len(calls) == 1 + len(set(calls)), "only what was stopped is made again"
+    count = len(calls)
     assert finetuning.main(words) == 0
-    assert len(made) == count
+    assert len(calls) == count
 
 
 def assembled(width: int, preset: str) -> Program:

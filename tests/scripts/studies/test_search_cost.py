@@ -12,7 +12,7 @@ from mupax.train.studies.sweep.rows import Row, Rows
 from mupax.zoo import flops
 from scripts.studies import search_cost
 
-KEPT = json.loads(search_cost.OUT.read_text())
+RECORD = json.loads(search_cost.OUT.read_text())
 COMMAND = f"python -m train {search_cost.RUN}"
 ROW = Row(
     key="", command=COMMAND, loss=1.0, eval_loss=None, diverged_at=None, curve=(), steps=100, seconds=1.0, how="in turn"
@@ -45,9 +45,9 @@ def test_the_best_point_has_all_seeds(tmp_path: Path):
 
 
 def test_both_searches_find_what_the_grids_find_for_less():
-    assert all(abs(row["frugal"] - row["grid"]) <= 0.25 for row in KEPT["frugal"]["rates"])
-    assert KEPT["frugal"]["ratio"] <= 0.4
-    tuned = KEPT["tune"]
+    assert all(abs(row["frugal"] - row["grid"]) <= 0.25 for row in RECORD["frugal"]["rates"])
+    assert RECORD["frugal"]["ratio"] <= 0.4
+    tuned = RECORD["tune"]
     assert tuned["ratio"] == pytest.approx(tuned["runs"] / tuned["grid_runs"], abs=1e-4)
     assert tuned["ratio"] <= 0.4
     mean, half = tuned["less_grid"]

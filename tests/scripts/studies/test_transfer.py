@@ -29,9 +29,9 @@ def test_the_page_is_made_of_the_records() -> None:
 
 @pytest.mark.parametrize("name", transfer_studies.STUDIES)
 def test_the_record_is_of_the_command(name: str) -> None:
-    found = shlex.split(RECORDS[name]["command"].removeprefix("python -m train transfer "))
-    minutes = float(found[found.index("--minutes") + 1])
-    assert found == transfer_studies.words(name, minutes)
+    words = shlex.split(RECORDS[name]["command"].removeprefix("python -m train transfer "))
+    minutes = float(words[words.index("--minutes") + 1])
+    assert words == transfer_studies.words(name, minutes)
 
 
 def test_the_commands_are_ones_that_can_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,19 +59,19 @@ def test_the_losses_are_those_of_the_rows(name: str) -> None:
 def test_the_drifts_follow_from_the_losses(name: str) -> None:
     for study in RECORDS[name]["studies"]:
         curves = [_curve(size["points"], size["rates_chosen_by_seeds"]) for size in study["sizes"]]
-        found = analyse([size["size"] for size in study["sizes"]], curves)
-        kept = study["drift_octaves_per_doubling"]
+        analysis = analyse([size["size"] for size in study["sizes"]], curves)
+        drift = study["drift_octaves_per_doubling"]
         for end in ("value", "low", "high"):
-            assert kept[end] == pytest.approx(getattr(found.drift, end), abs=2e-4)
-        assert study["verdict"] == found.verdict
+            assert drift[end] == pytest.approx(getattr(analysis.drift, end), abs=2e-4)
+        assert study["verdict"] == analysis.verdict
 
 
 @pytest.mark.parametrize("name", ["head_dim", "heads", "ed-heads", "depth", "moe-width"])
 def test_what_a_study_must_show(name: str) -> None:
     """The drift meets 0 within the tolerance and lies apart from the control's, and so do the prices."""
-    kept = RECORDS[name]
-    compared = {entry["preset"]: entry for entry in kept["comparison"]}
-    for study in kept["studies"]:
+    record = RECORDS[name]
+    compared = {entry["preset"]: entry for entry in record["comparison"]}
+    for study in record["studies"]:
         if study["preset"] not in compared:
             assert study["verdict"] == "drifts"  # the control
             continue
