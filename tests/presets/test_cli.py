@@ -28,20 +28,20 @@ def test_the_list_has_a_line_for_every_preset(capsys: pytest.CaptureFixture[str]
 
 def rows(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, dict]:
     assert main([*argv, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    table = json.loads(capsys.readouterr().out)
     columns = ["name", "role", "group", "shape", "multiplier", "init_std", "lr", "eps", "weight_decay"]
-    assert all(list(row) == columns for row in found)
-    return {row["name"]: row for row in found}
+    assert all(list(row) == columns for row in table)
+    return {row["name"]: row for row in table}
 
 
 def test_json_rows_are_factors_relative_to_the_base(capsys: pytest.CaptureFixture[str]):
-    found = rows(capsys, *TABLE)
-    query = found["block.attention.query"]
+    table = rows(capsys, *TABLE)
+    query = table["block.attention.query"]
     assert (query["role"], query["shape"]) == ("query", [4, 64, 4, 16])
     # vit-proxy to vit-tiny: width, heads and depth doubled; alpha_l = 1/2.
     assert (query["lr"], query["init_std"]) == pytest.approx((2**-1.5, 2**-0.5))
-    assert found["readout"]["multiplier"] == 0.5
-    assert found["norm.gain"]["weight_decay"] == 0
+    assert table["readout"]["multiplier"] == 0.5
+    assert table["norm.gain"]["weight_decay"] == 0
     sgd = rows(capsys, *TABLE, "--optimizer", "sgd")
     assert (sgd["patch"]["lr"], sgd["readout"]["lr"], sgd["patch"]["eps"]) == (2, 2, 1)
 
@@ -89,11 +89,11 @@ def test_text_has_the_forward_scales_and_the_rules(capsys: pytest.CaptureFixture
 )
 def test_wrong_input_exits_2_with_one_message(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]):
     assert main(argv) == 2
-    found = capsys.readouterr()
-    assert text in found.err
-    assert "Traceback" not in found.err
-    assert len(found.err.splitlines()) <= 10
-    assert not found.out
+    output = capsys.readouterr()
+    assert text in output.err
+    assert "Traceback" not in output.err
+    assert len(output.err.splitlines()) <= 10
+    assert not output.out
 
 
 def test_a_real_process():
@@ -108,8 +108,8 @@ def test_limits_prints_exponents_and_verdicts(capsys: pytest.CaptureFixture[str]
     out = capsys.readouterr().out
     assert re.search(r"attention logits +heads collapse N\^-0.5  stable", out)
     assert main(["limits", "depth-mup", "--preset.alpha-l", "1", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["residual stream"]["depth"] == {"exponent": 0.0, "verdict": "stable"}
+    limits = json.loads(capsys.readouterr().out)
+    assert limits["residual stream"]["depth"] == {"exponent": 0.0, "verdict": "stable"}
     assert main(["limits", "ntk", "--constant", "s=0.5", "--optimizer", "sgd"]) == 0
     assert "lazy N^-0.25" in capsys.readouterr().out
 

@@ -25,7 +25,7 @@ CONSTANTS: dict[str, Any] = {
     "multipliers": {"attention_out": 0.25},
     "decays": {"token_embedding": 0.0, "key": 2.0},
 }
-WANTED = {
+EXPECTED = {
     "readout": {"lr": 4.0, "weight_decay": 0.25},
     "block.query.norm_gain": {"lr": 0.5},
     "block.mlp_in": {"init_std": 3.0},
@@ -47,8 +47,8 @@ def test_a_constant_is_a_factor_at_every_size_and_nothing_else_changes(name: str
         for sizes in SIZES:
             for spec in BASE.parameters().values():
                 one, other = (dataclasses.asdict(p.scales(spec, sizes, optimizer)) for p in (plain, tuned))
-                wanted = WANTED.get(spec.group, {})
-                assert other == {c: x if c not in wanted else pytest.approx(x * wanted[c]) for c, x in one.items()}
+                expected = EXPECTED.get(spec.group, {})
+                assert other == {c: x if c not in expected else pytest.approx(x * expected[c]) for c, x in one.items()}
         assert verdicts.verdicts(tuned, optimizer) == verdicts.verdicts(plain, optimizer)
     assert tuned.logit_scale(SIZES[1]) == plain.logit_scale(SIZES[1])
 
@@ -62,8 +62,8 @@ def test_unused_and_1_are_bitwise_nothing():
 
 def test_independent_decay_is_scaled_by_its_constant_alone():
     readout = BASE.parameters()["readout"]
-    for constants, wanted in (({"rates": {"readout": 4}}, 1.0), ({"decays": {"readout": 4}}, 4.0)):
-        assert relative("mup", **constants).scales(readout, SIZES[1], "adamw", "independent").weight_decay == wanted
+    for constants, expected in (({"rates": {"readout": 4}}, 1.0), ({"decays": {"readout": 4}}, 4.0)):
+        assert relative("mup", **constants).scales(readout, SIZES[1], "adamw", "independent").weight_decay == expected
 
 
 @pytest.mark.parametrize("form", ["plain", "mean-field", "table-9"])
@@ -72,7 +72,7 @@ def test_constants_are_the_same_factors_in_every_form(form: Any):
     for spec in BASE.parameters().values():
         one, other = (dataclasses.asdict(p.scales(spec, SIZES[1], "sgd")) for p in (plain, tuned))
         for column, value in one.items():
-            assert other[column] == pytest.approx(value * WANTED.get(spec.group, {}).get(column, 1.0)), spec.group
+            assert other[column] == pytest.approx(value * EXPECTED.get(spec.group, {}).get(column, 1.0)), spec.group
 
 
 def test_every_group_of_every_model_is_a_name():
@@ -81,7 +81,7 @@ def test_every_group_of_every_model_is_a_name():
 
 
 @pytest.mark.parametrize(
-    ("constants", "said"),
+    ("constants", "message"),
     [
         ({"rates.reedout": 4}, r"rates\.reedout: no parameter group is named 'reedout'; did you mean 'readout'\?"),
         ({"rate.readout": 4}, r"no constant is named 'rate\.readout'; did you mean 'rates\.readout'\?"),
@@ -95,13 +95,13 @@ def test_every_group_of_every_model_is_a_name():
         ({"zero_readout": True, "stds": {"readout": 2}}, r"stds\.readout changes nothing: the readout starts at zero"),
     ],
 )
-def test_a_name_or_number_that_is_none_is_refused(constants: dict[str, Any], said: str):
-    with pytest.raises(PresetError, match=said):
+def test_a_name_or_number_that_is_none_is_refused(constants: dict[str, Any], message: str):
+    with pytest.raises(PresetError, match=message):
         presets.get("mup", **constants)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             "rates.patch_embedding 2",
@@ -116,11 +116,11 @@ def test_a_name_or_number_that_is_none_is_refused(constants: dict[str, Any], sai
         ("rates.readout 2 --preset.constants rates.readout=3", "rates.readout is given twice, as 3 and 2"),
     ],
 )
-def test_a_group_that_the_model_does_not_have_is_refused(words: str, said: str, capsys: pytest.CaptureFixture[str]):
+def test_a_group_that_the_model_does_not_have_is_refused(words: str, message: str, capsys: pytest.CaptureFixture[str]):
     biased = "stds.block.query.bias" not in words  # gpt2 has biases and ties its readout, lm-tiny neither
     argv = f"table mup --model {'gpt2' if biased else 'lm-tiny'} --preset.{words}"
     assert main(argv.split()) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_control_what_the_same_models_do_have(capsys: pytest.CaptureFixture[str]):

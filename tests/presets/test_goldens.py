@@ -16,9 +16,9 @@ pytestmark = pytest.mark.core
 
 
 def test_every_table_is_the_committed_one():
-    made = dict(goldens.goldens())
-    assert made.keys() == {path.name for path in goldens.FOLDER.glob("*.txt")}
-    for name, text in made.items():
+    texts = dict(goldens.goldens())
+    assert texts.keys() == {path.name for path in goldens.FOLDER.glob("*.txt")}
+    for name, text in texts.items():
         before, after = (goldens.FOLDER / name).read_text().splitlines(), text.splitlines()
         changed = "\n".join(difflib.unified_diff(before, after, "committed", "computed", lineterm="", n=0))
         assert not changed, f"{name}; if this is meant, run `python -m scripts.goldens`\n{changed}"
@@ -69,8 +69,8 @@ def test_control_a_changed_exponent_is_one_changed_line(monkeypatch: pytest.Monk
         return dataclasses.replace(preset, rule=rule)
 
     monkeypatch.setitem(PRESETS, "mup", broken)
-    made = dict(goldens.goldens())["mup-decoder-adam.txt"]
+    text = dict(goldens.goldens())["mup-decoder-adam.txt"]
     committed = (goldens.FOLDER / "mup-decoder-adam.txt").read_text()
-    changed = [line for line in difflib.ndiff(committed.splitlines(), made.splitlines()) if line[0] in "+-"]
+    changed = [line for line in difflib.ndiff(committed.splitlines(), text.splitlines()) if line[0] in "+-"]
     assert len(changed) == 2
     assert all("block.mlp_out:" in line for line in changed)

@@ -61,15 +61,15 @@ def ours(name: str, ratios: dict[str, float], numbers: dict[str, Any] = BASE, **
 
 @pytest.mark.parametrize("name", APPLIED)
 def test_applied_rules_give_the_numbers_worked_out_by_hand(name: str):
-    for ratios, wanted in zip((at(4), at(4, 9), at(1, 9)), BY_HAND[name], strict=True):
-        assert ours(name, ratios) == pytest.approx({**BASE, **wanted}, rel=1e-12)
+    for ratios, expected in zip((at(4), at(4, 9), at(1, 9)), BY_HAND[name], strict=True):
+        assert ours(name, ratios) == pytest.approx({**BASE, **expected}, rel=1e-12)
 
 
 def test_shown_rules_are_the_sources_formulas():
     assert set(SHOWN) | set(APPLIED) == set(RULES)
-    for name, wanted in SHOWN.items():
+    for name, expected in SHOWN.items():
         factors = {column: RULES[name].factor(column, at(4, 9)) for column in COLUMNS}
-        assert factors == pytest.approx({**dict.fromkeys(COLUMNS, 1.0), **wanted})
+        assert factors == pytest.approx({**dict.fromkeys(COLUMNS, 1.0), **expected})
 
 
 @pytest.mark.parametrize("name", APPLIED)

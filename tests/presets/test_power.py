@@ -23,8 +23,8 @@ def test_moved_is_the_table_of_section_1():
     rule = dataclasses.replace(rule, muon=axis("head_dim"))
     theta_ = Power(3.0, (("vocab", 1.0),))
     moved = rule.moved(theta_)
-    wanted = {"multiplier": 1, "init_std": -1, "sgd": -2, "adam": -1, "muon": -1, "eps": 1}
-    for column, power in wanted.items():
+    powers = {"multiplier": 1, "init_std": -1, "sgd": -2, "adam": -1, "muon": -1, "eps": 1}
+    for column, power in powers.items():
         change = getattr(moved, column) / getattr(rule, column)
         assert change.exponents == (("vocab", float(power)),), column
         assert change.coefficient == pytest.approx(3.0**power), column
@@ -60,8 +60,8 @@ def test_tables_3_8_and_9_of_tensor_programs_5():
         sizes = {"embed": width, "mlp": width, "heads": 1, "kv_heads": 1, "head_dim": width, "vocab": 5}
         for spec, exponents in rows.items():
             sgd, adam = (preset.factors(spec, sizes, name) for name in ("sgd", "adam"))
-            found = (sgd.multiplier, sgd.init_std, sgd.lr, adam.lr)
-            assert found == pytest.approx(tuple(width**e for e in exponents)), (form, spec.role)
+            factors = (sgd.multiplier, sgd.init_std, sgd.lr, adam.lr)
+            assert factors == pytest.approx(tuple(width**e for e in exponents)), (form, spec.role)
 
 
 def test_mean_field_form_is_the_papers_model_block():
@@ -72,16 +72,16 @@ def test_mean_field_form_is_the_papers_model_block():
         preset = presets.get("depth-mup", alpha_a=aa, alpha_l=al, gamma0=gamma0, form="mean-field")
         adam = {name: preset.scales(spec, sizes, "adam") for name, spec in specs.items() if spec.role is not Role.BIAS}
         sgd = {name: preset.scales(spec, sizes, "sgd") for name, spec in specs.items() if spec.role is not Role.BIAS}
-        wanted = {
+        multipliers = {
             "value": (n * h) ** -0.5,
             "out": (n * h) ** -0.5,
             "query": n ** (aa - 1.5) * h**-0.5,
             "key": n ** (aa - 1.5) * h**-0.5,
         }
-        for name, multiplier in wanted.items():
-            found = adam[f"block.attention.{name}"]
+        for name, multiplier in multipliers.items():
+            scales = adam[f"block.attention.{name}"]
             std = n ** (1 - aa) if name in ("query", "key") else 1
-            assert (found.multiplier, found.init_std) == pytest.approx((multiplier, std))
+            assert (scales.multiplier, scales.init_std) == pytest.approx((multiplier, std))
         assert adam["readout"].multiplier == pytest.approx(1 / (gamma0 * n * h))
         for name, spec in specs.items():
             if spec.in_block and spec.fan_in:

@@ -43,8 +43,8 @@ def relative_to(absolute: Preset, base: Mapping[str, int], specs: Iterable[Param
         one, other = (dataclasses.asdict(p.scales(spec, base, optimizer)) for p in (absolute, relative))
         # Where both are 0 (a bias' std, a decay that is off) the ratio is 1.
         values = Scales(**{name: 1.0 if one[name] == other[name] == 0 else one[name] / other[name] for name in one})
-        known = dataclasses.asdict(constants.setdefault(spec.group, values))
-        assert dataclasses.asdict(values) == pytest.approx(known, rel=1e-9), f"parameters of {spec.group} differ"
+        of_group = dataclasses.asdict(constants.setdefault(spec.group, values))
+        assert dataclasses.asdict(values) == pytest.approx(of_group, rel=1e-9), f"parameters of {spec.group} differ"
     return dataclasses.replace(relative, at_base=constants)
 
 
@@ -57,8 +57,10 @@ def test_relative_equals_absolute_at_every_size(constants: dict, optimizer: str)
     for model in (BASE, GROWN, dataclasses.replace(GROWN, depth=31, mlp_ratio=3.0)):
         sizes = model.sizes()
         for name, spec in specs.items():
-            wanted = dataclasses.asdict(absolute.scales(spec, sizes, optimizer))
-            assert dataclasses.asdict(relative.scales(spec, sizes, optimizer)) == pytest.approx(wanted, rel=1e-12), name
+            expected = dataclasses.asdict(absolute.scales(spec, sizes, optimizer))
+            assert dataclasses.asdict(relative.scales(spec, sizes, optimizer)) == pytest.approx(expected, rel=1e-12), (
+                name
+            )
         assert relative.logit_scale(sizes) == pytest.approx(absolute.logit_scale(sizes), rel=1e-12)
         assert relative.residual_scale(sizes, 0, "mlp") == pytest.approx(
             absolute.residual_scale(sizes, 0, "mlp"), rel=1e-12

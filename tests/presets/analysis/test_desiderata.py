@@ -91,6 +91,6 @@ def test_keys_that_start_as_queries_have_logits_of_order_one(capsys) -> None:
 
 
 def test_json_has_every_dimension(capsys) -> None:
-    for words, known in (([], GROWTHS), (["--encoder"], ENCODED)):
+    for words, growths in (([], GROWTHS), (["--encoder"], ENCODED)):
         assert main(["desiderata", "sp", "--json", *words]) == 0
-        assert json.loads(capsys.readouterr().out).keys() == known.keys()
+        assert json.loads(capsys.readouterr().out).keys() == growths.keys()

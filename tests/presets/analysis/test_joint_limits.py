@@ -41,10 +41,10 @@ def by_numbers(name: str, batch: float, tokens: float) -> dict[str, float]:
 def test_powers_are_those_of_the_numbers_that_the_rule_gives(name: str):
     for batch, tokens in ((4.0, 1.0), (0.25, 1.0), (1.0, 4.0), (2.0, 8.0)):
         base, there = by_numbers(name, 1, 1), by_numbers(name, batch, tokens)
-        wanted = {row: there[row] / base[row] for row in there}
+        expected = {row: there[row] / base[row] for row in there}
         powers = observables(RULES[name])
         assert {row: power({"batch": batch, "tokens": tokens}) for row, power in powers.items()} == pytest.approx(
-            wanted
+            expected
         )
 
 

@@ -112,13 +112,16 @@ def test_squared_distance_through_the_stack(alpha_l: float):
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon", "lion"])
 def test_transfer_in_every_size_for_every_exponent(alpha_a: float, alpha_l: float, optimizer: str):
     """The best rate stays: output and logits move by Theta(1), eps and decay keep their meaning, in N, H and L."""
-    found = verdicts(presets.get("depth-mup", alpha_a=alpha_a, alpha_l=alpha_l), optimizer)
+    by_observable = verdicts(presets.get("depth-mup", alpha_a=alpha_a, alpha_l=alpha_l), optimizer)
     for row in ("residual stream", "change of the stream", "change of the output", "lr * weight decay"):
-        assert {entry.exponent for entry in found[row].values()} == {0}, row
+        assert {entry.exponent for entry in by_observable[row].values()} == {0}, row
     for limit in (N, H):
-        assert found["change of attention logits"][limit].exponent == 0
+        assert by_observable["change of attention logits"][limit].exponent == 0
     over = {
-        entry.exponent for row, at_ in found.items() if row.startswith("gradient over eps") for entry in at_.values()
+        entry.exponent
+        for row, at_ in by_observable.items()
+        if row.startswith("gradient over eps")
+        for entry in at_.values()
     }
     assert over <= {0}
 
@@ -191,8 +194,8 @@ def test_effective_theory_goes_from_lazy_to_feature_learning(name: str, s: float
     preset = presets.get(name)
     for optimizer in ("adam", "sgd"):
         for limit in (N, H):
-            wanted = (s / 2 - 0.5, "lazy" if s < 1 else "stable")
-            assert at(preset, "change of v, MLP entries", limit, optimizer) == wanted, (optimizer, limit)
+            expected = (s / 2 - 0.5, "lazy" if s < 1 else "stable")
+            assert at(preset, "change of v, MLP entries", limit, optimizer) == expected, (optimizer, limit)
         assert at(preset, "change of the output", H, optimizer) == (0, "stable")
         assert at(preset, "change of the stream", H, optimizer)[1] == ("lazy" if s < 1 else "stable")
 
@@ -228,11 +231,11 @@ def test_what_the_disagreements_cost():
 def test_forms_have_one_theory(name: str):
     preset = presets.get(name)
     for optimizer in preset.optimizers:
-        wanted = verdicts(preset, optimizer)
+        expected = verdicts(preset, optimizer)
         for form in presets.FORMS:
             if form != "table-9" or "sgd" in preset.optimizers:
-                found = verdicts(preset.with_form(form), optimizer)
-                assert found == wanted, (form, optimizer)
+                by_observable = verdicts(preset.with_form(form), optimizer)
+                assert by_observable == expected, (form, optimizer)
 
 
 MUTANTS = [

@@ -101,24 +101,26 @@ def test_every_row_of_the_page(aa: float, al: float | None, optimizer: str):
         m, all_sizes = ratios(sizes, base), {**sizes, **FINITE}
         for name, spec in SPECS.items():
             row = page(name, m, aa, al, form)
-            found = preset.factors(spec, all_sizes, optimizer)
+            factors = preset.factors(spec, all_sizes, optimizer)
             # A fixed ratio of the base (F/D = 2 in the absolute form) is a constant of eps, not an exponent.
             eps = row["eps"] * (2**-0.5 if base is None and name in ("mlp_in", "mlp_bias") else 1)
-            wanted = (
+            expected = (
                 row["multiplier"],
                 1 if row["std"] == 0 else row["std"],
                 row[column],
                 eps if column == "adam" else 1,
             )
-            assert (found.multiplier, found.init_std, found.lr, found.eps) == pytest.approx(wanted, rel=1e-12), (
+            assert (factors.multiplier, factors.init_std, factors.lr, factors.eps) == pytest.approx(
+                expected, rel=1e-12
+            ), (
                 name,
                 sizes,
                 form,
             )
             coupled = 0 if name in NO_DECAY else 1 / row[column]
-            assert found.weight_decay == pytest.approx(coupled, rel=1e-12), name
+            assert factors.weight_decay == pytest.approx(coupled, rel=1e-12), name
             if column == "adam":
-                assert found.weight_decay == pytest.approx(row["wd"], rel=1e-12), name
+                assert factors.weight_decay == pytest.approx(row["wd"], rel=1e-12), name
             independent = preset.factors(spec, all_sizes, optimizer, "independent").weight_decay
             assert independent == (0 if name in NO_DECAY else 1), name
         assert preset.logit_scale(all_sizes) == pytest.approx((base["head_dim"] ** -0.5 if base else 1) * m["N"] ** -aa)
@@ -148,11 +150,15 @@ def test_at_base_size_every_factor_is_exactly_one(name: str, optimizer: str):
     for form in ("plain", "readout-multiplier", "mean-field", "table-9"):
         preset = presets.get(name, base=BASE, form=form)
         for key, spec in SPECS.items():
-            found = preset.factors(spec, {**BASE, **FINITE}, optimizer)
+            factors = preset.factors(spec, {**BASE, **FINITE}, optimizer)
             decay = 0.0 if key in NO_DECAY else 1.0
-            assert (found.multiplier, found.init_std, found.lr, found.eps, found.weight_decay) == (1, 1, 1, 1, decay), (
-                key
-            )
+            assert (factors.multiplier, factors.init_std, factors.lr, factors.eps, factors.weight_decay) == (
+                1,
+                1,
+                1,
+                1,
+                decay,
+            ), key
         assert preset.residual_scale({**BASE, **FINITE}, 1, "attention") == (1, 1)
         assert preset.logit_scale({**BASE, **FINITE}) == 2**-0.5
 
@@ -191,25 +197,25 @@ def test_muon_rows():
     fans |= {"mlp_in": ("D", "F"), "mlp_out": ("F", "D")}
     size = {"D": m["D"], "NH": m["N"] * m["H"], "F": m["F"]}
     for name, spec in SPECS.items():
-        found = preset.factors(spec, sizes, "muon")
+        factors = preset.factors(spec, sizes, "muon")
         if name in fans:
             fan_in, fan_out = (size[key] for key in fans[name])
             slow = m["N"] ** -0.5 if name in ATTENTION else 1
-            assert found.lr == pytest.approx(math.sqrt(fan_out / fan_in) * m["L"] ** -0.5 * slow)
-            assert found.eps == 1
+            assert factors.lr == pytest.approx(math.sqrt(fan_out / fan_in) * m["L"] ** -0.5 * slow)
+            assert factors.eps == 1
         else:
-            assert found == preset.factors(spec, sizes, "adam"), name
+            assert factors == preset.factors(spec, sizes, "adam"), name
 
 
 def test_sp_is_fan_in_initialization_and_one_rate():
     preset, sizes = presets.get("sp", base=BASE), {**WIDER, **FINITE}
     for name, spec in SPECS.items():
-        found = preset.scales(spec, sizes, "adam")
+        scales = preset.scales(spec, sizes, "adam")
         fan_in = math.prod(sizes[axis] for axis in spec.fan_in)
         std = 0 if spec.role is Role.BIAS else 1 if name == "patch" else fan_in**-0.5
-        assert found.init_std == pytest.approx(std), name
-        assert (found.lr, found.eps, found.weight_decay) == (1, 1, 0 if name in NO_DECAY else 1)
-        assert found.multiplier == pytest.approx(12**-0.5 if name == "patch" else 1)
+        assert scales.init_std == pytest.approx(std), name
+        assert (scales.lr, scales.eps, scales.weight_decay) == (1, 1, 0 if name in NO_DECAY else 1)
+        assert scales.multiplier == pytest.approx(12**-0.5 if name == "patch" else 1)
     assert preset.logit_scale(sizes) == pytest.approx(10**-0.5)
 
 

@@ -44,26 +44,26 @@ def play(rng: np.random.Generator, draws: int, *, dense: bool, responses: bool =
 
 def z_of(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """By how many standard errors means and variances of two samples [draws, columns] differ, [2, columns]."""
-    both = []
+    z_scores = []
     for x, y in ((a, b), ((a - a.mean(0)) ** 2, (b - b.mean(0)) ** 2)):
-        both.append((x.mean(0) - y.mean(0)) / np.sqrt(x.var(0) / len(x) + y.var(0) / len(y)))
-    return np.abs(both)
+        z_scores.append((x.mean(0) - y.mean(0)) / np.sqrt(x.var(0) / len(x) + y.var(0) / len(y)))
+    return np.abs(z_scores)
 
 
 def test_what_was_revealed_is_of_the_matrix_that_is_revealed_at_last():
     rng, draws = np.random.default_rng(0), 11
     inputs, outputs = Basis(IN, (draws,)), Basis(OUT, (draws,))
-    dice, said = Dice(inputs, outputs, rng), []
+    dice, products = Dice(inputs, outputs, rng), []
     x = rng.standard_normal((draws, 2, IN))
     for _ in range(4):  # more than there are directions
         y = dice.forward(inputs.coordinates(x))
         g = dice.backward(outputs.coordinates(y))
-        said.append((x, y, g))
+        products.append((x, y, g))
         x = np.tanh(g)
     w = dice.matrix()
     assert w.shape == (draws, OUT, IN)
     assert len(inputs) == IN
-    for x, y, g in said:
+    for x, y, g in products:
         np.testing.assert_allclose(x @ transposed(w), y, atol=1e-8)
         np.testing.assert_allclose(y @ w, g, atol=1e-8 * np.abs(y).max())
 

@@ -39,16 +39,16 @@ def outputs(seed: int, *, dense: bool = False, responses: bool = True) -> np.nda
             for weight in block.weights.values():
                 weight.dice.matrix()
     inputs = np.random.default_rng(0).standard_normal((IMAGES, 3, 2))
-    seen = [stack.step(inputs, np.array([0, 2])) for _ in range(STEPS)][1:]
-    return np.stack([*(one.loss for one in seen), *(one.logits[:, 1, 2] for one in seen)], -1)
+    steps = [stack.step(inputs, np.array([0, 2])) for _ in range(STEPS)][1:]
+    return np.stack([*(one.loss for one in steps), *(one.logits[:, 1, 2] for one in steps)], -1)
 
 
 def z_of(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """By how many standard errors means and variances of two samples [draws, columns] differ, [2, columns]."""
-    both = []
+    z_scores = []
     for x, y in ((a, b), ((a - a.mean(0)) ** 2, (b - b.mean(0)) ** 2)):
-        both.append((x.mean(0) - y.mean(0)) / np.sqrt(x.var(0) / len(x) + y.var(0) / len(y)))
-    return np.abs(both)
+        z_scores.append((x.mean(0) - y.mean(0)) / np.sqrt(x.var(0) / len(x) + y.var(0) / len(y)))
+    return np.abs(z_scores)
 
 
 def test_dice_and_dense_networks_have_one_law_and_without_responses_another():

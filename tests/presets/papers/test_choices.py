@@ -24,7 +24,7 @@ pytestmark = pytest.mark.core
 FAMILY = ("mup", "mup-half", "depth-mup")
 
 
-def both(name: str, spec: ParamSpec, optimizer: str = "adam", **constants: Any) -> tuple[Scales, Scales]:
+def factor_pair(name: str, spec: ParamSpec, optimizer: str = "adam", **constants: Any) -> tuple[Scales, Scales]:
     """Factors without and with the constants."""
     preset, other = presets.get(name, base=BASE), presets.get(name, base=BASE, **constants)
     return preset.factors(spec, BIG, optimizer), other.factors(spec, BIG, optimizer)
@@ -55,14 +55,14 @@ def test_every_constant_that_is_listed_is_one_and_its_default_is_listed():
         for name in choice.presets:
             default = inspect.signature(PRESETS[name]).parameters[choice.constant].default
             assert default in [other.value for other in choices.of(name, choice.constant)]
-            made = presets.get(name, **{choice.constant: choice.value})
-            assert made.given.get(choice.constant, default) == choice.value
+            preset = presets.get(name, **{choice.constant: choice.value})
+            assert preset.given.get(choice.constant, default) == choice.value
             assert choice.rule
             assert choice.source
 
 
 @pytest.mark.parametrize(
-    ("name", "constants", "said"),
+    ("name", "constants", "message"),
     [
         ("mup", {"readout_width": -0.75}, "mup: readout_width=-0.75 is not a choice; write -1 or -0.5"),
         ("depth-mup", {"embedding_width": 1}, "depth-mup: embedding_width=1 is not a choice; write 0 or -0.5"),
@@ -73,8 +73,8 @@ def test_every_constant_that_is_listed_is_one_and_its_default_is_listed():
         ("completep", {"eps_scope": "all"}, "eps_scope=all is not a choice; write blocks, everywhere or completed"),
     ],
 )
-def test_another_value_is_refused(name: str, constants: dict[str, Any], said: str):
-    with pytest.raises(PresetError, match=f"{said}$"):
+def test_another_value_is_refused(name: str, constants: dict[str, Any], message: str):
+    with pytest.raises(PresetError, match=f"{message}$"):
         presets.get(name, **constants)
 
 
@@ -86,9 +86,9 @@ def test_the_command_lists_values_sources_and_statuses(capsys: pytest.CaptureFix
     assert "  -0.5: Adam's rate of the token embedding D^-1/2" in out
     assert "Hayou and Liu 2506.15025 (abstract); u-mup's and ntk's row too: reported." in out
     assert main(["constants", "spectral", "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out).values()
-    assert found["default"] == "operator"
-    assert [row["status"] for row in found["choices"]] == ["verified", "derived"]
+    (listing,) = json.loads(capsys.readouterr().out).values()
+    assert listing["default"] == "operator"
+    assert [row["status"] for row in listing["choices"]] == ["verified", "derived"]
     assert main(["constants", "muup"]) == 2
 
 
@@ -107,10 +107,12 @@ def test_a_readout_of_width_half_starts_larger_and_trains_at_the_same_rate(optim
         power = 2 if optimizer == "sgd" else 1
         moves = [f.multiplier**power * f.lr for f in (plain, louder)]  # pyright: ignore[reportOperatorIssue]
         assert moves[0] == pytest.approx(moves[1]), form
-    assert both("mup", READOUT, optimizer, readout_width=-0.5)[1].init_std == 1  # on the multiplier, as its form has it
+    assert (
+        factor_pair("mup", READOUT, optimizer, readout_width=-0.5)[1].init_std == 1
+    )  # on the multiplier, as its form has it
     for name, spec in ALL.items():
         if Role.READOUT not in (spec.role, spec.of):
-            one, other = both("mup", spec, optimizer, readout_width=-0.5)
+            one, other = factor_pair("mup", spec, optimizer, readout_width=-0.5)
             assert other.lr == pytest.approx(one.lr * (D**-0.5 if optimizer == "sgd" else 1)), name  # pyright: ignore[reportOperatorIssue]
             on_adam = one.eps != 1
             assert other.eps == pytest.approx(one.eps * (D**0.5 if on_adam else 1)), name  # pyright: ignore[reportOperatorIssue]
@@ -135,10 +137,13 @@ def test_limits_of_a_readout_of_width_half(limit: str, optimizer: str):
 def test_an_embedding_rate_of_width_half():
     for name in FAMILY:
         for key, spec in ALL.items():
-            one, other = both(name, spec, embedding_width=-0.5)
+            one, other = factor_pair(name, spec, embedding_width=-0.5)
             slower = D**-0.5 if spec is TOKEN else 1.0
             assert (other.lr, other.weight_decay) == pytest.approx((one.lr * slower, one.weight_decay / slower)), key  # pyright: ignore[reportOperatorIssue]
-            assert both(name, spec, "sgd", embedding_width=-0.5)[0] == both(name, spec, "sgd", embedding_width=-0.5)[1]
+            assert (
+                factor_pair(name, spec, "sgd", embedding_width=-0.5)[0]
+                == factor_pair(name, spec, "sgd", embedding_width=-0.5)[1]
+            )
     usual, slow = presets.get("mup"), presets.get("mup", embedding_width=-0.5)
     assert at(usual, "weight movement, embedding", "heads") == (0, "stable")
     assert at(slow, "weight movement, embedding", "heads") == (-0.5, "frozen")
@@ -222,8 +227,8 @@ def test_the_rms_scale_is_moonlights_times_the_root_of_the_width():
                 scales: Any = rms.scales(spec, at_size, "muon", decay)
                 assert scales.lr == pytest.approx(0.2 * max(fans) ** 0.5 * slower), name
                 assert scales.weight_decay * (scales.lr if decay == "coupled" else 1) == pytest.approx(1), name
-    others = {key: spec for key, spec in ALL.items() if key not in MATRICES}
-    for spec in others.values():
+    non_matrices = {key: spec for key, spec in ALL.items() if key not in MATRICES}
+    for spec in non_matrices.values():
         assert rms.scales(spec, {**sizes, **BIG}, "muon") == presets.get("mup", base=BASE).scales(
             spec, {**sizes, **BIG}, "muon"
         )
@@ -265,9 +270,9 @@ def test_the_expected_norm_of_shared_keys_is_mups_rule():
     for name in MATRICES:
         shared = name in ("key", "value")
         for optimizer in ("adam", "sgd"):
-            wanted, one, other = (p.factors(MATRICES[name], sizes, optimizer) for p in (mup, expected, operator))
+            mup_factors, one, other = (p.factors(MATRICES[name], sizes, optimizer) for p in (mup, expected, operator))
             if shared:
-                assert (one.init_std, one.lr) == pytest.approx((wanted.init_std, wanted.lr))
+                assert (one.init_std, one.lr) == pytest.approx((mup_factors.init_std, mup_factors.lr))
                 assert other.init_std == pytest.approx(3**-0.5)
             else:
                 assert one == other
@@ -304,7 +309,7 @@ def test_completed_has_the_eps_of_embeddings():
 def test_a_bias_inside_the_readouts_multiplier_learns_one_over_the_width():
     bias = READOUT.bias
     for optimizer in ("adam", "sgd"):
-        plain, inside = both("depth-mup", bias, optimizer, readout_bias_width=-1)
+        plain, inside = factor_pair("depth-mup", bias, optimizer, readout_bias_width=-1)
         assert inside == dataclasses.replace(plain, lr=plain.lr * BASE["embed"] / BIG["embed"])
-    plain, inside = both("depth-mup", READOUT, readout_bias_width=-1)
+    plain, inside = factor_pair("depth-mup", READOUT, readout_bias_width=-1)
     assert plain == inside

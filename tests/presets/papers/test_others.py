@@ -173,11 +173,11 @@ def test_u_mup_rows():
     preset = presets.get("u-mup")
     for key, spec in MATRICES.items():
         fan_in = math.prod(BIG[axis] for axis in spec.fan_in)
-        found = preset.scales(spec, BIG, "adam", "independent")
+        scales = preset.scales(spec, BIG, "adam", "independent")
         expected = (fan_in**-0.5, 1, fan_in**-0.5 * 11**-0.5, fan_in**-0.5 / 35 * 11**-0.5, 1)
-        assert dataclasses.astuple(found) == pytest.approx(expected), key
+        assert dataclasses.astuple(scales) == pytest.approx(expected), key
         if fan_in == 35:
-            assert found.eps == pytest.approx(35**-1.5 * 11**-0.5)
+            assert scales.eps == pytest.approx(35**-1.5 * 11**-0.5)
     rows: dict[ParamSpec, tuple[float, ...]] = {
         TOKEN: (1, 1, 35**-0.5, 1 / 35, 1),
         PATCH: (12**-0.5, 1, 35**-0.5, 12**-0.5 / 35, 1),
@@ -197,19 +197,19 @@ def test_u_mup_rows():
 def test_u_mup_branches_give_every_block_its_share_of_the_last_layer(alpha: float, r: float):
     """The tau rule's purpose: with unit branches, the stream stays at unit scale and each branch keeps the a of its kind."""
     preset, depth = presets.get("u-mup", alpha_res=alpha, alpha_ratio=r), BIG["layers"]
-    kept = 1.0
+    skip_product = 1.0
     shares: dict[str, list[float]] = {"attention": [], "mlp": []}
     for layer in reversed(range(depth)):
         for branch in ("mlp", "attention"):
             skip, scale = preset.residual_scale(BIG, layer, branch)
             assert skip**2 + scale**2 == pytest.approx(1)
-            shares[branch].append(scale * kept)
-            kept *= skip
+            shares[branch].append(scale * skip_product)
+            skip_product *= skip
     a_mlp = alpha * math.sqrt(2 / (1 + r**2))
     for branch, a in (("attention", r * a_mlp), ("mlp", a_mlp)):
         assert shares[branch] == pytest.approx([shares[branch][0]] * depth)
         # Beside what is kept of the embedding, a branch weighs a / sqrt(L).
-        assert shares[branch][0] / kept == pytest.approx(a / math.sqrt(depth))
+        assert shares[branch][0] / skip_product == pytest.approx(a / math.sqrt(depth))
 
 
 # Spectral
@@ -233,11 +233,11 @@ def test_spectral_rows_are_values_over_values_at_base():
         "query": (56, 35, 6, 6),
     }.items():
         std, std_base = (n_in**-0.5 * min(1, (n_out / n_in) ** 0.5)), (b_in**-0.5 * min(1, (b_out / b_in) ** 0.5))
-        wanted: dict[str, Any] = {"sgd": n_out / n_in / (b_out / b_in), "adam": b_in / n_in}
-        wanted["muon"] = wanted["sgd"] ** 0.5
-        for optimizer, lr in wanted.items():
-            found = spectral.factors(MATRICES[key], sizes, optimizer)
-            assert (found.init_std, found.lr) == pytest.approx((std / std_base, lr)), (key, optimizer)
+        rates: dict[str, Any] = {"sgd": n_out / n_in / (b_out / b_in), "adam": b_in / n_in}
+        rates["muon"] = rates["sgd"] ** 0.5
+        for optimizer, lr in rates.items():
+            factors = spectral.factors(MATRICES[key], sizes, optimizer)
+            assert (factors.init_std, factors.lr) == pytest.approx((std / std_base, lr)), (key, optimizer)
         assert absolute.scales(MATRICES[key], sizes, "muon").lr == pytest.approx((n_out / n_in) ** 0.5)
         assert absolute.scales(MATRICES[key], sizes).init_std == pytest.approx(std)
 

@@ -22,7 +22,7 @@ CASES = [(name, form) for name in PRESETS for form in (None, "mean-field", "tabl
 TIED = dataclasses.replace(MODEL, tied=True).tied_readout
 
 
-def made(name: str, form: str | None, **constants: float) -> presets.Preset:
+def preset_of(name: str, form: str | None, **constants: float) -> presets.Preset:
     base = None if name == "u-mup" else BASE.base_sizes()
     return presets.get(name, base=base, form=form, **constants)  # pyright: ignore[reportArgumentType]
 
@@ -36,7 +36,7 @@ def alone(spec: ParamSpec) -> ParamSpec:
 
 @pytest.mark.parametrize(("name", "form"), CASES)
 def test_every_parameter_has_the_row_of_a_model_with_its_stack_alone(name: str, form: str | None) -> None:
-    preset = made(name, form)
+    preset = preset_of(name, form)
     if form == "table-9" and "sgd" in preset.no_rule:
         with pytest.raises(PresetError, match="no table-9 form"):
             preset.row(SPECS["token"])
@@ -49,13 +49,13 @@ def test_every_parameter_has_the_row_of_a_model_with_its_stack_alone(name: str, 
         base = None if preset.base is None else {**BASE.base_sizes(), "layers": base_depth}
         other = dataclasses.replace(preset, base=base)
         for optimizer in {"adamw", "sgd", "muon"} & set(preset.optimizers):
-            wanted = vars(other.scales(alone(spec), {**SIZES, "layers": depth}, optimizer))
-            assert vars(preset.scales(spec, SIZES, optimizer)) == pytest.approx(wanted), (parameter, optimizer)
+            expected = vars(other.scales(alone(spec), {**SIZES, "layers": depth}, optimizer))
+            assert vars(preset.scales(spec, SIZES, optimizer)) == pytest.approx(expected), (parameter, optimizer)
 
 
 def test_the_depth_of_the_other_stack_is_told_apart() -> None:
     # Control: exchanged depths change rates wherever there is a depth rule.
-    preset, exchanged = made("depth-mup", None, alpha_l=0.75), {**SIZES, "layers": 12, "encoder_layers": 10}
+    preset, exchanged = preset_of("depth-mup", None, alpha_l=0.75), {**SIZES, "layers": 12, "encoder_layers": 10}
     for name in ("block.mlp.up", "encoder.block.mlp.up", "relative_bias", "encoder.relative_bias"):
         assert preset.scales(SPECS[name], SIZES).lr != pytest.approx(preset.scales(SPECS[name], exchanged).lr)
 
@@ -63,20 +63,20 @@ def test_the_depth_of_the_other_stack_is_told_apart() -> None:
 def test_keys_and_values_of_the_memory_have_its_width_as_fan_in() -> None:
     wider = {**SIZES, "memory": 4 * SIZES["memory"]}
     for name in ("query", "key", "value", "out"):
-        spec, preset = SPECS[f"block.cross.{name}"], made("mup", None)
+        spec, preset = SPECS[f"block.cross.{name}"], preset_of("mup", None)
         before, after = (preset.factors(spec, sizes).init_std for sizes in (SIZES, wider))
         assert after / before == pytest.approx(0.5 if name in ("key", "value") else 1)
 
 
 def test_the_norm_that_queries_alone_read_has_the_row_of_their_bias() -> None:
     # derived: both change logits and nothing else, by a step that is aligned with them.
-    preset, bias = made("depth-mup", None, alpha_a=0.5), SPECS["block.cross.query_bias"]
+    preset, bias = preset_of("depth-mup", None, alpha_a=0.5), SPECS["block.cross.query_bias"]
     for optimizer in ("adam", "sgd"):
-        wanted = preset.scales(bias, SIZES, optimizer)
+        expected = preset.scales(bias, SIZES, optimizer)
         for name in ("block.cross_norm.gain", "block.cross_norm.bias"):
             scales = preset.scales(SPECS[name], SIZES, optimizer)
-            assert (scales.lr, scales.eps) == pytest.approx((wanted.lr, wanted.eps))
-        assert preset.scales(SPECS["block.attention_norm.gain"], SIZES, optimizer).lr != pytest.approx(wanted.lr)
+            assert (scales.lr, scales.eps) == pytest.approx((expected.lr, expected.eps))
+        assert preset.scales(SPECS["block.attention_norm.gain"], SIZES, optimizer).lr != pytest.approx(expected.lr)
 
 
 def test_a_base_that_names_one_stack_means_both() -> None:
@@ -90,7 +90,7 @@ def test_a_base_that_names_one_stack_means_both() -> None:
 @pytest.mark.parametrize("alpha_l", [0.5, 0.75, 1.0])
 def test_relative_biases(alpha_l: float) -> None:
     # science: a bias' gradient is a sum over the head's values, and over the blocks that share a table.
-    preset, heads = made("depth-mup", None, alpha_l=alpha_l), 5 / 3
+    preset, heads = preset_of("depth-mup", None, alpha_l=alpha_l), 5 / 3
     for name, depth in (("relative_bias", 10 / 2), ("encoder.relative_bias", 12 / 4)):
         adam, sgd = (preset.scales(SPECS[name], SIZES, optimizer) for optimizer in ("adam", "sgd"))
         assert adam.init_std == adam.weight_decay == 0
@@ -103,11 +103,11 @@ def test_relative_biases(alpha_l: float) -> None:
 
 
 def test_branches_of_both_stacks() -> None:
-    preset = made("depth-mup", None, alpha_l=1.0, beta0=3.0)
-    for stack, wanted in ((CROSSED, 3 * 2 / 10), (ENCODER, 3 * 4 / 12)):
+    preset = preset_of("depth-mup", None, alpha_l=1.0, beta0=3.0)
+    for stack, expected in ((CROSSED, 3 * 2 / 10), (ENCODER, 3 * 4 / 12)):
         for branch in stack.branches:
-            assert preset.residual_scale(SIZES, 0, branch, stack) == pytest.approx((1, wanted))
-    unit = made("u-mup", None)
+            assert preset.residual_scale(SIZES, 0, branch, stack) == pytest.approx((1, expected))
+    unit = preset_of("u-mup", None)
     for stack, layers in ((OWN, 10), (CROSSED, 10), (ENCODER, 12)):
         scales = [unit.residual_scale(SIZES, i, b, stack) for i in range(layers) for b in stack.branches]
         # The stream's variance stays 1, and every branch of every block has the same share of its end.
@@ -124,7 +124,7 @@ def test_groups_have_constants_of_their_own() -> None:
     ]  # fmt: skip
     one = presets.get("mup", base=BASE.base_sizes(), rates={"block.cross.query": 2.0, "encoder.norm_gain": 3.0})
     all_three = presets.get("mup", base=BASE.base_sizes(), rates={"query": 2.0})
-    plain = made("mup", None)
+    plain = preset_of("mup", None)
     for name, spec in SPECS.items():
         lr = plain.scales(spec, SIZES).lr
         times = 3 if spec.group == "encoder.norm_gain" else 2 if name == "block.cross.query" else 1

@@ -20,7 +20,7 @@ FILE = "depth-mup.mine-v1.json"
 BASE = {"embed": 64, "heads": 4, "kv_heads": 4, "head_dim": 16, "mlp": 160, "layers": 4}
 
 
-def made(**changes: Any) -> tuned.Tuned:
+def tuned_preset(**changes: Any) -> tuned.Tuned:
     """Of a preset with constants of both kinds, studied from width 64 to 256."""
     interval = {"value": -7.0, "low": -7.1, "high": -6.9}
     fields: dict[str, Any] = {
@@ -49,18 +49,18 @@ def made(**changes: Any) -> tuned.Tuned:
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuned.Tuned:
     """Saved where a user's own are."""
     monkeypatch.chdir(tmp_path)
-    tuned.save(made(), tuned.OWN_FOLDER / FILE)
-    return made()
+    tuned.save(tuned_preset(), tuned.OWN_FOLDER / FILE)
+    return tuned_preset()
 
 
 def test_every_file_of_the_project_fits_the_schema():
     for path in sorted(tuned.FOLDER.glob("*.json")):
-        found = tuned.load(path)
-        assert path.name == f"{found.preset}.{found.name}.json"
-        assert presets.get(found.use).base == found.base
-        optimum = found.provenance["log2_optimum"]
+        entry = tuned.load(path)
+        assert path.name == f"{entry.preset}.{entry.name}.json"
+        assert presets.get(entry.use).base == entry.base
+        optimum = entry.provenance["log2_optimum"]
         assert optimum["low"] is not None, path.name
-        assert found.optimizer["peak_lr"] == pytest.approx(2 ** optimum["value"], rel=1e-3)
+        assert entry.optimizer["peak_lr"] == pytest.approx(2 ** optimum["value"], rel=1e-3)
 
 
 def test_a_file_comes_back_as_it_was(mine: tuned.Tuned):
@@ -70,7 +70,7 @@ def test_a_file_comes_back_as_it_was(mine: tuned.Tuned):
 
 
 @pytest.mark.parametrize(
-    ("at", "value", "said"),
+    ("at", "value", "message"),
     [
         ("name", "Mine", "name is 'Mine'; it must be small letters"),
         ("preset", "nup", "preset is 'nup'; it must be one of sp, mup"),
@@ -93,7 +93,7 @@ def test_a_file_comes_back_as_it_was(mine: tuned.Tuned):
         ("provenance", None, "missing ['provenance']"),
     ],
 )
-def test_a_file_that_is_none_says_where_and_what(mine: tuned.Tuned, at: str, value: Any, said: str):
+def test_a_file_that_is_none_says_where_and_what(mine: tuned.Tuned, at: str, value: Any, message: str):
     path = tuned.OWN_FOLDER / FILE
     fields = json.loads(path.read_text())
     *owners, name = at.split(".")
@@ -102,7 +102,7 @@ def test_a_file_that_is_none_says_where_and_what(mine: tuned.Tuned, at: str, val
     if value is None:
         del owner[name]
     path.write_text(json.dumps(fields))
-    with pytest.raises(PresetError, match=re.escape(said)) as error:
+    with pytest.raises(PresetError, match=re.escape(message)) as error:
         tuned.load(path)
     assert str(path) in str(error.value)
 
@@ -118,8 +118,8 @@ def test_a_name_that_is_none(mine: tuned.Tuned, tmp_path: Path):
 
 
 def test_a_preset_has_its_base_and_constants(mine: tuned.Tuned):
-    found = presets.get("depth-mup:mine-v1")
-    assert (found.name, found.base, found.given["alpha_l"], found.given["c_a"]) == ("depth-mup", BASE, 1.0, 0.5)
+    preset = presets.get("depth-mup:mine-v1")
+    assert (preset.name, preset.base, preset.given["alpha_l"], preset.given["c_a"]) == ("depth-mup", BASE, 1.0, 0.5)
     other = presets.get("depth-mup:mine-v1", base={"embed": 8}, alpha_l=0.5)
     assert (other.base, other.given["alpha_l"], other.given["c_a"]) == ({"embed": 8}, 0.5, 0.5)
 
@@ -139,16 +139,16 @@ def test_a_drift_that_is_hardly_known_decides_nothing(
     verdict: str, low: float | None, high: float | None, evidence: str
 ):
     grown = {"axis": "heads", "sizes": [2, 4], "verdict": verdict, "drift": {"value": 0.0, "low": low, "high": high}}
-    study = made().provenance
-    assert made(provenance={**study, "transfer": [*study["transfer"], grown]}).evidence == evidence
-    assert made(provenance={**study, "transfer": []}).evidence == "one size"
+    study = tuned_preset().provenance
+    assert tuned_preset(provenance={**study, "transfer": [*study["transfer"], grown]}).evidence == evidence
+    assert tuned_preset(provenance={**study, "transfer": []}).evidence == "one size"
 
 
 def test_the_list(mine: tuned.Tuned, capsys: pytest.CaptureFixture[str]):
     assert presets_main(["tuned"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    said = "depth-mup:mine-v1 adam 0.0078 on python_corpus, 409,600 tokens; head_dim transfers"
-    assert any(line.startswith(said) for line in lines)
+    expected = "depth-mup:mine-v1 adam 0.0078 on python_corpus, 409,600 tokens; head_dim transfers"
+    assert any(line.startswith(expected) for line in lines)
     assert presets_main(["tuned", "depth-mup:mine-v1"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("depth-mup:mine-v1, transfers: adam 0.0078")

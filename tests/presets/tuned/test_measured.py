@@ -118,9 +118,9 @@ def _cell(group: str, column: str, value):
 def test_refuses_a_file_that_is_not_one(tmp_path, change, text):
     path = tmp_path / "table.json"
     save(TABLE, path)
-    given = json.loads(path.read_text())
-    change(given)
-    path.write_text(json.dumps(given))
+    table = json.loads(path.read_text())
+    change(table)
+    path.write_text(json.dumps(table))
     with pytest.raises(PresetError, match=text) as raised:
         load(path)
     assert str(path) in str(raised.value)

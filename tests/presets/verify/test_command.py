@@ -107,12 +107,12 @@ def test_a_start_at_zero_at_one_size_alone_is_wrong(tmp_path: Path):
 
 def test_what_is_left_out_is_not_judged_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     def bare(contents: Contents) -> Contents:
-        kept = {
+        entries = {
             n: {"shape": e["shape"], "std": e["std"], "multiplier": e["multiplier"]}
             for n, e in contents.items()
             if n != "model"
         }
-        return {**kept, "model": {"head_dim": 4, "layers": 2}}
+        return {**entries, "model": {"head_dim": 4, "layers": 2}}
 
     assert main(["verify", *write(tmp_path, bare(SMALL), bare(LARGE))]) == 0
     shown = " ".join(capsys.readouterr().out.split())

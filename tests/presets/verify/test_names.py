@@ -10,7 +10,7 @@ from mupax.zoo.configs import CONFIGS, get
 
 pytestmark = pytest.mark.core
 
-KNOWN = {
+NAMES_BY_ROLE = {
     "token_embedding": "transformer.wte.weight model.embed_tokens.weight gpt_neox.embed_in.weight embedding.word_embeddings.weight "
     "bert.embeddings.word_embeddings.weight shared.weight params/Embed_0/embedding encoder.weight vit.embeddings.cls_token",
     "position": "transformer.wpe.weight bert.embeddings.position_embeddings.weight Transformer/posembed_input/pos_embedding pos_embed",
@@ -35,7 +35,9 @@ KNOWN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("role", "name"), [(role, name) for role, known in KNOWN.items() for name in known.split()])
+@pytest.mark.parametrize(
+    ("role", "name"), [(role, name) for role, paths in NAMES_BY_ROLE.items() for name in paths.split()]
+)
 def test_a_name_says_what_a_parameter_is(role: str, name: str):
     assert names.label(names.merged(name)).role == role
 
@@ -43,9 +45,9 @@ def test_a_name_says_what_a_parameter_is(role: str, name: str):
 @pytest.mark.parametrize("model", CONFIGS)
 def test_every_parameter_of_the_zoo_is_known(model: str):
     specs = get(model).parameters()
-    both = any(name.startswith("encoder.") for name in specs)
+    has_encoder = any(name.startswith("encoder.") for name in specs)
     for name, spec in specs.items():
-        label = names.label(name, both)
+        label = names.label(name, has_encoder)
         role = spec.role if spec.of is None or label.leaf != "bias" else spec.of
         if spec.role.value.startswith("expert") or "router" in name:
             assert label.role == "none", name
