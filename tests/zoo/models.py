@@ -59,18 +59,20 @@ def with_compute(model: ModelConfig, **changes: str) -> ModelConfig:
     return dataclasses.replace(model, compute=dataclasses.replace(model.compute, **changes))
 
 
-def numbers(found: Definition, seed: int = 0) -> tuple[Arrays, Arrays]:
+def numbers(model_definition: Definition, seed: int = 0) -> tuple[Arrays, Arrays]:
     """Random parameters of about fan-in size and random factors, different in every layer."""
     random = np.random.default_rng(seed)
 
     def draw(name: str) -> jax.Array:
-        spec, shape = found.specs[name], found.abstract[name].shape
-        size = np.prod([found.sizes[axis] for axis in spec.fan_in]) ** -0.5
+        spec, shape = model_definition.specs[name], model_definition.abstract[name].shape
+        size = np.prod([model_definition.sizes[axis] for axis in spec.fan_in]) ** -0.5
         start = 1.0 if spec.role.value == "norm_gain" else 0.0
         return jnp.asarray(start + size * 0.7 * random.standard_normal(shape), jnp.float32)
 
-    factors = {n: jnp.asarray(random.uniform(0.3, 0.9, f["shape"]), jnp.float32) for n, f in found.factors.items()}
-    return {name: draw(name) for name in found.specs}, factors
+    factors = {
+        n: jnp.asarray(random.uniform(0.3, 0.9, f["shape"]), jnp.float32) for n, f in model_definition.factors.items()
+    }
+    return {name: draw(name) for name in model_definition.specs}, factors
 
 
 def inputs_of(model: ModelConfig, batch: int = 2) -> jax.Array:
@@ -80,8 +82,8 @@ def inputs_of(model: ModelConfig, batch: int = 2) -> jax.Array:
     return jnp.asarray(random.standard_normal((batch, model.image_size, model.image_size, model.channels)), jnp.float32)
 
 
-def logits_of(found: Definition, params: Arrays, factors: Arrays, x: jax.Array) -> jax.Array:
-    return jax.jit(lambda params, factors, x: found.bind(params, factors)(x))(params, factors, x)  # pyright: ignore[reportCallIssue]
+def logits_of(model_definition: Definition, params: Arrays, factors: Arrays, x: jax.Array) -> jax.Array:
+    return jax.jit(lambda params, factors, x: model_definition.bind(params, factors)(x))(params, factors, x)  # pyright: ignore[reportCallIssue]
 
 
 def logits_and_gradients(model: ModelConfig) -> Any:
@@ -91,12 +93,12 @@ def logits_and_gradients(model: ModelConfig) -> Any:
 
 @functools.cache
 def _logits_and_gradients(model: ModelConfig) -> Any:
-    found = definition(model)
-    params, factors = numbers(found)
+    model_definition = definition(model)
+    params, factors = numbers(model_definition)
     x = inputs_of(model)
 
     def loss(params: Arrays) -> tuple[jax.Array, jax.Array]:
-        logits: Any = found.bind(params, factors)(x)  # pyright: ignore[reportCallIssue]
+        logits: Any = model_definition.bind(params, factors)(x)  # pyright: ignore[reportCallIssue]
         weights = jnp.asarray(np.random.default_rng(2).standard_normal(logits.shape), jnp.float32)
         return jnp.sum(weights * logits), logits
 

@@ -61,7 +61,7 @@ def test_describe_as_json_is_the_built_model(name: str, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (["describe", "gpt3"], "did you mean gpt2"),
         (["describe"], "this needs NAME"),
@@ -73,10 +73,10 @@ def test_describe_as_json_is_the_built_model(name: str, capsys: pytest.CaptureFi
         (["describe", "gpt2", "--deep"], "no flag is named --deep"),
     ],
 )
-def test_a_wrong_word_is_answered(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_word_is_answered(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 2
     out, err = capsys.readouterr()
-    assert said in err
+    assert message in err
     assert len(err.splitlines()) <= 10
     assert not out
 

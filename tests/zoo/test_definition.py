@@ -62,34 +62,37 @@ class Classifier(nnx.Module):
 
 
 def test_a_users_own_model_comes_apart_and_together() -> None:
-    found = define(Classifier, sizes={"layers": 2})
-    assert {name: leaf.shape for name, leaf in found.abstract.items()} == {
+    model_definition = define(Classifier, sizes={"layers": 2})
+    assert {name: leaf.shape for name, leaf in model_definition.abstract.items()} == {
         "read_in": (3, 11), "layers.0": (11, 11), "layers.1": (11, 11), "readout": (11, 5),
     }  # fmt: skip
-    assert found.sizes == {"layers": 2, "input": 3, "embed": 11, "mlp": 11, "classes": 5}
-    assert found.specs["layers.1"].role is Role.HIDDEN
-    assert not found.factors
-    assert found.count() == 33 + 121 + 121 + 55
+    assert model_definition.sizes == {"layers": 2, "input": 3, "embed": 11, "mlp": 11, "classes": 5}
+    assert model_definition.specs["layers.1"].role is Role.HIDDEN
+    assert not model_definition.factors
+    assert model_definition.count() == 33 + 121 + 121 + 55
     random = np.random.default_rng(0)
     params = {
-        name: jnp.asarray(random.standard_normal(leaf.shape), jnp.float32) for name, leaf in found.abstract.items()
+        name: jnp.asarray(random.standard_normal(leaf.shape), jnp.float32)
+        for name, leaf in model_definition.abstract.items()
     }
     x = random.standard_normal((2, 3)).astype(np.float32)
     h = x @ params["read_in"]
     for layer in range(2):
         h = h + jnp.tanh(h @ (3 * params[f"layers.{layer}"]))
     multipliers = {name: jnp.float32(3.0 if name.startswith("layers") else 1.0) for name in params}
-    np.testing.assert_allclose(found.apply(params, multipliers, {}, jnp.asarray(x)), h @ params["readout"], rtol=1e-5)
+    np.testing.assert_allclose(
+        model_definition.apply(params, multipliers, {}, jnp.asarray(x)), h @ params["readout"], rtol=1e-5
+    )
 
 
 def test_a_users_own_model_trains() -> None:
-    found = define(Classifier, sizes={"layers": 2})
+    model_definition = define(Classifier, sizes={"layers": 2})
     preset = presets.get("depth-mup", base={"embed": 5, "mlp": 5, "layers": 1})
     config = OptimizerConfig(peak_lr=0.02, schedule="constant")
     layout = MeshLayout(make_mesh(MeshConfig(data=1), jax.devices()[:1]))
-    tx = optimizer.build(config, found.specs)
-    abstract = state.abstract_state(found, tx, layout)
-    run = StepInputs(resolve(preset, found, config.name), optimizer.hyper(config, 30))
+    tx = optimizer.build(config, model_definition.specs)
+    abstract = state.abstract_state(model_definition, tx, layout)
+    run = StepInputs(resolve(preset, model_definition, config.name), optimizer.hyper(config, 30))
     random = np.random.default_rng(1)
     inputs = random.standard_normal((32, 3)).astype(np.float32)
     batch = {
@@ -97,8 +100,8 @@ def test_a_users_own_model_trains() -> None:
         "targets": np.argmax(inputs, axis=1).astype(np.int32),
         "weights": np.ones(32, np.float32),
     }
-    train = trace_train_step(found, tx, abstract, layout, run, batch).lower().compile()
-    now = state.Initializer(found, tx, abstract).state(0, init_stds(preset, found))
+    train = trace_train_step(model_definition, tx, abstract, layout, run, batch).lower().compile()
+    now = state.Initializer(model_definition, tx, abstract).state(0, init_stds(preset, model_definition))
     losses = []
     for _ in range(30):
         now, metrics = train(now, run, batch)
@@ -114,10 +117,12 @@ def test_nothing_is_allocated() -> None:
 def test_a_zoo_model_round_trips() -> None:
     model = dataclasses.replace(DECODER, tied=True, qk_norm=True, depth=1)
     built = model.module(nnx.Rngs(3))
-    found = definition(model)
+    model_definition = definition(model)
     arrays = {".".join(map(str, path)): variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(built))}
-    assert arrays.keys() == found.specs.keys() | found.factors.keys()
-    again = found.bind({n: arrays[n] for n in found.specs}, {n: arrays[n] for n in found.factors})
+    assert arrays.keys() == model_definition.specs.keys() | model_definition.factors.keys()
+    again = model_definition.bind(
+        {n: arrays[n] for n in model_definition.specs}, {n: arrays[n] for n in model_definition.factors}
+    )
     tokens = jnp.arange(7)[None]
     first, second = (jax.jit(lambda x, m=m: m(x))(tokens) for m in (built, again))  # pyright: ignore[reportCallIssue]
     np.testing.assert_array_equal(first, second)
@@ -136,7 +141,7 @@ GAIN = ParamSpec(role=Role.NORM_GAIN, axes=("embed",))
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: Owner(w=nnx.Param(jnp.ones((2, 3)))), r"parameter w \(2, 3\) has no spec; write nnx\.Param\(value, spec="),
         (lambda: Owner(w=nnx.Param(jnp.ones(3), spec="embed")), "has no spec"),
@@ -147,9 +152,9 @@ GAIN = ParamSpec(role=Role.NORM_GAIN, axes=("embed",))
         (lambda: Owner(drop=nnx.Dropout(0.5, rngs=nnx.Rngs(0))), "only nnx.Param and Factor state"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused(make: Callable[[], nnx.Module], said: str) -> None:
-    sizes = {"embed": 11} if "sizes given" in said else None
-    with pytest.raises(PresetError, match=said):
+def test_what_does_not_fit_is_refused(make: Callable[[], nnx.Module], message: str) -> None:
+    sizes = {"embed": 11} if "sizes given" in message else None
+    with pytest.raises(PresetError, match=message):
         define(make, sizes=sizes)
 
 
@@ -163,9 +168,9 @@ def test_a_stack_without_its_layer_axis_is_refused() -> None:
 
 
 def test_a_factor_of_an_unknown_kind_is_refused() -> None:
-    found = define(lambda: Owner(scale=Factor(jnp.ones(()), kind="tempreature")))
+    model_definition = define(lambda: Owner(scale=Factor(jnp.ones(()), kind="tempreature")))
     with pytest.raises(ValueError, match="no factor is of kind 'tempreature'; write logits, skip, branch or readout"):
-        resolve(presets.get("sp"), found)
+        resolve(presets.get("sp"), model_definition)
 
 
 # How parameters start
@@ -173,14 +178,14 @@ def test_a_factor_of_an_unknown_kind_is_refused() -> None:
 
 @functools.cache
 def initializer(model: ModelConfig) -> tuple[Definition, Callable[..., dict[str, jax.Array]]]:
-    found = definition(model)
-    return found, jax.jit(functools.partial(found.initialize, draw=normals))
+    model_definition = definition(model)
+    return model_definition, jax.jit(functools.partial(model_definition.initialize, draw=normals))
 
 
 def started(model: ModelConfig, preset: Preset, seed: int = 0) -> dict[str, np.ndarray]:
     """A model's parameters as a run makes them, on one device."""
-    found, initialize = initializer(model)
-    return jax.device_get(initialize(np.uint32(seed), init_stds(preset, found)))
+    model_definition, initialize = initializer(model)
+    return jax.device_get(initialize(np.uint32(seed), init_stds(preset, model_definition)))
 
 
 WIDE = dataclasses.replace(DECODER, width=352, head_dim=16, num_heads=22, num_kv_heads=11, vocab_size=53, seq_len=29)
@@ -189,16 +194,18 @@ WIDE = dataclasses.replace(DECODER, width=352, head_dim=16, num_heads=22, num_kv
 @pytest.mark.parametrize("name", ["sp", "mup", "mup-half", "depth-mup"])
 @pytest.mark.parametrize("model", [WIDE, dataclasses.replace(VIT, width=320, image_size=24)], ids=["decoder", "vit"])
 def test_the_spread_of_every_parameter_is_the_declared_one(model: Any, name: str) -> None:
-    found = definition(model)
+    model_definition = definition(model)
     preset = presets.get(name, base=BASE)
-    declared, params = init_stds(preset, found), started(model, preset)
-    for parameter, spec in found.specs.items():
+    declared, params = init_stds(preset, model_definition), started(model, preset)
+    for parameter, spec in model_definition.specs.items():
         value = params[parameter]
         if spec.role in (Role.BIAS, Role.NORM_GAIN):
             assert (value == (0.0 if spec.role is Role.BIAS else 1.0)).all()
             continue
         # The readout's multiplier form keeps the base's spread at every width.
-        sizes = {**found.sizes, **BASE} if spec.role is Role.READOUT and name != "sp" else found.sizes
+        sizes = (
+            {**model_definition.sizes, **BASE} if spec.role is Role.READOUT and name != "sp" else model_definition.sizes
+        )
         expected = 1.0 if spec.role is Role.PATCH_EMBEDDING else np.prod([sizes[axis] for axis in spec.fan_in]) ** -0.5
         np.testing.assert_allclose(declared[parameter], expected, rtol=1e-6)
         # A std measured from n numbers is off by 1/sqrt(2n), a mean by 1/sqrt(n); 4.5 of those once in 1e5 draws.
@@ -258,9 +265,9 @@ def test_a_deeper_model_starts_with_the_layers_of_a_shallower_one() -> None:
 
 def test_seeds_and_names_draw_apart() -> None:
     preset = presets.get("sp", base=BASE)
-    found = definition(DECODER)
+    model_definition = definition(DECODER)
     first, again, other = (started(DECODER, preset, seed) for seed in (0, 0, 1))
-    drawn = [name for name, spec in found.specs.items() if spec.role not in (Role.BIAS, Role.NORM_GAIN)]
+    drawn = [name for name, spec in model_definition.specs.items() if spec.role not in (Role.BIAS, Role.NORM_GAIN)]
     for name in drawn:
         np.testing.assert_array_equal(first[name], again[name])
         assert not (first[name] == other[name]).any()
@@ -281,10 +288,10 @@ def test_a_zero_readout_is_zero_and_nothing_else_changes() -> None:
 
 
 def test_factors_have_a_number_per_layer_of_what_is_stacked() -> None:
-    found = definition(dataclasses.replace(DECODER, tied=True))
-    factors = resolve(presets.get("depth-mup", base=BASE), found)
+    model_definition = definition(dataclasses.replace(DECODER, tied=True))
+    factors = resolve(presets.get("depth-mup", base=BASE), model_definition)
     for column in (factors.multiplier, factors.lr, factors.eps, factors.weight_decay):
-        assert column.keys() == found.specs.keys()
+        assert column.keys() == model_definition.specs.keys()
         for name, number in column.items():
             assert number.dtype == np.float32
             assert number.shape == ((3,) if name.startswith("block.") else ())
@@ -304,16 +311,16 @@ def test_forward_factors_are_the_presets() -> None:
 
 
 def test_a_skip_is_a_factor_only_where_a_preset_moves_it() -> None:
-    found, preset = definition(DECODER), presets.get("mup", base=BASE)
-    assert "block.skip" in found.factors
-    assert "block.skip" not in resolve(preset, found).forward
+    model_definition, preset = definition(DECODER), presets.get("mup", base=BASE)
+    assert "block.skip" in model_definition.factors
+    assert "block.skip" not in resolve(preset, model_definition).forward
 
     class Damped(Preset):
         def residual_scale(self, sizes: Any, layer: int, branch: Any) -> tuple[float, float]:
             return 1 - 0.1 * layer, {"attention": 2.0, "mlp": 3.0}[branch]
 
     damped = Damped(**{field.name: getattr(preset, field.name) for field in dataclasses.fields(preset)})
-    forward = resolve(damped, found).forward
+    forward = resolve(damped, model_definition).forward
     np.testing.assert_allclose(forward["block.skip"], [[1, 1], [0.9, 0.9], [0.8, 0.8]], rtol=1e-6)
     np.testing.assert_allclose(forward["block.branch"], [[2, 3]] * 3)
 
@@ -333,10 +340,10 @@ def test_numbers_are_of_the_declared_distribution(drawn_together: bool) -> None:
         for name in theirs
     }
     keys = {name: jax.random.fold_in(key, i) for i, name in enumerate(specs)}
-    made = normals(keys, specs, dict.fromkeys(specs, (n, n))) if drawn_together else {}
+    draws = normals(keys, specs, dict.fromkeys(specs, (n, n))) if drawn_together else {}
     quantiles = np.linspace(0.01, 0.99, 99)
     for name, spec in specs.items():
-        ours = initial_value(keys[name], spec, (n, n), n**-0.5, jnp.dtype("float32"), made.get(name))
+        ours = initial_value(keys[name], spec, (n, n), n**-0.5, jnp.dtype("float32"), draws.get(name))
         # The standard error of a quantile of 90,000 numbers is below 1.2 % of their deviation in the outermost percent.
         apart = np.quantile(ours, quantiles) - np.quantile(theirs[name], quantiles)
         assert np.abs(apart).max() < 0.06 * n**-0.5, name

@@ -31,13 +31,13 @@ from tests.zoo.models import (
 @pytest.mark.parametrize("layers", ["scan", "unrolled"])
 def test_factors_multiply_skip_and_branch_of_each_block(layers: str) -> None:
     model = with_compute(DECODER, layers=layers)
-    found = definition(model)
-    params, factors = numbers(found)
+    model_definition = definition(model)
+    params, factors = numbers(model_definition)
     h = jnp.asarray(np.random.default_rng(8).standard_normal((2, 7, model.width)), jnp.float32)
 
     @jax.jit
     def stack(skip: jax.Array, branch: jax.Array) -> jax.Array:
-        bound: Any = found.bind(params, {**factors, "block.skip": skip, "block.branch": branch})
+        bound: Any = model_definition.bind(params, {**factors, "block.skip": skip, "block.branch": branch})
         return residual_stack(bound.block, h, model.depth, model.compute)
 
     def through(skip: np.ndarray, branch: np.ndarray) -> np.ndarray:
@@ -56,23 +56,32 @@ def test_factors_multiply_skip_and_branch_of_each_block(layers: str) -> None:
 
 @pytest.mark.parametrize("layers", ["scan", "unrolled"])
 def test_a_skip_that_is_not_given_is_one(layers: str) -> None:
-    found = definition(with_compute(DECODER, layers=layers))
-    params, factors = numbers(found)
+    model_definition = definition(with_compute(DECODER, layers=layers))
+    params, factors = numbers(model_definition)
     ones = {**factors, "block.skip": jnp.ones((2, 2))}
     left_out = {name: value for name, value in factors.items() if name != "block.skip"}
     tokens = inputs_of(DECODER)
-    assert_close(logits_of(found, params, left_out, tokens), logits_of(found, params, ones, tokens), FORWARD)
-    assert np.abs(logits_of(found, params, factors, tokens) - logits_of(found, params, ones, tokens)).max() > 1e-2
+    assert_close(
+        logits_of(model_definition, params, left_out, tokens),
+        logits_of(model_definition, params, ones, tokens),
+        FORWARD,
+    )
+    assert (
+        np.abs(
+            logits_of(model_definition, params, factors, tokens) - logits_of(model_definition, params, ones, tokens)
+        ).max()
+        > 1e-2
+    )
 
 
 def test_a_logit_factor_of_zero_is_uniform_attention() -> None:
-    found = definition(VIT)
-    params, factors = numbers(found)
+    model_definition = definition(VIT)
+    params, factors = numbers(model_definition)
     x = jnp.asarray(np.random.default_rng(9).standard_normal((2, 9, VIT.width)), jnp.float32)
 
     @jax.jit
     def first_layer(scale: jax.Array) -> jax.Array:
-        bound: Any = found.bind(params, {**factors, "block.attention.logit_scale": scale})
+        bound: Any = model_definition.bind(params, {**factors, "block.attention.logit_scale": scale})
         graph, state = nnx.split(bound.block.attention)
         layer: Any = nnx.merge(graph, jax.tree.map(lambda array: array[0], state))
         return layer(x)

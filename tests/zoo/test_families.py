@@ -132,8 +132,8 @@ def test_it_trains_is_saved_and_goes_on_bitwise(tmp_path: Path) -> None:
     assert loop.run(run_of(part, resume=True)) == 0
     states = []
     for folder in (whole, part):
-        found = saved_run.find(folder)
-        states.append(runs.whole_state(folder / "checkpoints" / "5", runs.on_one_device(found.config)))
+        run = saved_run.find(folder)
+        states.append(runs.whole_state(folder / "checkpoints" / "5", runs.on_one_device(run.config)))
     assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
     for one, other in zip(*map(jax.tree.leaves, states), strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))

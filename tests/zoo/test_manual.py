@@ -52,19 +52,19 @@ def test_a_sum_scattered_over_a_torus_is_that_of_one_ring(
     split = layout.spec(("embed", "classes"))
     assert split == P("fsdp", None)
 
-    def both(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def scatter_and_gather(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         mine = x * jax.lax.axis_index("fsdp")
         part = collectives.reduce_scatter(mine, ("fsdp",), 0)
         return part, collectives.all_gather(part, ("fsdp",), 0)
 
-    part, whole = jax.jit(layout.mapped(both, P(), (split, P())))(WEIGHTS)
+    part, whole = jax.jit(layout.mapped(scatter_and_gather, P(), (split, P())))(WEIGHTS)
     np.testing.assert_array_equal(part, 28 * WEIGHTS)
     np.testing.assert_array_equal(whole, 28 * WEIGHTS)
     # The control: the dimensions in another order give every device another's part.
     if len(sizes) > 1:
         rings = collectives._rings
         monkeypatch.setattr(collectives, "_rings", lambda names: rings(names)[::-1])
-        part, _ = jax.jit(layout.mapped(both, P(), (split, P())))(WEIGHTS)
+        part, _ = jax.jit(layout.mapped(scatter_and_gather, P(), (split, P())))(WEIGHTS)
         assert not np.array_equal(part, 28 * WEIGHTS)
 
 
@@ -75,13 +75,13 @@ def test_over_two_mesh_axes_a_part_is_that_of_both_at_once(platform: str) -> Non
     layout = Manual(MeshLayout(make_mesh(MeshConfig(data=1, fsdp=4, experts=2))), {})
     layout.platform = platform
 
-    def both(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def scatter_and_gather(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         part = collectives.reduce_scatter(x * jax.lax.axis_index(names), names, 0)
         return part, collectives.all_gather(part, names, 0)
 
-    mapped = jax.jit(layout.mapped(both, P(), (P(names), P())))
-    for found in mapped(WEIGHTS):
-        np.testing.assert_array_equal(found, 28 * WEIGHTS)
+    mapped = jax.jit(layout.mapped(scatter_and_gather, P(), (P(names), P())))
+    for output in mapped(WEIGHTS):
+        np.testing.assert_array_equal(output, 28 * WEIGHTS)
     assert mapped.lower(WEIGHTS).as_text().count("reduce_scatter") == {"cpu": 1, "tpu": 2}[platform]
 
 
@@ -116,10 +116,10 @@ def gradient(mesh: MeshConfig, summed: tuple[str, ...] | None = None) -> jax.Arr
 
 def test_the_gradient_of_a_gathered_parameter_is_summed_over_all_that_split_the_batch() -> None:
     expected = 2 * INPUTS.T @ INPUTS @ WEIGHTS  # whole numbers: exact in any order
-    both = MeshConfig(data=2, fsdp=4)
-    for mesh in (both, MeshConfig(data=8), MeshConfig(data=1, fsdp=8)):
+    two_axes = MeshConfig(data=2, fsdp=4)
+    for mesh in (two_axes, MeshConfig(data=8), MeshConfig(data=1, fsdp=8)):
         np.testing.assert_array_equal(gradient(mesh), expected)
-    assert not np.array_equal(gradient(both, ("fsdp",)), expected)  # the control: not over data
+    assert not np.array_equal(gradient(two_axes, ("fsdp",)), expected)  # the control: not over data
 
 
 def test_no_layer_keeps_its_gathered_matrices_for_the_backward_pass() -> None:
@@ -135,9 +135,9 @@ def test_no_layer_keeps_its_gathered_matrices_for_the_backward_pass() -> None:
 
     def look(jaxpr: Any, inside: bool) -> None:
         for equation in jaxpr.eqns:
-            made = [tuple(v.aval.shape) for v in equation.outvars if inside]
-            shapes.update(made)
-            products.update(made if equation.primitive.name == "mul" else ())
+            output_shapes = [tuple(v.aval.shape) for v in equation.outvars if inside]
+            shapes.update(output_shapes)
+            products.update(output_shapes if equation.primitive.name == "mul" else ())
             for inner in jaxprs_in_params(equation.params):
                 look(inner, inside or equation.primitive.name == "shard_map")
 

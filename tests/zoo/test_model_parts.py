@@ -40,18 +40,22 @@ from tests.zoo.models import (
 @pytest.mark.core
 @every_model
 def test_logits_are_float32_of_the_expected_shape(model: ModelConfig) -> None:
-    found = definition(with_compute(model, dtype="bfloat16"))
-    out = jax.eval_shape(lambda p, f, x: found.bind(p, f)(x), *numbers(found), inputs_of(model, 5))  # pyright: ignore
+    model_definition = definition(with_compute(model, dtype="bfloat16"))
+    out = jax.eval_shape(
+        lambda p, f, x: model_definition.bind(p, f)(x),  # pyright: ignore
+        *numbers(model_definition),
+        inputs_of(model, 5),
+    )
     expected = (5, 7, 17) if isinstance(model, DecoderConfig) else (5, 7)
     assert out == jax.ShapeDtypeStruct(expected, jnp.float32)
 
 
 @pytest.mark.parametrize("model", [VIT, CLS], ids=model_id)
 def test_patches_are_a_strided_convolution(model: ViTConfig) -> None:
-    found = definition(model)
-    params, factors = numbers(found)
+    model_definition = definition(model)
+    params, factors = numbers(model_definition)
     images = inputs_of(model)
-    bound: Any = found.bind(params, factors)
+    bound: Any = model_definition.bind(params, factors)
     kernel = params["patch"].reshape(model.patch_size, model.patch_size, model.channels, model.width)
     patches = jax.lax.conv_general_dilated(
         images, kernel, (model.patch_size,) * 2, "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
@@ -65,8 +69,8 @@ def test_patches_are_a_strided_convolution(model: ViTConfig) -> None:
 
 @pytest.mark.parametrize("model", [VIT, CLS], ids=model_id)
 def test_the_order_of_patches_is_known_by_their_positions_alone(model: ViTConfig) -> None:
-    found = definition(model)
-    params, factors = numbers(found)
+    model_definition = definition(model)
+    params, factors = numbers(model_definition)
     images = inputs_of(model)
     grid, size, first = model.image_size // model.patch_size, model.patch_size, model.leading
     order = (4 * np.arange(model.num_patches) + 2) % model.num_patches  # every patch moves
@@ -77,16 +81,16 @@ def test_the_order_of_patches_is_known_by_their_positions_alone(model: ViTConfig
     )
     shuffled = cells[:, order].reshape(-1, grid, grid, size, size, model.channels).swapaxes(2, 3).reshape(images.shape)
     moved = params["position"].at[first:].set(params["position"][first:][order])
-    run = functools.partial(logits_of, found)
+    run = functools.partial(logits_of, model_definition)
     same, other = run({**params, "position": moved}, factors, shuffled), run(params, factors, shuffled)
     assert_close(same, run(params, factors, images), FORWARD)
     assert np.abs(other - run(params, factors, images)).max() > 1e-2
 
 
 def test_a_vit_sees_every_patch_from_everywhere() -> None:
-    found = definition(CLS)
-    params, factors = numbers(found)
-    pixels = jax.jit(jax.grad(lambda x: jnp.sum(found.bind(params, factors)(x)[:, 0])))(inputs_of(CLS))  # pyright: ignore
+    model_definition = definition(CLS)
+    params, factors = numbers(model_definition)
+    pixels = jax.jit(jax.grad(lambda x: jnp.sum(model_definition.bind(params, factors)(x)[:, 0])))(inputs_of(CLS))  # pyright: ignore
     assert (np.abs(pixels) > 0).all()
 
 
@@ -96,18 +100,18 @@ def test_a_vit_sees_every_patch_from_everywhere() -> None:
 def test_grouped_queries_are_repeated_keys_and_values() -> None:
     grouped = dataclasses.replace(DECODER, qk_norm=False)
     whole = dataclasses.replace(grouped, num_kv_heads=grouped.num_heads)
-    found, wide = definition(grouped), definition(whole)
-    params, factors = numbers(found)
+    model_definition, wide = definition(grouped), definition(whole)
+    params, factors = numbers(model_definition)
     repeats = grouped.num_heads // grouped.kv_heads
 
     def repeated(name: str) -> jax.Array:
-        axes = found.specs[name].axes
+        axes = model_definition.specs[name].axes
         return jnp.repeat(params[name], repeats, axis=axes.index("kv_heads")) if "kv_heads" in axes else params[name]
 
     tokens = inputs_of(grouped)
-    few = logits_of(found, params, factors, tokens)
+    few = logits_of(model_definition, params, factors, tokens)
     many = logits_of(wide, {name: repeated(name) for name in params}, factors, tokens)
-    assert found.abstract["block.attention.key"].shape != wide.abstract["block.attention.key"].shape
+    assert model_definition.abstract["block.attention.key"].shape != wide.abstract["block.attention.key"].shape
     assert_close(few, many, FORWARD)
 
 
@@ -125,23 +129,23 @@ def test_a_key_bias_exists_only_where_it_has_a_gradient() -> None:
 
 def test_a_tied_readout_is_the_embedding_times_its_factor() -> None:
     untied = dataclasses.replace(TIED, tied=False)
-    found, free = definition(TIED), definition(untied)
-    params, factors = numbers(found)
+    model_definition, free = definition(TIED), definition(untied)
+    params, factors = numbers(model_definition)
     tokens = inputs_of(TIED)
-    assert "readout" not in found.specs
-    tied = logits_of(found, params, factors, tokens)
+    assert "readout" not in model_definition.specs
+    tied = logits_of(model_definition, params, factors, tokens)
     own = {**params, "readout": factors["tied_readout"] * params["token"].T}
-    others = {name: value for name, value in factors.items() if name != "tied_readout"}
-    assert_close(tied, logits_of(free, own, others, tokens), FORWARD)
+    untied_factors = {name: value for name, value in factors.items() if name != "tied_readout"}
+    assert_close(tied, logits_of(free, own, untied_factors, tokens), FORWARD)
 
 
 @pytest.mark.parametrize("normed", [True, False])
 def test_qk_norm_forgets_the_length_of_queries_and_keys(normed: bool) -> None:
     model = dataclasses.replace(BARE, qk_norm=normed, norm_gain=True)
-    found = definition(model)
-    params, factors = numbers(found)
+    model_definition = definition(model)
+    params, factors = numbers(model_definition)
     grown = {name: value * (3.0 if name.endswith(("query", "key")) else 1.0) for name, value in params.items()}
-    before, after = (logits_of(found, p, factors, inputs_of(model)) for p in (params, grown))
+    before, after = (logits_of(model_definition, p, factors, inputs_of(model)) for p in (params, grown))
     change = np.abs(after - before).max() / np.abs(before).max()
     # The norm's epsilon of 1e-5, beside squares of about 0.5, is what is left.
     assert change < 1e-4 if normed else change > 1e-2

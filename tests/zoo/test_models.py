@@ -48,18 +48,18 @@ def influence(model: ModelConfig, *, causal: bool = True) -> np.ndarray:
     length = model.seq_len
 
     def make() -> nnx.Module:
-        made = model.module(nnx.Rngs(0))
-        made.block.attention.causal = causal
-        return made
+        module = model.module(nnx.Rngs(0))
+        module.block.attention.causal = causal
+        return module
 
-    found = define(make, sizes=model.sizes())
-    params, factors = numbers(found)
+    model_definition = define(make, sizes=model.sizes())
+    params, factors = numbers(model_definition)
     # What is added at position s, alone: learned positions, or the table's row s under the tokens 0, 1, 2, ...
     table = "position" if model.positions == "learned" else "token"
     assert table == "position" or not model.tied
 
     def projected(rows: jax.Array) -> jax.Array:
-        logits: Any = found.bind({**params, table: rows}, factors)(jnp.arange(length)[None])  # pyright: ignore[reportCallIssue]
+        logits: Any = model_definition.bind({**params, table: rows}, factors)(jnp.arange(length)[None])  # pyright: ignore[reportCallIssue]
         return logits[0] @ jnp.asarray(np.random.default_rng(3).standard_normal(model.vocab_size), jnp.float32)
 
     jacobian = jax.jit(jax.jacrev(projected))(params[table])
@@ -78,10 +78,10 @@ def influence(model: ModelConfig, *, causal: bool = True) -> np.ndarray:
     ],
 )
 def test_no_position_depends_on_a_later_one(model: ModelConfig, layers: str, attention: str) -> None:
-    seen = influence(with_compute(model, layers=layers, attention=attention))
-    past = np.tri(*seen.shape, dtype=bool)
-    assert (seen[~past] == 0).all()
-    assert (seen[past] > 1e-5).all()
+    magnitudes = influence(with_compute(model, layers=layers, attention=attention))
+    past = np.tri(*magnitudes.shape, dtype=bool)
+    assert (magnitudes[~past] == 0).all()
+    assert (magnitudes[past] > 1e-5).all()
 
 
 @pytest.mark.core
@@ -92,10 +92,10 @@ def test_control_attention_to_the_future_shows_in_the_gradient(model: ModelConfi
 
 def test_a_shorter_text_is_a_prefix_of_a_longer_one() -> None:
     for model in (DECODER, MODERN):
-        found = definition(model)
-        params, factors = numbers(found)
+        model_definition = definition(model)
+        params, factors = numbers(model_definition)
         tokens = inputs_of(model)
-        whole, part = (logits_of(found, params, factors, t) for t in (tokens, tokens[:, :5]))
+        whole, part = (logits_of(model_definition, params, factors, t) for t in (tokens, tokens[:, :5]))
         assert_close(part, whole[:, :5], FORWARD)
 
 
@@ -121,8 +121,8 @@ def test_layers_that_see_differently_are_one_loop_over_groups() -> None:
     assert_close(logits_and_gradients(rest), logits_and_gradients(with_compute(GEMMA, layers="scan")), GRADIENT)
     counts = primitives(with_compute(GEMMA, layers="scan"))
     assert counts["scan"] == primitives(with_compute(MODERN, layers="scan"))["scan"]
-    found = definition(GEMMA)
-    own, params = logits_of(found, *numbers(found), inputs_of(GEMMA)), numbers(found)
+    model_definition = definition(GEMMA)
+    own, params = logits_of(model_definition, *numbers(model_definition), inputs_of(GEMMA)), numbers(model_definition)
     for change in ({"full_every": None}, {"window_theta": None}, {"attention_softcap": None}, {"logit_softcap": None}):
         other = logits_of(definition(dataclasses.replace(GEMMA, **change)), *params, inputs_of(GEMMA))
         assert np.abs(other - own).max() > 1e-3, change
@@ -134,11 +134,11 @@ def test_fused_projections_change_nothing(model: ModelConfig) -> None:
     assert_close(logits_and_gradients(fused), logits_and_gradients(separate), GRADIENT)
     # One product for three, and for a gated MLP one for two, forward and twice backward.
     saved = 4 if isinstance(model, DecoderConfig) else 2
-    found = [
+    counts = [
         primitives(dataclasses.replace(m, compute=dataclasses.replace(m.compute, layers="scan")))
         for m in (separate, fused)
     ]
-    assert found[0]["product"] - found[1]["product"] >= saved
+    assert counts[0]["product"] - counts[1]["product"] >= saved
     assert definition(fused).specs == definition(separate).specs
 
 
@@ -157,10 +157,11 @@ def test_auto_unrolls_on_cpu_alone() -> None:
 
 @pytest.mark.core
 def test_jit_equals_no_jit() -> None:
-    found = definition(with_compute(MODERN, layers="unrolled"))
-    params, factors = numbers(found)
+    model_definition = definition(with_compute(MODERN, layers="unrolled"))
+    params, factors = numbers(model_definition)
     tokens = inputs_of(MODERN)
-    assert_close(found.bind(params, factors)(tokens), logits_of(found, params, factors, tokens), FORWARD)  # pyright: ignore[reportCallIssue]
+    plain: Any = model_definition.bind(params, factors)(tokens)  # pyright: ignore[reportCallIssue]
+    assert_close(plain, logits_of(model_definition, params, factors, tokens), FORWARD)
 
 
 @pytest.mark.parametrize("model", [MODERN, VIT], ids=model_id)
@@ -171,11 +172,11 @@ def test_attention_implementations_agree_inside_a_model(model: ModelConfig) -> N
 
 def primitives(model: ModelConfig) -> dict[str, int]:
     """How often each primitive stands in the traced gradient; a product says whether it has batch dimensions."""
-    found = definition(model)
-    params, factors = numbers(found)
+    model_definition = definition(model)
+    params, factors = numbers(model_definition)
 
     def loss(params: Arrays) -> jax.Array:
-        return jnp.sum(found.bind(params, factors)(inputs_of(model)))  # pyright: ignore[reportCallIssue]
+        return jnp.sum(model_definition.bind(params, factors)(inputs_of(model)))  # pyright: ignore[reportCallIssue]
 
     counts: dict[str, int] = {}
 
@@ -218,6 +219,6 @@ def test_bfloat16_products_stay_near_float32() -> None:
 
 
 def test_parameters_are_stored_as_asked() -> None:
-    found = definition(dataclasses.replace(DECODER, compute=ComputeConfig(param_dtype="bfloat16")))
-    assert {leaf.dtype for leaf in found.abstract.values()} == {jnp.dtype(jnp.bfloat16)}
+    model_definition = definition(dataclasses.replace(DECODER, compute=ComputeConfig(param_dtype="bfloat16")))
+    assert {leaf.dtype for leaf in model_definition.abstract.values()} == {jnp.dtype(jnp.bfloat16)}
     assert {leaf.dtype for leaf in definition(DECODER).abstract.values()} == {jnp.dtype(jnp.float32)}

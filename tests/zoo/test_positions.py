@@ -17,7 +17,7 @@ from mupax.zoo.vit.sines import sines
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"rope_factor": 3.0}, "model.rope_factor 3.0 is of scaled frequencies; write rope_scaling llama3 or linear"),
         ({"rope_scaling": "llama3"}, "rope_scaling llama3 is of rotary positions"),
@@ -28,8 +28,8 @@ from mupax.zoo.vit.sines import sines
         ({"window": 0}, "window is 0"),
     ],
 )
-def test_fields_of_positions_that_do_not_fit_are_refused(fields: dict[str, Any], said: str):
-    with pytest.raises(configs.ConfigError, match=said):
+def test_fields_of_positions_that_do_not_fit_are_refused(fields: dict[str, Any], message: str):
+    with pytest.raises(configs.ConfigError, match=message):
         dataclasses.replace(configs.get("gpt2"), **fields)
 
 

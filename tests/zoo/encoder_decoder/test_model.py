@@ -60,7 +60,7 @@ def in_numpy(
         x = x / np.sqrt((x * x).mean(-1, keepdims=True) + config.norm_eps)
         return x * p.get(f"{name}.gain", 1.0) + p.get(f"{name}.bias", 0.0)
 
-    def attend(x: np.ndarray, y: np.ndarray, name: str, i: int, seen: np.ndarray, bias: Any) -> np.ndarray:
+    def attend(x: np.ndarray, y: np.ndarray, name: str, i: int, mask: np.ndarray, bias: Any) -> np.ndarray:
         def part(of: np.ndarray, what: str) -> np.ndarray:
             z = np.einsum("btd,dhn->bhtn", of, p[f"{name}.{what}"][i])
             z = z + (p[f"{name}.{what}_bias"][i][:, None] if f"{name}.{what}_bias" in p else 0)
@@ -69,7 +69,7 @@ def in_numpy(
             return np.repeat(z, config.num_heads // z.shape[1], axis=1)
 
         logits = f[f"{name}.logit_scale"][i] * np.einsum("bhtn,bhsn->bhts", part(x, "query"), part(y, "key")) + bias
-        weights = np.exp(logits - logits.max(-1, keepdims=True)) * seen
+        weights = np.exp(logits - logits.max(-1, keepdims=True)) * mask
         values = np.einsum("bhts,bhsn->bhtn", weights / weights.sum(-1, keepdims=True), part(y, "value"))
         return np.einsum("bhtn,hnd->btd", values, p[f"{name}.out"][i]) + p.get(f"{name}.out_bias", np.zeros(i + 1))[i]
 
@@ -85,10 +85,10 @@ def in_numpy(
         x = p.get(f"{prefix}token", p["token"])[tokens] + p.get(f"{prefix}position", 0.0)
         return norm(x, f"{prefix}embedding_norm") if config.embedding_norm else x
 
-    def bias(prefix: str, length: int, both: bool) -> Any:
+    def bias(prefix: str, length: int, bidirectional: bool) -> Any:
         if f"{prefix}relative_bias" not in p:
             return 0.0
-        row = buckets(length, length, count=8, longest=6, both=both)
+        row = buckets(length, length, count=8, longest=6, both=bidirectional)
         return p[f"{prefix}relative_bias"][np.asarray(row)].transpose(2, 0, 1)
 
     def stack(h: np.ndarray, prefix: str, branches: list[Any]) -> np.ndarray:
@@ -106,12 +106,12 @@ def in_numpy(
         for name, w in p.items() if "block" in name and name.split(".")[-2] in ("attention_norm", "cross_norm", "mlp_norm")
         for i, row in enumerate(w)
     }  # fmt: skip
-    seen = batch["input_mask"][:, None, None, :]
-    both, past = bias("encoder.", S, True), bias("", T, False)
-    attention = ("attention", lambda x, name, i: attend(x, x, name, i, seen, both))
+    mask = batch["input_mask"][:, None, None, :]
+    encoder_bias, past = bias("encoder.", S, True), bias("", T, False)
+    attention = ("attention", lambda x, name, i: attend(x, x, name, i, mask, encoder_bias))
     memory = stack(start(batch["inputs"], "encoder."), "encoder.", [attention, ("mlp", mlp)])
     causal = ("attention", lambda x, name, i: attend(x, x, name, i, np.tri(T), past))
-    cross = ("cross", lambda x, name, i: attend(x, memory, name, i, seen, 0.0))
+    cross = ("cross", lambda x, name, i: attend(x, memory, name, i, mask, 0.0))
     h = stack(start(batch["decoder_inputs"], ""), "", [causal, cross, ("mlp", mlp)])
     return h @ p["readout"] if "readout" in p else f["tied_readout"] * (h @ p["token"].T)
 
@@ -120,7 +120,7 @@ def in_numpy(
 def test_it_computes_its_equations_however_it_runs(name: str) -> None:
     config = MODELS[name]
     params, factors, batch = numbers(config)
-    wanted = in_numpy(config, {n: w.astype(np.float64) for n, w in params.items()}, factors, batch)
+    expected = in_numpy(config, {n: w.astype(np.float64) for n, w in params.items()}, factors, batch)
 
     @functools.partial(jax.jit, static_argnums=1)
     def logits(params: Any, compute: ComputeConfig, batch: Any) -> Any:
@@ -128,7 +128,7 @@ def test_it_computes_its_equations_however_it_runs(name: str) -> None:
 
     unrolled, looped = ComputeConfig(layers="unrolled"), ComputeConfig(layers="scan", remat="block")
     plain = np.asarray(logits(params, unrolled, batch))
-    np.testing.assert_allclose(plain, wanted, rtol=2e-4, atol=2e-4)
+    np.testing.assert_allclose(plain, expected, rtol=2e-4, atol=2e-4)
     weights = np.sin(np.arange(plain.size)).reshape(plain.shape)
     value, gradients = jax.value_and_grad(lambda p: jnp.sum(logits(p, looped, batch) * weights))(params)
     assert value == pytest.approx(np.sum(plain * weights), rel=1e-4)
@@ -148,12 +148,12 @@ def test_it_computes_its_equations_however_it_runs(name: str) -> None:
 
 
 def test_buckets_are_those_of_t5() -> None:
-    both = np.asarray(buckets(1, 200, count=32, longest=128, both=True, start=100))[0]
+    indices = np.asarray(buckets(1, 200, count=32, longest=128, both=True, start=100))[0]
     # Of 16 rows a direction, 8 hold a distance each; then log2 steps: 8, 12, 16, 23, 32, 46, 64, 91 begin one.
     begins = [0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 23, 32, 46, 64, 91]
     rows = np.searchsorted(begins, np.arange(101), side="right") - 1
-    np.testing.assert_array_equal(both[100::-1], rows)
-    np.testing.assert_array_equal(both[101:], 16 + rows[1:100])
+    np.testing.assert_array_equal(indices[100::-1], rows)
+    np.testing.assert_array_equal(indices[101:], 16 + rows[1:100])
     past = np.asarray(buckets(40, 40, count=32, longest=128, both=False))
     assert (past[np.triu_indices(40)] == 0).all()
     np.testing.assert_array_equal(past[39, ::-1][:17], np.arange(17))

@@ -64,14 +64,14 @@ def by_masks(
 
 def test_slots_are_masks_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Output and gradients of a model, against every token through every expert; tokens are dropped."""
-    made, random = definition(MODEL), np.random.default_rng(0)
-    params = {name: random.normal(size=x.shape).astype("f4") for name, x in made.abstract.items()}
-    factors = {name: np.full(each["shape"], 0.7, np.float32) for name, each in made.factors.items()}
+    model_definition, random = definition(MODEL), np.random.default_rng(0)
+    params = {name: random.normal(size=x.shape).astype("f4") for name, x in model_definition.abstract.items()}
+    factors = {name: np.full(each["shape"], 0.7, np.float32) for name, each in model_definition.factors.items()}
     tokens, g_BTV = random.integers(0, 11, (2, 12)), random.normal(size=(2, 12, 11))
 
     def pulled() -> Any:
         def loss(params: Any) -> tuple[jax.Array, jax.Array]:
-            logits: Any = made.bind(params, factors)(tokens)  # pyright: ignore[reportCallIssue]
+            logits: Any = model_definition.bind(params, factors)(tokens)  # pyright: ignore[reportCallIssue]
             return jnp.sum(logits * g_BTV), logits
 
         (_, logits), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)

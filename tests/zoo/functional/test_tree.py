@@ -46,8 +46,8 @@ def test_a_name_is_the_path_and_a_variable_has_the_name_of_its_place():
 def test_axes_may_be_more_or_fewer_than_dimensions(shapes, axes, sizes):
     role, fan_in = (QUERY.role, ("embed",)) if "heads" in axes else (PATCH.role, ("patch",))
     spec = ParamSpec(role=role, axes=axes, fan_in=fan_in)
-    known = {axis: size for axis, size in sizes.items() if axis in ("heads", "embed")}
-    assert tree.sizes({"w": shapes}, {"w": spec}, known) == sizes
+    axis_sizes = {axis: size for axis, size in sizes.items() if axis in ("heads", "embed")}
+    assert tree.sizes({"w": shapes}, {"w": spec}, axis_sizes) == sizes
 
 
 def refused(of: dict, specs, message: str, **sizes: int) -> None:
@@ -64,8 +64,8 @@ def test_what_does_not_fit_is_refused():
     refused(
         {"read": shape(3, 4)}, {"read": PATCH, "raed": PATCH}, r"no parameter is named 'raed'; did you mean 'read'\?"
     )
-    both = {"a": PATCH, "*": PATCH, "?b": QUERY}
-    refused({"a": shape(3, 4), "bb": shape(3, 4)}, both, r"bb is declared by \* and \?b, differently; narrow one")
+    patterns = {"a": PATCH, "*": PATCH, "?b": QUERY}
+    refused({"a": shape(3, 4), "bb": shape(3, 4)}, patterns, r"bb is declared by \* and \?b, differently; narrow one")
     two = {"a": shape(3, 4), "b": shape(3, 5)}
     refused(two, {"*": PATCH}, r"axis 'embed' is 5 in b but 4 in a")
     refused(

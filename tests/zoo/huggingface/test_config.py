@@ -73,7 +73,7 @@ def test_a_llama_with_some_biases_has_the_others_at_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"model_type": "mamba"}, "only gpt2, .*llama, .*vit, deit, siglip, .*mbart, t5, mt5"),
         ({"model_type": ["gpt2"]}, "only gpt2, llama, "),
@@ -151,13 +151,13 @@ def test_a_llama_with_some_biases_has_the_others_at_zero() -> None:
         ({"model_type": "vit", "image_size": 225}, "not divisible by model.patch_size"),
     ],
 )
-def test_what_our_models_cannot_be_is_refused(fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_our_models_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         from_huggingface(fields)
 
 
 @pytest.mark.parametrize(
-    ("model", "change", "said"),
+    ("model", "change", "message"),
     [
         (GPT2, {"centered": True}, "difference of two networks"),
         (GPT2, {"qk_norm": True}, "normalizes queries and keys"),
@@ -216,8 +216,8 @@ def test_what_our_models_cannot_be_is_refused(fields: dict[str, Any], said: str)
         (VIT, {"norm": "rmsnorm", "qk_norm": True}, "normalizes queries and keys.*; .*subtracts the mean"),
     ],
 )
-def test_what_their_code_cannot_be_is_refused(model: ModelConfig, change: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_their_code_cannot_be_is_refused(model: ModelConfig, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         to_huggingface(dataclasses.replace(model, **change))
 
 

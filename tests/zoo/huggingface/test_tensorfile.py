@@ -36,10 +36,10 @@ def write(path: Path, header: Any, data: bytes = b"", length: int | None = None)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_what_is_written_is_read(dtype: Any, tmp_path: Path) -> None:
     assert write_tensors(tmp_path, ARRAYS.items(), dtype=dtype) == [tmp_path / SINGLE]
-    found = Tensors(tmp_path)
-    assert found.shapes == {name: value.shape for name, value in ARRAYS.items()}
+    tensors = Tensors(tmp_path)
+    assert tensors.shapes == {name: value.shape for name, value in ARRAYS.items()}
     for name, value in ARRAYS.items():
-        read = found.read(name)
+        read = tensors.read(name)
         assert read.dtype == np.float32
         np.testing.assert_array_equal(read, value.astype(jnp.dtype(dtype)).astype(np.float32))
 
@@ -50,9 +50,9 @@ def test_large_weights_are_written_in_parts_with_an_index(tmp_path: Path) -> Non
     index = json.loads((tmp_path / INDEX).read_text())
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in ARRAYS.values())
     for path in (tmp_path, tmp_path / INDEX):
-        found = Tensors(path)
+        tensors = Tensors(path)
         for name, value in ARRAYS.items():
-            np.testing.assert_array_equal(found.read(name), value)
+            np.testing.assert_array_equal(tensors.read(name), value)
     assert Tensors(files[0]).shapes == {"b.weight": (5, 7)}
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([INDEX, *(file.name for file in files)])
 
@@ -125,7 +125,7 @@ def test_an_index_names_only_files_of_its_folder(file: Any, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("weight_map", "said"),
+    ("weight_map", "message"),
     [
         ({"a": "gone.safetensors"}, "no such file"),
         ({"a": "part.safetensors", "b": "part.safetensors"}, "does not hold it"),
@@ -134,8 +134,8 @@ def test_an_index_names_only_files_of_its_folder(file: Any, tmp_path: Path) -> N
         (None, "no weight_map"),
     ],
 )
-def test_an_index_fits_its_files(weight_map: Any, said: str, tmp_path: Path) -> None:
-    with pytest.raises(TensorFileError, match=said):
+def test_an_index_fits_its_files(weight_map: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(TensorFileError, match=message):
         Tensors(indexed(tmp_path, weight_map))
 
 

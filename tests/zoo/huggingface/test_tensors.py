@@ -136,7 +136,7 @@ def test_a_readout_said_to_be_the_embedding_must_be_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "fields", "said"),
+    ("changes", "fields", "message"),
     [
         ({"transformer.h.1.ln_2.weight": None}, {}, r"h\.1\.ln_2\.weight \(6,\) is missing"),
         ({"transformer.wte.weight": np.ones((12, 6))}, {}, r"shape \(12, 6\); by config.json it would be \(13, 6\)"),
@@ -155,7 +155,7 @@ def test_a_readout_said_to_be_the_embedding_must_be_it(tmp_path: Path) -> None:
     ],
 )
 def test_tensors_that_do_not_fit_the_config_are_refused(
-    changes: dict[str, Any], fields: dict[str, Any], said: str, tmp_path: Path
+    changes: dict[str, Any], fields: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(TensorFileError, match=said):
+    with pytest.raises(TensorFileError, match=message):
         read(written(GPT2, tmp_path, **changes), {**to_huggingface(GPT2), **fields})

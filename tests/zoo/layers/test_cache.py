@@ -85,12 +85,12 @@ class Compiled:
         context = np.full((BATCH, padded), 16, np.int32)
         context[:, :PROMPT] = tokens[:, :PROMPT]
         first, cache = self.fill(numbers, context, jnp.int32(PROMPT))
-        found = [np.asarray(first[:, :PROMPT])]
+        parts = [np.asarray(first[:, :PROMPT])]
         for t in range(PROMPT, tokens.shape[1]):
             logits, cache = self.step(numbers, tokens[:, t : t + 1], cache)
-            found.append(np.asarray(logits))
+            parts.append(np.asarray(logits))
         assert int(cache.length) == tokens.shape[1]
-        return np.concatenate(found, axis=1)
+        return np.concatenate(parts, axis=1)
 
     def difference(self, numbers: Any, padded: int = 8) -> float:
         """Largest difference of logits, over the largest logit."""
@@ -106,42 +106,42 @@ def compiled(name: str, **compute: Any) -> Compiled:
 @pytest.mark.core
 @pytest.mark.parametrize("name", MODELS)
 def test_cached_logits_are_the_uncached_ones(name: str) -> None:
-    made = compiled(name)
-    assert made.difference(made.step_inputs()) < CLOSE
-    assert made.traces == 1
+    decoder = compiled(name)
+    assert decoder.difference(decoder.step_inputs()) < CLOSE
+    assert decoder.traces == 1
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma"])
 def test_a_scan_over_layers_has_the_same_cache(name: str) -> None:
-    made = compiled(name, layers="scan", projections="fused")
-    assert made.difference(made.step_inputs()) < CLOSE
+    decoder = compiled(name, layers="scan", projections="fused")
+    assert decoder.difference(decoder.step_inputs()) < CLOSE
 
 
 def test_every_presets_factors_reach_the_cached_model() -> None:
-    made = compiled("learned-gqa")
+    decoder = compiled("learned-gqa")
     for preset in presets.PRESETS:
-        assert made.difference(made.step_inputs(preset)) < CLOSE, preset
+        assert decoder.difference(decoder.step_inputs(preset)) < CLOSE, preset
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_control_a_position_off_by_one_is_seen(name: str) -> None:
-    made = compiled(name)
-    numbers = made.step_inputs()
-    whole, shifted = (np.asarray(made.whole(numbers, tokens)) for tokens in (TOKENS, np.roll(TOKENS, 1, axis=1)))
+    decoder = compiled(name)
+    numbers = decoder.step_inputs()
+    whole, shifted = (np.asarray(decoder.whole(numbers, tokens)) for tokens in (TOKENS, np.roll(TOKENS, 1, axis=1)))
     assert np.abs(whole[:, 5] - shifted[:, 6]).max() > 1e-2 * np.abs(whole).max()
 
 
 def test_several_tokens_may_be_added_at_once() -> None:
-    made = compiled.__wrapped__("llama")  # traced for each number of tokens
-    numbers, cache, found = made.step_inputs(), caches.empty(LLAMA, BATCH), []
+    decoder = compiled.__wrapped__("llama")  # traced for each number of tokens
+    numbers, cache, parts = decoder.step_inputs(), caches.empty(LLAMA, BATCH), []
     for start, stop in ((0, 2), (2, 7), (7, 11)):
-        logits, cache = made.step(numbers, TOKENS[:, start:stop], cache)
-        found.append(np.asarray(logits))
-    whole = np.asarray(made.whole(numbers, TOKENS))
-    np.testing.assert_allclose(np.concatenate(found, axis=1), whole, atol=CLOSE * np.abs(whole).max(), rtol=0)
+        logits, cache = decoder.step(numbers, TOKENS[:, start:stop], cache)
+        parts.append(np.asarray(logits))
+    whole = np.asarray(decoder.whole(numbers, TOKENS))
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), whole, atol=CLOSE * np.abs(whole).max(), rtol=0)
 
 
 def test_bfloat16_keeps_keys_in_bfloat16_and_agrees_to_its_rounding() -> None:
-    made = compiled("llama", dtype="bfloat16")
-    assert caches.empty(made.model, 1).keys.dtype == jnp.bfloat16
-    assert made.difference(made.step_inputs()) < 2e-2
+    decoder = compiled("llama", dtype="bfloat16")
+    assert caches.empty(decoder.model, 1).keys.dtype == jnp.bfloat16
+    assert decoder.difference(decoder.step_inputs()) < 2e-2

@@ -79,8 +79,8 @@ def results(case: Case, implementation: Any, layout: partition.Layout | None, dt
 def differences(case: Case, layout: partition.Layout) -> list[float]:
     """Of the kernel's output and three gradients from XLA's in float32, over the largest entry of each."""
     expected = results(case, "xla", None, jnp.float32)
-    found = results(case, "cudnn", layout, jnp.bfloat16)
-    return [float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(found, expected, strict=True)]
+    outputs = results(case, "cudnn", layout, jnp.bfloat16)
+    return [float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(outputs, expected, strict=True)]
 
 
 def refusal(case: Case, layout: partition.Layout) -> str | None:
@@ -140,9 +140,9 @@ XLA = jax.nn.dot_product_attention
 def stand_in(monkeypatch: pytest.MonkeyPatch, **other: Any) -> None:
     """XLA's products where cuDNN's kernel is asked for, with what is asked for changed."""
 
-    def products(*qkv: jax.Array, **asked: Any) -> jax.Array:
-        assert asked["implementation"] == "cudnn"
-        return XLA(*qkv, **asked | other | {"implementation": "xla"})
+    def products(*qkv: jax.Array, **options: Any) -> jax.Array:
+        assert options["implementation"] == "cudnn"
+        return XLA(*qkv, **options | other | {"implementation": "xla"})
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", products)
     monkeypatch.setattr(jax, "local_devices", lambda: [Hopper()])
@@ -151,8 +151,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, **other: Any) -> None:
 @pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[7], CASES[8], CASES[13], CASES[-1]], ids=str)
 def test_cases_hold_where_the_kernel_is_xla(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch)
-    found = differences(case, OneGpu())
-    assert 0 < max(found) < MOST  # bfloat16 was computed in, and is within what it rounds
+    errors = differences(case, OneGpu())
+    assert 0 < max(errors) < MOST  # bfloat16 was computed in, and is within what it rounds
 
 
 @pytest.mark.parametrize(
@@ -185,8 +185,8 @@ def main() -> None:
     layout = MeshLayout(make_mesh(MeshConfig(), jax.devices()[:1]))
     for case in CASES:
         reason = refusal(case, layout)
-        found = {"refused": reason} if reason else {"differences": differences(case, layout)}
-        print(json.dumps({**case._asdict(), "device": layout.kind, **found}), flush=True)
+        outcome = {"refused": reason} if reason else {"differences": differences(case, layout)}
+        print(json.dumps({**case._asdict(), "device": layout.kind, **outcome}), flush=True)
 
 
 if __name__ == "__main__":

@@ -78,12 +78,12 @@ def test_splash_equals_the_products(
     qkv = projections(length=256 if sizes else 128)
     expected = outputs_and_gradients(functools.partial(merged_attention, causal=causal), qkv)
     layout = None if sizes is None else MeshLayout(make_mesh(MeshConfig(**sizes)))
-    found = outputs_and_gradients(functools.partial(splash_attention, causal=causal, interpret=True), qkv, layout)
-    for got, want in zip(found, expected, strict=True):
+    actual = outputs_and_gradients(functools.partial(splash_attention, causal=causal, interpret=True), qkv, layout)
+    for got, want in zip(actual, expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
     if causal:
         other = output(merged_attention, qkv, causal=False)
-        assert np.abs(other - found[0]).max() > 0.1  # the control: the mask is seen
+        assert np.abs(other - actual[0]).max() > 0.1  # the control: the mask is seen
 
 
 RINGS = [
@@ -102,8 +102,8 @@ def test_a_ring_equals_the_products(
     monkeypatch.setattr("mupax.zoo.layers.ring.products.TILE", 2)
     qkv, layout = projections(length=length), MeshLayout(make_mesh(MeshConfig(**sizes)))
     expected = outputs_and_gradients(functools.partial(merged_attention, causal=causal), qkv)
-    found = outputs_and_gradients(functools.partial(ring_attention, causal=causal, interpret=kernel), qkv, layout)
-    for got, want in zip(found, expected, strict=True):
+    actual = outputs_and_gradients(functools.partial(ring_attention, causal=causal, interpret=kernel), qkv, layout)
+    for got, want in zip(actual, expected, strict=True):
         # Sums of float32 in another order; a part that is left out or looked at twice changes the first digit.
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
 
@@ -137,8 +137,8 @@ def test_segments_go_round_with_their_keys(
 @pytest.mark.core
 def test_tiles_equal_the_products_in_value_gradient_and_derivative() -> None:
     qkv, causal = projections(length=150), functools.partial(merged_attention, causal=True)  # 64, 64 and 22 queries
-    found, expected = (outputs_and_gradients(run, qkv) for run in (tiled_attention, causal))
-    for got, want in zip(found, expected, strict=True):
+    actual, expected = (outputs_and_gradients(run, qkv) for run in (tiled_attention, causal))
+    for got, want in zip(actual, expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
     shifted = tuple(np.roll(x, 1, axis=1) for x in qkv)
     changes = [
@@ -146,7 +146,7 @@ def test_tiles_equal_the_products_in_value_gradient_and_derivative() -> None:
     ]
     np.testing.assert_allclose(*changes, rtol=0, atol=1e-5 * np.abs(changes[1]).max())
     other = outputs_and_gradients(functools.partial(merged_attention, causal=False), qkv)
-    assert min(np.abs(a - b).max() for a, b in zip(other, found, strict=True)) > 0.1  # the control: the mask is seen
+    assert min(np.abs(a - b).max() for a, b in zip(other, actual, strict=True)) > 0.1  # the control: the mask is seen
 
 
 def seen_by_a_window(qkv: Any, window: int, cap: float | None = None) -> np.ndarray:
@@ -215,30 +215,30 @@ def test_segments_do_not_see_one_another(monkeypatch: pytest.MonkeyPatch) -> Non
             np.testing.assert_allclose(expected[0][row, places], alone[0], atol=2e-6)
         assert np.abs(expected[0] - output(merged, qkv)).max() > 0.1  # the control: segments are seen
         for name, (way, layout) in ways.items():
-            found = outputs_and_gradients(
+            actual = outputs_and_gradients(
                 functools.partial(way, causal=True, segments_BT=SEGMENTS, **sight), qkv, layout
             )
-            for got, want in zip(found, expected, strict=True):
+            for got, want in zip(actual, expected, strict=True):
                 np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max(), err_msg=name)
 
 
 @pytest.mark.core
 def test_auto_takes_the_kernel_of_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = []
+    calls = []
     for name in ("ring_attention", "splash_attention", "cudnn_attention", "merged_attention", "tiled_attention"):
         file = "kernels" if name in ("merged_attention", "tiled_attention") else "flash"
         monkeypatch.setattr(
             f"mupax.zoo.layers.{file}.{name}",
-            lambda q, k, v, name=name, **how: taken.append(name) or q,
+            lambda q, k, v, name=name, **how: calls.append(name) or q,
         )
 
     def choose(layout: partition.Layout, apart: bool = False, **changes: Any) -> str:
-        taken.clear()
+        calls.clear()
         with partition.using(layout):
             qkv = projections(**changes)
             segments_BT = jnp.zeros(qkv[0].shape[:2], jnp.int32) if apart else None
             jax.eval_shape(lambda *qkv: attend(*qkv, causal=True, segments_BT=segments_BT), *qkv)
-        return taken[0] if taken else "xla"
+        return calls[0] if calls else "xla"
 
     half = {"dtype": jnp.bfloat16}
     assert choose(Device("cpu")) == "tiled_attention"
@@ -304,8 +304,8 @@ def test_the_gpus_at_hand_decide(capability: str, size: int, why: str | None, mo
     q, k, _ = projections(size=size, dtype=jnp.bfloat16)
     with partition.using(Device("gpu")):
         monkeypatch.setattr(jax, "local_devices", lambda: [Gpu("12.0"), Gpu(capability)])
-        found = why_not("cudnn", q, k, True)
-    assert found is None if why is None else why in str(found)
+        reason = why_not("cudnn", q, k, True)
+    assert reason is None if why is None else why in str(reason)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -323,8 +323,8 @@ def test_split_positions_are_exchanged_for_heads(kv_heads: int, monkeypatch: pyt
         MeshLayout(make_mesh(MeshConfig(data=2, tensor=2, sequence=2))),
     )
     expected = outputs_and_gradients(functools.partial(merged_attention, causal=True), qkv)
-    found = outputs_and_gradients(functools.partial(cudnn_attention, causal=True), qkv, layout)
-    for got, want in zip(found, expected, strict=True):
+    actual = outputs_and_gradients(functools.partial(cudnn_attention, causal=True), qkv, layout)
+    for got, want in zip(actual, expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
     assert set(lengths) == {(16, 1, 1)}
 

@@ -67,8 +67,8 @@ def reference_attention(q: Any, k: Any, v: Any, *, causal: bool) -> np.ndarray:
 @pytest.mark.parametrize("implementation", ["auto", "xla"])
 def test_attention_equals_its_definition(implementation: Any, heads: int, kv_heads: int, causal: bool) -> None:
     q, k, v = projections(heads, kv_heads)
-    found = attend(q, k, v, causal=causal, implementation=implementation)
-    np.testing.assert_allclose(found, reference_attention(q, k, v, causal=causal), rtol=0, atol=FORWARD)
+    actual = attend(q, k, v, causal=causal, implementation=implementation)
+    np.testing.assert_allclose(actual, reference_attention(q, k, v, causal=causal), rtol=0, atol=FORWARD)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -125,8 +125,8 @@ def test_scaled_frequencies_are_those_of_the_reference(kind: Literal["llama3", "
 
     scaling, frequency = RopeScaling(kind, 8.0, 1.0, 4.0, 8192), 500_000.0 ** -(np.arange(64) / 64)
     expected = [apply_scaling(each) if kind == "llama3" else each / 8 for each in frequency]
-    found = scaled_frequencies(jnp.asarray(frequency, jnp.float32), scaling)
-    np.testing.assert_allclose(found, expected, rtol=2e-5)
+    actual = scaled_frequencies(jnp.asarray(frequency, jnp.float32), scaling)
+    np.testing.assert_allclose(actual, expected, rtol=2e-5)
     if kind == "llama3":
         assert (
             len({each < 0.99 * plain for each, plain in zip(expected, frequency, strict=True)}) == 2

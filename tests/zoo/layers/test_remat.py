@@ -31,28 +31,29 @@ FORWARD_RUNS = {"none": 1, "dots": 1, "attention": 1, "block": 2}
 
 
 def model(**compute: Any) -> Definition:
-    made = ComputeConfig(layers="scan", **compute)
+    compute_config = ComputeConfig(layers="scan", **compute)
     config = DecoderConfig(
         width=8, depth=3, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=17, seq_len=128, positions="rotary",
-        compute=made,
+        compute=compute_config,
     )  # fmt: skip
     return definition(config)
 
 
-def numbers(found: Definition) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+def numbers(model_definition: Definition) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     random = np.random.default_rng(3)
     params = {
-        name: jnp.asarray(random.normal(0, 0.3, leaf.shape), jnp.float32) for name, leaf in found.abstract.items()
+        name: jnp.asarray(random.normal(0, 0.3, leaf.shape), jnp.float32)
+        for name, leaf in model_definition.abstract.items()
     }
-    return params, {name: jnp.ones(f["shape"], jnp.float32) for name, f in found.factors.items()}
+    return params, {name: jnp.ones(f["shape"], jnp.float32) for name, f in model_definition.factors.items()}
 
 
-def gradient(found: Definition) -> Callable[..., Any]:
-    _, factors = numbers(found)
+def gradient(model_definition: Definition) -> Callable[..., Any]:
+    _, factors = numbers(model_definition)
     tokens = jnp.asarray(np.random.default_rng(5).integers(0, 17, (2, 128)), jnp.int32)
 
     def loss(params: dict[str, jax.Array]) -> jax.Array:
-        logits_BTV = found.bind(params, factors)(tokens)  # pyright: ignore[reportCallIssue]
+        logits_BTV = model_definition.bind(params, factors)(tokens)  # pyright: ignore[reportCallIssue]
         return jnp.mean(jax.nn.logsumexp(logits_BTV, axis=-1) - logits_BTV[..., 3])
 
     return jax.value_and_grad(loss)
@@ -60,7 +61,7 @@ def gradient(found: Definition) -> Callable[..., Any]:
 
 def counts(function: Callable[..., Any], *arguments: Any) -> Counter[str]:
     """Kernels of Pallas by their names, and all else by its primitive's."""
-    found: Counter[str] = Counter()
+    counter: Counter[str] = Counter()
 
     def count(jaxpr: Any) -> None:
         for equation in jaxpr.eqns:
@@ -68,14 +69,14 @@ def counts(function: Callable[..., Any], *arguments: Any) -> Counter[str]:
             if not equation.outvars:
                 continue  # of what is kept the tracer leaves calls that give nothing, which no compiler runs
             if name == "pallas_call":
-                found[equation.params["name"]] += 1
+                counter[equation.params["name"]] += 1
                 continue
-            found[name] += 1
+            counter[name] += 1
             for inner in jaxprs_in_params(equation.params):
                 count(inner)
 
     count(jax.make_jaxpr(function)(*arguments).jaxpr)
-    return found
+    return counter
 
 
 def test_splash_runs_forward_once_where_its_outputs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,8 +99,8 @@ def test_splash_runs_forward_once_where_its_outputs_are_kept(monkeypatch: pytest
 def test_tiles_of_a_cpu_are_kept() -> None:
     # Two tiles of 64 queries, with two products each.
     params, _ = numbers(model())
-    found = {remat: counts(gradient(model(remat=remat)), params) for remat in FORWARD_RUNS}
-    assert found["block"]["dot_general"] - found["attention"]["dot_general"] == 4
+    by_policy = {remat: counts(gradient(model(remat=remat)), params) for remat in FORWARD_RUNS}
+    assert by_policy["block"]["dot_general"] - by_policy["attention"]["dot_general"] == 4
 
 
 def test_the_kernel_of_cudnn_runs_forward_once_though_it_names_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +111,6 @@ def test_the_kernel_of_cudnn_runs_forward_once_though_it_names_nothing(monkeypat
     monkeypatch.setattr(f"{checks}.check_compute_capability", lambda _: True)
     monkeypatch.setattr(kernels, "chosen", lambda *_, **__: "cudnn")
     for remat, runs in FORWARD_RUNS.items():
-        found = model(remat=remat, dtype="bfloat16")
+        model_definition = model(remat=remat, dtype="bfloat16")
         with partition.using(layout):
-            assert counts(gradient(found), numbers(found)[0])[CUDNN] == runs, remat
+            assert counts(gradient(model_definition), numbers(model_definition)[0])[CUDNN] == runs, remat
