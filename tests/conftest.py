@@ -24,8 +24,8 @@ QUICK_SECONDS = 4.5
 """`make quick` has the core tests of files recorded to cost at most so much."""
 
 # Read once, when JAX or a BLAS is first imported; the tests' own threads are enough for the cores.
-_GIVEN = os.environ.get("XLA_FLAGS", "")
-_FLAGS = [_GIVEN, *(() if LEVEL in _GIVEN else QUICKLY), f"--xla_force_host_platform_device_count={DEVICES}"]
+_USER_FLAGS = os.environ.get("XLA_FLAGS", "")
+_FLAGS = [_USER_FLAGS, *(() if LEVEL in _USER_FLAGS else QUICKLY), f"--xla_force_host_platform_device_count={DEVICES}"]
 os.environ["XLA_FLAGS"] = " ".join(_FLAGS).strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["MPLBACKEND"] = "agg"

@@ -81,22 +81,22 @@ def walks(text: str) -> dict[str, list[tuple[str, str]]]:
     """Heading to (file, what is said of it): the numbered lists of a text whose items begin with a file."""
     item = re.compile(r"^\d+\. `([\w/]+\.py)`(.*?)(?=^\d+\. |^## |\Z)", re.MULTILINE | re.DOTALL)
     parts = re.split(r"^## (.*)$", text, flags=re.MULTILINE)[1:]
-    return {title: found for title, body in zip(parts[::2], parts[1::2], strict=True) if (found := item.findall(body))}
+    return {title: items for title, body in zip(parts[::2], parts[1::2], strict=True) if (items := item.findall(body))}
 
 
 def unsound(walk: list[tuple[str, str]], graph: dict[str, set[str]]) -> list[str]:
     """Files of a walk that neither import nor are imported by one before them, and names that their file does not have."""
     wrong, before = [], set[str]()
-    for path, said in walk:
+    for path, description in walk:
         # A table may name a module: one above it, or one that is imported when it is looked up.
         loader = re.compile(rf"[\".]{Path(path).stem}:")
-        seen = before.union(*(graph[other] for other in before))
-        tables = before | {other for other in seen if other.endswith("__init__.py")}
+        reachable = before.union(*(graph[other] for other in before))
+        tables = before | {other for other in reachable if other.endswith("__init__.py")}
         named = any(loader.search((ROOT / table).read_text()) for table in tables)
-        if before and not (graph[path] & before or path in seen or named):
+        if before and not (graph[path] & before or path in reachable or named):
             wrong.append(f"{path} has no import to or from what stands before it")
         words = set(re.findall(r"\w+", (ROOT / path).read_text()))
-        names = re.findall(r"`(?:\w+\.)*(\w+)(?:\(\))?`", said)
+        names = re.findall(r"`(?:\w+\.)*(\w+)(?:\(\))?`", description)
         wrong += [f"{path} has no {name}" for name in names if name not in words]
         before.add(path)
     return wrong

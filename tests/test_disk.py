@@ -14,7 +14,7 @@ pytestmark = pytest.mark.core
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"[" * 200_000, "too deep"),
         (b'{"a":' * 200_000, "too deep"),
@@ -27,9 +27,9 @@ pytestmark = pytest.mark.core
         (b"", "not JSON"),
     ],
 )
-def test_json_that_is_none_is_refused(content: bytes, said: str, tmp_path: Path) -> None:
+def test_json_that_is_none_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_bytes(content)
-    with pytest.raises(JsonError, match=said):
+    with pytest.raises(JsonError, match=message):
         read_json(tmp_path / "x.json")
 
 
@@ -62,11 +62,14 @@ def test_an_error_that_stays_ends_with_a_failure_and_nothing_else_is_tried_again
         calls.append(error)
         raise error
 
-    for error, wanted in ((OSError(5, "Input/output error"), DiskError), (FileNotFoundError(2, ""), FileNotFoundError)):
+    for error, expected in (
+        (OSError(5, "Input/output error"), DiskError),
+        (FileNotFoundError(2, ""), FileNotFoundError),
+    ):
         calls: list[Exception] = []
-        with pytest.raises(wanted):
+        with pytest.raises(expected):
             disk.Patience(print, seconds=0.25)(lambda error=error: failing(error), "file")
-        assert len(calls) == (2 if wanted is DiskError else 1)
+        assert len(calls) == (2 if expected is DiskError else 1)
     with pytest.raises(ValueError, match="of another kind"):
         disk.Patience(print)(lambda: failing(ValueError("of another kind")), "file")
 

@@ -39,10 +39,10 @@ def unsaid(function: ast.FunctionDef, derived: bool) -> list[str]:
     if len(names) < 2 or (derived and text is None):
         return []
     _, _, section = (text or "").partition("Args:\n")
-    said = {
+    entries = {
         name.lstrip("*") for line in re.findall(r"^ {4}([\w*, ]+):", section, re.MULTILINE) for name in line.split(", ")
     }
-    return [name for name in names if name not in said]
+    return [name for name in names if name not in entries]
 
 
 @pytest.mark.parametrize("package", PACKAGES)

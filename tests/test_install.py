@@ -167,11 +167,11 @@ EXAMPLES = {
 @pytest.mark.release
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_runs_from_the_wheel(environment: Path, tmp_path: Path, name: str):
-    flags, said, run = EXAMPLES[name]
+    flags, pattern, run = EXAMPLES[name]
     command = [str(environment / "python"), "-I", str(ROOT / "examples" / f"{name}.py"), *flags.split()]
     cache = tmp_path.with_name(f"{tmp_path.name}-cache")
     printed = execute(command, tmp_path, timeout_s=1800, MUPAX_DATA=str(cache), HF_HUB_OFFLINE="1")
-    assert re.search(said, printed), printed
+    assert re.search(pattern, printed), printed
     steps = json.loads((tmp_path / run / "config.json").read_text())["config"]["steps"]
     assert (tmp_path / run / "checkpoints" / str(steps)).is_dir()
     assert f"--steps {steps}" == flags

@@ -44,8 +44,8 @@ def test_no_tracked_file_is_large():
 
 
 def test_no_tracked_file_names_a_machine():
-    found = [f"{path.name}: {hit.group()!r}" for path in tracked() if (hit := MACHINE.search(path.read_bytes()))]
-    assert found == []
+    hits = [f"{path.name}: {hit.group()!r}" for path in tracked() if (hit := MACHINE.search(path.read_bytes()))]
+    assert hits == []
 
 
 @pytest.mark.parametrize(
@@ -86,6 +86,8 @@ def stages() -> list[str]:
 def test_what_ci_runs_can_be_made_and_is_said():
     targets = re.findall(r"^(\w+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    (said,) = re.findall(r"`\.ci/run` is what must be green before a change lands: (.*?)\. `VENV=", text, re.DOTALL)
+    (stage_list,) = re.findall(
+        r"`\.ci/run` is what must be green before a change lands: (.*?)\. `VENV=", text, re.DOTALL
+    )
     assert {"test", "site", "core"} < set(stages()) < set(targets)
-    assert re.findall(r"`make (\w+)`", said) == stages()
+    assert re.findall(r"`make (\w+)`", stage_list) == stages()

@@ -56,9 +56,9 @@ USES_A_RUN = ("checkpoints", "eval", "generate", "grow", "noise", "predict", "ro
 
 
 def blocks(document: str, language: str) -> list[str]:
-    found = FENCE.findall((ROOT / document).read_text())
-    assert all(name for name, _ in found), f"{document} has a fenced block without a language"
-    return [body for name, body in found if name == language]
+    fences = FENCE.findall((ROOT / document).read_text())
+    assert all(name for name, _ in fences), f"{document} has a fenced block without a language"
+    return [body for name, body in fences if name == language]
 
 
 def shell_lines() -> list[str]:

@@ -63,12 +63,12 @@ def test_control_an_address_is_found(line: str):
 
 def locked(name: str) -> dict[str, list[Requirement]]:
     """Package to its pinned lines. A package may have one line per Python version."""
-    found: dict[str, list[Requirement]] = {}
+    pins: dict[str, list[Requirement]] = {}
     for line in re.findall(r"^\S.*(?: \\)?$", (ROOT / name).read_text(), re.MULTILINE):
         if not line.startswith("#"):
             requirement = Requirement(line.removesuffix("\\").strip())
-            found.setdefault(normalized(requirement.name), []).append(requirement)
-    return found
+            pins.setdefault(normalized(requirement.name), []).append(requirement)
+    return pins
 
 
 def normalized(name: str) -> str:
@@ -83,12 +83,12 @@ def applies(requirement: Requirement, python: str, platform: str = "linux") -> b
 @pytest.mark.parametrize("python", PYTHONS)
 @pytest.mark.parametrize("name", REQUIREMENTS)
 def test_the_lock_answers_pyproject(name: str, python: str):
-    wanted = PROJECT["project"]["dependencies"] + PROJECT["dependency-groups"]["build"]
+    requirements = PROJECT["project"]["dependencies"] + PROJECT["dependency-groups"]["build"]
     for extra in ("dev", "site"):
         if name == f"requirements-{extra}.txt":
-            wanted = wanted + PROJECT["project"]["optional-dependencies"][extra]
+            requirements = requirements + PROJECT["project"]["optional-dependencies"][extra]
     pins = locked(name)
-    for requirement in map(Requirement, wanted):
+    for requirement in map(Requirement, requirements):
         versions = [str(pin.specifier) for pin in pins.get(normalized(requirement.name), []) if applies(pin, python)]
         assert len(versions) == 1, f"{name}: {requirement.name} on {python} is pinned {versions}; run `make lock`"
         pinned = Version(versions[0].removeprefix("=="))
