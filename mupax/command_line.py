@@ -178,12 +178,12 @@ def _without(words: Sequence[str], rest: Sequence[str]) -> list[str]:
     return read
 
 
-def refuse(rest: Sequence[str], known: Sequence[str], prog: str) -> None:
+def refuse(rest: Sequence[str], flags: Sequence[str], prog: str) -> None:
     """Raises UsageError for the first of the words that nothing took, with the flags that are most like it.
 
     Args:
         rest: the words.
-        known: every flag that is read.
+        flags: every flag that is read.
         prog: what was written before the flags.
     """
     if not rest:
@@ -193,9 +193,9 @@ def refuse(rest: Sequence[str], known: Sequence[str], prog: str) -> None:
         text = f"nothing takes the word {word!r}; write flags as --NAME VALUE, and switches such as --resume without a value"
         raise UsageError(f"{text}\n{_help(prog)}")
     flag = word.partition("=")[0].replace("_", "-")
-    if f"{flag}.name" in known:
+    if f"{flag}.name" in flags:
         raise UsageError(f"no flag is named {flag}; did you mean {flag}.name?\n{_help(prog)}")
-    best = sorted(dict.fromkeys((*known, "--help")), key=lambda other: _likeness(flag, other), reverse=True)
+    best = sorted(dict.fromkeys((*flags, "--help")), key=lambda other: _likeness(flag, other), reverse=True)
     near = [other for other in best[:2] if _likeness(flag, other) > max(0.6, _likeness(flag, best[0]) - 0.1)]
     hint = f"did you mean {' or '.join(near)}?" if near else "none is like it"
     raise UsageError(f"no flag is named {flag}; {hint}\n{_help(prog)}")

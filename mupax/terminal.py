@@ -281,9 +281,9 @@ def _block(
 def _wrapped(line: str, width: int) -> list[str]:
     if len(line) <= width:
         return [line]
-    kept = re.sub(r"`[^`]+`", lambda code: code[0].replace(" ", _NO_BREAK) if len(code[0]) < width else code[0], line)
+    text = re.sub(r"`[^`]+`", lambda code: code[0].replace(" ", _NO_BREAK) if len(code[0]) < width else code[0], line)
     indent = " " * (len(line) - len(line.lstrip()))
-    lines = textwrap.wrap(kept, max(width, 1), break_long_words=False, break_on_hyphens=False, subsequent_indent=indent)
+    lines = textwrap.wrap(text, max(width, 1), break_long_words=False, break_on_hyphens=False, subsequent_indent=indent)
     return [part.replace(_NO_BREAK, " ") for part in lines] or [""]
 
 
